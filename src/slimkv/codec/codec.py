@@ -1,0 +1,163 @@
+"""``Codec``: a spec together with the tensors it needs on one device."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimkv.codec import pack, quantize
+from slimkv.codec.codebook import codebook
+from slimkv.codec.quantize import Encoded, SideTables
+from slimkv.codec.rotation import block_size, signed_hadamard
+from slimkv.errors import InputError
+from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _float32(number: float) -> float:
+    return float(np.float32(number))
+
+
+def _side_tables(form: TensorFormat, dim: int, seed: int, device: torch.device) -> SideTables:
+    block = block_size(dim)
+    levels, boundaries, unit = np.empty(0), np.empty(0), 1.0
+    if form.kind == Kind.LLOYD:
+        book = codebook(form.bits, dim)
+        levels, boundaries, unit = book.levels_by_code, book.boundaries, book.unit
+    return SideTables(
+        hadamard=torch.tensor(signed_hadamard(dim, seed), dtype=torch.float64, device=device),
+        levels=torch.tensor(levels, dtype=torch.float32, device=device),
+        boundaries=torch.tensor(boundaries, dtype=torch.float32, device=device),
+        unit=_float32(unit * math.sqrt(dim / block)),
+        plain_scale=_float32(1 / (unit * math.sqrt(dim))),
+        orthonormal=_float32(1 / math.sqrt(block)),
+        root_dim=_float32(math.sqrt(block)),
+    )
+
+
+class Codec:
+    """Encodes and decodes K and V vectors of one ``CodecSpec`` on one device.
+
+    Shapes are ``[..., dim]`` with any batch shape; inputs are float16, bfloat16 or float32. A rotation acts on the last
+    axis: ``rotated = x @ rotation``. Attention on rotated queries and keys, with the output rotated back, equals
+    attention on the vectors themselves.
+    """
+
+    def __init__(self, spec: CodecSpec, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        self.device = torch.device(device)
+        self.key_tables = _side_tables(spec.key, spec.key_dim, spec.seed, self.device)
+        self.value_tables = _side_tables(spec.value, spec.value_dim, spec.seed, self.device)
+        self.key_rotation = (self.key_tables.hadamard * (1 / math.sqrt(block_size(spec.key_dim)))).float()
+        self.value_rotation = (self.value_tables.hadamard * (1 / math.sqrt(block_size(spec.value_dim)))).float()
+        self._rows = PageLayout(spec, 1)
+
+    def __repr__(self) -> str:
+        return f"Codec({self.spec.word}, key_dim={self.spec.key_dim}, value_dim={self.spec.value_dim}, device={self.device})"
+
+    @classmethod
+    def from_word(cls, word: str, head_dim: int, value_dim: int | None = None, device: torch.device | str = "cpu") -> Codec:
+        """``Codec(CodecSpec.parse(word, head_dim, value_dim), device)``."""
+        return cls(CodecSpec.parse(word, head_dim, value_dim), device)
+
+    def to(self, device: torch.device | str) -> Codec:
+        """This codec with its tensors on ``device`` (itself if they are there already)."""
+        target = torch.device(device)
+        return self if target == self.device else Codec(self.spec, target)
+
+    def compression_ratio(self, block_tokens: int = 16) -> float:
+        """bf16 bytes over the bytes that pages of ``block_tokens`` tokens allocate."""
+        return PageLayout(self.spec, block_tokens).compression_ratio
+
+    # -- encode: vectors to codes ------------------------------------------------------------------------------------
+
+    def encode_key(self, x: Tensor, *, mark_invalid: bool = False) -> Encoded:
+        """[..., key_dim] -> ``Encoded``. Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector;
+        with ``mark_invalid`` such vectors are marked the way kernels mark them instead."""
+        return self._encode(x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid)
+
+    def encode_value(self, x: Tensor, *, mark_invalid: bool = False) -> Encoded:
+        """[..., value_dim] -> ``Encoded``; see ``encode_key``."""
+        return self._encode(x, self.spec.value, self.spec.value_dim, self.value_tables, "value", mark_invalid)
+
+    def _encode(self, x: Tensor, form: TensorFormat, dim: int, tables: SideTables, name: str, mark: bool) -> Encoded:
+        self._check(x, dim, name)
+        if form.kind == Kind.RAW:
+            return quantize.encode_raw(x, form)
+        x = x.float().contiguous()
+        if form.kind == Kind.LLOYD:
+            encoded = quantize.encode_lloyd(x, form, tables)
+        elif form.kind == Kind.UNIFORM:
+            encoded = quantize.encode_uniform(x, form, tables)
+        else:
+            encoded = quantize.encode_fp8(x)
+        bad = quantize.invalid_vectors(x, encoded, form)
+        if mark:
+            return quantize.mark_invalid(encoded, bad)
+        if bad.any():
+            where = tuple(bad.nonzero()[0].tolist())
+            reason = "NaN or Inf" if not torch.isfinite(x[where]).all() else "a norm beyond what a scale can hold"
+            raise InputError(f"{int(bad.sum())} {name} vector(s) cannot be encoded; the first, at index {where}, has {reason}")
+        return encoded
+
+    def _check(self, x: Tensor, dim: int, name: str) -> None:
+        if x.shape[-1] != dim:
+            raise InputError(f"{name} vectors have {x.shape[-1]} dimensions; this codec is for {dim}")
+        if x.dtype not in FLOAT_DTYPES:
+            raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
+        if x.device != self.device:
+            raise InputError(f"{name} tensor is on {x.device}, the codec on {self.device}; use codec.to({str(x.device)!r})")
+
+    # -- decode: codes to vectors ------------------------------------------------------------------------------------
+
+    def decode_key(self, encoded: Encoded, *, rotated: bool = False) -> Tensor:
+        """``Encoded`` -> float32 [..., key_dim] (the raw dtype for raw); ``rotated`` leaves it in the space it is attended in."""
+        return self._decode(encoded, self.spec.key, self.key_tables, self.key_rotation, rotated)
+
+    def decode_value(self, encoded: Encoded, *, rotated: bool = False) -> Tensor:
+        """``Encoded`` -> float32 [..., value_dim]; see ``decode_key``."""
+        return self._decode(encoded, self.spec.value, self.value_tables, self.value_rotation, rotated)
+
+    def _decode(self, encoded: Encoded, form: TensorFormat, tables: SideTables, rotation: Tensor, rotated: bool) -> Tensor:
+        if form.kind == Kind.RAW:
+            return quantize.decode_raw(encoded, form)
+        if form.kind == Kind.LLOYD:
+            x = quantize.decode_lloyd(encoded, tables)
+        elif form.kind == Kind.UNIFORM:
+            x = quantize.decode_uniform(encoded)
+        else:
+            x = quantize.decode_fp8(encoded)
+        return x @ rotation.T if form.rotated and not rotated else x
+
+    # -- whole vectors to bytes --------------------------------------------------------------------------------------
+
+    def compress_k(self, x: Tensor) -> Tensor:
+        """K [..., key_dim] -> uint8 [..., bytes]: codes, then fields, one row per vector."""
+        return pack.pack_vectors(self._rows.key, self.encode_key(x))
+
+    def compress_v(self, x: Tensor) -> Tensor:
+        """V [..., value_dim] -> uint8 [..., bytes]."""
+        return pack.pack_vectors(self._rows.value, self.encode_value(x))
+
+    def decompress_k(self, rows: Tensor) -> Tensor:
+        """The rows of ``compress_k`` -> float32 [..., key_dim] in the original space (the raw dtype for raw)."""
+        return self.decode_key(pack.unpack_vectors(self._rows.key, rows))
+
+    def decompress_v(self, rows: Tensor) -> Tensor:
+        """The rows of ``compress_v`` -> float32 [..., value_dim] in the original space."""
+        return self.decode_value(pack.unpack_vectors(self._rows.value, rows))
+
+    # -- queries and outputs -----------------------------------------------------------------------------------------
+
+    def rotate_query(self, q: Tensor) -> Tensor:
+        """Queries [..., key_dim] -> float32 in the space the keys are stored in."""
+        self._check(q, self.spec.key_dim, "query")
+        return q.float() @ self.key_rotation if self.spec.key.rotated else q.float()
+
+    def unrotate_output(self, out: Tensor) -> Tensor:
+        """Attention output [..., value_dim] in the space the values are stored in -> float32 in the original space."""
+        return out.float() @ self.value_rotation.T if self.spec.value.rotated else out.float()

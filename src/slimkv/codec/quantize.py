@@ -1,0 +1,180 @@
+"""Vectors to codes and fields, and back. Plain torch; this file *is* the definition of the arithmetic.
+
+Encoding must give the same bytes everywhere, whatever order a device adds numbers in. So everything that is summed
+is an integer: a vector is first written in 22-bit fixed point relative to its largest coordinate, a Hadamard matrix of
++-1 keeps integers integers, and squares are added in 64 bits. What remains are single IEEE operations (multiply,
+divide, square root), each rounded once and never fused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import scale16
+from slimkv.codec.codebook import LEVEL_DENOMINATOR
+from slimkv.errors import InputError
+from slimkv.spec import Kind, ScalePolicy, TensorFormat
+
+FIXED_POINT_BITS = 21
+ROUND_MAGIC = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer, ties to even
+LEAST_EXPONENT = 67  # biased float32 exponent below which a vector counts as zero (2^-60)
+FP8_LARGEST = 448.0
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Codes and 16-bit fields of vectors of any batch shape."""
+
+    codes: Tensor  # uint8 [..., dim]; int32 holding the bits for raw
+    fields: Tensor  # int32 [..., field_count], each in 0..0xFFFF
+
+
+@dataclass(frozen=True)
+class SideTables:
+    """The constant tensors one side (K or V) of a codec needs, on one device."""
+
+    hadamard: Tensor  # float64 [dim, dim] of +-1; rotated = x @ hadamard / sqrt(block)
+    levels: Tensor  # float32 [2 ** bits] by code, in grid units (empty unless lloyd)
+    boundaries: Tensor  # float32 [2 ** bits - 1], ascending
+    unit: float  # grid units per unnormalised rotated coordinate of a vector of norm 1
+    plain_scale: float  # float32: the plain policy's scale of a vector of norm 1
+    orthonormal: float  # float32: 1 / sqrt(block), which makes the Hadamard matrix orthonormal
+    root_dim: float  # float32: what turns <rotated, levels> into <x, x_hat> for the unbiased policy
+
+
+def _power_of_two(biased_exponent: Tensor) -> Tensor:
+    return (biased_exponent << 23).view(torch.float32)
+
+
+def _fixed_point(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x as integers below 2^21 (in float32), 1 / (units per 1.0) per vector, and where the vector is all but zero."""
+    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
+    exponent = (largest >> 23).clamp(max=254)
+    zero = exponent < LEAST_EXPONENT
+    exponent = exponent.clamp(min=LEAST_EXPONENT)
+    up = _power_of_two(127 + FIXED_POINT_BITS + 126 - exponent)
+    down = _power_of_two(exponent - FIXED_POINT_BITS + 1)
+    fixed = (x * up + ROUND_MAGIC) - ROUND_MAGIC
+    return torch.where(zero, 0.0, fixed), down, zero
+
+
+def rotate_fixed(fixed: Tensor, tables: SideTables) -> Tensor:
+    """Integers (float32) -> unnormalised rotated coordinates: the exact integer sum, rounded once to float32."""
+    return (fixed.double() @ tables.hadamard).float()
+
+
+def encode_lloyd(x: Tensor, form: TensorFormat, tables: SideTables) -> Encoded:
+    """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale."""
+    fixed, down, zero = _fixed_point(x)
+    rotated = rotate_fixed(fixed, tables)
+    squared = fixed.to(torch.int64).square().sum(-1, keepdim=True).float()
+    norm = squared.sqrt()
+    safe_norm = torch.where(zero, 1.0, norm)
+    standard = rotated * (torch.tensor(tables.unit, dtype=torch.float32, device=x.device) / safe_norm)
+    index = torch.bucketize(standard, tables.boundaries)  # a value on a boundary takes the lower level
+    half = 1 << (form.bits - 1)
+    codes = torch.where(index >= half, index, half - 1 - index).to(torch.uint8)
+    scale = _lloyd_scale(rotated, codes, squared, norm, form, tables) * down
+    field = scale16.encode_unsigned(torch.where(zero, 0.0, scale))
+    return Encoded(torch.where(zero, 0, codes).to(torch.uint8), field)
+
+
+def _lloyd_scale(
+    rotated: Tensor, codes: Tensor, squared: Tensor, norm: Tensor, form: TensorFormat, tables: SideTables
+) -> Tensor:
+    """The policy's scale in fixed-point units: float32 [..., 1]."""
+    if form.policy == ScalePolicy.PLAIN:
+        return norm * tables.plain_scale
+    levels = (tables.levels * LEVEL_DENOMINATOR).to(torch.int64)[codes.long()]
+    if form.policy == ScalePolicy.NORM:
+        length = levels.square().sum(-1, keepdim=True).float().sqrt()
+        return norm / length * LEVEL_DENOMINATOR
+    dot = (rotated.to(torch.int64) * levels).sum(-1, keepdim=True).float()
+    return squared * tables.root_dim / dot * LEVEL_DENOMINATOR
+
+
+def decode_lloyd(encoded: Encoded, tables: SideTables) -> Tensor:
+    """-> float32 [..., dim] in rotated space."""
+    return tables.levels[encoded.codes.long()] * scale16.decode_unsigned(encoded.fields[..., :1])
+
+
+def encode_uniform(x: Tensor, form: TensorFormat, tables: SideTables) -> Encoded:
+    """float32 [..., dim] (finite) -> evenly spaced codes between the smallest and the largest coordinate."""
+    if form.rotated:
+        fixed, down, _ = _fixed_point(x)
+        x = rotate_fixed(fixed, tables) * tables.orthonormal * down
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    top = (1 << form.bits) - 1
+    step_field = scale16.encode_unsigned((high - low) / torch.tensor(float(top), device=x.device))
+    zero_field = scale16.encode_signed(low)
+    step, zero = scale16.decode_unsigned(step_field), scale16.decode_signed(zero_field)
+    flat = step == 0
+    position = torch.floor((x - zero) / torch.where(flat, 1.0, step) + 0.5).clamp(0, top)
+    codes = torch.where(flat, 0.0, torch.nan_to_num(position)).to(torch.uint8)
+    return Encoded(codes, torch.cat([step_field, zero_field], -1))
+
+
+def decode_uniform(encoded: Encoded) -> Tensor:
+    """-> float32 [..., dim], rotated or not as it was encoded."""
+    step = scale16.decode_unsigned(encoded.fields[..., :1])
+    zero = scale16.decode_signed(encoded.fields[..., 1:])
+    return encoded.codes.float() * step + zero
+
+
+def encode_fp8(x: Tensor) -> Encoded:
+    """float32 [..., dim] (finite) -> e4m3 codes under the power of two that brings the largest into (224, 448]."""
+    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
+    exponent = (largest >> 23).clamp(max=254)
+    zero = exponent < LEAST_EXPONENT
+    exponent = exponent.clamp(min=LEAST_EXPONENT)
+    over = ((largest & 0x7FFFFF) > 0x600000).to(torch.int32)  # mantissa beyond 1.75, which is 448 / 256
+    down = _power_of_two(exponent - 8 + over)
+    up = _power_of_two(254 - (exponent - 8 + over))
+    scaled = torch.where(zero, 0.0, x * up)
+    codes = scaled.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+    field = scale16.encode_unsigned(torch.where(zero, 0.0, down))
+    return Encoded(codes, field)
+
+
+def decode_fp8(encoded: Encoded) -> Tensor:
+    """-> float32 [..., dim]."""
+    numbers = encoded.codes.contiguous().view(torch.float8_e4m3fn).float()
+    return numbers * scale16.decode_unsigned(encoded.fields[..., :1])
+
+
+def encode_raw(x: Tensor, form: TensorFormat) -> Encoded:
+    """A tensor of exactly the raw dtype -> its bits."""
+    dtype = getattr(torch, form.raw_dtype)
+    if x.dtype != dtype:
+        raise InputError(
+            f"the raw format holds {form.raw_dtype} bit for bit, but the input is {str(x.dtype).removeprefix('torch.')}; "
+            "convert it, or use the raw format of its own dtype (rawbf16, rawfp16, rawfp32)"
+        )
+    bits = x.contiguous().view(torch.int32) if form.bits == 32 else x.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    return Encoded(bits, bits.new_empty(*x.shape[:-1], 0))
+
+
+def decode_raw(encoded: Encoded, form: TensorFormat) -> Tensor:
+    """-> the raw dtype [..., dim], bit for bit."""
+    dtype = getattr(torch, form.raw_dtype)
+    if form.bits == 32:
+        return encoded.codes.to(torch.int32).contiguous().view(dtype)
+    signed = torch.where(encoded.codes >= 1 << 15, encoded.codes - (1 << 16), encoded.codes)
+    return signed.to(torch.int16).view(dtype)
+
+
+def invalid_vectors(x: Tensor, encoded: Encoded, form: TensorFormat) -> Tensor:
+    """bool [...]: vectors with a NaN or Inf, or whose scale or zero lies outside the 16-bit fields' range."""
+    bad = ~torch.isfinite(x).all(-1)
+    return bad | (encoded.fields == scale16.INVALID).any(-1) if form.kind != Kind.RAW else bad
+
+
+def mark_invalid(encoded: Encoded, bad: Tensor) -> Encoded:
+    """What a kernel writes for such a vector: all codes 0, all fields INVALID, so that reading it gives NaN."""
+    return Encoded(
+        torch.where(bad[..., None], 0, encoded.codes).to(encoded.codes.dtype),
+        torch.where(bad[..., None], scale16.INVALID, encoded.fields).to(torch.int32),
+    )

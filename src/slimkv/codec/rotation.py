@@ -1,0 +1,97 @@
+"""The rotation: random signs, then a Hadamard matrix of exactly the head size.
+
+A Hadamard matrix has entries +1 and -1 and orthogonal rows, so rotating integers gives integers: summed in any
+order, on any device, the result is the same. Powers of two come from Sylvester's doubling; other sizes from Paley's
+two constructions, doubled as often as needed (80 = 4 x 20, 96 = 8 x 12, 576 = 16 x 36, ...). The few multiples of 16
+for which neither gives a matrix (688 is the first) use a block-diagonal matrix of equal power-of-two blocks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from slimkv.errors import SpecError
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % p for p in range(2, int(n**0.5) + 1))
+
+
+def _jacobsthal(q: int) -> np.ndarray:
+    """Q[i, j] = Legendre symbol of i - j modulo the prime q."""
+    symbol = -np.ones(q, dtype=np.int64)
+    symbol[np.arange(1, q) ** 2 % q] = 1
+    symbol[0] = 0
+    i = np.arange(q)
+    return symbol[(i[:, None] - i[None, :]) % q]
+
+
+def _paley(order: int) -> np.ndarray | None:
+    """A Hadamard matrix of ``order`` by Paley's first or second construction, or None."""
+    if order % 4:
+        return None
+    q = order - 1
+    if _is_prime(q):  # order divisible by 4 makes q = 3 mod 4
+        core = np.ones((order, order), dtype=np.int64)
+        core[1:, 1:] = _jacobsthal(q) + np.eye(q, dtype=np.int64)
+        core[1:, 0] = -1
+        return core
+    q = order // 2 - 1
+    if q % 4 == 1 and _is_prime(q):
+        conference = np.ones((q + 1, q + 1), dtype=np.int64)
+        conference[0, 0] = 0
+        conference[1:, 1:] = _jacobsthal(q)
+        diagonal = np.eye(q + 1, dtype=np.int64)
+        plus = np.array([[1, 1], [1, -1]])
+        minus = np.array([[1, -1], [-1, -1]])
+        return np.kron(conference, plus) + np.kron(diagonal, minus)
+    return None
+
+
+def _hadamard(order: int) -> np.ndarray | None:
+    if order == 1:
+        return np.ones((1, 1), dtype=np.int64)
+    if order & (order - 1):
+        direct = _paley(order)
+        half = _hadamard(order // 2) if order % 2 == 0 else None
+        if half is None:
+            return direct
+    else:
+        half = _hadamard(order // 2)
+    return np.kron(np.array([[1, 1], [1, -1]]), half)
+
+
+def block_size(dim: int) -> int:
+    """Size of the Hadamard blocks the rotation of ``dim`` is made of: ``dim`` itself for nearly every size."""
+    return dim if _hadamard(dim) is not None else dim & -dim
+
+
+@cache
+def signed_hadamard(dim: int, seed: int) -> np.ndarray:
+    """The rotation without its normalisation: int8 [dim, dim] of +-1 (and 0 between blocks).
+
+    A vector x (as a row) rotates to ``x @ signed_hadamard / sqrt(block_size(dim))``.
+    """
+    if dim < 1:
+        raise SpecError(f"head_dim {dim} is not positive")
+    block = block_size(dim)
+    core = _hadamard(block)
+    assert core is not None
+    if not np.array_equal(core @ core.T, block * np.eye(block, dtype=np.int64)):
+        raise AssertionError(f"the Hadamard construction of order {block} is wrong")
+    matrix = np.kron(np.eye(dim // block, dtype=np.int64), core)
+    signs = sign_bits(dim, seed)
+    out = (signs[:, None] * matrix).astype(np.int8)
+    out.setflags(write=False)
+    return out
+
+
+def sign_bits(dim: int, seed: int) -> np.ndarray:
+    """The random signs: int64 [dim] of +-1 from splitmix64, the same in every numpy version."""
+    state = (np.arange(1, dim + 1, dtype=np.uint64) + np.uint64(seed) * np.uint64(dim + 1)) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state = state ^ (state >> np.uint64(31))
+    return np.where(state & np.uint64(1), 1, -1).astype(np.int64)

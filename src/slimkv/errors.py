@@ -1,0 +1,29 @@
+"""The few errors slimkv raises. Each is also the builtin a caller would expect."""
+
+
+class SlimKVError(Exception):
+    """Base of every error raised on purpose by slimkv."""
+
+
+class SpecError(SlimKVError, ValueError):
+    """A format word, width, head size or page size that slimkv does not know."""
+
+
+class InputError(SlimKVError, ValueError):
+    """A tensor whose shape, dtype, device or contents an operation cannot take."""
+
+
+class UnsupportedError(SlimKVError, NotImplementedError):
+    """A combination that is valid but that the chosen implementation does not handle."""
+
+
+class MissingDependencyError(SlimKVError, ImportError):
+    """Something that was asked for needs a package that is not installed (or too old)."""
+
+
+class CorruptDataError(SlimKVError, RuntimeError):
+    """Stored bytes that cannot have been written by slimkv."""
+
+
+class OutOfPagesError(SlimKVError, RuntimeError):
+    """A pool has no free page left."""
