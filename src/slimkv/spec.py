@@ -219,8 +219,8 @@ class CodecSpec:
 
     def with_raw_dtype(self, dtype: str) -> CodecSpec:
         """The same spec with every ``raw`` side holding ``dtype`` (what the model computes in)."""
-        sides = {s: raw(dtype) for s in ("key", "value") if getattr(self, s).kind == Kind.RAW}
-        return replace(self, **sides)
+        key, value = (raw(dtype) if side.kind == Kind.RAW else side for side in (self.key, self.value))
+        return replace(self, key=key, value=value)
 
     @property
     def bits_per_number(self) -> float:

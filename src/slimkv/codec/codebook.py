@@ -3,8 +3,8 @@
 The density of that coordinate in d dimensions is proportional to (1 - x^2 / d)^((d - 3) / 2). The optimal levels are
 solved in float64 and then put on a grid that every implementation holds exactly:
 
-* up to 4 bits the levels are odd multiples of 1/2, at most 127.5: signed bytes, which a kernel looks up with a byte
-  permutation; the grid unit is chosen to lose the least (well under 1% of the error);
+* up to 4 bits the levels are odd multiples of 1/2, at most 63.5: seven bits, which a kernel looks up with a byte
+  permutation and negates with an exclusive or; the grid unit is chosen to lose the least (0.3% of the error);
 * from 5 bits on they are fp16 numbers that are multiples of 1/128.
 
 ``unit`` is the number of grid units in one standard deviation. Levels times ``LEVEL_DENOMINATOR`` are integers.
@@ -88,9 +88,9 @@ def _solve_positive(bits: int, dim: int) -> np.ndarray:
 def _on_byte_grid(levels: np.ndarray, mass: np.ndarray) -> tuple[float, np.ndarray]:
     """Unit and odd-half multiples that lie closest to ``levels``, weighted by their probability."""
     best = (np.inf, 0.0, levels)
-    for top in np.arange(96.0, 127.51, 0.125):
+    for top in np.arange(48.0, 63.51, 0.0625):
         unit = top / levels[-1]
-        rounded = np.clip(np.floor(levels * unit) + 0.5, 0.5, 127.5)
+        rounded = np.clip(np.floor(levels * unit) + 0.5, 0.5, 63.5)
         loss = float((mass * (rounded / unit - levels) ** 2).sum())
         if loss < best[0] - 1e-10:  # clearly better, not better by the last bit of a machine's libm
             best = (loss, float(unit), rounded)

@@ -57,10 +57,13 @@ class Codec:
         self._rows = PageLayout(spec, 1)
 
     def __repr__(self) -> str:
-        return f"Codec({self.spec.word}, key_dim={self.spec.key_dim}, value_dim={self.spec.value_dim}, device={self.device})"
+        dims = f"key_dim={self.spec.key_dim}, value_dim={self.spec.value_dim}"
+        return f"Codec({self.spec.word}, {dims}, device={self.device})"
 
     @classmethod
-    def from_word(cls, word: str, head_dim: int, value_dim: int | None = None, device: torch.device | str = "cpu") -> Codec:
+    def from_word(
+        cls, word: str, head_dim: int, value_dim: int | None = None, device: torch.device | str = "cpu"
+    ) -> Codec:
         """``Codec(CodecSpec.parse(word, head_dim, value_dim), device)``."""
         return cls(CodecSpec.parse(word, head_dim, value_dim), device)
 
@@ -76,8 +79,11 @@ class Codec:
     # -- encode: vectors to codes ------------------------------------------------------------------------------------
 
     def encode_key(self, x: Tensor, *, mark_invalid: bool = False) -> Encoded:
-        """[..., key_dim] -> ``Encoded``. Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector;
-        with ``mark_invalid`` such vectors are marked the way kernels mark them instead."""
+        """[..., key_dim] -> ``Encoded``.
+
+        Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector; with ``mark_invalid`` such
+        vectors are marked the way kernels mark them instead.
+        """
         return self._encode(x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid)
 
     def encode_value(self, x: Tensor, *, mark_invalid: bool = False) -> Encoded:
@@ -101,7 +107,9 @@ class Codec:
         if bad.any():
             where = tuple(bad.nonzero()[0].tolist())
             reason = "NaN or Inf" if not torch.isfinite(x[where]).all() else "a norm beyond what a scale can hold"
-            raise InputError(f"{int(bad.sum())} {name} vector(s) cannot be encoded; the first, at index {where}, has {reason}")
+            raise InputError(
+                f"{int(bad.sum())} {name} vector(s) cannot be encoded; the first, at index {where}, has {reason}"
+            )
         return encoded
 
     def _check(self, x: Tensor, dim: int, name: str) -> None:
@@ -110,19 +118,26 @@ class Codec:
         if x.dtype not in FLOAT_DTYPES:
             raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
         if x.device != self.device:
-            raise InputError(f"{name} tensor is on {x.device}, the codec on {self.device}; use codec.to({str(x.device)!r})")
+            raise InputError(
+                f"{name} tensor is on {x.device}, the codec on {self.device}; use codec.to({str(x.device)!r})"
+            )
 
     # -- decode: codes to vectors ------------------------------------------------------------------------------------
 
     def decode_key(self, encoded: Encoded, *, rotated: bool = False) -> Tensor:
-        """``Encoded`` -> float32 [..., key_dim] (the raw dtype for raw); ``rotated`` leaves it in the space it is attended in."""
+        """``Encoded`` -> float32 [..., key_dim] (the raw dtype for raw).
+
+        ``rotated`` leaves it in the space it is attended in.
+        """
         return self._decode(encoded, self.spec.key, self.key_tables, self.key_rotation, rotated)
 
     def decode_value(self, encoded: Encoded, *, rotated: bool = False) -> Tensor:
         """``Encoded`` -> float32 [..., value_dim]; see ``decode_key``."""
         return self._decode(encoded, self.spec.value, self.value_tables, self.value_rotation, rotated)
 
-    def _decode(self, encoded: Encoded, form: TensorFormat, tables: SideTables, rotation: Tensor, rotated: bool) -> Tensor:
+    def _decode(
+        self, encoded: Encoded, form: TensorFormat, tables: SideTables, rotation: Tensor, rotated: bool
+    ) -> Tensor:
         if form.kind == Kind.RAW:
             return quantize.decode_raw(encoded, form)
         if form.kind == Kind.LLOYD:

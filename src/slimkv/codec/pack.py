@@ -75,7 +75,13 @@ def _tensor(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.
 
 def _to_device(pieces: list[_HostPiece], device: torch.device) -> tuple[Piece, ...]:
     return tuple(
-        Piece(p.width, p.low_bit, _tensor(p.row_byte, device), _tensor(p.shift, device, torch.uint8), _tensor(p.position, device))
+        Piece(
+            p.width,
+            p.low_bit,
+            _tensor(p.row_byte, device),
+            _tensor(p.shift, device, torch.uint8),
+            _tensor(p.position, device),
+        )
         for p in pieces
     )
 
@@ -91,7 +97,10 @@ def page_tables(layout: PageLayout, device: torch.device) -> PageTables:
         starts = [side.field_offset(i) for i in range(side.format.field_count)]
         return np.array(starts, dtype=np.int64)[None, :] + FIELD_BYTES * tokens
 
-    field_bytes = [(f[..., None] + np.arange(FIELD_BYTES)).reshape(len(tokens), -1) for f in map(fields, (layout.key, layout.value))]
+    field_bytes = [
+        (f[..., None] + np.arange(FIELD_BYTES)).reshape(len(tokens), -1)
+        for f in map(fields, (layout.key, layout.value))
+    ]
     offsets = np.concatenate([key_offsets, value_offsets, *field_bytes], 1)
     codes_end = key_offsets.shape[1] + value_offsets.shape[1]
     key_end = codes_end + field_bytes[0].shape[1]
@@ -123,7 +132,9 @@ def _put_fields(rows: Tensor, fields: Tensor, where: slice) -> None:
 def pack_rows(layout: PageLayout, key: Encoded, value: Encoded) -> Tensor:
     """Encoded K and V of the same batch shape [...] -> token rows: uint8 [..., row_bytes]."""
     if key.codes.shape[:-1] != value.codes.shape[:-1]:
-        raise InputError(f"keys of shape {tuple(key.codes.shape)} and values of shape {tuple(value.codes.shape)} do not pair up")
+        raise InputError(
+            f"keys of shape {tuple(key.codes.shape)} and values of shape {tuple(value.codes.shape)} do not pair up"
+        )
     tables = page_tables(layout, key.codes.device)
     rows = torch.zeros(*key.codes.shape[:-1], tables.row_bytes, dtype=torch.uint8, device=key.codes.device)
     _put_codes(rows, key.codes, tables.key)
@@ -146,7 +157,9 @@ def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
     """The inverse of ``pack_vectors``."""
     pieces, width = _vector_pieces(side, rows.device)
     if rows.dtype != torch.uint8 or rows.shape[-1] != width:
-        raise InputError(f"packed {side.format.word} vectors are uint8 rows of {width} bytes, not {rows.dtype} of {rows.shape[-1]}")
+        raise InputError(
+            f"packed {side.format.word} vectors are uint8 rows of {width} bytes, not {rows.dtype} of {rows.shape[-1]}"
+        )
     first_bytes = torch.arange(side.codes_bytes, width, FIELD_BYTES, device=rows.device)
     return Encoded(_take_codes(rows, side, pieces).squeeze(-2), _take_fields(rows, first_bytes))
 
@@ -159,9 +172,9 @@ def _vector_pieces(side: SideLayout, device: torch.device) -> tuple[tuple[Piece,
 
 
 def pack_block(layout: PageLayout, key: Encoded, value: Encoded) -> Tensor:
-    """Encoded K and V of the first n <= block_tokens tokens of blocks, [..., n, dim] -> regions: uint8 [..., region_bytes].
+    """Encoded K and V of the first n <= block_tokens tokens of blocks -> regions.
 
-    Bytes of absent tokens and of the alignment are zero.
+    [..., n, dim] -> uint8 [..., region_bytes]. Bytes of absent tokens and of the alignment are zero.
     """
     rows = pack_rows(layout, key, value)
     tokens = rows.shape[-2]

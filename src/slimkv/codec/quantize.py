@@ -150,10 +150,11 @@ def encode_raw(x: Tensor, form: TensorFormat) -> Encoded:
     dtype = getattr(torch, form.raw_dtype)
     if x.dtype != dtype:
         raise InputError(
-            f"the raw format holds {form.raw_dtype} bit for bit, but the input is {str(x.dtype).removeprefix('torch.')}; "
+            f"the raw format holds {form.raw_dtype} bit for bit, but the input is {x.dtype}; "
             "convert it, or use the raw format of its own dtype (rawbf16, rawfp16, rawfp32)"
         )
-    bits = x.contiguous().view(torch.int32) if form.bits == 32 else x.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    x = x.contiguous()
+    bits = x.view(torch.int32) if form.bits == 32 else x.view(torch.int16).to(torch.int32) & 0xFFFF
     return Encoded(bits, bits.new_empty(*x.shape[:-1], 0))
 
 

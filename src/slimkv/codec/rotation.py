@@ -90,7 +90,8 @@ def signed_hadamard(dim: int, seed: int) -> np.ndarray:
 
 def sign_bits(dim: int, seed: int) -> np.ndarray:
     """The random signs: int64 [dim] of +-1 from splitmix64, the same in every numpy version."""
-    state = (np.arange(1, dim + 1, dtype=np.uint64) + np.uint64(seed) * np.uint64(dim + 1)) * np.uint64(0x9E3779B97F4A7C15)
+    state = np.arange(1, dim + 1, dtype=np.uint64) + np.uint64(seed) * np.uint64(dim + 1)
+    state = state * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     state = state ^ (state >> np.uint64(31))

@@ -26,7 +26,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def encode_unsigned(x: Tensor) -> Tensor:
-    """float32 >= 0 -> int32 in 0..0xFFFF: nearest, ties to even; below the smallest normal 0, NaN and overflow INVALID."""
+    """float32 >= 0 -> int32 in 0..0xFFFF: nearest, ties to even; tiny values become 0, NaN and overflow INVALID."""
     bits = _bits(x)
     rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - (_REBIAS << 10)
     out = torch.where(rounded < 1 << 10, 0, rounded)

@@ -1,0 +1,51 @@
+# Two commands do everything on a machine with Python 3.11, gcc and make: `make demo` and `make test`.
+# Both build .venv first. To use an environment of your own (a CUDA build of torch, say): make test PYTHON=python
+
+BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+PYTEST_ARGS ?= -n 2
+OUT ?= out
+
+ifdef PYTHON
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: demo test lint format clean setup help
+
+help:
+	@echo "make demo | test | lint | format | clean      (PYTHON=... uses your own environment)"
+
+setup: $(READY)
+
+# torch first: every other package is then satisfied with that build and pulls no CUDA libraries.
+$(VENV)/.ready: requirements/torch.txt requirements/ci.txt pyproject.toml
+	$(BASE_PYTHON) -c 'import sys; sys.exit("slimkv needs Python 3.11 or newer, not " + sys.version) if sys.version_info < (3, 11) else None'
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/ci.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(READY)
+	$(PY) -m slimkv demo --out $(OUT)
+
+test: $(READY)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check src tests
+	$(PY) -m ruff format --check src tests
+	$(PY) -m mypy
+	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()" --no-cache
+
+format: $(READY)
+	$(PY) -m ruff check --fix src tests
+	$(PY) -m ruff format src tests
+
+clean:
+	rm -rf $(VENV) $(OUT) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""``python -m slimkv``: the same as the ``slimkv`` command."""
+
+from slimkv.cli import main
+
+main()

@@ -1,0 +1,14 @@
+"""The ``slimkv`` command: one file per command group, each importing what it needs when it runs."""
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line; explains which extra is missing where typer or rich are not installed."""
+    try:
+        from slimkv.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"the slimkv command needs {error.name}, which is not installed: pip install 'slimkv[cli]'")
+    app()

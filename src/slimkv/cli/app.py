@@ -1,0 +1,23 @@
+"""The root command. A group is a typer app in a file of its own, added here by one line."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(name="slimkv", no_args_is_help=True)
+
+
+@app.callback()
+def root() -> None:
+    """A KV cache of 2-8 bits a number that attention reads directly."""
+
+
+@app.command()
+def version(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
+    """Prints the version of slimkv and of the page layout."""
+    from slimkv import __version__
+    from slimkv.cli.output import emit
+    from slimkv.spec import LAYOUT_VERSION
+
+    result = {"slimkv": __version__, "layout": LAYOUT_VERSION}
+    emit(result, as_json, f"slimkv {__version__}, page layout {LAYOUT_VERSION}")
