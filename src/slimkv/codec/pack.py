@@ -149,7 +149,7 @@ def pack_vectors(side: SideLayout, encoded: Encoded) -> Tensor:
     pieces, width = _vector_pieces(side, encoded.codes.device)
     rows = torch.zeros(*encoded.codes.shape[:-1], width, dtype=torch.uint8, device=encoded.codes.device)
     _put_codes(rows, encoded.codes, pieces)
-    _put_fields(rows, encoded.fields, slice(side.codes_bytes, width))
+    _put_fields(rows, encoded.fields, slice(width - FIELD_BYTES * side.format.field_count, width))
     return rows
 
 
@@ -160,7 +160,8 @@ def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
         raise InputError(
             f"packed {side.format.word} vectors are uint8 rows of {width} bytes, not {rows.dtype} of {rows.shape[-1]}"
         )
-    first_bytes = torch.arange(side.codes_bytes, width, FIELD_BYTES, device=rows.device)
+    fields_start = width - FIELD_BYTES * side.format.field_count
+    first_bytes = torch.arange(fields_start, width, FIELD_BYTES, device=rows.device)
     return Encoded(_take_codes(rows, side, pieces).squeeze(-2), _take_fields(rows, first_bytes))
 
 
@@ -186,16 +187,20 @@ def pack_block(layout: PageLayout, key: Encoded, value: Encoded) -> Tensor:
     return region
 
 
-def _take_codes(regions: Tensor, side: SideLayout, pieces: tuple[Piece, ...]) -> Tensor:
-    wide = side.format.bits > 8
+def _join_pieces(taken: list[tuple[Piece, Tensor]], wide: bool) -> Tensor:
+    """Bytes [..., dim] per piece -> codes: uint8, or int32 for codes of more than 8 bits."""
     codes = None
-    for piece in pieces:
-        taken = regions[..., piece.position.reshape(-1)].unflatten(-1, piece.position.shape)
-        bits = (taken >> piece.shift) & ((1 << piece.width) - 1)
+    for piece, byte in taken:
+        bits = (byte >> piece.shift) & ((1 << piece.width) - 1)
         bits = bits.to(torch.int32) << piece.low_bit if wide else bits << piece.low_bit
         codes = bits if codes is None else codes | bits
     assert codes is not None
     return codes
+
+
+def _take_codes(regions: Tensor, side: SideLayout, pieces: tuple[Piece, ...]) -> Tensor:
+    taken = [(p, regions[..., p.position.reshape(-1)].unflatten(-1, p.position.shape)) for p in pieces]
+    return _join_pieces(taken, wide=side.format.bits > 8)
 
 
 def _take_fields(regions: Tensor, positions: Tensor) -> Tensor:
@@ -214,3 +219,22 @@ def unpack_values(layout: PageLayout, regions: Tensor) -> Encoded:
     """Regions uint8 [..., region_bytes] -> encoded values [..., block_tokens, value_dim]."""
     tables = page_tables(layout, regions.device)
     return Encoded(_take_codes(regions, layout.value, tables.value), _take_fields(regions, tables.value_fields))
+
+
+def take_tokens(layout: PageLayout, pages: Tensor, slots: Tensor) -> tuple[Encoded, Encoded]:
+    """The tokens in ``slots`` (int64 [tokens], >= 0) of pages uint8 [blocks, kv_heads, region_bytes].
+
+    Returns encoded K [tokens, kv_heads, key_dim] and V [tokens, kv_heads, value_dim].
+    """
+    tables = page_tables(layout, pages.device)
+    block, position = slots // layout.block_tokens, slots % layout.block_tokens
+    heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
+
+    def take(offsets: Tensor) -> Tensor:  # [block_tokens, n] -> [tokens, kv_heads, n]
+        return pages[block[:, None, None], heads, offsets[position][:, None, :]]
+
+    def side(form: SideLayout, pieces: tuple[Piece, ...], fields: Tensor) -> Encoded:
+        codes = _join_pieces([(p, take(p.position)) for p in pieces], wide=form.format.bits > 8)
+        return Encoded(codes, take(fields).to(torch.int32) | take(fields + 1).to(torch.int32) << 8)
+
+    return side(layout.key, tables.key, tables.key_fields), side(layout.value, tables.value, tables.value_fields)

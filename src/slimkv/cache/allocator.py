@@ -1,0 +1,82 @@
+"""Block ids and reference counts. Knows nothing of tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from slimkv.errors import InputError, OutOfPagesError
+
+
+class BlockAllocator:
+    """Hands out blocks 0..count-1; a block may be shared and is free when its last owner lets go."""
+
+    def __init__(self, count: int) -> None:
+        if count < 0:
+            raise InputError(f"a pool of {count} blocks makes no sense")
+        self.count = count
+        self._free = deque(range(count))
+        self._references = [0] * count
+
+    @property
+    def free_blocks(self) -> int:
+        """How many blocks nobody owns."""
+        return len(self._free)
+
+    def references(self, block: int) -> int:
+        """How many owners ``block`` has."""
+        return self._references[self._known(block)]
+
+    def allocate(self, count: int = 1) -> list[int]:
+        """``count`` fresh blocks with one owner each, or none at all and ``OutOfPagesError``."""
+        if count < 0:
+            raise InputError(f"cannot allocate {count} blocks")
+        if count > len(self._free):
+            raise OutOfPagesError(f"{count} blocks asked for, {len(self._free)} of {self.count} free; free a sequence or use a larger pool")
+        blocks = [self._free.popleft() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds an owner to each block."""
+        for block in self._owned(blocks):
+            self._references[block] += 1
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Takes an owner from each block."""
+        for block in self._owned(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free.append(block)
+
+    def grow(self, count: int) -> None:
+        """Adds blocks until there are ``count``."""
+        if count < self.count:
+            raise InputError(f"a pool of {self.count} blocks cannot shrink to {count}")
+        self._free.extend(range(self.count, count))
+        self._references.extend([0] * (count - self.count))
+        self.count = count
+
+    def writable(self, block: int) -> tuple[int, bool]:
+        """A block its owner may write: ``block`` itself, or a fresh one in its place when others read it too.
+
+        Returns the block and whether the caller must copy the old block's bytes into it.
+        """
+        if self._references[self._owned([block])[0]] == 1:
+            return block, False
+        fresh = self.allocate()[0]
+        self._references[block] -= 1
+        return fresh, True
+
+    def _known(self, block: int) -> int:
+        if not 0 <= block < self.count:
+            raise InputError(f"block {block} is not one of this pool's {self.count}")
+        return block
+
+    def _owned(self, blocks: Iterable[int]) -> list[int]:
+        blocks = list(blocks)
+        for block in blocks:
+            if self._references[self._known(block)] == 0:
+                raise InputError(f"block {block} is free; it cannot be shared, written or freed")
+        return blocks

@@ -1,0 +1,75 @@
+"""``PagedPool``: the pages of one layer and the codec that reads and writes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.cache.allocator import BlockAllocator
+from slimkv.cache.batch import AttentionBatch
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.spec import CodecSpec, PageLayout
+
+
+class PagedPool:
+    """uint8 pages [blocks, kv_heads, region_bytes], their allocator, and the three operations on them."""
+
+    def __init__(
+        self, spec: CodecSpec, blocks: int, kv_heads: int, block_tokens: int = 64, device: torch.device | str = "cpu", impl: str | None = None
+    ) -> None:
+        self.layout = PageLayout(spec, block_tokens)
+        self.codec = Codec(spec, device)
+        self.kv_heads = kv_heads
+        self.impl = impl
+        self.allocator = BlockAllocator(blocks)
+        self.pages = torch.zeros(blocks, kv_heads, self.layout.region_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the pages occupy; equals ``layout.pool_bytes(blocks, kv_heads)``."""
+        return self.pages.untyped_storage().nbytes()
+
+    def grow(self, blocks: int) -> None:
+        """Enlarges the pool to ``blocks`` blocks, keeping what is stored."""
+        extra = blocks - self.allocator.count
+        self.allocator.grow(blocks)
+        if extra:
+            fresh = self.pages.new_zeros(extra, self.kv_heads, self.layout.region_bytes)
+            self.pages = torch.cat([self.pages, fresh])
+
+    def copy_blocks(self, source: list[int], target: list[int]) -> None:
+        """Copies whole blocks."""
+        if len(source) != len(target):
+            raise InputError(f"{len(source)} blocks cannot be copied onto {len(target)}")
+        if source:
+            index = torch.tensor([source, target], device=self.pages.device)
+            self.pages[index[1]] = self.pages[index[0]]
+
+    def make_writable(self, blocks: list[int], first_position: int) -> None:
+        """Copy-on-write before tokens are written from ``first_position`` on: replaces, in ``blocks``, what is shared."""
+        start = first_position // self.layout.block_tokens
+        source, target = [], []
+        for i in range(start, len(blocks)):
+            block, copy = self.allocator.writable(blocks[i])
+            if copy:
+                source.append(blocks[i])
+                target.append(block)
+                blocks[i] = block
+        self.copy_blocks(source, target)
+
+    def store(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """K [tokens, kv_heads, key_dim], V [tokens, kv_heads, value_dim] -> the slots; see ``slimkv.ops.store``."""
+        ops.store(key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, impl=self.impl)
+
+    def attend(self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs) -> Tensor | tuple[Tensor, Tensor]:
+        """query [total_queries, query_heads, key_dim] -> [total_queries, query_heads, value_dim]; see ``slimkv.ops.attend``."""
+        return ops.attend(
+            query, self.pages, batch.block_table, batch.seq_lens, batch.query_start, codec=self.codec, layout=self.layout,
+            max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, options=options, impl=self.impl, **kwargs,
+        )  # fmt: skip
+
+    def gather(self, slots: Tensor, dtype: torch.dtype = torch.float32, rotated: bool = False) -> tuple[Tensor, Tensor]:
+        """slots [tokens] -> dense K and V; see ``slimkv.ops.gather``."""
+        return ops.gather(self.pages, slots, codec=self.codec, layout=self.layout, dtype=dtype, rotated=rotated, impl=self.impl)

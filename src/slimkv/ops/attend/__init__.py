@@ -1,0 +1,184 @@
+"""attend: queries and pages -> attention output, for decode, speculative verification and prefill alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.ops.registry import Implementation, Registry, anywhere, where_triton_runs
+from slimkv.ops.store import check_pages
+from slimkv.spec import PageLayout
+
+
+@dataclass(frozen=True)
+class AttendOptions:
+    """What a model asks of its attention beside the tensors.
+
+    Attributes:
+        scale: multiplies q.k; 1 / sqrt(key_dim) when None.
+        causal: a query at position p sees keys 0..p; otherwise it sees every key of its sequence.
+        window: a query at p sees only the last ``window`` keys up to and including p (needs ``causal``).
+        softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        sinks: float [query_heads], a learned logit per head that joins the softmax's denominator.
+    """
+
+    scale: float | None = None
+    causal: bool = True
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise InputError(f"window must be a positive number of keys under a causal mask, not {self.window} (causal={self.causal})")
+        if self.softcap < 0 or not math.isfinite(self.softcap):
+            raise InputError(f"softcap must be 0 (off) or positive, not {self.softcap}")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise InputError(f"scale must be finite, not {self.scale}")
+
+
+@dataclass(frozen=True)
+class AttendRequest:
+    """The checked arguments of one ``attend``."""
+
+    query: Tensor
+    pages: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start: Tensor
+    max_query_len: int
+    max_seq_len: int
+    codec: Codec
+    layout: PageLayout
+    options: AttendOptions
+    fresh: tuple[Tensor, Tensor] | None
+    out: Tensor
+    lse: Tensor | None
+    workspace: Tensor | None
+    splits: int | None
+
+    @property
+    def scale(self) -> float:
+        """The factor on q.k."""
+        return self.options.scale if self.options.scale is not None else 1 / math.sqrt(self.layout.spec.key_dim)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query.shape[1] // self.pages.shape[1]
+
+
+REGISTRY = Registry(
+    "attend",
+    [
+        Implementation("triton", "slimkv.ops.attend.triton", where_triton_runs),
+        Implementation("reference", "slimkv.ops.attend.reference", anywhere),
+    ],
+)
+
+
+def attend(
+    query: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    max_seq_len: int,
+    options: AttendOptions | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    splits: int | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of variable-length queries on packed pages.
+
+    Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``query_start[i]:query_start[i + 1]`` of
+    ``query`` and stand at its last positions (their own keys are already stored). Decode is one query per sequence.
+
+    Args:
+        query: [total_queries, query_heads, key_dim], float16, bfloat16 or float32; query_heads a multiple of kv_heads.
+        pages: uint8 [blocks, kv_heads, region_bytes].
+        block_table: int32 [sequences, max_blocks].
+        seq_lens: int32 [sequences]; 0 gives zero output.
+        query_start: int32 [sequences + 1], ascending from 0 to total_queries (rows beyond it are left untouched).
+        max_query_len, max_seq_len: host-side upper bounds, so that no value is read back from the device.
+        fresh: K [total_queries, kv_heads, key_dim] and V of the query tokens; attended raw, instead of their codes.
+        out: [total_queries, query_heads, value_dim] to write into, any of the three dtypes (default: the query's).
+        lse: float32 [total_queries, query_heads] to write the natural log-sum-exp into; ``return_lse`` allocates it.
+        workspace: uint8, at least ``workspace_bytes(...)``; without it one is allocated.
+        splits: how many parts a sequence's keys are cut into (a fixed number keeps CUDA graphs valid); default: chosen from
+            the shapes and the device.
+
+    Returns out, or (out, lse) when the log-sum-exp was asked for.
+    """
+    check_pages(pages, layout)
+    options = options or AttendOptions()
+    _check_query(query, pages, layout)
+    _check_tables(block_table, seq_lens, query_start, pages.device)
+    total, heads = query.shape[:2]
+    if not 0 <= max_query_len <= max(total, 0) or max_seq_len > block_table.shape[1] * layout.block_tokens:
+        raise InputError(
+            f"max_query_len {max_query_len} must lie in 0..{total} and max_seq_len {max_seq_len} must fit the block table's "
+            f"{block_table.shape[1]} blocks of {layout.block_tokens}"
+        )
+    _check_fresh(fresh, query, pages, layout)
+    if options.sinks is not None and (options.sinks.shape != (heads,) or options.sinks.device != query.device):
+        raise InputError(f"sinks must be one number per query head ({heads}) on {query.device}, not {list(options.sinks.shape)}")
+    shape = (total, heads, layout.spec.value_dim)
+    if out is None:
+        out = query.new_empty(shape)
+    elif tuple(out.shape) != shape or out.stride(-1) != 1 or out.device != query.device:
+        raise InputError(f"out must be {list(shape)} on {query.device} with a contiguous last axis, not {list(out.shape)}")
+    if lse is None and return_lse:
+        lse = torch.empty(total, heads, dtype=torch.float32, device=query.device)
+    if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
+        raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
+    request = AttendRequest(
+        query, pages, block_table, seq_lens, query_start, max_query_len, max_seq_len, codec, layout, options, fresh, out, lse,
+        workspace, splits,
+    )  # fmt: skip
+    REGISTRY.select(pages.device, request, impl).load().run(request)
+    return out if lse is None else (out, lse)
+
+
+def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> None:
+    if query.ndim != 3 or query.shape[-1] != layout.spec.key_dim or query.stride(-1) != 1:
+        raise InputError(f"query must be [queries, heads, {layout.spec.key_dim}] with a contiguous last axis, not {list(query.shape)}")
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise InputError(f"query dtype {query.dtype} is not supported; use float16, bfloat16 or float32")
+    if query.device != pages.device:
+        raise InputError(f"query is on {query.device}, the pages on {pages.device}")
+    if query.shape[1] % pages.shape[1]:
+        raise InputError(f"{query.shape[1]} query heads are not a multiple of {pages.shape[1]} KV heads")
+
+
+def _check_tables(block_table: Tensor, seq_lens: Tensor, query_start: Tensor, device: torch.device) -> None:
+    for name, x, ndim in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1), ("query_start", query_start, 1)):
+        if x.dtype != torch.int32 or x.ndim != ndim or x.device != device or (x.numel() and x.stride(-1) != 1):
+            raise InputError(f"{name} must be int32 with {ndim} axes on {device}, not {x.dtype} {list(x.shape)} on {x.device}")
+    count = seq_lens.shape[0]
+    if block_table.shape[0] != count or query_start.shape[0] != count + 1:
+        raise InputError(
+            f"block_table {list(block_table.shape)}, seq_lens {list(seq_lens.shape)} and query_start {list(query_start.shape)} do not "
+            "describe the same sequences"
+        )
+
+
+def _check_fresh(fresh: tuple[Tensor, Tensor] | None, query: Tensor, pages: Tensor, layout: PageLayout) -> None:
+    if fresh is None:
+        return
+    for name, x, dim in (("key", fresh[0], layout.spec.key_dim), ("value", fresh[1], layout.spec.value_dim)):
+        if x.shape != (query.shape[0], pages.shape[1], dim) or x.device != query.device or x.stride(-1) != 1:
+            raise InputError(f"fresh {name} must be [{query.shape[0]}, {pages.shape[1]}, {dim}] on {query.device}, not {list(x.shape)}")

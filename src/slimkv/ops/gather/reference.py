@@ -1,0 +1,30 @@
+"""gather in plain torch: take each token's codes and fields, decode."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.codec.pack import take_tokens
+from slimkv.ops.gather import GatherRequest
+from slimkv.spec import PageLayout
+
+
+def supports(request: GatherRequest) -> str | None:
+    """Everything."""
+    return None
+
+
+def run(request: GatherRequest) -> None:
+    """See ``slimkv.ops.gather.gather``."""
+    key, value = decode_slots(request.pages, request.slots.clamp(min=0).long(), request.codec, request.layout, request.rotated)
+    absent = (request.slots < 0)[:, None, None]
+    request.key.copy_(torch.where(absent, 0, key))
+    request.value.copy_(torch.where(absent, 0, value))
+
+
+def decode_slots(pages: Tensor, slots: Tensor, codec: Codec, layout: PageLayout, rotated: bool) -> tuple[Tensor, Tensor]:
+    """pages uint8 [blocks, kv_heads, region_bytes], slots int64 [tokens] >= 0 -> K, V float32 (or the raw dtype) [tokens, kv_heads, dim]."""
+    key, value = take_tokens(layout, pages, slots)
+    return codec.decode_key(key, rotated=rotated), codec.decode_value(value, rotated=rotated)

@@ -1,0 +1,82 @@
+"""Implementations of an operation, and how one is chosen.
+
+An implementation says whether it can run on a device at all and whether it takes a given request; both answers are
+None or the reason why not. The first registered implementation that takes the request is used. One that is asked for
+by name is used or the call fails with its reason: nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slimkv.errors import InputError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run an operation; its module is imported when it is first needed."""
+
+    name: str
+    module: str  # has run(request) and supports(request) -> reason or None
+    available: Callable[[torch.device], str | None]
+
+    def load(self) -> Any:
+        """The module that implements it."""
+        return importlib.import_module(self.module)
+
+    def refusal(self, device: torch.device, request: Any) -> str | None:
+        """Why it cannot take ``request`` on ``device``, or None."""
+        return self.available(device) or self.load().supports(request)
+
+
+class Registry:
+    """The implementations of one operation, best first."""
+
+    def __init__(self, operation: str, implementations: list[Implementation]) -> None:
+        self.operation = operation
+        self._by_name = {i.name: i for i in implementations}
+
+    @property
+    def names(self) -> list[str]:
+        """Known implementation names, best first."""
+        return list(self._by_name)
+
+    def select(self, device: torch.device, request: Any, explicit: str | None = None) -> Implementation:
+        """The implementation to use; ``explicit`` names one and never yields another."""
+        if explicit is not None:
+            if explicit not in self._by_name:
+                raise InputError(f"no implementation of {self.operation} is called {explicit!r}; known: {', '.join(self.names)}")
+            reason = self._by_name[explicit].refusal(device, request)
+            if reason:
+                raise UnsupportedError(f"{self.operation} with {explicit!r}: {reason}")
+            return self._by_name[explicit]
+        reasons = []
+        for implementation in self._by_name.values():
+            reason = implementation.refusal(device, request)
+            if reason is None:
+                return implementation
+            reasons.append(f"{implementation.name}: {reason}")
+        raise UnsupportedError(f"no implementation of {self.operation} takes this on {device}: " + "; ".join(reasons))
+
+
+def anywhere(device: torch.device) -> str | None:
+    """The reference runs on every device torch knows."""
+    return None
+
+
+def where_triton_runs(device: torch.device) -> str | None:
+    """Triton needs a CUDA (or ROCm) device, or its interpreter."""
+    try:
+        import triton
+    except ImportError:
+        return 'triton is not installed; install it with: pip install "slimkv[triton]"'
+    if triton.knobs.runtime.interpret:
+        return None
+    if device.type != "cuda":
+        return f"Triton has no compiler for {device.type}; it runs there only under TRITON_INTERPRET=1"
+    return None

@@ -1,0 +1,80 @@
+"""store: K and V of new tokens -> their slots in the pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.ops.registry import Implementation, Registry, anywhere, where_triton_runs
+from slimkv.spec import PageLayout
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """The checked arguments of one ``store``."""
+
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    slot_mapping: Tensor
+    codec: Codec
+    layout: PageLayout
+
+
+REGISTRY = Registry(
+    "store",
+    [
+        Implementation("triton", "slimkv.ops.store.triton", where_triton_runs),
+        Implementation("reference", "slimkv.ops.store.reference", anywhere),
+    ],
+)
+
+
+def store(
+    key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor, *, codec: Codec, layout: PageLayout, impl: str | None = None
+) -> None:
+    """Encodes and writes new tokens.
+
+    Args:
+        key, value: [tokens, kv_heads, key_dim / value_dim], float16, bfloat16 or float32, last axis contiguous.
+        pages: uint8 [blocks, kv_heads, region_bytes], last axis contiguous.
+        slot_mapping: int32 or int64 [tokens]: block * block_tokens + position; negative slots are skipped.
+        impl: an implementation's name; by default the best one for the device.
+
+    A NaN or Inf raises in the reference; a kernel cannot raise and marks that token, so that whoever attends it gets NaN.
+    """
+    check_pages(pages, layout)
+    heads = pages.shape[1]
+    for name, x, dim in (("key", key, layout.spec.key_dim), ("value", value, layout.spec.value_dim)):
+        if x.ndim != 3 or x.shape[1:] != (heads, dim):
+            raise InputError(f"{name} must be [tokens, {heads}, {dim}] for these pages, not {list(x.shape)}")
+        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
+        if x.stride(-1) != 1:
+            raise InputError(f"{name} must be contiguous in its last axis (stride {x.stride(-1)})")
+        if x.device != pages.device:
+            raise InputError(f"{name} is on {x.device}, the pages on {pages.device}")
+    if slot_mapping.ndim != 1 or slot_mapping.dtype not in (torch.int32, torch.int64) or slot_mapping.device != pages.device:
+        raise InputError(
+            f"slot_mapping must be int32 or int64 [tokens] on {pages.device}, "
+            f"not {slot_mapping.dtype} {list(slot_mapping.shape)} on {slot_mapping.device}"
+        )
+    if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
+        raise InputError(f"{key.shape[0]} keys, {value.shape[0]} values and {slot_mapping.shape[0]} slots do not match")
+    request = StoreRequest(key, value, pages, slot_mapping, codec, layout)
+    REGISTRY.select(pages.device, request, impl).load().run(request)
+
+
+def check_pages(pages: Tensor, layout: PageLayout) -> None:
+    """Raises unless ``pages`` is uint8 [blocks, kv_heads, region_bytes] of ``layout``."""
+    if pages.dtype != torch.uint8 or pages.ndim != 3 or pages.shape[-1] != layout.region_bytes or pages.stride(-1) != 1:
+        raise InputError(
+            f"pages must be uint8 [blocks, kv_heads, {layout.region_bytes}] with a contiguous last axis, "
+            f"not {pages.dtype} {list(pages.shape)} with strides {list(pages.stride())}"
+        )
+    if pages.stride(0) % 16 or pages.stride(1) % 16 or pages.data_ptr() % 16:
+        raise InputError(f"regions must start at multiples of 16 bytes; the pages' strides are {list(pages.stride())}")
