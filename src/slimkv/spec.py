@@ -63,6 +63,12 @@ class ScalePolicy(StrEnum):
     UNBIASED = "unbiased"  # |x|^2 / <x, l>: <x, x_hat> = |x|^2
 
 
+def _policy(word: str) -> ScalePolicy:
+    if word not in list(ScalePolicy):
+        raise SpecError(f"unknown scale policy {word!r}; known are {', '.join(ScalePolicy)}")
+    return ScalePolicy(word)
+
+
 @dataclass(frozen=True)
 class TensorFormat:
     """How K or V is stored: kind, width, and what belongs to the kind."""
@@ -182,6 +188,8 @@ class CodecSpec:
                     f"{name} head_dim {dim} is not supported: slimkv takes multiples of {SLICE_DIMS} "
                     f"from {SLICE_DIMS} to {MAX_HEAD_DIM}"
                 )
+        if not 0 <= self.seed < 2**63:
+            raise SpecError(f"seed {self.seed} is not in 0 .. 2**63 - 1")
 
     @classmethod
     def parse(
@@ -207,9 +215,9 @@ class CodecSpec:
         else:
             raise SpecError(f"unknown format {word!r}; known are {known_words()}")
         if key_policy is not None and key.kind == Kind.LLOYD:
-            key = replace(key, policy=ScalePolicy(key_policy))
+            key = replace(key, policy=_policy(key_policy))
         if value_policy is not None and value.kind == Kind.LLOYD:
-            value = replace(value, policy=ScalePolicy(value_policy))
+            value = replace(value, policy=_policy(value_policy))
         return cls(key, value, head_dim, head_dim if value_dim is None else value_dim, seed)
 
     @property

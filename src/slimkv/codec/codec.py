@@ -22,6 +22,11 @@ def _float32(number: float) -> float:
     return float(np.float32(number))
 
 
+def _indexed(device: torch.device | str) -> torch.device:
+    """``cuda`` as the device tensors report, ``cuda:0``."""
+    return torch.zeros(0, device=device).device
+
+
 def _side_tables(form: TensorFormat, dim: int, seed: int, device: torch.device) -> SideTables:
     block = block_size(dim)
     levels, boundaries, unit = np.empty(0), np.empty(0), 1.0
@@ -49,7 +54,7 @@ class Codec:
 
     def __init__(self, spec: CodecSpec, device: torch.device | str = "cpu") -> None:
         self.spec = spec
-        self.device = torch.device(device)
+        self.device = _indexed(device)
         self.key_tables = _side_tables(spec.key, spec.key_dim, spec.seed, self.device)
         self.value_tables = _side_tables(spec.value, spec.value_dim, spec.seed, self.device)
         self.key_rotation = (self.key_tables.hadamard * (1 / math.sqrt(block_size(spec.key_dim)))).float()
@@ -69,7 +74,7 @@ class Codec:
 
     def to(self, device: torch.device | str) -> Codec:
         """This codec with its tensors on ``device`` (itself if they are there already)."""
-        target = torch.device(device)
+        target = _indexed(device)
         return self if target == self.device else Codec(self.spec, target)
 
     def compression_ratio(self, block_tokens: int = 16) -> float:

@@ -50,6 +50,7 @@ def _paley(order: int) -> np.ndarray | None:
     return None
 
 
+@cache
 def _hadamard(order: int) -> np.ndarray | None:
     if order == 1:
         return np.ones((1, 1), dtype=np.int64)
@@ -79,7 +80,8 @@ def signed_hadamard(dim: int, seed: int) -> np.ndarray:
     block = block_size(dim)
     core = _hadamard(block)
     assert core is not None
-    if not np.array_equal(core @ core.T, block * np.eye(block, dtype=np.int64)):
+    as_float = core.astype(np.float64)  # exact for these integers, and much faster
+    if not np.array_equal(as_float @ as_float.T, block * np.eye(block)):
         raise AssertionError(f"the Hadamard construction of order {block} is wrong")
     matrix = np.kron(np.eye(dim // block, dtype=np.int64), core)
     signs = sign_bits(dim, seed)
@@ -90,7 +92,8 @@ def signed_hadamard(dim: int, seed: int) -> np.ndarray:
 
 def sign_bits(dim: int, seed: int) -> np.ndarray:
     """The random signs: int64 [dim] of +-1 from splitmix64, the same in every numpy version."""
-    state = np.arange(1, dim + 1, dtype=np.uint64) + np.uint64(seed) * np.uint64(dim + 1)
+    start = np.uint64(seed * (dim + 1) & 0xFFFFFFFFFFFFFFFF)
+    state = np.arange(1, dim + 1, dtype=np.uint64) + start
     state = state * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
