@@ -63,7 +63,8 @@ class ScalePolicy(StrEnum):
     UNBIASED = "unbiased"  # |x|^2 / <x, l>: <x, x_hat> = |x|^2
 
 
-def _policy(word: str) -> ScalePolicy:
+def parse_policy(word: str) -> ScalePolicy:
+    """``plain``, ``norm`` or ``unbiased``."""
     if word not in list(ScalePolicy):
         raise SpecError(f"unknown scale policy {word!r}; known are {', '.join(ScalePolicy)}")
     return ScalePolicy(word)
@@ -215,9 +216,9 @@ class CodecSpec:
         else:
             raise SpecError(f"unknown format {word!r}; known are {known_words()}")
         if key_policy is not None and key.kind == Kind.LLOYD:
-            key = replace(key, policy=_policy(key_policy))
+            key = replace(key, policy=parse_policy(key_policy))
         if value_policy is not None and value.kind == Kind.LLOYD:
-            value = replace(value, policy=_policy(value_policy))
+            value = replace(value, policy=parse_policy(value_policy))
         return cls(key, value, head_dim, head_dim if value_dim is None else value_dim, seed)
 
     @property

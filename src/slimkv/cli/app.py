@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import typer
 
+from slimkv.cli import demo, doctor, eval, plan
+from slimkv.cli.options import Json
+
 app = typer.Typer(name="slimkv", no_args_is_help=True)
+app.command()(demo.demo)
+app.command()(plan.plan)
+app.command()(doctor.doctor)
+app.add_typer(eval.app)
 
 
 @app.callback()
@@ -13,7 +20,7 @@ def root() -> None:
 
 
 @app.command()
-def version(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
+def version(as_json: Json = False) -> None:
     """Prints the version of slimkv and of the page layout."""
     from slimkv import __version__
     from slimkv.cli.output import emit

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 
 
-def console() -> Console:
-    """A console on standard output; 100 columns wide where the output is no terminal."""
-    out = Console()
-    return out if out.is_terminal else Console(width=100)
+def console(stderr: bool = False) -> Console:
+    """A console on standard output or error; 110 columns wide where that is no terminal."""
+    out = Console(stderr=stderr)
+    return out if out.is_terminal else Console(stderr=stderr, width=110)
 
 
 def to_json(result: Any) -> str:

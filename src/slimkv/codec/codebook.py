@@ -4,7 +4,8 @@ The density of that coordinate in d dimensions is proportional to (1 - x^2 / d)^
 solved in float64 and then put on a grid that every implementation holds exactly:
 
 * up to 4 bits the levels are odd multiples of 1/2, at most 63.5: seven bits, which a kernel looks up with a byte
-  permutation and negates with an exclusive or; the grid unit is chosen to lose the least (at most 0.4% of the error from head size 64 on);
+  permutation and negates with an exclusive or; the grid unit is chosen to lose the least (at most 0.4% of
+  the error from head size 64 on);
 * from 5 bits on they are fp16 numbers that are multiples of 1/128.
 
 ``unit`` is the number of grid units in one standard deviation. Levels times ``LEVEL_DENOMINATOR`` are integers.
@@ -47,8 +48,8 @@ class Codebook:
 
 
 def _density(x: np.ndarray, dim: int) -> np.ndarray:
-    inside = np.clip(1.0 - x * x / dim, 0.0, None)
-    return inside ** ((dim - 3) / 2)
+    outside = np.clip(x * x / dim, 0.0, 1.0 - 1e-16)
+    return np.exp((dim - 3) / 2 * np.log1p(-outside))  # log1p stays exact in many dimensions
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Measurements: each a function that returns a result dataclass."""

@@ -1,0 +1,97 @@
+"""What quantised keys and values do to the output of attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.evals.synthetic import AttentionSample
+from slimkv.spec import CodecSpec, Kind, PageLayout, ScalePolicy
+
+
+@dataclass(frozen=True)
+class AttentionError:
+    """Errors of one format, each as a root mean square relative to what it disturbs."""
+
+    format: str
+    bytes_per_token: float  # allocated, per KV head, in pages of 16 tokens
+    key: float  # |k - k_hat| / |k|
+    value: float
+    output: float  # |o - o_hat| / |o| with K and V quantised
+    output_keys_only: float
+    output_values_only: float
+
+
+@dataclass(frozen=True)
+class PolicyError:
+    """The output's error with only the keys, or only the values, stored under a policy."""
+
+    bits: int
+    policy: str
+    keys: float
+    values: float
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """softmax(q k / sqrt(dim)) v over [..., tokens, dim], in the input's dtype."""
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    return torch.softmax(scores, -1) @ value
+
+
+def relative_error(estimate: Tensor, truth: Tensor) -> float:
+    """Root of the summed squared error over the summed squares."""
+    difference = (estimate - truth).double().square().sum()
+    return float((difference / truth.double().square().sum()).sqrt())
+
+
+def round_trip(codec: Codec, sample: AttentionSample) -> tuple[Tensor, Tensor]:
+    """K and V as a reader of the cache sees them, float32."""
+    key, value = sample.key, sample.value
+    if codec.spec.key.kind == Kind.RAW:
+        key = key.to(getattr(torch, codec.spec.key.raw_dtype))
+    if codec.spec.value.kind == Kind.RAW:
+        value = value.to(getattr(torch, codec.spec.value.raw_dtype))
+    return codec.decode_key(codec.encode_key(key)).float(), codec.decode_value(codec.encode_value(value)).float()
+
+
+def attention_error(sample: AttentionSample, spec: CodecSpec, name: str | None = None) -> AttentionError:
+    """The errors of ``spec`` on ``sample``."""
+    key, value = round_trip(Codec(spec, sample.key.device), sample)
+    truth = attend(sample.query, sample.key, sample.value)
+    return AttentionError(
+        format=name or spec.word,
+        bytes_per_token=PageLayout(spec, 16).bytes_per_token,
+        key=relative_error(key, sample.key),
+        value=relative_error(value, sample.value),
+        output=relative_error(attend(sample.query, key, value), truth),
+        output_keys_only=relative_error(attend(sample.query, key, sample.value), truth),
+        output_values_only=relative_error(attend(sample.query, sample.key, value), truth),
+    )
+
+
+def compare_formats(sample: AttentionSample, words: Iterable[str]) -> list[AttentionError]:
+    """``attention_error`` of each format word."""
+    dim, value_dim = sample.key.shape[-1], sample.value.shape[-1]
+    return [attention_error(sample, CodecSpec.parse(word, dim, value_dim), word) for word in words]
+
+
+def compare_policies(sample: AttentionSample, widths: Sequence[int] = (2, 3, 4)) -> list[PolicyError]:
+    """Every scale policy at every width, for keys and for values on their own."""
+    out = []
+    for bits in widths:
+        for policy in ScalePolicy:
+            spec = CodecSpec.parse(
+                f"kl{bits}vl{bits}",
+                sample.key.shape[-1],
+                sample.value.shape[-1],
+                key_policy=policy,
+                value_policy=policy,
+            )
+            error = attention_error(sample, spec)
+            out.append(PolicyError(bits, policy.value, error.output_keys_only, error.output_values_only))
+    return out
