@@ -169,6 +169,7 @@ def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
 def _vector_pieces(side: SideLayout, device: torch.device) -> tuple[tuple[Piece, ...], int]:
     alone = replace(side, block_tokens=1, codes_offset=0)
     pieces, _ = _side_pieces(alone, 0)
+    pieces = [p._replace(row_byte=p.position[0]) for p in pieces]  # here a row is the region: read and written alike
     return _to_device(pieces, device), alone.codes_bytes + FIELD_BYTES * side.format.field_count
 
 
