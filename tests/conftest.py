@@ -12,6 +12,19 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)  # tests run side by side
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regenerate-golden", action="store_true", help="rewrite the golden files: a new page format")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 POISON_BYTE = 0xA5
 _FACTORIES = ("empty", "empty_like", "empty_strided")
 _METHODS = ("new_empty", "new_empty_strided")
