@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from slimkv.codec import pack, quantize
-from slimkv.codec.codebook import codebook
+from slimkv.codec.codebook import LEVEL_DENOMINATOR, codebook
 from slimkv.codec.quantize import Encoded, SideTables
 from slimkv.codec.rotation import block_size, signed_hadamard
 from slimkv.errors import InputError
-from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
+from slimkv.spec import CodecSpec, Kind, PageLayout, ScalePolicy, TensorFormat
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -25,6 +25,15 @@ def _float32(number: float) -> float:
 def _indexed(device: torch.device | str) -> torch.device:
     """``cuda`` as the device tensors report, ``cuda:0``."""
     return torch.zeros(0, device=device).device
+
+
+def _magnitude_integers(form: TensorFormat, levels_by_code: np.ndarray) -> np.ndarray:
+    """Per magnitude, the integer a store kernel sums: twice the level squared for the norm of up to 4 bits, else the level
+    in units of 1 / LEVEL_DENOMINATOR."""
+    positive = levels_by_code[len(levels_by_code) // 2 :]
+    if form.policy == ScalePolicy.NORM and form.bits <= 4:
+        return (2 * positive) ** 2
+    return positive * LEVEL_DENOMINATOR
 
 
 def _side_tables(form: TensorFormat, dim: int, seed: int, device: torch.device) -> SideTables:
@@ -41,6 +50,9 @@ def _side_tables(form: TensorFormat, dim: int, seed: int, device: torch.device) 
         plain_scale=_float32(1 / (unit * math.sqrt(dim))),
         orthonormal=_float32(1 / math.sqrt(block)),
         root_dim=_float32(math.sqrt(block)),
+        signs=torch.tensor(signed_hadamard(dim, seed), dtype=torch.bfloat16, device=device),
+        bounds=torch.tensor(boundaries[boundaries > 0], dtype=torch.float32).view(torch.int32).to(device),
+        squares=torch.tensor(_magnitude_integers(form, levels), dtype=torch.int32, device=device),
     )
 
 

@@ -42,6 +42,9 @@ class SideTables:
     unit: float  # grid units per unnormalised rotated coordinate of a vector of norm 1
     plain_scale: float  # float32: the plain policy's scale of a vector of norm 1
     orthonormal: float  # float32: 1 / sqrt(block), which makes the Hadamard matrix orthonormal
+    signs: Tensor  # bfloat16 [dim, dim]: the same matrix, for kernels
+    bounds: Tensor  # int32 [2 ** (bits - 1) - 1]: float32 bits of the positive boundaries, for kernels
+    squares: Tensor  # int32 [2 ** (bits - 1)]: per magnitude, the integer that kernels sum
     root_dim: float  # float32: what turns <rotated, levels> into <x, x_hat> for the unbiased policy
 
 

@@ -1,0 +1,329 @@
+"""The Triton kernels of attend: one that reads pages, one that merges the parts of split sequences.
+
+Scores live in base 2. A key's scale multiplies its score; a value's scale multiplies its probability, which is kept at
+most 2 in fp16 by taking the running maximum over score + log2(value scale) instead of the score alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slimkv.ops import unpack
+from slimkv.ops.rotate import dot, rotate_rows, unrotate
+from slimkv.ops.unpack import (
+    as_keys,
+    as_values,
+    decode_signed,
+    decode_unsigned,
+    field_exponent,
+    fragment_order,
+    in_fragment_order,
+    load_code_words,
+    load_field,
+    numbers,
+    raw_numbers,
+)
+
+_LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
+_RAW: tl.constexpr = tl.constexpr(unpack.RAW)
+_KEY_OFFSET: tl.constexpr = tl.constexpr(unpack.KEY_OFFSET)
+_VALUE_OFFSET: tl.constexpr = tl.constexpr(unpack.VALUE_OFFSET)
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _find_block(starts, sequences, block, BLOCK_Q: tl.constexpr):
+    """The sequence that query block number ``block`` belongs to, when sequence i gets len_i // BLOCK_Q + 1 blocks."""
+    left = 0
+    right = sequences
+    while left < right:
+        middle = (left + right) // 2
+        if tl.load(starts + middle) // BLOCK_Q + middle <= block:
+            left = middle + 1
+        else:
+            right = middle
+    return left - 1
+
+
+@triton.jit
+def _row_scale(x):
+    """The power of two that brings each row's largest magnitude into [1, 2), and its inverse: float32 [M] each."""
+    top = tl.max(tl.abs(x), 1)
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return inverse, (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _softmax_step(s, value_exponent, m, l, acc):
+    """One step of the online softmax on scores s [M, BT]: probabilities, and the state rescaled to the new maximum."""
+    m_new = tl.maximum(m, tl.max(s + value_exponent[None, :], 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    return p, m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None], alpha
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, fresh_k_ptr, fresh_v_ptr,
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr,
+    key_rotation, value_rotation, key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
+    sequences, q_stride, q_head_stride, page_stride, page_head_stride, table_stride, out_stride, out_head_stride,
+    fresh_k_stride, fresh_k_head_stride, fresh_v_stride, fresh_v_head_stride,
+    scale_log2, softcap, key_norm, value_norm, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr, NT: tl.constexpr, SPLITS: tl.constexpr,
+    PAGE: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_ROTATED: tl.constexpr, K_FIELDS: tl.constexpr,
+    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr, V_ROTATED: tl.constexpr, V_CODES: tl.constexpr,
+    V_FIELDS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    FRESH: tl.constexpr, LSE: tl.constexpr, PTX: tl.constexpr, ROTATE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of queries of one sequence, one KV head, one of SPLITS parts of the keys."""
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    BT: tl.constexpr = 16 * NT
+    KDP: tl.constexpr = 16 * KS
+    VDP: tl.constexpr = 16 * VS
+    TILES_PER_PAGE: tl.constexpr = PAGE // 16
+
+    if ONE_BLOCK:
+        sequence = block
+        first = 0
+        start = tl.load(starts_ptr + sequence)
+    else:
+        sequence = _find_block(starts_ptr, sequences, block, BLOCK_Q)
+        start = tl.load(starts_ptr + sequence)
+        first = (block - (start // BLOCK_Q + sequence)) * BLOCK_Q
+    queries = tl.load(starts_ptr + sequence + 1) - start
+    if first >= queries:
+        return
+    length = tl.load(lens_ptr + sequence)
+
+    row = tl.arange(0, M)
+    query = first + row // GROUP
+    q_head = head * GROUP + row % GROUP
+    row_valid = (row < BLOCK_Q * GROUP) & (query < queries)
+    q_row = (start + query).to(tl.int64)
+    position = length - queries + query  # of each row's query in its sequence
+
+    # -- which keys this program reads: [begin, end), in whole steps of BT
+    end = length
+    begin = 0
+    if CAUSAL:
+        end = tl.minimum(length, length - queries + first + BLOCK_Q)
+    if WINDOW:
+        begin = tl.maximum(0, length - queries + first - window + 1) // BT * BT
+    packed_end = end
+    if FRESH:
+        packed_end = tl.maximum(tl.minimum(end, length - queries), 0)
+    steps = tl.cdiv(tl.maximum(packed_end - begin, 0), BT)
+    per_part = tl.cdiv(steps, SPLITS)
+    step_end = tl.minimum((part + 1) * per_part, steps)
+
+    # keys in [clear_begin, clear_end) are visible to every query of the block
+    clear_end = packed_end
+    clear_begin = begin
+    if CAUSAL:
+        clear_end = tl.minimum(packed_end, length - queries + first + 1)
+    if WINDOW:
+        clear_begin = length - queries + tl.minimum(first + BLOCK_Q, queries) - window
+
+    # -- the queries, rotated once and scaled row by row into fp16
+    q_ptrs = q_ptr + q_row * q_stride + q_head * q_head_stride
+    if K_ROTATED:
+        q = rotate_rows(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, ROTATE_BLOCK)
+    else:
+        q_dim = tl.arange(0, KDP)
+        q_mask = row_valid[:, None] & (q_dim < KD)[None, :]
+        q = tl.load(q_ptrs[:, None] + q_dim[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    down, up = _row_scale(q)
+    if K_KIND == _RAW and K_BITS == 32:
+        qh = q * down[:, None]
+    elif K_KIND == _RAW and K_BF16:
+        qh = (q * down[:, None]).to(tl.bfloat16)
+    else:
+        qh = (q * down[:, None]).to(tl.float16)
+    q_sum = tl.sum(qh.to(tl.float32), 1)
+    qh = in_fragment_order(qh)
+    row_scale = up * scale_log2
+
+    m = tl.full([M], float("-inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)
+    w = tl.zeros([M], tl.float32)  # what an offset of all value numbers adds to the output
+    acc = tl.zeros([M, VDP], tl.float32)
+
+    for step in tl.range(part * per_part, step_end, num_stages=STAGES):
+        token0 = begin + step * BT
+        token = token0 + tl.arange(0, BT)
+        tile = token0 // 16 + tl.arange(0, NT)
+        tile_valid = tile * 16 < length
+        page = tl.load(table_ptr + sequence * table_stride + tile // TILES_PER_PAGE, mask=tile_valid, other=0).to(tl.int64)
+        region = pages_ptr + page * page_stride + head * page_head_stride
+        inside = (tile % TILES_PER_PAGE).to(tl.int64)
+        key_base = region + inside * (2 * KD * K_BITS)
+        value_base = region + V_CODES + inside * (2 * VD * V_BITS)
+        # each tile's fields are 16 consecutive numbers
+        field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
+        valid = token < length
+        valid_tiles = tl.reshape(valid, (NT, 16))
+
+        # -- scores
+        if K_KIND == _RAW:
+            kt = as_keys(raw_numbers(key_base, tile_valid, K_BITS, K_BF16, KD // 16, KS))
+            s = dot(qh, kt, tl.zeros([M, BT], tl.float32)) * row_scale[:, None]
+        else:
+            low, high = load_code_words(key_base, tile_valid, K_BITS, KD // 16, KS, False)
+            kt = as_keys(numbers(low, high, key_levels, key_table0, key_table1, K_KIND, K_BITS, False, PTX))
+            k_field = load_field((region + K_FIELDS)[:, None], field_at, valid_tiles)
+            k_scale = tl.reshape(decode_unsigned(k_field), (BT,))
+            s = tl.dot(qh, kt)
+            if PTX and K_KIND == _LLOYD and K_BITS <= 4:
+                s -= _KEY_OFFSET * q_sum[:, None]
+            s *= k_scale[None, :]
+            if K_KIND == _UNIFORM:
+                k_zero = load_field((region + K_FIELDS + 2 * PAGE)[:, None], field_at, valid_tiles)
+                s += tl.reshape(decode_signed(k_zero), (BT,))[None, :] * q_sum[:, None]
+            s *= row_scale[:, None]
+        if SOFTCAP:
+            s = _soft_cap(s, softcap)
+        # Rows without a query attend garbage that is never stored, so only the edges of what is visible need a mask.
+        if token0 + BT > clear_end or token0 < clear_begin:
+            visible = valid[None, :] & (token < packed_end)[None, :]
+            if CAUSAL:
+                visible = visible & (token[None, :] <= position[:, None])
+            if WINDOW:
+                visible = visible & (token[None, :] > position[:, None] - window)
+            s = tl.where(visible, s, float("-inf"))
+
+        # -- probabilities and values
+        if V_KIND == _RAW:
+            p, m, l, acc, alpha = _softmax_step(s, tl.zeros([BT], tl.float32), m, l, acc)
+            v = as_values(raw_numbers(value_base, tile_valid, V_BITS, V_BF16, VD // 16, VS))
+            present = token0 + fragment_order(tl.arange(0, BT)) < length
+            v = tl.where(present[:, None], v, 0.0).to(v.dtype)
+            acc = dot(in_fragment_order(p.to(v.dtype)), v, acc)
+        else:
+            v_field = load_field((region + V_FIELDS)[:, None], field_at, valid_tiles)
+            v_scale = tl.reshape(decode_unsigned(v_field), (BT,))
+            exponent = tl.reshape(field_exponent(v_field), (BT,))
+            p, m, l, acc, alpha = _softmax_step(s, exponent, m, l, acc)
+            ph = (p * tl.where(valid, v_scale, 0.0)[None, :]).to(tl.float16)
+            low, high = load_code_words(value_base, tile_valid, V_BITS, VD // 16, VS, True)
+            v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX))
+            acc = tl.dot(in_fragment_order(ph), v, acc)
+            if V_KIND == _UNIFORM:
+                v_zero = load_field((region + V_FIELDS + 2 * PAGE)[:, None], field_at, valid_tiles)
+                w = w * alpha + tl.sum(p * tl.where(valid, tl.reshape(decode_signed(v_zero), (BT,)), 0.0)[None, :], 1)
+            elif PTX and V_KIND == _LLOYD and V_BITS <= 4:
+                w = w * alpha - _VALUE_OFFSET * tl.sum(ph.to(tl.float32), 1)
+
+    acc += w[:, None]
+
+    if FRESH:
+        if part == SPLITS - 1:
+            for fresh0 in range(tl.maximum(begin - (length - queries), 0), end - (length - queries), BT):
+                fresh = fresh0 + tl.arange(0, BT)
+                present = fresh < queries
+                at = (start + fresh).to(tl.int64)
+                dim = fragment_order(tl.arange(0, KDP))
+                k_at = fresh_k_ptr + at * fresh_k_stride + head * fresh_k_head_stride
+                kt = tl.load(k_at[None, :] + dim[:, None], mask=present[None, :] & (dim < KD)[:, None], other=0.0)
+                s = tl.dot(qh.to(tl.float16), kt.to(tl.float16)) * row_scale[:, None]
+                if SOFTCAP:
+                    s = _soft_cap(s, softcap)
+                seen = present[None, :] & row_valid[:, None]
+                token = length - queries + fresh
+                if CAUSAL:
+                    seen = seen & (token[None, :] <= position[:, None])
+                if WINDOW:
+                    seen = seen & (token[None, :] > position[:, None] - window)
+                s = tl.where(seen, s, float("-inf"))
+                p, m, l, acc, alpha = _softmax_step(s, tl.zeros([BT], tl.float32), m, l, acc)
+                v_dim = tl.arange(0, VDP)
+                v_at = fresh_v_ptr + at * fresh_v_stride + head * fresh_v_head_stride
+                v = tl.load(v_at[:, None] + v_dim[None, :], mask=present[:, None] & (v_dim < VD)[None, :], other=0.0)
+                acc = dot(p.to(tl.bfloat16), v.to(tl.bfloat16), acc)
+
+    # -- the result, or this part of it
+    v_dim = tl.arange(0, VDP)
+    if SPLITS == 1:
+        out, lse = _finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, SINKS, V_ROTATED, VD, VDP)
+        out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
+        out_mask = row_valid[:, None] & (v_dim < VD)[None, :]
+        tl.store(out_ptrs[:, None] + v_dim[None, :], out.to(out_ptr.dtype.element_ty), mask=out_mask)
+        if LSE:
+            tl.store(lse_ptr + q_row * (HEADS * GROUP) + q_head, lse, mask=row_valid)
+    else:
+        safe = tl.where(l > 0, l, 1.0)
+        at = (q_row * (HEADS * GROUP) + q_head) * SPLITS + part
+        mask = row_valid[:, None] & (v_dim < VD)[None, :]
+        tl.store(part_ptr + at[:, None] * VD + v_dim[None, :], acc / safe[:, None], mask=mask)
+        tl.store(part_lse_ptr + at, tl.where(l > 0, m + tl.log2(safe), float("-inf")), mask=row_valid)
+
+
+@triton.jit
+def _soft_cap(s, cap_log2):
+    """cap * tanh(s / cap) for scores in base 2; cap_log2 is the cap times log2(e)."""
+    x = 2.0 * _LOG2E * (s / cap_log2)
+    x = tl.minimum(tl.maximum(x, -80.0), 80.0)
+    e = tl.exp2(x)
+    return cap_log2 * ((e - 1.0) / (e + 1.0))
+
+
+@triton.jit
+def _finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm,
+            SINKS: tl.constexpr, V_ROTATED: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr):  # fmt: skip
+    """Adds the sink, divides, rotates back: output float32 [M, VDP] and natural log-sum-exp [M]."""
+    if SINKS:
+        sink = tl.load(sinks_ptr + q_head, mask=row_valid, other=0.0).to(tl.float32) * _LOG2E
+        top = tl.maximum(m, sink)
+        acc = acc * tl.exp2(m - top)[:, None]
+        l = l * tl.exp2(m - top) + tl.exp2(sink - top)
+        m = top
+    empty = l == 0
+    safe = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, float("-inf"), (m + tl.log2(safe)) * _LN2)
+    acc = acc / safe[:, None]
+    if V_ROTATED:
+        acc = unrotate(acc, value_rotation, value_norm, VD, VDP, 2)
+    return acc, lse
+
+
+@triton.jit
+def merge_kernel(
+    part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, value_rotation, value_norm, sequences, out_stride, out_head_stride,
+    Q_HEADS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr,
+    V_ROTATED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Merges the SPLITS parts of ROWS (query, head) rows and rotates the result back."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_valid = row < tl.load(starts_ptr + sequences).to(tl.int64) * Q_HEADS
+    q_head = (row % Q_HEADS).to(tl.int32)
+    dim = tl.arange(0, VDP)
+    mask = row_valid[:, None] & (dim < VD)[None, :]
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VDP], tl.float32)
+    for part in range(SPLITS):
+        at = row * SPLITS + part
+        part_lse = tl.load(part_lse_ptr + at, mask=row_valid, other=float("-inf"))
+        x = tl.load(part_ptr + at[:, None] * VD + dim[None, :], mask=mask, other=0.0)
+        m_new = tl.maximum(m, part_lse)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_safe)
+        weight = tl.exp2(part_lse - m_safe)
+        acc = acc * alpha[:, None] + x * weight[:, None]
+        l = l * alpha + weight
+        m = m_new
+    out, lse = _finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, SINKS, V_ROTATED, VD, VDP)
+    out_ptrs = out_ptr + (row // Q_HEADS) * out_stride + q_head * out_head_stride
+    tl.store(out_ptrs[:, None] + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    if LSE:
+        tl.store(lse_ptr + row, lse, mask=row_valid)

@@ -1,0 +1,118 @@
+"""gather in one Triton launch: take codes, decode, rotate back."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slimkv.ops import unpack
+from slimkv.ops.gather import GatherRequest
+from slimkv.ops.rotate import unrotate
+from slimkv.ops.unpack import KIND_NUMBER, decode_signed, decode_unsigned, element_codes, fp8_to_half
+from slimkv.spec import SideLayout
+
+_LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
+_FP8: tl.constexpr = tl.constexpr(unpack.FP8)
+_RAW: tl.constexpr = tl.constexpr(unpack.RAW)
+
+
+@triton.jit
+def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, page_stride, page_head_stride, out_stride, out_head_stride,
+                 group, head, M: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr,
+                 BITS: tl.constexpr, BF16: tl.constexpr, UNROTATE: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
+                 TRANSPOSED: tl.constexpr):  # fmt: skip
+    """Decodes M tokens of one head of K or V."""
+    token = group * M + tl.arange(0, M)
+    slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
+    keep = slot >= 0
+    safe = tl.maximum(slot, 0)
+    region = pages_ptr + safe // PAGE * page_stride + head * page_head_stride
+    position = safe % PAGE
+    codes = element_codes(region, position, keep, CODES, BITS, D, SP, TRANSPOSED)
+    if KIND == _RAW:
+        if BITS == 32:
+            x = codes.to(tl.float32, bitcast=True)
+        elif BF16:
+            x = codes.to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+        else:
+            x = codes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        if KIND == _LLOYD:
+            x = tl.load(levels + codes)
+        elif KIND == _FP8:
+            x = fp8_to_half(codes).to(tl.float32)
+        else:
+            x = codes.to(tl.float32)
+        field = tl.load((region + FIELDS).to(tl.pointer_type(tl.uint16)) + position, mask=keep, other=0).to(tl.int32)
+        x = x * decode_unsigned(field)[:, None]
+        if KIND == _UNIFORM:
+            zero = tl.load((region + FIELDS + 2 * PAGE).to(tl.pointer_type(tl.uint16)) + position, mask=keep, other=0).to(tl.int32)
+            x = x + decode_signed(zero)[:, None]
+    col = tl.arange(0, 16 * SP)[None, :]
+    x = tl.where(keep[:, None] & (col < D), x, 0.0)
+    if UNROTATE:
+        x = unrotate(x, signs, norm, D, 16 * SP, 3)
+    at = out_ptr + token.to(tl.int64)[:, None] * out_stride + head * out_head_stride + col
+    tl.store(at, x.to(out_ptr.dtype.element_ty), mask=(token < tokens)[:, None] & (col < D))
+
+
+@triton.jit
+def gather_kernel(
+    pages_ptr, slots_ptr, key_ptr, value_ptr, key_signs, value_signs, key_levels, value_levels, key_norm, value_norm, tokens,
+    page_stride, page_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
+    M: tl.constexpr, PAGE: tl.constexpr,
+    K_D: tl.constexpr, K_SP: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr,
+    K_UNROTATE: tl.constexpr, K_CODES: tl.constexpr, K_FIELDS: tl.constexpr,
+    V_D: tl.constexpr, V_SP: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr,
+    V_UNROTATE: tl.constexpr, V_CODES: tl.constexpr, V_FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One program: M tokens of one head, K (axis 2 = 0) or V (1)."""
+    group = tl.program_id(0)
+    head = tl.program_id(1)
+    if tl.program_id(2) == 0:
+        _gather_side(pages_ptr, slots_ptr, key_ptr, key_signs, key_levels, key_norm, tokens, page_stride, page_head_stride, key_stride,
+                     key_head_stride, group, head, M, PAGE, K_D, K_SP, K_KIND, K_BITS, K_BF16, K_UNROTATE, K_CODES, K_FIELDS,
+                     False)  # fmt: skip
+    else:
+        _gather_side(pages_ptr, slots_ptr, value_ptr, value_signs, value_levels, value_norm, tokens, page_stride, page_head_stride,
+                     value_stride, value_head_stride, group, head, M, PAGE, V_D, V_SP, V_KIND, V_BITS, V_BF16, V_UNROTATE, V_CODES,
+                     V_FIELDS, True)  # fmt: skip
+
+
+def supports(request: GatherRequest) -> str | None:
+    """Every format; blocks of at least a tile."""
+    if request.layout.block_tokens == 1:
+        return "blocks of 1 token (plain rows) are not read or written by the kernels; use blocks of 16 or more, or impl='reference'"
+    return None
+
+
+def _side_constants(side: SideLayout, prefix: str, rotated: bool) -> dict[str, int | bool]:
+    form = side.format
+    return {
+        f"{prefix}_D": side.dim,
+        f"{prefix}_SP": triton.next_power_of_2(side.dim // 16),
+        f"{prefix}_KIND": KIND_NUMBER[form.kind],
+        f"{prefix}_BITS": form.bits,
+        f"{prefix}_BF16": form.raw_dtype == "bfloat16",
+        f"{prefix}_UNROTATE": form.rotated and not rotated,
+        f"{prefix}_CODES": side.codes_offset,
+        f"{prefix}_FIELDS": side.fields_offset,
+    }
+
+
+def run(request: GatherRequest) -> None:
+    """See ``slimkv.ops.gather.gather``: one launch."""
+    tokens, pages, layout = request.slots.shape[0], request.pages, request.layout
+    if tokens == 0:
+        return
+    k, v = request.codec.key_tables, request.codec.value_tables
+    rows = 32 if max(layout.spec.key_dim, layout.spec.value_dim) <= 256 else 16
+    grid = (triton.cdiv(tokens, rows), pages.shape[1], 2)
+    gather_kernel[grid](
+        pages, request.slots, request.key, request.value, k.signs, v.signs, k.levels, v.levels, k.orthonormal, v.orthonormal, tokens,
+        pages.stride(0), pages.stride(1), request.key.stride(0), request.key.stride(1), request.value.stride(0), request.value.stride(1),
+        M=rows, PAGE=layout.block_tokens,
+        **_side_constants(layout.key, "K", request.rotated), **_side_constants(layout.value, "V", request.rotated),
+        num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,443 @@
+"""store in one Triton launch: rotate, norm, quantise, pack, scatter. Byte for byte what the reference writes.
+
+Sums are sums of integers, so their order does not matter: the rotation is two tensor-core products of 11-bit halves of
+the fixed-point vector with a matrix of +-1. Everything else is single IEEE operations, compiled without contraction.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slimkv.codec import scale16
+from slimkv.codec.codebook import LEVEL_DENOMINATOR
+from slimkv.codec.quantize import FIXED_POINT_BITS, LEAST_EXPONENT, ROUND_MAGIC
+from slimkv.ops import unpack
+from slimkv.ops.store import StoreRequest
+from slimkv.ops.unpack import KIND_NUMBER, decode_signed, decode_unsigned, word_index
+from slimkv.spec import Kind, ScalePolicy, SideLayout
+
+_LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
+_FP8: tl.constexpr = tl.constexpr(unpack.FP8)
+_RAW: tl.constexpr = tl.constexpr(unpack.RAW)
+_MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
+_FIXED: tl.constexpr = tl.constexpr(FIXED_POINT_BITS)
+_LEAST: tl.constexpr = tl.constexpr(LEAST_EXPONENT)
+_INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
+_REBIAS: tl.constexpr = tl.constexpr(127 - scale16.BIAS)
+_DENOMINATOR: tl.constexpr = tl.constexpr(LEVEL_DENOMINATOR)
+_POLICY_NUMBER = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode_unsigned(x):
+    """float32 >= 0 -> the unsigned 16-bit field format, int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - (_REBIAS << 10)
+    out = tl.where(rounded < 1024, 0, rounded)
+    return tl.where((out >= _INVALID) | (bits >= 0x7F800000), _INVALID, out)
+
+
+@triton.jit
+def _encode_signed(x):
+    """float32 -> the signed 16-bit field format, int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = ((magnitude + 0x1FFF + ((magnitude >> 14) & 1)) >> 14) - (_REBIAS << 9)
+    out = tl.where(rounded < 512, 0, rounded | tl.where(bits < 0, 0x8000, 0))
+    return tl.where((rounded >= 0x7FFF) | (magnitude >= 0x7F800000), _INVALID, out)
+
+
+@triton.jit
+def _largest_exponent(x):
+    """Of every row: the bits of the largest magnitude, its biased exponent, where that is tiny, where it is not finite."""
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    exponent = tl.minimum(largest >> 23, 254)
+    return largest, tl.maximum(exponent, _LEAST), exponent < _LEAST, largest >= 0x7F800000
+
+
+@triton.jit
+def _fixed_point(x):
+    """Rows of x as integers below 2^21 (float32), the factor back, zero rows, invalid rows."""
+    _, exponent, zero, bad = _largest_exponent(x)
+    up = _power_of_two(-exponent + (253 + _FIXED))
+    down = _power_of_two(exponent - _FIXED + 1)
+    x = tl.where((zero | bad)[:, None], 0.0, x)
+    return (x * up[:, None] + _MAGIC) - _MAGIC, down, zero, bad
+
+
+@triton.jit
+def _rotate_fixed(fixed, signs, D: tl.constexpr, DP: tl.constexpr):
+    """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP]."""
+    row = tl.arange(0, DP)
+    inside = (row < D)[:, None] & (row < D)[None, :]
+    h = tl.load(signs + row[:, None] * D + row[None, :], mask=inside, other=0.0).to(tl.float16)
+    high = (fixed * (1.0 / 2048.0) + _MAGIC) - _MAGIC
+    low = fixed - high * 2048.0
+    return tl.dot(high.to(tl.float16), h) * 2048.0 + tl.dot(low.to(tl.float16), h)
+
+
+@triton.jit
+def _magnitude_index(x, bounds, BITS: tl.constexpr):
+    """How many positive boundaries lie below |x|; a value on a boundary takes the lower of the two levels.
+
+    Magnitudes are compared as integers; a negative value counts as the next larger float, which makes it cross a
+    boundary that it lies on.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    a = (bits & 0x7FFFFFFF) + ((bits >> 31) & 1)
+    if BITS == 1:
+        index = tl.zeros_like(a)
+    elif BITS <= 4:
+        index = tl.zeros_like(a)
+        for k in tl.static_range((1 << (BITS - 1)) - 1):
+            index += (a > tl.load(bounds + k)).to(tl.int32)
+    else:
+        index = tl.zeros_like(a)
+        for i in tl.static_range(BITS - 1):
+            STEP: tl.constexpr = 1 << (BITS - 2 - i)
+            index += tl.where(a > tl.load(bounds + index + (STEP - 1)), STEP, 0)
+    return index
+
+
+@triton.jit
+def _encode_lloyd(x, signs, bounds, squares, unit, plain_scale, root_dim,
+                  D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
+    """Rows -> codes int32 [M, DP] and the scale's field int32 [M]."""
+    col = tl.arange(0, DP)
+    fixed, down, zero, bad = _fixed_point(x)
+    rotated = _rotate_fixed(fixed, signs, D, DP)
+    wide = fixed.to(tl.int32).to(tl.int64)
+    squared = tl.sum(wide * wide, 1).to(tl.float32)
+    norm = tl.sqrt_rn(squared)
+    factor = tl.div_rn(tl.zeros_like(norm) + unit, tl.where(zero | bad, 1.0, norm))
+    standard = rotated * factor[:, None]
+    index = _magnitude_index(standard, bounds, BITS)
+    positive = (standard > 0).to(tl.int32)
+    codes = index | (positive << (BITS - 1))
+    if POLICY == 0:
+        scale = norm * plain_scale
+    elif POLICY == 1:
+        if BITS <= 4:  # squares of twice the level: small integers
+            total = tl.zeros_like(index) + tl.load(squares)
+            for k in tl.static_range(1, 1 << (BITS - 1)):
+                total = tl.where(index == k, tl.load(squares + k), total)
+            total = tl.where(col[None, :] < D, total, 0)
+            square_sum = tl.sum(total, 1).to(tl.int64) * (_DENOMINATOR * _DENOMINATOR // 4)
+        else:
+            level = tl.load(squares + index)
+            level = tl.where(col[None, :] < D, level, 0).to(tl.int64)
+            square_sum = tl.sum(level * level, 1)
+        length = tl.sqrt_rn(square_sum.to(tl.float32))
+        scale = tl.div_rn(norm, tl.where(length > 0, length, 1.0)) * _DENOMINATOR
+    else:
+        if BITS <= 4:
+            level = tl.zeros_like(index) + tl.load(squares)
+            for k in tl.static_range(1, 1 << (BITS - 1)):
+                level = tl.where(index == k, tl.load(squares + k), level)
+        else:
+            level = tl.load(squares + index)
+        level = tl.where(col[None, :] < D, level, 0)
+        level = tl.where(standard > 0, level, -level).to(tl.int64)
+        dot = tl.sum(rotated.to(tl.int32).to(tl.int64) * level, 1).to(tl.float32)
+        scale = tl.div_rn(squared * root_dim, tl.where(dot == 0, 1.0, dot)) * _DENOMINATOR
+    field = _encode_unsigned(tl.where(zero, 0.0, scale * down))
+    bad = bad | (field == _INVALID)
+    codes = tl.where((bad | zero)[:, None], 0, codes)
+    return codes, tl.where(bad, _INVALID, field)
+
+
+@triton.jit
+def _encode_uniform(x, signs, orthonormal, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr):
+    """Rows -> codes int32 [M, DP], step and zero fields int32 [M]."""
+    col = tl.arange(0, DP)
+    _, _, _, bad = _largest_exponent(x)
+    x = tl.where(bad[:, None], 0.0, x)
+    if ROTATED:
+        fixed, down, _, _ = _fixed_point(x)
+        x = _rotate_fixed(fixed, signs, D, DP) * orthonormal * down[:, None]
+    inside = (col < D)[None, :]
+    low = tl.min(tl.where(inside, x, float("inf")), 1)
+    high = tl.max(tl.where(inside, x, float("-inf")), 1)
+    TOP: tl.constexpr = (1 << BITS) - 1
+    step_field = _encode_unsigned(tl.div_rn(high - low, tl.zeros_like(low) + TOP))
+    zero_field = _encode_signed(low)
+    bad = bad | (step_field == _INVALID) | (zero_field == _INVALID)
+    step = decode_unsigned(step_field)
+    flat = (step == 0) | bad
+    zero = tl.where(bad, 0.0, decode_signed(zero_field))
+    divisor = tl.zeros_like(x) + tl.where(flat, 1.0, step)[:, None]
+    place = tl.floor(tl.div_rn(x - zero[:, None], divisor) + 0.5)
+    place = tl.minimum(tl.maximum(place, 0.0), TOP * 1.0)
+    codes = tl.where(flat[:, None], 0, place.to(tl.int32))
+    return codes, tl.where(bad, _INVALID, step_field), tl.where(bad, _INVALID, zero_field)
+
+
+@triton.jit
+def _encode_fp8(x):
+    """Rows -> e4m3 codes int32 [M, DP] and the scale's field int32 [M]; rounds to nearest even by hand, as sm_80 cannot."""
+    largest, exponent, zero, bad = _largest_exponent(x)
+    shift = exponent - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+    scaled = tl.where((zero | bad)[:, None], 0.0, x * _power_of_two(254 - shift)[:, None])
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    tiny = ((tl.abs(scaled) * 512.0 + _MAGIC) - _MAGIC).to(tl.int32)
+    codes = tl.where(magnitude < (121 << 23), tiny, normal) | ((bits >> 24) & 0x80)
+    field = tl.where(zero, 0, _encode_unsigned(_power_of_two(shift)))
+    bad = bad | (field == _INVALID)
+    return tl.where(bad[:, None], 0, codes), tl.where(bad, _INVALID, field)
+
+
+@triton.jit
+def _merge_bits(x, SHIFT: tl.constexpr):
+    """x [..., 2] -> x[..., 0] | x[..., 1] << SHIFT."""
+    a, b = tl.split(x)
+    return a | (b << SHIFT)
+
+
+@triton.jit
+def _store_plane(bits, region, tile_region, position, tile_position, keep, aligned, OFFSET: tl.constexpr, TILE_BYTES: tl.constexpr,
+                 W: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+    """Writes one plane of W <= 4 bits: bits int32 [16 NT, 16 SP].
+
+    region, position, keep [16 NT]: every token's region, place in its block, and whether it is stored; tile_region,
+    tile_position [NT]: the same of each tile's first token, used when every tile is whole and in order (``aligned``).
+    """
+    SUB: tl.constexpr = 4 // W
+    S: tl.constexpr = D // 16
+    WORDS: tl.constexpr = S // SUB
+    TAIL: tl.constexpr = S % SUB
+    if WORDS > 0:
+        WP: tl.constexpr = SP // SUB
+        if TRANSPOSED:  # tokens (NT, jhi, t, jlo), dimensions (word, sub, row half, g)
+            x = tl.reshape(bits, (NT, 2, 4, 2, WP, SUB, 2, 8))
+            x = tl.permute(x, (0, 1, 2, 3, 4, 7, 5, 6))  # ..., word, g, sub, row half
+        else:  # tokens (NT, row half, g), dimensions (word, sub, jhi, t, jlo)
+            x = tl.reshape(bits, (NT, 2, 8, WP, SUB, 2, 4, 2))
+            x = tl.permute(x, (0, 1, 2, 3, 6, 5, 4, 7))  # ..., word, t, jhi, sub, jlo
+        x = _merge_bits(x, 4)
+        if SUB == 4:
+            a, b = tl.split(tl.reshape(x, x.shape[:-1] + (2, 2)))  # sub = 2 i + j at [i, j]
+            x = tl.join(a | (b << W), a)
+            x, _ = tl.split(x)
+            x = _merge_bits(x, 2 * W)
+        elif SUB == 2:
+            x = _merge_bits(x, W)
+        else:
+            x = tl.reshape(x, x.shape[:-1])
+        # x: one byte per token and lane column: [NT, 2, 4, 2, WP, 8] or [NT, 2, 8, WP, 4, 2]
+        word = tl.arange(0, WP)
+        if aligned:
+            if TRANSPOSED:
+                y = tl.permute(x, (0, 2, 4, 5, 1, 3))  # NT, t, word, g, jhi, jlo
+                y = _merge_bits(_merge_bits(y, 8), 16)
+                lane = 4 * tl.arange(0, 8)[None, None, None, :] + tl.arange(0, 4)[None, :, None, None]
+                i = word[None, None, :, None]
+            else:
+                y = tl.permute(x, (0, 2, 3, 4, 1, 5))  # NT, g, word, t, row half, jhi
+                y = _merge_bits(_merge_bits(y, 8), 16)
+                lane = 4 * tl.arange(0, 8)[None, :, None, None] + tl.arange(0, 4)[None, None, None, :]
+                i = word[None, None, :, None]
+            base = (tile_region + OFFSET + tile_position // 16 * TILE_BYTES).to(tl.pointer_type(tl.int32))
+            index = word_index(i, lane, WORDS)
+            tl.store(base[:, None, None, None] + index, y, mask=(i < WORDS) & (index >= 0))
+        else:
+            base = region + OFFSET + position // 16 * TILE_BYTES
+            if TRANSPOSED:
+                y = tl.reshape(x, (16 * NT, WP, 8))
+                place = (position % 16).to(tl.int32)[:, None, None]
+                lane = 4 * tl.arange(0, 8)[None, None, :] + place % 8 // 2
+                byte = 2 * (place // 8) + place % 2
+                i = word[None, :, None]
+            else:
+                y = tl.reshape(x, (16 * NT, WP, 8))  # last axis: t, jhi
+                place = (position % 16).to(tl.int32)[:, None, None]
+                j = tl.arange(0, 8)[None, None, :]
+                lane = 4 * (place % 8) + j // 2
+                byte = 2 * (place // 8) + j % 2
+                i = word[None, :, None]
+            at = word_index(i, lane, WORDS) * 4 + byte
+            tl.store(base[:, None, None] + at, y.to(tl.uint8), mask=keep[:, None, None] & (i < WORDS))
+    if TAIL > 0:
+        FIRST: tl.constexpr = (S - TAIL) * 2 * W  # bytes of a plain row before the tail
+        PER: tl.constexpr = 8 // W
+        rows = tl.reshape(bits, (16 * NT, 2 * SP * W, PER))
+        shifts = tl.arange(0, PER) * W
+        packed = tl.sum(rows << shifts[None, None, :], 2)
+        col = tl.arange(0, 2 * SP * W)[None, :]
+        base = region + OFFSET + position // 16 * TILE_BYTES + WORDS * 128 + position % 16 * (TAIL * 2 * W)
+        mask = keep[:, None] & (col >= FIRST) & (col < S * 2 * W)
+        tl.store(base[:, None] + (col - FIRST), packed.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _store_wide(bits, region, position, keep, OFFSET: tl.constexpr, TILE_BYTES: tl.constexpr, W: tl.constexpr,
+                D: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+    """Writes one plane of 8, 16 or 32 bits, value by value."""
+    col = tl.arange(0, 16 * SP)[None, :]
+    place = (position % 16).to(tl.int32)[:, None]
+    if TRANSPOSED:
+        lane = 4 * (col % 8) + place % 8 // 2
+        number = 4 * (place // 8) + 2 * (place % 2) + col % 16 // 8
+    else:
+        lane = 4 * (place % 8) + col % 8 // 2
+        number = 4 * (place // 8) + 2 * (col % 16 // 8) + col % 2
+    word = col // 16 * (W // 4) + number * W // 32
+    at = word_index(word, lane, D // 64 * W) if D % 64 == 0 else word_index(word, lane, D // 16 * (W // 4))
+    byte = at * 4 + number * W % 32 // 8
+    base = region + OFFSET + position // 16 * TILE_BYTES
+    mask = keep[:, None] & (col < D)
+    if W == 8:
+        tl.store(base[:, None] + byte, bits.to(tl.uint8), mask=mask)
+    elif W == 16:
+        tl.store((base[:, None] + byte).to(tl.pointer_type(tl.int16)), bits.to(tl.int16), mask=mask)
+    else:
+        tl.store((base[:, None] + byte).to(tl.pointer_type(tl.int32)), bits, mask=mask)
+
+
+@triton.jit
+def _store_codes(codes, region, tile_region, position, tile_position, keep, aligned, CODES: tl.constexpr, BITS: tl.constexpr,
+                 D: tl.constexpr, SP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+    """Writes codes int32 [16 NT, 16 SP], plane by plane."""
+    TILE: tl.constexpr = 2 * D * BITS
+    if BITS >= 8:
+        _store_wide(codes, region, position, keep, CODES, TILE, BITS, D, SP, TRANSPOSED)
+    else:
+        FOUR: tl.constexpr = BITS // 4
+        TWO: tl.constexpr = BITS % 4 // 2
+        if FOUR:
+            _store_plane(codes & 15, region, tile_region, position, tile_position, keep, aligned, CODES, TILE, 4, D, SP, NT, TRANSPOSED)
+        if TWO:
+            _store_plane((codes >> (4 * FOUR)) & 3, region, tile_region, position, tile_position, keep, aligned,
+                         CODES + 8 * D * FOUR, TILE, 2, D, SP, NT, TRANSPOSED)  # fmt: skip
+        if BITS % 2:
+            _store_plane((codes >> (4 * FOUR + 2 * TWO)) & 1, region, tile_region, position, tile_position, keep, aligned,
+                         CODES + 8 * D * FOUR + 4 * D * TWO, TILE, 1, D, SP, NT, TRANSPOSED)  # fmt: skip
+
+
+@triton.jit
+def _store_field(field, region, position, keep, OFFSET: tl.constexpr):
+    at = (region + OFFSET).to(tl.pointer_type(tl.uint16)) + position
+    tl.store(at, field.to(tl.uint16), mask=keep)
+
+
+@triton.jit
+def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bounds, squares, unit, plain_scale, root_dim, orthonormal,
+                tokens, page_stride, page_head_stride, group, head,
+                NT: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+                POLICY: tl.constexpr, ROTATED: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
+                TRANSPOSED: tl.constexpr):  # fmt: skip
+    """Encodes and writes 16 NT tokens of one head of K or V."""
+    M: tl.constexpr = 16 * NT
+    DP: tl.constexpr = 16 * SP
+    first = group * M
+    token = first + tl.arange(0, M)
+    slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
+    keep = slot >= 0
+    safe = tl.maximum(slot, 0)
+    region = pages_ptr + safe // PAGE * page_stride + head * page_head_stride
+    position = safe % PAGE
+    # Whole tiles in order (a prefill chunk that starts at a tile) are written as words, anything else as single bytes.
+    tile_token = first + tl.arange(0, NT) * 16
+    tile_slot = tl.maximum(tl.load(slots_ptr + tile_token, mask=tile_token < tokens, other=-1).to(tl.int64), 0)
+    tile_region = pages_ptr + tile_slot // PAGE * page_stride + head * page_head_stride
+    expected = tl.reshape(tl.broadcast_to(tile_slot[:, None], (NT, 16)) + tl.arange(0, 16)[None, :], (M,))
+    aligned = tl.min(((slot == expected) & ((expected - tl.arange(0, M) % 16) % 16 == 0)).to(tl.int32), 0) == 1
+
+    col = tl.arange(0, DP)
+    mask = keep[:, None] & (col < D)[None, :]
+    x = tl.load(x_ptr + token.to(tl.int64)[:, None] * x_stride + head * x_head_stride + col[None, :], mask=mask, other=0.0)
+    if KIND == _RAW:
+        if BITS == 32:
+            codes = x.to(tl.int32, bitcast=True)
+        else:
+            codes = x.to(tl.int16, bitcast=True).to(tl.int32)
+    elif KIND == _LLOYD:
+        codes, field = _encode_lloyd(x.to(tl.float32), signs, bounds, squares, unit, plain_scale, root_dim, D, DP, BITS, POLICY)
+        _store_field(field, region, position, keep, FIELDS)
+    elif KIND == _UNIFORM:
+        codes, field, zero = _encode_uniform(x.to(tl.float32), signs, orthonormal, D, DP, BITS, ROTATED)
+        _store_field(field, region, position, keep, FIELDS)
+        _store_field(zero, region, position, keep, FIELDS + 2 * PAGE)
+    else:
+        codes, field = _encode_fp8(x.to(tl.float32))
+        _store_field(field, region, position, keep, FIELDS)
+    _store_codes(codes, region, tile_region, position, tile_slot % PAGE, keep, aligned, CODES, BITS, D, SP, NT, TRANSPOSED)
+
+
+@triton.jit
+def store_kernel(
+    key_ptr, value_ptr, pages_ptr, slots_ptr,
+    key_signs, key_bounds, key_squares, key_unit, key_plain, key_root, key_orthonormal,
+    value_signs, value_bounds, value_squares, value_unit, value_plain, value_root, value_orthonormal,
+    tokens, key_stride, key_head_stride, value_stride, value_head_stride, page_stride, page_head_stride,
+    NT: tl.constexpr, PAGE: tl.constexpr,
+    K_D: tl.constexpr, K_SP: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_POLICY: tl.constexpr,
+    K_ROTATED: tl.constexpr, K_CODES: tl.constexpr, K_FIELDS: tl.constexpr,
+    V_D: tl.constexpr, V_SP: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_POLICY: tl.constexpr,
+    V_ROTATED: tl.constexpr, V_CODES: tl.constexpr, V_FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One program: 16 NT tokens of one head, K (axis 2 = 0) or V (1)."""
+    group = tl.program_id(0)
+    head = tl.program_id(1)
+    if tl.program_id(2) == 0:
+        _store_side(key_ptr, key_stride, key_head_stride, pages_ptr, slots_ptr, key_signs, key_bounds, key_squares, key_unit, key_plain,
+                    key_root, key_orthonormal, tokens, page_stride, page_head_stride, group, head,
+                    NT, PAGE, K_D, K_SP, K_KIND, K_BITS, K_POLICY, K_ROTATED, K_CODES, K_FIELDS, False)  # fmt: skip
+    else:
+        _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds, value_squares, value_unit,
+                    value_plain, value_root, value_orthonormal, tokens, page_stride, page_head_stride, group, head,
+                    NT, PAGE, V_D, V_SP, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, True)  # fmt: skip
+
+
+def supports(request: StoreRequest) -> str | None:
+    """Every format; blocks of at least a tile."""
+    if request.layout.block_tokens == 1:
+        return "blocks of 1 token (plain rows) are not read or written by the kernels; use blocks of 16 or more, or impl='reference'"
+    for name, form, x in (("key", request.layout.spec.key, request.key), ("value", request.layout.spec.value, request.value)):
+        if form.kind == Kind.RAW and str(x.dtype) != f"torch.{form.raw_dtype}":
+            return f"the raw format holds {form.raw_dtype} bit for bit, but the {name} is {x.dtype}"
+    return None
+
+
+def _side_constants(side: SideLayout, prefix: str) -> dict[str, int | bool]:
+    form = side.format
+    return {
+        f"{prefix}_D": side.dim,
+        f"{prefix}_SP": triton.next_power_of_2(side.dim // 16),
+        f"{prefix}_KIND": KIND_NUMBER[form.kind],
+        f"{prefix}_BITS": form.bits,
+        f"{prefix}_POLICY": _POLICY_NUMBER[form.policy],
+        f"{prefix}_ROTATED": form.rotated,
+        f"{prefix}_CODES": side.codes_offset,
+        f"{prefix}_FIELDS": side.fields_offset,
+    }
+
+
+def run(request: StoreRequest) -> None:
+    """See ``slimkv.ops.store.store``: one launch."""
+    tokens = request.slot_mapping.shape[0]
+    if tokens == 0:
+        return
+    layout, key, value, pages = request.layout, request.key, request.value, request.pages
+    k, v = request.codec.key_tables, request.codec.value_tables
+    tiles = 4 if tokens >= 2048 else (2 if tokens > 256 else 1)
+    if max(layout.spec.key_dim, layout.spec.value_dim) > 256:
+        tiles = 1
+    grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 2)
+    store_kernel[grid](
+        key, value, pages, request.slot_mapping,
+        k.signs, k.bounds, k.squares, k.unit, k.plain_scale, k.root_dim, k.orthonormal,
+        v.signs, v.bounds, v.squares, v.unit, v.plain_scale, v.root_dim, v.orthonormal,
+        tokens, key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
+        NT=tiles, PAGE=layout.block_tokens,
+        **_side_constants(layout.key, "K"), **_side_constants(layout.value, "V"),
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
