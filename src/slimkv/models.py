@@ -97,7 +97,7 @@ PACKAGED = {
 
 
 def default(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Loaded:
-    """SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head_dim 64): fetched once, later loads take seconds."""
+    """SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head_dim 64); fetched once, then loaded in seconds."""
     return load(DEFAULT, dtype, device)
 
 

@@ -1,0 +1,1 @@
+"""Engines that slimkv plugs into; siblings that never import one another."""

@@ -1,0 +1,261 @@
+"""Packed cache layers: full attention, and sliding or chunked attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.cache import PagedPool
+from slimkv.codec.pack import page_tables
+from slimkv.errors import InputError
+from slimkv.integrations.transformers.compat import CacheLayerMixin
+from slimkv.integrations.transformers.states import PackedStates, PagedHandle, packed_pair, token_rows
+from slimkv.integrations.transformers.tables import SequenceTables
+from slimkv.spec import DEFAULT_SEED, CodecSpec
+
+RAW_FRESH_ABOVE = 8  # serving: up to this many new tokens (decoding, verifying a draft) attention reads codes only
+
+TablesFor = Callable[[int, torch.device, int | None], SequenceTables]
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What the layers of a cache share."""
+
+    block_tokens: int
+    strict: bool  # attention reads every key and value through the codec, the new tokens' too
+    impl: str | None  # store/attend/gather implementation; None: the best for the device
+    tables_for: TablesFor  # (batch, device, window) -> the tables shared by such layers
+    seed: int = DEFAULT_SEED
+
+
+class PackedLayer(CacheLayerMixin):
+    """A full-attention layer in packed pages."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    window: int | None = None
+    chunked = False
+
+    def __init__(self, word: str, settings: LayerSettings) -> None:
+        # The base class would assign keys and values, which are views here.
+        self.word = word
+        self.settings = settings
+        self.is_initialized = False
+        self.tokens = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.word}, tokens={self.tokens}, bytes={self.nbytes})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values, wherever they are now."""
+        return self.pool.nbytes if self.is_initialized else 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Takes batch, heads, sizes, dtype and device from K and V [batch, kv_heads, tokens, dim] (tokens may be 0)."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, self.kv_heads = key_states.shape[:2]
+        spec = CodecSpec.parse(self.word, key_states.shape[-1], value_states.shape[-1], seed=self.settings.seed)
+        spec = spec.with_raw_dtype(str(self.dtype).removeprefix("torch."))
+        self.tables = self.settings.tables_for(batch, self.device, self.window)
+        self.pool = PagedPool(
+            spec, self.tables.blocks, self.kv_heads, self.settings.block_tokens, self.device, self.settings.impl
+        )
+        self.tables.join(self)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Stores K and V [batch, kv_heads, new, dim]; returns what attention is to read.
+
+        That is the new tensors themselves where nothing else is cached and the mode allows it; otherwise
+        ``PackedStates``.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check(key_states, value_states)
+        new, past = key_states.shape[2], self.tokens
+        raw = not self.settings.strict and new > RAW_FRESH_ABOVE
+        step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
+        self.tokens += new
+        self.pool.store(token_rows(key_states), token_rows(value_states), step.batch.slot_mapping)
+        if raw and past == 0:
+            return key_states, value_states
+        handle = self._handle(step, new, (key_states, value_states) if raw else None)
+        return packed_pair(handle, self.pool.layout, self.dtype, self.device)
+
+    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch, heads = key_states.shape[:2]
+        if batch != self.tables.batch:
+            raise InputError(
+                f"the cache holds {self.tables.batch} sequences and was given {batch}; use "
+                "batch_repeat_interleave or batch_select_indices to change the batch, or reset the cache"
+            )
+        if heads != self.kv_heads or value_states.shape[:3] != key_states.shape[:3]:
+            raise InputError(
+                f"keys {list(key_states.shape)} and values {list(value_states.shape)} do not fit a layer of "
+                f"{self.kv_heads} KV heads"
+            )
+        if key_states.dtype != self.dtype:
+            raise InputError(f"the cache was started with {self.dtype} and was given {key_states.dtype}")
+
+    def _handle(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedHandle:
+        visible = self._visible(new)
+        return PagedHandle(
+            self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, self.tokens - visible, visible,
+            self.dtype, self.window, self.chunked, fresh,
+        )  # fmt: skip
+
+    def _visible(self, new: int) -> int:
+        """How many of the last positions a step of ``new`` tokens may look at."""
+        return self.tokens
+
+    def _view(self, side: int) -> PackedStates | None:
+        if not self.is_initialized or self.tokens == 0:
+            return None
+        step = self.tables.current()
+        pair = packed_pair(self._handle(step, 0, None), self.pool.layout, self.dtype, self.device)
+        return pair[side]
+
+    @property
+    def keys(self) -> PackedStates | None:
+        """The cached keys, decoded on use: [batch, kv_heads, tokens, key_dim]."""
+        return self._view(0)
+
+    @property
+    def values(self) -> PackedStates | None:
+        """The cached values, decoded on use."""
+        return self._view(1)
+
+    # -- what transformers asks ----------------------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        """Positions seen so far, padding included."""
+        return self.tokens
+
+    def get_max_length(self) -> int:
+        """-1: it grows as needed."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the keys that a step of ``query_length`` will return."""
+        return self.tokens + query_length, 0
+
+    def offload(self) -> None:
+        """Moves the pages to the CPU."""
+        if self.is_initialized:
+            self.pool.pages = self.pool.pages.to("cpu", non_blocking=True)
+
+    def prefetch(self) -> None:
+        """Moves the pages back."""
+        if self.is_initialized and self.pool.pages.device != self.device:
+            self.pool.pages = self.pool.pages.to(self.device, non_blocking=True)
+
+    def reset(self) -> None:
+        """Empties the layer and frees its memory."""
+        if self.is_initialized:
+            del self.pool, self.tables
+        self.is_initialized = False
+        self.tokens = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens; the tables have done so already."""
+        if self.is_initialized:
+            self.tokens = max(self.tokens + tokens_to_remove, 0)
+
+    def check_crop(self, tokens: int) -> None:
+        """Raises where ``tokens`` tokens cannot be taken back."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Nothing beside the pages, which the tables move."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Nothing beside the pages, which the tables move."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Nothing beside the pages, which the tables move."""
+
+    # -- what the tables ask -------------------------------------------------------------------------------------------
+
+    def grow(self, blocks: int) -> None:
+        """See ``tables.Member``."""
+        pages = self.pool.pages
+        self.pool.pages = torch.cat([pages, pages.new_zeros(blocks - pages.shape[0], *pages.shape[1:])])
+
+    def relocate(self, source: Tensor, target: Tensor, blocks: int) -> None:
+        """See ``tables.Member``."""
+        pages = self.pool.pages
+        fresh = pages.new_zeros(blocks, *pages.shape[1:])
+        fresh[target.to(pages.device)] = pages[source.to(pages.device)]
+        self.pool.pages = fresh
+
+    def move_tokens(self, source: Tensor, target: Tensor) -> None:
+        """See ``tables.Member``."""
+        pages, size = self.pool.pages, self.settings.block_tokens
+        source, target = source.to(pages.device), target.to(pages.device)
+        offsets = page_tables(self.pool.layout, pages.device).byte_offsets
+        heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
+
+        def where(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return (slots // size)[:, None, None], heads, offsets[slots % size][:, None, :]
+
+        pages[where(target)] = pages[where(source)]
+
+    def select_sequences(self, rows: int, batch: int, index: Tensor) -> None:
+        """See ``tables.Member``."""
+        pages = self.pool.pages
+        self.pool.pages = pages.unflatten(0, (rows, batch)).index_select(1, index.to(pages.device)).flatten(0, 1)
+
+
+class PackedSlidingLayer(PackedLayer):
+    """A layer that attends the last ``sliding_window`` tokens (or its chunk of that many) and keeps no more."""
+
+    is_sliding = True
+
+    def __init__(self, word: str, settings: LayerSettings, sliding_window: int, chunked: bool = False) -> None:
+        super().__init__(word, settings)
+        self.window = self.sliding_window = sliding_window
+        self.chunked = chunked
+        self.record_past = False
+
+    @property
+    def cumulative_length(self) -> int:
+        """Positions seen so far, as the stock layer calls them."""
+        return self.tokens
+
+    def activate_past_recording(self) -> None:
+        """From now on old tokens are kept until ``crop``, so that it can go back."""
+        self.record_past = True
+        if self.is_initialized:
+            self.tables.record_past = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See ``PackedLayer``."""
+        super().lazy_initialization(key_states, value_states)
+        self.tables.record_past |= self.record_past
+
+    def _visible(self, new: int) -> int:
+        past = self.tokens - new
+        return min(past, self.sliding_window - 1) + new
+
+    def get_max_length(self) -> int:
+        """The window."""
+        return self.sliding_window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See ``PackedLayer``."""
+        kept = min(self.tokens, self.sliding_window - 1)
+        return kept + query_length, self.tokens - kept
+
+    def check_crop(self, tokens: int) -> None:
+        """See ``PackedLayer``."""
+        if tokens and self.is_initialized and self.tokens >= self.sliding_window and not self.record_past:
+            raise RuntimeError(
+                f"a sliding layer of {self.sliding_window} tokens that has seen {self.tokens} cannot go back {tokens}: "
+                "the tokens before its window are gone; call cache.activate_past_recording() before the forward passes"
+            )

@@ -1,0 +1,212 @@
+"""Where the tokens of a batch live. One ``SequenceTables`` serves every layer that keeps the same tokens.
+
+Block ``j`` of sequence ``b`` is block ``(j mod rows) * batch + b`` of the pool: no allocator, growing appends, and
+reordering the batch is one ``index_select``. Layers with a window reuse their rows as a ring.
+
+Positions that are left padding take no slot: a sequence's first real token is its position 0. The padding is known
+only when attention runs, after the first layer has stored its tokens; those are then moved, byte for byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slimkv.cache import AttentionBatch
+from slimkv.errors import InputError
+
+
+class Member(Protocol):
+    """A layer whose pages follow the tables."""
+
+    def grow(self, blocks: int) -> None:
+        """Appends blocks until there are ``blocks``."""
+
+    def relocate(self, source: Tensor, target: Tensor, blocks: int) -> None:
+        """Takes fresh pages of ``blocks`` blocks and copies block ``source[i]`` to ``target[i]``."""
+
+    def move_tokens(self, source: Tensor, target: Tensor) -> None:
+        """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
+
+    def select_sequences(self, rows: int, batch: int, index: Tensor) -> None:
+        """Makes sequence ``index[i]`` of ``batch`` sequence i."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The tables of one forward pass of ``new`` tokens."""
+
+    batch: AttentionBatch
+    tokens: int  # positions after the step, padding included
+    new: int
+    query_rows: Tensor | None  # int64: rows of [batch * new] that are real tokens; None: all
+
+
+class SequenceTables:
+    """Slots, block table and lengths of ``batch`` sequences; a window keeps only the last tokens."""
+
+    def __init__(self, batch: int, block_tokens: int, device: torch.device, window: int | None = None) -> None:
+        self.batch = batch
+        self.block_tokens = block_tokens
+        self.device = device
+        self.window = window
+        self.record_past = False
+        self.tokens = 0
+        self.rows = 0
+        self.kept_from = 0  # positions before it may be gone
+        self.pads = [0] * batch
+        self._pad = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._members: list[Member] = []
+        self._step: Step | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that each member's pool has."""
+        return self.rows * self.batch
+
+    def join(self, member: Member) -> None:
+        """Registers a layer whose pool has ``blocks`` blocks."""
+        self._members.append(member)
+
+    # -- one forward pass --------------------------------------------------------------------------------------------
+
+    def advance(self, seen: int, new: int, needs_past: bool) -> Step:
+        """The tables for ``new`` tokens of a layer that has ``seen``; the first layer to ask moves the tables on.
+
+        Without ``needs_past`` attention reads the new tokens from elsewhere, and a window need not hold them all.
+        """
+        if seen + new == self.tokens and self._step is not None and self._step.new == new:
+            return self._step
+        if seen != self.tokens:
+            raise InputError(
+                f"a layer with {seen} tokens received {new} more while its siblings hold {self.tokens}; "
+                "every layer of a cache must see every forward pass"
+            )
+        if self.window is not None and not self.record_past:
+            upto = self.tokens if needs_past else self.tokens + new
+            self.kept_from = max(self.kept_from, upto - self.window + 1)
+        self._reserve(self.tokens + new)
+        self.tokens += new
+        self._step = self._build(new)
+        return self._step
+
+    def _reserve(self, tokens: int) -> None:
+        """Makes room for positions ``kept_from .. tokens``."""
+        size = self.block_tokens
+        if self.window is None:
+            needed = -(-max(tokens - min(self.pads), 0) // size)
+            if needed > self.rows:
+                self.rows = max(needed, self.rows + self.rows // 32)  # few copies, and at most 3% unused
+                for member in self._members:
+                    member.grow(self.blocks)
+            return
+        needed = -(-(tokens - self.kept_from + size - 1) // size)
+        if needed > self.rows or self.rows > needed + max(2, needed // 8):
+            source, target = [], []
+            for b, pad in enumerate(self.pads):
+                first, end = self._base(pad) // size, -(-max(self.tokens - pad, 0) // size)
+                source += [j % self.rows * self.batch + b for j in range(first, end)]
+                target += [j % needed * self.batch + b for j in range(first, end)]
+            self.rows = needed
+            ids = torch.tensor([source, target], dtype=torch.int64, device=self.device)
+            for member in self._members:
+                member.relocate(ids[0], ids[1], self.blocks)
+
+    def _base(self, pad: int) -> int:
+        return max(self.kept_from - pad, 0) // self.block_tokens * self.block_tokens
+
+    def _slots(self, positions: Tensor, pad: Tensor) -> Tensor:
+        """Positions [n] (padding included) -> slots int64 [batch, n]; -1 where there is padding or nothing is kept."""
+        real = positions[None, :] - pad[:, None]
+        row = (real // self.block_tokens) % max(self.rows, 1)
+        block = row * self.batch + torch.arange(self.batch, device=self.device)[:, None]
+        slots = block * self.block_tokens + real % self.block_tokens
+        return torch.where((real >= 0) & (positions >= self.kept_from)[None, :], slots, -1)
+
+    def slots(self, first: int, count: int) -> Tensor:
+        """Slots of positions ``first .. first + count``: int64 [batch, count], -1 for padding."""
+        return self._slots(torch.arange(first, first + count, device=self.device), self._pad)
+
+    def _build(self, new: int) -> Step:
+        size, past = self.block_tokens, self.tokens - new
+        base = (self.kept_from - self._pad).clamp(min=0) // size
+        table = torch.arange(self.rows, device=self.device)[None, :] + base[:, None]
+        table = table % max(self.rows, 1) * self.batch + torch.arange(self.batch, device=self.device)[:, None]
+        lengths = (self.tokens - self._pad).clamp(min=0) - base * size
+        longest = max(max(self.tokens - pad, 0) - self._base(pad) for pad in set(self.pads))
+        counts = [min(new, max(self.tokens - pad, 0)) for pad in self.pads] if max(self.pads) > past else None
+        rows = None
+        if counts is None:
+            starts = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * new
+        else:
+            starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)
+            real = [b * new + i for b, n in enumerate(counts) for i in range(new - n, new)]
+            rows = torch.tensor(real, dtype=torch.int64, device=self.device)
+        batch = AttentionBatch(
+            block_table=table.to(torch.int32),
+            seq_lens=lengths.to(torch.int32),
+            query_start=starts,
+            slot_mapping=self.slots(past, new).reshape(-1),
+            max_query_len=new if counts is None else max(counts),
+            max_seq_len=longest,
+        )
+        return Step(batch, self.tokens, new, rows)
+
+    def current(self) -> Step:
+        """The tables as they stand, for reading."""
+        return self._build(0)
+
+    def prefix(self, tokens: int) -> Step:
+        """The tables as if only the first ``tokens`` positions existed (no window, no padding)."""
+        held, self.tokens = self.tokens, tokens
+        step = replace(self._build(0), tokens=held)
+        self.tokens = held
+        return step
+
+    # -- changes between (or within) passes --------------------------------------------------------------------------
+
+    def set_padding(self, pads: list[int]) -> Step:
+        """The step with ``pads[b]`` leading positions of sequence b known to be padding."""
+        assert self._step is not None
+        if pads == self.pads:
+            return self._step
+        if len(pads) != self.batch:
+            raise InputError(f"the attention mask has {len(pads)} rows, the cache {self.batch} sequences")
+        for b, (old, new) in enumerate(zip(self.pads, pads, strict=True)):
+            if new < old:
+                raise InputError(
+                    f"sequence {b} had {old} tokens of left padding, which were dropped, and now has {new}: "
+                    "the attention mask must keep hiding what it hid before"
+                )
+        pad = torch.tensor(pads, dtype=torch.int64, device=self.device)
+        held = torch.arange(self.kept_from, self.tokens, device=self.device)
+        source, target = self._slots(held, self._pad), self._slots(held, pad)
+        kept = (target >= 0) & (source >= 0) & (source != target)
+        for member in self._members:
+            member.move_tokens(source[kept], target[kept])
+        self.pads, self._pad = list(pads), pad
+        self._step = self._build(self._step.new)
+        return self._step
+
+    def crop(self, tokens: int) -> None:
+        """Forgets the last ``tokens`` positions."""
+        self.tokens = max(self.tokens - tokens, 0)
+        if self.window is not None:
+            self.kept_from = min(max(self.kept_from, self.tokens - self.window + 1), self.tokens)
+        self._step = None
+
+    def select(self, index: Tensor) -> None:
+        """Sequence ``index[i]`` becomes sequence i; the batch becomes ``len(index)``."""
+        index = index.to(self.device)
+        for member in self._members:
+            member.select_sequences(self.rows, self.batch, index)
+        if any(self.pads):
+            self.pads = [self.pads[i] for i in index.tolist()]
+        else:
+            self.pads = [0] * len(index)
+        self._pad = self._pad[index]
+        self.batch = len(index)
+        self._step = None
