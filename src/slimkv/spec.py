@@ -58,7 +58,7 @@ class Kind(StrEnum):
 class ScalePolicy(StrEnum):
     """Which scalar multiplies the levels of a ``lloyd`` vector x with reconstruction direction l."""
 
-    PLAIN = "plain"  # norm of x over the norm that l has on average: least squared error
+    PLAIN = "plain"  # |x| over the norm that levels have on average: what Lloyd-Max assumes
     NORM = "norm"  # |x| / |l|: the reconstruction has the norm of x
     UNBIASED = "unbiased"  # |x|^2 / <x, l>: <x, x_hat> = |x|^2
 

@@ -6,6 +6,8 @@ import sys
 def main() -> None:
     """Runs the command line; explains which extra is missing where typer or rich are not installed."""
     try:
+        import rich  # noqa: F401  (commands import it only when they print)
+
         from slimkv.cli.app import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):

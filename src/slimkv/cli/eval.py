@@ -63,3 +63,66 @@ def _tables(report: DistortionReport) -> list[Table]:
         errors.add_row(str(w.bits), f"{w.mse:.6f}", gaussian, ratios[0], own, ratios[1], f"{w.paper_bound:.6f}")
         slopes.add_row(str(w.bits), *(f"{p.slope:.5f} ({p.slope_theory:.5f})" for p in w.policies))
     return [errors, slopes]
+
+
+@app.command()
+def scales(
+    head_dim: Annotated[int, typer.Option(help="Head size: a multiple of 16 up to 1024.")] = 128,
+    bits: Annotated[str, typer.Option(help="Widths, such as 4 or 2,3,4 or 1-8.")] = "2,4,6,7,8",
+    as_json: Json = False,
+) -> None:
+    """What storing the scale as float16, bfloat16 or slimkv's own 16-bit format costs."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from slimkv.cli.output import emit
+    from slimkv.evals.scales import compare_scale_formats
+
+    with user_errors():
+        results = compare_scale_formats(head_dim, widths(bits))
+    table = Table(title="squared error over that of an exact scale; at 4 bits for extreme norms")
+    table.add_column("scale")
+    for width in results[0].widths:
+        table.add_column(f"{width} bits", justify="right")
+    for norm in results[0].at_norm:
+        table.add_column(f"norm {norm}", justify="right")
+    for r in results:
+        extremes = ("overflow" if v is None else f"{v:.4g}" for v in r.at_norm.values())
+        table.add_row(r.name, *(f"{v:.4f}" for v in r.over_exact), *extremes)
+    emit([asdict(r) for r in results], as_json, table)
+
+
+@app.command()
+def attention(
+    head_dim: Annotated[int, typer.Option(help="Head size: a multiple of 16 up to 1024.")] = 128,
+    formats: Annotated[str, typer.Option("--format", help="Formats to compare.")] = "ku4vu4,kur4vur4,k4v4,4bit_nc,fp8",
+    seeds: Annotated[int, typer.Option(help="Samples to average over.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Error of attention on synthetic heavy-tailed keys and values, by format and by scale policy."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from slimkv.cli.output import emit
+    from slimkv.evals.attention import average, compare_formats, compare_policies
+    from slimkv.evals.synthetic import heavy_tailed
+
+    with user_errors():
+        samples = [heavy_tailed(heads=4, tokens=1024, dim=head_dim, seed=seed) for seed in range(seeds)]
+        by_format = average([compare_formats(sample, words(formats, str)) for sample in samples])
+        by_policy = average([compare_policies(sample) for sample in samples])
+    first = Table(title=f"relative error of attention, head size {head_dim}, mean of {seeds} samples")
+    for name in ("format", "bytes/token", "keys", "values", "output", "output, K only", "output, V only"):
+        first.add_column(name, justify="left" if name == "format" else "right")
+    for row in by_format:
+        errors = (row.key, row.value, row.output, row.output_keys_only, row.output_values_only)
+        first.add_row(row.format, f"{row.bytes_per_token:g}", *(f"{e:.4f}" for e in errors))
+    second = Table(title="error of the output with only keys, or only values, quantised")
+    for name in ("bits", "policy", "keys", "values"):
+        second.add_column(name, justify="left" if name == "policy" else "right")
+    for p in by_policy:
+        second.add_row(str(p.bits), p.policy, f"{p.keys:.4f}", f"{p.values:.4f}")
+    result = {"formats": [asdict(row) for row in by_format], "policies": [asdict(p) for p in by_policy]}
+    emit(result, as_json, first, second)

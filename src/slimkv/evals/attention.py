@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -94,4 +95,17 @@ def compare_policies(sample: AttentionSample, widths: Sequence[int] = (2, 3, 4))
             )
             error = attention_error(sample, spec)
             out.append(PolicyError(bits, policy.value, error.output_keys_only, error.output_values_only))
+    return out
+
+
+Row = TypeVar("Row", AttentionError, PolicyError)
+
+
+def average(tables: Sequence[Sequence[Row]]) -> list[Row]:
+    """The same table from several samples -> its mean; names and widths are kept."""
+    out = []
+    for rows in zip(*tables, strict=True):
+        errors = [f.name for f in fields(rows[0]) if f.type == "float"]
+        means = {name: sum(getattr(row, name) for row in rows) / len(rows) for name in errors}
+        out.append(replace(rows[0], **means))
     return out

