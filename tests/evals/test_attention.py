@@ -89,6 +89,8 @@ def test_relative_error_and_attend():
     q, k, v = (torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(i)) for i in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(attend(q, k, v), expected, rtol=1e-4, atol=1e-5)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(attend(q[:, 2:], k, v, causal=True), expected[:, 2:], rtol=1e-4, atol=1e-5)
 
 
 def test_error_of_one_side_only():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from slimkv.evals.distortion import DistortionReport
+    from slimkv.evals.synthetic import AttentionSample
 
 app = typer.Typer(name="eval", help="Measure what a format costs in quality.", no_args_is_help=True)
 
@@ -95,12 +96,15 @@ def scales(
 
 @app.command()
 def attention(
-    head_dim: Annotated[int, typer.Option(help="Head size: a multiple of 16 up to 1024.")] = 128,
+    head_dim: Annotated[int, typer.Option(help="Head size of the synthetic samples.")] = 128,
+    model: Annotated[str | None, typer.Option(help="A model instead of synthetic samples: a name or a folder.")] = None,
+    text: Annotated[Path | None, typer.Option(help="What the model reads: a text file.")] = None,
+    tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 1024,
     formats: Annotated[str, typer.Option("--format", help="Formats to compare.")] = "ku4vu4,kur4vur4,k4v4,4bit_nc,fp8",
     seeds: Annotated[int, typer.Option(help="Samples to average over.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Error of attention on synthetic heavy-tailed keys and values, by format and by scale policy."""
+    """Error of attention on synthetic keys and values or a model's own, by format and by scale policy."""
     from dataclasses import asdict
 
     from rich.table import Table
@@ -110,10 +114,14 @@ def attention(
     from slimkv.evals.synthetic import heavy_tailed
 
     with user_errors():
-        samples = [heavy_tailed(heads=4, tokens=1024, dim=head_dim, seed=seed) for seed in range(seeds)]
+        if model is None:
+            samples = [heavy_tailed(heads=4, tokens=1024, dim=head_dim, seed=seed) for seed in range(seeds)]
+        else:
+            samples = _real_samples(model, text, tokens)
         by_format = average([compare_formats(sample, words(formats, str)) for sample in samples])
         by_policy = average([compare_policies(sample) for sample in samples])
-    first = Table(title=f"relative error of attention, head size {head_dim}, mean of {seeds} samples")
+    what = f"{len(samples)} " + ("synthetic samples" if model is None else f"layers of {model}")
+    first = Table(title=f"relative error of attention, head size {samples[0].key.shape[-1]}, mean of {what}")
     for name in ("format", "bytes/token", "keys", "values", "output", "output, K only", "output, V only"):
         first.add_column(name, justify="left" if name == "format" else "right")
     for row in by_format:
@@ -126,3 +134,16 @@ def attention(
         second.add_row(str(p.bits), p.policy, f"{p.keys:.4f}", f"{p.values:.4f}")
     result = {"formats": [asdict(row) for row in by_format], "policies": [asdict(p) for p in by_policy]}
     emit(result, as_json, first, second)
+
+
+def _real_samples(model: str, text: Path | None, tokens: int) -> list[AttentionSample]:
+    import torch
+
+    from slimkv.evals.capture import capture_attention
+    from slimkv.models import load
+
+    if text is None or not text.is_file():
+        raise typer.BadParameter("--model needs --text, a file for it to read")
+    loaded = load(model)
+    ids = loaded.tokenizer(text.read_text(encoding="utf-8")[: 20 * tokens])["input_ids"][:tokens]
+    return capture_attention(loaded.model, torch.tensor([ids]))

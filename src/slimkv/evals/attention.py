@@ -38,9 +38,12 @@ class PolicyError:
     values: float
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(q k / sqrt(dim)) v over [..., tokens, dim], in the input's dtype."""
+def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
+    """softmax(q k / sqrt(dim)) v over [..., tokens, dim]; ``causal`` takes the queries for those of the last tokens."""
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(future.triu(scores.shape[-1] - scores.shape[-2] + 1), -math.inf)
     return torch.softmax(scores, -1) @ value
 
 
@@ -63,15 +66,19 @@ def round_trip(codec: Codec, sample: AttentionSample) -> tuple[Tensor, Tensor]:
 def attention_error(sample: AttentionSample, spec: CodecSpec, name: str | None = None) -> AttentionError:
     """The errors of ``spec`` on ``sample``."""
     key, value = round_trip(Codec(spec, sample.key.device), sample)
-    truth = attend(sample.query, sample.key, sample.value)
+
+    def output(k: Tensor, v: Tensor) -> Tensor:
+        return attend(sample.query, k, v, sample.causal)
+
+    truth = output(sample.key, sample.value)
     return AttentionError(
         format=name or spec.word,
         bytes_per_token=PageLayout(spec, 16).bytes_per_token,
         key=relative_error(key, sample.key),
         value=relative_error(value, sample.value),
-        output=relative_error(attend(sample.query, key, value), truth),
-        output_keys_only=relative_error(attend(sample.query, key, sample.value), truth),
-        output_values_only=relative_error(attend(sample.query, sample.key, value), truth),
+        output=relative_error(output(key, value), truth),
+        output_keys_only=relative_error(output(key, sample.value), truth),
+        output_values_only=relative_error(output(sample.key, value), truth),
     )
 
 

@@ -26,11 +26,15 @@ SCORE_SPREAD = 1.5
 
 @dataclass(frozen=True)
 class AttentionSample:
-    """Queries [heads, queries, dim], keys and values [heads, tokens, dim], float32."""
+    """Queries [heads, queries, dim], keys and values [heads, tokens, dim], float32.
+
+    If ``causal``, the queries belong to the last tokens and see none after their own.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    causal: bool = False
 
 
 def _student(shape: tuple[int, ...], freedom: int, generator: torch.Generator) -> Tensor:
