@@ -69,6 +69,11 @@ def anywhere(device: torch.device) -> str | None:
     return None
 
 
+def on_cpu(device: torch.device) -> str | None:
+    """Written for CPUs: before Triton's interpreter, which is there for testing kernels."""
+    return None if device.type == "cpu" else f"it decodes with a CPU's table lookups, not on {device.type}"
+
+
 def where_triton_runs(device: torch.device) -> str | None:
     """Triton needs a CUDA (or ROCm) device, or its interpreter."""
     try:

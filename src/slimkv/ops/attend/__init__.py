@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.errors import InputError
-from slimkv.ops.registry import Implementation, Registry, anywhere, where_triton_runs
+from slimkv.ops.registry import Implementation, Registry, anywhere, on_cpu, where_triton_runs
 from slimkv.ops.store import check_pages
 from slimkv.spec import PageLayout
 
@@ -76,6 +76,7 @@ class AttendRequest:
 REGISTRY = Registry(
     "attend",
     [
+        Implementation("cpu", "slimkv.ops.attend.cpu", on_cpu),
         Implementation("triton", "slimkv.ops.attend.triton", where_triton_runs),
         Implementation("reference", "slimkv.ops.attend.reference", anywhere),
     ],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.errors import InputError
-from slimkv.ops.registry import Implementation, Registry, anywhere, where_triton_runs
+from slimkv.ops.registry import Implementation, Registry, anywhere, on_cpu, where_triton_runs
 from slimkv.ops.store import check_pages
 from slimkv.spec import PageLayout
 
@@ -30,6 +30,7 @@ class GatherRequest:
 REGISTRY = Registry(
     "gather",
     [
+        Implementation("cpu", "slimkv.ops.gather.cpu", on_cpu),
         Implementation("triton", "slimkv.ops.gather.triton", where_triton_runs),
         Implementation("reference", "slimkv.ops.gather.reference", anywhere),
     ],

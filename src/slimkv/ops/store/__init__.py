@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.errors import InputError
-from slimkv.ops.registry import Implementation, Registry, anywhere, where_triton_runs
+from slimkv.ops.registry import Implementation, Registry, anywhere, on_cpu, where_triton_runs
 from slimkv.spec import PageLayout
 
 
@@ -28,6 +28,7 @@ class StoreRequest:
 REGISTRY = Registry(
     "store",
     [
+        Implementation("cpu", "slimkv.ops.store.cpu", on_cpu),
         Implementation("triton", "slimkv.ops.store.triton", where_triton_runs),
         Implementation("reference", "slimkv.ops.store.reference", anywhere),
     ],
