@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from slimkv import CodecSpec, PageLayout
+from slimkv.cache import PagedPool
 from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.plan import (
     FULL,
@@ -177,6 +179,18 @@ def test_what_fits_fits_and_one_page_more_does_not(shape, sequences, block):
     assert plan.total_tokens == plan.tokens_per_sequence * sequences
     assert sequences * sequence_bytes(shape, "k3v3", plan.tokens_per_sequence, block) <= memory
     assert sequences * sequence_bytes(shape, "k3v3", plan.tokens_per_sequence + 1, block) > memory
+
+
+@pytest.mark.parametrize("word", ["k4v4", "k3v3", "k2v2", "k5v4", "k8v4", "3bit_nc", "fp8", "raw"])
+@pytest.mark.parametrize(("dim", "block"), [(128, 16), (80, 32), (96, 64), (64, 128), (80, 1)])
+def test_a_pool_allocates_what_the_plan_says(word, dim, block):
+    spec = CodecSpec.parse(word, dim)
+    pool = PagedPool(spec, blocks=5, kv_heads=3, block_tokens=block)
+    shape = ModelShape("one layer", (full(1, 3, dim),))
+    allocated = pool.pages.untyped_storage().nbytes()
+    assert allocated == sequence_bytes(shape, word, 5 * block, block)
+    assert allocated == PageLayout(spec, block).bytes_per_token * 5 * block * 3
+    assert allocated <= 5 * 3 * (block * dim * (spec.key.bits + spec.value.bits) / 8 + 8 * block + 15)
 
 
 def test_sliding_layers_stop_growing():

@@ -59,10 +59,10 @@ def run_demo(
     sample = heavy_tailed(heads, tokens, head_dim, seed=seed)
     rows = []
     for bits in WIDTHS:
-        word = f"kl{bits}vl{bits}"
+        word = f"k{bits}v{bits}"
         step(f"measuring {word}")
         spec = CodecSpec.parse(word, head_dim)
-        error = attention_error(sample, spec)
+        error = attention_error(sample, spec, word)
         random = measure_distortion(head_dim, [bits], [spec.key.policy], vectors=4096).widths[0].policies[0]
         layout = PageLayout(spec, 16)
         rows.append(
@@ -88,7 +88,9 @@ def _plot(rows: list[WidthRow], robustness: tuple[AttentionError, ...], path: Pa
         left.semilogy(size, [r.value_error for r in rows], "^--", color="tab:green", label="values")
         for row in rows:
             left.annotate(row.format, (row.bytes_per_token, row.output_error), (4, 6), textcoords="offset points")
-        left.set_xlabel("bytes per token and KV head (bf16: 512 at head size 128)")
+        bf16 = rows[0].bytes_per_token * rows[0].ratio_to_bf16
+        left.margins(x=0.12, y=0.1)
+        left.set_xlabel(f"bytes per token and KV head (bf16: {bf16:.0f})")
         left.set_ylabel("relative error")
         left.set_title("Error against bytes")
         left.legend()

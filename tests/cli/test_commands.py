@@ -157,7 +157,7 @@ def test_demo(tmp_path):
 def test_demo_tables(tmp_path):
     shown = run("demo", "--out", str(tmp_path), "--head-dim", "16").stdout
     assert "attention output" in shown
-    assert "kl4vl4" in shown
+    assert "k6v6" in shown
     assert "kur4vur4" in shown
     assert "demo.png" in shown
 
