@@ -1,0 +1,229 @@
+"""``slimkv eval perplexity | agreement | needle | generation | layers``: what a format does to a real model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slimkv.cli.options import Json, user_errors, words
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slimkv.evals.running import Progress
+    from slimkv.models import Loaded
+
+Model = Annotated[str, typer.Option(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
+Formats = Annotated[str, typer.Option("--format", help="Formats to measure, such as k4v4,k5v4.")]
+Text = Annotated[str, typer.Option(help="A file, a hub data set (name:config:split), or the shipped text.")]
+Serving = Annotated[bool, typer.Option("--serving", help="Attend fresh chunks raw, as engines do; default: strict.")]
+Plot = Annotated[Path | None, typer.Option(help="Write a PNG here.")]
+Windows = Annotated[int, typer.Option(help="How many windows of the text.")]
+Tokens = Annotated[int, typer.Option(help="Tokens per window.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+
+_DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the commands to the ``eval`` group."""
+    for command in (perplexity, agreement, needle, generation, layers):
+        app.command()(command)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from slimkv.cli.output import console
+
+    columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading the model")
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def _load(model: str, threads: int | None, device: str) -> Loaded:
+    import torch
+
+    from slimkv import models
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return models.load(model, device=device)
+
+
+def _mode(serving: bool) -> str:
+    return "serving" if serving else "strict"
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def perplexity(
+    model: Model = _DEFAULT_MODEL,
+    formats: Formats = "k4v4,k6v6",
+    text: Text = "shipped",
+    windows: Windows = 4,
+    tokens: Tokens = 1024,
+    stride: Annotated[int | None, typer.Option(help="Tokens between window starts; default: no overlap.")] = None,
+    serving: Serving = False,
+    threads: Threads = None,
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity of a model whose cache is packed, against the stock cache."""
+    from slimkv.cli.output import emit
+    from slimkv.evals.model_plots import plot_quality
+    from slimkv.evals.perplexity import measure_perplexity
+    from slimkv.evals.texts import load_text, token_windows
+
+    with user_errors(), _progress() as progress:
+        loaded = _load(model, threads, device)
+        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, stride)
+        report = measure_perplexity(
+            loaded.model, ids, words(formats, str), name=model, mode=_mode(serving), stride=stride, progress=progress
+        )
+        if plot is not None:
+            plot_quality(report.rows, plot)
+    table = _table(f"perplexity, {report.mode}, {model}", "format", "perplexity", "over raw", "bytes/token")
+    for row in report.rows:
+        table.add_row(row.format, f"{row.perplexity:.4f}", f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}")
+    emit(report, as_json, table)
+
+
+def agreement(
+    model: Model = _DEFAULT_MODEL,
+    formats: Formats = "k4v4,k6v6",
+    text: Text = "shipped",
+    windows: Windows = 4,
+    tokens: Tokens = 1024,
+    serving: Serving = False,
+    threads: Threads = None,
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Top-1 agreement and KL divergence of predictions against the stock cache."""
+    from slimkv.cli.output import emit
+    from slimkv.evals.agreement import measure_agreement
+    from slimkv.evals.model_plots import plot_quality
+    from slimkv.evals.texts import load_text, token_windows
+
+    with user_errors(), _progress() as progress:
+        loaded = _load(model, threads, device)
+        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
+        report = measure_agreement(
+            loaded.model, ids, words(formats, str), name=model, mode=_mode(serving), progress=progress
+        )
+        if plot is not None:
+            plot_quality(report.rows, plot)
+    title = f"against the stock cache, {report.mode}, {model}; raw perplexity {report.raw_perplexity:.4f}"
+    table = _table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token")
+    for row in report.rows:
+        numbers = f"{row.top1:.2%}", f"{row.kl:.5f}", f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
+        table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}")
+    emit(report, as_json, table)
+
+
+def needle(
+    model: Model = _DEFAULT_MODEL,
+    formats: Formats = "k4v4",
+    text: Text = "shipped",
+    contexts: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "512,1024",
+    depths: Annotated[str, typer.Option(help="Where the needle stands, 0 to 1.")] = "0.1,0.5,0.9",
+    strict: Annotated[bool, typer.Option("--strict", help="Attend every token through the codec.")] = False,
+    threads: Threads = None,
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Needle in a haystack over depth and context."""
+    from slimkv.cli.output import emit
+    from slimkv.evals.model_plots import plot_needle
+    from slimkv.evals.needle import measure_needle
+    from slimkv.evals.texts import load_text
+
+    with user_errors(), _progress() as progress:
+        loaded = _load(model, threads, device)
+        report = measure_needle(
+            loaded.model, loaded.tokenizer, load_text(text), words(formats, str), contexts=words(contexts, int),
+            depths=words(depths, float), name=model, mode=_mode(not strict), progress=progress,
+        )  # fmt: skip
+        if plot is not None:
+            plot_needle(report, plot)
+    table = _table(f"needles found, {report.mode}, {model}", "format", "context", "depth", "found")
+    for cell in report.cells:
+        table.add_row(cell.format, str(cell.context), f"{cell.depth:.0%}", f"{cell.found}/{cell.tried}")
+    emit(report, as_json, table)
+
+
+def generation(
+    model: Model = _DEFAULT_MODEL,
+    formats: Formats = "k4v4",
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 64,
+    strict: Annotated[bool, typer.Option("--strict", help="Attend every token through the codec.")] = False,
+    threads: Threads = None,
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Greedy text against the stock cache: where does it first differ?"""
+    from slimkv.cli.output import emit
+    from slimkv.evals.generation import measure_generation
+    from slimkv.evals.model_plots import plot_generation
+
+    with user_errors(), _progress() as progress:
+        loaded = _load(model, threads, device)
+        report = measure_generation(
+            loaded.model, loaded.tokenizer, words(formats, str), new_tokens=new_tokens, name=model,
+            mode=_mode(not strict), progress=progress,
+        )  # fmt: skip
+        if plot is not None:
+            plot_generation(report, plot)
+    table = _table(f"greedy text, {report.mode}, {model}", "format", "prompt", "first difference", "same tokens")
+    for row in report.rows:
+        first = "none" if row.first_divergence is None else f"token {row.first_divergence} of {row.tokens}"
+        table.add_row(row.format, row.prompt[:40], first, f"{row.same:.0%}")
+    emit(report, as_json, table)
+
+
+def layers(
+    model: Model = _DEFAULT_MODEL,
+    formats: Formats = "k4v4,k6v6",
+    text: Text = "shipped",
+    tokens: Tokens = 512,
+    threads: Threads = None,
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Attention error of every layer on its own queries, keys and values."""
+    from slimkv.cli.output import emit
+    from slimkv.evals.layers import measure_layers
+    from slimkv.evals.model_plots import plot_layers
+    from slimkv.evals.texts import load_text, token_windows
+
+    with user_errors(), _progress() as progress:
+        loaded = _load(model, threads, device)
+        ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens)
+        report = measure_layers(loaded.model, ids, words(formats, str), name=model, progress=progress)
+        if plot is not None:
+            plot_layers(report, plot)
+    table = _table(f"relative error of attention output, {model}", "layer", *(row.format for row in report.rows))
+    for number, errors in enumerate(zip(*(row.output for row in report.rows), strict=True)):
+        table.add_row(str(number), *(f"{e:.4f}" for e in errors))
+    emit(report, as_json, table)

@@ -1,0 +1,123 @@
+"""How far the predictions with a packed cache are from those with the stock one: top-1 agreement and KL divergence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.evals.perplexity import scored_nll
+from slimkv.evals.running import (
+    RAW,
+    SERVING,
+    STRICT,
+    Progress,
+    Stopwatch,
+    attending,
+    bytes_per_token,
+    check_mode,
+    new_cache,
+    quiet,
+    window_logits,
+)  # fmt: skip
+
+_SLICE = 128  # positions compared at a time: a vocabulary is wide
+
+
+@dataclass(frozen=True)
+class AgreementRow:
+    """One format."""
+
+    format: str
+    top1: float  # share of positions whose most likely token is the same
+    kl: float  # mean KL(raw || packed), nats
+    kl_99: float  # its 99th percentile over positions
+    perplexity: float
+    over_raw: float
+    bytes_per_token: float
+
+
+@dataclass(frozen=True)
+class AgreementReport:
+    """``slimkv eval agreement``."""
+
+    model: str
+    mode: str
+    windows: int
+    window_tokens: int
+    raw_perplexity: float
+    raw_bytes_per_token: float  # in bf16
+    rows: tuple[AgreementRow, ...]
+    seconds: float
+
+
+def compare_logits(raw: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Two logits [positions, vocabulary] -> same most likely token (bool) and KL(raw || other), both [positions]."""
+    same, divergence = [], []
+    for start in range(0, raw.shape[0], _SLICE):
+        a = torch.log_softmax(raw[start : start + _SLICE].float(), -1)
+        b = torch.log_softmax(other[start : start + _SLICE].float(), -1)
+        same.append(a.argmax(-1) == b.argmax(-1))
+        divergence.append((a.exp() * (a - b)).sum(-1))
+    return torch.cat(same), torch.cat(divergence)
+
+
+def measure_agreement(
+    model: Any,
+    windows: Tensor,
+    formats: Sequence[str],
+    *,
+    name: str = "",
+    mode: str = STRICT,
+    chunk: int = 256,
+    progress: Progress = quiet,
+    cache_options: dict[str, Any] | None = None,
+) -> AgreementReport:
+    """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes."""
+    check_mode(mode)
+    watch = Stopwatch()
+    words = [f for f in formats if f != RAW]
+    nll: dict[str, float] = dict.fromkeys([RAW, *words], 0.0)
+    same: dict[str, list[Tensor]] = {w: [] for w in words}
+    divergence: dict[str, list[Tensor]] = {w: [] for w in words}
+    size: dict[str, float] = {}
+    count, tokens = windows.shape
+    steps = count * (len(words) + 1)
+    for index in range(count):
+        ids = windows[index : index + 1].to(model.device)
+        raw_logits = ids.new_empty(0)
+        for number, word in enumerate([RAW, *words]):
+            progress(word, index * (len(words) + 1) + number, steps)
+            cache = new_cache(model, word, mode, **({} if word == RAW else cache_options or {}))
+            with attending(model, word):
+                logits = window_logits(model, ids, cache, chunk if mode == SERVING and word != RAW else None)
+            nll[word] += float(scored_nll(logits, ids[0]).double().sum())
+            size[word] = bytes_per_token(cache)
+            if word == RAW:
+                raw_logits = logits
+                continue
+            top, kl = compare_logits(raw_logits, logits)
+            same[word].append(top.cpu())
+            divergence[word].append(kl.double().cpu())
+    progress("done", steps, steps)
+    scored = count * (tokens - 1)
+    base = math.exp(nll[RAW] / scored)
+    rows = []
+    for word in words:
+        kl, perplexity = torch.cat(divergence[word]), math.exp(nll[word] / scored)
+        rows.append(
+            AgreementRow(
+                word,
+                float(torch.cat(same[word]).double().mean()),
+                float(kl.mean()),
+                float(kl.quantile(0.99)),
+                perplexity,
+                perplexity / base - 1,
+                size[word],
+            )
+        )
+    return AgreementReport(name, mode, count, tokens, base, size[RAW], tuple(rows), watch.seconds)

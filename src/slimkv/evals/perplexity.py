@@ -1,0 +1,100 @@
+"""Perplexity of a model with a packed cache, against the same model with the stock one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from slimkv.evals.running import (
+    RAW,
+    SERVING,
+    STRICT,
+    Progress,
+    Stopwatch,
+    attending,
+    bytes_per_token,
+    check_mode,
+    new_cache,
+    quiet,
+    window_logits,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PerplexityRow:
+    """One format."""
+
+    format: str
+    perplexity: float
+    over_raw: float  # relative to the stock cache: 0.05 is 5% more
+    nll: float  # mean negative log-likelihood, in nats per token
+    bytes_per_token: float  # of the whole cache
+
+
+@dataclass(frozen=True)
+class PerplexityReport:
+    """``slimkv eval perplexity``."""
+
+    model: str
+    mode: str  # strict: attention reads every key and value through the codec; serving: fresh chunks raw
+    windows: int
+    window_tokens: int
+    stride: int
+    scored_tokens: int
+    rows: tuple[PerplexityRow, ...]  # the first is the stock cache
+    seconds: float
+
+
+def scored_nll(logits: Tensor, ids: Tensor, first: int = 1) -> Tensor:
+    """Negative log-likelihood of tokens ``first ..`` of ids [tokens] under logits [tokens, vocabulary]: [tokens - first]."""
+    return cross_entropy(logits[first - 1 : -1].float(), ids[first:], reduction="none")
+
+
+def measure_perplexity(
+    model: Any,
+    windows: Tensor,
+    formats: Sequence[str],
+    *,
+    name: str = "",
+    mode: str = STRICT,
+    stride: int | None = None,
+    chunk: int = 256,
+    progress: Progress = quiet,
+    cache_options: dict[str, Any] | None = None,
+) -> PerplexityReport:
+    """Perplexity over windows int64 [count, tokens] that start ``stride`` apart (default: no overlap).
+
+    With overlap only the last ``stride`` tokens of later windows are scored. ``serving`` feeds a window in passes of
+    ``chunk`` tokens.
+    """
+    check_mode(mode)
+    watch = Stopwatch()
+    count, tokens = windows.shape
+    stride = stride or tokens
+    words = [RAW, *(f for f in formats if f != RAW)]
+    total: dict[str, float] = dict.fromkeys(words, 0.0)
+    size: dict[str, float] = {}
+    scored = 0
+    for index in range(count):
+        first = 1 if index == 0 or stride >= tokens else tokens - stride
+        ids = windows[index : index + 1].to(model.device)
+        scored += tokens - first
+        for number, word in enumerate(words):
+            progress(word, index * len(words) + number, count * len(words))
+            cache = new_cache(model, word, mode, **({} if word == RAW else cache_options or {}))
+            with attending(model, word):
+                logits = window_logits(model, ids, cache, chunk if mode == SERVING and word != RAW else None)
+            total[word] += float(scored_nll(logits, ids[0], first).double().sum())
+            size[word] = bytes_per_token(cache)
+    progress("done", count * len(words), count * len(words))
+    base = math.exp(total[RAW] / scored)
+    rows = []
+    for word in words:
+        perplexity = math.exp(total[word] / scored)
+        rows.append(PerplexityRow(word, perplexity, perplexity / base - 1, total[word] / scored, size[word]))
+    return PerplexityReport(name, mode, count, tokens, stride, scored, tuple(rows), watch.seconds)
