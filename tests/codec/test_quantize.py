@@ -1,5 +1,6 @@
 """Vectors to codes and back: the same bytes everywhere, for every format, however ugly the vector."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -217,3 +218,48 @@ def test_norm_policy_keeps_norms_and_unbiased_keeps_projections():
         projected = (restored[ScalePolicy.UNBIASED] * x).sum(-1)
         torch.testing.assert_close(projected, norm.square(), rtol=6e-4, atol=0)
         assert (restored[ScalePolicy.PLAIN].norm(dim=-1) / norm).std() > 1e-4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_sum_is_exact(policy):
+    """The encoder's arithmetic once more, in numpy integers. Enough values that a sum rounded on the way would show."""
+    count, dim, bits = 8192, 128, 8
+    codec = Codec(CodecSpec.parse(f"kl{bits}vl{bits}", dim, key_policy=policy))
+    x = vectors(count, dim, seed=4)
+    tables, f32 = codec.key_tables, np.float32
+    largest = x.abs().amax(-1, keepdim=True).double().numpy()
+    unit = 2.0 ** (20 - np.floor(np.log2(largest)))
+    fixed = np.rint(x.double().numpy() * unit).astype(np.int64)
+    rotated = (fixed @ tables.hadamard.numpy().astype(np.int64)).astype(f32)
+    squared = (fixed * fixed).sum(-1, keepdims=True).astype(f32)
+    norm = np.sqrt(squared)
+    standard = rotated * (f32(tables.unit) / norm)
+    index = np.searchsorted(tables.boundaries.numpy(), standard, side="left")
+    codes = np.where(index >= 128, index, 127 - index)
+    levels = (tables.levels.numpy()[codes] * 128).astype(np.int64)
+    if policy == ScalePolicy.PLAIN:
+        scale = norm * f32(tables.plain_scale)
+    elif policy == ScalePolicy.NORM:
+        scale = norm / np.sqrt((levels * levels).sum(-1, keepdims=True).astype(f32)) * f32(128)
+    else:
+        dot = (rotated.astype(np.int64) * levels).sum(-1, keepdims=True).astype(f32)
+        scale = squared * f32(tables.root_dim) / dot * f32(128)
+    scale = scale * (1 / unit).astype(f32)
+    encoded = codec.encode_key(x)
+    assert np.array_equal(encoded.codes.numpy(), codes)
+    assert torch.equal(encoded.fields, scale16.encode_unsigned(torch.from_numpy(scale)))
+
+
+def test_sums_are_integers_rounded_once():
+    """Against Python integers; float32 sums of the same numbers differ, so this would notice them."""
+    codec = Codec(CodecSpec.parse("k4v4", 128))
+    fixed, _, _ = quantize._fixed_point(vectors(64, 128, seed=4))
+    matrix = codec.key_tables.hadamard
+    rotated, squared = quantize.rotate_fixed(fixed, codec.key_tables), quantize.squared_norm(fixed)
+    signs, rows = matrix.T.long().tolist(), fixed.long().tolist()
+    exact_rotated = [[float(sum(a * b for a, b in zip(row, column, strict=True))) for column in signs] for row in rows]
+    exact_squared = [[float(sum(a * a for a in row))] for row in rows]
+    assert torch.equal(rotated, torch.tensor(exact_rotated, dtype=torch.float64).float())
+    assert torch.equal(squared, torch.tensor(exact_squared, dtype=torch.float64).float())
+    assert not torch.equal(fixed @ matrix.float(), rotated)
+    assert not torch.equal(fixed.square().sum(-1, keepdim=True), squared)

@@ -44,7 +44,7 @@ class SideTables:
     orthonormal: float  # float32: 1 / sqrt(block), which makes the Hadamard matrix orthonormal
     signs: Tensor  # bfloat16 [dim, dim]: the same matrix, for kernels
     bounds: Tensor  # int32 [2 ** (bits - 1) - 1]: float32 bits of the positive boundaries, for kernels
-    squares: Tensor  # int32 [2 ** (bits - 1)]: per magnitude, the integer that kernels sum
+    entries: Tensor  # int32 [2 ** (bits - 1)]: what store kernels look up per magnitude
     root_dim: float  # float32: what turns <rotated, levels> into <x, x_hat> for the unbiased policy
 
 
@@ -69,11 +69,16 @@ def rotate_fixed(fixed: Tensor, tables: SideTables) -> Tensor:
     return (fixed.double() @ tables.hadamard).float()
 
 
+def squared_norm(fixed: Tensor) -> Tensor:
+    """Integers (float32) [..., dim] -> the exact sum of their squares, rounded once to float32 [..., 1]."""
+    return fixed.to(torch.int64).square().sum(-1, keepdim=True).float()
+
+
 def encode_lloyd(x: Tensor, form: TensorFormat, tables: SideTables) -> Encoded:
     """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale."""
     fixed, down, zero = _fixed_point(x)
     rotated = rotate_fixed(fixed, tables)
-    squared = fixed.to(torch.int64).square().sum(-1, keepdim=True).float()
+    squared = squared_norm(fixed)
     norm = squared.sqrt()
     safe_norm = torch.where(zero, 1.0, norm)
     standard = rotated * (torch.tensor(tables.unit, dtype=torch.float32, device=x.device) / safe_norm)
