@@ -27,13 +27,14 @@ def _indexed(device: torch.device | str) -> torch.device:
     return torch.zeros(0, device=device).device
 
 
-def _magnitude_integers(form: TensorFormat, levels_by_code: np.ndarray) -> np.ndarray:
-    """Per magnitude, the integer a store kernel sums: twice the level squared for the norm of up to 4 bits, else the level
-    in units of 1 / LEVEL_DENOMINATOR."""
+def _magnitude_entries(form: TensorFormat, levels_by_code: np.ndarray) -> np.ndarray:
+    """Per magnitude, what a store kernel looks up: twice the level squared for the norm policy of up to 4 bits, otherwise
+    the level in units of 1 / LEVEL_DENOMINATOR; up to 4 bits with the magnitude's index above the low 16 bits."""
     positive = levels_by_code[len(levels_by_code) // 2 :]
-    if form.policy == ScalePolicy.NORM and form.bits <= 4:
-        return (2 * positive) ** 2
-    return positive * LEVEL_DENOMINATOR
+    if form.bits > 4:
+        return positive * LEVEL_DENOMINATOR
+    numbers = (2 * positive) ** 2 if form.policy == ScalePolicy.NORM else positive * LEVEL_DENOMINATOR
+    return numbers + (np.arange(len(positive)) << 16)
 
 
 def _side_tables(form: TensorFormat, dim: int, seed: int, device: torch.device) -> SideTables:
@@ -52,7 +53,7 @@ def _side_tables(form: TensorFormat, dim: int, seed: int, device: torch.device) 
         root_dim=_float32(math.sqrt(block)),
         signs=torch.tensor(signed_hadamard(dim, seed), dtype=torch.bfloat16, device=device),
         bounds=torch.tensor(boundaries[boundaries > 0], dtype=torch.float32).view(torch.int32).to(device),
-        squares=torch.tensor(_magnitude_integers(form, levels), dtype=torch.int32, device=device),
+        entries=torch.tensor(_magnitude_entries(form, levels), dtype=torch.int32, device=device),
     )
 
 

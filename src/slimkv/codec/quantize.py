@@ -44,7 +44,7 @@ class SideTables:
     orthonormal: float  # float32: 1 / sqrt(block), which makes the Hadamard matrix orthonormal
     signs: Tensor  # bfloat16 [dim, dim]: the same matrix, for kernels
     bounds: Tensor  # int32 [2 ** (bits - 1) - 1]: float32 bits of the positive boundaries, for kernels
-    squares: Tensor  # int32 [2 ** (bits - 1)]: per magnitude, the integer that kernels sum
+    entries: Tensor  # int32 [2 ** (bits - 1)]: what store kernels look up per magnitude
     root_dim: float  # float32: what turns <rotated, levels> into <x, x_hat> for the unbiased policy
 
 

@@ -22,6 +22,7 @@ _UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
 _FP8: tl.constexpr = tl.constexpr(unpack.FP8)
 _RAW: tl.constexpr = tl.constexpr(unpack.RAW)
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
+_MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)
 _FIXED: tl.constexpr = tl.constexpr(FIXED_POINT_BITS)
 _LEAST: tl.constexpr = tl.constexpr(LEAST_EXPONENT)
 _INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
@@ -64,12 +65,17 @@ def _largest_exponent(x):
 
 @triton.jit
 def _fixed_point(x):
-    """Rows of x as integers below 2^21 (float32), the factor back, zero rows, invalid rows."""
+    """Rows of x as integers below 2^21 (float32 and int32), the factor back, zero rows, invalid rows.
+
+    The products are exact, so a fused multiply-add rounds just as the reference's two operations do. A float32 that
+    holds 1.5 * 2^23 + n carries the integer n in its low bits.
+    """
     _, exponent, zero, bad = _largest_exponent(x)
     up = _power_of_two(-exponent + (253 + _FIXED))
     down = _power_of_two(exponent - _FIXED + 1)
     x = tl.where((zero | bad)[:, None], 0.0, x)
-    return (x * up[:, None] + _MAGIC) - _MAGIC, down, zero, bad
+    shifted = tl.fma(x, tl.broadcast_to(up[:, None], x.shape), tl.full(x.shape, _MAGIC, tl.float32))
+    return shifted - _MAGIC, shifted.to(tl.int32, bitcast=True) - _MAGIC_BITS, down, zero, bad
 
 
 @triton.jit
@@ -78,73 +84,83 @@ def _rotate_fixed(fixed, signs, D: tl.constexpr, DP: tl.constexpr):
     row = tl.arange(0, DP)
     inside = (row < D)[:, None] & (row < D)[None, :]
     h = tl.load(signs + row[:, None] * D + row[None, :], mask=inside, other=0.0).to(tl.float16)
-    high = (fixed * (1.0 / 2048.0) + _MAGIC) - _MAGIC
-    low = fixed - high * 2048.0
-    return tl.dot(high.to(tl.float16), h) * 2048.0 + tl.dot(low.to(tl.float16), h)
+    magic = tl.full(fixed.shape, _MAGIC, tl.float32)
+    high = tl.fma(fixed, tl.full(fixed.shape, 1.0 / 2048.0, tl.float32), magic) - _MAGIC
+    low = tl.fma(high, tl.full(fixed.shape, -2048.0, tl.float32), fixed)
+    high_sum = tl.dot(high.to(tl.float16), h)
+    low_sum = tl.dot(low.to(tl.float16), h)
+    return tl.fma(high_sum, tl.full(high_sum.shape, 2048.0, tl.float32), low_sum)
 
 
 @triton.jit
-def _magnitude_index(x, bounds, BITS: tl.constexpr):
-    """How many positive boundaries lie below |x|; a value on a boundary takes the lower of the two levels.
+def _tree(a, bounds, entries, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """entries[FIRST + i], i = how many of the COUNT - 1 boundaries from FIRST on lie below a: a tree of comparisons."""
+    if COUNT == 1:
+        return tl.zeros_like(a) + tl.load(entries + FIRST)
+    elif COUNT == 2:
+        return tl.where(a > tl.load(bounds + FIRST), tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
+    else:
+        # The middle boundary chooses the half; within it the boundaries and entries are chosen, not the results.
+        HALF: tl.constexpr = COUNT // 2
+        upper = a > tl.load(bounds + FIRST + HALF - 1)
+        if COUNT == 4:
+            bound = tl.where(upper, tl.load(bounds + FIRST + 2), tl.load(bounds + FIRST))
+            second = a > bound
+            low = tl.where(second, tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
+            high = tl.where(second, tl.load(entries + FIRST + 3), tl.load(entries + FIRST + 2))
+            return tl.where(upper, high, low)
+        else:
+            return tl.where(upper, _tree(a, bounds, entries, FIRST + HALF, HALF), _tree(a, bounds, entries, FIRST, HALF))
+
+
+@triton.jit
+def _magnitude(x, bounds, entries, BITS: tl.constexpr):
+    """Which level |x| rounds to and the entry that belongs to it: int32 each; a value on a boundary takes the lower level.
 
     Magnitudes are compared as integers; a negative value counts as the next larger float, which makes it cross a
-    boundary that it lies on.
+    boundary that it lies on. Up to 4 bits an entry carries the index above its low 16 bits.
     """
     bits = x.to(tl.int32, bitcast=True)
     a = (bits & 0x7FFFFFFF) + ((bits >> 31) & 1)
-    if BITS == 1:
-        index = tl.zeros_like(a)
-    elif BITS <= 4:
-        index = tl.zeros_like(a)
-        for k in tl.static_range((1 << (BITS - 1)) - 1):
-            index += (a > tl.load(bounds + k)).to(tl.int32)
+    if BITS <= 4:
+        both = _tree(a, bounds, entries, 0, 1 << (BITS - 1))
+        return both >> 16, both & 0xFFFF
     else:
         index = tl.zeros_like(a)
         for i in tl.static_range(BITS - 1):
             STEP: tl.constexpr = 1 << (BITS - 2 - i)
             index += tl.where(a > tl.load(bounds + index + (STEP - 1)), STEP, 0)
-    return index
+        return index, tl.load(entries + index)
 
 
 @triton.jit
-def _encode_lloyd(x, signs, bounds, squares, unit, plain_scale, root_dim,
+def _encode_lloyd(x, signs, bounds, entries, unit, plain_scale, root_dim,
                   D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
     """Rows -> codes int32 [M, DP] and the scale's field int32 [M]."""
     col = tl.arange(0, DP)
-    fixed, down, zero, bad = _fixed_point(x)
+    fixed, integers, down, zero, bad = _fixed_point(x)
     rotated = _rotate_fixed(fixed, signs, D, DP)
-    wide = fixed.to(tl.int32).to(tl.int64)
+    wide = integers.to(tl.int64)
     squared = tl.sum(wide * wide, 1).to(tl.float32)
     norm = tl.sqrt_rn(squared)
     factor = tl.div_rn(tl.zeros_like(norm) + unit, tl.where(zero | bad, 1.0, norm))
     standard = rotated * factor[:, None]
-    index = _magnitude_index(standard, bounds, BITS)
-    positive = (standard > 0).to(tl.int32)
-    codes = index | (positive << (BITS - 1))
+    index, entry = _magnitude(standard, bounds, entries, BITS)
+    codes = index | ((standard > 0).to(tl.int32) << (BITS - 1))
+    if DP != D:
+        entry = tl.where(col[None, :] < D, entry, 0)
     if POLICY == 0:
         scale = norm * plain_scale
     elif POLICY == 1:
-        if BITS <= 4:  # squares of twice the level: small integers
-            total = tl.zeros_like(index) + tl.load(squares)
-            for k in tl.static_range(1, 1 << (BITS - 1)):
-                total = tl.where(index == k, tl.load(squares + k), total)
-            total = tl.where(col[None, :] < D, total, 0)
-            square_sum = tl.sum(total, 1).to(tl.int64) * (_DENOMINATOR * _DENOMINATOR // 4)
+        if BITS <= 4:  # entries are entries of twice the level
+            square_sum = tl.sum(entry, 1).to(tl.int64) * (_DENOMINATOR * _DENOMINATOR // 4)
         else:
-            level = tl.load(squares + index)
-            level = tl.where(col[None, :] < D, level, 0).to(tl.int64)
+            level = entry.to(tl.int64)
             square_sum = tl.sum(level * level, 1)
         length = tl.sqrt_rn(square_sum.to(tl.float32))
         scale = tl.div_rn(norm, tl.where(length > 0, length, 1.0)) * _DENOMINATOR
     else:
-        if BITS <= 4:
-            level = tl.zeros_like(index) + tl.load(squares)
-            for k in tl.static_range(1, 1 << (BITS - 1)):
-                level = tl.where(index == k, tl.load(squares + k), level)
-        else:
-            level = tl.load(squares + index)
-        level = tl.where(col[None, :] < D, level, 0)
-        level = tl.where(standard > 0, level, -level).to(tl.int64)
+        level = tl.where(standard > 0, entry, -entry).to(tl.int64)
         dot = tl.sum(rotated.to(tl.int32).to(tl.int64) * level, 1).to(tl.float32)
         scale = tl.div_rn(squared * root_dim, tl.where(dot == 0, 1.0, dot)) * _DENOMINATOR
     field = _encode_unsigned(tl.where(zero, 0.0, scale * down))
@@ -160,7 +176,7 @@ def _encode_uniform(x, signs, orthonormal, D: tl.constexpr, DP: tl.constexpr, BI
     _, _, _, bad = _largest_exponent(x)
     x = tl.where(bad[:, None], 0.0, x)
     if ROTATED:
-        fixed, down, _, _ = _fixed_point(x)
+        fixed, _, down, _, _ = _fixed_point(x)
         x = _rotate_fixed(fixed, signs, D, DP) * orthonormal * down[:, None]
     inside = (col < D)[None, :]
     low = tl.min(tl.where(inside, x, float("inf")), 1)
@@ -203,6 +219,61 @@ def _merge_bits(x, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def _token_bytes(bits, W: tl.constexpr, SP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """A plane's bits int32 [16 NT, 16 SP] as one byte per token and lane column.
+
+    Keys: [NT, 2 row halves, 8 g, words, 4 t, 2 jhi]; values: [NT, 2 jhi, 4 t, 2 jlo, words, 8 g].
+    """
+    SUB: tl.constexpr = 4 // W
+    WP: tl.constexpr = SP // SUB
+    if TRANSPOSED:  # dimensions (word, sub, row half, g)
+        x = tl.permute(tl.reshape(bits, (NT, 2, 4, 2, WP, SUB, 2, 8)), (0, 1, 2, 3, 4, 7, 5, 6))
+    else:  # dimensions (word, sub, jhi, t, jlo)
+        x = tl.permute(tl.reshape(bits, (NT, 2, 8, WP, SUB, 2, 4, 2)), (0, 1, 2, 3, 6, 5, 4, 7))
+    x = _merge_bits(x, 4)  # the last axis left is sub
+    if SUB == 4:
+        x = _merge_bits(_merge_bits(tl.reshape(x, x.shape[:-1] + (2, 2)), W), 2 * W)
+    elif SUB == 2:
+        x = _merge_bits(x, W)
+    else:
+        x = tl.reshape(x, x.shape[:-1])
+    return x
+
+
+@triton.jit
+def _store_words(x, base, WORDS: tl.constexpr, WP: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Writes whole tiles from `_token_bytes`; base: pointers [NT] to the plane in each tile."""
+    if TRANSPOSED:
+        y = tl.permute(x, (0, 2, 4, 5, 1, 3))  # NT, t, word, g, jhi, jlo
+        lane = 4 * tl.arange(0, 8)[None, None, None, :] + tl.arange(0, 4)[None, :, None, None]
+    else:
+        y = tl.permute(x, (0, 2, 3, 4, 1, 5))  # NT, g, word, t, row half, jhi
+        lane = 4 * tl.arange(0, 8)[None, :, None, None] + tl.arange(0, 4)[None, None, None, :]
+    y = _merge_bits(_merge_bits(y, 8), 16)
+    i = tl.arange(0, WP)[None, None, :, None]
+    index = word_index(i, lane, WORDS)
+    at = base.to(tl.pointer_type(tl.int32))[:, None, None, None] + index
+    tl.store(at, y, mask=(i < WORDS) & (index >= 0))
+
+
+@triton.jit
+def _store_bytes(x, base, position, keep, WORDS: tl.constexpr, WP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Writes single tokens from `_token_bytes`; base: pointers [16 NT] to the plane in each token's tile."""
+    y = tl.reshape(x, (16 * NT, WP, 8))
+    place = (position % 16).to(tl.int32)[:, None, None]
+    j = tl.arange(0, 8)[None, None, :]
+    if TRANSPOSED:  # j is g
+        lane = 4 * j + place % 8 // 2
+        byte = 2 * (place // 8) + place % 2
+    else:  # j is t and jhi
+        lane = 4 * (place % 8) + j // 2
+        byte = 2 * (place // 8) + j % 2
+    i = tl.arange(0, WP)[None, :, None]
+    at = base[:, None, None] + word_index(i, lane, WORDS) * 4 + byte
+    tl.store(at, y.to(tl.uint8), mask=keep[:, None, None] & (i < WORDS))
+
+
+@triton.jit
 def _store_plane(bits, region, tile_region, position, tile_position, keep, aligned, OFFSET: tl.constexpr, TILE_BYTES: tl.constexpr,
                  W: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
     """Writes one plane of W <= 4 bits: bits int32 [16 NT, 16 SP].
@@ -210,71 +281,25 @@ def _store_plane(bits, region, tile_region, position, tile_position, keep, align
     region, position, keep [16 NT]: every token's region, place in its block, and whether it is stored; tile_region,
     tile_position [NT]: the same of each tile's first token, used when every tile is whole and in order (``aligned``).
     """
-    SUB: tl.constexpr = 4 // W
     S: tl.constexpr = D // 16
-    WORDS: tl.constexpr = S // SUB
-    TAIL: tl.constexpr = S % SUB
+    WORDS: tl.constexpr = S // (4 // W)
+    TAIL: tl.constexpr = S % (4 // W)
     if WORDS > 0:
-        WP: tl.constexpr = SP // SUB
-        if TRANSPOSED:  # tokens (NT, jhi, t, jlo), dimensions (word, sub, row half, g)
-            x = tl.reshape(bits, (NT, 2, 4, 2, WP, SUB, 2, 8))
-            x = tl.permute(x, (0, 1, 2, 3, 4, 7, 5, 6))  # ..., word, g, sub, row half
-        else:  # tokens (NT, row half, g), dimensions (word, sub, jhi, t, jlo)
-            x = tl.reshape(bits, (NT, 2, 8, WP, SUB, 2, 4, 2))
-            x = tl.permute(x, (0, 1, 2, 3, 6, 5, 4, 7))  # ..., word, t, jhi, sub, jlo
-        x = _merge_bits(x, 4)
-        if SUB == 4:
-            a, b = tl.split(tl.reshape(x, x.shape[:-1] + (2, 2)))  # sub = 2 i + j at [i, j]
-            x = tl.join(a | (b << W), a)
-            x, _ = tl.split(x)
-            x = _merge_bits(x, 2 * W)
-        elif SUB == 2:
-            x = _merge_bits(x, W)
-        else:
-            x = tl.reshape(x, x.shape[:-1])
-        # x: one byte per token and lane column: [NT, 2, 4, 2, WP, 8] or [NT, 2, 8, WP, 4, 2]
-        word = tl.arange(0, WP)
+        WP: tl.constexpr = SP // (4 // W)
+        x = _token_bytes(bits, W, SP, NT, TRANSPOSED)
         if aligned:
-            if TRANSPOSED:
-                y = tl.permute(x, (0, 2, 4, 5, 1, 3))  # NT, t, word, g, jhi, jlo
-                y = _merge_bits(_merge_bits(y, 8), 16)
-                lane = 4 * tl.arange(0, 8)[None, None, None, :] + tl.arange(0, 4)[None, :, None, None]
-                i = word[None, None, :, None]
-            else:
-                y = tl.permute(x, (0, 2, 3, 4, 1, 5))  # NT, g, word, t, row half, jhi
-                y = _merge_bits(_merge_bits(y, 8), 16)
-                lane = 4 * tl.arange(0, 8)[None, :, None, None] + tl.arange(0, 4)[None, None, None, :]
-                i = word[None, None, :, None]
-            base = (tile_region + OFFSET + tile_position // 16 * TILE_BYTES).to(tl.pointer_type(tl.int32))
-            index = word_index(i, lane, WORDS)
-            tl.store(base[:, None, None, None] + index, y, mask=(i < WORDS) & (index >= 0))
+            _store_words(x, tile_region + OFFSET + tile_position // 16 * TILE_BYTES, WORDS, WP, TRANSPOSED)
         else:
-            base = region + OFFSET + position // 16 * TILE_BYTES
-            if TRANSPOSED:
-                y = tl.reshape(x, (16 * NT, WP, 8))
-                place = (position % 16).to(tl.int32)[:, None, None]
-                lane = 4 * tl.arange(0, 8)[None, None, :] + place % 8 // 2
-                byte = 2 * (place // 8) + place % 2
-                i = word[None, :, None]
-            else:
-                y = tl.reshape(x, (16 * NT, WP, 8))  # last axis: t, jhi
-                place = (position % 16).to(tl.int32)[:, None, None]
-                j = tl.arange(0, 8)[None, None, :]
-                lane = 4 * (place % 8) + j // 2
-                byte = 2 * (place // 8) + j % 2
-                i = word[None, :, None]
-            at = word_index(i, lane, WORDS) * 4 + byte
-            tl.store(base[:, None, None] + at, y.to(tl.uint8), mask=keep[:, None, None] & (i < WORDS))
+            _store_bytes(x, region + OFFSET + position // 16 * TILE_BYTES, position, keep, WORDS, WP, NT, TRANSPOSED)
     if TAIL > 0:
         FIRST: tl.constexpr = (S - TAIL) * 2 * W  # bytes of a plain row before the tail
         PER: tl.constexpr = 8 // W
         rows = tl.reshape(bits, (16 * NT, 2 * SP * W, PER))
-        shifts = tl.arange(0, PER) * W
-        packed = tl.sum(rows << shifts[None, None, :], 2)
+        packed = tl.sum(rows << (tl.arange(0, PER) * W)[None, None, :], 2)
         col = tl.arange(0, 2 * SP * W)[None, :]
-        base = region + OFFSET + position // 16 * TILE_BYTES + WORDS * 128 + position % 16 * (TAIL * 2 * W)
+        start = region + OFFSET + position // 16 * TILE_BYTES + WORDS * 128 + position % 16 * (TAIL * 2 * W)
         mask = keep[:, None] & (col >= FIRST) & (col < S * 2 * W)
-        tl.store(base[:, None] + (col - FIRST), packed.to(tl.uint8), mask=mask)
+        tl.store(start[:, None] + (col - FIRST), packed.to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -290,8 +315,7 @@ def _store_wide(bits, region, position, keep, OFFSET: tl.constexpr, TILE_BYTES: 
         lane = 4 * (place % 8) + col % 8 // 2
         number = 4 * (place // 8) + 2 * (col % 16 // 8) + col % 2
     word = col // 16 * (W // 4) + number * W // 32
-    at = word_index(word, lane, D // 64 * W) if D % 64 == 0 else word_index(word, lane, D // 16 * (W // 4))
-    byte = at * 4 + number * W % 32 // 8
+    byte = word_index(word, lane, D // 16 * (W // 4)) * 4 + number * W % 32 // 8
     base = region + OFFSET + position // 16 * TILE_BYTES
     mask = keep[:, None] & (col < D)
     if W == 8:
@@ -329,7 +353,7 @@ def _store_field(field, region, position, keep, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bounds, squares, unit, plain_scale, root_dim, orthonormal,
+def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bounds, entries, unit, plain_scale, root_dim, orthonormal,
                 tokens, page_stride, page_head_stride, group, head,
                 NT: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
                 POLICY: tl.constexpr, ROTATED: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
@@ -360,7 +384,7 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
         else:
             codes = x.to(tl.int16, bitcast=True).to(tl.int32)
     elif KIND == _LLOYD:
-        codes, field = _encode_lloyd(x.to(tl.float32), signs, bounds, squares, unit, plain_scale, root_dim, D, DP, BITS, POLICY)
+        codes, field = _encode_lloyd(x.to(tl.float32), signs, bounds, entries, unit, plain_scale, root_dim, D, DP, BITS, POLICY)
         _store_field(field, region, position, keep, FIELDS)
     elif KIND == _UNIFORM:
         codes, field, zero = _encode_uniform(x.to(tl.float32), signs, orthonormal, D, DP, BITS, ROTATED)
@@ -375,8 +399,8 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
 @triton.jit
 def store_kernel(
     key_ptr, value_ptr, pages_ptr, slots_ptr,
-    key_signs, key_bounds, key_squares, key_unit, key_plain, key_root, key_orthonormal,
-    value_signs, value_bounds, value_squares, value_unit, value_plain, value_root, value_orthonormal,
+    key_signs, key_bounds, key_entries, key_unit, key_plain, key_root, key_orthonormal,
+    value_signs, value_bounds, value_entries, value_unit, value_plain, value_root, value_orthonormal,
     tokens, key_stride, key_head_stride, value_stride, value_head_stride, page_stride, page_head_stride,
     NT: tl.constexpr, PAGE: tl.constexpr,
     K_D: tl.constexpr, K_SP: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_POLICY: tl.constexpr,
@@ -388,11 +412,11 @@ def store_kernel(
     group = tl.program_id(0)
     head = tl.program_id(1)
     if tl.program_id(2) == 0:
-        _store_side(key_ptr, key_stride, key_head_stride, pages_ptr, slots_ptr, key_signs, key_bounds, key_squares, key_unit, key_plain,
+        _store_side(key_ptr, key_stride, key_head_stride, pages_ptr, slots_ptr, key_signs, key_bounds, key_entries, key_unit, key_plain,
                     key_root, key_orthonormal, tokens, page_stride, page_head_stride, group, head,
                     NT, PAGE, K_D, K_SP, K_KIND, K_BITS, K_POLICY, K_ROTATED, K_CODES, K_FIELDS, False)  # fmt: skip
     else:
-        _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds, value_squares, value_unit,
+        _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds, value_entries, value_unit,
                     value_plain, value_root, value_orthonormal, tokens, page_stride, page_head_stride, group, head,
                     NT, PAGE, V_D, V_SP, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, True)  # fmt: skip
 
@@ -434,8 +458,8 @@ def run(request: StoreRequest) -> None:
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 2)
     store_kernel[grid](
         key, value, pages, request.slot_mapping,
-        k.signs, k.bounds, k.squares, k.unit, k.plain_scale, k.root_dim, k.orthonormal,
-        v.signs, v.bounds, v.squares, v.unit, v.plain_scale, v.root_dim, v.orthonormal,
+        k.signs, k.bounds, k.entries, k.unit, k.plain_scale, k.root_dim, k.orthonormal,
+        v.signs, v.bounds, v.entries, v.unit, v.plain_scale, v.root_dim, v.orthonormal,
         tokens, key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
         NT=tiles, PAGE=layout.block_tokens,
         **_side_constants(layout.key, "K"), **_side_constants(layout.value, "V"),
