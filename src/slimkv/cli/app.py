@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from slimkv.cli import demo, doctor, eval, eval_model, plan
+from slimkv.cli import bench, demo, doctor, eval, eval_model, plan
 from slimkv.cli.options import Json
 
 app = typer.Typer(name="slimkv", no_args_is_help=True)
@@ -13,6 +13,7 @@ app.command()(plan.plan)
 app.command()(doctor.doctor)
 eval_model.add_to(eval.app)
 app.add_typer(eval.app)
+app.add_typer(bench.app)
 
 
 @app.callback()

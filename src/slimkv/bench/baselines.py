@@ -1,0 +1,235 @@
+"""What slimkv is timed against: torch everywhere; FlashAttention-3 and TurboQuant kernels where vLLM is installed.
+
+A baseline is a function that prepares its tensors and returns candidates: configurations that give the same result.
+The fastest is reported. One that cannot run raises, and the row says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slimkv.bench.cells import AttendCell, StoreCell
+from slimkv.bench.results import Baseline
+from slimkv.bench.timing import Timer
+from slimkv.errors import UnsupportedError
+
+Call = Callable[[], object]
+Candidates = Iterator[tuple[str, Call]]
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """What K, V and queries are in: bfloat16 on a GPU; a CPU multiplies float32 faster."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@dataclass(frozen=True)
+class DenseInputs:
+    """K and V as plain tensors [batch * context, kv_heads, head_dim]; queries [batch * queries, heads, head_dim]."""
+
+    cell: AttendCell
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def random(cls, cell: AttendCell, device: torch.device) -> DenseInputs:
+        """Normal numbers."""
+        shape = (cell.batch * cell.context, cell.kv_heads, cell.head_dim)
+        dtype = compute_dtype(device)
+        query = torch.randn(cell.batch * cell.queries, cell.query_heads, cell.head_dim, device=device, dtype=dtype)
+        return cls(
+            cell, query, torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype)
+        )
+
+
+def sdpa(inputs: DenseInputs) -> Candidates:
+    """torch's own attention on contiguous K and V (it has no pages)."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+
+    cell = inputs.cell
+    key, value = (
+        x.view(cell.batch, cell.context, cell.kv_heads, -1).transpose(1, 2) for x in (inputs.key, inputs.value)
+    )
+    query = inputs.query.view(cell.batch, cell.queries, cell.query_heads, -1).transpose(1, 2)
+    fast = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    backends = fast if query.is_cuda else [*fast, SDPBackend.MATH]
+    mask: Any = causal_lower_right(cell.queries, cell.context) if cell.queries > 1 else None
+
+    def call() -> Tensor:
+        with sdpa_kernel(backends):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+    yield "contiguous K and V", call
+
+
+def _flash_attention_3() -> Any:
+    from vllm.vllm_flash_attn import flash_attn_interface
+
+    reason = flash_attn_interface.fa_version_unsupported_reason(3)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    return flash_attn_interface
+
+
+def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
+    """Paged FlashAttention-3 as vLLM calls it, with and without a precomputed schedule, in pages of 16 and 128."""
+    module, cell = _flash_attention_3(), inputs.cell
+    query, key, value = inputs.query, inputs.key, inputs.value
+    device = query.device
+    scales: dict[str, Tensor] = {}
+    if fp8:
+        query, key, value = (x.to(torch.float8_e4m3fn) for x in (query, key, value))
+        one = torch.ones(1, device=device).expand(cell.batch, cell.kv_heads)
+        scales = {"q_descale": one, "k_descale": one, "v_descale": one}
+    out = torch.empty_like(inputs.query)
+    lens = torch.full((cell.batch,), cell.context, dtype=torch.int32, device=device)
+    starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.queries
+    for page in (16, 128):
+        count = cell.context // page
+        table = torch.randperm(cell.batch * count, device=device).to(torch.int32).view(cell.batch, count)
+        pages = [x.view(-1, page, cell.kv_heads, cell.head_dim) for x in (key, value)]
+        for splits in (0, 32):
+            schedule = None
+            if splits:
+                schedule = module.get_scheduler_metadata(
+                    cell.batch, cell.queries, cell.context, cell.query_heads, cell.kv_heads, cell.head_dim, lens,
+                    qkv_dtype=query.dtype, cu_seqlens_q=starts, page_size=page, causal=True, num_splits=splits,
+                )  # fmt: skip
+            yield (
+                f"pages of {page}, " + (f"schedule of up to {splits} splits" if splits else "own split heuristic"),
+                functools.partial(
+                    module.flash_attn_varlen_func, query, *pages, cell.queries, starts, cell.context, seqused_k=lens,
+                    causal=True, block_table=table, out=out, scheduler_metadata=schedule, num_splits=splits,
+                    fa_version=3, **scales,
+                ),
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TurboQuant:
+    """vLLM's stock turboquant_4bit_nc kernels and the constants its backend gives them."""
+
+    config: Any
+    rotation: Tensor
+    centroids: Tensor
+    midpoints: Tensor
+
+    @classmethod
+    def create(cls, head_dim: int, device: torch.device) -> TurboQuant:
+        """Raises where vLLM is not installed or has no such kernels."""
+        from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
+        from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
+
+        if head_dim & (head_dim - 1):
+            raise UnsupportedError(f"its rotation needs a power of two, not {head_dim}")
+        rotation = torch.ones(1, 1)
+        while rotation.shape[0] < head_dim:
+            rotation = torch.cat([torch.cat([rotation, rotation], 1), torch.cat([rotation, -rotation], 1)])
+        config = TurboQuantConfig.from_cache_dtype("turboquant_4bit_nc", head_dim)
+        centroids = get_centroids(head_dim, config.centroid_bits).to(device=device, dtype=torch.float32).sort().values
+        return cls(config, (rotation / head_dim**0.5).to(device), centroids, (centroids[1:] + centroids[:-1]) / 2)
+
+    def cache(self, tokens: int, kv_heads: int, page: int, device: torch.device) -> Tensor:
+        """uint8 [blocks, page, kv_heads, slot bytes]."""
+        return torch.zeros(
+            -(-tokens // page), page, kv_heads, self.config.slot_size_aligned, dtype=torch.uint8, device=device
+        )
+
+    def store(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Its store, as its backend calls it."""
+        from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
+
+        triton_turboquant_store(
+            key, value, cache, slots, self.rotation, self.midpoints, mse_bits=self.config.key_mse_bits,
+            key_packed_size=self.config.key_packed_size, value_quant_bits=self.config.effective_value_quant_bits,
+            key_fp8=self.config.key_fp8,
+        )  # fmt: skip
+
+
+def turboquant_attend(inputs: DenseInputs) -> Candidates:
+    """vLLM's turboquant_4bit_nc decode on a cache that its own store has filled."""
+    from vllm.v1.attention.ops.triton_turboquant_decode import triton_turboquant_decode_attention
+
+    cell, device = inputs.cell, inputs.query.device
+    if cell.queries > 1:
+        raise UnsupportedError("its decode takes one query per sequence")
+    turbo = TurboQuant.create(cell.head_dim, device)
+    total, page, splits = cell.batch * cell.context, 16, 32
+    cache = turbo.cache(total, cell.kv_heads, page, device)
+    for first in range(0, total, 32768):
+        part = slice(first, min(first + 32768, total))
+        slots = torch.arange(part.start, part.stop, dtype=torch.int32, device=device)
+        turbo.store(inputs.key[part], inputs.value[part], cache, slots)
+    table = torch.randperm(len(cache), device=device).to(torch.int32).view(cell.batch, -1)
+    lens = torch.full((cell.batch,), cell.context, dtype=torch.int32, device=device)
+    middle = torch.empty(cell.batch, cell.query_heads, splits, cell.head_dim + 1, device=device)
+    yield (
+        f"pages of {page}, {splits} splits",
+        functools.partial(
+            triton_turboquant_decode_attention, inputs.query, cache, table, lens, turbo.rotation, turbo.centroids,
+            cell.head_dim**-0.5, turbo.config.key_mse_bits, turbo.config.key_packed_size,
+            turbo.config.effective_value_quant_bits, key_fp8=turbo.config.key_fp8,
+            norm_correction=turbo.config.norm_correction, PiT=turbo.rotation, mid_o_buf=middle,
+            max_num_kv_splits=splits,
+        ),
+    )  # fmt: skip
+
+
+def scatter(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor) -> Candidates:
+    """Writing K and V as they are to the same slots of plain tensors, with torch's index_put."""
+    size = int(slots.max()) + 1
+    cache = [torch.zeros(size, *x.shape[1:], dtype=x.dtype, device=x.device) for x in (key, value)]
+
+    def call() -> None:
+        cache[0].index_put_((slots,), key)
+        cache[1].index_put_((slots,), value)
+
+    yield "two index_put", call
+
+
+def turboquant_store(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor) -> Candidates:
+    """vLLM's turboquant_4bit_nc store (its GEMM and element-wise launches included)."""
+    turbo = TurboQuant.create(cell.head_dim, key.device)
+    cache = turbo.cache(int(slots.max()) + 1, cell.kv_heads, 16, key.device)
+    yield "pages of 16", functools.partial(turbo.store, key, value, cache, slots.to(torch.int32))
+
+
+def time_baseline(
+    name: str,
+    prepare: Callable[[], Candidates],
+    timer: Timer,
+    ours_ms: float,
+    moved_bytes: int,
+    copy: float,
+    cold: bool = True,
+) -> Baseline:
+    """The fastest candidate, or the reason why there is none."""
+    times: dict[str, float] = {}
+    reasons: list[str] = []
+    if timer.device.type != "cuda" and name not in ("sdpa", "scatter"):
+        return Baseline(name, None, None, None, "needs a CUDA device")
+    try:
+        for detail, call in prepare():
+            try:
+                times[detail] = timer(call, cold=cold)
+            except Exception as error:  # a configuration this build does not have; the others may run
+                reasons.append(f"{detail}: {_one_line(error)}")
+    except Exception as error:  # third-party code raises what it likes: the row must say so and the run go on
+        reasons.append(_one_line(error))
+    if not times:
+        return Baseline(name, None, None, None, "; ".join(reasons))
+    detail, ms = min(times.items(), key=lambda item: item[1])
+    return Baseline(name, ms, ms / ours_ms, moved_bytes / (1e-3 * ms) / copy, detail)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

@@ -1,0 +1,98 @@
+"""Times ``store``, beside the baselines."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.bench import baselines
+from slimkv.bench.baselines import compute_dtype, time_baseline
+from slimkv.bench.cells import SMALL_STORE_CELLS, STORE_CELLS, StoreCell, choose
+from slimkv.bench.results import Baseline, Report, Row, make_report
+from slimkv.bench.running import Options, Step, compile_ahead, silent
+from slimkv.bench.timing import Timer, copy_bandwidth
+from slimkv.codec import Codec
+
+
+def _inputs(cell: StoreCell, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """K, V, slots and pages. A chunk fills whole pages in any order; scattered tokens go to pages of their own."""
+    blocks = cell.tokens if cell.scattered else cell.layout.blocks_for(cell.tokens)
+    order = torch.randperm(blocks, device=device)
+    if cell.scattered:
+        slots = order * cell.page + torch.randint(cell.page, (blocks,), device=device)
+    else:
+        slots = (order[:, None] * cell.page + torch.arange(cell.page, device=device)).flatten()[: cell.tokens]
+    shape = (cell.tokens, cell.kv_heads, cell.head_dim)
+    key, value = (torch.randn(shape, device=device, dtype=compute_dtype(device)) for _ in range(2))
+    pages = torch.zeros(blocks, cell.kv_heads, cell.layout.region_bytes, dtype=torch.uint8, device=device)
+    return key, value, slots, pages
+
+
+def _call(cell: StoreCell, impl: str, device: torch.device) -> tuple[partial[None], tuple[Tensor, Tensor, Tensor]]:
+    key, value, slots, pages = _inputs(cell, device)
+    codec = Codec(cell.layout.spec, device)
+    return partial(ops.store, key, value, pages, slots, codec=codec, layout=cell.layout, impl=impl), (key, value, slots)
+
+
+def _compile(job: tuple[StoreCell, str, str]) -> None:
+    """Compiles what a cell needs, in a process of its own."""
+    cell, impl, device = job
+    _call(cell, impl, torch.device(device))[0]()
+    torch.cuda.synchronize()
+
+
+def bench_store(options: Options, step: Step = silent) -> Report:
+    """Runs the chosen cells under every chosen implementation.
+
+    Chunks are read from memory (a cold cache); the few tokens of a decode step come from the kernel before, so their
+    inputs are warm and the time is that of one launch among others in a graph.
+    """
+    device = options.torch_device()
+    small = options.small or device.type != "cuda"
+    cells = choose(SMALL_STORE_CELLS if small else STORE_CELLS, options.cells, options.page)
+    impls = options.chosen_impls(device)
+    compile_ahead(_compile, [(cell, impl, str(device)) for cell in cells for impl in impls], device, step)
+    step("copy bandwidth")
+    copy, timer, rows = copy_bandwidth(device), Timer(device), []
+    for cell in cells:
+        for impl in impls:
+            step(f"{cell.name}: {impl}")
+            torch.manual_seed(0)
+            call, inputs = _call(cell, impl, device)
+            cold = not cell.scattered
+            ms = timer(call, cold=cold)
+            moved = cell.moved_bytes(inputs[0].element_size())
+            found: list[Baseline] = []
+            if options.baselines:
+                dense = 4 * inputs[0].nbytes
+                scatter, turboquant = (
+                    partial(f, cell, *inputs) for f in (baselines.scatter, baselines.turboquant_store)
+                )
+                found = [
+                    time_baseline("scatter", scatter, timer, ms, dense, copy, cold),
+                    time_baseline("vllm_4bit_nc", turboquant, timer, ms, moved, copy, cold),
+                ]
+            rows.append(
+                Row(
+                    cell=cell.name,
+                    format=cell.format,
+                    shape={
+                        "tokens": cell.tokens,
+                        "kv_heads": cell.kv_heads,
+                        "head_dim": cell.head_dim,
+                        "page": cell.page,
+                    },
+                    impl=impl,
+                    ms=ms,
+                    moved_bytes=moved,
+                    fraction_of_copy=moved / (1e-3 * ms) / copy,
+                    tflops=None,
+                    error=None,
+                    over_k4v4_by_bytes=None,
+                    baselines=found,
+                )
+            )
+    return make_report("store", rows, device, copy, options.command("store"))
