@@ -28,8 +28,8 @@ def capture_attention(model: Any, token_ids: Tensor, queries: int = 64) -> list[
 
     def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         group = query.shape[1] // key.shape[1]
-        full = (states[0].repeat_interleave(group, 0).float() for states in (key, value))
-        samples.append(AttentionSample(query[0, :, -queries:].float(), *full, causal=True))
+        all_keys, all_values = (states[0].repeat_interleave(group, 0).float() for states in (key, value))
+        samples.append(AttentionSample(query[0, :, -queries:].float(), all_keys, all_values, causal=True))
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(_NAME, record)
