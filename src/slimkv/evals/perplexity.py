@@ -51,7 +51,7 @@ class PerplexityReport:
 
 
 def scored_nll(logits: Tensor, ids: Tensor, first: int = 1) -> Tensor:
-    """Negative log-likelihood of tokens ``first ..`` of ids [tokens] under logits [tokens, vocabulary]: [tokens - first]."""
+    """Negative log-likelihood [tokens - first] of ids [tokens] from ``first`` on, under logits [tokens, vocabulary]."""
     return cross_entropy(logits[first - 1 : -1].float(), ids[first:], reduction="none")
 
 

@@ -16,7 +16,7 @@ _CHARACTERS_PER_TOKEN = 12  # more than any tokenizer needs on prose
 
 
 def load_text(source: str = SHIPPED) -> str:
-    """The text of ``source``: ``shipped``, a file, or ``name[:config[:split]]`` of a hub data set with a text column."""
+    """The text of ``source``: ``shipped``, a file, or a hub data set with a text column (``name:config:split``)."""
     if source == SHIPPED:
         data = resources.files("slimkv.evals").joinpath("data", "pride_and_prejudice.txt")
         return data.read_text(encoding="utf-8")

@@ -254,7 +254,10 @@ class PackedSlidingLayer(PackedLayer):
 
     def check_crop(self, tokens: int) -> None:
         """See ``PackedLayer``."""
-        if tokens and self.is_initialized and self.tokens >= self.sliding_window and not self.record_past:
+        if not tokens or not self.is_initialized or self.tokens < self.sliding_window:
+            return
+        needed = max(self.tokens - tokens - self.sliding_window + 1, 0)
+        if not self.record_past or needed < self.tables.kept_from:
             raise RuntimeError(
                 f"a sliding layer of {self.sliding_window} tokens that has seen {self.tokens} cannot go back {tokens}: "
                 "the tokens before its window are gone; call cache.activate_past_recording() before the forward passes"
