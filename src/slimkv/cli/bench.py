@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slimkv.cli import bench_generate
 from slimkv.cli.options import Json, user_errors, words
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ Baselines = Annotated[bool, typer.Option(help="Time the baselines as well.")]
 Small = Annotated[bool, typer.Option(help="The small cells, even on a GPU.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a PNG here.")]
 Output = Annotated[Path | None, typer.Option(help="Write the JSON here as well.")]
+
+
+app.command()(bench_generate.generate)
 
 
 @app.callback()

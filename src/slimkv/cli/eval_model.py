@@ -89,6 +89,7 @@ def perplexity(
     from slimkv.cli.output import emit
     from slimkv.evals.model_plots import plot_quality
     from slimkv.evals.perplexity import measure_perplexity
+    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
 
     with user_errors(), _progress() as progress:
@@ -102,7 +103,7 @@ def perplexity(
     table = _table(f"perplexity, {report.mode}, {model}", "format", "perplexity", "over raw", "bytes/token")
     for row in report.rows:
         table.add_row(row.format, f"{row.perplexity:.4f}", f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}")
-    emit(report, as_json, table)
+    emit(with_provenance(report, device), as_json, table)
 
 
 def agreement(
@@ -121,6 +122,7 @@ def agreement(
     from slimkv.cli.output import emit
     from slimkv.evals.agreement import measure_agreement
     from slimkv.evals.model_plots import plot_quality
+    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
 
     with user_errors(), _progress() as progress:
@@ -136,7 +138,7 @@ def agreement(
     for row in report.rows:
         numbers = f"{row.top1:.2%}", f"{row.kl:.5f}", f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
         table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}")
-    emit(report, as_json, table)
+    emit(with_provenance(report, device), as_json, table)
 
 
 def needle(
@@ -155,6 +157,7 @@ def needle(
     from slimkv.cli.output import emit
     from slimkv.evals.model_plots import plot_needle
     from slimkv.evals.needle import measure_needle
+    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text
 
     with user_errors(), _progress() as progress:
@@ -168,7 +171,7 @@ def needle(
     table = _table(f"needles found, {report.mode}, {model}", "format", "context", "depth", "found")
     for cell in report.cells:
         table.add_row(cell.format, str(cell.context), f"{cell.depth:.0%}", f"{cell.found}/{cell.tried}")
-    emit(report, as_json, table)
+    emit(with_provenance(report, device), as_json, table)
 
 
 def generation(
@@ -185,6 +188,7 @@ def generation(
     from slimkv.cli.output import emit
     from slimkv.evals.generation import measure_generation
     from slimkv.evals.model_plots import plot_generation
+    from slimkv.evals.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
         loaded = _load(model, threads, device)
@@ -198,7 +202,7 @@ def generation(
     for row in report.rows:
         first = "none" if row.first_divergence is None else f"token {row.first_divergence} of {row.tokens}"
         table.add_row(row.format, row.prompt[:40], first, f"{row.same:.0%}")
-    emit(report, as_json, table)
+    emit(with_provenance(report, device), as_json, table)
 
 
 def layers(
@@ -215,6 +219,7 @@ def layers(
     from slimkv.cli.output import emit
     from slimkv.evals.layers import measure_layers
     from slimkv.evals.model_plots import plot_layers
+    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
 
     with user_errors(), _progress() as progress:
@@ -226,4 +231,4 @@ def layers(
     table = _table(f"relative error of attention output, {model}", "layer", *(row.format for row in report.rows))
     for number, errors in enumerate(zip(*(row.output for row in report.rows), strict=True)):
         table.add_row(str(number), *(f"{e:.4f}" for e in errors))
-    emit(report, as_json, table)
+    emit(with_provenance(report, device), as_json, table)
