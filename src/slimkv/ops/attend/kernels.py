@@ -35,7 +35,7 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _find_block(starts, sequences, block, BLOCK_Q: tl.constexpr):
+def find_block(starts, sequences, block, BLOCK_Q: tl.constexpr):
     """The sequence that query block number ``block`` belongs to, when sequence i gets len_i // BLOCK_Q + 1 blocks."""
     left = 0
     right = sequences
@@ -49,19 +49,19 @@ def _find_block(starts, sequences, block, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _row_scale(x):
-    """The power of two that brings each row's largest magnitude into [1, 2), and its inverse: float32 [M] each."""
-    top = tl.max(tl.abs(x), 1)
+def _power_below(top):
+    """For magnitudes top [N]: 1 / 2^e, 2^e and e with top / 2^e in [1, 2), float32 [N] each."""
     exponent = (top.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return inverse, (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((-exponent + 254) << 23).to(tl.float32, bitcast=True)
+    return inverse, (exponent << 23).to(tl.float32, bitcast=True), (exponent - 127).to(tl.float32)
 
 
 @triton.jit
-def _softmax_step(s, value_exponent, m, l, acc):
-    """One step of the online softmax on scores s [M, BT]: probabilities, and the state rescaled to the new maximum."""
-    m_new = tl.maximum(m, tl.max(s + value_exponent[None, :], 1))
+def softmax_step(s, top, m, l, acc):
+    """One step of the online softmax on scores s [M, BT] whose reference maximum is top [M]: probabilities, and the state
+    rescaled to the new maximum."""
+    m_new = tl.maximum(m, top)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
@@ -73,7 +73,7 @@ def attend_kernel(
     q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, fresh_k_ptr, fresh_v_ptr,
     out_ptr, lse_ptr, part_ptr, part_lse_ptr,
     key_rotation, value_rotation, key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
-    sequences, q_stride, q_head_stride, page_stride, page_head_stride, table_stride, out_stride, out_head_stride,
+    sequences, most_queries, q_stride, q_head_stride, page_stride, page_head_stride, table_stride, out_stride, out_head_stride,
     fresh_k_stride, fresh_k_head_stride, fresh_v_stride, fresh_v_head_stride,
     scale_log2, softcap, key_norm, value_norm, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr, NT: tl.constexpr, SPLITS: tl.constexpr,
@@ -84,7 +84,9 @@ def attend_kernel(
     ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FRESH: tl.constexpr, LSE: tl.constexpr, PTX: tl.constexpr, ROTATE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of queries of one sequence, one KV head, one of SPLITS parts of the keys."""
+    """One program: a block of queries of one sequence, one KV head, one of SPLITS parts of the keys.
+
+    Sequences with more than ``most_queries`` queries are left to the prefill kernel."""
     block = tl.program_id(0)
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -98,11 +100,11 @@ def attend_kernel(
         first = 0
         start = tl.load(starts_ptr + sequence)
     else:
-        sequence = _find_block(starts_ptr, sequences, block, BLOCK_Q)
+        sequence = find_block(starts_ptr, sequences, block, BLOCK_Q)
         start = tl.load(starts_ptr + sequence)
         first = (block - (start // BLOCK_Q + sequence)) * BLOCK_Q
     queries = tl.load(starts_ptr + sequence + 1) - start
-    if first >= queries:
+    if (first >= queries) | (queries > most_queries):
         return
     length = tl.load(lens_ptr + sequence)
 
@@ -143,7 +145,7 @@ def attend_kernel(
         q_dim = tl.arange(0, KDP)
         q_mask = row_valid[:, None] & (q_dim < KD)[None, :]
         q = tl.load(q_ptrs[:, None] + q_dim[None, :], mask=q_mask, other=0.0).to(tl.float32)
-    down, up = _row_scale(q)
+    down, up, _ = _power_below(tl.max(tl.abs(q), 1))
     if K_KIND == _RAW and K_BITS == 32:
         qh = q * down[:, None]
     elif K_KIND == _RAW and K_BF16:
@@ -192,7 +194,7 @@ def attend_kernel(
                 s += tl.reshape(decode_signed(k_zero), (BT,))[None, :] * q_sum[:, None]
             s *= row_scale[:, None]
         if SOFTCAP:
-            s = _soft_cap(s, softcap)
+            s = soft_cap(s, softcap)
         # Rows without a query attend garbage that is never stored, so only the edges of what is visible need a mask.
         if token0 + BT > clear_end or token0 < clear_begin:
             visible = valid[None, :] & (token < packed_end)[None, :]
@@ -204,7 +206,7 @@ def attend_kernel(
 
         # -- probabilities and values
         if V_KIND == _RAW:
-            p, m, l, acc, alpha = _softmax_step(s, tl.zeros([BT], tl.float32), m, l, acc)
+            p, m, l, acc, alpha = softmax_step(s, tl.max(s, 1), m, l, acc)
             v = as_values(raw_numbers(value_base, tile_valid, V_BITS, V_BF16, VD // 16, VS))
             present = token0 + fragment_order(tl.arange(0, BT)) < length
             v = tl.where(present[:, None], v, 0.0).to(v.dtype)
@@ -213,7 +215,7 @@ def attend_kernel(
             v_field = load_field((region + V_FIELDS)[:, None], field_at, valid_tiles)
             v_scale = tl.reshape(decode_unsigned(v_field), (BT,))
             exponent = tl.reshape(field_exponent(v_field), (BT,))
-            p, m, l, acc, alpha = _softmax_step(s, exponent, m, l, acc)
+            p, m, l, acc, alpha = softmax_step(s, tl.max(s + exponent[None, :], 1), m, l, acc)
             ph = (p * tl.where(valid, v_scale, 0.0)[None, :]).to(tl.float16)
             low, high = load_code_words(value_base, tile_valid, V_BITS, VD // 16, VS, True)
             v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX))
@@ -234,10 +236,12 @@ def attend_kernel(
                 at = (start + fresh).to(tl.int64)
                 dim = fragment_order(tl.arange(0, KDP))
                 k_at = fresh_k_ptr + at * fresh_k_stride + head * fresh_k_head_stride
-                kt = tl.load(k_at[None, :] + dim[:, None], mask=present[None, :] & (dim < KD)[:, None], other=0.0)
-                s = tl.dot(qh.to(tl.float16), kt.to(tl.float16)) * row_scale[:, None]
+                kt = tl.load(k_at[None, :] + dim[:, None], mask=present[None, :] & (dim < KD)[:, None], other=0.0).to(tl.float32)
+                k_down, k_up, _ = _power_below(tl.max(tl.abs(kt), 0))
+                kt = (kt * k_down[None, :]).to(tl.float16)
+                s = tl.dot(qh.to(tl.float16), kt) * (row_scale[:, None] * k_up[None, :])
                 if SOFTCAP:
-                    s = _soft_cap(s, softcap)
+                    s = soft_cap(s, softcap)
                 seen = present[None, :] & row_valid[:, None]
                 token = length - queries + fresh
                 if CAUSAL:
@@ -245,16 +249,17 @@ def attend_kernel(
                 if WINDOW:
                     seen = seen & (token[None, :] > position[:, None] - window)
                 s = tl.where(seen, s, float("-inf"))
-                p, m, l, acc, alpha = _softmax_step(s, tl.zeros([BT], tl.float32), m, l, acc)
                 v_dim = tl.arange(0, VDP)
                 v_at = fresh_v_ptr + at * fresh_v_stride + head * fresh_v_head_stride
-                v = tl.load(v_at[:, None] + v_dim[None, :], mask=present[:, None] & (v_dim < VD)[None, :], other=0.0)
-                acc = dot(p.to(tl.bfloat16), v.to(tl.bfloat16), acc)
+                v = tl.load(v_at[:, None] + v_dim[None, :], mask=present[:, None] & (v_dim < VD)[None, :], other=0.0).to(tl.float32)
+                v_down, v_up, v_exponent = _power_below(tl.max(tl.abs(v), 1))
+                p, m, l, acc, _ = softmax_step(s, tl.max(s + v_exponent[None, :], 1), m, l, acc)
+                acc = tl.dot((p * v_up[None, :]).to(tl.float16), (v * v_down[:, None]).to(tl.float16), acc)
 
     # -- the result, or this part of it
     v_dim = tl.arange(0, VDP)
     if SPLITS == 1:
-        out, lse = _finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, SINKS, V_ROTATED, VD, VDP)
+        out, lse = finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, SINKS, V_ROTATED, VD, VDP)
         out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
         out_mask = row_valid[:, None] & (v_dim < VD)[None, :]
         tl.store(out_ptrs[:, None] + v_dim[None, :], out.to(out_ptr.dtype.element_ty), mask=out_mask)
@@ -269,7 +274,7 @@ def attend_kernel(
 
 
 @triton.jit
-def _soft_cap(s, cap_log2):
+def soft_cap(s, cap_log2):
     """cap * tanh(s / cap) for scores in base 2; cap_log2 is the cap times log2(e)."""
     x = 2.0 * _LOG2E * (s / cap_log2)
     x = tl.minimum(tl.maximum(x, -80.0), 80.0)
@@ -278,7 +283,7 @@ def _soft_cap(s, cap_log2):
 
 
 @triton.jit
-def _finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm,
+def finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm,
             SINKS: tl.constexpr, V_ROTATED: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr):  # fmt: skip
     """Adds the sink, divides, rotates back: output float32 [M, VDP] and natural log-sum-exp [M]."""
     if SINKS:
@@ -299,30 +304,33 @@ def _finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm,
 @triton.jit
 def merge_kernel(
     part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, value_rotation, value_norm, sequences, out_stride, out_head_stride,
-    Q_HEADS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr,
+    Q_HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr,
     V_ROTATED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Merges the SPLITS parts of ROWS (query, head) rows and rotates the result back."""
+    """Merges the SPLITS parts of ROWS (query, head) rows, PARTS at a time, and rotates the result back."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_valid = row < tl.load(starts_ptr + sequences).to(tl.int64) * Q_HEADS
     q_head = (row % Q_HEADS).to(tl.int32)
     dim = tl.arange(0, VDP)
-    mask = row_valid[:, None] & (dim < VD)[None, :]
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VDP], tl.float32)
-    for part in range(SPLITS):
-        at = row * SPLITS + part
-        part_lse = tl.load(part_lse_ptr + at, mask=row_valid, other=float("-inf"))
-        x = tl.load(part_ptr + at[:, None] * VD + dim[None, :], mask=mask, other=0.0)
-        m_new = tl.maximum(m, part_lse)
+    for part0 in range(0, SPLITS, PARTS):
+        part = part0 + tl.arange(0, PARTS)
+        at = row[:, None] * SPLITS + part[None, :]
+        present = row_valid[:, None] & (part < SPLITS)[None, :]
+        part_lse = tl.load(part_lse_ptr + at, mask=present, other=float("-inf"))
+        seen = present & (part_lse > float("-inf"))
+        x = tl.load(part_ptr + at[:, :, None] * VD + dim[None, None, :], mask=seen[:, :, None] & (dim < VD)[None, None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(part_lse, 1))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_safe)
-        weight = tl.exp2(part_lse - m_safe)
-        acc = acc * alpha[:, None] + x * weight[:, None]
-        l = l * alpha + weight
+        weight = tl.exp2(part_lse - m_safe[:, None])
+        acc = acc * alpha[:, None] + tl.sum(x * weight[:, :, None], 1)
+        l = l * alpha + tl.sum(weight, 1)
         m = m_new
-    out, lse = _finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, SINKS, V_ROTATED, VD, VDP)
+    out, lse = finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, SINKS, V_ROTATED, VD, VDP)
+    mask = row_valid[:, None] & (dim < VD)[None, :]
     out_ptrs = out_ptr + (row // Q_HEADS) * out_stride + q_head * out_head_stride
     tl.store(out_ptrs[:, None] + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
     if LSE:

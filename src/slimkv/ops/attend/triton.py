@@ -1,63 +1,72 @@
-"""attend with Triton: chooses block shapes and splits, launches."""
+"""attend with Triton: chooses block shapes, splits and passes; launches.
+
+Sequences with few queries (decode, verification) are attended on their packed pages, split over the keys when there are
+too few programs to fill the device. Sequences with many (prefill) are unpacked once and attended dense. A mixed batch
+launches both; each kernel leaves the other's sequences alone, so that the host need not know which is which.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from slimkv.codec.codebook import codebook
 from slimkv.errors import InputError
 from slimkv.ops.attend import AttendRequest
 from slimkv.ops.attend.kernels import attend_kernel, merge_kernel
+from slimkv.ops.attend.prefill import prefill_kernel, range_kernel, unpack_kernel
 from slimkv.ops.unpack import KIND_NUMBER, byte_table
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
 _LOG2E = math.log2(math.e)
 _MAX_SPLITS = 256
+PACKED_QUERIES = 32  # sequences with more queries than this are unpacked first
+PREFILL_STAGES = 2
+PREFILL_STEP = 64  # keys per step of the prefill kernel
+PREFILL_BYTES = 256 << 20  # what unpacked K and V may take; a longer context takes several passes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The block shape of one launch."""
+    """The block shape of one launch of the packed kernel."""
 
     rows: int  # query rows of a program: queries x heads of a group, padded
     queries: int  # queries of a program
     tiles: int  # 16-token tiles per step
     warps: int
     stages: int
-    rotate_block: int
+    resident: int  # programs that fit a multiprocessor at once
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Every format and head size up to 512; blocks of at least a tile; up to 128 query heads per KV head."""
+    """Every format and head size up to 512; blocks of at least a tile; up to 64 query heads per KV head."""
     spec = request.layout.spec
     if request.layout.block_tokens == 1:
         return "blocks of 1 token (plain rows) are not read by the kernels; use blocks of 16 or more, or impl='reference'"
     if max(spec.key_dim, spec.value_dim) > 512:
         return f"head sizes {spec.key_dim}/{spec.value_dim} are beyond the 512 that fit a program's registers; use impl='reference'"
-    if request.group > 128:
-        return f"{request.group} query heads per KV head are more than 128; use impl='reference'"
-    if (spec.key.kind == Kind.RAW) != (spec.value.kind == Kind.RAW) and request.fresh is not None:
-        return "fresh K/V beside a cache that is raw on one side only; use impl='reference'"
+    if request.group > 64:
+        return f"{request.group} query heads per KV head are more than 64; use impl='reference'"
     return None
 
 
-def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
-    """The block shape for queries of up to ``max_query_len`` tokens."""
+def launch_shape(layout: PageLayout, group: int) -> Shape:
+    """The block shape of the packed kernel."""
     dim = max(layout.spec.key_dim, layout.spec.value_dim)
-    rows = max_query_len * group
-    least = max(16, triton.next_power_of_2(group))
-    if rows <= 32 or least > 64:
-        return Shape(least, least // group, 2 if dim <= 128 else 1, 1 if least == 16 else 4, 3, 16)
+    rows = max(16, triton.next_power_of_2(group))
+    if rows > 16:
+        return Shape(rows, rows // group, 2 if dim <= 128 else 1, 4, 2, 2)
+    if dim <= 64:
+        return Shape(rows, rows // group, 4, 1, 2, 12)
     if dim <= 128:
-        rows = max(least, 128)
-        return Shape(rows, rows // group, 4, 8, 2, 64)
-    rows = max(least, 64)
-    return Shape(rows, rows // group, 2, 4, 2, 32)
+        return Shape(rows, rows // group, 4, 1, 1, 8)
+    return Shape(rows, rows // group, 2 if dim <= 256 else 1, 2, 1, 4)
 
 
 @lru_cache(maxsize=64)
@@ -68,23 +77,15 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
-    """How many parts to cut the keys into so that about ten one-warp programs run on every multiprocessor, in one wave."""
-    resident = 10 // shape.warps or 1
+    """How many parts to cut the keys into so that the programs fill the device: one wave, or two when one would not fit."""
     steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
-    wanted = _multiprocessors(device) * resident // max(1, programs)
+    slots = _multiprocessors(device) * shape.resident
+    wanted = slots // max(1, programs) or 2 * slots // max(1, programs)
     return max(1, min(wanted, steps, _MAX_SPLITS))
 
 
-def query_blocks(request: AttendRequest, shape: Shape) -> int:
-    """Programs along the query axis: one per sequence, or an upper bound when sequences may need several."""
-    sequences = request.seq_lens.shape[0]
-    if request.max_query_len <= shape.queries:
-        return sequences
-    return request.query.shape[0] // shape.queries + sequences
-
-
 def workspace_bytes(total_queries: int, query_heads: int, value_dim: int, splits: int) -> int:
-    """Bytes ``attend`` needs for ``splits`` parts (0 when the keys are not split)."""
+    """Bytes the packed kernel needs for ``splits`` parts (0 when the keys are not split)."""
     return 0 if splits == 1 else 4 * total_queries * query_heads * splits * (value_dim + 1)
 
 
@@ -95,66 +96,90 @@ def _byte_table(form: TensorFormat, dim: int) -> tuple[int, int]:
     return byte_table(codebook(form.bits, dim).levels_by_code.tolist(), form.bits)
 
 
-def _fresh_in_stored_space(request: AttendRequest) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(dim: int) -> int:
+    return triton.next_power_of_2(dim // 16)
+
+
+@lru_cache(maxsize=256)
+def _format_constants(layout: PageLayout) -> dict[str, Any]:
+    """What every kernel that reads pages must know about them."""
+    spec = layout.spec
+    return {
+        "PAGE": layout.block_tokens, "KD": spec.key_dim, "VD": spec.value_dim, "KS": _padded(spec.key_dim), "VS": _padded(spec.value_dim),
+        "K_KIND": KIND_NUMBER[spec.key.kind], "K_BITS": spec.key.bits, "K_BF16": spec.key.raw_dtype == "bfloat16",
+        "K_FIELDS": layout.key.fields_offset,
+        "V_KIND": KIND_NUMBER[spec.value.kind], "V_BITS": spec.value.bits, "V_BF16": spec.value.raw_dtype == "bfloat16",
+        "V_CODES": layout.value.codes_offset, "V_FIELDS": layout.value.fields_offset,
+        "PTX": not triton.knobs.runtime.interpret and torch.version.cuda is not None,
+    }  # fmt: skip
+
+
+def _fresh_in_stored_space(request: AttendRequest) -> tuple[Tensor, Tensor]:
+    """The fresh K and V rotated as the cache is (or, without any, tensors that are never read)."""
     if request.fresh is None:
         return request.query, request.query
     spec, (key, value) = request.layout.spec, request.fresh
     if spec.key.rotated:
-        key = (key.float() @ request.codec.key_rotation).to(torch.float16)
+        key = key.float() @ request.codec.key_rotation
     if spec.value.rotated:
-        value = (value.float() @ request.codec.value_rotation).to(torch.bfloat16)
+        value = value.float() @ request.codec.value_rotation
     return key, value
 
 
 def run(request: AttendRequest) -> None:
-    """See ``slimkv.ops.attend.attend``: one launch, and a second one to merge when the keys are split."""
-    total, heads = request.query.shape[:2]
+    """See ``slimkv.ops.attend.attend``."""
+    total = request.query.shape[0]
     if total == 0 or request.max_query_len == 0:
         return
+    fresh = _fresh_in_stored_space(request)
+    if request.max_query_len <= PACKED_QUERIES:
+        _attend_packed(request, fresh, request.max_query_len)
+        return
+    if total > request.max_query_len:  # there are other sequences, and they may have few queries
+        _attend_packed(request, fresh, PACKED_QUERIES)
+    _attend_prefill(request, fresh)
+
+
+def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_queries: int) -> None:
+    """The sequences of at most ``most_queries`` queries: one launch, and a second one to merge when the keys are split."""
+    total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
-    kv_heads, device = request.pages.shape[1], query.device
-    shape = launch_shape(layout, request.group, request.max_query_len)
-    blocks = query_blocks(request, shape)
-    longest = request.max_seq_len if options.window is None else min(request.max_seq_len, options.window + request.max_query_len)
-    splits = request.splits or choose_splits(blocks * kv_heads, longest, shape, device)
-    part, part_lse = _workspace(request, total, heads, splits)
-    fresh_key, fresh_value = _fresh_in_stored_space(request)
+    kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
+    shape = launch_shape(layout, request.group)
+    one_block = most_queries <= shape.queries
+    blocks = sequences if one_block else total // shape.queries + sequences
+    longest = request.max_seq_len if options.window is None else min(request.max_seq_len, options.window + most_queries)
+    # Rows of other sequences must not be merged over, so a batch that is only in part ours is not split.
+    splits = 1 if request.max_query_len > most_queries else request.splits or choose_splits(blocks * kv_heads, longest, shape, query.device)
+    part, part_lse = _part_views(request, total, heads, splits)
     k, v = request.codec.key_tables, request.codec.value_tables
     sinks = options.sinks if options.sinks is not None else query
     lse = request.lse if request.lse is not None else part_lse
-    key_side, value_side = layout.key, layout.value
-    interpreted = triton.knobs.runtime.interpret
+    flags = {"SINKS": options.sinks is not None, "LSE": request.lse is not None, "V_ROTATED": spec.value.rotated}
     attend_kernel[(blocks, kv_heads, splits)](
-        query, request.pages, request.block_table, request.seq_lens, request.query_start, sinks, fresh_key, fresh_value,
+        query, request.pages, request.block_table, request.seq_lens, request.query_start, sinks, *fresh,
         out, lse, part, part_lse,
         k.signs, v.signs, k.levels, v.levels, *_byte_table(spec.key, spec.key_dim), *_byte_table(spec.value, spec.value_dim),
-        request.seq_lens.shape[0], query.stride(0), query.stride(1), request.pages.stride(0), request.pages.stride(1),
+        sequences, most_queries, query.stride(0), query.stride(1), request.pages.stride(0), request.pages.stride(1),
         request.block_table.stride(0), out.stride(0), out.stride(1),
-        fresh_key.stride(0), fresh_key.stride(1), fresh_value.stride(0), fresh_value.stride(1),
+        fresh[0].stride(0), fresh[0].stride(1), fresh[1].stride(0), fresh[1].stride(1),
         request.scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal, options.window or 0,
         HEADS=kv_heads, GROUP=request.group, BLOCK_Q=shape.queries, M=shape.rows, NT=shape.tiles, SPLITS=splits,
-        PAGE=layout.block_tokens, KD=spec.key_dim, VD=spec.value_dim,
-        KS=triton.next_power_of_2(spec.key_dim // 16), VS=triton.next_power_of_2(spec.value_dim // 16),
-        K_KIND=KIND_NUMBER[spec.key.kind], K_BITS=spec.key.bits, K_BF16=spec.key.raw_dtype == "bfloat16",
-        K_ROTATED=spec.key.rotated, K_FIELDS=key_side.fields_offset,
-        V_KIND=KIND_NUMBER[spec.value.kind], V_BITS=spec.value.bits, V_BF16=spec.value.raw_dtype == "bfloat16",
-        V_ROTATED=spec.value.rotated, V_CODES=value_side.codes_offset, V_FIELDS=value_side.fields_offset,
-        ONE_BLOCK=request.max_query_len <= shape.queries, CAUSAL=options.causal, WINDOW=options.window is not None,
-        SOFTCAP=options.softcap > 0, SINKS=options.sinks is not None, FRESH=request.fresh is not None, LSE=request.lse is not None,
-        PTX=not interpreted and torch.version.cuda is not None, ROTATE_BLOCK=shape.rotate_block, STAGES=shape.stages,
-        num_warps=shape.warps, num_stages=shape.stages,
+        K_ROTATED=spec.key.rotated, ONE_BLOCK=one_block, CAUSAL=options.causal, WINDOW=options.window is not None,
+        SOFTCAP=options.softcap > 0, FRESH=request.fresh is not None, ROTATE_BLOCK=16, STAGES=shape.stages,
+        **_format_constants(layout), **flags, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits > 1:
-        rows = 16
+        rows = 4 if total * heads >= 1024 else 1
+        parts = min(16 // rows, triton.next_power_of_2(splits))
         merge_kernel[(triton.cdiv(total * heads, rows),)](
-            part, part_lse, request.query_start, sinks, out, lse, v.signs, v.orthonormal, request.seq_lens.shape[0],
-            out.stride(0), out.stride(1),
-            Q_HEADS=heads, ROWS=rows, SPLITS=splits, VD=spec.value_dim, VDP=16 * triton.next_power_of_2(spec.value_dim // 16),
-            V_ROTATED=spec.value.rotated, SINKS=options.sinks is not None, LSE=request.lse is not None, num_warps=4,
+            part, part_lse, request.query_start, sinks, out, lse, v.signs, v.orthonormal, sequences, out.stride(0), out.stride(1),
+            Q_HEADS=heads, ROWS=rows, PARTS=parts, SPLITS=splits, VD=spec.value_dim, VDP=16 * _padded(spec.value_dim),
+            **flags, num_warps=4,
         )  # fmt: skip
 
 
-def _workspace(request: AttendRequest, total: int, heads: int, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _part_views(request: AttendRequest, total: int, heads: int, splits: int) -> tuple[Tensor, Tensor]:
     """float32 views: partial outputs and their log-sum-exps."""
     if splits == 1:
         return request.out, request.out
@@ -167,3 +192,76 @@ def _workspace(request: AttendRequest, total: int, heads: int, splits: int) -> t
     numbers = space[:need].view(torch.float32)
     count = total * heads * splits * request.layout.spec.value_dim
     return numbers[:count], numbers[count:]
+
+
+def _dense_dtype(form: TensorFormat) -> torch.dtype:
+    """Raw formats keep their precision; everything else fits fp16 once scaled."""
+    return getattr(torch, form.raw_dtype) if form.kind == Kind.RAW else torch.float16
+
+
+def _dense_exponents(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Tensor:
+    """int32 [sequences, kv_heads, 2]: the exponents that bound K and V (6 for a raw side, which is not scaled)."""
+    spec, shape = request.layout.spec, (request.seq_lens.shape[0], request.pages.shape[1], 2)
+    exponents = torch.full(shape, -39, dtype=torch.int32, device=request.query.device)
+    for side, form in enumerate((spec.key, spec.value)):
+        if form.kind == Kind.RAW:
+            exponents[..., side] = 6
+        elif request.fresh is not None:
+            exponents[..., side] = torch.frexp(fresh[side].abs().amax().float())[1].clamp(min=-39)
+    constants = {name: _format_constants(request.layout)[name] for name in ("PAGE", "K_KIND", "K_BITS", "K_FIELDS", "V_KIND", "V_BITS", "V_FIELDS")}
+    tokens = 1024
+    range_kernel[(triton.cdiv(request.max_seq_len, tokens), *shape[1::-1])](
+        request.pages, request.block_table, request.seq_lens, request.query_start, exponents, PACKED_QUERIES,
+        request.pages.stride(0), request.pages.stride(1), request.block_table.stride(0), HEADS=shape[1], TOKENS=tokens, **constants,
+    )  # fmt: skip
+    return exponents
+
+
+def prefill_chunk(layout: PageLayout, kv_heads: int, sequences: int, max_seq_len: int, budget: int | None = None) -> int:
+    """Tokens per sequence that the unpacked workspace holds at a time: a multiple of 128."""
+    spec = layout.spec
+    per_token = kv_heads * (spec.key_dim * _dense_dtype(spec.key).itemsize + spec.value_dim * _dense_dtype(spec.value).itemsize)
+    fit = (budget or PREFILL_BYTES) // (per_token * sequences) // 128 * 128
+    return max(128, min(fit, triton.cdiv(max_seq_len, 128) * 128))
+
+
+def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> None:
+    """The sequences of more than PACKED_QUERIES queries: per pass one launch to unpack and one to attend."""
+    total, heads = request.query.shape[:2]
+    layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
+    kv_heads, sequences, device = request.pages.shape[1], request.seq_lens.shape[0], query.device
+    most_long = min(sequences, total // (PACKED_QUERIES + 1))
+    key_dtype, value_dtype = _dense_dtype(spec.key), _dense_dtype(spec.value)
+    chunk = prefill_chunk(layout, kv_heads, most_long, request.max_seq_len)
+    passes = triton.cdiv(request.max_seq_len, chunk)
+    rank = ((request.query_start.diff() > PACKED_QUERIES).cumsum(0, dtype=torch.int32) - 1).to(torch.int32)
+    dense_k = torch.empty(most_long, kv_heads, chunk, spec.key_dim, dtype=key_dtype, device=device)
+    dense_v = torch.empty(most_long, kv_heads, chunk, spec.value_dim, dtype=value_dtype, device=device)
+    acc = torch.empty(total, heads, spec.value_dim if passes > 1 else 0, dtype=torch.float32, device=device)
+    ml = torch.empty(total, heads, 2 if passes > 1 else 0, dtype=torch.float32, device=device)
+    k, v = request.codec.key_tables, request.codec.value_tables
+    wide = max(spec.key_dim, spec.value_dim) > 128
+    rows = max(64 if wide else 128, triton.next_power_of_2(request.group))
+    block_q = rows // request.group
+    tokens_per_step = 32 if wide or key_dtype == torch.float32 else PREFILL_STEP
+    exponents = _dense_exponents(request, fresh)
+    for step in range(passes):
+        unpack_kernel[(triton.cdiv(chunk, 64), kv_heads, sequences)](
+            request.pages, request.block_table, request.seq_lens, request.query_start, rank, exponents, *fresh, dense_k, dense_v,
+            k.levels, v.levels, *_byte_table(spec.key, spec.key_dim), *_byte_table(spec.value, spec.value_dim),
+            PACKED_QUERIES, chunk, step * chunk, request.pages.stride(0), request.pages.stride(1), request.block_table.stride(0),
+            fresh[0].stride(0), fresh[0].stride(1), fresh[1].stride(0), fresh[1].stride(1),
+            HEADS=kv_heads, NT=4, FRESH=request.fresh is not None, **_format_constants(layout), num_warps=4,
+        )  # fmt: skip
+        prefill_kernel[(total // block_q + sequences, kv_heads)](
+            query, dense_k, dense_v, request.seq_lens, request.query_start, rank, exponents,
+            options.sinks if options.sinks is not None else query, out, request.lse if request.lse is not None else ml, acc, ml,
+            k.signs, v.signs, sequences, PACKED_QUERIES, chunk, step * chunk,
+            query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+            request.scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal, options.window or 0,
+            HEADS=kv_heads, GROUP=request.group, BLOCK_Q=block_q, M=rows, BN=tokens_per_step,
+            KD=spec.key_dim, VD=spec.value_dim, KDP=16 * _padded(spec.key_dim), VDP=16 * _padded(spec.value_dim),
+            K_ROTATED=spec.key.rotated, V_ROTATED=spec.value.rotated, FIRST=step == 0, LAST=step == passes - 1,
+            CAUSAL=options.causal, WINDOW=options.window is not None, SOFTCAP=options.softcap > 0, SINKS=options.sinks is not None,
+            LSE=request.lse is not None, STAGES=PREFILL_STAGES, num_warps=4 if wide else 8, num_stages=PREFILL_STAGES,
+        )  # fmt: skip
