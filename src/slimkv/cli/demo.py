@@ -16,16 +16,31 @@ if TYPE_CHECKING:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out"),
+    model: Annotated[str, typer.Option(help="A packaged model, a folder, or a hub name.")] = "smollm2-135m-instruct",
+    word: Annotated[str, typer.Option("--format", help="The packed cache that answers.")] = "k4v4",
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="Synthetic keys and values, no model.")] = False,
     head_dim: Annotated[int, typer.Option(help="Head size of the synthetic keys and values.")] = 128,
     seed: Annotated[int, typer.Option(help="Of the synthetic keys and values.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Compresses realistic keys and values: bytes, distortion and attention error of every width."""
+    """A real model answers with a packed and a plain cache side by side; quality, bytes and speed of every format."""
+    with user_errors():
+        if synthetic:
+            _synthetic(out, head_dim, seed, as_json)
+        else:
+            from slimkv.cli import demo_model
+
+            demo_model.run(model, out, word, threads, as_json)
+
+
+def _synthetic(out: Path, head_dim: int, seed: int, as_json: bool) -> None:
+    """Compresses synthetic keys and values: bytes, distortion and attention error of every width."""
     from slimkv.cli.output import console, emit
     from slimkv.demo import run_demo
 
-    with user_errors(), console(stderr=True).status("starting") as status:
+    with console(stderr=True).status("starting") as status:
         report = run_demo(out, head_dim, seed=seed, step=status.update)
     emit(report, as_json, *([] if as_json else [*_tables(report), f"plot: {report.plot}  ({report.seconds:.1f} s)"]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,16 +37,28 @@ def add_to(app: typer.Typer) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progress]]:
+    """A progress bar on standard error: what starts it (it runs at once with ``enter``), and what moves it on."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     from slimkv.cli.output import console
 
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading the model")
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+    bar = Bar(*columns, console=console(stderr=True), transient=True)
+    task = bar.add_task("loading the model")
+    if enter:
+        bar.start()
+    try:
+        yield bar.start, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+    finally:
+        bar.stop()
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    with progress_bar() as (_, move):
+        yield move
 
 
 def _load(model: str, threads: int | None, device: str) -> Loaded:
