@@ -72,6 +72,11 @@ class AttendRequest:
         """Query heads per KV head."""
         return self.query.shape[1] // self.pages.shape[1]
 
+    @property
+    def lse_without_keys(self) -> Tensor | float:
+        """The log-sum-exp of a query that sees no key: the sinks [query_heads] alone, or of nothing."""
+        return -torch.inf if self.options.sinks is None else self.options.sinks.float()
+
 
 REGISTRY = Registry(
     "attend",

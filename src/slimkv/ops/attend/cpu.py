@@ -27,7 +27,7 @@ def run(request: AttendRequest) -> None:
         if length == 0:
             request.out[rows] = 0
             if request.lse is not None:
-                request.lse[rows] = -torch.inf
+                request.lse[rows] = request.lse_without_keys
             continue
         _one_sequence(request, sequence, length, rows)
 

@@ -29,7 +29,7 @@ def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slic
     if length == 0:
         request.out[rows] = 0
         if request.lse is not None:
-            request.lse[rows] = -torch.inf
+            request.lse[rows] = request.lse_without_keys
         return
     key, value = _sequence_kv(request, sequence, length, rows)
     query = codec.rotate_query(request.query[rows]).to(key.dtype)  # [queries, heads, dim]
