@@ -15,14 +15,34 @@ torch.set_num_threads(1)  # tests run side by side
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate-golden", action="store_true", help="rewrite the golden files: a new page format")
+    parser.addoption("--full", action="store_true", help="the whole matrix of kernel tests even without a GPU (hours)")
+    parser.addoption(
+        "--shard", metavar="I/N", help="only every N-th test, from the I-th on: N processes share the work"
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped where there is none."""
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: part of the full matrix, for a GPU or --full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``gpu`` tests are skipped where there is no GPU; ``full`` ones are left out there; a shard takes its share."""
+    keep = items
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if not config.getoption("--full"):
+            keep = [item for item in items if not item.get_closest_marker("full")]
+    shard = config.getoption("--shard")
+    if shard is not None:
+        index, _, count = shard.partition("/")
+        if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+            raise pytest.UsageError(f"--shard {shard!r} is not I/N with 0 <= I < N, such as 0/8")
+        keep = keep[int(index) :: int(count)]
+    kept = set(map(id, keep))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = keep
 
 
 POISON_BYTE = 0xA5

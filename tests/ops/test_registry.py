@@ -1,0 +1,79 @@
+"""How an implementation is chosen: by name or not at all; never silently another one."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.ops.attend import REGISTRY as ATTEND
+from slimkv.ops.gather import REGISTRY as GATHER
+from slimkv.ops.registry import Implementation, Registry, anywhere, on_cpu, where_triton_runs
+from slimkv.ops.store import REGISTRY as STORE
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def module(name: str, refusal: str | None, monkeypatch: pytest.MonkeyPatch) -> str:
+    made = ModuleType(name)
+    made.supports = lambda request: refusal
+    made.run = lambda request: name
+    monkeypatch.setitem(sys.modules, name, made)
+    return name
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    return Registry(
+        "attend",
+        [
+            Implementation("picky", module("a_picky_one", "it takes no request", monkeypatch), anywhere),
+            Implementation("cpu_only", module("a_cpu_one", None, monkeypatch), on_cpu),
+            Implementation("any", module("an_easy_one", None, monkeypatch), anywhere),
+        ],
+    )
+
+
+def test_the_first_that_takes_the_request_is_used(registry):
+    assert registry.select(CPU, None, None).name == "cpu_only"
+    assert registry.select(CUDA, None, None).name == "any"
+
+
+def test_one_asked_for_by_name_is_used_or_the_call_fails(registry):
+    assert registry.select(CPU, None, "any").name == "any"
+    with pytest.raises(UnsupportedError, match="attend with 'picky': it takes no request"):
+        registry.select(CPU, None, "picky")
+    with pytest.raises(UnsupportedError, match="not on cuda"):
+        registry.select(CUDA, None, "cpu_only")
+
+
+def test_an_unknown_name_lists_the_known(registry):
+    with pytest.raises(InputError, match="called 'fast'; known: picky, cpu_only, any"):
+        registry.select(CPU, None, "fast")
+
+
+def test_when_none_takes_it_every_reason_is_given(monkeypatch):
+    sole = Registry("store", [Implementation("picky", module("a_picky_one", "too odd", monkeypatch), anywhere)])
+    with pytest.raises(UnsupportedError, match="no implementation of store takes this on cpu: picky: too odd"):
+        sole.select(CPU, None, None)
+
+
+@pytest.mark.parametrize("registry", [STORE, ATTEND, GATHER], ids=lambda r: r.operation)
+def test_every_operation_has_kernels_and_a_reference(registry):
+    assert list(registry.names)[-1] == "reference"
+    assert "triton" in registry.names
+
+
+def test_triton_says_why_it_cannot_run(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert "TRITON_INTERPRET=1" in where_triton_runs(CPU)
+    assert where_triton_runs(CUDA) is None
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert where_triton_runs(CPU) is None
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "pip install" in where_triton_runs(CUDA)
