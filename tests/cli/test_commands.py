@@ -144,7 +144,7 @@ def test_doctor_fails_when_something_required_cannot_run(monkeypatch):
 
 
 def test_demo(tmp_path):
-    result = run("demo", "--out", str(tmp_path), "--head-dim", "64", "--json")
+    result = run("demo", "--synthetic", "--out", str(tmp_path), "--head-dim", "64", "--json")
     report = json.loads(result.stdout)
     sizes = [row["bytes_per_token"] for row in report["widths"]]
     errors = [row["output_error"] for row in report["widths"]]
@@ -155,7 +155,7 @@ def test_demo(tmp_path):
 
 
 def test_demo_tables(tmp_path):
-    shown = run("demo", "--out", str(tmp_path), "--head-dim", "16").stdout
+    shown = run("demo", "--synthetic", "--out", str(tmp_path), "--head-dim", "16").stdout
     assert "attention output" in shown
     assert "k6v6" in shown
     assert "kur4vur4" in shown

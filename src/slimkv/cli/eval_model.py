@@ -32,7 +32,7 @@ _DEFAULT_MODEL = "smollm2-135m-instruct"
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands to the ``eval`` group."""
-    for command in (perplexity, agreement, needle, generation, layers):
+    for command in (perplexity, agreement, needle, generation, layers, paths):
         app.command()(command)
 
 
@@ -243,4 +243,36 @@ def layers(
     table = _table(f"relative error of attention output, {model}", "layer", *(row.format for row in report.rows))
     for number, errors in enumerate(zip(*(row.output for row in report.rows), strict=True)):
         table.add_row(str(number), *(f"{e:.4f}" for e in errors))
+    emit(with_provenance(report, device), as_json, table)
+
+
+def paths(
+    model: Model = _DEFAULT_MODEL,
+    word: Annotated[str, typer.Option("--format", help="The format of the cache.")] = "k4v4",
+    text: Text = "shipped",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to start from.")] = 128,
+    steps: Annotated[int, typer.Option(help="Greedy steps.")] = 200,
+    serving: Serving = False,
+    threads: Threads = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Attention on pages against stock attention on decoded keys and values: logits and greedy tokens."""
+    from slimkv.cli.output import emit
+    from slimkv.evals.paths import compare_paths
+    from slimkv.evals.provenance import with_provenance
+    from slimkv.evals.texts import load_text, token_windows
+
+    with user_errors(), _progress() as progress:
+        loaded = _load(model, threads, device)
+        ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens)
+        report = compare_paths(loaded.model, ids, word, steps=steps, name=model, mode=_mode(serving), progress=progress)
+    table = _table(f"fused against decoded, {report.mode}, {model}, {word}", "what", "value")
+    table.add_row("largest difference of logits", f"{report.largest_difference:.2e} of the largest logit")
+    table.add_row("median difference", f"{report.median_difference:.2e}")
+    same = (
+        "the same in all steps" if report.first_different_token is None else f"differ at {report.first_different_token}"
+    )
+    table.add_row(f"greedy tokens over {report.steps} steps", same)
+    table.add_row("attention calls on pages / decoded", f"{report.fused_calls} / {report.decoded_calls}")
     emit(with_provenance(report, device), as_json, table)

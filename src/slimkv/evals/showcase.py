@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from slimkv.evals.agreement import AgreementReport, measure_agreement
+from slimkv.evals.generation import prompt_ids
 from slimkv.evals.layers import LayerReport, measure_layers
 from slimkv.evals.provenance import Provenance, provenance
 from slimkv.evals.running import RAW, SERVING, Progress, Stopwatch, attending, new_cache, quiet
 from slimkv.evals.texts import load_text, token_windows
 from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout
 
-QUESTION = "Who has taken Netherfield Park, and why is Mrs. Bennet so interested in him? Answer in three sentences."
-EXCERPT_CHARACTERS = 4200
+QUESTION = "What causes the seasons on Earth? Explain it to a child."
 FORMATS = ("k3v3", "k4v4", "4bit_nc", "k5v4", "k6v6", "fp8")
 CONTEXTS = (1024, 2048, 4096, 8192)
 
@@ -59,16 +59,6 @@ class Showcase:
     memory: tuple[MemoryCurve, ...]
     run: Provenance
     seconds: float
-
-
-def question_ids(tokenizer: Any, excerpt: str, question: str) -> Tensor:
-    """The excerpt and the question as token ids [1, tokens], in the chat format where there is one."""
-    prompt = f"Here is the beginning of a novel.\n\n{excerpt}\n\n{question}"
-    if tokenizer.chat_template is None:
-        return tokenizer(prompt, return_tensors="pt")["input_ids"]
-    chat = [{"role": "user", "content": prompt}]
-    encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    return encoded["input_ids"]
 
 
 class _Greedy:
@@ -150,7 +140,7 @@ def run_showcase(
     formats: Sequence[str] = FORMATS,
     answer_format: str = "k4v4",
     question: str = QUESTION,
-    new_tokens: int = 80,
+    new_tokens: int = 160,
     windows: int = 3,
     window_tokens: int = 512,
     shown: Shown = lambda stock, packed: None,
@@ -159,10 +149,9 @@ def run_showcase(
     """Answers the question with both caches and measures every format on the shipped text."""
     watch = Stopwatch()
     text = load_text()
-    excerpt = text[:EXCERPT_CHARACTERS].rsplit("\n\n", 1)[0]
-    ids = question_ids(tokenizer, excerpt, question)
+    ids = prompt_ids(tokenizer, question)
     answers = answer_both(model, tokenizer, ids, answer_format, new_tokens, shown)
-    ids_windows = token_windows(tokenizer, text[EXCERPT_CHARACTERS:], windows, window_tokens)
+    ids_windows = token_windows(tokenizer, text, windows, window_tokens)
     quality = measure_agreement(model, ids_windows, formats, name=name, progress=progress)
     layers = measure_layers(model, ids_windows[:1], ("k3v3", "k4v4", "k6v6"), name=name, progress=progress)
     curves = tuple(memory_curves(model.config, formats, CONTEXTS))

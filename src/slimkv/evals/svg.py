@@ -43,9 +43,15 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
 
 
 def _number(x: float) -> str:
-    if abs(x) >= 10000:
-        return f"{x / 1000:g}k"
-    return f"{x:.3g}"
+    return f"{x / 1000:g}k" if abs(x) >= 1000 else f"{x:.3g}"
+
+
+def _free_spot(x: float, y: float, label: str, taken: list[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """The label's place (left, baseline, right), moved down until it covers none of ``taken``."""
+    right = x + 7.5 * len(label)
+    while any(abs(y - other) < 13 and x < end and start < right for start, other, end in taken):
+        y += 13
+    return x, y, right
 
 
 def chart(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> str:
@@ -91,7 +97,7 @@ def chart(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> s
     text("axis", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "middle", x_axis.title)
     turned = f"translate(15 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"
     out.append(f'<text class="axis" transform="{turned}" text-anchor="middle">{escape(y_axis.title)}</text>')
-    last_label = -math.inf
+    last_label, taken = -math.inf, list[tuple[float, float, float]]()
     for number, one in sorted(enumerate(series), key=lambda item: py(item[1].y[-1])):
         colour = f"c{number % 8}"
         points = [(px(x), py(y)) for x, y in zip(one.x, one.y, strict=True)]
@@ -104,5 +110,6 @@ def chart(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> s
             circle = f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{3 if one.line else 5}">'
             out.append(f"{circle}<title>{escape(label or one.name)}</title></circle>")
             if label:
-                text(f"name {colour}", x + 9, y + 4, "start", label)
+                taken.append(_free_spot(x + 9, y + 4, label, taken))
+                text(f"name {colour}", taken[-1][0], taken[-1][1], "start", label)
     return "".join([*out, "</svg>"])

@@ -104,13 +104,21 @@ def decode_side(regions: Tensor, layout: PageLayout, codec: Codec, transposed: b
     if lookup.per_byte in _CONTAINER:
         numbers = numbers.view(torch.float32)
     numbers = numbers.reshape(by_head.shape[0], -1, side.dim)
-    scale = scale16.decode_unsigned(_field(by_head, side, 0))
-    zero = scale16.decode_signed(_field(by_head, side, 1)) if side.format.field_count > 1 else None
+    unsigned, signed = _field_tables()
+    scale = _field(by_head, side, 0, unsigned)
+    zero = _field(by_head, side, 1, signed) if side.format.field_count > 1 else None
     return Decoded(numbers, lookup.order, scale, zero)
 
 
-def _field(by_head: Tensor, side: SideLayout, index: int) -> Tensor:
-    """A 16-bit field of every token: int32 [kv_heads, tokens]."""
+@lru_cache(maxsize=1)
+def _field_tables() -> tuple[Tensor, Tensor]:
+    """Every value that an unsigned and a signed 16-bit field can have: float32 [65536] each."""
+    codes = torch.arange(1 << 16, dtype=torch.int32)
+    return scale16.decode_unsigned(codes), scale16.decode_signed(codes)
+
+
+def _field(by_head: Tensor, side: SideLayout, index: int, table: Tensor) -> Tensor:
+    """A 16-bit field of every token: float32 [kv_heads, tokens]."""
     start = side.field_offset(index)
-    held = by_head[:, :, start : start + FIELD_BYTES * side.block_tokens].contiguous().view(torch.int16)
-    return held.flatten(1).to(torch.int32) & 0xFFFF
+    held = by_head[:, :, start : start + FIELD_BYTES * side.block_tokens].contiguous().view(torch.uint16)
+    return table.index_select(0, held.to(torch.int32).flatten()).view(by_head.shape[0], -1)
