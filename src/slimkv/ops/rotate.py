@@ -33,15 +33,40 @@ def rotate_rows(x_ptr, x_mask, signs, norm, M: tl.constexpr, D: tl.constexpr, DP
 
 
 @triton.jit
-def unrotate(x, signs, norm, D: tl.constexpr, DP: tl.constexpr, PIECES: tl.constexpr):
-    """x float32 [M, DP] @ signs^T * norm, with x cut into PIECES bf16 numbers of 8 bits each."""
+def rotate_columns(x_ptr, x_mask, signs, norm, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KB: tl.constexpr):
+    """The transpose of ``rotate_rows``, float32 [DP, M]: a product with few columns instead of few rows."""
+    out = tl.zeros([DP, M], tl.float32)
     row = tl.arange(0, DP)
-    inside = (row < D)[:, None] & (row < D)[None, :]
-    r = tl.load(signs + row[None, :] * D + row[:, None], mask=inside, other=0.0).to(tl.bfloat16)
-    piece = x.to(tl.bfloat16)
-    out = dot(piece, r, tl.zeros([x.shape[0], DP], tl.float32))
-    for _ in tl.static_range(PIECES - 1):
-        x = x - piece.to(tl.float32)
-        piece = x.to(tl.bfloat16)
-        out = dot(piece, r, out)
+    for k0 in range(0, D, KB):
+        k = k0 + tl.arange(0, KB)
+        x = tl.load(x_ptr[None, :] + k[:, None], mask=x_mask[None, :] & (k < D)[:, None], other=0.0)
+        r = tl.load(signs + k[None, :] * D + row[:, None], mask=(k < D)[None, :] & (row < D)[:, None], other=0.0)
+        out = dot(r.to(x.dtype), x, out)
     return out * norm
+
+
+@triton.jit
+def unrotate_store(x, signs, norm, out_ptr, row_mask, D: tl.constexpr, DP: tl.constexpr, NB: tl.constexpr, PIECES: tl.constexpr,
+                   ROTATED: tl.constexpr):  # fmt: skip
+    """Stores x float32 [M, DP] to the rows out_ptr [M]; with ROTATED, x @ signs^T * norm instead.
+
+    x is cut into PIECES bf16 numbers of 8 bits each; NB columns of the product are made at a time.
+    """
+    if ROTATED:
+        row = tl.arange(0, DP)
+        piece = x.to(tl.bfloat16)
+        second = (x - piece.to(tl.float32)).to(tl.bfloat16)
+        third = (x - piece.to(tl.float32) - second.to(tl.float32)).to(tl.bfloat16)
+        for n0 in range(0, D, NB):
+            col = n0 + tl.arange(0, NB)
+            inside = (row < D)[:, None] & (col < D)[None, :]
+            r = tl.load(signs + col[None, :] * D + row[:, None], mask=inside, other=0.0).to(tl.bfloat16)
+            out = dot(piece, r, tl.zeros([x.shape[0], NB], tl.float32))
+            out = dot(second, r, out)
+            if PIECES == 3:
+                out = dot(third, r, out)
+            out = (out * norm).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr[:, None] + col[None, :], out, mask=row_mask[:, None] & (col < D)[None, :])
+    else:
+        col = tl.arange(0, DP)
+        tl.store(out_ptr[:, None] + col[None, :], x.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (col < D)[None, :])

@@ -300,20 +300,20 @@ def raw_numbers(base, keep, BITS: tl.constexpr, BF16: tl.constexpr, S: tl.conste
 
 @triton.jit
 def as_keys(cube):
-    """[32, NT, SP, 2, 2, 2] -> K transposed, [16 SP, 16 NT]: dimensions in `fragment_order`, tokens in order."""
+    """[32, NT, SP, 2, 2, 2] -> K [16 NT, 16 SP]: tokens in order, dimensions in `fragment_order`."""
     NT: tl.constexpr = cube.shape[1]
     SP: tl.constexpr = cube.shape[2]
     split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
-    return tl.reshape(tl.permute(split, (3, 1, 5, 4, 2, 6, 0)), (16 * SP, 16 * NT))
+    return tl.reshape(tl.permute(split, (2, 6, 0, 3, 1, 5, 4)), (16 * NT, 16 * SP))
 
 
 @triton.jit
 def as_values(cube):
-    """[32, NT, SP, 2, 2, 2] -> V, [16 NT, 16 SP]: tokens in `fragment_order`, dimensions in order."""
+    """[32, NT, SP, 2, 2, 2] -> V transposed, [16 SP, 16 NT]: dimensions in order, tokens in `fragment_order`."""
     NT: tl.constexpr = cube.shape[1]
     SP: tl.constexpr = cube.shape[2]
     split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
-    return tl.reshape(tl.permute(split, (2, 1, 6, 5, 3, 4, 0)), (16 * NT, 16 * SP))
+    return tl.reshape(tl.permute(split, (3, 4, 0, 2, 1, 6, 5)), (16 * SP, 16 * NT))
 
 
 @triton.jit
@@ -324,10 +324,10 @@ def fragment_order(i):
 
 @triton.jit
 def in_fragment_order(x):
-    """Permutes the columns of x [M, 16 NT] from natural to fragment order."""
-    M: tl.constexpr = x.shape[0]
-    BT: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(x, (M, BT // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (M, BT))
+    """Permutes the rows of x [16 N, M] from natural to fragment order."""
+    ROWS: tl.constexpr = x.shape[0]
+    M: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS // 16, 2, 4, 2, M)), (0, 2, 1, 3, 4)), (ROWS, M))
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from slimkv.ops import unpack
-from slimkv.ops.rotate import dot, rotate_rows, unrotate
+from slimkv.ops.rotate import dot, rotate_columns, unrotate_store
 from slimkv.ops.unpack import (
     as_keys,
     as_values,
@@ -65,7 +65,17 @@ def softmax_step(s, top, m, l, acc):
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
-    return p, m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None], alpha
+    return p, m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None]
+
+
+@triton.jit
+def _softmax_columns(s, top, m, l, acc):
+    """``softmax_step`` for transposed tiles: scores s [BT, M], acc [VDP, M]; also the factor of the old state."""
+    m_new = tl.maximum(m, top)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[None, :])
+    alpha = tl.exp2(m - m_safe)
+    return p, m_new, l * alpha + tl.sum(p, 0), acc * alpha[None, :], alpha
 
 
 @triton.jit
@@ -137,29 +147,29 @@ def attend_kernel(
     if WINDOW:
         clear_begin = length - queries + tl.minimum(first + BLOCK_Q, queries) - window
 
-    # -- the queries, rotated once and scaled row by row into fp16
+    # -- the queries, rotated once and scaled column by column into fp16
     q_ptrs = q_ptr + q_row * q_stride + q_head * q_head_stride
     if K_ROTATED:
-        q = rotate_rows(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, ROTATE_BLOCK)
+        q = rotate_columns(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, ROTATE_BLOCK)
     else:
         q_dim = tl.arange(0, KDP)
-        q_mask = row_valid[:, None] & (q_dim < KD)[None, :]
-        q = tl.load(q_ptrs[:, None] + q_dim[None, :], mask=q_mask, other=0.0).to(tl.float32)
-    down, up, _ = _power_below(tl.max(tl.abs(q), 1))
+        q = tl.load(q_ptrs[None, :] + q_dim[:, None], mask=row_valid[None, :] & (q_dim < KD)[:, None], other=0.0).to(tl.float32)
+    down, up, _ = _power_below(tl.max(tl.abs(q), 0))
+    q *= down[None, :]
     if K_KIND == _RAW and K_BITS == 32:
-        qh = q * down[:, None]
+        qh = q
     elif K_KIND == _RAW and K_BF16:
-        qh = (q * down[:, None]).to(tl.bfloat16)
+        qh = q.to(tl.bfloat16)
     else:
-        qh = (q * down[:, None]).to(tl.float16)
-    q_sum = tl.sum(qh.to(tl.float32), 1)
+        qh = q.to(tl.float16)
+    q_sum = tl.sum(qh.to(tl.float32), 0)
     qh = in_fragment_order(qh)
     row_scale = up * scale_log2
 
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)
     w = tl.zeros([M], tl.float32)  # what an offset of all value numbers adds to the output
-    acc = tl.zeros([M, VDP], tl.float32)
+    acc = tl.zeros([VDP, M], tl.float32)
 
     for step in tl.range(part * per_part, step_end, num_stages=STAGES):
         token0 = begin + step * BT
@@ -176,57 +186,57 @@ def attend_kernel(
         valid = token < length
         valid_tiles = tl.reshape(valid, (NT, 16))
 
-        # -- scores
+        # -- scores [BT, M]
         if K_KIND == _RAW:
-            kt = as_keys(raw_numbers(key_base, tile_valid, K_BITS, K_BF16, KD // 16, KS))
-            s = dot(qh, kt, tl.zeros([M, BT], tl.float32)) * row_scale[:, None]
+            k = as_keys(raw_numbers(key_base, tile_valid, K_BITS, K_BF16, KD // 16, KS))
+            s = dot(k, qh, tl.zeros([BT, M], tl.float32)) * row_scale[None, :]
         else:
             low, high = load_code_words(key_base, tile_valid, K_BITS, KD // 16, KS, False)
-            kt = as_keys(numbers(low, high, key_levels, key_table0, key_table1, K_KIND, K_BITS, False, PTX))
+            k = as_keys(numbers(low, high, key_levels, key_table0, key_table1, K_KIND, K_BITS, False, PTX))
             k_field = load_field((region + K_FIELDS)[:, None], field_at, valid_tiles)
             k_scale = tl.reshape(decode_unsigned(k_field), (BT,))
-            s = tl.dot(qh, kt)
+            s = tl.dot(k, qh)
             if PTX and K_KIND == _LLOYD and K_BITS <= 4:
-                s -= _KEY_OFFSET * q_sum[:, None]
-            s *= k_scale[None, :]
+                s -= _KEY_OFFSET * q_sum[None, :]
+            s *= k_scale[:, None]
             if K_KIND == _UNIFORM:
                 k_zero = load_field((region + K_FIELDS + 2 * PAGE)[:, None], field_at, valid_tiles)
-                s += tl.reshape(decode_signed(k_zero), (BT,))[None, :] * q_sum[:, None]
-            s *= row_scale[:, None]
+                s += tl.reshape(decode_signed(k_zero), (BT,))[:, None] * q_sum[None, :]
+            s *= row_scale[None, :]
         if SOFTCAP:
             s = soft_cap(s, softcap)
         # Rows without a query attend garbage that is never stored, so only the edges of what is visible need a mask.
         if token0 + BT > clear_end or token0 < clear_begin:
-            visible = valid[None, :] & (token < packed_end)[None, :]
+            visible = (valid & (token < packed_end))[:, None] & (position == position)[None, :]
             if CAUSAL:
-                visible = visible & (token[None, :] <= position[:, None])
+                visible = visible & (token[:, None] <= position[None, :])
             if WINDOW:
-                visible = visible & (token[None, :] > position[:, None] - window)
+                visible = visible & (token[:, None] > position[None, :] - window)
             s = tl.where(visible, s, float("-inf"))
 
-        # -- probabilities and values
+        # -- probabilities, and values [VDP, BT]
         if V_KIND == _RAW:
-            p, m, l, acc, alpha = softmax_step(s, tl.max(s, 1), m, l, acc)
+            p, m, l, acc, alpha = _softmax_columns(s, tl.max(s, 0), m, l, acc)
             v = as_values(raw_numbers(value_base, tile_valid, V_BITS, V_BF16, VD // 16, VS))
             present = token0 + fragment_order(tl.arange(0, BT)) < length
-            v = tl.where(present[:, None], v, 0.0).to(v.dtype)
-            acc = dot(in_fragment_order(p.to(v.dtype)), v, acc)
+            v = tl.where(present[None, :], v, 0.0).to(v.dtype)
+            acc = dot(v, in_fragment_order(p.to(v.dtype)), acc)
         else:
             v_field = load_field((region + V_FIELDS)[:, None], field_at, valid_tiles)
             v_scale = tl.reshape(decode_unsigned(v_field), (BT,))
             exponent = tl.reshape(field_exponent(v_field), (BT,))
-            p, m, l, acc, alpha = softmax_step(s, tl.max(s + exponent[None, :], 1), m, l, acc)
-            ph = (p * tl.where(valid, v_scale, 0.0)[None, :]).to(tl.float16)
+            p, m, l, acc, alpha = _softmax_columns(s, tl.max(s + exponent[:, None], 0), m, l, acc)
+            ph = (p * tl.where(valid, v_scale, 0.0)[:, None]).to(tl.float16)
             low, high = load_code_words(value_base, tile_valid, V_BITS, VD // 16, VS, True)
             v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX))
-            acc = tl.dot(in_fragment_order(ph), v, acc)
+            acc = tl.dot(v, in_fragment_order(ph), acc)
             if V_KIND == _UNIFORM:
                 v_zero = load_field((region + V_FIELDS + 2 * PAGE)[:, None], field_at, valid_tiles)
-                w = w * alpha + tl.sum(p * tl.where(valid, tl.reshape(decode_signed(v_zero), (BT,)), 0.0)[None, :], 1)
+                w = w * alpha + tl.sum(p * tl.where(valid, tl.reshape(decode_signed(v_zero), (BT,)), 0.0)[:, None], 0)
             elif PTX and V_KIND == _LLOYD and V_BITS <= 4:
-                w = w * alpha - _VALUE_OFFSET * tl.sum(ph.to(tl.float32), 1)
+                w = w * alpha - _VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
 
-    acc += w[:, None]
+    acc += w[None, :]
 
     if FRESH:
         if part == SPLITS - 1:
@@ -236,40 +246,38 @@ def attend_kernel(
                 at = (start + fresh).to(tl.int64)
                 dim = fragment_order(tl.arange(0, KDP))
                 k_at = fresh_k_ptr + at * fresh_k_stride + head * fresh_k_head_stride
-                kt = tl.load(k_at[None, :] + dim[:, None], mask=present[None, :] & (dim < KD)[:, None], other=0.0).to(tl.float32)
-                k_down, k_up, _ = _power_below(tl.max(tl.abs(kt), 0))
-                kt = (kt * k_down[None, :]).to(tl.float16)
-                s = tl.dot(qh.to(tl.float16), kt) * (row_scale[:, None] * k_up[None, :])
+                k = tl.load(k_at[:, None] + dim[None, :], mask=present[:, None] & (dim < KD)[None, :], other=0.0).to(tl.float32)
+                k_down, k_up, _ = _power_below(tl.max(tl.abs(k), 1))
+                k = (k * k_down[:, None]).to(tl.float16)
+                s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
                 if SOFTCAP:
                     s = soft_cap(s, softcap)
-                seen = present[None, :] & row_valid[:, None]
+                seen = present[:, None] & row_valid[None, :]
                 token = length - queries + fresh
                 if CAUSAL:
-                    seen = seen & (token[None, :] <= position[:, None])
+                    seen = seen & (token[:, None] <= position[None, :])
                 if WINDOW:
-                    seen = seen & (token[None, :] > position[:, None] - window)
+                    seen = seen & (token[:, None] > position[None, :] - window)
                 s = tl.where(seen, s, float("-inf"))
                 v_dim = tl.arange(0, VDP)
                 v_at = fresh_v_ptr + at * fresh_v_stride + head * fresh_v_head_stride
-                v = tl.load(v_at[:, None] + v_dim[None, :], mask=present[:, None] & (v_dim < VD)[None, :], other=0.0).to(tl.float32)
-                v_down, v_up, v_exponent = _power_below(tl.max(tl.abs(v), 1))
-                p, m, l, acc, _ = softmax_step(s, tl.max(s + v_exponent[None, :], 1), m, l, acc)
-                acc = tl.dot((p * v_up[None, :]).to(tl.float16), (v * v_down[:, None]).to(tl.float16), acc)
+                v = tl.load(v_at[None, :] + v_dim[:, None], mask=present[None, :] & (v_dim < VD)[:, None], other=0.0).to(tl.float32)
+                v_down, v_up, v_exponent = _power_below(tl.max(tl.abs(v), 0))
+                p, m, l, acc, _ = _softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, l, acc)
+                acc = tl.dot((v * v_down[None, :]).to(tl.float16), (p * v_up[:, None]).to(tl.float16), acc)
 
     # -- the result, or this part of it
     v_dim = tl.arange(0, VDP)
     if SPLITS == 1:
-        out, lse = finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, SINKS, V_ROTATED, VD, VDP)
         out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
-        out_mask = row_valid[:, None] & (v_dim < VD)[None, :]
-        tl.store(out_ptrs[:, None] + v_dim[None, :], out.to(out_ptr.dtype.element_ty), mask=out_mask)
+        lse = finish(tl.trans(acc), m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED, VD, VDP, 16)
         if LSE:
             tl.store(lse_ptr + q_row * (HEADS * GROUP) + q_head, lse, mask=row_valid)
     else:
         safe = tl.where(l > 0, l, 1.0)
         at = (q_row * (HEADS * GROUP) + q_head) * SPLITS + part
-        mask = row_valid[:, None] & (v_dim < VD)[None, :]
-        tl.store(part_ptr + at[:, None] * VD + v_dim[None, :], acc / safe[:, None], mask=mask)
+        mask = row_valid[None, :] & (v_dim < VD)[:, None]
+        tl.store(part_ptr + at[None, :] * VD + v_dim[:, None], acc / safe[None, :], mask=mask)
         tl.store(part_lse_ptr + at, tl.where(l > 0, m + tl.log2(safe), float("-inf")), mask=row_valid)
 
 
@@ -283,9 +291,10 @@ def soft_cap(s, cap_log2):
 
 
 @triton.jit
-def finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm,
-            SINKS: tl.constexpr, V_ROTATED: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr):  # fmt: skip
-    """Adds the sink, divides, rotates back: output float32 [M, VDP] and natural log-sum-exp [M]."""
+def finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs,
+           SINKS: tl.constexpr, V_ROTATED: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr, NB: tl.constexpr):  # fmt: skip
+    """Adds the sink, divides, rotates back and stores acc [M, VDP] to the rows out_ptrs [M]; returns the natural
+    log-sum-exp [M]."""
     if SINKS:
         sink = tl.load(sinks_ptr + q_head, mask=row_valid, other=0.0).to(tl.float32) * _LOG2E
         top = tl.maximum(m, sink)
@@ -294,18 +303,15 @@ def finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm,
         m = top
     empty = l == 0
     safe = tl.where(empty, 1.0, l)
-    lse = tl.where(empty, float("-inf"), (m + tl.log2(safe)) * _LN2)
-    acc = acc / safe[:, None]
-    if V_ROTATED:
-        acc = unrotate(acc, value_rotation, value_norm, VD, VDP, 2)
-    return acc, lse
+    unrotate_store(acc / safe[:, None], value_rotation, value_norm, out_ptrs, row_valid, VD, VDP, NB, 2, V_ROTATED)
+    return tl.where(empty, float("-inf"), (m + tl.log2(safe)) * _LN2)
 
 
 @triton.jit
 def merge_kernel(
     part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, value_rotation, value_norm, sequences, out_stride, out_head_stride,
     Q_HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr,
-    V_ROTATED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    NB: tl.constexpr, V_ROTATED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Merges the SPLITS parts of ROWS (query, head) rows, PARTS at a time, and rotates the result back."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -329,9 +335,7 @@ def merge_kernel(
         acc = acc * alpha[:, None] + tl.sum(x * weight[:, :, None], 1)
         l = l * alpha + tl.sum(weight, 1)
         m = m_new
-    out, lse = finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, SINKS, V_ROTATED, VD, VDP)
-    mask = row_valid[:, None] & (dim < VD)[None, :]
     out_ptrs = out_ptr + (row // Q_HEADS) * out_stride + q_head * out_head_stride
-    tl.store(out_ptrs[:, None] + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    lse = finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED, VD, VDP, NB)
     if LSE:
         tl.store(lse_ptr + row, lse, mask=row_valid)

@@ -132,7 +132,7 @@ def unpack_kernel(
     k_up = _dense_scale(exponent_ptr, sequence, head, 0, HEADS, False)
     v_up = _dense_scale(exponent_ptr, sequence, head, 1, HEADS, False)
 
-    # -- keys: [dimensions in fragment order, tokens]
+    # -- keys: [tokens, dimensions in fragment order]
     dim = fragment_order(tl.arange(0, 16 * KS))
     token = token0 + tl.arange(0, BT)
     if K_KIND == _RAW:
@@ -143,17 +143,17 @@ def unpack_kernel(
         scale, zero = _fields(region, field_at, tile_tokens, K_FIELDS, PAGE, K_KIND)
         if PTX and K_KIND == _LLOYD and K_BITS <= 4:
             k -= _KEY_OFFSET
-        k = (k * scale[None, :] + zero[None, :]) * k_up
+        k = (k * scale[:, None] + zero[:, None]) * k_up
     if FRESH:
         fresh = token >= length - queries
         at = (start + token - (length - queries)).to(tl.int64) * fresh_k_stride + head * fresh_k_head_stride
-        mask = (fresh & (token < length))[None, :] & (dim < KD)[:, None]
-        raw = tl.load(fresh_k_ptr + at[None, :] + dim[:, None], mask=mask, other=0.0)
-        k = tl.where(fresh[None, :], (raw.to(tl.float32) * k_up).to(k.dtype), k)
-    to = dense_k_ptr + (out_row + tl.arange(0, BT))[None, :] * KD + dim[:, None]
-    tl.store(to, k.to(dense_k_ptr.dtype.element_ty), mask=(token < length)[None, :] & (dim < KD)[:, None])
+        mask = (fresh & (token < length))[:, None] & (dim < KD)[None, :]
+        raw = tl.load(fresh_k_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
+        k = tl.where(fresh[:, None], (raw.to(tl.float32) * k_up).to(k.dtype), k)
+    to = dense_k_ptr + (out_row + tl.arange(0, BT))[:, None] * KD + dim[None, :]
+    tl.store(to, k.to(dense_k_ptr.dtype.element_ty), mask=(token < length)[:, None] & (dim < KD)[None, :])
 
-    # -- values: [tokens in fragment order, dimensions]
+    # -- values: [dimensions, tokens in fragment order]
     place = fragment_order(tl.arange(0, BT))
     v_token = token0 + place
     v_dim = tl.arange(0, 16 * VS)
@@ -166,15 +166,15 @@ def unpack_kernel(
         scale, zero = _fields(region, v_field_at, tl.reshape(v_token < length, (NT, 16)), V_FIELDS, PAGE, V_KIND)
         if PTX and V_KIND == _LLOYD and V_BITS <= 4:
             v -= _VALUE_OFFSET
-        v = (v * scale[:, None] + zero[:, None]) * v_up
+        v = (v * scale[None, :] + zero[None, :]) * v_up
     if FRESH:
         fresh = v_token >= length - queries
         at = (start + v_token - (length - queries)).to(tl.int64) * fresh_v_stride + head * fresh_v_head_stride
-        mask = (fresh & (v_token < length))[:, None] & (v_dim < VD)[None, :]
-        raw = tl.load(fresh_v_ptr + at[:, None] + v_dim[None, :], mask=mask, other=0.0)
-        v = tl.where(fresh[:, None], (raw.to(tl.float32) * v_up).to(v.dtype), v)
-    to = dense_v_ptr + (out_row + place)[:, None] * VD + v_dim[None, :]
-    tl.store(to, v.to(dense_v_ptr.dtype.element_ty), mask=(v_token < length)[:, None] & (v_dim < VD)[None, :])
+        mask = (fresh & (v_token < length))[None, :] & (v_dim < VD)[:, None]
+        raw = tl.load(fresh_v_ptr + at[None, :] + v_dim[:, None], mask=mask, other=0.0)
+        v = tl.where(fresh[None, :], (raw.to(tl.float32) * v_up).to(v.dtype), v)
+    to = dense_v_ptr + (out_row + place)[None, :] * VD + v_dim[:, None]
+    tl.store(to, v.to(dense_v_ptr.dtype.element_ty), mask=(v_token < length)[None, :] & (v_dim < VD)[:, None])
 
 
 @triton.jit
@@ -257,7 +257,7 @@ def prefill_kernel(
             if WINDOW:
                 visible = visible & (token[None, :] > position[:, None] - window)
             s = tl.where(visible, s, float("-inf"))
-        p, m, l, acc, _ = softmax_step(s, tl.max(s, 1), m, l, acc)
+        p, m, l, acc = softmax_step(s, tl.max(s, 1), m, l, acc)
         if VDP == VD:
             v = tl.load(dense_v_ptr + (base + token)[:, None] * VD + v_dim[None, :], mask=(token < end)[:, None], other=0.0)
         else:
@@ -266,9 +266,8 @@ def prefill_kernel(
 
     if LAST:
         acc *= _dense_scale(exponent_ptr, sequence, head, 1, HEADS, True)
-        out, lse = finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, SINKS, V_ROTATED, VD, VDP)
         out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
-        tl.store(out_ptrs[:, None] + v_dim[None, :], out.to(out_ptr.dtype.element_ty), mask=state_mask)
+        lse = finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED, VD, VDP, 64 if VDP >= 64 else VDP)
         if LSE:
             tl.store(lse_ptr + state, lse, mask=row_valid)
     else:

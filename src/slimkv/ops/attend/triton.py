@@ -27,8 +27,6 @@ from slimkv.spec import Kind, PageLayout, TensorFormat
 _LOG2E = math.log2(math.e)
 _MAX_SPLITS = 256
 PACKED_QUERIES = 32  # sequences with more queries than this are unpacked first
-PREFILL_STAGES = 2
-PREFILL_STEP = 64  # keys per step of the prefill kernel
 PREFILL_BYTES = 256 << 20  # what unpacked K and V may take; a longer context takes several passes
 
 
@@ -56,17 +54,19 @@ def supports(request: AttendRequest) -> str | None:
     return None
 
 
-def launch_shape(layout: PageLayout, group: int) -> Shape:
-    """The block shape of the packed kernel."""
+def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
+    """The block shape of the packed kernel for sequences of up to ``max_query_len`` queries."""
     dim = max(layout.spec.key_dim, layout.spec.value_dim)
-    rows = max(16, triton.next_power_of_2(group))
+    rows = max(8, triton.next_power_of_2(group))
+    if max_query_len * group > 8:
+        rows = max(16, rows)
     if rows > 16:
-        return Shape(rows, rows // group, 2 if dim <= 128 else 1, 4, 2, 2)
-    if dim <= 64:
-        return Shape(rows, rows // group, 4, 1, 2, 12)
+        return Shape(rows, rows // group, 2 if dim <= 128 else 1, 2, 1, 4)
     if dim <= 128:
-        return Shape(rows, rows // group, 4, 1, 1, 8)
-    return Shape(rows, rows // group, 2 if dim <= 256 else 1, 2, 1, 4)
+        # With few bits a step is short, and loading ahead of it pays; with more, registers are better spent on a longer step.
+        short = layout.spec.key.bits + layout.spec.value.bits <= 4
+        return Shape(rows, rows // group, 4, 1, 2, 12) if short else Shape(rows, rows // group, 4, 1, 1, 8)
+    return Shape(rows, rows // group, 2 if dim <= 256 else 1, 1, 1, 8)
 
 
 @lru_cache(maxsize=64)
@@ -132,7 +132,7 @@ def run(request: AttendRequest) -> None:
     if total == 0 or request.max_query_len == 0:
         return
     fresh = _fresh_in_stored_space(request)
-    if request.max_query_len <= PACKED_QUERIES:
+    if request.max_query_len <= PACKED_QUERIES or max(request.layout.spec.key_dim, request.layout.spec.value_dim) > 256:
         _attend_packed(request, fresh, request.max_query_len)
         return
     if total > request.max_query_len:  # there are other sequences, and they may have few queries
@@ -145,7 +145,7 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
     total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
     kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
-    shape = launch_shape(layout, request.group)
+    shape = launch_shape(layout, request.group, most_queries)
     one_block = most_queries <= shape.queries
     blocks = sequences if one_block else total // shape.queries + sequences
     longest = request.max_seq_len if options.window is None else min(request.max_seq_len, options.window + most_queries)
@@ -175,7 +175,7 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
         merge_kernel[(triton.cdiv(total * heads, rows),)](
             part, part_lse, request.query_start, sinks, out, lse, v.signs, v.orthonormal, sequences, out.stride(0), out.stride(1),
             Q_HEADS=heads, ROWS=rows, PARTS=parts, SPLITS=splits, VD=spec.value_dim, VDP=16 * _padded(spec.value_dim),
-            **flags, num_warps=4,
+            NB=min(128, 16 * _padded(spec.value_dim)) if rows == 4 else 32, **flags, num_warps=4,
         )  # fmt: skip
 
 
@@ -225,6 +225,17 @@ def prefill_chunk(layout: PageLayout, kv_heads: int, sequences: int, max_seq_len
     return max(128, min(fit, triton.cdiv(max_seq_len, 128) * 128))
 
 
+def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, int]:
+    """Keys per step of the prefill kernel and how many steps are in flight: as much as shared memory holds."""
+    shared = 96 << 10
+    if device.type == "cuda":
+        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    for tokens, stages in ((128, 3), (64, 3), (64, 2), (32, 2)):
+        if 2 * tokens * triton.next_power_of_2(dim) * itemsize * stages <= shared - (16 << 10):
+            return tokens, stages
+    return 32, 1
+
+
 def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> None:
     """The sequences of more than PACKED_QUERIES queries: per pass one launch to unpack and one to attend."""
     total, heads = request.query.shape[:2]
@@ -243,7 +254,7 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
     wide = max(spec.key_dim, spec.value_dim) > 128
     rows = max(64 if wide else 128, triton.next_power_of_2(request.group))
     block_q = rows // request.group
-    tokens_per_step = 32 if wide or key_dtype == torch.float32 else PREFILL_STEP
+    tokens_per_step, stages = prefill_step(max(spec.key_dim, spec.value_dim), max(key_dtype.itemsize, value_dtype.itemsize), device)
     exponents = _dense_exponents(request, fresh)
     for step in range(passes):
         unpack_kernel[(triton.cdiv(chunk, 64), kv_heads, sequences)](
@@ -263,5 +274,5 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
             KD=spec.key_dim, VD=spec.value_dim, KDP=16 * _padded(spec.key_dim), VDP=16 * _padded(spec.value_dim),
             K_ROTATED=spec.key.rotated, V_ROTATED=spec.value.rotated, FIRST=step == 0, LAST=step == passes - 1,
             CAUSAL=options.causal, WINDOW=options.window is not None, SOFTCAP=options.softcap > 0, SINKS=options.sinks is not None,
-            LSE=request.lse is not None, STAGES=PREFILL_STAGES, num_warps=4 if wide else 8, num_stages=PREFILL_STAGES,
+            LSE=request.lse is not None, STAGES=stages, num_warps=4 if wide else 8, num_stages=stages,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from slimkv.ops import unpack
 from slimkv.ops.gather import GatherRequest
-from slimkv.ops.rotate import unrotate
+from slimkv.ops.rotate import unrotate_store
 from slimkv.ops.unpack import KIND_NUMBER, decode_signed, decode_unsigned, element_codes, fp8_to_half
 from slimkv.spec import SideLayout
 
@@ -51,10 +51,8 @@ def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, pag
             x = x + decode_signed(zero)[:, None]
     col = tl.arange(0, 16 * SP)[None, :]
     x = tl.where(keep[:, None] & (col < D), x, 0.0)
-    if UNROTATE:
-        x = unrotate(x, signs, norm, D, 16 * SP, 3)
-    at = out_ptr + token.to(tl.int64)[:, None] * out_stride + head * out_head_stride + col
-    tl.store(at, x.to(out_ptr.dtype.element_ty), mask=(token < tokens)[:, None] & (col < D))
+    rows = out_ptr + token.to(tl.int64) * out_stride + head * out_head_stride
+    unrotate_store(x, signs, norm, rows, token < tokens, D, 16 * SP, 16 * SP if SP <= 8 else 32, 3, UNROTATE)
 
 
 @triton.jit

@@ -79,17 +79,50 @@ def _fixed_point(x):
 
 
 @triton.jit
-def _rotate_fixed(fixed, signs, D: tl.constexpr, DP: tl.constexpr):
-    """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP]."""
-    row = tl.arange(0, DP)
-    inside = (row < D)[:, None] & (row < D)[None, :]
-    h = tl.load(signs + row[:, None] * D + row[None, :], mask=inside, other=0.0).to(tl.float16)
+def _halves(fixed):
+    """Fixed-point integers as high * 2048 + low, both at most 1024 in magnitude: fp16 each."""
     magic = tl.full(fixed.shape, _MAGIC, tl.float32)
     high = tl.fma(fixed, tl.full(fixed.shape, 1.0 / 2048.0, tl.float32), magic) - _MAGIC
     low = tl.fma(high, tl.full(fixed.shape, -2048.0, tl.float32), fixed)
-    high_sum = tl.dot(high.to(tl.float16), h)
-    low_sum = tl.dot(low.to(tl.float16), h)
+    return high.to(tl.float16), low.to(tl.float16)
+
+
+@triton.jit
+def _rotate_fixed(fixed, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr):
+    """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP].
+
+    x_ptr: pointers [M] to the rows that ``fixed`` was made of. Matrices too large for shared memory are taken in blocks of
+    rows, and the rows' fixed-point numbers made again block by block; the sums are exact, so nothing changes.
+    """
+    col = tl.arange(0, DP)
+    if DP <= 256:
+        inside = (col < D)[:, None] & (col < D)[None, :]
+        h = tl.load(signs + col[:, None] * D + col[None, :], mask=inside, other=0.0).to(tl.float16)
+        high, low = _halves(fixed)
+        high_sum = tl.dot(high, h)
+        low_sum = tl.dot(low, h)
+    else:
+        up = _scale_up(x_ptr, row_mask, D, DP)
+        high_sum = tl.zeros(fixed.shape, tl.float32)
+        low_sum = tl.zeros(fixed.shape, tl.float32)
+        for k0 in range(0, D, 32):
+            k = k0 + tl.arange(0, 32)
+            x = tl.load(x_ptr[:, None] + k[None, :], mask=row_mask[:, None] & (k < D)[None, :], other=0.0).to(tl.float32)
+            x = tl.where((up > 0)[:, None], x * up[:, None], 0.0)
+            high, low = _halves((x + _MAGIC) - _MAGIC)
+            h = tl.load(signs + k[:, None] * D + col[None, :], mask=(k < D)[:, None] & (col < D)[None, :], other=0.0).to(tl.float16)
+            high_sum = tl.dot(high, h, high_sum)
+            low_sum = tl.dot(low, h, low_sum)
     return tl.fma(high_sum, tl.full(high_sum.shape, 2048.0, tl.float32), low_sum)
+
+
+@triton.jit
+def _scale_up(x_ptr, row_mask, D: tl.constexpr, DP: tl.constexpr):
+    """The factor that turns rows into fixed point, or 0 for rows that count as zero: float32 [M]."""
+    col = tl.arange(0, DP)
+    x = tl.load(x_ptr[:, None] + col[None, :], mask=row_mask[:, None] & (col < D)[None, :], other=0.0).to(tl.float32)
+    _, exponent, zero, bad = _largest_exponent(x)
+    return tl.where(zero | bad, 0.0, _power_of_two(-exponent + (253 + _FIXED)))
 
 
 @triton.jit
@@ -128,18 +161,17 @@ def _magnitude(x, bounds, entries, BITS: tl.constexpr):
     else:
         index = tl.zeros_like(a)
         for i in tl.static_range(BITS - 1):
-            STEP: tl.constexpr = 1 << (BITS - 2 - i)
-            index += tl.where(a > tl.load(bounds + index + (STEP - 1)), STEP, 0)
+            index += tl.where(a > tl.load(bounds + index + ((1 << (BITS - 2 - i)) - 1)), 1 << (BITS - 2 - i), 0)
         return index, tl.load(entries + index)
 
 
 @triton.jit
-def _encode_lloyd(x, signs, bounds, entries, unit, plain_scale, root_dim,
+def _encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, root_dim,
                   D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
     """Rows -> codes int32 [M, DP] and the scale's field int32 [M]."""
     col = tl.arange(0, DP)
     fixed, integers, down, zero, bad = _fixed_point(x)
-    rotated = _rotate_fixed(fixed, signs, D, DP)
+    rotated = _rotate_fixed(fixed, x_ptr, row_mask, signs, D, DP)
     wide = integers.to(tl.int64)
     squared = tl.sum(wide * wide, 1).to(tl.float32)
     norm = tl.sqrt_rn(squared)
@@ -170,14 +202,14 @@ def _encode_lloyd(x, signs, bounds, entries, unit, plain_scale, root_dim,
 
 
 @triton.jit
-def _encode_uniform(x, signs, orthonormal, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr):
+def _encode_uniform(x, x_ptr, row_mask, signs, orthonormal, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr):
     """Rows -> codes int32 [M, DP], step and zero fields int32 [M]."""
     col = tl.arange(0, DP)
     _, _, _, bad = _largest_exponent(x)
     x = tl.where(bad[:, None], 0.0, x)
     if ROTATED:
         fixed, _, down, _, _ = _fixed_point(x)
-        x = _rotate_fixed(fixed, signs, D, DP) * orthonormal * down[:, None]
+        x = _rotate_fixed(fixed, x_ptr, row_mask, signs, D, DP) * orthonormal * down[:, None]
     inside = (col < D)[None, :]
     low = tl.min(tl.where(inside, x, float("inf")), 1)
     high = tl.max(tl.where(inside, x, float("-inf")), 1)
@@ -376,18 +408,18 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
     aligned = tl.min(((slot == expected) & ((expected - tl.arange(0, M) % 16) % 16 == 0)).to(tl.int32), 0) == 1
 
     col = tl.arange(0, DP)
-    mask = keep[:, None] & (col < D)[None, :]
-    x = tl.load(x_ptr + token.to(tl.int64)[:, None] * x_stride + head * x_head_stride + col[None, :], mask=mask, other=0.0)
+    x_rows = x_ptr + token.to(tl.int64) * x_stride + head * x_head_stride
+    x = tl.load(x_rows[:, None] + col[None, :], mask=keep[:, None] & (col < D)[None, :], other=0.0)
     if KIND == _RAW:
         if BITS == 32:
             codes = x.to(tl.int32, bitcast=True)
         else:
             codes = x.to(tl.int16, bitcast=True).to(tl.int32)
     elif KIND == _LLOYD:
-        codes, field = _encode_lloyd(x.to(tl.float32), signs, bounds, entries, unit, plain_scale, root_dim, D, DP, BITS, POLICY)
+        codes, field = _encode_lloyd(x.to(tl.float32), x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, D, DP, BITS, POLICY)
         _store_field(field, region, position, keep, FIELDS)
     elif KIND == _UNIFORM:
-        codes, field, zero = _encode_uniform(x.to(tl.float32), signs, orthonormal, D, DP, BITS, ROTATED)
+        codes, field, zero = _encode_uniform(x.to(tl.float32), x_rows, keep, signs, orthonormal, D, DP, BITS, ROTATED)
         _store_field(field, region, position, keep, FIELDS)
         _store_field(zero, region, position, keep, FIELDS + 2 * PAGE)
     else:
