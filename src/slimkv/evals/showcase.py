@@ -18,7 +18,7 @@ from slimkv.evals.running import RAW, SERVING, Progress, Stopwatch, attending, n
 from slimkv.evals.texts import load_text, token_windows
 from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout
 
-QUESTION = "What causes the seasons on Earth? Explain it to a child."
+QUESTION = "What is photosynthesis, and why does it matter?"
 FORMATS = ("k3v3", "k4v4", "4bit_nc", "k5v4", "k6v6", "fp8")
 CONTEXTS = (1024, 2048, 4096, 8192)
 
