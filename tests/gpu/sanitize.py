@@ -1,0 +1,66 @@
+"""A few small calls of every kernel, for a memory checker:
+
+compute-sanitizer --tool memcheck python tests/gpu/sanitize.py       (also --tool racecheck, --tool initcheck)
+
+Exits with 1 where a result is wrong, so that a checker that changes nothing still says something.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+# Run as a program, it has no conftest.
+sys.path[:0] = [str(Path(__file__).parent.parent / "ops"), str(Path(__file__).parent.parent.parent / "src")]
+
+from attend_cases import Case, build, exact  # noqa: E402
+from store_cases import Case as StoreCase  # noqa: E402
+from store_cases import build as build_store  # noqa: E402
+from store_cases import expected  # noqa: E402
+
+from slimkv import ops  # noqa: E402
+
+MIXED = Case(kv_heads=1, lens=(70, 20, 33, 0, 41), queries=(36, 1, 4, 1, 41))
+ATTEND = [
+    Case(),
+    Case(splits=3, page=64, lens=(130, 1, 64)),
+    Case(format="k3v5", dim=80, lens=(33, 5), queries=(3, 1), window=7, sinks=True, softcap=5.0, padding=2),
+    Case(format="k8v4", dim=112, value_dim=48),
+    replace(MIXED, fresh=True),
+]
+STORE = [
+    StoreCase(),
+    StoreCase(format="k3v5", dim=80, slots="aligned"),
+    StoreCase(format="k8v4", dim=112, value_dim=48, page=64, slots="unaligned"),
+    StoreCase(tokens=2100, dim=64, heads=1, slots="aligned", page=128),
+]
+
+
+def main() -> int:
+    """Runs the cases; how many were wrong."""
+    device, wrong = torch.zeros(0, device="cuda").device, 0
+    for case in STORE:
+        key, value, slots, pages, codec = build_store(case, device)
+        want = expected(key, value, slots, pages, codec, case.layout)
+        ops.store(key, value, pages, slots, codec=codec, layout=case.layout, impl="triton")
+        ops.gather(pages, slots, codec=codec, layout=case.layout, impl="triton")
+        same = torch.equal(pages, want)
+        print(f"store {case}: {'same bytes' if same else 'DIFFERENT'}")
+        wrong += not same
+    for case in ATTEND:
+        built = build(case, device)
+        want, _ = exact(built)
+        out = ops.attend(**built.arguments(), splits=case.splits, impl="triton")
+        rows = slice(0, sum(case.queries))
+        off = (out[rows].double() - want[rows]).norm(dim=-1) / want[rows].norm(dim=-1).clamp(min=1e-9)
+        print(f"attend {case}: relative error {off.max():.1e}")
+        wrong += not off.max() < 1e-2
+    torch.cuda.synchronize()
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

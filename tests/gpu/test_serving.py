@@ -1,0 +1,175 @@
+"""What an engine relies on: graphs, no waiting for the device, no allocation, the same bits every time, large pools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attend_cases import Built, Case, build, exact
+from store_cases import Case as StoreCase
+from store_cases import build as build_store
+from store_cases import expected
+
+from slimkv import Codec, CodecSpec, PageLayout, ops
+from slimkv.ops.attend.triton import workspace_bytes
+
+pytestmark = pytest.mark.gpu
+
+DECODE = Case(dim=128, kv_heads=4, page=64, lens=(700, 33, 64, 129), queries=(1, 1, 1, 1), splits=4)
+SPLITS = 4
+
+
+def workspace_for(built: Built, splits: int = SPLITS) -> torch.Tensor:
+    rows, heads = built.query.shape[:2]
+    size = workspace_bytes(rows, heads, built.case.spec.value_dim, splits)
+    return torch.full((size,), 0xA5, dtype=torch.uint8, device=built.query.device)
+
+
+def error(out: torch.Tensor, built: Built) -> float:
+    want, _ = exact(built)
+    return float(((out.double() - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+def changed(built: Built) -> Built:
+    """The same tensors with other lengths and another order of sequences, written in place."""
+    lens = [n - 5 for n in built.case.lens]
+    order = torch.tensor([1, 0, 3, 2], device=built.pages.device)
+    built.batch.block_table.copy_(built.batch.block_table[order].clone())
+    built.batch.seq_lens.copy_(torch.tensor(lens, device=built.pages.device)[order])
+    return replace(built, case=replace(built.case, lens=tuple(lens[i] for i in order.tolist())))
+
+
+def test_a_graph_follows_the_tables(device):
+    built = build(DECODE, device)
+    space = workspace_for(built)
+    out = torch.full((4, 16, 128), torch.nan, dtype=torch.bfloat16, device=device)
+    call = {**built.arguments(), "out": out, "workspace": space, "splits": SPLITS, "impl": "triton"}
+    ops.attend(**call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.attend(**call)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert error(out, built) < 5e-3
+    first = out.clone()
+    other = changed(built)
+    out.fill_(torch.nan)
+    space.fill_(0xA5)
+    graph.replay()
+    replayed = out.clone()
+    assert error(replayed, other) < 5e-3
+    assert not torch.equal(replayed, first)
+    out.fill_(torch.nan)
+    ops.attend(**call)
+    assert torch.equal(out, replayed)
+
+
+def test_a_graph_of_store_follows_keys_and_slots(device):
+    case = StoreCase(dim=128, heads=4, tokens=33, page=64)
+    key, value, slots, pages, codec = build_store(case, device)
+    call = {"codec": codec, "layout": case.layout, "impl": "triton"}
+    scratch = pages.clone()
+    ops.store(key, value, scratch, slots, **call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.store(key, value, pages, slots, **call)
+    assert (pages == 0xA5).all()  # capturing ran nothing
+    key.copy_(key.flip(0).clone())
+    slots.copy_(slots.roll(5))
+    want = expected(key, value, slots, pages, codec, case.layout)
+    graph.replay()
+    assert torch.equal(pages, want)
+
+
+@pytest.mark.parametrize("case", [DECODE, replace(DECODE, lens=(700, 33, 64, 129), queries=(300, 1, 4, 2))], ids=str)
+def test_the_same_bits_every_time(case, device):
+    built = build(case, device)
+    runs = [ops.attend(**built.arguments(), return_lse=True, splits=SPLITS, impl="triton") for _ in range(20)]
+    for out, lse in runs[1:]:
+        assert torch.equal(out, runs[0][0])
+        assert torch.equal(lse, runs[0][1])
+
+
+def test_nothing_waits_for_the_device(device):
+    """Decode, verification, prefill and store: no value is read back."""
+    store_case = StoreCase(dim=128, heads=4, tokens=64)
+    key, value, slots, pages, codec = build_store(store_case, device)
+    cases = [build(case, device) for case in (
+        DECODE,
+        replace(DECODE, queries=(4, 2, 8, 1), sinks=True, window=50),
+        replace(DECODE, queries=(300, 1, 40, 2)),
+        replace(DECODE, queries=(300, 1, 40, 2), fresh=True),
+    )]  # fmt: skip
+    calls = [lambda b=b: ops.attend(**b.arguments(), impl="triton") for b in cases]
+    calls.append(lambda: ops.store(key, value, pages, slots, codec=codec, layout=store_case.layout, impl="triton"))
+    calls.append(lambda: ops.gather(pages, slots, codec=codec, layout=store_case.layout, impl="triton"))
+    for call in calls:
+        call()  # compiling may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in calls:
+            call()
+        with pytest.raises(RuntimeError):
+            slots.max().item()  # the check itself works
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_decoding_allocates_nothing(device):
+    built = build(DECODE, device)
+    out, space = torch.empty(4, 16, 128, dtype=torch.bfloat16, device=device), workspace_for(built)
+    lse = torch.empty(4, 16, device=device)
+    store_case = StoreCase(dim=128, heads=4, tokens=4)
+    key, value, slots, pages, codec = build_store(store_case, device)
+
+    def step() -> None:
+        ops.store(key, value, pages, slots, codec=codec, layout=store_case.layout, impl="triton")
+        ops.attend(**built.arguments(), out=out, lse=lse, workspace=space, splits=SPLITS, impl="triton")
+
+    def count() -> int:
+        return torch.cuda.memory_stats(device)["allocation.all.allocated"]
+
+    step()
+    before = count()
+    step()
+    assert count() == before
+    ops.attend(**built.arguments(), out=out, splits=SPLITS, impl="triton")
+    assert count() > before  # without a workspace it does
+
+
+def test_a_pool_beyond_two_gigabytes(device):
+    """Blocks whose addresses do not fit 31 or 32 bits: store, attend and gather."""
+    layout = PageLayout(CodecSpec.parse("k4v4", 128), 16)
+    heads, tokens = 8, 100
+    blocks = 5 * 2**30 // (heads * layout.region_bytes)
+    pages = torch.empty(blocks, heads, layout.region_bytes, dtype=torch.uint8, device=device)
+    assert pages.numel() > 2**32
+    codec = Codec(layout.spec, device)
+    table = torch.arange(blocks - layout.blocks_for(tokens), blocks, dtype=torch.int32, device=device)[None]
+    position = torch.arange(tokens, device=device)
+    slots = table[0, position // 16].long() * 16 + position % 16
+    g = torch.Generator(device).manual_seed(0)
+    key, value = torch.randn(2, tokens, heads, 128, generator=g, device=device)
+    query = torch.randn(2, 32, 128, generator=g, device=device)
+    ops.store(key, value, pages, slots, codec=codec, layout=layout, impl="triton")
+    low = torch.arange(table.shape[1], dtype=torch.int32, device=device)[None]
+    alone = torch.full((table.shape[1], heads, layout.region_bytes), 0xA5, dtype=torch.uint8, device=device)
+    ops.store(key, value, alone, position, codec=codec, layout=layout, impl="triton")
+    written = ops.gather(alone, position, codec=codec, layout=layout, impl="reference")
+    for one, other in zip(ops.gather(pages, slots, codec=codec, layout=layout, impl="triton"), written, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    for queries in (1, 2):
+        tables = {
+            "seq_lens": torch.tensor([tokens], dtype=torch.int32, device=device),
+            "query_start": torch.tensor([0, queries], dtype=torch.int32, device=device),
+            "codec": codec, "layout": layout, "max_query_len": queries, "max_seq_len": tokens, "splits": 2,
+            "impl": "triton",
+        }  # fmt: skip
+        high = ops.attend(query[:queries], pages, table, **tables)
+        assert torch.equal(high, ops.attend(query[:queries], alone, low, **tables))
+    long_query = torch.randn(64, 32, 128, generator=g, device=device)
+    tables |= {"query_start": torch.tensor([0, 64], dtype=torch.int32, device=device), "max_query_len": 64}
+    assert torch.equal(ops.attend(long_query, pages, table, **tables), ops.attend(long_query, alone, low, **tables))
