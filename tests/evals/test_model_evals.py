@@ -1,0 +1,127 @@
+"""The evals on models: what they count, and that they see an error where there is one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from slimkv.errors import InputError
+from slimkv.evals.agreement import compare_logits, measure_agreement
+from slimkv.evals.generation import compare_tokens, measure_generation
+from slimkv.evals.layers import measure_layers
+from slimkv.evals.needle import haystack, measure_needle
+from slimkv.evals.paths import compare_paths
+from slimkv.evals.perplexity import measure_perplexity, scored_nll
+from slimkv.evals.running import new_cache
+from slimkv.evals.texts import load_text, token_windows
+
+LOSSLESS = "krawfp32vrawfp32"
+
+
+@pytest.fixture(scope="module")
+def windows(small):
+    return token_windows(small.tokenizer, load_text(), 2, 96)
+
+
+def test_perplexity_of_a_known_distribution():
+    ids = torch.tensor([0, 1, 2, 3])
+    assert scored_nll(torch.zeros(4, 10), ids).tolist() == pytest.approx([math.log(10)] * 3)
+    certain = torch.full((4, 10), -100.0)
+    certain[torch.arange(3), ids[1:]] = 100.0
+    assert scored_nll(certain, ids).abs().max() == 0
+    assert len(scored_nll(certain, ids, first=3)) == 1
+
+
+@pytest.mark.parametrize("mode", ["strict", "serving"])
+def test_perplexity_is_equal_for_a_lossless_cache_and_grows_as_bits_go(small, windows, mode):
+    report = measure_perplexity(small.model, windows, [LOSSLESS, "k8v8", "k2v2"], mode=mode, chunk=32)
+    rows = {row.format: row for row in report.rows}
+    assert report.mode == mode
+    assert report.scored_tokens == 2 * 95
+    assert rows["raw"].over_raw == 0
+    assert abs(rows[LOSSLESS].over_raw) < 1e-5
+    assert abs(rows["k8v8"].over_raw) < abs(rows["k2v2"].over_raw)
+    assert rows["k2v2"].bytes_per_token < rows["k8v8"].bytes_per_token < rows["raw"].bytes_per_token
+
+
+def test_serving_reads_fresh_chunks_raw(small, windows):
+    """One chunk as long as the window: nothing is read from the cache, so nothing is lost; strict loses."""
+    serving = measure_agreement(small.model, windows, ["k2v2"], mode="serving", chunk=96).rows[0]
+    strict = measure_agreement(small.model, windows, ["k2v2"], mode="strict").rows[0]
+    assert serving.kl == pytest.approx(0, abs=1e-6)
+    assert strict.kl > 1e-3
+
+
+def test_overlapping_windows_score_each_token_once(small):
+    ids = token_windows(small.tokenizer, load_text(), 3, 64, stride=32)
+    assert torch.equal(ids[0, 32:], ids[1, :32])
+    report = measure_perplexity(small.model, ids, [], stride=32)
+    assert report.scored_tokens == 63 + 32 + 32
+
+
+def test_agreement_counts(small, windows):
+    raw = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 0.0]])
+    same, kl = compare_logits(raw, raw)
+    assert same.all()
+    assert kl.abs().max() == 0
+    other = torch.tensor([[1.0, 2.0, 0.0], [0.0, 3.0, 0.0]])
+    same, kl = compare_logits(raw, other)
+    assert same.tolist() == [False, True]
+    p, q = torch.softmax(raw[0], -1), torch.softmax(other[0], -1)
+    assert float(kl[0]) == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
+    rows = measure_agreement(small.model, windows, [LOSSLESS, "k6v6", "k2v2"]).rows
+    assert rows[0].top1 == 1.0
+    assert rows[0].kl < 1e-8
+    assert rows[0].kl < rows[1].kl < rows[2].kl
+    assert rows[1].top1 > rows[2].top1
+
+
+def test_generation_finds_the_first_difference(small):
+    assert compare_tokens([1, 2, 3], [1, 2, 3]) == (None, 1.0)
+    assert compare_tokens([1, 2, 3], [1, 5, 3]) == (1, 2 / 3)
+    assert compare_tokens([1, 2], [1, 2, 3]) == (2, 2 / 3)
+    report = measure_generation(
+        small.model, small.tokenizer, [LOSSLESS, "k1v1"], prompts=["a long enough prompt"], new_tokens=12
+    )
+    lossless, coarse = report.rows
+    assert lossless.first_divergence is None
+    assert coarse.first_divergence is not None
+
+
+def test_needle_builds_what_it_says(small):
+    ids = haystack(small.tokenizer, load_text(), 400, 0.5, "Oslo", 9147)
+    assert ids.shape == (1, 400)
+    shown = small.tokenizer.decode(ids[0])
+    assert 0.3 < shown.index("9147") / 400 < 0.6
+    assert shown.rstrip().endswith("is")
+    report = measure_needle(small.model, small.tokenizer, load_text(), ["k4v4"], contexts=[300], depths=[0.5])
+    assert [(c.format, c.tried) for c in report.cells] == [("raw", 4), ("k4v4", 4)]
+    with pytest.raises(InputError, match="too short"):
+        haystack(small.tokenizer, load_text(), 40, 0.5, "Oslo", 9147)
+
+
+def test_layers_and_paths(small, windows):
+    report = measure_layers(small.model, windows[:1], ["k2v2", "k6v6"])
+    coarse, fine = report.rows
+    assert len(coarse.output) == 2
+    assert all(a > 3 * b for a, b in zip(coarse.output, fine.output, strict=True))
+    paths = compare_paths(small.model, windows[:1, :40], "k4v4", steps=12)
+    assert paths.first_different_token is None
+    assert 0 < paths.largest_difference < 1e-3
+    assert (paths.fused_calls, paths.decoded_calls) == (24, 0)
+
+
+def test_texts_and_windows_refuse_by_name(small, tmp_path):
+    assert "truth universally acknowledged" in load_text()
+    (tmp_path / "own.txt").write_text("abc")
+    assert load_text(str(tmp_path / "own.txt")) == "abc"
+    with pytest.raises(InputError, match="no text file"):
+        load_text(str(tmp_path / "absent.txt"))
+    with pytest.raises(InputError, match="has 3 tokens"):
+        token_windows(small.tokenizer, "abc", 1, 64)
+    with pytest.raises(InputError, match="cannot make 0 windows"):
+        token_windows(small.tokenizer, "abc", 0, 64)
+    with pytest.raises(InputError, match="mode 'loose'"):
+        new_cache(small.model, "k4v4", "loose")
