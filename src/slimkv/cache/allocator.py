@@ -32,7 +32,10 @@ class BlockAllocator:
         if count < 0:
             raise InputError(f"cannot allocate {count} blocks")
         if count > len(self._free):
-            raise OutOfPagesError(f"{count} blocks asked for, {len(self._free)} of {self.count} free; free a sequence or use a larger pool")
+            raise OutOfPagesError(
+                f"{count} blocks asked for, {len(self._free)} of {self.count} free; "
+                "free a sequence or use a larger pool"
+            )
         blocks = [self._free.popleft() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1

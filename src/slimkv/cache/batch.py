@@ -24,16 +24,27 @@ class AttentionBatch:
 
     @classmethod
     def build(
-        cls, blocks: Sequence[Sequence[int]], seq_lens: Sequence[int], query_lens: Sequence[int], block_tokens: int, device: torch.device | str
+        cls,
+        blocks: Sequence[Sequence[int]],
+        seq_lens: Sequence[int],
+        query_lens: Sequence[int],
+        block_tokens: int,
+        device: torch.device | str,
     ) -> AttentionBatch:
         """From host-side lists: each sequence's blocks, its length with the new tokens, and how many tokens are new."""
         if not len(blocks) == len(seq_lens) == len(query_lens):
-            raise InputError(f"{len(blocks)} block lists, {len(seq_lens)} lengths and {len(query_lens)} query lengths do not match")
+            raise InputError(
+                f"{len(blocks)} block lists, {len(seq_lens)} lengths and {len(query_lens)} query lengths do not match"
+            )
         for i, (owned, length, new) in enumerate(zip(blocks, seq_lens, query_lens, strict=True)):
             if not 0 <= new <= length or length > len(owned) * block_tokens:
-                raise InputError(f"sequence {i}: {new} new tokens of {length} do not fit {len(owned)} blocks of {block_tokens}")
+                raise InputError(
+                    f"sequence {i}: {new} new tokens of {length} do not fit {len(owned)} blocks of {block_tokens}"
+                )
         width = max((len(b) for b in blocks), default=0)
-        table = torch.tensor([list(b) + [0] * (width - len(b)) for b in blocks], dtype=torch.int32).reshape(len(blocks), width)
+        table = torch.tensor([list(b) + [0] * (width - len(b)) for b in blocks], dtype=torch.int32).reshape(
+            len(blocks), width
+        )
         slots = [
             blocks[i][p // block_tokens] * block_tokens + p % block_tokens
             for i in range(len(blocks))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,13 @@ class PagedPool:
     """uint8 pages [blocks, kv_heads, region_bytes], their allocator, and the three operations on them."""
 
     def __init__(
-        self, spec: CodecSpec, blocks: int, kv_heads: int, block_tokens: int = 64, device: torch.device | str = "cpu", impl: str | None = None
+        self,
+        spec: CodecSpec,
+        blocks: int,
+        kv_heads: int,
+        block_tokens: int = 64,
+        device: torch.device | str = "cpu",
+        impl: str | None = None,
     ) -> None:
         self.layout = PageLayout(spec, block_tokens)
         self.codec = Codec(spec, device)
@@ -48,7 +56,7 @@ class PagedPool:
             self.pages[index[1]] = self.pages[index[0]]
 
     def make_writable(self, blocks: list[int], first_position: int) -> None:
-        """Copy-on-write before tokens are written from ``first_position`` on: replaces, in ``blocks``, what is shared."""
+        """Copy-on-write before tokens are written from ``first_position`` on: replaces what is shared in ``blocks``."""
         start = first_position // self.layout.block_tokens
         source, target = [], []
         for i in range(start, len(blocks)):
@@ -63,13 +71,18 @@ class PagedPool:
         """K [tokens, kv_heads, key_dim], V [tokens, kv_heads, value_dim] -> the slots; see ``slimkv.ops.store``."""
         ops.store(key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, impl=self.impl)
 
-    def attend(self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs) -> Tensor | tuple[Tensor, Tensor]:
-        """query [total_queries, query_heads, key_dim] -> [total_queries, query_heads, value_dim]; see ``slimkv.ops.attend``."""
+    def attend(
+        self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """query [queries, query_heads, key_dim] -> [queries, query_heads, value_dim]; see ``slimkv.ops.attend``."""
         return ops.attend(
-            query, self.pages, batch.block_table, batch.seq_lens, batch.query_start, codec=self.codec, layout=self.layout,
+            query, self.pages, batch.block_table, batch.seq_lens, batch.query_start, codec=self.codec,
+            layout=self.layout,
             max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, options=options, impl=self.impl, **kwargs,
         )  # fmt: skip
 
     def gather(self, slots: Tensor, dtype: torch.dtype = torch.float32, rotated: bool = False) -> tuple[Tensor, Tensor]:
         """slots [tokens] -> dense K and V; see ``slimkv.ops.gather``."""
-        return ops.gather(self.pages, slots, codec=self.codec, layout=self.layout, dtype=dtype, rotated=rotated, impl=self.impl)
+        return ops.gather(
+            self.pages, slots, codec=self.codec, layout=self.layout, dtype=dtype, rotated=rotated, impl=self.impl
+        )

@@ -50,7 +50,9 @@ class Registry:
         """The implementation to use; ``explicit`` names one and never yields another."""
         if explicit is not None:
             if explicit not in self._by_name:
-                raise InputError(f"no implementation of {self.operation} is called {explicit!r}; known: {', '.join(self.names)}")
+                raise InputError(
+                    f"no implementation of {self.operation} is called {explicit!r}; known: {', '.join(self.names)}"
+                )
             reason = self._by_name[explicit].refusal(device, request)
             if reason:
                 raise UnsupportedError(f"{self.operation} with {explicit!r}: {reason}")

@@ -1,10 +1,9 @@
-"""Triton pieces that rotate: products with the +-1 Hadamard matrix, which half precision holds exactly; and the product itself."""
+"""Triton pieces that rotate: products with the +-1 Hadamard matrix, which half precision holds exactly."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 
 # Triton's interpreter keeps bfloat16 as bare bits and multiplies those, so there the operands are widened first.
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
@@ -12,7 +11,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b, acc):
-    """a [M, K] @ b [K, N] + acc (float32 [M, N]); operands of one dtype, float32 ones multiplied as three tf32 pieces."""
+    """a [M, K] @ b [K, N] + acc, float32 [M, N]; operands of one dtype, float32 ones as three tf32 pieces."""
     if _INTERPRETED or a.dtype == tl.float32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
     else:
@@ -46,7 +45,8 @@ def rotate_columns(x_ptr, x_mask, signs, norm, M: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
-def unrotate_store(x, signs, norm, out_ptr, row_mask, D: tl.constexpr, DP: tl.constexpr, NB: tl.constexpr, PIECES: tl.constexpr,
+def unrotate_store(x, signs, norm, out_ptr, row_mask, D: tl.constexpr, DP: tl.constexpr, NB: tl.constexpr,
+                   PIECES: tl.constexpr,
                    ROTATED: tl.constexpr):  # fmt: skip
     """Stores x float32 [M, DP] to the rows out_ptr [M]; with ROTATED, x @ signs^T * norm instead.
 
@@ -69,4 +69,6 @@ def unrotate_store(x, signs, norm, out_ptr, row_mask, D: tl.constexpr, DP: tl.co
             tl.store(out_ptr[:, None] + col[None, :], out, mask=row_mask[:, None] & (col < D)[None, :])
     else:
         col = tl.arange(0, DP)
-        tl.store(out_ptr[:, None] + col[None, :], x.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (col < D)[None, :])
+        tl.store(
+            out_ptr[:, None] + col[None, :], x.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (col < D)[None, :]
+        )

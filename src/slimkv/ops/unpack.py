@@ -13,6 +13,7 @@ from slimkv.codec import scale16
 from slimkv.spec import Kind
 
 LLOYD, UNIFORM, FP8, RAW = 0, 1, 2, 3
+PLAIN_ROWS = "the kernels do not read or write blocks of 1 token; use blocks of 16 or more, or impl='reference'"
 KIND_NUMBER = {Kind.LLOYD: LLOYD, Kind.UNIFORM: UNIFORM, Kind.FP8: FP8, Kind.RAW: RAW}
 
 _LLOYD: tl.constexpr = tl.constexpr(LLOYD)
@@ -24,9 +25,8 @@ _RESCALE: tl.constexpr = tl.constexpr(2.0 ** (127 - scale16.BIAS))
 _BIAS: tl.constexpr = tl.constexpr(scale16.BIAS)
 
 
-
 def _to_halves(source: str, selector: str, first: int, second: int, centre: str = "") -> str:
-    """PTX: two bytes of ``source`` behind fp16's 0x64 (1024 + byte), less ``centre``, as outputs ``first`` and ``second``."""
+    """PTX: two bytes of ``source`` behind fp16's 0x64 (1024 + byte), less ``centre``, as two outputs."""
     subtract = f"sub.rn.f16x2 a, a, {centre};\n" if centre else ""
     return f"prmt.b32 a, {source}, c, {selector};\n{subtract}mov.b32 {{${first}, ${second}}}, a;\n"
 
@@ -98,7 +98,8 @@ def word_index(i, lane, WORDS: tl.constexpr):
 def _load_words(base, keep, OFFSET: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """base: uint8 pointers [NT] to tiles' codes; keep: bool [NT]. -> int32 [32, NT, PADDED].
 
-    The lane axis comes first and the address of consecutive lanes is declared discontiguous, so that Triton gives lane l
+    The lane axis comes first and the address of consecutive lanes is declared discontiguous,
+    so that Triton gives lane l
     of the warp the words of lane l of the page: they are then already where the tensor cores want them.
     """
     VEC: tl.constexpr = 4 if WORDS % 4 == 0 else (2 if WORDS % 2 == 0 else 1)
@@ -115,7 +116,9 @@ def _load_words(base, keep, OFFSET: tl.constexpr, WORDS: tl.constexpr, PADDED: t
 
 
 @triton.jit
-def _tail_nibbles(base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _tail_nibbles(
+    base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr
+):
     """The slices of a plane that are stored as token rows, as nibble-aligned words: int32 [32, NT, SP]."""
     TAIL: tl.constexpr = S % (4 // W)
     FIRST: tl.constexpr = S - TAIL
@@ -140,7 +143,9 @@ def _tail_nibbles(base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.const
 
 
 @triton.jit
-def load_plane(base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr):
+def load_plane(
+    base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr
+):
     """A plane of W <= 4 bits -> int32 [32, NT, SP]: value n of the slice in the low W bits of nibble n."""
     SUB: tl.constexpr = 4 // W
     WORDS: tl.constexpr = S // SUB
@@ -172,7 +177,7 @@ def load_wide(base, keep, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr):
 def load_code_words(base, keep, BITS: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Codes of 1-8 bits -> two int32 [32, NT, SP].
 
-    Up to 4 bits: nibble n of the first is code n with its top (sign) bit moved to bit 3 if BITS < 4; the second is unused.
+    Up to 4 bits: nibble n of the first is code n, its top (sign) bit moved to bit 3; the second is unused.
     5-7 bits: low nibbles and the bits above them. 8 bits: bytes n = 0..3 and 4..7.
     """
     DIM2: tl.constexpr = 32 * S  # bytes that one bit per value takes in a tile
@@ -252,7 +257,17 @@ def _uniform_code_word(low, BITS: tl.constexpr):
 
 
 @triton.jit
-def numbers(low, high, levels, table0, table1, KIND: tl.constexpr, BITS: tl.constexpr, TRANSPOSED: tl.constexpr, PTX: tl.constexpr):
+def numbers(
+    low,
+    high,
+    levels,
+    table0,
+    table1,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """The 8 numbers of every lane and slice: fp16 [32, NT, SP, 2, 2, 2], number n = 4 i + 2 j + k at [..., k, j, i].
 
     With PTX, Lloyd-Max numbers of up to 4 bits come with an offset: KEY_OFFSET for keys, VALUE_OFFSET for values.
@@ -260,13 +275,16 @@ def numbers(low, high, levels, table0, table1, KIND: tl.constexpr, BITS: tl.cons
     if PTX and KIND == _LLOYD and BITS <= 4:
         if TRANSPOSED:
             v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-                LOOKUP_VALUES_ASM, _THREE_WORDS, [low, table0, table1], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
+                LOOKUP_VALUES_ASM, _THREE_WORDS, [low, table0, table1], (tl.float16,) * 8, is_pure=True,
+                pack=1)  # fmt: skip
         else:
             v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-                LOOKUP_KEYS_ASM, _THREE_WORDS, [low, table0, table1], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
+                LOOKUP_KEYS_ASM, _THREE_WORDS, [low, table0, table1], (tl.float16,) * 8, is_pure=True,
+                pack=1)  # fmt: skip
     elif PTX and KIND == _UNIFORM and BITS <= 4:
         v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            NIBBLES_ASM, _ONE_WORD, [_uniform_code_word(low, BITS)], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
+            NIBBLES_ASM, _ONE_WORD, [_uniform_code_word(low, BITS)], (tl.float16,) * 8, is_pure=True,
+            pack=1)  # fmt: skip
     else:
         v0 = _number(low, high, levels, 0, KIND, BITS)
         v1 = _number(low, high, levels, 1, KIND, BITS)
@@ -358,7 +376,8 @@ def load_field(region, position, mask):
 
 
 @triton.jit
-def _element_bits(region, position, keep, OFFSET: tl.constexpr, TILE_BYTES: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+def _element_bits(region, position, keep, OFFSET: tl.constexpr, TILE_BYTES: tl.constexpr, W: tl.constexpr,
+                  D: tl.constexpr,
                   SP: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
     """One plane, token by token: region uint8 pointers [M], position [M] in the block -> int32 [M, 16 SP]."""
     S: tl.constexpr = D // 16
@@ -408,7 +427,9 @@ def element_codes(region, position, keep, CODES: tl.constexpr, BITS: tl.constexp
         if FOUR:
             codes |= _element_bits(region, position, keep, CODES, TILE, 4, D, SP, TRANSPOSED)
         if TWO:
-            codes |= _element_bits(region, position, keep, CODES + 8 * D * FOUR, TILE, 2, D, SP, TRANSPOSED) << (4 * FOUR)
+            codes |= _element_bits(region, position, keep, CODES + 8 * D * FOUR, TILE, 2, D, SP, TRANSPOSED) << (
+                4 * FOUR
+            )
         if BITS % 2:
             OFFSET: tl.constexpr = CODES + 8 * D * FOUR + 4 * D * TWO
             codes |= _element_bits(region, position, keep, OFFSET, TILE, 1, D, SP, TRANSPOSED) << (4 * FOUR + 2 * TWO)

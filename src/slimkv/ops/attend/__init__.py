@@ -35,7 +35,10 @@ class AttendOptions:
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not self.causal):
-            raise InputError(f"window must be a positive number of keys under a causal mask, not {self.window} (causal={self.causal})")
+            raise InputError(
+                f"window must be a positive number of keys under a causal mask, "
+                f"not {self.window} (causal={self.causal})"
+            )
         if self.softcap < 0 or not math.isfinite(self.softcap):
             raise InputError(f"softcap must be 0 (off) or positive, not {self.softcap}")
         if self.scale is not None and not math.isfinite(self.scale):
@@ -124,8 +127,8 @@ def attend(
         out: [total_queries, query_heads, value_dim] to write into, any of the three dtypes (default: the query's).
         lse: float32 [total_queries, query_heads] to write the natural log-sum-exp into; ``return_lse`` allocates it.
         workspace: uint8, at least ``workspace_bytes(...)``; without it one is allocated.
-        splits: how many parts a sequence's keys are cut into (a fixed number keeps CUDA graphs valid); default: chosen from
-            the shapes and the device.
+        splits: how many parts a sequence's keys are cut into (a fixed number keeps CUDA graphs valid); by default
+            chosen from the shapes and the device.
 
     Returns out, or (out, lse) when the log-sum-exp was asked for.
     """
@@ -136,23 +139,29 @@ def attend(
     total, heads = query.shape[:2]
     if not 0 <= max_query_len <= max(total, 0) or max_seq_len > block_table.shape[1] * layout.block_tokens:
         raise InputError(
-            f"max_query_len {max_query_len} must lie in 0..{total} and max_seq_len {max_seq_len} must fit the block table's "
+            f"max_query_len {max_query_len} must lie in 0..{total} and max_seq_len {max_seq_len} must fit "
+            "the block table's "
             f"{block_table.shape[1]} blocks of {layout.block_tokens}"
         )
     _check_fresh(fresh, query, pages, layout)
     if options.sinks is not None and (options.sinks.shape != (heads,) or options.sinks.device != query.device):
-        raise InputError(f"sinks must be one number per query head ({heads}) on {query.device}, not {list(options.sinks.shape)}")
+        raise InputError(
+            f"sinks must be one number per query head ({heads}) on {query.device}, not {list(options.sinks.shape)}"
+        )
     shape = (total, heads, layout.spec.value_dim)
     if out is None:
         out = query.new_empty(shape)
     elif tuple(out.shape) != shape or out.stride(-1) != 1 or out.device != query.device:
-        raise InputError(f"out must be {list(shape)} on {query.device} with a contiguous last axis, not {list(out.shape)}")
+        raise InputError(
+            f"out must be {list(shape)} on {query.device} with a contiguous last axis, not {list(out.shape)}"
+        )
     if lse is None and return_lse:
         lse = torch.empty(total, heads, dtype=torch.float32, device=query.device)
     if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
         raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
     request = AttendRequest(
-        query, pages, block_table, seq_lens, query_start, max_query_len, max_seq_len, codec, layout, options, fresh, out, lse,
+        query, pages, block_table, seq_lens, query_start, max_query_len, max_seq_len, codec, layout, options, fresh,
+        out, lse,
         workspace, splits,
     )  # fmt: skip
     REGISTRY.select(pages.device, request, impl).load().run(request)
@@ -161,7 +170,10 @@ def attend(
 
 def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> None:
     if query.ndim != 3 or query.shape[-1] != layout.spec.key_dim or query.stride(-1) != 1:
-        raise InputError(f"query must be [queries, heads, {layout.spec.key_dim}] with a contiguous last axis, not {list(query.shape)}")
+        raise InputError(
+            f"query must be [queries, heads, {layout.spec.key_dim}] with a contiguous last axis, "
+            f"not {list(query.shape)}"
+        )
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise InputError(f"query dtype {query.dtype} is not supported; use float16, bfloat16 or float32")
     if query.device != pages.device:
@@ -173,12 +185,14 @@ def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> None:
 def _check_tables(block_table: Tensor, seq_lens: Tensor, query_start: Tensor, device: torch.device) -> None:
     for name, x, ndim in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1), ("query_start", query_start, 1)):
         if x.dtype != torch.int32 or x.ndim != ndim or x.device != device or (x.numel() and x.stride(-1) != 1):
-            raise InputError(f"{name} must be int32 with {ndim} axes on {device}, not {x.dtype} {list(x.shape)} on {x.device}")
+            raise InputError(
+                f"{name} must be int32 with {ndim} axes on {device}, not {x.dtype} {list(x.shape)} on {x.device}"
+            )
     count = seq_lens.shape[0]
     if block_table.shape[0] != count or query_start.shape[0] != count + 1:
         raise InputError(
-            f"block_table {list(block_table.shape)}, seq_lens {list(seq_lens.shape)} and query_start {list(query_start.shape)} do not "
-            "describe the same sequences"
+            f"block_table {list(block_table.shape)}, seq_lens {list(seq_lens.shape)} and query_start "
+            f"{list(query_start.shape)} do not describe the same sequences"
         )
 
 
@@ -187,4 +201,7 @@ def _check_fresh(fresh: tuple[Tensor, Tensor] | None, query: Tensor, pages: Tens
         return
     for name, x, dim in (("key", fresh[0], layout.spec.key_dim), ("value", fresh[1], layout.spec.value_dim)):
         if x.shape != (query.shape[0], pages.shape[1], dim) or x.device != query.device or x.stride(-1) != 1:
-            raise InputError(f"fresh {name} must be [{query.shape[0]}, {pages.shape[1]}, {dim}] on {query.device}, not {list(x.shape)}")
+            raise InputError(
+                f"fresh {name} must be [{query.shape[0]}, {pages.shape[1]}, {dim}] on {query.device}, "
+                f"not {list(x.shape)}"
+            )

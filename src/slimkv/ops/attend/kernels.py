@@ -58,24 +58,26 @@ def _power_below(top):
 
 
 @triton.jit
-def softmax_step(s, top, m, l, acc):
-    """One step of the online softmax on scores s [M, BT] whose reference maximum is top [M]: probabilities, and the state
-    rescaled to the new maximum."""
+def softmax_step(s, top, m, z, acc):
+    """One step of the online softmax on scores s [M, BT] whose reference maximum is top [M].
+
+    Returns the probabilities and the state, rescaled to the new maximum.
+    """
     m_new = tl.maximum(m, top)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
-    return p, m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None]
+    return p, m_new, z * alpha + tl.sum(p, 1), acc * alpha[:, None]
 
 
 @triton.jit
-def _softmax_columns(s, top, m, l, acc):
+def _softmax_columns(s, top, m, z, acc):
     """``softmax_step`` for transposed tiles: scores s [BT, M], acc [VDP, M]; also the factor of the old state."""
     m_new = tl.maximum(m, top)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s - m_safe[None, :])
     alpha = tl.exp2(m - m_safe)
-    return p, m_new, l * alpha + tl.sum(p, 0), acc * alpha[None, :], alpha
+    return p, m_new, z * alpha + tl.sum(p, 0), acc * alpha[None, :], alpha
 
 
 @triton.jit
@@ -83,10 +85,12 @@ def attend_kernel(
     q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, fresh_k_ptr, fresh_v_ptr,
     out_ptr, lse_ptr, part_ptr, part_lse_ptr,
     key_rotation, value_rotation, key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
-    sequences, most_queries, q_stride, q_head_stride, page_stride, page_head_stride, table_stride, out_stride, out_head_stride,
+    sequences, most_queries, q_stride, q_head_stride, page_stride, page_head_stride, table_stride, out_stride,
+    out_head_stride,
     fresh_k_stride, fresh_k_head_stride, fresh_v_stride, fresh_v_head_stride,
     scale_log2, softcap, key_norm, value_norm, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr, NT: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr, NT: tl.constexpr,
+    SPLITS: tl.constexpr,
     PAGE: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_ROTATED: tl.constexpr, K_FIELDS: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr, V_ROTATED: tl.constexpr, V_CODES: tl.constexpr,
@@ -153,7 +157,9 @@ def attend_kernel(
         q = rotate_columns(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, ROTATE_BLOCK)
     else:
         q_dim = tl.arange(0, KDP)
-        q = tl.load(q_ptrs[None, :] + q_dim[:, None], mask=row_valid[None, :] & (q_dim < KD)[:, None], other=0.0).to(tl.float32)
+        q = tl.load(q_ptrs[None, :] + q_dim[:, None], mask=row_valid[None, :] & (q_dim < KD)[:, None], other=0.0).to(
+            tl.float32
+        )
     down, up, _ = _power_below(tl.max(tl.abs(q), 0))
     q *= down[None, :]
     if K_KIND == _RAW and K_BITS == 32:
@@ -167,7 +173,7 @@ def attend_kernel(
     row_scale = up * scale_log2
 
     m = tl.full([M], float("-inf"), tl.float32)
-    l = tl.zeros([M], tl.float32)
+    z = tl.zeros([M], tl.float32)
     w = tl.zeros([M], tl.float32)  # what an offset of all value numbers adds to the output
     acc = tl.zeros([VDP, M], tl.float32)
 
@@ -176,7 +182,9 @@ def attend_kernel(
         token = token0 + tl.arange(0, BT)
         tile = token0 // 16 + tl.arange(0, NT)
         tile_valid = tile * 16 < length
-        page = tl.load(table_ptr + sequence * table_stride + tile // TILES_PER_PAGE, mask=tile_valid, other=0).to(tl.int64)
+        page = tl.load(table_ptr + sequence * table_stride + tile // TILES_PER_PAGE, mask=tile_valid, other=0).to(
+            tl.int64
+        )
         region = pages_ptr + page * page_stride + head * page_head_stride
         inside = (tile % TILES_PER_PAGE).to(tl.int64)
         key_base = region + inside * (2 * KD * K_BITS)
@@ -216,7 +224,7 @@ def attend_kernel(
 
         # -- probabilities, and values [VDP, BT]
         if V_KIND == _RAW:
-            p, m, l, acc, alpha = _softmax_columns(s, tl.max(s, 0), m, l, acc)
+            p, m, z, acc, alpha = _softmax_columns(s, tl.max(s, 0), m, z, acc)
             v = as_values(raw_numbers(value_base, tile_valid, V_BITS, V_BF16, VD // 16, VS))
             present = token0 + fragment_order(tl.arange(0, BT)) < length
             v = tl.where(present[None, :], v, 0.0).to(v.dtype)
@@ -225,7 +233,7 @@ def attend_kernel(
             v_field = load_field((region + V_FIELDS)[:, None], field_at, valid_tiles)
             v_scale = tl.reshape(decode_unsigned(v_field), (BT,))
             exponent = tl.reshape(field_exponent(v_field), (BT,))
-            p, m, l, acc, alpha = _softmax_columns(s, tl.max(s + exponent[:, None], 0), m, l, acc)
+            p, m, z, acc, alpha = _softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
             ph = (p * tl.where(valid, v_scale, 0.0)[:, None]).to(tl.float16)
             low, high = load_code_words(value_base, tile_valid, V_BITS, VD // 16, VS, True)
             v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX))
@@ -246,7 +254,9 @@ def attend_kernel(
                 at = (start + fresh).to(tl.int64)
                 dim = fragment_order(tl.arange(0, KDP))
                 k_at = fresh_k_ptr + at * fresh_k_stride + head * fresh_k_head_stride
-                k = tl.load(k_at[:, None] + dim[None, :], mask=present[:, None] & (dim < KD)[None, :], other=0.0).to(tl.float32)
+                k = tl.load(k_at[:, None] + dim[None, :], mask=present[:, None] & (dim < KD)[None, :], other=0.0).to(
+                    tl.float32
+                )
                 k_down, k_up, _ = _power_below(tl.max(tl.abs(k), 1))
                 k = (k * k_down[:, None]).to(tl.float16)
                 s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
@@ -261,24 +271,41 @@ def attend_kernel(
                 s = tl.where(seen, s, float("-inf"))
                 v_dim = tl.arange(0, VDP)
                 v_at = fresh_v_ptr + at * fresh_v_stride + head * fresh_v_head_stride
-                v = tl.load(v_at[None, :] + v_dim[:, None], mask=present[None, :] & (v_dim < VD)[:, None], other=0.0).to(tl.float32)
+                v = tl.load(
+                    v_at[None, :] + v_dim[:, None], mask=present[None, :] & (v_dim < VD)[:, None], other=0.0
+                ).to(tl.float32)
                 v_down, v_up, v_exponent = _power_below(tl.max(tl.abs(v), 0))
-                p, m, l, acc, _ = _softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, l, acc)
+                p, m, z, acc, _ = _softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, z, acc)
                 acc = tl.dot((v * v_down[None, :]).to(tl.float16), (p * v_up[:, None]).to(tl.float16), acc)
 
     # -- the result, or this part of it
     v_dim = tl.arange(0, VDP)
     if SPLITS == 1:
         out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
-        lse = finish(tl.trans(acc), m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED, VD, VDP, 16)
+        lse = finish(
+            tl.trans(acc),
+            m,
+            z,
+            sinks_ptr,
+            q_head,
+            row_valid,
+            value_rotation,
+            value_norm,
+            out_ptrs,
+            SINKS,
+            V_ROTATED,
+            VD,
+            VDP,
+            16,
+        )
         if LSE:
             tl.store(lse_ptr + q_row * (HEADS * GROUP) + q_head, lse, mask=row_valid)
     else:
-        safe = tl.where(l > 0, l, 1.0)
+        safe = tl.where(z > 0, z, 1.0)
         at = (q_row * (HEADS * GROUP) + q_head) * SPLITS + part
         mask = row_valid[None, :] & (v_dim < VD)[:, None]
         tl.store(part_ptr + at[None, :] * VD + v_dim[:, None], acc / safe[None, :], mask=mask)
-        tl.store(part_lse_ptr + at, tl.where(l > 0, m + tl.log2(safe), float("-inf")), mask=row_valid)
+        tl.store(part_lse_ptr + at, tl.where(z > 0, m + tl.log2(safe), float("-inf")), mask=row_valid)
 
 
 @triton.jit
@@ -291,26 +318,29 @@ def soft_cap(s, cap_log2):
 
 
 @triton.jit
-def finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs,
-           SINKS: tl.constexpr, V_ROTATED: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr, NB: tl.constexpr):  # fmt: skip
+def finish(acc, m, z, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs,
+           SINKS: tl.constexpr, V_ROTATED: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr,
+           NB: tl.constexpr):  # fmt: skip
     """Adds the sink, divides, rotates back and stores acc [M, VDP] to the rows out_ptrs [M]; returns the natural
     log-sum-exp [M]."""
     if SINKS:
         sink = tl.load(sinks_ptr + q_head, mask=row_valid, other=0.0).to(tl.float32) * _LOG2E
         top = tl.maximum(m, sink)
         acc = acc * tl.exp2(m - top)[:, None]
-        l = l * tl.exp2(m - top) + tl.exp2(sink - top)
+        z = z * tl.exp2(m - top) + tl.exp2(sink - top)
         m = top
-    empty = l == 0
-    safe = tl.where(empty, 1.0, l)
+    empty = z == 0
+    safe = tl.where(empty, 1.0, z)
     unrotate_store(acc / safe[:, None], value_rotation, value_norm, out_ptrs, row_valid, VD, VDP, NB, 2, V_ROTATED)
     return tl.where(empty, float("-inf"), (m + tl.log2(safe)) * _LN2)
 
 
 @triton.jit
 def merge_kernel(
-    part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, value_rotation, value_norm, sequences, out_stride, out_head_stride,
-    Q_HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr,
+    part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, value_rotation, value_norm, sequences,
+    out_stride, out_head_stride,
+    Q_HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, VD: tl.constexpr,
+    VDP: tl.constexpr,
     NB: tl.constexpr, V_ROTATED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Merges the SPLITS parts of ROWS (query, head) rows, PARTS at a time, and rotates the result back."""
@@ -319,7 +349,7 @@ def merge_kernel(
     q_head = (row % Q_HEADS).to(tl.int32)
     dim = tl.arange(0, VDP)
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
+    z = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VDP], tl.float32)
     for part0 in range(0, SPLITS, PARTS):
         part = part0 + tl.arange(0, PARTS)
@@ -327,15 +357,21 @@ def merge_kernel(
         present = row_valid[:, None] & (part < SPLITS)[None, :]
         part_lse = tl.load(part_lse_ptr + at, mask=present, other=float("-inf"))
         seen = present & (part_lse > float("-inf"))
-        x = tl.load(part_ptr + at[:, :, None] * VD + dim[None, None, :], mask=seen[:, :, None] & (dim < VD)[None, None, :], other=0.0)
+        x = tl.load(
+            part_ptr + at[:, :, None] * VD + dim[None, None, :],
+            mask=seen[:, :, None] & (dim < VD)[None, None, :],
+            other=0.0,
+        )
         m_new = tl.maximum(m, tl.max(part_lse, 1))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_safe)
         weight = tl.exp2(part_lse - m_safe[:, None])
         acc = acc * alpha[:, None] + tl.sum(x * weight[:, :, None], 1)
-        l = l * alpha + tl.sum(weight, 1)
+        z = z * alpha + tl.sum(weight, 1)
         m = m_new
     out_ptrs = out_ptr + (row // Q_HEADS) * out_stride + q_head * out_head_stride
-    lse = finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED, VD, VDP, NB)
+    lse = finish(
+        acc, m, z, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED, VD, VDP, NB
+    )
     if LSE:
         tl.store(lse_ptr + row, lse, mask=row_valid)

@@ -4,8 +4,9 @@ With many queries the arithmetic counts, not the bytes: a key would be unpacked 
 keys and values of the sequences concerned are unpacked once, into a bounded workspace, and attended there. A context
 longer than the workspace takes several passes, which hand on the state of the softmax.
 
-Unpacked numbers are fp16 (raw formats keep their dtype), times the power of two that brings the largest of a sequence and
-head near 2^6; the queries and the output carry the inverse. The field exponents of a sequence tell that power in advance.
+Unpacked numbers are fp16 (raw formats keep their dtype),
+times the power of two that brings the largest of a sequence and
+head near 2^6; the queries and the output carry the inverse. The exponents of the stored fields tell that power.
 """
 
 from __future__ import annotations
@@ -42,13 +43,17 @@ _INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
 
 
 @triton.jit
-def _side_exponent(region, position, mask, FIELDS: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):
-    """An exponent that no number of these tokens exceeds: int32 scalar. Codes are below 2^8 (lloyd), 2^BITS, 2^9 (fp8)."""
+def _side_exponent(
+    region, position, mask, FIELDS: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr
+):
+    """An exponent that no number of these tokens exceeds, int32: codes are below 2^8 (lloyd), 2^BITS or 2^9 (fp8)."""
     code = tl.load((region + FIELDS).to(tl.pointer_type(tl.uint16)) + position, mask=mask, other=0).to(tl.int32)
     code = tl.where(code == _INVALID, 0, code)
     top = tl.max(code >> 10, 0) + (BITS if KIND == _UNIFORM else 9)
     if KIND == _UNIFORM:
-        zero = tl.load((region + FIELDS + 2 * PAGE).to(tl.pointer_type(tl.uint16)) + position, mask=mask, other=0).to(tl.int32)
+        zero = tl.load((region + FIELDS + 2 * PAGE).to(tl.pointer_type(tl.uint16)) + position, mask=mask, other=0).to(
+            tl.int32
+        )
         zero = tl.where(zero == _INVALID, 0, zero & 0x7FFF)
         top = tl.maximum(top, tl.max(zero >> 9, 0)) + 2
     return top - _BIAS
@@ -57,7 +62,8 @@ def _side_exponent(region, position, mask, FIELDS: tl.constexpr, PAGE: tl.conste
 @triton.jit
 def range_kernel(
     pages_ptr, table_ptr, lens_ptr, starts_ptr, exponent_ptr, most_queries, page_stride, page_head_stride, table_stride,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_FIELDS: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr,
+    K_FIELDS: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Raises exponent[sequence, head, side] to bound the numbers of TOKENS tokens."""
@@ -99,16 +105,18 @@ def _fields(region, field_at, keep, FIELDS: tl.constexpr, PAGE: tl.constexpr, KI
 
 @triton.jit
 def unpack_kernel(
-    pages_ptr, table_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, fresh_k_ptr, fresh_v_ptr, dense_k_ptr, dense_v_ptr,
+    pages_ptr, table_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, fresh_k_ptr, fresh_v_ptr, dense_k_ptr,
+    dense_v_ptr,
     key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
     most_queries, chunk, first_token, page_stride, page_head_stride, table_stride,
     fresh_k_stride, fresh_k_head_stride, fresh_v_stride, fresh_v_head_stride,
-    HEADS: tl.constexpr, NT: tl.constexpr, PAGE: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr,
+    HEADS: tl.constexpr, NT: tl.constexpr, PAGE: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, KS: tl.constexpr,
+    VS: tl.constexpr,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_FIELDS: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr, V_CODES: tl.constexpr, V_FIELDS: tl.constexpr,
     FRESH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program: 16 NT tokens of one head of one sequence -> dense K and V [rank, head, token, dim], in stored space."""
+    """One program: 16 NT tokens of a head of a sequence -> dense K and V [rank, head, token, dim], in stored space."""
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     BT: tl.constexpr = 16 * NT
@@ -158,10 +166,16 @@ def unpack_kernel(
     v_token = token0 + place
     v_dim = tl.arange(0, 16 * VS)
     if V_KIND == _RAW:
-        v = as_values(raw_numbers(region + V_CODES + in_page * (2 * VD * V_BITS), tile_valid, V_BITS, V_BF16, VD // 16, VS))
+        v = as_values(
+            raw_numbers(region + V_CODES + in_page * (2 * VD * V_BITS), tile_valid, V_BITS, V_BF16, VD // 16, VS)
+        )
     else:
-        low, high = load_code_words(region + V_CODES + in_page * (2 * VD * V_BITS), tile_valid, V_BITS, VD // 16, VS, True)
-        v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX)).to(tl.float32)
+        low, high = load_code_words(
+            region + V_CODES + in_page * (2 * VD * V_BITS), tile_valid, V_BITS, VD // 16, VS, True
+        )
+        v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX)).to(
+            tl.float32
+        )
         v_field_at = (in_page * 16)[:, None] + fragment_order(tl.arange(0, 16))[None, :]
         scale, zero = _fields(region, v_field_at, tl.reshape(v_token < length, (NT, 16)), V_FIELDS, PAGE, V_KIND)
         if PTX and V_KIND == _LLOYD and V_BITS <= 4:
@@ -179,13 +193,16 @@ def unpack_kernel(
 
 @triton.jit
 def prefill_kernel(
-    q_ptr, dense_k_ptr, dense_v_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, sinks_ptr, out_ptr, lse_ptr, acc_ptr, ml_ptr,
+    q_ptr, dense_k_ptr, dense_v_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, sinks_ptr, out_ptr, lse_ptr,
+    acc_ptr, ml_ptr,
     key_rotation, value_rotation,
     sequences, most_queries, chunk, first_token, q_stride, q_head_stride, out_stride, out_head_stride,
     scale_log2, softcap, key_norm, value_norm, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-    KD: tl.constexpr, VD: tl.constexpr, KDP: tl.constexpr, VDP: tl.constexpr, K_ROTATED: tl.constexpr, V_ROTATED: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    KD: tl.constexpr, VD: tl.constexpr, KDP: tl.constexpr, VDP: tl.constexpr, K_ROTATED: tl.constexpr,
+    V_ROTATED: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     LSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries of one sequence, one KV head, the keys [first_token, first_token + chunk)."""
@@ -224,19 +241,23 @@ def prefill_kernel(
         q = rotate_rows(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, 64 if KDP >= 64 else KDP)
     else:
         q_dim = tl.arange(0, KDP)
-        q = tl.load(q_ptrs[:, None] + q_dim[None, :], mask=row_valid[:, None] & (q_dim < KD)[None, :], other=0.0).to(tl.float32)
-    qh = (q * (scale_log2 * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True))).to(dense_k_ptr.dtype.element_ty)
+        q = tl.load(q_ptrs[:, None] + q_dim[None, :], mask=row_valid[:, None] & (q_dim < KD)[None, :], other=0.0).to(
+            tl.float32
+        )
+    qh = (q * (scale_log2 * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True))).to(
+        dense_k_ptr.dtype.element_ty
+    )
 
-    state = (q_row * HEADS * GROUP + q_head)
+    state = q_row * HEADS * GROUP + q_head
     v_dim = tl.arange(0, VDP)
     state_mask = row_valid[:, None] & (v_dim < VD)[None, :]
     if FIRST:
         m = tl.full([M], float("-inf"), tl.float32)
-        l = tl.zeros([M], tl.float32)
+        z = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, VDP], tl.float32)
     else:
         m = tl.load(ml_ptr + state * 2, mask=row_valid, other=float("-inf"))
-        l = tl.load(ml_ptr + state * 2 + 1, mask=row_valid, other=0.0)
+        z = tl.load(ml_ptr + state * 2 + 1, mask=row_valid, other=0.0)
         acc = tl.load(acc_ptr + state[:, None] * VD + v_dim[None, :], mask=state_mask, other=0.0)
 
     base = (rank * HEADS + head) * chunk - first_token
@@ -244,9 +265,15 @@ def prefill_kernel(
     for token0 in tl.range(begin, end, BN, num_stages=STAGES):
         token = token0 + tl.arange(0, BN)
         if KDP == KD:
-            kt = tl.load(dense_k_ptr + (base + token)[None, :] * KD + dim[:, None], mask=(token < end)[None, :], other=0.0)
+            kt = tl.load(
+                dense_k_ptr + (base + token)[None, :] * KD + dim[:, None], mask=(token < end)[None, :], other=0.0
+            )
         else:
-            kt = tl.load(dense_k_ptr + (base + token)[None, :] * KD + dim[:, None], mask=(token < end)[None, :] & (dim < KD)[:, None], other=0.0)
+            kt = tl.load(
+                dense_k_ptr + (base + token)[None, :] * KD + dim[:, None],
+                mask=(token < end)[None, :] & (dim < KD)[:, None],
+                other=0.0,
+            )
         s = dot(qh, kt, tl.zeros([M, BN], tl.float32))
         if SOFTCAP:
             s = soft_cap(s, softcap)
@@ -257,20 +284,41 @@ def prefill_kernel(
             if WINDOW:
                 visible = visible & (token[None, :] > position[:, None] - window)
             s = tl.where(visible, s, float("-inf"))
-        p, m, l, acc = softmax_step(s, tl.max(s, 1), m, l, acc)
+        p, m, z, acc = softmax_step(s, tl.max(s, 1), m, z, acc)
         if VDP == VD:
-            v = tl.load(dense_v_ptr + (base + token)[:, None] * VD + v_dim[None, :], mask=(token < end)[:, None], other=0.0)
+            v = tl.load(
+                dense_v_ptr + (base + token)[:, None] * VD + v_dim[None, :], mask=(token < end)[:, None], other=0.0
+            )
         else:
-            v = tl.load(dense_v_ptr + (base + token)[:, None] * VD + v_dim[None, :], mask=(token < end)[:, None] & (v_dim < VD)[None, :], other=0.0)
+            v = tl.load(
+                dense_v_ptr + (base + token)[:, None] * VD + v_dim[None, :],
+                mask=(token < end)[:, None] & (v_dim < VD)[None, :],
+                other=0.0,
+            )
         acc = dot(p.to(v.dtype), v, acc)
 
     if LAST:
         acc *= _dense_scale(exponent_ptr, sequence, head, 1, HEADS, True)
         out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
-        lse = finish(acc, m, l, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED, VD, VDP, 64 if VDP >= 64 else VDP)
+        lse = finish(
+            acc,
+            m,
+            z,
+            sinks_ptr,
+            q_head,
+            row_valid,
+            value_rotation,
+            value_norm,
+            out_ptrs,
+            SINKS,
+            V_ROTATED,
+            VD,
+            VDP,
+            64 if VDP >= 64 else VDP,
+        )
         if LSE:
             tl.store(lse_ptr + state, lse, mask=row_valid)
     else:
         tl.store(ml_ptr + state * 2, m, mask=row_valid)
-        tl.store(ml_ptr + state * 2 + 1, l, mask=row_valid)
+        tl.store(ml_ptr + state * 2 + 1, z, mask=row_valid)
         tl.store(acc_ptr + state[:, None] * VD + v_dim[None, :], acc, mask=state_mask)

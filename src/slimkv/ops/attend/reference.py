@@ -60,7 +60,9 @@ def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice
         count = min(rows.stop - rows.start, length)
         key[length - count :] = request.codec.rotate_query(request.fresh[0][rows][-count:])
         fresh_value = request.fresh[1][rows][-count:].float()
-        value[length - count :] = fresh_value @ request.codec.value_rotation if request.layout.spec.value.rotated else fresh_value
+        value[length - count :] = (
+            fresh_value @ request.codec.value_rotation if request.layout.spec.value.rotated else fresh_value
+        )
     return key, value
 
 

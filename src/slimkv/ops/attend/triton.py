@@ -21,7 +21,7 @@ from slimkv.errors import InputError
 from slimkv.ops.attend import AttendRequest
 from slimkv.ops.attend.kernels import attend_kernel, merge_kernel
 from slimkv.ops.attend.prefill import prefill_kernel, range_kernel, unpack_kernel
-from slimkv.ops.unpack import KIND_NUMBER, byte_table
+from slimkv.ops.unpack import KIND_NUMBER, PLAIN_ROWS, byte_table
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
 _LOG2E = math.log2(math.e)
@@ -46,9 +46,9 @@ def supports(request: AttendRequest) -> str | None:
     """Every format and head size up to 512; blocks of at least a tile; up to 64 query heads per KV head."""
     spec = request.layout.spec
     if request.layout.block_tokens == 1:
-        return "blocks of 1 token (plain rows) are not read by the kernels; use blocks of 16 or more, or impl='reference'"
+        return PLAIN_ROWS
     if max(spec.key_dim, spec.value_dim) > 512:
-        return f"head sizes {spec.key_dim}/{spec.value_dim} are beyond the 512 that fit a program's registers; use impl='reference'"
+        return f"head sizes {spec.key_dim}/{spec.value_dim} are beyond the 512 that fit registers; use impl='reference'"
     if request.group > 64:
         return f"{request.group} query heads per KV head are more than 64; use impl='reference'"
     return None
@@ -63,7 +63,7 @@ def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
     if rows > 16:
         return Shape(rows, rows // group, 2 if dim <= 128 else 1, 2, 1, 4)
     if dim <= 128:
-        # With few bits a step is short, and loading ahead of it pays; with more, registers are better spent on a longer step.
+        # With few bits a step is short, and loading ahead pays; with more, registers are better spent on a longer step.
         short = layout.spec.key.bits + layout.spec.value.bits <= 4
         return Shape(rows, rows // group, 4, 1, 2, 12) if short else Shape(rows, rows // group, 4, 1, 1, 8)
     return Shape(rows, rows // group, 2 if dim <= 256 else 1, 1, 1, 8)
@@ -77,7 +77,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
-    """How many parts to cut the keys into so that the programs fill the device: one wave, or two when one would not fit."""
+    """How many parts to cut the keys into so that the programs fill the device in one wave, or in two."""
     steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
     slots = _multiprocessors(device) * shape.resident
     wanted = slots // max(1, programs) or 2 * slots // max(1, programs)
@@ -105,7 +105,8 @@ def _format_constants(layout: PageLayout) -> dict[str, Any]:
     """What every kernel that reads pages must know about them."""
     spec = layout.spec
     return {
-        "PAGE": layout.block_tokens, "KD": spec.key_dim, "VD": spec.value_dim, "KS": _padded(spec.key_dim), "VS": _padded(spec.value_dim),
+        "PAGE": layout.block_tokens, "KD": spec.key_dim, "VD": spec.value_dim,
+        "KS": _padded(spec.key_dim), "VS": _padded(spec.value_dim),
         "K_KIND": KIND_NUMBER[spec.key.kind], "K_BITS": spec.key.bits, "K_BF16": spec.key.raw_dtype == "bfloat16",
         "K_FIELDS": layout.key.fields_offset,
         "V_KIND": KIND_NUMBER[spec.value.kind], "V_BITS": spec.value.bits, "V_BF16": spec.value.raw_dtype == "bfloat16",
@@ -141,7 +142,7 @@ def run(request: AttendRequest) -> None:
 
 
 def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_queries: int) -> None:
-    """The sequences of at most ``most_queries`` queries: one launch, and a second one to merge when the keys are split."""
+    """The sequences of at most ``most_queries`` queries: one launch, and one to merge when the keys are split."""
     total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
     kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
@@ -150,7 +151,11 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
     blocks = sequences if one_block else total // shape.queries + sequences
     longest = request.max_seq_len if options.window is None else min(request.max_seq_len, options.window + most_queries)
     # Rows of other sequences must not be merged over, so a batch that is only in part ours is not split.
-    splits = 1 if request.max_query_len > most_queries else request.splits or choose_splits(blocks * kv_heads, longest, shape, query.device)
+    splits = (
+        1
+        if request.max_query_len > most_queries
+        else request.splits or choose_splits(blocks * kv_heads, longest, shape, query.device)
+    )
     part, part_lse = _part_views(request, total, heads, splits)
     k, v = request.codec.key_tables, request.codec.value_tables
     sinks = options.sinks if options.sinks is not None else query
@@ -159,7 +164,8 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
     attend_kernel[(blocks, kv_heads, splits)](
         query, request.pages, request.block_table, request.seq_lens, request.query_start, sinks, *fresh,
         out, lse, part, part_lse,
-        k.signs, v.signs, k.levels, v.levels, *_byte_table(spec.key, spec.key_dim), *_byte_table(spec.value, spec.value_dim),
+        k.signs, v.signs, k.levels, v.levels, *_byte_table(spec.key, spec.key_dim), *_byte_table(spec.value,
+        spec.value_dim),
         sequences, most_queries, query.stride(0), query.stride(1), request.pages.stride(0), request.pages.stride(1),
         request.block_table.stride(0), out.stride(0), out.stride(1),
         fresh[0].stride(0), fresh[0].stride(1), fresh[1].stride(0), fresh[1].stride(1),
@@ -173,7 +179,8 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
         rows = 4 if total * heads >= 1024 else 1
         parts = min(16 // rows, triton.next_power_of_2(splits))
         merge_kernel[(triton.cdiv(total * heads, rows),)](
-            part, part_lse, request.query_start, sinks, out, lse, v.signs, v.orthonormal, sequences, out.stride(0), out.stride(1),
+            part, part_lse, request.query_start, sinks, out, lse, v.signs, v.orthonormal, sequences, out.stride(0),
+            out.stride(1),
             Q_HEADS=heads, ROWS=rows, PARTS=parts, SPLITS=splits, VD=spec.value_dim, VDP=16 * _padded(spec.value_dim),
             NB=min(128, 16 * _padded(spec.value_dim)) if rows == 4 else 32, **flags, num_warps=4,
         )  # fmt: skip
@@ -188,7 +195,9 @@ def _part_views(request: AttendRequest, total: int, heads: int, splits: int) -> 
     if space is None:
         space = torch.empty(need, dtype=torch.uint8, device=request.query.device)
     elif space.dtype != torch.uint8 or space.numel() < need or not space.is_contiguous() or space.data_ptr() % 16:
-        raise InputError(f"the workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {space.numel()}")
+        raise InputError(
+            f"the workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {space.numel()}"
+        )
     numbers = space[:need].view(torch.float32)
     count = total * heads * splits * request.layout.spec.value_dim
     return numbers[:count], numbers[count:]
@@ -208,19 +217,27 @@ def _dense_exponents(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Te
             exponents[..., side] = 6
         elif request.fresh is not None:
             exponents[..., side] = torch.frexp(fresh[side].abs().amax().float())[1].clamp(min=-39)
-    constants = {name: _format_constants(request.layout)[name] for name in ("PAGE", "K_KIND", "K_BITS", "K_FIELDS", "V_KIND", "V_BITS", "V_FIELDS")}
+    constants = {
+        name: _format_constants(request.layout)[name]
+        for name in ("PAGE", "K_KIND", "K_BITS", "K_FIELDS", "V_KIND", "V_BITS", "V_FIELDS")
+    }
     tokens = 1024
     range_kernel[(triton.cdiv(request.max_seq_len, tokens), *shape[1::-1])](
         request.pages, request.block_table, request.seq_lens, request.query_start, exponents, PACKED_QUERIES,
-        request.pages.stride(0), request.pages.stride(1), request.block_table.stride(0), HEADS=shape[1], TOKENS=tokens, **constants,
+        request.pages.stride(0), request.pages.stride(1), request.block_table.stride(0), HEADS=shape[1],
+        TOKENS=tokens, **constants,
     )  # fmt: skip
     return exponents
 
 
-def prefill_chunk(layout: PageLayout, kv_heads: int, sequences: int, max_seq_len: int, budget: int | None = None) -> int:
+def prefill_chunk(
+    layout: PageLayout, kv_heads: int, sequences: int, max_seq_len: int, budget: int | None = None
+) -> int:
     """Tokens per sequence that the unpacked workspace holds at a time: a multiple of 128."""
     spec = layout.spec
-    per_token = kv_heads * (spec.key_dim * _dense_dtype(spec.key).itemsize + spec.value_dim * _dense_dtype(spec.value).itemsize)
+    per_token = kv_heads * (
+        spec.key_dim * _dense_dtype(spec.key).itemsize + spec.value_dim * _dense_dtype(spec.value).itemsize
+    )
     fit = (budget or PREFILL_BYTES) // (per_token * sequences) // 128 * 128
     return max(128, min(fit, triton.cdiv(max_seq_len, 128) * 128))
 
@@ -229,7 +246,7 @@ def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, in
     """Keys per step of the prefill kernel and how many steps are in flight: as much as shared memory holds."""
     shared = 96 << 10
     if device.type == "cuda":
-        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        shared = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
     for tokens, stages in ((128, 3), (64, 3), (64, 2), (32, 2)):
         if 2 * tokens * triton.next_power_of_2(dim) * itemsize * stages <= shared - (16 << 10):
             return tokens, stages
@@ -254,25 +271,31 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
     wide = max(spec.key_dim, spec.value_dim) > 128
     rows = max(64 if wide else 128, triton.next_power_of_2(request.group))
     block_q = rows // request.group
-    tokens_per_step, stages = prefill_step(max(spec.key_dim, spec.value_dim), max(key_dtype.itemsize, value_dtype.itemsize), device)
+    tokens_per_step, stages = prefill_step(
+        max(spec.key_dim, spec.value_dim), max(key_dtype.itemsize, value_dtype.itemsize), device
+    )
     exponents = _dense_exponents(request, fresh)
     for step in range(passes):
         unpack_kernel[(triton.cdiv(chunk, 64), kv_heads, sequences)](
-            request.pages, request.block_table, request.seq_lens, request.query_start, rank, exponents, *fresh, dense_k, dense_v,
+            request.pages, request.block_table, request.seq_lens, request.query_start, rank, exponents, *fresh,
+            dense_k, dense_v,
             k.levels, v.levels, *_byte_table(spec.key, spec.key_dim), *_byte_table(spec.value, spec.value_dim),
-            PACKED_QUERIES, chunk, step * chunk, request.pages.stride(0), request.pages.stride(1), request.block_table.stride(0),
+            PACKED_QUERIES, chunk, step * chunk, request.pages.stride(0), request.pages.stride(1),
+            request.block_table.stride(0),
             fresh[0].stride(0), fresh[0].stride(1), fresh[1].stride(0), fresh[1].stride(1),
             HEADS=kv_heads, NT=4, FRESH=request.fresh is not None, **_format_constants(layout), num_warps=4,
         )  # fmt: skip
         prefill_kernel[(total // block_q + sequences, kv_heads)](
             query, dense_k, dense_v, request.seq_lens, request.query_start, rank, exponents,
-            options.sinks if options.sinks is not None else query, out, request.lse if request.lse is not None else ml, acc, ml,
+            options.sinks if options.sinks is not None else query, out,
+            request.lse if request.lse is not None else ml, acc, ml,
             k.signs, v.signs, sequences, PACKED_QUERIES, chunk, step * chunk,
             query.stride(0), query.stride(1), out.stride(0), out.stride(1),
             request.scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal, options.window or 0,
             HEADS=kv_heads, GROUP=request.group, BLOCK_Q=block_q, M=rows, BN=tokens_per_step,
             KD=spec.key_dim, VD=spec.value_dim, KDP=16 * _padded(spec.key_dim), VDP=16 * _padded(spec.value_dim),
             K_ROTATED=spec.key.rotated, V_ROTATED=spec.value.rotated, FIRST=step == 0, LAST=step == passes - 1,
-            CAUSAL=options.causal, WINDOW=options.window is not None, SOFTCAP=options.softcap > 0, SINKS=options.sinks is not None,
+            CAUSAL=options.causal, WINDOW=options.window is not None, SOFTCAP=options.softcap > 0,
+            SINKS=options.sinks is not None,
             LSE=request.lse is not None, STAGES=stages, num_warps=4 if wide else 8, num_stages=stages,
         )  # fmt: skip

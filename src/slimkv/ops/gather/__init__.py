@@ -61,12 +61,21 @@ def gather(
     """
     check_pages(pages, layout)
     if slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.device != pages.device:
-        raise InputError(f"slots must be int32 or int64 [tokens] on {pages.device}, not {slots.dtype} {list(slots.shape)} on {slots.device}")
+        raise InputError(
+            f"slots must be int32 or int64 [tokens] on {pages.device}, "
+            f"not {slots.dtype} {list(slots.shape)} on {slots.device}"
+        )
     shapes = [(len(slots), pages.shape[1], dim) for dim in (layout.spec.key_dim, layout.spec.value_dim)]
     key, value = out if out is not None else (torch.empty(s, dtype=dtype, device=pages.device) for s in shapes)
     for name, x, shape in (("key", key, shapes[0]), ("value", value, shapes[1])):
-        if tuple(x.shape) != shape or x.stride(-1) != 1 or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise InputError(f"out {name} must be float {list(shape)} with a contiguous last axis, not {x.dtype} {list(x.shape)}")
+        if (
+            tuple(x.shape) != shape
+            or x.stride(-1) != 1
+            or x.dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        ):
+            raise InputError(
+                f"out {name} must be float {list(shape)} with a contiguous last axis, not {x.dtype} {list(x.shape)}"
+            )
     request = GatherRequest(pages, slots, key, value, codec, layout, rotated)
     REGISTRY.select(pages.device, request, impl).load().run(request)
     return key, value

@@ -18,13 +18,17 @@ def supports(request: GatherRequest) -> str | None:
 
 def run(request: GatherRequest) -> None:
     """See ``slimkv.ops.gather.gather``."""
-    key, value = decode_slots(request.pages, request.slots.clamp(min=0).long(), request.codec, request.layout, request.rotated)
+    key, value = decode_slots(
+        request.pages, request.slots.clamp(min=0).long(), request.codec, request.layout, request.rotated
+    )
     absent = (request.slots < 0)[:, None, None]
     request.key.copy_(torch.where(absent, 0, key))
     request.value.copy_(torch.where(absent, 0, value))
 
 
-def decode_slots(pages: Tensor, slots: Tensor, codec: Codec, layout: PageLayout, rotated: bool) -> tuple[Tensor, Tensor]:
-    """pages uint8 [blocks, kv_heads, region_bytes], slots int64 [tokens] >= 0 -> K, V float32 (or the raw dtype) [tokens, kv_heads, dim]."""
+def decode_slots(
+    pages: Tensor, slots: Tensor, codec: Codec, layout: PageLayout, rotated: bool
+) -> tuple[Tensor, Tensor]:
+    """The tokens in ``slots``, int64 [tokens] >= 0: K and V [tokens, kv_heads, dim], float32 or the raw dtype."""
     key, value = take_tokens(layout, pages, slots)
     return codec.decode_key(key, rotated=rotated), codec.decode_value(value, rotated=rotated)

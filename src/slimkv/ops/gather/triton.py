@@ -8,7 +8,7 @@ import triton.language as tl
 from slimkv.ops import unpack
 from slimkv.ops.gather import GatherRequest
 from slimkv.ops.rotate import unrotate_store
-from slimkv.ops.unpack import KIND_NUMBER, decode_signed, decode_unsigned, element_codes, fp8_to_half
+from slimkv.ops.unpack import KIND_NUMBER, PLAIN_ROWS, decode_signed, decode_unsigned, element_codes, fp8_to_half
 from slimkv.spec import SideLayout
 
 _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
@@ -18,9 +18,12 @@ _RAW: tl.constexpr = tl.constexpr(unpack.RAW)
 
 
 @triton.jit
-def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, page_stride, page_head_stride, out_stride, out_head_stride,
-                 group, head, M: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr,
-                 BITS: tl.constexpr, BF16: tl.constexpr, UNROTATE: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
+def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, page_stride, page_head_stride,
+                 out_stride, out_head_stride,
+                 group, head, M: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr,
+                 KIND: tl.constexpr,
+                 BITS: tl.constexpr, BF16: tl.constexpr, UNROTATE: tl.constexpr, CODES: tl.constexpr,
+                 FIELDS: tl.constexpr,
                  TRANSPOSED: tl.constexpr):  # fmt: skip
     """Decodes M tokens of one head of K or V."""
     token = group * M + tl.arange(0, M)
@@ -47,7 +50,9 @@ def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, pag
         field = tl.load((region + FIELDS).to(tl.pointer_type(tl.uint16)) + position, mask=keep, other=0).to(tl.int32)
         x = x * decode_unsigned(field)[:, None]
         if KIND == _UNIFORM:
-            zero = tl.load((region + FIELDS + 2 * PAGE).to(tl.pointer_type(tl.uint16)) + position, mask=keep, other=0).to(tl.int32)
+            zero = tl.load(
+                (region + FIELDS + 2 * PAGE).to(tl.pointer_type(tl.uint16)) + position, mask=keep, other=0
+            ).to(tl.int32)
             x = x + decode_signed(zero)[:, None]
     col = tl.arange(0, 16 * SP)[None, :]
     x = tl.where(keep[:, None] & (col < D), x, 0.0)
@@ -57,7 +62,8 @@ def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, pag
 
 @triton.jit
 def gather_kernel(
-    pages_ptr, slots_ptr, key_ptr, value_ptr, key_signs, value_signs, key_levels, value_levels, key_norm, value_norm, tokens,
+    pages_ptr, slots_ptr, key_ptr, value_ptr, key_signs, value_signs, key_levels, value_levels, key_norm, value_norm,
+    tokens,
     page_stride, page_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
     M: tl.constexpr, PAGE: tl.constexpr,
     K_D: tl.constexpr, K_SP: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr,
@@ -69,19 +75,23 @@ def gather_kernel(
     group = tl.program_id(0)
     head = tl.program_id(1)
     if tl.program_id(2) == 0:
-        _gather_side(pages_ptr, slots_ptr, key_ptr, key_signs, key_levels, key_norm, tokens, page_stride, page_head_stride, key_stride,
-                     key_head_stride, group, head, M, PAGE, K_D, K_SP, K_KIND, K_BITS, K_BF16, K_UNROTATE, K_CODES, K_FIELDS,
+        _gather_side(pages_ptr, slots_ptr, key_ptr, key_signs, key_levels, key_norm, tokens, page_stride,
+            page_head_stride, key_stride,
+                     key_head_stride, group, head, M, PAGE, K_D, K_SP, K_KIND, K_BITS, K_BF16, K_UNROTATE, K_CODES,
+                     K_FIELDS,
                      False)  # fmt: skip
     else:
-        _gather_side(pages_ptr, slots_ptr, value_ptr, value_signs, value_levels, value_norm, tokens, page_stride, page_head_stride,
-                     value_stride, value_head_stride, group, head, M, PAGE, V_D, V_SP, V_KIND, V_BITS, V_BF16, V_UNROTATE, V_CODES,
+        _gather_side(pages_ptr, slots_ptr, value_ptr, value_signs, value_levels, value_norm, tokens, page_stride,
+            page_head_stride,
+                     value_stride, value_head_stride, group, head, M, PAGE, V_D, V_SP, V_KIND, V_BITS, V_BF16,
+                     V_UNROTATE, V_CODES,
                      V_FIELDS, True)  # fmt: skip
 
 
 def supports(request: GatherRequest) -> str | None:
     """Every format; blocks of at least a tile."""
     if request.layout.block_tokens == 1:
-        return "blocks of 1 token (plain rows) are not read or written by the kernels; use blocks of 16 or more, or impl='reference'"
+        return PLAIN_ROWS
     return None
 
 
@@ -108,8 +118,10 @@ def run(request: GatherRequest) -> None:
     rows = 32 if max(layout.spec.key_dim, layout.spec.value_dim) <= 256 else 16
     grid = (triton.cdiv(tokens, rows), pages.shape[1], 2)
     gather_kernel[grid](
-        pages, request.slots, request.key, request.value, k.signs, v.signs, k.levels, v.levels, k.orthonormal, v.orthonormal, tokens,
-        pages.stride(0), pages.stride(1), request.key.stride(0), request.key.stride(1), request.value.stride(0), request.value.stride(1),
+        pages, request.slots, request.key, request.value, k.signs, v.signs, k.levels, v.levels, k.orthonormal,
+        v.orthonormal, tokens,
+        pages.stride(0), pages.stride(1), request.key.stride(0), request.key.stride(1), request.value.stride(0),
+        request.value.stride(1),
         M=rows, PAGE=layout.block_tokens,
         **_side_constants(layout.key, "K", request.rotated), **_side_constants(layout.value, "V", request.rotated),
         num_warps=4,

@@ -36,7 +36,14 @@ REGISTRY = Registry(
 
 
 def store(
-    key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor, *, codec: Codec, layout: PageLayout, impl: str | None = None
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    slot_mapping: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    impl: str | None = None,
 ) -> None:
     """Encodes and writes new tokens.
 
@@ -46,7 +53,8 @@ def store(
         slot_mapping: int32 or int64 [tokens]: block * block_tokens + position; negative slots are skipped.
         impl: an implementation's name; by default the best one for the device.
 
-    A NaN or Inf raises in the reference; a kernel cannot raise and marks that token, so that whoever attends it gets NaN.
+    A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
+    so that whoever attends it gets NaN.
     """
     check_pages(pages, layout)
     heads = pages.shape[1]
@@ -59,7 +67,11 @@ def store(
             raise InputError(f"{name} must be contiguous in its last axis (stride {x.stride(-1)})")
         if x.device != pages.device:
             raise InputError(f"{name} is on {x.device}, the pages on {pages.device}")
-    if slot_mapping.ndim != 1 or slot_mapping.dtype not in (torch.int32, torch.int64) or slot_mapping.device != pages.device:
+    if (
+        slot_mapping.ndim != 1
+        or slot_mapping.dtype not in (torch.int32, torch.int64)
+        or slot_mapping.device != pages.device
+    ):
         raise InputError(
             f"slot_mapping must be int32 or int64 [tokens] on {pages.device}, "
             f"not {slot_mapping.dtype} {list(slot_mapping.shape)} on {slot_mapping.device}"

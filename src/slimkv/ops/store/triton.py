@@ -1,246 +1,20 @@
-"""store in one Triton launch: rotate, norm, quantise, pack, scatter. Byte for byte what the reference writes.
-
-Sums are sums of integers, so their order does not matter: the rotation is two tensor-core products of 11-bit halves of
-the fixed-point vector with a matrix of +-1. Everything else is single IEEE operations, compiled without contraction.
-"""
+"""store in one Triton launch: rotate, norm, quantise, pack, scatter. Byte for byte what the reference writes."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from slimkv.codec import scale16
-from slimkv.codec.codebook import LEVEL_DENOMINATOR
-from slimkv.codec.quantize import FIXED_POINT_BITS, LEAST_EXPONENT, ROUND_MAGIC
 from slimkv.ops import unpack
 from slimkv.ops.store import StoreRequest
-from slimkv.ops.unpack import KIND_NUMBER, decode_signed, decode_unsigned, word_index
+from slimkv.ops.store.encode import encode_fp8, encode_lloyd, encode_uniform
+from slimkv.ops.unpack import KIND_NUMBER, PLAIN_ROWS, word_index
 from slimkv.spec import Kind, ScalePolicy, SideLayout
 
 _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
 _UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
-_FP8: tl.constexpr = tl.constexpr(unpack.FP8)
 _RAW: tl.constexpr = tl.constexpr(unpack.RAW)
-_MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
-_MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)
-_FIXED: tl.constexpr = tl.constexpr(FIXED_POINT_BITS)
-_LEAST: tl.constexpr = tl.constexpr(LEAST_EXPONENT)
-_INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
-_REBIAS: tl.constexpr = tl.constexpr(127 - scale16.BIAS)
-_DENOMINATOR: tl.constexpr = tl.constexpr(LEVEL_DENOMINATOR)
 _POLICY_NUMBER = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
-
-
-@triton.jit
-def _power_of_two(exponent):
-    return (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _encode_unsigned(x):
-    """float32 >= 0 -> the unsigned 16-bit field format, int32."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - (_REBIAS << 10)
-    out = tl.where(rounded < 1024, 0, rounded)
-    return tl.where((out >= _INVALID) | (bits >= 0x7F800000), _INVALID, out)
-
-
-@triton.jit
-def _encode_signed(x):
-    """float32 -> the signed 16-bit field format, int32."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    rounded = ((magnitude + 0x1FFF + ((magnitude >> 14) & 1)) >> 14) - (_REBIAS << 9)
-    out = tl.where(rounded < 512, 0, rounded | tl.where(bits < 0, 0x8000, 0))
-    return tl.where((rounded >= 0x7FFF) | (magnitude >= 0x7F800000), _INVALID, out)
-
-
-@triton.jit
-def _largest_exponent(x):
-    """Of every row: the bits of the largest magnitude, its biased exponent, where that is tiny, where it is not finite."""
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    exponent = tl.minimum(largest >> 23, 254)
-    return largest, tl.maximum(exponent, _LEAST), exponent < _LEAST, largest >= 0x7F800000
-
-
-@triton.jit
-def _fixed_point(x):
-    """Rows of x as integers below 2^21 (float32 and int32), the factor back, zero rows, invalid rows.
-
-    The products are exact, so a fused multiply-add rounds just as the reference's two operations do. A float32 that
-    holds 1.5 * 2^23 + n carries the integer n in its low bits.
-    """
-    _, exponent, zero, bad = _largest_exponent(x)
-    up = _power_of_two(-exponent + (253 + _FIXED))
-    down = _power_of_two(exponent - _FIXED + 1)
-    x = tl.where((zero | bad)[:, None], 0.0, x)
-    shifted = tl.fma(x, tl.broadcast_to(up[:, None], x.shape), tl.full(x.shape, _MAGIC, tl.float32))
-    return shifted - _MAGIC, shifted.to(tl.int32, bitcast=True) - _MAGIC_BITS, down, zero, bad
-
-
-@triton.jit
-def _halves(fixed):
-    """Fixed-point integers as high * 2048 + low, both at most 1024 in magnitude: fp16 each."""
-    magic = tl.full(fixed.shape, _MAGIC, tl.float32)
-    high = tl.fma(fixed, tl.full(fixed.shape, 1.0 / 2048.0, tl.float32), magic) - _MAGIC
-    low = tl.fma(high, tl.full(fixed.shape, -2048.0, tl.float32), fixed)
-    return high.to(tl.float16), low.to(tl.float16)
-
-
-@triton.jit
-def _rotate_fixed(fixed, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr):
-    """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP].
-
-    x_ptr: pointers [M] to the rows that ``fixed`` was made of. Matrices too large for shared memory are taken in blocks of
-    rows, and the rows' fixed-point numbers made again block by block; the sums are exact, so nothing changes.
-    """
-    col = tl.arange(0, DP)
-    if DP <= 256:
-        inside = (col < D)[:, None] & (col < D)[None, :]
-        h = tl.load(signs + col[:, None] * D + col[None, :], mask=inside, other=0.0).to(tl.float16)
-        high, low = _halves(fixed)
-        high_sum = tl.dot(high, h)
-        low_sum = tl.dot(low, h)
-    else:
-        up = _scale_up(x_ptr, row_mask, D, DP)
-        high_sum = tl.zeros(fixed.shape, tl.float32)
-        low_sum = tl.zeros(fixed.shape, tl.float32)
-        for k0 in range(0, D, 32):
-            k = k0 + tl.arange(0, 32)
-            x = tl.load(x_ptr[:, None] + k[None, :], mask=row_mask[:, None] & (k < D)[None, :], other=0.0).to(tl.float32)
-            x = tl.where((up > 0)[:, None], x * up[:, None], 0.0)
-            high, low = _halves((x + _MAGIC) - _MAGIC)
-            h = tl.load(signs + k[:, None] * D + col[None, :], mask=(k < D)[:, None] & (col < D)[None, :], other=0.0).to(tl.float16)
-            high_sum = tl.dot(high, h, high_sum)
-            low_sum = tl.dot(low, h, low_sum)
-    return tl.fma(high_sum, tl.full(high_sum.shape, 2048.0, tl.float32), low_sum)
-
-
-@triton.jit
-def _scale_up(x_ptr, row_mask, D: tl.constexpr, DP: tl.constexpr):
-    """The factor that turns rows into fixed point, or 0 for rows that count as zero: float32 [M]."""
-    col = tl.arange(0, DP)
-    x = tl.load(x_ptr[:, None] + col[None, :], mask=row_mask[:, None] & (col < D)[None, :], other=0.0).to(tl.float32)
-    _, exponent, zero, bad = _largest_exponent(x)
-    return tl.where(zero | bad, 0.0, _power_of_two(-exponent + (253 + _FIXED)))
-
-
-@triton.jit
-def _tree(a, bounds, entries, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """entries[FIRST + i], i = how many of the COUNT - 1 boundaries from FIRST on lie below a: a tree of comparisons."""
-    if COUNT == 1:
-        return tl.zeros_like(a) + tl.load(entries + FIRST)
-    elif COUNT == 2:
-        return tl.where(a > tl.load(bounds + FIRST), tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
-    else:
-        # The middle boundary chooses the half; within it the boundaries and entries are chosen, not the results.
-        HALF: tl.constexpr = COUNT // 2
-        upper = a > tl.load(bounds + FIRST + HALF - 1)
-        if COUNT == 4:
-            bound = tl.where(upper, tl.load(bounds + FIRST + 2), tl.load(bounds + FIRST))
-            second = a > bound
-            low = tl.where(second, tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
-            high = tl.where(second, tl.load(entries + FIRST + 3), tl.load(entries + FIRST + 2))
-            return tl.where(upper, high, low)
-        else:
-            return tl.where(upper, _tree(a, bounds, entries, FIRST + HALF, HALF), _tree(a, bounds, entries, FIRST, HALF))
-
-
-@triton.jit
-def _magnitude(x, bounds, entries, BITS: tl.constexpr):
-    """Which level |x| rounds to and the entry that belongs to it: int32 each; a value on a boundary takes the lower level.
-
-    Magnitudes are compared as integers; a negative value counts as the next larger float, which makes it cross a
-    boundary that it lies on. Up to 4 bits an entry carries the index above its low 16 bits.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    a = (bits & 0x7FFFFFFF) + ((bits >> 31) & 1)
-    if BITS <= 4:
-        both = _tree(a, bounds, entries, 0, 1 << (BITS - 1))
-        return both >> 16, both & 0xFFFF
-    else:
-        index = tl.zeros_like(a)
-        for i in tl.static_range(BITS - 1):
-            index += tl.where(a > tl.load(bounds + index + ((1 << (BITS - 2 - i)) - 1)), 1 << (BITS - 2 - i), 0)
-        return index, tl.load(entries + index)
-
-
-@triton.jit
-def _encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, root_dim,
-                  D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
-    """Rows -> codes int32 [M, DP] and the scale's field int32 [M]."""
-    col = tl.arange(0, DP)
-    fixed, integers, down, zero, bad = _fixed_point(x)
-    rotated = _rotate_fixed(fixed, x_ptr, row_mask, signs, D, DP)
-    wide = integers.to(tl.int64)
-    squared = tl.sum(wide * wide, 1).to(tl.float32)
-    norm = tl.sqrt_rn(squared)
-    factor = tl.div_rn(tl.zeros_like(norm) + unit, tl.where(zero | bad, 1.0, norm))
-    standard = rotated * factor[:, None]
-    index, entry = _magnitude(standard, bounds, entries, BITS)
-    codes = index | ((standard > 0).to(tl.int32) << (BITS - 1))
-    if DP != D:
-        entry = tl.where(col[None, :] < D, entry, 0)
-    if POLICY == 0:
-        scale = norm * plain_scale
-    elif POLICY == 1:
-        if BITS <= 4:  # entries are entries of twice the level
-            square_sum = tl.sum(entry, 1).to(tl.int64) * (_DENOMINATOR * _DENOMINATOR // 4)
-        else:
-            level = entry.to(tl.int64)
-            square_sum = tl.sum(level * level, 1)
-        length = tl.sqrt_rn(square_sum.to(tl.float32))
-        scale = tl.div_rn(norm, tl.where(length > 0, length, 1.0)) * _DENOMINATOR
-    else:
-        level = tl.where(standard > 0, entry, -entry).to(tl.int64)
-        dot = tl.sum(rotated.to(tl.int32).to(tl.int64) * level, 1).to(tl.float32)
-        scale = tl.div_rn(squared * root_dim, tl.where(dot == 0, 1.0, dot)) * _DENOMINATOR
-    field = _encode_unsigned(tl.where(zero, 0.0, scale * down))
-    bad = bad | (field == _INVALID)
-    codes = tl.where((bad | zero)[:, None], 0, codes)
-    return codes, tl.where(bad, _INVALID, field)
-
-
-@triton.jit
-def _encode_uniform(x, x_ptr, row_mask, signs, orthonormal, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr):
-    """Rows -> codes int32 [M, DP], step and zero fields int32 [M]."""
-    col = tl.arange(0, DP)
-    _, _, _, bad = _largest_exponent(x)
-    x = tl.where(bad[:, None], 0.0, x)
-    if ROTATED:
-        fixed, _, down, _, _ = _fixed_point(x)
-        x = _rotate_fixed(fixed, x_ptr, row_mask, signs, D, DP) * orthonormal * down[:, None]
-    inside = (col < D)[None, :]
-    low = tl.min(tl.where(inside, x, float("inf")), 1)
-    high = tl.max(tl.where(inside, x, float("-inf")), 1)
-    TOP: tl.constexpr = (1 << BITS) - 1
-    step_field = _encode_unsigned(tl.div_rn(high - low, tl.zeros_like(low) + TOP))
-    zero_field = _encode_signed(low)
-    bad = bad | (step_field == _INVALID) | (zero_field == _INVALID)
-    step = decode_unsigned(step_field)
-    flat = (step == 0) | bad
-    zero = tl.where(bad, 0.0, decode_signed(zero_field))
-    divisor = tl.zeros_like(x) + tl.where(flat, 1.0, step)[:, None]
-    place = tl.floor(tl.div_rn(x - zero[:, None], divisor) + 0.5)
-    place = tl.minimum(tl.maximum(place, 0.0), TOP * 1.0)
-    codes = tl.where(flat[:, None], 0, place.to(tl.int32))
-    return codes, tl.where(bad, _INVALID, step_field), tl.where(bad, _INVALID, zero_field)
-
-
-@triton.jit
-def _encode_fp8(x):
-    """Rows -> e4m3 codes int32 [M, DP] and the scale's field int32 [M]; rounds to nearest even by hand, as sm_80 cannot."""
-    largest, exponent, zero, bad = _largest_exponent(x)
-    shift = exponent - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
-    scaled = tl.where((zero | bad)[:, None], 0.0, x * _power_of_two(254 - shift)[:, None])
-    bits = scaled.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    tiny = ((tl.abs(scaled) * 512.0 + _MAGIC) - _MAGIC).to(tl.int32)
-    codes = tl.where(magnitude < (121 << 23), tiny, normal) | ((bits >> 24) & 0x80)
-    field = tl.where(zero, 0, _encode_unsigned(_power_of_two(shift)))
-    bad = bad | (field == _INVALID)
-    return tl.where(bad[:, None], 0, codes), tl.where(bad, _INVALID, field)
 
 
 @triton.jit
@@ -289,7 +63,9 @@ def _store_words(x, base, WORDS: tl.constexpr, WP: tl.constexpr, TRANSPOSED: tl.
 
 
 @triton.jit
-def _store_bytes(x, base, position, keep, WORDS: tl.constexpr, WP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _store_bytes(
+    x, base, position, keep, WORDS: tl.constexpr, WP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr
+):
     """Writes single tokens from `_token_bytes`; base: pointers [16 NT] to the plane in each token's tile."""
     y = tl.reshape(x, (16 * NT, WP, 8))
     place = (position % 16).to(tl.int32)[:, None, None]
@@ -306,8 +82,10 @@ def _store_bytes(x, base, position, keep, WORDS: tl.constexpr, WP: tl.constexpr,
 
 
 @triton.jit
-def _store_plane(bits, region, tile_region, position, tile_position, keep, aligned, OFFSET: tl.constexpr, TILE_BYTES: tl.constexpr,
-                 W: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+def _store_plane(bits, region, tile_region, position, tile_position, keep, aligned, OFFSET: tl.constexpr,
+                 TILE_BYTES: tl.constexpr,
+                 W: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, NT: tl.constexpr,
+                 TRANSPOSED: tl.constexpr):  # fmt: skip
     """Writes one plane of W <= 4 bits: bits int32 [16 NT, 16 SP].
 
     region, position, keep [16 NT]: every token's region, place in its block, and whether it is stored; tile_region,
@@ -359,7 +137,8 @@ def _store_wide(bits, region, position, keep, OFFSET: tl.constexpr, TILE_BYTES: 
 
 
 @triton.jit
-def _store_codes(codes, region, tile_region, position, tile_position, keep, aligned, CODES: tl.constexpr, BITS: tl.constexpr,
+def _store_codes(codes, region, tile_region, position, tile_position, keep, aligned, CODES: tl.constexpr,
+                 BITS: tl.constexpr,
                  D: tl.constexpr, SP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
     """Writes codes int32 [16 NT, 16 SP], plane by plane."""
     TILE: tl.constexpr = 2 * D * BITS
@@ -369,12 +148,28 @@ def _store_codes(codes, region, tile_region, position, tile_position, keep, alig
         FOUR: tl.constexpr = BITS // 4
         TWO: tl.constexpr = BITS % 4 // 2
         if FOUR:
-            _store_plane(codes & 15, region, tile_region, position, tile_position, keep, aligned, CODES, TILE, 4, D, SP, NT, TRANSPOSED)
+            _store_plane(
+                codes & 15,
+                region,
+                tile_region,
+                position,
+                tile_position,
+                keep,
+                aligned,
+                CODES,
+                TILE,
+                4,
+                D,
+                SP,
+                NT,
+                TRANSPOSED,
+            )
         if TWO:
             _store_plane((codes >> (4 * FOUR)) & 3, region, tile_region, position, tile_position, keep, aligned,
                          CODES + 8 * D * FOUR, TILE, 2, D, SP, NT, TRANSPOSED)  # fmt: skip
         if BITS % 2:
-            _store_plane((codes >> (4 * FOUR + 2 * TWO)) & 1, region, tile_region, position, tile_position, keep, aligned,
+            _store_plane((codes >> (4 * FOUR + 2 * TWO)) & 1, region, tile_region, position, tile_position, keep,
+                aligned,
                          CODES + 8 * D * FOUR + 4 * D * TWO, TILE, 1, D, SP, NT, TRANSPOSED)  # fmt: skip
 
 
@@ -385,9 +180,11 @@ def _store_field(field, region, position, keep, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bounds, entries, unit, plain_scale, root_dim, orthonormal,
+def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bounds, entries, unit, plain_scale,
+                root_dim, orthonormal,
                 tokens, page_stride, page_head_stride, group, head,
-                NT: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+                NT: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr,
+                BITS: tl.constexpr,
                 POLICY: tl.constexpr, ROTATED: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
                 TRANSPOSED: tl.constexpr):  # fmt: skip
     """Encodes and writes 16 NT tokens of one head of K or V."""
@@ -416,16 +213,20 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
         else:
             codes = x.to(tl.int16, bitcast=True).to(tl.int32)
     elif KIND == _LLOYD:
-        codes, field = _encode_lloyd(x.to(tl.float32), x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, D, DP, BITS, POLICY)
+        codes, field = encode_lloyd(
+            x.to(tl.float32), x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, D, DP, BITS, POLICY
+        )
         _store_field(field, region, position, keep, FIELDS)
     elif KIND == _UNIFORM:
-        codes, field, zero = _encode_uniform(x.to(tl.float32), x_rows, keep, signs, orthonormal, D, DP, BITS, ROTATED)
+        codes, field, zero = encode_uniform(x.to(tl.float32), x_rows, keep, signs, orthonormal, D, DP, BITS, ROTATED)
         _store_field(field, region, position, keep, FIELDS)
         _store_field(zero, region, position, keep, FIELDS + 2 * PAGE)
     else:
-        codes, field = _encode_fp8(x.to(tl.float32))
+        codes, field = encode_fp8(x.to(tl.float32))
         _store_field(field, region, position, keep, FIELDS)
-    _store_codes(codes, region, tile_region, position, tile_slot % PAGE, keep, aligned, CODES, BITS, D, SP, NT, TRANSPOSED)
+    _store_codes(
+        codes, region, tile_region, position, tile_slot % PAGE, keep, aligned, CODES, BITS, D, SP, NT, TRANSPOSED
+    )
 
 
 @triton.jit
@@ -444,11 +245,13 @@ def store_kernel(
     group = tl.program_id(0)
     head = tl.program_id(1)
     if tl.program_id(2) == 0:
-        _store_side(key_ptr, key_stride, key_head_stride, pages_ptr, slots_ptr, key_signs, key_bounds, key_entries, key_unit, key_plain,
+        _store_side(key_ptr, key_stride, key_head_stride, pages_ptr, slots_ptr, key_signs, key_bounds, key_entries,
+            key_unit, key_plain,
                     key_root, key_orthonormal, tokens, page_stride, page_head_stride, group, head,
                     NT, PAGE, K_D, K_SP, K_KIND, K_BITS, K_POLICY, K_ROTATED, K_CODES, K_FIELDS, False)  # fmt: skip
     else:
-        _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds, value_entries, value_unit,
+        _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds,
+            value_entries, value_unit,
                     value_plain, value_root, value_orthonormal, tokens, page_stride, page_head_stride, group, head,
                     NT, PAGE, V_D, V_SP, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, True)  # fmt: skip
 
@@ -456,8 +259,11 @@ def store_kernel(
 def supports(request: StoreRequest) -> str | None:
     """Every format; blocks of at least a tile."""
     if request.layout.block_tokens == 1:
-        return "blocks of 1 token (plain rows) are not read or written by the kernels; use blocks of 16 or more, or impl='reference'"
-    for name, form, x in (("key", request.layout.spec.key, request.key), ("value", request.layout.spec.value, request.value)):
+        return PLAIN_ROWS
+    for name, form, x in (
+        ("key", request.layout.spec.key, request.key),
+        ("value", request.layout.spec.value, request.value),
+    ):
         if form.kind == Kind.RAW and str(x.dtype) != f"torch.{form.raw_dtype}":
             return f"the raw format holds {form.raw_dtype} bit for bit, but the {name} is {x.dtype}"
     return None
