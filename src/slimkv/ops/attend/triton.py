@@ -136,8 +136,7 @@ def run(request: AttendRequest) -> None:
     if request.max_query_len <= PACKED_QUERIES or max(request.layout.spec.key_dim, request.layout.spec.value_dim) > 256:
         _attend_packed(request, fresh, request.max_query_len)
         return
-    if total > request.max_query_len:  # there are other sequences, and they may have few queries
-        _attend_packed(request, fresh, PACKED_QUERIES)
+    _attend_packed(request, fresh, PACKED_QUERIES)  # the host knows bounds only: any sequence may have few queries
     _attend_prefill(request, fresh)
 
 
