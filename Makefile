@@ -14,10 +14,10 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test lint format clean setup help
+.PHONY: demo test test-slow lint format clean setup help
 
 help:
-	@echo "make demo | test | lint | format | clean      (PYTHON=... uses your own environment)"
+	@echo "make demo | test | test-slow | lint | format | clean      (PYTHON=... uses your own environment)"
 
 setup: $(READY)
 
@@ -34,7 +34,10 @@ demo: $(READY)
 	$(PY) -m slimkv demo --out $(OUT)
 
 test: $(READY)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(READY)
+	$(PY) -m pytest -m slow
 
 lint: $(READY)
 	$(PY) -m ruff check src tests

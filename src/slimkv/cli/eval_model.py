@@ -252,6 +252,7 @@ def paths(
     text: Text = "shipped",
     tokens: Annotated[int, typer.Option(help="Tokens of the text to start from.")] = 128,
     steps: Annotated[int, typer.Option(help="Greedy steps.")] = 200,
+    independent: Annotated[bool, typer.Option("--independent", help="A cache for each path; default: one.")] = False,
     serving: Serving = False,
     threads: Threads = None,
     device: Device = "cpu",
@@ -266,7 +267,10 @@ def paths(
     with user_errors(), _progress() as progress:
         loaded = _load(model, threads, device)
         ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens)
-        report = compare_paths(loaded.model, ids, word, steps=steps, name=model, mode=_mode(serving), progress=progress)
+        report = compare_paths(
+            loaded.model, ids, word, steps=steps, name=model, mode=_mode(serving), independent=independent,
+            progress=progress,
+        )  # fmt: skip
     table = _table(f"fused against decoded, {report.mode}, {model}, {word}", "what", "value")
     table.add_row("largest difference of logits", f"{report.largest_difference:.2e} of the largest logit")
     table.add_row("median difference", f"{report.median_difference:.2e}")

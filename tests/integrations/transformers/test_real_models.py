@@ -1,0 +1,90 @@
+"""Real weights: short checks always, the long ones with ``make test-slow``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import slimkv
+from slimkv import models
+from slimkv.evals.agreement import measure_agreement
+from slimkv.evals.generation import prompt_ids
+from slimkv.evals.paths import compare_paths
+from slimkv.evals.perplexity import measure_perplexity
+from slimkv.evals.texts import load_text, token_windows
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    return models.default()
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    return models.load("gemma-3-270m")
+
+
+def test_smollm_answers_with_a_packed_cache(smollm):
+    ids = prompt_ids(smollm.tokenizer, "What is the capital of France?")
+    cache = slimkv.SlimKVCache(smollm.model.config, "k4v4")
+    with slimkv.attention(smollm.model) as counts:
+        out = smollm.model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    assert "Paris" in smollm.tokenizer.decode(out[0, ids.shape[1] :])
+    assert counts.fused > 0
+    assert counts.decoded == 0
+
+
+def test_smollm_packed_cache_is_near_and_a_coarser_one_is_farther(smollm):
+    windows = token_windows(smollm.tokenizer, load_text(), 1, 256)
+    fine, coarse = measure_agreement(smollm.model, windows, ["k6v6", "k3v3"]).rows
+    assert fine.kl < 0.01 < coarse.kl < 1
+    assert fine.top1 > 0.93 > coarse.top1 > 0.5
+
+
+def test_smollm_bytes_at_2048_tokens(smollm):
+    cache = slimkv.SlimKVCache(smollm.model.config, "k4v4")
+    key = torch.randn(1, 3, 2048, 64)
+    for layer in range(30):
+        cache.update(key, key, layer)
+    assert cache.size().bf16_bytes == 30 * 2 * key.numel() * 2
+    assert cache.size().ratio <= 0.28
+    for layer in range(30):
+        cache.update(key[:, :, :1], key[:, :, :1], layer)
+    assert cache.size().ratio <= 0.28
+
+
+@pytest.mark.slow
+def test_smollm_paths_agree_over_200_steps(smollm):
+    windows = token_windows(smollm.tokenizer, load_text(), 1, 128)
+    report = compare_paths(smollm.model, windows, "k4v4", steps=200)
+    assert report.largest_difference < 1e-3
+    assert report.first_different_token is None
+    assert report.decoded_calls == 0
+
+
+@pytest.mark.slow
+def test_gemma_generates_past_its_window(gemma):
+    windows = token_windows(gemma.tokenizer, load_text(), 1, 500)
+    stock = DynamicCache(config=gemma.model.config)
+    cache = slimkv.SlimKVCache(gemma.model.config, "k8v8")
+    runs = []
+    for held in (stock, cache):
+        with slimkv.attention(gemma.model) as counts:
+            out = gemma.model.generate(
+                windows, attention_mask=torch.ones_like(windows), past_key_values=held, max_new_tokens=40,
+                min_new_tokens=40, do_sample=False,
+            )  # fmt: skip
+        runs.append(out[0, 500:].tolist())
+    assert cache.get_seq_length() == 539
+    assert counts.fused == 39 * 18
+    assert sum(a == b for a, b in zip(*runs, strict=True)) >= 20
+    sliding = cache.layers[0]
+    assert sliding.nbytes < cache.layers[5].nbytes * 1.1
+
+
+@pytest.mark.slow
+def test_gemma_strict_perplexity(gemma):
+    windows = token_windows(gemma.tokenizer, load_text(), 1, 1024)
+    report = measure_perplexity(gemma.model, windows, ["k6v6"])
+    assert abs(report.rows[1].over_raw) < 0.01

@@ -1,0 +1,94 @@
+"""The CPU implementations against the reference: the same bytes stored, the same numbers read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slimkv import ops
+from slimkv.cache import AttentionBatch, PagedPool
+from slimkv.errors import InputError
+from slimkv.ops.attend import REGISTRY
+from slimkv.spec import CodecSpec
+
+WORDS = ["k4v4", "k8v4", "4bit_nc", "k3v3", "k2v2", "k1v1", "kl8vl8", "k5v6", "fp8", "krawfp32vrawfp32", "kur4vu8"]
+LENGTHS, QUERIES = [1, 133, 130, 0], [1, 3, 40, 0]
+HEADS, GROUP = 2, 3
+
+
+def filled(word: str, dim: int, block_tokens: int) -> tuple[PagedPool, AttentionBatch, AttentionBatch]:
+    """A pool of scattered blocks, the batch of all its tokens, and that of its last ones."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [-(-n // block_tokens) for n in LENGTHS]
+    ids = torch.randperm(sum(counts) + 5, generator=generator).tolist()
+    blocks = [[ids.pop() for _ in range(n)] for n in counts]
+    pool = PagedPool(CodecSpec.parse(word, dim), sum(counts) + 5, HEADS, block_tokens)
+    everything = AttentionBatch.build(blocks, LENGTHS, LENGTHS, block_tokens, "cpu")
+    key, value = (torch.randn(sum(LENGTHS), HEADS, dim, generator=generator) for _ in range(2))
+    pool.store(key, value, everything.slot_mapping)
+    return pool, everything, AttentionBatch.build(blocks, LENGTHS, QUERIES, block_tokens, "cpu")
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize(("dim", "block_tokens"), [(64, 16), (80, 64), (128, 32)])
+def test_attend_equals_the_reference(word, dim, block_tokens):
+    pool, _, batch = filled(word, dim, block_tokens)
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(sum(QUERIES), HEADS * GROUP, dim, generator=generator)
+    fresh = tuple(torch.randn(sum(QUERIES), HEADS, dim, generator=generator) for _ in range(2))
+    choices = (
+        ops.AttendOptions(),
+        ops.AttendOptions(causal=False, scale=0.3),
+        ops.AttendOptions(window=7),
+        ops.AttendOptions(softcap=5.0, sinks=torch.randn(HEADS * GROUP, generator=generator)),
+    )
+    for options in choices:
+        for new in (None, fresh):
+            for lse in (False, True):
+                results = []
+                for pool.impl in ("reference", "cpu"):
+                    out = pool.attend(query, batch, options, fresh=new, return_lse=lse)
+                    results.append(out if lse else (out,))
+                for expected, actual in zip(*results, strict=True):
+                    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("rotated", [False, True])
+def test_gather_equals_the_reference(word, rotated):
+    pool, everything, _ = filled(word, 80, 16)
+    slots = everything.slot_mapping.flip(0).clone()
+    slots[5] = -1
+    results = []
+    for pool.impl in ("reference", "cpu"):
+        results.append(pool.gather(slots, rotated=rotated))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+        assert actual[5].abs().max() == 0
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_store_writes_the_reference_bytes(word):
+    spec = CodecSpec.parse(word, 64)
+    key, value = torch.randn(40, HEADS, 64), torch.randn(40, HEADS, 64) * 7
+    slots = torch.randperm(64)[:40]
+    slots[3] = -1
+    pages = []
+    for impl in ("reference", "cpu"):
+        pool = PagedPool(spec, 4, HEADS, 16, impl=impl)
+        pool.store(key, value, slots)
+        pages.append(pool.pages)
+    assert torch.equal(*pages)
+    value[7, 1, 2] = torch.inf
+    if "raw" not in word:
+        with pytest.raises(InputError, match="cannot be encoded"):
+            pool.store(key, value, slots)
+
+
+def test_a_cpu_gets_the_cpu_implementation():
+    assert REGISTRY.names[0] == "cpu"
+    pool, _, batch = filled("k4v4", 64, 16)
+    query = torch.randn(sum(QUERIES), HEADS, 64)
+    automatic = pool.attend(query, batch)
+    pool.impl = "cpu"
+    assert torch.equal(automatic, pool.attend(query, batch))
