@@ -92,23 +92,28 @@ COVERING = [
 EVERY_FORMAT = [*LLOYD, *UNIFORM, *OTHERS, *PAIRS]
 EXTREMES = [(1e-6, "k4v4"), (1e-6, "k8v4"), (1e-6, "fp8"), (1e5, "k4v4"), (1e5, "k8v4"), (1e5, "fp8"), (1e5, "k6v6")]
 MATRIX = [
-    *(replace(base, format=word) for base in (DECODE, PREFILL) for word in EVERY_FORMAT),
-    *(replace(base, dim=dim, format=word) for base in (DECODE, PREFILL) for dim in DIMS for word in ("k4v4", "k3v5")),
+    *(replace(DECODE, format=word) for word in EVERY_FORMAT),
+    *(replace(PREFILL, format=word) for word in [*LLOYD, "ku3vu7", "ku2vu5", *OTHERS, "k8v4", "krawbf16v4"]),
+    *(replace(DECODE, dim=dim, format=word) for dim in DIMS for word in ("k4v4", "k3v5")),
+    *(replace(PREFILL, dim=dim, format="k3v5") for dim in DIMS),
     *(
         replace(base, dim=kd, value_dim=vd)
         for base in (DECODE, PREFILL)
         for kd, vd in [(192, 128), (64, 80), (512, 512)]
     ),
-    *(replace(base, group=group) for base in (DECODE, VERIFY, PREFILL) for group in GROUPS),
+    *(replace(base, group=group) for base in (DECODE, VERIFY) for group in GROUPS),
+    *(replace(PREFILL, group=group) for group in (1, 6, 16)),
     *(replace(b, page=page, lens=(2 * page + 3, page, 60)) for b in (DECODE, VERIFY) for page in (16, 32, 64, 128)),
     *(replace(PREFILL, page=page, lens=(2 * page + 40, 35)) for page in (32, 64, 128)),
     *(replace(DECODE, lens=(60, 33), queries=(n, n - 1)) for n in (2, 3, 4, 6, 7, 8, 16, 32)),
-    *(case for base in (DECODE, VERIFY, PREFILL, MIXED) for case in variants(base, **OPTIONS)),
+    *(case for base in (VERIFY, MIXED) for case in variants(base, **OPTIONS)),
+    *variants(DECODE, window=[1, 19], sinks=[True], fresh=[True]),
     *(replace(base, **EVERYTHING) for base in (DECODE, VERIFY, PREFILL, MIXED)),
     *(replace(base, **EVERYTHING, fresh=True) for base in (DECODE, VERIFY, PREFILL, MIXED)),
     *(replace(VERIFY, **EVERYTHING, splits=splits, format=word) for splits in (2, 7) for word in ("k4v4", "k8v4")),
     *(replace(DECODE, lens=(1000, 3, 517), splits=splits) for splits in (1, 2, 3, 8, 33, None)),
-    *(replace(DECODE, dtype=d, out_dtype=o, splits=s) for d in DTYPES for o in DTYPES for s in (1, 2)),
+    *(replace(DECODE, dtype=d, out_dtype=o) for d in DTYPES for o in DTYPES),
+    *(replace(DECODE, dtype=d, out_dtype=d, splits=2) for d in DTYPES),
     *(replace(PREFILL, dtype=d, out_dtype=d) for d in DTYPES),
     *(replace(DECODE, value_norm=norm, dtype="fp32", format=word) for norm, word in EXTREMES),
     *(replace(PREFILL, value_norm=norm, dtype="fp32", format=word) for norm, word in EXTREMES[:4]),
