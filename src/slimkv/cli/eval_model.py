@@ -274,6 +274,7 @@ def paths(
     table = _table(f"fused against decoded, {report.mode}, {model}, {word}", "what", "value")
     table.add_row("largest difference of logits", f"{report.largest_difference:.2e} of the largest logit")
     table.add_row("median difference", f"{report.median_difference:.2e}")
+    table.add_row("steps that differ by more than 1e-3", f"{report.steps_beyond_1e3} of {report.steps}")
     same = (
         "the same in all steps" if report.first_different_token is None else f"differ at {report.first_different_token}"
     )

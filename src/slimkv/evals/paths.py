@@ -29,6 +29,7 @@ class PathReport:
     steps: int
     largest_difference: float  # of logits, over the largest logit of the step; the worst step
     median_difference: float
+    steps_beyond_1e3: int  # steps whose difference is above 1e-3: a number fell on the other side of a code boundary
     first_different_token: int | None  # of the two greedy texts; None: all steps chose the same
     fused_calls: int
     decoded_calls: int  # of the fused run: layers whose attention had to decode
@@ -84,7 +85,8 @@ def compare_paths(
             first = step
     progress("done", steps, steps)
     middle = sorted(differences)[steps // 2]
-    worst = max(differences)
+    beyond = sum(d > 1e-3 for d in differences)
     return PathReport(
-        name, word, mode, independent, ids.shape[1], steps, worst, middle, first, calls[0], calls[1], watch.seconds
-    )
+        name, word, mode, independent, ids.shape[1], steps, max(differences), middle, beyond, first, *calls,
+        watch.seconds,
+    )  # fmt: skip
