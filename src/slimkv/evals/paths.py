@@ -87,6 +87,6 @@ def compare_paths(
     middle = sorted(differences)[steps // 2]
     beyond = sum(d > 1e-3 for d in differences)
     return PathReport(
-        name, word, mode, independent, ids.shape[1], steps, max(differences), middle, beyond, first, *calls,
+        name, word, mode, independent, ids.shape[1], steps, max(differences), middle, beyond, first, calls[0], calls[1],
         watch.seconds,
     )  # fmt: skip
