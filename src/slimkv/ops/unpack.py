@@ -129,16 +129,22 @@ def _tail_nibbles(
     t = lane % 4
     mask = keep[None, :, None] & (piece >= FIRST) & (piece < S) & (lane >= 0)
     out = tl.zeros([32, base.shape[0], SP], tl.int32)
+    # Written without dividing a position that is negative outside the mask: a shift by a negative remainder is undefined,
+    # and the compiler may conclude that the mask always holds.
+    row = (piece - FIRST) * (2 * W)
     for n in tl.static_range(8):
         if TRANSPOSED:
             token = 2 * t + 8 * (n // 4) + (n // 2) % 2
-            dim = g + 8 * (n % 2)
+            byte_at = (n % 2) * W + g * W // 8
+            shift = g * W % 8
         else:
             token = g + 8 * (n // 4)
-            dim = 2 * t + 8 * ((n // 2) % 2) + n % 2
-        bit = ((piece - FIRST) * 16 + dim) * W
-        byte = tl.load(base[None, :, None] + OFFSET + token * ROW_BYTES + bit // 8, mask=mask, other=0).to(tl.int32)
-        out |= ((byte >> (bit % 8)) & ((1 << W) - 1)) << (4 * n)
+            byte_at = ((n // 2) % 2) * W + t * W // 4
+            shift = 2 * t * W % 8 + (n % 2) * W
+        byte = tl.load(base[None, :, None] + OFFSET + token * ROW_BYTES + (row + byte_at), mask=mask, other=0).to(
+            tl.int32
+        )
+        out |= ((byte >> shift) & ((1 << W) - 1)) << (4 * n)
     return out
 
 
