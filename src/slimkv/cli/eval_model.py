@@ -61,14 +61,17 @@ def _progress() -> Iterator[Progress]:
         yield move
 
 
-def _load(model: str, threads: int | None, device: str) -> Loaded:
+def load_quietly(model: str, threads: int | None, device: str = "cpu") -> Loaded:
+    """The model, without the progress bars of transformers, which would break the command's own."""
     import torch
 
     from slimkv import models
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return models.load(model, device=device)
+    with user_errors():
+        models.quiet_loading()
+        return models.load(model, device=device)
 
 
 def _mode(serving: bool) -> str:
@@ -105,7 +108,7 @@ def perplexity(
     from slimkv.evals.texts import load_text, token_windows
 
     with user_errors(), _progress() as progress:
-        loaded = _load(model, threads, device)
+        loaded = load_quietly(model, threads, device)
         ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, stride)
         report = measure_perplexity(
             loaded.model, ids, words(formats, str), name=model, mode=_mode(serving), stride=stride, progress=progress
@@ -138,7 +141,7 @@ def agreement(
     from slimkv.evals.texts import load_text, token_windows
 
     with user_errors(), _progress() as progress:
-        loaded = _load(model, threads, device)
+        loaded = load_quietly(model, threads, device)
         ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
         report = measure_agreement(
             loaded.model, ids, words(formats, str), name=model, mode=_mode(serving), progress=progress
@@ -173,7 +176,7 @@ def needle(
     from slimkv.evals.texts import load_text
 
     with user_errors(), _progress() as progress:
-        loaded = _load(model, threads, device)
+        loaded = load_quietly(model, threads, device)
         report = measure_needle(
             loaded.model, loaded.tokenizer, load_text(text), words(formats, str), contexts=words(contexts, int),
             depths=words(depths, float), name=model, mode=_mode(not strict), progress=progress,
@@ -203,7 +206,7 @@ def generation(
     from slimkv.evals.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
-        loaded = _load(model, threads, device)
+        loaded = load_quietly(model, threads, device)
         report = measure_generation(
             loaded.model, loaded.tokenizer, words(formats, str), new_tokens=new_tokens, name=model,
             mode=_mode(not strict), progress=progress,
@@ -235,7 +238,7 @@ def layers(
     from slimkv.evals.texts import load_text, token_windows
 
     with user_errors(), _progress() as progress:
-        loaded = _load(model, threads, device)
+        loaded = load_quietly(model, threads, device)
         ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens)
         report = measure_layers(loaded.model, ids, words(formats, str), name=model, progress=progress)
         if plot is not None:
@@ -265,7 +268,7 @@ def paths(
     from slimkv.evals.texts import load_text, token_windows
 
     with user_errors(), _progress() as progress:
-        loaded = _load(model, threads, device)
+        loaded = load_quietly(model, threads, device)
         ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens)
         report = compare_paths(
             loaded.model, ids, word, steps=steps, name=model, mode=_mode(serving), independent=independent,
