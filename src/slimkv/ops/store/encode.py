@@ -80,14 +80,49 @@ def _halves(fixed):
 
 
 @triton.jit
+def _butterfly(x, M: tl.constexpr, S: tl.constexpr):
+    """x [S * M, 16], rows ordered (s, m): the Hadamard transform over s -> [M, 16 S].
+
+    Each step takes the highest bit of s apart and leaves it as the lowest bit of the flat index.
+    """
+    flat = tl.reshape(x, (S * M * 16,))
+    for i in tl.static_range(10):
+        if (1 << i) < S:
+            a, b = tl.split(tl.permute(tl.reshape(flat, (2, S * M * 8)), (1, 0)))
+            flat = tl.reshape(tl.join(a + b, a - b), (S * M * 16,))
+    return tl.reshape(tl.permute(tl.reshape(flat, (M, 16, S)), (0, 2, 1)), (M, 16 * S))
+
+
+@triton.jit
+def _rotate_power_of_two(fixed, signs, D: tl.constexpr):
+    """A Hadamard matrix of 2^n is the product of one of 16, which the tensor cores apply to every slice of 16, and one over
+    the slices, which is a few additions: neither needs the matrix itself. Its signs are the rotation's first column."""
+    M: tl.constexpr = fixed.shape[0]
+    S: tl.constexpr = D // 16
+    i = tl.arange(0, 16)
+    own = tl.load(signs + i * D).to(tl.float32)
+    h = (tl.load(signs + i[:, None] * D + i[None, :]).to(tl.float32) * own[:, None]).to(tl.float16)
+    flip = tl.load(signs + tl.arange(0, D) * D).to(tl.float32)
+    high, low = _halves(fixed * flip[None, :])
+    high = tl.reshape(tl.permute(tl.reshape(high, (M, S, 16)), (1, 0, 2)), (S * M, 16))
+    low = tl.reshape(tl.permute(tl.reshape(low, (M, S, 16)), (1, 0, 2)), (S * M, 16))
+    high_sum = _butterfly(tl.dot(high, h), M, S)
+    low_sum = _butterfly(tl.dot(low, h), M, S)
+    return high_sum, low_sum
+
+
+@triton.jit
 def _rotate_fixed(fixed, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr):
     """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP].
 
+    Sizes that are powers of two take the product apart (`_rotate_power_of_two`); others use the whole matrix.
     x_ptr: pointers [M] to the rows that ``fixed`` was made of. A matrix too large for shared memory is taken in blocks
     of rows, and the rows' fixed-point numbers made again block by block; the sums are exact, so nothing changes.
     """
     col = tl.arange(0, DP)
-    if DP <= 256:
+    if D == DP and D >= 32:
+        high_sum, low_sum = _rotate_power_of_two(fixed, signs, D)
+    elif DP <= 256:
         inside = (col < D)[:, None] & (col < D)[None, :]
         h = tl.load(signs + col[:, None] * D + col[None, :], mask=inside, other=0.0).to(tl.float16)
         high, low = _halves(fixed)
