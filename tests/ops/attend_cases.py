@@ -144,6 +144,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
             towering = key[base + length - count].repeat_interleave(case.group, 0)  # a key that every query sees
             query[first : first + count] = (towering.float() * case.query_norm).to(dtype)
             first, base = first + count, base + length
+    query[rows - case.padding :] = torch.nan  # an engine does not clear what it pads with
     if case.strided:
         wide = torch.empty(rows, heads + 2, spec.key_dim + 16, dtype=dtype, device=device)
         wide[:, 1:-1, : spec.key_dim] = query
@@ -154,6 +155,8 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
             random(rows, case.kv_heads, spec.key_dim, case.key_norm),
             random(rows, case.kv_heads, spec.value_dim, case.value_norm),
         )
+        for x in fresh:
+            x[rows - case.padding :] = torch.nan
     sinks = torch.randn(heads, generator=g).to(device) if case.sinks else None
     return Built(case, codec, layout, batch, pages, query, fresh, sinks)
 

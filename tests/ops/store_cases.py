@@ -66,15 +66,28 @@ def random_rows(count: int, dim: int, generator: torch.Generator) -> Tensor:
         torch.full((dim,), -0.0),
         torch.ones(dim),
         torch.nn.functional.one_hot(torch.tensor(dim // 2), dim).float() * -3,
-        torch.arange(dim).float() % 16 + 0.5,  # halfway between uniform's levels
+        *(_between_levels(dim, bits) for bits in (2, 3, 4, 8)),
         (torch.arange(dim) % 2).float(),
         torch.full((dim,), 1e-42),
-        (1 + (2 * (torch.arange(dim) % 8) + 1) / 16.0)
-        * 2.0 ** (torch.arange(dim) % 6 - 3),  # halfway between e4m3 numbers
+        _between_fp8(dim),
     ]
     for i, row in enumerate(special[:count]):
         x[i * (count // len(special)) if count >= len(special) else i] = row
     return x
+
+
+def _between_levels(dim: int, bits: int) -> Tensor:
+    """Halfway between the evenly spaced levels of ``bits`` bits, which run from 0 in steps of 1."""
+    top = (1 << bits) - 1
+    row = torch.arange(dim).float() % top + 0.5
+    row[0], row[1] = 0, top
+    return row
+
+
+def _between_fp8(dim: int) -> Tensor:
+    """Halfway between e4m3 numbers of several exponents."""
+    number = torch.arange(dim)
+    return (1 + (2 * (number % 8) + 1) / 16.0) * 2.0 ** (number % 6 - 3)
 
 
 def build(case: Case, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Codec]:
@@ -98,6 +111,8 @@ def build(case: Case, device: torch.device, seed: int = 0) -> tuple[Tensor, Tens
     key = side(spec.key_dim, spec.key.raw_dtype if spec.key.kind == Kind.RAW else None)
     value = side(spec.value_dim, spec.value.raw_dtype if spec.value.kind == Kind.RAW else None)
     slots, blocks = case.slot_mapping(g)
+    key[slots < 0] = torch.nan  # rows that are skipped are rows that nobody cleared
+    value[slots < 0] = torch.nan
     pages = torch.full((blocks, case.heads, layout.region_bytes), POISON_BYTE, dtype=torch.uint8, device=device)
     return key, value, slots.to(device), pages, Codec(spec, device)
 

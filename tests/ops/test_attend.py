@@ -79,6 +79,7 @@ COVERING = [
     PREFILL,
     replace(PREFILL, format="k3v6", dim=80, value_dim=48, lens=(50,), queries=(33,), sinks=True, softcap=5.0),
     replace(PREFILL, format="4bit_nc", lens=(60,), queries=(34,), window=19, fresh=True),
+    replace(PREFILL, lens=(60,), queries=(34,), fresh=True, padding=2, value_norm=1e5, dtype="fp32"),
     MIXED,
     replace(MIXED, lens=(40, 9), queries=(35, 2), slack=True),
     replace(TINY, lens=(40,), queries=(10,), padding=30, slack=True),
