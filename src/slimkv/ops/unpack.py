@@ -129,8 +129,8 @@ def _tail_nibbles(
     t = lane % 4
     mask = keep[None, :, None] & (piece >= FIRST) & (piece < S) & (lane >= 0)
     out = tl.zeros([32, base.shape[0], SP], tl.int32)
-    # Written without dividing a position that is negative outside the mask: a shift by a negative remainder is undefined,
-    # and the compiler may conclude that the mask always holds.
+    # Written without dividing a position that is negative outside the mask: a shift by a negative remainder is
+    # undefined, and the compiler may conclude that the mask always holds.
     row = (piece - FIRST) * (2 * W)
     for n in tl.static_range(8):
         if TRANSPOSED:
