@@ -56,17 +56,25 @@ LOOKUP_KEYS_ASM = tl.constexpr(_LOOKUP + "".join(_to_halves(*row) for row in _IN
 # Less 1087 (0x643F): level + 0.5, small enough to be summed over many tokens without cancellation.
 LOOKUP_VALUES_ASM = tl.constexpr(_LOOKUP + "".join(_to_halves(*row, "d") for row in _CROSSED) + "}")
 
-# 8 nibbles -> 8 fp16 integers.
-_NIBBLES = """{
+# 8 nibbles -> 8 fp16 integers, less half their range: sums over many tokens then stay small (see `uniform_centre`).
+_NIBBLES = """{{
 .reg .b32 e, o, a, c, d;
 mov.b32 c, 0x64646464;
-mov.b32 d, 0x64006400;
+mov.b32 d, {offset};
 and.b32 e, $8, 0x0F0F0F0F;
 shr.u32 o, $8, 4;
 and.b32 o, o, 0x0F0F0F0F;
 """
 _EVEN_ODD = (("e", "0x4140", 0, 2), ("o", "0x4140", 1, 3), ("e", "0x4342", 4, 6), ("o", "0x4342", 5, 7))
-NIBBLES_ASM = tl.constexpr(_NIBBLES + "".join(_to_halves(*row, "d") for row in _EVEN_ODD) + "}")
+
+
+def _nibbles_asm(offset: str) -> tl.constexpr:
+    return tl.constexpr(_NIBBLES.format(offset=offset) + "".join(_to_halves(*row, "d") for row in _EVEN_ODD) + "}")
+
+
+_NIBBLES_2_ASM = _nibbles_asm("0x64026402")
+_NIBBLES_3_ASM = _nibbles_asm("0x64046404")
+_NIBBLES_4_ASM = _nibbles_asm("0x64086408")
 _THREE_WORDS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
 _ONE_WORD = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
 
@@ -248,7 +256,16 @@ def _number(low, high, levels, n: tl.constexpr, KIND: tl.constexpr, BITS: tl.con
     elif KIND == _FP8:
         return fp8_to_half(code)
     else:
-        return code.to(tl.float16)
+        return code.to(tl.float16) - uniform_centre(BITS)
+
+
+@triton.jit
+def uniform_centre(BITS: tl.constexpr):
+    """What `numbers` takes off uniform codes.
+
+    Without it the codes' mean and the vector's zero, both large, would have to cancel in the output.
+    """
+    return 1 << (BITS - 1)
 
 
 @triton.jit
@@ -288,9 +305,16 @@ def numbers(
                 LOOKUP_KEYS_ASM, _THREE_WORDS, [low, table0, table1], (tl.float16,) * 8, is_pure=True,
                 pack=1)  # fmt: skip
     elif PTX and KIND == _UNIFORM and BITS <= 4:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            NIBBLES_ASM, _ONE_WORD, [_uniform_code_word(low, BITS)], (tl.float16,) * 8, is_pure=True,
-            pack=1)  # fmt: skip
+        word = _uniform_code_word(low, BITS)
+        if BITS == 4:
+            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+                _NIBBLES_4_ASM, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
+        elif BITS == 3:
+            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+                _NIBBLES_3_ASM, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
+        else:
+            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+                _NIBBLES_2_ASM, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
     else:
         v0 = _number(low, high, levels, 0, KIND, BITS)
         v1 = _number(low, high, levels, 1, KIND, BITS)

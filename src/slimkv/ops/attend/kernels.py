@@ -23,6 +23,7 @@ from slimkv.ops.unpack import (
     load_field,
     numbers,
     raw_numbers,
+    uniform_centre,
 )
 
 _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
@@ -209,7 +210,8 @@ def attend_kernel(
             s *= k_scale[:, None]
             if K_KIND == _UNIFORM:
                 k_zero = load_field((region + K_FIELDS + 2 * PAGE)[:, None], field_at, valid_tiles)
-                s += tl.reshape(decode_signed(k_zero), (BT,))[:, None] * q_sum[None, :]
+                centre = tl.reshape(decode_signed(k_zero), (BT,)) + k_scale * uniform_centre(K_BITS)
+                s += centre[:, None] * q_sum[None, :]
             s *= row_scale[None, :]
         if SOFTCAP:
             s = soft_cap(s, softcap)
@@ -240,7 +242,8 @@ def attend_kernel(
             acc = tl.dot(v, in_fragment_order(ph), acc)
             if V_KIND == _UNIFORM:
                 v_zero = load_field((region + V_FIELDS + 2 * PAGE)[:, None], field_at, valid_tiles)
-                w = w * alpha + tl.sum(p * tl.where(valid, tl.reshape(decode_signed(v_zero), (BT,)), 0.0)[:, None], 0)
+                centre = tl.reshape(decode_signed(v_zero), (BT,)) + v_scale * uniform_centre(V_BITS)
+                w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
             elif PTX and V_KIND == _LLOYD and V_BITS <= 4:
                 w = w * alpha - _VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
 

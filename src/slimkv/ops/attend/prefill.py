@@ -28,6 +28,7 @@ from slimkv.ops.unpack import (
     load_field,
     numbers,
     raw_numbers,
+    uniform_centre,
 )
 
 _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
@@ -93,13 +94,14 @@ def _dense_scale(exponent_ptr, sequence, head, SIDE: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def _fields(region, field_at, keep, FIELDS: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr):
-    """Scale and zero of every token: float32 [16 NT] each."""
+def _fields(region, field_at, keep, FIELDS: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):
+    """Scale of every token and what number 0 stands for: float32 [16 NT] each."""
     BT: tl.constexpr = field_at.shape[0] * field_at.shape[1]
     scale = tl.reshape(decode_unsigned(load_field((region + FIELDS)[:, None], field_at, keep)), (BT,))
     zero = tl.zeros([BT], tl.float32)
     if KIND == _UNIFORM:
         zero = tl.reshape(decode_signed(load_field((region + FIELDS + 2 * PAGE)[:, None], field_at, keep)), (BT,))
+        zero += scale * uniform_centre(BITS)
     return scale, zero
 
 
@@ -148,7 +150,7 @@ def unpack_kernel(
     else:
         low, high = load_code_words(region + in_page * (2 * KD * K_BITS), tile_valid, K_BITS, KD // 16, KS, False)
         k = as_keys(numbers(low, high, key_levels, key_table0, key_table1, K_KIND, K_BITS, False, PTX)).to(tl.float32)
-        scale, zero = _fields(region, field_at, tile_tokens, K_FIELDS, PAGE, K_KIND)
+        scale, zero = _fields(region, field_at, tile_tokens, K_FIELDS, PAGE, K_KIND, K_BITS)
         if PTX and K_KIND == _LLOYD and K_BITS <= 4:
             k -= _KEY_OFFSET
         k = (k * scale[:, None] + zero[:, None]) * k_up
@@ -177,7 +179,9 @@ def unpack_kernel(
             tl.float32
         )
         v_field_at = (in_page * 16)[:, None] + fragment_order(tl.arange(0, 16))[None, :]
-        scale, zero = _fields(region, v_field_at, tl.reshape(v_token < length, (NT, 16)), V_FIELDS, PAGE, V_KIND)
+        scale, zero = _fields(
+            region, v_field_at, tl.reshape(v_token < length, (NT, 16)), V_FIELDS, PAGE, V_KIND, V_BITS
+        )
         if PTX and V_KIND == _LLOYD and V_BITS <= 4:
             v -= _VALUE_OFFSET
         v = (v * scale[None, :] + zero[None, :]) * v_up

@@ -290,9 +290,10 @@ def run(request: StoreRequest) -> None:
         return
     layout, key, value, pages = request.layout, request.key, request.value, request.pages
     k, v = request.codec.key_tables, request.codec.value_tables
-    tiles = 4 if tokens >= 2048 else (2 if tokens > 256 else 1)
-    if max(layout.spec.key_dim, layout.spec.value_dim) > 256:
-        tiles = 1
+    tiles, warps = (
+        1,
+        2 if tokens > 256 else 4,
+    )  # many small programs fill the device; few tokens are a matter of latency
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 2)
     store_kernel[grid](
         key, value, pages, request.slot_mapping,
@@ -301,5 +302,5 @@ def run(request: StoreRequest) -> None:
         tokens, key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
         NT=tiles, PAGE=layout.block_tokens,
         **_side_constants(layout.key, "K"), **_side_constants(layout.value, "V"),
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
