@@ -61,15 +61,19 @@ class Case:
     def bound(self) -> float:
         """Largest relative error of an output row.
 
-        Probabilities and queries are rounded to fp16 inside; to bf16 beside raw bf16 and in the dense pass of long
-        queries, which unpacks to bf16; a bf16 result is rounded once more (Triton's interpreter even truncates it).
+        Probabilities and queries are rounded to fp16 inside, to bf16 beside raw bf16; a bf16 result is rounded once
+        more. Triton's interpreter truncates to bf16 instead of rounding, which is twice as far off.
         """
-        if self.out_dtype == "bf16":
-            return 5e-3
-        if self.spec.word == "krawfp32vrawfp32" and self.dtype == "fp32":
+        if self.spec.word == "krawfp32vrawfp32" and self.dtype == self.out_dtype == "fp32":
             return 1e-4
-        bf16_inside = max(self.queries) > 32 or self.fresh or "rawbf16" in self.spec.word
-        return 4e-3 if bf16_inside else 2e-3
+        if "rawbf16" in self.spec.word or self.fresh:
+            return 5e-3 if torch.cuda.is_available() else 1e-2
+        return 5e-3 if self.out_dtype == "bf16" else 2e-3
+
+    @property
+    def lse_bound(self) -> float:
+        """Largest error of the log-sum-exp over 1 + its magnitude: what rounding queries does to scores."""
+        return 5e-3 if "krawbf16" in self.spec.word else 2e-3
 
 
 @dataclass(frozen=True)

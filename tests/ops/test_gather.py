@@ -43,7 +43,7 @@ def test_every_format(word, rotated, device):
     case = Case(format=word, heads=1, tokens=40, dtype="fp32")
     pages, slots, codec = stored(case, device)
     got = ops.gather(pages, slots, codec=codec, layout=case.layout, rotated=rotated, impl="triton")
-    assert_decoded(got, pages, slots, codec, case.layout, rotated, 3e-6)
+    assert_decoded(got, pages, slots, codec, case.layout, rotated, 5e-6)
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [*SHAPES, *full(FULL_SHAPES)])
@@ -52,7 +52,7 @@ def test_every_shape(dim, value_dim, word, device):
     case = Case(format=word, dim=dim, value_dim=value_dim, tokens=33, page=32, slot_dtype="int32")
     pages, slots, codec = stored(case, device)
     got = ops.gather(pages, slots, codec=codec, layout=case.layout, impl="triton")
-    assert_decoded(got, pages, slots, codec, case.layout, False, 3e-6)
+    assert_decoded(got, pages, slots, codec, case.layout, False, 5e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
