@@ -118,7 +118,7 @@ MATRIX = [
     *(replace(DECODE, value_norm=norm, dtype="fp32", format=word) for norm, word in EXTREMES),
     *(replace(PREFILL, value_norm=norm, dtype="fp32", format=word) for norm, word in EXTREMES[:4]),
     replace(DECODE, key_norm=1e3, query_norm=0.5, peaked=True),
-    replace(PREFILL, key_norm=30.0, query_norm=0.5, peaked=True),
+    replace(PREFILL, key_norm=1000.0, query_norm=0.5, peaked=True),
     *(replace(base, slack=True) for base in (DECODE, VERIFY, PREFILL, MIXED)),
     replace(DECODE, splits=9, given_workspace=True),
     replace(DECODE, lens=(0, 0), queries=(1, 1)),

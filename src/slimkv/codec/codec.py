@@ -30,8 +30,8 @@ def _indexed(device: torch.device | str) -> torch.device:
 def _magnitude_entries(form: TensorFormat, levels_by_code: np.ndarray) -> np.ndarray:
     """Per magnitude, what a store kernel looks up.
 
-    Twice the level squared for the norm policy of up to 4 bits, otherwise the level in units of 1 / LEVEL_DENOMINATOR; up
-    to 4 bits with the magnitude's index above the low 16 bits.
+    Twice the level squared for the norm policy of up to 4 bits, otherwise the level in units of 1 / LEVEL_DENOMINATOR;
+    up to 4 bits with the magnitude's index above the low 16 bits.
     """
     positive = levels_by_code[len(levels_by_code) // 2 :]
     if form.bits > 4:

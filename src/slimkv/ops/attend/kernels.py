@@ -50,7 +50,7 @@ def find_block(starts, sequences, block, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _power_below(top):
+def power_below(top):
     """For magnitudes top [N]: 1 / 2^e, 2^e and e with top / 2^e in [1, 2), float32 [N] each."""
     exponent = (top.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
@@ -59,21 +59,11 @@ def _power_below(top):
 
 
 @triton.jit
-def softmax_step(s, top, m, z, acc):
-    """One step of the online softmax on scores s [M, BT] whose reference maximum is top [M].
-
-    Returns the probabilities and the state, rescaled to the new maximum.
-    """
-    m_new = tl.maximum(m, top)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - m_safe[:, None])
-    alpha = tl.exp2(m - m_safe)
-    return p, m_new, z * alpha + tl.sum(p, 1), acc * alpha[:, None]
-
-
-@triton.jit
 def _softmax_columns(s, top, m, z, acc):
-    """``softmax_step`` for transposed tiles: scores s [BT, M], acc [VDP, M]; also the factor of the old state."""
+    """One step of the online softmax on scores s [BT, M] whose reference maximum is top [M], acc [VDP, M].
+
+    Returns the probabilities, the state rescaled to the new maximum, and the factor that did so.
+    """
     m_new = tl.maximum(m, top)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s - m_safe[None, :])
@@ -161,7 +151,7 @@ def attend_kernel(
         q = tl.load(q_ptrs[None, :] + q_dim[:, None], mask=row_valid[None, :] & (q_dim < KD)[:, None], other=0.0).to(
             tl.float32
         )
-    down, up, _ = _power_below(tl.max(tl.abs(q), 0))
+    down, up, _ = power_below(tl.max(tl.abs(q), 0))
     q *= down[None, :]
     if K_KIND == _RAW and K_BITS == 32:
         qh = q
@@ -260,7 +250,7 @@ def attend_kernel(
                 k = tl.load(k_at[:, None] + dim[None, :], mask=present[:, None] & (dim < KD)[None, :], other=0.0).to(
                     tl.float32
                 )
-                k_down, k_up, _ = _power_below(tl.max(tl.abs(k), 1))
+                k_down, k_up, _ = power_below(tl.max(tl.abs(k), 1))
                 k = (k * k_down[:, None]).to(tl.float16)
                 s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
                 if SOFTCAP:
@@ -277,7 +267,7 @@ def attend_kernel(
                 v = tl.load(
                     v_at[None, :] + v_dim[:, None], mask=present[None, :] & (v_dim < VD)[:, None], other=0.0
                 ).to(tl.float32)
-                v_down, v_up, v_exponent = _power_below(tl.max(tl.abs(v), 0))
+                v_down, v_up, v_exponent = power_below(tl.max(tl.abs(v), 0))
                 p, m, z, acc, _ = _softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, z, acc)
                 acc = tl.dot((v * v_down[None, :]).to(tl.float16), (p * v_up[:, None]).to(tl.float16), acc)
 

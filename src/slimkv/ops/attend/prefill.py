@@ -16,7 +16,7 @@ import triton.language as tl
 
 from slimkv.codec import scale16
 from slimkv.ops import unpack
-from slimkv.ops.attend.kernels import find_block, finish, soft_cap, softmax_step
+from slimkv.ops.attend.kernels import find_block, finish, power_below, soft_cap
 from slimkv.ops.rotate import dot, rotate_rows
 from slimkv.ops.unpack import (
     as_keys,
@@ -196,6 +196,16 @@ def unpack_kernel(
 
 
 @triton.jit
+def _softmax_rows(s, factor, m, z, acc):
+    """One online softmax step on scores s [M, BN] times factor [M] > 0: probabilities, and the state rescaled."""
+    m_new = tl.maximum(m, tl.max(s, 1) * factor)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * factor[:, None] - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    return p, m_new, z * alpha + tl.sum(p, 1), acc * alpha[:, None]
+
+
+@triton.jit
 def prefill_kernel(
     q_ptr, dense_k_ptr, dense_v_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, sinks_ptr, out_ptr, lse_ptr,
     acc_ptr, ml_ptr,
@@ -248,9 +258,10 @@ def prefill_kernel(
         q = tl.load(q_ptrs[:, None] + q_dim[None, :], mask=row_valid[:, None] & (q_dim < KD)[None, :], other=0.0).to(
             tl.float32
         )
-    qh = (q * (scale_log2 * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True))).to(
-        dense_k_ptr.dtype.element_ty
-    )
+    # Rows are scaled by powers of two, which loses nothing; the rest of the scale waits for the float32 scores.
+    down, up, _ = power_below(tl.max(tl.abs(q), 1))
+    qh = (q * down[:, None]).to(dense_k_ptr.dtype.element_ty)
+    factor = tl.maximum(up * (scale_log2 * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True)), 1e-30)
 
     state = q_row * HEADS * GROUP + q_head
     v_dim = tl.arange(0, VDP)
@@ -280,7 +291,7 @@ def prefill_kernel(
             )
         s = dot(qh, kt, tl.zeros([M, BN], tl.float32))
         if SOFTCAP:
-            s = soft_cap(s, softcap)
+            s = soft_cap(s * factor[:, None], softcap)
         if token0 + BN > clear_end or token0 < clear_begin or token0 + BN > end:
             visible = (token < end)[None, :] & (token >= 0)[None, :]
             if CAUSAL:
@@ -288,7 +299,10 @@ def prefill_kernel(
             if WINDOW:
                 visible = visible & (token[None, :] > position[:, None] - window)
             s = tl.where(visible, s, float("-inf"))
-        p, m, z, acc = softmax_step(s, tl.max(s, 1), m, z, acc)
+        if SOFTCAP:
+            p, m, z, acc = _softmax_rows(s, tl.full([M], 1.0, tl.float32), m, z, acc)
+        else:
+            p, m, z, acc = _softmax_rows(s, factor, m, z, acc)
         if VDP == VD:
             v = tl.load(
                 dense_v_ptr + (base + token)[:, None] * VD + v_dim[None, :], mask=(token < end)[:, None], other=0.0

@@ -215,7 +215,9 @@ def _dense_exponents(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Te
         if form.kind == Kind.RAW:
             exponents[..., side] = 6
         elif request.fresh is not None:
-            exponents[..., side] = torch.frexp(fresh[side].abs().amax().float())[1].clamp(min=-39)
+            real = torch.arange(fresh[side].shape[0], device=exponents.device) < request.query_start[-1]  # not padding
+            top = torch.where(real, fresh[side].abs().amax((1, 2)).float(), 0.0).nan_to_num().amax()
+            exponents[..., side] = torch.frexp(top)[1].clamp(min=-39)
     constants = {
         name: _format_constants(request.layout)[name]
         for name in ("PAGE", "K_KIND", "K_BITS", "K_FIELDS", "V_KIND", "V_BITS", "V_FIELDS")
@@ -246,8 +248,11 @@ def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, in
     shared = 96 << 10
     if device.type == "cuda":
         shared = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+    if itemsize == 4:  # float32 products are made of three, each with operands of its own
+        return 32, 1
+    padded = triton.next_power_of_2(dim)
     for tokens, stages in ((128, 3), (64, 3), (64, 2), (32, 2)):
-        if 2 * tokens * triton.next_power_of_2(dim) * itemsize * stages <= shared - (16 << 10):
+        if (2 * tokens * stages + 128) * padded * itemsize <= shared:
             return tokens, stages
     return 32, 1
 

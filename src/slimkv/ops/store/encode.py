@@ -97,7 +97,7 @@ def _butterfly(x, M: tl.constexpr, S: tl.constexpr):
 def _rotate_power_of_two(fixed, signs, D: tl.constexpr):
     """Both halves' products with the signed Hadamard matrix: float32 [M, D] each.
 
-    A Hadamard matrix of 2^n is the product of one of 16, which the tensor cores apply to every slice of 16, and one over
+    A matrix of 2^n is the product of one of 16, which the tensor cores apply to every slice of 16, and one over
     the slices, which is a few additions: neither needs the matrix itself. Its signs are the rotation's first column.
     """
     M: tl.constexpr = fixed.shape[0]
