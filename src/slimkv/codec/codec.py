@@ -99,25 +99,39 @@ class Codec:
 
     # -- encode: vectors to codes ------------------------------------------------------------------------------------
 
-    def encode_key(self, x: Tensor, *, mark_invalid: bool = False) -> Encoded:
+    def encode_key(self, x: Tensor, *, rounding: Tensor | None = None, mark_invalid: bool = False) -> Encoded:
         """[..., key_dim] -> ``Encoded``.
+
+        ``rounding``: from ``slimkv.codec.rounding.rounding_matrix``, float32 broadcastable to [..., key_dim, key_dim]
+        (one matrix per KV head beside x [..., kv_heads, key_dim]); for ``lloyd`` keys. Decoding does not need it.
 
         Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector; with ``mark_invalid`` such
         vectors are marked the way kernels mark them instead.
         """
-        return self._encode(x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid)
+        return self._encode(x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid, rounding)
 
     def encode_value(self, x: Tensor, *, mark_invalid: bool = False) -> Encoded:
         """[..., value_dim] -> ``Encoded``; see ``encode_key``."""
         return self._encode(x, self.spec.value, self.spec.value_dim, self.value_tables, "value", mark_invalid)
 
-    def _encode(self, x: Tensor, form: TensorFormat, dim: int, tables: SideTables, name: str, mark: bool) -> Encoded:
+    def _encode(
+        self,
+        x: Tensor,
+        form: TensorFormat,
+        dim: int,
+        tables: SideTables,
+        name: str,
+        mark: bool,
+        rounding: Tensor | None = None,
+    ) -> Encoded:
         self._check(x, dim, name)
+        if rounding is not None:
+            self._check_rounding(rounding, form, x)
         if form.kind == Kind.RAW:
             return quantize.encode_raw(x, form)
         x = x.float().contiguous()
         if form.kind == Kind.LLOYD:
-            encoded = quantize.encode_lloyd(x, form, tables)
+            encoded = quantize.encode_lloyd(x, form, tables, rounding)
         elif form.kind == Kind.UNIFORM:
             encoded = quantize.encode_uniform(x, form, tables)
         else:
@@ -132,6 +146,21 @@ class Codec:
                 f"{int(bad.sum())} {name} vector(s) cannot be encoded; the first, at index {where}, has {reason}"
             )
         return encoded
+
+    def _check_rounding(self, rounding: Tensor, form: TensorFormat, x: Tensor) -> None:
+        if form.kind != Kind.LLOYD:
+            raise InputError(f"query-aware rounding is for lloyd keys; these are {form.word}")
+        dim = x.shape[-1]
+        wanted = (*x.shape[:-1], dim, dim)
+        fits = len(rounding.shape) <= len(wanted) and all(
+            have in (1, want) for have, want in zip(rounding.shape[::-1], wanted[::-1], strict=False)
+        )
+        if not fits or rounding.shape[-2:] != (dim, dim) or rounding.dtype != torch.float32:
+            raise InputError(
+                f"rounding must be float32 and broadcast to {list(wanted)}, not {rounding.dtype} {list(rounding.shape)}"
+            )
+        if rounding.device != x.device:
+            raise InputError(f"rounding is on {rounding.device}, the keys on {x.device}")
 
     def _check(self, x: Tensor, dim: int, name: str) -> None:
         if x.shape[-1] != dim:

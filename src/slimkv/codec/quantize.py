@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slimkv.codec import scale16
 from slimkv.codec.codebook import LEVEL_DENOMINATOR
+from slimkv.codec.rounding import shaped_index
 from slimkv.errors import InputError
 from slimkv.spec import Kind, ScalePolicy, TensorFormat
 
@@ -74,16 +75,20 @@ def squared_norm(fixed: Tensor) -> Tensor:
     return fixed.to(torch.int64).square().sum(-1, keepdim=True).float()
 
 
-def encode_lloyd(x: Tensor, form: TensorFormat, tables: SideTables) -> Encoded:
-    """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale."""
+def encode_lloyd(x: Tensor, form: TensorFormat, tables: SideTables, rounding: Tensor | None = None) -> Encoded:
+    """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale; ``rounding`` as in ``slimkv.codec.rounding``."""
     fixed, down, zero = _fixed_point(x)
     rotated = rotate_fixed(fixed, tables)
     squared = squared_norm(fixed)
     norm = squared.sqrt()
     safe_norm = torch.where(zero, 1.0, norm)
     standard = rotated * (torch.tensor(tables.unit, dtype=torch.float32, device=x.device) / safe_norm)
-    index = torch.bucketize(standard, tables.boundaries)  # a value on a boundary takes the lower level
     half = 1 << (form.bits - 1)
+    if rounding is None:
+        index = torch.bucketize(standard, tables.boundaries)  # a value on a boundary takes the lower level
+    else:
+        ascending = torch.cat([tables.levels[:half].flip(0), tables.levels[half:]])
+        index = shaped_index(standard, ascending, tables.boundaries, rounding)
     codes = torch.where(index >= half, index, half - 1 - index).to(torch.uint8)
     scale = _lloyd_scale(rotated, codes, squared, norm, form, tables) * down
     field = scale16.encode_unsigned(torch.where(zero, 0.0, scale))

@@ -1,0 +1,135 @@
+"""Query-aware rounding: less error where queries look, the same codes and decoder, a stated price elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slimkv.codec import Codec
+from slimkv.codec.rounding import isotropic_cost, rounding_matrix, shaped_index
+from slimkv.errors import InputError
+
+DIM = 64
+
+
+def skewed_moment(seed: int, heads: int | None = None, dim: int = DIM) -> torch.Tensor:
+    """Second moments of queries that live in a few directions: eigenvalues falling from 1 to 1e-3."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (dim, dim) if heads is None else (heads, dim, dim)
+    basis = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))[0]
+    return basis @ torch.diag(torch.logspace(0, -3, dim, dtype=torch.float64)) @ basis.mT
+
+
+def errors(codec: Codec, x: torch.Tensor, rounding: torch.Tensor | None) -> torch.Tensor:
+    return (codec.decode_key(codec.encode_key(x, rounding=rounding)) - x).double()
+
+
+def keys(count: int = 2000, *shape: int, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(count, *shape, dim, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+def test_the_error_that_queries_see_falls(bits):
+    codec, x = Codec.from_word(f"k{bits}v4", DIM), keys()
+    moment = skewed_moment(0)
+    shaped = errors(codec, x, rounding_matrix(moment, codec.key_rotation))
+    plain = errors(codec, x, None)
+    seen = [torch.einsum("ni,ij,nj->", e, moment, e) for e in (shaped, plain)]
+    assert seen[0] < 0.6 * seen[1]
+
+
+@pytest.mark.parametrize("bits", [3, 4, 5, 6])
+def test_queries_of_no_direction_pay_no_more_than_stated(bits):
+    codec, x = Codec.from_word(f"k{bits}v4", DIM), keys()
+    rounding = rounding_matrix(skewed_moment(0), codec.key_rotation)
+    ratio = errors(codec, x, rounding).square().sum() / errors(codec, x, None).square().sum()
+    price = isotropic_cost(rounding)
+    assert 1 < price < 2
+    assert ratio < 1.1 * price
+
+
+def test_the_price_of_the_identity_is_none():
+    assert isotropic_cost(torch.eye(DIM)) == 1
+
+
+def test_isotropic_queries_change_nothing():
+    codec, x = Codec.from_word("k4v4", DIM), keys(200)
+    rounding = rounding_matrix(3 * torch.eye(DIM), codec.key_rotation)
+    plain, shaped = codec.encode_key(x), codec.encode_key(x, rounding=torch.eye(DIM))
+    assert torch.equal(plain.codes, shaped.codes)
+    assert torch.equal(plain.fields, shaped.fields)
+    assert (rounding - torch.eye(DIM)).abs().max() < 1e-6
+
+
+def test_each_head_has_its_own_matrix():
+    codec, x = Codec.from_word("k4v4", DIM), keys(50, 3)
+    rounding = rounding_matrix(skewed_moment(2, heads=3), codec.key_rotation)
+    together = codec.encode_key(x, rounding=rounding)
+    for head in range(3):
+        alone = codec.encode_key(x[:, head], rounding=rounding[head])
+        assert torch.equal(together.codes[:, head], alone.codes)
+        assert torch.equal(together.fields[:, head], alone.fields)
+
+
+def test_a_vector_is_rounded_alike_in_any_batch():
+    codec, x = Codec.from_word("k3v3", 80), keys(64, dim=80)
+    rounding = rounding_matrix(skewed_moment(3, dim=80), codec.key_rotation)
+    whole = codec.encode_key(x, rounding=rounding).codes
+    parts = [codec.encode_key(part, rounding=rounding).codes for part in x.split([1, 13, 50])]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def test_the_corrections_are_those_of_the_formula():
+    """Against the sums of the formula, in float64, on coordinates far from any boundary's rounding."""
+    generator = torch.Generator().manual_seed(4)
+    levels = torch.tensor([-3.0, -1.0, 1.0, 3.0])
+    boundaries = torch.tensor([-2.0, 0.0, 2.0])
+    y = torch.randn(5, 8, generator=generator)
+    rounding = torch.tril(0.3 * torch.randn(8, 8, generator=generator), -1) + torch.eye(8)
+    got = levels[shaped_index(y, levels, boundaries, rounding)]
+    for row, chosen in zip(y.double(), got.double(), strict=True):
+        error = chosen - row
+        for i in range(8):
+            target = row[i] - (rounding.double()[i + 1 :, i] * error[i + 1 :]).sum()
+            assert (chosen[i] - target).abs() <= (levels.double() - target).abs().min() + 1e-5
+
+
+def test_zero_vectors_stay_zero():
+    codec = Codec.from_word("k4v4", DIM)
+    rounding = rounding_matrix(skewed_moment(0), codec.key_rotation)
+    assert codec.decode_key(codec.encode_key(torch.zeros(3, DIM), rounding=rounding)).abs().max() == 0
+
+
+def test_no_queries_at_all_is_plain_rounding():
+    codec = Codec.from_word("k4v4", DIM)
+    assert torch.equal(rounding_matrix(torch.zeros(DIM, DIM), codec.key_rotation), torch.eye(DIM))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"second_moment": torch.eye(32)}, r"must be \[64, 64\]"),
+        ({"second_moment": torch.full((DIM, DIM), torch.nan)}, "NaN or Inf"),
+        ({"second_moment": torch.diag(torch.linspace(-40, 60, DIM))}, "not positive semidefinite"),
+        ({"damping": 0.0}, "damping must be positive"),
+    ],
+)
+def test_moments_that_are_none_are_refused(change, message):
+    codec = Codec.from_word("k4v4", DIM)
+    arguments = {"second_moment": torch.eye(DIM), "rotation": codec.key_rotation, **change}
+    with pytest.raises(InputError, match=message):
+        rounding_matrix(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("word", "rounding", "message"),
+    [
+        ("k8v4", torch.eye(DIM), "for lloyd keys; these are fp8"),
+        ("k4v4", torch.eye(32), "must be float32 and broadcast"),
+        ("k4v4", torch.eye(DIM).double(), "must be float32"),
+        ("k4v4", torch.eye(DIM).expand(5, DIM, DIM), "broadcast"),
+    ],
+)
+def test_matrices_that_do_not_fit_are_refused(word, rounding, message):
+    with pytest.raises(InputError, match=message):
+        Codec.from_word(word, DIM).encode_key(keys(4, 3), rounding=rounding)
