@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from slimkv.codec import scale16
-from slimkv.spec import Kind
+from slimkv.spec import Kind, SideLayout
 
 LLOYD, UNIFORM, FP8, RAW = 0, 1, 2, 3
 PLAIN_ROWS = "the kernels do not read or write blocks of 1 token; use blocks of 16 or more, or impl='reference'"
@@ -82,6 +82,18 @@ KEY_OFFSET = 1024 + 63.5  # what LOOKUP_KEYS_ASM adds to a level
 VALUE_OFFSET = 0.5  # what LOOKUP_VALUES_ASM adds to a level
 
 
+def side_constants(side: SideLayout, prefix: str) -> dict[str, int | bool]:
+    """What a kernel that reads or writes the pages of one side must know, as keyword arguments."""
+    return {
+        f"{prefix}_D": side.dim,
+        f"{prefix}_SP": triton.next_power_of_2(side.dim // 16),
+        f"{prefix}_KIND": KIND_NUMBER[side.format.kind],
+        f"{prefix}_BITS": side.format.bits,
+        f"{prefix}_CODES": side.codes_offset,
+        f"{prefix}_FIELDS": side.fields_offset,
+    }
+
+
 def byte_table(levels_by_code: list[float], bits: int) -> tuple[int, int]:
     """The 8-entry table of the look-up as two int32: entry i is 0xFF ^ (64 + magnitude_i - 0.5)."""
     half = 1 << (bits - 1)
@@ -100,6 +112,18 @@ def word_index(i, lane, WORDS: tl.constexpr):
         PAIRS: tl.constexpr = WORDS // 2 * 2
         rest = tl.where(i < PAIRS, QUADS * 32 + lane * 2 + i % 2, PAIRS * 32 + lane)
         return tl.where(i < QUADS, (i // 4) * 128 + lane * 4 + i % 4, rest)
+
+
+@triton.jit
+def lane_and_number(place, col, TRANSPOSED: tl.constexpr):
+    """Which lane owns token ``place`` of a tile at dimension ``col``, and its number among the lane's 8."""
+    if TRANSPOSED:
+        lane = 4 * (col % 8) + place % 8 // 2
+        number = 4 * (place // 8) + 2 * (place % 2) + col % 16 // 8
+    else:
+        lane = 4 * (place % 8) + col % 8 // 2
+        number = 4 * (place // 8) + 2 * (col % 16 // 8) + col % 2
+    return lane, number
 
 
 @triton.jit
@@ -403,64 +427,3 @@ def field_exponent(code):
 def load_field(region, position, mask):
     """16-bit fields: uint8 pointers to token 0's field, positions -> int32."""
     return tl.load((region).to(tl.pointer_type(tl.uint16)) + position, mask=mask, other=0).to(tl.int32)
-
-
-@triton.jit
-def _element_bits(region, position, keep, OFFSET: tl.constexpr, TILE_BYTES: tl.constexpr, W: tl.constexpr,
-                  D: tl.constexpr,
-                  SP: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
-    """One plane, token by token: region uint8 pointers [M], position [M] in the block -> int32 [M, 16 SP]."""
-    S: tl.constexpr = D // 16
-    col = tl.arange(0, 16 * SP)[None, :]
-    place = (position % 16).to(tl.int32)[:, None]
-    piece = col // 16
-    if TRANSPOSED:
-        lane = 4 * (col % 8) + place % 8 // 2
-        number = 4 * (place // 8) + 2 * (place % 2) + col % 16 // 8
-    else:
-        lane = 4 * (place % 8) + col % 8 // 2
-        number = 4 * (place // 8) + 2 * (col % 16 // 8) + col % 2
-    base = (region + OFFSET + position // 16 * TILE_BYTES)[:, None]
-    mask = keep[:, None] & (col < D)
-    if W <= 4:
-        SUB: tl.constexpr = 4 // W
-        WORDS: tl.constexpr = S // SUB
-        FIRST: tl.constexpr = WORDS * SUB
-        bit = 32 * word_index(piece // SUB, lane, WORDS) + 4 * number + W * (piece % SUB)
-        if S % SUB:
-            row = 8 * (WORDS * 128 + place * ((S - FIRST) * 2 * W)) + W * (col - FIRST * 16)
-            bit = tl.where(piece < FIRST, bit, row)
-        byte = tl.load(base + bit // 8, mask=mask, other=0).to(tl.int32)
-        return (byte >> (bit % 8)) & ((1 << W) - 1)
-    else:
-        word = word_index(piece * (W // 4) + number * W // 32, lane, S * (W // 4))
-        at = base + word * 4 + number * W % 32 // 8
-        if W == 8:
-            return tl.load(at, mask=mask, other=0).to(tl.int32)
-        elif W == 16:
-            return tl.load(at.to(tl.pointer_type(tl.uint16)), mask=mask, other=0).to(tl.int32)
-        else:
-            return tl.load(at.to(tl.pointer_type(tl.int32)), mask=mask, other=0)
-
-
-@triton.jit
-def element_codes(region, position, keep, CODES: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, SP: tl.constexpr,
-                  TRANSPOSED: tl.constexpr):  # fmt: skip
-    """Codes of single tokens wherever they are: int32 [M, 16 SP]."""
-    TILE: tl.constexpr = 2 * D * BITS
-    if BITS >= 8:
-        return _element_bits(region, position, keep, CODES, TILE, BITS, D, SP, TRANSPOSED)
-    else:
-        FOUR: tl.constexpr = BITS // 4
-        TWO: tl.constexpr = BITS % 4 // 2
-        codes = tl.zeros([region.shape[0], 16 * SP], tl.int32)
-        if FOUR:
-            codes |= _element_bits(region, position, keep, CODES, TILE, 4, D, SP, TRANSPOSED)
-        if TWO:
-            codes |= _element_bits(region, position, keep, CODES + 8 * D * FOUR, TILE, 2, D, SP, TRANSPOSED) << (
-                4 * FOUR
-            )
-        if BITS % 2:
-            OFFSET: tl.constexpr = CODES + 8 * D * FOUR + 4 * D * TWO
-            codes |= _element_bits(region, position, keep, OFFSET, TILE, 1, D, SP, TRANSPOSED) << (4 * FOUR + 2 * TWO)
-        return codes

@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 
 from slimkv.ops import unpack
+from slimkv.ops.elements import element_codes
 from slimkv.ops.gather import GatherRequest
 from slimkv.ops.rotate import unrotate_store
-from slimkv.ops.unpack import KIND_NUMBER, PLAIN_ROWS, decode_signed, decode_unsigned, element_codes, fp8_to_half
+from slimkv.ops.unpack import PLAIN_ROWS, decode_signed, decode_unsigned, fp8_to_half, side_constants
 from slimkv.spec import SideLayout
 
 _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
@@ -97,16 +98,8 @@ def supports(request: GatherRequest) -> str | None:
 
 def _side_constants(side: SideLayout, prefix: str, rotated: bool) -> dict[str, int | bool]:
     form = side.format
-    return {
-        f"{prefix}_D": side.dim,
-        f"{prefix}_SP": triton.next_power_of_2(side.dim // 16),
-        f"{prefix}_KIND": KIND_NUMBER[form.kind],
-        f"{prefix}_BITS": form.bits,
-        f"{prefix}_BF16": form.raw_dtype == "bfloat16",
-        f"{prefix}_UNROTATE": form.rotated and not rotated,
-        f"{prefix}_CODES": side.codes_offset,
-        f"{prefix}_FIELDS": side.fields_offset,
-    }
+    own = {f"{prefix}_BF16": form.raw_dtype == "bfloat16", f"{prefix}_UNROTATE": form.rotated and not rotated}
+    return {**side_constants(side, prefix), **own}
 
 
 def run(request: GatherRequest) -> None:

@@ -8,7 +8,7 @@ import triton.language as tl
 from slimkv.ops import unpack
 from slimkv.ops.store import StoreRequest
 from slimkv.ops.store.encode import encode_fp8, encode_lloyd, encode_uniform
-from slimkv.ops.unpack import KIND_NUMBER, PLAIN_ROWS, word_index
+from slimkv.ops.unpack import PLAIN_ROWS, lane_and_number, side_constants, word_index
 from slimkv.spec import Kind, ScalePolicy, SideLayout
 
 _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
@@ -118,12 +118,7 @@ def _store_wide(bits, region, position, keep, OFFSET: tl.constexpr, TILE_BYTES: 
     """Writes one plane of 8, 16 or 32 bits, value by value."""
     col = tl.arange(0, 16 * SP)[None, :]
     place = (position % 16).to(tl.int32)[:, None]
-    if TRANSPOSED:
-        lane = 4 * (col % 8) + place % 8 // 2
-        number = 4 * (place // 8) + 2 * (place % 2) + col % 16 // 8
-    else:
-        lane = 4 * (place % 8) + col % 8 // 2
-        number = 4 * (place // 8) + 2 * (col % 16 // 8) + col % 2
+    lane, number = lane_and_number(place, col, TRANSPOSED)
     word = col // 16 * (W // 4) + number * W // 32
     byte = word_index(word, lane, D // 16 * (W // 4)) * 4 + number * W % 32 // 8
     base = region + OFFSET + position // 16 * TILE_BYTES
@@ -270,17 +265,8 @@ def supports(request: StoreRequest) -> str | None:
 
 
 def _side_constants(side: SideLayout, prefix: str) -> dict[str, int | bool]:
-    form = side.format
-    return {
-        f"{prefix}_D": side.dim,
-        f"{prefix}_SP": triton.next_power_of_2(side.dim // 16),
-        f"{prefix}_KIND": KIND_NUMBER[form.kind],
-        f"{prefix}_BITS": form.bits,
-        f"{prefix}_POLICY": _POLICY_NUMBER[form.policy],
-        f"{prefix}_ROTATED": form.rotated,
-        f"{prefix}_CODES": side.codes_offset,
-        f"{prefix}_FIELDS": side.fields_offset,
-    }
+    own = {f"{prefix}_POLICY": _POLICY_NUMBER[side.format.policy], f"{prefix}_ROTATED": side.format.rotated}
+    return {**side_constants(side, prefix), **own}
 
 
 def run(request: StoreRequest) -> None:
