@@ -276,10 +276,9 @@ def run(request: StoreRequest) -> None:
         return
     layout, key, value, pages = request.layout, request.key, request.value, request.pages
     k, v = request.codec.key_tables, request.codec.value_tables
-    tiles, warps = (
-        1,
-        2 if tokens > 256 else 4,
-    )  # many small programs fill the device; few tokens are a matter of latency
+    # Many small programs fill the device; few tokens are a matter of latency, long vectors of registers.
+    dim = max(layout.spec.key_dim, layout.spec.value_dim)
+    tiles, warps = 1, 8 if dim > 256 else 4 if dim > 128 or tokens <= 256 else 2
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 2)
     store_kernel[grid](
         key, value, pages, request.slot_mapping,
