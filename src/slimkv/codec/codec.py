@@ -223,6 +223,11 @@ class Codec:
         self._check(q, self.spec.key_dim, "query")
         return q.float() @ self.key_rotation if self.spec.key.rotated else q.float()
 
+    def rotate_value(self, value: Tensor) -> Tensor:
+        """Values [..., value_dim] -> float32 in the space they are stored in."""
+        self._check(value, self.spec.value_dim, "value")
+        return value.float() @ self.value_rotation if self.spec.value.rotated else value.float()
+
     def unrotate_output(self, out: Tensor) -> Tensor:
         """Attention output [..., value_dim] in the space the values are stored in -> float32 in the original space."""
         return out.float() @ self.value_rotation.T if self.spec.value.rotated else out.float()

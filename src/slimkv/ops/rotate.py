@@ -56,7 +56,8 @@ def unrotate_store(x, signs, norm, out_ptr, row_mask, D: tl.constexpr, DP: tl.co
         row = tl.arange(0, DP)
         piece = x.to(tl.bfloat16)
         second = (x - piece.to(tl.float32)).to(tl.bfloat16)
-        third = (x - piece.to(tl.float32) - second.to(tl.float32)).to(tl.bfloat16)
+        if PIECES == 3:
+            third = (x - piece.to(tl.float32) - second.to(tl.float32)).to(tl.bfloat16)
         for n0 in range(0, D, NB):
             col = n0 + tl.arange(0, NB)
             inside = (row < D)[:, None] & (col < D)[None, :]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slimkv.ops.attend import AttendRequest
-from slimkv.ops.attend.reference import visible
+from slimkv.ops.attend.reference import each_sequence, visible
 from slimkv.ops.cpu import Decoded, decode_side
 
 FEW_QUERIES = 16  # up to here one pass over the scores; above, torch's blocked attention
@@ -19,17 +19,7 @@ def supports(request: AttendRequest) -> str | None:
 
 def run(request: AttendRequest) -> None:
     """See ``slimkv.ops.attend.attend``."""
-    starts, lengths = request.query_start.tolist(), request.seq_lens.tolist()
-    for sequence, length in enumerate(lengths):
-        rows = slice(starts[sequence], starts[sequence + 1])
-        if rows.stop == rows.start:
-            continue
-        if length == 0:
-            request.out[rows] = 0
-            if request.lse is not None:
-                request.lse[rows] = request.lse_without_keys
-            continue
-        _one_sequence(request, sequence, length, rows)
+    each_sequence(request, _one_sequence)
 
 
 def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
@@ -61,10 +51,8 @@ def _first_block(request: AttendRequest, length: int, queries: int) -> int:
 def _fresh(request: AttendRequest, rows: slice, side: int) -> Tensor:
     """The new tokens' raw K or V in its stored space: float32 [kv_heads, queries, dim]."""
     assert request.fresh is not None
-    form = request.layout.spec.value if side else request.layout.spec.key
-    rotation = request.codec.value_rotation if side else request.codec.key_rotation
-    x = request.fresh[side][rows].float()
-    return (x @ rotation if form.rotated else x).transpose(0, 1)
+    rotate = request.codec.rotate_value if side else request.codec.rotate_query
+    return rotate(request.fresh[side][rows]).transpose(0, 1)
 
 
 def _scores(query: Tensor, key: Decoded) -> Tensor:

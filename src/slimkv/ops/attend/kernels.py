@@ -2,6 +2,9 @@
 
 Scores live in base 2. A key's scale multiplies its score; a value's scale multiplies its probability, which is kept at
 most 2 in fp16 by taking the running maximum over score + log2(value scale) instead of the score alone.
+
+Tiles are transposed, scores [tokens, rows] and output [dimensions, rows]: a group of up to 8 query heads then fills the
+8 columns of a tensor-core tile instead of half of its 16 rows.
 """
 
 from __future__ import annotations

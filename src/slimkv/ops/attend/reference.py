@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,21 +18,27 @@ def supports(request: AttendRequest) -> str | None:
 
 def run(request: AttendRequest) -> None:
     """See ``slimkv.ops.attend.attend``."""
+    each_sequence(request, _one_sequence)
+
+
+def each_sequence(request: AttendRequest, attend_one: Callable[[AttendRequest, int, int, slice], None]) -> None:
+    """``attend_one(request, sequence, length, rows)`` for each sequence with queries and keys; fills in the rest."""
     starts, lengths = request.query_start.tolist(), request.seq_lens.tolist()
     for sequence, length in enumerate(lengths):
         rows = slice(starts[sequence], starts[sequence + 1])
-        if rows.stop > rows.start:
-            _one_sequence(request, sequence, length, rows)
+        if rows.stop == rows.start:
+            continue
+        if length > 0:
+            attend_one(request, sequence, length, rows)
+            continue
+        request.out[rows] = 0
+        if request.lse is not None:
+            request.lse[rows] = request.lse_without_keys
 
 
 def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
     codec, heads = request.codec, request.query.shape[1]
     count = rows.stop - rows.start
-    if length == 0:
-        request.out[rows] = 0
-        if request.lse is not None:
-            request.lse[rows] = request.lse_without_keys
-        return
     key, value = _sequence_kv(request, sequence, length, rows)
     query = codec.rotate_query(request.query[rows]).to(key.dtype)  # [queries, heads, dim]
     query = query.unflatten(1, (key.shape[1], request.group))
@@ -59,10 +67,7 @@ def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice
     if request.fresh is not None:
         count = min(rows.stop - rows.start, length)
         key[length - count :] = request.codec.rotate_query(request.fresh[0][rows][-count:])
-        fresh_value = request.fresh[1][rows][-count:].float()
-        value[length - count :] = (
-            fresh_value @ request.codec.value_rotation if request.layout.spec.value.rotated else fresh_value
-        )
+        value[length - count :] = request.codec.rotate_value(request.fresh[1][rows][-count:])
     return key, value
 
 

@@ -120,11 +120,10 @@ def _fresh_in_stored_space(request: AttendRequest) -> tuple[Tensor, Tensor]:
     if request.fresh is None:
         return request.query, request.query
     spec, (key, value) = request.layout.spec, request.fresh
-    if spec.key.rotated:
-        key = key.float() @ request.codec.key_rotation
-    if spec.value.rotated:
-        value = value.float() @ request.codec.value_rotation
-    return key, value
+    return (
+        request.codec.rotate_query(key) if spec.key.rotated else key,
+        request.codec.rotate_value(value) if spec.value.rotated else value,
+    )
 
 
 def run(request: AttendRequest) -> None:

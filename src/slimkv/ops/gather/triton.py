@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
@@ -96,6 +98,7 @@ def supports(request: GatherRequest) -> str | None:
     return None
 
 
+@lru_cache(maxsize=256)
 def _side_constants(side: SideLayout, prefix: str, rotated: bool) -> dict[str, int | bool]:
     form = side.format
     own = {f"{prefix}_BF16": form.raw_dtype == "bfloat16", f"{prefix}_UNROTATE": form.rotated and not rotated}

@@ -115,12 +115,13 @@ def _rotate_power_of_two(fixed, signs, D: tl.constexpr):
 
 
 @triton.jit
-def _rotate_fixed(fixed, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr):
+def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr):
     """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP].
 
     Sizes that are powers of two take the product apart (`_rotate_power_of_two`); others use the whole matrix.
-    x_ptr: pointers [M] to the rows that ``fixed`` was made of. A matrix too large for shared memory is taken in blocks
-    of rows, and the rows' fixed-point numbers made again block by block; the sums are exact, so nothing changes.
+    x_ptr: pointers [M] to the rows that ``fixed`` was made of; down: their factors back; skip: rows that count as zero.
+    A matrix too large for shared memory is taken in blocks of rows, and the rows' fixed-point numbers made again block
+    by block; the sums are exact, so nothing changes.
     """
     col = tl.arange(0, DP)
     if D == DP and D >= 32:
@@ -132,7 +133,7 @@ def _rotate_fixed(fixed, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constex
         high_sum = tl.dot(high, h)
         low_sum = tl.dot(low, h)
     else:
-        up = _scale_up(x_ptr, row_mask, D, DP)
+        up = _power_of_two(-(down.to(tl.int32, bitcast=True) >> 23) + 254)  # exactly 1 / down
         high_sum = tl.zeros(fixed.shape, tl.float32)
         low_sum = tl.zeros(fixed.shape, tl.float32)
         for k0 in range(0, D, 32):
@@ -140,7 +141,7 @@ def _rotate_fixed(fixed, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constex
             x = tl.load(x_ptr[:, None] + k[None, :], mask=row_mask[:, None] & (k < D)[None, :], other=0.0).to(
                 tl.float32
             )
-            x = tl.where((up > 0)[:, None], x * up[:, None], 0.0)
+            x = tl.where(skip[:, None], 0.0, x * up[:, None])
             high, low = _halves((x + _MAGIC) - _MAGIC)
             h = tl.load(
                 signs + k[:, None] * D + col[None, :], mask=(k < D)[:, None] & (col < D)[None, :], other=0.0
@@ -148,15 +149,6 @@ def _rotate_fixed(fixed, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constex
             high_sum = tl.dot(high, h, high_sum)
             low_sum = tl.dot(low, h, low_sum)
     return tl.fma(high_sum, tl.full(high_sum.shape, 2048.0, tl.float32), low_sum)
-
-
-@triton.jit
-def _scale_up(x_ptr, row_mask, D: tl.constexpr, DP: tl.constexpr):
-    """The factor that turns rows into fixed point, or 0 for rows that count as zero: float32 [M]."""
-    col = tl.arange(0, DP)
-    x = tl.load(x_ptr[:, None] + col[None, :], mask=row_mask[:, None] & (col < D)[None, :], other=0.0).to(tl.float32)
-    _, exponent, zero, bad = _largest_exponent(x)
-    return tl.where(zero | bad, 0.0, _power_of_two(-exponent + (253 + _FIXED)))
 
 
 @triton.jit
@@ -207,7 +199,7 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, 
     """Rows -> codes int32 [M, DP] and the scale's field int32 [M]."""
     col = tl.arange(0, DP)
     fixed, integers, down, zero, bad = _fixed_point(x)
-    rotated = _rotate_fixed(fixed, x_ptr, row_mask, signs, D, DP)
+    rotated = _rotate_fixed(fixed, down, zero | bad, x_ptr, row_mask, signs, D, DP)
     wide = integers.to(tl.int64)
     squared = tl.sum(wide * wide, 1).to(tl.float32)
     norm = tl.sqrt_rn(squared)
@@ -246,8 +238,8 @@ def encode_uniform(
     _, _, _, bad = _largest_exponent(x)
     x = tl.where(bad[:, None], 0.0, x)
     if ROTATED:
-        fixed, _, down, _, _ = _fixed_point(x)
-        x = _rotate_fixed(fixed, x_ptr, row_mask, signs, D, DP) * orthonormal * down[:, None]
+        fixed, _, down, zero_row, _ = _fixed_point(x)
+        x = _rotate_fixed(fixed, down, zero_row, x_ptr, row_mask, signs, D, DP) * orthonormal * down[:, None]
     inside = (col < D)[None, :]
     low = tl.min(tl.where(inside, x, float("inf")), 1)
     high = tl.max(tl.where(inside, x, float("-inf")), 1)

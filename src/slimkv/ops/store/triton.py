@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
@@ -264,6 +266,7 @@ def supports(request: StoreRequest) -> str | None:
     return None
 
 
+@lru_cache(maxsize=256)
 def _side_constants(side: SideLayout, prefix: str) -> dict[str, int | bool]:
     own = {f"{prefix}_POLICY": _POLICY_NUMBER[side.format.policy], f"{prefix}_ROTATED": side.format.rotated}
     return {**side_constants(side, prefix), **own}
