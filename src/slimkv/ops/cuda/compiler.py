@@ -1,0 +1,108 @@
+"""CUDA C++ to machine code at first use, with NVRTC: no nvcc, no host compiler, no CUDA headers.
+
+Machine code is kept on disk, keyed by all source text, the options, the compiler's version and the architecture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from slimkv.errors import SlimKVError
+
+_MAGIC = b"slimkv-cubin-1\n"
+
+
+class CompileError(SlimKVError, RuntimeError):
+    """NVRTC refused a kernel, or the driver refused its machine code."""
+
+
+def source_texts() -> dict[str, str]:
+    """Every source file of the kernels by name."""
+    folder = resources.files("slimkv.ops.cuda") / "source"
+    return {f.name: f.read_text(encoding="utf-8") for f in folder.iterdir() if f.name.endswith((".cu", ".cuh"))}
+
+
+def compile_kernels(source: str, defines: dict[str, int], architecture: str, cache: Path | None = None) -> bytes:
+    """Machine code of ``source`` (a file name) with ``defines`` for ``architecture`` (such as sm_90)."""
+    from cuda.bindings import nvrtc
+
+    texts = source_texts()
+    options = [
+        f"--gpu-architecture={architecture}",
+        "-std=c++17",
+        "--device-as-default-execution-space",
+        *(f"-D{name}={value}" for name, value in sorted(defines.items())),
+    ]
+    version = nvrtc.nvrtcVersion()[1:]
+    key = hashlib.sha256()
+    for part in (source, *sorted(texts), *(texts[name] for name in sorted(texts)), *options, str(version)):
+        key.update(part.encode() + b"\0")
+    path = (cache or cache_dir()) / f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"
+    code = _read_cached(path)
+    if code is None:
+        code = _compile(nvrtc, source, texts, options)
+        _write_cached(path, code)
+    return code
+
+
+def cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/slimkv/cuda``, or ``~/.cache/slimkv/cuda``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "slimkv" / "cuda"
+
+
+def _compile(nvrtc: Any, source: str, texts: dict[str, str], options: list[str]) -> bytes:
+    headers = {name: text for name, text in texts.items() if name != source}
+    program = _checked(
+        nvrtc,
+        nvrtc.nvrtcCreateProgram(
+            texts[source].encode(),
+            source.encode(),
+            len(headers),
+            [text.encode() for text in headers.values()],
+            [name.encode() for name in headers],
+        ),
+    )
+    try:
+        result = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if result[0].value:
+            log = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CompileError(f"NVRTC could not compile {source} with {' '.join(options)}:\n{log.decode()}")
+        code = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
+        _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, code))
+        return code
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _checked(nvrtc: Any, result: tuple) -> Any:
+    if result[0].value:
+        raise CompileError(f"NVRTC: {nvrtc.nvrtcGetErrorString(result[0])[1].decode()}")
+    return result[1] if len(result) > 1 else None
+
+
+def _read_cached(path: Path) -> bytes | None:
+    """The machine code in ``path`` if it is whole; anything else is compiled again."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[len(_MAGIC) : len(_MAGIC) + 32], content[len(_MAGIC) + 32 :]
+    return code if content.startswith(_MAGIC) and hashlib.sha256(code).digest() == digest else None
+
+
+def _write_cached(path: Path, code: bytes) -> None:
+    """Written beside and renamed, so that other processes see all of it or nothing; a read-only home is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(_MAGIC + hashlib.sha256(code).digest() + code)
+        os.replace(file.name, path)
+    except OSError:
+        return

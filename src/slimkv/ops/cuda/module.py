@@ -1,0 +1,119 @@
+"""Compiled kernels on a device, and their launch on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from slimkv.ops.cuda.compiler import CompileError, compile_kernels
+
+
+class Kernel:
+    """One kernel of a module. It takes exactly one argument: a structure, by value."""
+
+    def __init__(self, function: Any, driver: Any, name: str) -> None:
+        self.name = name
+        self._function = function
+        self._driver = driver
+        self._configs: dict[tuple, Any] = {}
+        self._shared_limit = 48 << 10
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        """Registers a thread, bytes of local memory (spills) and of static shared memory."""
+        which = self._driver.CUfunction_attribute
+        wanted = {
+            "registers": which.CU_FUNC_ATTRIBUTE_NUM_REGS,
+            "local_bytes": which.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
+            "shared_bytes": which.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+        }
+        return {k: _checked(self._driver, self._driver.cuFuncGetAttribute(v, self._function)) for k, v in wanted.items()}
+
+    def launch(
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        shared: int,
+        args: ctypes.Structure,
+        device: torch.device,
+        overlap: bool = False,
+    ) -> None:
+        """Queues the kernel on the device's current stream.
+
+        With ``overlap`` its blocks may start while the kernel before it in the stream is finishing (where the hardware
+        can); it must then wait for that kernel itself before it reads what it wrote.
+        """
+        key = (grid, threads, shared, overlap)
+        config = self._configs.get(key)
+        if config is None:
+            config = self._configs[key] = self._config(grid, threads, shared, overlap)
+        config.hStream = torch.cuda.current_stream(device).cuda_stream
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        _checked(
+            self._driver, self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0), self.name
+        )
+
+    def _config(self, grid: tuple[int, int], threads: int, shared: int, overlap: bool) -> Any:
+        driver = self._driver
+        if shared > self._shared_limit:
+            which = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver, driver.cuFuncSetAttribute(self._function, which, shared), self.name)
+            self._shared_limit = shared
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        if overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        else:
+            config.numAttrs = 0
+        return config
+
+
+class Module:
+    """The kernels of one source file, compiled with one set of defines, on one device."""
+
+    def __init__(self, code: bytes, device: torch.device) -> None:
+        from cuda.bindings import driver
+
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).cuda_stream  # noqa: B018 - makes torch create the device's context
+            self._handle = _checked(driver, driver.cuModuleLoadData(code))
+        self._driver = driver
+        self._kernels: dict[str, Kernel] = {}
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel called ``name``."""
+        if name not in self._kernels:
+            function = _checked(self._driver, self._driver.cuModuleGetFunction(self._handle, name.encode()), name)
+            self._kernels[name] = Kernel(function, self._driver, name)
+        return self._kernels[name]
+
+
+def load(source: str, defines: dict[str, int], device: torch.device) -> Module:
+    """The kernels of ``source`` compiled with ``defines`` for ``device``; compiled once per machine, loaded once."""
+    return _load(source, tuple(sorted(defines.items())), torch.device("cuda", _index(device)))
+
+
+@lru_cache(maxsize=None)
+def _load(source: str, defines: tuple[tuple[str, int], ...], device: torch.device) -> Module:
+    major, minor = torch.cuda.get_device_capability(device)
+    return Module(compile_kernels(source, dict(defines), f"sm_{major}{minor}"), device)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _checked(driver: Any, result: tuple, what: str = "") -> Any:
+    if result[0].value:
+        text = driver.cuGetErrorString(result[0])[1]
+        raise CompileError(f"CUDA driver{', ' + what if what else ''}: {text.decode() if text else result[0]}")
+    return result[1] if len(result) > 1 else None

@@ -1,0 +1,119 @@
+// The instructions that the kernels use, by name. Kernels contain no assembly of their own: what is in this file is all
+// that another machine has to provide, and the tests provide it on a CPU (tests/ops/cuda/host.h), where every lane is a
+// coroutine. No header of the CUDA toolkit is needed, so that NVRTC alone can compile this.
+#pragma once
+#ifdef SLIMKV_HOST
+#include "host.h"
+#else
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
+
+#define DEVICE static __device__ __forceinline__
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define SHARED_MEMORY(name) extern __shared__ __align__(16) u8 name[]
+#define GRID_CONSTANT const __grid_constant__
+
+struct __align__(8) Words2 { u32 x, y; };
+struct __align__(16) Words4 { u32 x, y, z, w; };
+
+DEVICE int thread_index() { return threadIdx.x; }
+DEVICE int block_index() { return blockIdx.x; }
+DEVICE int block_index_y() { return blockIdx.y; }
+DEVICE int block_count() { return gridDim.x; }
+DEVICE void sync_threads() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+
+DEVICE float as_float(u32 x) { return __uint_as_float(x); }
+DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
+
+// Byte i of the result is byte s_i of (a, b); with bit 3 of s_i set, the sign of that byte eight times.
+DEVICE u32 prmt(u32 a, u32 b, u32 s) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s)); return r; }
+
+// Single IEEE operations, never contracted.
+DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float add_rn(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float sub_rn(float a, float b) { return __fsub_rn(a, b); }
+DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+DEVICE float sqrt_rn(float a) { return __fsqrt_rn(a); }
+DEVICE float int_to_float_rn(i32 x) { return __int2float_rn(x); }
+DEVICE float long_to_float_rn(i64 x) { return __ll2float_rn(x); }
+DEVICE i32 float_to_int_rz(float x) { return __float2int_rz(x); }
+DEVICE float floor_of(float x) { return floorf(x); }
+DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
+DEVICE float minimum(float a, float b) { return fminf(a, b); }
+DEVICE int least(int a, int b) { return min(a, b); }
+DEVICE int greatest(int a, int b) { return max(a, b); }
+
+// Fast ones, accurate to a few units in the last place.
+DEVICE float exp2_fast(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+DEVICE float log2_fast(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+DEVICE float reciprocal_fast(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+DEVICE float tanh_of(float x) { return tanhf(x); }
+
+// 16-bit floats as bits.
+DEVICE float half_to_float(u32 bits) { float r; asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(r) : "r"(bits)); return r; }
+DEVICE u32 float_to_half(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
+DEVICE u32 pack_halves(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+DEVICE u32 float_to_bfloat(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.bf16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
+DEVICE u32 half2_sub(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+
+// Within a warp.
+DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+DEVICE i32 shuffle_xor(i32 x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+DEVICE i64 shuffle_xor(i64 x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+DEVICE u32 shuffle(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+DEVICE i32 shuffle(i32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+DEVICE bool any_lane(bool p) { return __any_sync(0xFFFFFFFFu, p); }
+
+// Lane 4 r + c holds elements 2 c and 2 c + 1 of row r of an 8 x 8 matrix of 16-bit elements; the same of its transpose.
+DEVICE u32 transpose_8x8(u32 x) { u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x)); return r; }
+
+// c += A B, A 16 x k row by row, B k x 8 column by column, in the lanes' fragments (see docs/page-format.md).
+DEVICE void mma_u8_s8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void mma_s8_s8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void mma_s8_u8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Memory.
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE void copy_async_16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global) : "memory");
+}
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int GROUPS> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(GROUPS) : "memory"); }
+DEVICE float load_float(const float* p) { return __ldg(p); }
+DEVICE i32 load_int(const i32* p) { return __ldg(p); }
+
+// A grid may start while the one before it is still finishing; what that one wrote is there after the wait.
+DEVICE void let_next_grid_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void wait_for_grid_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
