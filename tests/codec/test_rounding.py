@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from slimkv.codec import Codec
-from slimkv.codec.rounding import isotropic_cost, rounding_matrix, shaped_index
+from slimkv.codec.rounding import (
+    LARGEST_BYTE,
+    WEIGHT_STEPS,
+    isotropic_cost,
+    rounding_matrix,
+    shaped_index,
+    unit_triangular,
+)
 from slimkv.errors import InputError
 
 DIM = 64
@@ -48,17 +57,17 @@ def test_queries_of_no_direction_pay_no_more_than_stated(bits):
     assert ratio < 1.1 * price
 
 
-def test_the_price_of_the_identity_is_none():
-    assert isotropic_cost(torch.eye(DIM)) == 1
+def test_the_price_of_no_corrections_is_none():
+    assert isotropic_cost(torch.zeros(DIM, DIM, dtype=torch.int8)) == 1
 
 
 def test_isotropic_queries_change_nothing():
     codec, x = Codec.from_word("k4v4", DIM), keys(200)
     rounding = rounding_matrix(3 * torch.eye(DIM), codec.key_rotation)
-    plain, shaped = codec.encode_key(x), codec.encode_key(x, rounding=torch.eye(DIM))
+    plain, shaped = codec.encode_key(x), codec.encode_key(x, rounding=rounding)
     assert torch.equal(plain.codes, shaped.codes)
     assert torch.equal(plain.fields, shaped.fields)
-    assert (rounding - torch.eye(DIM)).abs().max() < 1e-6
+    assert not rounding.any()
 
 
 def test_each_head_has_its_own_matrix():
@@ -80,18 +89,37 @@ def test_a_vector_is_rounded_alike_in_any_batch():
 
 
 def test_the_corrections_are_those_of_the_formula():
-    """Against the sums of the formula, in float64, on coordinates far from any boundary's rounding."""
+    """Against the sums of the formula, in float64: as close to a level as the steps of errors and weights allow."""
     generator = torch.Generator().manual_seed(4)
-    levels = torch.tensor([-3.0, -1.0, 1.0, 3.0])
-    boundaries = torch.tensor([-2.0, 0.0, 2.0])
+    levels, boundaries, steps = torch.tensor([-3.0, -1.0, 1.0, 3.0]), torch.tensor([-2.0, 0.0, 2.0]), 32.0
     y = torch.randn(5, 8, generator=generator)
-    rounding = torch.tril(0.3 * torch.randn(8, 8, generator=generator), -1) + torch.eye(8)
-    got = levels[shaped_index(y, levels, boundaries, rounding)]
+    rounding = torch.randint(-40, 41, (8, 8), generator=generator, dtype=torch.int8)
+    got = levels[shaped_index(y, levels, boundaries, rounding, steps)]
     for row, chosen in zip(y.double(), got.double(), strict=True):
         error = chosen - row
         for i in range(8):
-            target = row[i] - (rounding.double()[i + 1 :, i] * error[i + 1 :]).sum()
-            assert (chosen[i] - target).abs() <= (levels.double() - target).abs().min() + 1e-5
+            target = row[i] - (rounding.double()[i, i + 1 :] / WEIGHT_STEPS * error[i + 1 :]).sum()
+            slack = rounding.double()[i, i + 1 :].abs().sum() / WEIGHT_STEPS / (2 * steps) + 1e-6
+            assert (chosen[i] - target).abs() <= (levels.double() - target).abs().min() + 2 * slack
+
+
+def test_the_bytes_of_the_matrix_are_the_factor():
+    moment, rotation = skewed_moment(5), Codec.from_word("k4v4", DIM).key_rotation
+    factor = unit_triangular(moment, rotation)
+    assert torch.equal(factor.diagonal(), torch.ones(DIM, dtype=torch.float64))
+    assert not factor.triu(1).any()
+    off = rounding_matrix(moment, rotation).double() / WEIGHT_STEPS - factor.mT.triu(1)
+    assert off.abs().max() <= 0.5 / WEIGHT_STEPS
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("dim", [16, 64, 128, 1024])
+def test_sums_of_corrections_are_exact_and_errors_fit_a_byte(bits, dim):
+    assert dim * LARGEST_BYTE**2 < 2**24
+    tables = Codec.from_word(f"kl{bits}v4", dim).key_tables
+    spacing = tables.boundaries.diff().median() if bits > 1 else 2 * tables.levels.max()
+    assert 8 < spacing * tables.error_steps / 2 <= LARGEST_BYTE
+    assert math.log2(tables.error_steps) % 1 == 0
 
 
 def test_zero_vectors_stay_zero():
@@ -102,7 +130,7 @@ def test_zero_vectors_stay_zero():
 
 def test_no_queries_at_all_is_plain_rounding():
     codec = Codec.from_word("k4v4", DIM)
-    assert torch.equal(rounding_matrix(torch.zeros(DIM, DIM), codec.key_rotation), torch.eye(DIM))
+    assert not rounding_matrix(torch.zeros(DIM, DIM), codec.key_rotation).any()
 
 
 @pytest.mark.parametrize(
@@ -124,10 +152,10 @@ def test_moments_that_are_none_are_refused(change, message):
 @pytest.mark.parametrize(
     ("word", "rounding", "message"),
     [
-        ("k8v4", torch.eye(DIM), "for lloyd keys; these are fp8"),
-        ("k4v4", torch.eye(32), "must be float32 and broadcast"),
-        ("k4v4", torch.eye(DIM).double(), "must be float32"),
-        ("k4v4", torch.eye(DIM).expand(5, DIM, DIM), "broadcast"),
+        ("k8v4", torch.zeros(DIM, DIM, dtype=torch.int8), "for lloyd keys; these are fp8"),
+        ("k4v4", torch.zeros(32, 32, dtype=torch.int8), "must be int8 and broadcast"),
+        ("k4v4", torch.eye(DIM), "must be int8"),
+        ("k4v4", torch.zeros(5, DIM, DIM, dtype=torch.int8), "broadcast"),
     ],
 )
 def test_matrices_that_do_not_fit_are_refused(word, rounding, message):

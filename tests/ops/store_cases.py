@@ -10,6 +10,7 @@ from torch import Tensor
 from slimkv import Codec, CodecSpec, PageLayout, ScalePolicy
 from slimkv.codec.pack import pack_rows, page_tables
 from slimkv.codec.quantize import SideTables
+from slimkv.codec.rounding import rounding_matrix
 from slimkv.spec import Kind
 
 POISON_BYTE = 0xA5
@@ -117,11 +118,30 @@ def build(case: Case, device: torch.device, seed: int = 0) -> tuple[Tensor, Tens
     return key, value, slots.to(device), pages, Codec(spec, device)
 
 
-def expected(key: Tensor, value: Tensor, slots: Tensor, pages: Tensor, codec: Codec, layout: PageLayout) -> Tensor:
+def random_rounding(heads: int, codec: Codec, seed: int = 0) -> Tensor:
+    """int8 [heads, dim, dim] for queries that live in a few directions, other ones for every head."""
+    g = torch.Generator().manual_seed(seed)
+    dim = codec.spec.key_dim
+    queries = torch.randn(heads, 4 * dim, dim, generator=g) * torch.logspace(0, -2, dim)
+    turned = queries @ torch.linalg.qr(torch.randn(heads, dim, dim, generator=g))[0]
+    return rounding_matrix(turned.mT @ turned, codec.to("cpu").key_rotation).to(codec.device)
+
+
+def expected(
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    codec: Codec,
+    layout: PageLayout,
+    rounding: Tensor | None = None,
+) -> Tensor:
     """The pages after the store, from the codec alone: vectors that cannot be encoded are marked."""
     keep = (slots >= 0).nonzero().flatten()
     rows = pack_rows(
-        layout, codec.encode_key(key[keep], mark_invalid=True), codec.encode_value(value[keep], mark_invalid=True)
+        layout,
+        codec.encode_key(key[keep], rounding=rounding, mark_invalid=True),
+        codec.encode_value(value[keep], mark_invalid=True),
     )
     out, where = pages.clone(), slots[keep].long()
     offsets = page_tables(layout, pages.device).byte_offsets[where % layout.block_tokens]

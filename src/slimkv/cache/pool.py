@@ -16,7 +16,10 @@ from slimkv.spec import CodecSpec, PageLayout
 
 
 class PagedPool:
-    """uint8 pages [blocks, kv_heads, region_bytes], their allocator, and the three operations on them."""
+    """uint8 pages [blocks, kv_heads, region_bytes], their allocator, and the three operations on them.
+
+    ``rounding``: int8 [kv_heads, key_dim, key_dim] or None, with which every key is stored; see ``slimkv.ops.store``.
+    """
 
     def __init__(
         self,
@@ -26,11 +29,13 @@ class PagedPool:
         block_tokens: int = 64,
         device: torch.device | str = "cpu",
         impl: str | None = None,
+        rounding: Tensor | None = None,
     ) -> None:
         self.layout = PageLayout(spec, block_tokens)
         self.codec = Codec(spec, device)
         self.kv_heads = kv_heads
         self.impl = impl
+        self.rounding = rounding
         self.allocator = BlockAllocator(blocks)
         self.pages = torch.zeros(blocks, kv_heads, self.layout.region_bytes, dtype=torch.uint8, device=device)
 
@@ -69,7 +74,10 @@ class PagedPool:
 
     def store(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """K [tokens, kv_heads, key_dim], V [tokens, kv_heads, value_dim] -> the slots; see ``slimkv.ops.store``."""
-        ops.store(key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, impl=self.impl)
+        ops.store(
+            key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, rounding=self.rounding,
+            impl=self.impl,
+        )  # fmt: skip
 
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any

@@ -17,6 +17,7 @@ Codes are sign and magnitude: the top bit is set for positive levels, the low bi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -45,6 +46,12 @@ class Codebook:
         """Levels indexed by sign-and-magnitude code."""
         half = len(self.levels) // 2
         return np.concatenate([self.levels[:half][::-1], self.levels[half:]])
+
+    @property
+    def error_steps(self) -> float:
+        """A power of two: in steps of 1 / this many grid units, a usual rounding error is 8 to 20 and fits a byte."""
+        spacing = float(self.levels[-1] - self.levels[0]) / (len(self.levels) - 1)
+        return 2.0 ** math.floor(math.log2(64 / spacing))
 
 
 def _density(x: np.ndarray, dim: int) -> np.ndarray:

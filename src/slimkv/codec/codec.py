@@ -42,10 +42,11 @@ def _magnitude_entries(form: TensorFormat, levels_by_code: np.ndarray) -> np.nda
 
 def _side_tables(form: TensorFormat, dim: int, seed: int, device: torch.device) -> SideTables:
     block = block_size(dim)
-    levels, boundaries, unit = np.empty(0), np.empty(0), 1.0
+    levels, boundaries, unit, error_steps = np.empty(0), np.empty(0), 1.0, 1.0
     if form.kind == Kind.LLOYD:
         book = codebook(form.bits, dim)
         levels, boundaries, unit = book.levels_by_code, book.boundaries, book.unit
+        error_steps = book.error_steps
     return SideTables(
         hadamard=torch.tensor(signed_hadamard(dim, seed), dtype=torch.float64, device=device),
         levels=torch.tensor(levels, dtype=torch.float32, device=device),
@@ -54,6 +55,7 @@ def _side_tables(form: TensorFormat, dim: int, seed: int, device: torch.device) 
         plain_scale=_float32(1 / (unit * math.sqrt(dim))),
         orthonormal=_float32(1 / math.sqrt(block)),
         root_dim=_float32(math.sqrt(block)),
+        error_steps=error_steps,
         signs=torch.tensor(signed_hadamard(dim, seed), dtype=torch.bfloat16, device=device),
         bounds=torch.tensor(boundaries[boundaries > 0], dtype=torch.float32).view(torch.int32).to(device),
         entries=torch.tensor(_magnitude_entries(form, levels), dtype=torch.int32, device=device),
@@ -102,7 +104,7 @@ class Codec:
     def encode_key(self, x: Tensor, *, rounding: Tensor | None = None, mark_invalid: bool = False) -> Encoded:
         """[..., key_dim] -> ``Encoded``.
 
-        ``rounding``: from ``slimkv.codec.rounding.rounding_matrix``, float32 broadcastable to [..., key_dim, key_dim]
+        ``rounding``: from ``slimkv.codec.rounding.rounding_matrix``, int8 broadcastable to [..., key_dim, key_dim]
         (one matrix per KV head beside x [..., kv_heads, key_dim]); for ``lloyd`` keys. Decoding does not need it.
 
         Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector; with ``mark_invalid`` such
@@ -155,9 +157,9 @@ class Codec:
         fits = len(rounding.shape) <= len(wanted) and all(
             have in (1, want) for have, want in zip(rounding.shape[::-1], wanted[::-1], strict=False)
         )
-        if not fits or rounding.shape[-2:] != (dim, dim) or rounding.dtype != torch.float32:
+        if not fits or rounding.shape[-2:] != (dim, dim) or rounding.dtype != torch.int8:
             raise InputError(
-                f"rounding must be float32 and broadcast to {list(wanted)}, not {rounding.dtype} {list(rounding.shape)}"
+                f"rounding must be int8 and broadcast to {list(wanted)}, not {rounding.dtype} {list(rounding.shape)}"
             )
         if rounding.device != x.device:
             raise InputError(f"rounding is on {rounding.device}, the keys on {x.device}")

@@ -47,6 +47,7 @@ class SideTables:
     bounds: Tensor  # int32 [2 ** (bits - 1) - 1]: float32 bits of the positive boundaries, for kernels
     entries: Tensor  # int32 [2 ** (bits - 1)]: what store kernels look up per magnitude
     root_dim: float  # float32: what turns <rotated, levels> into <x, x_hat> for the unbiased policy
+    error_steps: float  # a power of two: how finely query-aware rounding holds errors, per grid unit
 
 
 def _power_of_two(biased_exponent: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def encode_lloyd(x: Tensor, form: TensorFormat, tables: SideTables, rounding: Te
         index = torch.bucketize(standard, tables.boundaries)  # a value on a boundary takes the lower level
     else:
         ascending = torch.cat([tables.levels[:half].flip(0), tables.levels[half:]])
-        index = shaped_index(standard, ascending, tables.boundaries, rounding)
+        index = shaped_index(standard, ascending, tables.boundaries, rounding, tables.error_steps)
     codes = torch.where(index >= half, index, half - 1 - index).to(torch.uint8)
     scale = _lloyd_scale(rotated, codes, squared, norm, form, tables) * down
     field = scale16.encode_unsigned(torch.where(zero, 0.0, scale))

@@ -10,7 +10,7 @@ from torch import Tensor
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.registry import Implementation, Registry, anywhere, on_cpu, where_triton_runs
-from slimkv.spec import PageLayout
+from slimkv.spec import Kind, PageLayout
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class StoreRequest:
     slot_mapping: Tensor
     codec: Codec
     layout: PageLayout
+    rounding: Tensor | None = None
 
 
 REGISTRY = Registry(
@@ -43,6 +44,7 @@ def store(
     *,
     codec: Codec,
     layout: PageLayout,
+    rounding: Tensor | None = None,
     impl: str | None = None,
 ) -> None:
     """Encodes and writes new tokens.
@@ -51,6 +53,8 @@ def store(
         key, value: [tokens, kv_heads, key_dim / value_dim], float16, bfloat16 or float32, last axis contiguous.
         pages: uint8 [blocks, kv_heads, region_bytes], last axis contiguous.
         slot_mapping: int32 or int64 [tokens]: block * block_tokens + position; negative slots are skipped.
+        rounding: int8 [kv_heads, key_dim, key_dim], contiguous, from ``slimkv.codec.rounding.rounding_matrix``: keys
+            (which must be lloyd) are rounded with the error moved to where no query looks. None rounds to the nearest.
         impl: an implementation's name; by default the best one for the device.
 
     A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
@@ -78,8 +82,24 @@ def store(
         )
     if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
         raise InputError(f"{key.shape[0]} keys, {value.shape[0]} values and {slot_mapping.shape[0]} slots do not match")
-    request = StoreRequest(key, value, pages, slot_mapping, codec, layout)
+    if rounding is not None:
+        _check_rounding(rounding, pages, layout)
+    request = StoreRequest(key, value, pages, slot_mapping, codec, layout, rounding)
     REGISTRY.select(pages.device, request, impl).load().run(request)
+
+
+def _check_rounding(rounding: Tensor, pages: Tensor, layout: PageLayout) -> None:
+    spec, heads = layout.spec, pages.shape[1]
+    if spec.key.kind != Kind.LLOYD:
+        raise InputError(f"query-aware rounding is for lloyd keys; these are {spec.key.word}: pass rounding=None")
+    wanted = (heads, spec.key_dim, spec.key_dim)
+    if rounding.dtype != torch.int8 or rounding.shape != wanted or rounding.device != pages.device:
+        raise InputError(
+            f"rounding must be int8 {list(wanted)} on {pages.device}, "
+            f"not {rounding.dtype} {list(rounding.shape)} on {rounding.device}"
+        )
+    if not rounding.is_contiguous() or rounding.data_ptr() % 16:
+        raise InputError("rounding must be contiguous and start at a multiple of 16 bytes")
 
 
 def check_pages(pages: Tensor, layout: PageLayout) -> None:

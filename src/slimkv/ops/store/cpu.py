@@ -22,10 +22,12 @@ def run(request: StoreRequest) -> None:
     if not bool(keep.all()):
         key, value, slots = key[keep], value[keep], slots[keep]
     spec, tokens = request.layout.spec, key.shape[0]
-    if spec.key == spec.value and spec.key_dim == spec.value_dim and key.dtype == value.dtype:
+    alike = spec.key == spec.value and spec.key_dim == spec.value_dim and key.dtype == value.dtype
+    if alike and request.rounding is None:
         both = request.codec.encode_key(torch.cat([key, value]))
         encoded_key = Encoded(both.codes[:tokens], both.fields[:tokens])
         encoded_value = Encoded(both.codes[tokens:], both.fields[tokens:])
     else:
-        encoded_key, encoded_value = request.codec.encode_key(key), request.codec.encode_value(value)
+        encoded_key = request.codec.encode_key(key, rounding=request.rounding)
+        encoded_value = request.codec.encode_value(value)
     write_rows(request, pack_rows(request.layout, encoded_key, encoded_value), slots.long())

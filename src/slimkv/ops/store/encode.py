@@ -12,6 +12,7 @@ import triton.language as tl
 from slimkv.codec import scale16
 from slimkv.codec.codebook import LEVEL_DENOMINATOR
 from slimkv.codec.quantize import FIXED_POINT_BITS, LEAST_EXPONENT, ROUND_MAGIC
+from slimkv.ops.store.shape import magnitude, shaped_levels
 from slimkv.ops.unpack import decode_signed, decode_unsigned
 
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
@@ -152,51 +153,10 @@ def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP
 
 
 @triton.jit
-def _tree(a, bounds, entries, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """entries[FIRST + i], i = how many of the COUNT - 1 boundaries from FIRST on lie below a: a tree of comparisons."""
-    if COUNT == 1:
-        return tl.zeros_like(a) + tl.load(entries + FIRST)
-    elif COUNT == 2:
-        return tl.where(a > tl.load(bounds + FIRST), tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
-    else:
-        # The middle boundary chooses the half; within it the boundaries and entries are chosen, not the results.
-        HALF: tl.constexpr = COUNT // 2
-        upper = a > tl.load(bounds + FIRST + HALF - 1)
-        if COUNT == 4:
-            bound = tl.where(upper, tl.load(bounds + FIRST + 2), tl.load(bounds + FIRST))
-            second = a > bound
-            low = tl.where(second, tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
-            high = tl.where(second, tl.load(entries + FIRST + 3), tl.load(entries + FIRST + 2))
-            return tl.where(upper, high, low)
-        else:
-            return tl.where(
-                upper, _tree(a, bounds, entries, FIRST + HALF, HALF), _tree(a, bounds, entries, FIRST, HALF)
-            )
-
-
-@triton.jit
-def _magnitude(x, bounds, entries, BITS: tl.constexpr):
-    """Which level |x| rounds to and its entry: int32 each; a value on a boundary takes the lower level.
-
-    Magnitudes are compared as integers; a negative value counts as the next larger float, which makes it cross a
-    boundary that it lies on. Up to 4 bits an entry carries the index above its low 16 bits.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    a = (bits & 0x7FFFFFFF) + ((bits >> 31) & 1)
-    if BITS <= 4:
-        both = _tree(a, bounds, entries, 0, 1 << (BITS - 1))
-        return both >> 16, both & 0xFFFF
-    else:
-        index = tl.zeros_like(a)
-        for i in tl.static_range(BITS - 1):
-            index += tl.where(a > tl.load(bounds + index + ((1 << (BITS - 2 - i)) - 1)), 1 << (BITS - 2 - i), 0)
-        return index, tl.load(entries + index)
-
-
-@triton.jit
-def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, root_dim,
-                  D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
-    """Rows -> codes int32 [M, DP] and the scale's field int32 [M]."""
+def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, root_dim, weights, levels, error_steps,
+                 D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
+                 SHAPED: tl.constexpr):  # fmt: skip
+    """Rows -> codes int32 [M, DP] and the scale's field int32 [M]; SHAPED: with the head's rounding matrix, weights."""
     col = tl.arange(0, DP)
     fixed, integers, down, zero, bad = _fixed_point(x)
     rotated = _rotate_fixed(fixed, down, zero | bad, x_ptr, row_mask, signs, D, DP)
@@ -205,7 +165,9 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, 
     norm = tl.sqrt_rn(squared)
     factor = tl.div_rn(tl.zeros_like(norm) + unit, tl.where(zero | bad, 1.0, norm))
     standard = rotated * factor[:, None]
-    index, entry = _magnitude(standard, bounds, entries, BITS)
+    if SHAPED:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
+        standard = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
+    index, entry = magnitude(standard, bounds, entries, BITS)
     codes = index | ((standard > 0).to(tl.int32) << (BITS - 1))
     if DP != D:
         entry = tl.where(col[None, :] < D, entry, 0)

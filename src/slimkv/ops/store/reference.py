@@ -18,7 +18,7 @@ def run(request: StoreRequest) -> None:
     """See ``slimkv.ops.store.store``."""
     keep = request.slot_mapping >= 0
     slots = request.slot_mapping[keep].long()
-    key = request.codec.encode_key(request.key[keep])
+    key = request.codec.encode_key(request.key[keep], rounding=request.rounding)
     value = request.codec.encode_value(request.value[keep])
     write_rows(request, pack_rows(request.layout, key, value), slots)
 

@@ -11,7 +11,7 @@ from slimkv.ops import unpack
 from slimkv.ops.store import StoreRequest
 from slimkv.ops.store.encode import encode_fp8, encode_lloyd, encode_uniform
 from slimkv.ops.unpack import PLAIN_ROWS, lane_and_number, side_constants, word_index
-from slimkv.spec import Kind, ScalePolicy, SideLayout
+from slimkv.spec import Kind, PageLayout, ScalePolicy, SideLayout
 
 _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
 _UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
@@ -178,13 +178,13 @@ def _store_field(field, region, position, keep, OFFSET: tl.constexpr):
 
 @triton.jit
 def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bounds, entries, unit, plain_scale,
-                root_dim, orthonormal,
+                root_dim, orthonormal, weights, levels, error_steps,
                 tokens, page_stride, page_head_stride, group, head,
                 NT: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr,
                 BITS: tl.constexpr,
                 POLICY: tl.constexpr, ROTATED: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
-                TRANSPOSED: tl.constexpr):  # fmt: skip
-    """Encodes and writes 16 NT tokens of one head of K or V."""
+                TRANSPOSED: tl.constexpr, SHAPED: tl.constexpr):  # fmt: skip
+    """Encodes and writes 16 NT tokens of one head of K or V; weights: pointer to the head's rounding matrix."""
     M: tl.constexpr = 16 * NT
     DP: tl.constexpr = 16 * SP
     first = group * M
@@ -211,8 +211,9 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
             codes = x.to(tl.int16, bitcast=True).to(tl.int32)
     elif KIND == _LLOYD:
         codes, field = encode_lloyd(
-            x.to(tl.float32), x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, D, DP, BITS, POLICY
-        )
+            x.to(tl.float32), x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, weights, levels,
+            error_steps, D, DP, BITS, POLICY, SHAPED,
+        )  # fmt: skip
         _store_field(field, region, position, keep, FIELDS)
     elif KIND == _UNIFORM:
         codes, field, zero = encode_uniform(x.to(tl.float32), x_rows, keep, signs, orthonormal, D, DP, BITS, ROTATED)
@@ -231,26 +232,34 @@ def store_kernel(
     key_ptr, value_ptr, pages_ptr, slots_ptr,
     key_signs, key_bounds, key_entries, key_unit, key_plain, key_root, key_orthonormal,
     value_signs, value_bounds, value_entries, value_unit, value_plain, value_root, value_orthonormal,
+    rounding_ptr, key_levels, key_error_steps,
     tokens, key_stride, key_head_stride, value_stride, value_head_stride, page_stride, page_head_stride,
-    NT: tl.constexpr, PAGE: tl.constexpr,
+    NT: tl.constexpr, PAGE: tl.constexpr, SHAPED: tl.constexpr,
     K_D: tl.constexpr, K_SP: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_POLICY: tl.constexpr,
     K_ROTATED: tl.constexpr, K_CODES: tl.constexpr, K_FIELDS: tl.constexpr,
     V_D: tl.constexpr, V_SP: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_POLICY: tl.constexpr,
     V_ROTATED: tl.constexpr, V_CODES: tl.constexpr, V_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One program: 16 NT tokens of one head, K (axis 2 = 0) or V (1)."""
+    """One program: 16 NT tokens of one head, K (axis 2 = 0) or V (1).
+
+    SHAPED: keys are rounded with rounding_ptr, int8 [kv_heads, K_D, K_D].
+    """
     group = tl.program_id(0)
     head = tl.program_id(1)
     if tl.program_id(2) == 0:
         _store_side(key_ptr, key_stride, key_head_stride, pages_ptr, slots_ptr, key_signs, key_bounds, key_entries,
             key_unit, key_plain,
-                    key_root, key_orthonormal, tokens, page_stride, page_head_stride, group, head,
-                    NT, PAGE, K_D, K_SP, K_KIND, K_BITS, K_POLICY, K_ROTATED, K_CODES, K_FIELDS, False)  # fmt: skip
+                    key_root, key_orthonormal, rounding_ptr + head * (K_D * K_D), key_levels, key_error_steps,
+                    tokens, page_stride, page_head_stride, group, head,
+                    NT, PAGE, K_D, K_SP, K_KIND, K_BITS, K_POLICY, K_ROTATED, K_CODES, K_FIELDS, False,
+                    SHAPED)  # fmt: skip
     else:
         _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds,
             value_entries, value_unit,
-                    value_plain, value_root, value_orthonormal, tokens, page_stride, page_head_stride, group, head,
-                    NT, PAGE, V_D, V_SP, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, True)  # fmt: skip
+                    value_plain, value_root, value_orthonormal, rounding_ptr, key_levels, key_error_steps,
+                    tokens, page_stride, page_head_stride, group, head,
+                    NT, PAGE, V_D, V_SP, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, True,
+                    False)  # fmt: skip
 
 
 def supports(request: StoreRequest) -> str | None:
@@ -272,6 +281,19 @@ def _side_constants(side: SideLayout, prefix: str) -> dict[str, int | bool]:
     return {**side_constants(side, prefix), **own}
 
 
+def _plain_program(tokens: int, layout: PageLayout) -> tuple[int, int]:
+    """Tiles and warps: small programs fill the device; few tokens want low latency, long vectors registers."""
+    dim = max(layout.spec.key_dim, layout.spec.value_dim)
+    return 1, 8 if dim > 256 else 4 if dim > 128 or tokens <= 256 else 2
+
+
+def _shaped_program(tokens: int, layout: PageLayout) -> tuple[int, int]:
+    """Tiles and warps: the sequential part has one thread per token, so tokens are many, as far as registers go."""
+    dim = triton.next_power_of_2(max(layout.spec.key_dim, layout.spec.value_dim))
+    tiles = 1 if tokens <= 512 or dim > 512 else 2 if dim > 256 else 4
+    return tiles, min(max(tiles * dim // 128, 1), 8)
+
+
 def run(request: StoreRequest) -> None:
     """See ``slimkv.ops.store.store``: one launch."""
     tokens = request.slot_mapping.shape[0]
@@ -279,16 +301,16 @@ def run(request: StoreRequest) -> None:
         return
     layout, key, value, pages = request.layout, request.key, request.value, request.pages
     k, v = request.codec.key_tables, request.codec.value_tables
-    # Many small programs fill the device; few tokens are a matter of latency, long vectors of registers.
-    dim = max(layout.spec.key_dim, layout.spec.value_dim)
-    tiles, warps = 1, 8 if dim > 256 else 4 if dim > 128 or tokens <= 256 else 2
+    shaped = request.rounding is not None
+    tiles, warps = _shaped_program(tokens, layout) if shaped else _plain_program(tokens, layout)
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 2)
     store_kernel[grid](
         key, value, pages, request.slot_mapping,
         k.signs, k.bounds, k.entries, k.unit, k.plain_scale, k.root_dim, k.orthonormal,
         v.signs, v.bounds, v.entries, v.unit, v.plain_scale, v.root_dim, v.orthonormal,
+        request.rounding if shaped else k.bounds, k.levels, k.error_steps,
         tokens, key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
-        NT=tiles, PAGE=layout.block_tokens,
+        NT=tiles, PAGE=layout.block_tokens, SHAPED=shaped,
         **_side_constants(layout.key, "K"), **_side_constants(layout.value, "V"),
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
