@@ -1,0 +1,428 @@
+// A GPU on a CPU, for tests: every CUDA thread is a coroutine, blocks run one after the other, and whatever needs several
+// lanes (barriers, shuffles, votes, matrix products) is a place where they wait for one another. It gives what
+// intrinsics.cuh gives on a device. Lanes that do not meet are an error, shared memory starts as NaNs, and
+// asynchronous copies land only when they are waited for, so that a missing wait or barrier shows.
+#pragma once
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+#ifndef __x86_64__
+#include <ucontext.h>
+#endif
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+
+#define DEVICE static inline
+#define KERNEL(threads, blocks) static void
+#define GRID_CONSTANT const
+#define SHARED_MEMORY(name) u8* const name = host::machine.shared
+#define LAUNCHABLE(name, Args)                                                                                  \
+  static void host_entry_of_##name(const void* args) { name(*static_cast<const Args*>(args)); }                 \
+  extern "C" int host_launch_##name(int x, int y, int threads, int shared, const void* args, int args_bytes) {  \
+    if (args_bytes != (int)sizeof(Args))                                                                        \
+      return host::refuse(#name " takes %d bytes of arguments, got %d", (int)sizeof(Args), args_bytes);         \
+    return host::launch(host_entry_of_##name, x, y, threads, shared, args);                                     \
+  }
+
+struct alignas(8) Words2 { u32 x, y; };
+struct alignas(16) Words4 { u32 x, y, z, w; };
+
+namespace host {
+
+constexpr int STACK_BYTES = 64 * 1024, GUARD_BYTES = 4096, MOST_THREADS = 1024;
+constexpr u8 POISON = 0xFF, GUARD = 0xA5;
+constexpr u64 STACK_MARK = 0x51CC5CA1AB1E57ACull;
+
+enum State { RUNNING, AT_WARP, AT_BLOCK, DONE };
+
+struct Copy { void* to; const void* from; int bytes, group; };
+
+struct Thread {
+  State state;
+  const char* where;  // the collective it waits at
+  u64 meetings;       // warp collectives so far: operands of two consecutive ones are kept apart
+  int groups;         // committed groups of asynchronous copies
+  std::vector<Copy> copies;
+#ifdef __x86_64__
+  void* stack_pointer;
+#else
+  ucontext_t context;
+#endif
+};
+
+struct Machine {
+  Thread threads[MOST_THREADS];
+  u64 operands[2][MOST_THREADS][8];
+  u8* stacks = nullptr;
+  u8* shared = nullptr;
+  int shared_bytes = 0, count = 0, current = 0, block_x = 0, block_y = 0, grid_x = 1, grid_y = 1;
+  void (*kernel)(const void*) = nullptr;
+  const void* args = nullptr;
+  bool failed = false;
+  char error[512] = "";
+#ifdef __x86_64__
+  void* scheduler = nullptr;
+#else
+  ucontext_t scheduler;
+#endif
+};
+static Machine machine;
+
+static int refuse(const char* format, ...) {
+  va_list list;
+  va_start(list, format);
+  vsnprintf(machine.error, sizeof machine.error, format, list);
+  va_end(list);
+  return 1;
+}
+extern "C" const char* host_error() { return machine.error; }
+
+#ifdef __x86_64__
+asm(R"(
+.text
+.p2align 4
+.type slimkv_host_switch, @function
+slimkv_host_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size slimkv_host_switch, .-slimkv_host_switch
+)");
+extern "C" void slimkv_host_switch(void** save, void* load);
+static void to_scheduler() { slimkv_host_switch(&machine.threads[machine.current].stack_pointer, machine.scheduler); }
+static void to_thread(int i) { machine.current = i; slimkv_host_switch(&machine.scheduler, machine.threads[i].stack_pointer); }
+#else
+static void to_scheduler() { swapcontext(&machine.threads[machine.current].context, &machine.scheduler); }
+static void to_thread(int i) { machine.current = i; swapcontext(&machine.scheduler, &machine.threads[i].context); }
+#endif
+
+// Ends the launch; what is on the coroutines' stacks is dropped.
+static void fail(const char* format, ...) {
+  va_list list;
+  va_start(list, format);
+  char text[400];
+  vsnprintf(text, sizeof text, format, list);
+  va_end(list);
+  refuse("block (%d, %d), thread %d: %s", machine.block_x, machine.block_y, machine.current, text);
+  machine.failed = true;
+  to_scheduler();
+}
+
+static void thread_main() {
+  machine.kernel(machine.args);
+  machine.threads[machine.current].state = DONE;
+  to_scheduler();
+  abort();
+}
+
+static void start(int i) {
+  Thread& t = machine.threads[i];
+  t.state = RUNNING;
+  t.where = "the start";
+  t.meetings = 0;
+  t.groups = 0;
+  t.copies.clear();
+  u8* stack = machine.stacks + (size_t)i * STACK_BYTES;
+  memcpy(stack, &STACK_MARK, 8);
+#ifdef __x86_64__
+  void** top = reinterpret_cast<void**>(stack + STACK_BYTES);
+  *--top = nullptr;  // a return address never used, which leaves the stack aligned as at a call
+  *--top = reinterpret_cast<void*>(thread_main);
+  for (int r = 0; r < 6; r++) *--top = nullptr;
+  t.stack_pointer = top;
+#else
+  getcontext(&t.context);
+  t.context.uc_stack.ss_sp = stack;
+  t.context.uc_stack.ss_size = STACK_BYTES;
+  t.context.uc_link = nullptr;
+  makecontext(&t.context, thread_main, 0);
+#endif
+}
+
+// Every other block runs its lanes backwards: what works in one order only is a race.
+static int ordered(int i) { return (machine.block_x + machine.block_y) % 2 ? machine.count - 1 - i : i; }
+
+static bool run_block() {
+  memset(machine.shared - GUARD_BYTES, GUARD, GUARD_BYTES);
+  memset(machine.shared, POISON, machine.shared_bytes);
+  memset(machine.shared + machine.shared_bytes, GUARD, GUARD_BYTES);
+  for (int i = 0; i < machine.count; i++) start(i);
+  for (;;) {
+    bool moved = false;
+    for (int k = 0; k < machine.count; k++) {
+      int i = ordered(k);
+      if (machine.threads[i].state != RUNNING) continue;
+      to_thread(i);
+      if (machine.failed) return false;
+      u64 mark;
+      memcpy(&mark, machine.stacks + (size_t)i * STACK_BYTES, 8);
+      if (mark != STACK_MARK) return refuse("thread %d used more than %d bytes of stack", i, STACK_BYTES), false;
+      moved = true;
+    }
+    int done = 0, at_block = 0;
+    for (int w = 0; w < machine.count; w += 32) {
+      int at_warp = 0;
+      for (int i = w; i < w + 32; i++) {
+        State s = machine.threads[i].state;
+        done += s == DONE;
+        at_block += s == AT_BLOCK;
+        at_warp += s == AT_WARP && !strcmp(machine.threads[i].where, machine.threads[w].where);
+      }
+      if (at_warp == 32) {
+        for (int i = w; i < w + 32; i++) machine.threads[i].state = RUNNING;
+        moved = true;
+      }
+    }
+    if (done == machine.count) break;
+    if (done + at_block == machine.count) {
+      for (int i = 0; i < machine.count; i++)
+        if (machine.threads[i].state == AT_BLOCK) machine.threads[i].state = RUNNING;
+      moved = true;
+    }
+    if (!moved) {
+      for (int i = 0, n = 0; i < machine.count; i++) {
+        Thread& t = machine.threads[i];
+        Thread& first = machine.threads[i / 32 * 32];
+        if (t.state == first.state && (t.state == DONE || !strcmp(t.where, first.where)) && n++ < machine.count - 1) continue;
+        refuse("block (%d, %d): lanes do not meet: thread %d %s %s, thread %d %s %s", machine.block_x, machine.block_y,
+               i / 32 * 32, first.state == DONE ? "has ended after" : "waits at", first.where, i,
+               t.state == DONE ? "has ended after" : "waits at", t.where);
+        return false;
+      }
+      return refuse("block (%d, %d): warps do not meet at a barrier", machine.block_x, machine.block_y), false;
+    }
+  }
+  for (int i = 0; i < GUARD_BYTES; i++)
+    if (machine.shared[i - GUARD_BYTES] != GUARD || machine.shared[machine.shared_bytes + i] != GUARD)
+      return refuse("block (%d, %d) wrote beyond its %d bytes of shared memory", machine.block_x, machine.block_y,
+                    machine.shared_bytes), false;
+  return true;
+}
+
+static int launch(void (*kernel)(const void*), int x, int y, int threads, int shared, const void* args) {
+  if (threads < 1 || threads > MOST_THREADS || threads % 32) return refuse("%d threads: a multiple of 32 up to 1024", threads);
+  if (shared < 0 || shared > 227 * 1024) return refuse("%d bytes of shared memory: at most 227 KiB", shared);
+  if (!machine.stacks) machine.stacks = static_cast<u8*>(aligned_alloc(4096, (size_t)MOST_THREADS * STACK_BYTES));
+  size_t allocated = ((size_t)shared + 2 * GUARD_BYTES + 1023) / 1024 * 1024;
+  u8* memory = static_cast<u8*>(aligned_alloc(1024, allocated));
+  machine.shared = memory + GUARD_BYTES;
+  machine.shared_bytes = shared;
+  machine.count = threads;
+  machine.grid_x = x;
+  machine.grid_y = y;
+  machine.kernel = kernel;
+  machine.args = args;
+  machine.failed = false;
+  bool fine = true;
+  for (machine.block_y = 0; fine && machine.block_y < y; machine.block_y++)
+    for (machine.block_x = 0; fine && machine.block_x < x; machine.block_x++) fine = run_block();
+  free(memory);
+  machine.shared = nullptr;
+  return fine ? 0 : 1;
+}
+
+// Waits for the other lanes of the warp at the same place; gives the operands of all, [32][8].
+typedef u64 (*Operands)[8];
+static Operands meet(const char* where, const u64* mine, int n) {
+  int i = machine.current;
+  Thread& t = machine.threads[i];
+  Operands all = machine.operands[t.meetings++ & 1];
+  for (int k = 0; k < n; k++) all[i][k] = mine[k];
+  t.where = where;
+  t.state = AT_WARP;
+  to_scheduler();
+  return all + i / 32 * 32;
+}
+static int lane() { return machine.current % 32; }
+
+template <class T> static T from_lane(const char* where, T x, int source) {
+  u64 mine = 0;
+  memcpy(&mine, &x, sizeof(T));
+  Operands all = meet(where, &mine, 1);
+  memcpy(&x, &all[source & 31][0], sizeof(T));
+  return x;
+}
+
+static void land(int pending_groups) {
+  Thread& t = machine.threads[machine.current];
+  size_t n = 0;
+  for (const Copy& c : t.copies)
+    if (c.group < t.groups - pending_groups) memcpy(c.to, c.from, c.bytes);
+    else t.copies[n++] = c;
+  t.copies.resize(n);
+}
+static void begin_copy(void* to, const void* from, int bytes) {
+  u64 offset = static_cast<u8*>(to) - machine.shared;
+  if (offset + bytes > (u64)machine.shared_bytes) fail("an asynchronous copy to beyond shared memory");
+  if (((u64)to | (u64)from) % bytes) fail("an asynchronous copy that is not aligned to its %d bytes", bytes);
+  memset(to, POISON, bytes);
+  machine.threads[machine.current].copies.push_back({to, from, bytes, machine.threads[machine.current].groups});
+}
+
+template <int A_SIGNED, int B_SIGNED>
+static void mma_8(const char* where, i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  u64 mine[6] = {a0, a1, a2, a3, b0, b1};
+  Operands all = meet(where, mine, 6);
+  int g = lane() / 4, t = lane() % 4;
+  for (int n = 0; n < 4; n++) {
+    u32 sum = (u32)c[n];
+    for (int k = 0; k < 32; k++) {  // lane k / 4 % 4 of a row holds bytes k % 4, the upper 16 in its second register
+      u8 a = (u8)(all[4 * g + k / 4 % 4][k / 16 * 2 + n / 2] >> (8 * (k % 4)));
+      u8 b = (u8)(all[4 * (2 * t + n % 2) + k / 4 % 4][4 + k / 16] >> (8 * (k % 4)));
+      sum += (u32)((A_SIGNED ? (int)(signed char)a : (int)a) * (B_SIGNED ? (int)(signed char)b : (int)b));
+    }
+    c[n] = (i32)sum;
+  }
+}
+
+}  // namespace host
+
+DEVICE int thread_index() { return host::machine.current; }
+DEVICE int block_index() { return host::machine.block_x; }
+DEVICE int block_index_y() { return host::machine.block_y; }
+DEVICE int block_count() { return host::machine.grid_x; }
+DEVICE void sync_threads() {
+  host::Thread& t = host::machine.threads[host::machine.current];
+  t.where = "sync_threads";
+  t.state = host::AT_BLOCK;
+  host::to_scheduler();
+}
+DEVICE void sync_warp() { host::meet("sync_warp", nullptr, 0); }
+
+DEVICE float as_float(u32 x) { float r; memcpy(&r, &x, 4); return r; }
+DEVICE u32 as_bits(float x) { u32 r; memcpy(&r, &x, 4); return r; }
+
+DEVICE u32 prmt(u32 a, u32 b, u32 s) {
+  u64 bytes = (u64)b << 32 | a;
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) {
+    u32 pick = s >> (4 * i) & 15, byte = (u32)(bytes >> (8 * (pick & 7))) & 255;
+    if (pick & 8) byte = byte & 128 ? 255 : 0;
+    r |= byte << (8 * i);
+  }
+  return r;
+}
+
+DEVICE float mul_rn(float a, float b) { return a * b; }
+DEVICE float add_rn(float a, float b) { return a + b; }
+DEVICE float sub_rn(float a, float b) { return a - b; }
+DEVICE float fma_rn(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE float div_rn(float a, float b) { return a / b; }
+DEVICE float sqrt_rn(float a) { return sqrtf(a); }
+DEVICE float int_to_float_rn(i32 x) { return (float)x; }
+DEVICE float long_to_float_rn(i64 x) { return (float)x; }
+DEVICE i32 float_to_int_rz(float x) {
+  if (x != x) return 0;
+  if (x >= 2147483648.0f) return 2147483647;
+  if (x < -2147483648.0f) return -2147483647 - 1;
+  return (i32)x;
+}
+DEVICE float floor_of(float x) { return floorf(x); }
+DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
+DEVICE float minimum(float a, float b) { return fminf(a, b); }
+DEVICE int least(int a, int b) { return a < b ? a : b; }
+DEVICE int greatest(int a, int b) { return a > b ? a : b; }
+
+DEVICE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x; }
+DEVICE float exp2_fast(float x) { return flushed(exp2f(flushed(x))); }
+DEVICE float log2_fast(float x) { return flushed(log2f(flushed(x))); }
+DEVICE float reciprocal_fast(float x) { return flushed(1.0f / flushed(x)); }
+DEVICE float tanh_of(float x) { return tanhf(x); }
+
+DEVICE float half_to_float(u32 bits) {
+  u32 sign = bits >> 15 & 1, exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  float x = exponent == 31 ? (mantissa ? NAN : INFINITY)
+            : exponent     ? as_float((exponent + 112) << 23 | mantissa << 13)
+                           : (float)mantissa * 5.9604644775390625e-8f;
+  return sign ? -x : x;
+}
+DEVICE u32 float_to_half(float x) {
+  u32 bits = as_bits(x), sign = bits >> 16 & 0x8000, m = bits & 0x7FFFFFFF;
+  if (m > 0x7F800000) return 0x7FFF;
+  if (m >= 0x477FF000) return sign | 0x7C00;  // 65520 and more round to infinity
+  if (m < 0x38800000)  // below 2^-14: adding a half makes the float's last bit 2^-24
+    return sign | (as_bits(as_float(m) + 0.5f) - as_bits(0.5f));
+  return sign | ((m + 0xFFF + (m >> 13 & 1) - 0x38000000) >> 13);
+}
+DEVICE u32 pack_halves(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
+DEVICE u32 float_to_bfloat(float x) {
+  u32 bits = as_bits(x);
+  return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+DEVICE u32 half2_sub(u32 a, u32 b) {  // a difference of two halves is exact in float32, or far from a tie
+  return pack_halves(half_to_float(a & 0xFFFF) - half_to_float(b & 0xFFFF), half_to_float(a >> 16) - half_to_float(b >> 16));
+}
+
+template <class T> DEVICE T shuffle_xor(T x, int mask) { return host::from_lane("shuffle_xor", x, host::lane() ^ mask); }
+template <class T> DEVICE T shuffle(T x, int lane) { return host::from_lane("shuffle", x, lane); }
+DEVICE bool any_lane(bool p) {
+  u64 mine = p;
+  host::Operands all = host::meet("any_lane", &mine, 1);
+  for (int i = 0; i < 32; i++) mine |= all[i][0];
+  return mine;
+}
+
+DEVICE u32 transpose_8x8(u32 x) {
+  u64 mine = x;
+  host::Operands all = host::meet("transpose_8x8", &mine, 1);
+  int r = host::lane() / 4, c = host::lane() % 4;
+  u32 low = (u32)(all[4 * (2 * c) + r / 2][0] >> (16 * (r % 2))) & 0xFFFF;
+  u32 high = (u32)(all[4 * (2 * c + 1) + r / 2][0] >> (16 * (r % 2))) & 0xFFFF;
+  return low | high << 16;
+}
+
+DEVICE void mma_u8_s8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  host::mma_8<0, 1>("mma_u8_s8", c, a0, a1, a2, a3, b0, b1);
+}
+DEVICE void mma_s8_s8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  host::mma_8<1, 1>("mma_s8_s8", c, a0, a1, a2, a3, b0, b1);
+}
+DEVICE void mma_s8_u8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  host::mma_8<1, 0>("mma_s8_u8", c, a0, a1, a2, a3, b0, b1);
+}
+// Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
+DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  u64 mine[6] = {a0, a1, a2, a3, b0, b1};
+  host::Operands all = host::meet("mma_f16", mine, 6);
+  int g = host::lane() / 4, t = host::lane() % 4;
+  for (int n = 0; n < 4; n++) {
+    double sum = c[n];
+    for (int k = 0; k < 16; k++) {
+      u32 a = (u32)(all[4 * g + k / 2 % 4][k / 8 * 2 + n / 2] >> (16 * (k % 2))) & 0xFFFF;
+      u32 b = (u32)(all[4 * (2 * t + n % 2) + k / 2 % 4][4 + k / 8] >> (16 * (k % 2))) & 0xFFFF;
+      sum += (double)half_to_float(a) * (double)half_to_float(b);
+    }
+    c[n] = (float)sum;
+  }
+}
+
+DEVICE u32 shared_address(const void* p) { return (u32)(static_cast<const u8*>(p) - host::machine.shared); }
+DEVICE void copy_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }
+DEVICE void copy_async_commit() { host::machine.threads[host::machine.current].groups++; }
+template <int GROUPS> DEVICE void copy_async_wait() { host::land(GROUPS); }
+DEVICE float load_float(const float* p) { return *p; }
+DEVICE i32 load_int(const i32* p) { return *p; }
+
+DEVICE void let_next_grid_start() {}
+DEVICE void wait_for_grid_before() {}

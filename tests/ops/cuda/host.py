@@ -1,0 +1,91 @@
+"""Compiles the CUDA kernels for the CPU (host.h) and launches them there, so that their logic is tested without a GPU.
+
+Every kernel takes one struct by value, mirrored here by a ``ctypes.Structure``; ``LAUNCHABLE(name, Args)`` after it makes
+it callable.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import slimkv
+
+HERE = Path(__file__).parent
+SOURCES = Path(slimkv.__file__).parent / "ops" / "cuda" / "source"
+FLAGS = (
+    "-O2 -march=native -ffp-contract=off -std=c++17 -shared -fPIC -Wall -Wno-unknown-pragmas -Wno-unused-function "
+    "-Wno-unused-variable -Wno-unused-but-set-variable -DSLIMKV_HOST"
+).split()
+has_compiler = shutil.which("g++") is not None
+
+
+class LaunchError(RuntimeError):
+    """Lanes that do not meet, memory written out of bounds, arguments that do not fit."""
+
+
+def _cache() -> Path:
+    """Libraries by the hash of what they were built from; any of them may be deleted at any time."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "slimkv" / "host"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@lru_cache
+def _processor() -> str:
+    """What ``-march=native`` means here."""
+    return subprocess.run(["g++", "-march=native", "-E", "-dM", "-x", "c++", "/dev/null"], capture_output=True, check=True, text=True).stdout  # fmt: skip
+
+
+def _key(source: Path, options: list[str]) -> str:
+    digest = hashlib.sha256(_processor().encode())
+    for path in sorted([source, HERE / "host.h", *SOURCES.glob("*.cuh")]):
+        digest.update(path.read_bytes())
+    digest.update(" ".join(options).encode())
+    return digest.hexdigest()[:24]
+
+
+@lru_cache(maxsize=64)
+def _library(path: str) -> ctypes.CDLL:
+    return ctypes.CDLL(path)
+
+
+def compile(source: Path, defines: Mapping[str, int | str] | None = None) -> ctypes.CDLL:
+    """The library of a ``.cu`` file (a name in the package's source folder, or a path) with ``-D`` options."""
+    source = source if source.is_absolute() else SOURCES / source
+    options = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted((defines or {}).items()))]
+    target = _cache() / f"{source.stem}-{_key(source, options)}.so"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=_cache()) as folder:
+            built = Path(folder) / "built.so"
+            command = ["g++", *options, f"-I{HERE}", f"-I{SOURCES}", "-x", "c++", str(source), "-o", str(built)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+            built.replace(target)
+    return _library(str(target))
+
+
+def launch(
+    library: ctypes.CDLL,
+    name: str,
+    *,
+    grid: tuple[int, int] | tuple[int],
+    threads: int,
+    shared: int = 0,
+    args: ctypes.Structure,
+) -> None:
+    """Runs every block of ``grid`` (x, y), one after the other; raises ``LaunchError``."""
+    x, y = grid if len(grid) == 2 else (grid[0], 1)
+    function = getattr(library, f"host_launch_{name}")
+    library.host_error.restype = ctypes.c_char_p
+    if function(x, y, threads, shared, ctypes.byref(args), ctypes.sizeof(args)):
+        raise LaunchError(f"{name}: {library.host_error().decode()}")
