@@ -18,6 +18,7 @@ static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define SHARED_MEMORY(name) extern __shared__ __align__(16) u8 name[]
 #define GRID_CONSTANT const __grid_constant__
+#define LAUNCHABLE(name, Args)  // what the tests launch
 
 struct __align__(8) Words2 { u32 x, y; };
 struct __align__(16) Words4 { u32 x, y, z, w; };
