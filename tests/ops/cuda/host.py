@@ -1,7 +1,7 @@
 """Compiles the CUDA kernels for the CPU (host.h) and launches them there, so that their logic is tested without a GPU.
 
-Every kernel takes one struct by value, mirrored here by a ``ctypes.Structure``; ``LAUNCHABLE(name, Args)`` after it makes
-it callable.
+Every kernel takes one struct by value, mirrored here by a ``ctypes.Structure``; ``LAUNCHABLE(name, Args)`` after it
+makes it callable.
 """
 
 from __future__ import annotations
@@ -20,10 +20,20 @@ import slimkv
 
 HERE = Path(__file__).parent
 SOURCES = Path(slimkv.__file__).parent / "ops" / "cuda" / "source"
-FLAGS = (
-    "-O2 -march=native -ffp-contract=off -std=c++17 -shared -fPIC -Wall -Wno-unknown-pragmas -Wno-unused-function "
-    "-Wno-unused-variable -Wno-unused-but-set-variable -DSLIMKV_HOST"
-).split()
+FLAGS = [
+    "-O2",
+    "-march=native",
+    "-ffp-contract=off",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-Wno-unused-variable",
+    "-Wno-unused-but-set-variable",
+    "-DSLIMKV_HOST",
+]
 has_compiler = shutil.which("g++") is not None
 
 
@@ -42,7 +52,9 @@ def _cache() -> Path:
 @lru_cache
 def _processor() -> str:
     """What ``-march=native`` means here."""
-    return subprocess.run(["g++", "-march=native", "-E", "-dM", "-x", "c++", "/dev/null"], capture_output=True, check=True, text=True).stdout  # fmt: skip
+    return subprocess.run(
+        ["g++", "-march=native", "-E", "-dM", "-x", "c++", "/dev/null"], capture_output=True, check=True, text=True
+    ).stdout
 
 
 def _key(source: Path, options: list[str]) -> str:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 
 
 class Args(ctypes.Structure):
-    _fields_ = [("into", ctypes.c_void_p), ("out", ctypes.c_void_p), ("mode", ctypes.c_int32), ("n", ctypes.c_int32)]  # noqa: RUF012
+    _fields_ = [("into", ctypes.c_void_p), ("out", ctypes.c_void_p), ("mode", ctypes.c_int32), ("n", ctypes.c_int32)]
 
 
 def run(name: str, x: np.ndarray, out: int, *, threads: int, mode=0, n=0, grid=(1,), shared=0) -> np.ndarray:
@@ -48,7 +48,9 @@ def fragments(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     for lane in range(32):
         g, t = divmod(lane, 4)
         for r in range(4):
-            words[lane, r] = np.ascontiguousarray(a[g + 8 * (r % 2), half * (r // 2) + per * t :][:per]).view(np.uint32)[0]  # fmt: skip
+            words[lane, r] = np.ascontiguousarray(a[g + 8 * (r % 2), half * (r // 2) + per * t :][:per]).view(
+                np.uint32
+            )[0]
         for r in range(2):
             words[lane, 4 + r] = np.ascontiguousarray(b[half * r + per * t :, g][:per]).view(np.uint32)[0]
         words[lane, 6:] = c[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1, 2 * t, 2 * t + 1]].view(np.uint32)
@@ -60,7 +62,9 @@ def matrix(words: np.ndarray, dtype) -> np.ndarray:
     return words.view(dtype).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
 
 
-@pytest.mark.parametrize(("mode", "a_type", "b_type"), [(0, np.uint8, np.int8), (1, np.int8, np.uint8), (2, np.int8, np.int8)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "a_type", "b_type"), [(0, np.uint8, np.int8), (1, np.int8, np.uint8), (2, np.int8, np.int8)]
+)
 def test_integer_products_are_exact(rng, mode, a_type, b_type):
     a = rng.integers(np.iinfo(a_type).min, np.iinfo(a_type).max, (16, 32), dtype=a_type, endpoint=True)
     b = rng.integers(np.iinfo(b_type).min, np.iinfo(b_type).max, (32, 8), dtype=b_type, endpoint=True)
@@ -98,7 +102,15 @@ def test_16_bit_floats(rng):
     halves = halves[np.isfinite(halves)]
     between = (halves[:-1].astype(np.float64) + halves[1:]) / 2  # ties
     any_bits = rng.integers(0, 1 << 32, 20000, dtype=np.uint32).view(np.float32)
-    x = np.concatenate([halves, between.astype(np.float32), np.nextafter(between.astype(np.float32), 0), any_bits[np.isfinite(any_bits)], [65519.996, 65520, -1e-9, 3e38]]).astype(np.float32)  # fmt: skip
+    x = np.concatenate(
+        [
+            halves,
+            between.astype(np.float32),
+            np.nextafter(between.astype(np.float32), 0),
+            any_bits[np.isfinite(any_bits)],
+            [65519.996, 65520, -1e-9, 3e38],
+        ]
+    ).astype(np.float32)
     x = np.append(x[~np.isnan(x)], np.float32([np.inf, -np.inf]))
     got = run("conversions", x, 4 * len(x), threads=64, n=len(x)).reshape(-1, 4)
     with np.errstate(over="ignore"):
@@ -132,7 +144,10 @@ def test_copying_beyond_shared_memory_is_reported():
         run("through_shared", np.zeros(512), 512, threads=128, shared=1024)
 
 
-@pytest.mark.parametrize(("mode", "what"), [(0, "thread 40 has ended"), (1, "thread 40 waits at sync_threads"), (2, "thread 40 waits at shuffle$")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "what"),
+    [(0, "thread 40 has ended"), (1, "thread 40 waits at sync_threads"), (2, "thread 40 waits at shuffle$")],
+)
 def test_lanes_that_do_not_meet_are_reported(mode, what):
     with pytest.raises(host.LaunchError, match=f"lanes do not meet.*{what}"):
         run("divergent", np.zeros(1), 64, threads=64, mode=mode)
@@ -140,7 +155,7 @@ def test_lanes_that_do_not_meet_are_reported(mode, what):
 
 def test_arguments_that_do_not_fit_are_reported():
     class Other(ctypes.Structure):
-        _fields_ = [("x", ctypes.c_int64)]  # noqa: RUF012
+        _fields_ = [("x", ctypes.c_int64)]
 
     with pytest.raises(host.LaunchError, match="takes 24 bytes of arguments, got 8"):
         host.launch(
