@@ -1,0 +1,192 @@
+"""What differs between the supported vLLM versions (0.28 and later); nothing else looks at versions.
+
+Importing this module is the check: an installation that slimkv cannot work in is refused here, with its version.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import fields, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from slimkv.errors import MissingDependencyError, UnsupportedError
+
+OLDEST = (0, 28)
+NEWEST_TESTED = (0, 32)
+
+logger = logging.getLogger("vllm.slimkv")  # vLLM shows what is logged below its own name
+
+
+def version_numbers(version: str) -> tuple[int, int]:
+    """``0.32.0rc1`` -> (0, 32); (0, 0) for a text that does not start with numbers."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+try:
+    import vllm
+except ImportError as error:
+    raise MissingDependencyError(
+        'the vLLM integration needs vLLM, which is not installed: pip install "slimkv[vllm]"'
+    ) from error
+
+VERSION: str = vllm.__version__
+
+if version_numbers(VERSION) < OLDEST:
+    raise MissingDependencyError(
+        f"slimkv works in vLLM {OLDEST[0]}.{OLDEST[1]} and later, not in {VERSION}: "
+        'pip install --upgrade "slimkv[vllm]"'
+    )
+
+try:
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.attention.backend import (
+        AttentionBackend,
+        AttentionCGSupport,
+        AttentionImpl,
+        AttentionMetadataBuilder,
+        AttentionType,
+        CommonAttentionMetadata,
+    )
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+        EncoderOnlyAttentionSpec,
+        FullAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    if not hasattr(AttentionBackend, "customize_spec"):
+        raise ImportError("AttentionBackend.customize_spec")
+    if "state_content_bytes" not in {f.name for f in fields(AttentionSpec)}:
+        raise ImportError("AttentionSpec.state_content_bytes")
+except ImportError as error:
+    raise UnsupportedError(
+        f"vLLM {VERSION} is not known to slimkv (tested are {OLDEST[0]}.{OLDEST[1]} to {NEWEST_TESTED[0]}."
+        f"{NEWEST_TESTED[1]}): it lacks {error}; install a tested version"
+    ) from error
+
+if version_numbers(VERSION) > NEWEST_TESTED:
+    logger.warning(
+        "slimkv was tested in vLLM up to %d.%d; this is %s. Its interfaces are the expected ones.",
+        *NEWEST_TESTED,
+        VERSION,
+    )
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionCGSupport",
+    "AttentionImpl",
+    "AttentionMetadataBuilder",
+    "AttentionSpec",
+    "AttentionType",
+    "CommonAttentionMetadata",
+    "PageShape",
+    "get_current_vllm_config",
+    "is_delegated",
+    "layer_number",
+    "logger",
+    "on_cpu",
+    "packed",
+    "packs",
+    "stock_backend",
+]
+
+_DELEGATED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
+_PACKS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
+def is_delegated(spec: object) -> bool:
+    """Whether the layers of a cache spec are left to vLLM's own backend."""
+    return isinstance(spec, _DELEGATED)
+
+
+def packs(spec: object) -> bool:
+    """Whether slimkv knows how such layers use their cache; subclasses may use it in ways of their own."""
+    return type(spec) in _PACKS
+
+
+def packed(spec: AttentionSpec, bytes_per_token: int) -> AttentionSpec:
+    """``spec`` for pages of ``bytes_per_token`` opaque bytes per token and KV head."""
+    return replace(spec, dtype=torch.uint8, state_content_bytes=bytes_per_token)
+
+
+def _head_major_layouts() -> tuple[Any, ...] | None:
+    """Every order in which the tokens of one block and head lie together; None before layouts had names."""
+    try:
+        layout = import_module("vllm.v1.kv_cache_interface").KVCacheLayout
+    except AttributeError:
+        return None
+    preferred = ("LBHNC", "BLHNC", "LHBNC", "BHLNC")
+    return tuple(layout[name] for name in preferred if name in layout.__members__)
+
+
+class PageShape:
+    """How vLLM shapes a layer's cache: uint8 [blocks, kv_heads, tokens, bytes], the last two axes contiguous."""
+
+    bytes_per_token: int
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...] | None:
+        """From vLLM 0.30 on: the accepted memory orders, best first."""
+        return _head_major_layouts()
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Before: the shape itself."""
+        return num_blocks, num_kv_heads, block_size, cls.bytes_per_token
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Before: blocks outermost, then layers, heads, tokens, bytes."""
+        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str | None:
+        """Before: heads before tokens."""
+        return "HND"
+
+    @staticmethod
+    def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
+        """Before: no separate pass over a prefix that all requests share."""
+        return False
+
+
+def on_cpu() -> bool:
+    """Whether this vLLM runs on the CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def stock_backend(head_size: int, attn_type: str) -> type[AttentionBackend]:
+    """The backend vLLM itself would take for a kind of attention that keeps no growing cache."""
+    if on_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        return CPUAttentionBackend
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    wanted = AttentionSelectorConfig(
+        head_size=head_size,
+        dtype=torch.get_default_dtype(),
+        kv_cache_dtype="auto",
+        block_size=None,
+        attn_type=attn_type,
+    )
+    return resolve_obj_by_qualname(current_platform.get_attn_backend_cls(None, attn_selector_config=wanted))
+
+
+def layer_number(name: str) -> int | None:
+    """``model.layers.7.self_attn.attn`` -> 7; None for a layer without a number."""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return numbers[0] if numbers else None

@@ -1,0 +1,207 @@
+"""``SlimKVImpl``: one layer's attention in vLLM. Writes codes to the layer's blocks and attends them there."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.codec import Codec
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.vllm.backend import CACHE_DTYPES, SlimKVBackend, bound
+from slimkv.integrations.vllm.compat import (
+    AttentionImpl,
+    AttentionType,
+    get_current_vllm_config,
+    layer_number,
+    stock_backend,
+)
+from slimkv.integrations.vllm.metadata import SlimKVMetadata
+from slimkv.integrations.vllm.rehearsal import rehearse
+from slimkv.integrations.vllm.settings import Settings, parse
+from slimkv.spec import CodecSpec, PageLayout
+
+
+@lru_cache(maxsize=64)
+def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
+    """Layers with the same formats share their tables."""
+    return Codec(spec, device)
+
+
+class SlimKVImpl(AttentionImpl):
+    """Attention of one layer; encoder and cross attention are passed on to vLLM's own implementation."""
+
+    can_return_lse_for_decode: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.alibi_slopes = alibi_slopes
+        self._config = get_current_vllm_config()
+        self._stock: Any = None
+        self._spec: CodecSpec | None = None
+        self._settings: Settings = parse(self._config.additional_config)
+        if attn_type != AttentionType.DECODER:
+            self._stock_backend = stock_backend(head_size, attn_type)
+            extra = {} if sinks is None else {"sinks": sinks}
+            self._stock = self._stock_backend.get_impl_cls()(
+                num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
+                logits_soft_cap, attn_type, kv_sharing_target_layer_name, **extra, **others,
+            )  # fmt: skip
+            return
+        self._refuse(others)
+
+    def _refuse(self, others: dict[str, Any]) -> None:
+        """Raises for what a model asks of its attention and slimkv does not do."""
+        if self.alibi_slopes is not None:
+            raise UnsupportedError("slimkv does not know ALiBi; serve this model with vLLM's own attention backend")
+        if self.kv_cache_dtype not in CACHE_DTYPES:
+            raise InputError(
+                f"slimkv stores its own formats, so kv_cache_dtype must be left at auto, not {self.kv_cache_dtype!r}"
+            )
+        if not SlimKVBackend.supports_head_size(self.head_size):
+            raise UnsupportedError(f"slimkv takes head sizes that are multiples of 16 up to 512, not {self.head_size}")
+        asked = [name for name, value in others.items() if value is not None and value is not False]
+        if asked:
+            raise UnsupportedError(f"slimkv does not know what this model asks of its attention: {', '.join(asked)}")
+        if self.total_cp_world_size > 1 or self.pcp_world_size > 1:
+            raise UnsupportedError("slimkv does not yet run under context parallelism; use tensor parallelism")
+
+    # -- after the weights are there: the layer's name, hence its format ---------------------------------------------
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Finds the layer this belongs to and binds its backend class to the layer's format."""
+        if self._stock is not None:
+            self._stock.process_weights_after_loading(act_dtype)
+            return
+        layers = self._config.compilation_config.static_forward_context
+        name, layer = next(((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self), (None, None))
+        if name is None or layer is None:
+            raise UnsupportedError("vLLM does not list the layer of this attention, so that its format is not known")
+        word = self._word(self.kv_sharing_target_layer_name or name)
+        dtype = str(act_dtype if act_dtype.is_floating_point else self._config.model_config.dtype)
+        self._spec = CodecSpec.parse(
+            word,
+            self.head_size,
+            layer.head_size_v if hasattr(layer, "head_size_v") else None,
+            key_policy=self._settings.key_policy,
+            value_policy=self._settings.value_policy,
+        ).with_raw_dtype(dtype.removeprefix("torch."))
+        layer.attn_backend = bound(layer.attn_backend, self._spec)
+        self._options = ops.AttendOptions(
+            scale=self.scale, window=self.sliding_window, softcap=self.logits_soft_cap or 0.0, sinks=self.sinks
+        )
+
+    def _word(self, layer_name: str) -> str:
+        layers = self._config.model_config.hf_text_config.num_hidden_layers
+        self._settings.check_layers(layers)
+        return self._settings.format_of(layer_number(layer_name), layers)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, PageLayout]:
+        """vLLM's uint8 [blocks, kv_heads, tokens, bytes] -> pages [blocks, kv_heads, region_bytes] and their layout."""
+        assert self._spec is not None
+        blocks, heads, tokens, size = kv_cache.shape
+        return kv_cache.view(blocks, heads, tokens * size), _layout(self._spec, tokens)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """key, value [tokens, kv_heads, dim] -> the slots of ``slot_mapping``; padding has negative slots."""
+        if self._stock is not None:
+            if not self._stock_backend.forward_includes_kv_cache_update:
+                self._stock.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        assert self._spec is not None
+        if kv_cache.numel() == 0:  # while memory is being measured there is no cache
+            return
+        pages, layout = self._pages(kv_cache)
+        count = slot_mapping.shape[0]
+        ops.store(
+            key[:count], value[:count], pages, slot_mapping, codec=shared_codec(self._spec, key.device), layout=layout,
+            impl=self._settings.impl,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query [tokens, heads, dim] -> output [tokens, heads, dim], written in place.
+
+        The new tokens' keys and values are in the pages already (``do_kv_cache_update``).
+        """
+        if self._stock is not None:
+            return self._stock.forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("slimkv does not quantise attention's output")
+        assert self._spec is not None
+        codec = shared_codec(self._spec, query.device)
+        if attn_metadata is None:  # vLLM measures memory, before there is a cache
+            rehearse(query, self.num_kv_heads, codec, self._options, self._config, self._settings.impl)
+            return output.zero_()
+        pages, layout = self._pages(kv_cache)
+        self._attend(query, key, value, pages, layout, codec, attn_metadata, output)
+        return output
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pages: Tensor,
+        layout: PageLayout,
+        codec: Codec,
+        step: SlimKVMetadata,
+        output: Tensor,
+    ) -> None:
+        raw = self._settings.fresh == "raw" and self.kv_sharing_target_layer_name is None
+        for part in step.parts:
+            rows = slice(part.first, part.end)
+            ops.attend(
+                query[rows], pages, part.block_table, part.seq_lens, part.query_start, codec=codec, layout=layout,
+                max_query_len=part.max_query_len,
+                max_seq_len=min(part.max_seq_len, part.block_table.shape[1] * layout.block_tokens),
+                options=self._options, fresh=(key[rows], value[rows]) if raw else None, out=output[rows],
+                impl=self._settings.impl,
+            )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _layout(spec: CodecSpec, block_tokens: int) -> PageLayout:
+    return PageLayout(spec, block_tokens)

@@ -1,0 +1,136 @@
+"""What a step's layers share: the tables vLLM keeps on the device, and bounds the host knows.
+
+Nothing is read back from the device and nothing is done per request. vLLM puts requests with few queries first; where
+others follow, the batch is attended in two parts, because parts whose keys are split to fill the device must be whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.vllm.compat import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    is_delegated,
+    stock_backend,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive requests that are attended in one call."""
+
+    first: int  # rows first..end of the batch's queries
+    end: int
+    block_table: Tensor  # int32 [requests, blocks]
+    seq_lens: Tensor  # int32 [requests]
+    query_start: Tensor  # int32 [requests + 1], from 0
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass
+class SlimKVMetadata:
+    """One step. The names are those that vLLM's other parts look for."""
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    parts: tuple[Part, ...]
+
+
+class SlimKVMetadataBuilder(AttentionMetadataBuilder):
+    """Builds a step's metadata; for layers that are left to vLLM's own backend, that backend's."""
+
+    # A graph holds bounds and addresses only: batches of equal short queries, speculative ones included.
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._stock: Any = None
+        if is_delegated(kv_cache_spec):
+            backend = stock_backend(kv_cache_spec.head_size, _delegated_type(layer_names, vllm_config))
+            self._stock = backend.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device)
+            self.reorder_batch_threshold = self._stock.reorder_batch_threshold
+            return
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Uniform batches; for delegated layers what their backend supports."""
+        if is_delegated(kv_cache_spec):
+            stock = stock_backend(kv_cache_spec.head_size, AttentionType.ENCODER_DECODER)
+            return stock.get_builder_cls().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return cls._cudagraph_support
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        """A graph follows the device's query lengths up to the bound it was captured with."""
+        if is_delegated(kv_cache_spec):
+            return None
+        speculative = vllm_config.speculative_config
+        drafted = speculative.num_speculative_tokens if speculative is not None else 0
+        return 1 + (drafted or 0)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Any:
+        """The step's metadata from what vLLM's scheduler decided."""
+        common = common_attn_metadata
+        if self._stock is not None:
+            return self._stock.build(common_prefix_len, common, fast_build)
+        if common.causal is not True:
+            raise UnsupportedError(
+                "slimkv attends causally in vLLM; this model or drafter asks for attention both ways"
+            )
+        return SlimKVMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            parts=_parts(common, self.reorder_batch_threshold or 1),
+        )
+
+
+def _delegated_type(layer_names: list[str], vllm_config: Any) -> str:
+    layers = vllm_config.compilation_config.static_forward_context
+    return layers[layer_names[0]].attn_type
+
+
+def _parts(common: CommonAttentionMetadata, few: int) -> tuple[Part, ...]:
+    """The leading requests of at most ``few`` queries and the others; one part where there is only one kind."""
+    rows, requests = common.num_actual_tokens, common.num_reqs
+    table, lens, starts = common.block_table_tensor, common.seq_lens, common.query_start_loc
+    if common.max_query_len <= few:
+        return (Part(0, rows, table, lens, starts, min(common.max_query_len, rows), common.max_seq_len),)
+    starts_on_host = common.query_start_loc_cpu
+    short = starts_on_host.diff() <= few
+    count = requests if bool(short.all()) else int((~short).int().argmax())
+    if count == 0:
+        return (Part(0, rows, table, lens, starts, min(common.max_query_len, rows), common.max_seq_len),)
+    middle = int(starts_on_host[count])
+    decodes = Part(0, middle, table[:count], lens[:count], starts[: count + 1], min(few, middle), common.max_seq_len)
+    rest = Part(
+        middle,
+        rows,
+        table[count:requests],
+        lens[count:requests],
+        starts[count : requests + 1] - middle,
+        min(common.max_query_len, rows - middle),
+        common.max_seq_len,
+    )
+    return decodes, rest
