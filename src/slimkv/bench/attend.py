@@ -58,7 +58,7 @@ class Case:
             key, value = (
                 torch.randn(len(slots), cell.kv_heads, cell.head_dim, device=device, dtype=dtype) for _ in range(2)
             )
-            ops.store(key, value, pages, slots, codec=codec, layout=layout, impl=impl)
+            ops.store(key, value, pages, slots, codec=codec, layout=layout)
         return cls(
             cell=cell,
             impl=impl,
@@ -84,7 +84,7 @@ class Case:
         cell, count = self.cell, min(self.cell.queries, _CHECKED_QUERIES)
         position = torch.arange(cell.context, device=self.pages.device)
         slots = self.table[0, position // cell.page].long() * cell.page + position % cell.page
-        key, value = ops.gather(self.pages, slots, codec=self.codec, layout=cell.layout, impl=self.impl)
+        key, value = ops.gather(self.pages, slots, codec=self.codec, layout=cell.layout)
         rows = slice(cell.queries - count, cell.queries)
         query = self.query[rows].double().unflatten(1, (cell.kv_heads, -1))
         scores = torch.einsum("qhgd,khd->qhgk", query, key.double()) / math.sqrt(cell.head_dim)

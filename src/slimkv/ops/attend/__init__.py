@@ -10,9 +10,12 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.errors import InputError
+from slimkv.ops.cuda import where_cuda_runs
 from slimkv.ops.registry import Implementation, Registry, anywhere, on_cpu, where_triton_runs
 from slimkv.ops.store import check_pages
 from slimkv.spec import PageLayout
+
+PACKED_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ REGISTRY = Registry(
     "attend",
     [
         Implementation("cpu", "slimkv.ops.attend.cpu", on_cpu),
+        Implementation("cuda", "slimkv.ops.attend.cuda", where_cuda_runs),
         Implementation("triton", "slimkv.ops.attend.triton", where_triton_runs),
         Implementation("reference", "slimkv.ops.attend.reference", anywhere),
     ],
@@ -166,6 +170,30 @@ def attend(
     )  # fmt: skip
     REGISTRY.select(pages.device, request, impl).load().run(request)
     return out if lse is None else (out, lse)
+
+
+def workspace_bytes(
+    layout: PageLayout,
+    *,
+    total_queries: int,
+    sequences: int,
+    query_heads: int,
+    kv_heads: int,
+    max_query_len: int,
+    splits: int,
+    device: torch.device,
+) -> int:
+    """Bytes of a ``workspace`` that is enough for any implementation on ``device``, within these bounds.
+
+    ``total_queries`` counts the rows of ``query``, padding included; ``splits`` is what ``attend`` is given.
+    """
+    need = 0 if splits == 1 else 4 * total_queries * query_heads * splits * (layout.spec.value_dim + 1)
+    if where_cuda_runs(device) is None:
+        from slimkv.ops.attend import cuda
+
+        group = query_heads // kv_heads
+        need = max(need, cuda.workspace_bytes(layout, total_queries, sequences, kv_heads, group, max_query_len, device))
+    return need
 
 
 def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> None:

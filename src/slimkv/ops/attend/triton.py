@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slimkv.codec.codebook import codebook
 from slimkv.errors import InputError
-from slimkv.ops.attend import AttendRequest
+from slimkv.ops.attend import PACKED_QUERIES, AttendRequest
 from slimkv.ops.attend.kernels import attend_kernel, merge_kernel
 from slimkv.ops.attend.prefill import prefill_kernel, range_kernel, unpack_kernel
 from slimkv.ops.unpack import KIND_NUMBER, PLAIN_ROWS, byte_table
@@ -26,7 +26,6 @@ from slimkv.spec import Kind, PageLayout, TensorFormat
 
 _LOG2E = math.log2(math.e)
 _MAX_SPLITS = 256
-PACKED_QUERIES = 32  # sequences with more queries than this are unpacked first
 PREFILL_BYTES = 256 << 20  # what unpacked K and V may take; a longer context takes several passes
 
 
@@ -137,6 +136,11 @@ def run(request: AttendRequest) -> None:
         return
     _attend_packed(request, fresh, PACKED_QUERIES)  # the host knows bounds only: any sequence may have few queries
     _attend_prefill(request, fresh)
+
+
+def attend_prefill(request: AttendRequest) -> None:
+    """Only the sequences of more than PACKED_QUERIES queries, beside an implementation that attends the others."""
+    _attend_prefill(request, _fresh_in_stored_space(request))
 
 
 def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_queries: int) -> None:

@@ -30,7 +30,9 @@ class Kernel:
             "local_bytes": which.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
             "shared_bytes": which.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
         }
-        return {k: _checked(self._driver, self._driver.cuFuncGetAttribute(v, self._function)) for k, v in wanted.items()}
+        return {
+            k: _checked(self._driver, self._driver.cuFuncGetAttribute(v, self._function)) for k, v in wanted.items()
+        }
 
     def launch(
         self,
@@ -53,7 +55,9 @@ class Kernel:
         config.hStream = torch.cuda.current_stream(device).cuda_stream
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         _checked(
-            self._driver, self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0), self.name
+            self._driver,
+            self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0),
+            self.name,
         )
 
     def _config(self, grid: tuple[int, int], threads: int, shared: int, overlap: bool) -> Any:

@@ -1,0 +1,299 @@
+"""attend with CUDA C++: sequences of few queries on their packed pages (source/decode.cu).
+
+Sequences of more queries than that (prefill) are unpacked and attended by the Triton kernels, in the same call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from slimkv.codec.codebook import codebook
+from slimkv.errors import InputError
+from slimkv.ops.attend import PACKED_QUERIES, AttendRequest
+from slimkv.ops.cuda.module import load
+from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
+
+SOURCE = "decode.cu"
+LARGEST_DIM = 256
+_KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
+_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_MERGE_WARPS = 8
+_LOG2E = math.log2(math.e)
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (("low", ctypes.c_uint32), ("high", ctypes.c_uint32))
+
+
+class Args(ctypes.Structure):
+    """The kernels' argument; decode.cu says what each is."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "query", "pages", "table", "lengths", "starts", "key_signs", "value_signs", "key_levels", "value_levels",
+            "sinks", "out", "lse", "parts", "part_states",
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "query_stride", "query_head_stride", "page_stride", "page_head_stride", "table_stride", "out_stride",
+            "out_head_stride",
+        )),
+        *((name, ctypes.c_float) for name in ("scale", "softcap", "key_norm", "value_norm")),
+        ("key_table", _Table),
+        ("value_table", _Table),
+        *((name, ctypes.c_int32) for name in (
+            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks",
+        )),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the kernel is cut: all of it known when it is compiled."""
+
+    groups: int  # of 4 columns; a column is a query head of one query
+    tiles: int  # 16-token tiles of a step
+    warps: int
+    stages: int  # steps of a warp in shared memory at a time
+    resident: int  # blocks of a multiprocessor
+
+    @property
+    def columns(self) -> int:
+        """Rows of output that one block computes at a time."""
+        return 4 * self.groups
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the shape depends on."""
+
+    multiprocessors: int
+    shared_of_multiprocessor: int
+    shared_of_block: int
+
+
+Launcher = Callable[[str, dict[str, int], tuple[int, int], int, int, Args, bool], None]
+
+
+def supports(request: AttendRequest) -> str | None:
+    """Lloyd-Max, uniform and fp8 codes, head sizes up to 256, and as many query heads as fit the columns."""
+    spec = request.layout.spec
+    for name, side, dim in (("key", spec.key, spec.key_dim), ("value", spec.value, spec.value_dim)):
+        if side.kind not in _KINDS:
+            return f"{name} format {side.word} is not one of its formats (l1-l8, u2-u8, ur2-ur8, fp8); use impl='triton'"
+        if dim > LARGEST_DIM:
+            return f"{name} head size {dim} is beyond {LARGEST_DIM}; use impl='triton'"
+    if request.layout.block_tokens < 16:
+        return "it reads blocks of 16 tokens and more; use impl='reference'"
+    if request.group > 4 * _most_groups(request.layout):
+        return (
+            f"{request.group} query heads per KV head are more than {4 * _most_groups(request.layout)}, "
+            f"what fits its registers at head sizes {spec.key_dim}/{spec.value_dim}; use impl='triton'"
+        )
+    if request.fresh is not None:
+        return "it attends codes only, not fresh K and V; use impl='triton'"
+    if request.pages.device.type == "cuda" and _shape(request) is None:
+        return f"{request.layout.spec.word} needs more shared memory than this device has; use impl='triton'"
+    return None
+
+
+def run(request: AttendRequest) -> None:
+    """See ``slimkv.ops.attend.attend``."""
+    if request.query.shape[0] == 0 or request.max_query_len == 0:
+        return
+    attend_packed(request, device_of(request.query.device), _launcher(request.query.device))
+    if request.max_query_len > PACKED_QUERIES:
+        from slimkv.ops.attend.triton import attend_prefill
+
+        attend_prefill(request)
+
+
+def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> None:
+    """The sequences of at most PACKED_QUERIES queries: one launch that attends and one that merges."""
+    query, out, layout, options = request.query, request.out, request.layout, request.options
+    spec, (total, heads) = layout.spec, query.shape[:2]
+    kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
+    shape = _shape_on(device, layout, request.group, min(request.max_query_len, PACKED_QUERIES))
+    if shape is None:
+        raise InputError(f"{spec.word} needs more shared memory than this device has")
+    blocks = device.multiprocessors * shape.resident
+    slots = part_slots(total, sequences, kv_heads, request.group, shape, blocks)
+    floats = slots * shape.columns * (spec.value_dim + 2)
+    workspace = request.workspace
+    if workspace is None:
+        workspace = torch.empty(4 * floats, dtype=torch.uint8, device=query.device)
+    elif workspace.numel() < 4 * floats or workspace.dtype != torch.uint8 or workspace.data_ptr() % 16:
+        raise InputError(
+            f"workspace must be uint8 with at least {4 * floats} bytes on a 16-byte boundary, "
+            f"not {workspace.dtype} with {workspace.numel()}"
+        )
+    parts = workspace.data_ptr()
+    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    key, value = request.codec.key_tables, request.codec.value_tables
+    args = Args(
+        query=query.data_ptr(), pages=request.pages.data_ptr(), table=request.block_table.data_ptr(),
+        lengths=request.seq_lens.data_ptr(), starts=request.query_start.data_ptr(),
+        key_signs=key.signs.data_ptr(), value_signs=value.signs.data_ptr(),
+        key_levels=key.levels.data_ptr(), value_levels=value.levels.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
+        lse=None if request.lse is None else request.lse.data_ptr(),
+        parts=parts, part_states=parts + 4 * slots * shape.columns * spec.value_dim,
+        query_stride=query.stride(0), query_head_stride=query.stride(1),
+        page_stride=request.pages.stride(0), page_head_stride=request.pages.stride(1),
+        table_stride=request.block_table.stride(0), out_stride=out.stride(0), out_head_stride=out.stride(1),
+        scale=request.scale * _LOG2E, softcap=options.softcap * _LOG2E,
+        key_norm=key.orthonormal, value_norm=value.orthonormal,
+        key_table=_Table(*_key_table(spec.key, spec.key_dim)),
+        value_table=_Table(*_value_table(spec.value, spec.value_dim)),
+        sequences=sequences, heads=kv_heads, group=request.group, most_queries=PACKED_QUERIES,
+        causal=options.causal, window=options.window or 0, blocks=blocks,
+    )  # fmt: skip
+    defines = _defines(
+        layout, shape, _TYPES[query.dtype], _TYPES[out.dtype], options.window is not None, options.softcap > 0
+    )
+    launch("attend", defines, (blocks, 1), 32 * shape.warps, shared_bytes(layout, shape), args, False)
+    merge_shared = 4 * _MERGE_WARPS * max(spec.value_dim, 3)
+    launch("merge", defines, (total, -(-heads // _MERGE_WARPS)), 32 * _MERGE_WARPS, merge_shared, args, True)
+
+
+def part_slots(total: int, sequences: int, kv_heads: int, group: int, shape: Shape, blocks: int) -> int:
+    """Most partial results of one call: one for every chunk of queries and head, and one more for every block."""
+    per_chunk = shape.columns // group
+    return (total // per_chunk + min(sequences, total)) * kv_heads + blocks
+
+
+def workspace_bytes(
+    layout: PageLayout, total_queries: int, sequences: int, kv_heads: int, group: int, max_query_len: int,
+    device: torch.device,
+) -> int:  # fmt: skip
+    """Bytes that ``attend`` needs as ``workspace`` for these bounds."""
+    about = device_of(device)
+    shape = _shape_on(about, layout, group, min(max_query_len, PACKED_QUERIES))
+    if shape is None:
+        return 0
+    slots = part_slots(
+        total_queries, sequences, kv_heads, group, shape, about.multiprocessors * shape.resident
+    )
+    return 4 * slots * shape.columns * (layout.spec.value_dim + 2)
+
+
+# -- the shape ---------------------------------------------------------------------------------------------------------
+
+
+def _most_groups(layout: PageLayout) -> int:
+    return 4 if max(layout.spec.key_dim, layout.spec.value_dim) <= 128 else 2
+
+
+def _shape(request: AttendRequest) -> Shape | None:
+    queries = min(request.max_query_len, PACKED_QUERIES)
+    return _shape_on(device_of(request.query.device), request.layout, request.group, queries)
+
+
+@lru_cache(maxsize=256)
+def _shape_on(device: Device, layout: PageLayout, group: int, queries: int) -> Shape | None:
+    """The first of a list of shapes whose shared memory fits."""
+    most = _most_groups(layout)
+    groups = next(n for n in (1, 2, 4) if n >= most or 4 * n >= group * queries)
+    for tiles, warps, stages, resident in (
+        (2, 8, 3, 2), (2, 8, 2, 2), (2, 8, 3, 1), (2, 8, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1), (1, 2, 2, 1),
+    ):  # fmt: skip
+        shape = Shape(groups, tiles, warps, stages, resident)
+        shared = shared_bytes(layout, shape)
+        if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
+            return shape
+    return None
+
+
+def shared_bytes(layout: PageLayout, shape: Shape) -> int:
+    """Shared memory of a block; decode.cu counts the same and is not compiled otherwise."""
+    spec = layout.spec
+    fields = 32 * (spec.key.field_count + spec.value.field_count)
+    tile = 16 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
+    slot = max(shape.tiles * tile, 16 * (spec.value_dim + 8))
+    levels = sum(128 << f.bits for f in (spec.key, spec.value) if f.kind == Kind.LLOYD and f.bits > 4)
+    query = (2 if _in_bytes(spec.key) else 4) * shape.columns * spec.key_dim
+    return shape.warps * shape.stages * slot + levels + query + 8 * shape.columns * (1 + shape.warps)
+
+
+def _in_bytes(form: TensorFormat) -> bool:
+    """Whether the integer tensor cores take its codes."""
+    return form.kind == Kind.UNIFORM or (form.kind == Kind.LLOYD and form.bits <= 4)
+
+
+@lru_cache(maxsize=256)
+def _defines(layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool) -> dict[str, int]:
+    def side(prefix: str, s: SideLayout) -> dict[str, int]:
+        return {
+            f"{prefix}_KIND": _KINDS[s.format.kind],
+            f"{prefix}_BITS": s.format.bits,
+            f"{prefix}_FIELDS": s.fields_offset,
+            f"{prefix}_ROTATED": int(s.format.rotated),
+        }
+
+    return {
+        "PAGE": layout.block_tokens, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
+        "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
+        "NG": shape.groups, "NT": shape.tiles, "WARPS": shape.warps, "STAGES": shape.stages, "BLOCKS": shape.resident,
+        "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "WINDOW": int(window), "SOFTCAP": int(softcap),
+    }  # fmt: skip
+
+
+# -- tables of bytes ---------------------------------------------------------------------------------------------------
+
+
+def _words(entries: list[int]) -> tuple[int, int]:
+    padded = [entries[min(i, len(entries) - 1)] & 0xFF for i in range(8)]
+    return sum(b << 8 * i for i, b in enumerate(padded[:4])), sum(b << 8 * i for i, b in enumerate(padded[4:]))
+
+
+@lru_cache(maxsize=64)
+def _key_table(form: TensorFormat, dim: int) -> tuple[int, int]:
+    """The bytes of keys: level + 63.5; at 4 bits what an exclusive or with 0xFF (positive) or 0x80 makes that of."""
+    if not _in_bytes(form) or form.bits > 4:
+        return 0, 0
+    if form.kind == Kind.UNIFORM:
+        return _words(list(range(8)))
+    levels = codebook(form.bits, dim).levels_by_code.tolist()
+    if form.bits == 4:
+        return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
+    return _words([int(level + 63.5) for level in levels])
+
+
+@lru_cache(maxsize=64)
+def _value_table(form: TensorFormat, dim: int) -> tuple[int, int]:
+    """The bytes of values: level - 0.5, signed; at 4 bits the complement of the positive one, which 0xFF makes of it."""
+    if not _in_bytes(form) or form.bits > 4:
+        return 0, 0
+    if form.kind == Kind.UNIFORM:
+        return _words(list(range(8)))
+    levels = codebook(form.bits, dim).levels_by_code.tolist()
+    if form.bits == 4:
+        return _words([~int(level - 0.5) for level in levels[8:]])
+    return _words([math.floor(level - 0.5) for level in levels])
+
+
+# -- the device --------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def device_of(device: torch.device) -> Device:
+    """Numbers of a CUDA device."""
+    about = torch.cuda.get_device_properties(device)
+    return Device(
+        about.multi_processor_count, about.shared_memory_per_multiprocessor, about.shared_memory_per_block_optin
+    )
+
+
+def _launcher(device: torch.device) -> Launcher:
+    def launch(
+        name: str, defines: dict[str, int], grid: tuple[int, int], threads: int, shared: int, args: Args, overlap: bool
+    ) -> None:
+        load(SOURCE, defines, device).kernel(name).launch(grid, threads, shared, args, device, overlap)
+
+    return launch
