@@ -22,6 +22,7 @@ typedef int i32;
 typedef long long i64;
 
 #define DEVICE static inline
+#define DEVICE_MEMBER inline
 #define KERNEL(threads, blocks) static void
 #define GRID_CONSTANT const
 #define SHARED_MEMORY(name) u8* const name = host::machine.shared
@@ -400,6 +401,9 @@ DEVICE void mma_s8_s8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) 
 }
 DEVICE void mma_s8_u8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   host::mma_8<1, 0>("mma_s8_u8", c, a0, a1, a2, a3, b0, b1);
+}
+DEVICE void mma_u8_u8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  host::mma_8<0, 0>("mma_u8_u8", c, a0, a1, a2, a3, b0, b1);
 }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
 DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
