@@ -339,6 +339,7 @@ DEVICE i32 float_to_int_rz(float x) {
   if (x < -2147483648.0f) return -2147483647 - 1;
   return (i32)x;
 }
+DEVICE u32 ceil_cell(float x, int shift, int zero) { return (u32)(i64)(ceil(ldexp((double)x, shift)) + zero); }
 DEVICE float floor_of(float x) { return floorf(x); }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE float minimum(float a, float b) { return fminf(a, b); }
@@ -371,6 +372,17 @@ DEVICE u32 float_to_bfloat(float x) {
   u32 bits = as_bits(x);
   return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
+template <class F> DEVICE u32 largest_of(u32 a, u32 b, F to_float) {
+  u32 r = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    u32 x = a >> shift & 0x7FFF, y = b >> shift & 0x7FFF;
+    float fx = to_float(x), fy = to_float(y);
+    r |= (fx != fx || fy != fy ? 0x7FFFu : fx > fy ? x : y) << shift;
+  }
+  return r;
+}
+DEVICE u32 largest_halves(u32 a, u32 b) { return largest_of(a, b, half_to_float); }
+DEVICE u32 largest_bfloats(u32 a, u32 b) { return largest_of(a, b, [](u32 x) { return as_float(x << 16); }); }
 DEVICE u32 half2_sub(u32 a, u32 b) {  // a difference of two halves is exact in float32, or far from a tie
   return pack_halves(half_to_float(a & 0xFFFF) - half_to_float(b & 0xFFFF), half_to_float(a >> 16) - half_to_float(b >> 16));
 }
@@ -391,6 +403,15 @@ DEVICE u32 transpose_8x8(u32 x) {
   u32 low = (u32)(all[4 * (2 * c) + r / 2][0] >> (16 * (r % 2))) & 0xFFFF;
   u32 high = (u32)(all[4 * (2 * c + 1) + r / 2][0] >> (16 * (r % 2))) & 0xFFFF;
   return low | high << 16;
+}
+
+DEVICE u32 dot_u8(u32 a, u32 b, u32 c) {
+  for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+  return c;
+}
+DEVICE i32 dot_s8(u32 a, u32 b, i32 c) {
+  for (int i = 0; i < 32; i += 8) c += (int)(signed char)(a >> i) * (int)(signed char)(b >> i);
+  return c;
 }
 
 DEVICE void mma_u8_s8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -425,6 +446,13 @@ DEVICE u32 shared_address(const void* p) { return (u32)(static_cast<const u8*>(p
 DEVICE void copy_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }
 DEVICE void copy_async_commit() { host::machine.threads[host::machine.current].groups++; }
 template <int GROUPS> DEVICE void copy_async_wait() { host::land(GROUPS); }
+DEVICE Words4 load_once(const void* p) {
+  if ((u64)p % 16) host::fail("a load of 16 bytes that is not aligned");
+  Words4 r;
+  memcpy(&r, p, 16);
+  return r;
+}
+DEVICE Words4 load_often(const void* p) { return load_once(p); }
 DEVICE float load_float(const float* p) { return *p; }
 DEVICE i32 load_int(const i32* p) { return *p; }
 

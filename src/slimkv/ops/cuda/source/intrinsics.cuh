@@ -47,6 +47,12 @@ DEVICE float sqrt_rn(float a) { return __fsqrt_rn(a); }
 DEVICE float int_to_float_rn(i32 x) { return __int2float_rn(x); }
 DEVICE float long_to_float_rn(i64 x) { return __ll2float_rn(x); }
 DEVICE i32 float_to_int_rz(float x) { return __float2int_rz(x); }
+// The smallest integer not below x * 2^shift, plus zero (which makes it positive): arithmetic on denormal numbers, whose
+// bits are integers.
+DEVICE u32 ceil_cell(float x, int shift, int zero) {
+  float r; asm("fma.rp.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(x), "f"(__uint_as_float(1u << shift)), "f"(__uint_as_float(zero)));
+  return __float_as_uint(r);
+}
 DEVICE float floor_of(float x) { return floorf(x); }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE float minimum(float a, float b) { return fminf(a, b); }
@@ -64,6 +70,9 @@ DEVICE float half_to_float(u32 bits) { float r; asm("{.reg .b16 h; cvt.u16.u32 h
 DEVICE u32 float_to_half(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
 DEVICE u32 pack_halves(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 DEVICE u32 float_to_bfloat(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.bf16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
+// The larger magnitudes of two pairs; NaN if there is one.
+DEVICE u32 largest_halves(u32 a, u32 b) { u32 r; asm("{.reg .b32 m; abs.f16x2 m, %2; max.NaN.f16x2 %0, %1, m;}" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 largest_bfloats(u32 a, u32 b) { u32 r; asm("{.reg .b32 m; abs.bf16x2 m, %2; max.NaN.bf16x2 %0, %1, m;}" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 half2_sub(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 
 // Within a warp.
@@ -74,10 +83,15 @@ DEVICE i64 shuffle_xor(i64 x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x,
 DEVICE u32 shuffle(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE i32 shuffle(i32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+DEVICE i64 shuffle(i64 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE bool any_lane(bool p) { return __any_sync(0xFFFFFFFFu, p); }
 
 // Lane 4 r + c holds elements 2 c and 2 c + 1 of row r of an 8 x 8 matrix of 16-bit elements; the same of its transpose.
 DEVICE u32 transpose_8x8(u32 x) { u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x)); return r; }
+
+// c plus the four products of the bytes of a and b.
+DEVICE u32 dot_u8(u32 a, u32 b, u32 c) { u32 r; asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+DEVICE i32 dot_s8(u32 a, u32 b, i32 c) { i32 r; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 
 // c += A B, A 16 x k row by row, B k x 8 column by column, in the lanes' fragments (see docs/page-format.md).
 DEVICE void mma_u8_s8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -108,6 +122,17 @@ DEVICE void copy_async_16(void* shared, const void* global) {
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int GROUPS> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(GROUPS) : "memory"); }
+// Data that is read once, and tables that are read again and again.
+DEVICE Words4 load_once(const void* p) {
+  Words4 r;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+}
+DEVICE Words4 load_often(const void* p) {
+  Words4 r;
+  asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+}
 DEVICE float load_float(const float* p) { return __ldg(p); }
 DEVICE i32 load_int(const i32* p) { return __ldg(p); }
 
