@@ -17,10 +17,59 @@ def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
+def _serve(arguments: list[str]) -> int:
+    """``python -m slimkv.bench serve``: engines under load, with options of its own."""
+    from slimkv.bench.serve import PHASES, SHAPES, ServeSettings, bench_serve, text_lines
+
+    base = ServeSettings()
+    parser = argparse.ArgumentParser(prog="python -m slimkv.bench serve", description=_serve.__doc__)
+    parser.add_argument("--systems", type=_words, default=list(base.systems), help="bf16,fp8,turboquant_*, formats")
+    parser.add_argument("--phases", type=_words, default=list(base.phases), help=f"of {','.join(PHASES)}")
+    parser.add_argument("--shape", choices=list(SHAPES), default=base.shape, help="of the model")
+    for name, what in SERVE_OPTIONS.items():
+        kind, default = type(getattr(base, name)), getattr(base, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=what)
+    parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--output-file", type=Path, help="write the JSON here as well")
+    parser.add_argument("--folder", type=Path, help="keep each system's JSON and log here")
+    given = vars(parser.parse_args(arguments))
+    as_json, output, folder = (given.pop(name) for name in ("json", "output_file", "folder"))
+    command = " ".join(["slimkv bench serve", *arguments])
+    settings = ServeSettings(**{**given, "systems": tuple(given["systems"]), "phases": tuple(given["phases"])})
+    report = bench_serve(settings, lambda line: print(line, file=sys.stderr, flush=True), command, folder)
+    if output is not None:
+        report.save(output)
+    print(report.to_json() if as_json else "\n".join(text_lines(report)))
+    return 1 if any("error" in system for system in report.systems.values()) else 0
+
+
+SERVE_OPTIONS = {
+    "requests": "requests of the decode phase",
+    "context": "tokens of their prompts",
+    "output": "tokens each of them gets",
+    "most_requests": "bound of the full phase; 0: what the cache holds",
+    "arrivals": "requests of the Poisson phase",
+    "rate": "arrivals per second",
+    "memory": "share of the device's memory for each engine",
+    "max_num_seqs": "requests an engine runs at once",
+    "max_num_batched_tokens": "tokens of a step",
+    "seed": "of prompts and arrivals",
+    "limit_seconds": "for one system",
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one benchmark and prints it; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["serve"]:
+        try:
+            return _serve(arguments[1:])
+        except SlimKVError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     parser = argparse.ArgumentParser(prog="python -m slimkv.bench", description=__doc__)
-    parser.add_argument("operation", choices=("attend", "store"))
+    parser.add_argument("operation", choices=("attend", "store", "serve"))
     parser.add_argument("--cells", type=_words, default=[], help="names or patterns, such as decode-*,prefill-*")
     parser.add_argument("--impl", type=_words, default=[], help="implementations, such as triton,reference")
     parser.add_argument("--device", help="cuda or cpu")

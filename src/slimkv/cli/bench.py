@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimkv.cli import bench_generate
+from slimkv.cli import bench_generate, bench_serve
 from slimkv.cli.options import Json, user_errors, words
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ Output = Annotated[Path | None, typer.Option(help="Write the JSON here as well."
 
 
 app.command()(bench_generate.generate)
+app.command()(bench_serve.serve)
 
 
 @app.callback()

@@ -114,10 +114,11 @@ def _delegated_type(layer_names: list[str], vllm_config: Any) -> str:
 def _parts(common: CommonAttentionMetadata, few: int) -> tuple[Part, ...]:
     """The leading requests of at most ``few`` queries and the others; one part where there is only one kind."""
     rows, requests = common.num_actual_tokens, common.num_reqs
-    table, lens, starts = common.block_table_tensor, common.seq_lens, common.query_start_loc
+    table, lens = common.block_table_tensor[:requests], common.seq_lens[:requests]
+    starts = common.query_start_loc[: requests + 1]
     if common.max_query_len <= few:
         return (Part(0, rows, table, lens, starts, min(common.max_query_len, rows), common.max_seq_len),)
-    starts_on_host = common.query_start_loc_cpu
+    starts_on_host = common.query_start_loc_cpu[: requests + 1]
     short = starts_on_host.diff() <= few
     count = requests if bool(short.all()) else int((~short).int().argmax())
     if count == 0:
@@ -127,9 +128,9 @@ def _parts(common: CommonAttentionMetadata, few: int) -> tuple[Part, ...]:
     rest = Part(
         middle,
         rows,
-        table[count:requests],
-        lens[count:requests],
-        starts[count : requests + 1] - middle,
+        table[count:],
+        lens[count:],
+        starts[count:] - middle,
         min(common.max_query_len, rows - middle),
         common.max_seq_len,
     )

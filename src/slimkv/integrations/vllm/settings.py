@@ -97,8 +97,8 @@ def parse(additional_config: object) -> Settings:
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise InputError(f"slimkv: unknown setting {name!r}{hint} Known are {', '.join(known)}")
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise InputError(f"slimkv: unknown setting {name!r}{hint} Known are {', '.join(known)}.")
     return Settings(
         format=_format(given, "format", "k4v4"),
         first=_count(given, "first"),

@@ -1,0 +1,283 @@
+"""Serving through vLLM: the same load on stock caches and on slimkv's, one engine after another.
+
+Every engine gets the same share of the device's memory, a Llama-3.1-8B-shaped model with dummy weights and random
+tokens. Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimkv.bench.results import run_facts
+from slimkv.errors import InputError
+from slimkv.spec import CodecSpec
+
+PHASES = ("decode", "full", "poisson")
+_STOCK = {"bf16": "auto", "fp8": "fp8"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    },
+    "tiny": {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What is served and how it is loaded."""
+
+    systems: tuple[str, ...] = ("bf16", "fp8", "k4v4")
+    phases: tuple[str, ...] = PHASES
+    shape: str = "llama-3.1-8b"
+    requests: int = 16  # of the decode phase
+    context: int = 16384
+    output: int = 96
+    most_requests: int = 0  # of the full phase; 0: as many as the cache holds
+    arrivals: int = 80
+    rate: float = 5.0  # arrivals per second
+    memory: float = 0.85  # share of the device's memory
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    eager: bool = False  # without torch.compile and CUDA graphs
+    seed: int = 0
+    limit_seconds: int = 600  # for one system
+    extra: tuple[tuple[str, Any], ...] = ()  # further engine arguments
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise InputError(f"unknown shape {self.shape!r}; known are {', '.join(SHAPES)}")
+        for phase in self.phases:
+            if phase not in PHASES:
+                raise InputError(f"unknown phase {phase!r}; known are {', '.join(PHASES)}")
+        for name in ("requests", "context", "output", "arrivals", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.output < 2:
+            raise InputError(f"output must be at least 2 tokens for a time between tokens, not {self.output}")
+        if not self.rate > 0:
+            raise InputError(f"rate must be positive, not {self.rate}")
+        for system in self.systems:
+            cache_arguments(system)
+
+
+@dataclass(frozen=True)
+class ServeReport:
+    """``slimkv bench serve``: what each system did, and the ratios to ``bf16`` where it ran."""
+
+    settings: ServeSettings
+    systems: dict[str, dict[str, Any]]
+    over_bf16: dict[str, dict[str, float]]
+    device: str
+    versions: dict[str, str]
+    date: str
+    command: str
+
+    def to_json(self) -> str:
+        """Indented JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    def save(self, path: Path) -> None:
+        """Writes the JSON to ``path``."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
+
+
+def cache_arguments(system: str) -> dict[str, Any]:
+    """Engine arguments of a system's cache: a stock cache dtype by its name, or a format of slimkv."""
+    if system in _STOCK:
+        return {"kv_cache_dtype": _STOCK[system]}
+    if system.startswith("turboquant_"):
+        return {"kv_cache_dtype": system}
+    CodecSpec.parse(system, 64)  # raises with the known words
+    return {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": system}}}
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """A folder with nothing but a configuration: vLLM makes up the weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+        "attention_bias": False, "mlp_bias": False, **SHAPES[shape],
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str, Any]:
+    """What ``serve_engine`` runs."""
+    longest = settings.context + settings.output + 64
+    return {
+        "system": system,
+        "engine": {
+            "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+            "max_model_len": min(longest, SHAPES[settings.shape]["max_position_embeddings"]),
+            "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
+            "max_num_batched_tokens": settings.max_num_batched_tokens, "enforce_eager": settings.eager,
+            "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed,
+            **cache_arguments(system), **dict(settings.extra),
+        },
+        "vocabulary": SHAPES[settings.shape]["vocab_size"],
+        **{name: getattr(settings, name) for name in
+           ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed")},
+    }  # fmt: skip
+
+
+def bench_serve(
+    settings: ServeSettings, step: Callable[[str], None], command: str, folder: Path | None = None
+) -> ServeReport:
+    """Runs every system in a process of its own; a system that fails is reported with the end of what it printed.
+
+    ``folder`` keeps each system's JSON and log.
+    """
+    with tempfile.TemporaryDirectory(prefix="slimkv-serve-") as scratch:
+        kept = folder or Path(scratch)
+        kept.mkdir(parents=True, exist_ok=True)
+        model = Path(scratch, "model")
+        write_model(model, settings.shape)
+        systems = {}
+        for system in settings.systems:
+            step(f"{system}: starting")
+            systems[system] = _run_system(engine_plan(system, settings, model), settings, kept, step)
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    return ServeReport(settings, systems, over_bf16(systems), **run_facts(device, command))
+
+
+def _run_system(
+    plan: dict[str, Any], settings: ServeSettings, folder: Path, step: Callable[[str], None]
+) -> dict[str, Any]:
+    """The phases' numbers, and ``error`` where the engine stopped before its end."""
+    name = plan["system"]
+    target, request, log = (folder / f"{name}.{end}" for end in ("json", "plan.json", "log"))
+    target.unlink(missing_ok=True)
+    request.write_text(json.dumps(plan, indent=2))
+    command = [sys.executable, "-u", "-m", "slimkv.bench.serve_engine", str(request), str(target)]
+    begin = time.monotonic()
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=_environment()) as process,
+    ):
+        error, shown = None, 0
+        while process.poll() is None:
+            time.sleep(0.2)
+            shown = _show_progress(log, name, shown, step)
+            if time.monotonic() - begin > settings.limit_seconds:
+                error = f"stopped after {settings.limit_seconds} s"
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        _show_progress(log, name, shown, step)
+        if error is None and process.returncode:
+            error = f"exit code {process.returncode}"
+    result = json.loads(target.read_text()) if target.is_file() else {}
+    if error is not None:
+        tail = log.read_text(errors="replace")[-3000:]
+        step(f"{name}: {error}\n{tail}")
+        result["error"] = f"{error}: {tail}"
+    return {"seconds": time.monotonic() - begin, **result}
+
+
+def _show_progress(log: Path, system: str, shown: int, step: Callable[[str], None]) -> int:
+    """Passes on the engine process's own progress lines from ``shown`` bytes on."""
+    with log.open("rb") as file:
+        file.seek(shown)
+        lines = file.read().splitlines(keepends=True)
+    for line in lines:
+        if not line.endswith(b"\n"):
+            break
+        shown += len(line)
+        if line.startswith(f"{system}: ".encode()):
+            step(line.decode(errors="replace").rstrip())
+    return shown
+
+
+def _environment() -> dict[str, str]:
+    return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+
+
+def over_bf16(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Each system's numbers over those of ``bf16`` in the same run (start-up: the difference in seconds)."""
+    base = systems.get("bf16")
+    if base is None:
+        return {}
+    paths = {
+        "kv_tokens": ("kv_tokens",),
+        "decode_tokens_per_second": ("decode", "decode_tokens_per_second"),
+        "prefill_seconds": ("decode", "prefill_seconds"),
+        "full_requests": ("full", "requests"),
+        "full_tokens_per_second": ("full", "decode_tokens_per_second"),
+        "poisson_time_to_first_token_p50": ("poisson", "time_to_first_token_p50"),
+        "poisson_time_to_first_token_p99": ("poisson", "time_to_first_token_p99"),
+        "poisson_time_per_output_token_p50": ("poisson", "time_per_output_token_p50"),
+        "poisson_time_per_output_token_p99": ("poisson", "time_per_output_token_p99"),
+    }
+    out: dict[str, dict[str, float]] = {}
+    for name, system in systems.items():
+        if name == "bf16":
+            continue
+        row = {}
+        for label, path in paths.items():
+            ours, theirs = _at(system, path), _at(base, path)
+            if ours is not None and theirs:
+                row[label] = ours / theirs
+        if "start_seconds" in system and "start_seconds" in base:
+            row["start_seconds_more"] = system["start_seconds"] - base["start_seconds"]
+        out[name] = row
+    return out
+
+
+def _at(system: dict[str, Any], path: tuple[str, ...]) -> float | None:
+    value: Any = system
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("KV tokens", ("kv_tokens",), "{:,.0f}"),
+    ("start s", ("start_seconds",), "{:.1f}"),
+    ("prefill s", ("decode", "prefill_seconds"), "{:.2f}"),
+    ("decode tok/s", ("decode", "decode_tokens_per_second"), "{:,.0f}"),
+    ("held", ("full", "requests"), "{:.0f}"),
+    ("full tok/s", ("full", "decode_tokens_per_second"), "{:,.0f}"),
+    ("TTFT p50 s", ("poisson", "time_to_first_token_p50"), "{:.3f}"),
+    ("TTFT p99 s", ("poisson", "time_to_first_token_p99"), "{:.3f}"),
+    ("TPOT p50 s", ("poisson", "time_per_output_token_p50"), "{:.4f}"),
+    ("TPOT p99 s", ("poisson", "time_per_output_token_p99"), "{:.4f}"),
+)
+
+
+def table_rows(report: ServeReport) -> list[list[str]]:
+    """A header and a row per system; what was not measured is a dash."""
+    rows = [["cache", *(name for name, _, _ in COLUMNS)]]
+    for name, system in report.systems.items():
+        values = [(_at(system, path), form) for _, path, form in COLUMNS]
+        rows.append([name, *("-" if value is None else form.format(value) for value, form in values)])
+    return rows
+
+
+def text_lines(report: ServeReport) -> list[str]:
+    """The table as plain text, the ratios and where it was measured."""
+    rows = table_rows(report)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    for name, row in report.over_bf16.items():
+        lines.append(f"{name} over bf16: " + ", ".join(f"{label} {value:.2f}" for label, value in row.items()))
+    lines += [f"{name} failed: {s['error'].splitlines()[0]}" for name, s in report.systems.items() if "error" in s]
+    return [*lines, f"{report.device}, {report.date}", "  ".join(f"{k} {v}" for k, v in report.versions.items())]

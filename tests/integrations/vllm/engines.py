@@ -1,0 +1,120 @@
+"""Engines in processes of their own, and the prompts they are asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+BASE: dict[str, Any] = {
+    "dtype": "float32",  # what is left to compare is the cache, not the rounding of products
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "block_size": 32,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 96,  # prompts longer than this come in chunks
+    "disable_log_stats": False,
+    "seed": 0,
+}
+
+
+def slimkv(format: str = "k4v4", **settings: Any) -> dict[str, Any]:
+    """The engine arguments that switch slimkv on."""
+    return {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": format, **settings}}}
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """For a child process. PYTHONPATH lets it find slimkv as this process does."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return {**inherited, **ENVIRONMENT, **extra}
+
+
+def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str) -> dict[str, Any]:
+    """Starts an engine, runs the batches and returns what ``scenario.py`` wrote; raises with its output on failure."""
+    with tempfile.TemporaryDirectory() as folder:
+        request, result = Path(folder, "request.json"), Path(folder, "result.json")
+        request.write_text(json.dumps({"engine": {**BASE, **engine}, "runs": runs}))
+        done = subprocess.run(
+            [sys.executable, str(HERE / "scenario.py"), str(request), str(result)],
+            env=environment(**extra), capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise EngineError(done.stdout + done.stderr)
+        return json.loads(result.read_text())
+
+
+class EngineError(RuntimeError):
+    """An engine that did not start or stopped; the text is what it printed."""
+
+
+@lru_cache(maxsize=1)
+def model_folder() -> str:
+    """SmolLM2-135M-Instruct."""
+    from slimkv import models
+
+    return str(models.folder(models.DEFAULT))
+
+
+@lru_cache(maxsize=1)
+def text_tokens() -> list[int]:
+    """A few thousand tokens of English."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    return tokenizer((ROOT / "LICENSE").read_text())["input_ids"]
+
+
+def piece(start: int, length: int) -> list[int]:
+    """Consecutive tokens of the text."""
+    return text_tokens()[start : start + length]
+
+
+def run(name: str, prompts: list[list[int]], max_tokens: int = 16, **how: bool) -> dict[str, Any]:
+    """One batch for ``run_engine``."""
+    return {"name": name, "prompts": prompts, "max_tokens": max_tokens, **how}
+
+
+def ragged() -> list[list[int]]:
+    """Prompts of 3 to 69 tokens."""
+    return [piece(40 * i, 3 + 11 * (i % 7)) for i in range(7)]
+
+
+def long() -> list[list[int]]:
+    """Prompts that come in several chunks; no length is a multiple of anything."""
+    return [piece(100, 301), piece(700, 203)]
+
+
+def prefixed() -> list[list[int]]:
+    """Requests that share six blocks and a little more."""
+    return [piece(100, 6 * BASE["block_size"] + 12) + piece(1500 + 20 * i, 9 + i) for i in range(3)]
+
+
+def repeating() -> list[list[int]]:
+    """Text whose continuation can be guessed from itself."""
+    return [piece(0, 40) * 3 + piece(0, 20), piece(200, 30) * 4]
+
+
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2,
+    }
+}  # fmt: skip
+
+
+def engine(**arguments: Any) -> dict[str, Any]:
+    """Engine arguments with the model."""
+    return {"model": model_folder(), **arguments}

@@ -1,0 +1,70 @@
+"""Runs one vLLM engine in this process and writes what it gave as JSON: ``python scenario.py REQUEST RESULT``.
+
+One process per engine: vLLM keeps the backend it has chosen for as long as its process lives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+COUNTERS = (
+    "vllm:num_preemptions",
+    "vllm:prefix_cache_hits",
+    "vllm:spec_decode_num_accepted_tokens",
+    "vllm:spec_decode_num_drafts",
+)
+
+
+def run_engine(request: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**request["engine"])
+    tokens: dict[str, list[list[int]]] = {}
+    after: dict[str, dict[str, float]] = {}
+    logprobs: dict[str, list[list[dict[int, float]]]] = {}
+    for run in request["runs"]:
+        if run.get("reset"):
+            llm.reset_prefix_cache()
+        count = run["max_tokens"]
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=run.get("logprobs"))
+        prompts = [{"prompt_token_ids": p} for p in run["prompts"]]
+        batches = [[p] for p in prompts] if run.get("one_by_one") else [prompts]
+        outputs = [o for batch in batches for o in llm.generate(batch, params, use_tqdm=False)]
+        tokens[run["name"]] = [list(o.outputs[0].token_ids) for o in outputs]
+        after[run["name"]] = counters(llm)
+        if run.get("logprobs"):
+            logprobs[run["name"]] = [
+                [{t: p.logprob for t, p in place.items()} for place in o.outputs[0].logprobs] for o in outputs
+            ]
+    config = llm.llm_engine.vllm_config
+    return {
+        "tokens": tokens,
+        "counters": after,
+        "logprobs": logprobs,
+        "blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
+        "layers": {
+            name: [type(layer.impl).__name__, getattr(spec, "word", None)]
+            for name, layer in config.compilation_config.static_forward_context.items()
+            for spec in [getattr(layer.attn_backend, "codec_spec", None)]
+        },
+    }
+
+
+def counters(llm: Any) -> dict[str, float]:
+    found = {m.name: m for m in llm.get_metrics()}
+    return {name: sum(m.value for m in [found[name]]) for name in COUNTERS if name in found}
+
+
+def main() -> None:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    request = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps(run_engine(request)))
+
+
+if __name__ == "__main__":
+    main()

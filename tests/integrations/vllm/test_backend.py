@@ -1,0 +1,208 @@
+"""The backend's answers to vLLM, without an engine: sizes, layouts, steps, refusals."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.vllm import compat
+from slimkv.integrations.vllm.backend import SlimKVBackend, bound, slot_bytes
+from slimkv.integrations.vllm.impl import SlimKVImpl
+from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
+from slimkv.spec import CodecSpec, PageLayout
+
+pytestmark = pytest.mark.vllm
+named_layouts = pytest.mark.skipif(compat._head_major_layouts() is None, reason="this vLLM shapes caches itself")
+
+
+def full(block_size=64, heads=8, dim=128, kind=FullAttentionSpec, **more):
+    return kind(block_size=block_size, num_kv_heads=heads, head_size=dim, dtype=torch.bfloat16, **more)
+
+
+def packed(word, spec):
+    return bound(SlimKVBackend, CodecSpec.parse(word, spec.head_size)).customize_spec(spec)
+
+
+@pytest.mark.parametrize("word", ["k1v1", "k2v2", "k3v4_nc", "k4v4", "k5v3", "k8v4", "fp8", "raw"])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_a_page_has_the_bytes_of_the_layout(word, dim, block_size):
+    spec = full(block_size, 3, dim)
+    layout = PageLayout(CodecSpec.parse(word, dim), block_size)
+    assert packed(word, spec).page_size_bytes == layout.pool_bytes(1, 3)
+    assert packed(word, spec).dtype == torch.uint8
+
+
+def test_four_bits_take_132_bytes():
+    assert slot_bytes(CodecSpec.parse("k4v4", 128)) == 132
+    assert full().page_size_bytes / packed("k4v4", full()).page_size_bytes == pytest.approx(512 / 132)
+
+
+def test_a_spec_is_packed_once_and_only_where_slimkv_knows_the_layer():
+    once = packed("k4v4", full())
+    assert packed("k2v2", once) == once
+    cross = full(kind=CrossAttentionSpec)
+    assert packed("k4v4", cross) == cross, "left to vLLM's own backend"
+    with pytest.raises(UnsupportedError, match="SinkFullAttentionSpec"):
+        packed("k4v4", full(kind=SinkFullAttentionSpec, sink_len=4))
+    with pytest.raises(UnsupportedError, match="process_weights_after_loading"):
+        SlimKVBackend.customize_spec(full())
+
+
+def test_a_window_is_kept():
+    spec = packed("k4v4", full(kind=SlidingWindowSpec, sliding_window=512, block_size=1))
+    assert (spec.sliding_window, spec.page_size_bytes) == (512, 8 * 132)
+
+
+def test_layers_with_one_format_share_a_class():
+    spec = CodecSpec.parse("k4v4", 128)
+    assert bound(SlimKVBackend, spec) is bound(SlimKVBackend, CodecSpec.parse("tq4", 128))
+    assert bound(SlimKVBackend, spec).full_cls_name() != bound(SlimKVBackend, CodecSpec.parse("k3v3", 128)).full_cls_name()
+
+
+@named_layouts
+@pytest.mark.parametrize("name", ["LBHNC", "BLHNC", "LHBNC", "BHLNC"])
+def test_views_of_every_accepted_layout_are_pages(name):
+    """Two layers of five blocks in one buffer: regions are contiguous, aligned, and nobody else's."""
+    from vllm.v1.kv_cache_interface import KVCacheLayout, compute_layout_strides
+
+    layout = KVCacheLayout[name]
+    assert layout in SlimKVBackend.supported_kv_cache_layouts()
+    spec = packed("k4v4", full(32, 3, 64))
+    strides = compute_layout_strides(spec, 5, 2, layout)
+    raw = torch.zeros(2 * 5 * spec.page_size_bytes, dtype=torch.uint8)
+    views = torch.as_strided(raw, (2, 5, 3, 32, 68), strides)
+    for layer in range(2):
+        pages = views[layer].view(5, 3, 32 * 68)
+        assert all(stride % 16 == 0 for stride in pages.stride()[:2])
+        pages += 1
+    assert bool((raw == 1).all())
+
+
+@named_layouts
+def test_a_state_space_models_pages_fit_attentions():
+    """A hybrid: vLLM enlarges attention's blocks to the state's page; the kernels get them cut to their own size."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import KVCacheLayout, create_kv_cache_views
+
+    per_token = 2 * slot_bytes(CodecSpec.parse("k4v4", 64))
+    state_bytes = 4 * 50_000
+    block = 16 * math.ceil(state_bytes / (16 * per_token))
+    attention = packed("k4v4", full(block, 2, 64))
+    state = MambaSpec(
+        block_size=block, shapes=((50_000,),), dtypes=(torch.float32,), page_size_padded=attention.page_size_bytes
+    )
+    config = VllmConfig(cache_config=CacheConfig(block_size=block))
+    config.cache_config.kv_cache_layout = "LBHNC"
+    groups = get_kv_cache_groups(config, {"a0": attention, "m0": state, "m1": state, "a1": attention})
+    cache = get_kv_cache_config_from_groups(config, groups, 50 * attention.page_size_bytes)
+    assert cache.num_blocks * 2 * attention.page_size_bytes <= 50 * attention.page_size_bytes
+    assert cache.num_blocks >= 24
+    tensor = next(t for t in cache.kv_cache_tensors if any("a0" in layer for layer in t.layers))
+    raw = torch.zeros(tensor.size, dtype=torch.int8)
+    (view, *_) = create_kv_cache_views(raw, attention, cache.num_blocks, KVCacheLayout.LBHNC, tensor, 16)
+    assert view.shape == (cache.num_blocks * block // 16, 2, 16, 68)
+    assert view.dtype == torch.uint8
+    assert view.view(view.shape[0], 2, -1).stride()[1] == 16 * 68
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def step(query_lens, seq_lens, few=1, padded=0):
+    """The parts of a step with these requests, ``padded`` further rows in every table behind them."""
+    starts = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
+    count = len(query_lens)
+    common = CommonAttentionMetadata(
+        query_start_loc=torch.cat([starts, starts[-1:].expand(padded)]), query_start_loc_cpu=starts.clone(),
+        seq_lens=torch.tensor([*seq_lens, *[0] * padded], dtype=torch.int32), num_reqs=count,
+        num_actual_tokens=int(starts[-1]), max_query_len=max(query_lens), max_seq_len=max(seq_lens),
+        block_table_tensor=torch.arange((count + padded) * 4, dtype=torch.int32).view(-1, 4),
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64), causal=True,
+    )  # fmt: skip
+    builder = object.__new__(SlimKVMetadataBuilder)
+    builder._stock, builder.reorder_batch_threshold = None, few
+    return builder.build(0, common)
+
+
+def test_a_uniform_step_is_one_part():
+    (part,) = step([1, 1, 1], [5, 9, 2]).parts
+    assert (part.first, part.end, part.max_query_len, part.max_seq_len) == (0, 3, 1, 9)
+    (part,) = step([4, 4], [9, 9], few=4).parts
+    assert part.query_start.tolist() == [0, 4, 8]
+    (part,) = step([30, 20], [30, 40], padded=3).parts
+    assert part.seq_lens.tolist() == [30, 40]
+
+
+def test_a_mixed_step_is_two():
+    decodes, rest = step([1, 1, 7, 1, 20], [5, 9, 7, 3, 40], padded=2).parts
+    assert (decodes.first, decodes.end, decodes.max_query_len) == (0, 2, 1)
+    assert decodes.query_start.tolist() == [0, 1, 2]
+    assert (rest.first, rest.end, rest.max_query_len) == (2, 30, 20)
+    assert rest.query_start.tolist() == [0, 7, 8, 28]
+    assert rest.seq_lens.tolist() == [7, 3, 40]
+    assert rest.block_table[:, 0].tolist() == [8, 12, 16]
+
+
+def test_only_causal_steps():
+    builder = object.__new__(SlimKVMetadataBuilder)
+    builder._stock = None
+    with pytest.raises(UnsupportedError, match="both ways"):
+        builder.build(0, type("Common", (), {"causal": False})())
+
+
+def test_graphs_hold_uniform_batches():
+    assert SlimKVMetadataBuilder.get_cudagraph_support(None, full()) == AttentionCGSupport.UNIFORM_BATCH
+    config = type("Config", (), {"speculative_config": type("S", (), {"num_speculative_tokens": 3})()})()
+    assert SlimKVMetadataBuilder.get_varlen_cudagraph_max_query_len(config, full()) == 4
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def impl(**how):
+    config = VllmConfig(additional_config={"slimkv": {"format": "k4v4"}})
+    arguments = {"num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2, **how}
+    with set_current_vllm_config(config):
+        return SlimKVImpl(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"alibi_slopes": [0.1] * 4}, "ALiBi"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be left at auto, not 'fp8'"),
+        ({"head_size": 72}, "not 72"),
+        ({"head_size": 576}, "not 576"),
+        ({"chunk_lookback": 3}, "chunk_lookback"),
+    ],
+)
+def test_what_a_model_asks_and_slimkv_does_not_do(how, message):
+    with pytest.raises((UnsupportedError, InputError), match=message):
+        impl(**how)
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "dev"])
+def test_an_old_vllm_is_refused(version):
+    assert compat.version_numbers(version) < compat.OLDEST
+
+
+def test_this_vllm_is_supported():
+    assert compat.version_numbers("0.32.0rc1") == (0, 32)
+    assert compat.version_numbers(compat.VERSION) >= compat.OLDEST

@@ -1,0 +1,83 @@
+"""Codes in the real vLLM engine: capacity, and what must not change the tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engines import NGRAM, engine, long, piece, prefixed, ragged, repeating, run, run_engine, slimkv
+
+from slimkv.spec import CodecSpec, PageLayout
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def codes():
+    """Prompts that miss the prefix cache, hit it, and miss it again; then with nothing to reuse, for other tests."""
+    runs = [run("miss", prefixed()), run("hit", prefixed()), run("again", prefixed(), reset=True)]
+    return run_engine(engine(**slimkv("k4v4")), [*runs, run("repeating", repeating(), 20, reset=True)])
+
+
+def test_codes_hit_is_miss(codes):
+    """The second time every block but the last comes from the cache."""
+    hits = [codes["counters"][name]["vllm:prefix_cache_hits"] for name in ("miss", "hit", "again")]
+    whole = 3 * 6 * 32
+    assert hits[1] - hits[0] >= whole
+    assert hits[2] - hits[1] < whole, "only what the requests of one batch share"
+    assert codes["tokens"]["hit"] == codes["tokens"]["miss"] == codes["tokens"]["again"]
+
+
+def test_the_cache_holds_as_many_more_tokens_as_advertised():
+    any_run = [run("any", ragged()[:1], 1)]
+    ours, theirs = (run_engine(engine(dtype="bfloat16", **how), any_run) for how in (slimkv("k4v4"), {}))
+    ratio = ours["blocks"] * ours["block_size"] / (theirs["blocks"] * theirs["block_size"])
+    assert ratio == pytest.approx(PageLayout(CodecSpec.parse("k4v4", 64), 32).compression_ratio, rel=2e-3)
+    assert ratio > 3.7
+
+
+def test_a_batch_gives_what_its_requests_give_alone():
+    many = [piece(37 * i, 2 + (29 * i) % 97) for i in range(32)]
+    result = run_engine(
+        engine(**slimkv("k4v4"), enable_prefix_caching=False),
+        [run("together", many, 6), run("alone", many, 6, one_by_one=True)],
+    )
+    assert result["tokens"]["together"] == result["tokens"]["alone"]
+
+
+def test_speculation_on_codes_changes_nothing(codes):
+    with_drafts = run_engine(engine(**NGRAM, **slimkv("k4v4")), [run("repeating", repeating(), 20)])
+    assert with_drafts["counters"]["repeating"]["vllm:spec_decode_num_accepted_tokens"] > 10
+    assert with_drafts["tokens"]["repeating"] == codes["tokens"]["repeating"]
+
+
+def test_a_spawned_engine_finds_the_plugin(codes):
+    """The engine in a process of its own, as ``vllm serve`` starts it."""
+    result = run_engine(engine(**slimkv("k4v4")), [run("miss", prefixed())], VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert result["blocks"] == codes["blocks"]
+    assert result["tokens"]["miss"] == codes["tokens"]["miss"]
+
+
+def test_layers_have_formats_of_their_own():
+    settings = {"first": 1, "last": 2, "edge_format": "raw", "layers": {"4-6": "k6v4", "5": "k8v4"}}
+    result = run_engine(engine(**slimkv("k4v4", **settings)), [run("a", ragged()[:3], 4), run("b", long()[:1], 4)])
+    words = [word for _, word in result["layers"].values()]
+    assert words[:1] == ["krawfp32vrawfp32"]
+    assert words[-2:] == ["krawfp32vrawfp32"] * 2
+    assert words[4:7] == ["kl6vl4", "kfp8vu4", "kl6vl4"]
+    assert set(words[1:4] + words[7:-2]) == {"kl4vl4"}
+    per_token = sum(PageLayout(CodecSpec.parse(word, 64), 32).bytes_per_token for word in words)
+    taken = result["blocks"] * result["block_size"] * 3 * per_token
+    assert 0.98 < taken / 2**30 <= 1
+
+
+def test_raw_fresh_tokens_are_an_option(codes):
+    """Prompts of one chunk: then raw fresh tokens are attended exactly as the stock cache attends them."""
+    prompts = [p for p in ragged() if len(p) > 20]
+    through_codes, raw, stock = (
+        run_engine(engine(**how), [run("first", prompts, 1)])["tokens"]["first"]
+        for how in (slimkv("k2v2"), slimkv("k2v2", fresh="raw"), {})
+    )
+    assert raw == stock
+    assert through_codes != stock, "two bits show"

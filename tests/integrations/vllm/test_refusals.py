@@ -1,0 +1,24 @@
+"""What slimkv cannot do it refuses when the engine starts, by name."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engines import EngineError, engine, run_engine, slimkv
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention_backend": "CUSTOM"}, "has no 'slimkv' entry"),
+        ({"additional_config": {"slimkv": {}}}, "which is not switched on"),
+        (slimkv("k4v4", layers={"30": "raw"}), "the model has layers 0 to 29"),
+    ],
+)
+def test_wrong_settings_are_refused_at_start_up(arguments, message):
+    with pytest.raises(EngineError, match=message):
+        run_engine(engine(**arguments), [])

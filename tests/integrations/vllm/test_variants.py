@@ -1,0 +1,28 @@
+"""Sliding windows and speculation with lossless pages: the stock tokens again."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engines import NGRAM, engine, long, ragged, repeating, run, run_engine, slimkv
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+WINDOWED = {
+    "hf_overrides": {
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 10,
+    }
+}
+
+
+@pytest.mark.parametrize("variant", [WINDOWED, NGRAM], ids=["sliding-window", "n-gram"])
+def test_variants_give_the_stock_tokens(variant):
+    runs = [run("ragged", ragged(), 8), run("long", long()[:1] + repeating(), 20)]
+    ours, theirs = (run_engine(engine(**variant, **how), runs) for how in (slimkv("raw"), {}))
+    assert ours["tokens"] == theirs["tokens"]
+    if variant is NGRAM:
+        assert ours["counters"]["long"]["vllm:spec_decode_num_accepted_tokens"] > 10
+        assert ours["counters"] == theirs["counters"]
