@@ -426,6 +426,16 @@ DEVICE void mma_s8_u8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) 
 DEVICE void mma_u8_u8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   host::mma_8<0, 0>("mma_u8_u8", c, a0, a1, a2, a3, b0, b1);
 }
+DEVICE void mma_u8_s8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, i32 c0, i32 c1, i32 c2, i32 c3) {
+  d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
+  mma_u8_s8(d, a0, a1, a2, a3, b0, b1);
+}
+DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, i32 c0, i32 c1, i32 c2, i32 c3) {
+  d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
+  mma_u8_u8(d, a0, a1, a2, a3, b0, b1);
+}
+DEVICE u32 in_register(u32 x) { return x; }
+DEVICE u32 high_product(u32 a, u32 b) { return (u32)(((u64)a * b) >> 32); }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
 DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   u64 mine[6] = {a0, a1, a2, a3, b0, b1};

@@ -9,6 +9,9 @@
 // probability (times its value's scale, 16 bits relative to the largest of the step) as two unsigned bytes with the
 // bytes of the values' levels: integer tensor cores, exact sums. Both bytes of one query are neighbouring columns of a
 // product, so a lane finds them side by side. Formats without byte levels use fp16 in the same places.
+//
+// The bytes of a value word alternate between two dimensions, g and g + 8. They are used as they are, once with
+// probabilities in the even bytes and once in the odd ones: more products, but nothing to rearrange.
 #include "intrinsics.cuh"
 #include "pages.cuh"
 #include "rotation.cuh"
@@ -21,6 +24,7 @@ constexpr bool K_BYTES = in_bytes<K_KIND, K_BITS>(), V_BYTES = in_bytes<V_KIND, 
 constexpr int K_TILE = 2 * KD * K_BITS, V_TILE = 2 * VD * V_BITS;
 constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS = V_KIND == UNIFORM ? 2 : 1;
 // A tile in the ring: key codes, value codes, then 32 bytes of each field.
+constexpr int PAGES = NT > PAGE / 16 ? NT / (PAGE / 16) : 1;  // of a step
 constexpr int FIELDS_AT = K_TILE + V_TILE, TILE = FIELDS_AT + 32 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);
 constexpr int OUT_ROW = VD + 8;  // floats; keeps the columns of a warp's result in different banks
 constexpr int SLOT = NT * TILE > 16 * OUT_ROW ? NT * TILE : 16 * OUT_ROW;
@@ -30,7 +34,7 @@ constexpr int QUERY_BYTES = K_BYTES ? 2 * COLUMNS * KD : 4 * COLUMNS * KD;
 constexpr float KEY_OFFSET = (K_KIND == LLOYD && K_BYTES) ? 63.5f : 0.0f;
 constexpr float KEY_UNIT = K_KIND == FP8 ? 256.0f : 1.0f, VALUE_UNIT = V_KIND == FP8 ? 256.0f : 1.0f;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-constexpr float MINUS_INFINITY = -__builtin_huge_valf();
+#define MINUS_INFINITY as_float(0xFF800000u)
 
 // Shared memory: rings | levels of keys | levels of values | queries | column constants | maxima and sums of the warps
 constexpr int LEVELS_AT = WARPS * STAGES * SLOT;
@@ -60,7 +64,9 @@ struct Args {
   float softcap;  // times log2(e)
   float key_norm, value_norm;  // what makes the rotations orthonormal
   Table key_table, value_table;
-  i32 sequences, heads, group, most_queries, causal, window, blocks;
+  Powers powers;
+  u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
+  i32 sequences, heads, group, most_queries, causal, window, blocks, merge_split;
 };
 
 // ---- who does what ------------------------------------------------------------------------------------------------
@@ -125,28 +131,34 @@ struct Loader {
   const i32* table;
   i64 page_stride;
   u8* ring;
-  int lane, last_tile, begin_tile;
+  int lane, last_page, begin_tile;
 
-  DEVICE_MEMBER void pages_of(int step, i32 (&ids)[NT]) const {
+  // A step lies in one page, or in several whole ones.
+  DEVICE_MEMBER void pages_of(int step, i32 (&ids)[PAGES]) const {
 #pragma unroll
-    for (int x = 0; x < NT; x++) ids[x] = load_int(table + least(begin_tile + NT * step + x, last_tile) / (PAGE / 16));
+    for (int i = 0; i < PAGES; i++) ids[i] = load_int(table + least((begin_tile + NT * step) / (PAGE / 16) + i, last_page));
   }
 
-  DEVICE_MEMBER void copy(int step, int slot, const i32 (&ids)[NT]) const {
+  DEVICE_MEMBER void copy(int step, int slot, const i32 (&ids)[PAGES]) const {
 #pragma unroll
-    for (int x = 0; x < NT; x++) {
-      const int inside = PAGE == 16 ? 0 : least(begin_tile + NT * step + x, last_tile) % (PAGE / 16);
-      const u8* region = pages + ids[x] * page_stride;
-      u8* to = ring + slot * SLOT + x * TILE;
-      piece<K_TILE>(to, region + inside * K_TILE);
-      piece<V_TILE>(to + K_TILE, region + V_CODES + inside * V_TILE);
-      // 32 bytes of each field: two lanes each
+    for (int i = 0; i < PAGES; i++) {
+      const u8* region = pages + ids[i] * page_stride;
+      const int inside = PAGES > 1 ? 0 : (begin_tile + NT * step) % (PAGE / 16);
+      constexpr int TILES = NT / PAGES;
+      u8* to = ring + slot * SLOT + i * TILES * TILE;
+      const u8* keys = region + inside * K_TILE + 16 * lane;
+      const u8* values = region + V_CODES + inside * V_TILE + 16 * lane;
+      // 32 bytes of each field and tile: two lanes each
       constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS;
-      if (lane < 2 * FIELDS) {
-        const int field = lane / 2;
-        const int from = field < K_NUMBER_OF_FIELDS ? K_FIELDS + 2 * PAGE * field
-                                                    : V_FIELDS + 2 * PAGE * (field - K_NUMBER_OF_FIELDS);
-        copy_async_16(to + FIELDS_AT + 16 * lane, region + from + 32 * inside + 16 * (lane & 1));
+      const int field = lane / 2;
+      const u8* fields = region + 32 * inside + 16 * (lane & 1) +
+                         (field < K_NUMBER_OF_FIELDS ? K_FIELDS + 2 * PAGE * field
+                                                     : V_FIELDS + 2 * PAGE * (field - K_NUMBER_OF_FIELDS));
+#pragma unroll
+      for (int x = 0; x < TILES; x++) {
+        piece<K_TILE>(to + x * TILE, keys + x * K_TILE);
+        piece<V_TILE>(to + x * TILE + K_TILE, values + x * V_TILE);
+        if (lane < 2 * FIELDS) copy_async_16(to + x * TILE + FIELDS_AT + 16 * lane, fields + 32 * x);
       }
     }
   }
@@ -154,7 +166,7 @@ struct Loader {
   template <int BYTES> DEVICE_MEMBER void piece(u8* to, const u8* from) const {
 #pragma unroll
     for (int i = 0; i < BYTES; i += 512)
-      if (i + 512 <= BYTES || i + 16 * lane < BYTES) copy_async_16(to + i + 16 * lane, from + i + 16 * lane);
+      if (i + 512 <= BYTES || i + 16 * lane < BYTES) copy_async_16(to + i + 16 * lane, from + i);
   }
 };
 
@@ -166,25 +178,30 @@ DEVICE float load_number(const void* p, i64 i, int type) {
   return type == 1 ? as_float(bits << 16) : half_to_float(bits);
 }
 
-// One warp: rotates the query of column c and leaves it in shared memory in the order of the operand.
-DEVICE void prepare_query(const Args& args, const Piece& piece, int c, u8* shared, float* scratch, int lane) {
-  constexpr int N = (KD + 31) / 32;
+constexpr int QN = (KD + 31) / 32;
+
+DEVICE void load_query(const Args& args, const Piece& piece, int c, float (&y)[QN], int lane) {
   const int query = piece.chunk * (COLUMNS / args.group) + c / args.group, head = piece.head * args.group + c % args.group;
   const bool valid = c < COLUMNS / args.group * args.group && query < piece.s.queries;
   const i64 at = (i64)(piece.s.start + query) * args.query_stride + (i64)head * args.query_head_stride;
-  float y[N];
 #pragma unroll
-  for (int i = 0; i < N; i++) {
+  for (int i = 0; i < QN; i++) {
     const int d = lane + 32 * i;
     y[i] = valid && d < KD ? load_number(args.query, at + d, Q_TYPE) : 0.0f;
+    if (args.scale < 0) y[i] = -y[i];
   }
-  if (K_ROTATED) rotate<KD>(y, (const u16*)args.key_signs, args.key_norm, scratch, lane);
+}
+
+// One warp: rotates the query of column c and leaves it in shared memory in the order of the operand.
+DEVICE void prepare_query(const Args& args, int c, float (&y)[QN], u8* shared, float* scratch, int lane) {
+  constexpr int N = QN;
+  if (K_ROTATED) rotate<KD>(y, args.key_sign_bits, (const u16*)args.key_signs, args.key_norm, scratch, lane);
   float top = 0.0f;
   bool finite = true;
 #pragma unroll
   for (int i = 0; i < N; i++) {
     const float a = y[i] < 0 ? -y[i] : y[i];
-    finite = finite && a < __builtin_huge_valf();
+    finite = finite && a < as_float(0x7F800000u);
     top = maximum(top, a);
   }
 #pragma unroll
@@ -231,6 +248,16 @@ DEVICE void prepare_query(const Args& args, const Piece& piece, int c, u8* share
     column[0] = unit * KEY_UNIT;
     column[1] = sum;
   }
+}
+
+DEVICE void key_bytes(const Codes<K_BITS, KS, false>& codes, int slice, Table table, const Powers& powers, u32& first,
+                      u32& second) {
+  code_bytes<K_KIND, K_BITS>(codes.low(slice, powers), codes.high(slice, powers), table, powers, first, second);
+}
+
+DEVICE void value_bytes(const Codes<V_BITS, VS, true>& codes, int slice, Table table, const Powers& powers, u32& first,
+                        u32& second) {
+  code_bytes<V_KIND, V_BITS>(codes.low(slice, powers), codes.high(slice, powers), table, powers, first, second);
 }
 
 DEVICE float soft_cap(float s, float cap) {
@@ -294,17 +321,23 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
   for (int i = thread_index(); i < 32 * LEVELS_K; i += 32 * WARPS) key_levels[i] = float_to_half(args.key_levels[i / 32]);
   for (int i = thread_index(); i < 32 * LEVELS_V; i += 32 * WARPS) value_levels[i] = float_to_half(args.value_levels[i / 32]);
 
+  // A permutation takes one operand of the kind that all lanes share; its table must not be one.
+  const Table key_table = {in_register(args.key_table.low), in_register(args.key_table.high)};
+  constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
+  const Table value_table = ONE_TABLE ? key_table
+                                      : Table{in_register(args.value_table.low), in_register(args.value_table.high)};
+
   Loader loader;
   loader.ring = ring;
   loader.lane = lane;
   loader.page_stride = args.page_stride;
-  i32 ids[NT];
+  i32 ids[PAGES];
   int filled = 0;  // steps copied so far, over all pieces; slot = number % STAGES
   auto begin_loading = [&](const Piece& p) {
     loader.pages = args.pages + (i64)p.head * args.page_head_stride;
     loader.table = args.table + (i64)p.b * args.table_stride;
     loader.begin_tile = p.s.begin / 16;
-    loader.last_tile = (p.s.length - 1) / 16;
+    loader.last_page = (p.s.length - 1) / PAGE;
     loader.pages_of(least(p.first + warp, p.last - 1), ids);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
@@ -315,17 +348,27 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
       loader.pages_of(least(step + WARPS, p.last - 1), ids);
     }
   };
+  // The queries travel at the same time as the first pages.
+  constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
+  float query[QUERIES][QN];
+  auto load_queries = [&](const Piece& p) {
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++)
+      if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
+  };
+  load_queries(piece);
   begin_loading(piece);
 
   while (true) {
     // -- the queries of this piece
-    for (int c = warp; c < COLUMNS; c += WARPS)
-      prepare_query(args, piece, c, shared, (float*)(ring + (filled % STAGES) * SLOT), lane);
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++)
+      if (warp + i * WARPS < COLUMNS)
+        prepare_query(args, warp + i * WARPS, query[i], shared, (float*)(ring + (filled % STAGES) * SLOT), lane);
     sync_threads();
     constexpr int KP = (KS + 1) / 2;
     u32 q[NG][K_BYTES ? KP : KS][2];
     float unit[NG], sum[NG];
-    i32 offset[NG];
     int visible_end[NG], visible_begin[NG];
     const int first_query = piece.chunk * (COLUMNS / args.group);
 #pragma unroll
@@ -339,9 +382,8 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
         for (int i = 0; i < KS; i++) q[n][i][0] = words[8 * i + t], q[n][i][1] = words[8 * i + 4 + t];
       }
       const float* column = (const float*)(shared + COLUMN_AT) + 2 * (4 * n + t);
-      unit[n] = column[0] * args.scale;
-      sum[n] = column[1];
-      offset[n] = K_BYTES ? -(i32)(KEY_OFFSET * sum[n]) : 0;
+      unit[n] = column[0] * (args.scale < 0 ? -args.scale : args.scale);
+      sum[n] = K_KIND == LLOYD ? -KEY_OFFSET * column[1] : column[1];  // what an offset of the levels adds to a score
       const int position = piece.s.length - piece.s.queries + first_query + (4 * n + t) / args.group;
       visible_end[n] = args.causal ? least(piece.s.length, position + 1) : piece.s.length;
       visible_begin[n] = WINDOW ? position - args.window + 1 : 0;
@@ -351,6 +393,7 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
     const int clear_end = args.causal ? piece.s.length - piece.s.queries + first_query + 1 : piece.s.length;
     const int clear_begin = WINDOW ? piece.s.length - piece.s.queries + last_query - args.window + 1 : 0;
 
+    // Scores and their maximum are kept without the query's unit, which joins them inside the exponential.
     float out[NG][VS][2], top[NG], total[NG], shift[NG];
     u32 worst = 0;  // the largest field: 0xFFFF marks a token whose K or V was not a number
 #pragma unroll
@@ -387,15 +430,14 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
         if (K_BYTES) {
           i32 c[NG][4];
 #pragma unroll
-          for (int n = 0; n < NG; n++) c[n][0] = c[n][2] = 0, c[n][1] = c[n][3] = offset[n];
-#pragma unroll
           for (int i = 0; i < KP; i++) {
             u32 a0, a1, a2 = 0, a3 = 0;
-            code_bytes<K_KIND, K_BITS>(codes.low(2 * i), codes.high(2 * i), args.key_table, a0, a1);
-            if (2 * i + 1 < KS)
-              code_bytes<K_KIND, K_BITS>(codes.low(2 * i + 1), codes.high(2 * i + 1), args.key_table, a2, a3);
+            key_bytes(codes, 2 * i, key_table, args.powers, a0, a1);
+            if (2 * i + 1 < KS) key_bytes(codes, 2 * i + 1, key_table, args.powers, a2, a3);
 #pragma unroll
-            for (int n = 0; n < NG; n++) mma_u8_s8(c[n], a0, a1, a2, a3, q[n][i][0], q[n][i][1]);
+            for (int n = 0; n < NG; n++)
+              if (i == 0) mma_u8_s8_from(c[n], a0, a1, a2, a3, q[n][i][0], q[n][i][1], 0, 0, 0, 0);
+              else mma_u8_s8(c[n], a0, a1, a2, a3, q[n][i][0], q[n][i][1]);
           }
 #pragma unroll
           for (int n = 0; n < NG; n++)
@@ -406,7 +448,7 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
           for (int n = 0; n < NG; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
 #pragma unroll
           for (int i = 0; i < KS; i++) {
-            const u32 low = codes.low(i), high = codes.high(i);
+            const u32 low = codes.low(i, args.powers), high = codes.high(i, args.powers);
             const u32 a0 = code_halves<K_KIND, K_BITS>(low, high, key_levels, lane, 0, 1);
             const u32 a1 = code_halves<K_KIND, K_BITS>(low, high, key_levels, lane, 4, 5);
             const u32 a2 = code_halves<K_KIND, K_BITS>(low, high, key_levels, lane, 2, 3);
@@ -424,10 +466,10 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
           const float zero = K_KIND == UNIFORM ? zero_of(field_bits(tile + FIELDS_AT + 32, g + 8 * r)) : 0;
 #pragma unroll
           for (int n = 0; n < NG; n++) {
-            float score = raw[n][r] * scale;
-            if (K_KIND == UNIFORM) score += zero * sum[n];
-            score *= unit[n];
-            if (SOFTCAP) score = soft_cap(score, args.softcap);
+            float score = K_KIND == UNIFORM ? raw[n][r] * scale + zero * sum[n]
+                          : K_BYTES         ? (raw[n][r] + sum[n]) * scale
+                                            : raw[n][r] * scale;
+            if (SOFTCAP) score = soft_cap(score * unit[n], args.softcap);
             s[n][x][r] = score;
           }
           if (clear) {
@@ -455,7 +497,7 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
           for (int d = 4; d < 32; d <<= 1) highest = maximum(highest, shuffle_xor(highest, d));
           highest = maximum(highest, top[n]);
-          const float factor = top[n] == MINUS_INFINITY ? 0.0f : exp2_fast(top[n] - highest);
+          const float factor = top[n] == MINUS_INFINITY ? 0.0f : exp2_fast((top[n] - highest) * (SOFTCAP ? 1.0f : unit[n]));
           top[n] = highest;
           total[n] *= factor, shift[n] *= factor;
 #pragma unroll
@@ -468,7 +510,7 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
       float fold[NG];
 #pragma unroll
       for (int n = 0; n < NG; n++) {
-        const float reference = top[n] == MINUS_INFINITY ? 0.0f : top[n];
+        const float base = SOFTCAP ? 1.0f : unit[n], reference = top[n] == MINUS_INFINITY ? 0.0f : top[n] * base;
         float largest = 0;
 #pragma unroll
         for (int x = 0; x < NT; x++) {
@@ -477,11 +519,10 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
           for (int r = 0; r < 2; r++) {
             const u32 field = field_bits(fields, g + 8 * r);
             if (n == 0 && clear) worst = worst > field ? worst : field;
-            const float e = exp2_fast(s[n][x][r] - reference);
+            const float e = exp2_fast(s[n][x][r] * base - reference);
             total[n] += e;
             const float weighted = e * scale_of(field);
             if (V_KIND == UNIFORM) shift[n] += e > 0 ? e * zero_of(field_bits(fields + 32, g + 8 * r)) : 0;
-            if (V_KIND == LLOYD && V_BYTES) shift[n] += weighted;
             largest = maximum(largest, weighted);
             s[n][x][r] = weighted;
           }
@@ -493,12 +534,11 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
         fold[n] = largest * (V_BYTES ? 1.0f / 65535.0f : 1.0f);
 #pragma unroll
         for (int x = 0; x < NT; x++) {
-          if (V_BYTES) {
-            const u32 first = as_bits(s[n][x][0] * up + 8388608.0f), second = as_bits(s[n][x][1] * up + 8388608.0f);
-            p[n][x][0] = transpose_8x8(prmt(first, second, 0x4051));
-          } else {
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
+          for (int r = 0; r < 2; r++) {
+            if (V_BYTES) {  // high byte, 0, low byte, 0
+              p[n][x][r] = transpose_8x8(prmt(as_bits(s[n][x][r] * up + 8388608.0f), 0, 0x4041));
+            } else {
               const float w = s[n][x][r] * up;
               const u32 high = float_to_half(w);
               p[n][x][r] = transpose_8x8(high | float_to_half(w - half_to_float(high)) << 16);
@@ -509,31 +549,51 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 
       // -- values
       if (V_BYTES) {
+        // The offset of the levels comes off in integers: what a row of ones gives, times 63.5.
+        i32 start[NG];
+#pragma unroll
+        for (int n = 0; n < NG; n++) {
+          start[n] = 0;
+          if (V_KIND == LLOYD) {
+            const u32 ones = 0x01010101u;
+            i32 sums[4];
+#pragma unroll
+            for (int x = 0; x < NT; x++)
+              if (x == 0) mma_u8_u8_from(sums, ones, ones, ones, ones, p[n][x][0], p[n][x][1], 0, 0, 0, 0);
+              else mma_u8_u8(sums, ones, ones, ones, ones, p[n][x][0], p[n][x][1]);
+            start[n] = -((127 * (256 * sums[0] + sums[1])) >> 1);
+          }
+        }
         Codes<V_BITS, VS, true> codes[NT];
 #pragma unroll
         for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE + K_TILE, lane);
 #pragma unroll
-        for (int i = 0; i < VS; i++) {
-          i32 c[NG][4];
+        for (int i = 0; i < VS; i += 2) {  // two slices are one operand
+          i32 even[NG][4], odd[NG][4];     // dimensions g of both slices, dimensions g + 8
 #pragma unroll
-          for (int n = 0; n < NG; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
-#pragma unroll
-          for (int x = 0; x < NT; x += 2) {
-            u32 a0, a1, a2 = 0, a3 = 0;
-            value_bytes<V_KIND, V_BITS>(codes[x].low(i), codes[x].high(i), args.value_table, a0, a1);
-            if (x + 1 < NT) value_bytes<V_KIND, V_BITS>(codes[x + 1].low(i), codes[x + 1].high(i), args.value_table, a2, a3);
+          for (int x = 0; x < NT; x++) {
+            u32 a0, a1 = 0, a2, a3 = 0;
+            value_bytes(codes[x], i, value_table, args.powers, a0, a2);
+            if (i + 1 < VS) value_bytes(codes[x], i + 1, value_table, args.powers, a1, a3);
 #pragma unroll
             for (int n = 0; n < NG; n++) {
-              const u32 b1 = x + 1 < NT ? p[n][x + 1][0] : 0;
-              if (V_KIND == LLOYD) mma_s8_u8(c[n], a0, a1, a2, a3, p[n][x][0], b1);
-              else mma_u8_u8(c[n], a0, a1, a2, a3, p[n][x][0], b1);
+              const u32 b0 = p[n][x][0], b1 = p[n][x][1];
+              if (x == 0) {
+                mma_u8_u8_from(even[n], a0, a1, a2, a3, b0, b1, 0, start[n], 0, start[n]);
+                mma_u8_u8_from(odd[n], a0, a1, a2, a3, b0 << 8, b1 << 8, 0, start[n], 0, start[n]);
+              } else {
+                mma_u8_u8(even[n], a0, a1, a2, a3, b0, b1);
+                mma_u8_u8(odd[n], a0, a1, a2, a3, b0 << 8, b1 << 8);
+              }
             }
           }
 #pragma unroll
-          for (int n = 0; n < NG; n++) {
-            out[n][i][0] += (float)(256 * c[n][0] + c[n][1]) * fold[n];
-            out[n][i][1] += (float)(256 * c[n][2] + c[n][3]) * fold[n];
-          }
+          for (int n = 0; n < NG; n++)
+#pragma unroll
+            for (int j = 0; j < 2 && i + j < VS; j++) {
+              out[n][i + j][0] += (float)(256 * even[n][2 * j] + even[n][2 * j + 1]) * fold[n];
+              out[n][i + j][1] += (float)(256 * odd[n][2 * j] + odd[n][2 * j + 1]) * fold[n];
+            }
         }
       } else {
         Codes<V_BITS, VS, true> codes[NT];
@@ -546,7 +606,7 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
           for (int n = 0; n < NG; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
 #pragma unroll
           for (int x = 0; x < NT; x++) {
-            const u32 low = codes[x].low(i), high = codes[x].high(i);
+            const u32 low = codes[x].low(i, args.powers), high = codes[x].high(i, args.powers);
             const u32 a0 = code_halves<V_KIND, V_BITS>(low, high, value_levels, lane, 0, 2);
             const u32 a1 = code_halves<V_KIND, V_BITS>(low, high, value_levels, lane, 1, 3);
             const u32 a2 = code_halves<V_KIND, V_BITS>(low, high, value_levels, lane, 4, 6);
@@ -582,7 +642,10 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
       next.last = least(next.s.steps, left);
     }
     filled = 1;  // slot 0 is kept free for this piece's results
-    if (left > 0) begin_loading(next);
+    if (left > 0) {
+      load_queries(next);
+      begin_loading(next);
+    }
 
     // -- the warps' results together: maxima and sums, then four columns at a time through the spare slots
     float* states = (float*)(shared + STATE_AT);
@@ -590,6 +653,7 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
     for (int n = 0; n < NG; n++) {
       if (bad) total[n] = as_float(0x7FC00000u);
+      if (!SOFTCAP && top[n] != MINUS_INFINITY) top[n] *= unit[n];
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) total[n] += shuffle_xor(total[n], d), shift[n] += shuffle_xor(shift[n], d);
       if (g == 0) states[2 * (warp * COLUMNS + 4 * n + t)] = top[n], states[2 * (warp * COLUMNS + 4 * n + t) + 1] = total[n];
@@ -601,7 +665,7 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
       float highest = MINUS_INFINITY;
       for (int w = 0; w < WARPS; w++) highest = maximum(highest, states[2 * (w * COLUMNS + 4 * n + t)]);
       const float factor = top[n] == MINUS_INFINITY ? 0.0f : exp2_fast(top[n] - highest);
-      const float add = V_KIND == LLOYD && V_BYTES ? 0.5f * shift[n] : shift[n];
+      const float add = V_KIND == UNIFORM ? shift[n] : 0.0f;
       float* mine = (float*)ring + t * OUT_ROW;
 #pragma unroll
       for (int i = 0; i < VS; i++) {
@@ -634,13 +698,28 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 }
 LAUNCHABLE(attend, Args)
 
-// One warp a (query, head): merges the parts, adds the sink, divides, rotates back.
-constexpr int MERGE_WARPS = 8;
+// Merges the parts of a (query, head), adds the sink, divides, rotates back. `merge_split` warps share the parts of one,
+// so that few rows with many parts do not wait for one load after the other.
+constexpr int MERGE_WARPS = 8, AT_ONCE = 4, VN = (VD + 31) / 32;
+
+struct Merged {
+  float highest, total, x[VN];
+  DEVICE_MEMBER void add(float m, float l, const float (&v)[VN]) {
+    const float top = maximum(highest, m);
+    const float mine = highest == MINUS_INFINITY ? 0.0f : exp2_fast(highest - top);
+    const float other = m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_fast(m - top);
+    total = total * mine + l * other;
+#pragma unroll
+    for (int i = 0; i < VN; i++) x[i] = x[i] * mine + v[i] * other;
+    highest = top;
+  }
+};
 
 KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT Args args) {
   SHARED_MEMORY(shared);
-  const int warp = thread_index() / 32, lane = thread_index() & 31;
-  const int row = block_index(), head = block_index_y() * MERGE_WARPS + warp, query_heads = args.heads * args.group;
+  const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
+  const int row = block_index(), head = block_index_y() * (MERGE_WARPS / split) + warp / split;
+  const int query_heads = args.heads * args.group;
   if (row >= load_int(args.starts + args.sequences)) return;
   int b = 0;
   for (int high = args.sequences; high - b > 1;) {
@@ -652,40 +731,63 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT Args args) {
   i32 all;
   const Sums before = sums_before(args, b, 32 * MERGE_WARPS, (i32*)shared, all);
   const int share = steps_per_block(all, args.blocks);
-  wait_for_grid_before();
-  if (head >= query_heads) return;
   const int per_chunk = COLUMNS / args.group, query = row - s.start, chunk = query / per_chunk;
   const int column = (query % per_chunk) * args.group + head % args.group;
   const int within = chunk * args.heads + head / args.group, item = before.items + within;
-  const int first = before.steps + within * s.steps, last = first + s.steps - 1;
-  const int first_block = first / share, last_block = s.steps ? last / share : first_block - 1;
+  const int first = before.steps + within * s.steps, first_block = first / share;
+  const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / share : first_block - 1;
+  wait_for_grid_before();
 
-  constexpr int N = (VD + 31) / 32;
-  float highest = MINUS_INFINITY, total = 0;
-  for (int block = first_block; block <= last_block; block++)
-    highest = maximum(highest, args.part_states[((i64)(item + block) * COLUMNS + column) * 2]);
-  const float sink = args.sinks ? args.sinks[head] * LOG2E : MINUS_INFINITY;
-  highest = maximum(highest, sink);
-  float x[N];
+  Merged merged;
+  merged.highest = MINUS_INFINITY, merged.total = 0;
 #pragma unroll
-  for (int i = 0; i < N; i++) x[i] = 0;
-  for (int block = first_block; block <= last_block; block++) {
-    const i64 part = (i64)(item + block) * COLUMNS + column;
-    const float m = args.part_states[2 * part], l = args.part_states[2 * part + 1];
-    const float factor = m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_fast(m - highest);
-    total += l * factor;
+  for (int i = 0; i < VN; i++) merged.x[i] = 0;
+  for (int block = first_block + warp % split; block <= last_block; block += AT_ONCE * split) {
+    float m[AT_ONCE], l[AT_ONCE], v[AT_ONCE][VN];
 #pragma unroll
-    for (int i = 0; i < N; i++)
-      if (lane + 32 * i < VD) x[i] += args.parts[part * VD + lane + 32 * i] * factor;
+    for (int j = 0; j < AT_ONCE; j++) {
+      const bool real = block + j * split <= last_block;
+      const i64 part = (i64)(item + (real ? block + j * split : block)) * COLUMNS + column;
+      m[j] = real ? args.part_states[2 * part] : MINUS_INFINITY;
+      l[j] = real ? args.part_states[2 * part + 1] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? args.parts[part * VD + lane + 32 * i] : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) merged.add(m[j], l[j], v[j]);
   }
-  if (args.sinks) total += exp2_fast(sink - highest);
-  const float inverse = total == 0 ? 0.0f : 1.0f / total;
+  float* mine = (float*)shared + warp * (VD + 2);
+  if (split > 1) {
+    if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.total;
 #pragma unroll
-  for (int i = 0; i < N; i++) x[i] *= inverse;
-  if (V_ROTATED) unrotate<VD>(x, (const u16*)args.value_signs, args.value_norm, (float*)shared + warp * VD, lane);
+    for (int i = 0; i < VN; i++)
+      if (lane + 32 * i < VD) mine[lane + 32 * i] = merged.x[i];
+    sync_threads();
+    if (warp % split) return;
+    for (int w = 1; w < split; w++) {
+      const float* theirs = mine + w * (VD + 2);
+      float v[VN];
+#pragma unroll
+      for (int i = 0; i < VN; i++) v[i] = lane + 32 * i < VD ? theirs[lane + 32 * i] : 0.0f;
+      merged.add(theirs[VD], theirs[VD + 1], v);
+    }
+  }
+  if (head >= query_heads) return;
+  float highest = merged.highest, total = merged.total, factor = 1.0f;
+  if (args.sinks) {
+    const float sink = args.sinks[head] * LOG2E, top = maximum(highest, sink);
+    factor = highest == MINUS_INFINITY ? 0.0f : exp2_fast(highest - top);
+    total = total * (total == total ? factor : 1.0f) + exp2_fast(sink - top);
+    highest = top;
+  }
+  const float inverse = total == 0 ? 0.0f : factor / total;
+  float x[VN];
+#pragma unroll
+  for (int i = 0; i < VN; i++) x[i] = merged.x[i] * inverse;
+  if (V_ROTATED) unrotate<VD>(x, args.value_sign_bits, (const u16*)args.value_signs, args.value_norm, mine, lane);
   const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
 #pragma unroll
-  for (int i = 0; i < N; i++) {
+  for (int i = 0; i < VN; i++) {
     const int d = lane + 32 * i;
     if (d >= VD) continue;
     if (OUT_TYPE == 2) ((float*)args.out)[at + d] = x[i];

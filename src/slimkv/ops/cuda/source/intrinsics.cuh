@@ -115,6 +115,22 @@ DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) 
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// d = c + A B. With zeros or a shared c no register has to be cleared first.
+#define SLIMKV_MMA_FROM(name, types)                                                                                   \
+  DEVICE void name(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, i32 c0, i32 c1, i32 c2, i32 c3) {      \
+    asm("mma.sync.aligned.m16n8k32.row.col.s32." types ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};" \
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                               \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));                   \
+  }
+SLIMKV_MMA_FROM(mma_u8_s8_from, "u8.s8")
+SLIMKV_MMA_FROM(mma_u8_u8_from, "u8.u8")
+
+// x, of which the compiler no longer knows where it came from: it stays in a register of each lane.
+DEVICE u32 in_register(u32 x) { u32 r; asm volatile("mov.b32 %0, %1;" : "=r"(r) : "r"(x)); return r; }
+
+// The high word of a product: a shift by multiplying with a power of two, on the units that shifts do not use.
+DEVICE u32 high_product(u32 a, u32 b) { u32 r; asm("mul.hi.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+
 // Memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void copy_async_16(void* shared, const void* global) {

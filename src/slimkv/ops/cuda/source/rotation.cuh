@@ -6,6 +6,9 @@
 
 DEVICE float sign_at(const u16* signs, int i) { return as_float((u32)signs[i] << 16); }
 
+// x times the random sign of dimension lane + 32 i.
+DEVICE float signed_by(float x, u32 bits, int lane) { return as_float(as_bits(x) ^ ((bits >> lane) << 31)); }
+
 // The Hadamard transform of Sylvester's matrix, a power of two of at least 32.
 template <int D> DEVICE void hadamard(float (&x)[(D + 31) / 32], int lane) {
 #pragma unroll
@@ -25,13 +28,14 @@ template <int D> DEVICE void hadamard(float (&x)[(D + 31) / 32], int lane) {
       }
 }
 
-// x times the matrix of signs (rows are the original dimensions) and `norm`. scratch: D floats of this warp's own.
+// x times the rotation: powers of two by its random signs (bits), others by its whole matrix (signs, rows are original
+// dimensions). scratch: D floats of this warp's own.
 template <int D>
-DEVICE void rotate(float (&x)[(D + 31) / 32], const u16* signs, float norm, float* scratch, int lane) {
+DEVICE void rotate(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
   constexpr int N = (D + 31) / 32;
   if (POWER_OF_TWO(D) && D >= 32) {
 #pragma unroll
-    for (int i = 0; i < N; i++) x[i] *= norm * sign_at(signs, (lane + 32 * i) * D);  // the first column of Sylvester's is 1
+    for (int i = 0; i < N; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
     hadamard<D>(x, lane);
     return;
   }
@@ -49,12 +53,12 @@ DEVICE void rotate(float (&x)[(D + 31) / 32], const u16* signs, float norm, floa
 
 // The other way.
 template <int D>
-DEVICE void unrotate(float (&x)[(D + 31) / 32], const u16* signs, float norm, float* scratch, int lane) {
+DEVICE void unrotate(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
   constexpr int N = (D + 31) / 32;
   if (POWER_OF_TWO(D) && D >= 32) {
     hadamard<D>(x, lane);
 #pragma unroll
-    for (int i = 0; i < N; i++) x[i] *= norm * sign_at(signs, (lane + 32 * i) * D);
+    for (int i = 0; i < N; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
     return;
   }
   sync_warp();

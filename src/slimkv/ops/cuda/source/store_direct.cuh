@@ -1,0 +1,199 @@
+// Evenly spaced codes between a vector's smallest and largest coordinate, and e4m3 codes.
+#pragma once
+#include "store_fields.cuh"
+#include "store_pages.cuh"
+#include "store_rotate.cuh"
+
+// Over the lanes that hold a token: all of them get the result.
+template <class F, class O> DEVICE void over_token(float x[F::TOKENS], O combine) {
+#pragma unroll
+  for (int j = 0; j < F::TOKENS; j++) {
+    if constexpr (F::VALUES) {
+      x[j] = combine(x[j], shuffle_xor(x[j], 4));
+      x[j] = combine(x[j], shuffle_xor(x[j], 8));
+      x[j] = combine(x[j], shuffle_xor(x[j], 16));
+    } else {
+      x[j] = combine(x[j], shuffle_xor(x[j], 1));
+      x[j] = combine(x[j], shuffle_xor(x[j], 2));
+    }
+  }
+}
+struct Larger { DEVICE_MEMBER float operator()(float a, float b) const { return maximum(a, b); } };
+struct Smaller { DEVICE_MEMBER float operator()(float a, float b) const { return minimum(a, b); } };
+
+// The tile as it is, value by value where the page wants it.
+template <class F> DEVICE void load_in_page_order(const SideArgs& side, int head, int first, int tokens, int lane, float x[F::LOCAL][8]) {
+#pragma unroll
+  for (int j = 0; j < F::TOKENS; j++) {
+    int token = first + token_of<F>(lane, j);
+    const u8* row = side.x + head * side.head_stride + token * side.stride;
+#pragma unroll
+    for (int s = 0; s < F::LOCAL; s++)
+#pragma unroll
+      for (int n = 0; n < 8; n++)
+        if (token_number<F>(n) == j) {
+          u32 bits = 0;
+          int at = 16 * s + dim_of<F>(lane, n);
+          if (token < tokens) bits = F::NARROW ? ((const u16*)row)[at] : ((const u32*)row)[at];
+          x[s][n] = F::DTYPE == BFLOAT16 ? as_float(bits << 16) : F::DTYPE == FLOAT16 ? half_to_float(bits) : as_float(bits);
+        }
+  }
+}
+
+template <class F, int BLOCK_TOKENS> DEVICE void store_direct_codes(CodePlanes<F>& codes, const u32 fields[2][F::TOKENS], const StoreArgs& args, int head,
+                                                            Slots slots, int lane) {
+  u8* pages = args.pages + head * args.page_head_stride;
+  bool writer = F::VALUES ? lane < 4 : (lane & 3) == 0;
+#pragma unroll
+  for (int j = 0; j < F::TOKENS; j++) {
+    i64 slot = shuffle(slots.slot, token_of<F>(lane, j));
+    u8* at = region_of<BLOCK_TOKENS>(pages, args.page_stride, slot) + F::FIELDS + 2 * ((u32)slot % BLOCK_TOKENS);
+    if (writer && slot >= 0) {
+      *(u16*)at = (u16)fields[0][j];
+      if constexpr (F::KIND == STORE_UNIFORM) *(u16*)(at + 2 * BLOCK_TOKENS) = (u16)fields[1][j];
+    }
+    if (fields[0][j] == INVALID_FIELD) codes.erase(j);
+  }
+  store_planes<F, BLOCK_TOKENS>(codes, pages, args.page_stride, slots, lane, 0);
+}
+
+template <class F> DEVICE void put_codes(CodePlanes<F>& codes, int slice, const u32 code[8]) {
+  u32 low = 0, high = 0;
+#pragma unroll
+  for (int n = 0; n < 8; n++) low |= (code[n] & 15) << (4 * n), high |= code[n] >> 4 << (4 * n);
+  if constexpr (F::BITS < 8) codes.put(slice, low, high);
+  else codes.put_bytes(slice, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24, code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
+}
+
+template <class F> DEVICE void uniform_codes(const float x[F::LOCAL][8], const bool bad_input[F::TOKENS], u32 fields[2][F::TOKENS], CodePlanes<F>& codes) {
+  constexpr int TOP = (1 << F::BITS) - 1;
+  float low[F::TOKENS], high[F::TOKENS], step[F::TOKENS], zero[F::TOKENS];
+#pragma unroll
+  for (int j = 0; j < F::TOKENS; j++) low[j] = as_float(0x7F800000u), high[j] = as_float(0xFF800000u);
+#pragma unroll
+  for (int s = 0; s < F::LOCAL; s++)
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      constexpr bool values = F::VALUES;
+      int j = values ? n >> 1 : n >> 2;
+      low[j] = minimum(low[j], x[s][n]);
+      high[j] = maximum(high[j], x[s][n]);
+    }
+  over_token<F>(low, Smaller());
+  over_token<F>(high, Larger());
+#pragma unroll
+  for (int j = 0; j < F::TOKENS; j++) {
+    fields[0][j] = encode_unsigned(div_rn(sub_rn(high[j], low[j]), (float)TOP));
+    fields[1][j] = encode_signed(low[j]);
+    bool bad = bad_input[j] || fields[0][j] == INVALID_FIELD || fields[1][j] == INVALID_FIELD;
+    if (bad) fields[0][j] = fields[1][j] = INVALID_FIELD;
+    step[j] = bad ? 0.0f : decode_unsigned(fields[0][j]);
+    zero[j] = bad ? 0.0f : decode_signed(fields[1][j]);
+  }
+#pragma unroll
+  for (int s = 0; s < F::LOCAL; s++) {
+    u32 code[8];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      int j = token_number<F>(n);
+      float place = floor_of(add_rn(div_rn(sub_rn(x[s][n], zero[j]), step[j] == 0.0f ? 1.0f : step[j]), 0.5f));
+      code[n] = step[j] == 0.0f ? 0 : (u32)float_to_int_rz(minimum(maximum(place, 0.0f), (float)TOP));
+    }
+    put_codes<F>(codes, s, code);
+  }
+}
+
+template <class F> DEVICE void fp8_codes(const float x[F::LOCAL][8], u32 fields[2][F::TOKENS], CodePlanes<F>& codes) {
+  u32 most[F::TOKENS] = {};
+#pragma unroll
+  for (int s = 0; s < F::LOCAL; s++)
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      int j = token_number<F>(n);
+      u32 m = as_bits(x[s][n]) & 0x7FFFFFFFu;
+      most[j] = most[j] > m ? most[j] : m;
+    }
+  float up[F::TOKENS];
+#pragma unroll
+  for (int j = 0; j < F::TOKENS; j++) {
+#pragma unroll
+    for (int step = F::VALUES ? 4 : 1; step < (F::VALUES ? 32 : 4); step *= 2) {
+      u32 other = shuffle_xor(most[j], step);
+      most[j] = most[j] > other ? most[j] : other;
+    }
+    u32 exponent = most[j] >> 23;
+    bool zero = exponent < 67;
+    u32 shifted = (zero ? 67 : exponent < 254 ? exponent : 254) - 8 + ((most[j] & 0x7FFFFF) > 0x600000 ? 1 : 0);
+    fields[0][j] = exponent == 255 ? INVALID_FIELD : zero ? 0 : encode_unsigned(as_float(shifted << 23));
+    up[j] = zero || exponent == 255 ? 0.0f : as_float((254 - shifted) << 23);
+  }
+#pragma unroll
+  for (int s = 0; s < F::LOCAL; s++) {
+    u32 code[8];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      float scaled = up[token_number<F>(n)] == 0.0f ? 0.0f : mul_rn(x[s][n], up[token_number<F>(n)]);
+      u32 bits = as_bits(scaled), magnitude = bits & 0x7FFFFFFFu;
+      u32 normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+      u32 tiny = (u32)float_to_int_rz(sub_rn(add_rn(mul_rn(as_float(magnitude), 512.0f), 12582912.0f), 12582912.0f));
+      // A negative zero keeps its sign where the vector is not all zero, as e4m3 has it.
+      code[n] = (magnitude < (121u << 23) ? tiny : normal) | (bits >> 24 & 0x80);
+    }
+    put_codes<F>(codes, s, code);
+  }
+}
+
+template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_direct(const SideArgs& side, const StoreArgs& args, int head, int first) {
+  int lane = thread_index() & 31;
+  if (first >= args.tokens) return;
+  Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
+  float x[F::LOCAL][8];
+  u32 fields[2][F::TOKENS];
+  bool bad[F::TOKENS];
+  CodePlanes<F> codes;
+  if constexpr (F::ROTATED) {
+    u32 raw[F::CHUNKS][2][F::RAW];
+    load_rows<F>(side, head, first, args.tokens, lane, raw);
+    Digits<F> digits;
+    TokenScalars scalars = fixed_point<F>(raw, 1.0f, lane, digits);
+    float down[F::TOKENS];
+#pragma unroll
+    for (int j = 0; j < F::TOKENS; j++) {
+      int from = token_of<F>(lane, j);
+      down[j] = shuffle(scalars.down, from);
+      bad[j] = shuffle((u32)scalars.bad, from) != 0;
+    }
+#pragma unroll
+    for (int i = 0; i < F::PER; i++) {
+      i32 exact[F::GROUPS][8];
+      rotate_slices<F>(digits, side.fragments, i, lane, exact);
+#pragma unroll
+      for (int q = 0; q < F::GROUPS; q++)
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+          x[q * F::PER + i][n] = mul_rn(mul_rn(int_to_float_rn(exact[q][n]), side.orthonormal), down[token_number<F>(n)]);
+    }
+  } else {
+    load_in_page_order<F>(side, head, first, args.tokens, lane, x);
+    float largest[F::TOKENS] = {};
+#pragma unroll
+    for (int s = 0; s < F::LOCAL; s++)
+#pragma unroll
+      for (int n = 0; n < 8; n++)  // zero times anything but a finite number is NaN
+        largest[token_number<F>(n)] = add_rn(largest[token_number<F>(n)], mul_rn(x[s][n], 0.0f));
+#pragma unroll
+    for (int j = 0; j < F::TOKENS; j++) bad[j] = largest[j] != 0.0f;
+  }
+  if constexpr (F::KIND == STORE_UNIFORM) {
+    float any[F::TOKENS];
+#pragma unroll
+    for (int j = 0; j < F::TOKENS; j++) any[j] = bad[j] ? 1.0f : 0.0f;
+    over_token<F>(any, Larger());
+#pragma unroll
+    for (int j = 0; j < F::TOKENS; j++) bad[j] = any[j] != 0.0f;
+    uniform_codes<F>(x, bad, fields, codes);
+  } else {
+    fp8_codes<F>(x, fields, codes);
+  }
+  store_direct_codes<F, BLOCK_TOKENS>(codes, fields, args, head, slots, lane);
+}

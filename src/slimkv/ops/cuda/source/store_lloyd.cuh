@@ -1,0 +1,163 @@
+// Lloyd-Max codes of rotated coordinates, and the scale that goes with them.
+#pragma once
+#include "store_fields.cuh"
+#include "store_pages.cuh"
+#include "store_rotate.cuh"
+
+// In shared memory: which code or boundary a cell of the number line has, and what codes stand for.
+template <class F> struct LloydTables {
+  static constexpr int COUNT = F::BITS > 4 || F::POLICY == UNBIASED ? 1 << F::BITS : 0;
+  static constexpr int CELL_BYTES = (F::CELLS + 15) / 16 * 16;
+  static constexpr int BYTES = CELL_BYTES + 8 * COUNT;
+  const u8* cells;
+  const float* bounds;
+  const i32* levels;
+
+  DEVICE_MEMBER LloydTables(u8* memory) : cells(memory), bounds((float*)(memory + CELL_BYTES)), levels((i32*)(memory + CELL_BYTES) + COUNT) {}
+  DEVICE_MEMBER void fill(u8* memory, const SideArgs& side, int thread, int threads) const {
+    for (int i = thread; i < CELL_BYTES / 4; i += threads) ((u32*)memory)[i] = ((const u32*)side.cells)[i];
+    for (int i = thread; i < COUNT; i += threads) {
+      ((u32*)(memory + CELL_BYTES))[i] = ((const u32*)side.bounds)[i];
+      ((u32*)(memory + CELL_BYTES))[COUNT + i] = ((const u32*)side.levels)[i];
+    }
+  }
+};
+
+// The code of a coordinate in the codebook's units. Boundaries of up to 4 bits are edges of cells, and a value on an edge
+// belongs to the cell below it, as the tie rule wants; of wider codes a cell has at most one boundary.
+template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
+  u32 index = tables.cells[ceil_cell(x, F::CELL_SHIFT, F::CELL_ZERO)];
+  if constexpr (F::BITS > 4) {
+    index += x > tables.bounds[index] ? 1 : 0;
+    constexpr u32 HALF = 1 << (F::BITS - 1);
+    index = index >= HALF ? index : HALF - 1 - index;
+  }
+  return index;
+}
+
+// What the scale needs of a lane's tokens: sums of squared levels, or of products with them.
+template <class F> struct LevelSums {
+  static constexpr bool PACKED = F::BITS <= 4 && F::POLICY == NORM;
+  u32 squares[F::TOKENS] = {};  // of twice the levels
+  i64 sums[F::TOKENS] = {};     // in units of 1 / LEVEL_DENOMINATOR
+  u32 before = 0;
+
+  // The codes of a slice as nibbles: levels are looked up four at a time, and squared and added four at a time. Values are
+  // taken two slices at a time; order: how many slices came before.
+  DEVICE_MEMBER void add_codes(int order, u32 nibbles, const SideArgs& side) {
+    u32 a = side.doubled_levels[0], b = side.doubled_levels[1];
+    nibbles &= 0x11111111u * ((1 << (F::BITS - 1)) - 1);
+    if constexpr (!F::VALUES) {
+      add(0, prmt(a, b, nibbles));
+      add(1, prmt(a, b, nibbles >> 16));
+    } else if (order % 2 == 0 && order + 1 < F::LOCAL) {
+      before = nibbles;
+    } else {  // a token has one byte of each slice's word
+      u32 other = order % 2 ? before : 0;
+      u32 first = prmt(other, nibbles, 0x5140), second = prmt(other, nibbles, 0x7362);
+      u32 all[4] = {prmt(a, b, first), prmt(a, b, first >> 16), prmt(a, b, second), prmt(a, b, second >> 16)};
+#pragma unroll
+      for (int j = 0; j < 4; j++) add(j, order % 2 ? all[j] : all[j] & 0xFFFF0000u);
+    }
+  }
+  DEVICE_MEMBER void add(int j, u32 levels) { squares[j] = dot_u8(levels, levels, squares[j]); }
+  DEVICE_MEMBER void add_level(int j, float rotated, i32 level) {
+    if constexpr (F::POLICY == NORM) sums[j] += (i64)level * level;
+    else sums[j] += (i64)float_to_int_rz(rotated) * level;
+  }
+};
+
+template <class F> DEVICE float scale_of_token(const TokenScalars& s, i64 sum, const SideArgs& side) {
+  if constexpr (F::POLICY == PLAIN) return mul_rn(mul_rn(s.norm, side.plain_scale), s.down);
+  float total = long_to_float_rn(sum);
+  float scale = F::POLICY == NORM ? div_rn(s.norm, sqrt_rn(total)) : div_rn(mul_rn(s.squared, side.root_dim), total);
+  return mul_rn(mul_rn(scale, 128.0f), s.down);
+}
+
+// The scale's field of the lane's token.
+template <class F> DEVICE u32 field_of_token(const TokenScalars& s, i64 sum, const SideArgs& side) {
+  if (s.bad) return INVALID_FIELD;
+  return s.zero ? 0 : encode_unsigned(scale_of_token<F>(s, sum, side));
+}
+
+// Takes the eight codes of a slice.
+template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, const u32 code[8], const float rotated[8],
+                                         const LloydTables<F>& tables, const SideArgs& side) {
+  u32 low = 0, high = 0;
+#pragma unroll
+  for (int n = 0; n < 8; n++) {
+    if constexpr (F::BITS <= 4) low += code[n] << (4 * n);
+    else if constexpr (F::BITS < 8) low += (code[n] & 15) << (4 * n), high += code[n] >> 4 << (4 * n);
+    if constexpr (F::POLICY != PLAIN && !LevelSums<F>::PACKED) sums.add_level(token_number<F>(n), rotated[n], tables.levels[code[n]]);
+  }
+  if constexpr (LevelSums<F>::PACKED) sums.add_codes(order, low, side);
+  if constexpr (F::BITS < 8) codes.put(slice, low, high);
+  else codes.put_bytes(slice, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24, code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
+}
+
+// The sum that the policy wants, in the lane of each token.
+template <class F> DEVICE i64 policy_sum(const LevelSums<F>& sums, int lane) {
+  if constexpr (F::POLICY == PLAIN) return 0;
+  else if constexpr (LevelSums<F>::PACKED) return (i64)sum_of_token<F>(sums.squares, lane) * 4096;  // (128 / 2)^2
+  else return sum_of_token<F>(sums.sums, lane);
+}
+
+template <class F, int BLOCK_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>& codes, u32 field, bool zero, const StoreArgs& args, int head, Slots slots,
+                                                           int lane, int part) {
+  u8* pages = args.pages + head * args.page_head_stride;
+  if (part == 0) store_field<F, BLOCK_TOKENS>(field, 0, pages, args.page_stride, slots, lane);
+  bool empty = zero || field == INVALID_FIELD;
+  if (any_lane(empty))
+#pragma unroll
+    for (int j = 0; j < F::TOKENS; j++)
+      if (shuffle((u32)empty, token_of<F>(lane, j))) codes.erase(j);
+  store_planes<F, BLOCK_TOKENS>(codes, pages, args.page_stride, slots, lane, part);
+}
+
+// Encodes and writes 16 tokens of one head with SPLIT warps, of which this is number ``part``.
+template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd(const SideArgs& side, const StoreArgs& args, int head, int first, int part,
+                                                                 u8* memory, int threads) {
+  int lane = thread_index() & 31;
+  LloydTables<F> tables(memory);
+  Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
+  u32 raw[F::CHUNKS][2][F::RAW];
+  load_rows<F>(side, head, first, args.tokens, lane, raw);
+  tables.fill(memory, side, thread_index(), threads);
+  sync_threads();
+  bool busy = first < args.tokens && part < F::SPLIT;  // the same in a warp
+  Digits<F> digits;
+  TokenScalars scalars;
+  CodePlanes<F> codes;
+  LevelSums<F> sums;
+  if (busy) {
+    scalars = fixed_point<F>(raw, side.unit, lane, digits);
+    float factor[F::TOKENS];
+#pragma unroll
+    for (int j = 0; j < F::TOKENS; j++) factor[j] = shuffle(scalars.factor, token_of<F>(lane, j));
+#pragma unroll
+    for (int i = 0; i < F::PER; i++) {
+      i32 exact[F::GROUPS][8];
+      rotate_slices<F>(digits, side.fragments, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
+#pragma unroll
+      for (int q = 0; q < F::GROUPS; q++) {
+        float rotated[8];
+        u32 code[8];
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+          rotated[n] = int_to_float_rn(exact[q][n]);
+          code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
+        }
+        put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);
+      }
+    }
+  }
+  i64 sum = busy ? policy_sum<F>(sums, lane) : 0;
+  if constexpr (F::SPLIT > 1) {
+    i64* shared = (i64*)(memory + (LloydTables<F>::BYTES + 15) / 16 * 16);
+    if (busy && lane < 16) shared[part * 16 + lane] = sum;
+    sync_threads();
+    sum = 0;
+    for (int i = 0; i < F::SPLIT; i++) sum += shared[i * 16 + (lane & 15)];
+  }
+  if (busy) store_lloyd_codes<F, BLOCK_TOKENS>(codes, field_of_token<F>(scalars, sum, side), scalars.zero, args, head, slots, lane, part);
+}

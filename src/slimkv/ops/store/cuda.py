@@ -1,0 +1,272 @@
+"""store in CUDA C++: one launch, a warp (or, for few tokens, several) per tile of 16 tokens of a head's K or V."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
+from slimkv.codec.rotation import signed_hadamard
+from slimkv.ops.store import StoreRequest
+from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, ScalePolicy, SideLayout, TensorFormat
+
+SOURCE, KERNEL = "store.cu", "store"
+LARGEST_DIM = 256
+FEW_VECTORS = 8192  # tokens times heads: below this a tile is shared by several warps
+_WARPS = 4
+_LARGEST_GROUP = 64  # dimensions that one product with the matrix takes; the rest of the rotation is additions
+_KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
+_POLICIES = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class SideArgs(ctypes.Structure):
+    """``SideArgs`` of store_format.cuh."""
+
+    _fields_ = [  # noqa: RUF012
+        ("x", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("fragments", ctypes.c_void_p),
+        ("cells", ctypes.c_void_p),
+        ("bounds", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+        ("unit", ctypes.c_float),
+        ("plain_scale", ctypes.c_float),
+        ("root_dim", ctypes.c_float),
+        ("orthonormal", ctypes.c_float),
+        ("doubled_levels", ctypes.c_uint32 * 2),
+    ]
+
+
+class StoreArgs(ctypes.Structure):
+    """``StoreArgs`` of store_format.cuh."""
+
+    _fields_ = [  # noqa: RUF012
+        ("key", SideArgs),
+        ("value", SideArgs),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("page_head_stride", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("rounding", ctypes.c_void_p),
+        ("error_steps", ctypes.c_float),
+        ("tokens", ctypes.c_int32),
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a kind of request is compiled and launched, and the constant part of its arguments."""
+
+    defines: dict[str, int]
+    threads: int
+    shared: int
+    tiles_per_block: int
+    args: StoreArgs
+    tables: tuple[Tensor, ...]  # what args point to
+
+
+def supports(request: StoreRequest) -> str | None:
+    """Lloyd-Max, uniform and fp8 of head sizes up to 256, in blocks of at least a tile."""
+    if request.layout.block_tokens == 1:
+        return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
+    for side in (request.layout.key, request.layout.value):
+        if side.format.kind == Kind.RAW:
+            return f"it does not store raw vectors ({side.format.word}); triton does"
+        if side.dim > LARGEST_DIM:
+            return f"it takes head sizes up to {LARGEST_DIM}, not {side.dim}; triton takes more"
+    return None
+
+
+def run(request: StoreRequest) -> None:
+    """See ``slimkv.ops.store.store``: one launch."""
+    from slimkv.ops.cuda.module import load
+
+    if request.slot_mapping.shape[0] == 0:
+        return
+    plan, grid, args = prepare(request)
+    kernel = load(SOURCE, plan.defines, request.pages.device).kernel(KERNEL)
+    kernel.launch(grid, plan.threads, plan.shared, args, request.pages.device)
+
+
+def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
+    """The plan of a request, its grid, and its arguments."""
+    key, value, pages = request.key, request.value, request.pages
+    tokens, heads = request.slot_mapping.shape[0], pages.shape[1]
+    plan = _plan(
+        request.layout,
+        pages.device,
+        (key.dtype, _in_vectors(key)),
+        (value.dtype, _in_vectors(value)),
+        request.slot_mapping.dtype == torch.int64,
+        tokens * heads < FEW_VECTORS,
+        request.rounding is not None,
+    )
+    args = StoreArgs.from_buffer_copy(plan.args)
+    for side, x in ((args.key, key), (args.value, value)):
+        side.x = x.data_ptr()
+        side.stride, side.head_stride = (x.stride(i) * x.element_size() for i in (0, 1))
+    args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
+    args.slots, args.tokens = request.slot_mapping.data_ptr(), tokens
+    if request.rounding is not None:
+        args.rounding = request.rounding.data_ptr()
+    tiles = -(-tokens // TILE_TOKENS)
+    return plan, (-(-tiles // plan.tiles_per_block), 2 * heads), args
+
+
+def _in_vectors(x: Tensor) -> bool:
+    """Every row starts at a multiple of 16 bytes."""
+    size = x.element_size()
+    return not (x.data_ptr() % 16 or x.stride(0) * size % 16 or x.stride(1) * size % 16)
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    layout: PageLayout,
+    device: torch.device,
+    key: tuple[torch.dtype, bool],
+    value: tuple[torch.dtype, bool],
+    long_slots: bool,
+    few: bool,
+    shaped: bool,
+) -> Plan:
+    from slimkv.codec import Codec
+
+    codec = Codec(layout.spec)
+    args = StoreArgs(error_steps=codec.key_tables.error_steps)
+    defines = {"PAGE": layout.block_tokens, "LONG_SLOTS": int(long_slots)}
+    warps, shared, tables = 1 if few else _WARPS, 0, []
+    sides = (
+        ("K", layout.key, key, codec.key_tables, args.key),
+        ("V", layout.value, value, codec.value_tables, args.value),
+    )
+    for prefix, side, (dtype, vectors), constants, side_args in sides:
+        groups = 1 if few else _groups(side.dim, layout.spec.seed)
+        per = _slices_per_warp(side) if few else side.dim // SLICE_DIMS // groups
+        split = side.dim // SLICE_DIMS // groups // per
+        own = {
+            "D": side.dim,
+            "GROUPS": groups,
+            "PER": per,
+            "KIND": _KINDS[side.format.kind],
+            "BITS": side.format.bits,
+            "POLICY": _POLICIES[side.format.policy],
+            "ROTATED": int(side.format.rotated),
+            "CODES": side.codes_offset,
+            "FIELDS": side.fields_offset,
+            "DTYPE": _DTYPES[dtype],
+            "VECTORS": int(vectors),
+        }
+        cell_shift, cell_zero, tensors = _tables(
+            side.format, side.dim, layout.spec.seed, groups, constants.unit, device
+        )
+        own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
+        defines |= {f"{prefix}_{name}": number for name, number in own.items()}
+        side_args.fragments, side_args.cells, side_args.bounds, side_args.levels = (t.data_ptr() for t in tensors)
+        side_args.unit, side_args.plain_scale = constants.unit, constants.plain_scale
+        side_args.root_dim, side_args.orthonormal = constants.root_dim, constants.orthonormal
+        if side.format.kind == Kind.LLOYD:
+            if side.format.bits <= 4:
+                doubled = np.zeros(8, np.uint8)
+                positive = 2 * codebook(side.format.bits, side.dim).levels[1 << (side.format.bits - 1) :]
+                doubled[: len(positive)] = positive
+                side_args.doubled_levels[:] = doubled.view(np.uint32).tolist()
+            shared = max(shared, len(tensors[1]) + 8 * len(tensors[2]) + 8 * TILE_TOKENS * split)
+        warps = max(warps, split)
+        tables += tensors
+    tiles_per_block = 1 if few else warps
+    wide = max(layout.spec.key_dim, layout.spec.value_dim) > 128
+    lean = not wide and all(side.format.kind == Kind.LLOYD for _, side, *_ in sides)
+    defines |= {"WARPS": warps, "TILES_PER_BLOCK": tiles_per_block, "BLOCKS": 4 if lean else 2}
+    return Plan(defines, 32 * warps, shared, tiles_per_block, args, tuple(tables))
+
+
+def _groups(dim: int, seed: int) -> int:
+    """How often the rotation is a doubled smaller one, down to one that a product takes at once."""
+    matrix, groups = signed_hadamard(dim, seed), 1
+    while dim // groups > _LARGEST_GROUP and dim // groups % (2 * SLICE_DIMS) == 0:
+        inner = dim // groups // 2
+        blocks = matrix.reshape(2 * groups, inner, 2 * groups, inner)
+        if not all(
+            np.array_equal(blocks[q, :, p], blocks[q, :, 0] * (-1) ** (q & p).bit_count())
+            for q in range(2 * groups)
+            for p in range(2 * groups)
+        ):
+            break
+        groups *= 2
+    return groups
+
+
+def _slices_per_warp(side: SideLayout) -> int:
+    """A tile is shared by up to four warps, each with whole words of every plane."""
+    slices = side.dim // SLICE_DIMS
+    share = max([4 // plane.bits for plane in side.planes if plane.bits <= 4], default=1)
+    if side.format.kind != Kind.LLOYD:
+        return slices
+    return next((n for n in range(share, slices, share) if slices % n == 0 and slices // n <= 4), slices)
+
+
+@lru_cache(maxsize=256)
+def _tables(
+    form: TensorFormat, dim: int, seed: int, groups: int, unit: float, device: torch.device
+) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
+    fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups)).to(device)
+    nothing = torch.zeros(0, device=device)
+    if form.kind != Kind.LLOYD:
+        return 0, 8, (fragments, nothing, nothing, nothing)
+    book = codebook(form.bits, dim)
+    shift, zero, cells = _cells(book, unit * math.sqrt(dim))
+    bounds, levels = nothing, nothing
+    if form.bits > 4 or form.policy == ScalePolicy.UNBIASED:
+        bounds = torch.tensor([*book.boundaries, math.inf], dtype=torch.float32, device=device)
+        levels = torch.tensor(book.levels_by_code * LEVEL_DENOMINATOR, dtype=torch.int32, device=device)
+    return shift, zero, (fragments, torch.from_numpy(cells).to(device), bounds, levels)
+
+
+def _fragments(matrix: np.ndarray, groups: int) -> np.ndarray:
+    """The rotation as lanes hold it, [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, once and 64 times it.
+
+    Of the 32 dimensions of a step lane 4 g + t takes 8 t .. 8 t + 7 (of the vector) with columns g and g + 8 of a slice: first
+    four dimensions of both columns, then the last four.
+    """
+    dim = matrix.shape[0]
+    inner = dim // groups
+    steps = -(-inner // 32)
+    lane, word, byte = np.ogrid[:32, :4, :4]
+    row = np.arange(steps)[:, None, None, None] * 32 + 8 * (lane % 4) + 4 * (word // 2) + byte
+    column = np.arange(inner // 16)[:, None, None, None, None] * 16 + lane // 4 + 8 * (word % 2)
+    padded = np.zeros((groups, 32 * steps, inner), np.int8)
+    padded[:, :inner] = matrix.reshape(groups, inner, dim)[:, :, :inner]
+    ones = padded[:, row, column]
+    return np.ascontiguousarray(np.stack([ones, ones * np.int8(64)])).view(np.uint8).reshape(-1)
+
+
+def _cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
+    """The number line in cells of 2^-shift, each with its upper edge: shift, the cell of 0, and what is in each, uint8.
+
+    Up to 4 bits the boundaries are edges, and a cell has a code; else it has the number of boundaries below it, and at
+    most one inside.
+    """
+    bounds = book.boundaries
+    for shift in range(8):
+        scaled = bounds * 2**shift
+        if np.all(scaled == np.floor(scaled)) if book.bits <= 4 else np.all(np.diff(np.ceil(scaled)) > 0):
+            break
+    else:
+        raise AssertionError(f"boundaries of {book.bits} bits for {book.dim} dimensions do not fit any cells")
+    zero = math.ceil(largest * 2**shift * 1.0001) + 8
+    zero += -zero % 8
+    upper = np.arange(2 * zero) - zero
+    below = (scaled[None, :] < upper[:, None]).sum(1) if book.bits <= 4 else (scaled <= upper[:, None] - 1).sum(1)
+    half = 1 << (book.bits - 1)
+    if book.bits <= 4:
+        below = np.where(below >= half, below, half - 1 - below)
+    return shift, zero, below.astype(np.uint8)

@@ -1,0 +1,61 @@
+"""The CUDA store, lane by lane on a CPU, writes the reference's bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import host
+import pytest
+import torch
+from store_cases import Case, build, expected, random_rounding, rows_on_boundaries
+from test_store import COVERING, MATRIX, assert_same_bytes
+from test_store_rounding import COVERING as SHAPED
+
+from slimkv import Codec
+from slimkv.ops.store import StoreRequest
+from slimkv.ops.store import cuda as store_cuda
+from slimkv.spec import Kind
+
+pytestmark = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
+CPU = torch.device("cpu")
+
+
+def emulate(request: StoreRequest) -> None:
+    """What ``store_cuda.run`` does, on the emulated GPU."""
+    plan, grid, args = store_cuda.prepare(request)
+    library = host.compile(Path(store_cuda.SOURCE), plan.defines)
+    host.launch(library, store_cuda.KERNEL, grid=grid, threads=plan.threads, shared=plan.shared, args=args)
+
+
+def taken(case: Case) -> bool:
+    spec = case.layout.spec
+    return Kind.RAW not in (spec.key.kind, spec.value.kind) and max(spec.key_dim, spec.value_dim) <= store_cuda.LARGEST_DIM
+
+
+def check(case: Case, shaped: bool = False) -> None:
+    key, value, slots, pages, codec = build(case, CPU)
+    rounding = random_rounding(case.heads, codec) if shaped else None
+    want = expected(key, value, slots, pages, codec, case.layout, rounding)
+    assert not torch.equal(want, pages)
+    request = StoreRequest(key, value, pages, slots, codec, case.layout, rounding)
+    assert store_cuda.supports(request) is None
+    emulate(request)
+    assert_same_bytes(pages, want, case.layout)
+
+
+def named(cases: list[Case], *marks) -> list:
+    return [pytest.param(case, id=str(case), marks=marks) for case in cases if taken(case)]
+
+
+@pytest.mark.parametrize("case", named(COVERING) + named(MATRIX, pytest.mark.full))
+def test_bytes_are_the_codecs(case):
+    check(case)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("case", [Case(dim=128, heads=1, tokens=24), Case(dim=128, heads=1, tokens=40, format="k3v5", slots="aligned"), Case(dim=256, heads=1, tokens=16, format="k2v6"), Case(dim=80, heads=1, tokens=16, format="kur4vur3"), Case(dim=192, heads=1, tokens=16, dtype="fp32", strided=True), Case(dim=112, heads=1, tokens=20, dtype="fp16", format="k1v1")], ids=str)
+def test_a_tile_for_a_warp_and_a_tile_for_several(case, many, monkeypatch):
+    """Both ways of cutting the work, whichever the number of tokens would choose."""
+    monkeypatch.setattr(store_cuda, "FEW_VECTORS", 0 if many else 1 << 40)
+    check(case)
