@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, SlimKVError
+from slimkv.folders import cache_folder
 
 FOLDER_VERSION = 1  # of the converted folders in the cache
 
@@ -153,8 +153,7 @@ def folder(name: str, cache_dir: Path | None = None) -> Path:
 
 def default_cache_dir() -> Path:
     """``$XDG_CACHE_HOME/slimkv/models``, or ``~/.cache/slimkv/models``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "slimkv" / "models"
+    return cache_folder("models")
 
 
 def _looks_like_hub_name(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""``slimkv eval perplexity | agreement | needle | generation | layers``: what a format does to a real model."""
+"""``slimkv eval perplexity | agreement | needle | generation | layers | widths | paths``: a format on a real model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from slimkv.cli.options import Json, user_errors, words
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from slimkv.calibrate import Calibration
     from slimkv.evals.running import Progress
     from slimkv.models import Loaded
 
@@ -27,12 +28,16 @@ Tokens = Annotated[int, typer.Option(help="Tokens per window.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
+CalibrationFile = Annotated[
+    str | None, typer.Option("--calibration", help="A file from slimkv calibrate, or auto; default: none.")
+]
+
 _DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands to the ``eval`` group."""
-    for command in (perplexity, agreement, needle, generation, layers, paths):
+    for command in (perplexity, agreement, needle, generation, layers, widths, paths):
         app.command()(command)
 
 
@@ -74,6 +79,15 @@ def load_quietly(model: str, threads: int | None, device: str = "cpu") -> Loaded
         return models.load(model, device=device)
 
 
+def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> Calibration | None:
+    """A calibration for the model from a file, or with ``auto`` the one that is made once and kept."""
+    from slimkv.integrations.transformers.auto import AUTO, auto_calibration, find_calibration
+
+    if source == AUTO:
+        return auto_calibration(loaded.model, progress=progress)
+    return find_calibration(source, loaded.model.config, None)
+
+
 def _mode(serving: bool) -> str:
     return "serving" if serving else "strict"
 
@@ -94,6 +108,7 @@ def perplexity(
     windows: Windows = 4,
     tokens: Tokens = 1024,
     stride: Annotated[int | None, typer.Option(help="Tokens between window starts; default: no overlap.")] = None,
+    calibration: CalibrationFile = None,
     serving: Serving = False,
     threads: Threads = None,
     device: Device = "cpu",
@@ -109,10 +124,12 @@ def perplexity(
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
+        known = load_calibration(calibration, loaded, progress)
         ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, stride)
         report = measure_perplexity(
-            loaded.model, ids, words(formats, str), name=model, mode=_mode(serving), stride=stride, progress=progress
-        )
+            loaded.model, ids, words(formats, str), name=model, mode=_mode(serving), stride=stride,
+            calibration=known, progress=progress,
+        )  # fmt: skip
         if plot is not None:
             plot_quality(report.rows, plot)
     table = _table(f"perplexity, {report.mode}, {model}", "format", "perplexity", "over raw", "bytes/token")
@@ -127,6 +144,7 @@ def agreement(
     text: Text = "shipped",
     windows: Windows = 4,
     tokens: Tokens = 1024,
+    calibration: CalibrationFile = None,
     serving: Serving = False,
     threads: Threads = None,
     device: Device = "cpu",
@@ -142,10 +160,12 @@ def agreement(
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
+        known = load_calibration(calibration, loaded, progress)
         ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
         report = measure_agreement(
-            loaded.model, ids, words(formats, str), name=model, mode=_mode(serving), progress=progress
-        )
+            loaded.model, ids, words(formats, str), name=model, mode=_mode(serving), calibration=known,
+            progress=progress,
+        )  # fmt: skip
         if plot is not None:
             plot_quality(report.rows, plot)
     title = f"against the stock cache, {report.mode}, {model}; raw perplexity {report.raw_perplexity:.4f}"
@@ -246,6 +266,41 @@ def layers(
     table = _table(f"relative error of attention output, {model}", "layer", *(row.format for row in report.rows))
     for number, errors in enumerate(zip(*(row.output for row in report.rows), strict=True)):
         table.add_row(str(number), *(f"{e:.4f}" for e in errors))
+    emit(with_provenance(report, device), as_json, table)
+
+
+def widths(
+    calibration: Annotated[str, typer.Option(help="A file from slimkv calibrate, or auto.")] = "auto",
+    model: Model = _DEFAULT_MODEL,
+    bits: Annotated[str, typer.Option(help="Widths to pack a layer in.")] = "3",
+    text: Text = "shipped",
+    windows: Windows = 1,
+    tokens: Tokens = 512,
+    threads: Threads = None,
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Predicted against measured KL divergence, with keys or values of one layer packed at a time."""
+    from slimkv.cli.options import widths as parse_widths
+    from slimkv.cli.output import emit
+    from slimkv.evals.model_plots import plot_widths
+    from slimkv.evals.provenance import with_provenance
+    from slimkv.evals.texts import load_text, token_windows
+    from slimkv.evals.widths import measure_widths
+
+    with user_errors(), _progress() as progress:
+        loaded = load_quietly(model, threads, device)
+        known = load_calibration(calibration, loaded, progress)
+        assert known is not None
+        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
+        report = measure_widths(loaded.model, ids, known, parse_widths(bits), name=model, progress=progress)
+        if plot is not None:
+            plot_widths(report, plot)
+    title = f"KL divergence by layer, {model}; correlation of logarithms {report.log_correlation:.2f}"
+    table = _table(title, "layer", "side", "bits", "predicted", "measured")
+    for row in report.rows:
+        table.add_row(str(row.layer), row.side, str(row.bits), f"{row.predicted:.2e}", f"{row.kl:.2e}")
     emit(with_provenance(report, device), as_json, table)
 
 

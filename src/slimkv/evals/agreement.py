@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimkv.calibrate import Calibration
 from slimkv.evals.perplexity import scored_nll
 from slimkv.evals.running import (
     RAW,
@@ -51,6 +52,7 @@ class AgreementReport:
     window_tokens: int
     raw_perplexity: float
     raw_bytes_per_token: float  # in bf16
+    calibration: str | None  # what it was made on; None: keys are rounded to the nearest level
     rows: tuple[AgreementRow, ...]
     seconds: float
 
@@ -75,7 +77,7 @@ def measure_agreement(
     mode: str = STRICT,
     chunk: int = 256,
     progress: Progress = quiet,
-    cache_options: dict[str, Any] | None = None,
+    calibration: Calibration | None = None,
 ) -> AgreementReport:
     """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes."""
     check_mode(mode)
@@ -92,7 +94,7 @@ def measure_agreement(
         raw_logits = ids.new_empty(0)
         for number, word in enumerate([RAW, *words]):
             progress(word, index * (len(words) + 1) + number, steps)
-            cache = new_cache(model, word, mode, **({} if word == RAW else cache_options or {}))
+            cache = new_cache(model, word, mode, **({} if word == RAW else {"calibration": calibration}))
             with attending(model, word):
                 logits = window_logits(model, ids, cache, chunk if mode == SERVING and word != RAW else None)
             nll[word] += float(scored_nll(logits, ids[0]).double().sum())
@@ -120,4 +122,5 @@ def measure_agreement(
                 size[word],
             )
         )
-    return AgreementReport(name, mode, count, tokens, base, size[RAW], tuple(rows), watch.seconds)
+    read = calibration.source if calibration is not None else None
+    return AgreementReport(name, mode, count, tokens, base, size[RAW], read, tuple(rows), watch.seconds)

@@ -11,6 +11,7 @@ from slimkv.evals.layers import LayerReport
 from slimkv.evals.needle import NeedleReport
 from slimkv.evals.perplexity import PerplexityRow
 from slimkv.evals.plots import figure
+from slimkv.evals.widths import WidthReport
 
 
 def plot_quality(rows: Sequence[PerplexityRow | AgreementRow], path: Path) -> None:
@@ -64,4 +65,21 @@ def plot_layers(report: LayerReport, path: Path) -> None:
         axes.set_yscale("log")
         axes.set_xlabel("layer")
         axes.set_ylabel("relative error of attention output")
+        axes.legend()
+
+
+def plot_widths(report: WidthReport, path: Path) -> None:
+    """Measured against predicted KL divergence, keys and values of each layer; on the line they are equal."""
+    with figure(path) as (_, axes):
+        for side, colour in (("key", "tab:blue"), ("value", "tab:orange")):
+            rows = [r for r in report.rows if r.side == side]
+            axes.scatter([r.predicted for r in rows], [r.kl for r in rows], s=18, color=colour, label=f"{side}s")
+            for row in rows:
+                axes.annotate(str(row.layer), (row.predicted, row.kl), (3, 3), textcoords="offset points", fontsize=6)
+        numbers = [x for r in report.rows for x in (r.predicted, r.kl)]
+        axes.plot([min(numbers), max(numbers)], [min(numbers), max(numbers)], color="gray", linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("predicted KL divergence (calibration)")
+        axes.set_ylabel("measured KL divergence (text)")
         axes.legend()

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from slimkv.calibrate import Calibration
 from slimkv.evals.running import (
     RAW,
     SERVING,
@@ -46,6 +47,7 @@ class PerplexityReport:
     window_tokens: int
     stride: int
     scored_tokens: int
+    calibration: str | None  # what it was made on; None: keys are rounded to the nearest level
     rows: tuple[PerplexityRow, ...]  # the first is the stock cache
     seconds: float
 
@@ -65,7 +67,7 @@ def measure_perplexity(
     stride: int | None = None,
     chunk: int = 256,
     progress: Progress = quiet,
-    cache_options: dict[str, Any] | None = None,
+    calibration: Calibration | None = None,
 ) -> PerplexityReport:
     """Perplexity over windows int64 [count, tokens] that start ``stride`` apart (default: no overlap).
 
@@ -86,7 +88,7 @@ def measure_perplexity(
         scored += tokens - first
         for number, word in enumerate(words):
             progress(word, index * len(words) + number, count * len(words))
-            cache = new_cache(model, word, mode, **({} if word == RAW else cache_options or {}))
+            cache = new_cache(model, word, mode, **({} if word == RAW else {"calibration": calibration}))
             with attending(model, word):
                 logits = window_logits(model, ids, cache, chunk if mode == SERVING and word != RAW else None)
             total[word] += float(scored_nll(logits, ids[0], first).double().sum())
@@ -97,4 +99,5 @@ def measure_perplexity(
     for word in words:
         perplexity = math.exp(total[word] / scored)
         rows.append(PerplexityRow(word, perplexity, perplexity / base - 1, total[word] / scored, size[word]))
-    return PerplexityReport(name, mode, count, tokens, stride, scored, tuple(rows), watch.seconds)
+    read = calibration.source if calibration is not None else None
+    return PerplexityReport(name, mode, count, tokens, stride, scored, read, tuple(rows), watch.seconds)

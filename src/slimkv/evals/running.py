@@ -27,8 +27,8 @@ def check_mode(mode: str) -> None:
         raise InputError(f"mode {mode!r} is not one of {STRICT}, {SERVING}")
 
 
-def new_cache(model: Any, word: str, mode: str, **options: Any) -> Any:
-    """An empty cache: stock for ``raw``, packed otherwise."""
+def new_cache(model: Any, word: str | dict[int | str, str], mode: str, **options: Any) -> Any:
+    """An empty cache: stock for ``raw``, packed otherwise, by one word or one per layer."""
     check_mode(mode)
     if word == RAW:
         from transformers import DynamicCache

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slimkv.calibrate import Calibration
 from slimkv.errors import InputError
+from slimkv.integrations.transformers.auto import find_calibration
 from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, Cache, layer_kinds
 from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
 from slimkv.integrations.transformers.plugin import register
@@ -19,6 +22,7 @@ from slimkv.spec import BF16_BYTES, DEFAULT_SEED, CodecSpec, PageLayout
 
 Formats = str | Mapping[int | str, str]
 RAW = "raw"
+CALIBRATED = "calibrated"
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,19 @@ class SlimKVCache(Cache):
     space) and layers whose format is ``raw`` are the stock ones.
 
     Args:
-        config: the model's config.
+        config: the model's config, or the model itself.
         formats: a word for all layers (``k4v4``, ``k5v4``, ``k8v4``, ...) or one per layer:
-            ``{0: "raw", -1: "raw", "default": "k4v4"}``; negative numbers count from the end.
+            ``{0: "raw", -1: "raw", "default": "k4v4"}``; negative numbers count from the end. ``calibrated``: those
+            that the calibration chose for a budget.
         strict: attention reads every key and value through the codec. By default a forward pass of more than 8 new
             tokens attends those tokens raw, as serving engines do, and only later passes read their codes.
         first, last: full-attention layers keep so many of the first and last tokens in the model's dtype.
         block_tokens: tokens per page: 16, 32, 64 or 128.
         impl: implementation of store, attend and gather by name; by default the best for the device.
         seed: of the rotation.
+        calibration: how keys are rounded: a file from ``slimkv calibrate`` (or a loaded ``Calibration``); ``auto``:
+            made when this model is first seen, which runs it once, and kept on disk (needs the model, not its config);
+            None: to the nearest level.
         offloading, offload_only_non_sliding: as in ``DynamicCache``: pages wait in CPU memory while not in use.
     """
 
@@ -66,6 +74,7 @@ class SlimKVCache(Cache):
         block_tokens: int = 64,
         impl: str | None = None,
         seed: int = DEFAULT_SEED,
+        calibration: Calibration | str | Path | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
     ) -> None:
@@ -73,21 +82,25 @@ class SlimKVCache(Cache):
         register()
         self.strict = strict
         self._tables: dict[tuple[torch.device, int | None, bool], SequenceTables] = {}
+        model = config if isinstance(config, torch.nn.Module) else None
+        config = config.config if model is not None else config
+        known = find_calibration(calibration, config, model)
         kinds = layer_kinds(config)
-        words = layer_words(formats, len(kinds))
+        words = layer_words(chosen_formats(known) if formats == CALIBRATED else formats, len(kinds))
         _check_words(config, words, block_tokens)
-        plain = LayerSettings(block_tokens, strict, impl, self._tables_for(False), seed)
-        windowed = LayerSettings(block_tokens, strict, impl, self._tables_for(True), seed)
+        plain = LayerSettings(block_tokens, strict, impl, self._tables_for(False), seed, known)
+        windowed = LayerSettings(block_tokens, strict, impl, self._tables_for(True), seed, known)
         layers: list[Any] = []
-        for (kind, arguments), word in zip(kinds, words, strict=True):
+        for number, ((kind, arguments), word) in enumerate(zip(kinds, words, strict=True)):
             if word == RAW or kind not in ("full_attention", "sliding_attention", "chunked_attention"):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments))
             elif kind != "full_attention":
-                layers.append(PackedSlidingLayer(word, plain, arguments["sliding_window"], kind == "chunked_attention"))
+                chunked = kind == "chunked_attention"
+                layers.append(PackedSlidingLayer(word, plain, arguments["sliding_window"], chunked, number))
             elif first or last:
-                layers.append(WindowedLayer(word, windowed, first, last))
+                layers.append(WindowedLayer(word, windowed, first, last, number))
             else:
-                layers.append(PackedLayer(word, plain))
+                layers.append(PackedLayer(word, plain, number))
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
 
     def _tables_for(self, windowed: bool) -> Any:
@@ -179,6 +192,19 @@ class SlimKVCache(Cache):
                 held = next(x.packed_to_remove(tokens) for x in members if x.tables is tables)
             tables.crop(held)
         super().crop(tokens_to_remove)
+
+
+def chosen_formats(calibration: Calibration | None) -> Formats:
+    """The formats that a calibration chose; raises if it chose none."""
+    if calibration is None or calibration.formats is None:
+        raise InputError(
+            f"formats={CALIBRATED!r} takes the widths from a calibration made for a budget: run slimkv calibrate with "
+            "--budget or --profile, and give the file as calibration"
+        )
+    formats: dict[int | str, str] = {"default": RAW}
+    for number, word in calibration.formats.items():
+        formats[number] = word
+    return formats
 
 
 def layer_words(formats: Formats, layers: int) -> list[str]:

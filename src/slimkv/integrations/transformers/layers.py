@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slimkv.cache import PagedPool
+from slimkv.calibrate import Calibration
 from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.compat import CacheLayerMixin
@@ -31,6 +32,7 @@ class LayerSettings:
     impl: str | None  # store/attend/gather implementation; None: the best for the device
     tables_for: TablesFor  # (batch, device, window) -> the tables shared by such layers
     seed: int = DEFAULT_SEED
+    calibration: Calibration | None = None
 
 
 class PackedLayer(CacheLayerMixin):
@@ -42,9 +44,10 @@ class PackedLayer(CacheLayerMixin):
     window: int | None = None
     chunked = False
 
-    def __init__(self, word: str, settings: LayerSettings) -> None:
+    def __init__(self, word: str, settings: LayerSettings, number: int = 0) -> None:
         # The base class would assign keys and values, which are views here.
         self.word = word
+        self.number = number  # of the layer in its model
         self.settings = settings
         self.is_initialized = False
         self.tokens = 0
@@ -67,6 +70,8 @@ class PackedLayer(CacheLayerMixin):
         self.pool = PagedPool(
             spec, self.tables.blocks, self.kv_heads, self.settings.block_tokens, self.device, self.settings.impl
         )
+        if self.settings.calibration is not None:
+            self.pool.rounding = self.settings.calibration.rounding(self.number, self.pool.codec)
         self.tables.join(self)
         self.is_initialized = True
 
@@ -217,8 +222,10 @@ class PackedSlidingLayer(PackedLayer):
 
     is_sliding = True
 
-    def __init__(self, word: str, settings: LayerSettings, sliding_window: int, chunked: bool = False) -> None:
-        super().__init__(word, settings)
+    def __init__(
+        self, word: str, settings: LayerSettings, sliding_window: int, chunked: bool = False, number: int = 0
+    ) -> None:
+        super().__init__(word, settings, number)
         self.window = self.sliding_window = sliding_window
         self.chunked = chunked
         self.record_past = False

@@ -124,18 +124,27 @@ def attention(model: Any) -> Iterator[Counts]:
     Without it (or with ``model.set_attn_implementation("slimkv")`` for good) stock attention gets decoded tensors.
     """
     register()
-    before = {id(part): (part.config, part.config._attn_implementation) for part in _parts(model)}
     counts = Counts()
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise UnsupportedError(
-            f"{type(model).__name__} does not let its attention be chosen; its cache works with its own attention"
-        )
-    _active.append(counts)
+    with switched(model, NAME):
+        _active.append(counts)
+        try:
+            yield counts
+        finally:
+            _active.remove(counts)
+
+
+@contextmanager
+def switched(model: Any, name: str) -> Iterator[None]:
+    """Inside it ``model`` attends with the registered function ``name``; afterwards as before."""
+    before = {id(part): (part.config, part.config._attn_implementation) for part in _parts(model)}
+    model.set_attn_implementation(name)
     try:
-        yield counts
+        if model.config._attn_implementation != name:
+            raise UnsupportedError(
+                f"{type(model).__name__} does not let its attention be chosen; its cache works with its own attention"
+            )
+        yield
     finally:
-        _active.remove(counts)
         for config, implementation in before.values():
             config._attn_implementation_internal = implementation
 

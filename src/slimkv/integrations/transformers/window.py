@@ -72,8 +72,8 @@ class WindowedHandle:
 class WindowedLayer(PackedLayer):
     """The first ``first`` and last ``last`` tokens in the model's dtype, the rest packed."""
 
-    def __init__(self, word: str, settings: LayerSettings, first: int, last: int) -> None:
-        super().__init__(word, settings)
+    def __init__(self, word: str, settings: LayerSettings, first: int, last: int, number: int = 0) -> None:
+        super().__init__(word, settings, number)
         self.first, self.last = first, last
 
     @property

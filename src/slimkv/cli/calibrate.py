@@ -1,0 +1,119 @@
+"""``slimkv calibrate``: statistics of a model's queries -> a file, and widths per layer for a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slimkv.cli.eval_model import Device, Threads, load_quietly, progress_bar
+from slimkv.cli.options import Json, user_errors
+
+if TYPE_CHECKING:
+    from slimkv.calibrate import Calibration
+    from slimkv.calibrate.solve import Solution
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A packaged model, a folder, or a name on the Hugging Face hub.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    text: Annotated[
+        str | None, typer.Option(help="Read a text (a file, a hub data set, shipped) instead of random token ids.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="How many windows the model reads.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens per window.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Of the random token ids.")] = 0,
+    budget: Annotated[
+        float | None, typer.Option(help="Choose widths per layer: bits per number in all, scales included.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Choose widths per layer: lossless, balanced or aggressive.")
+    ] = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Runs a model once and writes what query-aware rounding needs to know of its queries."""
+    from slimkv.calibrate.solve import budget_bytes, profile_bytes, solve_widths
+    from slimkv.cli.output import emit
+    from slimkv.evals.running import Stopwatch
+
+    if budget is not None and profile is not None:
+        raise typer.BadParameter("--budget and --profile both choose the widths; give one of them")
+    watch = Stopwatch()
+    with user_errors():
+        made = _gather(model, text, windows, tokens, seed, threads, device)
+        solution = None
+        if budget is not None or profile is not None:
+            size = budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile))
+            solution = solve_widths(made, size)
+            made = made.with_formats(solution.formats)
+        made.save(out)
+    result = _result(model, made, solution, out, watch.seconds)
+    emit(result, as_json, *([] if as_json else _shown(result, solution)))
+
+
+def _gather(
+    name: str, text: str | None, windows: int, tokens: int, seed: int, threads: int | None, device: str
+) -> Calibration:
+    from slimkv.evals.texts import load_text, token_windows
+    from slimkv.integrations.transformers.statistics import gather_calibration, random_windows
+
+    with progress_bar() as (_, progress):
+        loaded = load_quietly(name, threads, device)
+        if text is None:
+            ids = random_windows(loaded.model.config, windows, tokens, seed)
+            source = f"{ids.numel()} random token ids, seed {seed}"
+        else:
+            ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
+            source = f"{ids.numel()} tokens of {Path(text).name}"
+        return gather_calibration(loaded.model, ids, source=source, progress=progress)
+
+
+def _result(model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from slimkv.calibrate.predict import logit_noise
+
+    gains = []
+    for layer in made.layers.values():
+        plain, shaped = logit_noise(layer, made.seed, shaped=False), logit_noise(layer, made.seed)
+        gains.append(float((plain / shaped.clamp(min=1e-30)).mean()))
+    return {
+        "model": model,
+        "source": made.source,
+        "layers": len(made.layers),
+        "kv_heads": sum(x.kv_heads for x in made.layers.values()),
+        "file": str(out),
+        "file_bytes": out.stat().st_size,
+        "logit_error_reduction": gains,  # by layer: squared error that queries see, plain over query-aware
+        "widths": None if solution is None else asdict(solution),
+        "seconds": seconds,
+    }
+
+
+def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
+    from rich.table import Table
+
+    gains = result["logit_error_reduction"]
+    table = Table(title=f"{result['model']}: {result['file']}")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_row("read", result["source"])
+    table.add_row("layers, KV heads in all", f"{result['layers']}, {result['kv_heads']}")
+    table.add_row("file", f"{result['file_bytes']:,} bytes")
+    table.add_row("squared error that queries see", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's")
+    table.add_row("time", f"{result['seconds']:.1f} s")
+    if solution is None:
+        return [table]
+    widths = Table(title="widths per layer, and the predicted KL divergence of each side")
+    for name in ("layer", "format", "keys", "values"):
+        widths.add_column(name, justify="right")
+    for choice in solution.choices:
+        widths.add_row(str(choice.layer), choice.format, f"{choice.key_cost:.2e}", f"{choice.value_cost:.2e}")
+    table.add_row("bits per number", f"{solution.bits_per_number:.3f}")
+    table.add_row("bytes per token", f"{solution.bytes_per_token:,.0f}")
+    uniform = "-" if solution.uniform_cost is None else f"{solution.uniform_cost:.4f}"
+    table.add_row("predicted KL; of one width for all", f"{solution.cost:.4f}; {uniform}")
+    return [table, widths]
