@@ -61,10 +61,10 @@ class _Lookup:
 
 @lru_cache(maxsize=64)
 def _lookup(layout: PageLayout, transposed: bool) -> _Lookup | None:
-    """The lookup of a side whose codes are one plane of whole or part bytes; None for several planes and raw."""
+    """The lookup of a side whose codes are one plane of whole or part bytes; None for several planes."""
     side = layout.value if transposed else layout.key
     form = side.format
-    if len(form.planes) != 1 or form.kind == Kind.RAW:
+    if len(form.planes) != 1:
         return None
     tables = page_tables(layout, torch.device("cpu"))
     piece = (tables.value if transposed else tables.key)[0]
@@ -94,6 +94,8 @@ def decode_side(regions: Tensor, layout: PageLayout, codec: Codec, transposed: b
     """Blocks uint8 [blocks, kv_heads, region_bytes] -> their keys, or values with ``transposed``."""
     side = layout.value if transposed else layout.key
     by_head = regions.transpose(0, 1)  # [kv_heads, blocks, region_bytes]
+    if side.format.kind == Kind.RAW:
+        return Decoded(_raw_numbers(by_head, layout, transposed), None, None, None)
     lookup = _lookup(layout, transposed)
     if lookup is None:
         encoded = (unpack_values if transposed else unpack_keys)(layout, by_head)
@@ -108,6 +110,22 @@ def decode_side(regions: Tensor, layout: PageLayout, codec: Codec, transposed: b
     scale = _field(by_head, side, 0, unsigned)
     zero = _field(by_head, side, 1, signed) if side.format.field_count > 1 else None
     return Decoded(numbers, lookup.order, scale, zero)
+
+
+@lru_cache(maxsize=64)
+def _raw_positions(layout: PageLayout, transposed: bool) -> Tensor:
+    """int64 [block_tokens * dim]: where a block's raw numbers sit, counted in numbers."""
+    tables = page_tables(layout, torch.device("cpu"))
+    side, first_byte = (layout.value, tables.value[0]) if transposed else (layout.key, tables.key[0])
+    return (first_byte.position // (side.format.bits // 8)).reshape(-1)
+
+
+def _raw_numbers(by_head: Tensor, layout: PageLayout, transposed: bool) -> Tensor:
+    """Raw numbers of whole blocks, moved as words: float32 [kv_heads, tokens, dim]."""
+    side = layout.value if transposed else layout.key
+    words = by_head.view(torch.int16 if side.format.bits == 16 else torch.int32)
+    taken = words[:, :, _raw_positions(layout, transposed)].view(getattr(torch, side.format.raw_dtype))
+    return taken.float().reshape(by_head.shape[0], -1, side.dim)
 
 
 @lru_cache(maxsize=1)
