@@ -52,7 +52,10 @@ class AttendCell:
 
 @dataclass(frozen=True)
 class StoreCell:
-    """``tokens`` new tokens: a prefill chunk in whole pages, or one token of each of many sequences (``scattered``)."""
+    """``tokens`` new tokens: a prefill chunk in whole pages, or one token of each of many sequences (``scattered``).
+
+    ``query_aware``: keys are rounded with a matrix per head.
+    """
 
     name: str
     tokens: int
@@ -61,6 +64,7 @@ class StoreCell:
     head_dim: int = 128
     format: str = "k4v4"
     page: int = 64
+    query_aware: bool = False
 
     @property
     def layout(self) -> PageLayout:
@@ -98,6 +102,8 @@ STORE_CELLS = (
     replace(_CHUNK, name="chunk-8192-k8v4", format="k8v4"),
     replace(_CHUNK, name="chunk-8192-4bit_nc", format="4bit_nc"),
     replace(_CHUNK, name="decode-128", tokens=128, scattered=True),
+    replace(_CHUNK, name="chunk-8192-query-aware", query_aware=True),
+    replace(_CHUNK, name="decode-128-query-aware", tokens=128, scattered=True, query_aware=True),
     replace(_CHUNK, name="decode-128-4bit_nc", tokens=128, scattered=True, format="4bit_nc"),
     replace(_CHUNK, name="rotation-off-8192", format="ku4vu4"),
     replace(_CHUNK, name="rotation-on-8192", format="kur4vur4"),
@@ -115,6 +121,7 @@ _SMALL_CHUNK = StoreCell("", tokens=512, kv_heads=2, head_dim=64, page=16)
 SMALL_STORE_CELLS = (
     replace(_SMALL_CHUNK, name="chunk-512"),
     replace(_SMALL_CHUNK, name="decode-16", tokens=16, scattered=True),
+    replace(_SMALL_CHUNK, name="chunk-512-query-aware", query_aware=True),
     replace(_SMALL_CHUNK, name="rotation-off-512", format="ku4vu4"),
     replace(_SMALL_CHUNK, name="rotation-on-512", format="kur4vur4"),
 )

@@ -15,6 +15,7 @@ from slimkv.bench.results import Baseline, Report, Row, make_report
 from slimkv.bench.running import Options, Step, compile_ahead, silent
 from slimkv.bench.timing import Timer, copy_bandwidth
 from slimkv.codec import Codec
+from slimkv.codec.rounding import rounding_matrix
 
 
 def _inputs(cell: StoreCell, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,7 +35,17 @@ def _inputs(cell: StoreCell, device: torch.device) -> tuple[Tensor, Tensor, Tens
 def _call(cell: StoreCell, impl: str, device: torch.device) -> tuple[partial[None], tuple[Tensor, Tensor, Tensor]]:
     key, value, slots, pages = _inputs(cell, device)
     codec = Codec(cell.layout.spec, device)
-    return partial(ops.store, key, value, pages, slots, codec=codec, layout=cell.layout, impl=impl), (key, value, slots)
+    rounding = _rounding(cell, codec) if cell.query_aware else None
+    call = partial(ops.store, key, value, pages, slots, codec=codec, layout=cell.layout, rounding=rounding, impl=impl)
+    return call, (key, value, slots)
+
+
+def _rounding(cell: StoreCell, codec: Codec) -> Tensor:
+    """Matrices for queries that live in few directions, others for every head."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(cell.kv_heads, 512, cell.head_dim, generator=generator)
+    queries = queries * torch.logspace(0, -1.5, cell.head_dim)
+    return rounding_matrix(queries.mT @ queries, codec.key_rotation.cpu()).to(codec.device)
 
 
 def _compile(job: tuple[StoreCell, str, str]) -> None:
