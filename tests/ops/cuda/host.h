@@ -372,17 +372,20 @@ DEVICE u32 float_to_bfloat(float x) {
   u32 bits = as_bits(x);
   return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
-template <class F> DEVICE u32 largest_of(u32 a, u32 b, F to_float) {
+template <class F> DEVICE u32 pairs_chosen(u32 a, u32 b, bool larger, F to_float) {
   u32 r = 0;
   for (int shift = 0; shift < 32; shift += 16) {
-    u32 x = a >> shift & 0x7FFF, y = b >> shift & 0x7FFF;
+    u32 x = a >> shift & 0xFFFF, y = b >> shift & 0xFFFF;
     float fx = to_float(x), fy = to_float(y);
-    r |= (fx != fx || fy != fy ? 0x7FFFu : fx > fy ? x : y) << shift;
+    r |= (fx != fx || fy != fy ? 0x7FFFu : (fx > fy) == larger ? x : y) << shift;
   }
   return r;
 }
-DEVICE u32 largest_halves(u32 a, u32 b) { return largest_of(a, b, half_to_float); }
-DEVICE u32 largest_bfloats(u32 a, u32 b) { return largest_of(a, b, [](u32 x) { return as_float(x << 16); }); }
+DEVICE float bfloat_to_float(u32 x) { return as_float(x << 16); }
+DEVICE u32 larger_halves(u32 a, u32 b) { return pairs_chosen(a, b, true, half_to_float); }
+DEVICE u32 smaller_halves(u32 a, u32 b) { return pairs_chosen(a, b, false, half_to_float); }
+DEVICE u32 larger_bfloats(u32 a, u32 b) { return pairs_chosen(a, b, true, bfloat_to_float); }
+DEVICE u32 smaller_bfloats(u32 a, u32 b) { return pairs_chosen(a, b, false, bfloat_to_float); }
 DEVICE u32 half2_sub(u32 a, u32 b) {  // a difference of two halves is exact in float32, or far from a tie
   return pack_halves(half_to_float(a & 0xFFFF) - half_to_float(b & 0xFFFF), half_to_float(a >> 16) - half_to_float(b >> 16));
 }
@@ -407,6 +410,10 @@ DEVICE u32 transpose_8x8(u32 x) {
 
 DEVICE u32 dot_u8(u32 a, u32 b, u32 c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+  return c;
+}
+DEVICE i32 dot_u8_s8(u32 a, u32 b, i32 c) {
+  for (int i = 0; i < 32; i += 8) c += (int)(a >> i & 255) * (int)(signed char)(b >> i);
   return c;
 }
 DEVICE i32 dot_s8(u32 a, u32 b, i32 c) {
@@ -434,7 +441,7 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
   d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
   mma_u8_u8(d, a0, a1, a2, a3, b0, b1);
 }
-DEVICE u32 in_register(u32 x) { return x; }
+DEVICE u32 in_register(u32 x, int lane) { return x; }
 DEVICE u32 high_product(u32 a, u32 b) { return (u32)(((u64)a * b) >> 32); }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
 DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

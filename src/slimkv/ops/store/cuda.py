@@ -165,7 +165,7 @@ def _plan(
             "VECTORS": int(vectors),
         }
         cell_shift, cell_zero, tensors = _tables(
-            side.format, side.dim, layout.spec.seed, groups, constants.unit, device
+            side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, device
         )
         own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
@@ -215,10 +215,10 @@ def _slices_per_warp(side: SideLayout) -> int:
 
 @lru_cache(maxsize=256)
 def _tables(
-    form: TensorFormat, dim: int, seed: int, groups: int, unit: float, device: torch.device
+    form: TensorFormat, dim: int, transposed: bool, seed: int, groups: int, unit: float, device: torch.device
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
-    fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups)).to(device)
+    fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed)).to(device)
     nothing = torch.zeros(0, device=device)
     if form.kind != Kind.LLOYD:
         return 0, 8, (fragments, nothing, nothing, nothing)
@@ -231,18 +231,20 @@ def _tables(
     return shift, zero, (fragments, torch.from_numpy(cells).to(device), bounds, levels)
 
 
-def _fragments(matrix: np.ndarray, groups: int) -> np.ndarray:
+def _fragments(matrix: np.ndarray, groups: int, transposed: bool) -> np.ndarray:
     """The rotation as lanes hold it, [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, once and 64 times it.
 
-    Of the 32 dimensions of a step lane 4 g + t takes 8 t .. 8 t + 7 (of the vector) with columns g and g + 8 of a slice: first
-    four dimensions of both columns, then the last four.
+    Of the 32 dimensions of a step lane 4 g + t takes 8 t .. 8 t + 7 (of the vector) with columns g and g + 8 of a slice: one
+    column after the other (the right operand of a product), or the first four dimensions of both and then the last four
+    (the left one).
     """
     dim = matrix.shape[0]
     inner = dim // groups
     steps = -(-inner // 32)
     lane, word, byte = np.ogrid[:32, :4, :4]
-    row = np.arange(steps)[:, None, None, None] * 32 + 8 * (lane % 4) + 4 * (word // 2) + byte
-    column = np.arange(inner // 16)[:, None, None, None, None] * 16 + lane // 4 + 8 * (word % 2)
+    last, right = (word // 2, word % 2) if transposed else (word % 2, word // 2)
+    row = np.arange(steps)[:, None, None, None] * 32 + 8 * (lane % 4) + 4 * last + byte
+    column = np.arange(inner // 16)[:, None, None, None, None] * 16 + lane // 4 + 8 * right
     padded = np.zeros((groups, 32 * steps, inner), np.int8)
     padded[:, :inner] = matrix.reshape(groups, inner, dim)[:, :, :inner]
     ones = padded[:, row, column]

@@ -30,6 +30,8 @@ constexpr int OUT_ROW = VD + 8;  // floats; keeps the columns of a warp's result
 constexpr int SLOT = NT * TILE > 16 * OUT_ROW ? NT * TILE : 16 * OUT_ROW;
 constexpr int LEVELS_K = (K_KIND == LLOYD && !K_BYTES) ? (1 << K_BITS) : 0;
 constexpr int LEVELS_V = (V_KIND == LLOYD && !V_BYTES) ? (1 << V_BITS) : 0;
+constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
+constexpr bool Q_IN_SHARED = NG * QI > 8;               // registers are better spent on the output
 constexpr int QUERY_BYTES = K_BYTES ? 2 * COLUMNS * KD : 4 * COLUMNS * KD;
 constexpr float KEY_OFFSET = (K_KIND == LLOYD && K_BYTES) ? 63.5f : 0.0f;
 constexpr float KEY_UNIT = K_KIND == FP8 ? 256.0f : 1.0f, VALUE_UNIT = V_KIND == FP8 ? 256.0f : 1.0f;
@@ -63,7 +65,7 @@ struct Args {
   float scale;    // of scores, times log2(e)
   float softcap;  // times log2(e)
   float key_norm, value_norm;  // what makes the rotations orthonormal
-  Table key_table, value_table;
+  Table key_table, value_table;  // their signs are unused
   Powers powers;
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
   i32 sequences, heads, group, most_queries, causal, window, blocks, merge_split;
@@ -250,6 +252,13 @@ DEVICE void prepare_query(const Args& args, int c, float (&y)[QN], u8* shared, f
   }
 }
 
+// The queries' part of product i of group n: two slices of bytes, or one of halves.
+DEVICE void load_operand(const u8* shared, int n, int i, int lane, u32 (&q)[2]) {
+  const u32* words = (const u32*)(shared + QUERY_AT) + (8 * n + lane / 4) * (K_BYTES ? KD / 4 : KD / 2) + 8 * i + lane % 4;
+  q[0] = words[0];
+  q[1] = !K_BYTES || 2 * i + 1 < KS ? words[4] : 0;
+}
+
 DEVICE void key_bytes(const Codes<K_BITS, KS, false>& codes, int slice, Table table, const Powers& powers, u32& first,
                       u32& second) {
   code_bytes<K_KIND, K_BITS>(codes.low(slice, powers), codes.high(slice, powers), table, powers, first, second);
@@ -322,10 +331,11 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
   for (int i = thread_index(); i < 32 * LEVELS_V; i += 32 * WARPS) value_levels[i] = float_to_half(args.value_levels[i / 32]);
 
   // A permutation takes one operand of the kind that all lanes share; its table must not be one.
-  const Table key_table = {in_register(args.key_table.low), in_register(args.key_table.high)};
+  const u32 signs = in_register(0x80808080u, lane);
+  const Table key_table = {in_register(args.key_table.low, lane), in_register(args.key_table.high, lane), signs};
   constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
   const Table value_table = ONE_TABLE ? key_table
-                                      : Table{in_register(args.value_table.low), in_register(args.value_table.high)};
+                                      : Table{in_register(args.value_table.low, lane), in_register(args.value_table.high, lane), signs};
 
   Loader loader;
   loader.ring = ring;
@@ -366,21 +376,15 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
       if (warp + i * WARPS < COLUMNS)
         prepare_query(args, warp + i * WARPS, query[i], shared, (float*)(ring + (filled % STAGES) * SLOT), lane);
     sync_threads();
-    constexpr int KP = (KS + 1) / 2;
-    u32 q[NG][K_BYTES ? KP : KS][2];
+    u32 q[NG][Q_IN_SHARED ? 1 : QI][2];
     float unit[NG], sum[NG];
     int visible_end[NG], visible_begin[NG];
     const int first_query = piece.chunk * (COLUMNS / args.group);
 #pragma unroll
     for (int n = 0; n < NG; n++) {
-      const u32* words = (const u32*)(shared + QUERY_AT) + (8 * n + g) * (K_BYTES ? KD / 4 : KD / 2);
-      if (K_BYTES) {
+      if (!Q_IN_SHARED)
 #pragma unroll
-        for (int i = 0; i < KP; i++) q[n][i][0] = words[8 * i + t], q[n][i][1] = 2 * i + 1 < KS ? words[8 * i + 4 + t] : 0;
-      } else {
-#pragma unroll
-        for (int i = 0; i < KS; i++) q[n][i][0] = words[8 * i + t], q[n][i][1] = words[8 * i + 4 + t];
-      }
+        for (int i = 0; i < QI; i++) load_operand(shared, n, i, lane, q[n][i]);
       const float* column = (const float*)(shared + COLUMN_AT) + 2 * (4 * n + t);
       unit[n] = column[0] * (args.scale < 0 ? -args.scale : args.scale);
       sum[n] = K_KIND == LLOYD ? -KEY_OFFSET * column[1] : column[1];  // what an offset of the levels adds to a score
@@ -421,44 +425,71 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 
       // -- scores of tokens g and g + 8 of each tile, column t of each group
       float s[NG][NT][2];
+      if (K_BYTES) {
+        i32 c[NT][NG][4];
+        Codes<K_BITS, KS, false> codes[NT];
 #pragma unroll
-      for (int x = 0; x < NT; x++) {
-        const u8* tile = slot + x * TILE;
-        Codes<K_BITS, KS, false> codes;
-        codes.load(tile, lane);
-        float raw[NG][2];
-        if (K_BYTES) {
-          i32 c[NG][4];
+        for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE, lane);
 #pragma unroll
-          for (int i = 0; i < KP; i++) {
+        for (int i = 0; i < KP; i++) {
+          if (Q_IN_SHARED)
+#pragma unroll
+            for (int n = 0; n < NG; n++) load_operand(shared, n, i, lane, q[n][0]);
+#pragma unroll
+          for (int x = 0; x < NT; x++) {
             u32 a0, a1, a2 = 0, a3 = 0;
-            key_bytes(codes, 2 * i, key_table, args.powers, a0, a1);
-            if (2 * i + 1 < KS) key_bytes(codes, 2 * i + 1, key_table, args.powers, a2, a3);
+            key_bytes(codes[x], 2 * i, key_table, args.powers, a0, a1);
+            if (2 * i + 1 < KS) key_bytes(codes[x], 2 * i + 1, key_table, args.powers, a2, a3);
 #pragma unroll
-            for (int n = 0; n < NG; n++)
-              if (i == 0) mma_u8_s8_from(c[n], a0, a1, a2, a3, q[n][i][0], q[n][i][1], 0, 0, 0, 0);
-              else mma_u8_s8(c[n], a0, a1, a2, a3, q[n][i][0], q[n][i][1]);
+            for (int n = 0; n < NG; n++) {
+              const u32 b0 = q[n][Q_IN_SHARED ? 0 : i][0], b1 = q[n][Q_IN_SHARED ? 0 : i][1];
+              if (i == 0) mma_u8_s8_from(c[x][n], a0, a1, a2, a3, b0, b1, 0, 0, 0, 0);
+              else mma_u8_s8(c[x][n], a0, a1, a2, a3, b0, b1);
+            }
           }
+        }
+#pragma unroll
+        for (int x = 0; x < NT; x++)
 #pragma unroll
           for (int n = 0; n < NG; n++)
-            raw[n][0] = (float)(128 * c[n][0] + c[n][1]), raw[n][1] = (float)(128 * c[n][2] + c[n][3]);
-        } else {
-          float c[NG][4];
 #pragma unroll
-          for (int n = 0; n < NG; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
+            for (int r = 0; r < 2; r++) s[n][x][r] = (float)(128 * c[x][n][2 * r] + c[x][n][2 * r + 1]);
+      } else {
+        float c[NT][NG][4];
+        Codes<K_BITS, KS, false> codes[NT];
 #pragma unroll
-          for (int i = 0; i < KS; i++) {
-            const u32 low = codes.low(i, args.powers), high = codes.high(i, args.powers);
+        for (int x = 0; x < NT; x++) {
+          codes[x].load(slot + x * TILE, lane);
+#pragma unroll
+          for (int n = 0; n < NG; n++) c[x][n][0] = c[x][n][1] = c[x][n][2] = c[x][n][3] = 0;
+        }
+#pragma unroll
+        for (int i = 0; i < KS; i++) {
+          if (Q_IN_SHARED)
+#pragma unroll
+            for (int n = 0; n < NG; n++) load_operand(shared, n, i, lane, q[n][0]);
+#pragma unroll
+          for (int x = 0; x < NT; x++) {
+            const u32 low = codes[x].low(i, args.powers), high = codes[x].high(i, args.powers);
             const u32 a0 = code_halves<K_KIND, K_BITS>(low, high, key_levels, lane, 0, 1);
             const u32 a1 = code_halves<K_KIND, K_BITS>(low, high, key_levels, lane, 4, 5);
             const u32 a2 = code_halves<K_KIND, K_BITS>(low, high, key_levels, lane, 2, 3);
             const u32 a3 = code_halves<K_KIND, K_BITS>(low, high, key_levels, lane, 6, 7);
 #pragma unroll
-            for (int n = 0; n < NG; n++) mma_f16(c[n], a0, a1, a2, a3, q[n][i][0], q[n][i][1]);
+            for (int n = 0; n < NG; n++)
+              mma_f16(c[x][n], a0, a1, a2, a3, q[n][Q_IN_SHARED ? 0 : i][0], q[n][Q_IN_SHARED ? 0 : i][1]);
           }
-#pragma unroll
-          for (int n = 0; n < NG; n++) raw[n][0] = c[n][0] + c[n][1], raw[n][1] = c[n][2] + c[n][3];
         }
+#pragma unroll
+        for (int x = 0; x < NT; x++)
+#pragma unroll
+          for (int n = 0; n < NG; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) s[n][x][r] = c[x][n][2 * r] + c[x][n][2 * r + 1];
+      }
+#pragma unroll
+      for (int x = 0; x < NT; x++) {
+        const u8* tile = slot + x * TILE;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const u32 field = field_bits(tile + FIELDS_AT, g + 8 * r);
@@ -466,9 +497,8 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
           const float zero = K_KIND == UNIFORM ? zero_of(field_bits(tile + FIELDS_AT + 32, g + 8 * r)) : 0;
 #pragma unroll
           for (int n = 0; n < NG; n++) {
-            float score = K_KIND == UNIFORM ? raw[n][r] * scale + zero * sum[n]
-                          : K_BYTES         ? (raw[n][r] + sum[n]) * scale
-                                            : raw[n][r] * scale;
+            const float raw = s[n][x][r];
+            float score = K_KIND == UNIFORM ? raw * scale + zero * sum[n] : K_BYTES ? (raw + sum[n]) * scale : raw * scale;
             if (SOFTCAP) score = soft_cap(score * unit[n], args.softcap);
             s[n][x][r] = score;
           }

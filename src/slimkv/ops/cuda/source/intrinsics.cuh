@@ -70,9 +70,11 @@ DEVICE float half_to_float(u32 bits) { float r; asm("{.reg .b16 h; cvt.u16.u32 h
 DEVICE u32 float_to_half(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
 DEVICE u32 pack_halves(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 DEVICE u32 float_to_bfloat(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.bf16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
-// The larger magnitudes of two pairs; NaN if there is one.
-DEVICE u32 largest_halves(u32 a, u32 b) { u32 r; asm("{.reg .b32 m; abs.f16x2 m, %2; max.NaN.f16x2 %0, %1, m;}" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEVICE u32 largest_bfloats(u32 a, u32 b) { u32 r; asm("{.reg .b32 m; abs.bf16x2 m, %2; max.NaN.bf16x2 %0, %1, m;}" : "=r"(r) : "r"(a), "r"(b)); return r; }
+// Pair by pair; NaN if there is one.
+DEVICE u32 larger_halves(u32 a, u32 b) { u32 r; asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 smaller_halves(u32 a, u32 b) { u32 r; asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 larger_bfloats(u32 a, u32 b) { u32 r; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 smaller_bfloats(u32 a, u32 b) { u32 r; asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 half2_sub(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 
 // Within a warp.
@@ -91,6 +93,7 @@ DEVICE u32 transpose_8x8(u32 x) { u32 r; asm volatile("movmatrix.sync.aligned.m8
 
 // c plus the four products of the bytes of a and b.
 DEVICE u32 dot_u8(u32 a, u32 b, u32 c) { u32 r; asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+DEVICE i32 dot_u8_s8(u32 a, u32 b, i32 c) { i32 r; asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEVICE i32 dot_s8(u32 a, u32 b, i32 c) { i32 r; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 
 // c += A B, A 16 x k row by row, B k x 8 column by column, in the lanes' fragments (see docs/page-format.md).
@@ -125,8 +128,8 @@ DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) 
 SLIMKV_MMA_FROM(mma_u8_s8_from, "u8.s8")
 SLIMKV_MMA_FROM(mma_u8_u8_from, "u8.u8")
 
-// x, of which the compiler no longer knows where it came from: it stays in a register of each lane.
-DEVICE u32 in_register(u32 x) { u32 r; asm volatile("mov.b32 %0, %1;" : "=r"(r) : "r"(x)); return r; }
+// x, of which the compiler no longer knows that all lanes have the same: it stays in a register of each lane.
+DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 
 // The high word of a product: a shift by multiplying with a power of two, on the units that shifts do not use.
 DEVICE u32 high_product(u32 a, u32 b) { u32 r; asm("mul.hi.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }

@@ -113,7 +113,7 @@ template <int KIND, int BITS> constexpr bool in_bytes() { return KIND == UNIFORM
 
 // Two tables of four bytes. Up to 3 bits entry c is the byte of code c; at 4 bits it belongs to magnitude c and is
 // completed by the sign.
-struct Table { u32 low, high; };
+struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 
 // Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
 template <int KIND, int BITS>
@@ -125,7 +125,7 @@ DEVICE void code_bytes(u32 low, u32 high, Table table, const Powers& powers, u32
     second = prmt(table.low, table.high, shift_right(low, 16, powers));
   } else if (KIND == LLOYD) {
     // The permutation's sign mode makes 0x80 or 0xFF of a clear or set sign bit.
-    const u32 s = low & 0x77777777u, signs = 0x80808080u;
+    const u32 s = low & 0x77777777u, signs = table.signs;
     first = prmt(table.low, table.high, s) ^ prmt(signs, signs, low);
     second = prmt(table.low, table.high, shift_right(s, 16, powers)) ^ prmt(signs, signs, shift_right(low, 16, powers));
   } else {

@@ -24,7 +24,7 @@ DEVICE int fragment_word(int word, int lane, int words) {
 struct SideArgs {
   const u8* x;            // [tokens, heads, D], strides in bytes
   i64 stride, head_stride;
-  const u8* fragments;    // the rotation, as the lanes hold it: [GROUPS][SLICES][STEPS][32 lanes][16 bytes], then 64 times that
+  const u8* fragments;    // the rotation, as the lanes hold it: [GROUPS][SLICES][STEPS][32 lanes][16 bytes], then 64 times it
   const u8* cells;        // [CELLS]: which code (up to 4 bits) or how many boundaries lie below the cell
   const float* bounds;    // [2 ** BITS]: ascending, and infinity (5 bits and more)
   const i32* levels;      // [2 ** BITS]: levels by code, times LEVEL_DENOMINATOR

@@ -15,7 +15,9 @@ template <class F> struct LloydTables {
 
   DEVICE_MEMBER LloydTables(u8* memory) : cells(memory), bounds((float*)(memory + CELL_BYTES)), levels((i32*)(memory + CELL_BYTES) + COUNT) {}
   DEVICE_MEMBER void fill(u8* memory, const SideArgs& side, int thread, int threads) const {
-    for (int i = thread; i < CELL_BYTES / 4; i += threads) ((u32*)memory)[i] = ((const u32*)side.cells)[i];
+#pragma unroll 1
+    for (int i = thread; i < CELL_BYTES / 16; i += threads) ((Words4*)memory)[i] = load_often(side.cells + 16 * i);
+#pragma unroll 1
     for (int i = thread; i < COUNT; i += threads) {
       ((u32*)(memory + CELL_BYTES))[i] = ((const u32*)side.bounds)[i];
       ((u32*)(memory + CELL_BYTES))[COUNT + i] = ((const u32*)side.levels)[i];

@@ -35,21 +35,24 @@ template <int DTYPE> DEVICE float element(const u32* raw, int i) {
   else return half_to_float(i & 1 ? raw[i / 2] >> 16 : raw[i / 2] & 0xFFFFu);
 }
 
-// Float32 bits of the largest magnitude among the chunks' values.
+DEVICE u32 larger_of(u32 a, u32 b) { return a > b ? a : b; }
+
+// Float32 bits of the largest magnitude among the chunks' values; those of a NaN if there is one.
 template <class F> DEVICE u32 largest_of_lane(const u32 raw[F::CHUNKS][2][F::RAW], int half) {
-  u32 most = 0;
+  u32 most = F::NARROW ? raw[0][half][0] : 0, least_one = most;
 #pragma unroll
   for (int c = 0; c < F::CHUNKS; c++)
 #pragma unroll
     for (int i = 0; i < F::RAW; i++) {
       u32 w = raw[c][half][i];
-      if constexpr (F::DTYPE == FLOAT32) most = most > (w & 0x7FFFFFFFu) ? most : w & 0x7FFFFFFFu;
-      else if constexpr (F::DTYPE == BFLOAT16) most = largest_bfloats(most, w);
-      else most = largest_halves(most, w);
+      if constexpr (F::DTYPE == FLOAT32) most = larger_of(most, w & 0x7FFFFFFFu);
+      else if constexpr (F::DTYPE == BFLOAT16) most = larger_bfloats(most, w), least_one = smaller_bfloats(least_one, w);
+      else most = larger_halves(most, w), least_one = smaller_halves(least_one, w);
     }
   if constexpr (F::DTYPE == FLOAT32) return most;
-  u32 low = as_bits(element<F::DTYPE>(&most, 0)), high = as_bits(element<F::DTYPE>(&most, 1));
-  return low > high ? low : high;
+  most &= 0x7FFF7FFFu, least_one &= 0x7FFF7FFFu;
+  u32 upper = larger_of(as_bits(element<F::DTYPE>(&most, 0)), as_bits(element<F::DTYPE>(&most, 1)));
+  return larger_of(upper, larger_of(as_bits(element<F::DTYPE>(&least_one, 0)), as_bits(element<F::DTYPE>(&least_one, 1))));
 }
 
 // The rows of tokens g and g + 8 in eights: chunk c, dimensions 8 t .. 8 t + 7 of its 32.
@@ -85,33 +88,31 @@ template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, flo
   top = F::NARROW ? third << 2 & 0xFCFCFCFCu : third << 1 ^ 0x80808080u;
 }
 
-// The exact sum of squares of the tile's tokens, in the lane of each: products of every token with every token, of which
-// the diagonals are wanted.
+// The exact sum of squares of the tile's tokens, in the lane of each: four products of bytes at a time.
 template <class F> DEVICE i64 squared_norms(const Digits<F>& d, int lane) {
-  int g = lane >> 2;
   i64 sums[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    i32 by_low[4] = {}, by_middle[4] = {}, by_top[4] = {}, tops[4] = {};
+    u32 lows = 0, low_middle = 0, middles = 0;
+    i32 low_top = 0, middle_top = 0, tops = 0;
 #pragma unroll
-    for (int c = 0; c < F::CHUNKS; c++) {
-      const u32 *low = d.low[c][h], *middle = d.middle[c][h], *top = d.top[c][h];
-      mma_u8_u8(by_low, low[0], middle[0], low[1], middle[1], low[0], low[1]);
-      mma_u8_u8(by_middle, low[0], middle[0], low[1], middle[1], middle[0], middle[1]);
-      mma_u8_s8(by_top, low[0], middle[0], low[1], middle[1], top[0], top[1]);
-      mma_s8_s8(tops, top[0], top[0], top[1], top[1], top[0], top[1]);
+    for (int i = 0; i < 2 * F::CHUNKS; i++) {
+      u32 low = d.low[i / 2][h][i % 2], middle = d.middle[i / 2][h][i % 2], top = d.top[i / 2][h][i % 2];
+      lows = dot_u8(low, low, lows);
+      low_middle = dot_u8(low, middle, low_middle);
+      middles = dot_u8(middle, middle, middles);
+      low_top = dot_u8_s8(low, top, low_top);
+      middle_top = dot_u8_s8(middle, top, middle_top);
+      tops = dot_s8(top, top, tops);
     }
-    bool odd = g & 1;  // lane 4 g + g / 2 has row g, column g
-    i32 low_low = odd ? by_low[1] : by_low[0], low_middle = odd ? by_low[3] : by_low[2];
-    i32 middles = odd ? by_middle[3] : by_middle[2];
-    i32 low_top = odd ? by_top[1] : by_top[0], middle_top = odd ? by_top[3] : by_top[2], top_top = odd ? tops[1] : tops[0];
     constexpr i64 TOP = F::NARROW ? 1 << 14 : 1 << 15;  // what one unit of the top digit is worth
-    sums[h] = (i64)low_low + (i64)low_middle * 512 + (i64)middles * 65536 + (i64)low_top * (2 * TOP) +
-              (i64)middle_top * (512 * TOP) + (i64)top_top * (TOP * TOP);
+    sums[h] = (i64)lows + (i64)low_middle * 512 + (i64)middles * 65536 + (i64)low_top * (2 * TOP) +
+              (i64)middle_top * (512 * TOP) + (i64)tops * (TOP * TOP);
   }
-  int token = lane & 15, from = 4 * (token & 7) + (token & 7) / 2;
-  i64 first = shuffle(sums[0], from), second = shuffle(sums[1], from);
-  return token < 8 ? first : second;
+  bool high = lane & 1;
+  i64 sum = (high ? sums[1] : sums[0]) + shuffle_xor(high ? sums[0] : sums[1], 1);
+  sum += shuffle_xor(sum, 2);
+  return shuffle(sum, 4 * (lane & 7) + (lane >> 3 & 1));
 }
 
 // Digits of the tile's tokens, and what there is one of per token.
@@ -120,10 +121,8 @@ template <class F> DEVICE TokenScalars fixed_point(const u32 raw[F::CHUNKS][2][F
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     u32 most = largest_of_lane<F>(raw, h);
-    u32 other = shuffle_xor(most, 1);
-    most = most > other ? most : other;
-    other = shuffle_xor(most, 2);
-    most = most > other ? most : other;
+    most = larger_of(most, shuffle_xor(most, 1));
+    most = larger_of(most, shuffle_xor(most, 2));
     u32 exponent = most >> 23;
     exponents[h] = exponent;
     // A power of two that brings the largest into [2^20, 2^21); vectors below 2^-60 are zero.
@@ -153,7 +152,7 @@ template <class F> DEVICE void multiply(i32 c[2][4], const u32 d[2][2], Words4 m
       if (kind == 0) mma_s8_s8(c[i], m.x, m.y, m.z, m.w, d[i][0], d[i][1]);
       else mma_s8_u8(c[i], m.x, m.y, m.z, m.w, d[i][0], d[i][1]);
     } else {                    // rows are tokens, columns dimensions 8 i .. 8 i + 7
-      u32 b0 = i ? m.y : m.x, b1 = i ? m.w : m.z;
+      u32 b0 = i ? m.z : m.x, b1 = i ? m.w : m.y;
       if (kind == 0) mma_s8_s8(c[i], d[0][0], d[1][0], d[0][1], d[1][1], b0, b1);
       else mma_u8_s8(c[i], d[0][0], d[1][0], d[0][1], d[1][1], b0, b1);
     }
