@@ -30,7 +30,9 @@ def emulate(request: StoreRequest) -> None:
 
 def taken(case: Case) -> bool:
     spec = case.layout.spec
-    return Kind.RAW not in (spec.key.kind, spec.value.kind) and max(spec.key_dim, spec.value_dim) <= store_cuda.LARGEST_DIM
+    return (
+        Kind.RAW not in (spec.key.kind, spec.value.kind) and max(spec.key_dim, spec.value_dim) <= store_cuda.LARGEST_DIM
+    )
 
 
 def check(case: Case, shaped: bool = False) -> None:
@@ -54,8 +56,57 @@ def test_bytes_are_the_codecs(case):
 
 
 @pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("case", [Case(dim=128, heads=1, tokens=24), Case(dim=128, heads=1, tokens=40, format="k3v5", slots="aligned"), Case(dim=256, heads=1, tokens=16, format="k2v6"), Case(dim=80, heads=1, tokens=16, format="kur4vur3"), Case(dim=192, heads=1, tokens=16, dtype="fp32", strided=True), Case(dim=112, heads=1, tokens=20, dtype="fp16", format="k1v1")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dim=128, heads=1, tokens=24),
+        Case(dim=128, heads=1, tokens=40, format="k3v5", slots="aligned"),
+        Case(dim=256, heads=1, tokens=16, format="k2v6"),
+        Case(dim=80, heads=1, tokens=16, format="kur4vur3"),
+        Case(dim=192, heads=1, tokens=16, dtype="fp32", strided=True),
+        Case(dim=112, heads=1, tokens=20, dtype="fp16", format="k1v1"),
+    ],
+    ids=str,
+)
 def test_a_tile_for_a_warp_and_a_tile_for_several(case, many, monkeypatch):
     """Both ways of cutting the work, whichever the number of tokens would choose."""
     monkeypatch.setattr(store_cuda, "FEW_VECTORS", 0 if many else 1 << 40)
     check(case)
+
+
+@pytest.mark.parametrize("case", named(SHAPED))
+def test_query_aware_rounding_is_the_codecs(case):
+    check(case, shaped=True)
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+@pytest.mark.parametrize("bits", [4, 6])
+def test_ties(bits, shaped):
+    case = Case(heads=1, format=f"k{bits}v{bits}")
+    codec = Codec(case.layout.spec)
+    rows, exact = rows_on_boundaries(codec)
+    assert exact >= 3 or bits > 4
+    key, slots = rows[:, None, :], torch.arange(len(rows))
+    pages = torch.zeros(case.layout.blocks_for(len(rows)), 1, case.layout.region_bytes, dtype=torch.uint8)
+    rounding = torch.zeros(1, 64, 64, dtype=torch.int8) if shaped else None
+    want = expected(key, key, slots, pages, codec, case.layout, rounding)
+    emulate(StoreRequest(key, key, pages, slots, codec, case.layout, rounding))
+    assert_same_bytes(pages, want, case.layout)
+
+
+@pytest.mark.parametrize("word", ["k4v4", "k8v4", "kur4vu3", "fp8"])
+def test_tokens_that_cannot_be_encoded_are_marked(word):
+    case = Case(format=word, heads=1, tokens=32, slots="aligned", dtype="fp32")
+    _, _, slots, pages, codec = build(case, CPU)
+    key, value = torch.randn(2, case.tokens, 1, case.dim, generator=torch.Generator().manual_seed(0))
+    key[3, 0, 5], value[9, 0, 63], key[17] = torch.nan, -torch.inf, 3e38
+    want = expected(key, value, slots, pages, codec, case.layout)
+    emulate(StoreRequest(key, value, pages, slots, codec, case.layout))
+    assert_same_bytes(pages, want, case.layout)
+
+
+def test_what_it_does_not_take_is_named():
+    for word, dim, reason in (("krawbf16v4", 64, "raw vectors (rawbf16)"), ("k4v4", 512, "up to 256, not 512")):
+        case = Case(format=word, dim=dim)
+        key, value, slots, pages, codec = build(case, CPU)
+        assert reason in store_cuda.supports(StoreRequest(key, value, pages, slots, codec, case.layout))

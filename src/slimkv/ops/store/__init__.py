@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.errors import InputError
+from slimkv.ops.cuda import where_cuda_runs
 from slimkv.ops.registry import Implementation, Registry, anywhere, on_cpu, where_triton_runs
 from slimkv.spec import Kind, PageLayout
 
@@ -30,6 +31,7 @@ REGISTRY = Registry(
     "store",
     [
         Implementation("cpu", "slimkv.ops.store.cpu", on_cpu),
+        Implementation("cuda", "slimkv.ops.store.cuda", where_cuda_runs),
         Implementation("triton", "slimkv.ops.store.triton", where_triton_runs),
         Implementation("reference", "slimkv.ops.store.reference", anywhere),
     ],

@@ -143,13 +143,14 @@ def _plan(
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
     defines = {"PAGE": layout.block_tokens, "LONG_SLOTS": int(long_slots)}
     warps, shared, tables = 1 if few else _WARPS, 0, []
+    together = few and not shaped
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
     )
     for prefix, side, (dtype, vectors), constants, side_args in sides:
-        groups = 1 if few else _groups(side.dim, layout.spec.seed)
-        per = _slices_per_warp(side) if few else side.dim // SLICE_DIMS // groups
+        groups = 1 if together else _groups(side.dim, layout.spec.seed)
+        per = _slices_per_warp(side) if together else side.dim // SLICE_DIMS // groups
         split = side.dim // SLICE_DIMS // groups // per
         own = {
             "D": side.dim,
@@ -178,14 +179,27 @@ def _plan(
                 positive = 2 * codebook(side.format.bits, side.dim).levels[1 << (side.format.bits - 1) :]
                 doubled[: len(positive)] = positive
                 side_args.doubled_levels[:] = doubled.view(np.uint32).tolist()
-            shared = max(shared, len(tensors[1]) + 8 * len(tensors[2]) + 8 * TILE_TOKENS * split)
+            used = len(tensors[1]) + 8 * len(tensors[2])
+            if shaped and prefix == "K":
+                used = -(-(used + (4 << side.format.bits)) // 16) * 16 + warps * _shaped_bytes(side.dim)
+            shared = max(shared, used + 8 * TILE_TOKENS * split)
         warps = max(warps, split)
         tables += tensors
-    tiles_per_block = 1 if few else warps
+    tiles_per_block = 1 if together else warps
     wide = max(layout.spec.key_dim, layout.spec.value_dim) > 128
     lean = not wide and all(side.format.kind == Kind.LLOYD for _, side, *_ in sides)
-    defines |= {"WARPS": warps, "TILES_PER_BLOCK": tiles_per_block, "BLOCKS": 4 if lean else 2}
+    defines |= {
+        "WARPS": warps,
+        "TILES_PER_BLOCK": tiles_per_block,
+        "BLOCKS": 4 if lean and not shaped else 2,
+        "SHAPED": int(shaped),
+    }
     return Plan(defines, 32 * warps, shared, tiles_per_block, args, tuple(tables))
+
+
+def _shaped_bytes(dim: int) -> int:
+    """``ShapedMemory::BYTES``."""
+    return 4 * 36 * (dim + 16) + 32 * (dim + 16)
 
 
 def _groups(dim: int, seed: int) -> int:
@@ -224,10 +238,10 @@ def _tables(
         return 0, 8, (fragments, nothing, nothing, nothing)
     book = codebook(form.bits, dim)
     shift, zero, cells = _cells(book, unit * math.sqrt(dim))
-    bounds, levels = nothing, nothing
+    levels = torch.tensor(book.levels_by_code * LEVEL_DENOMINATOR, dtype=torch.int32, device=device)
+    bounds = nothing
     if form.bits > 4 or form.policy == ScalePolicy.UNBIASED:
         bounds = torch.tensor([*book.boundaries, math.inf], dtype=torch.float32, device=device)
-        levels = torch.tensor(book.levels_by_code * LEVEL_DENOMINATOR, dtype=torch.int32, device=device)
     return shift, zero, (fragments, torch.from_numpy(cells).to(device), bounds, levels)
 
 

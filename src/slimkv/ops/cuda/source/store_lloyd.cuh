@@ -6,7 +6,7 @@
 
 // In shared memory: which code or boundary a cell of the number line has, and what codes stand for.
 template <class F> struct LloydTables {
-  static constexpr int COUNT = F::BITS > 4 || F::POLICY == UNBIASED ? 1 << F::BITS : 0;
+  static constexpr int COUNT = F::BITS > 4 || F::POLICY == UNBIASED ? 1 << F::BITS : 0;  // bounds and levels
   static constexpr int CELL_BYTES = (F::CELLS + 15) / 16 * 16;
   static constexpr int BYTES = CELL_BYTES + 8 * COUNT;
   const u8* cells;
