@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 
 from slimkv.calibrate.calibration import Calibration
@@ -15,6 +16,10 @@ WIDTHS = range(2, 9)
 # A profile spends what one format for all layers would.
 PROFILES = {"lossless": "k6v6", "balanced": "k4v4", "aggressive": "k3v3"}
 _BLOCK_TOKENS = 64
+# How far a prediction is believed, on a scale of logarithms: single layers turn out up to a few times better or worse
+# than predicted (`slimkv eval widths`), and what looks extreme is usually less so.
+TRUST = 0.6
+_TYPICAL_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class LayerChoice:
     key_bits: int
     value_bits: int
     format: str
-    key_cost: float  # predicted; see ``predict.predicted_cost``
+    key_cost: float  # see ``believed_costs``
     value_cost: float
 
 
@@ -36,7 +41,7 @@ class Solution:
     choices: tuple[LayerChoice, ...]
     bits_per_number: float  # as allocated, scales included
     bytes_per_token: float  # all layers
-    cost: float  # predicted
+    cost: float  # of all layers
     uniform_cost: float | None  # of the largest single width that the budget can buy; None: of none
 
     @property
@@ -72,19 +77,27 @@ def _numbers(calibration: Calibration) -> int:
     return sum(x.kv_heads * (x.key_dim + x.value_dim) for x in calibration.layers.values())
 
 
+def believed_costs(calibration: Calibration) -> dict[tuple[int, str, int], float]:
+    """(layer, side, bits) -> the predicted cost, drawn towards the typical one of the model: see ``TRUST``."""
+    sides = [(layer, side) for layer in sorted(calibration.layers) for side in ("key", "value")]
+    typical = {key: max(predicted_cost(calibration, key[0], _TYPICAL_BITS, key[1]), 1e-30) for key in sides}
+    middle = math.exp(sum(map(math.log, typical.values())) / len(typical))
+    return {
+        (layer, side, bits): predicted_cost(calibration, layer, bits, side)
+        * (middle / typical[layer, side]) ** (1 - TRUST)
+        for layer, side in sides
+        for bits in WIDTHS
+    }
+
+
 def solve_widths(calibration: Calibration, budget: float) -> Solution:
-    """Widths with the least predicted cost within ``budget`` bytes per token.
+    """Widths with the least believed cost within ``budget`` bytes per token.
 
     From the smallest widths on, the bit that saves the most per byte is bought next. The cost falls by less with every
     bit, so where bits cost alike this is the optimum, and otherwise off by at most the last bit.
     """
     layers = sorted(calibration.layers)
-    costs = {
-        (layer, side, bits): predicted_cost(calibration, layer, bits, side)
-        for layer in layers
-        for side in ("key", "value")
-        for bits in WIDTHS
-    }
+    costs = believed_costs(calibration)
     bits = {(layer, side): WIDTHS[0] for layer in layers for side in ("key", "value")}
 
     def size(layer: int) -> float:

@@ -16,7 +16,8 @@ class LayerStatistics:
 
     ``key_weight`` and ``value_weight`` say what quantisation noise in this layer costs, as KL divergence of the model's
     predictions: that of keys is key_weight times E(q.e)^2 over |key|^2 (e the key's error), that of values value_weight
-    times |error|^2 over |value|^2. None where the model's output projection is unknown.
+    times |error|^2 over |value|^2. None where that was not
+    measured, or the model's output projection is unknown.
     """
 
     query_moment: Tensor  # float64 [kv_heads, key_dim, key_dim]: mean of q q' over tokens and the group's query heads

@@ -270,7 +270,7 @@ def layers(
 
 
 def widths(
-    calibration: Annotated[str, typer.Option(help="A file from slimkv calibrate, or auto.")] = "auto",
+    calibration: Annotated[str, typer.Option(help="A file from slimkv calibrate.")],
     model: Model = _DEFAULT_MODEL,
     bits: Annotated[str, typer.Option(help="Widths to pack a layer in.")] = "3",
     text: Text = "shipped",

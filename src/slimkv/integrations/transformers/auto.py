@@ -52,7 +52,7 @@ def auto_calibration(model: Any, folder: Path | None = None, progress: Progress 
                 return Calibration.load(path)
             except SlimKVError:
                 path.unlink()  # ours, and not whole or of an older version: it is made again
-        made = gather_calibration(model, progress=progress)
+        made = gather_calibration(model, costs=False, progress=progress)
         made.save(path)
     return Calibration.load(path)
 

@@ -44,16 +44,22 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 def gather_calibration(
-    model: Any, windows: Tensor | None = None, *, source: str | None = None, progress: Progress = silent
+    model: Any,
+    windows: Tensor | None = None,
+    *,
+    source: str | None = None,
+    costs: bool = True,
+    progress: Progress = silent,
 ) -> Calibration:
     """Runs ``model`` over windows int64 [count, tokens], one at a time; by default over random token ids.
 
-    ``source`` says in the file what was read. Returns the calibration, with its statistics on the CPU.
+    ``source`` says in the file what was read; ``costs``: also measure what noise in each layer costs, which takes a short
+    pass per layer and is needed to choose widths. Returns the calibration, with its statistics on the CPU.
     """
     if windows is None:
         windows = random_windows(model.config)
         source = source or f"{windows.numel()} random token ids"
-    recorder, count = _Recorder(model), windows.shape[0]
+    recorder, count = _Recorder(model, costs), windows.shape[0]
     with recorder.attached(), torch.no_grad():
         for number in range(count):
             progress("reading", number, count)
@@ -95,8 +101,9 @@ class _Layer:
 class _Recorder:
     """Looks over the shoulder of every attention call."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, costs: bool) -> None:
         self.model = model
+        self.costs = costs
         self.layers: dict[int, _Layer] = {}
         self._grams: dict[int, Tensor | None] = {}
 
@@ -121,7 +128,7 @@ class _Recorder:
         grouped = query.transpose(0, 1).reshape(key.shape[1], -1, query.shape[-1]).double()
         layer.moment += grouped.mT @ grouped
         layer.vectors += grouped.shape[1]
-        gram = self._gram(module, query.shape[1], value.shape[-1])
+        gram = self._gram(module, query.shape[1], value.shape[-1]) if self.costs else None
         if gram is not None:
             self._costs(layer, gram, query, key, value, attention_mask, kwargs)
         return out, None
