@@ -53,8 +53,8 @@ def gather_calibration(
 ) -> Calibration:
     """Runs ``model`` over windows int64 [count, tokens], one at a time; by default over random token ids.
 
-    ``source`` says in the file what was read; ``costs``: also measure what noise in each layer costs, which takes a short
-    pass per layer and is needed to choose widths. Returns the calibration, with its statistics on the CPU.
+    ``source`` says in the file what was read; ``costs``: also measure what noise in each layer costs, which takes a
+    short pass per layer and is needed to choose widths. Returns the calibration, with its statistics on the CPU.
     """
     if windows is None:
         windows = random_windows(model.config)
