@@ -29,7 +29,7 @@ _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 class SideArgs(ctypes.Structure):
     """``SideArgs`` of store_format.cuh."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("x", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
         ("head_stride", ctypes.c_int64),
@@ -48,7 +48,7 @@ class SideArgs(ctypes.Structure):
 class StoreArgs(ctypes.Structure):
     """``StoreArgs`` of store_format.cuh."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("key", SideArgs),
         ("value", SideArgs),
         ("pages", ctypes.c_void_p),
@@ -142,7 +142,8 @@ def _plan(
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
     defines = {"PAGE": layout.block_tokens, "LONG_SLOTS": int(long_slots)}
-    warps, shared, tables = 1 if few else _WARPS, 0, []
+    warps, shared = 1 if few else _WARPS, 0
+    tables: list[Tensor] = []
     together = few and not shaped
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
@@ -248,9 +249,9 @@ def _tables(
 def _fragments(matrix: np.ndarray, groups: int, transposed: bool) -> np.ndarray:
     """The rotation as lanes hold it, [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, once and 64 times it.
 
-    Of the 32 dimensions of a step lane 4 g + t takes 8 t .. 8 t + 7 (of the vector) with columns g and g + 8 of a slice: one
-    column after the other (the right operand of a product), or the first four dimensions of both and then the last four
-    (the left one).
+    Of a step's 32 dimensions lane 4 g + t takes the vector's 8 t .. 8 t + 7 with columns g and g + 8 of a slice: one
+    column after the other (the right operand of a product), or the first four dimensions of both and then the last
+    four (the left one).
     """
     dim = matrix.shape[0]
     inner = dim // groups
