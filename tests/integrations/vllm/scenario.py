@@ -30,7 +30,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         if run.get("reset"):
             llm.reset_prefix_cache()
         count = run["max_tokens"]
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=run.get("logprobs"))
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=run.get("logprobs"), detokenize=False)
         prompts = [{"prompt_token_ids": p} for p in run["prompts"]]
         batches = [[p] for p in prompts] if run.get("one_by_one") else [prompts]
         outputs = [o for batch in batches for o in llm.generate(batch, params, use_tqdm=False)]

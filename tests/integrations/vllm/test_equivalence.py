@@ -6,9 +6,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import engine, long, prefixed, ragged, run, run_engine, slimkv
+from engines import engine, long, piece, prefixed, ragged, run, run_engine, slimkv
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+MANY = [piece(37 * i, 2 + (29 * i) % 97) for i in range(32)]
+CROWD = run("crowd", [piece(50 * i, 28) for i in range(8)], 24)
 
 
 def everything():
@@ -17,12 +21,13 @@ def everything():
 
 @pytest.fixture(scope="module")
 def stock():
-    return run_engine(engine(), everything())
+    return run_engine(engine(), [*everything(), CROWD])
 
 
 @pytest.fixture(scope="module")
 def raw():
-    return run_engine(engine(**slimkv("raw")), everything())
+    both_ways = [run("together", MANY, 6, reset=True), run("alone", MANY, 6, one_by_one=True, reset=True)]
+    return run_engine(engine(**slimkv("raw")), [*everything(), *both_ways])
 
 
 def test_every_layer_is_slimkvs(raw, stock):
@@ -46,10 +51,15 @@ def test_the_prefix_was_cached(raw):
     assert hits[1] - hits[0] >= 3 * 6 * 32
 
 
+def test_a_batch_gives_what_its_requests_give_alone(raw):
+    """32 requests of ragged lengths."""
+    assert raw["tokens"]["together"] == raw["tokens"]["alone"]
+
+
 def test_preempted_requests_give_the_stock_tokens(stock):
     """A cache too small for the batch: requests are evicted and their tokens computed again."""
-    tiny = {"num_gpu_blocks_override": 9, "max_model_len": 128, "enable_prefix_caching": False}
-    ours = run_engine(engine(**tiny, **slimkv("raw")), [run("ragged", ragged(), 12)])
-    assert ours["counters"]["ragged"]["vllm:num_preemptions"] > 0
-    assert stock["counters"]["ragged"]["vllm:num_preemptions"] == 0
-    assert ours["tokens"]["ragged"] == stock["tokens"]["ragged"]
+    tiny = {"num_gpu_blocks_override": 11, "max_model_len": 128, "enable_prefix_caching": False}
+    ours = run_engine(engine(**tiny, **slimkv("raw")), [CROWD])
+    assert ours["counters"]["crowd"]["vllm:num_preemptions"] > 0
+    assert stock["counters"]["crowd"]["vllm:num_preemptions"] == 0
+    assert ours["tokens"]["crowd"] == stock["tokens"]["crowd"]
