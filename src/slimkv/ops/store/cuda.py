@@ -20,7 +20,7 @@ SOURCE, KERNEL = "store.cu", "store"
 LARGEST_DIM = 256
 FEW_VECTORS = 8192  # tokens times heads: below this a tile is shared by several warps
 _WARPS = 4
-_LARGEST_GROUP = 64  # dimensions that one product with the matrix takes; the rest of the rotation is additions
+_GROUP_DIMS, _MOST_GROUPS = 32, 4  # a product with the matrix takes few dimensions; the rest of the rotation is additions
 _KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
 _POLICIES = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -206,7 +206,7 @@ def _shaped_bytes(dim: int) -> int:
 def _groups(dim: int, seed: int) -> int:
     """How often the rotation is a doubled smaller one, down to one that a product takes at once."""
     matrix, groups = signed_hadamard(dim, seed), 1
-    while dim // groups > _LARGEST_GROUP and dim // groups % (2 * SLICE_DIMS) == 0:
+    while dim // groups > _GROUP_DIMS and groups < _MOST_GROUPS and dim // groups % (2 * SLICE_DIMS) == 0:
         inner = dim // groups // 2
         blocks = matrix.reshape(2 * groups, inner, 2 * groups, inner)
         if not all(

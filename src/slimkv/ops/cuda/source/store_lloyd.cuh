@@ -121,45 +121,48 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd(const S
                                                                  u8* memory, int threads) {
   int lane = thread_index() & 31;
   LloydTables<F> tables(memory);
-  Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
+  Slots slots;
+  if constexpr (F::SPLIT > 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // few tokens: early, for latency
   u32 raw[F::CHUNKS][2][F::RAW];
   load_rows<F>(side, head, first, args.tokens, lane, raw);
   tables.fill(memory, side, thread_index(), threads);
   sync_threads();
-  bool busy = first < args.tokens && part < F::SPLIT;  // the same in a warp
+  if (first >= args.tokens || part >= F::SPLIT) {  // whole warps
+    if constexpr (F::SPLIT > 1) sync_threads();
+    return;
+  }
   Digits<F> digits;
-  TokenScalars scalars;
+  TokenScalars scalars = fixed_point<F>(raw, side.unit, lane, digits);
+  float factor[F::TOKENS];
+#pragma unroll
+  for (int j = 0; j < F::TOKENS; j++) factor[j] = shuffle(scalars.factor, token_of<F>(lane, j));
   CodePlanes<F> codes;
   LevelSums<F> sums;
-  if (busy) {
-    scalars = fixed_point<F>(raw, side.unit, lane, digits);
-    float factor[F::TOKENS];
 #pragma unroll
-    for (int j = 0; j < F::TOKENS; j++) factor[j] = shuffle(scalars.factor, token_of<F>(lane, j));
+  for (int i = 0; i < F::PER; i++) {
+    i32 exact[F::GROUPS][8];
+    rotate_slices<F>(digits, side.fragments, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
 #pragma unroll
-    for (int i = 0; i < F::PER; i++) {
-      i32 exact[F::GROUPS][8];
-      rotate_slices<F>(digits, side.fragments, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
+    for (int q = 0; q < F::GROUPS; q++) {
+      float rotated[8];
+      u32 code[8];
 #pragma unroll
-      for (int q = 0; q < F::GROUPS; q++) {
-        float rotated[8];
-        u32 code[8];
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-          rotated[n] = int_to_float_rn(exact[q][n]);
-          code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
-        }
-        put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);
+      for (int n = 0; n < 8; n++) {
+        rotated[n] = int_to_float_rn(exact[q][n]);
+        code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
       }
+      put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);
     }
   }
-  i64 sum = busy ? policy_sum<F>(sums, lane) : 0;
+  i64 sum = policy_sum<F>(sums, lane);
   if constexpr (F::SPLIT > 1) {
     i64* shared = (i64*)(memory + (LloydTables<F>::BYTES + 15) / 16 * 16);
-    if (busy && lane < 16) shared[part * 16 + lane] = sum;
+    if (lane < 16) shared[part * 16 + lane] = sum;
     sync_threads();
     sum = 0;
+#pragma unroll
     for (int i = 0; i < F::SPLIT; i++) sum += shared[i * 16 + (lane & 15)];
   }
-  if (busy) store_lloyd_codes<F, BLOCK_TOKENS>(codes, field_of_token<F>(scalars, sum, side), scalars.zero, args, head, slots, lane, part);
+  if constexpr (F::SPLIT == 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, for registers
+  store_lloyd_codes<F, BLOCK_TOKENS>(codes, field_of_token<F>(scalars, sum, side), scalars.zero, args, head, slots, lane, part);
 }
