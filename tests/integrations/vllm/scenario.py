@@ -29,8 +29,13 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     for run in request["runs"]:
         if run.get("reset"):
             llm.reset_prefix_cache()
+        if run.get("sleep"):
+            llm.sleep(level=run["sleep"])
+            llm.wake_up()
         count = run["max_tokens"]
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=run.get("logprobs"), detokenize=False)
+        params = SamplingParams(
+            temperature=0, max_tokens=count, ignore_eos=True, logprobs=run.get("logprobs"), detokenize=False
+        )
         prompts = [{"prompt_token_ids": p} for p in run["prompts"]]
         batches = [[p] for p in prompts] if run.get("one_by_one") else [prompts]
         outputs = [o for batch in batches for o in llm.generate(batch, params, use_tqdm=False)]

@@ -73,7 +73,9 @@ def test_a_window_is_kept():
 def test_layers_with_one_format_share_a_class():
     spec = CodecSpec.parse("k4v4", 128)
     assert bound(SlimKVBackend, spec) is bound(SlimKVBackend, CodecSpec.parse("tq4", 128))
-    assert bound(SlimKVBackend, spec).full_cls_name() != bound(SlimKVBackend, CodecSpec.parse("k3v3", 128)).full_cls_name()
+    assert (
+        bound(SlimKVBackend, spec).full_cls_name() != bound(SlimKVBackend, CodecSpec.parse("k3v3", 128)).full_cls_name()
+    )
 
 
 @named_layouts

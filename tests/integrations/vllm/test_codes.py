@@ -69,7 +69,7 @@ def test_a_spawned_engine_finds_the_plugin(codes):
 
 
 def test_layers_have_formats_of_their_own():
-    settings = {"first": 1, "last": 2, "edge_format": "raw", "layers": {"4-6": "k6v4", "5": "k8v4"}}
+    settings = {"first_layers": 1, "last_layers": 2, "edge_format": "raw", "layers": {"4-6": "k6v4", "5": "k8v4"}}
     result = run_engine(engine(**slimkv("k4v4", **settings)), [run("a", ragged()[:3], 4), run("b", long()[:1], 4)])
     words = [word for _, word in result["layers"].values()]
     assert words[:1] == ["krawfp32vrawfp32"]

@@ -16,7 +16,12 @@ CROWD = run("crowd", [piece(50 * i, 28) for i in range(8)], 24)
 
 
 def everything():
-    return [run("ragged", ragged(), 12), run("long", long(), 12), run("miss", prefixed()[:1], 8), run("hit", prefixed(), 8)]
+    return [
+        run("ragged", ragged(), 12),
+        run("long", long(), 12),
+        run("miss", prefixed()[:1], 8),
+        run("hit", prefixed(), 8),
+    ]
 
 
 @pytest.fixture(scope="module")

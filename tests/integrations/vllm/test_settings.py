@@ -22,27 +22,29 @@ def test_defaults_and_short_form():
 def test_everything_at_once(tmp_path):
     file = tmp_path / "calibration.json"
     file.write_text("{}")
+    layers = {"7": "raw", "9-11": "k6v4", "-1": "fp8"}
     found = settings(
-        format="k5v3", first=2, last=1, edge_format="fp8", layers={"7": "raw", "9-11": "k6v4"}, fresh="raw",
+        format="k5v3", first_layers=2, last_layers=1, edge_format="fp8", layers=layers, fresh="raw",
         key_policy="unbiased", value_policy="plain", calibration=str(file), impl="reference",
     )  # fmt: skip
-    assert found == Settings(
-        "k5v3", 2, 1, "fp8", ((7, 7, "raw"), (9, 11, "k6v4")), "raw", ScalePolicy.UNBIASED, ScalePolicy.PLAIN, file,
-        "reference",
-    )  # fmt: skip
+    ranges = ((7, 7, "raw"), (9, 11, "k6v4"), (-1, -1, "fp8"))
+    policies = ScalePolicy.UNBIASED, ScalePolicy.PLAIN
+    assert found == Settings("k5v3", 2, 1, "fp8", ranges, "raw", *policies, file, "reference")
 
 
 def test_formats_by_layer():
-    found = settings(format="k4v4", first=1, last=2, edge_format="raw", layers={"3-5": "k6v4", "4": "k8v4", "9": "k3v3"})
+    found = settings(first_layers=1, last_layers=2, layers={"3-5": "k6v4", "4": "k8v4", "-3": "k5v5", "9": "k3v3"})
     assert [found.format_of(i, 10) for i in range(10)] == [
-        "raw", "k4v4", "k4v4", "k6v4", "k8v4", "k6v4", "k4v4", "k4v4", "raw", "k3v3",
+        "raw", "k4v4", "k4v4", "k6v4", "k8v4", "k6v4", "k4v4", "k5v5", "raw", "k3v3",
     ]  # fmt: skip
     assert found.format_of(None, 10) == found.format_of(12, 10) == "k4v4", "a drafter's own layers"
     found.check_layers(10)
     with pytest.raises(InputError, match=r"layer 9 is to be stored as k3v3, but the model has layers 0 to 8"):
         found.check_layers(9)
-    with pytest.raises(InputError, match="first 3 and last 3 layers are more than the model's 5"):
-        settings(first=3, last=3).check_layers(5)
+    with pytest.raises(InputError, match="layer -9 is to be stored"):
+        settings(layers={"-9": "raw"}).check_layers(8)
+    with pytest.raises(InputError, match="first 3 and the last 3 layers are more than the model's 5"):
+        settings(first_layers=3, last_layers=3).check_layers(5)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +54,8 @@ def test_formats_by_layer():
         ({"colour": "red"}, "unknown setting 'colour'"),
         ({"format": "k9v4"}, "unknown format 'k9v4'"),
         ({"format": 4}, "format must be a format word such as k4v4, not 4"),
-        ({"first": -1}, "first must be a number of layers, not -1"),
-        ({"last": True}, "last must be a number of layers, not True"),
+        ({"first_layers": -1}, "first_layers must be a number of layers, not -1"),
+        ({"last_layers": True}, "last_layers must be a number of layers, not True"),
         ({"layers": ["raw"]}, "layers must map layers to formats"),
         ({"layers": {"2-1": "raw"}}, "'2-1', which is neither a layer's number nor a range"),
         ({"layers": {"last": "raw"}}, "'last', which is neither"),

@@ -1,11 +1,12 @@
 """What a user may set: the ``slimkv`` entry of vLLM's ``--additional-config``, checked word by word.
 
-{"slimkv": {"format": "k4v4", "first": 2, "last": 2, "edge_format": "fp8", "layers": {"7": "raw", "10-12": "k6v4"}}}
+{"slimkv": {"format": "k4v4", "first_layers": 2, "edge_format": "fp8", "layers": {"7": "raw", "10-12": "k6v4"}}}
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -27,21 +28,21 @@ class Settings:
 
     Attributes:
         format: how K and V are stored, as ``CodecSpec.parse`` reads it.
-        first, last: how many layers at either end are stored as ``edge_format`` instead.
+        first_layers, last_layers: how many layers at either end are stored as ``edge_format`` instead.
         edge_format: their format.
         layers: (first index, last index, format) of layers that are stored otherwise; later entries win over earlier
-            ones and over ``first`` and ``last``.
-        fresh: ``codes``: new tokens attend one another through their codes, as everybody will who reads them later, so
-            that a prefix-cache hit gives what a miss gave. ``raw``: they attend one another's unquantised K and V, which
-            is a little closer to the stock cache and makes results depend on how a prompt was cut into chunks.
+            ones and over ``edge_format``; -1 is the last layer.
+        fresh: ``codes``: new tokens attend one another through their codes, as everybody will who reads them later,
+            so that a prefix-cache hit gives what a miss gave. ``raw``: they attend one another's unquantised K and V,
+            which is a little closer to the stock cache and makes results depend on how a prompt was cut into chunks.
         key_policy, value_policy: scale policies of Lloyd-Max sides; None is the format's own.
         calibration: a file from ``slimkv calibrate``, or None.
         impl: an implementation of store and attend by name; None is the best one for the device.
     """
 
     format: str = "k4v4"
-    first: int = 0
-    last: int = 0
+    first_layers: int = 0
+    last_layers: int = 0
     edge_format: str = "raw"
     layers: tuple[tuple[int, int, str], ...] = ()
     fresh: str = "codes"
@@ -55,24 +56,25 @@ class Settings:
         word = self.format
         if index is None or not 0 <= index < layers:
             return word
-        if index < self.first or index >= layers - self.last:
+        if index < self.first_layers or index >= layers - self.last_layers:
             word = self.edge_format
         for start, end, special in self.layers:
-            if start <= index <= end:
+            if start <= index <= end or index - layers == start:
                 word = special
         return word
 
     def check_layers(self, layers: int) -> None:
         """Raises unless every layer that is named exists in a model with ``layers`` layers."""
         for start, end, word in self.layers:
-            if end >= layers:
+            if end >= layers or -start > layers:
                 name = str(start) if start == end else f"{start}-{end}"
                 raise InputError(
                     f"slimkv: layer {name} is to be stored as {word}, but the model has layers 0 to {layers - 1}"
                 )
-        if self.first + self.last > layers:
+        if self.first_layers + self.last_layers > layers:
             raise InputError(
-                f"slimkv: first {self.first} and last {self.last} layers are more than the model's {layers}"
+                f"slimkv: the first {self.first_layers} and the last {self.last_layers} layers are more than the "
+                f"model's {layers}"
             )
 
 
@@ -101,8 +103,8 @@ def parse(additional_config: object) -> Settings:
             raise InputError(f"slimkv: unknown setting {name!r}{hint} Known are {', '.join(known)}.")
     return Settings(
         format=_format(given, "format", "k4v4"),
-        first=_count(given, "first"),
-        last=_count(given, "last"),
+        first_layers=_count(given, "first_layers"),
+        last_layers=_count(given, "last_layers"),
         edge_format=_format(given, "edge_format", "raw"),
         layers=_layers(given.get("layers", {})),
         fresh=_choice(given, "fresh", FRESH),
@@ -138,10 +140,11 @@ def _layers(given: object) -> tuple[tuple[int, int, str], ...]:
         )
     out = []
     for name, word in given.items():
-        start, dash, end = str(name).partition("-")
-        if not start.isdigit() or (dash and not end.isdigit()) or (dash and int(end) < int(start)):
+        match = re.fullmatch(r"(-?\d+)|(\d+)-(\d+)", str(name))
+        if match is None or (match[2] and int(match[3]) < int(match[2])):
             raise InputError(f"slimkv: layers has {name!r}, which is neither a layer's number nor a range such as 4-6")
-        out.append((int(start), int(end) if dash else int(start), _word(word, f"the format of layer {name}")))
+        start, end = (int(match[2]), int(match[3])) if match[2] else (int(match[1]), int(match[1]))
+        out.append((start, end, _word(word, f"the format of layer {name}")))
     return tuple(out)
 
 
