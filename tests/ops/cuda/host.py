@@ -21,7 +21,7 @@ import slimkv
 HERE = Path(__file__).parent
 SOURCES = Path(slimkv.__file__).parent / "ops" / "cuda" / "source"
 FLAGS = [
-    "-O2",
+    "-O1",
     "-march=native",
     "-ffp-contract=off",
     "-std=c++17",

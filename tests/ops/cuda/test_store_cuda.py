@@ -1,4 +1,4 @@
-"""The CUDA store, lane by lane on a CPU, writes the reference's bytes."""
+"""The CUDA store writes the reference's bytes: lane by lane on a CPU, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from store_cases import Case, build, expected, random_rounding, rows_on_boundaries
 from test_store import COVERING, MATRIX, assert_same_bytes
 from test_store_rounding import COVERING as SHAPED
+from test_store_rounding import FULL as ALL_SHAPED
 
 from slimkv import Codec
-from slimkv.ops.store import StoreRequest
+from slimkv.ops.store import REGISTRY, StoreRequest
 from slimkv.ops.store import cuda as store_cuda
 from slimkv.spec import Kind
 
-pytestmark = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
+emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
 
 
@@ -34,14 +35,14 @@ def taken(case: Case) -> bool:
     )
 
 
-def check(case: Case, shaped: bool = False) -> None:
-    key, value, slots, pages, codec = build(case, CPU)
+def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU) -> None:
+    key, value, slots, pages, codec = build(case, device)
     rounding = random_rounding(case.heads, codec) if shaped else None
     want = expected(key, value, slots, pages, codec, case.layout, rounding)
     assert not torch.equal(want, pages)
     request = StoreRequest(key, value, pages, slots, codec, case.layout, rounding)
     assert store_cuda.supports(request) is None
-    emulate(request)
+    run(request)
     assert_same_bytes(pages, want, case.layout)
 
 
@@ -49,11 +50,13 @@ def named(cases: list[Case], *marks) -> list:
     return [pytest.param(case, id=str(case), marks=marks) for case in cases if taken(case)]
 
 
-@pytest.mark.parametrize("case", named(COVERING) + named(MATRIX, pytest.mark.full))
+@emulated
+@pytest.mark.parametrize("case", named(COVERING))
 def test_bytes_are_the_codecs(case):
     check(case)
 
 
+@emulated
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize(
     "case",
@@ -73,11 +76,13 @@ def test_a_tile_for_a_warp_and_a_tile_for_several(case, many, monkeypatch):
     check(case)
 
 
+@emulated
 @pytest.mark.parametrize("case", named(SHAPED))
 def test_query_aware_rounding_is_the_codecs(case):
     check(case, shaped=True)
 
 
+@emulated
 @pytest.mark.parametrize("shaped", [False, True])
 @pytest.mark.parametrize("bits", [4, 6])
 def test_ties(bits, shaped):
@@ -93,6 +98,7 @@ def test_ties(bits, shaped):
     assert_same_bytes(pages, want, case.layout)
 
 
+@emulated
 @pytest.mark.parametrize("word", ["k4v4", "k8v4", "kur4vu3", "fp8"])
 def test_tokens_that_cannot_be_encoded_are_marked(word):
     case = Case(format=word, heads=1, tokens=32, slots="aligned", dtype="fp32")
@@ -109,3 +115,35 @@ def test_what_it_does_not_take_is_named():
         case = Case(format=word, dim=dim)
         key, value, slots, pages, codec = build(case, CPU)
         assert reason in store_cuda.supports(StoreRequest(key, value, pages, slots, codec, case.layout))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", named([*COVERING, *MATRIX]))
+def test_on_a_gpu(case, device):
+    check(case, run=store_cuda.run, device=device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", named([*SHAPED, *ALL_SHAPED]))
+def test_query_aware_rounding_on_a_gpu(case, device):
+    check(case, True, store_cuda.run, device)
+
+
+@pytest.mark.gpu
+def test_it_is_what_a_gpu_gets_by_default(device):
+    key, value, slots, pages, codec = build(Case(dim=128), device)
+    request = StoreRequest(key, value, pages, slots, codec, Case(dim=128).layout)
+    assert REGISTRY.select(device, request).name == "cuda"
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("shaped", [False, True])
+def test_it_compiles_for(architecture, shaped, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
+    from slimkv.ops.cuda.compiler import compile_kernels
+
+    case = Case(dim=128, heads=1, tokens=16)
+    key, value, slots, pages, codec = build(case, CPU)
+    rounding = random_rounding(1, codec) if shaped else None
+    plan, _, _ = store_cuda.prepare(StoreRequest(key, value, pages, slots, codec, case.layout, rounding))
+    assert compile_kernels(store_cuda.SOURCE, plan.defines, architecture, tmp_path).startswith(b"\x7fELF")
