@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slimkv.cli.options import Json, user_errors, widths, words
+from slimkv.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,6 +65,46 @@ def _tables(report: DistortionReport) -> list[Table]:
         errors.add_row(str(w.bits), f"{w.mse:.6f}", gaussian, ratios[0], own, ratios[1], f"{w.paper_bound:.6f}")
         slopes.add_row(str(w.bits), *(f"{p.slope:.5f} ({p.slope_theory:.5f})" for p in w.policies))
     return [errors, slopes]
+
+
+@app.command()
+def rounding(
+    calibration: Annotated[
+        Path | None, typer.Option(help="A file from slimkv calibrate; default: a made-up second moment.")
+    ] = None,
+    layer: Annotated[int, typer.Option(help="Of the calibration.")] = 0,
+    head: Annotated[int, typer.Option(help="KV head of that layer.")] = 0,
+    head_dim: Annotated[int, typer.Option(help="Head size, without a calibration.")] = 128,
+    bits: Annotated[str, typer.Option(help="Widths, such as 4 or 2,3,4 or 1-8.")] = "2-6",
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG of the errors before and after here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Query-aware rounding by itself: the squared error that queries see, relative to plain rounding's."""
+    from rich.table import Table
+
+    from slimkv.cli.output import emit
+    from slimkv.evals.rounding import measure_rounding, plot_rounding, skewed_moment
+
+    with user_errors():
+        moment, source = skewed_moment(head_dim), "a made-up second moment"
+        if calibration is not None:
+            from slimkv.calibrate import Calibration
+
+            found = Calibration.load(calibration).statistics(layer).query_moment
+            if not 0 <= head < len(found):
+                raise InputError(f"layer {layer} has KV heads 0 to {len(found) - 1}, not {head}")
+            moment, source = found[head], f"{calibration.name}, layer {layer}, KV head {head}"
+        report = measure_rounding(moment, widths(bits), source=source)
+        if plot is not None:
+            plot_rounding(moment, plot)
+    table = Table(title=f"squared error over plain rounding's; {source}")
+    columns = "bits", "seen by queries", "predicted", "plain scale", "second sweep", "five scales", "of the key"
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in report.rows:
+        numbers = row.query_aware, row.predicted, row.plain_scale, row.second_sweep, row.scale_search, row.isotropic
+        table.add_row(str(row.bits), *(f"{x:.3f}" for x in numbers))
+    emit(report, as_json, table)
 
 
 @app.command()

@@ -149,7 +149,6 @@ def test_formats_that_the_calibration_chose(model, calibration):
 
 def test_auto_is_made_once_and_found_again(model, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("slimkv.integrations.transformers.statistics.RANDOM_TOKENS", 64)
     calls = []
     real = gather_calibration
 

@@ -24,7 +24,7 @@ _SAMPLED = 32  # queries per pass and head whose attention is looked at in full
 _PROBED = 256  # tokens on which the sensitivity of layers is measured
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
-RANDOM_WINDOWS, RANDOM_TOKENS = 4, 1024
+RANDOM_WINDOWS, RANDOM_TOKENS = 8, 1024
 
 
 def random_windows(config: Any, count: int = RANDOM_WINDOWS, tokens: int = RANDOM_TOKENS, seed: int = 0) -> Tensor:

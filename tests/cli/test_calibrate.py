@@ -1,0 +1,83 @@
+"""``slimkv calibrate`` and the commands that take its file, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from slimkv.calibrate import Calibration
+from slimkv.cli.app import app
+
+ARGUMENTS = ["--windows", "1", "--tokens", "48"]
+
+
+def run(*arguments: str, code: int = 0):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def file(tiny_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("calibration") / "tiny.safetensors"
+    run("calibrate", str(tiny_folder), "-o", str(out), "--profile", "aggressive", *ARGUMENTS)
+    return out
+
+
+def test_it_writes_a_file_and_says_what_is_in_it(tiny_folder, tmp_path):
+    out = tmp_path / "c.safetensors"
+    report = json.loads(
+        run("calibrate", str(tiny_folder), "-o", str(out), "--budget", "4.5", "--json", *ARGUMENTS).stdout
+    )
+    assert report["source"] == "48 random token ids, seed 0"
+    assert report["file_bytes"] == out.stat().st_size
+    assert len(report["logit_error_reduction"]) == report["layers"] == 2
+    assert report["widths"]["bits_per_number"] <= 4.5
+    made = Calibration.load(out)
+    assert made.formats == {int(c["layer"]): c["format"] for c in report["widths"]["choices"]}
+
+
+def test_text_and_tables(tiny_folder, tmp_path):
+    shown = run(
+        "calibrate",
+        str(tiny_folder),
+        "-o",
+        str(tmp_path / "c"),
+        "--text",
+        "shipped",
+        "--profile",
+        "balanced",
+        *ARGUMENTS,
+    ).stdout
+    assert "48 tokens of shipped" in shown
+    assert "widths per layer" in shown
+    assert Calibration.load(tmp_path / "c").formats is not None
+
+
+def test_evals_take_the_file(file, tiny_folder, tmp_path):
+    model = ["--model", str(tiny_folder), "--windows", "1", "--tokens", "48", "--json"]
+    for command in ("agreement", "perplexity"):
+        arguments = ["--calibration", str(file), "--format", "k4v4,calibrated", *model]
+        report = json.loads(run("eval", command, *arguments).stdout)
+        assert report["calibration"] == "48 random token ids, seed 0"
+        assert [r["format"] for r in report["rows"]][-1] == "calibrated"
+    plot = tmp_path / "widths.png"
+    report = json.loads(run("eval", "widths", "--calibration", str(file), "--plot", str(plot), *model).stdout)
+    assert len(report["rows"]) == 4
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "predicted" in run("eval", "rounding", "--calibration", str(file), "--bits", "4").stdout
+
+
+def test_mistakes_are_one_line(file, tiny_folder, tmp_path):
+    out = ["-o", str(tmp_path / "x")]
+    assert (
+        "both choose the widths"
+        in run("calibrate", str(tiny_folder), *out, "--budget", "4", "--profile", "balanced", code=2).output
+    )
+    assert "unknown profile" in run("calibrate", str(tiny_folder), *out, "--profile", "best", *ARGUMENTS, code=2).output
+    assert not (tmp_path / "x").exists()
+    file_of_nothing = ["eval", "agreement", "--calibration", str(tmp_path / "x"), "--model", str(tiny_folder)]
+    assert "there is no calibration file" in run(*file_of_nothing, code=2).output
+    assert "KV heads 0 to 0" in run("eval", "rounding", "--calibration", str(file), "--head", "3", code=2).output
