@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,8 @@ def _run_system(
         _show_progress(log, name, shown, step)
         if error is None and process.returncode:
             error = f"exit code {process.returncode}"
+    with suppress(ProcessLookupError):  # the engine's own processes, which would keep the next one's memory
+        os.killpg(process.pid, signal.SIGKILL)
     result = json.loads(target.read_text()) if target.is_file() else {}
     if error is not None:
         tail = log.read_text(errors="replace")[-3000:]

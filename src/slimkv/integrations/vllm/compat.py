@@ -95,6 +95,7 @@ __all__ = [
     "packed",
     "packs",
     "stock_backend",
+    "tensor_parallel_rank",
 ]
 
 _DELEGATED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
@@ -184,6 +185,13 @@ def stock_backend(head_size: int, attn_type: str) -> type[AttentionBackend]:
         attn_type=attn_type,
     )
     return resolve_obj_by_qualname(current_platform.get_attn_backend_cls(None, attn_selector_config=wanted))
+
+
+def tensor_parallel_rank() -> tuple[int, int]:
+    """This process's rank among those that share the layers' heads, and how many there are."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
 def layer_number(name: str) -> int | None:

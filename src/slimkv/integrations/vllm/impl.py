@@ -12,6 +12,7 @@ from slimkv import ops
 from slimkv.codec import Codec
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm.backend import CACHE_DTYPES, SlimKVBackend, bound
+from slimkv.integrations.vllm.calibrated import chosen_format, rounding
 from slimkv.integrations.vllm.compat import (
     AttentionImpl,
     AttentionType,
@@ -21,7 +22,7 @@ from slimkv.integrations.vllm.compat import (
 )
 from slimkv.integrations.vllm.metadata import SlimKVMetadata
 from slimkv.integrations.vllm.rehearsal import rehearse
-from slimkv.integrations.vllm.settings import Settings, parse
+from slimkv.integrations.vllm.settings import CALIBRATED, Settings, parse
 from slimkv.spec import CodecSpec, PageLayout
 
 
@@ -33,8 +34,6 @@ def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
 
 class SlimKVImpl(AttentionImpl):
     """Attention of one layer; encoder and cross attention are passed on to vLLM's own implementation."""
-
-    can_return_lse_for_decode: bool = True
 
     def __init__(
         self,
@@ -65,6 +64,8 @@ class SlimKVImpl(AttentionImpl):
         self._config = get_current_vllm_config()
         self._stock: Any = None
         self._spec: CodecSpec | None = None
+        self._number: int | None = None
+        self._matrices: tuple[Tensor | None] | None = None
         self._settings: Settings = parse(self._config.additional_config)
         if attn_type != AttentionType.DECODER:
             self._stock_backend = stock_backend(head_size, attn_type)
@@ -90,7 +91,7 @@ class SlimKVImpl(AttentionImpl):
         if asked:
             raise UnsupportedError(f"slimkv does not know what this model asks of its attention: {', '.join(asked)}")
         if self.total_cp_world_size > 1 or self.pcp_world_size > 1:
-            raise UnsupportedError("slimkv does not yet run under context parallelism; use tensor parallelism")
+            raise UnsupportedError("slimkv does not run under context parallelism; use tensor parallelism")
 
     # -- after the weights are there: the layer's name, hence its format ---------------------------------------------
 
@@ -103,7 +104,14 @@ class SlimKVImpl(AttentionImpl):
         name, layer = next(((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self), (None, None))
         if name is None or layer is None:
             raise UnsupportedError("vLLM does not list the layer of this attention, so that its format is not known")
-        word = self._word(self.kv_sharing_target_layer_name or name)
+        layers_in_model = self._config.model_config.hf_text_config.num_hidden_layers
+        self._settings.check_layers(layers_in_model)
+        number = layer_number(self.kv_sharing_target_layer_name or name)
+        # A drafter's layers are numbered from behind the model's, and no calibration knows them.
+        self._number = number if number is not None and number < layers_in_model else None
+        word = self._settings.format_of(number, layers_in_model)
+        if word == CALIBRATED:
+            word = self._calibrated_format(name)
         dtype = str(act_dtype if act_dtype.is_floating_point else self._config.model_config.dtype)
         self._spec = CodecSpec.parse(
             word,
@@ -117,10 +125,11 @@ class SlimKVImpl(AttentionImpl):
             scale=self.scale, window=self.sliding_window, softcap=self.logits_soft_cap or 0.0, sinks=self.sinks
         )
 
-    def _word(self, layer_name: str) -> str:
-        layers = self._config.model_config.hf_text_config.num_hidden_layers
-        self._settings.check_layers(layers)
-        return self._settings.format_of(layer_number(layer_name), layers)
+    def _calibrated_format(self, name: str) -> str:
+        if self._number is None:
+            raise InputError(f"slimkv: the calibration knows no layer {name}; give a format by its word")
+        assert self._settings.calibration is not None
+        return chosen_format(self._settings.calibration, self._config.model_config, self._number)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -142,11 +151,21 @@ class SlimKVImpl(AttentionImpl):
         if kv_cache.numel() == 0:  # while memory is being measured there is no cache
             return
         pages, layout = self._pages(kv_cache)
-        count = slot_mapping.shape[0]
+        count, codec = slot_mapping.shape[0], shared_codec(self._spec, key.device)
         ops.store(
-            key[:count], value[:count], pages, slot_mapping, codec=shared_codec(self._spec, key.device), layout=layout,
+            key[:count], value[:count], pages, slot_mapping, codec=codec, layout=layout, rounding=self._rounding(codec),
             impl=self._settings.impl,
         )  # fmt: skip
+
+    def _rounding(self, codec: Codec) -> Tensor | None:
+        """The calibration's matrices, made when first needed: not among the weights, which sleep may discard."""
+        if self._settings.calibration is None or self._number is None:
+            return None
+        if self._matrices is None:
+            self._matrices = (
+                rounding(self._settings.calibration, self._config.model_config, self._number, codec, self.num_kv_heads),
+            )
+        return self._matrices[0]
 
     def forward(
         self,
@@ -173,7 +192,9 @@ class SlimKVImpl(AttentionImpl):
         assert self._spec is not None
         codec = shared_codec(self._spec, query.device)
         if attn_metadata is None:  # vLLM measures memory, before there is a cache
-            rehearse(query, self.num_kv_heads, codec, self._options, self._config, self._settings.impl)
+            rehearse(
+                query, self.num_kv_heads, codec, self._options, self._config, self._rounding(codec), self._settings.impl
+            )
             return output.zero_()
         pages, layout = self._pages(kv_cache)
         self._attend(query, key, value, pages, layout, codec, attn_metadata, output)

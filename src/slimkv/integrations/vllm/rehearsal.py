@@ -20,7 +20,13 @@ _done: set[tuple[Any, ...]] = set()
 
 
 def rehearse(
-    query: Tensor, kv_heads: int, codec: Codec, options: ops.AttendOptions, config: Any, impl: str | None
+    query: Tensor,
+    kv_heads: int,
+    codec: Codec,
+    options: ops.AttendOptions,
+    config: Any,
+    rounding: Tensor | None,
+    impl: str | None,
 ) -> None:
     """Stores and attends as many new tokens as ``query`` has rows, as one request, once for each kind of layer."""
     if query.device.type == "cpu":  # nothing to compile, and vLLM is told the cache's size
@@ -42,7 +48,7 @@ def rehearse(
     spec = codec.spec
     key = torch.ones(tokens, kv_heads, spec.key_dim, dtype=query.dtype, device=device)
     value = torch.ones(tokens, kv_heads, spec.value_dim, dtype=query.dtype, device=device)
-    ops.store(key, value, pages, slots, codec=codec, layout=layout, impl=impl)
+    ops.store(key, value, pages, slots, codec=codec, layout=layout, rounding=rounding, impl=impl)
     ops.attend(
         torch.ones_like(query), pages, table, lengths, starts, codec=codec, layout=layout, max_query_len=tokens,
         max_seq_len=longest, options=options, impl=impl,

@@ -19,6 +19,7 @@ from slimkv.spec import CodecSpec, ScalePolicy, parse_policy
 KEY = "slimkv"
 EXAMPLE = '--attention-backend CUSTOM --additional-config \'{"slimkv": {"format": "k4v4"}}\''
 FRESH = ("codes", "raw")
+CALIBRATED = "calibrated"
 _ANY_HEAD = 64  # a head size every format takes: words are checked before the model is known
 
 
@@ -27,7 +28,8 @@ class Settings:
     """Everything a user chose.
 
     Attributes:
-        format: how K and V are stored, as ``CodecSpec.parse`` reads it.
+        format: how K and V are stored, as ``CodecSpec.parse`` reads it; ``calibrated``: each layer as the calibration
+            chose.
         first_layers, last_layers: how many layers at either end are stored as ``edge_format`` instead.
         edge_format: their format.
         layers: (first index, last index, format) of layers that are stored otherwise; later entries win over earlier
@@ -36,7 +38,7 @@ class Settings:
             so that a prefix-cache hit gives what a miss gave. ``raw``: they attend one another's unquantised K and V,
             which is a little closer to the stock cache and makes results depend on how a prompt was cut into chunks.
         key_policy, value_policy: scale policies of Lloyd-Max sides; None is the format's own.
-        calibration: a file from ``slimkv calibrate``, or None.
+        calibration: a file from ``slimkv calibrate``, with which Lloyd-Max keys are rounded, or None.
         impl: an implementation of store and attend by name; None is the best one for the device.
     """
 
@@ -101,8 +103,11 @@ def parse(additional_config: object) -> Settings:
             close = difflib.get_close_matches(str(name), known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
             raise InputError(f"slimkv: unknown setting {name!r}{hint} Known are {', '.join(known)}.")
+    calibrated = given.get("format") == CALIBRATED
+    if calibrated and given.get("calibration") is None:
+        raise InputError("slimkv: format 'calibrated' takes the widths from a file: name it as calibration")
     return Settings(
-        format=_format(given, "format", "k4v4"),
+        format=CALIBRATED if calibrated else _format(given, "format", "k4v4"),
         first_layers=_count(given, "first_layers"),
         last_layers=_count(given, "last_layers"),
         edge_format=_format(given, "edge_format", "raw"),
