@@ -83,6 +83,13 @@ def test_query_aware_rounding_is_the_codecs(case):
 
 
 @emulated
+@pytest.mark.parametrize("dim", [128, 112])
+def test_query_aware_rounding_of_many_tokens(dim, monkeypatch):
+    monkeypatch.setattr(store_cuda, "FEW_VECTORS", 0)
+    check(Case(dim=dim, heads=2, tokens=72, slots="aligned"), shaped=True)
+
+
+@emulated
 @pytest.mark.parametrize("shaped", [False, True])
 @pytest.mark.parametrize("bits", [4, 6])
 def test_ties(bits, shaped):

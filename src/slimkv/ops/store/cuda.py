@@ -19,8 +19,11 @@ from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, ScalePolicy, 
 SOURCE, KERNEL = "store.cu", "store"
 LARGEST_DIM = 256
 FEW_VECTORS = 8192  # tokens times heads: below this a tile is shared by several warps
-_WARPS = 4
-_GROUP_DIMS, _MOST_GROUPS = 32, 4  # a product with the matrix takes few dimensions; the rest of the rotation is additions
+_WARPS, _SHAPED_WARPS = 4, 2  # query-aware rounding needs much shared memory, of which small GPUs have 99 KiB
+_GROUP_DIMS, _MOST_GROUPS = (
+    32,
+    4,
+)  # a product with the matrix takes few dimensions; the rest of the rotation is additions
 _KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
 _POLICIES = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -127,7 +130,7 @@ def _in_vectors(x: Tensor) -> bool:
     return not (x.data_ptr() % 16 or x.stride(0) * size % 16 or x.stride(1) * size % 16)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=None)  # captured graphs point to the tables: they stay
 def _plan(
     layout: PageLayout,
     device: torch.device,
@@ -142,7 +145,7 @@ def _plan(
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
     defines = {"PAGE": layout.block_tokens, "LONG_SLOTS": int(long_slots)}
-    warps, shared = 1 if few else _WARPS, 0
+    warps, shared = 1 if few else _SHAPED_WARPS if shaped else _WARPS, 0
     tables: list[Tensor] = []
     together = few and not shaped
     sides = (
@@ -192,7 +195,7 @@ def _plan(
     defines |= {
         "WARPS": warps,
         "TILES_PER_BLOCK": tiles_per_block,
-        "BLOCKS": 4 if lean and not shaped else 2,
+        "BLOCKS": 4 if lean else 2,
         "SHAPED": int(shaped),
     }
     return Plan(defines, 32 * warps, shared, tiles_per_block, args, tuple(tables))
@@ -228,7 +231,7 @@ def _slices_per_warp(side: SideLayout) -> int:
     return next((n for n in range(share, slices, share) if slices % n == 0 and slices // n <= 4), slices)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=None)  # captured graphs point to the tables: they stay
 def _tables(
     form: TensorFormat, dim: int, transposed: bool, seed: int, groups: int, unit: float, device: torch.device
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:

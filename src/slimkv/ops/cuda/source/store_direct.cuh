@@ -28,15 +28,22 @@ template <class F> DEVICE void load_in_page_order(const SideArgs& side, int head
     int token = first + token_of<F>(lane, j);
     const u8* row = side.x + head * side.head_stride + token * side.stride;
 #pragma unroll
-    for (int s = 0; s < F::LOCAL; s++)
+    for (int s = 0; s < F::LOCAL; s++) {
+      constexpr int COUNT = 8 / F::TOKENS;
+      u32 bits[COUNT] = {};
+      if (token < tokens)
 #pragma unroll
-      for (int n = 0; n < 8; n++)
-        if (token_number<F>(n) == j) {
-          u32 bits = 0;
-          int at = 16 * s + dim_of<F>(lane, n);
-          if (token < tokens) bits = F::NARROW ? ((const u16*)row)[at] : ((const u32*)row)[at];
-          x[s][n] = F::DTYPE == BFLOAT16 ? as_float(bits << 16) : F::DTYPE == FLOAT16 ? half_to_float(bits) : as_float(bits);
+        for (int i = 0; i < COUNT; i++) {
+          int at = 16 * s + dim_of<F>(lane, j * COUNT + i);
+          if constexpr (!F::NARROW) bits[i] = ((const u32*)row)[at];
+          else if constexpr (F::VALUES || !F::VECTORS) bits[i] = ((const u16*)row)[at];
+          else if (i % 2 == 0) bits[i] = *(const u32*)(row + 2 * at);  // and the next one
+          else bits[i] = bits[i - 1] >> 16, bits[i - 1] &= 0xFFFF;
         }
+#pragma unroll
+      for (int i = 0; i < COUNT; i++)
+        x[s][j * COUNT + i] = F::DTYPE == BFLOAT16 ? as_float(bits[i] << 16) : F::DTYPE == FLOAT16 ? half_to_float(bits[i]) : as_float(bits[i]);
+    }
   }
 }
 
@@ -67,15 +74,14 @@ template <class F> DEVICE void put_codes(CodePlanes<F>& codes, int slice, const 
 
 template <class F> DEVICE void uniform_codes(const float x[F::LOCAL][8], const bool bad_input[F::TOKENS], u32 fields[2][F::TOKENS], CodePlanes<F>& codes) {
   constexpr int TOP = (1 << F::BITS) - 1;
-  float low[F::TOKENS], high[F::TOKENS], step[F::TOKENS], zero[F::TOKENS];
+  float low[F::TOKENS], high[F::TOKENS], step[F::TOKENS], zero[F::TOKENS], inverse[F::TOKENS];
 #pragma unroll
   for (int j = 0; j < F::TOKENS; j++) low[j] = as_float(0x7F800000u), high[j] = as_float(0xFF800000u);
 #pragma unroll
   for (int s = 0; s < F::LOCAL; s++)
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-      constexpr bool values = F::VALUES;
-      int j = values ? n >> 1 : n >> 2;
+      int j = token_number<F>(n);
       low[j] = minimum(low[j], x[s][n]);
       high[j] = maximum(high[j], x[s][n]);
     }
@@ -89,6 +95,7 @@ template <class F> DEVICE void uniform_codes(const float x[F::LOCAL][8], const b
     if (bad) fields[0][j] = fields[1][j] = INVALID_FIELD;
     step[j] = bad ? 0.0f : decode_unsigned(fields[0][j]);
     zero[j] = bad ? 0.0f : decode_signed(fields[1][j]);
+    inverse[j] = step[j] == 0.0f ? 0.0f : div_rn(1.0f, step[j]);
   }
 #pragma unroll
   for (int s = 0; s < F::LOCAL; s++) {
@@ -96,8 +103,12 @@ template <class F> DEVICE void uniform_codes(const float x[F::LOCAL][8], const b
 #pragma unroll
     for (int n = 0; n < 8; n++) {
       int j = token_number<F>(n);
-      float place = floor_of(add_rn(div_rn(sub_rn(x[s][n], zero[j]), step[j] == 0.0f ? 1.0f : step[j]), 0.5f));
-      code[n] = step[j] == 0.0f ? 0 : (u32)float_to_int_rz(minimum(maximum(place, 0.0f), (float)TOP));
+      // The quotient, correctly rounded: from a correctly rounded inverse two steps suffice, and what is so small or
+      // large that they do not is cut to the ends in any case.
+      float from = sub_rn(x[s][n], zero[j]), quotient = mul_rn(from, inverse[j]);
+      quotient = fma_rn(fma_rn(-quotient, step[j], from), inverse[j], quotient);
+      quotient = fma_rn(fma_rn(-quotient, step[j], from), inverse[j], quotient);
+      code[n] = (u32)float_to_int_rz(minimum(maximum(add_rn(quotient, 0.5f), 0.0f), (float)TOP));
     }
     put_codes<F>(codes, s, code);
   }
@@ -175,14 +186,14 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_direct(const 
     }
   } else {
     load_in_page_order<F>(side, head, first, args.tokens, lane, x);
-    float largest[F::TOKENS] = {};
+    float nothing[F::TOKENS] = {};
 #pragma unroll
     for (int s = 0; s < F::LOCAL; s++)
 #pragma unroll
       for (int n = 0; n < 8; n++)  // zero times anything but a finite number is NaN
-        largest[token_number<F>(n)] = add_rn(largest[token_number<F>(n)], mul_rn(x[s][n], 0.0f));
+        nothing[token_number<F>(n)] = fma_rn(x[s][n], 0.0f, nothing[token_number<F>(n)]);
 #pragma unroll
-    for (int j = 0; j < F::TOKENS; j++) bad[j] = largest[j] != 0.0f;
+    for (int j = 0; j < F::TOKENS; j++) bad[j] = nothing[j] != 0.0f;
   }
   if constexpr (F::KIND == STORE_UNIFORM) {
     float any[F::TOKENS];
