@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ def _in_vectors(x: Tensor) -> bool:
     return not (x.data_ptr() % 16 or x.stride(0) * size % 16 or x.stride(1) * size % 16)
 
 
-@lru_cache(maxsize=None)  # captured graphs point to the tables: they stay
+@cache  # captured graphs point to the tables: they stay
 def _plan(
     layout: PageLayout,
     device: torch.device,
@@ -231,7 +231,7 @@ def _slices_per_warp(side: SideLayout) -> int:
     return next((n for n in range(share, slices, share) if slices % n == 0 and slices // n <= 4), slices)
 
 
-@lru_cache(maxsize=None)  # captured graphs point to the tables: they stay
+@cache  # captured graphs point to the tables: they stay
 def _tables(
     form: TensorFormat, dim: int, transposed: bool, seed: int, groups: int, unit: float, device: torch.device
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
