@@ -145,7 +145,7 @@ def _plan(
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
     defines = {"PAGE": layout.block_tokens, "LONG_SLOTS": int(long_slots)}
-    warps, shared = 1 if few else _SHAPED_WARPS if shaped else _WARPS, 0
+    warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _SHAPED_WARPS if shaped else _WARPS, 0
     tables: list[Tensor] = []
     together = few and not shaped
     sides = (
@@ -185,7 +185,8 @@ def _plan(
                 side_args.doubled_levels[:] = doubled.view(np.uint32).tolist()
             used = len(tensors[1]) + 8 * len(tensors[2])
             if shaped and prefix == "K":
-                used = -(-(used + (4 << side.format.bits)) // 16) * 16 + warps * _shaped_bytes(side.dim)
+                levels = len(tensors[1]) if side.format.bits <= 4 else 1 << side.format.bits
+                used = -(-(used + 4 * levels) // 16) * 16 + warps * _shaped_bytes(side.dim)
             shared = max(shared, used + 8 * TILE_TOKENS * split)
         warps = max(warps, split)
         tables += tensors

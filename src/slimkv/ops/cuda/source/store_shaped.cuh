@@ -15,9 +15,22 @@ template <class F> struct ShapedMemory {
   DEVICE_MEMBER ShapedMemory(u8* memory) : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), errors(memory + NUMBERS + SUMS) {}
 };
 
-// The levels times error_steps, by code; they stand behind the other tables.
-template <class F> DEVICE float* scaled_levels(u8* memory) { return (float*)(memory + LloydTables<F>::BYTES); }
-template <class F> constexpr int shaped_table_bytes() { return (LloydTables<F>::BYTES + (4 << F::BITS) + 15) / 16 * 16; }
+// The levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next
+// coordinate, else by code.
+template <class F> struct ScaledLevels {
+  static constexpr bool BY_CELL = F::BITS <= 4;
+  static constexpr int COUNT = BY_CELL ? F::CELLS : 1 << F::BITS;
+  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + 4 * COUNT + 15) / 16 * 16;
+  float* levels;
+
+  DEVICE_MEMBER ScaledLevels(u8* memory) : levels((float*)(memory + LloydTables<F>::BYTES)) {}
+  DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
+#pragma unroll 1
+    for (int i = thread; i < COUNT; i += threads)
+      levels[i] = mul_rn(int_to_float_rn(side.levels[BY_CELL ? side.cells[i] : i]), mul_rn(error_steps, 1.0f / 128));
+  }
+  DEVICE_MEMBER float of(float x, u32 code) const { return levels[BY_CELL ? ceil_cell(x, F::CELL_SHIFT, F::CELL_ZERO) : code]; }
+};
 
 // What later slices' errors add to slice s, to memory.sums.
 template <class F> DEVICE void sum_later_slices(const ShapedMemory<F>& memory, const u8* weights, int s, int lane) {
@@ -46,7 +59,7 @@ template <class F> DEVICE void sum_later_slices(const ShapedMemory<F>& memory, c
 }
 
 // Replaces the coordinates of 32 tokens by codes.
-template <class F> DEVICE void shape_codes(const ShapedMemory<F>& memory, const LloydTables<F>& tables, const float* levels, const u8* weights,
+template <class F> DEVICE void shape_codes(const ShapedMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* weights,
                                            float error_steps, int lane) {
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
@@ -68,7 +81,7 @@ template <class F> DEVICE void shape_codes(const ShapedMemory<F>& memory, const 
       float x = own[n * memory.STRIDE];
       float target = minimum(maximum(fma_rn(int_to_float_rn(total), -back, x), -LIMIT), LIMIT);
       u32 code = code_of<F>(target, tables);
-      float error = minimum(maximum(fma_rn(x, -error_steps, levels[code]), -127.0f), 127.0f);
+      float error = minimum(maximum(fma_rn(x, -error_steps, levels.of(target, code)), -127.0f), 127.0f);
       u32 byte = as_bits(add_rn(error, 12582912.0f));
       errors[n / 4] = prmt(errors[n / 4], byte, n % 4 == 0 ? 0x3214 : n % 4 == 1 ? 0x3240 : n % 4 == 2 ? 0x3410 : 0x4210);
       own[n * memory.STRIDE] = as_float(code);
@@ -136,9 +149,9 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_shaped(const 
   int lane = thread_index() & 31, warp = thread_index() >> 5;
   LloydTables<F> tables(shared);
   tables.fill(shared, side, thread_index(), threads);
-  float* levels = scaled_levels<F>(shared);
-  for (int i = thread_index(); i < 1 << F::BITS; i += threads) levels[i] = mul_rn(int_to_float_rn(side.levels[i]), mul_rn(args.error_steps, 1.0f / 128));
-  ShapedMemory<F> memory(shared + shaped_table_bytes<F>() + warp * ShapedMemory<F>::BYTES);
+  ScaledLevels<F> levels(shared);
+  levels.fill(side, args.error_steps, thread_index(), threads);
+  ShapedMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + warp * ShapedMemory<F>::BYTES);
   for (int i = lane; i < memory.ERRORS / 16; i += 32) ((Words4*)memory.errors)[i] = {0, 0, 0, 0};
   sync_threads();
   if (first >= args.tokens) return;
