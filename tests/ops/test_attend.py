@@ -15,6 +15,7 @@ from attend_cases import DTYPES, Built, Case, build, exact, variants
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.attend import triton as attend_triton
+from slimkv.ops.attend import workspace_bytes as any_workspace_bytes
 from slimkv.ops.attend.triton import workspace_bytes
 
 DECODE = Case()
@@ -149,7 +150,11 @@ def check(case: Case, device: torch.device, impl: str = "triton", bound: float |
     out, lse = poisoned_out(case, built)
     workspace = None
     if case.given_workspace:
-        size = workspace_bytes(*built.query.shape[:2], case.spec.value_dim, case.splits or 1)
+        heads = built.query.shape[1]
+        size = any_workspace_bytes(
+            built.layout, total_queries=built.query.shape[0], sequences=len(case.lens), query_heads=heads,
+            kv_heads=case.kv_heads, max_query_len=built.batch.max_query_len, splits=case.splits or 1, device=device,
+        )  # fmt: skip
         workspace = torch.full((size,), 0xA5, dtype=torch.uint8, device=device)
     before = built.pages.clone()
     ops.attend(**built.arguments(), out=out, lse=lse, workspace=workspace, splits=case.splits, impl=impl)

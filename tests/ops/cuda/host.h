@@ -441,6 +441,8 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
   d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
   mma_u8_u8(d, a0, a1, a2, a3, b0, b1);
 }
+DEVICE void let_next_grid_start() {}
+DEVICE void wait_for_grid_before() {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
 DEVICE u32 high_product(u32 a, u32 b) { return (u32)(((u64)a * b) >> 32); }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
@@ -473,5 +475,3 @@ DEVICE Words4 load_often(const void* p) { return load_once(p); }
 DEVICE float load_float(const float* p) { return *p; }
 DEVICE i32 load_int(const i32* p) { return *p; }
 
-DEVICE void let_next_grid_start() {}
-DEVICE void wait_for_grid_before() {}

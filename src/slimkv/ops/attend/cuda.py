@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from slimkv.codec.codebook import codebook
+from slimkv.codec.rotation import sign_bits
 from slimkv.errors import InputError
 from slimkv.ops.attend import PACKED_QUERIES, AttendRequest
 from slimkv.ops.cuda.module import load
@@ -23,12 +24,31 @@ SOURCE = "decode.cu"
 LARGEST_DIM = 256
 _KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
 _TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_MERGE_WARPS = 8
 _LOG2E = math.log2(math.e)
+_MERGE_WARPS = 2
+
+
+# (tiles, warps, stages, resident) from best to smallest, by columns. Warps come in fours: one for each scheduler.
+_SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
+_LONG = {
+    4: ((4, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 2), *_SMALLER),
+    8: ((4, 12, 2, 1), (4, 4, 2, 2), *_SMALLER),
+    16: ((4, 4, 2, 2), *_SMALLER),
+}
+# Many short sequences: smaller blocks, of which one computes while another changes its sequence.
+_SHORT = {4: ((4, 4, 2, 3), *_LONG[4]), 8: ((4, 4, 2, 3), *_LONG[8]), 16: _LONG[16]}
+_SHORT_BYTES = 3 << 19  # of the keys and values of one head
 
 
 class _Table(ctypes.Structure):
-    _fields_ = (("low", ctypes.c_uint32), ("high", ctypes.c_uint32))
+    _fields_ = (("low", ctypes.c_uint32), ("high", ctypes.c_uint32), ("signs", ctypes.c_uint32))
+
+
+class _Powers(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("by_16", "by_2", "by_1", "by_3"))
+
+
+_SignBits = ctypes.c_uint32 * 8
 
 
 class Args(ctypes.Structure):
@@ -46,8 +66,11 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "softcap", "key_norm", "value_norm")),
         ("key_table", _Table),
         ("value_table", _Table),
+        ("powers", _Powers),
+        ("key_sign_bits", _SignBits),
+        ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks",
+            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split",
         )),
     )  # fmt: skip
 
@@ -56,7 +79,8 @@ class Args(ctypes.Structure):
 class Shape:
     """How the kernel is cut: all of it known when it is compiled."""
 
-    groups: int  # of 4 columns; a column is a query head of one query
+    groups: int  # of columns; a column is a query head of one query
+    wide: bool  # 8 columns a group instead of 4
     tiles: int  # 16-token tiles of a step
     warps: int
     stages: int  # steps of a warp in shared memory at a time
@@ -65,7 +89,7 @@ class Shape:
     @property
     def columns(self) -> int:
         """Rows of output that one block computes at a time."""
-        return 4 * self.groups
+        return (8 if self.wide else 4) * self.groups
 
 
 @dataclass(frozen=True)
@@ -85,14 +109,16 @@ def supports(request: AttendRequest) -> str | None:
     spec = request.layout.spec
     for name, side, dim in (("key", spec.key, spec.key_dim), ("value", spec.value, spec.value_dim)):
         if side.kind not in _KINDS:
-            return f"{name} format {side.word} is not one of its formats (l1-l8, u2-u8, ur2-ur8, fp8); use impl='triton'"
+            return (
+                f"{name} format {side.word} is not one of its formats (l1-l8, u2-u8, ur2-ur8, fp8); use impl='triton'"
+            )
         if dim > LARGEST_DIM:
             return f"{name} head size {dim} is beyond {LARGEST_DIM}; use impl='triton'"
     if request.layout.block_tokens < 16:
         return "it reads blocks of 16 tokens and more; use impl='reference'"
-    if request.group > 4 * _most_groups(request.layout):
+    if request.group > _most_columns(request.layout):
         return (
-            f"{request.group} query heads per KV head are more than {4 * _most_groups(request.layout)}, "
+            f"{request.group} query heads per KV head are more than {_most_columns(request.layout)}, "
             f"what fits its registers at head sizes {spec.key_dim}/{spec.value_dim}; use impl='triton'"
         )
     if request.fresh is not None:
@@ -118,11 +144,12 @@ def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> N
     query, out, layout, options = request.query, request.out, request.layout, request.options
     spec, (total, heads) = layout.spec, query.shape[:2]
     kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
-    shape = _shape_on(device, layout, request.group, min(request.max_query_len, PACKED_QUERIES))
+    shape = shape_on(device, layout, request.group, min(request.max_query_len, PACKED_QUERIES), request.max_seq_len)
     if shape is None:
         raise InputError(f"{spec.word} needs more shared memory than this device has")
     blocks = device.multiprocessors * shape.resident
-    slots = part_slots(total, sequences, kv_heads, request.group, shape, blocks)
+    items = most_items(total, sequences, kv_heads, request.group, shape)
+    slots = items + blocks  # every item has a part, and every block may begin another
     floats = slots * shape.columns * (spec.value_dim + 2)
     workspace = request.workspace
     if workspace is None:
@@ -133,6 +160,7 @@ def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> N
             f"not {workspace.dtype} with {workspace.numel()}"
         )
     parts = workspace.data_ptr()
+    merge_split = 2 if total * heads <= 32 * device.multiprocessors else 1  # few rows have many parts
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     key, value = request.codec.key_tables, request.codec.value_tables
     args = Args(
@@ -148,23 +176,23 @@ def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> N
         table_stride=request.block_table.stride(0), out_stride=out.stride(0), out_head_stride=out.stride(1),
         scale=request.scale * _LOG2E, softcap=options.softcap * _LOG2E,
         key_norm=key.orthonormal, value_norm=value.orthonormal,
-        key_table=_Table(*_key_table(spec.key, spec.key_dim)),
-        value_table=_Table(*_value_table(spec.value, spec.value_dim)),
+        key_table=_Table(*_table(spec.key, spec.key_dim)), value_table=_Table(*_table(spec.value, spec.value_dim)),
+        powers=_Powers(1 << 16, 1 << 30, 1 << 31, 1 << 29),
+        key_sign_bits=_sign_bits(spec.key_dim, spec.seed), value_sign_bits=_sign_bits(spec.value_dim, spec.seed),
         sequences=sequences, heads=kv_heads, group=request.group, most_queries=PACKED_QUERIES,
-        causal=options.causal, window=options.window or 0, blocks=blocks,
+        causal=options.causal, window=options.window or 0, blocks=blocks, merge_split=merge_split,
     )  # fmt: skip
-    defines = _defines(
+    defines = kernel_defines(
         layout, shape, _TYPES[query.dtype], _TYPES[out.dtype], options.window is not None, options.softcap > 0
     )
     launch("attend", defines, (blocks, 1), 32 * shape.warps, shared_bytes(layout, shape), args, False)
-    merge_shared = 4 * _MERGE_WARPS * max(spec.value_dim, 3)
-    launch("merge", defines, (total, -(-heads // _MERGE_WARPS)), 32 * _MERGE_WARPS, merge_shared, args, True)
+    merge_grid = (total, -(-heads * merge_split // _MERGE_WARPS))
+    launch("merge", defines, merge_grid, 32 * _MERGE_WARPS, 4 * _MERGE_WARPS * (spec.value_dim + 2), args, True)
 
 
-def part_slots(total: int, sequences: int, kv_heads: int, group: int, shape: Shape, blocks: int) -> int:
-    """Most partial results of one call: one for every chunk of queries and head, and one more for every block."""
-    per_chunk = shape.columns // group
-    return (total // per_chunk + min(sequences, total)) * kv_heads + blocks
+def most_items(total: int, sequences: int, kv_heads: int, group: int, shape: Shape) -> int:
+    """Most (sequence, chunk of queries, KV head) of one call."""
+    return min(total, total // (shape.columns // group) + sequences) * kv_heads
 
 
 def workspace_bytes(
@@ -172,37 +200,37 @@ def workspace_bytes(
     device: torch.device,
 ) -> int:  # fmt: skip
     """Bytes that ``attend`` needs as ``workspace`` for these bounds."""
-    about = device_of(device)
-    shape = _shape_on(about, layout, group, min(max_query_len, PACKED_QUERIES))
-    if shape is None:
-        return 0
-    slots = part_slots(
-        total_queries, sequences, kv_heads, group, shape, about.multiprocessors * shape.resident
-    )
-    return 4 * slots * shape.columns * (layout.spec.value_dim + 2)
+    about, need = device_of(device), 0
+    for queries in range(1, min(max_query_len, PACKED_QUERIES) + 1):
+        for tokens in (0, 1 << 40):
+            shape = shape_on(about, layout, group, queries, tokens)
+            if shape is not None:
+                items = most_items(total_queries, sequences, kv_heads, group, shape)
+                slots = items + about.multiprocessors * shape.resident
+                need = max(need, 4 * slots * shape.columns * (layout.spec.value_dim + 2))
+    return need
 
 
 # -- the shape ---------------------------------------------------------------------------------------------------------
 
 
-def _most_groups(layout: PageLayout) -> int:
-    return 4 if max(layout.spec.key_dim, layout.spec.value_dim) <= 128 else 2
+def _most_columns(layout: PageLayout) -> int:
+    return 16 if max(layout.spec.key_dim, layout.spec.value_dim) <= 128 else 8
 
 
 def _shape(request: AttendRequest) -> Shape | None:
-    queries = min(request.max_query_len, PACKED_QUERIES)
-    return _shape_on(device_of(request.query.device), request.layout, request.group, queries)
+    device, queries = device_of(request.query.device), min(request.max_query_len, PACKED_QUERIES)
+    return shape_on(device, request.layout, request.group, queries, request.max_seq_len)
 
 
-@lru_cache(maxsize=256)
-def _shape_on(device: Device, layout: PageLayout, group: int, queries: int) -> Shape | None:
-    """The first of a list of shapes whose shared memory fits."""
-    most = _most_groups(layout)
-    groups = next(n for n in (1, 2, 4) if n >= most or 4 * n >= group * queries)
-    for tiles, warps, stages, resident in (
-        (2, 8, 3, 2), (2, 8, 2, 2), (2, 8, 3, 1), (2, 8, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1), (1, 2, 2, 1),
-    ):  # fmt: skip
-        shape = Shape(groups, tiles, warps, stages, resident)
+@lru_cache(maxsize=4096)
+def shape_on(device: Device, layout: PageLayout, group: int, queries: int, tokens: int) -> Shape | None:
+    """For sequences of up to ``tokens`` tokens and ``queries`` queries: the first shape that fits shared memory."""
+    most = _most_columns(layout)
+    columns = next(n for n in (4, 8, 16) if n >= most or n >= group * queries)
+    short = tokens * layout.bytes_per_token < _SHORT_BYTES
+    for tiles, warps, stages, resident in (_SHORT if short else _LONG)[columns]:
+        shape = Shape(max(1, columns // 8), columns > 4, tiles, warps, stages, resident)
         shared = shared_bytes(layout, shape)
         if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
             return shape
@@ -214,10 +242,11 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     spec = layout.spec
     fields = 32 * (spec.key.field_count + spec.value.field_count)
     tile = 16 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
-    slot = max(shape.tiles * tile, 16 * (spec.value_dim + 8))
+    slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim + 8))
     levels = sum(128 << f.bits for f in (spec.key, spec.value) if f.kind == Kind.LLOYD and f.bits > 4)
-    query = (2 if _in_bytes(spec.key) else 4) * shape.columns * spec.key_dim
-    return shape.warps * shape.stages * slot + levels + query + 8 * shape.columns * (1 + shape.warps)
+    query = 8 * shape.groups * spec.key_dim * (1 if _in_bytes(spec.key) and not shape.wide else 2)
+    states = 8 * shape.columns * (1 + shape.warps)
+    return shape.warps * shape.stages * slot + levels + query + states
 
 
 def _in_bytes(form: TensorFormat) -> bool:
@@ -226,7 +255,11 @@ def _in_bytes(form: TensorFormat) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _defines(layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool) -> dict[str, int]:
+def kernel_defines(
+    layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool
+) -> dict[str, int]:
+    """What decode.cu is compiled with."""
+
     def side(prefix: str, s: SideLayout) -> dict[str, int]:
         return {
             f"{prefix}_KIND": _KINDS[s.format.kind],
@@ -238,7 +271,8 @@ def _defines(layout: PageLayout, shape: Shape, q_type: int, out_type: int, windo
     return {
         "PAGE": layout.block_tokens, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
-        "NG": shape.groups, "NT": shape.tiles, "WARPS": shape.warps, "STAGES": shape.stages, "BLOCKS": shape.resident,
+        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "STAGES": shape.stages,
+        "BLOCKS": shape.resident,
         "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     }  # fmt: skip
@@ -253,8 +287,8 @@ def _words(entries: list[int]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _key_table(form: TensorFormat, dim: int) -> tuple[int, int]:
-    """The bytes of keys: level + 63.5; at 4 bits what an exclusive or with 0xFF (positive) or 0x80 makes that of."""
+def _table(form: TensorFormat, dim: int) -> tuple[int, int]:
+    """The bytes of codes: level + 63.5; at 4 bits what an exclusive or with 0xFF (positive) or 0x80 makes that of."""
     if not _in_bytes(form) or form.bits > 4:
         return 0, 0
     if form.kind == Kind.UNIFORM:
@@ -266,16 +300,10 @@ def _key_table(form: TensorFormat, dim: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _value_table(form: TensorFormat, dim: int) -> tuple[int, int]:
-    """The bytes of values: level - 0.5, signed; at 4 bits the complement of the positive one, which 0xFF makes of it."""
-    if not _in_bytes(form) or form.bits > 4:
-        return 0, 0
-    if form.kind == Kind.UNIFORM:
-        return _words(list(range(8)))
-    levels = codebook(form.bits, dim).levels_by_code.tolist()
-    if form.bits == 4:
-        return _words([~int(level - 0.5) for level in levels[8:]])
-    return _words([math.floor(level - 0.5) for level in levels])
+def _sign_bits(dim: int, seed: int) -> ctypes.Array[ctypes.c_uint32]:
+    """The random signs of the rotation, a set bit for -1."""
+    negative = sum(1 << i for i, sign in enumerate(sign_bits(dim, seed).tolist()) if sign < 0)
+    return _SignBits(*((negative >> 32 * i) & 0xFFFFFFFF for i in range(8)))
 
 
 # -- the device --------------------------------------------------------------------------------------------------------

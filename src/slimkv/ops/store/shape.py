@@ -17,6 +17,7 @@ from slimkv.codec.quantize import ROUND_MAGIC
 from slimkv.codec.rounding import LARGEST_BYTE, WEIGHT_STEPS
 
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
+_MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)  # of _MAGIC; adding n to the bits adds n to the number
 _LARGEST: tl.constexpr = tl.constexpr(float(LARGEST_BYTE))
 _WEIGHT_STEPS: tl.constexpr = tl.constexpr(WEIGHT_STEPS)
 
@@ -59,6 +60,12 @@ def magnitude(x, bounds, entries, BITS: tl.constexpr):
         for i in tl.static_range(BITS - 1):
             index += tl.where(a > tl.load(bounds + index + ((1 << (BITS - 2 - i)) - 1)), 1 << (BITS - 2 - i), 0)
         return index, tl.load(entries + index)
+
+
+@triton.jit
+def _as_float(byte):
+    """int8 -> float32: an addition instead of a conversion, which a GPU does at an eighth of the speed."""
+    return (byte.to(tl.int32) + _MAGIC_BITS).to(tl.float32, bitcast=True) - _MAGIC
 
 
 @triton.jit
@@ -114,7 +121,7 @@ def _shape_slice(standard, sums, weights, bounds, levels, error_steps, back, M: 
     for n in tl.static_range(16):
         total = corrections[15 - n]
         for m in tl.static_range(n):
-            total += tl.load(weights + (15 - n) * D + (16 - n + m)).to(tl.float32) * errors[m]
+            total += _as_float(tl.load(weights + (15 - n) * D + (16 - n + m))) * errors[m]
         level = _level(own[15 - n] - total * back, bounds, levels, BITS)
         error = tl.minimum(tl.maximum((level - own[15 - n]) * error_steps, -_LARGEST), _LARGEST)
         chosen = (level,) + chosen
@@ -140,8 +147,8 @@ def shaped_levels(standard, weights, bounds, levels, error_steps, D: tl.constexp
     for n in range(D // 16):
         at = D // 16 - 1 - n
         row = at * 16 + tl.arange(0, 16)
-        piece = tl.load(weights + row[None, :] * D + col[:, None], mask=(col < D)[:, None], other=0).to(tl.float16)
-        sums = tl.dot(tl.reshape(errors, (M, DP)), piece)  # errors not yet made are zero
+        piece = tl.load(weights + row[None, :] * D + col[:, None], mask=(col < D)[:, None], other=0)
+        sums = tl.dot(tl.reshape(errors, (M, DP)), _as_float(piece).to(tl.float16))  # errors not yet made are zero
         own = tl.sum(tl.where(number == at, by_slice, 0.0), 1)
         found, error = _shape_slice(
             own, sums, weights + at * 16 * (D + 1), bounds, levels + (1 << (BITS - 1)), error_steps, back, M, D, BITS

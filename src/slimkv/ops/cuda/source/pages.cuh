@@ -136,21 +136,52 @@ DEVICE void code_bytes(u32 low, u32 high, Table table, const Powers& powers, u32
   }
 }
 
-// ---- fp16 for the others ------------------------------------------------------------------------------------------
+// ---- halves -------------------------------------------------------------------------------------------------------
 
 template <int BITS> DEVICE u32 code_at(u32 low, u32 high, int n) {
   if (BITS == 8) return ((n < 4 ? low : high) >> (8 * (n & 3))) & 0xFF;
   return ((low >> (4 * n)) & 0xF) | (((high >> (4 * n)) & 0xF) << 4);
 }
 
-// Numbers m and n of a slice as two halves. Lloyd-Max: from a table in shared memory with a copy for each lane, so that
-// lanes never wait for one another. FP8: behind fp16's exponent the bits of e4m3 are the number over 256.
-template <int KIND, int BITS> DEVICE u32 code_halves(u32 low, u32 high, const u32* levels, int lane, int m, int n) {
-  if (KIND == FP8) {
-    u32 x = prmt(low, high, (u32)((m << 4) | (n << 12))) & 0xFF00FF00u;
-    return (x & 0x80008000u) | ((x >> 1) & 0x3F803F80u);
+// What `code_halves` adds to every number. A byte behind fp16's 0x64 is 1024 + the byte; keys keep that, and it comes off
+// their score. Values are summed over many tokens, so they are centred, but for half a unit.
+template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
+  return !in_bytes<KIND, BITS>() ? 0.0f
+         : KIND == LLOYD         ? (TRANSPOSED ? 0.5f : 1087.5f)
+                                 : (TRANSPOSED ? -(float)(1 << (BITS - 1)) : 1024.0f);
+}
+
+// The numbers of a slice as an operand: pairs (0, 1), (4, 5), (2, 3), (6, 7) for keys, (0, 2), (1, 3), (4, 6), (5, 7) for
+// values. Lloyd-Max of more than 4 bits: from a table in shared memory with a copy for each lane, so that lanes never wait
+// for one another. FP8: behind fp16's exponent the bits of e4m3 are the number over 256.
+template <int KIND, int BITS, bool TRANSPOSED>
+DEVICE void code_halves(u32 low, u32 high, Table table, const Powers& powers, const u32* levels, int lane, u32 (&a)[4]) {
+  if (in_bytes<KIND, BITS>()) {
+    u32 first, second;
+    code_bytes<KIND, BITS>(low, high, table, powers, first, second);
+    const u32 base = 0x64646464u;
+    if (TRANSPOSED) {
+      const u32 centre = KIND == LLOYD ? 0x643F643Fu : (0x6400u + (1u << (BITS - 1))) * 0x10001u;
+      a[0] = half2_sub(prmt(first, base, 0x4240), centre), a[1] = half2_sub(prmt(first, base, 0x4341), centre);
+      a[2] = half2_sub(prmt(second, base, 0x4240), centre), a[3] = half2_sub(prmt(second, base, 0x4341), centre);
+    } else {
+      a[0] = prmt(first, base, 0x4140), a[2] = prmt(first, base, 0x4342);
+      a[1] = prmt(second, base, 0x4140), a[3] = prmt(second, base, 0x4342);
+    }
+    return;
   }
-  return prmt(levels[32 * code_at<BITS>(low, high, m) + lane], levels[32 * code_at<BITS>(low, high, n) + lane], 0x5410);
+  const int pairs[4][2] = {{0, TRANSPOSED ? 2 : 1}, {TRANSPOSED ? 1 : 4, TRANSPOSED ? 3 : 5},
+                           {TRANSPOSED ? 4 : 2, TRANSPOSED ? 6 : 3}, {TRANSPOSED ? 5 : 6, 7}};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int m = pairs[i][0], n = pairs[i][1];
+    if (KIND == FP8) {
+      const u32 x = prmt(low, high, (u32)((m << 4) | (n << 12))) & 0xFF00FF00u;
+      a[i] = (x & 0x80008000u) | ((x >> 1) & 0x3F803F80u);
+    } else {
+      a[i] = prmt(levels[32 * code_at<BITS>(low, high, m) + lane], levels[32 * code_at<BITS>(low, high, n) + lane], 0x5410);
+    }
+  }
 }
 
 // ---- fields -------------------------------------------------------------------------------------------------------

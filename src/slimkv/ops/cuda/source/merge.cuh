@@ -1,0 +1,103 @@
+// Puts the parts of a (query, head) together, adds the sink, divides, rotates back and writes the output. `merge_split`
+// warps share the parts of one, so that few rows with many parts do not wait for one load after the other. Blocks are
+// small: they fit beside those of `attend` and have looked everything up when the last of these is done.
+#pragma once
+#include "rotation.cuh"
+#include "schedule.cuh"
+
+constexpr int MERGE_WARPS = 2, AT_ONCE = 4, VN = (VD + 31) / 32;
+
+struct Merged {
+  float highest, total, x[VN];
+  DEVICE_MEMBER void add(float m, float l, const float (&v)[VN]) {
+    const float top = maximum(highest, m);
+    const float mine = highest == MINUS_INFINITY ? (total == total ? 0.0f : 1.0f) : exp2_fast(highest - top);
+    const float other = m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_fast(m - top);
+    total = total * mine + l * other;
+#pragma unroll
+    for (int i = 0; i < VN; i++) x[i] = x[i] * mine + v[i] * other;
+    highest = top;
+  }
+};
+
+KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT Args args) {
+  SHARED_MEMORY(shared);
+  const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
+  const int row = block_index(), head = block_index_y() * (MERGE_WARPS / split) + warp / split;
+  const int query_heads = args.heads * args.group;
+  if (row >= load_int(args.starts + args.sequences)) return;
+  int b = 0;
+  for (int high = args.sequences; high - b > 1;) {
+    const int middle = (b + high) / 2;
+    if (load_int(args.starts + middle) <= row) b = middle; else high = middle;
+  }
+  const Sequence s = sequence_at(args, b);
+  if (s.chunks == 0) return;  // another kernel's
+  const Sums before = sums_before(args, b, lane);
+  const int share = steps_per_block(before.all_steps, args.blocks);
+  const int per_chunk = COLUMNS / args.group, query = row - s.start, chunk = query / per_chunk;
+  const int column = (query % per_chunk) * args.group + head % args.group;
+  const int within = chunk * args.heads + head / args.group, item = before.items + within;
+  const int first = before.steps + within * s.steps, first_block = first / share;
+  const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / share : first_block - 1;
+  wait_for_grid_before();
+
+  Merged merged;
+  merged.highest = MINUS_INFINITY, merged.total = 0;
+#pragma unroll
+  for (int i = 0; i < VN; i++) merged.x[i] = 0;
+  for (int block = first_block + warp % split; block <= last_block; block += AT_ONCE * split) {
+    float m[AT_ONCE], l[AT_ONCE], v[AT_ONCE][VN];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      const bool real = block + j * split <= last_block;
+      const i64 part = (i64)(item + (real ? block + j * split : block)) * COLUMNS + column;
+      m[j] = real ? args.part_states[2 * part] : MINUS_INFINITY;
+      l[j] = real ? args.part_states[2 * part + 1] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? args.parts[part * VD + lane + 32 * i] : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) merged.add(m[j], l[j], v[j]);
+  }
+  float* mine = (float*)shared + warp * (VD + 2);
+  if (split > 1) {
+    if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.total;
+#pragma unroll
+    for (int i = 0; i < VN; i++)
+      if (lane + 32 * i < VD) mine[lane + 32 * i] = merged.x[i];
+    sync_threads();
+    if (warp % split) return;
+    for (int w = 1; w < split; w++) {
+      const float* theirs = mine + w * (VD + 2);
+      float v[VN];
+#pragma unroll
+      for (int i = 0; i < VN; i++) v[i] = lane + 32 * i < VD ? theirs[lane + 32 * i] : 0.0f;
+      merged.add(theirs[VD], theirs[VD + 1], v);
+    }
+  }
+  if (head >= query_heads) return;
+  float highest = merged.highest, total = merged.total, factor = 1.0f;
+  if (args.sinks) {
+    const float sink = args.sinks[head] * LOG2E, above = maximum(highest, sink);
+    factor = highest == MINUS_INFINITY ? 0.0f : exp2_fast(highest - above);
+    total = total * (total == total ? factor : 1.0f) + exp2_fast(sink - above);
+    highest = above;
+  }
+  const float inverse = total == 0 ? 0.0f : factor / total;
+  float x[VN];
+#pragma unroll
+  for (int i = 0; i < VN; i++) x[i] = merged.x[i] * inverse;
+  if (V_ROTATED) unrotate<VD>(x, args.value_sign_bits, (const u16*)args.value_signs, args.value_norm, mine, lane);
+  const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
+#pragma unroll
+  for (int i = 0; i < VN; i++) {
+    const int d = lane + 32 * i;
+    if (d >= VD) continue;
+    if (OUT_TYPE == 2) ((float*)args.out)[at + d] = x[i];
+    else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == 1 ? float_to_bfloat(x[i]) : float_to_half(x[i]));
+  }
+  if (args.lse && lane == 0)
+    args.lse[(i64)row * query_heads + head] = total == 0 ? MINUS_INFINITY : (highest + log2_fast(total)) * LN2;
+}
+LAUNCHABLE(merge, Args)

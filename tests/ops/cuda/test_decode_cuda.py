@@ -1,0 +1,206 @@
+"""CUDA attend against the definition in float64: lane by lane on a CPU, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import host
+import pytest
+import torch
+from attend_cases import Built, Case, build, exact
+from test_attend import DECODE, EVERYTHING, MATRIX, check, poisoned_out, row_errors
+
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.ops.attend import PACKED_QUERIES, AttendRequest
+from slimkv.ops.attend import cuda as attend_cuda
+from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.spec import CodecSpec, Kind, PageLayout
+
+emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
+CPU = torch.device("cpu")
+SMALL_GPU = attend_cuda.Device(multiprocessors=3, shared_of_multiprocessor=233472, shared_of_block=232448)
+OLD_GPU = attend_cuda.Device(multiprocessors=2, shared_of_multiprocessor=102400, shared_of_block=101376)
+
+
+def request_of(built: Built, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor | None) -> AttendRequest:
+    b = built.batch
+    return AttendRequest(
+        built.query, built.pages, b.block_table, b.seq_lens, b.query_start, b.max_query_len, b.max_seq_len,
+        built.codec, built.layout, built.options, built.fresh, out, lse, workspace, None,
+    )  # fmt: skip
+
+
+def launch(name, defines, grid, threads, shared, args, overlap) -> None:
+    host.launch(
+        host.compile(Path(attend_cuda.SOURCE), defines), name, grid=grid, threads=threads, shared=shared, args=args
+    )
+
+
+def run_emulated(case: Case, device=SMALL_GPU) -> tuple[Built, torch.Tensor, torch.Tensor]:
+    built = build(case, CPU)
+    out, lse = poisoned_out(case, built)
+    request = request_of(built, out, lse, None)
+    assert attend_cuda.supports(request) is None
+    attend_cuda.attend_packed(request, device, launch)
+    return built, out, lse
+
+
+def check_emulated(case: Case, device=SMALL_GPU) -> None:
+    built, out, lse = run_emulated(case, device)
+    want, want_lse = exact(built)
+    first = 0
+    for count in case.queries:  # rows of longer sequences are the prefill kernel's
+        rows = slice(first, first + count)
+        first += count
+        if count > PACKED_QUERIES:
+            assert out[rows].isnan().all(), "rows of another kernel were written"
+        elif count:
+            assert row_errors(out[rows], want[rows]).max() <= case.bound
+            empty = want_lse[rows] == -torch.inf
+            assert torch.equal(lse[rows] == -torch.inf, empty)
+            off = (lse[rows] - want_lse[rows])[~empty].abs() / (1 + want_lse[rows][~empty].abs())
+            assert not len(off) or off.max() <= case.lse_bound
+    assert out[first:].isnan().all(), "padding rows were written"
+    assert lse[first:].isnan().all()
+
+
+TINY = replace(DECODE, kv_heads=1, lens=(137, 9), queries=(1, 1))
+VERIFY = replace(TINY, lens=(70, 5, 0, 17), queries=(5, 2, 1, 3))
+EMULATED = [
+    *(replace(TINY, format=f) for f in ("k1v1", "k2v3", "k4v4", "k5v6", "k7v2", "kl8vl8", "fp8", "ku2vu3", "kur4vu7")),
+    *(replace(VERIFY, format=f) for f in ("k4v4", "k3v2", "4bit_nc", "k8v4", "kl6vfp8", "ku8vur3")),
+    *(replace(TINY, dim=dim, format=f) for dim, f in ((16, "k4v4"), (80, "k3v5"), (96, "k1v2"), (128, "k4v4"))),
+    replace(TINY, dim=256, format="k4v3", lens=(40,), queries=(1,)),
+    replace(VERIFY, dim=192, value_dim=128),
+    *(replace(TINY, group=group) for group in (1, 3, 6, 8, 16)),
+    *(replace(TINY, page=page, lens=(2 * page + 3, page, 60), queries=(1, 1, 1)) for page in (32, 128)),
+    *(replace(VERIFY, **{k: v}) for k, v in (("window", 5), ("softcap", 2.5), ("causal", False), ("scale", -0.3))),
+    replace(VERIFY, **EVERYTHING),
+    replace(TINY, **EVERYTHING, lens=(700, 60)),
+    replace(TINY, lens=(70, 20, 33, 0, 41), queries=(36, 1, 4, 1, 41)),
+    replace(TINY, lens=tuple(range(70)), queries=(1,) * 70),
+    replace(TINY, lens=(0, 0), sinks=True),
+    replace(TINY, value_norm=1e-6, dtype="fp32"),
+    replace(VERIFY, value_norm=1e5, dtype="fp32", out_dtype="bf16"),
+    replace(TINY, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),
+]
+
+
+@emulated
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_attend(case):
+    check_emulated(case)
+
+
+@emulated
+def test_a_gpu_with_less_shared_memory():
+    check_emulated(replace(TINY, dim=256, format="kl6vl6", lens=(40,), queries=(1,)), OLD_GPU)
+
+
+@emulated
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_marked_token_gives_nan_to_who_sees_it_only(queries):
+    from slimkv import ops
+
+    built = build(replace(TINY, lens=(200, 20), queries=(queries, 1)), CPU)
+    bad = torch.full((1, 1, 64), torch.nan)
+    at = 5 if queries == 1 else 198  # far from any mask, or seen by the last two queries only
+    ops.store(bad, bad, built.pages, built.positions(0)[at : at + 1], codec=built.codec, layout=built.layout)
+    out, lse = poisoned_out(built.case, built)
+    attend_cuda.attend_packed(request_of(built, out, lse, None), SMALL_GPU, launch)
+    seen = 0 if queries == 1 else 1
+    assert out[seen:queries].isnan().any(-1).all()
+    assert out[:seen].isfinite().all()
+    assert out[queries:].isfinite().all()
+
+
+@emulated
+def test_results_do_not_depend_on_the_other_sequences():
+    """Steps begin at fixed tokens, so only the order of a few additions may differ."""
+    built, together, _ = run_emulated(replace(TINY, lens=(300, 9, 150), queries=(1, 1, 1)))
+    batch = built.batch
+    for i in range(3):
+        one = replace(
+            batch,
+            block_table=batch.block_table[i : i + 1],
+            seq_lens=batch.seq_lens[i : i + 1],
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+        )
+        alone = replace(built, batch=one, query=built.query[i : i + 1])
+        out = torch.full_like(together[i : i + 1], torch.nan)
+        attend_cuda.attend_packed(request_of(alone, out, torch.empty(1, 4), None), SMALL_GPU, launch)
+        assert torch.allclose(out, together[i : i + 1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_workspace_that_is_too_small_is_refused():
+    built = build(TINY, CPU)
+    out, lse = poisoned_out(TINY, built)
+    request = request_of(built, out, lse, torch.empty(1000, dtype=torch.uint8))
+    with pytest.raises(InputError, match="workspace must be uint8 with at least"):
+        attend_cuda.attend_packed(request, SMALL_GPU, launch)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (replace(TINY, format="krawbf16v4"), "key format rawbf16 is not one of its formats"),
+        (replace(TINY, dim=272), "key head size 272 is beyond 256"),
+        (replace(TINY, group=17), "17 query heads per KV head are more than 16"),
+        (replace(TINY, dim=256, group=9), "9 query heads per KV head are more than 8"),
+        (replace(TINY, fresh=True), "codes only, not fresh K and V"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_do_is_named(case, reason):
+    built = build(case, CPU)
+    request = request_of(built, *poisoned_out(case, built), None)
+    assert reason in attend_cuda.supports(request)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_it_compiles_for_every_architecture(architecture, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    layout = PageLayout(CodecSpec.parse("k4v4", 64), 16)
+    shape = attend_cuda.Shape(1, False, 2, 4, 2, 1)
+    defines = attend_cuda.kernel_defines(layout, shape, 1, 1, False, False)
+    code = compile_kernels(attend_cuda.SOURCE, defines, architecture, tmp_path)
+    assert code[:4] == b"\x7fELF"
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])  # a file that was cut off is noticed, not used
+    assert compile_kernels(attend_cuda.SOURCE, defines, architecture, tmp_path) == code
+
+
+def test_shared_memory_of_every_shape_fits_its_device():
+    for word in ("k4v4", "k2v2", "kl8vl8", "fp8"):
+        for dim in (64, 128, 256):
+            layout = PageLayout(CodecSpec.parse(word, dim), 64)
+            for device in (SMALL_GPU, OLD_GPU):
+                for queries in (1, 2, 8):
+                    shape = attend_cuda.shape_on(device, layout, 4, queries, 1 << 15)
+                    if shape is None:  # then the kernel is not used
+                        assert (word, dim, device) == ("kl8vl8", 256, OLD_GPU)
+                        continue
+                    assert attend_cuda.shared_bytes(layout, shape) <= device.shared_of_block
+                    assert shape.columns >= 4
+
+
+def taken(case: Case) -> bool:
+    spec = case.spec
+    wide = max(spec.key_dim, spec.value_dim) > 128
+    return (
+        Kind.RAW not in (spec.key.kind, spec.value.kind)
+        and max(spec.key_dim, spec.value_dim) <= 256
+        and case.group <= (8 if wide else 16)
+        and not case.fresh
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*MATRIX, *EMULATED], ids=str)
+def test_attend_on_a_gpu(case, device):
+    if taken(case):
+        check(case, device, "cuda")
+    else:
+        with pytest.raises(UnsupportedError, match="with 'cuda'"):
+            check(case, device, "cuda")
