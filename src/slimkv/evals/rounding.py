@@ -138,7 +138,7 @@ def _scale_search(codec: Codec, keys: Tensor, rounding: Tensor, damped: Tensor) 
     return best
 
 
-def plot_rounding(moment: Tensor, path: Path, bits: int = 4, vectors: int = 1500) -> None:
+def plot_rounding(moment: Tensor, path: Path, bits: int = 4, vectors: int = 500) -> None:
     """Errors of keys in the plane of the directions queries look in most and least, before and after."""
     dim = moment.shape[-1]
     if dim < 2:
@@ -154,7 +154,7 @@ def plot_rounding(moment: Tensor, path: Path, bits: int = 4, vectors: int = 1500
     limit = 1.05 * max(float(p.abs().max()) for p in points.values())
     with figure(path, columns=2, width=4.2, height=4.4) as (_, panes):
         for pane, (title, xy) in zip(panes, points.items(), strict=True):
-            pane.scatter(xy[:, 0], xy[:, 1], s=2, alpha=0.35, color="tab:blue", linewidths=0)
+            pane.scatter(xy[:, 0], xy[:, 1], s=4, alpha=0.5, color="tab:blue", linewidths=0)
             angle = torch.linspace(0, 2 * math.pi, 200, dtype=torch.float64)
             circle = torch.stack([angle.cos(), angle.sin()])
             ellipse = 2 * torch.linalg.cholesky(torch.cov(xy.mT)) @ circle
