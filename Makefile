@@ -52,7 +52,7 @@ $(VLLM_VENV)/.ready: requirements/torch.txt requirements/vllm.txt requirements/v
 	touch $@
 
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py -n 2 --dist loadfile
 
 lint: $(READY)
 	$(PY) -m ruff check src tests

@@ -1,0 +1,126 @@
+"""``slimkv bench serve``: plans, failures and tables without an engine; one small run where vLLM is installed."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from slimkv.bench import serve
+from slimkv.bench.serve import ServeSettings, bench_serve, cache_arguments, engine_plan, over_bf16, table_rows
+from slimkv.bench.serve_engine import percentile
+from slimkv.errors import SlimKVError
+
+BF16 = {"kv_tokens": 100, "start_seconds": 10.0, "decode": {"decode_tokens_per_second": 50.0, "prefill_seconds": 2.0}}
+SLIM = {"kv_tokens": 388, "start_seconds": 12.5, "decode": {"decode_tokens_per_second": 75.0, "prefill_seconds": 2.2}}
+
+
+@pytest.mark.parametrize(
+    ("system", "arguments"),
+    [
+        ("bf16", {"kv_cache_dtype": "auto"}),
+        ("fp8", {"kv_cache_dtype": "fp8"}),
+        ("turboquant_4bit_nc", {"kv_cache_dtype": "turboquant_4bit_nc"}),
+        ("k4v4", {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "k4v4"}}}),
+    ],
+)
+def test_systems(system, arguments):
+    assert cache_arguments(system) == arguments
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"systems": ("k9v9",)}, "unknown format 'k9v9'"),
+        ({"phases": ("sleep",)}, "unknown phase 'sleep'; known are decode, full, poisson"),
+        ({"shape": "huge"}, "unknown shape 'huge'"),
+        ({"requests": 0}, "requests must be at least 1"),
+        ({"output": 1}, "at least 2 tokens"),
+        ({"rate": 0.0}, "rate must be positive"),
+    ],
+)
+def test_wrong_settings(wrong, message):
+    with pytest.raises(SlimKVError, match=message):
+        ServeSettings(**wrong)
+
+
+def test_a_plan_is_the_same_for_every_system_but_for_its_cache(tmp_path):
+    settings = ServeSettings()
+    plans = [engine_plan(system, settings, tmp_path) for system in ("bf16", "k4v4")]
+    for plan, system in zip(plans, ("bf16", "k4v4"), strict=True):
+        for name in cache_arguments(system):
+            del plan["engine"][name]
+        del plan["system"]
+    assert plans[0] == plans[1]
+    assert plans[0]["engine"]["max_model_len"] >= settings.context + settings.output
+
+
+def test_ratios_and_table():
+    ratios = over_bf16({"bf16": BF16, "k4v4": SLIM})["k4v4"]
+    assert ratios == pytest.approx(
+        {"kv_tokens": 3.88, "decode_tokens_per_second": 1.5, "prefill_seconds": 1.1, "start_seconds_more": 2.5}
+    )
+    assert over_bf16({"k4v4": SLIM}) == {}
+    report = serve.ServeReport(
+        ServeSettings(), {"bf16": BF16, "k4v4": {"error": "exit code 1: x"}}, {}, "d", {}, "", ""
+    )
+    header, first, second = table_rows(report)
+    assert first[header.index("decode tok/s")] == "50"
+    assert set(second[1:]) == {"-"}
+    assert any(line == "k4v4 failed: exit code 1: x" for line in serve.text_lines(report))
+
+
+def test_percentiles():
+    assert [percentile(list(range(1, 101)), p) for p in (50, 99)] == [50, 99]
+    assert percentile([3.0], 99) == 3.0
+
+
+def test_a_system_that_fails_leaves_the_others_their_numbers(tmp_path, monkeypatch):
+    """Engines replaced by a script: one stops half way, one finishes."""
+    fake = tmp_path / "fake.py"
+    fake.write_text(
+        "import json, sys\n"
+        "plan = json.load(open(sys.argv[1]))\n"
+        "json.dump({'kv_tokens': 7}, open(sys.argv[2], 'w'))\n"
+        "print(plan['system'] + ': half way', file=sys.stderr)\n"
+        "sys.exit('out of memory' if plan['system'] == 'fp8' else 0)\n"
+    )
+    popen = subprocess.Popen
+
+    def start(command, **how):
+        return popen([sys.executable, str(fake), *command[-2:]], **how)
+
+    monkeypatch.setattr(serve.subprocess, "Popen", start)
+    lines = []
+    settings = ServeSettings(systems=("fp8", "k4v4"))
+    report = bench_serve(settings, lines.append, "the command", tmp_path / "kept")
+    assert report.systems["fp8"]["kv_tokens"] == report.systems["k4v4"]["kv_tokens"] == 7
+    assert "out of memory" in report.systems["fp8"]["error"]
+    assert "error" not in report.systems["k4v4"]
+    assert "k4v4: half way" in lines
+    assert report.command == "the command"
+    assert {p.name for p in (tmp_path / "kept").iterdir()} >= {"fp8.log", "k4v4.json", "k4v4.plan.json"}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_a_small_run(tmp_path):
+    sizes = {"context": 512, "requests": 3, "output": 4, "most-requests": 4, "arrivals": 3, "rate": 20}
+    small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    done = subprocess.run(
+        [sys.executable, "-m", "slimkv.bench", "serve", "--systems", "bf16,k4v4", "--shape", "tiny", *small, "--eager", "--json"],
+        env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["over_bf16"]["k4v4"]["kv_tokens"] == pytest.approx(3.76, rel=0.01)
+    for system in report["systems"].values():
+        assert system["decode"]["requests"] == 3
+        assert system["decode"]["prefix_hit_share"] > 0.7
+        assert system["full"]["requests"] == 4
+        assert system["full"]["preemptions"] == 0
+        assert 0 < system["poisson"]["time_to_first_token_p50"] <= system["poisson"]["time_to_first_token_p99"]
