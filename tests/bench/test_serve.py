@@ -110,9 +110,10 @@ def test_a_system_that_fails_leaves_the_others_their_numbers(tmp_path, monkeypat
 def test_a_small_run(tmp_path):
     sizes = {"context": 512, "requests": 3, "output": 4, "most-requests": 4, "arrivals": 3, "rate": 20}
     small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    command = ["serve", "--systems", "bf16,k4v4", "--shape", "tiny", *small, "--eager", "--json"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     done = subprocess.run(
-        [sys.executable, "-m", "slimkv.bench", "serve", "--systems", "bf16,k4v4", "--shape", "tiny", *small, "--eager", "--json"],
+        [sys.executable, "-m", "slimkv.bench", *command],
         env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
