@@ -101,12 +101,11 @@ def test_a_gpu_with_less_shared_memory():
 @emulated
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_marked_token_gives_nan_to_who_sees_it_only(queries):
-    from slimkv import ops
-
     built = build(replace(TINY, lens=(200, 20), queries=(queries, 1)), CPU)
-    bad = torch.full((1, 1, 64), torch.nan)
     at = 5 if queries == 1 else 198  # far from any mask, or seen by the last two queries only
-    ops.store(bad, bad, built.pages, built.positions(0)[at : at + 1], codec=built.codec, layout=built.layout)
+    block, place = divmod(int(built.positions(0)[at]), built.layout.block_tokens)
+    field = built.layout.key.field_offset(0) + 2 * place
+    built.pages[block, :, field : field + 2] = 0xFF  # what a kernel writes for a key that is not a number
     out, lse = poisoned_out(built.case, built)
     attend_cuda.attend_packed(request_of(built, out, lse, None), SMALL_GPU, launch)
     seen = 0 if queries == 1 else 1
@@ -179,7 +178,8 @@ def test_shared_memory_of_every_shape_fits_its_device():
                 for queries in (1, 2, 8):
                     shape = attend_cuda.shape_on(device, layout, 4, queries, 1 << 15)
                     if shape is None:  # then the kernel is not used
-                        assert (word, dim, device) == ("kl8vl8", 256, OLD_GPU)
+                        assert dim == 256
+                        assert device is OLD_GPU
                         continue
                     assert attend_cuda.shared_bytes(layout, shape) <= device.shared_of_block
                     assert shape.columns >= 4

@@ -32,11 +32,11 @@ _MERGE_WARPS = 2
 _SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 _LONG = {
     4: ((4, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 2), *_SMALLER),
-    8: ((4, 12, 2, 1), (4, 4, 2, 2), *_SMALLER),
-    16: ((4, 4, 2, 2), *_SMALLER),
+    8: ((4, 4, 2, 2), *_SMALLER),
+    16: ((4, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
 }
 # Many short sequences: smaller blocks, of which one computes while another changes its sequence.
-_SHORT = {4: ((4, 4, 2, 3), *_LONG[4]), 8: ((4, 4, 2, 3), *_LONG[8]), 16: _LONG[16]}
+_SHORT = {4: ((4, 4, 2, 3), *_LONG[4]), 8: _LONG[8], 16: _LONG[16]}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
 
 
@@ -185,7 +185,7 @@ def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> N
     defines = kernel_defines(
         layout, shape, _TYPES[query.dtype], _TYPES[out.dtype], options.window is not None, options.softcap > 0
     )
-    launch("attend", defines, (blocks, 1), 32 * shape.warps, shared_bytes(layout, shape), args, False)
+    launch("attend", defines, (blocks, 1), 32 * shape.warps, shared_bytes(layout, shape), args, True)
     merge_grid = (total, -(-heads * merge_split // _MERGE_WARPS))
     launch("merge", defines, merge_grid, 32 * _MERGE_WARPS, 4 * _MERGE_WARPS * (spec.value_dim + 2), args, True)
 

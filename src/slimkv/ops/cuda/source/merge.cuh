@@ -25,14 +25,14 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT Args args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
   const int row = block_index(), head = block_index_y() * (MERGE_WARPS / split) + warp / split;
   const int query_heads = args.heads * args.group;
-  if (row >= load_int(args.starts + args.sequences)) return;
+  if (row >= load_int(args.starts + args.sequences)) return wait_for_grid_before();  // no block may end before `attend` does
   int b = 0;
   for (int high = args.sequences; high - b > 1;) {
     const int middle = (b + high) / 2;
     if (load_int(args.starts + middle) <= row) b = middle; else high = middle;
   }
   const Sequence s = sequence_at(args, b);
-  if (s.chunks == 0) return;  // another kernel's
+  if (s.chunks == 0) return wait_for_grid_before();  // another kernel's
   const Sums before = sums_before(args, b, lane);
   const int share = steps_per_block(before.all_steps, args.blocks);
   const int per_chunk = COLUMNS / args.group, query = row - s.start, chunk = query / per_chunk;
