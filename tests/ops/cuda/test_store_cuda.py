@@ -65,6 +65,8 @@ def test_bytes_are_the_codecs(case):
         Case(dim=128, heads=1, tokens=40, format="k3v5", slots="aligned"),
         Case(dim=256, heads=1, tokens=16, format="k2v6"),
         Case(dim=80, heads=1, tokens=16, format="kur4vur3"),
+        Case(dim=96, heads=1, tokens=16, format="k3v5"),
+        Case(dim=192, heads=1, tokens=16, format="k1v2"),
         Case(dim=192, heads=1, tokens=16, dtype="fp32", strided=True),
         Case(dim=112, heads=1, tokens=20, dtype="fp16", format="k1v1"),
     ],

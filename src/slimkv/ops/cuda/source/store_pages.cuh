@@ -37,13 +37,11 @@ template <class F, int W> struct NibblePlane {
   static constexpr int TAIL = (F::D / 16) % SHARE;
   static constexpr int WORDS = F::LOCAL / SHARE;
   static_assert(F::SPLIT == 1 || F::PER % SHARE == 0, "a word belongs to one warp");
-  u32 word[WORDS > 0 ? WORDS : 1], rest[TAIL > 0 ? TAIL : 1];
+  u32 word[WORDS > 0 ? WORDS : 1] = {}, rest[TAIL > 0 ? TAIL : 1] = {};
 
   DEVICE_MEMBER void put(int slice, u32 nibbles) {
-    if (slice / SHARE < WORDS) {
-      if (slice % SHARE == 0) word[slice / SHARE] = nibbles;
-      else word[slice / SHARE] |= nibbles << (W * (slice % SHARE));
-    } else rest[slice % SHARE] = nibbles;
+    if (slice / SHARE < WORDS) word[slice / SHARE] |= nibbles << (W * (slice % SHARE));  // slices come in any order
+    else rest[slice % SHARE] = nibbles;
   }
 
   DEVICE_MEMBER void erase(u32 mask) {
