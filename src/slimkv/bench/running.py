@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slimkv.errors import InputError
+from slimkv.ops.cuda import where_cuda_runs
 
 _COMPILE_PROCESSES = 8
 
@@ -56,7 +57,9 @@ class Options:
 
     def chosen_impls(self, device: torch.device) -> list[str]:
         """The implementations to time."""
-        return self.impls or (["triton"] if device.type == "cuda" else ["cpu"])
+        if self.impls or device.type != "cuda":
+            return self.impls or ["cpu"]
+        return ["triton" if where_cuda_runs(device) else "cuda"]
 
 
 Step = Callable[[str], object]

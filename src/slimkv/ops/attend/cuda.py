@@ -237,6 +237,7 @@ def shape_on(device: Device, layout: PageLayout, group: int, queries: int, token
     return None
 
 
+@lru_cache(maxsize=1024)
 def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     """Shared memory of a block; decode.cu counts the same and is not compiled otherwise."""
     spec = layout.spec

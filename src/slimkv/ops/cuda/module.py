@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,10 +103,10 @@ class Module:
 
 def load(source: str, defines: dict[str, int], device: torch.device) -> Module:
     """The kernels of ``source`` compiled with ``defines`` for ``device``; compiled once per machine, loaded once."""
-    return _load(source, tuple(sorted(defines.items())), torch.device("cuda", _index(device)))
+    return _load(source, tuple(defines.items()), torch.device("cuda", _index(device)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(source: str, defines: tuple[tuple[str, int], ...], device: torch.device) -> Module:
     major, minor = torch.cuda.get_device_capability(device)
     return Module(compile_kernels(source, dict(defines), f"sm_{major}{minor}"), device)

@@ -138,7 +138,7 @@ def shaped_levels(standard, weights, bounds, levels, error_steps, D: tl.constexp
     """
     M: tl.constexpr = standard.shape[0]
     S: tl.constexpr = DP // 16
-    back = 1.0 / (error_steps * _WEIGHT_STEPS)  # a power of two
+    back = tl.div_rn(error_steps * 0.0 + 1.0, error_steps * _WEIGHT_STEPS)  # a power of two, exactly
     col = tl.arange(0, DP)
     number = tl.arange(0, S)[None, :, None]
     by_slice = tl.reshape(standard, (M, S, 16))
