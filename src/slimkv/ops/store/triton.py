@@ -291,7 +291,7 @@ def _shaped_program(tokens: int, layout: PageLayout) -> tuple[int, int]:
     """Tiles and warps: the sequential part has one thread per token, so tokens are many, as far as registers go."""
     dim = triton.next_power_of_2(max(layout.spec.key_dim, layout.spec.value_dim))
     tiles = 1 if tokens <= 512 or dim > 512 else 2 if dim > 256 else 4
-    return tiles, min(max(tiles * dim // 128, 1), 8)
+    return tiles, min(max(tiles * dim // (64 if tiles == 1 else 128), 1), 8)
 
 
 def run(request: StoreRequest) -> None:
