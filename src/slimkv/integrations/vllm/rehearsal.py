@@ -1,7 +1,7 @@
-"""One prefill on a throw-away page while vLLM measures memory.
+"""A prefill and a decode step on a throw-away page while vLLM measures memory.
 
 vLLM runs the model once without a cache to see what it needs beside it. What attention allocates for its largest step
-would be missed, and its kernels would be compiled under the first user's request: so the step is run here.
+would be missed, and its kernels would be compiled under the first user's requests: so its steps are run here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from slimkv.codec import Codec
 from slimkv.integrations.vllm.backend import KERNEL_BLOCKS, PREFERRED_BLOCK
 from slimkv.spec import PageLayout
 
-_done: set[tuple[Any, ...]] = set()
+_SHORT = 128  # tokens; kernels may be cut differently for short sequences
+_largest: dict[tuple[Any, ...], int] = {}
 
 
 def rehearse(
@@ -28,28 +29,57 @@ def rehearse(
     rounding: Tensor | None,
     impl: str | None,
 ) -> None:
-    """Stores and attends as many new tokens as ``query`` has rows, as one request, once for each kind of layer."""
+    """Stores and attends as many new tokens as ``query`` has rows, for each kind of layer and each new largest number.
+
+    Then once each kind of step that decodes: one query a sequence and as many as are verified, short and long.
+    """
     if query.device.type == "cpu":  # nothing to compile, and vLLM is told the cache's size
         return
     block = config.cache_config.block_size
     block = block if block in KERNEL_BLOCKS else PREFERRED_BLOCK
-    signature = codec.spec, kv_heads, query.shape, query.dtype, options.window, options.softcap, block, impl
-    if signature in _done:
+    signature = (
+        codec.spec, kv_heads, query.shape[1:], query.dtype, options.window, options.softcap, block, impl,
+        rounding is None,
+    )  # fmt: skip
+    tokens, before = query.shape[0], _largest.get(signature, 0)
+    if tokens <= before:
         return
-    _done.add(signature)
-    tokens, device = query.shape[0], query.device
+    _largest[signature] = tokens
     longest = max(config.model_config.max_model_len, tokens)
     layout = PageLayout(codec.spec, block)
-    pages = torch.zeros(1, kv_heads, layout.region_bytes, dtype=torch.uint8, device=device)
-    table = torch.zeros(1, layout.blocks_for(longest), dtype=torch.int32, device=device)
-    lengths = torch.full((1,), tokens, dtype=torch.int32, device=device)
-    starts = torch.arange(2, dtype=torch.int32, device=device) * tokens
-    slots = torch.arange(tokens, device=device) % block
-    spec = codec.spec
-    key = torch.ones(tokens, kv_heads, spec.key_dim, dtype=query.dtype, device=device)
-    value = torch.ones(tokens, kv_heads, spec.value_dim, dtype=query.dtype, device=device)
+    pages = torch.zeros(1, kv_heads, layout.region_bytes, dtype=torch.uint8, device=query.device)
+    _step(torch.ones_like(query), 1, longest, pages, codec, layout, options, rounding, impl)
+    if before:
+        return
+    drafted = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
+    for queries in {1, 1 + (drafted or 0)}:
+        for length in {longest, min(longest, max(_SHORT, queries))}:
+            few = query.new_ones(2 * queries, *query.shape[1:])
+            _step(few, 2, length, pages, codec, layout, options, rounding, impl)
+
+
+def _step(
+    query: Tensor,
+    sequences: int,
+    longest: int,
+    pages: Tensor,
+    codec: Codec,
+    layout: PageLayout,
+    options: ops.AttendOptions,
+    rounding: Tensor | None,
+    impl: str | None,
+) -> None:
+    """``sequences`` requests that share the rows of ``query`` as new tokens, all in the one page there is."""
+    tokens, device, spec = query.shape[0], query.device, codec.spec
+    each = tokens // sequences
+    table = torch.zeros(sequences, layout.blocks_for(longest), dtype=torch.int32, device=device)
+    lengths = torch.full((sequences,), each, dtype=torch.int32, device=device)
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device) * each
+    slots = torch.arange(tokens, device=device) % layout.block_tokens
+    key = torch.ones(tokens, pages.shape[1], spec.key_dim, dtype=query.dtype, device=device)
+    value = torch.ones(tokens, pages.shape[1], spec.value_dim, dtype=query.dtype, device=device)
     ops.store(key, value, pages, slots, codec=codec, layout=layout, rounding=rounding, impl=impl)
     ops.attend(
-        torch.ones_like(query), pages, table, lengths, starts, codec=codec, layout=layout, max_query_len=tokens,
-        max_seq_len=longest, options=options, impl=impl,
+        query, pages, table, lengths, starts, codec=codec, layout=layout, max_query_len=each, max_seq_len=longest,
+        options=options, impl=impl,
     )  # fmt: skip

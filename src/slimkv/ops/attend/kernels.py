@@ -74,7 +74,7 @@ def _softmax_columns(s, top, m, z, acc):
     return p, m_new, z * alpha + tl.sum(p, 0), acc * alpha[None, :], alpha
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "most_queries", "window"])
 def attend_kernel(
     q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, fresh_k_ptr, fresh_v_ptr,
     out_ptr, lse_ptr, part_ptr, part_lse_ptr,
@@ -331,7 +331,7 @@ def finish(acc, m, z, sinks_ptr, q_head, row_valid, value_rotation, value_norm, 
     return tl.where(empty, float("-inf"), (m + tl.log2(safe)) * _LN2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def merge_kernel(
     part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, value_rotation, value_norm, sequences,
     out_stride, out_head_stride,

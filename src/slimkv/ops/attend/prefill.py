@@ -60,7 +60,7 @@ def _side_exponent(
     return top - _BIAS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_queries"])
 def range_kernel(
     pages_ptr, table_ptr, lens_ptr, starts_ptr, exponent_ptr, most_queries, page_stride, page_head_stride, table_stride,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr,
@@ -105,7 +105,7 @@ def _fields(region, field_at, keep, FIELDS: tl.constexpr, PAGE: tl.constexpr, KI
     return scale, zero
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_queries"])
 def unpack_kernel(
     pages_ptr, table_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, fresh_k_ptr, fresh_v_ptr, dense_k_ptr,
     dense_v_ptr,
@@ -205,7 +205,7 @@ def _softmax_rows(s, factor, m, z, acc):
     return p, m_new, z * alpha + tl.sum(p, 1), acc * alpha[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "most_queries", "window"])
 def prefill_kernel(
     q_ptr, dense_k_ptr, dense_v_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, sinks_ptr, out_ptr, lse_ptr,
     acc_ptr, ml_ptr,

@@ -227,7 +227,7 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def store_kernel(
     key_ptr, value_ptr, pages_ptr, slots_ptr,
     key_signs, key_bounds, key_entries, key_unit, key_plain, key_root, key_orthonormal,
