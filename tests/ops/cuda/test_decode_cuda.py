@@ -178,7 +178,7 @@ def test_shared_memory_of_every_shape_fits_its_device():
                 for queries in (1, 2, 8):
                     shape = attend_cuda.shape_on(device, layout, 4, queries, 1 << 15)
                     if shape is None:  # then the kernel is not used
-                        assert dim == 256
+                        assert word == "kl8vl8" or dim == 256
                         assert device is OLD_GPU
                         continue
                     assert attend_cuda.shared_bytes(layout, shape) <= device.shared_of_block

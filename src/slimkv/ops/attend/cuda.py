@@ -38,6 +38,7 @@ _LONG = {
 # Many short sequences: smaller blocks, of which one computes while another changes its sequence.
 _SHORT = {4: ((4, 4, 2, 3), *_LONG[4]), 8: _LONG[8], 16: _LONG[16]}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
+_LITTLE_TOKENS = 12 << 10  # of one head, a multiprocessor
 
 
 class _Table(ctypes.Structure):
@@ -144,7 +145,14 @@ def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> N
     query, out, layout, options = request.query, request.out, request.layout, request.options
     spec, (total, heads) = layout.spec, query.shape[:2]
     kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
-    shape = shape_on(device, layout, request.group, min(request.max_query_len, PACKED_QUERIES), request.max_seq_len)
+    shape = shape_on(
+        device,
+        layout,
+        request.group,
+        min(request.max_query_len, PACKED_QUERIES),
+        request.max_seq_len,
+        sequences * kv_heads,
+    )
     if shape is None:
         raise InputError(f"{spec.word} needs more shared memory than this device has")
     blocks = device.multiprocessors * shape.resident
@@ -202,8 +210,8 @@ def workspace_bytes(
     """Bytes that ``attend`` needs as ``workspace`` for these bounds."""
     about, need = device_of(device), 0
     for queries in range(1, min(max_query_len, PACKED_QUERIES) + 1):
-        for tokens in (0, 1 << 40):
-            shape = shape_on(about, layout, group, queries, tokens)
+        for tokens, rows in ((0, 1), (1 << 20, 0), (1 << 20, 1 << 20)):
+            shape = shape_on(about, layout, group, queries, tokens, rows)
             if shape is not None:
                 items = most_items(total_queries, sequences, kv_heads, group, shape)
                 slots = items + about.multiprocessors * shape.resident
@@ -220,16 +228,23 @@ def _most_columns(layout: PageLayout) -> int:
 
 def _shape(request: AttendRequest) -> Shape | None:
     device, queries = device_of(request.query.device), min(request.max_query_len, PACKED_QUERIES)
-    return shape_on(device, request.layout, request.group, queries, request.max_seq_len)
+    rows = request.seq_lens.shape[0] * request.pages.shape[1]
+    return shape_on(device, request.layout, request.group, queries, request.max_seq_len, rows)
 
 
 @lru_cache(maxsize=4096)
-def shape_on(device: Device, layout: PageLayout, group: int, queries: int, tokens: int) -> Shape | None:
-    """For sequences of up to ``tokens`` tokens and ``queries`` queries: the first shape that fits shared memory."""
+def shape_on(
+    device: Device, layout: PageLayout, group: int, queries: int, tokens: int, rows: int = 1 << 20
+) -> Shape | None:
+    """The first shape that fits: ``rows`` (sequence, KV head) of up to ``tokens`` tokens and ``queries`` queries."""
     most = _most_columns(layout)
     columns = next(n for n in (4, 8, 16) if n >= most or n >= group * queries)
     short = tokens * layout.bytes_per_token < _SHORT_BYTES
+    # A block of many warps with little to do for each of them leaves some idle at its end.
+    little = rows * tokens < _LITTLE_TOKENS * device.multiprocessors
     for tiles, warps, stages, resident in (_SHORT if short else _LONG)[columns]:
+        if little and not short and warps > 8:
+            continue
         shape = Shape(max(1, columns // 8), columns > 4, tiles, warps, stages, resident)
         shared = shared_bytes(layout, shape)
         if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
