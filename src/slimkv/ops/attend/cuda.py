@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import sign_bits
 from slimkv.errors import InputError
 from slimkv.ops.attend import PACKED_QUERIES, AttendRequest
-from slimkv.ops.cuda.module import load
+from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
 
 SOURCE = "decode.cu"
@@ -102,12 +103,32 @@ class Device:
     shared_of_block: int
 
 
-Launcher = Callable[[str, dict[str, int], tuple[int, int], int, int, Args, bool], None]
+Launcher = Callable[[str, Defines, tuple[int, int], int, int, Args, bool], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a kind of request is compiled and launched, and the constant part of its arguments."""
+
+    shape: Shape
+    defines: Defines
+    shared: int
+    args: Args
 
 
 def supports(request: AttendRequest) -> str | None:
     """Lloyd-Max, uniform and fp8 codes, head sizes up to 256, and as many query heads as fit the columns."""
-    spec = request.layout.spec
+    if request.fresh is not None:
+        return "it attends codes only, not fresh K and V; use impl='triton'"
+    refusal = _refusal(request.layout, request.group)
+    if refusal is None and request.pages.device.type == "cuda" and _shape(request) is None:
+        return f"{request.layout.spec.word} needs more shared memory than this device has; use impl='triton'"
+    return refusal
+
+
+@lru_cache(maxsize=1024)
+def _refusal(layout: PageLayout, group: int) -> str | None:
+    spec = layout.spec
     for name, side, dim in (("key", spec.key, spec.key_dim), ("value", spec.value, spec.value_dim)):
         if side.kind not in _KINDS:
             return (
@@ -115,17 +136,13 @@ def supports(request: AttendRequest) -> str | None:
             )
         if dim > LARGEST_DIM:
             return f"{name} head size {dim} is beyond {LARGEST_DIM}; use impl='triton'"
-    if request.layout.block_tokens < 16:
+    if layout.block_tokens < 16:
         return "it reads blocks of 16 tokens and more; use impl='reference'"
-    if request.group > _most_columns(request.layout):
+    if group > _most_columns(layout):
         return (
-            f"{request.group} query heads per KV head are more than {_most_columns(request.layout)}, "
+            f"{group} query heads per KV head are more than {_most_columns(layout)}, "
             f"what fits its registers at head sizes {spec.key_dim}/{spec.value_dim}; use impl='triton'"
         )
-    if request.fresh is not None:
-        return "it attends codes only, not fresh K and V; use impl='triton'"
-    if request.pages.device.type == "cuda" and _shape(request) is None:
-        return f"{request.layout.spec.word} needs more shared memory than this device has; use impl='triton'"
     return None
 
 
@@ -142,23 +159,20 @@ def run(request: AttendRequest) -> None:
 
 def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> None:
     """The sequences of at most PACKED_QUERIES queries: one launch that attends and one that merges."""
-    query, out, layout, options = request.query, request.out, request.layout, request.options
-    spec, (total, heads) = layout.spec, query.shape[:2]
-    kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
-    shape = shape_on(
-        device,
-        layout,
-        request.group,
-        min(request.max_query_len, PACKED_QUERIES),
-        request.max_seq_len,
-        sequences * kv_heads,
-    )
-    if shape is None:
-        raise InputError(f"{spec.word} needs more shared memory than this device has")
+    query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
+    (total, heads, _), kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
+    group, value_dim = heads // kv_heads, layout.spec.value_dim
+    plan = _plan(
+        device, layout, group, min(request.max_query_len, PACKED_QUERIES), _is_short(layout, request.max_seq_len),
+        query.dtype, out.dtype, options.window is not None, options.softcap > 0,
+    )  # fmt: skip
+    if plan is None:
+        raise InputError(f"{layout.spec.word} needs more shared memory than this device has")
+    shape = plan.shape
     blocks = device.multiprocessors * shape.resident
-    items = most_items(total, sequences, kv_heads, request.group, shape)
+    items = most_items(total, sequences, kv_heads, group, shape)
     slots = items + blocks  # every item has a part, and every block may begin another
-    floats = slots * shape.columns * (spec.value_dim + 2)
+    floats = slots * shape.columns * (value_dim + 2)
     workspace = request.workspace
     if workspace is None:
         workspace = torch.empty(4 * floats, dtype=torch.uint8, device=query.device)
@@ -167,35 +181,47 @@ def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> N
             f"workspace must be uint8 with at least {4 * floats} bytes on a 16-byte boundary, "
             f"not {workspace.dtype} with {workspace.numel()}"
         )
-    parts = workspace.data_ptr()
     merge_split = 2 if total * heads <= 32 * device.multiprocessors else 1  # few rows have many parts
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     key, value = request.codec.key_tables, request.codec.value_tables
+    args = Args.from_buffer_copy(plan.args)
+    args.query, args.query_stride, args.query_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
+    args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
+    args.table, args.table_stride = request.block_table.data_ptr(), request.block_table.stride(0)
+    args.lengths, args.starts = request.seq_lens.data_ptr(), request.query_start.data_ptr()
+    args.key_signs, args.key_levels, args.key_norm = key.signs.data_ptr(), key.levels.data_ptr(), key.orthonormal
+    args.value_signs, args.value_levels = value.signs.data_ptr(), value.levels.data_ptr()
+    args.value_norm = value.orthonormal
+    args.out, args.out_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
+    args.sinks = None if sinks is None else sinks.data_ptr()
+    args.lse = None if request.lse is None else request.lse.data_ptr()
+    args.parts = parts = workspace.data_ptr()
+    args.part_states = parts + 4 * slots * shape.columns * value_dim
+    args.scale, args.softcap = request.scale * _LOG2E, options.softcap * _LOG2E
+    args.sequences, args.heads, args.group, args.blocks = sequences, kv_heads, group, blocks
+    args.causal, args.window, args.merge_split = options.causal, options.window or 0, merge_split
+    launch("attend", plan.defines, (blocks, 1), 32 * shape.warps, plan.shared, args, True)
+    merge_grid = (total, -(-heads * merge_split // _MERGE_WARPS))
+    launch("merge", plan.defines, merge_grid, 32 * _MERGE_WARPS, 4 * _MERGE_WARPS * (value_dim + 2), args, True)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    device: Device, layout: PageLayout, group: int, queries: int, short: bool, q_dtype: torch.dtype,
+    out_dtype: torch.dtype, window: bool, softcap: bool,
+) -> Plan | None:  # fmt: skip
+    shape = _shape_on(device, layout, group, queries, short)
+    if shape is None:
+        return None
+    spec = layout.spec
     args = Args(
-        query=query.data_ptr(), pages=request.pages.data_ptr(), table=request.block_table.data_ptr(),
-        lengths=request.seq_lens.data_ptr(), starts=request.query_start.data_ptr(),
-        key_signs=key.signs.data_ptr(), value_signs=value.signs.data_ptr(),
-        key_levels=key.levels.data_ptr(), value_levels=value.levels.data_ptr(),
-        sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
-        lse=None if request.lse is None else request.lse.data_ptr(),
-        parts=parts, part_states=parts + 4 * slots * shape.columns * spec.value_dim,
-        query_stride=query.stride(0), query_head_stride=query.stride(1),
-        page_stride=request.pages.stride(0), page_head_stride=request.pages.stride(1),
-        table_stride=request.block_table.stride(0), out_stride=out.stride(0), out_head_stride=out.stride(1),
-        scale=request.scale * _LOG2E, softcap=options.softcap * _LOG2E,
-        key_norm=key.orthonormal, value_norm=value.orthonormal,
         key_table=_Table(*_table(spec.key, spec.key_dim)), value_table=_Table(*_table(spec.value, spec.value_dim)),
         powers=_Powers(1 << 16, 1 << 30, 1 << 31, 1 << 29),
         key_sign_bits=_sign_bits(spec.key_dim, spec.seed), value_sign_bits=_sign_bits(spec.value_dim, spec.seed),
-        sequences=sequences, heads=kv_heads, group=request.group, most_queries=PACKED_QUERIES,
-        causal=options.causal, window=options.window or 0, blocks=blocks, merge_split=merge_split,
+        most_queries=PACKED_QUERIES,
     )  # fmt: skip
-    defines = kernel_defines(
-        layout, shape, _TYPES[query.dtype], _TYPES[out.dtype], options.window is not None, options.softcap > 0
-    )
-    launch("attend", defines, (blocks, 1), 32 * shape.warps, shared_bytes(layout, shape), args, True)
-    merge_grid = (total, -(-heads * merge_split // _MERGE_WARPS))
-    launch("merge", defines, merge_grid, 32 * _MERGE_WARPS, 4 * _MERGE_WARPS * (spec.value_dim + 2), args, True)
+    defines = kernel_defines(layout, shape, _TYPES[q_dtype], _TYPES[out_dtype], window, softcap)
+    return Plan(shape, defines, shared_bytes(layout, shape), args)
 
 
 def most_items(total: int, sequences: int, kv_heads: int, group: int, shape: Shape) -> int:
@@ -232,14 +258,19 @@ def _shape(request: AttendRequest) -> Shape | None:
     return shape_on(device, request.layout, request.group, queries, request.max_seq_len, rows)
 
 
-@lru_cache(maxsize=4096)
-def shape_on(
-    device: Device, layout: PageLayout, group: int, queries: int, tokens: int, rows: int = 1 << 20
-) -> Shape | None:
-    """The first shape that fits: ``rows`` (sequence, KV head) of up to ``tokens`` tokens and ``queries`` queries."""
+def shape_on(device: Device, layout: PageLayout, group: int, queries: int, tokens: int) -> Shape | None:
+    """For sequences of up to ``tokens`` tokens and ``queries`` queries: the first shape that fits shared memory."""
+    return _shape_on(device, layout, group, queries, _is_short(layout, tokens))
+
+
+def _is_short(layout: PageLayout, tokens: int) -> bool:
+    return tokens * layout.region_bytes < _SHORT_BYTES * layout.block_tokens
+
+
+@lru_cache(maxsize=1024)
+def _shape_on(device: Device, layout: PageLayout, group: int, queries: int, short: bool) -> Shape | None:
     most = _most_columns(layout)
     columns = next(n for n in (4, 8, 16) if n >= most or n >= group * queries)
-    short = tokens * layout.bytes_per_token < _SHORT_BYTES
     # A block of many warps with little to do for each of them leaves some idle at its end.
     little = rows * tokens < _LITTLE_TOKENS * device.multiprocessors
     for tiles, warps, stages, resident in (_SHORT if short else _LONG)[columns]:
@@ -273,7 +304,7 @@ def _in_bytes(form: TensorFormat) -> bool:
 @lru_cache(maxsize=256)
 def kernel_defines(
     layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool
-) -> dict[str, int]:
+) -> Defines:
     """What decode.cu is compiled with."""
 
     def side(prefix: str, s: SideLayout) -> dict[str, int]:
@@ -284,14 +315,14 @@ def kernel_defines(
             f"{prefix}_ROTATED": int(s.format.rotated),
         }
 
-    return {
+    return Defines({
         "PAGE": layout.block_tokens, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "STAGES": shape.stages,
         "BLOCKS": shape.resident,
         "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 # -- tables of bytes ---------------------------------------------------------------------------------------------------
@@ -328,15 +359,16 @@ def _sign_bits(dim: int, seed: int) -> ctypes.Array[ctypes.c_uint32]:
 @lru_cache(maxsize=64)
 def device_of(device: torch.device) -> Device:
     """Numbers of a CUDA device."""
-    about = torch.cuda.get_device_properties(device)
+    about: Any = torch.cuda.get_device_properties(device)
     return Device(
         about.multi_processor_count, about.shared_memory_per_multiprocessor, about.shared_memory_per_block_optin
     )
 
 
+@lru_cache(maxsize=64)
 def _launcher(device: torch.device) -> Launcher:
     def launch(
-        name: str, defines: dict[str, int], grid: tuple[int, int], threads: int, shared: int, args: Args, overlap: bool
+        name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args, overlap: bool
     ) -> None:
         load(SOURCE, defines, device).kernel(name).launch(grid, threads, shared, args, device, overlap)
 
