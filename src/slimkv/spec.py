@@ -350,6 +350,18 @@ class PageLayout:
         if self.block_tokens not in BLOCK_SIZES:
             raise SpecError(f"block size {self.block_tokens} is not one of {', '.join(map(str, BLOCK_SIZES))}")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, since every call of an operation looks up what it needs for a layout."""
+        return hash((self.spec, self.block_tokens))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Another process hashes strings differently: only the fields travel."""
+        return {"spec": self.spec, "block_tokens": self.block_tokens}
+
     @cached_property
     def key(self) -> SideLayout:
         """Where the keys are."""
@@ -373,7 +385,7 @@ class PageLayout:
         fields = self.spec.key.field_count + self.spec.value.field_count
         return self._fields_start + FIELD_BYTES * self.block_tokens * fields
 
-    @property
+    @cached_property
     def region_bytes(self) -> int:
         """Bytes of a region as allocated: ``content_bytes`` rounded up to 16."""
         return -(-self.content_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ class Implementation:
 
     def load(self) -> Any:
         """The module that implements it."""
+        return self._loaded
+
+    @cached_property
+    def _loaded(self) -> Any:
         return importlib.import_module(self.module)
 
     def refusal(self, device: torch.device, request: Any) -> str | None:

@@ -163,7 +163,8 @@ def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> N
     (total, heads, _), kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     group, value_dim = heads // kv_heads, layout.spec.value_dim
     plan = _plan(
-        device, layout, group, min(request.max_query_len, PACKED_QUERIES), _is_short(layout, request.max_seq_len),
+        device, layout, group, min(request.max_query_len, PACKED_QUERIES),
+        _amount(device, layout, request.max_seq_len, sequences * kv_heads),
         query.dtype, out.dtype, options.window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
@@ -207,10 +208,10 @@ def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> N
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, short: bool, q_dtype: torch.dtype,
+    device: Device, layout: PageLayout, group: int, queries: int, amount: tuple[bool, bool], q_dtype: torch.dtype,
     out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    shape = _shape_on(device, layout, group, queries, short)
+    shape = _shape_on(device, layout, group, queries, *amount)
     if shape is None:
         return None
     spec = layout.spec
@@ -258,21 +259,26 @@ def _shape(request: AttendRequest) -> Shape | None:
     return shape_on(device, request.layout, request.group, queries, request.max_seq_len, rows)
 
 
-def shape_on(device: Device, layout: PageLayout, group: int, queries: int, tokens: int) -> Shape | None:
-    """For sequences of up to ``tokens`` tokens and ``queries`` queries: the first shape that fits shared memory."""
-    return _shape_on(device, layout, group, queries, _is_short(layout, tokens))
+def shape_on(
+    device: Device, layout: PageLayout, group: int, queries: int, tokens: int, rows: int = 1 << 20
+) -> Shape | None:
+    """The first shape that fits: ``rows`` (sequence, KV head) of up to ``tokens`` tokens and ``queries`` queries."""
+    return _shape_on(device, layout, group, queries, *_amount(device, layout, tokens, rows))
 
 
-def _is_short(layout: PageLayout, tokens: int) -> bool:
-    return tokens * layout.region_bytes < _SHORT_BYTES * layout.block_tokens
+def _amount(device: Device, layout: PageLayout, tokens: int, rows: int) -> tuple[bool, bool]:
+    """All that a shape depends on of the tokens, which differ at every step: are sequences short, is all work little.
+
+    A block of many warps with little to do for each of them leaves some idle at its end.
+    """
+    short = tokens * layout.region_bytes < _SHORT_BYTES * layout.block_tokens
+    return short, rows * tokens < _LITTLE_TOKENS * device.multiprocessors
 
 
 @lru_cache(maxsize=1024)
-def _shape_on(device: Device, layout: PageLayout, group: int, queries: int, short: bool) -> Shape | None:
+def _shape_on(device: Device, layout: PageLayout, group: int, queries: int, short: bool, little: bool) -> Shape | None:
     most = _most_columns(layout)
     columns = next(n for n in (4, 8, 16) if n >= most or n >= group * queries)
-    # A block of many warps with little to do for each of them leaves some idle at its end.
-    little = rows * tokens < _LITTLE_TOKENS * device.multiprocessors
     for tiles, warps, stages, resident in (_SHORT if short else _LONG)[columns]:
         if little and not short and warps > 8:
             continue

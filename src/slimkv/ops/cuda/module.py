@@ -52,13 +52,12 @@ class Kernel:
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._config(grid, threads, shared, overlap)
-        config.hStream = torch.cuda.current_stream(device).cuda_stream
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        _checked(
-            self._driver,
-            self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0),
-            self.name,
-        )
+        # What torch's own compiler asks: current_stream() makes an object on the way to the same number.
+        config.hStream = torch._C._cuda_getCurrentRawStream(_index(device))
+        pointer = ctypes.c_void_p(ctypes.addressof(args))
+        result = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointer), 0)
+        if result[0]:
+            _checked(self._driver, result, self.name)
 
     def _config(self, grid: tuple[int, int], threads: int, shared: int, overlap: bool) -> Any:
         driver = self._driver
@@ -101,9 +100,20 @@ class Module:
         return self._kernels[name]
 
 
-def load(source: str, defines: dict[str, int], device: torch.device) -> Module:
+class Defines(dict[str, int]):
+    """What a source is compiled with. Made once for a kind of request, and then looked up as the object that it is."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def load(source: str, defines: Defines, device: torch.device) -> Module:
     """The kernels of ``source`` compiled with ``defines`` for ``device``; compiled once per machine, loaded once."""
-    return _load(source, tuple(defines.items()), torch.device("cuda", _index(device)))
+    return _loaded(source, defines, _index(device))
+
+
+@cache
+def _loaded(source: str, defines: Defines, index: int) -> Module:
+    return _load(source, tuple(defines.items()), torch.device("cuda", index))
 
 
 @cache

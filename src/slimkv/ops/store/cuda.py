@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
 from slimkv.codec.rotation import signed_hadamard
+from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.store import StoreRequest
 from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, ScalePolicy, SideLayout, TensorFormat
 
@@ -68,7 +69,7 @@ class StoreArgs(ctypes.Structure):
 class Plan:
     """How a kind of request is compiled and launched, and the constant part of its arguments."""
 
-    defines: dict[str, int]
+    defines: Defines
     threads: int
     shared: int
     tiles_per_block: int
@@ -78,9 +79,14 @@ class Plan:
 
 def supports(request: StoreRequest) -> str | None:
     """Lloyd-Max, uniform and fp8 of head sizes up to 256, in blocks of at least a tile."""
-    if request.layout.block_tokens == 1:
+    return _refusal(request.layout)
+
+
+@cache
+def _refusal(layout: PageLayout) -> str | None:
+    if layout.block_tokens == 1:
         return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
-    for side in (request.layout.key, request.layout.value):
+    for side in (layout.key, layout.value):
         if side.format.kind == Kind.RAW:
             return f"it does not store raw vectors ({side.format.word}); triton does"
         if side.dim > LARGEST_DIM:
@@ -90,8 +96,6 @@ def supports(request: StoreRequest) -> str | None:
 
 def run(request: StoreRequest) -> None:
     """See ``slimkv.ops.store.store``: one launch."""
-    from slimkv.ops.cuda.module import load
-
     if request.slot_mapping.shape[0] == 0:
         return
     plan, grid, args = prepare(request)
@@ -101,33 +105,41 @@ def run(request: StoreRequest) -> None:
 
 def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     """The plan of a request, its grid, and its arguments."""
-    key, value, pages = request.key, request.value, request.pages
-    tokens, heads = request.slot_mapping.shape[0], pages.shape[1]
+    key, value, pages, slots = request.key, request.value, request.pages, request.slot_mapping
+    tokens, heads = slots.shape[0], pages.shape[1]
+    key_place, value_place = _place(key), _place(value)
     plan = _plan(
         request.layout,
         pages.device,
-        (key.dtype, _in_vectors(key)),
-        (value.dtype, _in_vectors(value)),
-        request.slot_mapping.dtype == torch.int64,
+        (key.dtype, _in_vectors(key_place)),
+        (value.dtype, _in_vectors(value_place)),
+        slots.dtype == torch.int64,
         tokens * heads < FEW_VECTORS,
         request.rounding is not None,
     )
     args = StoreArgs.from_buffer_copy(plan.args)
-    for side, x in ((args.key, key), (args.value, value)):
-        side.x = x.data_ptr()
-        side.stride, side.head_stride = (x.stride(i) * x.element_size() for i in (0, 1))
+    side = args.key
+    side.x, side.stride, side.head_stride = key_place
+    side = args.value
+    side.x, side.stride, side.head_stride = value_place
     args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
-    args.slots, args.tokens = request.slot_mapping.data_ptr(), tokens
+    args.slots, args.tokens = slots.data_ptr(), tokens
     if request.rounding is not None:
         args.rounding = request.rounding.data_ptr()
     tiles = -(-tokens // TILE_TOKENS)
     return plan, (-(-tiles // plan.tiles_per_block), 2 * heads), args
 
 
-def _in_vectors(x: Tensor) -> bool:
-    """Every row starts at a multiple of 16 bytes."""
+def _place(x: Tensor) -> tuple[int, int, int]:
+    """Address, and bytes from a token to the next and from a head to the next."""
     size = x.element_size()
-    return not (x.data_ptr() % 16 or x.stride(0) * size % 16 or x.stride(1) * size % 16)
+    return x.data_ptr(), x.stride(0) * size, x.stride(1) * size
+
+
+def _in_vectors(place: tuple[int, int, int]) -> bool:
+    """Every row starts at a multiple of 16 bytes."""
+    start, stride, head_stride = place
+    return not (start | stride | head_stride) & 15
 
 
 @cache  # captured graphs point to the tables: they stay
@@ -144,7 +156,7 @@ def _plan(
 
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
-    defines = {"PAGE": layout.block_tokens, "LONG_SLOTS": int(long_slots)}
+    defines = Defines({"PAGE": layout.block_tokens, "LONG_SLOTS": int(long_slots)})
     warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _SHAPED_WARPS if shaped else _WARPS, 0
     tables: list[Tensor] = []
     together = few and not shaped
