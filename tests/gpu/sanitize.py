@@ -45,19 +45,22 @@ def main() -> int:
     for case in STORE:
         key, value, slots, pages, codec = build_store(case, device)
         want = expected(key, value, slots, pages, codec, case.layout)
-        ops.store(key, value, pages, slots, codec=codec, layout=case.layout, impl="triton")
-        ops.gather(pages, slots, codec=codec, layout=case.layout, impl="triton")
-        same = torch.equal(pages, want)
-        print(f"store {case}: {'same bytes' if same else 'DIFFERENT'}")
-        wrong += not same
+        for impl in ("triton", "cuda"):
+            written = pages.clone()
+            ops.store(key, value, written, slots, codec=codec, layout=case.layout, impl=impl)
+            ops.gather(written, slots, codec=codec, layout=case.layout, impl="triton")
+            same = torch.equal(written, want)
+            print(f"store {case} {impl}: {'same bytes' if same else 'DIFFERENT'}")
+            wrong += not same
     for case in ATTEND:
         built = build(case, device)
         want, _ = exact(built)
-        out = ops.attend(**built.arguments(), splits=case.splits, impl="triton")
-        rows = slice(0, sum(case.queries))
-        off = (out[rows].double() - want[rows]).norm(dim=-1) / want[rows].norm(dim=-1).clamp(min=1e-9)
-        print(f"attend {case}: relative error {off.max():.1e}")
-        wrong += not off.max() < 1e-2
+        for impl in ("triton",) if case.fresh else ("triton", "cuda"):
+            out = ops.attend(**built.arguments(), splits=case.splits, impl=impl)
+            rows = slice(0, sum(case.queries))
+            off = (out[rows].double() - want[rows]).norm(dim=-1) / want[rows].norm(dim=-1).clamp(min=1e-9)
+            print(f"attend {case} {impl}: relative error {off.max():.1e}")
+            wrong += not off.max() < 1e-2
     torch.cuda.synchronize()
     return min(wrong, 1)
 

@@ -12,9 +12,10 @@ from store_cases import build as build_store
 from store_cases import expected
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
-from slimkv.ops.attend.triton import workspace_bytes
+from slimkv.ops.attend import workspace_bytes
 
 pytestmark = pytest.mark.gpu
+both = pytest.mark.parametrize("impl", ["triton", "cuda"])
 
 DECODE = Case(dim=128, kv_heads=4, page=64, lens=(700, 33, 64, 129), queries=(1, 1, 1, 1), splits=4)
 SPLITS = 4
@@ -22,7 +23,10 @@ SPLITS = 4
 
 def workspace_for(built: Built, splits: int = SPLITS) -> torch.Tensor:
     rows, heads = built.query.shape[:2]
-    size = workspace_bytes(rows, heads, built.case.spec.value_dim, splits)
+    size = workspace_bytes(
+        built.layout, total_queries=rows, sequences=len(built.case.lens), query_heads=heads,
+        kv_heads=built.case.kv_heads, max_query_len=built.batch.max_query_len, splits=splits, device=built.query.device,
+    )  # fmt: skip
     return torch.full((size,), 0xA5, dtype=torch.uint8, device=built.query.device)
 
 
@@ -40,11 +44,12 @@ def changed(built: Built) -> Built:
     return replace(built, case=replace(built.case, lens=tuple(lens[i] for i in order.tolist())))
 
 
-def test_a_graph_follows_the_tables(device):
+@both
+def test_a_graph_follows_the_tables(impl, device):
     built = build(DECODE, device)
     space = workspace_for(built)
     out = torch.full((4, 16, 128), torch.nan, dtype=torch.bfloat16, device=device)
-    call = {**built.arguments(), "out": out, "workspace": space, "splits": SPLITS, "impl": "triton"}
+    call = {**built.arguments(), "out": out, "workspace": space, "splits": SPLITS, "impl": impl}
     ops.attend(**call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -66,10 +71,11 @@ def test_a_graph_follows_the_tables(device):
     assert torch.equal(out, replayed)
 
 
-def test_a_graph_of_store_follows_keys_and_slots(device):
+@both
+def test_a_graph_of_store_follows_keys_and_slots(impl, device):
     case = StoreCase(dim=128, heads=4, tokens=33, page=64)
     key, value, slots, pages, codec = build_store(case, device)
-    call = {"codec": codec, "layout": case.layout, "impl": "triton"}
+    call = {"codec": codec, "layout": case.layout, "impl": impl}
     scratch = pages.clone()
     ops.store(key, value, scratch, slots, **call)
     torch.cuda.synchronize()
@@ -84,16 +90,18 @@ def test_a_graph_of_store_follows_keys_and_slots(device):
     assert torch.equal(pages, want)
 
 
+@both
 @pytest.mark.parametrize("case", [DECODE, replace(DECODE, lens=(700, 33, 64, 129), queries=(300, 1, 4, 2))], ids=str)
-def test_the_same_bits_every_time(case, device):
+def test_the_same_bits_every_time(case, impl, device):
     built = build(case, device)
-    runs = [ops.attend(**built.arguments(), return_lse=True, splits=SPLITS, impl="triton") for _ in range(20)]
+    runs = [ops.attend(**built.arguments(), return_lse=True, splits=SPLITS, impl=impl) for _ in range(20)]
     for out, lse in runs[1:]:
         assert torch.equal(out, runs[0][0])
         assert torch.equal(lse, runs[0][1])
 
 
-def test_nothing_waits_for_the_device(device):
+@both
+def test_nothing_waits_for_the_device(impl, device):
     """Decode, verification, prefill and store: no value is read back."""
     store_case = StoreCase(dim=128, heads=4, tokens=64)
     key, value, slots, pages, codec = build_store(store_case, device)
@@ -103,9 +111,9 @@ def test_nothing_waits_for_the_device(device):
         replace(DECODE, queries=(300, 1, 40, 2)),
         replace(DECODE, queries=(300, 1, 40, 2), fresh=True),
     )]  # fmt: skip
-    calls = [lambda b=b: ops.attend(**b.arguments(), impl="triton") for b in cases]
-    calls.append(lambda: ops.store(key, value, pages, slots, codec=codec, layout=store_case.layout, impl="triton"))
-    calls.append(lambda: ops.gather(pages, slots, codec=codec, layout=store_case.layout, impl="triton"))
+    calls = [lambda b=b: ops.attend(**b.arguments(), impl=None if b.fresh else impl) for b in cases]
+    calls.append(lambda: ops.store(key, value, pages, slots, codec=codec, layout=store_case.layout, impl=impl))
+    calls.append(lambda: ops.gather(pages, slots, codec=codec, layout=store_case.layout))
     for call in calls:
         call()  # compiling may wait
     torch.cuda.set_sync_debug_mode("error")
@@ -118,7 +126,8 @@ def test_nothing_waits_for_the_device(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_decoding_allocates_nothing(device):
+@both
+def test_decoding_allocates_nothing(impl, device):
     built = build(DECODE, device)
     out, space = torch.empty(4, 16, 128, dtype=torch.bfloat16, device=device), workspace_for(built)
     lse = torch.empty(4, 16, device=device)
@@ -126,8 +135,8 @@ def test_decoding_allocates_nothing(device):
     key, value, slots, pages, codec = build_store(store_case, device)
 
     def step() -> None:
-        ops.store(key, value, pages, slots, codec=codec, layout=store_case.layout, impl="triton")
-        ops.attend(**built.arguments(), out=out, lse=lse, workspace=space, splits=SPLITS, impl="triton")
+        ops.store(key, value, pages, slots, codec=codec, layout=store_case.layout, impl=impl)
+        ops.attend(**built.arguments(), out=out, lse=lse, workspace=space, splits=SPLITS, impl=impl)
 
     def count() -> int:
         return torch.cuda.memory_stats(device)["allocation.all.allocated"]
@@ -136,11 +145,12 @@ def test_decoding_allocates_nothing(device):
     before = count()
     step()
     assert count() == before
-    ops.attend(**built.arguments(), out=out, splits=SPLITS, impl="triton")
+    ops.attend(**built.arguments(), out=out, splits=SPLITS, impl=impl)
     assert count() > before  # without a workspace it does
 
 
-def test_a_pool_beyond_two_gigabytes(device):
+@both
+def test_a_pool_beyond_two_gigabytes(impl, device):
     """Blocks whose addresses do not fit 31 or 32 bits: store, attend and gather."""
     layout = PageLayout(CodecSpec.parse("k4v4", 128), 16)
     heads, tokens = 8, 100
@@ -154,19 +164,19 @@ def test_a_pool_beyond_two_gigabytes(device):
     g = torch.Generator(device).manual_seed(0)
     key, value = torch.randn(2, tokens, heads, 128, generator=g, device=device)
     query = torch.randn(2, 32, 128, generator=g, device=device)
-    ops.store(key, value, pages, slots, codec=codec, layout=layout, impl="triton")
+    ops.store(key, value, pages, slots, codec=codec, layout=layout, impl=impl)
     low = torch.arange(table.shape[1], dtype=torch.int32, device=device)[None]
     alone = torch.full((table.shape[1], heads, layout.region_bytes), 0xA5, dtype=torch.uint8, device=device)
-    ops.store(key, value, alone, position, codec=codec, layout=layout, impl="triton")
+    ops.store(key, value, alone, position, codec=codec, layout=layout, impl=impl)
     written = ops.gather(alone, position, codec=codec, layout=layout, impl="reference")
-    for one, other in zip(ops.gather(pages, slots, codec=codec, layout=layout, impl="triton"), written, strict=True):
+    for one, other in zip(ops.gather(pages, slots, codec=codec, layout=layout), written, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
     for queries in (1, 2):
         tables = {
             "seq_lens": torch.tensor([tokens], dtype=torch.int32, device=device),
             "query_start": torch.tensor([0, queries], dtype=torch.int32, device=device),
             "codec": codec, "layout": layout, "max_query_len": queries, "max_seq_len": tokens, "splits": 2,
-            "impl": "triton",
+            "impl": impl,
         }  # fmt: skip
         high = ops.attend(query[:queries], pages, table, **tables)
         assert torch.equal(high, ops.attend(query[:queries], alone, low, **tables))
