@@ -95,13 +95,13 @@ class PackedLayer(CacheLayerMixin):
         return packed_pair(handle, self.pool.layout, self.dtype, self.device)
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
-        batch, heads = key_states.shape[:2]
+        batch, heads, new, _ = key_states.shape
         if batch != self.tables.batch:
             raise InputError(
                 f"the cache holds {self.tables.batch} sequences and was given {batch}; use "
                 "batch_repeat_interleave or batch_select_indices to change the batch, or reset the cache"
             )
-        if heads != self.kv_heads or value_states.shape[:3] != key_states.shape[:3]:
+        if heads != self.kv_heads or value_states.shape[:3] != (batch, heads, new):
             raise InputError(
                 f"keys {list(key_states.shape)} and values {list(value_states.shape)} do not fit a layer of "
                 f"{self.kv_heads} KV heads"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,33 +62,41 @@ def slimkv_attention(
 
     Returns the output [batch, new, heads, value_dim], and None for the weights.
     """
-    for name, asked in (
-        ("dropout in attention", dropout != 0.0),
-        ("position_bias", position_bias is not None),
-        ("output_attentions", bool(output_attentions)),
-    ):
-        if asked:
-            raise UnsupportedError(f'{NAME} attention has no {name}; use attn_implementation="eager" for it')
+    if dropout != 0.0 or position_bias is not None or output_attentions:
+        asked = "position_bias" if position_bias is not None else "output_attentions"
+        name = "dropout in attention" if dropout != 0.0 else asked
+        raise UnsupportedError(f'{NAME} attention has no {name}; use attn_implementation="eager" for it')
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    options = AttendOptions(scale=scaling, causal=causal, softcap=softcap or 0.0, sinks=s_aux)
     if isinstance(key, PackedStates) and isinstance(value, PackedStates) and key.handle is value.handle:
         handle, note = key.handle, note_of(attention_mask)
         pads = note.pads if note is not None else None
         if (attention_mask is None or note is not None) and handle.refusal(pads) is None:
             _count("fused")
             window = getattr(handle, "window", None) if causal else None
-            options = AttendOptions(scaling, causal, window, options.softcap, _matching(s_aux, query))
+            options = _options(scaling, causal, window, softcap, None if s_aux is None else _matching(s_aux, query))
             return handle.attend(query, options, pads), None
         _count("decoded")
         key, value = key.decoded(), value.decoded()
     else:
         _count("plain")
         key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in (key, value))
-    return _dense(query, key, value, attention_mask, options), None
+    return _dense(query, key, value, attention_mask, _options(scaling, causal, None, softcap, s_aux)), None
 
 
-def _matching(sinks: Tensor | None, query: Tensor) -> Tensor | None:
-    return sinks.to(query.device).reshape(-1) if sinks is not None else None
+def _options(
+    scale: float | None, causal: bool, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> AttendOptions:
+    plain = _plain_options(scale, causal, window, softcap or 0.0)
+    return plain if sinks is None else replace(plain, sinks=sinks)
+
+
+@lru_cache(maxsize=256)
+def _plain_options(scale: float | None, causal: bool, window: int | None, softcap: float) -> AttendOptions:
+    return AttendOptions(scale, causal, window, softcap)
+
+
+def _matching(sinks: Tensor, query: Tensor) -> Tensor:
+    return sinks.to(query.device).reshape(-1)
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttendOptions) -> Tensor:

@@ -108,12 +108,13 @@ class PagedHandle:
         assert isinstance(out, Tensor)
         if step.query_rows is not None:  # padding attends nothing
             out = out.new_zeros(query.shape[0] * step.new, *out.shape[1:]).index_copy_(0, step.query_rows, out)
-        return out.unflatten(0, (query.shape[0], step.new))
+        return out.view(query.shape[0], step.new, out.shape[1], out.shape[2])
 
 
 def token_rows(x: Tensor) -> Tensor:
     """[batch, heads, tokens, dim] -> [batch * tokens, heads, dim] with a contiguous last axis."""
-    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+    _, heads, tokens, dim = x.shape
+    return x.squeeze(2) if tokens == 1 else x.transpose(1, 2).reshape(-1, heads, dim)
 
 
 class PackedStates(Tensor):

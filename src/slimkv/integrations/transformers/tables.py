@@ -5,6 +5,9 @@ reordering the batch is one ``index_select``. Layers with a window reuse their r
 
 Positions that are left padding take no slot: a sequence's first real token is its position 0. The padding is known
 only when attention runs, after the first layer has stored its tokens; those are then moved, byte for byte.
+
+A step is built from the host's numbers with operations on the device, never by copying to it or reading from it, and
+the tables of single tokens, one after the other, are built for many steps at once.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from torch import Tensor
 
 from slimkv.cache import AttentionBatch
 from slimkv.errors import InputError
+
+AHEAD = 64  # steps of one token whose tables are built together
 
 
 class Member(Protocol):
@@ -45,6 +50,19 @@ class Step:
     query_rows: Tensor | None  # int64: rows of [batch * new] that are real tokens; None: all
 
 
+@dataclass(frozen=True)
+class StepsAhead:
+    """The tables of AHEAD steps of one token each; the first adds position ``first``."""
+
+    rows: int  # they hold while the tables have so many rows
+    bases: tuple[int, ...]  # and begin there
+    first: int
+    block_table: Tensor  # int32 [batch, rows]
+    query_start: Tensor  # int32 [batch + 1]
+    seq_lens: tuple[Tensor, ...]  # int32 [batch] of each step
+    slot_mapping: tuple[Tensor, ...]  # int64 [batch] of each step
+
+
 class SequenceTables:
     """Slots, block table and lengths of ``batch`` sequences; a window keeps only the last tokens."""
 
@@ -61,6 +79,8 @@ class SequenceTables:
         self._pad = torch.zeros(batch, dtype=torch.int64, device=device)
         self._members: list[Member] = []
         self._step: Step | None = None
+        self._ahead: StepsAhead | None = None
+        self._prefix: tuple[tuple[int, int, int], Step] | None = None  # (positions, of them held, rows), and its step
 
     @property
     def blocks(self) -> int:
@@ -90,7 +110,8 @@ class SequenceTables:
             self.kept_from = max(self.kept_from, upto - self.window + 1)
         self._reserve(self.tokens + new)
         self.tokens += new
-        self._step = self._build(new)
+        single = new == 1 and max(self.pads) < self.tokens
+        self._step = self._next() if single else self._build(new)
         return self._step
 
     def _reserve(self, tokens: int) -> None:
@@ -130,28 +151,68 @@ class SequenceTables:
         """Slots of positions ``first .. first + count``: int64 [batch, count], -1 for padding."""
         return self._slots(torch.arange(first, first + count, device=self.device), self._pad)
 
-    def _build(self, new: int) -> Step:
-        size, past = self.block_tokens, self.tokens - new
-        base = (self.kept_from - self._pad).clamp(min=0) // size
+    def _block_table(self, base: Tensor) -> Tensor:
+        """int32 [batch, rows] from block ``base`` [batch] on."""
         table = torch.arange(self.rows, device=self.device)[None, :] + base[:, None]
         table = table % max(self.rows, 1) * self.batch + torch.arange(self.batch, device=self.device)[:, None]
+        return table.to(torch.int32)
+
+    def _first_blocks(self) -> Tensor:
+        """int64 [batch]: the block where each sequence begins."""
+        return (self.kept_from - self._pad).clamp(min=0) // self.block_tokens
+
+    def _query_start(self, new: int) -> Tensor:
+        return torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * new
+
+    def _longest(self) -> int:
+        return max(max(self.tokens - pad, 0) - self._base(pad) for pad in set(self.pads))
+
+    def _next(self) -> Step:
+        """``_build(1)`` where every sequence gets a real token."""
+        past = self.tokens - 1
+        bases = tuple(self._base(pad) for pad in self.pads) if self.kept_from else ()
+        ahead = self._ahead
+        if ahead is None or not 0 <= past - ahead.first < AHEAD or ahead.rows != self.rows or ahead.bases != bases:
+            ahead = self._ahead = self._build_ahead(past, bases)
+        i = past - ahead.first
+        batch = AttentionBatch(
+            block_table=ahead.block_table,
+            seq_lens=ahead.seq_lens[i],
+            query_start=ahead.query_start,
+            slot_mapping=ahead.slot_mapping[i],
+            max_query_len=1,
+            max_seq_len=self._longest(),
+        )
+        return Step(batch, self.tokens, 1, None)
+
+    def _build_ahead(self, past: int, bases: tuple[int, ...]) -> StepsAhead:
+        base = self._first_blocks()
+        now = torch.arange(past + 1, past + 1 + AHEAD, device=self.device)
+        lengths = (now[:, None] - (self._pad + base * self.block_tokens)[None, :]).to(torch.int32)
+        slots = self.slots(past, AHEAD).t().contiguous()
+        return StepsAhead(
+            self.rows, bases, past, self._block_table(base), self._query_start(1), lengths.unbind(0), slots.unbind(0)
+        )
+
+    def _build(self, new: int) -> Step:
+        size, past = self.block_tokens, self.tokens - new
+        base = self._first_blocks()
         lengths = (self.tokens - self._pad).clamp(min=0) - base * size
-        longest = max(max(self.tokens - pad, 0) - self._base(pad) for pad in set(self.pads))
         counts = [min(new, max(self.tokens - pad, 0)) for pad in self.pads] if max(self.pads) > past else None
         rows = None
         if counts is None:
-            starts = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * new
+            starts = self._query_start(new)
         else:
             starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)
             real = [b * new + i for b, n in enumerate(counts) for i in range(new - n, new)]
             rows = torch.tensor(real, dtype=torch.int64, device=self.device)
         batch = AttentionBatch(
-            block_table=table.to(torch.int32),
+            block_table=self._block_table(base),
             seq_lens=lengths.to(torch.int32),
             query_start=starts,
             slot_mapping=self.slots(past, new).reshape(-1),
             max_query_len=new if counts is None else max(counts),
-            max_seq_len=longest,
+            max_seq_len=self._longest(),
         )
         return Step(batch, self.tokens, new, rows)
 
@@ -161,10 +222,12 @@ class SequenceTables:
 
     def prefix(self, tokens: int) -> Step:
         """The tables as if only the first ``tokens`` positions existed (no window, no padding)."""
-        held, self.tokens = self.tokens, tokens
-        step = replace(self._build(0), tokens=held)
-        self.tokens = held
-        return step
+        key = (self.tokens, tokens, self.rows)
+        if self._prefix is None or self._prefix[0] != key:
+            held, self.tokens = self.tokens, tokens
+            self._prefix = key, replace(self._build(0), tokens=held)
+            self.tokens = held
+        return self._prefix[1]
 
     # -- changes between (or within) passes --------------------------------------------------------------------------
 
@@ -188,6 +251,7 @@ class SequenceTables:
         for member in self._members:
             member.move_tokens(source[kept], target[kept])
         self.pads, self._pad = list(pads), pad
+        self._ahead = self._prefix = None
         self._step = self._build(self._step.new)
         return self._step
 
@@ -209,4 +273,4 @@ class SequenceTables:
             self.pads = [0] * len(index)
         self._pad = self._pad[index]
         self.batch = len(index)
-        self._step = None
+        self._step = self._ahead = self._prefix = None
