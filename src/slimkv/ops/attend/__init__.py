@@ -12,7 +12,7 @@ from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.cuda import where_cuda_runs
 from slimkv.ops.registry import Implementation, Registry, anywhere, on_cpu, where_triton_runs
-from slimkv.ops.store import check_pages
+from slimkv.ops.store import FLOATS, check_pages
 from slimkv.spec import PageLayout
 
 PACKED_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
@@ -138,16 +138,17 @@ def attend(
     """
     check_pages(pages, layout)
     options = options or AttendOptions()
-    _check_query(query, pages, layout)
-    _check_tables(block_table, seq_lens, query_start, pages.device)
-    total, heads = query.shape[:2]
-    if not 0 <= max_query_len <= max(total, 0) or max_seq_len > block_table.shape[1] * layout.block_tokens:
+    device = pages.device
+    total, heads = _check_query(query, pages, layout)
+    _check_tables(block_table, seq_lens, query_start, device)
+    if not 0 <= max_query_len <= total or max_seq_len > block_table.shape[1] * layout.block_tokens:
         raise InputError(
             f"max_query_len {max_query_len} must lie in 0..{total} and max_seq_len {max_seq_len} must fit "
             "the block table's "
             f"{block_table.shape[1]} blocks of {layout.block_tokens}"
         )
-    _check_fresh(fresh, query, pages, layout)
+    if fresh is not None:
+        _check_fresh(fresh, query, pages, layout)
     if options.sinks is not None and (options.sinks.shape != (heads,) or options.sinks.device != query.device):
         raise InputError(
             f"sinks must be one number per query head ({heads}) on {query.device}, not {list(options.sinks.shape)}"
@@ -168,7 +169,7 @@ def attend(
         out, lse,
         workspace, splits,
     )  # fmt: skip
-    REGISTRY.select(pages.device, request, impl).load().run(request)
+    REGISTRY.select(device, request, impl).load().run(request)
     return out if lse is None else (out, lse)
 
 
@@ -196,23 +197,26 @@ def workspace_bytes(
     return need
 
 
-def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> None:
-    if query.ndim != 3 or query.shape[-1] != layout.spec.key_dim or query.stride(-1) != 1:
+def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> tuple[int, int]:
+    """Queries and their heads."""
+    shape = query.shape
+    if len(shape) != 3 or shape[2] != layout.spec.key_dim or query.stride(-1) != 1:
         raise InputError(
             f"query must be [queries, heads, {layout.spec.key_dim}] with a contiguous last axis, "
             f"not {list(query.shape)}"
         )
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if query.dtype not in FLOATS:
         raise InputError(f"query dtype {query.dtype} is not supported; use float16, bfloat16 or float32")
     if query.device != pages.device:
         raise InputError(f"query is on {query.device}, the pages on {pages.device}")
-    if query.shape[1] % pages.shape[1]:
-        raise InputError(f"{query.shape[1]} query heads are not a multiple of {pages.shape[1]} KV heads")
+    if shape[1] % pages.shape[1]:
+        raise InputError(f"{shape[1]} query heads are not a multiple of {pages.shape[1]} KV heads")
+    return shape[0], shape[1]
 
 
 def _check_tables(block_table: Tensor, seq_lens: Tensor, query_start: Tensor, device: torch.device) -> None:
     for name, x, ndim in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1), ("query_start", query_start, 1)):
-        if x.dtype != torch.int32 or x.ndim != ndim or x.device != device or (x.numel() and x.stride(-1) != 1):
+        if x.dtype != torch.int32 or x.ndim != ndim or x.device != device or (x.stride(-1) != 1 and x.numel()):
             raise InputError(
                 f"{name} must be int32 with {ndim} axes on {device}, not {x.dtype} {list(x.shape)} on {x.device}"
             )
@@ -224,9 +228,7 @@ def _check_tables(block_table: Tensor, seq_lens: Tensor, query_start: Tensor, de
         )
 
 
-def _check_fresh(fresh: tuple[Tensor, Tensor] | None, query: Tensor, pages: Tensor, layout: PageLayout) -> None:
-    if fresh is None:
-        return
+def _check_fresh(fresh: tuple[Tensor, Tensor], query: Tensor, pages: Tensor, layout: PageLayout) -> None:
     for name, x, dim in (("key", fresh[0], layout.spec.key_dim), ("value", fresh[1], layout.spec.value_dim)):
         if x.shape != (query.shape[0], pages.shape[1], dim) or x.device != query.device or x.stride(-1) != 1:
             raise InputError(

@@ -13,6 +13,9 @@ from slimkv.ops.cuda import where_cuda_runs
 from slimkv.ops.registry import Implementation, Registry, anywhere, on_cpu, where_triton_runs
 from slimkv.spec import Kind, PageLayout
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_INTEGERS = (torch.int32, torch.int64)
+
 
 @dataclass(frozen=True)
 class StoreRequest:
@@ -63,23 +66,20 @@ def store(
     so that whoever attends it gets NaN.
     """
     check_pages(pages, layout)
-    heads = pages.shape[1]
-    for name, x, dim in (("key", key, layout.spec.key_dim), ("value", value, layout.spec.value_dim)):
-        if x.ndim != 3 or x.shape[1:] != (heads, dim):
-            raise InputError(f"{name} must be [tokens, {heads}, {dim}] for these pages, not {list(x.shape)}")
-        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    heads, device, spec = pages.shape[1], pages.device, layout.spec
+    for name, x, dim in (("key", key, spec.key_dim), ("value", value, spec.value_dim)):
+        shape = x.shape
+        if len(shape) != 3 or shape[1] != heads or shape[2] != dim:
+            raise InputError(f"{name} must be [tokens, {heads}, {dim}] for these pages, not {list(shape)}")
+        if x.dtype not in FLOATS:
             raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
         if x.stride(-1) != 1:
             raise InputError(f"{name} must be contiguous in its last axis (stride {x.stride(-1)})")
-        if x.device != pages.device:
-            raise InputError(f"{name} is on {x.device}, the pages on {pages.device}")
-    if (
-        slot_mapping.ndim != 1
-        or slot_mapping.dtype not in (torch.int32, torch.int64)
-        or slot_mapping.device != pages.device
-    ):
+        if x.device != device:
+            raise InputError(f"{name} is on {x.device}, the pages on {device}")
+    if slot_mapping.ndim != 1 or slot_mapping.dtype not in _INTEGERS or slot_mapping.device != device:
         raise InputError(
-            f"slot_mapping must be int32 or int64 [tokens] on {pages.device}, "
+            f"slot_mapping must be int32 or int64 [tokens] on {device}, "
             f"not {slot_mapping.dtype} {list(slot_mapping.shape)} on {slot_mapping.device}"
         )
     if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
@@ -87,7 +87,7 @@ def store(
     if rounding is not None:
         _check_rounding(rounding, pages, layout)
     request = StoreRequest(key, value, pages, slot_mapping, codec, layout, rounding)
-    REGISTRY.select(pages.device, request, impl).load().run(request)
+    REGISTRY.select(device, request, impl).load().run(request)
 
 
 def _check_rounding(rounding: Tensor, pages: Tensor, layout: PageLayout) -> None:
@@ -106,10 +106,11 @@ def _check_rounding(rounding: Tensor, pages: Tensor, layout: PageLayout) -> None
 
 def check_pages(pages: Tensor, layout: PageLayout) -> None:
     """Raises unless ``pages`` is uint8 [blocks, kv_heads, region_bytes] of ``layout``."""
-    if pages.dtype != torch.uint8 or pages.ndim != 3 or pages.shape[-1] != layout.region_bytes or pages.stride(-1) != 1:
+    shape, strides = pages.shape, pages.stride()
+    if pages.dtype != torch.uint8 or len(shape) != 3 or shape[2] != layout.region_bytes or strides[2] != 1:
         raise InputError(
             f"pages must be uint8 [blocks, kv_heads, {layout.region_bytes}] with a contiguous last axis, "
             f"not {pages.dtype} {list(pages.shape)} with strides {list(pages.stride())}"
         )
-    if pages.stride(0) % 16 or pages.stride(1) % 16 or pages.data_ptr() % 16:
+    if (strides[0] | strides[1] | pages.data_ptr()) % 16:
         raise InputError(f"regions must start at multiples of 16 bytes; the pages' strides are {list(pages.stride())}")
