@@ -80,6 +80,7 @@ class SequenceTables:
         self._members: list[Member] = []
         self._step: Step | None = None
         self._ahead: StepsAhead | None = None
+        self._starts: tuple[int, Tensor] | None = None  # ``query_start`` of the last number of queries
         self._prefix: tuple[tuple[int, int, int], Step] | None = None  # (positions, of them held, rows), and its step
 
     @property
@@ -161,8 +162,11 @@ class SequenceTables:
         """int64 [batch]: the block where each sequence begins."""
         return (self.kept_from - self._pad).clamp(min=0) // self.block_tokens
 
-    def _query_start(self, new: int) -> Tensor:
-        return torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * new
+    def query_start(self, new: int) -> Tensor:
+        """int32 [batch + 1] for ``new`` queries of every sequence."""
+        if self._starts is None or self._starts[0] != new:
+            self._starts = new, torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * new
+        return self._starts[1]
 
     def _longest(self) -> int:
         return max(max(self.tokens - pad, 0) - self._base(pad) for pad in set(self.pads))
@@ -191,7 +195,7 @@ class SequenceTables:
         lengths = (now[:, None] - (self._pad + base * self.block_tokens)[None, :]).to(torch.int32)
         slots = self.slots(past, AHEAD).t().contiguous()
         return StepsAhead(
-            self.rows, bases, past, self._block_table(base), self._query_start(1), lengths.unbind(0), slots.unbind(0)
+            self.rows, bases, past, self._block_table(base), self.query_start(1), lengths.unbind(0), slots.unbind(0)
         )
 
     def _build(self, new: int) -> Step:
@@ -201,7 +205,7 @@ class SequenceTables:
         counts = [min(new, max(self.tokens - pad, 0)) for pad in self.pads] if max(self.pads) > past else None
         rows = None
         if counts is None:
-            starts = self._query_start(new)
+            starts = self.query_start(new)
         else:
             starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)
             real = [b * new + i for b, n in enumerate(counts) for i in range(new - n, new)]
@@ -273,4 +277,4 @@ class SequenceTables:
             self.pads = [0] * len(index)
         self._pad = self._pad[index]
         self.batch = len(index)
-        self._step = self._ahead = self._prefix = None
+        self._step = self._ahead = self._prefix = self._starts = None

@@ -45,10 +45,12 @@ class WindowedHandle:
         """The packed part fused, the raw parts dense, joined by their log-sum-exps."""
         raw_key, raw_value = (torch.cat(part, 2) for part in zip(self.head, self.tail, strict=True))
         packed, new, head = self.middle.positions, query.shape[2], self.head[0].shape[2]
-        position = torch.arange(raw_key.shape[2], device=query.device)
-        position = torch.where(position < head, position, position + packed)
-        asking = torch.arange(new, device=query.device) + self.shape[2] - new
-        mask = (position[None, :] <= asking[:, None])[None, None]
+        mask = None
+        if new > 1:  # a single query stands at the end and sees everything
+            position = torch.arange(raw_key.shape[2], device=query.device)
+            position = torch.where(position < head, position, position + packed)
+            asking = torch.arange(new, device=query.device) + self.shape[2] - new
+            mask = (position[None, :] <= asking[:, None])[None, None]
         out, lse = dense_attention(
             query, raw_key, raw_value, mask, scale=options.scale, softcap=options.softcap, sinks=options.sinks
         )
@@ -56,7 +58,7 @@ class WindowedHandle:
             return out
         handle, batch = self.middle, query.shape[0]
         step = handle.step.batch
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * new
+        starts = handle.tables.query_start(new)
         # Every packed key is older than every query, so no causal order is left inside the packed part.
         plain = ops.AttendOptions(scale=options.scale, causal=False, softcap=options.softcap)
         packed_out, packed_lse = ops.attend(

@@ -1,0 +1,100 @@
+"""What a decode step costs the host: few torch operations, and nothing read back from the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+from slimkv.integrations.transformers import SlimKVCache, attention
+from slimkv.integrations.transformers import tables as sequence_tables
+from slimkv.ops.attend import cpu as attend_cpu
+from slimkv.ops.store import cpu as store_cpu
+
+LAYERS, STEPS = 3, 40
+VIEWS = ("view", "squeeze", "unsqueeze", "transpose", "slice", "select", "expand", "unbind", "t", "detach", "alias")
+EMPTY = ("empty", "new_empty", "fill_")  # the last is what poisons memory in tests
+READ_BACK = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def kernels(self) -> int:
+        """Operations that launch something on a GPU."""
+        return sum(n for name, n in self.counts.items() if name not in (*VIEWS, *EMPTY))
+
+    @property
+    def read_back(self) -> int:
+        """Operations that wait for the device."""
+        return sum(self.counts[name] for name in READ_BACK)
+
+
+@torch.no_grad()
+def decode(kind: str, packed: bool) -> Operations:
+    """STEPS steps of one token for two sequences with a mask, as ``generate`` calls the model."""
+    model = tiny(kind, layers=LAYERS)
+    cache = SlimKVCache(model.config, "k4v4") if packed else DynamicCache(config=model.config)
+    with attention(model) if packed else contextlib.nullcontext():
+        seen = 66  # the steps stay inside a block
+        model(tokens(2, seen), attention_mask=torch.ones(2, seen), past_key_values=cache)
+        masks = [torch.ones(2, seen + i + 1) for i in range(STEPS + 1)]
+        step = tokens(2, 1)
+        model(step, attention_mask=masks[0], past_key_values=cache)
+        with Operations() as operations:
+            for mask in masks[1:]:
+                model(step, attention_mask=mask, past_key_values=cache)
+    return operations
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Leaves the host's part of store and attend; each is counted as the launches it stands for on a GPU."""
+    monkeypatch.setattr(store_cpu, "run", lambda request: None)
+    monkeypatch.setattr(attend_cpu, "run", lambda request: request.out.zero_())
+
+
+def test_a_step_launches_no_more_than_with_the_stock_cache(without_kernels):
+    stock, packed = decode("llama", False), decode("llama", True)
+    # Stock: two concatenations and the attention. Packed: the zeros that stand for attend; store stands for none.
+    assert packed.kernels + 2 * LAYERS * STEPS == stock.kernels
+    assert packed.read_back == stock.read_back
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_windows_change_their_tables_once_a_block(kind, without_kernels):
+    packed = decode(kind, True)
+    assert packed.kernels <= decode(kind, False).kernels
+
+
+def test_tables_of_a_step_are_made_by_the_first_layer_only(without_kernels, monkeypatch):
+    built = Counter()
+
+    def counted(name: str):
+        real = getattr(sequence_tables.SequenceTables, name)
+
+        def method(self, *args):
+            built[name] += 1
+            return real(self, *args)
+
+        monkeypatch.setattr(sequence_tables.SequenceTables, name, method)
+
+    for name in ("_build", "_build_ahead", "_next"):
+        counted(name)
+    decode("llama", True)
+    assert built == {"_build": 1, "_build_ahead": 1, "_next": STEPS + 1}
