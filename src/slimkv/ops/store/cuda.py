@@ -73,7 +73,6 @@ class Plan:
     threads: int
     shared: int
     tiles_per_block: int
-    resident: int  # blocks of a multiprocessor, where a block takes any number of tiles; else 0
     args: StoreArgs
     tables: tuple[Tensor, ...]  # what args point to
 
@@ -127,15 +126,8 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     args.slots, args.tokens = slots.data_ptr(), tokens
     if request.rounding is not None:
         args.rounding = request.rounding.data_ptr()
-    blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
-    if plan.resident:  # warps go from tile to tile, so there are only as many blocks as run at once
-        blocks = min(blocks, max(1, _multiprocessors(pages.device) * plan.resident // (2 * heads)))
-    return plan, (blocks, 2 * heads), args
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    tiles = -(-tokens // TILE_TOKENS)
+    return plan, (-(-tiles // plan.tiles_per_block), 2 * heads), args
 
 
 def _place(x: Tensor) -> tuple[int, int, int]:
@@ -165,9 +157,8 @@ def _plan(
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
     defines = Defines({"PAGE": layout.block_tokens, "LONG_SLOTS": int(long_slots)})
-    warps = 1 if few or (shaped and layout.spec.key_dim > 192) else _SHAPED_WARPS if shaped else _WARPS
+    warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _SHAPED_WARPS if shaped else _WARPS, 0
     tables: list[Tensor] = []
-    needs: list[tuple[int, int, int]] = []  # shared memory of a side: tables, rows of a warp, sums
     together = few and not shaped
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
@@ -208,27 +199,19 @@ def _plan(
             if shaped and prefix == "K":
                 levels = len(tensors[1]) if side.format.bits <= 4 else 1 << side.format.bits
                 used = -(-(used + 4 * levels) // 16) * 16 + warps * _shaped_bytes(side.dim)
-            rows = _row_bytes(side.dim // groups, groups, dtype) if split == 1 and vectors else 0
-            needs.append((-(-used // 16) * 16, rows, 8 * TILE_TOKENS * split))
+            shared = max(shared, used + 8 * TILE_TOKENS * split)
         warps = max(warps, split)
         tables += tensors
-    shared = max((tables_bytes + max(warps * rows, sums) for tables_bytes, rows, sums in needs), default=0)
     tiles_per_block = 1 if together else warps
     wide = max(layout.spec.key_dim, layout.spec.value_dim) > 128
     lean = not wide and all(side.format.kind == Kind.LLOYD for _, side, *_ in sides)
     defines |= {
         "WARPS": warps,
         "TILES_PER_BLOCK": tiles_per_block,
-        "BLOCKS": (4 if together or shaped else 3) if lean else 2,
+        "BLOCKS": 4 if lean else 2,
         "SHAPED": int(shaped),
     }
-    resident = 0 if together or shaped else defines["BLOCKS"]
-    return Plan(defines, 32 * warps, shared, tiles_per_block, resident, args, tuple(tables))
-
-
-def _row_bytes(inner: int, groups: int, dtype: torch.dtype) -> int:
-    """``RowBuffer::BYTES``: the rows of a tile in whole chunks of 32 dimensions."""
-    return groups * -(-inner // 32) * 32 * TILE_TOKENS * dtype.itemsize
+    return Plan(defines, 32 * warps, shared, tiles_per_block, args, tuple(tables))
 
 
 def _shaped_bytes(dim: int) -> int:

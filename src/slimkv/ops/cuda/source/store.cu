@@ -13,19 +13,17 @@ typedef Format<true, V_D, V_GROUPS, V_PER, V_KIND, V_BITS, V_POLICY, V_ROTATED, 
 typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 
 template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs& args, int head, u8* memory) {
-  const int warp = thread_index() >> 5;
-  // Either every warp has tiles of its own, or all share one.
-  const int stride = TILES_PER_BLOCK == 1 ? block_count() : block_count() * WARPS;
+  int warp = thread_index() >> 5;
+  // Either every warp has a tile of its own, or all share one.
   int tile = TILES_PER_BLOCK == 1 ? block_index() : block_index() * WARPS + warp;
   if constexpr (F::KIND == STORE_LLOYD) {
-    store_lloyd<F, PAGE, SlotNumber>(side, args, head, tile, stride, TILES_PER_BLOCK == 1 ? warp : 0, memory, 32 * WARPS);
+    store_lloyd<F, PAGE, SlotNumber>(side, args, head, 16 * tile, TILES_PER_BLOCK == 1 ? warp : 0, memory, 32 * WARPS);
   } else if (TILES_PER_BLOCK > 1 || warp == 0) {
-#pragma unroll 1
-    for (; 16 * tile < args.tokens; tile += stride) store_direct<F, PAGE, SlotNumber>(side, args, head, 16 * tile);
+    store_direct<F, PAGE, SlotNumber>(side, args, head, 16 * tile);
   }
 }
 
-// Grid: any number of blocks by twice the heads, keys and values in turn; with SHAPED one for every WARPS tiles.
+// Grid: tiles (or WARPS tiles) by twice the heads, keys and values in turn.
 KERNEL(32 * WARPS, BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
   int head = block_index_y() >> 1;

@@ -116,10 +116,21 @@ template <class F, int BLOCK_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>
   store_planes<F, BLOCK_TOKENS>(codes, pages, args.page_stride, slots, lane, part);
 }
 
-// Encodes and writes the 16 tokens of one head whose rows are ``raw``, with SPLIT warps, of which this is number ``part``.
-template <class F, int BLOCK_TOKENS, class SLOT>
-DEVICE void store_lloyd_tile(const u32 raw[F::CHUNKS][2][F::RAW], const LloydTables<F>& tables, Slots slots, const SideArgs& side,
-                             const StoreArgs& args, int head, int first, int part, u8* memory, int lane) {
+// Encodes and writes 16 tokens of one head with SPLIT warps, of which this is number ``part``.
+template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd(const SideArgs& side, const StoreArgs& args, int head, int first, int part,
+                                                                 u8* memory, int threads) {
+  int lane = thread_index() & 31;
+  LloydTables<F> tables(memory);
+  Slots slots;
+  if constexpr (F::SPLIT > 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // few tokens: early, for latency
+  u32 raw[F::CHUNKS][2][F::RAW];
+  load_rows<F>(side, head, first, args.tokens, lane, raw);
+  tables.fill(memory, side, thread_index(), threads);
+  sync_threads();
+  if (first >= args.tokens || part >= F::SPLIT) {  // whole warps
+    if constexpr (F::SPLIT > 1) sync_threads();
+    return;
+  }
   Digits<F> digits;
   TokenScalars scalars = fixed_point<F>(raw, side.unit, lane, digits);
   float factor[F::TOKENS];
@@ -155,40 +166,3 @@ DEVICE void store_lloyd_tile(const u32 raw[F::CHUNKS][2][F::RAW], const LloydTab
   if constexpr (F::SPLIT == 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, for registers
   store_lloyd_codes<F, BLOCK_TOKENS>(codes, field_of_token<F>(scalars, sum, side), scalars.zero, args, head, slots, lane, part);
 }
-
-// The same for tile ``tile`` and every ``stride``-th after it. A warp that has tiles of its own fetches the next one's rows
-// while it encodes.
-template <class F, int BLOCK_TOKENS, class SLOT>
-DEVICE void store_lloyd(const SideArgs& side, const StoreArgs& args, int head, int tile, int stride, int part, u8* memory, int threads) {
-  constexpr bool AHEAD = F::SPLIT == 1 && F::VECTORS;
-  const int lane = thread_index() & 31, warp = thread_index() >> 5;
-  int first = 16 * tile;
-  LloydTables<F> tables(memory);
-  RowBuffer<F> rows(memory + (LloydTables<F>::BYTES + 15) / 16 * 16, warp, lane);
-  Slots slots;
-  u32 raw[F::CHUNKS][2][F::RAW];
-  if constexpr (F::SPLIT > 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // few tokens: early, for latency
-  if constexpr (AHEAD) rows.fetch(side, head, first, args.tokens, lane);
-  else load_rows<F>(side, head, first, args.tokens, lane, raw);
-  tables.fill(memory, side, thread_index(), threads);
-  sync_threads();
-  if (first >= args.tokens || part >= F::SPLIT) {  // whole warps
-    if constexpr (F::SPLIT > 1) sync_threads();
-    return;
-  }
-  if constexpr (F::SPLIT > 1) {
-    store_lloyd_tile<F, BLOCK_TOKENS, SLOT>(raw, tables, slots, side, args, head, first, part, memory, lane);
-    return;
-  }
-#pragma unroll 1
-  for (; first < args.tokens; first += 16 * stride) {
-    if constexpr (AHEAD) {
-      rows.take(first, args.tokens, lane, raw);
-      rows.fetch(side, head, first + 16 * stride, args.tokens, lane);
-    }
-    store_lloyd_tile<F, BLOCK_TOKENS, SLOT>(raw, tables, slots, side, args, head, first, part, memory, lane);
-    if constexpr (!AHEAD) load_rows<F>(side, head, first + 16 * stride, args.tokens, lane, raw);
-  }
-  if constexpr (AHEAD) copy_async_wait<0>();
-}
-

@@ -75,54 +75,6 @@ template <class F> DEVICE void load_rows(const SideArgs& side, int head, int fir
   }
 }
 
-// The same through shared memory: rows are fetched while the warp is busy with others. Every lane keeps its own eights, which
-// no other lane reads.
-template <class F> struct RowBuffer {
-  static constexpr int PIECES = F::CHUNKS * 2 * F::RAW / 4;  // of 16 bytes, of a lane
-  static constexpr int BYTES = PIECES * 512;                 // of a warp
-  u8* own;
-
-  DEVICE_MEMBER RowBuffer(u8* memory, int warp, int lane) : own(memory + warp * BYTES + 16 * lane) {}
-
-  DEVICE_MEMBER void fetch(const SideArgs& side, int head, int first, int tokens, int lane) const {
-    const u8* x = side.x + head * side.head_stride;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int token = first + (lane >> 2) + 8 * half;
-      const u8* row = x + token * side.stride;
-#pragma unroll
-      for (int c = 0; c < F::CHUNKS; c++) {
-        const int within = c % F::STEPS * 32 + 8 * (lane & 3);
-        if (token < tokens && (F::INNER % 32 == 0 || within < F::INNER))
-#pragma unroll
-          for (int i = 0; i < F::RAW / 4; i++)
-            copy_async_16(own + piece(c, half, i), row + (c / F::STEPS * F::INNER + within) * F::ELEMENT + 16 * i);
-      }
-    }
-    copy_async_commit();
-  }
-
-  DEVICE_MEMBER void take(int first, int tokens, int lane, u32 raw[F::CHUNKS][2][F::RAW]) const {
-    copy_async_wait<0>();
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int c = 0; c < F::CHUNKS; c++) {
-        const int within = c % F::STEPS * 32 + 8 * (lane & 3);
-        const bool there = first + (lane >> 2) + 8 * half < tokens && (F::INNER % 32 == 0 || within < F::INNER);
-#pragma unroll
-        for (int i = 0; i < F::RAW / 4; i++) {
-          Words4 w = {0, 0, 0, 0};
-          if (there) w = *(const Words4*)(own + piece(c, half, i));
-          raw[c][half][4 * i] = w.x, raw[c][half][4 * i + 1] = w.y, raw[c][half][4 * i + 2] = w.z, raw[c][half][4 * i + 3] = w.w;
-        }
-      }
-    sync_warp();  // before they are fetched over
-  }
-
-  DEVICE_MEMBER static constexpr int piece(int c, int half, int i) { return 512 * ((2 * c + half) * (F::RAW / 4) + i); }
-};
-
 template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, float up, u32& low, u32& middle, u32& top) {
   u32 m[4];
 #pragma unroll
