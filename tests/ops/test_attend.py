@@ -39,7 +39,7 @@ PAIRS = [
     "kl6vfp8",
     "kfp8vrawfp32",
 ]
-DIMS = [16, 64, 80, 96, 112, 128, 192, 256]
+DIMS = [32, 64, 80, 96, 112, 128, 192, 256]
 GROUPS = [1, 3, 4, 6, 7, 8, 16]
 OPTIONS = {
     "window": [1, 5, 19],
@@ -286,6 +286,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
     [
         ({"page": 1, "lens": (3,), "queries": (1,)}, "blocks of 1 token"),
         ({"dim": 528, "lens": (3,), "queries": (1,)}, "head sizes 528/528 are beyond the 512"),
+        ({"dim": 16, "lens": (3,), "queries": (1,)}, "head sizes 16/16 are below 32"),
         ({"group": 130, "lens": (3,), "queries": (1,)}, "130 query heads per KV head are more than"),
     ],
 )

@@ -148,6 +148,7 @@ def test_a_workspace_that_is_too_small_is_refused():
         (replace(TINY, group=17), "17 query heads per KV head are more than 16"),
         (replace(TINY, dim=256, group=9), "9 query heads per KV head are more than 8"),
         (replace(TINY, fresh=True), "codes only, not fresh K and V"),
+        (replace(TINY, dim=16, lens=(40,), queries=(33,)), "prefill at head sizes 16/16 is beyond the Triton kernels"),
     ],
     ids=str,
 )

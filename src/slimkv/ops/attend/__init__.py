@@ -16,6 +16,7 @@ from slimkv.ops.store import FLOATS, check_pages
 from slimkv.spec import PageLayout
 
 PACKED_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
+LEAST_TRITON_DIM = 32
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import sign_bits
 from slimkv.errors import InputError
-from slimkv.ops.attend import PACKED_QUERIES, AttendRequest
+from slimkv.ops.attend import LEAST_TRITON_DIM, PACKED_QUERIES, AttendRequest
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
 
@@ -120,6 +120,11 @@ def supports(request: AttendRequest) -> str | None:
     """Lloyd-Max, uniform and fp8 codes, head sizes up to 256, and as many query heads as fit the columns."""
     if request.fresh is not None:
         return "it attends codes only, not fresh K and V; use impl='triton'"
+    spec = request.layout.spec
+    if request.max_query_len > PACKED_QUERIES and min(spec.key_dim, spec.value_dim) < LEAST_TRITON_DIM:
+        return (
+            f"prefill at head sizes {spec.key_dim}/{spec.value_dim} is beyond the Triton kernels; use impl='reference'"
+        )
     refusal = _refusal(request.layout, request.group)
     if refusal is None and request.pages.device.type == "cuda" and _shape(request) is None:
         return f"{request.layout.spec.word} needs more shared memory than this device has; use impl='triton'"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slimkv.codec.codebook import codebook
 from slimkv.errors import InputError
-from slimkv.ops.attend import PACKED_QUERIES, AttendRequest
+from slimkv.ops.attend import LEAST_TRITON_DIM, PACKED_QUERIES, AttendRequest
 from slimkv.ops.attend.kernels import attend_kernel, merge_kernel
 from slimkv.ops.attend.prefill import prefill_kernel, range_kernel, unpack_kernel
 from slimkv.ops.unpack import KIND_NUMBER, PLAIN_ROWS, byte_table
@@ -42,10 +42,15 @@ class Shape:
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Every format and head size up to 512; blocks of at least a tile; up to 64 query heads per KV head."""
+    """Every format and head size from 32 to 512; blocks of at least a tile; up to 64 query heads per KV head."""
     spec = request.layout.spec
     if request.layout.block_tokens == 1:
         return PLAIN_ROWS
+    if min(spec.key_dim, spec.value_dim) < LEAST_TRITON_DIM:
+        # Compiled for a GPU the kernel is wrong at 16 for formats of odd widths; the interpreter shows nothing of it.
+        return (
+            f"head sizes {spec.key_dim}/{spec.value_dim} are below {LEAST_TRITON_DIM}; use impl='cuda' or 'reference'"
+        )
     if max(spec.key_dim, spec.value_dim) > 512:
         return f"head sizes {spec.key_dim}/{spec.value_dim} are beyond the 512 that fit registers; use impl='reference'"
     if request.group > 64:
