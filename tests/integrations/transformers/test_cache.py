@@ -307,3 +307,21 @@ def test_core_does_not_import_transformers():
 
     code = "import sys, slimkv; assert 'transformers' not in sys.modules; assert slimkv.SlimKVCache.__module__"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("window", [{}, {"first": 4, "last": 8}], ids=["paged", "windowed"])
+def test_a_named_implementation_also_attends(window, monkeypatch):
+    """Asked for by name it is used or refuses; nothing else steps in."""
+    from slimkv import ops
+    from slimkv.integrations.transformers import states as states_module
+
+    asked = []
+    attend = ops.attend
+    monkeypatch.setattr(states_module.ops, "attend", lambda *a, **k: (asked.append(k.get("impl")), attend(*a, **k))[1])
+    model = tiny("llama")
+    cache = slimkv.SlimKVCache(model.config, "k4v4", block_tokens=16, impl="reference", **window)
+    with torch.no_grad(), slimkv.attention(model):
+        for ids in (tokens(1, 40), tokens(1, 1)):
+            model(ids, past_key_values=cache)
+    assert asked
+    assert set(asked) == {"reference"}

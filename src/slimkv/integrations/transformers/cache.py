@@ -55,7 +55,7 @@ class SlimKVCache(Cache):
             tokens attends those tokens raw, as serving engines do, and only later passes read their codes.
         first, last: full-attention layers keep so many of the first and last tokens in the model's dtype.
         block_tokens: tokens per page: 16, 32, 64 or 128.
-        impl: implementation of store, attend and gather by name; by default the best for the device.
+        impl: implementation of store and attend by name; by default the best for the device.
         seed: of the rotation.
         calibration: how keys are rounded: a file from ``slimkv calibrate`` (or a loaded ``Calibration``); ``auto``:
             made when this model is first seen, which runs it once, and kept on disk (needs the model, not its config);

@@ -113,7 +113,7 @@ class PackedLayer(CacheLayerMixin):
         visible = self._visible(new)
         return PagedHandle(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, self.tokens - visible, visible,
-            self.dtype, self.window, self.chunked, fresh,
+            self.dtype, self.window, self.chunked, fresh, self.settings.impl,
         )  # fmt: skip
 
     def _visible(self, new: int) -> int:

@@ -52,6 +52,7 @@ class PagedHandle:
     window: int | None
     chunked: bool
     fresh: tuple[Tensor, Tensor] | None  # K, V [batch, kv_heads, new, dim] of the new tokens
+    impl: str | None  # of attend, by name; None: the best for the device
     _dense: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -103,7 +104,7 @@ class PagedHandle:
         out = ops.attend(
             rows, self.pages, step.batch.block_table, step.batch.seq_lens, step.batch.query_start,
             codec=self.codec, layout=self.layout, max_query_len=step.batch.max_query_len,
-            max_seq_len=step.batch.max_seq_len, options=options, fresh=fresh,
+            max_seq_len=step.batch.max_seq_len, options=options, fresh=fresh, impl=self.impl,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         if step.query_rows is not None:  # padding attends nothing

@@ -64,6 +64,7 @@ class WindowedHandle:
         packed_out, packed_lse = ops.attend(
             token_rows(query), handle.pages, step.block_table, step.seq_lens, starts, codec=handle.codec,
             layout=handle.layout, max_query_len=new, max_seq_len=step.max_seq_len, options=plain, return_lse=True,
+            impl=handle.impl,
         )  # fmt: skip
         packed_out = packed_out.unflatten(0, (batch, new)).float()
         packed_lse = packed_lse.unflatten(0, (batch, new))[..., None]
@@ -128,7 +129,7 @@ class WindowedLayer(PackedLayer):
         step = self.tables.prefix(packed)
         return PagedHandle(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, 0, packed, self.dtype, None, False,
-            None,
+            None, self.settings.impl,
         )  # fmt: skip
 
     def _view(self, side: int) -> PackedStates | None:
