@@ -28,17 +28,10 @@ template <int D> DEVICE void hadamard(float (&x)[(D + 31) / 32], int lane) {
       }
 }
 
-// x times the rotation: powers of two by its random signs (bits), others by its whole matrix (signs, rows are original
-// dimensions). scratch: D floats of this warp's own.
-template <int D>
-DEVICE void rotate(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
+// x times the matrix of signs (rows are original dimensions), or with BACK its transpose, and `norm`.
+template <int D, bool BACK>
+DEVICE void multiply_by_signs(float (&x)[(D + 31) / 32], const u16* signs, float norm, float* scratch, int lane) {
   constexpr int N = (D + 31) / 32;
-  if (POWER_OF_TWO(D) && D >= 32) {
-#pragma unroll
-    for (int i = 0; i < N; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
-    hadamard<D>(x, lane);
-    return;
-  }
   sync_warp();
 #pragma unroll
   for (int i = 0; i < N; i++)
@@ -47,28 +40,31 @@ DEVICE void rotate(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs,
   for (int j = 0; j < D; j++)
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (lane + 32 * i < D) x[i] += scratch[j] * sign_at(signs, j * D + lane + 32 * i);
+      if (lane + 32 * i < D) x[i] += scratch[j] * sign_at(signs, BACK ? (lane + 32 * i) * D + j : j * D + lane + 32 * i);
   sync_warp();
+}
+
+// x times the rotation: powers of two by its random signs (bits), others by its whole matrix (signs). scratch: D floats of
+// this warp's own.
+template <int D>
+DEVICE void rotate(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
+  if (POWER_OF_TWO(D) && D >= 32) {
+#pragma unroll
+    for (int i = 0; i < (D + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
+    hadamard<D>(x, lane);
+  } else {
+    multiply_by_signs<D, false>(x, signs, norm, scratch, lane);
+  }
 }
 
 // The other way.
 template <int D>
 DEVICE void unrotate(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
-  constexpr int N = (D + 31) / 32;
   if (POWER_OF_TWO(D) && D >= 32) {
     hadamard<D>(x, lane);
 #pragma unroll
-    for (int i = 0; i < N; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
-    return;
+    for (int i = 0; i < (D + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
+  } else {
+    multiply_by_signs<D, true>(x, signs, norm, scratch, lane);
   }
-  sync_warp();
-#pragma unroll
-  for (int i = 0; i < N; i++)
-    if (lane + 32 * i < D) scratch[lane + 32 * i] = x[i] * norm, x[i] = 0;
-  sync_warp();
-  for (int j = 0; j < D; j++)
-#pragma unroll
-    for (int i = 0; i < N; i++)
-      if (lane + 32 * i < D) x[i] += scratch[j] * sign_at(signs, (lane + 32 * i) * D + j);
-  sync_warp();
 }
