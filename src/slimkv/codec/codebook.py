@@ -49,14 +49,9 @@ class Codebook:
 
     @property
     def error_steps(self) -> float:
-        """A power of two: how finely query-aware rounding holds errors, in steps of 1 / this many grid units.
-
-        Errors are cut where they leave a signed byte. Up to 4 bits a usual one is 8 to 20 steps. With more bits it is
-        four times that: what lies beyond the outermost level then does not drag the other coordinates along, which
-        costs more the smaller the others' errors are.
-        """
+        """A power of two: in steps of 1 / this many grid units, a usual rounding error is 8 to 20 and fits a byte."""
         spacing = float(self.levels[-1] - self.levels[0]) / (len(self.levels) - 1)
-        return 2.0 ** math.floor(math.log2((64 if len(self.levels) <= 16 else 256) / spacing))
+        return 2.0 ** math.floor(math.log2(64 / spacing))
 
 
 def _density(x: np.ndarray, dim: int) -> np.ndarray:
