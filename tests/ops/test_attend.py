@@ -14,9 +14,8 @@ from attend_cases import DTYPES, Built, Case, build, exact, variants
 
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.ops.attend import split_workspace_bytes, workspace_bytes
 from slimkv.ops.attend import triton as attend_triton
-from slimkv.ops.attend import workspace_bytes as any_workspace_bytes
-from slimkv.ops.attend.triton import workspace_bytes
 
 DECODE = Case()
 VERIFY = Case(lens=(40, 5, 17), queries=(5, 2, 3))
@@ -151,7 +150,7 @@ def check(case: Case, device: torch.device, impl: str = "triton", bound: float |
     workspace = None
     if case.given_workspace:
         heads = built.query.shape[1]
-        size = any_workspace_bytes(
+        size = workspace_bytes(
             built.layout, total_queries=built.query.shape[0], sequences=len(case.lens), query_heads=heads,
             kv_heads=case.kv_heads, max_query_len=built.batch.max_query_len, splits=case.splits or 1, device=device,
         )  # fmt: skip
@@ -239,7 +238,7 @@ def test_no_queries_at_all(device):
 
 def test_a_workspace_that_is_too_small_is_refused(device):
     built = build(replace(TINY, splits=4), device)
-    need = workspace_bytes(2, 4, 64, 4)
+    need = split_workspace_bytes(2, 4, 64, 4)
     small = torch.empty(need - 1, dtype=torch.uint8, device=device)
     with pytest.raises(InputError, match=f"at least {need} bytes"):
         ops.attend(**built.arguments(), workspace=small, splits=4, impl="triton")

@@ -174,6 +174,11 @@ def attend(
     return out if lse is None else (out, lse)
 
 
+def split_workspace_bytes(total_queries: int, query_heads: int, value_dim: int, splits: int) -> int:
+    """Bytes for the results of ``splits`` parts of the keys (0 when they are not split)."""
+    return 0 if splits == 1 else 4 * total_queries * query_heads * splits * (value_dim + 1)
+
+
 def workspace_bytes(
     layout: PageLayout,
     *,
@@ -189,7 +194,7 @@ def workspace_bytes(
 
     ``total_queries`` counts the rows of ``query``, padding included; ``splits`` is what ``attend`` is given.
     """
-    need = 0 if splits == 1 else 4 * total_queries * query_heads * splits * (layout.spec.value_dim + 1)
+    need = split_workspace_bytes(total_queries, query_heads, layout.spec.value_dim, splits)
     if where_cuda_runs(device) is None:
         from slimkv.ops.attend import cuda
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slimkv.codec.codebook import codebook
 from slimkv.errors import InputError
-from slimkv.ops.attend import LEAST_TRITON_DIM, PACKED_QUERIES, AttendRequest
+from slimkv.ops.attend import LEAST_TRITON_DIM, PACKED_QUERIES, AttendRequest, split_workspace_bytes
 from slimkv.ops.attend.kernels import attend_kernel, merge_kernel
 from slimkv.ops.attend.prefill import prefill_kernel, range_kernel, unpack_kernel
 from slimkv.ops.unpack import KIND_NUMBER, PLAIN_ROWS, byte_table
@@ -86,11 +86,6 @@ def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.d
     slots = _multiprocessors(device) * shape.resident
     wanted = slots // max(1, programs) or 2 * slots // max(1, programs)
     return max(1, min(wanted, steps, _MAX_SPLITS))
-
-
-def workspace_bytes(total_queries: int, query_heads: int, value_dim: int, splits: int) -> int:
-    """Bytes the packed kernel needs for ``splits`` parts (0 when the keys are not split)."""
-    return 0 if splits == 1 else 4 * total_queries * query_heads * splits * (value_dim + 1)
 
 
 @lru_cache(maxsize=64)
@@ -197,7 +192,7 @@ def _part_views(request: AttendRequest, total: int, heads: int, splits: int) -> 
     """float32 views: partial outputs and their log-sum-exps."""
     if splits == 1:
         return request.out, request.out
-    need = workspace_bytes(total, heads, request.layout.spec.value_dim, splits)
+    need = split_workspace_bytes(total, heads, request.layout.spec.value_dim, splits)
     space = request.workspace
     if space is None:
         space = torch.empty(need, dtype=torch.uint8, device=request.query.device)

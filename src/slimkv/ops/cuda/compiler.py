@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.errors import SlimKVError
+from slimkv.folders import cache_folder
 
 _MAGIC = b"slimkv-cubin-1\n"
 
@@ -42,18 +43,12 @@ def compile_kernels(source: str, defines: dict[str, int], architecture: str, cac
     key = hashlib.sha256()
     for part in (source, *sorted(texts), *(texts[name] for name in sorted(texts)), *options, str(version)):
         key.update(part.encode() + b"\0")
-    path = (cache or cache_dir()) / f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"
+    path = (cache or cache_folder("cuda")) / f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"
     code = _read_cached(path)
     if code is None:
         code = _compile(nvrtc, source, texts, options)
         _write_cached(path, code)
     return code
-
-
-def cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/slimkv/cuda``, or ``~/.cache/slimkv/cuda``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "slimkv" / "cuda"
 
 
 def _compile(nvrtc: Any, source: str, texts: dict[str, str], options: list[str]) -> bytes:
