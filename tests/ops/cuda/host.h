@@ -300,6 +300,7 @@ static void mma_8(const char* where, i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u
 }  // namespace host
 
 DEVICE int thread_index() { return host::machine.current; }
+DEVICE int lane_anew() { return host::machine.current & 31; }
 DEVICE int block_index() { return host::machine.block_x; }
 DEVICE int block_index_y() { return host::machine.block_y; }
 DEVICE int block_count() { return host::machine.grid_x; }
@@ -386,6 +387,10 @@ DEVICE u32 larger_halves(u32 a, u32 b) { return pairs_chosen(a, b, true, half_to
 DEVICE u32 smaller_halves(u32 a, u32 b) { return pairs_chosen(a, b, false, half_to_float); }
 DEVICE u32 larger_bfloats(u32 a, u32 b) { return pairs_chosen(a, b, true, bfloat_to_float); }
 DEVICE u32 smaller_bfloats(u32 a, u32 b) { return pairs_chosen(a, b, false, bfloat_to_float); }
+DEVICE u32 larger_u16s(u32 a, u32 b) {
+  u32 low = (a & 0xFFFF) > (b & 0xFFFF) ? a : b, high = a >> 16 > b >> 16 ? a : b;
+  return (low & 0xFFFF) | (high & 0xFFFF0000u);
+}
 DEVICE u32 half2_sub(u32 a, u32 b) {  // a difference of two halves is exact in float32, or far from a tie
   return pack_halves(half_to_float(a & 0xFFFF) - half_to_float(b & 0xFFFF), half_to_float(a >> 16) - half_to_float(b >> 16));
 }

@@ -81,6 +81,8 @@ EMULATED = [
     replace(TINY, lens=(70, 20, 33, 0, 41), queries=(36, 1, 4, 1, 41)),
     replace(TINY, lens=tuple(range(70)), queries=(1,) * 70),
     replace(TINY, lens=(0, 0), sinks=True),
+    *(replace(case, query_norm=0.0) for case in (TINY, VERIFY)),  # a query of zeros sees every key alike
+    *(replace(case, scale=0.0) for case in (TINY, VERIFY)),
     replace(TINY, value_norm=1e-6, dtype="fp32"),
     replace(VERIFY, value_norm=1e5, dtype="fp32", out_dtype="bf16"),
     replace(TINY, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),
@@ -90,6 +92,31 @@ EMULATED = [
 @emulated
 @pytest.mark.parametrize("case", EMULATED, ids=str)
 def test_attend(case):
+    check_emulated(case)
+
+
+LONG = replace(TINY, lens=(700, 90, 1), queries=(1, 1, 1))
+
+
+@emulated
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(replace(LONG, format=f) for f in ("k4v4", "k2v2", "k1v3", "ku4vu4", "k8v4", "k5v5")),
+        *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k2v2")),
+        replace(LONG, page=32, format="k2v2"),
+        replace(LONG, **EVERYTHING, format="k2v2"),
+        replace(LONG, queries=(4, 2, 1)),
+    ],
+    ids=str,
+)
+def test_the_shapes_for_long_sequences(case, monkeypatch):
+    """Which tests could not afford: more warps and larger steps, whatever the number of tokens would choose."""
+    monkeypatch.setattr(attend_cuda, "_SHORT_BYTES", 0)
+    monkeypatch.setattr(attend_cuda, "_LITTLE_TOKENS", 0)
+    shape = attend_cuda.shape_on(SMALL_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
+    assert shape is not None
+    assert shape.warps > 4
     check_emulated(case)
 
 

@@ -32,7 +32,7 @@ _MERGE_WARPS = 2
 # (tiles, warps, stages, resident) from best to smallest, by columns. Warps come in fours: one for each scheduler.
 _SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 _LONG = {
-    4: ((4, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 2), *_SMALLER),
+    4: ((8, 12, 2, 1), (4, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 2), *_SMALLER),
     8: ((4, 4, 2, 2), *_SMALLER),
     16: ((4, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
 }
@@ -221,7 +221,8 @@ def _plan(
         return None
     spec = layout.spec
     args = Args(
-        key_table=_Table(*_table(spec.key, spec.key_dim)), value_table=_Table(*_table(spec.value, spec.value_dim)),
+        key_table=_Table(*_table(spec.key, spec.key_dim, shape.wide)),
+        value_table=_Table(*_table(spec.value, spec.value_dim, shape.wide)),
         powers=_Powers(1 << 16, 1 << 30, 1 << 31, 1 << 29),
         key_sign_bits=_sign_bits(spec.key_dim, spec.seed), value_sign_bits=_sign_bits(spec.value_dim, spec.seed),
         most_queries=PACKED_QUERIES,
@@ -345,13 +346,17 @@ def _words(entries: list[int]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _table(form: TensorFormat, dim: int) -> tuple[int, int]:
-    """The bytes of codes: level + 63.5; at 4 bits what an exclusive or with 0xFF (positive) or 0x80 makes that of."""
+def _table(form: TensorFormat, dim: int, wide: bool) -> tuple[int, int]:
+    """Wide: twice the positive levels. Otherwise the bytes of codes: level + 63.5; at 4 bits what an exclusive or with
+    0xFF (positive) or 0x80 makes that of.
+    """
     if not _in_bytes(form) or form.bits > 4:
         return 0, 0
     if form.kind == Kind.UNIFORM:
         return _words(list(range(8)))
     levels = codebook(form.bits, dim).levels_by_code.tolist()
+    if wide:
+        return _words([int(2 * level) for level in levels[len(levels) // 2 :]])
     if form.bits == 4:
         return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
     return _words([int(level + 63.5) for level in levels])

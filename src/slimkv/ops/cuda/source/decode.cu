@@ -103,6 +103,7 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
     for (int c = 0; c < C; c++) {
       const float* column = (const float*)(shared + COLUMN_AT) + 2 * own(c);
       unit[c] = column[0] * (args.scale < 0 ? -args.scale : args.scale);
+      if (unit[c] < 1e-30f) unit[c] = 1e-30f;  // zero times minus infinity would not be a number
       sum[c] = column[1];
       const int position = piece.s.length - piece.s.queries + first_query + own(c) / args.group;
       visible_end[c] = args.causal ? least(piece.s.length, position + 1) : piece.s.length;
@@ -116,9 +117,10 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 
     // Narrow: out[n][i][r] is dimension 16 i + g + 8 r of column n. Wide: out[n][i][2 r + j], column 8 n + 2 t + j.
     // Narrow scores and their maximum are kept without the query's unit, which joins them inside the exponential.
-    constexpr bool LATE_UNIT = !WIDE && !SOFTCAP;
+    // Wide ones get it where they are used.
+    constexpr bool LATE_UNIT = !SOFTCAP, TOP_WITHOUT_UNIT = !WIDE && LATE_UNIT;
     float out[NG][VS][2 * OWN], top[C], total[C], shift[C];
-    u32 worst = 0;  // the largest field: 0xFFFF marks a token whose K or V was not a number
+    u32 worst = 0;  // the largest fields, two at a time: 0xFFFF marks a token whose K or V was not a number
 #pragma unroll
     for (int c = 0; c < C; c++) top[c] = MINUS_INFINITY, total[c] = 0, shift[c] = 0;
 #pragma unroll
@@ -214,8 +216,8 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const u32 field = field_bits(fields, g + 8 * r);
-          const float scale = scale_of(field);
-          const float zero = K_KIND == UNIFORM ? zero_of(field_bits(fields + 32, g + 8 * r)) : 0;
+          const float scale = small_scale_of(field);
+          const float zero = K_KIND == UNIFORM ? small_zero_of(field_bits(fields + 32, g + 8 * r)) : 0;
 #pragma unroll
           for (int c = 0; c < C; c++) {
             float score = (KEY_OFFSET != 0 ? s[c][x][r] - KEY_OFFSET * sum[c] : s[c][x][r]) * scale;
@@ -224,47 +226,62 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
             if (SOFTCAP) score = soft_cap(score, args.softcap);
             s[c][x][r] = score;
           }
-          const u32 value_field = field_bits(fields + 32 * K_NUMBER_OF_FIELDS, g + 8 * r);
-          if (clear) {
-            worst = worst > field ? worst : field;
-            worst = worst > value_field ? worst : value_field;
-          } else {
-            const int token = token0 + 16 * x + g + 8 * r;
-            const bool bad = field == INVALID_FIELD || value_field == INVALID_FIELD;
+        }
+      }
+      // Marked tokens. One branch for the whole step, so that the rest of it is a single run of instructions.
+      if (clear) {
+        constexpr int WORDS = 8 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);  // of a tile
 #pragma unroll
-            for (int c = 0; c < C; c++) {
-              const bool visible = token < visible_end[c] && token >= visible_begin[c];
-              s[c][x][r] = !visible ? MINUS_INFINITY : bad ? NOT_A_NUMBER : s[c][x][r];
-            }
+        for (int i = 0; i < WORDS * NT; i += 32)
+          if (i + 32 <= WORDS * NT || i + lane < WORDS * NT)
+            worst = larger_u16s(worst, *(const u32*)(slot + (i + lane) / WORDS * TILE + FIELDS_AT + 4 * ((i + lane) % WORDS)));
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2 * NT; i++) {
+          const int x = i / 2, r = i & 1, token = token0 + 16 * x + g + 8 * r;
+          const u8* fields = slot + x * TILE + FIELDS_AT;
+          const bool bad = field_bits(fields, g + 8 * r) == INVALID_FIELD ||
+                           field_bits(fields + 32 * K_NUMBER_OF_FIELDS, g + 8 * r) == INVALID_FIELD;
+#pragma unroll
+          for (int c = 0; c < C; c++) {
+            const bool visible = token < visible_end[c] && token >= visible_begin[c];
+            s[c][x][r] = !visible ? MINUS_INFINITY : bad ? NOT_A_NUMBER : s[c][x][r];
           }
         }
       }
 
       // -- the running maximum moves rarely. Wide: of the score and the logarithm of the value's scale, so that their
-      // product stays within what halves hold.
+      // product stays within what halves hold. A field is about 1024 times that logarithm, plus 40.
       float magnitude[NT][2];
       if (WIDE)
 #pragma unroll
         for (int x = 0; x < NT; x++)
 #pragma unroll
-          for (int r = 0; r < 2; r++) {
-            const u32 field = field_bits(slot + x * TILE + FIELDS_AT + 32 * K_NUMBER_OF_FIELDS, g + 8 * r);
-            magnitude[x][r] = (float)((i32)(field >> 10) - 40);
-          }
+          for (int r = 0; r < 2; r++)
+            magnitude[x][r] = (float)(i32)field_bits(slot + x * TILE + FIELDS_AT + 32 * K_NUMBER_OF_FIELDS, g + 8 * r);
+      float highest[C];
+      bool moves = false;
 #pragma unroll
       for (int c = 0; c < C; c++) {
-        float highest = MINUS_INFINITY;
+        highest[c] = MINUS_INFINITY;
 #pragma unroll
         for (int x = 0; x < NT; x++)
 #pragma unroll
-          for (int r = 0; r < 2; r++) highest = maximum(highest, WIDE ? s[c][x][r] + magnitude[x][r] : s[c][x][r]);
-        if (any_lane(highest > top[c])) {
+          for (int r = 0; r < 2; r++)
+            highest[c] = maximum(highest[c], WIDE ? fma_rn(s[c][x][r], LATE_UNIT ? 1024.0f * unit[c] : 1024.0f, magnitude[x][r]) : s[c][x][r]);
+        if (WIDE) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
+        moves = moves || highest[c] > top[c];
+      }
+      if (any_lane(moves)) {
 #pragma unroll
-          for (int d = 4; d < 32; d <<= 1) highest = maximum(highest, shuffle_xor(highest, d));
-          highest = maximum(highest, top[c]);
-          const float base = LATE_UNIT ? unit[c] : 1.0f;
-          const float factor = top[c] == MINUS_INFINITY ? 0.0f : exp2_fast((top[c] - highest) * base);
-          top[c] = highest;
+        for (int c = 0; c < C; c++) {
+          float higher = highest[c];
+#pragma unroll
+          for (int d = 4; d < 32; d <<= 1) higher = maximum(higher, shuffle_xor(higher, d));
+          higher = maximum(higher, top[c]);
+          const float base = TOP_WITHOUT_UNIT ? unit[c] : 1.0f;
+          const float factor = top[c] == MINUS_INFINITY ? 0.0f : exp2_fast((top[c] - higher) * base);
+          top[c] = higher;
           total[c] *= factor, shift[c] *= factor;
 #pragma unroll
           for (int i = 0; i < VS; i++)
@@ -276,15 +293,17 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
       // -- probabilities times their values' scales, as operands
       u32 p[NG][NT][2];
       float fold[NG];  // narrow: what makes products with them numbers again
+      i32 start[NG];   // narrow: minus the levels' offset, 63.5, times the sum of the probabilities
 #pragma unroll
       for (int c = 0; c < C; c++) {
-        const float base = LATE_UNIT ? unit[c] : 1.0f, reference = top[c] == MINUS_INFINITY ? 0.0f : top[c] * base;
+        const float base = LATE_UNIT ? unit[c] : 1.0f;
+        const float reference = top[c] == MINUS_INFINITY ? 0.0f : TOP_WITHOUT_UNIT ? top[c] * base : top[c];
 #pragma unroll
         for (int x = 0; x < NT; x++) {
           const u8* fields = slot + x * TILE + FIELDS_AT + 32 * K_NUMBER_OF_FIELDS;
 #pragma unroll
           for (int r = 0; r < 2; r++) {
-            const float e = exp2_fast(s[c][x][r] * base - reference);
+            const float e = exp2_fast(fma_rn(s[c][x][r], base, -reference));
             const float scale = scale_of(field_bits(fields, g + 8 * r));
             total[c] += e;
             s[c][x][r] = e * scale;
@@ -292,7 +311,6 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
               const float zero = zero_of(field_bits(fields + 32, g + 8 * r));
               shift[c] += e > 0 ? e * (WIDE ? zero - half_offset<V_KIND, V_BITS, true>() * scale : zero) : 0;
             }
-            if (WIDE && V_KIND == LLOYD && V_BITS <= 4) shift[c] -= half_offset<V_KIND, V_BITS, true>() * s[c][x][r];
           }
         }
       }
@@ -312,40 +330,65 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
         for (int d = 4; d < 32; d <<= 1) largest = maximum(largest, shuffle_xor(largest, d));
         const float up = (V_BYTES ? 65535.0f : 1.0f) * reciprocal_fast(largest);
         fold[n] = largest * (V_BYTES ? 1.0f / 65535.0f : 1.0f);
+        u32 all = 0;
 #pragma unroll
         for (int x = 0; x < NT; x++)
 #pragma unroll
           for (int r = 0; r < 2; r++) {
             if (V_BYTES) {  // high byte, 0, low byte, 0
-              p[n][x][r] = transpose_8x8(prmt(as_bits(s[n][x][r] * up + 8388608.0f), 0, 0x4041));
+              const u32 bits = as_bits(s[n][x][r] * up + 8388608.0f);
+              all += bits;
+              p[n][x][r] = transpose_8x8(prmt(bits, 0, 0x4041));
             } else {
               const float w = s[n][x][r] * up;
               const u32 high = float_to_half(w);
               p[n][x][r] = transpose_8x8(high | float_to_half(w - half_to_float(high)) << 16);
             }
           }
+        start[n] = 0;
+        if (V_BYTES && V_KIND == LLOYD) {  // the levels' offset comes off in integers
+          all -= 2 * NT * 0x4B000000u;     // what a float of 2^23 has above the integer
+#pragma unroll
+          for (int d = 4; d < 32; d <<= 1) all += shuffle_xor(all, d);
+          start[n] = -(i32)((127 * all) >> 1);
+        }
       }
 
       // -- values
       Codes<V_BITS, VS, true> codes[NT];
 #pragma unroll
       for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE + K_TILE, lane);
-      if (V_BYTES) {
-        // The offset of the levels comes off in integers: what a row of ones gives, times 63.5.
-        i32 start[NG];
+      if (V_BYTES && V_APART) {
+        u32 b[NG][NT];
 #pragma unroll
-        for (int n = 0; n < NG; n++) {
-          start[n] = 0;
-          if (V_KIND == LLOYD) {
-            const u32 ones = 0x01010101u;
-            i32 sums[4];
+        for (int n = 0; n < NG; n++)
 #pragma unroll
-            for (int x = 0; x < NT; x++)
-              if (x == 0) mma_u8_u8_from(sums, ones, ones, ones, ones, p[n][x][0], p[n][x][1], 0, 0, 0, 0);
-              else mma_u8_u8(sums, ones, ones, ones, ones, p[n][x][0], p[n][x][1]);
-            start[n] = -((127 * (256 * sums[0] + sums[1])) >> 1);
+          for (int x = 0; x < NT; x++) b[n][x] = prmt(p[n][x][0], p[n][x][1], 0x6420);
+#pragma unroll
+        for (int i = 0; i < VS; i++) {
+          i32 c[NG][4];
+#pragma unroll
+          for (int x = 0; x < NT; x += 2) {  // two tiles are one operand
+            u32 first, second, a0, a1, a2 = 0, a3 = 0;
+            value_bytes(codes[x], i, value_table, args.powers, first, second);
+            a0 = prmt(first, second, 0x6420), a1 = prmt(first, second, 0x7531);
+            if (x + 1 < NT) {
+              value_bytes(codes[x + 1 < NT ? x + 1 : x], i, value_table, args.powers, first, second);
+              a2 = prmt(first, second, 0x6420), a3 = prmt(first, second, 0x7531);
+            }
+#pragma unroll
+            for (int n = 0; n < NG; n++) {
+              const u32 b0 = b[n][x], b1 = x + 1 < NT ? b[n][x + 1 < NT ? x + 1 : x] : 0;
+              if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b0, b1, 0, start[n], 0, start[n]);
+              else mma_u8_u8(c[n], a0, a1, a2, a3, b0, b1);
+            }
           }
+#pragma unroll
+          for (int n = 0; n < NG; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) out[n][i][j] += (float)(256 * c[n][2 * j] + c[n][2 * j + 1]) * fold[n];
         }
+      } else if (V_BYTES) {
 #pragma unroll
         for (int i = 0; i < VS; i += 2) {  // two slices are one operand
           i32 even[NG][4], odd[NG][4];     // dimensions g of both slices, dimensions g + 8
@@ -413,10 +456,11 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 
     // -- the warps' results together: maxima and sums, then a group of columns at a time through the free slots
     float* states = (float*)(shared + STATE_AT);
+    const bool marked = any_lane(worst >> 16 == INVALID_FIELD || (worst & 0xFFFF) == INVALID_FIELD);
 #pragma unroll
     for (int c = 0; c < C; c++) {
-      if (worst == INVALID_FIELD) total[c] = NOT_A_NUMBER;
-      if (LATE_UNIT && top[c] != MINUS_INFINITY) top[c] *= unit[c];
+      if (marked) total[c] = NOT_A_NUMBER;
+      if (TOP_WITHOUT_UNIT && top[c] != MINUS_INFINITY) top[c] *= unit[c];
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) total[c] += shuffle_xor(total[c], d), shift[c] += shuffle_xor(shift[c], d);
       if (g == 0) states[2 * (warp * COLUMNS + own(c))] = top[c], states[2 * (warp * COLUMNS + own(c)) + 1] = total[c];

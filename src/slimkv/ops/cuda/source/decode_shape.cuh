@@ -16,6 +16,8 @@ constexpr int GROUP = 4 * OWN, COLUMNS = NG * GROUP;
 constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE && in_bytes<V_KIND, V_BITS>();
 constexpr int K_TILE = 2 * KD * K_BITS, V_TILE = 2 * VD * V_BITS;
 constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS = V_KIND == UNIFORM ? 2 : 1;
+// Narrow values: are their bytes regrouped, which halves the products, or used as they lie, which saves permutations?
+constexpr bool V_APART = WARPS > 4;
 constexpr int PAGES = NT > PAGE / 16 ? NT / (PAGE / 16) : 1;  // of a step
 // A tile in the ring: key codes, value codes, then 32 bytes of each field.
 constexpr int FIELDS_AT = K_TILE + V_TILE, TILE = FIELDS_AT + 32 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);
@@ -26,7 +28,8 @@ constexpr int LEVELS_V = (V_KIND == LLOYD && V_BITS > 4) ? (1 << V_BITS) : 0;
 constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
 constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are better spent on the output
 constexpr int QUERY_BYTES = 8 * NG * KD * (K_BYTES ? 1 : 2);
-constexpr float KEY_UNIT = K_KIND == FP8 ? 256.0f : 1.0f, VALUE_UNIT = V_KIND == FP8 ? 256.0f : 1.0f;
+constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
+constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define MINUS_INFINITY as_float(0xFF800000u)
 #define NOT_A_NUMBER as_float(0x7FC00000u)

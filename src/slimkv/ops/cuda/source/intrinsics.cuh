@@ -75,6 +75,15 @@ DEVICE u32 larger_halves(u32 a, u32 b) { u32 r; asm("max.NaN.f16x2 %0, %1, %2;" 
 DEVICE u32 smaller_halves(u32 a, u32 b) { u32 r; asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 larger_bfloats(u32 a, u32 b) { u32 r; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 smaller_bfloats(u32 a, u32 b) { u32 r; asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 larger_u16s(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+  u32 r;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#else
+  return max(a & 0xFFFFu, b & 0xFFFFu) | max(a, b) & 0xFFFF0000u;  // the larger word has the larger high half
+#endif
+}
 DEVICE u32 half2_sub(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 
 // Within a warp.
@@ -124,6 +133,9 @@ SLIMKV_MMA_FROM(mma_u8_u8_from, "u8.u8")
 
 // x, of which the compiler no longer knows that all lanes have the same: it stays in a register of each lane.
 DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+
+// The lane's number, asked for anew: what a loop derives from it is not kept in registers from turn to turn.
+DEVICE int lane_anew() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); return r; }
 
 // The high word of a product: a shift by multiplying with a power of two, on the units that shifts do not use.
 DEVICE u32 high_product(u32 a, u32 b) { u32 r; asm("mul.hi.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }

@@ -111,8 +111,8 @@ template <int S, bool TRANSPOSED> struct Codes<8, S, TRANSPOSED> {
 // uniform codes.
 template <int KIND, int BITS> constexpr bool in_bytes() { return KIND == UNIFORM || (KIND == LLOYD && BITS <= 4); }
 
-// Two tables of four bytes. Up to 3 bits entry c is the byte of code c; at 4 bits it belongs to magnitude c and is
-// completed by the sign.
+// Two tables of four bytes. For bytes: up to 3 bits entry c is the byte of code c; at 4 bits it belongs to magnitude c and
+// is completed by the sign. For halves: entry c is twice magnitude c.
 struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 
 // Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
@@ -143,43 +143,52 @@ template <int BITS> DEVICE u32 code_at(u32 low, u32 high, int n) {
   return ((low >> (4 * n)) & 0xF) | (((high >> (4 * n)) & 0xF) << 4);
 }
 
-// What `code_halves` adds to every number. A byte behind fp16's 0x64 is 1024 + the byte; keys keep that, and it comes off
-// their score. Values are summed over many tokens, so they are centred, but for half a unit.
+// What `code_halves` adds to every number of uniform codes. A byte behind fp16's 0x64 is 1024 + the byte; keys keep that,
+// and it comes off their score. Values are summed over many tokens, so they are centred.
 template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
-  return !in_bytes<KIND, BITS>() ? 0.0f
-         : KIND == LLOYD         ? (TRANSPOSED ? 0.5f : 1087.5f)
-                                 : (TRANSPOSED ? -(float)(1 << (BITS - 1)) : 1024.0f);
+  return KIND != UNIFORM ? 0.0f : TRANSPOSED ? -(float)(1 << (BITS - 1)) : 1024.0f;
+}
+// And what its numbers are multiplied by to be levels.
+template <int KIND, int BITS> constexpr float half_unit() {
+  return KIND == FP8 ? 256.0f : KIND == LLOYD && BITS <= 4 ? 8388608.0f : 1.0f;
 }
 
-// The numbers of a slice as an operand: pairs (0, 1), (4, 5), (2, 3), (6, 7) for keys, (0, 2), (1, 3), (4, 6), (5, 7) for
-// values. Lloyd-Max of more than 4 bits: from a table in shared memory with a copy for each lane, so that lanes never wait
-// for one another. FP8: behind fp16's exponent the bits of e4m3 are the number over 256.
+// The numbers of a slice as an operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7), of which keys want the middle two the
+// other way round. Lloyd-Max of up to 4 bits: twice a magnitude (`table`, by magnitude) in the low byte and the sign in
+// the high one is a denormal number, 2^-23 times the level. Of more bits: from a table in shared memory with a copy for
+// each lane, so that lanes never wait for one another. FP8: behind fp16's exponent the bits of e4m3 are the number over 256.
 template <int KIND, int BITS, bool TRANSPOSED>
 DEVICE void code_halves(u32 low, u32 high, Table table, const Powers& powers, const u32* levels, int lane, u32 (&a)[4]) {
-  if (in_bytes<KIND, BITS>()) {
+  constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
+  if (KIND == LLOYD && BITS <= 4) {
+    const u32 magnitudes = low & 0x11111111u * ((1u << (BITS - 1)) - 1);
+    const u32 first = prmt(table.low, table.high, magnitudes);
+    const u32 second = prmt(table.low, table.high, shift_right(magnitudes, 16, powers));
+    const u32 even = ~(low << (8 - BITS)) & 0x80808080u, odd = ~(low << (4 - BITS)) & 0x80808080u;
+    a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
+    a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);
+    return;
+  }
+  if (KIND == UNIFORM) {
     u32 first, second;
     code_bytes<KIND, BITS>(low, high, table, powers, first, second);
     const u32 base = 0x64646464u;
-    if (TRANSPOSED) {
-      const u32 centre = KIND == LLOYD ? 0x643F643Fu : (0x6400u + (1u << (BITS - 1))) * 0x10001u;
-      a[0] = half2_sub(prmt(first, base, 0x4240), centre), a[1] = half2_sub(prmt(first, base, 0x4341), centre);
-      a[2] = half2_sub(prmt(second, base, 0x4240), centre), a[3] = half2_sub(prmt(second, base, 0x4341), centre);
-    } else {
-      a[0] = prmt(first, base, 0x4140), a[2] = prmt(first, base, 0x4342);
-      a[1] = prmt(second, base, 0x4140), a[3] = prmt(second, base, 0x4342);
-    }
+    a[0] = prmt(first, base, 0x4240), a[ODD] = prmt(first, base, 0x4341);
+    a[NEXT] = prmt(second, base, 0x4240), a[3] = prmt(second, base, 0x4341);
+    if (TRANSPOSED)
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[i] = half2_sub(a[i], (0x6400u + (1u << (BITS - 1))) * 0x10001u);
     return;
   }
-  const int pairs[4][2] = {{0, TRANSPOSED ? 2 : 1}, {TRANSPOSED ? 1 : 4, TRANSPOSED ? 3 : 5},
-                           {TRANSPOSED ? 4 : 2, TRANSPOSED ? 6 : 3}, {TRANSPOSED ? 5 : 6, 7}};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const int m = pairs[i][0], n = pairs[i][1];
+    const int m = (i & 1) + 4 * (i >> 1), n = m + 2;
+    u32& to = a[i == 1 ? ODD : i == 2 ? NEXT : i];
     if (KIND == FP8) {
       const u32 x = prmt(low, high, (u32)((m << 4) | (n << 12))) & 0xFF00FF00u;
-      a[i] = (x & 0x80008000u) | ((x >> 1) & 0x3F803F80u);
+      to = (x & 0x80008000u) | ((x >> 1) & 0x3F803F80u);
     } else {
-      a[i] = prmt(levels[32 * code_at<BITS>(low, high, m) + lane], levels[32 * code_at<BITS>(low, high, n) + lane], 0x5410);
+      to = prmt(levels[32 * code_at<BITS>(low, high, m) + lane], levels[32 * code_at<BITS>(low, high, n) + lane], 0x5410);
     }
   }
 }
@@ -190,5 +199,8 @@ constexpr u32 INVALID_FIELD = 0xFFFF;
 constexpr float FIELD_UNIT = 1.5474250491067253e26f;  // 2^87
 
 DEVICE u32 field_bits(const u8* fields, int token) { return *(const u16*)(fields + 2 * token); }
-DEVICE float scale_of(u32 field) { return as_float(field << 13) * FIELD_UNIT; }
-DEVICE float zero_of(u32 field) { return as_float(((field & 0x7FFF) << 14) | ((field & 0x8000) << 16)) * FIELD_UNIT; }
+// In units of FIELD_UNIT.
+DEVICE float small_scale_of(u32 field) { return as_float(field << 13); }
+DEVICE float small_zero_of(u32 field) { return as_float(((field & 0x7FFF) << 14) | ((field & 0x8000) << 16)); }
+DEVICE float scale_of(u32 field) { return small_scale_of(field) * FIELD_UNIT; }
+DEVICE float zero_of(u32 field) { return small_zero_of(field) * FIELD_UNIT; }

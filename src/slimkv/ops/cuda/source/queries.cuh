@@ -58,7 +58,8 @@ DEVICE void prepare_query(const Args& args, int c, float (&y)[QN], u8* shared, f
       sum += (float)n;
     } else {
       const u32 high = float_to_half(x);
-      u16* to = (u16*)(shared + QUERY_AT) + row * KD + d;
+      const int in_slice = d % 16;  // a lane's pairs are dimensions 8 apart, as `code_halves` has them
+      u16* to = (u16*)(shared + QUERY_AT) + row * KD + d / 16 * 16 + 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
       to[0] = (u16)high;
       sum += half_to_float(high);
       if (!WIDE) to[KD] = (u16)float_to_half(x - half_to_float(high));
