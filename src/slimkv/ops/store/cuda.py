@@ -46,6 +46,9 @@ class SideArgs(ctypes.Structure):
         ("root_dim", ctypes.c_float),
         ("orthonormal", ctypes.c_float),
         ("doubled_levels", ctypes.c_uint32 * 2),
+        ("by_256", ctypes.c_uint32),
+        ("one", ctypes.c_int32),
+        ("minus_one", ctypes.c_int32),
     ]
 
 
@@ -73,6 +76,7 @@ class Plan:
     threads: int
     shared: int
     tiles_per_block: int
+    resident: int  # blocks that run at a time
     args: StoreArgs
     tables: tuple[Tensor, ...]  # what args point to
 
@@ -126,8 +130,12 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     args.slots, args.tokens = slots.data_ptr(), tokens
     if request.rounding is not None:
         args.rounding = request.rounding.data_ptr()
-    tiles = -(-tokens // TILE_TOKENS)
-    return plan, (-(-tiles // plan.tiles_per_block), 2 * heads), args
+    blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
+    if request.rounding is not None:
+        return plan, (blocks, heads), args
+    if plan.tiles_per_block > 1:  # as many as run at a time, or a whole number of times fewer
+        blocks = -(-blocks // -(-2 * heads * blocks // plan.resident))
+    return plan, (blocks, 2 * heads), args
 
 
 def _place(x: Tensor) -> tuple[int, int, int]:
@@ -158,6 +166,7 @@ def _plan(
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
     defines = Defines({"PAGE": layout.block_tokens, "LONG_SLOTS": int(long_slots)})
     warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _SHAPED_WARPS if shaped else _WARPS, 0
+    shaping = warps  # as many again store values
     tables: list[Tensor] = []
     together = few and not shaped
     sides = (
@@ -189,6 +198,7 @@ def _plan(
         side_args.fragments, side_args.cells, side_args.bounds, side_args.levels = (t.data_ptr() for t in tensors)
         side_args.unit, side_args.plain_scale = constants.unit, constants.plain_scale
         side_args.root_dim, side_args.orthonormal = constants.root_dim, constants.orthonormal
+        side_args.by_256, side_args.one, side_args.minus_one = 256, 1, -1
         if side.format.kind == Kind.LLOYD:
             if side.format.bits <= 4:
                 doubled = np.zeros(8, np.uint8)
@@ -198,20 +208,28 @@ def _plan(
             used = len(tensors[1]) + 8 * len(tensors[2])
             if shaped and prefix == "K":
                 levels = len(tensors[1]) if side.format.bits <= 4 else 1 << side.format.bits
-                used = -(-(used + 4 * levels) // 16) * 16 + warps * _shaped_bytes(side.dim)
-            shared = max(shared, used + 8 * TILE_TOKENS * split)
-        warps = max(warps, split)
+                used = -(-(used + 4 * levels) // 16) * 16 + shaping * _shaped_bytes(side.dim)
+            used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
+            shared = shared + used if shaped else max(shared, used)
+        warps = 2 * shaping if shaped else max(warps, split)
         tables += tensors
     tiles_per_block = 1 if together else warps
     wide = max(layout.spec.key_dim, layout.spec.value_dim) > 128
     lean = not wide and all(side.format.kind == Kind.LLOYD for _, side, *_ in sides)
+    blocks = 16 // warps if shaped and lean and not few else 4 if lean else 2
     defines |= {
         "WARPS": warps,
         "TILES_PER_BLOCK": tiles_per_block,
-        "BLOCKS": 4 if lean else 2,
+        "BLOCKS": blocks,
         "SHAPED": int(shaped),
     }
-    return Plan(defines, 32 * warps, shared, tiles_per_block, args, tuple(tables))
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return Plan(defines, 32 * warps, shared, tiles_per_block, multiprocessors * blocks, args, tuple(tables))
+
+
+def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
+    """``RowBuffer::BYTES``."""
+    return groups * -(-dim // groups // 32) * 64 * 8 * dtype.itemsize
 
 
 def _shaped_bytes(dim: int) -> int:

@@ -13,23 +13,48 @@ typedef Format<true, V_D, V_GROUPS, V_PER, V_KIND, V_BITS, V_POLICY, V_ROTATED, 
 typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 
 template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs& args, int head, u8* memory) {
-  int warp = thread_index() >> 5;
-  // Either every warp has a tile of its own, or all share one.
-  int tile = TILES_PER_BLOCK == 1 ? block_index() : block_index() * WARPS + warp;
-  if constexpr (F::KIND == STORE_LLOYD) {
-    store_lloyd<F, PAGE, SlotNumber>(side, args, head, 16 * tile, TILES_PER_BLOCK == 1 ? warp : 0, memory, 32 * WARPS);
-  } else if (TILES_PER_BLOCK > 1 || warp == 0) {
-    store_direct<F, PAGE, SlotNumber>(side, args, head, 16 * tile);
+  int warp = shuffle(thread_index() >> 5, 0);  // from one lane: so that the compiler knows that warps stay together
+  constexpr bool TOGETHER = TILES_PER_BLOCK == 1;
+  int tile = TOGETHER ? block_index() : block_index() * WARPS + warp, step = block_count() * WARPS;
+  if constexpr (F::KIND != STORE_LLOYD) {
+    if (TOGETHER && warp > 0) return;
+#pragma unroll 1
+    for (; 16 * tile < args.tokens; tile += step) store_direct<F, PAGE, SlotNumber>(side, args, head, 16 * tile);
+  } else if constexpr (TOGETHER) {
+    store_lloyd_together<F, PAGE, SlotNumber>(side, args, head, 16 * tile, memory, 32 * WARPS);
+  } else {
+    store_lloyd_tiles<F, PAGE, SlotNumber>(side, args, head, tile, step, memory, 32 * WARPS);
   }
 }
 
-// Grid: tiles (or WARPS tiles) by twice the heads, keys and values in turn.
+// Query-aware rounding of keys is one long chain of dependent steps: the block's other half stores values meanwhile.
+// A warp takes 32 tokens of its side.
+template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, u8* memory) {
+  constexpr int HALF = WARPS / 2;
+  constexpr bool TABLES = V::KIND == STORE_LLOYD;
+  u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + HALF * ShapedMemory<K>::BYTES;
+  fill_shaped_tables<K>(args.key, args, memory, 32 * WARPS);
+  if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
+  sync_threads();
+  int warp = shuffle(thread_index() >> 5, 0);  // as above: no warp takes both ways
+  int first = 32 * (block_index() * HALF + warp % HALF);
+  if (warp < HALF) return store_shaped<K, PAGE, SlotNumber>(args.key, args, head, first, memory, warp);
+#pragma unroll 1
+  for (int end = first + 32; first < end && first < args.tokens; first += 16) {
+    if constexpr (TABLES) {
+      u32 raw[V::CHUNKS][2][V::RAW];
+      load_rows<V>(args.value, head, first, args.tokens, thread_index() & 31, raw);
+      store_lloyd_rows<V, PAGE, SlotNumber>(raw, args.value, args, head, first, 0, Slots(), value_memory, thread_index() & 31);
+    } else store_direct<V, PAGE, SlotNumber>(args.value, args, head, first);
+  }
+}
+
+// Grid: tiles (or, of many, any number of blocks) by twice the heads, keys and values in turn; with query-aware rounding
+// WARPS tiles by the heads.
 KERNEL(32 * WARPS, BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
-  int head = block_index_y() >> 1;
-  if (block_index_y() & 1) store_side<Value>(args.value, args, head, memory);
-  else if constexpr (SHAPED) {  // twice the tokens for each warp
-    store_shaped<Key, PAGE, SlotNumber>(args.key, args, head, 32 * (block_index() * WARPS + (thread_index() >> 5)), memory, 32 * WARPS);
-  } else store_side<Key>(args.key, args, head, memory);
+  if constexpr (SHAPED) store_both<Key, Value>(args, block_index_y(), memory);
+  else if (block_index_y() & 1) store_side<Value>(args.value, args, block_index_y() >> 1, memory);
+  else store_side<Key>(args.key, args, block_index_y() >> 1, memory);
 }
 LAUNCHABLE(store, StoreArgs)

@@ -177,7 +177,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_direct(const 
 #pragma unroll
     for (int i = 0; i < F::PER; i++) {
       i32 exact[F::GROUPS][8];
-      rotate_slices<F>(digits, side.fragments, i, lane, exact);
+      rotate_slices<F>(digits, side, i, lane, exact);
 #pragma unroll
       for (int q = 0; q < F::GROUPS; q++)
 #pragma unroll

@@ -30,6 +30,10 @@ struct SideArgs {
   const i32* levels;      // [2 ** BITS]: levels by code, times LEVEL_DENOMINATOR
   float unit, plain_scale, root_dim, orthonormal;
   u32 doubled_levels[2];  // twice the positive levels, in bytes (up to 4 bits)
+  // 256, 1 and -1, unknown to the compiler: products with them are shifts and sums that leave the logic units, which the
+  // rest keeps busiest, to others.
+  u32 by_256;
+  i32 one, minus_one;
 };
 
 struct StoreArgs {

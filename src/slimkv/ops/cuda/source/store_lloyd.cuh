@@ -116,21 +116,11 @@ template <class F, int BLOCK_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>
   store_planes<F, BLOCK_TOKENS>(codes, pages, args.page_stride, slots, lane, part);
 }
 
-// Encodes and writes 16 tokens of one head with SPLIT warps, of which this is number ``part``.
-template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd(const SideArgs& side, const StoreArgs& args, int head, int first, int part,
-                                                                 u8* memory, int threads) {
-  int lane = thread_index() & 31;
+// Encodes and writes 16 tokens of one head, of which the warp has loaded the rows, with SPLIT warps, of which this is
+// number ``part``.
+template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, const StoreArgs& args,
+                                                                              int head, int first, int part, Slots slots, u8* memory, int lane) {
   LloydTables<F> tables(memory);
-  Slots slots;
-  if constexpr (F::SPLIT > 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // few tokens: early, for latency
-  u32 raw[F::CHUNKS][2][F::RAW];
-  load_rows<F>(side, head, first, args.tokens, lane, raw);
-  tables.fill(memory, side, thread_index(), threads);
-  sync_threads();
-  if (first >= args.tokens || part >= F::SPLIT) {  // whole warps
-    if constexpr (F::SPLIT > 1) sync_threads();
-    return;
-  }
   Digits<F> digits;
   TokenScalars scalars = fixed_point<F>(raw, side.unit, lane, digits);
   float factor[F::TOKENS];
@@ -141,7 +131,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd(const S
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
     i32 exact[F::GROUPS][8];
-    rotate_slices<F>(digits, side.fragments, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
+    rotate_slices<F>(digits, side, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++) {
       float rotated[8];
@@ -165,4 +155,35 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd(const S
   }
   if constexpr (F::SPLIT == 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, for registers
   store_lloyd_codes<F, BLOCK_TOKENS>(codes, field_of_token<F>(scalars, sum, side), scalars.zero, args, head, slots, lane, part);
+}
+
+// Few tokens: the block's warps share a tile, and its rows, its slots and the tables are loaded at the same time.
+template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_together(const SideArgs& side, const StoreArgs& args, int head, int first, u8* memory,
+                                                                                  int threads) {
+  int lane = thread_index() & 31, part = thread_index() >> 5;
+  Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
+  u32 raw[F::CHUNKS][2][F::RAW];
+  load_rows<F>(side, head, first, args.tokens, lane, raw);
+  LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
+  sync_threads();
+  if (first < args.tokens && part < F::SPLIT) store_lloyd_rows<F, BLOCK_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
+  else if constexpr (F::SPLIT > 1) sync_threads();  // whole warps
+}
+
+// Many: every warp takes one tile after the other, from ``tile`` on, and fetches the rows of the next one meanwhile.
+template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(const SideArgs& side, const StoreArgs& args, int head, int tile, int step, u8* memory,
+                                                                               int threads) {
+  RowBuffer<F> rows = {memory + (LloydTables<F>::BYTES + 15) / 16 * 16 + (thread_index() >> 5) * RowBuffer<F>::BYTES};
+  rows.fetch(side, head, 16 * tile, args.tokens, thread_index() & 31);
+  LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
+  sync_threads();
+#pragma unroll 1
+  for (; 16 * tile < args.tokens; tile += step) {
+    u32 raw[F::CHUNKS][2][F::RAW];
+    int lane = lane_anew();
+    rows.take(side, head, 16 * tile, args.tokens, lane, raw);
+    rows.fetch(side, head, 16 * (tile + step), args.tokens, lane);
+    store_lloyd_rows<F, BLOCK_TOKENS, SLOT>(raw, side, args, head, 16 * tile, 0, Slots(), memory, lane);
+  }
+  copy_async_wait<0>();
 }

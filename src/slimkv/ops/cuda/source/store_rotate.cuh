@@ -75,6 +75,41 @@ template <class F> DEVICE void load_rows(const SideArgs& side, int head, int fir
   }
 }
 
+// The same rows by way of shared memory, ahead of their use: a lane copies what it will need itself, and waits for no other.
+template <class F> struct RowBuffer {
+  static constexpr int PIECES = F::RAW / 4, BYTES = F::VECTORS ? F::CHUNKS * 2 * PIECES * 512 : 0;
+  u8* memory;
+
+  DEVICE_MEMBER void fetch(const SideArgs& side, int head, int first, int tokens, int lane) const {
+    if constexpr (F::VECTORS) {
+#pragma unroll
+      for (int i = 0; i < 2 * F::CHUNKS; i++) {
+        int c = i / 2, token = first + (lane >> 2) + 8 * (i & 1), within = c % F::STEPS * 32 + 8 * (lane & 3);
+        const u8* from = side.x + head * side.head_stride + token * side.stride + (c / F::STEPS * F::INNER + within) * F::ELEMENT;
+        if (token < tokens && (F::INNER % 32 == 0 || within < F::INNER))
+#pragma unroll
+          for (int j = 0; j < PIECES; j++) copy_async_16(memory + (i * PIECES + j) * 512 + 16 * lane, from + 16 * j);
+      }
+    }
+    copy_async_commit();
+  }
+  DEVICE_MEMBER void take(const SideArgs& side, int head, int first, int tokens, int lane, u32 raw[F::CHUNKS][2][F::RAW]) const {
+    copy_async_wait<0>();
+    if constexpr (!F::VECTORS) return load_rows<F>(side, head, first, tokens, lane, raw);
+#pragma unroll
+    for (int i = 0; i < 2 * F::CHUNKS; i++) {
+      bool real = first + (lane >> 2) + 8 * (i & 1) < tokens && (F::INNER % 32 == 0 || i / 2 % F::STEPS * 32 + 8 * (lane & 3) < F::INNER);
+#pragma unroll
+      for (int j = 0; j < PIECES; j++) {
+        Words4 w = {0, 0, 0, 0};
+        if (real) w = *(const Words4*)(memory + (i * PIECES + j) * 512 + 16 * lane);
+        u32* to = raw[i / 2][i & 1] + 4 * j;
+        to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;
+      }
+    }
+  }
+};
+
 template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, float up, u32& low, u32& middle, u32& top) {
   u32 m[4];
 #pragma unroll
@@ -159,16 +194,16 @@ template <class F> DEVICE void multiply(i32 c[2][4], const u32 d[2][2], Words4 m
   }
 }
 
-template <int BY> DEVICE void shift(i32 c[2][4]) {
+DEVICE void scale(i32 c[2][4], u32 by) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) c[i / 4][i % 4] = (i32)((u32)c[i / 4][i % 4] << BY);
+  for (int i = 0; i < 8; i++) c[i / 4][i % 4] = (i32)((u32)c[i / 4][i % 4] * by);
 }
 
 // Slices s, s + SLICES, ... of the rotated tile: exact integers, in the page's order.
-template <class F> DEVICE void rotate_slices(const Digits<F>& d, const u8* fragments, int s, int lane, i32 out[F::GROUPS][8]) {
+template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs& side, int s, int lane, i32 out[F::GROUPS][8]) {
 #pragma unroll
   for (int q = 0; q < F::GROUPS; q++) {
-    const u8* at = fragments + ((q * F::SLICES + s) * F::STEPS * 32 + lane) * 16;
+    const u8* at = side.fragments + ((q * F::SLICES + s) * F::STEPS * 32 + lane) * 16;
     Words4 ones[F::STEPS];
 #pragma unroll
     for (int k = 0; k < F::STEPS; k++) ones[k] = load_often(at + 512 * k);
@@ -176,10 +211,10 @@ template <class F> DEVICE void rotate_slices(const Digits<F>& d, const u8* fragm
 #pragma unroll
     for (int k = 0; k < F::STEPS; k++)  // 2^16 top is 2^8 (64 * 4 top), or 2^15 (2 top)
       multiply<F>(c, d.top[q * F::STEPS + k], F::NARROW ? load_often(at + F::FRAGMENT_BYTES + 512 * k) : ones[k], 0);
-    if constexpr (!F::NARROW) shift<7>(c);
+    if constexpr (!F::NARROW) scale(c, 128);
 #pragma unroll
     for (int k = 0; k < F::STEPS; k++) multiply<F>(c, d.middle[q * F::STEPS + k], ones[k], 1);
-    shift<8>(c);
+    scale(c, side.by_256);
 #pragma unroll
     for (int k = 0; k < F::STEPS; k++) multiply<F>(c, d.low[q * F::STEPS + k], ones[k], 1);
 #pragma unroll
@@ -195,7 +230,7 @@ template <class F> DEVICE void rotate_slices(const Digits<F>& d, const u8* fragm
 #pragma unroll
         for (int n = 0; n < 8; n++) {
           i32 a = out[q][n], b = out[q + step][n];
-          out[q][n] = a + b;
-          out[q + step][n] = a - b;
+          out[q][n] = step == 1 ? a * side.one + b : a + b;
+          out[q + step][n] = step == 1 ? b * side.minus_one + a : a - b;
         }
 }

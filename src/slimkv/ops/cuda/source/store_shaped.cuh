@@ -104,7 +104,7 @@ template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, cons
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
     i32 exact[F::GROUPS][8];
-    rotate_slices<F>(digits, side.fragments, i, lane, exact);
+    rotate_slices<F>(digits, side, i, lane, exact);
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++)
 #pragma unroll
@@ -125,7 +125,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_codes_of_tile
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
     i32 exact[F::GROUPS][8] = {};
-    if constexpr (F::POLICY == UNBIASED) rotate_slices<F>(digits, side.fragments, i, lane, exact);
+    if constexpr (F::POLICY == UNBIASED) rotate_slices<F>(digits, side, i, lane, exact);
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++) {
       u32 code[8];
@@ -143,18 +143,21 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_codes_of_tile
   store_lloyd_codes<F, BLOCK_TOKENS>(codes, field, scalars.zero, args, head, slots, lane, 0);
 }
 
-// Encodes and writes 32 tokens of one head.
+// The tables of a block whose warps store keys.
+template <class F> DEVICE void fill_shaped_tables(const SideArgs& side, const StoreArgs& args, u8* shared, int threads) {
+  LloydTables<F>(shared).fill(shared, side, thread_index(), threads);
+  ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
+}
+
+// Encodes and writes 32 tokens of one head, with a warp and the ``number``-th part of the block's memory.
 template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_shaped(const SideArgs& side, const StoreArgs& args, int head, int first, u8* shared,
-                                                                          int threads) {
-  int lane = thread_index() & 31, warp = thread_index() >> 5;
-  LloydTables<F> tables(shared);
-  tables.fill(shared, side, thread_index(), threads);
-  ScaledLevels<F> levels(shared);
-  levels.fill(side, args.error_steps, thread_index(), threads);
-  ShapedMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + warp * ShapedMemory<F>::BYTES);
-  for (int i = lane; i < memory.ERRORS / 16; i += 32) ((Words4*)memory.errors)[i] = {0, 0, 0, 0};
-  sync_threads();
+                                                                          int number) {
   if (first >= args.tokens) return;
+  int lane = thread_index() & 31;
+  LloydTables<F> tables(shared);
+  ScaledLevels<F> levels(shared);
+  ShapedMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * ShapedMemory<F>::BYTES);
+  for (int i = lane; i < memory.ERRORS / 16; i += 32) ((Words4*)memory.errors)[i] = {0, 0, 0, 0};
   TokenScalars mine;
 #pragma unroll 1
   for (int tile = 0; tile < 2; tile++) {
