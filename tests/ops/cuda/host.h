@@ -449,7 +449,6 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
 DEVICE void let_next_grid_start() {}
 DEVICE void wait_for_grid_before() {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
-DEVICE u32 high_product(u32 a, u32 b) { return (u32)(((u64)a * b) >> 32); }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
 DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   u64 mine[6] = {a0, a1, a2, a3, b0, b1};
@@ -468,6 +467,10 @@ DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) 
 
 DEVICE u32 shared_address(const void* p) { return (u32)(static_cast<const u8*>(p) - host::machine.shared); }
 DEVICE void copy_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }
+DEVICE void copy_async_16_if(bool real, void* shared, const void* global) {
+  static const Words4 zeros = {0, 0, 0, 0};
+  copy_async_16(shared, real ? global : &zeros);
+}
 DEVICE void copy_async_commit() { host::machine.threads[host::machine.current].groups++; }
 template <int GROUPS> DEVICE void copy_async_wait() { host::land(GROUPS); }
 DEVICE Words4 load_once(const void* p) {

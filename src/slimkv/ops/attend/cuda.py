@@ -1,6 +1,7 @@
 """attend with CUDA C++: sequences of few queries on their packed pages (source/decode.cu).
 
-Sequences of more queries than that (prefill) are unpacked and attended by the Triton kernels, in the same call.
+Sequences of more queries than that (prefill) are unpacked and attended in the same call: on Hopper by prefill_cuda where
+it can, else by the Triton kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import sign_bits
 from slimkv.errors import InputError
-from slimkv.ops.attend import LEAST_TRITON_DIM, PACKED_QUERIES, AttendRequest
+from slimkv.ops.attend import LEAST_TRITON_DIM, PACKED_QUERIES, AttendRequest, prefill_cuda
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
 
@@ -46,10 +47,6 @@ class _Table(ctypes.Structure):
     _fields_ = (("low", ctypes.c_uint32), ("high", ctypes.c_uint32), ("signs", ctypes.c_uint32))
 
 
-class _Powers(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint32) for name in ("by_16", "by_2", "by_1", "by_3"))
-
-
 _SignBits = ctypes.c_uint32 * 8
 
 
@@ -68,7 +65,6 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "softcap", "key_norm", "value_norm")),
         ("key_table", _Table),
         ("value_table", _Table),
-        ("powers", _Powers),
         ("key_sign_bits", _SignBits),
         ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
@@ -157,6 +153,9 @@ def run(request: AttendRequest) -> None:
         return
     attend_packed(request, device_of(request.query.device), _launcher(request.query.device))
     if request.max_query_len > PACKED_QUERIES:
+        if prefill_cuda.runs_on(request.query.device) and prefill_cuda.refusal(request) is None:
+            prefill_cuda.attend_prefill(request, prefill_cuda.launcher(request.query.device))
+            return
         from slimkv.ops.attend.triton import attend_prefill
 
         attend_prefill(request)
@@ -223,7 +222,6 @@ def _plan(
     args = Args(
         key_table=_Table(*_table(spec.key, spec.key_dim, shape.wide)),
         value_table=_Table(*_table(spec.value, spec.value_dim, shape.wide)),
-        powers=_Powers(1 << 16, 1 << 30, 1 << 31, 1 << 29),
         key_sign_bits=_sign_bits(spec.key_dim, spec.seed), value_sign_bits=_sign_bits(spec.value_dim, spec.seed),
         most_queries=PACKED_QUERIES,
     )  # fmt: skip

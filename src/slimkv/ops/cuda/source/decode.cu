@@ -20,14 +20,14 @@ DEVICE float soft_cap(float s, float cap) {
   return cap * ((e - 1.0f) / (e + 1.0f));
 }
 
-DEVICE void key_bytes(const Codes<K_BITS, KS, false>& codes, int slice, Table table, const Powers& powers, u32& first,
+DEVICE void key_bytes(const Codes<K_BITS, KS, false>& codes, int slice, Table table, u32& first,
                       u32& second) {
-  code_bytes<K_KIND, K_BITS>(codes.low(slice, powers), codes.high(slice, powers), table, powers, first, second);
+  code_bytes<K_KIND, K_BITS>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
-DEVICE void value_bytes(const Codes<V_BITS, VS, true>& codes, int slice, Table table, const Powers& powers, u32& first,
+DEVICE void value_bytes(const Codes<V_BITS, VS, true>& codes, int slice, Table table, u32& first,
                         u32& second) {
-  code_bytes<V_KIND, V_BITS>(codes.low(slice, powers), codes.high(slice, powers), table, powers, first, second);
+  code_bytes<V_KIND, V_BITS>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
 KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
@@ -162,8 +162,8 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
             for (int x = 0; x < NT; x++) {
               u32 a0, a1, a2 = 0, a3 = 0;
-              key_bytes(codes[x], 2 * i, key_table, args.powers, a0, a1);
-              if (2 * i + 1 < KS) key_bytes(codes[x], 2 * i + 1, key_table, args.powers, a2, a3);
+              key_bytes(codes[x], 2 * i, key_table, a0, a1);
+              if (2 * i + 1 < KS) key_bytes(codes[x], 2 * i + 1, key_table, a2, a3);
 #pragma unroll
               for (int n = 0; n < NG; n++) {
                 const u32 b0 = q[n][Q_IN_SHARED ? 0 : i][0], b1 = q[n][Q_IN_SHARED ? 0 : i][1];
@@ -192,8 +192,8 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
             for (int x = 0; x < NT; x++) {
               u32 a[4];
-              code_halves<K_KIND, K_BITS, false>(codes[x].low(i, args.powers), codes[x].high(i, args.powers), key_table,
-                                                 args.powers, key_levels, lane, a);
+              code_halves<K_KIND, K_BITS, false>(codes[x].low(i), codes[x].high(i), key_table,
+                                                 key_levels, lane, a);
 #pragma unroll
               for (int n = 0; n < NG; n++)
                 mma_f16(c[x][n], a[0], a[1], a[2], a[3], q[n][Q_IN_SHARED ? 0 : i][0], q[n][Q_IN_SHARED ? 0 : i][1]);
@@ -370,10 +370,10 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
           for (int x = 0; x < NT; x += 2) {  // two tiles are one operand
             u32 first, second, a0, a1, a2 = 0, a3 = 0;
-            value_bytes(codes[x], i, value_table, args.powers, first, second);
+            value_bytes(codes[x], i, value_table, first, second);
             a0 = prmt(first, second, 0x6420), a1 = prmt(first, second, 0x7531);
             if (x + 1 < NT) {
-              value_bytes(codes[x + 1 < NT ? x + 1 : x], i, value_table, args.powers, first, second);
+              value_bytes(codes[x + 1 < NT ? x + 1 : x], i, value_table, first, second);
               a2 = prmt(first, second, 0x6420), a3 = prmt(first, second, 0x7531);
             }
 #pragma unroll
@@ -395,8 +395,8 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
           for (int x = 0; x < NT; x++) {
             u32 a0, a1 = 0, a2, a3 = 0;
-            value_bytes(codes[x], i, value_table, args.powers, a0, a2);
-            if (i + 1 < VS) value_bytes(codes[x], i + 1, value_table, args.powers, a1, a3);
+            value_bytes(codes[x], i, value_table, a0, a2);
+            if (i + 1 < VS) value_bytes(codes[x], i + 1, value_table, a1, a3);
 #pragma unroll
             for (int n = 0; n < NG; n++) {
               const u32 b0 = p[n][x][0], b1 = p[n][x][1];
@@ -429,8 +429,8 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
           for (int x = 0; x < NT; x++) {
             u32 a[4];
-            code_halves<V_KIND, V_BITS, true>(codes[x].low(i, args.powers), codes[x].high(i, args.powers), value_table,
-                                              args.powers, value_levels, lane, a);
+            code_halves<V_KIND, V_BITS, true>(codes[x].low(i), codes[x].high(i), value_table,
+                                              value_levels, lane, a);
 #pragma unroll
             for (int n = 0; n < NG; n++) mma_f16(c[n], a[0], a[1], a[2], a[3], p[n][x][0], p[n][x][1]);
           }

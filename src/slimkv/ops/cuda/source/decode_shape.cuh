@@ -62,7 +62,6 @@ struct Args {
   float softcap;  // times log2(e)
   float key_norm, value_norm;    // what makes the rotations orthonormal
   Table key_table, value_table;  // their signs are unused
-  Powers powers;
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
   i32 sequences, heads, group, most_queries, causal, window, blocks, merge_split;
 };

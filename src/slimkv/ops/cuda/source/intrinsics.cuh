@@ -137,13 +137,14 @@ DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lan
 // The lane's number, asked for anew: what a loop derives from it is not kept in registers from turn to turn.
 DEVICE int lane_anew() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); return r; }
 
-// The high word of a product: a shift by multiplying with a power of two, on the units that shifts do not use.
-DEVICE u32 high_product(u32 a, u32 b) { u32 r; asm("mul.hi.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-
 // Memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void copy_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global) : "memory");
+}
+// 16 zeros where there is nothing to copy; the address is then not used.
+DEVICE void copy_async_16_if(bool real, void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(shared)), "l"(global), "r"(real ? 16 : 0) : "memory");
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int GROUPS> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(GROUPS) : "memory"); }

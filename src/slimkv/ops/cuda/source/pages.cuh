@@ -7,18 +7,6 @@ enum Kind { LLOYD = 0, UNIFORM = 1, FP8 = 2 };
 
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
-// 2^16, 2^30, 2^31 and 2^29, unknown to the compiler: the high word of a product with one of them is a shift by 16, 2, 1
-// or 3 that leaves the logic units, which unpacking keeps busiest, to others.
-struct Powers { u32 by_16, by_2, by_1, by_3; };
-
-DEVICE u32 shift_right(u32 x, int n, const Powers& powers) {
-  if (n == 16) return high_product(x, powers.by_16);
-  if (n == 2) return high_product(x, powers.by_2);
-  if (n == 1) return high_product(x, powers.by_1);
-  if (n == 3) return high_product(x, powers.by_3);
-  return x >> n;
-}
-
 // A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for what is left over.
 template <int W, int S> struct Plane {
   static constexpr int PER_WORD = 4 / W;
@@ -31,11 +19,11 @@ template <int W, int S> struct Plane {
 
   // Value n of slice s in the low W bits of nibble n.
   template <bool TRANSPOSED>
-  DEVICE_MEMBER u32 nibbles(const u8* plane, int lane, int s, const Powers& powers) const {
+  DEVICE_MEMBER u32 nibbles(const u8* plane, int lane, int s) const {
     if (s < WORDS * PER_WORD) {
       const u32 w = words[s / PER_WORD];
       if (W == 4) return w;
-      return shift_right(w, W * (s % PER_WORD), powers) & (W == 2 ? 0x33333333u : 0x11111111u);
+      return (w >> (W * (s % PER_WORD))) & (W == 2 ? 0x33333333u : 0x11111111u);
     }
     const u8* rows = plane + WORDS * 128;
     const int g = lane >> 2, t = lane & 3, row_bytes = 2 * W * TAIL;
@@ -85,15 +73,15 @@ template <int BITS, int S, bool TRANSPOSED> struct Codes {
   }
   DEVICE_MEMBER static constexpr int one_offset() { return Plane<FIRST, S>::BYTES + (REST >= 2 ? Plane<2, S>::BYTES : 0); }
 
-  DEVICE_MEMBER u32 low(int s, const Powers& powers) const {
-    u32 x = first.template nibbles<TRANSPOSED>(base, lane, s, powers);
-    if (BITS == 3) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s, powers) << 2;
+  DEVICE_MEMBER u32 low(int s) const {
+    u32 x = first.template nibbles<TRANSPOSED>(base, lane, s);
+    if (BITS == 3) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << 2;
     return x;
   }
-  DEVICE_MEMBER u32 high(int s, const Powers& powers) const {
+  DEVICE_MEMBER u32 high(int s) const {
     u32 x = 0;
-    if (BITS > 4 && REST >= 2) x = two.template nibbles<TRANSPOSED>(base + Plane<FIRST, S>::BYTES, lane, s, powers);
-    if (BITS > 4 && (REST & 1)) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s, powers) << (REST >= 2 ? 2 : 0);
+    if (BITS > 4 && REST >= 2) x = two.template nibbles<TRANSPOSED>(base + Plane<FIRST, S>::BYTES, lane, s);
+    if (BITS > 4 && (REST & 1)) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << (REST >= 2 ? 2 : 0);
     return x;
   }
 };
@@ -101,8 +89,8 @@ template <int BITS, int S, bool TRANSPOSED> struct Codes {
 template <int S, bool TRANSPOSED> struct Codes<8, S, TRANSPOSED> {
   u32 words[2 * S];
   DEVICE_MEMBER void load(const u8* tile, int lane) { Plane<4, 2 * S>::template load_words<2 * S>(tile, lane, words); }
-  DEVICE_MEMBER u32 low(int s, const Powers&) const { return words[2 * s]; }
-  DEVICE_MEMBER u32 high(int s, const Powers&) const { return words[2 * s + 1]; }
+  DEVICE_MEMBER u32 low(int s) const { return words[2 * s]; }
+  DEVICE_MEMBER u32 high(int s) const { return words[2 * s + 1]; }
 };
 
 // ---- bytes for the integer tensor cores --------------------------------------------------------------------------
@@ -117,17 +105,17 @@ struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 
 // Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
 template <int KIND, int BITS>
-DEVICE void code_bytes(u32 low, u32 high, Table table, const Powers& powers, u32& first, u32& second) {
+DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) {
   if (BITS == 8) {
     first = low, second = high;
   } else if (BITS <= 3) {
     first = prmt(table.low, table.high, low);
-    second = prmt(table.low, table.high, shift_right(low, 16, powers));
+    second = prmt(table.low, table.high, (low >> 16));
   } else if (KIND == LLOYD) {
     // The permutation's sign mode makes 0x80 or 0xFF of a clear or set sign bit.
     const u32 s = low & 0x77777777u, signs = table.signs;
     first = prmt(table.low, table.high, s) ^ prmt(signs, signs, low);
-    second = prmt(table.low, table.high, shift_right(s, 16, powers)) ^ prmt(signs, signs, shift_right(low, 16, powers));
+    second = prmt(table.low, table.high, (s >> 16)) ^ prmt(signs, signs, (low >> 16));
   } else {
     u32 even = low & 0x0F0F0F0Fu, odd = (low >> 4) & 0x0F0F0F0Fu;
     if (BITS > 4) even |= (high & 0x0F0F0F0Fu) << 4, odd |= high & 0xF0F0F0F0u;
@@ -158,12 +146,12 @@ template <int KIND, int BITS> constexpr float half_unit() {
 // the high one is a denormal number, 2^-23 times the level. Of more bits: from a table in shared memory with a copy for
 // each lane, so that lanes never wait for one another. FP8: behind fp16's exponent the bits of e4m3 are the number over 256.
 template <int KIND, int BITS, bool TRANSPOSED>
-DEVICE void code_halves(u32 low, u32 high, Table table, const Powers& powers, const u32* levels, int lane, u32 (&a)[4]) {
+DEVICE void code_halves(u32 low, u32 high, Table table, const u32* levels, int lane, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
   if (KIND == LLOYD && BITS <= 4) {
     const u32 magnitudes = low & 0x11111111u * ((1u << (BITS - 1)) - 1);
     const u32 first = prmt(table.low, table.high, magnitudes);
-    const u32 second = prmt(table.low, table.high, shift_right(magnitudes, 16, powers));
+    const u32 second = prmt(table.low, table.high, (magnitudes >> 16));
     const u32 even = ~(low << (8 - BITS)) & 0x80808080u, odd = ~(low << (4 - BITS)) & 0x80808080u;
     a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
     a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);
@@ -171,7 +159,7 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Powers& powers, co
   }
   if (KIND == UNIFORM) {
     u32 first, second;
-    code_bytes<KIND, BITS>(low, high, table, powers, first, second);
+    code_bytes<KIND, BITS>(low, high, table, first, second);
     const u32 base = 0x64646464u;
     a[0] = prmt(first, base, 0x4240), a[ODD] = prmt(first, base, 0x4341);
     a[NEXT] = prmt(second, base, 0x4240), a[3] = prmt(second, base, 0x4341);

@@ -86,9 +86,9 @@ template <class F> struct RowBuffer {
       for (int i = 0; i < 2 * F::CHUNKS; i++) {
         int c = i / 2, token = first + (lane >> 2) + 8 * (i & 1), within = c % F::STEPS * 32 + 8 * (lane & 3);
         const u8* from = side.x + head * side.head_stride + token * side.stride + (c / F::STEPS * F::INNER + within) * F::ELEMENT;
-        if (token < tokens && (F::INNER % 32 == 0 || within < F::INNER))
+        bool real = token < tokens && (F::INNER % 32 == 0 || within < F::INNER);
 #pragma unroll
-          for (int j = 0; j < PIECES; j++) copy_async_16(memory + (i * PIECES + j) * 512 + 16 * lane, from + 16 * j);
+        for (int j = 0; j < PIECES; j++) copy_async_16_if(real, memory + (i * PIECES + j) * 512 + 16 * lane, from + 16 * j);
       }
     }
     copy_async_commit();
@@ -97,16 +97,13 @@ template <class F> struct RowBuffer {
     copy_async_wait<0>();
     if constexpr (!F::VECTORS) return load_rows<F>(side, head, first, tokens, lane, raw);
 #pragma unroll
-    for (int i = 0; i < 2 * F::CHUNKS; i++) {
-      bool real = first + (lane >> 2) + 8 * (i & 1) < tokens && (F::INNER % 32 == 0 || i / 2 % F::STEPS * 32 + 8 * (lane & 3) < F::INNER);
+    for (int i = 0; i < 2 * F::CHUNKS; i++)
 #pragma unroll
       for (int j = 0; j < PIECES; j++) {
-        Words4 w = {0, 0, 0, 0};
-        if (real) w = *(const Words4*)(memory + (i * PIECES + j) * 512 + 16 * lane);
+        Words4 w = *(const Words4*)(memory + (i * PIECES + j) * 512 + 16 * lane);
         u32* to = raw[i / 2][i & 1] + 4 * j;
         to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;
       }
-    }
   }
 };
 
