@@ -76,7 +76,7 @@ class Plan:
     threads: int
     shared: int
     tiles_per_block: int
-    resident: int  # blocks that run at a time
+    resident: int  # blocks that run at a time; 0: unknown, or no block takes more than one tile for each warp
     args: StoreArgs
     tables: tuple[Tensor, ...]  # what args point to
 
@@ -133,7 +133,7 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
     if request.rounding is not None:
         return plan, (blocks, heads), args
-    if plan.tiles_per_block > 1:  # as many as run at a time, or a whole number of times fewer
+    if plan.resident:  # all run at the same time, and every warp has as many tiles as the others, or one fewer
         blocks = -(-blocks // -(-2 * heads * blocks // plan.resident))
     return plan, (blocks, 2 * heads), args
 
@@ -223,8 +223,10 @@ def _plan(
         "BLOCKS": blocks,
         "SHAPED": int(shaped),
     }
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return Plan(defines, 32 * warps, shared, tiles_per_block, multiprocessors * blocks, args, tuple(tables))
+    resident = 0
+    if lean and tiles_per_block > 1:
+        resident = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return Plan(defines, 32 * warps, shared, tiles_per_block, blocks * resident, args, tuple(tables))
 
 
 def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
