@@ -87,6 +87,7 @@ __all__ = [
     "AttentionType",
     "CommonAttentionMetadata",
     "PageShape",
+    "dcp_group",
     "get_current_vllm_config",
     "is_delegated",
     "layer_number",
@@ -192,6 +193,13 @@ def tensor_parallel_rank() -> tuple[int, int]:
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def dcp_group() -> Any:
+    """The ranks that share the tokens of the same KV heads."""
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    return get_dcp_group()
 
 
 def layer_number(name: str) -> int | None:

@@ -16,6 +16,7 @@ from slimkv.integrations.vllm.calibrated import chosen_format, rounding
 from slimkv.integrations.vllm.compat import (
     AttentionImpl,
     AttentionType,
+    dcp_group,
     get_current_vllm_config,
     layer_number,
     stock_backend,
@@ -23,6 +24,7 @@ from slimkv.integrations.vllm.compat import (
 from slimkv.integrations.vllm.metadata import SlimKVMetadata
 from slimkv.integrations.vllm.rehearsal import rehearse
 from slimkv.integrations.vllm.settings import CALIBRATED, Settings, parse
+from slimkv.integrations.vllm.shards import attend_shards
 from slimkv.spec import CodecSpec, PageLayout
 
 
@@ -34,6 +36,10 @@ def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
 
 class SlimKVImpl(AttentionImpl):
     """Attention of one layer; encoder and cross attention are passed on to vLLM's own implementation."""
+
+    can_return_lse_for_decode = True
+    supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
         self,
@@ -90,8 +96,20 @@ class SlimKVImpl(AttentionImpl):
         asked = [name for name, value in others.items() if value is not None and value is not False]
         if asked:
             raise UnsupportedError(f"slimkv does not know what this model asks of its attention: {', '.join(asked)}")
-        if self.total_cp_world_size > 1 or self.pcp_world_size > 1:
-            raise UnsupportedError("slimkv does not run under context parallelism; use tensor parallelism")
+        if self.pcp_world_size > 1:
+            raise UnsupportedError(
+                "slimkv does not run under prefill context parallelism; use decode context or tensor parallelism"
+            )
+        absent = {
+            "sliding windows": self.sliding_window,
+            "attention sinks": self.sinks,
+            "layers that share another's cache": self.kv_sharing_target_layer_name,
+        }
+        asked = [name for name, value in absent.items() if value is not None]
+        if self.dcp_world_size > 1 and asked:
+            raise UnsupportedError(
+                f"under decode context parallelism slimkv has no {' or '.join(asked)}; use tensor parallelism"
+            )
 
     # -- after the weights are there: the layer's name, hence its format ---------------------------------------------
 
@@ -214,6 +232,13 @@ class SlimKVImpl(AttentionImpl):
         raw = self._settings.fresh == "raw" and self.kv_sharing_target_layer_name is None
         for part in step.parts:
             rows = slice(part.first, part.end)
+            if part.shard is not None:
+                attend_shards(
+                    query[rows], key[rows], value[rows], pages, part.block_table, part.query_start, part.max_query_len,
+                    part.shard, dcp_group(), codec=codec, layout=layout, options=self._options,
+                    rounding=self._rounding(codec), raw=raw, out=output[rows], impl=self._settings.impl,
+                )  # fmt: skip
+                continue
             ops.attend(
                 query[rows], pages, part.block_table, part.seq_lens, part.query_start, codec=codec, layout=layout,
                 max_query_len=part.max_query_len,

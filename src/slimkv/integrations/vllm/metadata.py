@@ -6,7 +6,7 @@ others follow, the batch is attended in two parts, because parts whose keys are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +19,10 @@ from slimkv.integrations.vllm.compat import (
     AttentionType,
     CommonAttentionMetadata,
     is_delegated,
+    dcp_group,
     stock_backend,
 )
+from slimkv.integrations.vllm.shards import Sharing, ShardTables, shard_tables
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Part:
     query_start: Tensor  # int32 [requests + 1], from 0
     max_query_len: int
     max_seq_len: int
+    shard: ShardTables | None = None  # where ranks share the tokens
 
 
 @dataclass
@@ -65,6 +68,7 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             self.reorder_batch_threshold = self._stock.reorder_batch_threshold
             return
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._sharing = _sharing(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -72,6 +76,8 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
         if is_delegated(kv_cache_spec):
             stock = stock_backend(kv_cache_spec.head_size, AttentionType.ENCODER_DECODER)
             return stock.get_builder_cls().get_cudagraph_support(vllm_config, kv_cache_spec)
+        if _sharing(vllm_config) is not None:
+            return AttentionCGSupport.NEVER  # the tables of shared tokens are made anew at every step
         return cls._cudagraph_support
 
     @classmethod
@@ -102,8 +108,24 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            parts=_parts(common, self.reorder_batch_threshold or 1),
+            parts=tuple(self._with_shard(p) for p in _parts(common, self.reorder_batch_threshold or 1)),
         )
+
+    def _with_shard(self, part: Part) -> Part:
+        if self._sharing is None:
+            return part
+        tables = shard_tables(
+            self._sharing, part.seq_lens, part.query_start, part.end - part.first, part.max_query_len, part.max_seq_len
+        )
+        return replace(part, shard=tables)
+
+
+def _sharing(vllm_config: Any) -> Sharing | None:
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size == 1:
+        return None
+    group = dcp_group()
+    return Sharing(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)
 
 
 def _delegated_type(layer_names: list[str], vllm_config: Any) -> str:
