@@ -18,11 +18,11 @@ from slimkv.integrations.vllm.compat import (
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
-    is_delegated,
     dcp_group,
+    is_delegated,
     stock_backend,
 )
-from slimkv.integrations.vllm.shards import Sharing, ShardTables, shard_tables
+from slimkv.integrations.vllm.shards import ShardTables, Sharing, shard_tables
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from slimkv import ops
 from slimkv.codec import Codec
 from slimkv.spec import PageLayout
 
-
 NEW_BLOCK = 64  # tokens of a block of the step's own pages
 
 
