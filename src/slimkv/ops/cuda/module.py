@@ -106,20 +106,23 @@ class Defines(dict[str, int]):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-def load(source: str, defines: Defines, device: torch.device) -> Module:
-    """The kernels of ``source`` compiled with ``defines`` for ``device``; compiled once per machine, loaded once."""
-    return _loaded(source, defines, _index(device))
+def load(source: str, defines: Defines, device: torch.device, exactly: bool = False) -> Module:
+    """The kernels of ``source`` compiled with ``defines`` for ``device``; compiled once per machine, loaded once.
+
+    ``exactly``: with the instructions that only this architecture has, not its successors (sm_90a instead of sm_90).
+    """
+    return _loaded(source, defines, _index(device), exactly)
 
 
 @cache
-def _loaded(source: str, defines: Defines, index: int) -> Module:
-    return _load(source, tuple(defines.items()), torch.device("cuda", index))
+def _loaded(source: str, defines: Defines, index: int, exactly: bool) -> Module:
+    return _load(source, tuple(defines.items()), torch.device("cuda", index), exactly)
 
 
 @cache
-def _load(source: str, defines: tuple[tuple[str, int], ...], device: torch.device) -> Module:
+def _load(source: str, defines: tuple[tuple[str, int], ...], device: torch.device, exactly: bool) -> Module:
     major, minor = torch.cuda.get_device_capability(device)
-    return Module(compile_kernels(source, dict(defines), f"sm_{major}{minor}"), device)
+    return Module(compile_kernels(source, dict(defines), f"sm_{major}{minor}{'a' if exactly else ''}"), device)
 
 
 def _index(device: torch.device) -> int:

@@ -1,0 +1,151 @@
+// What hopper.cuh gives on a device, on a CPU (see host.h). Products happen when they are started and copies land when
+// somebody waits for them; barriers count arrivals and bytes as the real ones do, and waiting forever is an error.
+#pragma once
+
+namespace host {
+
+constexpr int MOST_POLLS = 1 << 20;
+
+struct Barrier {  // in the 8 bytes of the real one
+  u16 count, left;
+  i32 bytes_and_phase;  // bytes still to land, times 2, and the phase's parity
+};
+static_assert(sizeof(Barrier) == 8, "a barrier has 8 bytes");
+
+struct Landing { void* to; const void* from; u32 bytes; u64* barrier; };
+static std::vector<Landing> landings;
+struct Named { int arrived; u64 generation; };
+static Named named[16];
+
+static void settle(Barrier* b) {
+  if (b->left == 0 && b->bytes_and_phase >> 1 == 0) b->bytes_and_phase ^= 1, b->left = b->count;
+}
+
+static void arrive(u64* barrier, i32 bytes) {
+  Barrier* b = reinterpret_cast<Barrier*>(barrier);
+  if (b->left == 0) fail("more arrivals at a barrier than it expects");
+  b->bytes_and_phase += 2 * bytes;
+  b->left--;
+  settle(b);
+}
+
+static void land_one(u64* barrier) {
+  for (size_t i = 0; i < landings.size(); i++)
+    if (landings[i].barrier == barrier) {
+      const Landing l = landings[i];
+      landings.erase(landings.begin() + i);
+      memcpy(l.to, l.from, l.bytes);
+      Barrier* b = reinterpret_cast<Barrier*>(barrier);
+      b->bytes_and_phase -= 2 * (i32)l.bytes;
+      settle(b);
+      return;
+    }
+}
+
+static void let_others_run(const char* where, int& polls) {
+  if (++polls > MOST_POLLS) fail("waits at %s for ever", where);
+  to_scheduler();  // it stays runnable and looks again
+}
+
+static int meet_named(int number, int threads) {
+  if (number < 1 || number > 15) fail("there is no named barrier %d", number);
+  if (++named[number].arrived == threads) named[number].arrived = 0, named[number].generation++;
+  return number;
+}
+
+static u32 half_at(u32 address) {
+  address ^= (address >> 7 & 7) << 4;
+  if (address + 2 > (u32)machine.shared_bytes) fail("an operand beyond shared memory");
+  u16 bits;
+  memcpy(&bits, machine.shared + address, 2);
+  return bits;
+}
+
+// Element (row, k) of an operand whose k lie side by side, and (k, column) of one whose columns do.
+static float side_by_side(u64 operand, int row, int k) {
+  const u32 start = (u32)(operand & 0x3FFF) << 4, groups = (u32)(operand >> 32 & 0x3FFF) << 4;
+  return half_to_float(half_at(start + row / 8 * groups + row % 8 * 128 + 2 * k));
+}
+static float across(u64 operand, int k, int column) {
+  const u32 start = (u32)(operand & 0x3FFF) << 4, groups = (u32)(operand >> 32 & 0x3FFF) << 4;
+  const u32 apart = (u32)(operand >> 16 & 0x3FFF) << 4;
+  return half_to_float(half_at(start + column / 64 * apart + k / 8 * groups + k % 8 * 128 + column % 64 * 2));
+}
+
+}  // namespace host
+
+DEVICE void barrier_create(u64* barrier, int count) {
+  *reinterpret_cast<host::Barrier*>(barrier) = {(u16)count, (u16)count, 0};
+  host::landings.clear();
+  for (host::Named& n : host::named) n = {0, 0};
+}
+DEVICE void barriers_created() {}
+DEVICE void barrier_arrive(u64* barrier) { host::arrive(barrier, 0); }
+DEVICE void barrier_arrive_announcing(u64* barrier, u32 bytes) { host::arrive(barrier, (i32)bytes); }
+DEVICE void barrier_wait(u64* barrier, u32 parity) {
+  int polls = 0;
+  while (((u32)reinterpret_cast<host::Barrier*>(barrier)->bytes_and_phase & 1) == parity) {
+    host::land_one(barrier);
+    host::let_others_run("a barrier", polls);
+  }
+}
+DEVICE void copy_to_shared(void* shared, const void* global, u32 bytes, u64* barrier) {
+  const u64 offset = static_cast<u8*>(shared) - host::machine.shared;
+  if (offset + bytes > (u64)host::machine.shared_bytes) host::fail("a copy to beyond shared memory");
+  if ((offset | (u64)global | bytes) % 16) host::fail("a copy that is not aligned to 16 bytes");
+  memset(shared, host::POISON, bytes);
+  host::landings.push_back({shared, global, bytes, barrier});
+}
+DEVICE void publish_shared() {}
+DEVICE void named_wait(int number, int threads) {
+  const u64 generation = host::named[number].generation;
+  host::meet_named(number, threads);
+  int polls = 0;
+  while (host::named[number].generation == generation) host::let_others_run("a named barrier", polls);
+}
+DEVICE void named_arrive(int number, int threads) { host::meet_named(number, threads); }
+template <int N> DEVICE void more_registers() {}
+template <int N> DEVICE void fewer_registers() {}
+DEVICE void products_begin() { host::meet("products_begin", nullptr, 0); }
+DEVICE void products_commit() {}
+template <int GROUPS> DEVICE void products_wait() { host::meet("products_wait", nullptr, 0); }
+template <int N> DEVICE void hold(float (&)[N]) {}
+DEVICE void keep_before(float, float) {}
+
+template <int N> struct Product {
+  template <bool ADD> static void from_shared(float (&c)[N / 2], u64 a, u64 b) {
+    const int lane = host::lane(), warp = host::machine.current / 32 % 4;
+    float rows[2][16];
+    for (int r = 0; r < 2; r++)
+      for (int k = 0; k < 16; k++) rows[r][k] = host::side_by_side(a, 16 * warp + lane / 4 + 8 * r, k);
+    for (int i = 0; i < N / 2; i += 4)
+      for (int j = 0; j < 2; j++) {
+        float column[16];
+        for (int k = 0; k < 16; k++) column[k] = host::side_by_side(b, 2 * i + 2 * (lane % 4) + j, k);
+        for (int r = 0; r < 2; r++) {
+          double sum = ADD ? c[i + 2 * r + j] : 0.0;
+          for (int k = 0; k < 16; k++) sum += (double)rows[r][k] * column[k];
+          c[i + 2 * r + j] = (float)sum;
+        }
+      }
+  }
+  static void from_registers(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    u64 mine[4] = {a0, a1, a2, a3};
+    host::Operands all = host::meet("from_registers", mine, 4);
+    const int lane = host::lane(), g = lane / 4, t = lane % 4;
+    float rows[2][16];
+    for (int r = 0; r < 2; r++)
+      for (int k = 0; k < 16; k++)
+        rows[r][k] = half_to_float((u32)(all[4 * g + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF);
+    for (int i = 0; i < N / 2; i += 4)
+      for (int j = 0; j < 2; j++) {
+        float column[16];
+        for (int k = 0; k < 16; k++) column[k] = host::across(b, k, 2 * i + 2 * t + j);
+        for (int r = 0; r < 2; r++) {
+          double sum = c[i + 2 * r + j];
+          for (int k = 0; k < 16; k++) sum += (double)rows[r][k] * column[k];
+          c[i + 2 * r + j] = (float)sum;
+        }
+      }
+  }
+};

@@ -1,0 +1,144 @@
+"""Prefill in CUDA against the definition in float64: lane by lane on a CPU, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import host
+import pytest
+import torch
+from attend_cases import Built, Case, build, exact
+from test_attend import check, poisoned_out, row_errors
+
+from slimkv.ops.attend import PACKED_QUERIES, AttendRequest, prefill_cuda
+from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.spec import CodecSpec, PageLayout
+
+emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
+CPU = torch.device("cpu")
+
+
+def request_of(built: Built, out: torch.Tensor, lse: torch.Tensor) -> AttendRequest:
+    b = built.batch
+    return AttendRequest(
+        built.query, built.pages, b.block_table, b.seq_lens, b.query_start, b.max_query_len, b.max_seq_len,
+        built.codec, built.layout, built.options, built.fresh, out, lse, None, None,
+    )  # fmt: skip
+
+
+def launch(source, name, defines, grid, threads, shared, args) -> None:
+    host.launch(host.compile(Path(source), defines), name, grid=grid, threads=threads, shared=shared, args=args)
+
+
+def check_emulated(case: Case, budget: int = prefill_cuda.WORKSPACE_BYTES) -> None:
+    built = build(case, CPU)
+    out, lse = poisoned_out(case, built)
+    request = request_of(built, out, lse)
+    assert prefill_cuda.refusal(request) is None
+    prefill_cuda.attend_prefill(request, launch, budget)
+    want, want_lse = exact(built)
+    first = 0
+    for count in case.queries:  # rows of shorter sequences are another kernel's
+        rows = slice(first, first + count)
+        first += count
+        if count <= PACKED_QUERIES:
+            assert out[rows].isnan().all(), "rows of another kernel were written"
+        else:
+            assert row_errors(out[rows], want[rows]).max() <= case.bound
+            empty = want_lse[rows] == -torch.inf
+            assert torch.equal(lse[rows] == -torch.inf, empty)
+            off = (lse[rows] - want_lse[rows])[~empty].abs() / (1 + want_lse[rows][~empty].abs())
+            assert not len(off) or off.max() <= case.lse_bound
+    assert out[first:].isnan().all(), "padding rows were written"
+    assert lse[first:].isnan().all()
+
+
+LONG = Case(query_norm=0.5, kv_heads=1, group=2, lens=(300, 7, 140), queries=(40, 1, 33))
+EMULATED = [
+    LONG,
+    *(replace(LONG, format=f) for f in ("k1v1", "k2v3", "k5v6", "k7v2", "kl8vl8", "fp8", "ku2vu3", "kur4vu7", "4bit_nc", "k8v4")),
+    *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k3v8", "ku8vur3", "kl6vfp8")),
+    *(replace(LONG, group=group) for group in (1, 3, 6, 64)),
+    *(replace(LONG, page=page) for page in (32, 128)),
+    *(replace(LONG, **{k: v}) for k, v in (("window", 5), ("window", 200), ("causal", False), ("scale", -0.3), ("sinks", True))),
+    *(replace(LONG, dtype=d, out_dtype=o) for d, o in (("fp16", "fp16"), ("fp32", "bf16"), ("bf16", "bf16"))),
+    replace(LONG, strided=True, out_dtype="bf16", padding=5, slack=True),
+    replace(LONG, lens=(33, 300, 0, 128, 257), queries=(33, 33, 40, 100, 257), kv_heads=2),
+    replace(LONG, lens=(0, 0), queries=(40, 40), sinks=True),
+    replace(LONG, value_norm=1e-6, dtype="fp32"),
+    replace(LONG, value_norm=1e5, dtype="fp32"),
+    replace(LONG, key_norm=1e3, query_norm=0.5, peaked=True),
+]
+
+
+@emulated
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_attend(case):
+    check_emulated(case)
+
+
+@emulated
+@pytest.mark.parametrize("options", [{}, {"window": 150}, {"causal": False, "sinks": True}], ids=str)
+def test_passes(options):
+    """A workspace of one tile, and of two."""
+    case = replace(LONG, **options, lens=(300, 7, 260), kv_heads=2)
+    for tiles in (1, 2):
+        check_emulated(case, 4 * tiles * 128 * case.dim * 2 * case.kv_heads)
+
+
+@emulated
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_a_marked_token_gives_nan_to_who_sees_it_only(side):
+    built = build(replace(LONG, format="kur4vu4"), CPU)
+    block, place = divmod(int(built.positions(0)[280]), built.layout.block_tokens)  # query 20 of 40 stands there
+    field = getattr(built.layout, side).field_offset(0) + 2 * place
+    built.pages[block, :, field : field + 2] = 0xFF
+    out, lse = poisoned_out(built.case, built)
+    prefill_cuda.attend_prefill(request_of(built, out, lse), launch)
+    assert out[20:40].isnan().all()
+    assert out[:20].isfinite().all()
+    assert out[41:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (replace(LONG, format="krawbf16v4"), "key format rawbf16 is not unpacked"),
+        (replace(LONG, dim=96), "head sizes 96/96 are not"),
+        (replace(LONG, dim=128, value_dim=64), "head sizes 128/64 are not"),
+        (replace(LONG, group=65), "65 query heads per KV head are more than 64"),
+        (replace(LONG, softcap=2.0), "softcap"),
+        (replace(LONG, fresh=True), "fresh K and V"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_do_is_named(case, reason):
+    built = build(case, CPU)
+    assert reason in prefill_cuda.refusal(request_of(built, *poisoned_out(case, built)))
+
+
+def test_it_runs_on_hopper_only():
+    assert not prefill_cuda.runs_on(CPU)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_it_compiles(dim, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    layout, shape = PageLayout(CodecSpec.parse("k4v4", dim), 16), prefill_cuda.SHAPES[dim]
+    to_attend = prefill_cuda.attend_defines(layout, shape, 1, 1, True)
+    assert compile_kernels(prefill_cuda.ATTEND, to_attend, "sm_90a", tmp_path)[:4] == b"\x7fELF"
+    to_unpack = prefill_cuda.unpack_defines(layout, shape)
+    assert compile_kernels(prefill_cuda.UNPACK, to_unpack, "sm_90", tmp_path)[:4] == b"\x7fELF"
+
+
+def test_shared_memory_fits_hopper():
+    for dim, shape in prefill_cuda.SHAPES.items():
+        assert prefill_cuda.shared_bytes(dim, shape) <= 227 << 10
+
+
+def test_tiles_of_a_pass():
+    layout, shape = PageLayout(CodecSpec.parse("k4v4", 128), 16), prefill_cuda.Shape(128, 2)
+    assert prefill_cuda.tiles_of_pass(layout, shape, 8, 1000) == 8
+    assert prefill_cuda.tiles_of_pass(layout, shape, 8, 1 << 20) == 512  # 256 MiB of 64 KiB tiles, for 8 heads
+    assert prefill_cuda.tiles_of_pass(layout, shape, 1 << 20, 1 << 20) == 1
