@@ -13,6 +13,7 @@ from slimkv.cache import AttentionBatch
 from slimkv.codec.pack import take_tokens
 from slimkv.codec.quantize import SideTables
 from slimkv.codec.rotation import block_size
+from slimkv.ops.attend import PACKED_QUERIES
 from slimkv.spec import Kind
 
 POISON_BYTE = 0xA5
@@ -63,12 +64,19 @@ class Case:
 
         Probabilities and queries are rounded to fp16 inside, to bf16 beside raw bf16; a bf16 result is rounded once
         more. Triton's interpreter truncates to bf16 instead of rounding, which is twice as far off.
+
+        Prefill also rounds each key, once unpacked and scaled, to fp16. That moves a score by as much again as rounding
+        the query does, and more the larger the vectors are: the worst of 9,440 rows of 128 dimensions is 2.5e-3 off
+        (2.5e-3 with only the keys rounded, 1.2e-3 with only the queries, 3e-4 each with only the probabilities or only
+        the values), the median row 4e-4.
         """
         if self.spec.word == "krawfp32vrawfp32" and self.dtype == self.out_dtype == "fp32":
             return 1e-4
         if "rawbf16" in self.spec.word or self.fresh:
             return 5e-3 if torch.cuda.is_available() else 1e-2
-        return 5e-3 if self.out_dtype == "bf16" else 2e-3
+        if self.out_dtype == "bf16":
+            return 5e-3
+        return 3e-3 if max(self.queries) > PACKED_QUERIES else 2e-3
 
     @property
     def lse_bound(self) -> float:
