@@ -31,13 +31,17 @@ def launch(source, name, defines, grid, threads, shared, args) -> None:
     host.launch(host.compile(Path(source), defines), name, grid=grid, threads=threads, shared=shared, args=args)
 
 
-def check_emulated(case: Case, budget: int = prefill_cuda.WORKSPACE_BYTES) -> None:
-    built = build(case, CPU)
+def check_rows(
+    case: Case, device: torch.device = CPU, launch=launch, budget: int = prefill_cuda.WORKSPACE_BYTES
+) -> torch.Tensor:
+    """Attends the sequences of many queries and compares them; rows of others must stay as they are."""
+    built = build(case, device)
     out, lse = poisoned_out(case, built)
     request = request_of(built, out, lse)
     assert prefill_cuda.refusal(request) is None
     prefill_cuda.attend_prefill(request, launch, budget)
     want, want_lse = exact(built)
+    got = out
     first = 0
     for count in case.queries:  # rows of shorter sequences are another kernel's
         rows = slice(first, first + count)
@@ -52,16 +56,23 @@ def check_emulated(case: Case, budget: int = prefill_cuda.WORKSPACE_BYTES) -> No
             assert not len(off) or off.max() <= case.lse_bound
     assert out[first:].isnan().all(), "padding rows were written"
     assert lse[first:].isnan().all()
+    return got
 
 
 LONG = Case(query_norm=0.5, kv_heads=1, group=2, lens=(300, 7, 140), queries=(40, 1, 33))
 EMULATED = [
     LONG,
-    *(replace(LONG, format=f) for f in ("k1v1", "k2v3", "k5v6", "k7v2", "kl8vl8", "fp8", "ku2vu3", "kur4vu7", "4bit_nc", "k8v4")),
+    *(
+        replace(LONG, format=f)
+        for f in ("k1v1", "k2v3", "k5v6", "k7v2", "kl8vl8", "fp8", "ku2vu3", "kur4vu7", "4bit_nc", "k8v4")
+    ),
     *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k3v8", "ku8vur3", "kl6vfp8")),
     *(replace(LONG, group=group) for group in (1, 3, 6, 64)),
     *(replace(LONG, page=page) for page in (32, 128)),
-    *(replace(LONG, **{k: v}) for k, v in (("window", 5), ("window", 200), ("causal", False), ("scale", -0.3), ("sinks", True))),
+    *(
+        replace(LONG, **{k: v})
+        for k, v in (("window", 5), ("window", 200), ("causal", False), ("scale", -0.3), ("sinks", True))
+    ),
     *(replace(LONG, dtype=d, out_dtype=o) for d, o in (("fp16", "fp16"), ("fp32", "bf16"), ("bf16", "bf16"))),
     replace(LONG, strided=True, out_dtype="bf16", padding=5, slack=True),
     replace(LONG, lens=(33, 300, 0, 128, 257), queries=(33, 33, 40, 100, 257), kv_heads=2),
@@ -75,7 +86,7 @@ EMULATED = [
 @emulated
 @pytest.mark.parametrize("case", EMULATED, ids=str)
 def test_attend(case):
-    check_emulated(case)
+    check_rows(case)
 
 
 @emulated
@@ -84,7 +95,7 @@ def test_passes(options):
     """A workspace of one tile, and of two."""
     case = replace(LONG, **options, lens=(300, 7, 260), kv_heads=2)
     for tiles in (1, 2):
-        check_emulated(case, 4 * tiles * 128 * case.dim * 2 * case.kv_heads)
+        check_rows(case, budget=4 * tiles * 128 * case.dim * 2 * case.kv_heads)
 
 
 @emulated
@@ -142,3 +153,61 @@ def test_tiles_of_a_pass():
     assert prefill_cuda.tiles_of_pass(layout, shape, 8, 1000) == 8
     assert prefill_cuda.tiles_of_pass(layout, shape, 8, 1 << 20) == 512  # 256 MiB of 64 KiB tiles, for 8 heads
     assert prefill_cuda.tiles_of_pass(layout, shape, 1 << 20, 1 << 20) == 1
+
+
+BIG = replace(
+    LONG, dim=128, kv_heads=4, group=4, lens=(1700, 40, 900, 128), queries=(700, 7, 900, 33), out_dtype="bf16"
+)
+ON_A_GPU = [
+    BIG,
+    replace(BIG, dim=64),
+    *(replace(BIG, group=group) for group in (1, 3, 8, 64)),
+    *(replace(BIG, **{k: v}) for k, v in (("window", 300), ("causal", False), ("scale", -0.05), ("page", 128))),
+    replace(LONG, dim=128, dtype="fp16", out_dtype="fp32", strided=True, padding=9, slack=True),
+    replace(BIG, dtype="fp32", strided=True),
+    replace(BIG, lens=(0, 300, 33), queries=(40, 300, 33), sinks=True),
+    *(replace(LONG, dim=128, format=f) for f in ("k2v3", "k5v6", "kl8vl8", "fp8", "ku2vur8", "4bit_nc", "k8v4")),
+    replace(LONG, value_norm=1e-6, dtype="fp32"),
+    replace(LONG, value_norm=1e5, dtype="fp32"),
+    replace(LONG, key_norm=1e3, query_norm=0.25, peaked=True),
+]
+
+
+@pytest.fixture
+def hopper(device) -> torch.device:
+    if not prefill_cuda.runs_on(device):
+        pytest.skip("these instructions are those of compute capability 9.0")
+    return device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_A_GPU, ids=str)
+def test_attend_on_a_gpu(case, hopper):
+    launch = prefill_cuda.launcher(hopper)
+    got = check_rows(case, hopper, launch)
+    assert torch.equal(got.nan_to_num(), check_rows(case, hopper, launch).nan_to_num()), "not the same bits again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 300}, {"causal": False, "sinks": True}], ids=str)
+def test_passes_on_a_gpu(options, hopper):
+    case = replace(BIG, **options)
+    tile = 4 * prefill_cuda.SHAPES[128].step * 128 * 4 * case.kv_heads
+    for tiles in (1, 3):
+        check_rows(case, hopper, prefill_cuda.launcher(hopper), tiles * tile)
+
+
+@pytest.mark.gpu
+def test_it_is_what_hopper_gets_by_default(hopper, monkeypatch):
+    seen = []
+
+    def noting(request, launch):
+        seen.append(request)
+        return attend_prefill(request, launch)
+
+    attend_prefill = prefill_cuda.attend_prefill
+    monkeypatch.setattr(prefill_cuda, "attend_prefill", noting)
+    check(BIG, hopper, impl="cuda")
+    assert len(seen) == 1
+    check(replace(BIG, softcap=2.0), hopper, impl="cuda")  # the Triton kernels'
+    assert len(seen) == 1

@@ -1,7 +1,7 @@
 """attend with CUDA C++: sequences of few queries on their packed pages (source/decode.cu).
 
-Sequences of more queries than that (prefill) are unpacked and attended in the same call: on Hopper by prefill_cuda where
-it can, else by the Triton kernels.
+Sequences of more queries than that (prefill) are unpacked and attended in the same call: on Hopper by prefill_cuda
+where it can, else by the Triton kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prefill with CUDA C++ on Hopper: pages are unpacked into tiles in the order of the tensor cores, and attended there.
 
-Two launches a pass (source/prefill_unpack.cu, source/prefill.cu). A context longer than the workspace takes several passes,
-which hand on the state of the softmax.
+Two launches a pass (source/prefill_unpack.cu, source/prefill.cu). A context longer than the workspace takes several
+passes, which hand on the state of the softmax.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def refusal(request: AttendRequest) -> str | None:
     return None
 
 
+@lru_cache(maxsize=64)
 def runs_on(device: torch.device) -> bool:
     """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -109,7 +110,7 @@ def tiles_of_pass(layout: PageLayout, shape: Shape, rows: int, max_seq_len: int,
 def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKSPACE_BYTES) -> None:
     """The sequences of more than PACKED_QUERIES queries: two launches a pass."""
     query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
-    (total, heads, dim), kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
+    (total, _, dim), kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     most_long = min(sequences, total // (PACKED_QUERIES + 1))
     if most_long == 0:
         return
@@ -141,7 +142,7 @@ def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKS
         value_norm=value.orthonormal, key_sign_bits=_signs(dim, spec.seed), value_sign_bits=_signs(dim, spec.seed),
         sequences=sequences, heads=kv_heads, group=group, most_queries=PACKED_QUERIES, causal=options.causal,
         window=options.window or 0, query_blocks=query_blocks,
-        section=max(1, min(kv_heads, _CACHED_BYTES // (4 * dim * most_long * longest))), tiles=tiles,
+        section=max(1, min(kv_heads, _CACHED_BYTES // (4 * dim * most_long * tiles * shape.step))), tiles=tiles,
         aligned=all(x * out.element_size() % 16 == 0 for x in out.stride()[:2]) and out.data_ptr() % 16 == 0,
     )  # fmt: skip
     to_unpack = unpack_defines(layout, shape)
