@@ -98,22 +98,25 @@ def test_attend(case):
 LONG = replace(TINY, lens=(700, 90, 1), queries=(1, 1, 1))
 
 
-@emulated
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(replace(LONG, format=f) for f in ("k4v4", "k2v2", "k1v3", "ku4vu4", "k8v4", "k5v5")),
-        *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k2v2")),
-        replace(LONG, page=32, format="k2v2"),
-        replace(LONG, **EVERYTHING, format="k2v2"),
-        replace(LONG, queries=(4, 2, 1)),
-    ],
-    ids=str,
-)
-def test_the_shapes_for_long_sequences(case, monkeypatch):
-    """Which tests could not afford: more warps and larger steps, whatever the number of tokens would choose."""
+LONG_CASES = [
+    *(replace(LONG, format=f) for f in ("k4v4", "k2v2", "k1v3", "ku4vu4", "k8v4", "k5v5")),
+    *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k2v2")),
+    replace(LONG, page=32, format="k2v2"),
+    replace(LONG, **EVERYTHING, format="k2v2"),
+    replace(LONG, queries=(4, 2, 1)),
+]
+
+
+@pytest.fixture
+def as_if_long(monkeypatch):
+    """More warps and larger steps, which the few tokens of a test would not choose."""
     monkeypatch.setattr(attend_cuda, "_SHORT_BYTES", 0)
     monkeypatch.setattr(attend_cuda, "_LITTLE_TOKENS", 0)
+
+
+@emulated
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_the_shapes_for_long_sequences(case, as_if_long):
     shape = attend_cuda.shape_on(SMALL_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
     assert shape is not None
     assert shape.warps > 4
@@ -222,6 +225,12 @@ def taken(case: Case) -> bool:
         and case.group <= (8 if wide else 16)
         and not case.fresh
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*LONG_CASES, *filter(taken, MATRIX[::5])], ids=str)
+def test_the_shapes_for_long_sequences_on_a_gpu(case, device, as_if_long):
+    check(case, device, "cuda")
 
 
 @pytest.mark.gpu
