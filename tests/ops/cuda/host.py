@@ -59,7 +59,7 @@ def _processor() -> str:
 
 def _key(source: Path, options: list[str]) -> str:
     digest = hashlib.sha256(_processor().encode())
-    for path in sorted([source, HERE / "host.h", *SOURCES.glob("*.cuh")]):
+    for path in sorted([source, *HERE.glob("*.h"), *SOURCES.glob("*.cuh")]):
         digest.update(path.read_bytes())
     digest.update(" ".join(options).encode())
     return digest.hexdigest()[:24]

@@ -1,5 +1,5 @@
-// What sm_90a has beyond intrinsics.cuh: products of a warpgroup (four warps, 64 rows) with operands in shared memory, copies
-// that report to a barrier, and registers that warps hand to one another.
+// What sm_90a has beyond intrinsics.cuh: products of a warpgroup (four warps, 64 rows) with operands in shared memory,
+// copies that report to a barrier, and registers that warps hand to one another.
 #pragma once
 #include "intrinsics.cuh"
 #ifdef SLIMKV_HOST
@@ -61,7 +61,8 @@ DEVICE void keep_before(float x, float y) {
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGISTERS_64 REGISTERS_32 "," "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define HELD_8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define HELD_4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define HELD_8(i) HELD_4(i), HELD_4(i + 4)
 #define HELD_32 HELD_8(0), HELD_8(8), HELD_8(16), HELD_8(24)
 #define HELD_64 HELD_32, HELD_8(32), HELD_8(40), HELD_8(48), HELD_8(56)
 

@@ -13,8 +13,10 @@
 constexpr int TILE_BYTES = 2 * STEP * D, HALF_TILE = 128 * STEP;
 static_assert((D == 64 || D == 128) && STEP % 16 == 0, "shape");
 
-// Where row `row` of a tile has unit `unit` (16 bytes) of its 64 dimensions `half`.
-DEVICE int unit_at(int half, int row, int unit, int rows) { return half * 128 * rows + row * 128 + ((unit ^ (row & 7)) << 4); }
+// Where row `row` of a tile of `rows` has unit `unit` (16 bytes) of its 64 dimensions `half`.
+DEVICE int unit_at(int half, int row, int unit, int rows) {
+  return half * 128 * rows + row * 128 + ((unit ^ (row & 7)) << 4);
+}
 
 // How a tile was scaled into fp16: a key is `key` times its halves, a value 2^value times them.
 struct __attribute__((aligned(16))) Unit { float key, value, value_inverse, unused; };

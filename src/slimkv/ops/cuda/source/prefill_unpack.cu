@@ -1,6 +1,6 @@
 // Unpacks the pages of prefilled sequences, once, into the tiles that prefill.cu attends (prefill_shape.cuh).
-// A block has one tile of a KV head, a warp 16 of its tokens, whose codes its lanes hold as docs/page-format.md says: what a
-// lane unpacks are whole 16-byte units of the tile. Tokens beyond the sequence become zeros.
+// A block has one tile of a KV head, a warp 16 of its tokens, whose codes its lanes hold as docs/page-format.md says: what
+// a lane unpacks are whole 16-byte units of the tile. Tokens beyond the sequence become zeros.
 //
 // Compile-time: D, STEP, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.
 #include "pages.cuh"
@@ -41,7 +41,8 @@ template <int KIND, int BITS> DEVICE int exponent_of(const u8* fields, int place
 struct Field { float scale, zero; };
 
 template <int KIND> DEVICE bool marked(const u8* fields, int place) {
-  return field_bits(fields, place) == INVALID_FIELD || (KIND == UNIFORM && field_bits(fields + 2 * PAGE, place) == INVALID_FIELD);
+  return field_bits(fields, place) == INVALID_FIELD ||
+         (KIND == UNIFORM && field_bits(fields + 2 * PAGE, place) == INVALID_FIELD);
 }
 
 template <int KIND> DEVICE Field field_of(const u8* fields, int place, float up) {
@@ -51,7 +52,8 @@ template <int KIND> DEVICE Field field_of(const u8* fields, int place, float up)
 }
 
 // The 8 numbers of a slice: levels, uniform codes or fp8 numbers.
-template <int KIND, int BITS, class Codes> DEVICE void numbers_of(const Codes& codes, int slice, const float* levels, float (&x)[8]) {
+template <int KIND, int BITS, class Codes>
+DEVICE void numbers_of(const Codes& codes, int slice, const float* levels, float (&x)[8]) {
 
   const u32 low = codes.low(slice), high = codes.high(slice);
 #pragma unroll
@@ -111,7 +113,8 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT Args args) {
   key_exponent -= LARGEST_EXPONENT, value_exponent -= LARGEST_EXPONENT;
   const float key_up = as_float((u32)(127 - key_exponent) << 23), value_up = as_float((u32)(127 - value_exponent) << 23);
   const i64 row = ((i64)s.rank * args.heads + head) * args.tiles + tile;
-  if (thread_index() == 0) args.units[row] = {as_float((u32)(127 + key_exponent) << 23), (float)value_exponent, value_up, 0.0f};
+  if (thread_index() == 0)
+    args.units[row] = {as_float((u32)(127 + key_exponent) << 23), (float)value_exponent, value_up, 0.0f};
 
   // -- the numbers
   u8* keys = args.keys + row * TILE_BYTES;
@@ -167,7 +170,8 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT Args args) {
     }
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      *(Words4*)(values + unit_at(h, 16 * warp + 2 * t + 8 * (i / 2) + i % 2, g, STEP)) = {words[i][0], words[i][1], words[i][2], words[i][3]};
+      *(Words4*)(values + unit_at(h, 16 * warp + 2 * t + 8 * (i / 2) + i % 2, g, STEP)) =
+          {words[i][0], words[i][1], words[i][2], words[i][3]};
   }
 }
 LAUNCHABLE(unpack, Args)
