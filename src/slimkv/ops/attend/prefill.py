@@ -260,8 +260,10 @@ def prefill_kernel(
         )
     # Rows are scaled by powers of two, which loses nothing; the rest of the scale waits for the float32 scores.
     down, up, _ = power_below(tl.max(tl.abs(q), 1))
+    # A negative one becomes the queries' sign: the factor is taken to be positive.
+    down = tl.where(scale_log2 < 0, -down, down)
     qh = (q * down[:, None]).to(dense_k_ptr.dtype.element_ty)
-    factor = tl.maximum(up * (scale_log2 * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True)), 1e-30)
+    factor = tl.maximum(up * (tl.abs(scale_log2) * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True)), 1e-30)
 
     state = q_row * HEADS * GROUP + q_head
     v_dim = tl.arange(0, VDP)
