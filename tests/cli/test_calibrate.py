@@ -31,12 +31,20 @@ def test_it_writes_a_file_and_says_what_is_in_it(tiny_folder, tmp_path):
     report = json.loads(
         run("calibrate", str(tiny_folder), "-o", str(out), "--budget", "4.5", "--json", *ARGUMENTS).stdout
     )
-    assert report["source"] == "48 random token ids, seed 0"
+    assert report["source"] == "48 token ids sampled from the model, seed 0"
     assert report["file_bytes"] == out.stat().st_size
     assert len(report["logit_error_reduction"]) == report["layers"] == 2
     assert report["widths"]["bits_per_number"] <= 4.5
     made = Calibration.load(out)
     assert made.formats == {int(c["layer"]): c["format"] for c in report["widths"]["choices"]}
+
+
+def test_random_ids_on_demand(tiny_folder, tmp_path):
+    out = tmp_path / "c.safetensors"
+    run("calibrate", str(tiny_folder), "-o", str(out), "--ids", "random", "--seed", "3", *ARGUMENTS)
+    assert Calibration.load(out).source == "48 random token ids, seed 3"
+    refused = run("calibrate", str(tiny_folder), "-o", str(out), "--ids", "zipf", *ARGUMENTS, code=2).output
+    assert "not one of sampled, random" in refused
 
 
 def test_text_and_tables(tiny_folder, tmp_path):
@@ -61,7 +69,7 @@ def test_evals_take_the_file(file, tiny_folder, tmp_path):
     for command in ("agreement", "perplexity"):
         arguments = ["--calibration", str(file), "--format", "k4v4,calibrated", *model]
         report = json.loads(run("eval", command, *arguments).stdout)
-        assert report["calibration"] == "48 random token ids, seed 0"
+        assert report["calibration"] == "48 token ids sampled from the model, seed 0"
         assert [r["format"] for r in report["rows"]][-1] == "calibrated"
     plot = tmp_path / "widths.png"
     report = json.loads(run("eval", "widths", "--calibration", str(file), "--plot", str(plot), *model).stdout)

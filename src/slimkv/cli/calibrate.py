@@ -14,16 +14,22 @@ if TYPE_CHECKING:
     from slimkv.calibrate import Calibration
     from slimkv.calibrate.solve import Solution
 
+SAMPLED, RANDOM = "sampled", "random"
+IDS = (SAMPLED, RANDOM)
+
 
 def calibrate(
     model: Annotated[str, typer.Argument(help="A packaged model, a folder, or a name on the Hugging Face hub.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    ids: Annotated[
+        str, typer.Option(help="What the model reads: sampled (what it says itself) or random token ids.")
+    ] = SAMPLED,
     text: Annotated[
-        str | None, typer.Option(help="Read a text (a file, a hub data set, shipped) instead of random token ids.")
+        str | None, typer.Option(help="Read a text (a file, a hub data set, shipped) instead of --ids.")
     ] = None,
     windows: Annotated[int, typer.Option(help="How many windows the model reads.")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens per window.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Of the random token ids.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the sampled or random token ids.")] = 0,
     budget: Annotated[
         float | None, typer.Option(help="Choose widths per layer: bits per number in all, scales included.")
     ] = None,
@@ -39,11 +45,13 @@ def calibrate(
     from slimkv.cli.output import emit
     from slimkv.evals.running import Stopwatch
 
+    if ids not in IDS:
+        raise typer.BadParameter(f"--ids {ids!r} is not one of {', '.join(IDS)}; for a text use --text")
     if budget is not None and profile is not None:
         raise typer.BadParameter("--budget and --profile both choose the widths; give one of them")
     watch = Stopwatch()
     with user_errors():
-        made = _gather(model, text, windows, tokens, seed, threads, device)
+        made = _gather(model, text, ids, windows, tokens, seed, threads, device)
         solution = None
         if budget is not None or profile is not None:
             size = budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile))
@@ -55,20 +63,24 @@ def calibrate(
 
 
 def _gather(
-    name: str, text: str | None, windows: int, tokens: int, seed: int, threads: int | None, device: str
+    name: str, text: str | None, ids: str, windows: int, tokens: int, seed: int, threads: int | None, device: str
 ) -> Calibration:
     from slimkv.evals.texts import load_text, token_windows
-    from slimkv.integrations.transformers.statistics import gather_calibration, random_windows
+    from slimkv.integrations.transformers.reading import random_windows, sampled_windows
+    from slimkv.integrations.transformers.statistics import gather_calibration
 
     with progress_bar() as (_, progress):
         loaded = load_quietly(name, threads, device)
-        if text is None:
-            ids = random_windows(loaded.model.config, windows, tokens, seed)
-            source = f"{ids.numel()} random token ids, seed {seed}"
+        if text is not None:
+            read = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
+            source = f"{read.numel()} tokens of {Path(text).name}"
+        elif ids == SAMPLED:
+            read = sampled_windows(loaded.model, windows, tokens, seed, progress)
+            source = f"{read.numel()} token ids sampled from the model, seed {seed}"
         else:
-            ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
-            source = f"{ids.numel()} tokens of {Path(text).name}"
-        return gather_calibration(loaded.model, ids, source=source, progress=progress)
+            read = random_windows(loaded.model.config, windows, tokens, seed)
+            source = f"{read.numel()} random token ids, seed {seed}"
+        return gather_calibration(loaded.model, read, source=source, progress=progress)
 
 
 def _result(model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from slimkv import SlimKVCache
 from slimkv.calibrate import Calibration
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.auto import auto_calibration, fingerprint
-from slimkv.integrations.transformers.statistics import gather_calibration, random_windows
+from slimkv.integrations.transformers.reading import random_windows
+from slimkv.integrations.transformers.statistics import gather_calibration
 
 KINDS = ["llama", "mha", "gemma2", "gemma3", "gpt_oss", "llama4"]
 
@@ -82,16 +83,6 @@ def test_every_attention_kind_is_seen_and_the_model_left_as_it_was(kind):
 def test_linear_attention_layers_are_left_out():
     made = gather_calibration(tiny("qwen3_next"), tokens(1, 40))
     assert list(made.layers) == [1]
-
-
-def test_random_windows_are_seeded_and_begin_with_bos(model):
-    ids = random_windows(model.config, 3, 50)
-    assert (ids[:, 0] == 1).all()
-    assert ids.max() > 80
-    assert torch.equal(ids, random_windows(model.config, 3, 50))
-    assert not torch.equal(ids, random_windows(model.config, 3, 50, seed=1))
-    with pytest.raises(InputError, match="the model reads 2 to 512"):
-        random_windows(model.config, 1, 513)
 
 
 @pytest.mark.parametrize("options", [{}, {"strict": True}, {"first": 4, "last": 8}])

@@ -11,9 +11,11 @@ import torch
 from slimkv.calibrate import Calibration, ModelIdentity
 from slimkv.errors import InputError, SlimKVError
 from slimkv.folders import cache_folder
-from slimkv.integrations.transformers.statistics import Progress, gather_calibration, silent
+from slimkv.integrations.transformers.reading import Progress, silent
+from slimkv.integrations.transformers.statistics import gather_calibration
 
 AUTO = "auto"
+_RECIPE = "sampled"  # what calibrations are made on, in their names: others are not found again
 _SAMPLES = 64  # numbers of each weight that enter the fingerprint
 
 
@@ -36,7 +38,7 @@ def find_calibration(
 
 
 def auto_calibration(model: Any, folder: Path | None = None, progress: Progress = silent) -> Calibration:
-    """The calibration of ``model`` on random token ids: from ``folder`` where it was made before, else made and kept.
+    """The calibration of ``model`` on what it says: from ``folder`` where it was made before, else made and kept.
 
     It is found again by the model's configuration and a sample of its weights. By default the folder is
     ``slimkv.folders.cache_folder("calibrations")``.
@@ -44,7 +46,7 @@ def auto_calibration(model: Any, folder: Path | None = None, progress: Progress 
     from filelock import FileLock
 
     folder = folder if folder is not None else cache_folder("calibrations")
-    path = folder / f"{fingerprint(model)}.safetensors"
+    path = folder / f"{fingerprint(model)}-{_RECIPE}.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # two processes need not do it twice
         if path.is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,35 +12,17 @@ import torch
 from torch import Tensor
 
 from slimkv.calibrate import Calibration, LayerStatistics, ModelIdentity
-from slimkv.errors import InputError, UnsupportedError
+from slimkv.errors import UnsupportedError
 from slimkv.integrations.transformers.compat import AttentionInterface, AttentionMaskInterface
 from slimkv.integrations.transformers.mask import slimkv_mask
 from slimkv.integrations.transformers.plugin import slimkv_attention, switched
+from slimkv.integrations.transformers.reading import Progress, sampled_windows, silent
 from slimkv.integrations.transformers.sensitivity import layer_gains
 
 NAME = "slimkv_statistics"
-Progress = Callable[[str, int, int], None]  # what, done, of
 _SAMPLED = 32  # queries per pass and head whose attention is looked at in full
 _PROBED = 256  # tokens on which the sensitivity of layers is measured
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-
-RANDOM_WINDOWS, RANDOM_TOKENS = 8, 1024
-
-
-def random_windows(config: Any, count: int = RANDOM_WINDOWS, tokens: int = RANDOM_TOKENS, seed: int = 0) -> Tensor:
-    """Uniformly random ids of a model's vocabulary, int64 [count, tokens]; each window begins with BOS, if any."""
-    text = config.get_text_config(decoder=True)
-    longest = getattr(text, "max_position_embeddings", None) or tokens
-    if count < 1 or not 2 <= tokens <= longest:
-        raise InputError(f"cannot calibrate on {count} windows of {tokens} tokens; the model reads 2 to {longest}")
-    ids = torch.randint(text.vocab_size, (count, tokens), generator=torch.Generator().manual_seed(seed))
-    if isinstance(text.bos_token_id, int):
-        ids[:, 0] = text.bos_token_id
-    return ids
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """No progress."""
 
 
 def gather_calibration(
@@ -51,14 +33,14 @@ def gather_calibration(
     costs: bool = True,
     progress: Progress = silent,
 ) -> Calibration:
-    """Runs ``model`` over windows int64 [count, tokens], one at a time; by default over random token ids.
+    """Runs ``model`` over windows int64 [count, tokens], one at a time; by default over what it says itself.
 
     ``source`` says in the file what was read; ``costs``: also measure what noise in each layer costs, which takes a
     short pass per layer and is needed to choose widths. Returns the calibration, with its statistics on the CPU.
     """
     if windows is None:
-        windows = random_windows(model.config)
-        source = source or f"{windows.numel()} random token ids"
+        windows = sampled_windows(model, progress=progress)
+        source = source or f"{windows.numel()} token ids sampled from the model, seed 0"
     recorder, count = _Recorder(model, costs), windows.shape[0]
     with recorder.attached(), torch.no_grad():
         for number in range(count):

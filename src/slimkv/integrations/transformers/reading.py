@@ -1,0 +1,99 @@
+"""What a model reads when it is calibrated without a text: what it says itself, or random token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slimkv.errors import InputError
+
+WINDOWS, TOKENS = 8, 1024
+FRAGMENT = 128  # tokens that are sampled in a row; windows are made of several
+_BATCH = 64  # sequences that are sampled at a time
+_BLOCK = 512  # probabilities that are summed before the sums are searched
+Progress = Callable[[str, int, int], None]  # what, done, of
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """No progress."""
+
+
+def random_windows(config: Any, count: int = WINDOWS, tokens: int = TOKENS, seed: int = 0) -> Tensor:
+    """Uniformly random ids of a model's vocabulary, int64 [count, tokens]; each window begins with BOS, if any."""
+    text = _checked(config, count, tokens)
+    ids = torch.randint(text.vocab_size, (count, tokens), generator=torch.Generator().manual_seed(seed))
+    if isinstance(text.bos_token_id, int):
+        ids[:, 0] = text.bos_token_id
+    return ids
+
+
+@torch.no_grad()
+def sampled_windows(
+    model: Any, count: int = WINDOWS, tokens: int = TOKENS, seed: int = 0, progress: Progress = silent
+) -> Tensor:
+    """Ids that the model itself says, sampled at temperature 1: int64 [count, tokens] on the CPU.
+
+    Each window is a row of independent fragments of ``FRAGMENT`` ids, which begin with BOS (a random id where the model
+    has none). Short fragments can be sampled many at a time; in a row they reach every position of a window. The same
+    seed gives the same ids wherever the model gives the same logits.
+    """
+    text = _checked(model.config, count, tokens)
+    length = min(FRAGMENT, tokens)
+    rows = -(-tokens // length) * count
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(text.vocab_size, (rows, 1), generator=generator)
+    if isinstance(text.bos_token_id, int):
+        first[:] = text.bos_token_id
+    batches = first.split(_BATCH)
+    total = len(batches) * (length - 1)
+    fragments = []
+    for number, batch in enumerate(batches):
+        said, past = [batch], None
+        for step in range(length - 1):
+            progress("sampling", number * (length - 1) + step, total)
+            out = model(said[-1].to(model.device), past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            chance = torch.rand(len(batch), generator=generator, dtype=torch.float64)
+            said.append(draw(out.logits[:, -1], chance.to(model.device))[:, None].cpu())
+        fragments.append(torch.cat(said, 1))
+    return torch.cat(fragments).reshape(count, -1)[:, :tokens].contiguous()
+
+
+def draw(logits: Tensor, chance: Tensor) -> Tensor:
+    """The id at which the cumulated probability passes ``chance``: int64 [rows].
+
+    Args:
+        logits: float [rows, vocabulary].
+        chance: float64 [rows] in [0, 1).
+    """
+    weights = torch.softmax(logits.float(), -1)
+    blocks = pad(weights, (0, -weights.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))  # a vocabulary is wide
+    sums = blocks.sum(-1).double()
+    block, rest = _passed(sums, chance)
+    within, _ = _passed(blocks[torch.arange(len(blocks), device=block.device), block].double(), rest)
+    return block * _BLOCK + within
+
+
+def _passed(weights: Tensor, chance: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights float64 [rows, n] -> where their sum passes the part ``chance`` [rows] of it, and which part of that one.
+
+    It is never one of weight 0.
+    """
+    ends = weights.cumsum(-1)
+    target = chance.clamp(max=1 - 2**-40) * ends[:, -1]  # short of the end, whatever rounding does
+    found = (ends > target[:, None]).to(torch.int8).argmax(-1)
+    size, end = (x.gather(1, found[:, None])[:, 0] for x in (weights, ends))
+    return found, (1 - (end - target) / size).clamp(min=0)
+
+
+def _checked(config: Any, count: int, tokens: int) -> Any:
+    """The configuration of the text model; raises unless it can read such windows."""
+    text = config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None) or tokens
+    if count < 1 or not 2 <= tokens <= longest:
+        raise InputError(f"cannot calibrate on {count} windows of {tokens} tokens; the model reads 2 to {longest}")
+    return text
