@@ -144,7 +144,7 @@ DEVICE void copy_async_16(void* shared, const void* global) {
 }
 // 16 zeros where there is nothing to copy; the address is then not used.
 DEVICE void copy_async_16_if(bool real, void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(shared)), "l"(global), "r"(real ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(shared_address(shared)), "l"(global), "r"(real ? 16 : 0) : "memory");
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int GROUPS> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(GROUPS) : "memory"); }
