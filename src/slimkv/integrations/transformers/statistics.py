@@ -21,7 +21,7 @@ from slimkv.integrations.transformers.sensitivity import layer_gains
 
 NAME = "slimkv_statistics"
 _SAMPLED = 32  # queries per pass and head whose attention is looked at in full
-_PROBED = 256  # tokens on which the sensitivity of layers is measured
+_PROBED = 128  # tokens on which the sensitivity of layers is measured
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
