@@ -152,7 +152,7 @@ def plot_rounding(moment: Tensor, path: Path, bits: int = 4, vectors: int = 500)
         "query-aware": _errors(codec, keys, rounding_matrix(moment, codec.key_rotation)) @ plane,
     }
     limit = 1.05 * max(float(p.abs().max()) for p in points.values())
-    with figure(path, columns=2, width=4.2, height=4.4) as (_, panes):
+    with figure(path, columns=2, width=4.2, height=4.9) as (_, panes):
         for pane, (title, xy) in zip(panes, points.items(), strict=True):
             pane.scatter(xy[:, 0], xy[:, 1], s=4, alpha=0.5, color="tab:blue", linewidths=0)
             angle = torch.linspace(0, 2 * math.pi, 200, dtype=torch.float64)
