@@ -13,6 +13,7 @@ from slimkv.cache.allocator import BlockAllocator
 from slimkv.cache.batch import AttentionBatch
 from slimkv.codec import Codec
 from slimkv.errors import InputError
+from slimkv.ops.repeated import RepeatedStore
 from slimkv.spec import CodecSpec, PageLayout
 
 
@@ -43,6 +44,7 @@ class PagedPool:
         self.kv_heads = kv_heads
         self.impl = impl
         self.rounding = rounding
+        self._store = RepeatedStore(self.layout, impl)
         self.allocator = BlockAllocator(blocks)
         self.pages = torch.zeros(blocks, kv_heads, self.layout.region_bytes, dtype=torch.uint8, device=device)
 
@@ -81,10 +83,7 @@ class PagedPool:
 
     def store(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """K [tokens, kv_heads, key_dim], V [tokens, kv_heads, value_dim] -> the slots; see ``slimkv.ops.store``."""
-        ops.store(
-            key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, rounding=self.rounding,
-            impl=self.impl,
-        )  # fmt: skip
+        self._store(key, value, self.pages, slot_mapping, self.codec, self.rounding)
 
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any

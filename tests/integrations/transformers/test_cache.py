@@ -312,16 +312,17 @@ def test_core_does_not_import_transformers():
 @pytest.mark.parametrize("window", [{}, {"first": 4, "last": 8}], ids=["paged", "windowed"])
 def test_a_named_implementation_also_attends(window, monkeypatch):
     """Asked for by name it is used or refuses; nothing else steps in."""
-    from slimkv import ops
-    from slimkv.integrations.transformers import states as states_module
+    from slimkv.ops.attend import cpu, reference
 
-    asked = []
-    attend = ops.attend
-    monkeypatch.setattr(states_module.ops, "attend", lambda *a, **k: (asked.append(k.get("impl")), attend(*a, **k))[1])
+    ran = []
+    for module in (cpu, reference):
+        run = module.run
+        name = module.__name__.rsplit(".", 1)[1]
+        monkeypatch.setattr(module, "run", lambda request, run=run, name=name: (ran.append(name), run(request)))
     model = tiny("llama")
     cache = slimkv.SlimKVCache(model.config, "k4v4", block_tokens=16, impl="reference", **window)
     with torch.no_grad(), slimkv.attention(model):
         for ids in (tokens(1, 40), tokens(1, 1)):
             model(ids, past_key_values=cache)
-    assert asked
-    assert set(asked) == {"reference"}
+    assert ran
+    assert set(ran) == {"reference"}

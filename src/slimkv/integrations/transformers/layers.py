@@ -16,6 +16,7 @@ from slimkv.errors import InputError
 from slimkv.integrations.transformers.compat import CacheLayerMixin
 from slimkv.integrations.transformers.states import PackedStates, PagedHandle, packed_pair, token_rows
 from slimkv.integrations.transformers.tables import SequenceTables
+from slimkv.ops.repeated import RepeatedAttend
 from slimkv.spec import DEFAULT_SEED, CodecSpec
 
 RAW_FRESH_ABOVE = 8  # serving: up to this many new tokens (decoding, verifying a draft) attention reads codes only
@@ -72,6 +73,7 @@ class PackedLayer(CacheLayerMixin):
         )
         if self.settings.calibration is not None:
             self.pool.rounding = self.settings.calibration.rounding(self.number, self.pool.codec)
+        self._attend_again = RepeatedAttend(self.pool.layout, self.settings.impl)
         self.tables.join(self)
         self.is_initialized = True
 
@@ -113,7 +115,7 @@ class PackedLayer(CacheLayerMixin):
         visible = self._visible(new)
         return PagedHandle(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, self.tokens - visible, visible,
-            self.dtype, self.window, self.chunked, fresh, self.settings.impl,
+            self.dtype, self.window, self.chunked, fresh, self.settings.impl, self._attend_again,
         )  # fmt: skip
 
     def _visible(self, new: int) -> int:

@@ -17,6 +17,7 @@ from slimkv import ops
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.tables import SequenceTables, Step
+from slimkv.ops.repeated import RepeatedAttend
 from slimkv.spec import PageLayout
 
 
@@ -53,6 +54,7 @@ class PagedHandle:
     chunked: bool
     fresh: tuple[Tensor, Tensor] | None  # K, V [batch, kv_heads, new, dim] of the new tokens
     impl: str | None  # of attend, by name; None: the best for the device
+    attend_again: RepeatedAttend  # the layer's
     _dense: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -101,12 +103,20 @@ class PagedHandle:
         if step.query_rows is not None:
             rows = rows[step.query_rows]
             fresh = (fresh[0][step.query_rows], fresh[1][step.query_rows]) if fresh is not None else None
-        out = ops.attend(
-            rows, self.pages, step.batch.block_table, step.batch.seq_lens, step.batch.query_start,
-            codec=self.codec, layout=self.layout, max_query_len=step.batch.max_query_len,
-            max_seq_len=step.batch.max_seq_len, options=options, fresh=fresh, impl=self.impl,
-        )  # fmt: skip
-        assert isinstance(out, Tensor)
+        batch = step.batch
+        if fresh is None:
+            out = self.attend_again(
+                rows, self.pages, batch.block_table, batch.seq_lens, batch.query_start, codec=self.codec,
+                max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, options=options,
+            )  # fmt: skip
+        else:
+            found = ops.attend(
+                rows, self.pages, batch.block_table, batch.seq_lens, batch.query_start,
+                codec=self.codec, layout=self.layout, max_query_len=batch.max_query_len,
+                max_seq_len=batch.max_seq_len, options=options, fresh=fresh, impl=self.impl,
+            )  # fmt: skip
+            assert isinstance(found, Tensor)
+            out = found
         if step.query_rows is not None:  # padding attends nothing
             out = out.new_zeros(query.shape[0] * step.new, *out.shape[1:]).index_copy_(0, step.query_rows, out)
         return out.view(query.shape[0], step.new, out.shape[1], out.shape[2])

@@ -129,7 +129,7 @@ class WindowedLayer(PackedLayer):
         step = self.tables.prefix(packed)
         return PagedHandle(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, 0, packed, self.dtype, None, False,
-            None, self.settings.impl,
+            None, self.settings.impl, self._attend_again,
         )  # fmt: skip
 
     def _view(self, side: int) -> PackedStates | None:

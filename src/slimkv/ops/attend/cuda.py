@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import sign_bits
@@ -161,8 +162,54 @@ def run(request: AttendRequest) -> None:
         attend_prefill(request)
 
 
+def again(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """A call (query, out, seq_lens) with everything else as it is here, and lengths up to ``max_seq_len``."""
+    if request.query.shape[0] == 0 or not 0 < request.max_query_len <= PACKED_QUERIES:
+        return None
+    device = request.query.device
+    call, launch = _prepare(request, device_of(device)), _launcher(device)
+
+    def run(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
+        call.args.query, call.args.out, call.args.lengths = query.data_ptr(), out.data_ptr(), seq_lens.data_ptr()
+        call.launch(torch.empty(call.workspace_bytes, dtype=torch.uint8, device=device), launch)
+
+    return run
+
+
 def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> None:
     """The sequences of at most PACKED_QUERIES queries: one launch that attends and one that merges."""
+    call, workspace = _prepare(request, device), request.workspace
+    if workspace is None:
+        workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=request.query.device)
+    elif workspace.numel() < call.workspace_bytes or workspace.dtype != torch.uint8 or workspace.data_ptr() % 16:
+        raise InputError(
+            f"workspace must be uint8 with at least {call.workspace_bytes} bytes on a 16-byte boundary, "
+            f"not {workspace.dtype} with {workspace.numel()}"
+        )
+    call.launch(workspace, launch)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """All of a call but its workspace."""
+
+    plan: Plan
+    args: Args
+    grids: tuple[tuple[int, int], tuple[int, int]]  # of attend and of merge
+    merge_shared: int
+    part_bytes: int  # of the workspace: the parts, then their states
+    workspace_bytes: int
+    kept: tuple[Tensor, ...]  # what args point to and nobody else holds
+
+    def launch(self, workspace: Tensor, launch: Launcher) -> None:
+        plan, args = self.plan, self.args
+        args.parts = parts = workspace.data_ptr()
+        args.part_states = parts + self.part_bytes
+        launch("attend", plan.defines, self.grids[0], 32 * plan.shape.warps, plan.shared, args, True)
+        launch("merge", plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, args, True)
+
+
+def _prepare(request: AttendRequest, device: Device) -> _Call:
     query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
     (total, heads, _), kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     group, value_dim = heads // kv_heads, layout.spec.value_dim
@@ -177,15 +224,6 @@ def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> N
     blocks = device.multiprocessors * shape.resident
     items = most_items(total, sequences, kv_heads, group, shape)
     slots = items + blocks  # every item has a part, and every block may begin another
-    floats = slots * shape.columns * (value_dim + 2)
-    workspace = request.workspace
-    if workspace is None:
-        workspace = torch.empty(4 * floats, dtype=torch.uint8, device=query.device)
-    elif workspace.numel() < 4 * floats or workspace.dtype != torch.uint8 or workspace.data_ptr() % 16:
-        raise InputError(
-            f"workspace must be uint8 with at least {4 * floats} bytes on a 16-byte boundary, "
-            f"not {workspace.dtype} with {workspace.numel()}"
-        )
     merge_split = 2 if total * heads <= 32 * device.multiprocessors else 1  # few rows have many parts
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     key, value = request.codec.key_tables, request.codec.value_tables
@@ -200,14 +238,15 @@ def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> N
     args.out, args.out_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
     args.sinks = None if sinks is None else sinks.data_ptr()
     args.lse = None if request.lse is None else request.lse.data_ptr()
-    args.parts = parts = workspace.data_ptr()
-    args.part_states = parts + 4 * slots * shape.columns * value_dim
     args.scale, args.softcap = request.scale * _LOG2E, options.softcap * _LOG2E
     args.sequences, args.heads, args.group, args.blocks = sequences, kv_heads, group, blocks
     args.causal, args.window, args.merge_split = options.causal, options.window or 0, merge_split
-    launch("attend", plan.defines, (blocks, 1), 32 * shape.warps, plan.shared, args, True)
-    merge_grid = (total, -(-heads * merge_split // _MERGE_WARPS))
-    launch("merge", plan.defines, merge_grid, 32 * _MERGE_WARPS, 4 * _MERGE_WARPS * (value_dim + 2), args, True)
+    part_bytes = 4 * slots * shape.columns * value_dim
+    return _Call(
+        plan, args, ((blocks, 1), (total, -(-heads * merge_split // _MERGE_WARPS))),
+        4 * _MERGE_WARPS * (value_dim + 2), part_bytes, 4 * slots * shape.columns * (value_dim + 2),
+        () if sinks is None else (sinks,),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -105,6 +106,22 @@ def run(request: StoreRequest) -> None:
     plan, grid, args = prepare(request)
     kernel = load(SOURCE, plan.defines, request.pages.device).kernel(KERNEL)
     kernel.launch(grid, plan.threads, plan.shared, args, request.pages.device)
+
+
+def again(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """A call that stores other K, V and slots of the same shapes, strides and dtypes, as aligned as these."""
+    if request.slot_mapping.shape[0] == 0:
+        return None
+    plan, grid, args = prepare(request)
+    device = request.pages.device
+    kernel = load(SOURCE, plan.defines, device).kernel(KERNEL)
+    keys, values = args.key, args.value
+
+    def run(key: Tensor, value: Tensor, slots: Tensor) -> None:
+        keys.x, values.x, args.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
+        kernel.launch(grid, plan.threads, plan.shared, args, device)
+
+    return run
 
 
 def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
