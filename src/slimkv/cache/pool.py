@@ -44,7 +44,7 @@ class PagedPool:
         self.kv_heads = kv_heads
         self.impl = impl
         self.rounding = rounding
-        self._store = RepeatedStore(self.layout, impl)
+        self._store = RepeatedStore(self.layout)
         self.allocator = BlockAllocator(blocks)
         self.pages = torch.zeros(blocks, kv_heads, self.layout.region_bytes, dtype=torch.uint8, device=device)
 
@@ -83,7 +83,7 @@ class PagedPool:
 
     def store(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """K [tokens, kv_heads, key_dim], V [tokens, kv_heads, value_dim] -> the slots; see ``slimkv.ops.store``."""
-        self._store(key, value, self.pages, slot_mapping, self.codec, self.rounding)
+        self._store(key, value, self.pages, slot_mapping, codec=self.codec, rounding=self.rounding, impl=self.impl)
 
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any

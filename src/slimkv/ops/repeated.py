@@ -39,34 +39,34 @@ class _Stored:
 
 
 class _Repeated:
-    """What both have: a layout, an implementation, and a last call, which copies do not share."""
+    """What both have: a layout and a last call, which copies do not share."""
 
-    def __init__(self, layout: PageLayout, impl: str | None = None) -> None:
+    def __init__(self, layout: PageLayout) -> None:
         self._layout = layout
-        self._impl = impl
         self._last: Any = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_layout": self._layout, "_impl": self._impl, "_last": None}
+        return {"_layout": self._layout, "_last": None}
 
 
 class RepeatedStore(_Repeated):
     """``store`` into pages of one layout."""
 
     def __call__(
-        self, key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor, codec: Codec, rounding: Tensor | None
-    ) -> None:
+        self, key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor, *, codec: Codec,
+        rounding: Tensor | None = None, impl: str | None = None,
+    ) -> None:  # fmt: skip
         """See ``store``."""
         last: _Stored | None = self._last
         where = slot_mapping.shape, slot_mapping.dtype, slot_mapping.device, pages.data_ptr()
-        kinds = _kind(key), _kind(value), where
+        kinds = _kind(key), _kind(value), where, impl
         if (
             last is not None and last.pages() is pages and last.codec is codec and last.rounding is rounding
             and last.kinds == kinds
         ):  # fmt: skip
             last.run(key, value, slot_mapping)
             return
-        layout, impl = self._layout, self._impl
+        layout = self._layout
         store(key, value, pages, slot_mapping, codec=codec, layout=layout, rounding=rounding, impl=impl)
         request = StoreRequest(key, value, pages, slot_mapping, codec, layout, rounding)
         again = getattr(STORE.select(pages.device, request, impl).load(), "again", None)
@@ -90,12 +90,12 @@ class RepeatedAttend(_Repeated):
 
     def __call__(
         self, query: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, query_start: Tensor, *,
-        codec: Codec, max_query_len: int, max_seq_len: int, options: AttendOptions,
+        codec: Codec, max_query_len: int, max_seq_len: int, options: AttendOptions, impl: str | None = None,
     ) -> Tensor:  # fmt: skip
         """See ``attend``. Lengths must stay within the blocks of the table, as ``max_seq_len`` would say."""
         where = seq_lens.shape, seq_lens.dtype, seq_lens.device, pages.data_ptr()
         last: _Attended | None = self._last
-        kinds = _kind(query), where, max_query_len
+        kinds = _kind(query), where, max_query_len, impl
         if (
             last is not None and last.pages() is pages and last.block_table is block_table and last.codec is codec
             and last.query_start is query_start and last.options is options and last.kinds == kinds
@@ -103,7 +103,7 @@ class RepeatedAttend(_Repeated):
             out = query.new_empty(*query.shape[:2], self._layout.spec.value_dim)
             last.run(query, out, seq_lens)
             return out
-        layout, impl = self._layout, self._impl
+        layout = self._layout
         out = attend(
             query, pages, block_table, seq_lens, query_start, codec=codec, layout=layout, max_query_len=max_query_len,
             max_seq_len=max_seq_len, options=options, impl=impl,

@@ -89,14 +89,16 @@ def vectors(seed: int, heads: int, dtype=torch.float32) -> torch.Tensor:
 def test_steps_give_what_single_calls_give(counted):
     codec, options = Codec(SPEC), ops.AttendOptions()
     pages, plain = (torch.zeros(BLOCKS, KV_HEADS, LAYOUT.region_bytes, dtype=torch.uint8) for _ in range(2))
-    store, attend = RepeatedStore(LAYOUT, "cuda"), RepeatedAttend(LAYOUT, "cuda")
+    store, attend = RepeatedStore(LAYOUT), RepeatedAttend(LAYOUT)
     for token in range(20):
         key, value, query = (vectors(3 * token + i, n) for i, n in enumerate((KV_HEADS, KV_HEADS, HEADS)))
-        store(key, value, pages, slots(token), codec, None)
+        store(key, value, pages, slots(token), codec=codec, impl="cuda")
         ops.store(key, value, plain, slots(token), codec=codec, layout=LAYOUT, impl="reference")
         assert torch.equal(pages, plain)
         bounds = {"max_query_len": 1, "max_seq_len": token + 1}
-        out = attend(query, pages, TABLE, tables(token + 1), STARTS, codec=codec, options=options, **bounds)
+        out = attend(
+            query, pages, TABLE, tables(token + 1), STARTS, codec=codec, options=options, impl="cuda", **bounds
+        )
         want = ops.attend(
             query, plain, TABLE, tables(token + 1), STARTS, codec=codec, layout=LAYOUT, options=options,
             impl="reference", **bounds,
@@ -109,10 +111,10 @@ def test_steps_give_what_single_calls_give(counted):
 def test_what_changes_is_noticed_by_store(counted, change):
     codec = Codec(SPEC)
     pages = torch.zeros(BLOCKS, KV_HEADS, LAYOUT.region_bytes, dtype=torch.uint8)
-    store = RepeatedStore(LAYOUT, "cuda")
+    store = RepeatedStore(LAYOUT)
     key, value = vectors(0, KV_HEADS), vectors(1, KV_HEADS)
     for token in range(2):
-        store(key, value, pages, slots(token), codec, None)
+        store(key, value, pages, slots(token), codec=codec, impl="cuda")
     assert counted["store"] == 1
     rounding = None
     if change == "pages":
@@ -124,7 +126,7 @@ def test_what_changes_is_noticed_by_store(counted, change):
     else:
         rounding = torch.zeros(KV_HEADS, 32, 32, dtype=torch.int8)
     want = pages.clone()
-    store(key, value, pages, slots(5), codec, rounding)
+    store(key, value, pages, slots(5), codec=codec, rounding=rounding, impl="cuda")
     ops.store(key, value, want, slots(5), codec=codec, layout=LAYOUT, rounding=rounding, impl="reference")
     assert torch.equal(pages, want)
     assert counted["store"] == 2
@@ -137,13 +139,14 @@ def test_what_changes_is_noticed_by_attend(counted, change):
     for token in range(20):
         key, value = vectors(token, KV_HEADS), vectors(token + 50, KV_HEADS)
         ops.store(key, value, pages, slots(token), codec=codec, layout=LAYOUT, impl="reference")
-    attend = RepeatedAttend(LAYOUT, "cuda")
+    attend = RepeatedAttend(LAYOUT)
     query, table, starts, most = vectors(99, HEADS), TABLE, STARTS, 1
 
     def call():
         return attend(
-            query, pages, table, tables(20), starts, codec=codec, max_query_len=most, max_seq_len=20, options=options
-        )
+            query, pages, table, tables(20), starts, codec=codec, max_query_len=most, max_seq_len=20, options=options,
+            impl="cuda",
+        )  # fmt: skip
 
     call(), call()
     assert counted["attend"] == 1
@@ -169,8 +172,8 @@ def test_what_changes_is_noticed_by_attend(counted, change):
 def test_pages_are_not_held_and_copies_start_anew():
     codec = Codec(SPEC)
     pages = torch.zeros(BLOCKS, KV_HEADS, LAYOUT.region_bytes, dtype=torch.uint8)
-    store = RepeatedStore(LAYOUT, "cuda")
-    store(vectors(0, KV_HEADS), vectors(1, KV_HEADS), pages, slots(0), codec, None)
+    store = RepeatedStore(LAYOUT)
+    store(vectors(0, KV_HEADS), vectors(1, KV_HEADS), pages, slots(0), codec=codec, impl="cuda")
     assert copy.deepcopy(store)._last is None
     gone = ref(pages)
     del pages

@@ -73,7 +73,7 @@ class PackedLayer(CacheLayerMixin):
         )
         if self.settings.calibration is not None:
             self.pool.rounding = self.settings.calibration.rounding(self.number, self.pool.codec)
-        self._attend_again = RepeatedAttend(self.pool.layout, self.settings.impl)
+        self._attend_again = RepeatedAttend(self.pool.layout)
         self.tables.join(self)
         self.is_initialized = True
 

@@ -107,7 +107,7 @@ class PagedHandle:
         if fresh is None:
             out = self.attend_again(
                 rows, self.pages, batch.block_table, batch.seq_lens, batch.query_start, codec=self.codec,
-                max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, options=options,
+                max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, options=options, impl=self.impl,
             )  # fmt: skip
         else:
             found = ops.attend(
