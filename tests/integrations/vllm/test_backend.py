@@ -21,10 +21,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm import compat
+from slimkv.integrations.vllm import compat, metadata
 from slimkv.integrations.vllm.backend import SlimKVBackend, bound, slot_bytes
 from slimkv.integrations.vllm.impl import SlimKVImpl
 from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
+from slimkv.integrations.vllm.shards import Sharing
 from slimkv.spec import CodecSpec, PageLayout
 
 pytestmark = pytest.mark.vllm
@@ -127,7 +128,7 @@ def test_a_state_space_models_pages_fit_attentions():
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def step(query_lens, seq_lens, few=1, padded=0):
+def step(query_lens, seq_lens, few=1, padded=0, sharing=None):
     """The parts of a step with these requests, ``padded`` further rows in every table behind them."""
     starts = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
     count = len(query_lens)
@@ -139,7 +140,7 @@ def step(query_lens, seq_lens, few=1, padded=0):
         slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64), causal=True,
     )  # fmt: skip
     builder = object.__new__(SlimKVMetadataBuilder)
-    builder._stock, builder.reorder_batch_threshold = None, few
+    builder._stock, builder.reorder_batch_threshold, builder._sharing = None, few, sharing
     return builder.build(0, common)
 
 
@@ -169,8 +170,22 @@ def test_only_causal_steps():
         builder.build(0, type("Common", (), {"causal": False})())
 
 
-def test_graphs_hold_uniform_batches():
-    assert SlimKVMetadataBuilder.get_cudagraph_support(None, full()) == AttentionCGSupport.UNIFORM_BATCH
+def test_ranks_that_share_tokens_know_what_they_hold():
+    decodes, rest = step([1, 1, 40], [101, 8, 40], sharing=Sharing(ranks=2, rank=1, interleave=1)).parts
+    assert decodes.shard.context_lens.tolist() == [50, 3]
+    assert rest.shard.context_lens.tolist() == [0]
+    assert rest.shard.new_lens.tolist() == [40]
+    assert decodes.shard.new_slots.tolist() == [0, 64]
+    assert step([1], [5]).parts[0].shard is None
+
+
+def test_graphs_hold_uniform_batches(monkeypatch):
+    alone, shared = VllmConfig(), VllmConfig()
+    assert SlimKVMetadataBuilder.get_cudagraph_support(alone, full()) == AttentionCGSupport.UNIFORM_BATCH
+    shared.parallel_config.decode_context_parallel_size = 2
+    group = type("Group", (), {"world_size": 2, "rank_in_group": 0})()
+    monkeypatch.setattr(metadata, "dcp_group", lambda: group)
+    assert SlimKVMetadataBuilder.get_cudagraph_support(shared, full()) == AttentionCGSupport.NEVER
     config = type("Config", (), {"speculative_config": type("S", (), {"num_speculative_tokens": 3})()})()
     assert SlimKVMetadataBuilder.get_varlen_cudagraph_max_query_len(config, full()) == 4
 
