@@ -99,3 +99,9 @@ def sign_bits(dim: int, seed: int) -> np.ndarray:
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     state = state ^ (state >> np.uint64(31))
     return np.where(state & np.uint64(1), 1, -1).astype(np.int64)
+
+
+def sign_words(dim: int, seed: int) -> tuple[int, ...]:
+    """The same as 32-bit words, a set bit for -1."""
+    negative = sum(1 << i for i, sign in enumerate(sign_bits(dim, seed).tolist()) if sign < 0)
+    return tuple((negative >> first) & 0xFFFFFFFF for first in range(0, dim, 32))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slimkv.codec.codebook import codebook
-from slimkv.codec.rotation import sign_bits
+from slimkv.codec.rotation import sign_words
 from slimkv.errors import InputError
 from slimkv.ops.attend import LEAST_TRITON_DIM, PACKED_QUERIES, AttendRequest, prefill_cuda
 from slimkv.ops.cuda.module import Defines, load
@@ -261,7 +261,8 @@ def _plan(
     args = Args(
         key_table=_Table(*_table(spec.key, spec.key_dim, shape.wide)),
         value_table=_Table(*_table(spec.value, spec.value_dim, shape.wide)),
-        key_sign_bits=_sign_bits(spec.key_dim, spec.seed), value_sign_bits=_sign_bits(spec.value_dim, spec.seed),
+        key_sign_bits=_SignBits(*sign_words(spec.key_dim, spec.seed)),
+        value_sign_bits=_SignBits(*sign_words(spec.value_dim, spec.seed)),
         most_queries=PACKED_QUERIES,
     )  # fmt: skip
     defines = kernel_defines(layout, shape, _TYPES[q_dtype], _TYPES[out_dtype], window, softcap)
@@ -397,13 +398,6 @@ def _table(form: TensorFormat, dim: int, wide: bool) -> tuple[int, int]:
     if form.bits == 4:
         return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
     return _words([int(level + 63.5) for level in levels])
-
-
-@lru_cache(maxsize=64)
-def _sign_bits(dim: int, seed: int) -> ctypes.Array[ctypes.c_uint32]:
-    """The random signs of the rotation, a set bit for -1."""
-    negative = sum(1 << i for i, sign in enumerate(sign_bits(dim, seed).tolist()) if sign < 0)
-    return _SignBits(*((negative >> 32 * i) & 0xFFFFFFFF for i in range(8)))
 
 
 # -- the device --------------------------------------------------------------------------------------------------------

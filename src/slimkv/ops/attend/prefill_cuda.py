@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from slimkv.codec.rotation import sign_bits
+from slimkv.codec.rotation import sign_words
 from slimkv.ops.attend import PACKED_QUERIES, AttendRequest
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
@@ -195,9 +195,7 @@ def attend_defines(layout: PageLayout, shape: Shape, q_type: int, out_type: int,
 
 @lru_cache(maxsize=64)
 def _signs(dim: int, seed: int) -> ctypes.Array[ctypes.c_uint32]:
-    """The random signs of the rotation, a set bit for -1."""
-    negative = sum(1 << i for i, sign in enumerate(sign_bits(dim, seed).tolist()) if sign < 0)
-    return _SignBits(*((negative >> 32 * i) & 0xFFFFFFFF for i in range(4)))
+    return _SignBits(*sign_words(dim, seed))
 
 
 @lru_cache(maxsize=64)
