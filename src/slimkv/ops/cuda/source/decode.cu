@@ -5,8 +5,9 @@
 // Up to 4 columns (one narrow group): a query (rotated, scaled to 15 bits) is multiplied as two signed bytes with the
 // bytes of the keys' levels, a probability (times its value's scale, 16 bits relative to the largest of the step) as two
 // unsigned bytes with the bytes of the values' levels: integer tensor cores, exact sums, no conversion of levels. The
-// bytes of a value word alternate between two dimensions, g and g + 8; they are used as they are, once with
-// probabilities in the even bytes and once in the odd ones. Formats without byte levels use halves in the same places.
+// bytes of a value word alternate between two dimensions, g and g + 8; they are regrouped (V_APART), or used as they are,
+// once with probabilities in the even bytes and once in the odd ones. Formats without byte levels use halves in the same
+// places.
 //
 // More columns (wide groups of 8): integer products become dear, and what is done for every score counts more than what
 // is done for every level. Everything is in halves, and the output stays in the products' accumulators.
@@ -20,13 +21,11 @@ DEVICE float soft_cap(float s, float cap) {
   return cap * ((e - 1.0f) / (e + 1.0f));
 }
 
-DEVICE void key_bytes(const Codes<K_BITS, KS, false>& codes, int slice, Table table, u32& first,
-                      u32& second) {
+DEVICE void key_bytes(const Codes<K_BITS, KS, false>& codes, int slice, Table table, u32& first, u32& second) {
   code_bytes<K_KIND, K_BITS>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
-DEVICE void value_bytes(const Codes<V_BITS, VS, true>& codes, int slice, Table table, u32& first,
-                        u32& second) {
+DEVICE void value_bytes(const Codes<V_BITS, VS, true>& codes, int slice, Table table, u32& first, u32& second) {
   code_bytes<V_KIND, V_BITS>(codes.low(slice), codes.high(slice), table, first, second);
 }
 

@@ -7,7 +7,7 @@
 // group each of 4 columns takes two of them, a high and a low byte (or half): lane 4 g + t finds both of column t side by
 // side. In a wide group there are 8 columns of halves, of which that lane has 2 t and 2 t + 1.
 #pragma once
-#include "intrinsics.cuh"
+#include "numbers.cuh"
 #include "pages.cuh"
 
 constexpr int KS = KD / 16, VS = VD / 16, STEP = 16 * NT;
@@ -30,9 +30,6 @@ constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are bette
 constexpr int QUERY_BYTES = 8 * NG * KD * (K_BYTES ? 1 : 2);
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-#define MINUS_INFINITY as_float(0xFF800000u)
-#define NOT_A_NUMBER as_float(0x7FC00000u)
 
 // Shared memory: rings | levels of keys | levels of values | queries | column constants | maxima and sums of the warps
 constexpr int LEVELS_AT = WARPS * STAGES * SLOT;

@@ -2,14 +2,6 @@
 #pragma once
 #include "prefill_work.cuh"
 
-DEVICE float load_number(const void* p, i64 i, int type) {
-  if (type == 2) return ((const float*)p)[i];
-  const u32 bits = ((const u16*)p)[i];
-  return type == 1 ? as_float(bits << 16) : half_to_float(bits);
-}
-
-DEVICE float signed_by(float x, u32 bits, int i) { return as_float(as_bits(x) ^ ((bits >> i) << 31)); }
-
 // The Hadamard transform of a row of D numbers in the 4 lanes of its quad.
 DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
 #pragma unroll

@@ -3,6 +3,7 @@
 // a lane unpacks are whole 16-byte units of the tile. Tokens beyond the sequence become zeros.
 //
 // Compile-time: D, STEP, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.
+#include "numbers.cuh"
 #include "pages.cuh"
 #include "prefill_shape.cuh"
 
@@ -10,7 +11,6 @@ constexpr int S = D / 16, WARPS = STEP / 16, LARGEST_EXPONENT = 6, FIELD_BIAS = 
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 constexpr int LEVELS_K = K_KIND == LLOYD ? 1 << K_BITS : 0, LEVELS_V = V_KIND == LLOYD ? 1 << V_BITS : 0;
 static_assert(4 * (2 * WARPS + LEVELS_K + LEVELS_V) == SHARED, "the launcher counts shared memory as this file does");
-#define NOT_A_NUMBER as_float(0x7FC00000u)
 
 struct Args {
   const u8* pages;
@@ -54,7 +54,6 @@ template <int KIND> DEVICE Field field_of(const u8* fields, int place, float up)
 // The 8 numbers of a slice: levels, uniform codes or fp8 numbers.
 template <int KIND, int BITS, class Codes>
 DEVICE void numbers_of(const Codes& codes, int slice, const float* levels, float (&x)[8]) {
-
   const u32 low = codes.low(slice), high = codes.high(slice);
 #pragma unroll
   for (int n = 0; n < 8; n++) {

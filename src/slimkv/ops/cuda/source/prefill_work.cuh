@@ -1,6 +1,7 @@
 // What prefill.cu is compiled for, where things are in shared memory, its argument, and what each block does.
 // Compile-time: D, STEP, STAGES, WINDOW, Q_TYPE, OUT_TYPE (0 fp16, 1 bf16, 2 fp32), K_ROTATED, V_ROTATED, SHARED.
 #pragma once
+#include "numbers.cuh"
 #include "prefill_shape.cuh"
 
 constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 384, N = STEP / 2, OWN = D / 4;
@@ -10,8 +11,7 @@ constexpr int KEYS_AT = 2 * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * TILE_BYT
 constexpr int BARRIERS_AT = VALUES_AT + STAGES * TILE_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + 4 * STAGES * 8 + 1024;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
-constexpr float LAZY = 8.0f, LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
-#define MINUS_INFINITY as_float(0xFF800000u)
+constexpr float LAZY = 8.0f;
 
 struct Args {
   const void* query;

@@ -5,12 +5,6 @@
 
 constexpr int QN = (KD + 31) / 32;
 
-DEVICE float load_number(const void* p, i64 i, int type) {
-  if (type == 2) return ((const float*)p)[i];
-  const u32 bits = ((const u16*)p)[i];
-  return type == 1 ? as_float(bits << 16) : half_to_float(bits);
-}
-
 // The query of column c of a piece: dimension lane + 32 i. A negative scale of scores is a negative query.
 DEVICE void load_query(const Args& args, const Piece& piece, int c, float (&y)[QN], int lane) {
   const int query = piece.chunk * (COLUMNS / args.group) + c / args.group, head = piece.head * args.group + c % args.group;

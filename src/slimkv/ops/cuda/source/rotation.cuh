@@ -1,13 +1,10 @@
 // Rotating one vector in the registers of a warp: lane l holds dimensions l, l + 32, ...
 #pragma once
-#include "intrinsics.cuh"
+#include "numbers.cuh"
 
 #define POWER_OF_TWO(n) (((n) & ((n) - 1)) == 0)
 
 DEVICE float sign_at(const u16* signs, int i) { return as_float((u32)signs[i] << 16); }
-
-// x times the random sign of dimension lane + 32 i.
-DEVICE float signed_by(float x, u32 bits, int lane) { return as_float(as_bits(x) ^ ((bits >> lane) << 31)); }
 
 // The Hadamard transform of Sylvester's matrix, a power of two of at least 32.
 template <int D> DEVICE void hadamard(float (&x)[(D + 31) / 32], int lane) {
