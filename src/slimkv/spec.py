@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -407,3 +407,9 @@ class PageLayout:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens."""
         return -(-tokens // self.block_tokens)
+
+
+@cache
+def page_layout(spec: CodecSpec, block_tokens: int) -> PageLayout:
+    """One object for all layers of a kind: looking up what belongs to it then compares no fields."""
+    return PageLayout(spec, block_tokens)

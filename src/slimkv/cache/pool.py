@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,13 +13,7 @@ from slimkv.cache.batch import AttentionBatch
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.repeated import RepeatedStore
-from slimkv.spec import CodecSpec, PageLayout
-
-
-@cache
-def _layout(spec: CodecSpec, block_tokens: int) -> PageLayout:
-    """One object for all layers of a kind: looking up what belongs to it then compares no fields."""
-    return PageLayout(spec, block_tokens)
+from slimkv.spec import CodecSpec, page_layout
 
 
 class PagedPool:
@@ -39,7 +32,7 @@ class PagedPool:
         impl: str | None = None,
         rounding: Tensor | None = None,
     ) -> None:
-        self.layout = _layout(spec, block_tokens)
+        self.layout = page_layout(spec, block_tokens)
         self.codec = Codec(spec, device)
         self.kv_heads = kv_heads
         self.impl = impl

@@ -13,6 +13,7 @@ from slimkv.errors import InputError
 from slimkv.integrations.transformers.dense import dense_attention
 from slimkv.integrations.transformers.layers import RAW_FRESH_ABOVE, LayerSettings, PackedLayer
 from slimkv.integrations.transformers.states import PackedStates, PagedHandle, packed_pair, token_rows
+from slimkv.ops.joined import joined
 
 Pair = tuple[Tensor, Tensor]
 
@@ -44,17 +45,17 @@ class WindowedHandle:
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
         """The packed part fused, the raw parts dense, joined by their log-sum-exps."""
         raw_key, raw_value = (torch.cat(part, 2) for part in zip(self.head, self.tail, strict=True))
-        packed, new, head = self.middle.positions, query.shape[2], self.head[0].shape[2]
+        positions, new, head = self.middle.positions, query.shape[2], self.head[0].shape[2]
         mask = None
         if new > 1:  # a single query stands at the end and sees everything
             position = torch.arange(raw_key.shape[2], device=query.device)
-            position = torch.where(position < head, position, position + packed)
+            position = torch.where(position < head, position, position + positions)
             asking = torch.arange(new, device=query.device) + self.shape[2] - new
             mask = (position[None, :] <= asking[:, None])[None, None]
         out, lse = dense_attention(
             query, raw_key, raw_value, mask, scale=options.scale, softcap=options.softcap, sinks=options.sinks
         )
-        if packed == 0:
+        if positions == 0:
             return out
         handle, batch = self.middle, query.shape[0]
         step = handle.step.batch
@@ -66,10 +67,8 @@ class WindowedHandle:
             layout=handle.layout, max_query_len=new, max_seq_len=step.max_seq_len, options=plain, return_lse=True,
             impl=handle.impl,
         )  # fmt: skip
-        packed_out = packed_out.unflatten(0, (batch, new)).float()
-        packed_lse = packed_lse.unflatten(0, (batch, new))[..., None]
-        share = torch.sigmoid(packed_lse - lse[..., None])  # the packed part's weight in the softmax
-        return (packed_out * share + out.float() * (1 - share)).to(query.dtype)
+        packed = packed_out.unflatten(0, (batch, new)), packed_lse.unflatten(0, (batch, new))
+        return joined((out, lse), packed).to(query.dtype)
 
 
 class WindowedLayer(PackedLayer):

@@ -25,7 +25,7 @@ from slimkv.integrations.vllm.metadata import SlimKVMetadata
 from slimkv.integrations.vllm.rehearsal import rehearse
 from slimkv.integrations.vllm.settings import CALIBRATED, Settings, parse
 from slimkv.integrations.vllm.shards import attend_shards
-from slimkv.spec import CodecSpec, PageLayout
+from slimkv.spec import CodecSpec, PageLayout, page_layout
 
 
 @lru_cache(maxsize=64)
@@ -155,7 +155,7 @@ class SlimKVImpl(AttentionImpl):
         """vLLM's uint8 [blocks, kv_heads, tokens, bytes] -> pages [blocks, kv_heads, region_bytes] and their layout."""
         assert self._spec is not None
         blocks, heads, tokens, size = kv_cache.shape
-        return kv_cache.view(blocks, heads, tokens * size), _layout(self._spec, tokens)
+        return kv_cache.view(blocks, heads, tokens * size), page_layout(self._spec, tokens)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -246,8 +246,3 @@ class SlimKVImpl(AttentionImpl):
                 options=self._options, fresh=(key[rows], value[rows]) if raw else None, out=output[rows],
                 impl=self._settings.impl,
             )  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def _layout(spec: CodecSpec, block_tokens: int) -> PageLayout:
-    return PageLayout(spec, block_tokens)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.codec import Codec
-from slimkv.spec import PageLayout
+from slimkv.ops.joined import joined
+from slimkv.spec import PageLayout, page_layout
 
 NEW_BLOCK = 64  # tokens of a block of the step's own pages
 
@@ -121,7 +122,7 @@ def attend_shards(
         out: [queries, heads, value_dim], written in place.
     """
     rows, kv_heads = query.shape[0], pages.shape[1]
-    own = PageLayout(layout.spec, NEW_BLOCK)
+    own = page_layout(layout.spec, NEW_BLOCK)
     fresh_pages = pages.new_empty(tables.new_blocks, kv_heads, own.region_bytes)
     ops.store(key, value, fresh_pages, tables.new_slots, codec=codec, layout=own, rounding=rounding, impl=impl)
     new = ops.attend(
@@ -141,8 +142,7 @@ def attend_shards(
     )  # fmt: skip
     assert isinstance(new, tuple)
     assert isinstance(context, tuple)
-    past = combined(*context, group)
-    out.copy_(merged(new, past))
+    out.copy_(joined(new, combined(*context, group)))
 
 
 def combined(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
@@ -152,9 +152,3 @@ def combined(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     mine = group.reduce_scatter((out * weight[..., None]).contiguous(), 1)
     heads = mine.shape[1]
     return mine, total[:, group.rank_in_group * heads :][:, :heads]
-
-
-def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention over two sets of keys from the attention over each, with log-sum-exps; ``one`` is not empty."""
-    total = torch.logaddexp(one[1], other[1])
-    return one[0] * torch.exp(one[1] - total)[..., None] + other[0] * torch.exp(other[1] - total)[..., None]
