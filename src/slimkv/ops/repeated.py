@@ -1,8 +1,8 @@
 """The same call step after step, as in decoding: what stays the same is checked and planned once.
 
-The first call goes through ``store`` or ``attend``. A later one that differs only in where its vectors, slots and
-lengths are is launched at once, where the implementation has an ``again``; any other difference leads back to the first
-way.
+The first call goes through ``store`` or ``attend``. When the next one differs only in where its vectors, slots and
+lengths are, it is planned by the implementation's ``again``, and from then on launched at once; any other difference
+leads back to the first way, and so does an implementation without ``again``.
 Pages are remembered, not held: a cache that grows or moves its pages gets their memory back.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from operator import is_
 from weakref import ref
 
 import torch
@@ -19,9 +19,12 @@ from torch import Tensor
 from slimkv.codec import Codec
 from slimkv.ops.attend import REGISTRY as ATTEND
 from slimkv.ops.attend import AttendOptions, AttendRequest, attend
+from slimkv.ops.registry import Registry
 from slimkv.ops.store import REGISTRY as STORE
 from slimkv.ops.store import StoreRequest, store
 from slimkv.spec import PageLayout
+
+Run = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def _kind(x: Tensor) -> tuple[object, ...]:
@@ -29,24 +32,39 @@ def _kind(x: Tensor) -> tuple[object, ...]:
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
 
 
-@dataclass(frozen=True)
-class _Stored:
+@dataclass
+class _Last:
+    """A call, and how it is run again once it has been planned; None where it cannot be."""
+
     pages: ref[Tensor]
-    codec: Codec
-    rounding: Tensor | None
+    same: tuple[object, ...]  # objects that must be the very same
     kinds: tuple[object, ...]
-    run: Callable[[Tensor, Tensor, Tensor], None]
+    planned: bool = False
+    run: Run | None = None
 
 
 class _Repeated:
-    """What both have: a layout and a last call, which copies do not share."""
+    """A layout and the last call on it, which copies do not share."""
 
     def __init__(self, layout: PageLayout) -> None:
         self._layout = layout
-        self._last: Any = None
+        self._last: _Last | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {"_layout": self._layout, "_last": None}
+
+    def _repeats(self, pages: Tensor, same: tuple[object, ...], kinds: tuple[object, ...]) -> _Last | None:
+        """The last call if this one differs from it in addresses alone; otherwise this one is the last from now on."""
+        last = self._last
+        if last is not None and last.kinds == kinds and last.pages() is pages and all(map(is_, last.same, same)):
+            return last
+        self._last = _Last(ref(pages), same, kinds)
+        return None
+
+
+def _plan(last: _Last, registry: Registry, request: StoreRequest | AttendRequest, impl: str | None) -> None:
+    again = getattr(registry.select(request.pages.device, request, impl).load(), "again", None)
+    last.planned, last.run = True, again(request) if again is not None else None
 
 
 class RepeatedStore(_Repeated):
@@ -57,32 +75,14 @@ class RepeatedStore(_Repeated):
         rounding: Tensor | None = None, impl: str | None = None,
     ) -> None:  # fmt: skip
         """See ``store``."""
-        last: _Stored | None = self._last
         where = slot_mapping.shape, slot_mapping.dtype, slot_mapping.device, pages.data_ptr()
-        kinds = _kind(key), _kind(value), where, impl
-        if (
-            last is not None and last.pages() is pages and last.codec is codec and last.rounding is rounding
-            and last.kinds == kinds
-        ):  # fmt: skip
+        last = self._repeats(pages, (codec, rounding), (_kind(key), _kind(value), where, impl))
+        if last is not None and not last.planned:
+            _plan(last, STORE, StoreRequest(key, value, pages, slot_mapping, codec, self._layout, rounding), impl)
+        if last is not None and last.run is not None:
             last.run(key, value, slot_mapping)
             return
-        layout = self._layout
-        store(key, value, pages, slot_mapping, codec=codec, layout=layout, rounding=rounding, impl=impl)
-        request = StoreRequest(key, value, pages, slot_mapping, codec, layout, rounding)
-        again = getattr(STORE.select(pages.device, request, impl).load(), "again", None)
-        run = again(request) if again is not None else None
-        self._last = None if run is None else _Stored(ref(pages), codec, rounding, kinds, run)
-
-
-@dataclass(frozen=True)
-class _Attended:
-    pages: ref[Tensor]
-    codec: Codec
-    block_table: Tensor
-    query_start: Tensor
-    options: AttendOptions
-    kinds: tuple[object, ...]
-    run: Callable[[Tensor, Tensor, Tensor], None]
+        store(key, value, pages, slot_mapping, codec=codec, layout=self._layout, rounding=rounding, impl=impl)
 
 
 class RepeatedAttend(_Repeated):
@@ -94,29 +94,24 @@ class RepeatedAttend(_Repeated):
     ) -> Tensor:  # fmt: skip
         """See ``attend``. Lengths must stay within the blocks of the table, as ``max_seq_len`` would say."""
         where = seq_lens.shape, seq_lens.dtype, seq_lens.device, pages.data_ptr()
-        last: _Attended | None = self._last
-        kinds = _kind(query), where, max_query_len, impl
-        if (
-            last is not None and last.pages() is pages and last.block_table is block_table and last.codec is codec
-            and last.query_start is query_start and last.options is options and last.kinds == kinds
-        ):  # fmt: skip
-            out = query.new_empty(*query.shape[:2], self._layout.spec.value_dim)
+        same = codec, block_table, query_start, options
+        last = self._repeats(pages, same, (_kind(query), where, max_query_len, impl))
+        layout, shape = self._layout, (*query.shape[:2], self._layout.spec.value_dim)
+        if last is not None and not last.planned:
+            # The next steps are longer: as long as the table allows.
+            longest = block_table.shape[1] * layout.block_tokens
+            request = AttendRequest(
+                query, pages, block_table, seq_lens, query_start, max_query_len, longest, codec, layout, options,
+                None, query.new_empty(shape), None, None, None,
+            )  # fmt: skip
+            _plan(last, ATTEND, request, impl)
+        if last is not None and last.run is not None:
+            out = query.new_empty(shape)
             last.run(query, out, seq_lens)
             return out
-        layout = self._layout
-        out = attend(
+        found = attend(
             query, pages, block_table, seq_lens, query_start, codec=codec, layout=layout, max_query_len=max_query_len,
             max_seq_len=max_seq_len, options=options, impl=impl,
-        )  # type: ignore[assignment]  # fmt: skip
-        assert isinstance(out, torch.Tensor)
-        # The next steps are longer: as long as the table allows.
-        request = AttendRequest(
-            query, pages, block_table, seq_lens, query_start, max_query_len,
-            block_table.shape[1] * layout.block_tokens, codec, layout, options, None, out, None, None, None,
         )  # fmt: skip
-        again = getattr(ATTEND.select(pages.device, request, impl).load(), "again", None)
-        run = again(request) if again is not None else None
-        self._last = (
-            None if run is None else _Attended(ref(pages), codec, block_table, query_start, options, kinds, run)
-        )
-        return out
+        assert isinstance(found, torch.Tensor)
+        return found
