@@ -6,6 +6,7 @@ run has cover each width, head size, group size and option; the full matrix runs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from attend_cases import DTYPES, Built, Case, build, exact, variants
 
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.ops.attend import split_workspace_bytes, workspace_bytes
+from slimkv.ops.attend import AttendRequest, split_workspace_bytes, workspace_bytes
 from slimkv.ops.attend import triton as attend_triton
 
 DECODE = Case()
@@ -147,6 +148,36 @@ def row_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """Relative error of each row [..., dim]; absolute where the row should be zero."""
     norm = want.norm(dim=-1)
     return (got.double() - want).norm(dim=-1) / torch.where(norm == 0, 1, norm)
+
+
+def request_of(
+    built: Built, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor | None = None
+) -> AttendRequest:
+    b = built.batch
+    return AttendRequest(
+        built.query, built.pages, b.block_table, b.seq_lens, b.query_start, b.max_query_len, b.max_seq_len,
+        built.codec, built.layout, built.options, built.fresh, out, lse, workspace, None,
+    )  # fmt: skip
+
+
+def check_rows(built: Built, out: torch.Tensor, lse: torch.Tensor, ours: Callable[[int], bool]) -> None:
+    """Compares the rows of sequences of ``ours`` many queries; others must be as ``poisoned_out`` made them."""
+    case = built.case
+    want, want_lse = exact(built)
+    first = 0
+    for count in case.queries:
+        rows = slice(first, first + count)
+        first += count
+        if not ours(count):
+            assert out[rows].isnan().all(), "rows of another kernel were written"
+        elif count:
+            assert row_errors(out[rows], want[rows]).max() <= case.bound
+            empty = want_lse[rows] == -torch.inf
+            assert torch.equal(lse[rows] == -torch.inf, empty)
+            off = (lse[rows] - want_lse[rows])[~empty].abs() / (1 + want_lse[rows][~empty].abs())
+            assert not len(off) or off.max() <= case.lse_bound
+    assert out[first:].isnan().all(), "padding rows were written"
+    assert lse[first:].isnan().all()
 
 
 def check(case: Case, device: torch.device, impl: str = "triton", bound: float | None = None) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import host
 import pytest
 import torch
-from attend_cases import Built, Case, build, exact
-from test_attend import DECODE, EVERYTHING, MATRIX, check, poisoned_out, row_errors
+from attend_cases import Built, Case, build
+from test_attend import DECODE, EVERYTHING, MATRIX, check, check_rows, poisoned_out, request_of
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.ops.attend import PACKED_QUERIES, AttendRequest
+from slimkv.ops.attend import PACKED_QUERIES
 from slimkv.ops.attend import cuda as attend_cuda
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, Kind, PageLayout
@@ -21,14 +21,6 @@ emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
 SMALL_GPU = attend_cuda.Device(multiprocessors=3, shared_of_multiprocessor=233472, shared_of_block=232448)
 OLD_GPU = attend_cuda.Device(multiprocessors=2, shared_of_multiprocessor=102400, shared_of_block=101376)
-
-
-def request_of(built: Built, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor | None) -> AttendRequest:
-    b = built.batch
-    return AttendRequest(
-        built.query, built.pages, b.block_table, b.seq_lens, b.query_start, b.max_query_len, b.max_seq_len,
-        built.codec, built.layout, built.options, built.fresh, out, lse, workspace, None,
-    )  # fmt: skip
 
 
 def launch(name, defines, grid, threads, shared, args, overlap) -> None:
@@ -40,7 +32,7 @@ def launch(name, defines, grid, threads, shared, args, overlap) -> None:
 def run_emulated(case: Case, device=SMALL_GPU) -> tuple[Built, torch.Tensor, torch.Tensor]:
     built = build(case, CPU)
     out, lse = poisoned_out(case, built)
-    request = request_of(built, out, lse, None)
+    request = request_of(built, out, lse)
     assert attend_cuda.supports(request) is None
     attend_cuda.attend_packed(request, device, launch)
     return built, out, lse
@@ -48,21 +40,7 @@ def run_emulated(case: Case, device=SMALL_GPU) -> tuple[Built, torch.Tensor, tor
 
 def check_emulated(case: Case, device=SMALL_GPU) -> None:
     built, out, lse = run_emulated(case, device)
-    want, want_lse = exact(built)
-    first = 0
-    for count in case.queries:  # rows of longer sequences are the prefill kernel's
-        rows = slice(first, first + count)
-        first += count
-        if count > PACKED_QUERIES:
-            assert out[rows].isnan().all(), "rows of another kernel were written"
-        elif count:
-            assert row_errors(out[rows], want[rows]).max() <= case.bound
-            empty = want_lse[rows] == -torch.inf
-            assert torch.equal(lse[rows] == -torch.inf, empty)
-            off = (lse[rows] - want_lse[rows])[~empty].abs() / (1 + want_lse[rows][~empty].abs())
-            assert not len(off) or off.max() <= case.lse_bound
-    assert out[first:].isnan().all(), "padding rows were written"
-    assert lse[first:].isnan().all()
+    check_rows(built, out, lse, lambda count: count <= PACKED_QUERIES)  # longer sequences are the prefill kernel's
 
 
 TINY = replace(DECODE, kv_heads=1, lens=(137, 9), queries=(1, 1))
@@ -137,7 +115,7 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only(queries):
     field = built.layout.key.field_offset(0) + 2 * place
     built.pages[block, :, field : field + 2] = 0xFF  # what a kernel writes for a key that is not a number
     out, lse = poisoned_out(built.case, built)
-    attend_cuda.attend_packed(request_of(built, out, lse, None), SMALL_GPU, launch)
+    attend_cuda.attend_packed(request_of(built, out, lse), SMALL_GPU, launch)
     seen = 0 if queries == 1 else 1
     assert out[seen:queries].isnan().any(-1).all()
     assert out[:seen].isfinite().all()
@@ -158,7 +136,7 @@ def test_results_do_not_depend_on_the_other_sequences():
         )
         alone = replace(built, batch=one, query=built.query[i : i + 1])
         out = torch.full_like(together[i : i + 1], torch.nan)
-        attend_cuda.attend_packed(request_of(alone, out, torch.empty(1, 4), None), SMALL_GPU, launch)
+        attend_cuda.attend_packed(request_of(alone, out, torch.empty(1, 4)), SMALL_GPU, launch)
         assert torch.allclose(out, together[i : i + 1], rtol=1e-5, atol=1e-6)
 
 
@@ -184,7 +162,7 @@ def test_a_workspace_that_is_too_small_is_refused():
 )
 def test_what_it_does_not_do_is_named(case, reason):
     built = build(case, CPU)
-    request = request_of(built, *poisoned_out(case, built), None)
+    request = request_of(built, *poisoned_out(case, built))
     assert reason in attend_cuda.supports(request)
 
 

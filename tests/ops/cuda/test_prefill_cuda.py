@@ -8,10 +8,10 @@ from pathlib import Path
 import host
 import pytest
 import torch
-from attend_cases import Built, Case, build, exact
-from test_attend import check, poisoned_out, row_errors
+from attend_cases import Case, build
+from test_attend import check, check_rows, poisoned_out, request_of
 
-from slimkv.ops.attend import PACKED_QUERIES, AttendRequest, prefill_cuda
+from slimkv.ops.attend import PACKED_QUERIES, prefill_cuda
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, PageLayout
 
@@ -19,19 +19,11 @@ emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
 
 
-def request_of(built: Built, out: torch.Tensor, lse: torch.Tensor) -> AttendRequest:
-    b = built.batch
-    return AttendRequest(
-        built.query, built.pages, b.block_table, b.seq_lens, b.query_start, b.max_query_len, b.max_seq_len,
-        built.codec, built.layout, built.options, built.fresh, out, lse, None, None,
-    )  # fmt: skip
-
-
 def launch(source, name, defines, grid, threads, shared, args) -> None:
     host.launch(host.compile(Path(source), defines), name, grid=grid, threads=threads, shared=shared, args=args)
 
 
-def check_rows(
+def attend_and_check(
     case: Case, device: torch.device = CPU, launch=launch, budget: int = prefill_cuda.WORKSPACE_BYTES
 ) -> torch.Tensor:
     """Attends the sequences of many queries and compares them; rows of others must stay as they are."""
@@ -40,23 +32,8 @@ def check_rows(
     request = request_of(built, out, lse)
     assert prefill_cuda.refusal(request) is None
     prefill_cuda.attend_prefill(request, launch, budget)
-    want, want_lse = exact(built)
-    got = out
-    first = 0
-    for count in case.queries:  # rows of shorter sequences are another kernel's
-        rows = slice(first, first + count)
-        first += count
-        if count <= PACKED_QUERIES:
-            assert out[rows].isnan().all(), "rows of another kernel were written"
-        else:
-            assert row_errors(out[rows], want[rows]).max() <= case.bound
-            empty = want_lse[rows] == -torch.inf
-            assert torch.equal(lse[rows] == -torch.inf, empty)
-            off = (lse[rows] - want_lse[rows])[~empty].abs() / (1 + want_lse[rows][~empty].abs())
-            assert not len(off) or off.max() <= case.lse_bound
-    assert out[first:].isnan().all(), "padding rows were written"
-    assert lse[first:].isnan().all()
-    return got
+    check_rows(built, out, lse, lambda count: count > PACKED_QUERIES)  # shorter sequences are another kernel's
+    return out
 
 
 LONG = Case(query_norm=0.5, kv_heads=1, group=2, lens=(300, 7, 140), queries=(40, 1, 33))
@@ -86,7 +63,7 @@ EMULATED = [
 @emulated
 @pytest.mark.parametrize("case", EMULATED, ids=str)
 def test_attend(case):
-    check_rows(case)
+    attend_and_check(case)
 
 
 @emulated
@@ -95,7 +72,7 @@ def test_passes(options):
     """A workspace of one tile, and of two."""
     case = replace(LONG, **options, lens=(300, 7, 260), kv_heads=2)
     for tiles in (1, 2):
-        check_rows(case, budget=4 * tiles * 128 * case.dim * 2 * case.kv_heads)
+        attend_and_check(case, budget=4 * tiles * 128 * case.dim * 2 * case.kv_heads)
 
 
 @emulated
@@ -184,8 +161,8 @@ def hopper(device) -> torch.device:
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_attend_on_a_gpu(case, hopper):
     launch = prefill_cuda.launcher(hopper)
-    got = check_rows(case, hopper, launch)
-    assert torch.equal(got.nan_to_num(), check_rows(case, hopper, launch).nan_to_num()), "not the same bits again"
+    got = attend_and_check(case, hopper, launch)
+    assert torch.equal(got.nan_to_num(), attend_and_check(case, hopper, launch).nan_to_num()), "not the same bits again"
 
 
 @pytest.mark.gpu
@@ -194,7 +171,7 @@ def test_passes_on_a_gpu(options, hopper):
     case = replace(BIG, **options)
     tile = 4 * prefill_cuda.SHAPES[128].step * 128 * 4 * case.kv_heads
     for tiles in (1, 3):
-        check_rows(case, hopper, prefill_cuda.launcher(hopper), tiles * tile)
+        attend_and_check(case, hopper, prefill_cuda.launcher(hopper), tiles * tile)
 
 
 @pytest.mark.gpu
