@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from slimkv.bench.attend import bench_attend
@@ -44,6 +46,31 @@ def _serve(arguments: list[str]) -> int:
     return 1 if any("error" in system for system in report.systems.values()) else 0
 
 
+def _generate(arguments: list[str]) -> int:
+    """``python -m slimkv.bench generate``: decoding through transformers, with options of its own."""
+    from slimkv.bench.generate import GenerateSettings, text_lines, time_generation
+
+    base = GenerateSettings()
+    parser = argparse.ArgumentParser(prog="python -m slimkv.bench generate", description=_generate.__doc__)
+    parser.add_argument("--model", help="a model; default: a Llama of random weights")
+    parser.add_argument("--format", dest="formats", type=_words, default=list(base.formats), help="formats to time")
+    for name in ("context", "batch", "new_tokens", "layers", "rounds"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(base, name))
+    parser.add_argument("--dtype", default=base.dtype)
+    parser.add_argument("--device", default=base.device)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--output", type=Path, help="write the JSON here as well")
+    given = vars(parser.parse_args(arguments))
+    as_json, output = given.pop("json"), given.pop("output")
+    report = time_generation(GenerateSettings(**{**given, "formats": tuple(given["formats"])}))
+    document = json.dumps(asdict(report), indent=2)
+    if output is not None:
+        output.write_text(document + "\n")
+    print(document if as_json else "\n".join(text_lines(report)))
+    return 0
+
+
+_OWN_OPTIONS = {"serve": _serve, "generate": _generate}
 SERVE_OPTIONS = {
     "requests": "requests of the decode phase",
     "context": "tokens of their prompts",
@@ -62,14 +89,14 @@ SERVE_OPTIONS = {
 def main(arguments: list[str] | None = None) -> int:
     """Runs one benchmark and prints it; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["serve"]:
+    if arguments and arguments[0] in _OWN_OPTIONS:
         try:
-            return _serve(arguments[1:])
+            return _OWN_OPTIONS[arguments[0]](arguments[1:])
         except SlimKVError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     parser = argparse.ArgumentParser(prog="python -m slimkv.bench", description=__doc__)
-    parser.add_argument("operation", choices=("attend", "store", "serve"))
+    parser.add_argument("operation", choices=("attend", "store", *_OWN_OPTIONS))
     parser.add_argument("--cells", type=_words, default=[], help="names or patterns, such as decode-*,prefill-*")
     parser.add_argument("--impl", type=_words, default=[], help="implementations, such as triton,reference")
     parser.add_argument("--device", help="cuda or cpu")

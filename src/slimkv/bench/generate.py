@@ -1,4 +1,9 @@
-"""Decoding through transformers' ``generate``: a packed cache with fused attention beside the stock one with SDPA."""
+"""Decoding through transformers' ``generate``: a packed cache with fused attention beside the stock one with SDPA.
+
+Every step of decoding has a length that the process has not met before, and torch's attention may have to prepare
+itself for a new length (cuDNN builds a plan). So lengths are not repeated between rounds; afterwards the cache is
+cropped and the same lengths are timed again, which shows what that preparation costs.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +46,15 @@ class GenerateSettings:
 
 @dataclass(frozen=True)
 class GenerateRow:
-    """One cache."""
+    """One cache. ``again``: at lengths that the process has decoded at before, which happens in benchmarks alone."""
 
     cache: str
     tokens_per_second: float  # of the whole batch, median of the rounds
     milliseconds_per_step: float
     over_stock: float  # tokens per second over those of DynamicCache in the same run
+    tokens_per_second_again: float
+    milliseconds_per_step_again: float
+    over_stock_again: float
     cache_bytes: int
     bytes_of_bf16: float  # cache bytes over the same tokens in bfloat16
     prefill_seconds: float
@@ -76,7 +84,7 @@ def random_llama(settings: GenerateSettings) -> Any:
         num_key_value_heads=settings.kv_heads,
         head_dim=settings.head_dim,
         vocab_size=1024,
-        max_position_embeddings=settings.context + settings.new_tokens + 8,
+        max_position_embeddings=settings.context + (settings.new_tokens + 4) * (settings.rounds + 1),
         eos_token_id=None,
         pad_token_id=0,
     )
@@ -101,26 +109,41 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@dataclass(frozen=True)
+class _Times:
+    """Of one cache in one round, in seconds."""
+
+    prefill: float
+    step: float
+    step_again: float
+
+
 @torch.no_grad()
-def _one(model: Any, ids: Tensor, word: str, settings: GenerateSettings) -> tuple[float, float, Any]:
-    """(seconds of the prefill, seconds per decode step, the filled cache)."""
-    cache = _new_cache(model, word)
+def _one(model: Any, ids: Tensor, word: str, settings: GenerateSettings) -> tuple[_Times, Any]:
+    """Fills a cache with all of ``ids`` but the last, and decodes ``new_tokens`` twice: (times, the filled cache)."""
+    cache, context, new = _new_cache(model, word), ids.shape[1] - 1, settings.new_tokens
     _synchronize(model.device)
     start = time.perf_counter()
-    for i in range(0, settings.context, settings.prefill_chunk):
-        part = ids[:, i : min(i + settings.prefill_chunk, settings.context)]
+    for i in range(0, context, settings.prefill_chunk):
+        part = ids[:, i : min(i + settings.prefill_chunk, context)]
         model(part, past_key_values=cache, logits_to_keep=1)
     _synchronize(model.device)
-    prefilled = time.perf_counter()
-    arguments = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "do_sample": False}
-    # The first step allocates and, on a GPU, compiles; it is not timed.
-    more = model.generate(ids, max_new_tokens=2, min_new_tokens=2, **arguments)
-    arguments["attention_mask"] = torch.ones_like(more)
-    _synchronize(model.device)
-    decoding = time.perf_counter()
-    model.generate(more, max_new_tokens=settings.new_tokens, min_new_tokens=settings.new_tokens, **arguments)
-    _synchronize(model.device)
-    return prefilled - start, (time.perf_counter() - decoding) / settings.new_tokens, cache
+    prefill = time.perf_counter() - start
+
+    def decode(given: Tensor, count: int) -> tuple[float, Tensor]:
+        arguments = {"attention_mask": torch.ones_like(given), "past_key_values": cache, "do_sample": False}
+        _synchronize(model.device)
+        begin = time.perf_counter()
+        out = model.generate(given, max_new_tokens=count, min_new_tokens=count, **arguments)
+        _synchronize(model.device)
+        return (time.perf_counter() - begin) / count, out
+
+    # The first steps allocate and, on a GPU, compile; they are not timed.
+    _, more = decode(ids, 2)
+    step, _ = decode(more, new)
+    cache.crop(-new)
+    step_again, _ = decode(more, new)
+    return _Times(prefill, step, step_again), cache
 
 
 def time_generation(settings: GenerateSettings) -> GenerateReport:
@@ -137,32 +160,43 @@ def time_generation(settings: GenerateSettings) -> GenerateReport:
         model.generation_config.eos_token_id = None
         limit = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(settings.seed)
-    ids = torch.randint(3, limit, (settings.batch, settings.context + 1), generator=generator).to(model.device)
+    # Lengths of one round end before those of the next begin.
+    apart = settings.new_tokens + 4
+    longest = settings.context + apart * (settings.rounds - 1) + 1
+    ids = torch.randint(3, limit, (settings.batch, longest), generator=generator).to(model.device)
     words = ["DynamicCache", *settings.formats]
-    steps: dict[str, list[float]] = {w: [] for w in words}
-    prefills: dict[str, list[float]] = {w: [] for w in words}
+    times: dict[str, list[_Times]] = {w: [] for w in words}
     sizes: dict[str, tuple[int, float]] = {}
-    for _ in range(settings.rounds):
+    for number in range(settings.rounds):
+        given = ids[:, : settings.context + apart * number + 1]
         for word in words:
             if word == "DynamicCache":
-                prefill, step, cache = _one(model, ids, word, settings)
+                found, cache = _one(model, given, word, settings)
                 held = [t for layer in cache.layers for t in (layer.keys, layer.values)]
                 size = sum(t.numel() * t.element_size() for t in held)
                 sizes[word] = size, size / sum(2 * t.numel() for t in held)
             else:
                 with attention(model):
-                    prefill, step, cache = _one(model, ids, word, settings)
+                    found, cache = _one(model, given, word, settings)
                 sizes[word] = cache.nbytes, cache.size().ratio
-            steps[word].append(step)
-            prefills[word].append(prefill)
+            times[word].append(found)
             del cache
-    stock = statistics.median(steps["DynamicCache"])
-    rows = []
-    for word in words:
-        step = statistics.median(steps[word])
-        rows.append(
-            GenerateRow(
-                word, settings.batch / step, 1000 * step, stock / step, *sizes[word], statistics.median(prefills[word])
-            )
-        )
+
+    def median(word: str, name: str) -> float:
+        return statistics.median(getattr(t, name) for t in times[word])
+
+    def speed(word: str, name: str) -> tuple[float, float, float]:
+        step = median(word, name)
+        return settings.batch / step, 1000 * step, median("DynamicCache", name) / step
+
+    rows = [GenerateRow(w, *speed(w, "step"), *speed(w, "step_again"), *sizes[w], median(w, "prefill")) for w in words]
     return GenerateReport(settings, tuple(rows), provenance(model.device))
+
+
+def text_lines(report: GenerateReport) -> list[str]:
+    """A line for each cache."""
+    return [
+        f"{row.cache}: {row.milliseconds_per_step:.2f} ms a step ({row.over_stock:.2f}x stock), at lengths met before "
+        f"{row.milliseconds_per_step_again:.2f} ms ({row.over_stock_again:.2f}x); {row.cache_bytes:,} bytes"
+        for row in report.rows
+    ]

@@ -38,11 +38,13 @@ def generate(
         )  # fmt: skip
         report = time_generation(settings)
     table = Table(title=f"decoding at {context} tokens, batch {batch}, {report.run.device}")
-    for name in ("cache", "tokens/s", "ms/step", "over stock", "cache bytes", "of bf16", "prefill s"):
+    names = ("cache", "tokens/s", "ms/step", "over stock", "lengths met before: ms/step", "over stock", "cache bytes")
+    for name in (*names, "of bf16", "prefill s"):
         table.add_column(name, justify="left" if name == "cache" else "right")
     for row in report.rows:
-        numbers = f"{row.tokens_per_second:.1f}", f"{row.milliseconds_per_step:.2f}", f"{row.over_stock:.2f}x"
         table.add_row(
-            row.cache, *numbers, f"{row.cache_bytes:,}", f"{row.bytes_of_bf16:.3f}", f"{row.prefill_seconds:.2f}"
-        )
+            row.cache, f"{row.tokens_per_second:.1f}", f"{row.milliseconds_per_step:.2f}", f"{row.over_stock:.2f}x",
+            f"{row.milliseconds_per_step_again:.2f}", f"{row.over_stock_again:.2f}x", f"{row.cache_bytes:,}",
+            f"{row.bytes_of_bf16:.3f}", f"{row.prefill_seconds:.2f}",
+        )  # fmt: skip
     emit(report, as_json, table)

@@ -403,6 +403,13 @@ DEVICE bool any_lane(bool p) {
   for (int i = 0; i < 32; i++) mine |= all[i][0];
   return mine;
 }
+DEVICE int count_lanes(bool p) {
+  u64 mine = p;
+  host::Operands all = host::meet("count_lanes", &mine, 1);
+  int count = 0;
+  for (int i = 0; i < 32; i++) count += (int)all[i][0];
+  return count;
+}
 
 DEVICE u32 transpose_8x8(u32 x) {
   u64 mine = x;

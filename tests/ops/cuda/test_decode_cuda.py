@@ -101,6 +101,26 @@ def test_the_shapes_for_long_sequences(case, as_if_long):
     check_emulated(case)
 
 
+# How work is cut: nine blocks on the small device, 96 on the large one.
+LARGE_GPU = replace(SMALL_GPU, multiprocessors=32)
+CUTS = [
+    (replace(TINY, lens=(1300, 9, 30, 64, 5), queries=(1,) * 5), SMALL_GPU),  # one long: blocks go on to other items
+    (replace(TINY, kv_heads=2, lens=(600, 640), queries=(1, 1)), SMALL_GPU),  # alike: two blocks for every item
+    (
+        replace(TINY, lens=(*range(100, 138), 0, 1), queries=(1,) * 40),
+        LARGE_GPU,
+    ),  # more than a warp's lanes
+    (replace(TINY, lens=(3000, *range(40)), queries=(1,) * 41), LARGE_GPU),
+    (replace(VERIFY, lens=(300, 280, 310), queries=(5, 2, 4)), LARGE_GPU),
+]
+
+
+@emulated
+@pytest.mark.parametrize(("case", "device"), CUTS, ids=lambda x: str(x) if isinstance(x, Case) else "")
+def test_how_work_is_cut(case, device):
+    check_emulated(case, device)
+
+
 @emulated
 def test_a_gpu_with_less_shared_memory():
     check_emulated(replace(TINY, dim=256, format="kl6vl6", lens=(40,), queries=(1,)), OLD_GPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from pathlib import Path
 from weakref import ref
 
@@ -28,7 +29,7 @@ HEADS, KV_HEADS, BLOCKS = 2, 1, 6
 
 
 class Kernel:
-    """The emulated kernel behind ``Module.kernel(name).launch(...)``."""
+    """The emulated kernel behind ``Module.kernel(name)``."""
 
     def __init__(self, source, defines):
         self.source, self.defines = source, defines
@@ -41,6 +42,9 @@ class Kernel:
         library = host.compile(Path(self.source), self.defines)
         host.launch(library, self.name, grid=grid, threads=threads, shared=shared, args=args)
 
+    def bound(self, *call):
+        return partial(self.launch, *call)
+
 
 @pytest.fixture(autouse=True)
 def emulated_gpu(monkeypatch):
@@ -51,6 +55,7 @@ def emulated_gpu(monkeypatch):
         monkeypatch.setattr(registry, "_by_name", {**registry._by_name, "cuda": cuda})
     monkeypatch.setattr(attend_cuda, "device_of", lambda device: SMALL_GPU)
     monkeypatch.setattr(attend_cuda, "_launcher", lambda device: launch_attend)
+    monkeypatch.setattr(attend_cuda, "_binder", lambda device: partial(partial, launch_attend))
     monkeypatch.setattr(store_cuda, "load", lambda source, defines, device: Kernel(source, defines))
 
 

@@ -35,13 +35,13 @@ _MERGE_WARPS = 2
 _SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 _LONG = {
     4: ((8, 12, 2, 1), (4, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 2), *_SMALLER),
-    8: ((4, 4, 2, 2), *_SMALLER),
+    8: ((4, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
     16: ((4, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
 }
 # Many short sequences: smaller blocks, of which one computes while another changes its sequence.
 _SHORT = {4: ((4, 4, 2, 3), *_LONG[4]), 8: _LONG[8], 16: _LONG[16]}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
-_LITTLE_TOKENS = 12 << 10  # of one head, a multiprocessor
+_LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
 
 
 class _Table(ctypes.Structure):
@@ -100,7 +100,9 @@ class Device:
     shared_of_block: int
 
 
+KernelCall = tuple[str, Defines, tuple[int, int], int, int, Args, bool]
 Launcher = Callable[[str, Defines, tuple[int, int], int, int, Args, bool], None]
+Binder = Callable[[str, Defines, tuple[int, int], int, int, Args, bool], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -167,11 +169,15 @@ def again(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | 
     if request.query.shape[0] == 0 or not 0 < request.max_query_len <= PACKED_QUERIES:
         return None
     device = request.query.device
-    call, launch = _prepare(request, device_of(device)), _launcher(device)
+    call = _prepare(request, device_of(device))
+    args, (start, merge), needed = call.args, call.bound(_binder(device)), call.workspace_bytes
 
     def run(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
-        call.args.query, call.args.out, call.args.lengths = query.data_ptr(), out.data_ptr(), seq_lens.data_ptr()
-        call.launch(torch.empty(call.workspace_bytes, dtype=torch.uint8, device=device), launch)
+        args.query, args.out, args.lengths = query.data_ptr(), out.data_ptr(), seq_lens.data_ptr()
+        workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+        call.use(workspace)
+        start()
+        merge()
 
     return run
 
@@ -201,12 +207,28 @@ class _Call:
     workspace_bytes: int
     kept: tuple[Tensor, ...]  # what args point to and nobody else holds
 
-    def launch(self, workspace: Tensor, launch: Launcher) -> None:
-        plan, args = self.plan, self.args
+    def use(self, workspace: Tensor) -> None:
+        """Points the arguments to a workspace."""
+        args = self.args
         args.parts = parts = workspace.data_ptr()
         args.part_states = parts + self.part_bytes
-        launch("attend", plan.defines, self.grids[0], 32 * plan.shape.warps, plan.shared, args, True)
-        launch("merge", plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, args, True)
+
+    def launch(self, workspace: Tensor, launch: Launcher) -> None:
+        """Both kernels, once."""
+        self.use(workspace)
+        for kernel in self._kernels():
+            launch(*kernel)
+
+    def bound(self, bind: Binder) -> list[Callable[[], None]]:
+        """Both kernels, for many times."""
+        return [bind(*kernel) for kernel in self._kernels()]
+
+    def _kernels(self) -> tuple[KernelCall, KernelCall]:
+        plan = self.plan
+        return (
+            ("attend", plan.defines, self.grids[0], 32 * plan.shape.warps, plan.shared, self.args, True),
+            ("merge", plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, self.args, True),
+        )
 
 
 def _prepare(request: AttendRequest, device: Device) -> _Call:
@@ -420,3 +442,12 @@ def _launcher(device: torch.device) -> Launcher:
         load(SOURCE, defines, device).kernel(name).launch(grid, threads, shared, args, device, overlap)
 
     return launch
+
+
+def _binder(device: torch.device) -> Binder:
+    def bind(
+        name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args, overlap: bool
+    ) -> Callable[[], None]:
+        return load(SOURCE, defines, device).kernel(name).bound(grid, threads, shared, args, device, overlap)
+
+    return bind

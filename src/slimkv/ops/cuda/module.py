@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -52,12 +53,34 @@ class Kernel:
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._config(grid, threads, shared, overlap)
-        # What torch's own compiler asks: current_stream() makes an object on the way to the same number.
-        config.hStream = torch._C._cuda_getCurrentRawStream(_index(device))
+        self._bound(config, args, device)()
+
+    def bound(
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        shared: int,
+        args: ctypes.Structure,
+        device: torch.device,
+        overlap: bool = False,
+    ) -> Callable[[], None]:
+        """A call that does what ``launch`` does, with what ``args`` then holds."""
+        return self._bound(self._config(grid, threads, shared, overlap), args, device)
+
+    def _bound(self, config: Any, args: ctypes.Structure, device: torch.device) -> Callable[[], None]:
         pointer = ctypes.c_void_p(ctypes.addressof(args))
-        result = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointer), 0)
-        if result[0]:
-            _checked(self._driver, result, self.name)
+        address, index = ctypes.addressof(pointer), _index(device)
+        # What torch's own compiler asks: current_stream() makes an object on the way to the same number.
+        stream, start, function = torch._C._cuda_getCurrentRawStream, self._driver.cuLaunchKernelEx, self._function
+
+        def launch() -> None:
+            config.hStream = stream(index)
+            result = start(config, function, address, 0)
+            if result[0]:
+                _checked(self._driver, result, self.name)
+
+        launch.holds = args, pointer  # type: ignore[attr-defined]  # which the address alone would not keep alive
+        return launch
 
     def _config(self, grid: tuple[int, int], threads: int, shared: int, overlap: bool) -> Any:
         driver = self._driver

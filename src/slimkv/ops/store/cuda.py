@@ -114,12 +114,12 @@ def again(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
         return None
     plan, grid, args = prepare(request)
     device = request.pages.device
-    kernel = load(SOURCE, plan.defines, device).kernel(KERNEL)
+    launch = load(SOURCE, plan.defines, device).kernel(KERNEL).bound(grid, plan.threads, plan.shared, args, device)
     keys, values = args.key, args.value
 
     def run(key: Tensor, value: Tensor, slots: Tensor) -> None:
         keys.x, values.x, args.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
-        kernel.launch(grid, plan.threads, plan.shared, args, device)
+        launch()
 
     return run
 

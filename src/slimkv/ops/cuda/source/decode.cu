@@ -36,12 +36,9 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
   let_next_grid_start();
 
   // -- this block's piece of the line
-  const i32 all = sums_before(args, 0, lane).all_steps;
-  const int share = steps_per_block(all, block_count());
-  const int from = block_index() * share, to = least(all, from + share);
-  if (from >= to) return;
-  int left = to - from;
-  Piece piece = piece_at(args, from, left, lane);
+  int left;
+  Piece piece = first_piece(args, lane, left);
+  if (left <= 0) return;
 
   // -- tables. A permutation takes one operand of the kind that all lanes share; its table must not be one.
   u32* key_levels = (u32*)(shared + LEVELS_AT);

@@ -96,6 +96,7 @@ DEVICE i32 shuffle(i32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); 
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE i64 shuffle(i64 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE bool any_lane(bool p) { return __any_sync(0xFFFFFFFFu, p); }
+DEVICE int count_lanes(bool p) { return __popc(__ballot_sync(0xFFFFFFFFu, p)); }
 
 // Lane 4 r + c holds elements 2 c and 2 c + 1 of row r of an 8 x 8 matrix of 16-bit elements; the same of its transpose.
 DEVICE u32 transpose_8x8(u32 x) { u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x)); return r; }

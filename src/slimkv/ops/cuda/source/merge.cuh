@@ -33,13 +33,13 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT Args args) {
   }
   const Sequence s = sequence_at(args, b);
   if (s.chunks == 0) return wait_for_grid_before();  // another kernel's
-  const Sums before = sums_before(args, b, lane);
-  const int share = steps_per_block(before.all_steps, args.blocks);
+  const Line line = cut_all(args, args.blocks, lane);
+  const Before earlier = before(args, b, line, lane);
   const int per_chunk = COLUMNS / args.group, query = row - s.start, chunk = query / per_chunk;
   const int column = (query % per_chunk) * args.group + head % args.group;
-  const int within = chunk * args.heads + head / args.group, item = before.items + within;
-  const int first = before.steps + within * s.steps, first_block = first / share;
-  const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / share : first_block - 1;
+  const int within = chunk * args.heads + head / args.group, item = earlier.items + within;
+  const int first = earlier.places + within * line.places(s.steps), first_block = first / line.share;
+  const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / line.share : first_block - 1;
   wait_for_grid_before();
 
   Merged merged;

@@ -1,5 +1,5 @@
 // Who does what. Work is cut into steps of 16 NT tokens of one KV head. All steps of all sequences form one line, of which
-// every block gets an equal piece, whatever the sequences' lengths: no block waits for another.
+// every block gets an equal piece, whatever the sequences' lengths.
 #pragma once
 #include "decode_shape.cuh"
 
@@ -24,28 +24,65 @@ DEVICE Sequence sequence_at(const Args& args, int b) {
   return s;
 }
 
-struct Sums {
-  i32 steps, items, all_steps;  // before a sequence: steps of all heads and chunks, (chunk, head) pairs; steps in all
+// An item is a KV head of a sequence (and of a chunk of its queries). Every block takes `share` places of the line, which
+// has a place for every step. Where whole blocks for every item come out nearly as even, items are padded to such: a block
+// that goes on to another item waits for its queries and pages, and all others wait for that block.
+struct Line {
+  i32 steps;  // in all
+  int share;
+  bool padded;
+  DEVICE_MEMBER int places(int steps) const { return padded ? (steps + share - 1) / share * share : steps; }
 };
 
-// Every lane of a warp gets them.
-DEVICE Sums sums_before(const Args& args, int b, int lane) {
-  Sums sums = {0, 0, 0};
-  for (int i = lane; i < args.sequences; i += 32) {
-    const Sequence s = sequence_at(args, i);
-    const i32 n = s.chunks * args.heads;
-    if (i < b) sums.steps += n * s.steps, sums.items += n;
-    sums.all_steps += n * s.steps;
-  }
+constexpr int CHANGE_OF_ITEM = WARPS + WARPS / 4;  // what it costs, in steps of a block
+
+DEVICE Line cut(i32 steps, i32 items, i32 longest, int blocks) {
+  const int even = greatest(1, (steps + blocks - 1) / blocks);
+  if (items == 0 || items > blocks) return {steps, even, false};
+  const int blocks_of_item = blocks / items, own = (longest + blocks_of_item - 1) / blocks_of_item;
+  return own <= even + CHANGE_OF_ITEM ? Line{steps, own, true} : Line{steps, even, false};
+}
+
+struct Sums {
+  i32 steps, items, longest;  // of all heads and chunks: steps, items that have some, the most steps of one
+};
+
+// Of the sequences of a warp's lanes; every lane gets them.
+DEVICE Sums add_up(Sums sums) {
 #pragma unroll
   for (int d = 16; d; d >>= 1) {
     sums.steps += shuffle_xor(sums.steps, d), sums.items += shuffle_xor(sums.items, d);
-    sums.all_steps += shuffle_xor(sums.all_steps, d);
+    sums.longest = greatest(sums.longest, shuffle_xor(sums.longest, d));
   }
   return sums;
 }
 
-DEVICE int steps_per_block(int all, int blocks) { return greatest(1, (all + blocks - 1) / blocks); }
+DEVICE Sums with(Sums sums, const Sequence& s, int heads) {
+  const i32 items = s.steps ? s.chunks * heads : 0;
+  return {sums.steps + items * s.steps, sums.items + items, greatest(sums.longest, s.steps)};
+}
+
+DEVICE Line cut_all(const Args& args, int blocks, int lane) {
+  Sums sums = {0, 0, 0};
+  for (int i = lane; i < args.sequences; i += 32) sums = with(sums, sequence_at(args, i), args.heads);
+  sums = add_up(sums);
+  return cut(sums.steps, sums.items, sums.longest, blocks);
+}
+
+struct Before {
+  i32 places, items;  // of the sequences before one
+};
+
+DEVICE Before before(const Args& args, int b, Line line, int lane) {
+  Before sums = {0, 0};
+  for (int i = lane; i < b; i += 32) {
+    const Sequence s = sequence_at(args, i);
+    sums.places += s.chunks * args.heads * line.places(s.steps), sums.items += s.chunks * args.heads;
+  }
+#pragma unroll
+  for (int d = 16; d; d >>= 1) sums.places += shuffle_xor(sums.places, d), sums.items += shuffle_xor(sums.items, d);
+  return sums;
+}
 
 // A run of steps of one (sequence, chunk of queries, head).
 struct Piece {
@@ -55,38 +92,49 @@ struct Piece {
   int first, last;  // steps
 };
 
-// The piece at place `from` of the line, of at most `most` steps: 32 sequences at a time.
-DEVICE Piece piece_at(const Args& args, int from, int most, int lane) {
-  i32 steps = 0, items = 0;
-  int b = 0;
-  for (;; b += 32) {
-    Sequence s = {};
-    if (b + lane < args.sequences) s = sequence_at(args, b + lane);
-    i32 numbers = s.chunks * args.heads, ends = numbers * s.steps;
+// The first piece of a block, and how many steps it gets in all, which may be none. 32 sequences at a time.
+DEVICE Piece first_piece(const Args& args, int lane, int& left) {
+  const bool few = args.sequences <= 32;  // a single look at them is enough
+  Sequence s = {};
+  if (lane < args.sequences) s = sequence_at(args, lane);
+  Line line;
+  if (few) {
+    const Sums sums = add_up(with({0, 0, 0}, s, args.heads));
+    line = cut(sums.steps, sums.items, sums.longest, block_count());
+  } else line = cut_all(args, block_count(), lane);
+  const i32 from = block_index() * line.share;
+  i32 places = 0, items = 0;
+  Piece piece = {};
+  left = 0;
+  while (true) {
+    const i32 places_of_item = line.places(s.steps);
+    i32 numbers = s.chunks * args.heads, ends = numbers * places_of_item;
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
       const i32 more = shuffle(ends, (lane - d) & 31), more_items = shuffle(numbers, (lane - d) & 31);
       if (lane >= d) ends += more, numbers += more_items;
     }
-    i32 over = steps + ends <= from;  // how many of them end before the piece begins
-#pragma unroll
-    for (int d = 16; d; d >>= 1) over += shuffle_xor(over, d);
-    const i32 steps_over = shuffle(ends, (over - 1) & 31), items_over = shuffle(numbers, (over - 1) & 31);
-    if (over) steps += steps_over, items += items_over;
+    const int over = count_lanes(places + ends <= from);  // how many of them end before the piece begins
+    const i32 places_over = shuffle(ends, (over - 1) & 31), items_over = shuffle(numbers, (over - 1) & 31);
+    if (over) places += places_over, items += items_over;
     if (over < 32) {
-      b += over;
+      piece.b += over;
+      piece.s = {shuffle(s.start, over), shuffle(s.queries, over), shuffle(s.length, over),
+                 WINDOW ? shuffle(s.begin, over) : 0, shuffle(s.steps, over), shuffle(s.chunks, over)};
+      const int one = shuffle(places_of_item, over), within = (from - places) / one;
+      piece.chunk = within / args.heads;
+      piece.head = within % args.heads;
+      piece.item = items + within;
+      piece.first = from - places - within * one;
+      left = least(line.share, line.padded ? piece.s.steps - piece.first : line.steps - from);
+      piece.last = least(piece.s.steps, piece.first + left);
       break;
     }
+    piece.b += 32;
+    if (piece.b >= args.sequences) break;
+    s = {};
+    if (piece.b + lane < args.sequences) s = sequence_at(args, piece.b + lane);
   }
-  Piece piece;
-  piece.b = b;
-  piece.s = sequence_at(args, b);
-  const int within = (from - steps) / piece.s.steps;
-  piece.chunk = within / args.heads;
-  piece.head = within % args.heads;
-  piece.item = items + within;
-  piece.first = from - steps - within * piece.s.steps;
-  piece.last = least(piece.s.steps, piece.first + most);
   return piece;
 }
 
