@@ -214,9 +214,9 @@ def test_norm_policy_keeps_norms_and_unbiased_keeps_projections():
         for policy in POLICIES:
             codec = Codec(CodecSpec.parse(f"kl{bits}vl{bits}", 128, key_policy=policy))
             restored[policy] = codec.decode_key(codec.encode_key(x))
-        torch.testing.assert_close(restored[ScalePolicy.NORM].norm(dim=-1), norm, rtol=6e-4, atol=0)
+        torch.testing.assert_close(restored[ScalePolicy.NORM].norm(dim=-1), norm, rtol=7e-4, atol=0)
         projected = (restored[ScalePolicy.UNBIASED] * x).sum(-1)
-        torch.testing.assert_close(projected, norm.square(), rtol=6e-4, atol=0)
+        torch.testing.assert_close(projected, norm.square(), rtol=7e-4, atol=0)
         assert (restored[ScalePolicy.PLAIN].norm(dim=-1) / norm).std() > 1e-4
 
 
@@ -250,10 +250,27 @@ def test_every_sum_is_exact(policy):
     assert torch.equal(encoded.fields, scale16.encode_unsigned(torch.from_numpy(scale)))
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("largest", [1.0, 30.0])
+def test_few_bits_before_the_rotation_do_not_show(bits, largest, monkeypatch):
+    """Codes of up to 4 bits start from 11-bit integers; the error is that of 21 bits, with and without an outlier."""
+    codec, x = Codec(CodecSpec.parse(f"k{bits}v{bits}", 128)), vectors(2048, 128, seed=5)
+    x[:, 3] *= largest
+
+    def error() -> float:
+        squared = (codec.decode_key(codec.encode_key(x)) - x).square().sum(-1)
+        return float((squared / x.square().sum(-1)).mean())
+
+    few = error()
+    monkeypatch.setattr(quantize, "FEW_FIXED_POINT_BITS", quantize.FIXED_POINT_BITS)
+    assert few != error()
+    assert few < 1.002 * error()
+
+
 def test_sums_are_integers_rounded_once():
     """Against Python integers; float32 sums of the same numbers differ, so this would notice them."""
     codec = Codec(CodecSpec.parse("k4v4", 128))
-    fixed, _, _ = quantize._fixed_point(vectors(64, 128, seed=4))
+    fixed, _, _ = quantize._fixed_point(vectors(64, 128, seed=4), quantize.FIXED_POINT_BITS)
     matrix = codec.key_tables.hadamard
     rotated, squared = quantize.rotate_fixed(fixed, codec.key_tables), quantize.squared_norm(fixed)
     signs, rows = matrix.T.long().tolist(), fixed.long().tolist()

@@ -65,7 +65,7 @@ template <class F> struct LevelSums {
   DEVICE_MEMBER void add(int j, u32 levels) { squares[j] = dot_u8(levels, levels, squares[j]); }
   DEVICE_MEMBER void add_level(int j, float rotated, i32 level) {
     if constexpr (F::POLICY == NORM) sums[j] += (i64)level * level;
-    else sums[j] += (i64)float_to_int_rz(rotated) * level;
+    else sums[j] += (i64)float_to_int_rz(F::FEW ? rotated * 16777216.0f : rotated) * level;
   }
 };
 
@@ -130,7 +130,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
   LevelSums<F> sums;
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
-    i32 exact[F::GROUPS][8];
+    typename Digits<F>::Sum exact[F::GROUPS][8];
     rotate_slices<F>(digits, side, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++) {
@@ -138,7 +138,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
       u32 code[8];
 #pragma unroll
       for (int n = 0; n < 8; n++) {
-        rotated[n] = int_to_float_rn(exact[q][n]);
+        rotated[n] = number_of(exact[q][n]);
         code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
       }
       put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);

@@ -1,17 +1,30 @@
-// Vectors to 22-bit integers, their exact rotation and their exact norm, on the tensor cores.
+// Vectors to integers, their exact rotation and their exact norm, on the tensor cores.
 //
-// An integer is cut into three digits, fixed = low + 2^8 middle + 2^16 top, of which low and middle are unsigned bytes; the
+// 11-bit integers are halves: the denormal numbers of fp16 and the first normal ones are multiples of 2^-24, so converting a
+// float of at most 2^-13 rounds it to such a multiple, and its bits are the integer's magnitude and sign. Sums of their
+// products with a matrix of +-1 stay below 2^20 units, which float32 holds.
+//
+// 22-bit integers: one is cut into three digits, fixed = low + 2^8 middle + 2^16 top, of which low and middle are unsigned bytes; the
 // matrix has entries +-1, so products of bytes, summed in 32 bits and put together by shifts, are the exact sums. A float
 // that is 1.5 * 2^23 plus an integer has the integer in its low bits: the digits are its bytes.
 #pragma once
 #include "store_format.cuh"
 
-template <class F> struct Digits {  // [chunk][token g or g + 8][first or last four of a lane's eight dimensions]
+template <class F, bool FEW = F::FEW> struct Digits {  // [chunk][token g or g + 8][first or last four of a lane's eight dimensions]
+  typedef i32 Sum;
   u32 low[F::CHUNKS][2][2], middle[F::CHUNKS][2][2], top[F::CHUNKS][2][2];
 };
+template <class F> struct Digits<F, true> {  // [chunk][token g or g + 8][pair of a lane's eight dimensions]
+  typedef float Sum;                         // in units of 2^-24
+  u32 halves[F::CHUNKS][2][4];
+};
+DEVICE float number_of(i32 sum) { return int_to_float_rn(sum); }
+DEVICE float number_of(float sum) { return sum; }
 
 struct TokenScalars {  // of the lane's token (lane % 16), in fixed-point units
-  float squared, norm, factor, down;
+  float squared, norm;
+  float factor;  // what makes a sum a coordinate in the codebook's units
+  float down;
   bool zero, bad;
 };
 
@@ -120,8 +133,34 @@ template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, flo
   top = F::NARROW ? third << 2 & 0xFCFCFCFCu : third << 1 ^ 0x80808080u;
 }
 
-// The exact sum of squares of the tile's tokens, in the lane of each: four products of bytes at a time.
-template <class F> DEVICE i64 squared_norms(const Digits<F>& d, int lane) {
+// The sums of a lane's two tokens over the four lanes that have parts of them, in the lane of each token of the tile.
+template <class T> DEVICE T sum_of_rows(const T sums[2], int lane) {
+  bool high = lane & 1;
+  T sum = (high ? sums[1] : sums[0]) + shuffle_xor(high ? sums[0] : sums[1], 1);
+  sum += shuffle_xor(sum, 2);
+  return shuffle(sum, 4 * (lane & 7) + (lane >> 3 & 1));
+}
+
+// The exact sum of squares of the tile's tokens: four products of bytes at a time.
+template <class F> DEVICE i32 squared_norms(const Digits<F, true>& d, int lane) {
+  i32 sums[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    u32 lows = 0, both = 0, highs = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * F::CHUNKS; i++) {
+      u32 first = d.halves[i / 2][h][2 * (i % 2)], second = d.halves[i / 2][h][2 * (i % 2) + 1];
+      u32 low = prmt(first, second, 0x6420), high = prmt(first, second, 0x7531) & 0x7F7F7F7Fu;
+      lows = dot_u8(low, low, lows);
+      both = dot_u8(low, high, both);
+      highs = dot_u8(high, high, highs);
+    }
+    sums[h] = (i32)(lows + 512 * both + 65536 * highs);
+  }
+  return sum_of_rows(sums, lane);
+}
+
+template <class F> DEVICE i64 squared_norms(const Digits<F, false>& d, int lane) {
   i64 sums[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -141,11 +180,27 @@ template <class F> DEVICE i64 squared_norms(const Digits<F>& d, int lane) {
     sums[h] = (i64)lows + (i64)low_middle * 512 + (i64)middles * 65536 + (i64)low_top * (2 * TOP) +
               (i64)middle_top * (512 * TOP) + (i64)tops * (TOP * TOP);
   }
-  bool high = lane & 1;
-  i64 sum = (high ? sums[1] : sums[0]) + shuffle_xor(high ? sums[0] : sums[1], 1);
-  sum += shuffle_xor(sum, 2);
-  return shuffle(sum, 4 * (lane & 7) + (lane >> 3 & 1));
+  return sum_of_rows(sums, lane);
 }
+
+DEVICE float rounded(i32 sum) { return int_to_float_rn(sum); }
+DEVICE float rounded(i64 sum) { return long_to_float_rn(sum); }
+
+// Eight numbers of a lane's row as 11-bit integers.
+template <class F> DEVICE void take_halves(const u32 raw[F::RAW], float up, u32 halves[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if constexpr (F::DTYPE == BFLOAT16) {  // a power of two leaves them as they are
+      u32 scaled = times_bfloats(raw[i], as_bits(up) >> 16 | as_bits(up));
+      halves[i] = pack_halves(as_float(scaled << 16), as_float(scaled & 0xFFFF0000u));
+    } else {
+      halves[i] = pack_halves(mul_rn(element<F::DTYPE>(raw, 2 * i), up), mul_rn(element<F::DTYPE>(raw, 2 * i + 1), up));
+    }
+  }
+}
+
+// Exponents from here on are beyond any scale that a page can hold.
+constexpr u32 TOO_LARGE = 240;
 
 // Digits of the tile's tokens, and what there is one of per token.
 template <class F> DEVICE TokenScalars fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], float unit, int lane, Digits<F>& d) {
@@ -157,23 +212,36 @@ template <class F> DEVICE TokenScalars fixed_point(const u32 raw[F::CHUNKS][2][F
     most = larger_of(most, shuffle_xor(most, 2));
     u32 exponent = most >> 23;
     exponents[h] = exponent;
-    // A power of two that brings the largest into [2^20, 2^21); vectors below 2^-60 are zero.
-    float up = exponent < 67 ? 0.0f : as_float((274 - (exponent < 254 ? exponent : 254)) << 23);
+    // A power of two that brings the largest into [2^20, 2^21), or [2^10, 2^11) units of 2^-24; vectors below 2^-60 are zero.
+    if constexpr (F::FEW) {
+      float up = exponent < 67 ? 0.0f : as_float((240 - (exponent < TOO_LARGE ? exponent : TOO_LARGE - 1)) << 23);
 #pragma unroll
-    for (int c = 0; c < F::CHUNKS; c++)
+      for (int c = 0; c < F::CHUNKS; c++) take_halves<F>(raw[c][h], up, d.halves[c][h]);
+      if (any_lane(exponent >= TOO_LARGE)) {  // whose halves may be anything, and are to be numbers
+        sync_warp();                          // keeps the compiler from selecting word by word instead of branching
 #pragma unroll
-      for (int r = 0; r < 2; r++) take_digits<F>(raw[c][h], 4 * r, up, d.low[c][h][r], d.middle[c][h][r], d.top[c][h][r]);
+        for (int i = 0; i < 4 * F::CHUNKS; i++)
+          if (exponent >= TOO_LARGE) d.halves[i / 4][h][i % 4] = 0;
+      }
+    } else {
+      float up = exponent < 67 ? 0.0f : as_float((274 - (exponent < 254 ? exponent : 254)) << 23);
+#pragma unroll
+      for (int c = 0; c < F::CHUNKS; c++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) take_digits<F>(raw[c][h], 4 * r, up, d.low[c][h][r], d.middle[c][h][r], d.top[c][h][r]);
+    }
   }
   int token = lane & 15, from = 4 * (token & 7);
   u32 first = shuffle(exponents[0], from), second = shuffle(exponents[1], from);
   u32 exponent = token < 8 ? first : second;
   TokenScalars s;
-  s.bad = exponent == 255;
+  s.bad = exponent >= (F::FEW ? TOO_LARGE : 255);
   s.zero = exponent < 67;
-  s.down = as_float(((s.zero ? 67 : s.bad ? 254 : exponent) - 20) << 23);
-  s.squared = long_to_float_rn(squared_norms<F>(d, lane));
+  s.down = as_float(((s.zero ? 67 : s.bad ? 254 : exponent) - (F::FEW ? 10 : 20)) << 23);
+  s.squared = rounded(squared_norms<F>(d, lane));
   s.norm = sqrt_rn(s.squared);
   s.factor = s.zero || s.bad ? 0.0f : div_rn(unit, s.norm);
+  if (F::FEW) s.factor = mul_rn(s.factor, 16777216.0f);
   return s;
 }
 
@@ -196,8 +264,37 @@ DEVICE void scale(i32 c[2][4], u32 by) {
   for (int i = 0; i < 8; i++) c[i / 4][i % 4] = (i32)((u32)c[i / 4][i % 4] * by);
 }
 
-// Slices s, s + SLICES, ... of the rotated tile: exact integers, in the page's order.
-template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs& side, int s, int lane, i32 out[F::GROUPS][8]) {
+// A number of a product's result in the page's order.
+template <class F> DEVICE constexpr int in_page(int i, int k) {
+  return F::VALUES ? 4 * i + 2 * (k & 1) + (k >> 1) : 4 * (k >> 1) + 2 * i + (k & 1);
+}
+
+// The products of the groups' own part of the rotation, of slice s of each.
+template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const SideArgs& side, int s, int lane, float out[F::GROUPS][8]) {
+#pragma unroll
+  for (int q = 0; q < F::GROUPS; q++) {
+    const u8* at = side.fragments + ((q * F::SLICES + s) * F::STEPS * 64 + lane) * 16;
+    float c[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < 2 * F::STEPS; k++) {
+      Words4 m = load_often(at + 512 * k);
+      const u32(&first)[4] = d.halves[q * F::STEPS + k / 2][0];
+      const u32(&second)[4] = d.halves[q * F::STEPS + k / 2][1];
+      const int w = 2 * (k % 2);
+      if constexpr (F::VALUES) {  // rows are dimensions, columns tokens
+        mma_f16(c[0], m.x, m.y, m.z, m.w, first[w], first[w + 1]);
+        mma_f16(c[1], m.x, m.y, m.z, m.w, second[w], second[w + 1]);
+      } else {                    // rows are tokens, columns dimensions
+        mma_f16(c[0], first[w], second[w], first[w + 1], second[w + 1], m.x, m.y);
+        mma_f16(c[1], first[w], second[w], first[w + 1], second[w + 1], m.z, m.w);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) out[q][in_page<F>(i / 4, i % 4)] = c[i / 4][i % 4];
+  }
+}
+
+template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const SideArgs& side, int s, int lane, i32 out[F::GROUPS][8]) {
 #pragma unroll
   for (int q = 0; q < F::GROUPS; q++) {
     const u8* at = side.fragments + ((q * F::SLICES + s) * F::STEPS * 32 + lane) * 16;
@@ -215,10 +312,13 @@ template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs&
 #pragma unroll
     for (int k = 0; k < F::STEPS; k++) multiply<F>(c, d.low[q * F::STEPS + k], ones[k], 1);
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int k = 0; k < 4; k++) out[q][F::VALUES ? 4 * i + 2 * (k & 1) + (k >> 1) : 4 * (k >> 1) + 2 * i + (k & 1)] = c[i][k];
+    for (int i = 0; i < 8; i++) out[q][in_page<F>(i / 4, i % 4)] = c[i / 4][i % 4];
   }
+}
+
+// Slices s, s + SLICES, ... of the rotated tile: exact sums, in the page's order.
+template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs& side, int s, int lane, typename Digits<F>::Sum out[F::GROUPS][8]) {
+  multiply_slices<F>(d, side, s, lane, out);
 #pragma unroll
   for (int step = 1; step < F::GROUPS; step *= 2)
 #pragma unroll
@@ -226,8 +326,13 @@ template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs&
       if (!(q & step))
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-          i32 a = out[q][n], b = out[q + step][n];
-          out[q][n] = step == 1 ? a * side.one + b : a + b;
-          out[q + step][n] = step == 1 ? b * side.minus_one + a : a - b;
+          auto a = out[q][n], b = out[q + step][n];
+          if constexpr (F::FEW) {
+            out[q][n] = a + b;
+            out[q + step][n] = a - b;
+          } else {
+            out[q][n] = step == 1 ? a * side.one + b : a + b;
+            out[q + step][n] = step == 1 ? b * side.minus_one + a : a - b;
+          }
         }
 }
