@@ -15,6 +15,7 @@ import torch
 from slimkv import Codec, CodecSpec, Encoded, PageLayout
 from slimkv.codec import pack
 from slimkv.codec.codebook import codebook
+from slimkv.codec.quantize import fixed_point_bits
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.spec import DEFAULT_SEED, LAYOUT_VERSION, Kind, ScalePolicy
 
@@ -88,14 +89,18 @@ def encoding_entries() -> dict[str, str]:
                 spec = CodecSpec.parse(word, key_dim, value_dim, key_policy=policy, value_policy=policy)
                 if policy != ScalePolicy.NORM and Kind.LLOYD not in (spec.key.kind, spec.value.kind):
                     continue
+                name = f"{word} {key_dim}/{value_dim} {policy}"
                 rows = [compressed(Codec(spec), spec, side) for side in ("key", "value")]
-                out[f"{word} {key_dim}/{value_dim} {policy}"] = " ".join(map(digest, rows))
+                out[name] = " ".join(map(digest, rows))
+                if fixed_point_bits(spec.key, torch.bfloat16) != fixed_point_bits(spec.key, torch.float32):
+                    rows = [compressed(Codec(spec), spec, side, torch.bfloat16) for side in ("key", "value")]
+                    out[f"{name} of bfloat16"] = " ".join(map(digest, rows))
     return out
 
 
-def compressed(codec: Codec, spec: CodecSpec, side: str) -> torch.Tensor:
+def compressed(codec: Codec, spec: CodecSpec, side: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     form, dim = getattr(spec, side), getattr(spec, f"{side}_dim")
-    x = heavy_vectors(24, dim, 5)
+    x = heavy_vectors(24, dim, 5).to(dtype)
     x = x.to(getattr(torch, form.raw_dtype)) if form.kind == Kind.RAW else x
     return codec.compress_k(x) if side == "key" else codec.compress_v(x)
 

@@ -20,7 +20,7 @@ from slimkv.errors import InputError
 from slimkv.spec import Kind, ScalePolicy, TensorFormat
 
 FIXED_POINT_BITS = 21
-FEW_FIXED_POINT_BITS = 11  # where codes are so coarse that more would not show; what a half holds exactly
+FEW_FIXED_POINT_BITS = 11  # of 16-bit floats, which hold no more, under codes so coarse that the rest does not show
 ROUND_MAGIC = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer, ties to even
 LEAST_EXPONENT = 67  # biased float32 exponent below which a vector counts as zero (2^-60)
 FP8_LARGEST = 448.0
@@ -55,9 +55,10 @@ def _power_of_two(biased_exponent: Tensor) -> Tensor:
     return (biased_exponent << 23).view(torch.float32)
 
 
-def fixed_point_bits(form: TensorFormat) -> int:
-    """Bits of the largest coordinate of a vector before it is rotated."""
-    return FEW_FIXED_POINT_BITS if form.kind == Kind.LLOYD and form.bits <= 4 else FIXED_POINT_BITS
+def fixed_point_bits(form: TensorFormat, dtype: torch.dtype) -> int:
+    """Bits of the largest coordinate of a vector, given in ``dtype``, before it is rotated."""
+    few = form.kind == Kind.LLOYD and form.bits <= 4 and dtype.itemsize == 2
+    return FEW_FIXED_POINT_BITS if few else FIXED_POINT_BITS
 
 
 def _fixed_point(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,9 +83,14 @@ def squared_norm(fixed: Tensor) -> Tensor:
     return fixed.to(torch.int64).square().sum(-1, keepdim=True).float()
 
 
-def encode_lloyd(x: Tensor, form: TensorFormat, tables: SideTables, rounding: Tensor | None = None) -> Encoded:
-    """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale; ``rounding`` as in ``slimkv.codec.rounding``."""
-    fixed, down, zero = _fixed_point(x, fixed_point_bits(form))
+def encode_lloyd(
+    x: Tensor, form: TensorFormat, tables: SideTables, rounding: Tensor | None = None, bits: int = FIXED_POINT_BITS
+) -> Encoded:
+    """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale.
+
+    ``rounding`` as in ``slimkv.codec.rounding``; ``bits`` from ``fixed_point_bits``.
+    """
+    fixed, down, zero = _fixed_point(x, bits)
     rotated = rotate_fixed(fixed, tables)
     squared = squared_norm(fixed)
     norm = squared.sqrt()
@@ -124,7 +130,7 @@ def decode_lloyd(encoded: Encoded, tables: SideTables) -> Tensor:
 def encode_uniform(x: Tensor, form: TensorFormat, tables: SideTables) -> Encoded:
     """float32 [..., dim] (finite) -> evenly spaced codes between the smallest and the largest coordinate."""
     if form.rotated:
-        fixed, down, _ = _fixed_point(x, fixed_point_bits(form))
+        fixed, down, _ = _fixed_point(x, FIXED_POINT_BITS)
         x = rotate_fixed(fixed, tables) * tables.orthonormal * down
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     top = (1 << form.bits) - 1

@@ -209,7 +209,7 @@ def _plan(
             "VECTORS": int(vectors),
         }
         cell_shift, cell_zero, tensors = _tables(
-            side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, device
+            side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, device, dtype
         )
         own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
@@ -284,10 +284,17 @@ def _slices_per_warp(side: SideLayout) -> int:
 
 @cache  # captured graphs point to the tables: they stay
 def _tables(
-    form: TensorFormat, dim: int, transposed: bool, seed: int, groups: int, unit: float, device: torch.device
+    form: TensorFormat,
+    dim: int,
+    transposed: bool,
+    seed: int,
+    groups: int,
+    unit: float,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
-    few = fixed_point_bits(form) == FEW_FIXED_POINT_BITS
+    few = fixed_point_bits(form, dtype) == FEW_FIXED_POINT_BITS
     fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed, few)).to(device)
     nothing = torch.zeros(0, device=device)
     if form.kind != Kind.LLOYD:

@@ -175,10 +175,13 @@ def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP
 def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, root_dim, weights, levels, error_steps,
                  D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
                  SHAPED: tl.constexpr):  # fmt: skip
-    """Rows -> codes int32 [M, DP] and the scale's field int32 [M]; SHAPED: with the head's rounding matrix, weights."""
+    """Rows -> codes int32 [M, DP] and the scale's field int32 [M]; SHAPED: with the head's rounding matrix, weights.
+
+    x: as it was given; 16-bit floats are rotated as integers of few bits.
+    """
     col = tl.arange(0, DP)
-    FEW: tl.constexpr = BITS <= 4
-    fixed, integers, down, zero, bad = _fixed_point(x, _FEW if FEW else _FIXED)
+    FEW: tl.constexpr = BITS <= 4 and x.dtype.primitive_bitwidth == 16
+    fixed, integers, down, zero, bad = _fixed_point(x.to(tl.float32), _FEW if FEW else _FIXED)
     rotated = _rotate_fixed(fixed, down, zero | bad, x_ptr, row_mask, signs, D, DP, FEW)
     wide = integers.to(tl.int64)
     squared = tl.sum(wide * wide, 1).to(tl.float32)

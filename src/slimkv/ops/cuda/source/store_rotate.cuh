@@ -1,6 +1,6 @@
 // Vectors to integers, their exact rotation and their exact norm, on the tensor cores.
 //
-// 11-bit integers are halves: the denormal numbers of fp16 and the first normal ones are multiples of 2^-24, so converting a
+// 11-bit integers (of 16-bit floats, for codes of up to 4 bits) are halves: the denormal numbers of fp16 and the first normal ones are multiples of 2^-24, so converting a
 // float of at most 2^-13 rounds it to such a multiple, and its bits are the integer's magnitude and sign. Sums of their
 // products with a matrix of +-1 stay below 2^20 units, which float32 holds.
 //
