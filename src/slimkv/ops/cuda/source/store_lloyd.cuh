@@ -173,8 +173,9 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_togethe
 // Many: every warp takes one tile after the other, from ``tile`` on, and fetches the rows of the next one meanwhile.
 template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(const SideArgs& side, const StoreArgs& args, int head, int tile, int step, u8* memory,
                                                                                int threads) {
-  RowBuffer<F> rows = {memory + (LloydTables<F>::BYTES + 15) / 16 * 16 + (thread_index() >> 5) * RowBuffer<F>::BYTES};
-  rows.fetch(side, head, 16 * tile, args.tokens, thread_index() & 31);
+  RowBuffer<F> rows(memory + (LloydTables<F>::BYTES + 15) / 16 * 16 + (thread_index() >> 5) * RowBuffer<F>::BYTES, side, head, 16 * tile,
+                    16 * step, thread_index() & 31);
+  rows.fetch(side, 16 * tile, args.tokens, thread_index() & 31);
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
   sync_threads();
 #pragma unroll 1
@@ -182,7 +183,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(c
     u32 raw[F::CHUNKS][2][F::RAW];
     int lane = lane_anew();
     rows.take(side, head, 16 * tile, args.tokens, lane, raw);
-    rows.fetch(side, head, 16 * (tile + step), args.tokens, lane);
+    rows.fetch(side, 16 * (tile + step), args.tokens, lane);
     store_lloyd_rows<F, BLOCK_TOKENS, SLOT>(raw, side, args, head, 16 * tile, 0, Slots(), memory, lane);
   }
   copy_async_wait<0>();

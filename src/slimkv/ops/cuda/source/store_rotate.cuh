@@ -92,17 +92,26 @@ template <class F> DEVICE void load_rows(const SideArgs& side, int head, int fir
 template <class F> struct RowBuffer {
   static constexpr int PIECES = F::RAW / 4, BYTES = F::VECTORS ? F::CHUNKS * 2 * PIECES * 512 : 0;
   u8* memory;
+  const u8* next;  // the lane's first eight numbers of the next tile, of token g
+  i64 ahead;       // bytes from a tile to the one after it
 
-  DEVICE_MEMBER void fetch(const SideArgs& side, int head, int first, int tokens, int lane) const {
+  // Tiles of 16 tokens from ``first`` on, every ``tokens_apart``.
+  DEVICE_MEMBER RowBuffer(u8* memory, const SideArgs& side, int head, int first, int tokens_apart, int lane)
+      : memory(memory), next(side.x + head * side.head_stride + (first + (lane >> 2)) * side.stride + 8 * (lane & 3) * F::ELEMENT),
+        ahead(tokens_apart * side.stride) {}
+
+  // ``first``: the first token of the next tile.
+  DEVICE_MEMBER void fetch(const SideArgs& side, int first, int tokens, int lane) {
     if constexpr (F::VECTORS) {
 #pragma unroll
       for (int i = 0; i < 2 * F::CHUNKS; i++) {
-        int c = i / 2, token = first + (lane >> 2) + 8 * (i & 1), within = c % F::STEPS * 32 + 8 * (lane & 3);
-        const u8* from = side.x + head * side.head_stride + token * side.stride + (c / F::STEPS * F::INNER + within) * F::ELEMENT;
-        bool real = token < tokens && (F::INNER % 32 == 0 || within < F::INNER);
+        int c = i / 2, token = first + (lane >> 2) + 8 * (i & 1);
+        const u8* from = next + (i & 1) * 8 * side.stride + (c / F::STEPS * F::INNER + c % F::STEPS * 32) * F::ELEMENT;
+        bool real = token < tokens && (F::INNER % 32 == 0 || c % F::STEPS * 32 + 8 * (lane & 3) < F::INNER);
 #pragma unroll
         for (int j = 0; j < PIECES; j++) copy_async_16_if(real, memory + (i * PIECES + j) * 512 + 16 * lane, from + 16 * j);
       }
+      next += ahead;
     }
     copy_async_commit();
   }
