@@ -24,6 +24,10 @@ SLIM = {"kv_tokens": 388, "start_seconds": 12.5, "decode": {"decode_tokens_per_s
         ("fp8", {"kv_cache_dtype": "fp8"}),
         ("turboquant_4bit_nc", {"kv_cache_dtype": "turboquant_4bit_nc"}),
         ("k4v4", {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "k4v4"}}}),
+        (
+            "k4v4:triton",
+            {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "k4v4", "impl": "triton"}}},
+        ),
     ],
 )
 def test_systems(system, arguments):

@@ -1,7 +1,8 @@
 """Serving through vLLM: the same load on stock caches and on slimkv's, one engine after another.
 
 Every engine gets the same share of the device's memory, a Llama-3.1-8B-shaped model with dummy weights and random
-tokens. Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format words.
+tokens. Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format words (``k4v4``, or
+``k4v4:triton`` for one implementation).
 """
 
 from __future__ import annotations
@@ -102,13 +103,18 @@ class ServeReport:
 
 
 def cache_arguments(system: str) -> dict[str, Any]:
-    """Engine arguments of a system's cache: a stock cache dtype by its name, or a format of slimkv."""
+    """Engine arguments of a system's cache: a stock cache dtype by its name, or a format of slimkv.
+
+    ``k4v4:triton`` is a format with one implementation of store and attend.
+    """
     if system in _STOCK:
         return {"kv_cache_dtype": _STOCK[system]}
     if system.startswith("turboquant_"):
         return {"kv_cache_dtype": system}
-    CodecSpec.parse(system, 64)  # raises with the known words
-    return {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": system}}}
+    word, _, impl = system.partition(":")
+    CodecSpec.parse(word, 64)  # raises with the known words
+    config = {"format": word, "impl": impl} if impl else {"format": word}
+    return {"attention_backend": "CUSTOM", "additional_config": {"slimkv": config}}
 
 
 def write_model(folder: Path, shape: str) -> None:
