@@ -53,7 +53,8 @@ class Kernel:
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._config(grid, threads, shared, overlap)
-        self._bound(config, args, device)()
+        pointer = ctypes.c_void_p(ctypes.addressof(args))
+        self._start(config, ctypes.addressof(pointer), _index(device))
 
     def bound(
         self,
@@ -65,22 +66,21 @@ class Kernel:
         overlap: bool = False,
     ) -> Callable[[], None]:
         """A call that does what ``launch`` does, with what ``args`` then holds."""
-        return self._bound(self._config(grid, threads, shared, overlap), args, device)
-
-    def _bound(self, config: Any, args: ctypes.Structure, device: torch.device) -> Callable[[], None]:
+        config, index = self._config(grid, threads, shared, overlap), _index(device)
         pointer = ctypes.c_void_p(ctypes.addressof(args))
-        address, index = ctypes.addressof(pointer), _index(device)
-        # What torch's own compiler asks: current_stream() makes an object on the way to the same number.
-        stream, start, function = torch._C._cuda_getCurrentRawStream, self._driver.cuLaunchKernelEx, self._function
+        address, start = ctypes.addressof(pointer), self._start
 
-        def launch() -> None:
-            config.hStream = stream(index)
-            result = start(config, function, address, 0)
-            if result[0]:
-                _checked(self._driver, result, self.name)
+        def launch(held: tuple[ctypes.Structure, ctypes.c_void_p] = (args, pointer)) -> None:
+            start(config, address, index)  # which keeps neither of the two alive
 
-        launch.holds = args, pointer  # type: ignore[attr-defined]  # which the address alone would not keep alive
         return launch
+
+    def _start(self, config: Any, parameters: int, index: int) -> None:
+        # What torch's own compiler asks: current_stream() makes an object on the way to the same number.
+        config.hStream = torch._C._cuda_getCurrentRawStream(index)
+        result = self._driver.cuLaunchKernelEx(config, self._function, parameters, 0)
+        if result[0]:
+            _checked(self._driver, result, self.name)
 
     def _config(self, grid: tuple[int, int], threads: int, shared: int, overlap: bool) -> Any:
         driver = self._driver
