@@ -106,10 +106,7 @@ LARGE_GPU = replace(SMALL_GPU, multiprocessors=32)
 CUTS = [
     (replace(TINY, lens=(1300, 9, 30, 64, 5), queries=(1,) * 5), SMALL_GPU),  # one long: blocks go on to other items
     (replace(TINY, kv_heads=2, lens=(600, 640), queries=(1, 1)), SMALL_GPU),  # alike: two blocks for every item
-    (
-        replace(TINY, lens=(*range(100, 138), 0, 1), queries=(1,) * 40),
-        LARGE_GPU,
-    ),  # more than a warp's lanes
+    (replace(TINY, lens=(*range(100, 138), 0, 1), queries=(1,) * 40), LARGE_GPU),  # beyond a warp's lanes
     (replace(TINY, lens=(3000, *range(40)), queries=(1,) * 41), LARGE_GPU),
     (replace(VERIFY, lens=(300, 280, 310), queries=(5, 2, 4)), LARGE_GPU),
 ]

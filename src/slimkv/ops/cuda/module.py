@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -53,8 +53,7 @@ class Kernel:
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._config(grid, threads, shared, overlap)
-        pointer = ctypes.c_void_p(ctypes.addressof(args))
-        self._start(config, ctypes.addressof(pointer), _index(device))
+        self._start(config, ctypes.pointer(args), _index(device))
 
     def bound(
         self,
@@ -66,19 +65,13 @@ class Kernel:
         overlap: bool = False,
     ) -> Callable[[], None]:
         """A call that does what ``launch`` does, with what ``args`` then holds."""
-        config, index = self._config(grid, threads, shared, overlap), _index(device)
-        pointer = ctypes.c_void_p(ctypes.addressof(args))
-        address, start = ctypes.addressof(pointer), self._start
+        config = self._config(grid, threads, shared, overlap)
+        return partial(self._start, config, ctypes.pointer(args), _index(device))
 
-        def launch(held: tuple[ctypes.Structure, ctypes.c_void_p] = (args, pointer)) -> None:
-            start(config, address, index)  # which keeps neither of the two alive
-
-        return launch
-
-    def _start(self, config: Any, parameters: int, index: int) -> None:
+    def _start(self, config: Any, args: Any, index: int) -> None:
         # What torch's own compiler asks: current_stream() makes an object on the way to the same number.
         config.hStream = torch._C._cuda_getCurrentRawStream(index)
-        result = self._driver.cuLaunchKernelEx(config, self._function, parameters, 0)
+        result = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(args), 0)
         if result[0]:
             _checked(self._driver, result, self.name)
 
