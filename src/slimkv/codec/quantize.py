@@ -1,7 +1,7 @@
 """Vectors to codes and fields, and back. Plain torch; this file *is* the definition of the arithmetic.
 
 Encoding must give the same bytes everywhere, whatever order a device adds numbers in. So everything that is summed
-is an integer: a vector is first written in 22-bit fixed point relative to its largest coordinate, a Hadamard matrix of
+is an integer: a vector is first written in fixed point relative to its largest coordinate, a Hadamard matrix of
 +-1 keeps integers integers, and squares are added in 64 bits. What remains are single IEEE operations (multiply,
 divide, square root), each rounded once and never fused.
 """
@@ -20,6 +20,7 @@ from slimkv.errors import InputError
 from slimkv.spec import Kind, ScalePolicy, TensorFormat
 
 FIXED_POINT_BITS = 21
+FEW_FIXED_POINT_BITS = 11  # of 16-bit floats, which hold no more, under codes so coarse that the rest does not show
 ROUND_MAGIC = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer, ties to even
 LEAST_EXPONENT = 67  # biased float32 exponent below which a vector counts as zero (2^-60)
 FP8_LARGEST = 448.0
@@ -54,14 +55,20 @@ def _power_of_two(biased_exponent: Tensor) -> Tensor:
     return (biased_exponent << 23).view(torch.float32)
 
 
-def _fixed_point(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x as integers below 2^21 (in float32), 1 / (units per 1.0) per vector, and where the vector is all but zero."""
+def fixed_point_bits(form: TensorFormat, dtype: torch.dtype) -> int:
+    """Bits of the largest coordinate of a vector, given in ``dtype``, before it is rotated."""
+    few = form.kind == Kind.LLOYD and form.bits <= 4 and dtype.itemsize == 2
+    return FEW_FIXED_POINT_BITS if few else FIXED_POINT_BITS
+
+
+def _fixed_point(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x as integers of at most 2^bits (in float32), 1 / (units per 1.0) per vector, and where it is all but zero."""
     largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
     exponent = (largest >> 23).clamp(max=254)
     zero = exponent < LEAST_EXPONENT
     exponent = exponent.clamp(min=LEAST_EXPONENT)
-    up = _power_of_two(127 + FIXED_POINT_BITS + 126 - exponent)
-    down = _power_of_two(exponent - FIXED_POINT_BITS + 1)
+    up = _power_of_two(127 + bits + 126 - exponent)
+    down = _power_of_two(exponent - bits + 1)
     fixed = (x * up + ROUND_MAGIC) - ROUND_MAGIC
     return torch.where(zero, 0.0, fixed), down, zero
 
@@ -76,9 +83,14 @@ def squared_norm(fixed: Tensor) -> Tensor:
     return fixed.to(torch.int64).square().sum(-1, keepdim=True).float()
 
 
-def encode_lloyd(x: Tensor, form: TensorFormat, tables: SideTables, rounding: Tensor | None = None) -> Encoded:
-    """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale; ``rounding`` as in ``slimkv.codec.rounding``."""
-    fixed, down, zero = _fixed_point(x)
+def encode_lloyd(
+    x: Tensor, form: TensorFormat, tables: SideTables, rounding: Tensor | None = None, bits: int = FIXED_POINT_BITS
+) -> Encoded:
+    """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale.
+
+    ``rounding`` as in ``slimkv.codec.rounding``; ``bits`` from ``fixed_point_bits``.
+    """
+    fixed, down, zero = _fixed_point(x, bits)
     rotated = rotate_fixed(fixed, tables)
     squared = squared_norm(fixed)
     norm = squared.sqrt()
@@ -118,7 +130,7 @@ def decode_lloyd(encoded: Encoded, tables: SideTables) -> Tensor:
 def encode_uniform(x: Tensor, form: TensorFormat, tables: SideTables) -> Encoded:
     """float32 [..., dim] (finite) -> evenly spaced codes between the smallest and the largest coordinate."""
     if form.rotated:
-        fixed, down, _ = _fixed_point(x)
+        fixed, down, _ = _fixed_point(x, FIXED_POINT_BITS)
         x = rotate_fixed(fixed, tables) * tables.orthonormal * down
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     top = (1 << form.bits) - 1

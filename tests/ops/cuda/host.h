@@ -385,6 +385,9 @@ template <class F> DEVICE u32 pairs_chosen(u32 a, u32 b, bool larger, F to_float
 DEVICE float bfloat_to_float(u32 x) { return as_float(x << 16); }
 DEVICE u32 larger_halves(u32 a, u32 b) { return pairs_chosen(a, b, true, half_to_float); }
 DEVICE u32 smaller_halves(u32 a, u32 b) { return pairs_chosen(a, b, false, half_to_float); }
+DEVICE u32 times_bfloats(u32 a, u32 b) {
+  return float_to_bfloat(as_float(a << 16) * as_float(b << 16)) | float_to_bfloat(as_float(a & 0xFFFF0000u) * as_float(b & 0xFFFF0000u)) << 16;
+}
 DEVICE u32 larger_bfloats(u32 a, u32 b) { return pairs_chosen(a, b, true, bfloat_to_float); }
 DEVICE u32 smaller_bfloats(u32 a, u32 b) { return pairs_chosen(a, b, false, bfloat_to_float); }
 DEVICE u32 larger_u16s(u32 a, u32 b) {

@@ -28,7 +28,7 @@ LARGEST_DIM = 256
 _KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
 _TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _LOG2E = math.log2(math.e)
-_MERGE_WARPS = 2
+_MERGE_WARPS, _PARTS_AT_ONCE = 2, 4  # as merge.cuh has them
 
 
 # (tiles, warps, stages, resident) from best to smallest, by columns. Warps come in fours: one for each scheduler.
@@ -246,7 +246,9 @@ def _prepare(request: AttendRequest, device: Device) -> _Call:
     blocks = device.multiprocessors * shape.resident
     items = most_items(total, sequences, kv_heads, group, shape)
     slots = items + blocks  # every item has a part, and every block may begin another
-    merge_split = 2 if total * heads <= 32 * device.multiprocessors else 1  # few rows have many parts
+    # Few rows have many parts, and then two warps share them; a warp alone reads some at once.
+    split = total * heads <= 32 * device.multiprocessors and blocks > _PARTS_AT_ONCE * items
+    merge_split = 2 if split else 1
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     key, value = request.codec.key_tables, request.codec.value_tables
     args = Args.from_buffer_copy(plan.args)

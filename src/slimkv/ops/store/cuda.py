@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
+from slimkv.codec.quantize import FEW_FIXED_POINT_BITS, fixed_point_bits
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.store import StoreRequest
@@ -208,7 +209,7 @@ def _plan(
             "VECTORS": int(vectors),
         }
         cell_shift, cell_zero, tensors = _tables(
-            side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, device
+            side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, device, dtype
         )
         own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
@@ -283,10 +284,18 @@ def _slices_per_warp(side: SideLayout) -> int:
 
 @cache  # captured graphs point to the tables: they stay
 def _tables(
-    form: TensorFormat, dim: int, transposed: bool, seed: int, groups: int, unit: float, device: torch.device
+    form: TensorFormat,
+    dim: int,
+    transposed: bool,
+    seed: int,
+    groups: int,
+    unit: float,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
-    fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed)).to(device)
+    few = fixed_point_bits(form, dtype) == FEW_FIXED_POINT_BITS
+    fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed, few)).to(device)
     nothing = torch.zeros(0, device=device)
     if form.kind != Kind.LLOYD:
         return 0, 8, (fragments, nothing, nothing, nothing)
@@ -299,22 +308,29 @@ def _tables(
     return shift, zero, (fragments, torch.from_numpy(cells).to(device), bounds, levels)
 
 
-def _fragments(matrix: np.ndarray, groups: int, transposed: bool) -> np.ndarray:
-    """The rotation as lanes hold it, [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, once and 64 times it.
+def _fragments(matrix: np.ndarray, groups: int, transposed: bool, few: bool) -> np.ndarray:
+    """The rotation as lanes hold it: uint8.
 
-    Of a step's 32 dimensions lane 4 g + t takes the vector's 8 t .. 8 t + 7 with columns g and g + 8 of a slice: one
-    column after the other (the right operand of a product), or the first four dimensions of both and then the last
-    four (the left one).
+    [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, once and 64 times it. Of a step's 32 dimensions lane 4 g + t
+    takes the vector's 8 t .. 8 t + 7 with columns g and g + 8 of a slice: one column after the other (the right operand
+    of a product), or the first four dimensions of both and then the last four (the left one). For integers of few
+    bits [groups, slices, steps, 2, 32 lanes, 4 words] of 2 halves: the same of the first and of the last four
+    dimensions.
     """
     dim = matrix.shape[0]
     inner = dim // groups
     steps = -(-inner // 32)
     lane, word, byte = np.ogrid[:32, :4, :4]
     last, right = (word // 2, word % 2) if transposed else (word % 2, word // 2)
-    row = np.arange(steps)[:, None, None, None] * 32 + 8 * (lane % 4) + 4 * last + byte
-    column = np.arange(inner // 16)[:, None, None, None, None] * 16 + lane // 4 + 8 * right
     padded = np.zeros((groups, 32 * steps, inner), np.int8)
     padded[:, :inner] = matrix.reshape(groups, inner, dim)[:, :, :inner]
+    column = np.arange(inner // 16)[:, None, None, None, None] * 16 + lane // 4 + 8 * right
+    if few:
+        lane, word, half = np.ogrid[:32, :4, :2]
+        eight = np.arange(2 * steps)[:, None, None, None]
+        row = eight // 2 * 32 + 8 * (lane % 4) + 4 * (eight % 2) + 2 * last + half
+        return np.ascontiguousarray(padded[:, row, column]).astype(np.float16).view(np.uint8).reshape(-1)
+    row = np.arange(steps)[:, None, None, None] * 32 + 8 * (lane % 4) + 4 * last + byte
     ones = padded[:, row, column]
     return np.ascontiguousarray(np.stack([ones, ones * np.int8(64)])).view(np.uint8).reshape(-1)
 

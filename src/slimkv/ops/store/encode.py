@@ -1,7 +1,8 @@
 """Triton pieces that turn rows of numbers into codes and fields, byte for byte as the reference does.
 
-Sums are sums of integers, so their order does not matter: the rotation is two tensor-core products of 11-bit halves of
-the fixed-point vector with a matrix of +-1. Everything else is single IEEE operations, compiled without contraction.
+Sums are sums of integers, so their order does not matter: the rotation is a tensor-core product of the fixed-point
+vector, or of its upper and lower 11 bits, with a matrix of +-1. Everything else is single IEEE operations, compiled
+without contraction.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import triton.language as tl
 
 from slimkv.codec import scale16
 from slimkv.codec.codebook import LEVEL_DENOMINATOR
-from slimkv.codec.quantize import FIXED_POINT_BITS, LEAST_EXPONENT, ROUND_MAGIC
+from slimkv.codec.quantize import FEW_FIXED_POINT_BITS, FIXED_POINT_BITS, LEAST_EXPONENT, ROUND_MAGIC
 from slimkv.ops.store.shape import magnitude, shaped_levels
 from slimkv.ops.unpack import decode_signed, decode_unsigned
 
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
 _MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)
 _FIXED: tl.constexpr = tl.constexpr(FIXED_POINT_BITS)
+_FEW: tl.constexpr = tl.constexpr(FEW_FIXED_POINT_BITS)
 _LEAST: tl.constexpr = tl.constexpr(LEAST_EXPONENT)
 _INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
 _REBIAS: tl.constexpr = tl.constexpr(127 - scale16.BIAS)
@@ -57,15 +59,15 @@ def _largest_exponent(x):
 
 
 @triton.jit
-def _fixed_point(x):
-    """Rows of x as integers below 2^21 (float32 and int32), the factor back, zero rows, invalid rows.
+def _fixed_point(x, FIXED: tl.constexpr):
+    """Rows of x as integers of at most 2^FIXED (float32 and int32), the factor back, zero rows, invalid rows.
 
     The products are exact, so a fused multiply-add rounds just as the reference's two operations do. A float32 that
     holds 1.5 * 2^23 + n carries the integer n in its low bits.
     """
     _, exponent, zero, bad = _largest_exponent(x)
-    up = _power_of_two(-exponent + (253 + _FIXED))
-    down = _power_of_two(exponent - _FIXED + 1)
+    up = _power_of_two(-exponent + (253 + FIXED))
+    down = _power_of_two(exponent - FIXED + 1)
     x = tl.where((zero | bad)[:, None], 0.0, x)
     shifted = tl.fma(x, tl.broadcast_to(up[:, None], x.shape), tl.full(x.shape, _MAGIC, tl.float32))
     return shifted - _MAGIC, shifted.to(tl.int32, bitcast=True) - _MAGIC_BITS, down, zero, bad
@@ -78,6 +80,12 @@ def _halves(fixed):
     high = tl.fma(fixed, tl.full(fixed.shape, 1.0 / 2048.0, tl.float32), magic) - _MAGIC
     low = tl.fma(high, tl.full(fixed.shape, -2048.0, tl.float32), fixed)
     return high.to(tl.float16), low.to(tl.float16)
+
+
+@triton.jit
+def _joined(high, low):
+    """Sums of `_halves`: the sum, rounded once."""
+    return tl.fma(high, tl.full(high.shape, 2048.0, tl.float32), low)
 
 
 @triton.jit
@@ -95,8 +103,15 @@ def _butterfly(x, M: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _rotate_power_of_two(fixed, signs, D: tl.constexpr):
-    """Both halves' products with the signed Hadamard matrix: float32 [M, D] each.
+def _in_slices(x, S: tl.constexpr):
+    """[M, 16 S] -> [S * M, 16], rows ordered (s, m)."""
+    M: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(x, (M, S, 16)), (1, 0, 2)), (S * M, 16))
+
+
+@triton.jit
+def _rotate_power_of_two(fixed, signs, D: tl.constexpr, FEW: tl.constexpr):
+    """The product with the signed Hadamard matrix, rounded once: float32 [M, D].
 
     A matrix of 2^n is the product of one of 16, which the tensor cores apply to every slice of 16, and one over
     the slices, which is a few additions: neither needs the matrix itself. Its signs are the rotation's first column.
@@ -107,17 +122,18 @@ def _rotate_power_of_two(fixed, signs, D: tl.constexpr):
     own = tl.load(signs + i * D).to(tl.float32)
     h = (tl.load(signs + i[:, None] * D + i[None, :]).to(tl.float32) * own[:, None]).to(tl.float16)
     flip = tl.load(signs + tl.arange(0, D) * D).to(tl.float32)
-    high, low = _halves(fixed * flip[None, :])
-    high = tl.reshape(tl.permute(tl.reshape(high, (M, S, 16)), (1, 0, 2)), (S * M, 16))
-    low = tl.reshape(tl.permute(tl.reshape(low, (M, S, 16)), (1, 0, 2)), (S * M, 16))
-    high_sum = _butterfly(tl.dot(high, h), M, S)
-    low_sum = _butterfly(tl.dot(low, h), M, S)
-    return high_sum, low_sum
+    flipped = fixed * flip[None, :]
+    if FEW:
+        return _butterfly(tl.dot(_in_slices(flipped.to(tl.float16), S), h), M, S)
+    high, low = _halves(flipped)
+    high_sum = _butterfly(tl.dot(_in_slices(high, S), h), M, S)
+    low_sum = _butterfly(tl.dot(_in_slices(low, S), h), M, S)
+    return _joined(high_sum, low_sum)
 
 
 @triton.jit
-def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr):
-    """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP].
+def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr, FEW: tl.constexpr):
+    """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP]. FEW: of 11 bits.
 
     Sizes that are powers of two take the product apart (`_rotate_power_of_two`); others use the whole matrix.
     x_ptr: pointers [M] to the rows that ``fixed`` was made of; down: their factors back; skip: rows that count as zero.
@@ -126,13 +142,15 @@ def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP
     """
     col = tl.arange(0, DP)
     if D == DP and D >= 32:
-        high_sum, low_sum = _rotate_power_of_two(fixed, signs, D)
+        rotated = _rotate_power_of_two(fixed, signs, D, FEW)
     elif DP <= 256:
         inside = (col < D)[:, None] & (col < D)[None, :]
         h = tl.load(signs + col[:, None] * D + col[None, :], mask=inside, other=0.0).to(tl.float16)
-        high, low = _halves(fixed)
-        high_sum = tl.dot(high, h)
-        low_sum = tl.dot(low, h)
+        if FEW:
+            rotated = tl.dot(fixed.to(tl.float16), h)
+        else:
+            high, low = _halves(fixed)
+            rotated = _joined(tl.dot(high, h), tl.dot(low, h))
     else:
         up = _power_of_two(-(down.to(tl.int32, bitcast=True) >> 23) + 254)  # exactly 1 / down
         high_sum = tl.zeros(fixed.shape, tl.float32)
@@ -149,17 +167,22 @@ def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP
             ).to(tl.float16)
             high_sum = tl.dot(high, h, high_sum)
             low_sum = tl.dot(low, h, low_sum)
-    return tl.fma(high_sum, tl.full(high_sum.shape, 2048.0, tl.float32), low_sum)
+        rotated = _joined(high_sum, low_sum)
+    return rotated
 
 
 @triton.jit
 def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, root_dim, weights, levels, error_steps,
                  D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
                  SHAPED: tl.constexpr):  # fmt: skip
-    """Rows -> codes int32 [M, DP] and the scale's field int32 [M]; SHAPED: with the head's rounding matrix, weights."""
+    """Rows -> codes int32 [M, DP] and the scale's field int32 [M]; SHAPED: with the head's rounding matrix, weights.
+
+    x: as it was given; 16-bit floats are rotated as integers of few bits.
+    """
     col = tl.arange(0, DP)
-    fixed, integers, down, zero, bad = _fixed_point(x)
-    rotated = _rotate_fixed(fixed, down, zero | bad, x_ptr, row_mask, signs, D, DP)
+    FEW: tl.constexpr = BITS <= 4 and x.dtype.primitive_bitwidth == 16
+    fixed, integers, down, zero, bad = _fixed_point(x.to(tl.float32), _FEW if FEW else _FIXED)
+    rotated = _rotate_fixed(fixed, down, zero | bad, x_ptr, row_mask, signs, D, DP, FEW)
     wide = integers.to(tl.int64)
     squared = tl.sum(wide * wide, 1).to(tl.float32)
     norm = tl.sqrt_rn(squared)
@@ -200,8 +223,8 @@ def encode_uniform(
     _, _, _, bad = _largest_exponent(x)
     x = tl.where(bad[:, None], 0.0, x)
     if ROTATED:
-        fixed, _, down, zero_row, _ = _fixed_point(x)
-        x = _rotate_fixed(fixed, down, zero_row, x_ptr, row_mask, signs, D, DP) * orthonormal * down[:, None]
+        fixed, _, down, zero_row, _ = _fixed_point(x, _FIXED)
+        x = _rotate_fixed(fixed, down, zero_row, x_ptr, row_mask, signs, D, DP, False) * orthonormal * down[:, None]
     inside = (col < D)[None, :]
     low = tl.min(tl.where(inside, x, float("inf")), 1)
     high = tl.max(tl.where(inside, x, float("-inf")), 1)

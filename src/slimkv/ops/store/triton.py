@@ -211,8 +211,8 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
             codes = x.to(tl.int16, bitcast=True).to(tl.int32)
     elif KIND == _LLOYD:
         codes, field = encode_lloyd(
-            x.to(tl.float32), x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, weights, levels,
-            error_steps, D, DP, BITS, POLICY, SHAPED,
+            x, x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, weights, levels, error_steps,
+            D, DP, BITS, POLICY, SHAPED,
         )  # fmt: skip
         _store_field(field, region, position, keep, FIELDS)
     elif KIND == _UNIFORM:

@@ -73,6 +73,7 @@ DEVICE u32 float_to_bfloat(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.bf16.f32 
 // Pair by pair; NaN if there is one.
 DEVICE u32 larger_halves(u32 a, u32 b) { u32 r; asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 smaller_halves(u32 a, u32 b) { u32 r; asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 times_bfloats(u32 a, u32 b) { u32 r; asm("{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 %0, %1, %2, z;}" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 larger_bfloats(u32 a, u32 b) { u32 r; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 smaller_bfloats(u32 a, u32 b) { u32 r; asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 larger_u16s(u32 a, u32 b) {

@@ -26,19 +26,15 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT Args args) {
   const int row = block_index(), head = block_index_y() * (MERGE_WARPS / split) + warp / split;
   const int query_heads = args.heads * args.group;
   if (row >= load_int(args.starts + args.sequences)) return wait_for_grid_before();  // no block may end before `attend` does
-  int b = 0;
-  for (int high = args.sequences; high - b > 1;) {
-    const int middle = (b + high) / 2;
-    if (load_int(args.starts + middle) <= row) b = middle; else high = middle;
-  }
+  const int b = sequence_of(args, row);
   const Sequence s = sequence_at(args, b);
   if (s.chunks == 0) return wait_for_grid_before();  // another kernel's
-  const Line line = cut_all(args, args.blocks, lane);
-  const Before earlier = before(args, b, line, lane);
+  const Place place = place_of(args, b, args.blocks, lane);
+  const Line line = place.line;
   const int per_chunk = COLUMNS / args.group, query = row - s.start, chunk = query / per_chunk;
   const int column = (query % per_chunk) * args.group + head % args.group;
-  const int within = chunk * args.heads + head / args.group, item = earlier.items + within;
-  const int first = earlier.places + within * line.places(s.steps), first_block = first / line.share;
+  const int within = chunk * args.heads + head / args.group, item = place.items + within;
+  const int first = place.places + within * line.places(s.steps), first_block = first / line.share;
   const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / line.share : first_block - 1;
   wait_for_grid_before();
 

@@ -62,26 +62,44 @@ DEVICE Sums with(Sums sums, const Sequence& s, int heads) {
   return {sums.steps + items * s.steps, sums.items + items, greatest(sums.longest, s.steps)};
 }
 
-DEVICE Line cut_all(const Args& args, int blocks, int lane) {
-  Sums sums = {0, 0, 0};
-  for (int i = lane; i < args.sequences; i += 32) sums = with(sums, sequence_at(args, i), args.heads);
-  sums = add_up(sums);
-  return cut(sums.steps, sums.items, sums.longest, blocks);
-}
-
-struct Before {
+struct Place {
+  Line line;
   i32 places, items;  // of the sequences before one
 };
 
-DEVICE Before before(const Args& args, int b, Line line, int lane) {
-  Before sums = {0, 0};
-  for (int i = lane; i < b; i += 32) {
+// The line, and where sequence b begins on it.
+DEVICE Place place_of(const Args& args, int b, int blocks, int lane) {
+  Sums sums = {0, 0, 0};
+  i32 places = 0, items = 0;
+  for (int i = lane; i < args.sequences; i += 32) {
     const Sequence s = sequence_at(args, i);
-    sums.places += s.chunks * args.heads * line.places(s.steps), sums.items += s.chunks * args.heads;
+    sums = with(sums, s, args.heads);
+    if (i < b) places += s.chunks * args.heads * s.steps, items += s.chunks * args.heads;
+  }
+  sums = add_up(sums);
+  const Line line = cut(sums.steps, sums.items, sums.longest, blocks);
+  if (line.padded) {
+    places = 0;
+    for (int i = lane; i < b; i += 32) {
+      const Sequence s = sequence_at(args, i);
+      places += s.chunks * args.heads * line.places(s.steps);
+    }
   }
 #pragma unroll
-  for (int d = 16; d; d >>= 1) sums.places += shuffle_xor(sums.places, d), sums.items += shuffle_xor(sums.items, d);
-  return sums;
+  for (int d = 16; d; d >>= 1) places += shuffle_xor(places, d), items += shuffle_xor(items, d);
+  return {line, places, items};
+}
+
+// The sequence of a row of queries: mostly every sequence has one.
+DEVICE int sequence_of(const Args& args, int row) {
+  int b = least(row, args.sequences - 1);
+  if (load_int(args.starts + b) <= row && row < load_int(args.starts + b + 1)) return b;
+  b = 0;
+  for (int high = args.sequences; high - b > 1;) {
+    const int middle = (b + high) / 2;
+    if (load_int(args.starts + middle) <= row) b = middle; else high = middle;
+  }
+  return b;
 }
 
 // A run of steps of one (sequence, chunk of queries, head).
@@ -101,7 +119,7 @@ DEVICE Piece first_piece(const Args& args, int lane, int& left) {
   if (few) {
     const Sums sums = add_up(with({0, 0, 0}, s, args.heads));
     line = cut(sums.steps, sums.items, sums.longest, block_count());
-  } else line = cut_all(args, block_count(), lane);
+  } else line = place_of(args, 0, block_count(), lane).line;
   const i32 from = block_index() * line.share;
   i32 places = 0, items = 0;
   Piece piece = {};

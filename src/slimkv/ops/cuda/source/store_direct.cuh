@@ -176,13 +176,13 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_direct(const 
     }
 #pragma unroll
     for (int i = 0; i < F::PER; i++) {
-      i32 exact[F::GROUPS][8];
+      typename Digits<F>::Sum exact[F::GROUPS][8];
       rotate_slices<F>(digits, side, i, lane, exact);
 #pragma unroll
       for (int q = 0; q < F::GROUPS; q++)
 #pragma unroll
         for (int n = 0; n < 8; n++)
-          x[q * F::PER + i][n] = mul_rn(mul_rn(int_to_float_rn(exact[q][n]), side.orthonormal), down[token_number<F>(n)]);
+          x[q * F::PER + i][n] = mul_rn(mul_rn(number_of(exact[q][n]), side.orthonormal), down[token_number<F>(n)]);
     }
   } else {
     load_in_page_order<F>(side, head, first, args.tokens, lane, x);

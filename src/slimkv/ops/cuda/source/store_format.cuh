@@ -24,7 +24,9 @@ DEVICE int fragment_word(int word, int lane, int words) {
 struct SideArgs {
   const u8* x;            // [tokens, heads, D], strides in bytes
   i64 stride, head_stride;
-  const u8* fragments;    // the rotation, as the lanes hold it: [GROUPS][SLICES][STEPS][32 lanes][16 bytes], then 64 times it
+  // The rotation, as the lanes hold it: bytes [GROUPS][SLICES][STEPS][32 lanes][16], then 64 times it; for 11-bit integers
+  // halves [GROUPS][SLICES][STEPS][2][32 lanes][8].
+  const u8* fragments;
   const u8* cells;        // [CELLS]: which code (up to 4 bits) or how many boundaries lie below the cell
   const float* bounds;    // [2 ** BITS]: ascending, and infinity (5 bits and more)
   const i32* levels;      // [2 ** BITS]: levels by code, times LEVEL_DENOMINATOR
@@ -55,6 +57,7 @@ struct Format {
                        FIELDS = FIELDS_, DTYPE = DTYPE_, CELL_SHIFT = CELL_SHIFT_, CELL_ZERO = CELL_ZERO_;
   static constexpr bool VECTORS = VECTORS_;              // rows start at multiples of 16 bytes
   static constexpr bool NARROW = DTYPE != FLOAT32;
+  static constexpr bool FEW = KIND == STORE_LLOYD && BITS <= 4 && NARROW;  // rotated as 11-bit integers, not 22-bit ones
   static constexpr int ELEMENT = NARROW ? 2 : 4;
   static constexpr int INNER = D / GROUPS;               // the rotation is a Hadamard matrix of GROUPS times one of INNER
   static constexpr int SLICES = INNER / 16;              // of a group

@@ -65,7 +65,7 @@ template <class F> struct LevelSums {
   DEVICE_MEMBER void add(int j, u32 levels) { squares[j] = dot_u8(levels, levels, squares[j]); }
   DEVICE_MEMBER void add_level(int j, float rotated, i32 level) {
     if constexpr (F::POLICY == NORM) sums[j] += (i64)level * level;
-    else sums[j] += (i64)float_to_int_rz(rotated) * level;
+    else sums[j] += (i64)float_to_int_rz(F::FEW ? rotated * 16777216.0f : rotated) * level;
   }
 };
 
@@ -130,7 +130,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
   LevelSums<F> sums;
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
-    i32 exact[F::GROUPS][8];
+    typename Digits<F>::Sum exact[F::GROUPS][8];
     rotate_slices<F>(digits, side, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++) {
@@ -138,7 +138,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
       u32 code[8];
 #pragma unroll
       for (int n = 0; n < 8; n++) {
-        rotated[n] = int_to_float_rn(exact[q][n]);
+        rotated[n] = number_of(exact[q][n]);
         code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
       }
       put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);
@@ -173,8 +173,9 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_togethe
 // Many: every warp takes one tile after the other, from ``tile`` on, and fetches the rows of the next one meanwhile.
 template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(const SideArgs& side, const StoreArgs& args, int head, int tile, int step, u8* memory,
                                                                                int threads) {
-  RowBuffer<F> rows = {memory + (LloydTables<F>::BYTES + 15) / 16 * 16 + (thread_index() >> 5) * RowBuffer<F>::BYTES};
-  rows.fetch(side, head, 16 * tile, args.tokens, thread_index() & 31);
+  RowBuffer<F> rows(memory + (LloydTables<F>::BYTES + 15) / 16 * 16 + (thread_index() >> 5) * RowBuffer<F>::BYTES, side, head, 16 * tile,
+                    16 * step, thread_index() & 31);
+  rows.fetch(side, 16 * tile, args.tokens, thread_index() & 31);
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
   sync_threads();
 #pragma unroll 1
@@ -182,7 +183,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(c
     u32 raw[F::CHUNKS][2][F::RAW];
     int lane = lane_anew();
     rows.take(side, head, 16 * tile, args.tokens, lane, raw);
-    rows.fetch(side, head, 16 * (tile + step), args.tokens, lane);
+    rows.fetch(side, 16 * (tile + step), args.tokens, lane);
     store_lloyd_rows<F, BLOCK_TOKENS, SLOT>(raw, side, args, head, 16 * tile, 0, Slots(), memory, lane);
   }
   copy_async_wait<0>();

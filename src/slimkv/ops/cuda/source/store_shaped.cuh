@@ -103,14 +103,14 @@ template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, cons
   float factor[2] = {shuffle(scalars.factor, lane >> 2), shuffle(scalars.factor, (lane >> 2) + 8)};
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
-    i32 exact[F::GROUPS][8];
+    typename Digits<F>::Sum exact[F::GROUPS][8];
     rotate_slices<F>(digits, side, i, lane, exact);
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++)
 #pragma unroll
       for (int n = 0; n < 8; n++)
         memory.numbers[(16 * (q * F::PER + i) + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))] =
-            mul_rn(int_to_float_rn(exact[q][n]), factor[token_number<F>(n)]);
+            mul_rn(number_of(exact[q][n]), factor[token_number<F>(n)]);
   }
 }
 
@@ -124,7 +124,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_codes_of_tile
   if constexpr (F::POLICY == UNBIASED) prepare_tile<F>(side, args, head, first, lane, digits);
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
-    i32 exact[F::GROUPS][8] = {};
+    typename Digits<F>::Sum exact[F::GROUPS][8] = {};
     if constexpr (F::POLICY == UNBIASED) rotate_slices<F>(digits, side, i, lane, exact);
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++) {
@@ -134,7 +134,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_codes_of_tile
 #pragma unroll
       for (int n = 0; n < 8; n++) {
         code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
-        rotated[n] = int_to_float_rn(exact[q][n]);
+        rotated[n] = number_of(exact[q][n]);
       }
       put_slice<F>(codes, sums, slice, i * F::GROUPS + q, code, rotated, tables, side);
     }
