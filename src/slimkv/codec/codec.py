@@ -131,7 +131,7 @@ class Codec:
             self._check_rounding(rounding, form, x)
         if form.kind == Kind.RAW:
             return quantize.encode_raw(x, form)
-        bits = quantize.fixed_point_bits(form, x.dtype)
+        bits = quantize.fixed_point_bits(form, x.dtype, dim)
         x = x.float().contiguous()
         if form.kind == Kind.LLOYD:
             encoded = quantize.encode_lloyd(x, form, tables, rounding, bits)

@@ -20,7 +20,9 @@ from slimkv.errors import InputError
 from slimkv.spec import Kind, ScalePolicy, TensorFormat
 
 FIXED_POINT_BITS = 21
-FEW_FIXED_POINT_BITS = 11  # of 16-bit floats, which hold no more, under codes so coarse that the rest does not show
+SHORT_FIXED_POINT_BITS = 16  # of 16-bit floats: what they hold can be summed in float32 without loss
+SHORT_NORM_STEP = 256  # their norm is that of multiples of this: bytes
+LARGEST_SHORT_DIM = 256  # sums of so many short integers stay within 2^24
 ROUND_MAGIC = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer, ties to even
 LEAST_EXPONENT = 67  # biased float32 exponent below which a vector counts as zero (2^-60)
 FP8_LARGEST = 448.0
@@ -55,10 +57,13 @@ def _power_of_two(biased_exponent: Tensor) -> Tensor:
     return (biased_exponent << 23).view(torch.float32)
 
 
-def fixed_point_bits(form: TensorFormat, dtype: torch.dtype) -> int:
-    """Bits of the largest coordinate of a vector, given in ``dtype``, before it is rotated."""
-    few = form.kind == Kind.LLOYD and form.bits <= 4 and dtype.itemsize == 2
-    return FEW_FIXED_POINT_BITS if few else FIXED_POINT_BITS
+def fixed_point_bits(form: TensorFormat, dtype: torch.dtype, dim: int) -> int:
+    """Bits of the largest coordinate of a vector, given in ``dtype``, before it is rotated.
+
+    16-bit floats have 8 or 11 of their own; under codes of up to 4 bits 16 are as good as all.
+    """
+    short = form.kind == Kind.LLOYD and form.bits <= 4 and dtype.itemsize == 2 and dim <= LARGEST_SHORT_DIM
+    return SHORT_FIXED_POINT_BITS if short else FIXED_POINT_BITS
 
 
 def _fixed_point(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,6 +88,12 @@ def squared_norm(fixed: Tensor) -> Tensor:
     return fixed.to(torch.int64).square().sum(-1, keepdim=True).float()
 
 
+def squared_norm_in_steps(fixed: Tensor) -> Tensor:
+    """The same of short integers, each rounded to the nearest multiple of the step first, ties to even."""
+    steps = (fixed / SHORT_NORM_STEP + ROUND_MAGIC) - ROUND_MAGIC
+    return squared_norm(steps) * SHORT_NORM_STEP**2
+
+
 def encode_lloyd(
     x: Tensor, form: TensorFormat, tables: SideTables, rounding: Tensor | None = None, bits: int = FIXED_POINT_BITS
 ) -> Encoded:
@@ -90,18 +101,21 @@ def encode_lloyd(
 
     ``rounding`` as in ``slimkv.codec.rounding``; ``bits`` from ``fixed_point_bits``.
     """
+    short = bits == SHORT_FIXED_POINT_BITS
     fixed, down, zero = _fixed_point(x, bits)
     rotated = rotate_fixed(fixed, tables)
-    squared = squared_norm(fixed)
+    squared = squared_norm_in_steps(fixed) if short else squared_norm(fixed)
     norm = squared.sqrt()
     safe_norm = torch.where(zero, 1.0, norm)
-    standard = rotated * (torch.tensor(tables.unit, dtype=torch.float32, device=x.device) / safe_norm)
+    factor = torch.tensor(tables.unit, dtype=torch.float32, device=x.device) / safe_norm
     half = 1 << (form.bits - 1)
-    if rounding is None:
-        index = torch.bucketize(standard, tables.boundaries)  # a value on a boundary takes the lower level
-    else:
+    if rounding is not None:
         ascending = torch.cat([tables.levels[:half].flip(0), tables.levels[half:]])
-        index = shaped_index(standard, ascending, tables.boundaries, rounding, tables.error_steps)
+        index = shaped_index(rotated * factor, ascending, tables.boundaries, rounding, tables.error_steps)
+    elif short:  # the product is compared as it is, not rounded: 48 bits, which float64 holds
+        index = torch.bucketize(rotated.double() * factor.double(), tables.boundaries.double())
+    else:
+        index = torch.bucketize(rotated * factor, tables.boundaries)  # a value on a boundary takes the lower level
     codes = torch.where(index >= half, index, half - 1 - index).to(torch.uint8)
     scale = _lloyd_scale(rotated, codes, squared, norm, form, tables) * down
     field = scale16.encode_unsigned(torch.where(zero, 0.0, scale))

@@ -340,7 +340,7 @@ DEVICE i32 float_to_int_rz(float x) {
   if (x < -2147483648.0f) return -2147483647 - 1;
   return (i32)x;
 }
-DEVICE u32 ceil_cell(float x, int shift, int zero) { return (u32)(i64)(ceil(ldexp((double)x, shift)) + zero); }
+DEVICE u32 ceil_product(float a, float b, int zero) { return (u32)(i64)(ceil(ldexp((double)a * (double)b, 149)) + zero); }
 DEVICE float floor_of(float x) { return floorf(x); }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE float minimum(float a, float b) { return fminf(a, b); }
@@ -373,23 +373,24 @@ DEVICE u32 float_to_bfloat(float x) {
   u32 bits = as_bits(x);
   return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
-template <class F> DEVICE u32 pairs_chosen(u32 a, u32 b, bool larger, F to_float) {
+// Pair by pair the larger magnitude, with the product of the signs.
+template <class F> DEVICE u32 larger_pairs(u32 a, u32 b, F to_float) {
   u32 r = 0;
   for (int shift = 0; shift < 32; shift += 16) {
-    u32 x = a >> shift & 0xFFFF, y = b >> shift & 0xFFFF;
+    u32 x = a >> shift & 0x7FFF, y = b >> shift & 0x7FFF;
     float fx = to_float(x), fy = to_float(y);
-    r |= (fx != fx || fy != fy ? 0x7FFFu : (fx > fy) == larger ? x : y) << shift;
+    r |= (fx != fx || fy != fy ? 0x7FFFu : fx > fy ? x : y) << shift;
   }
-  return r;
+  return r | ((a ^ b) & 0x80008000u);
 }
 DEVICE float bfloat_to_float(u32 x) { return as_float(x << 16); }
-DEVICE u32 larger_halves(u32 a, u32 b) { return pairs_chosen(a, b, true, half_to_float); }
-DEVICE u32 smaller_halves(u32 a, u32 b) { return pairs_chosen(a, b, false, half_to_float); }
-DEVICE u32 times_bfloats(u32 a, u32 b) {
-  return float_to_bfloat(as_float(a << 16) * as_float(b << 16)) | float_to_bfloat(as_float(a & 0xFFFF0000u) * as_float(b & 0xFFFF0000u)) << 16;
+DEVICE u32 larger_halves(u32 a, u32 b) { return larger_pairs(a, b, half_to_float); }
+DEVICE u32 larger_bfloats(u32 a, u32 b) { return larger_pairs(a, b, bfloat_to_float); }
+template <class G> DEVICE u32 times_pairs(u32 a, u32 b, float to_float(u32), G from_float) {
+  return from_float(to_float(a & 0xFFFF) * to_float(b & 0xFFFF)) | from_float(to_float(a >> 16) * to_float(b >> 16)) << 16;
 }
-DEVICE u32 larger_bfloats(u32 a, u32 b) { return pairs_chosen(a, b, true, bfloat_to_float); }
-DEVICE u32 smaller_bfloats(u32 a, u32 b) { return pairs_chosen(a, b, false, bfloat_to_float); }
+DEVICE u32 times_halves(u32 a, u32 b) { return times_pairs(a, b, half_to_float, float_to_half); }
+DEVICE u32 times_bfloats(u32 a, u32 b) { return times_pairs(a, b, bfloat_to_float, float_to_bfloat); }
 DEVICE u32 larger_u16s(u32 a, u32 b) {
   u32 low = (a & 0xFFFF) > (b & 0xFFFF) ? a : b, high = a >> 16 > b >> 16 ? a : b;
   return (low & 0xFFFF) | (high & 0xFFFF0000u);
@@ -458,22 +459,25 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
 }
 DEVICE void let_next_grid_start() {}
 DEVICE void wait_for_grid_before() {}
+DEVICE void prefetch(const void*) {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
-DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+template <class F> DEVICE void mma_floats(const char* name, F to_float, float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   u64 mine[6] = {a0, a1, a2, a3, b0, b1};
-  host::Operands all = host::meet("mma_f16", mine, 6);
+  host::Operands all = host::meet(name, mine, 6);
   int g = host::lane() / 4, t = host::lane() % 4;
   for (int n = 0; n < 4; n++) {
     double sum = c[n];
     for (int k = 0; k < 16; k++) {
       u32 a = (u32)(all[4 * g + k / 2 % 4][k / 8 * 2 + n / 2] >> (16 * (k % 2))) & 0xFFFF;
       u32 b = (u32)(all[4 * (2 * t + n % 2) + k / 2 % 4][4 + k / 8] >> (16 * (k % 2))) & 0xFFFF;
-      sum += (double)half_to_float(a) * (double)half_to_float(b);
+      sum += (double)to_float(a) * (double)to_float(b);
     }
     c[n] = (float)sum;
   }
 }
+DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_f16", half_to_float, c, a0, a1, a2, a3, b0, b1); }
+DEVICE void mma_bf16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_bf16", bfloat_to_float, c, a0, a1, a2, a3, b0, b1); }
 
 DEVICE u32 shared_address(const void* p) { return (u32)(static_cast<const u8*>(p) - host::machine.shared); }
 DEVICE void copy_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }

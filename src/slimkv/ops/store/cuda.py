@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
-from slimkv.codec.quantize import FEW_FIXED_POINT_BITS, fixed_point_bits
+from slimkv.codec.quantize import SHORT_FIXED_POINT_BITS, fixed_point_bits
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.store import StoreRequest
@@ -30,6 +30,7 @@ _GROUP_DIMS, _MOST_GROUPS = (
 _KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
 _POLICIES = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what stands for 1 (store_integers.cuh)
 
 
 class SideArgs(ctypes.Structure):
@@ -106,7 +107,7 @@ def run(request: StoreRequest) -> None:
         return
     plan, grid, args = prepare(request)
     kernel = load(SOURCE, plan.defines, request.pages.device).kernel(KERNEL)
-    kernel.launch(grid, plan.threads, plan.shared, args, request.pages.device)
+    kernel.launch(grid, plan.threads, plan.shared, args, request.pages.device, overlap=True)
 
 
 def again(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
@@ -115,7 +116,7 @@ def again(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
         return None
     plan, grid, args = prepare(request)
     device = request.pages.device
-    launch = load(SOURCE, plan.defines, device).kernel(KERNEL).bound(grid, plan.threads, plan.shared, args, device)
+    launch = load(SOURCE, plan.defines, device).kernel(KERNEL).bound(grid, plan.threads, plan.shared, args, device, overlap=True)
     keys, values = args.key, args.value
 
     def run(key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -294,8 +295,8 @@ def _tables(
     dtype: torch.dtype,
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
-    few = fixed_point_bits(form, dtype) == FEW_FIXED_POINT_BITS
-    fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed, few)).to(device)
+    short = dtype if fixed_point_bits(form, dtype, dim) == SHORT_FIXED_POINT_BITS else None
+    fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed, short)).to(device)
     nothing = torch.zeros(0, device=device)
     if form.kind != Kind.LLOYD:
         return 0, 8, (fragments, nothing, nothing, nothing)
@@ -308,14 +309,14 @@ def _tables(
     return shift, zero, (fragments, torch.from_numpy(cells).to(device), bounds, levels)
 
 
-def _fragments(matrix: np.ndarray, groups: int, transposed: bool, few: bool) -> np.ndarray:
+def _fragments(matrix: np.ndarray, groups: int, transposed: bool, short: torch.dtype | None) -> np.ndarray:
     """The rotation as lanes hold it: uint8.
 
     [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, once and 64 times it. Of a step's 32 dimensions lane 4 g + t
     takes the vector's 8 t .. 8 t + 7 with columns g and g + 8 of a slice: one column after the other (the right operand
-    of a product), or the first four dimensions of both and then the last four (the left one). For integers of few
-    bits [groups, slices, steps, 2, 32 lanes, 4 words] of 2 halves: the same of the first and of the last four
-    dimensions.
+    of a product), or the first four dimensions of both and then the last four (the left one). For short integers, which
+    are 16-bit floats: [groups, slices, steps, 2, 32 lanes, 4 words] of 2, the same of the first and of the last four
+    dimensions, and ``_SIGNS`` for the signs.
     """
     dim = matrix.shape[0]
     inner = dim // groups
@@ -325,11 +326,12 @@ def _fragments(matrix: np.ndarray, groups: int, transposed: bool, few: bool) -> 
     padded = np.zeros((groups, 32 * steps, inner), np.int8)
     padded[:, :inner] = matrix.reshape(groups, inner, dim)[:, :, :inner]
     column = np.arange(inner // 16)[:, None, None, None, None] * 16 + lane // 4 + 8 * right
-    if few:
+    if short is not None:
         lane, word, half = np.ogrid[:32, :4, :2]
         eight = np.arange(2 * steps)[:, None, None, None]
         row = eight // 2 * 32 + 8 * (lane % 4) + 4 * (eight % 2) + 2 * last + half
-        return np.ascontiguousarray(padded[:, row, column]).astype(np.float16).view(np.uint8).reshape(-1)
+        signs = np.array([0, _SIGNS[short], _SIGNS[short] | 0x8000], np.uint16)  # of 0, 1 and -1
+        return np.ascontiguousarray(signs[padded[:, row, column]]).view(np.uint8).reshape(-1)
     row = np.arange(steps)[:, None, None, None] * 32 + 8 * (lane % 4) + 4 * last + byte
     ones = padded[:, row, column]
     return np.ascontiguousarray(np.stack([ones, ones * np.int8(64)])).view(np.uint8).reshape(-1)
@@ -348,7 +350,7 @@ def _cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
             break
     else:
         raise AssertionError(f"boundaries of {book.bits} bits for {book.dim} dimensions do not fit any cells")
-    zero = math.ceil(largest * 2**shift * 1.0001) + 8
+    zero = math.ceil(largest * 2**shift * 1.03) + 8  # the norm of short integers may be 2.5% too small
     zero += -zero % 8
     upper = np.arange(2 * zero) - zero
     below = (scaled[None, :] < upper[:, None]).sum(1) if book.bits <= 4 else (scaled <= upper[:, None] - 1).sum(1)

@@ -1,7 +1,8 @@
 """Triton pieces that turn rows of numbers into codes and fields, byte for byte as the reference does.
 
 Sums are sums of integers, so their order does not matter: the rotation is a tensor-core product of the fixed-point
-vector, or of its upper and lower 11 bits, with a matrix of +-1. Everything else is single IEEE operations, compiled
+vector (of short integers, which 16-bit floats have no more than 11 bits of), or of its upper and lower 11 bits, with a
+matrix of +-1. Everything else is single IEEE operations, compiled
 without contraction.
 """
 
@@ -12,14 +13,23 @@ import triton.language as tl
 
 from slimkv.codec import scale16
 from slimkv.codec.codebook import LEVEL_DENOMINATOR
-from slimkv.codec.quantize import FEW_FIXED_POINT_BITS, FIXED_POINT_BITS, LEAST_EXPONENT, ROUND_MAGIC
-from slimkv.ops.store.shape import magnitude, shaped_levels
+from slimkv.codec.quantize import (
+    FIXED_POINT_BITS,
+    LARGEST_SHORT_DIM,
+    LEAST_EXPONENT,
+    ROUND_MAGIC,
+    SHORT_FIXED_POINT_BITS,
+    SHORT_NORM_STEP,
+)
+from slimkv.ops.store.shape import magnitude, magnitude_of_sum, shaped_levels, sum_bounds
 from slimkv.ops.unpack import decode_signed, decode_unsigned
 
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
 _MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)
 _FIXED: tl.constexpr = tl.constexpr(FIXED_POINT_BITS)
-_FEW: tl.constexpr = tl.constexpr(FEW_FIXED_POINT_BITS)
+_SHORT: tl.constexpr = tl.constexpr(SHORT_FIXED_POINT_BITS)
+_SHORT_DIM: tl.constexpr = tl.constexpr(LARGEST_SHORT_DIM)
+_NORM_STEP: tl.constexpr = tl.constexpr(float(SHORT_NORM_STEP))
 _LEAST: tl.constexpr = tl.constexpr(LEAST_EXPONENT)
 _INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
 _REBIAS: tl.constexpr = tl.constexpr(127 - scale16.BIAS)
@@ -110,7 +120,7 @@ def _in_slices(x, S: tl.constexpr):
 
 
 @triton.jit
-def _rotate_power_of_two(fixed, signs, D: tl.constexpr, FEW: tl.constexpr):
+def _rotate_power_of_two(fixed, signs, D: tl.constexpr, SHORT: tl.constexpr):
     """The product with the signed Hadamard matrix, rounded once: float32 [M, D].
 
     A matrix of 2^n is the product of one of 16, which the tensor cores apply to every slice of 16, and one over
@@ -123,7 +133,7 @@ def _rotate_power_of_two(fixed, signs, D: tl.constexpr, FEW: tl.constexpr):
     h = (tl.load(signs + i[:, None] * D + i[None, :]).to(tl.float32) * own[:, None]).to(tl.float16)
     flip = tl.load(signs + tl.arange(0, D) * D).to(tl.float32)
     flipped = fixed * flip[None, :]
-    if FEW:
+    if SHORT:
         return _butterfly(tl.dot(_in_slices(flipped.to(tl.float16), S), h), M, S)
     high, low = _halves(flipped)
     high_sum = _butterfly(tl.dot(_in_slices(high, S), h), M, S)
@@ -132,8 +142,8 @@ def _rotate_power_of_two(fixed, signs, D: tl.constexpr, FEW: tl.constexpr):
 
 
 @triton.jit
-def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr, FEW: tl.constexpr):
-    """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP]. FEW: of 11 bits.
+def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr, SHORT: tl.constexpr):
+    """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP]. SHORT: of short integers.
 
     Sizes that are powers of two take the product apart (`_rotate_power_of_two`); others use the whole matrix.
     x_ptr: pointers [M] to the rows that ``fixed`` was made of; down: their factors back; skip: rows that count as zero.
@@ -142,11 +152,11 @@ def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP
     """
     col = tl.arange(0, DP)
     if D == DP and D >= 32:
-        rotated = _rotate_power_of_two(fixed, signs, D, FEW)
+        rotated = _rotate_power_of_two(fixed, signs, D, SHORT)
     elif DP <= 256:
         inside = (col < D)[:, None] & (col < D)[None, :]
         h = tl.load(signs + col[:, None] * D + col[None, :], mask=inside, other=0.0).to(tl.float16)
-        if FEW:
+        if SHORT:
             rotated = tl.dot(fixed.to(tl.float16), h)
         else:
             high, low = _halves(fixed)
@@ -177,20 +187,28 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, 
                  SHAPED: tl.constexpr):  # fmt: skip
     """Rows -> codes int32 [M, DP] and the scale's field int32 [M]; SHAPED: with the head's rounding matrix, weights.
 
-    x: as it was given; 16-bit floats are rotated as integers of few bits.
+    x: as it was given; 16-bit floats become short integers.
     """
     col = tl.arange(0, DP)
-    FEW: tl.constexpr = BITS <= 4 and x.dtype.primitive_bitwidth == 16
-    fixed, integers, down, zero, bad = _fixed_point(x.to(tl.float32), _FEW if FEW else _FIXED)
-    rotated = _rotate_fixed(fixed, down, zero | bad, x_ptr, row_mask, signs, D, DP, FEW)
-    wide = integers.to(tl.int64)
-    squared = tl.sum(wide * wide, 1).to(tl.float32)
+    SHORT: tl.constexpr = BITS <= 4 and x.dtype.primitive_bitwidth == 16 and D <= _SHORT_DIM
+    fixed, integers, down, zero, bad = _fixed_point(x.to(tl.float32), _SHORT if SHORT else _FIXED)
+    rotated = _rotate_fixed(fixed, down, zero | bad, x_ptr, row_mask, signs, D, DP, SHORT)
+    if SHORT:
+        steps = (fixed / _NORM_STEP + _MAGIC) - _MAGIC
+        squared = tl.sum(steps * steps, 1) * (_NORM_STEP * _NORM_STEP)  # at most 2^24 steps: exact in any order
+    else:
+        wide = integers.to(tl.int64)
+        squared = tl.sum(wide * wide, 1).to(tl.float32)
     norm = tl.sqrt_rn(squared)
     factor = tl.div_rn(tl.zeros_like(norm) + unit, tl.where(zero | bad, 1.0, norm))
-    standard = rotated * factor[:, None]
-    if SHAPED:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
-        standard = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
-    index, entry = magnitude(standard, bounds, entries, BITS)
+    if SHORT and not SHAPED:
+        standard = rotated  # or what has its sign: products with the factor are compared as they are
+        index, entry = magnitude_of_sum(rotated, sum_bounds(factor, bounds, BITS), entries, BITS)
+    else:
+        standard = rotated * factor[:, None]
+        if SHAPED:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
+            standard = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
+        index, entry = magnitude(standard, bounds, entries, BITS)
     codes = index | ((standard > 0).to(tl.int32) << (BITS - 1))
     if DP != D:
         entry = tl.where(col[None, :] < D, entry, 0)

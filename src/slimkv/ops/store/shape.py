@@ -23,18 +23,27 @@ _WEIGHT_STEPS: tl.constexpr = tl.constexpr(WEIGHT_STEPS)
 
 
 @triton.jit
+def _loaded(bounds, COUNT: tl.constexpr):
+    """The COUNT boundaries at a pointer."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + (tl.load(bounds + i),)
+    return found
+
+
+@triton.jit
 def tree(a, bounds, entries, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """entries[FIRST + i], i = how many of the COUNT - 1 boundaries from FIRST on lie below a: a tree of comparisons."""
     if COUNT == 1:
         return tl.zeros_like(a) + tl.load(entries + FIRST)
     elif COUNT == 2:
-        return tl.where(a > tl.load(bounds + FIRST), tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
+        return tl.where(a > bounds[FIRST], tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
     else:
         # The middle boundary chooses the half; within it the boundaries and entries are chosen, not the results.
         HALF: tl.constexpr = COUNT // 2
-        upper = a > tl.load(bounds + FIRST + HALF - 1)
+        upper = a > bounds[FIRST + HALF - 1]
         if COUNT == 4:
-            bound = tl.where(upper, tl.load(bounds + FIRST + 2), tl.load(bounds + FIRST))
+            bound = tl.where(upper, bounds[FIRST + 2], bounds[FIRST])
             second = a > bound
             low = tl.where(second, tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
             high = tl.where(second, tl.load(entries + FIRST + 3), tl.load(entries + FIRST + 2))
@@ -44,16 +53,52 @@ def tree(a, bounds, entries, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _crossing(x):
+    """|x| as an integer that is larger than a boundary's bits where x crosses it: int32.
+
+    A negative value counts as the next larger float, which makes it cross a boundary that it lies on.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits & 0x7FFFFFFF) + ((bits >> 31) & 1)
+
+
+@triton.jit
+def sum_bounds(factor, bounds, BITS: tl.constexpr):
+    """The boundaries of integers whose products with ``factor`` [M], as they are, are compared: a tuple of int32 [M, 1].
+
+    An integer crosses b if it exceeds b / factor. Where that is no integer, anything between its two neighbours will do.
+    """
+    bits = factor.to(tl.int32, bitcast=True)
+    mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
+    found = ()
+    for i in tl.static_range((1 << (BITS - 1)) - 1):
+        bound = tl.load(bounds + i)
+        shift = tl.maximum((bound >> 23) - (bits >> 23), 0).to(tl.int64)  # below 0 only where a vector is zero
+        scaled = ((bound & 0x7FFFFF) | 0x800000).to(tl.int64) << shift
+        quotient = tl.div_rn(tl.zeros_like(factor) + bound.to(tl.float32, bitcast=True), factor)  # below 2^22
+        whole = tl.floor(quotient)  # or one more than it should be, if the quotient was rounded up to an integer
+        over = whole.to(tl.int64) * mantissa - scaled
+        between = tl.where(over > 0, whole - 0.5, tl.where(over == 0, whole, whole + 0.5))
+        found = found + (between.to(tl.int32, bitcast=True)[:, None],)
+    return found
+
+
+@triton.jit
+def magnitude_of_sum(x, sum_bounds, entries, BITS: tl.constexpr):
+    """`magnitude` of integers, up to 4 bits, with boundaries from `sum_bounds`."""
+    both = tree(_crossing(x), sum_bounds, entries, 0, 1 << (BITS - 1))
+    return both >> 16, both & 0xFFFF
+
+
+@triton.jit
 def magnitude(x, bounds, entries, BITS: tl.constexpr):
     """Which level |x| rounds to and its entry: int32 each; a value on a boundary takes the lower level.
 
-    Magnitudes are compared as integers; a negative value counts as the next larger float, which makes it cross a
-    boundary that it lies on. Up to 4 bits an entry carries the index above its low 16 bits.
+    Up to 4 bits an entry carries the index above its low 16 bits.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    a = (bits & 0x7FFFFFFF) + ((bits >> 31) & 1)
+    a = _crossing(x)
     if BITS <= 4:
-        both = tree(a, bounds, entries, 0, 1 << (BITS - 1))
+        both = tree(a, _loaded(bounds, (1 << (BITS - 1)) - 1), entries, 0, 1 << (BITS - 1))
         return both >> 16, both & 0xFFFF
     else:
         index = tl.zeros_like(a)
@@ -71,10 +116,9 @@ def _as_float(byte):
 @triton.jit
 def _level(x, bounds, levels, BITS: tl.constexpr):
     """The level that x rounds to: float32; levels: pointer to the positive ones."""
-    bits = x.to(tl.int32, bitcast=True)
-    a = (bits & 0x7FFFFFFF) + ((bits >> 31) & 1)
+    a = _crossing(x)
     if BITS <= 4:
-        found = tree(a, bounds, levels, 0, 1 << (BITS - 1))
+        found = tree(a, _loaded(bounds, (1 << (BITS - 1)) - 1), levels, 0, 1 << (BITS - 1))
     else:
         index = tl.zeros_like(a)
         for i in tl.static_range(BITS - 1):

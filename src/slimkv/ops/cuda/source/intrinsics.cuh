@@ -47,10 +47,10 @@ DEVICE float sqrt_rn(float a) { return __fsqrt_rn(a); }
 DEVICE float int_to_float_rn(i32 x) { return __int2float_rn(x); }
 DEVICE float long_to_float_rn(i64 x) { return __ll2float_rn(x); }
 DEVICE i32 float_to_int_rz(float x) { return __float2int_rz(x); }
-// The smallest integer not below x * 2^shift, plus zero (which makes it positive): arithmetic on denormal numbers, whose
-// bits are integers.
-DEVICE u32 ceil_cell(float x, int shift, int zero) {
-  float r; asm("fma.rp.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(x), "f"(__uint_as_float(1u << shift)), "f"(__uint_as_float(zero)));
+// The smallest integer not below a * b * 2^149, plus zero (which makes it positive), of the product as it is: arithmetic on
+// denormal numbers, whose bits are integers.
+DEVICE u32 ceil_product(float a, float b, int zero) {
+  float r; asm("fma.rp.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(__uint_as_float(zero)));
   return __float_as_uint(r);
 }
 DEVICE float floor_of(float x) { return floorf(x); }
@@ -70,12 +70,17 @@ DEVICE float half_to_float(u32 bits) { float r; asm("{.reg .b16 h; cvt.u16.u32 h
 DEVICE u32 float_to_half(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
 DEVICE u32 pack_halves(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 DEVICE u32 float_to_bfloat(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.bf16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
-// Pair by pair; NaN if there is one.
-DEVICE u32 larger_halves(u32 a, u32 b) { u32 r; asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEVICE u32 smaller_halves(u32 a, u32 b) { u32 r; asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+// Pair by pair the larger magnitude, with any sign; NaN if there is one.
+#if __CUDA_ARCH__ >= 860
+DEVICE u32 larger_halves(u32 a, u32 b) { u32 r; asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 larger_bfloats(u32 a, u32 b) { u32 r; asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+#else
+DEVICE u32 larger_halves(u32 a, u32 b) { u32 r; asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a & 0x7FFF7FFFu), "r"(b & 0x7FFF7FFFu)); return r; }
+DEVICE u32 larger_bfloats(u32 a, u32 b) { u32 r; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a & 0x7FFF7FFFu), "r"(b & 0x7FFF7FFFu)); return r; }
+#endif
+// Pair by pair, rounded once, down to the smallest denormal numbers; the sum with -0 is the product with its sign.
+DEVICE u32 times_halves(u32 a, u32 b) { u32 r; asm("{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.f16x2 %0, %1, %2, z;}" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 times_bfloats(u32 a, u32 b) { u32 r; asm("{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 %0, %1, %2, z;}" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEVICE u32 larger_bfloats(u32 a, u32 b) { u32 r; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEVICE u32 smaller_bfloats(u32 a, u32 b) { u32 r; asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 larger_u16s(u32 a, u32 b) {
 #if __CUDA_ARCH__ >= 900
   u32 r;
@@ -118,10 +123,14 @@ SLIMKV_MMA(mma_u8_s8, "u8.s8")
 SLIMKV_MMA(mma_s8_s8, "s8.s8")
 SLIMKV_MMA(mma_s8_u8, "s8.u8")
 SLIMKV_MMA(mma_u8_u8, "u8.u8")
-DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+#define SLIMKV_MMA_FLOATS(name, type)                                                                                  \
+  DEVICE void name(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {                                       \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                               \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                                       \
+  }
+SLIMKV_MMA_FLOATS(mma_f16, "f16")
+SLIMKV_MMA_FLOATS(mma_bf16, "bf16")
 
 // d = c + A B. With zeros or a shared c no register has to be cleared first.
 #define SLIMKV_MMA_FROM(name, types)                                                                                   \
@@ -161,6 +170,7 @@ DEVICE Words4 load_often(const void* p) {
   asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
   return r;
 }
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 DEVICE float load_float(const float* p) { return __ldg(p); }
 DEVICE i32 load_int(const i32* p) { return __ldg(p); }
 

@@ -182,7 +182,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_direct(const 
       for (int q = 0; q < F::GROUPS; q++)
 #pragma unroll
         for (int n = 0; n < 8; n++)
-          x[q * F::PER + i][n] = mul_rn(mul_rn(number_of(exact[q][n]), side.orthonormal), down[token_number<F>(n)]);
+          x[q * F::PER + i][n] = mul_rn(mul_rn(integer_of<F>(exact[q][n]), side.orthonormal), down[token_number<F>(n)]);
     }
   } else {
     load_in_page_order<F>(side, head, first, args.tokens, lane, x);

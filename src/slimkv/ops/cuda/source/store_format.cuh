@@ -24,8 +24,8 @@ DEVICE int fragment_word(int word, int lane, int words) {
 struct SideArgs {
   const u8* x;            // [tokens, heads, D], strides in bytes
   i64 stride, head_stride;
-  // The rotation, as the lanes hold it: bytes [GROUPS][SLICES][STEPS][32 lanes][16], then 64 times it; for 11-bit integers
-  // halves [GROUPS][SLICES][STEPS][2][32 lanes][8].
+  // The rotation, as the lanes hold it: bytes [GROUPS][SLICES][STEPS][32 lanes][16], then 64 times it; for short integers
+  // SIGN times it, in 16-bit floats [GROUPS][SLICES][STEPS][2][32 lanes][8].
   const u8* fragments;
   const u8* cells;        // [CELLS]: which code (up to 4 bits) or how many boundaries lie below the cell
   const float* bounds;    // [2 ** BITS]: ascending, and infinity (5 bits and more)
@@ -57,7 +57,7 @@ struct Format {
                        FIELDS = FIELDS_, DTYPE = DTYPE_, CELL_SHIFT = CELL_SHIFT_, CELL_ZERO = CELL_ZERO_;
   static constexpr bool VECTORS = VECTORS_;              // rows start at multiples of 16 bytes
   static constexpr bool NARROW = DTYPE != FLOAT32;
-  static constexpr bool FEW = KIND == STORE_LLOYD && BITS <= 4 && NARROW;  // rotated as 11-bit integers, not 22-bit ones
+  static constexpr bool SHORT = KIND == STORE_LLOYD && BITS <= 4 && NARROW;  // rotated as 16-bit integers, not 22-bit ones
   static constexpr int ELEMENT = NARROW ? 2 : 4;
   static constexpr int INNER = D / GROUPS;               // the rotation is a Hadamard matrix of GROUPS times one of INNER
   static constexpr int SLICES = INNER / 16;              // of a group
@@ -83,20 +83,24 @@ template <class F> DEVICE int dim_of(int lane, int n) {
   return F::VALUES ? (lane >> 2) + 8 * (n & 1) : 2 * (lane & 3) + (n & 1) + 8 * (n >> 1 & 1);
 }
 
+// The sums of tokens g and g + 8, of which four lanes have parts: of token k in lanes k and k + 16.
+template <class T> DEVICE T sum_of_rows(const T x[2], int lane) {
+  bool high = lane & 1;
+  T sum = (high ? x[1] : x[0]) + shuffle_xor(high ? x[0] : x[1], 1);
+  sum += shuffle_xor(sum, 2);
+  return shuffle(sum, 4 * (lane & 7) + (lane >> 3 & 1));
+}
+
 // Sums over the lanes that hold a token; the sum of token k comes out in lanes k and k + 16.
 template <class F, class T> DEVICE T sum_of_token(const T x[F::TOKENS], int lane) {
-  int token = lane & 15;
-  if constexpr (F::VALUES) {
+  if constexpr (!F::VALUES) return sum_of_rows(x, lane);
+  else {
+    int token = lane & 15;
     bool high = lane & 16, odd = lane & 8;
     T a = (high ? x[2] : x[0]) + shuffle_xor(high ? x[0] : x[2], 16);
     T b = (high ? x[3] : x[1]) + shuffle_xor(high ? x[1] : x[3], 16);
     T c = (odd ? b : a) + shuffle_xor(odd ? a : b, 8);
     c += shuffle_xor(c, 4);
     return shuffle(c, 8 * (token & 1) + 16 * (token >> 3) + (token & 7) / 2);
-  } else {
-    bool high = lane & 1;
-    T a = (high ? x[1] : x[0]) + shuffle_xor(high ? x[0] : x[1], 1);
-    a += shuffle_xor(a, 2);
-    return shuffle(a, 4 * (token & 7) + (token >> 3));
   }
 }

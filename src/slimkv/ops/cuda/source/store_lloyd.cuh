@@ -14,9 +14,11 @@ template <class F> struct LloydTables {
   const i32* levels;
 
   DEVICE_MEMBER LloydTables(u8* memory) : cells(memory), bounds((float*)(memory + CELL_BYTES)), levels((i32*)(memory + CELL_BYTES) + COUNT) {}
+  // Starts to copy them; they are there for all after ``copy_async_wait`` and ``sync_threads``.
   DEVICE_MEMBER void fill(u8* memory, const SideArgs& side, int thread, int threads) const {
 #pragma unroll 1
-    for (int i = thread; i < CELL_BYTES / 16; i += threads) ((Words4*)memory)[i] = load_often(side.cells + 16 * i);
+    for (int i = thread; i < CELL_BYTES / 16; i += threads) copy_async_16(memory + 16 * i, side.cells + 16 * i);
+    copy_async_commit();
 #pragma unroll 1
     for (int i = thread; i < COUNT; i += threads) {
       ((u32*)(memory + CELL_BYTES))[i] = ((const u32*)side.bounds)[i];
@@ -25,10 +27,13 @@ template <class F> struct LloydTables {
   }
 };
 
+// Cells belong to their upper edge.
+template <class F> DEVICE u32 cell_of(float x) { return ceil_product(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
+
 // The code of a coordinate in the codebook's units. Boundaries of up to 4 bits are edges of cells, and a value on an edge
 // belongs to the cell below it, as the tie rule wants; of wider codes a cell has at most one boundary.
 template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
-  u32 index = tables.cells[ceil_cell(x, F::CELL_SHIFT, F::CELL_ZERO)];
+  u32 index = tables.cells[cell_of<F>(x)];
   if constexpr (F::BITS > 4) {
     index += x > tables.bounds[index] ? 1 : 0;
     constexpr u32 HALF = 1 << (F::BITS - 1);
@@ -65,7 +70,7 @@ template <class F> struct LevelSums {
   DEVICE_MEMBER void add(int j, u32 levels) { squares[j] = dot_u8(levels, levels, squares[j]); }
   DEVICE_MEMBER void add_level(int j, float rotated, i32 level) {
     if constexpr (F::POLICY == NORM) sums[j] += (i64)level * level;
-    else sums[j] += (i64)float_to_int_rz(F::FEW ? rotated * 16777216.0f : rotated) * level;
+    else sums[j] += (i64)float_to_int_rz(rotated) * level;
   }
 };
 
@@ -116,6 +121,9 @@ template <class F, int BLOCK_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>
   store_planes<F, BLOCK_TOKENS>(codes, pages, args.page_stride, slots, lane, part);
 }
 
+// What makes a sum of short integers a number of cells, in units of the smallest float.
+template <class F> DEVICE float cells_per_sum(const TokenScalars& s) { return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149)); }
+
 // Encodes and writes 16 tokens of one head, of which the warp has loaded the rows, with SPLIT warps, of which this is
 // number ``part``.
 template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, const StoreArgs& args,
@@ -125,7 +133,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
   TokenScalars scalars = fixed_point<F>(raw, side.unit, lane, digits);
   float factor[F::TOKENS];
 #pragma unroll
-  for (int j = 0; j < F::TOKENS; j++) factor[j] = shuffle(scalars.factor, token_of<F>(lane, j));
+  for (int j = 0; j < F::TOKENS; j++) factor[j] = shuffle(F::SHORT ? cells_per_sum<F>(scalars) : scalars.factor, token_of<F>(lane, j));
   CodePlanes<F> codes;
   LevelSums<F> sums;
 #pragma unroll
@@ -138,8 +146,9 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
       u32 code[8];
 #pragma unroll
       for (int n = 0; n < 8; n++) {
-        rotated[n] = number_of(exact[q][n]);
-        code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
+        rotated[n] = integer_of<F>(exact[q][n]);
+        if constexpr (F::SHORT) code[n] = tables.cells[ceil_product(exact[q][n], factor[token_number<F>(n)], F::CELL_ZERO)];
+        else code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
       }
       put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);
     }
@@ -161,10 +170,13 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
 template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_together(const SideArgs& side, const StoreArgs& args, int head, int first, u8* memory,
                                                                                   int threads) {
   int lane = thread_index() & 31, part = thread_index() >> 5;
+  LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
+  prefetch_rotation<F>(side, thread_index(), threads);
+  wait_for_grid_before();
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
   u32 raw[F::CHUNKS][2][F::RAW];
   load_rows<F>(side, head, first, args.tokens, lane, raw);
-  LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
+  copy_async_wait<0>();
   sync_threads();
   if (first < args.tokens && part < F::SPLIT) store_lloyd_rows<F, BLOCK_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
   else if constexpr (F::SPLIT > 1) sync_threads();  // whole warps
@@ -175,8 +187,11 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(c
                                                                                int threads) {
   RowBuffer<F> rows(memory + (LloydTables<F>::BYTES + 15) / 16 * 16 + (thread_index() >> 5) * RowBuffer<F>::BYTES, side, head, 16 * tile,
                     16 * step, thread_index() & 31);
-  rows.fetch(side, 16 * tile, args.tokens, thread_index() & 31);
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
+  prefetch_rotation<F>(side, thread_index(), threads);
+  wait_for_grid_before();
+  rows.fetch(side, 16 * tile, args.tokens, thread_index() & 31);
+  copy_async_wait<1>();  // for the tables, not for the rows
   sync_threads();
 #pragma unroll 1
   for (; 16 * tile < args.tokens; tile += step) {

@@ -1,7 +1,7 @@
 // The exact rotation of integers, on the tensor cores.
 //
-// The matrix has entries +-1. Its products with halves add up to less than 2^20 units, which float32 holds; products with
-// bytes are summed in 32 bits and put together by shifts.
+// The matrix has entries +-1, or what stands for it. Sums of short integers are at most 2^24, which float32 holds; products
+// with bytes are summed in 32 bits and put together by shifts.
 #pragma once
 #include "store_integers.cuh"
 
@@ -24,9 +24,21 @@ DEVICE void scale(i32 c[2][4], u32 by) {
   for (int i = 0; i < 8; i++) c[i / 4][i % 4] = (i32)((u32)c[i / 4][i % 4] * by);
 }
 
+// Brings the matrix nearer while a block waits for its first rows.
+template <class F> DEVICE void prefetch_rotation(const SideArgs& side, int thread, int threads) {
+  constexpr int BYTES = 2 * F::FRAGMENT_BYTES;
+#pragma unroll 1
+  for (int i = thread; i < BYTES / 128; i += threads) prefetch(side.fragments + 128 * i);
+}
+
 // A number of a product's result in the page's order.
 template <class F> DEVICE constexpr int in_page(int i, int k) {
   return F::VALUES ? 4 * i + 2 * (k & 1) + (k >> 1) : 4 * (k >> 1) + 2 * i + (k & 1);
+}
+
+template <class F> DEVICE void multiply_pairs(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if constexpr (F::DTYPE == FLOAT16) mma_f16(c, a0, a1, a2, a3, b0, b1);
+  else mma_bf16(c, a0, a1, a2, a3, b0, b1);
 }
 
 // The products of the groups' own part of the rotation, of slice s of each.
@@ -38,15 +50,15 @@ template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const S
 #pragma unroll
     for (int k = 0; k < 2 * F::STEPS; k++) {
       Words4 m = load_often(at + 512 * k);
-      const u32(&first)[4] = d.halves[q * F::STEPS + k / 2][0];
-      const u32(&second)[4] = d.halves[q * F::STEPS + k / 2][1];
+      const u32(&first)[4] = d.pairs[q * F::STEPS + k / 2][0];
+      const u32(&second)[4] = d.pairs[q * F::STEPS + k / 2][1];
       const int w = 2 * (k % 2);
       if constexpr (F::VALUES) {  // rows are dimensions, columns tokens
-        mma_f16(c[0], m.x, m.y, m.z, m.w, first[w], first[w + 1]);
-        mma_f16(c[1], m.x, m.y, m.z, m.w, second[w], second[w + 1]);
+        multiply_pairs<F>(c[0], m.x, m.y, m.z, m.w, first[w], first[w + 1]);
+        multiply_pairs<F>(c[1], m.x, m.y, m.z, m.w, second[w], second[w + 1]);
       } else {                    // rows are tokens, columns dimensions
-        mma_f16(c[0], first[w], second[w], first[w + 1], second[w + 1], m.x, m.y);
-        mma_f16(c[1], first[w], second[w], first[w + 1], second[w + 1], m.z, m.w);
+        multiply_pairs<F>(c[0], first[w], second[w], first[w + 1], second[w + 1], m.x, m.y);
+        multiply_pairs<F>(c[1], first[w], second[w], first[w + 1], second[w + 1], m.z, m.w);
       }
     }
 #pragma unroll
@@ -87,7 +99,7 @@ template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs&
 #pragma unroll
         for (int n = 0; n < 8; n++) {
           auto a = out[q][n], b = out[q + step][n];
-          if constexpr (F::FEW) {
+          if constexpr (F::SHORT) {
             out[q][n] = a + b;
             out[q + step][n] = a - b;
           } else {

@@ -29,7 +29,7 @@ template <class F> struct ScaledLevels {
     for (int i = thread; i < COUNT; i += threads)
       levels[i] = mul_rn(int_to_float_rn(side.levels[BY_CELL ? side.cells[i] : i]), mul_rn(error_steps, 1.0f / 128));
   }
-  DEVICE_MEMBER float of(float x, u32 code) const { return levels[BY_CELL ? ceil_cell(x, F::CELL_SHIFT, F::CELL_ZERO) : code]; }
+  DEVICE_MEMBER float of(float x, u32 code) const { return levels[BY_CELL ? cell_of<F>(x) : code]; }
 };
 
 // What later slices' errors add to slice s, to memory.sums.
@@ -110,7 +110,7 @@ template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, cons
 #pragma unroll
       for (int n = 0; n < 8; n++)
         memory.numbers[(16 * (q * F::PER + i) + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))] =
-            mul_rn(number_of(exact[q][n]), factor[token_number<F>(n)]);
+            mul_rn(integer_of<F>(exact[q][n]), factor[token_number<F>(n)]);
   }
 }
 
@@ -134,7 +134,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_codes_of_tile
 #pragma unroll
       for (int n = 0; n < 8; n++) {
         code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
-        rotated[n] = number_of(exact[q][n]);
+        rotated[n] = integer_of<F>(exact[q][n]);
       }
       put_slice<F>(codes, sums, slice, i * F::GROUPS + q, code, rotated, tables, side);
     }
