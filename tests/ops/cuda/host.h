@@ -332,6 +332,8 @@ DEVICE float sub_rn(float a, float b) { return a - b; }
 DEVICE float fma_rn(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float div_rn(float a, float b) { return a / b; }
 DEVICE float sqrt_rn(float a) { return sqrtf(a); }
+DEVICE float div_rn_normal(float a, float b) { return div_rn(a, b); }
+DEVICE float sqrt_rn_normal(float a) { return sqrt_rn(a); }
 DEVICE float int_to_float_rn(i32 x) { return (float)x; }
 DEVICE float long_to_float_rn(i64 x) { return (float)x; }
 DEVICE i32 float_to_int_rz(float x) {

@@ -21,7 +21,7 @@ from slimkv.codec.quantize import (
     SHORT_FIXED_POINT_BITS,
     SHORT_NORM_STEP,
 )
-from slimkv.ops.store.shape import magnitude, magnitude_of_sum, shaped_levels, sum_bounds
+from slimkv.ops.store.shape import crossing, crossing_of_product, magnitude, shaped_levels
 from slimkv.ops.unpack import decode_signed, decode_unsigned
 
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
@@ -201,14 +201,14 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, 
         squared = tl.sum(wide * wide, 1).to(tl.float32)
     norm = tl.sqrt_rn(squared)
     factor = tl.div_rn(tl.zeros_like(norm) + unit, tl.where(zero | bad, 1.0, norm))
+    standard = rotated * factor[:, None]
+    if SHAPED:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
+        standard = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
     if SHORT and not SHAPED:
-        standard = rotated  # or what has its sign: products with the factor are compared as they are
-        index, entry = magnitude_of_sum(rotated, sum_bounds(factor, bounds, BITS), entries, BITS)
+        across = crossing_of_product(rotated, tl.broadcast_to(factor[:, None], rotated.shape))
     else:
-        standard = rotated * factor[:, None]
-        if SHAPED:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
-            standard = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
-        index, entry = magnitude(standard, bounds, entries, BITS)
+        across = crossing(standard)
+    index, entry = magnitude(across, bounds, entries, BITS)
     codes = index | ((standard > 0).to(tl.int32) << (BITS - 1))
     if DP != D:
         entry = tl.where(col[None, :] < D, entry, 0)

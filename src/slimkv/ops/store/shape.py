@@ -20,15 +20,7 @@ _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
 _MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)  # of _MAGIC; adding n to the bits adds n to the number
 _LARGEST: tl.constexpr = tl.constexpr(float(LARGEST_BYTE))
 _WEIGHT_STEPS: tl.constexpr = tl.constexpr(WEIGHT_STEPS)
-
-
-@triton.jit
-def _loaded(bounds, COUNT: tl.constexpr):
-    """The COUNT boundaries at a pointer."""
-    found = ()
-    for i in tl.static_range(COUNT):
-        found = found + (tl.load(bounds + i),)
-    return found
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -37,13 +29,13 @@ def tree(a, bounds, entries, FIRST: tl.constexpr, COUNT: tl.constexpr):
     if COUNT == 1:
         return tl.zeros_like(a) + tl.load(entries + FIRST)
     elif COUNT == 2:
-        return tl.where(a > bounds[FIRST], tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
+        return tl.where(a > tl.load(bounds + FIRST), tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
     else:
         # The middle boundary chooses the half; within it the boundaries and entries are chosen, not the results.
         HALF: tl.constexpr = COUNT // 2
-        upper = a > bounds[FIRST + HALF - 1]
+        upper = a > tl.load(bounds + FIRST + HALF - 1)
         if COUNT == 4:
-            bound = tl.where(upper, bounds[FIRST + 2], bounds[FIRST])
+            bound = tl.where(upper, tl.load(bounds + FIRST + 2), tl.load(bounds + FIRST))
             second = a > bound
             low = tl.where(second, tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
             high = tl.where(second, tl.load(entries + FIRST + 3), tl.load(entries + FIRST + 2))
@@ -53,7 +45,7 @@ def tree(a, bounds, entries, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _crossing(x):
+def crossing(x):
     """|x| as an integer that is larger than a boundary's bits where x crosses it: int32.
 
     A negative value counts as the next larger float, which makes it cross a boundary that it lies on.
@@ -63,42 +55,28 @@ def _crossing(x):
 
 
 @triton.jit
-def sum_bounds(factor, bounds, BITS: tl.constexpr):
-    """The boundaries of integers whose products with ``factor`` [M], as they are, are compared: a tuple of int32 [M, 1].
+def crossing_of_product(x, y):
+    """`crossing` of x * y as it is, not rounded; y > 0.
 
-    An integer crosses b if it exceeds b / factor. Where that is no integer, anything between its two neighbours will do.
+    What the rounded product lacks decides where that lies on a boundary.
     """
-    bits = factor.to(tl.int32, bitcast=True)
-    mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
-    found = ()
-    for i in tl.static_range((1 << (BITS - 1)) - 1):
-        bound = tl.load(bounds + i)
-        shift = tl.maximum((bound >> 23) - (bits >> 23), 0).to(tl.int64)  # below 0 only where a vector is zero
-        scaled = ((bound & 0x7FFFFF) | 0x800000).to(tl.int64) << shift
-        quotient = tl.div_rn(tl.zeros_like(factor) + bound.to(tl.float32, bitcast=True), factor)  # below 2^22
-        whole = tl.floor(quotient)  # or one more than it should be, if the quotient was rounded up to an integer
-        over = whole.to(tl.int64) * mantissa - scaled
-        between = tl.where(over > 0, whole - 0.5, tl.where(over == 0, whole, whole + 0.5))
-        found = found + (between.to(tl.int32, bitcast=True)[:, None],)
-    return found
+    product = x * y
+    if _INTERPRETED:  # whose fma rounds twice; here float64 has all bits
+        rest = (x.to(tl.float64) * y.to(tl.float64) - product.to(tl.float64)).to(tl.float32)
+    else:
+        rest = tl.fma(x, y, -product)
+    bits = product.to(tl.int32, bitcast=True)
+    return (bits & 0x7FFFFFFF) + ((rest > 0) ^ (bits < 0)).to(tl.int32)
 
 
 @triton.jit
-def magnitude_of_sum(x, sum_bounds, entries, BITS: tl.constexpr):
-    """`magnitude` of integers, up to 4 bits, with boundaries from `sum_bounds`."""
-    both = tree(_crossing(x), sum_bounds, entries, 0, 1 << (BITS - 1))
-    return both >> 16, both & 0xFFFF
+def magnitude(a, bounds, entries, BITS: tl.constexpr):
+    """Which level a coordinate with the `crossing` a rounds to and its entry: int32 each.
 
-
-@triton.jit
-def magnitude(x, bounds, entries, BITS: tl.constexpr):
-    """Which level |x| rounds to and its entry: int32 each; a value on a boundary takes the lower level.
-
-    Up to 4 bits an entry carries the index above its low 16 bits.
+    A value on a boundary takes the lower level. Up to 4 bits an entry carries the index above its low 16 bits.
     """
-    a = _crossing(x)
     if BITS <= 4:
-        both = tree(a, _loaded(bounds, (1 << (BITS - 1)) - 1), entries, 0, 1 << (BITS - 1))
+        both = tree(a, bounds, entries, 0, 1 << (BITS - 1))
         return both >> 16, both & 0xFFFF
     else:
         index = tl.zeros_like(a)
@@ -116,9 +94,9 @@ def _as_float(byte):
 @triton.jit
 def _level(x, bounds, levels, BITS: tl.constexpr):
     """The level that x rounds to: float32; levels: pointer to the positive ones."""
-    a = _crossing(x)
+    a = crossing(x)
     if BITS <= 4:
-        found = tree(a, _loaded(bounds, (1 << (BITS - 1)) - 1), levels, 0, 1 << (BITS - 1))
+        found = tree(a, bounds, levels, 0, 1 << (BITS - 1))
     else:
         index = tl.zeros_like(a)
         for i in tl.static_range(BITS - 1):

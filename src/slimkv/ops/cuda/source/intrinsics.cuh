@@ -44,6 +44,19 @@ DEVICE float sub_rn(float a, float b) { return __fsub_rn(a, b); }
 DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float div_rn(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float sqrt_rn(float a) { return __fsqrt_rn(a); }
+// The same without branches, for normal numbers whose quotient and remainders are normal: correctly rounded as well.
+DEVICE float div_rn_normal(float a, float b) {
+  float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+  r = __fmaf_rn(r, __fmaf_rn(-b, r, 1.0f), r);
+  float q = __fmul_rn(a, r);
+  q = __fmaf_rn(r, __fmaf_rn(-b, q, a), q);
+  return __fmaf_rn(r, __fmaf_rn(-b, q, a), q);
+}
+DEVICE float sqrt_rn_normal(float x) {
+  float r; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  float s = __fmul_rn(x, r);
+  return __fmaf_rn(__fmaf_rn(-s, s, x), __fmul_rn(r, 0.5f), s);
+}
 DEVICE float int_to_float_rn(i32 x) { return __int2float_rn(x); }
 DEVICE float long_to_float_rn(i64 x) { return __ll2float_rn(x); }
 DEVICE i32 float_to_int_rz(float x) { return __float2int_rz(x); }

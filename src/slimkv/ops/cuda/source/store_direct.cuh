@@ -166,7 +166,8 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_direct(const 
     u32 raw[F::CHUNKS][2][F::RAW];
     load_rows<F>(side, head, first, args.tokens, lane, raw);
     Digits<F> digits;
-    TokenScalars scalars = fixed_point<F>(raw, 1.0f, lane, digits);
+    u32 exponent = fixed_point<F>(raw, lane, digits);
+    TokenScalars scalars = scalars_of<F>(digits, exponent, 1.0f, lane);
     float down[F::TOKENS];
 #pragma unroll
     for (int j = 0; j < F::TOKENS; j++) {

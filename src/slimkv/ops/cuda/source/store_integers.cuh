@@ -31,22 +31,23 @@ struct TokenScalars {  // of the lane's token (lane % 16), in fixed-point units
 };
 
 DEVICE u32 larger_of(u32 a, u32 b) { return a > b ? a : b; }
+template <class F> DEVICE u32 larger_pair(u32 a, u32 b) { return F::DTYPE == FLOAT16 ? larger_halves(a, b) : larger_bfloats(a, b); }
 
 // Float32 bits of the largest magnitude among the chunks' values; those of a NaN if there is one.
 template <class F> DEVICE u32 largest_of_lane(const u32 raw[F::CHUNKS][2][F::RAW], int half) {
-  u32 most = F::NARROW ? raw[0][half][0] : 0;
+  constexpr int CHAINS = 4;
+  u32 most[CHAINS];
 #pragma unroll
-  for (int c = 0; c < F::CHUNKS; c++)
-#pragma unroll
-    for (int i = 0; i < F::RAW; i++) {
-      u32 w = raw[c][half][i];
-      if constexpr (F::DTYPE == FLOAT32) most = larger_of(most, w & 0x7FFFFFFFu);
-      else if constexpr (F::DTYPE == BFLOAT16) most = larger_bfloats(most, w);
-      else most = larger_halves(most, w);
-    }
-  if constexpr (F::DTYPE == FLOAT32) return most;
-  most &= 0x7FFF7FFFu;
-  return larger_of(as_bits(element<F::DTYPE>(&most, 0)), as_bits(element<F::DTYPE>(&most, 1)));
+  for (int i = 0; i < F::RAW * F::CHUNKS; i++) {
+    u32 w = raw[i / F::RAW][half][i % F::RAW], &m = most[i % CHAINS];
+    if constexpr (F::DTYPE == FLOAT32) w &= 0x7FFFFFFFu;
+    if (i < CHAINS) m = w;
+    else if constexpr (F::DTYPE == FLOAT32) m = larger_of(m, w);
+    else m = larger_pair<F>(m, w);
+  }
+  if constexpr (F::DTYPE == FLOAT32) return larger_of(larger_of(most[0], most[1]), larger_of(most[2], most[3]));
+  u32 pair = larger_pair<F>(larger_pair<F>(most[0], most[1]), larger_pair<F>(most[2], most[3])) & 0x7FFF7FFFu;
+  return larger_of(as_bits(element<F::DTYPE>(&pair, 0)), as_bits(element<F::DTYPE>(&pair, 1)));
 }
 
 template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, float up, u32& low, u32& middle, u32& top) {
@@ -67,22 +68,20 @@ template <class F> DEVICE u32 times(u32 pair, u32 by) { return F::DTYPE == FLOAT
 // The sum of squares of the tile's tokens, in steps of 256: four products of bytes at a time.
 template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane) {
   constexpr u32 BY_STEP = F::DTYPE == FLOAT16 ? 0x1C001C00 : 0x3B803B80;  // 1 / 256
-  u32 sums[2];
+  u32 sums[2] = {}, largest[2] = {};
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    u32 lows = 0, largest = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * F::CHUNKS; i++) {
-      u32 first = times<F>(d.pairs[i / 2][h][2 * (i % 2)], BY_STEP), second = times<F>(d.pairs[i / 2][h][2 * (i % 2) + 1], BY_STEP);
-      u32 low = prmt(first, second, 0x6420);
-      lows = dot_u8(low, low, lows);
-      if constexpr (F::DTYPE == FLOAT16) {  // of 11 bits one may be rounded up to 256 steps
-        u32 high = prmt(first, second, 0x7531) & 0x7F7F7F7Fu;
-        largest = dot_u8(high, high, largest);
-      }
+  for (int i = 0; i < 4 * F::CHUNKS; i++) {
+    const int h = i % 2;
+    const u32* four = &d.pairs[i / 4][h][i & 2];
+    u32 first = times<F>(four[0], BY_STEP), second = times<F>(four[1], BY_STEP), low = prmt(first, second, 0x6420);
+    sums[h] = dot_u8(low, low, sums[h]);
+    if constexpr (F::DTYPE == FLOAT16) {  // of 11 bits one may be rounded up to 256 steps
+      u32 high = prmt(first, second, 0x7531) & 0x7F7F7F7Fu;
+      largest[h] = dot_u8(high, high, largest[h]);
     }
-    sums[h] = lows + 65536 * largest;
   }
+#pragma unroll
+  for (int h = 0; h < 2; h++) sums[h] += 65536 * largest[h];
   return mul_rn(int_to_float_rn((i32)sum_of_rows(sums, lane)), 65536.0f);
 }
 
@@ -120,55 +119,67 @@ template <class F> DEVICE u32 power_for(u32 exponent) {
   return power | power << 16;
 }
 
-// Token g or g + 8 of the rows as short integers; vectors below 2^-60 are zero.
-template <class F> DEVICE void short_integers(const u32 raw[F::CHUNKS][2][F::RAW], int h, u32 exponent, u32 pairs[F::CHUNKS][2][4]) {
-  u32 by = exponent < 67 ? 0 : power_for<F>(exponent);
-  if (any_lane(exponent > LARGEST_EXPONENT<F>)) {
+// Rows as short integers; vectors below 2^-60 are zero. exponents: of tokens g and g + 8.
+template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2], Digits<F, true>& d) {
+  u32 by[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) by[h] = exponents[h] < 67 ? 0 : power_for<F>(exponents[h]);
+  if (any_lane(larger_of(exponents[0], exponents[1]) > LARGEST_EXPONENT<F>)) {
     sync_warp();  // keeps the compiler from selecting word by word instead of branching
     // A large vector is first made 2^104 times smaller, which changes only what is far below a unit. One that is no vector
     // at all becomes zero.
-    bool large = exponent > LARGEST_EXPONENT<F>;
-    u32 before = large ? 0x0B800B80u : 0x3F803F80u;  // bfloat16
-    if (large) by = power_for<F>(exponent - 104);
-    u32 keep = exponent < TOO_LARGE ? 0xFFFFFFFFu : 0;
 #pragma unroll
-    for (int i = 0; i < 4 * F::CHUNKS; i++)
-      pairs[i / 4][h][i % 4] = times<F>(F::DTYPE == FLOAT16 ? raw[i / 4][h][i % 4] : times<F>(raw[i / 4][h][i % 4], before), by) & keep;
+    for (int h = 0; h < 2; h++) {
+      bool large = exponents[h] > LARGEST_EXPONENT<F>;
+      u32 before = large ? 0x0B800B80u : 0x3F803F80u;  // bfloat16
+      u32 then = large ? power_for<F>(exponents[h] - 104) : by[h], keep = exponents[h] < TOO_LARGE ? 0xFFFFFFFFu : 0;
+#pragma unroll
+      for (int i = 0; i < 4 * F::CHUNKS; i++) {
+        u32 pair = raw[i / 4][h][i % 4];
+        d.pairs[i / 4][h][i % 4] = times<F>(F::DTYPE == FLOAT16 ? pair : times<F>(pair, before), then) & keep;
+      }
+    }
   } else {
 #pragma unroll
-    for (int i = 0; i < 4 * F::CHUNKS; i++) pairs[i / 4][h][i % 4] = times<F>(raw[i / 4][h][i % 4], by);
+    for (int i = 0; i < 8 * F::CHUNKS; i++) d.pairs[i / 8][i % 2][i / 2 % 4] = times<F>(raw[i / 8][i % 2][i / 2 % 4], by[i % 2]);
   }
 }
 
-// Digits of the tile's tokens, and what there is one of per token.
-template <class F> DEVICE TokenScalars fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], float unit, int lane, Digits<F>& d) {
-  u32 exponents[2];
+template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2], Digits<F, false>& d) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    u32 most = largest_of_lane<F>(raw, h);
-    most = larger_of(most, shuffle_xor(most, 1));
-    most = larger_of(most, shuffle_xor(most, 2));
-    u32 exponent = most >> 23;
-    exponents[h] = exponent;
-    if constexpr (F::SHORT) short_integers<F>(raw, h, exponent, d.pairs);
-    else {
-      // A power of two that brings the largest into [2^20, 2^21); vectors below 2^-60 are zero.
-      float up = exponent < 67 ? 0.0f : as_float((274 - (exponent < 254 ? exponent : 254)) << 23);
+    // A power of two that brings the largest into [2^20, 2^21); vectors below 2^-60 are zero.
+    float up = exponents[h] < 67 ? 0.0f : as_float((274 - (exponents[h] < 254 ? exponents[h] : 254)) << 23);
 #pragma unroll
-      for (int c = 0; c < F::CHUNKS; c++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) take_digits<F>(raw[c][h], 4 * r, up, d.low[c][h][r], d.middle[c][h][r], d.top[c][h][r]);
-    }
+    for (int i = 0; i < 2 * F::CHUNKS; i++)
+      take_digits<F>(raw[i / 2][h], 4 * (i % 2), up, d.low[i / 2][h][i % 2], d.middle[i / 2][h][i % 2], d.top[i / 2][h][i % 2]);
   }
+}
+
+// Digits of the tile's tokens, and the exponent of the lane's own.
+template <class F> DEVICE u32 fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], int lane, Digits<F>& d) {
+  u32 most[2], exponents[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) most[h] = largest_of_lane<F>(raw, h);
+#pragma unroll
+  for (int h = 0; h < 2; h++) most[h] = larger_of(most[h], shuffle_xor(most[h], 1));
+#pragma unroll
+  for (int h = 0; h < 2; h++) exponents[h] = larger_of(most[h], shuffle_xor(most[h], 2)) >> 23;
+  take_integers<F>(raw, exponents, d);
   int token = lane & 15, from = 4 * (token & 7);
   u32 first = shuffle(exponents[0], from), second = shuffle(exponents[1], from);
-  u32 exponent = token < 8 ? first : second;
+  return token < 8 ? first : second;
+}
+
+// What there is one of per token.
+template <class F> DEVICE TokenScalars scalars_of(const Digits<F>& d, u32 exponent, float unit, int lane) {
   TokenScalars s;
   s.bad = exponent >= (F::SHORT ? TOO_LARGE : 255);
   s.zero = exponent < 67;
   s.down = as_float(((s.zero ? 67 : s.bad ? 254 : exponent) - (F::SHORT ? 15 : 20)) << 23);
-  s.squared = squared_norms<F>(d, lane);
-  s.norm = sqrt_rn(s.squared);
-  s.factor = s.zero || s.bad ? 0.0f : div_rn(unit, s.norm);
+  s.squared = maximum(squared_norms<F>(d, lane), 1.0f);  // of zero as well a norm, so that nothing depends on it here
+  s.norm = sqrt_rn_normal(s.squared);
+  s.factor = div_rn_normal(unit, s.norm);
+  if (!F::SHORT && s.bad) s.factor = 0.0f;  // whose digits may be anything
   return s;
 }

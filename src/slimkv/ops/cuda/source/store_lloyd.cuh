@@ -77,14 +77,14 @@ template <class F> struct LevelSums {
 template <class F> DEVICE float scale_of_token(const TokenScalars& s, i64 sum, const SideArgs& side) {
   if constexpr (F::POLICY == PLAIN) return mul_rn(mul_rn(s.norm, side.plain_scale), s.down);
   float total = long_to_float_rn(sum);
-  float scale = F::POLICY == NORM ? div_rn(s.norm, sqrt_rn(total)) : div_rn(mul_rn(s.squared, side.root_dim), total);
+  float scale = F::POLICY == NORM ? div_rn_normal(s.norm, sqrt_rn_normal(total)) : div_rn(mul_rn(s.squared, side.root_dim), total);
   return mul_rn(mul_rn(scale, 128.0f), s.down);
 }
 
 // The scale's field of the lane's token.
 template <class F> DEVICE u32 field_of_token(const TokenScalars& s, i64 sum, const SideArgs& side) {
-  if (s.bad) return INVALID_FIELD;
-  return s.zero ? 0 : encode_unsigned(scale_of_token<F>(s, sum, side));
+  u32 field = encode_unsigned(scale_of_token<F>(s, sum, side));
+  return s.bad ? INVALID_FIELD : s.zero ? 0 : field;
 }
 
 // Takes the eight codes of a slice.
@@ -130,7 +130,10 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
                                                                               int head, int first, int part, Slots slots, u8* memory, int lane) {
   LloydTables<F> tables(memory);
   Digits<F> digits;
-  TokenScalars scalars = fixed_point<F>(raw, side.unit, lane, digits);
+  u32 exponent = fixed_point<F>(raw, lane, digits);
+  typename Digits<F>::Sum exact[F::GROUPS][8];
+  rotate_slices<F>(digits, side, part * F::PER, lane, exact);  // before the norm, which takes long for few instructions
+  TokenScalars scalars = scalars_of<F>(digits, exponent, side.unit, lane);
   float factor[F::TOKENS];
 #pragma unroll
   for (int j = 0; j < F::TOKENS; j++) factor[j] = shuffle(F::SHORT ? cells_per_sum<F>(scalars) : scalars.factor, token_of<F>(lane, j));
@@ -138,8 +141,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
   LevelSums<F> sums;
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
-    typename Digits<F>::Sum exact[F::GROUPS][8];
-    rotate_slices<F>(digits, side, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
+    if (i > 0) rotate_slices<F>(digits, side, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++) {
       float rotated[8];

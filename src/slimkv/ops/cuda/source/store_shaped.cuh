@@ -95,7 +95,8 @@ template <class F> DEVICE void shape_codes(const ShapedMemory<F>& memory, const 
 template <class F> DEVICE TokenScalars prepare_tile(const SideArgs& side, const StoreArgs& args, int head, int first, int lane, Digits<F>& digits) {
   u32 raw[F::CHUNKS][2][F::RAW];
   load_rows<F>(side, head, first, args.tokens, lane, raw);
-  return fixed_point<F>(raw, side.unit, lane, digits);
+  u32 exponent = fixed_point<F>(raw, lane, digits);
+  return scalars_of<F>(digits, exponent, side.unit, lane);
 }
 
 template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, const TokenScalars& scalars, const SideArgs& side,
