@@ -1,5 +1,7 @@
 """Vectors to codes and back: the same bytes everywhere, for every format, however ugly the vector."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from slimkv import Codec, CodecSpec, Encoded
 from slimkv.codec import quantize, scale16
 from slimkv.errors import InputError
-from slimkv.spec import ScalePolicy
+from slimkv.spec import Kind, ScalePolicy
 
 LOSSY = [
     "k1v1",
@@ -71,10 +73,19 @@ def test_summation_order_does_not_matter(bits, policy):
 @pytest.mark.parametrize("word", LOSSY)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_inputs_encode_like_their_float32_values(word, dtype):
+    """Up to 4 bits by the rules of short integers, and else as if they were given in float32."""
     codec = Codec.from_word(word, 64)
     x = vectors(50, 64).clamp(-6e4, 6e4).to(dtype)
-    for encode, form in ((codec.encode_key, codec.spec.key), (codec.encode_value, codec.spec.value)):
-        if quantize.fixed_point_bits(form, dtype) == quantize.FIXED_POINT_BITS:
+    sides = (
+        (codec.encode_key, codec.spec.key, codec.key_tables),
+        (codec.encode_value, codec.spec.value, codec.value_tables),
+    )
+    for encode, form, tables in sides:
+        if form.kind == Kind.LLOYD and form.bits <= 4:
+            bits = quantize.SHORT_FIXED_POINT_BITS
+            assert same(encode(x), quantize.encode_lloyd(x.float(), form, tables, bits=bits))
+            assert not same(encode(x), encode(x.float()))
+        else:
             assert same(encode(x), encode(x.float()))
 
 
@@ -84,6 +95,35 @@ def test_both_halves_encode_alike(word):
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     x = torch.where(x.abs() > 1e-3, x, 0)  # the same numbers in fp16
     assert same(codec.encode_key(x), codec.encode_key(x.half()))
+
+
+def test_short_integers_are_for_16_bit_floats_and_few_bits():
+    form = Codec.from_word("k4v5", 64).spec
+    assert quantize.fixed_point_bits(form.key, torch.bfloat16, 256) == quantize.SHORT_FIXED_POINT_BITS
+    for other in ((form.key, torch.float32, 64), (form.value, torch.bfloat16, 64), (form.key, torch.float16, 272)):
+        assert quantize.fixed_point_bits(*other) == quantize.FIXED_POINT_BITS
+
+
+def test_products_of_short_integers_are_compared_as_they_are():
+    """A norm and a sum whose product is above a boundary by less than float32 holds, and one that is below."""
+    codec = Codec.from_word("k4v4", 64)
+    tables, g = codec.key_tables, torch.Generator().manual_seed(3)
+    seen = set()
+    while len(seen) < 2:
+        x = torch.randn(20_000, 64, generator=g).bfloat16()
+        fixed, _, _ = quantize._fixed_point(x.float(), quantize.SHORT_FIXED_POINT_BITS)
+        rotated = quantize.rotate_fixed(fixed, tables)
+        factor = torch.tensor(tables.unit) / quantize.squared_norm_in_steps(fixed).sqrt()
+        rounded = rotated * factor
+        for row, column in ((rounded != 0) & torch.isin(rounded, tables.boundaries)).nonzero().tolist():
+            product = Fraction(float(rotated[row, column])) * Fraction(float(factor[row, 0]))
+            boundary = Fraction(float(rounded[row, column]))
+            if product == boundary:
+                continue
+            index = sum(product > Fraction(float(b)) for b in tables.boundaries)
+            code = codec.encode_key(x[row]).codes[column]
+            assert code == (index if index >= 8 else 7 - index)
+            seen.add(product > boundary)
 
 
 @pytest.mark.parametrize("word", [w for w in LOSSY if "u" not in w])
@@ -261,19 +301,18 @@ def test_every_sum_is_exact(policy):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("largest", [1.0, 30.0])
-def test_few_bits_before_the_rotation_do_not_show(bits, largest, monkeypatch):
-    """16-bit floats start from 11-bit integers; the error is that of 21 bits, with and without an outlier."""
+def test_short_integers_do_not_show(bits, largest):
+    """The error is that of 21 bits and an exact norm, with and without an outlier."""
     codec, x = Codec(CodecSpec.parse(f"k{bits}v{bits}", 128)), vectors(2048, 128, seed=5).bfloat16()
     x[:, 3] *= largest
 
-    def error() -> float:
-        squared = (codec.decode_key(codec.encode_key(x)) - x.float()).square().sum(-1)
+    def error(values: torch.Tensor) -> float:
+        squared = (codec.decode_key(codec.encode_key(values)) - x.float()).square().sum(-1)
         return float((squared / x.float().square().sum(-1)).mean())
 
-    few = error()
-    monkeypatch.setattr(quantize, "FEW_FIXED_POINT_BITS", quantize.FIXED_POINT_BITS)
-    assert few != error()
-    assert few < 1.002 * error()
+    short, exact = error(x), error(x.float())
+    assert short != exact
+    assert short < 1.001 * exact
 
 
 def test_sums_are_integers_rounded_once():

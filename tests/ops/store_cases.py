@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slimkv import Codec, CodecSpec, PageLayout, ScalePolicy
 from slimkv.codec.pack import pack_rows, page_tables
+from slimkv.codec import quantize
 from slimkv.codec.quantize import SideTables
 from slimkv.codec.rounding import rounding_matrix
 from slimkv.spec import Kind
@@ -185,3 +186,25 @@ def rows_on_boundaries(codec: Codec, per_boundary: int = 2) -> tuple[Tensor, int
                 break
         exact += found
     return torch.cat(rows), exact
+
+
+def short_rows_beside_boundaries(codec: Codec, dtype: torch.dtype, count: int = 8) -> Tensor:
+    """16-bit floats [count, dim] with a rotated coordinate whose product, rounded, lies on a boundary, and which does not.
+
+    Half of them lie above it, half below.
+    """
+    g = torch.Generator().manual_seed(2)
+    tables, dim = codec.to("cpu").key_tables, codec.spec.key_dim
+    boundaries = tables.boundaries[tables.boundaries != 0]
+    above, below = torch.empty(0, dim, dtype=dtype), torch.empty(0, dim, dtype=dtype)
+    while min(len(above), len(below)) < count // 2:
+        x = torch.randn(20_000, dim, generator=g).to(dtype)
+        fixed, _, _ = quantize._fixed_point(x.float(), quantize.SHORT_FIXED_POINT_BITS)
+        rotated = quantize.rotate_fixed(fixed, tables)
+        factor = torch.tensor(tables.unit) / quantize.squared_norm_in_steps(fixed).sqrt()
+        rounded = rotated * factor
+        rest = rotated.double() * factor.double() - rounded.double()
+        on = torch.isin(rounded, boundaries)
+        above = torch.cat([above, x[(on & (rest > 0)).any(-1)]])
+        below = torch.cat([below, x[(on & (rest < 0)).any(-1)]])
+    return torch.cat([above[: count // 2], below[: count // 2]])

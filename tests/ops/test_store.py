@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from store_cases import DTYPES, POISON_BYTE, Case, build, expected, rows_on_boundaries
+from store_cases import (
+    DTYPES,
+    POISON_BYTE,
+    Case,
+    build,
+    expected,
+    rows_on_boundaries,
+    short_rows_beside_boundaries,
+)
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.errors import InputError, UnsupportedError
@@ -110,6 +118,19 @@ def test_ties(word, policy, device):
     pages = torch.zeros(
         case.layout.blocks_for(len(rows)), 1, case.layout.region_bytes, dtype=torch.uint8, device=device
     )
+    want = expected(key, key, slots, pages, codec, case.layout)
+    ops.store(key, key, pages, slots, codec=codec, layout=case.layout, impl="triton")
+    assert_same_bytes(pages, want, case.layout)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_products_are_compared_as_they_are(dtype, device):
+    """Beside a boundary by less than float32 holds."""
+    case = Case(heads=1, dtype=dtype)
+    codec = Codec(case.layout.spec, device)
+    key = short_rows_beside_boundaries(codec, DTYPES[dtype])[:, None, :].to(device)
+    slots = torch.arange(len(key), device=device)
+    pages = torch.zeros(1, 1, case.layout.region_bytes, dtype=torch.uint8, device=device)
     want = expected(key, key, slots, pages, codec, case.layout)
     ops.store(key, key, pages, slots, codec=codec, layout=case.layout, impl="triton")
     assert_same_bytes(pages, want, case.layout)

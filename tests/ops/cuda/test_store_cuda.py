@@ -7,7 +7,15 @@ from pathlib import Path
 import host
 import pytest
 import torch
-from store_cases import Case, build, expected, random_rounding, rows_on_boundaries
+from store_cases import (
+    DTYPES,
+    Case,
+    build,
+    expected,
+    random_rounding,
+    rows_on_boundaries,
+    short_rows_beside_boundaries,
+)
 from test_store import COVERING, MATRIX, assert_same_bytes
 from test_store_rounding import COVERING as SHAPED
 from test_store_rounding import FULL as ALL_SHAPED
@@ -107,6 +115,24 @@ def test_ties(bits, shaped):
     assert_same_bytes(pages, want, case.layout)
 
 
+def check_products(dtype: str, run, device: torch.device) -> None:
+    case = Case(heads=1, dtype=dtype)
+    codec = Codec(case.layout.spec, device)
+    key = short_rows_beside_boundaries(codec, DTYPES[dtype])[:, None, :].to(device)
+    slots = torch.arange(len(key), device=device)
+    pages = torch.zeros(1, 1, case.layout.region_bytes, dtype=torch.uint8, device=device)
+    want = expected(key, key, slots, pages, codec, case.layout)
+    run(StoreRequest(key, key, pages, slots, codec, case.layout))
+    assert_same_bytes(pages, want, case.layout)
+
+
+@emulated
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_products_are_compared_as_they_are(dtype):
+    """Beside a boundary by less than float32 holds."""
+    check_products(dtype, emulate, CPU)
+
+
 @emulated
 @pytest.mark.parametrize("word", ["k4v4", "k8v4", "kur4vu3", "fp8"])
 def test_tokens_that_cannot_be_encoded_are_marked(word):
@@ -136,6 +162,20 @@ def test_on_a_gpu(case, device):
 @pytest.mark.parametrize("case", named([*SHAPED, *ALL_SHAPED]))
 def test_query_aware_rounding_on_a_gpu(case, device):
     check(case, True, store_cuda.run, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_products_are_compared_as_they_are_on_a_gpu(dtype, device):
+    check_products(dtype, store_cuda.run, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_many_vectors_of_any_size_on_a_gpu(dtype, device):
+    """Every exponent, and all of what square roots and quotients see."""
+    case = Case(dim=128, heads=8, tokens=1 << 15, slots="aligned", dtype=dtype, page=64)
+    check(case, run=store_cuda.run, device=device)
 
 
 @pytest.mark.gpu
