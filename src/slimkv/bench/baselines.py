@@ -195,6 +195,13 @@ def scatter(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor) -> Candi
     yield "two index_put", call
 
 
+def copy_of(moved_bytes: int, device: torch.device) -> Candidates:
+    """A plain copy that reads and writes as many bytes: what launches and memory alone take."""
+    source = torch.zeros(moved_bytes // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    yield "copy_", functools.partial(target.copy_, source)
+
+
 def turboquant_store(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor) -> Candidates:
     """vLLM's turboquant_4bit_nc store (its GEMM and element-wise launches included)."""
     turbo = TurboQuant.create(cell.head_dim, key.device)
@@ -210,16 +217,17 @@ def time_baseline(
     moved_bytes: int,
     copy: float,
     cold: bool = True,
+    before: Callable[[], object] | None = None,
 ) -> Baseline:
-    """The fastest candidate, or the reason why there is none."""
+    """The fastest candidate, timed as ``Timer`` says, or the reason why there is none."""
     times: dict[str, float] = {}
     reasons: list[str] = []
-    if timer.device.type != "cuda" and name not in ("sdpa", "scatter"):
+    if timer.device.type != "cuda" and name not in ("sdpa", "scatter", "copy"):
         return Baseline(name, None, None, None, "needs a CUDA device")
     try:
         for detail, call in prepare():
             try:
-                times[detail] = timer(call, cold=cold)
+                times[detail] = timer(call, cold=cold, before=before)
             except Exception as error:  # a configuration this build does not have; the others may run
                 reasons.append(f"{detail}: {_one_line(error)}")
     except Exception as error:  # third-party code raises what it likes: the row must say so and the run go on

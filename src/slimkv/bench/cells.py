@@ -54,12 +54,14 @@ class AttendCell:
 class StoreCell:
     """``tokens`` new tokens: a prefill chunk in whole pages, or one token of each of many sequences (``scattered``).
 
-    ``query_aware``: keys are rounded with a matrix per head.
+    ``query_aware``: keys are rounded with a matrix per head. ``warm``: a chunk that has just been written, not one
+    that is read from memory.
     """
 
     name: str
     tokens: int
     scattered: bool = False
+    warm: bool = False
     kv_heads: int = 8
     head_dim: int = 128
     format: str = "k4v4"
@@ -98,6 +100,7 @@ ATTEND_CELLS = (
 _CHUNK = StoreCell("", tokens=8192)
 STORE_CELLS = (
     replace(_CHUNK, name="chunk-8192"),
+    replace(_CHUNK, name="chunk-8192-warm", warm=True),
     replace(_CHUNK, name="chunk-8192-k2v2", format="k2v2"),
     replace(_CHUNK, name="chunk-8192-k8v4", format="k8v4"),
     replace(_CHUNK, name="chunk-8192-4bit_nc", format="4bit_nc"),
@@ -120,6 +123,7 @@ SMALL_ATTEND_CELLS = (
 _SMALL_CHUNK = StoreCell("", tokens=512, kv_heads=2, head_dim=64, page=16)
 SMALL_STORE_CELLS = (
     replace(_SMALL_CHUNK, name="chunk-512"),
+    replace(_SMALL_CHUNK, name="chunk-512-warm", warm=True),
     replace(_SMALL_CHUNK, name="decode-16", tokens=16, scattered=True),
     replace(_SMALL_CHUNK, name="chunk-512-query-aware", query_aware=True),
     replace(_SMALL_CHUNK, name="rotation-off-512", format="ku4vu4"),

@@ -34,21 +34,28 @@ class Timer:
 
     device: torch.device
     replays: int = 20
-    _flush_ms: dict[int, float] = field(default_factory=dict)
+    _before_ms: dict[tuple[Callable[[], object], int], float] = field(default_factory=dict)
 
-    def __call__(self, call: Callable[[], object], *, cold: bool = True) -> float:
-        """One call, replayed from a graph on a GPU; ``cold`` empties the L2 cache before each and takes that off."""
+    def __call__(
+        self, call: Callable[[], object], *, cold: bool = True, before: Callable[[], object] | None = None
+    ) -> float:
+        """One call, replayed from a graph on a GPU; ``cold`` empties the L2 cache before each and takes that off.
+
+        ``before``: what runs before each instead, and is taken off.
+        """
         if self.device.type != "cuda":
             return self.eager(call)
         call()  # compiles
         once = self._replay(self._capture([call]), 3)
         repeats = max(1, min(20, int(_TARGET_MS / max(once, 1e-3))))
-        if not cold:
+        if before is None and cold:
+            before = self._flush
+        if before is None:
             return self._replay(self._capture([call] * repeats), self.replays) / repeats
-        total = self._replay(self._capture([self._flush, call] * repeats), self.replays)
-        if repeats not in self._flush_ms:
-            self._flush_ms[repeats] = self._replay(self._capture([self._flush] * repeats), self.replays)
-        return (total - self._flush_ms[repeats]) / repeats
+        total = self._replay(self._capture([before, call] * repeats), self.replays)
+        if (before, repeats) not in self._before_ms:
+            self._before_ms[before, repeats] = self._replay(self._capture([before] * repeats), self.replays)
+        return (total - self._before_ms[before, repeats]) / repeats
 
     def eager(self, call: Callable[[], object]) -> float:
         """One call at a time, without a graph."""

@@ -14,9 +14,11 @@ template <class F> struct LloydTables {
   const i32* levels;
 
   DEVICE_MEMBER LloydTables(u8* memory) : cells(memory), bounds((float*)(memory + CELL_BYTES)), levels((i32*)(memory + CELL_BYTES) + COUNT) {}
+  // Starts to copy them; they are there for all after ``copy_async_wait`` and ``sync_threads``.
   DEVICE_MEMBER void fill(u8* memory, const SideArgs& side, int thread, int threads) const {
 #pragma unroll 1
-    for (int i = thread; i < CELL_BYTES / 16; i += threads) ((Words4*)memory)[i] = load_often(side.cells + 16 * i);
+    for (int i = thread; i < CELL_BYTES / 16; i += threads) copy_async_16(memory + 16 * i, side.cells + 16 * i);
+    copy_async_commit();
 #pragma unroll 1
     for (int i = thread; i < COUNT; i += threads) {
       ((u32*)(memory + CELL_BYTES))[i] = ((const u32*)side.bounds)[i];
@@ -170,11 +172,13 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
 template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_together(const SideArgs& side, const StoreArgs& args, int head, int first, u8* memory,
                                                                                   int threads) {
   int lane = thread_index() & 31, part = thread_index() >> 5;
+  LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
+  prefetch_rotation<F>(side, thread_index(), threads);
+  wait_for_grid_before();
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
   u32 raw[F::CHUNKS][2][F::RAW];
   load_rows<F>(side, head, first, args.tokens, lane, raw);
-  LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
-  prefetch_rotation<F>(side, thread_index(), threads);
+  copy_async_wait<0>();
   sync_threads();
   if (first < args.tokens && part < F::SPLIT) store_lloyd_rows<F, BLOCK_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
   else if constexpr (F::SPLIT > 1) sync_threads();  // whole warps
@@ -185,9 +189,11 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(c
                                                                                int threads) {
   RowBuffer<F> rows(memory + (LloydTables<F>::BYTES + 15) / 16 * 16 + (thread_index() >> 5) * RowBuffer<F>::BYTES, side, head, 16 * tile,
                     16 * step, thread_index() & 31);
-  rows.fetch(side, 16 * tile, args.tokens, thread_index() & 31);
-  prefetch_rotation<F>(side, thread_index(), threads);
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
+  prefetch_rotation<F>(side, thread_index(), threads);
+  wait_for_grid_before();
+  rows.fetch(side, 16 * tile, args.tokens, thread_index() & 31);
+  copy_async_wait<1>();  // for the tables, not for the rows
   sync_threads();
 #pragma unroll 1
   for (; 16 * tile < args.tokens; tile += step) {
