@@ -153,7 +153,7 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     if request.rounding is not None:
         return plan, (blocks, heads), args
     if plan.resident:  # all run at the same time, and every warp has as many tiles as the others, or one fewer
-        blocks = -(-blocks // -(-2 * heads * blocks // plan.resident))
+        blocks = min(blocks, max(1, plan.resident // (2 * heads)))
     return plan, (blocks, 2 * heads), args
 
 

@@ -15,7 +15,7 @@ typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs& args, int head, u8* memory) {
   int warp = shuffle(thread_index() >> 5, 0);  // from one lane: so that the compiler knows that warps stay together
   constexpr bool TOGETHER = TILES_PER_BLOCK == 1;
-  int tile = TOGETHER ? block_index() : block_index() * WARPS + warp, step = block_count() * WARPS;
+  int tile = TOGETHER ? block_index() : warp * block_count() + block_index(), step = block_count() * WARPS;
   if constexpr (F::KIND != STORE_LLOYD) {
     wait_for_grid_before();
     if (TOGETHER && warp > 0) return;

@@ -61,7 +61,7 @@ template <class F, int BLOCK_TOKENS> DEVICE void store_direct_codes(CodePlanes<F
     }
     if (fields[0][j] == INVALID_FIELD) codes.erase(j);
   }
-  store_planes<F, BLOCK_TOKENS>(codes, pages, args.page_stride, slots, lane, 0);
+  store_planes<F, BLOCK_TOKENS, false>(codes, 0, pages, args.page_stride, slots, lane, 0);
 }
 
 template <class F> DEVICE void put_codes(CodePlanes<F>& codes, int slice, const u32 code[8]) {

@@ -6,9 +6,9 @@ constexpr u32 INVALID_FIELD = 0xFFFF;
 
 DEVICE u32 encode_unsigned(float x) {
   u32 bits = as_bits(x);
-  if ((bits & 0x7F800000u) == 0x7F800000u) return INVALID_FIELD;
   i32 rounded = (i32)((bits + 0xFFF + (bits >> 13 & 1)) >> 13) - (87 << 10);
-  return rounded < 1 << 10 ? 0 : rounded >= (i32)INVALID_FIELD ? INVALID_FIELD : (u32)rounded;
+  bool over = rounded >= (i32)INVALID_FIELD || (bits & 0x7F800000u) == 0x7F800000u;
+  return over ? INVALID_FIELD : rounded < 1 << 10 ? 0 : (u32)rounded;
 }
 DEVICE u32 encode_signed(float x) {
   u32 bits = as_bits(x), magnitude = bits & 0x7FFFFFFFu;

@@ -31,23 +31,38 @@ struct TokenScalars {  // of the lane's token (lane % 16), in fixed-point units
 };
 
 DEVICE u32 larger_of(u32 a, u32 b) { return a > b ? a : b; }
-template <class F> DEVICE u32 larger_pair(u32 a, u32 b) { return F::DTYPE == FLOAT16 ? larger_halves(a, b) : larger_bfloats(a, b); }
 
-// Float32 bits of the largest magnitude among the chunks' values; those of a NaN if there is one.
+// The larger of values of the input's type, as they are loaded; a NaN if there is one. Their signs are any.
+template <class F> DEVICE u32 larger_word(u32 a, u32 b) {
+  return F::DTYPE == FLOAT32 ? larger_of(a & 0x7FFFFFFFu, b & 0x7FFFFFFFu) : F::DTYPE == FLOAT16 ? larger_halves(a, b) : larger_bfloats(a, b);
+}
+
+// The largest among a lane's words of a row.
 template <class F> DEVICE u32 largest_of_lane(const u32 raw[F::CHUNKS][2][F::RAW], int half) {
   constexpr int CHAINS = 4;
   u32 most[CHAINS];
 #pragma unroll
   for (int i = 0; i < F::RAW * F::CHUNKS; i++) {
     u32 w = raw[i / F::RAW][half][i % F::RAW], &m = most[i % CHAINS];
-    if constexpr (F::DTYPE == FLOAT32) w &= 0x7FFFFFFFu;
-    if (i < CHAINS) m = w;
-    else if constexpr (F::DTYPE == FLOAT32) m = larger_of(m, w);
-    else m = larger_pair<F>(m, w);
+    m = i < CHAINS ? w : larger_word<F>(m, w);
   }
-  if constexpr (F::DTYPE == FLOAT32) return larger_of(larger_of(most[0], most[1]), larger_of(most[2], most[3]));
-  u32 pair = larger_pair<F>(larger_pair<F>(most[0], most[1]), larger_pair<F>(most[2], most[3])) & 0x7FFF7FFFu;
-  return larger_of(as_bits(element<F::DTYPE>(&pair, 0)), as_bits(element<F::DTYPE>(&pair, 1)));
+  return larger_word<F>(larger_word<F>(most[0], most[1]), larger_word<F>(most[2], most[3]));
+}
+
+// The exponents (of float32) of the largest of tokens g and g + 8, in bytes 0 and 2.
+template <class F> DEVICE u32 largest_exponents(const u32 raw[F::CHUNKS][2][F::RAW]) {
+  u32 first = largest_of_lane<F>(raw, 0), second = largest_of_lane<F>(raw, 1);
+  if constexpr (F::NARROW) {  // both in a word
+    u32 both = larger_word<F>(prmt(first, second, 0x5410), prmt(first, second, 0x7632));
+    both = larger_word<F>(both, shuffle_xor(both, 1));
+    both = larger_word<F>(both, shuffle_xor(both, 2));
+    if constexpr (F::DTYPE == BFLOAT16) return both >> 7 & 0x00FF00FFu;
+    return (as_bits(half_to_float(both & 0x7FFF)) >> 23) | (as_bits(half_to_float(both >> 16 & 0x7FFF)) >> 23) << 16;
+  } else {
+    first = larger_word<F>(first, shuffle_xor(first, 1)), second = larger_word<F>(second, shuffle_xor(second, 1));
+    first = larger_word<F>(first, shuffle_xor(first, 2)), second = larger_word<F>(second, shuffle_xor(second, 2));
+    return first >> 23 | second >> 23 << 16;
+  }
 }
 
 template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, float up, u32& low, u32& middle, u32& top) {
@@ -158,17 +173,11 @@ template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW]
 
 // Digits of the tile's tokens, and the exponent of the lane's own.
 template <class F> DEVICE u32 fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], int lane, Digits<F>& d) {
-  u32 most[2], exponents[2];
-#pragma unroll
-  for (int h = 0; h < 2; h++) most[h] = largest_of_lane<F>(raw, h);
-#pragma unroll
-  for (int h = 0; h < 2; h++) most[h] = larger_of(most[h], shuffle_xor(most[h], 1));
-#pragma unroll
-  for (int h = 0; h < 2; h++) exponents[h] = larger_of(most[h], shuffle_xor(most[h], 2)) >> 23;
+  u32 both = largest_exponents<F>(raw);
+  const u32 exponents[2] = {both & 0xFF, both >> 16};
   take_integers<F>(raw, exponents, d);
-  int token = lane & 15, from = 4 * (token & 7);
-  u32 first = shuffle(exponents[0], from), second = shuffle(exponents[1], from);
-  return token < 8 ? first : second;
+  u32 there = shuffle(both, 4 * (lane & 7));
+  return lane & 8 ? there >> 16 : there & 0xFF;
 }
 
 // What there is one of per token.

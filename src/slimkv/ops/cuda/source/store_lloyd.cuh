@@ -74,16 +74,16 @@ template <class F> struct LevelSums {
   }
 };
 
-template <class F> DEVICE float scale_of_token(const TokenScalars& s, i64 sum, const SideArgs& side) {
+// total: the sum that the policy wants, in units of 1 / LEVEL_DENOMINATOR or their square.
+template <class F> DEVICE float scale_of_token(const TokenScalars& s, float total, const SideArgs& side) {
   if constexpr (F::POLICY == PLAIN) return mul_rn(mul_rn(s.norm, side.plain_scale), s.down);
-  float total = long_to_float_rn(sum);
   float scale = F::POLICY == NORM ? div_rn_normal(s.norm, sqrt_rn_normal(total)) : div_rn(mul_rn(s.squared, side.root_dim), total);
   return mul_rn(mul_rn(scale, 128.0f), s.down);
 }
 
 // The scale's field of the lane's token.
-template <class F> DEVICE u32 field_of_token(const TokenScalars& s, i64 sum, const SideArgs& side) {
-  u32 field = encode_unsigned(scale_of_token<F>(s, sum, side));
+template <class F> DEVICE u32 field_of_token(const TokenScalars& s, float total, const SideArgs& side) {
+  u32 field = encode_unsigned(scale_of_token<F>(s, total, side));
   return s.bad ? INVALID_FIELD : s.zero ? 0 : field;
 }
 
@@ -102,23 +102,24 @@ template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sum
   else codes.put_bytes(slice, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24, code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
 }
 
-// The sum that the policy wants, in the lane of each token.
-template <class F> DEVICE i64 policy_sum(const LevelSums<F>& sums, int lane) {
-  if constexpr (F::POLICY == PLAIN) return 0;
-  else if constexpr (LevelSums<F>::PACKED) return (i64)sum_of_token<F>(sums.squares, lane) * 4096;  // (128 / 2)^2
+// The sum that the policy wants, in the lane of each token, and the same rounded once.
+template <class F> DEVICE auto policy_sum(const LevelSums<F>& sums, int lane) {
+  if constexpr (F::POLICY == PLAIN) return 0u;
+  else if constexpr (LevelSums<F>::PACKED) return sum_of_token<F>(sums.squares, lane);
   else return sum_of_token<F>(sums.sums, lane);
 }
+DEVICE float policy_total(u32 sum) { return mul_rn(int_to_float_rn((i32)sum), 4096.0f); }  // (128 / 2)^2; below 2^24
+DEVICE float policy_total(i64 sum) { return long_to_float_rn(sum); }
 
 template <class F, int BLOCK_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>& codes, u32 field, bool zero, const StoreArgs& args, int head, Slots slots,
                                                            int lane, int part) {
   u8* pages = args.pages + head * args.page_head_stride;
-  if (part == 0) store_field<F, BLOCK_TOKENS>(field, 0, pages, args.page_stride, slots, lane);
   bool empty = zero || field == INVALID_FIELD;
   if (any_lane(empty))
 #pragma unroll
     for (int j = 0; j < F::TOKENS; j++)
       if (shuffle((u32)empty, token_of<F>(lane, j))) codes.erase(j);
-  store_planes<F, BLOCK_TOKENS>(codes, pages, args.page_stride, slots, lane, part);
+  store_planes<F, BLOCK_TOKENS, true>(codes, field, pages, args.page_stride, slots, lane, part);
 }
 
 // What makes a sum of short integers a number of cells, in units of the smallest float.
@@ -130,9 +131,16 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
                                                                               int head, int first, int part, Slots slots, u8* memory, int lane) {
   LloydTables<F> tables(memory);
   Digits<F> digits;
-  u32 exponent = fixed_point<F>(raw, lane, digits);
   typename Digits<F>::Sum exact[F::GROUPS][8];
-  rotate_slices<F>(digits, side, part * F::PER, lane, exact);  // before the norm, which takes long for few instructions
+  u32 exponent;
+  if constexpr (F::SHORT) {
+    Fragments<F> matrix(side, 0, part * F::PER, lane);  // early: it is far away
+    exponent = fixed_point<F>(raw, lane, digits);
+    rotate_slices<F>(digits, side, part * F::PER, lane, exact, &matrix);  // before the norm, which takes long for few instructions
+  } else {
+    exponent = fixed_point<F>(raw, lane, digits);
+    rotate_slices<F>(digits, side, part * F::PER, lane, exact);
+  }
   TokenScalars scalars = scalars_of<F>(digits, exponent, side.unit, lane);
   float factor[F::TOKENS];
 #pragma unroll
@@ -155,9 +163,9 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
       put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);
     }
   }
-  i64 sum = policy_sum<F>(sums, lane);
+  auto sum = policy_sum<F>(sums, lane);
   if constexpr (F::SPLIT > 1) {
-    i64* shared = (i64*)(memory + (LloydTables<F>::BYTES + 15) / 16 * 16);
+    auto* shared = (decltype(sum)*)(memory + (LloydTables<F>::BYTES + 15) / 16 * 16);
     if (lane < 16) shared[part * 16 + lane] = sum;
     sync_threads();
     sum = 0;
@@ -165,7 +173,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
     for (int i = 0; i < F::SPLIT; i++) sum += shared[i * 16 + (lane & 15)];
   }
   if constexpr (F::SPLIT == 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, for registers
-  store_lloyd_codes<F, BLOCK_TOKENS>(codes, field_of_token<F>(scalars, sum, side), scalars.zero, args, head, slots, lane, part);
+  store_lloyd_codes<F, BLOCK_TOKENS>(codes, field_of_token<F>(scalars, policy_total(sum), side), scalars.zero, args, head, slots, lane, part);
 }
 
 // Few tokens: the block's warps share a tile, and its rows, its slots and the tables are loaded at the same time.

@@ -5,6 +5,7 @@
 // Where the tile's tokens go. Lane k (and k + 16) knows token k's slot.
 struct Slots {
   i64 slot;      // of the lane's token; negative: skip it
+  i64 start;     // of the first token
   bool aligned;  // the 16 tokens are a tile of a page
 };
 
@@ -12,8 +13,8 @@ template <class S> DEVICE Slots load_slots(const void* slots, int first, int tok
   int token = first + (lane & 15);
   Slots s;
   s.slot = token < tokens ? (i64)((const S*)slots)[token] : -1;
-  i64 start = shuffle(s.slot, 0);
-  s.aligned = !any_lane(start < 0 || (start & 15) || s.slot != start + (lane & 15));
+  s.start = shuffle(s.slot, 0);
+  s.aligned = !any_lane(s.start < 0 || (s.start & 15) || s.slot != s.start + (lane & 15));
   return s;
 }
 
@@ -155,20 +156,27 @@ template <class F> struct CodePlanes {
   }
 };
 
-template <class F, int BLOCK_TOKENS> DEVICE void store_planes(const CodePlanes<F>& codes, u8* pages, i64 page_stride, Slots s, int lane, int part) {
-  constexpr int TWO_AT = 8 * F::D * F::FOUR, ONE_AT = TWO_AT + 4 * F::D * F::TWO;
-  if (s.aligned) {
-    i64 start = shuffle(s.slot, 0);
-    u8* tile = region_of<BLOCK_TOKENS>(pages, page_stride, start) + F::CODES + (int)((u32)start % BLOCK_TOKENS) / 16 * F::TILE_BYTES;
-    if constexpr (F::FOUR) codes.four.store_tile(tile, lane, part);
-    if constexpr (F::TWO) codes.two.store_tile(tile + TWO_AT, lane, part);
-    if constexpr (F::ONE) codes.one.store_tile(tile + ONE_AT, lane, part);
-    if constexpr (F::BITS == 8) codes.byte.store_tile(tile, lane, part);
-  }
+// Where the planes of a tile start.
+template <class F> constexpr int TWO_AT = 8 * F::D * F::FOUR;
+template <class F> constexpr int ONE_AT = TWO_AT<F> + 4 * F::D * F::TWO;
+// Slices that fill no word are written row by row, whatever the slots.
+template <class F> DEVICE constexpr bool has_rows() {
   bool rows = false;
   if constexpr (F::TWO) rows = rows || NibblePlane<F, 2>::TAIL;
   if constexpr (F::ONE) rows = rows || NibblePlane<F, 1>::TAIL;
-  if (s.aligned && !rows) return;
+  return rows;
+}
+
+// The words of a whole tile.
+template <class F> DEVICE void store_tile(const CodePlanes<F>& codes, u8* tile, int lane, int part) {
+  if constexpr (F::FOUR) codes.four.store_tile(tile, lane, part);
+  if constexpr (F::TWO) codes.two.store_tile(tile + TWO_AT<F>, lane, part);
+  if constexpr (F::ONE) codes.one.store_tile(tile + ONE_AT<F>, lane, part);
+  if constexpr (F::BITS == 8) codes.byte.store_tile(tile, lane, part);
+}
+
+// The bytes of single tokens; of a whole tile those that are in no word.
+template <class F, int BLOCK_TOKENS> DEVICE void store_tokens(const CodePlanes<F>& codes, u8* pages, i64 page_stride, Slots s, int lane, int part) {
 #pragma unroll
   for (int j = 0; j < F::TOKENS; j++) {
     i64 slot = shuffle(s.slot, token_of<F>(lane, j));
@@ -176,16 +184,26 @@ template <class F, int BLOCK_TOKENS> DEVICE void store_planes(const CodePlanes<F
     u8* tile = region_of<BLOCK_TOKENS>(pages, page_stride, slot) + F::CODES + position / 16 * F::TILE_BYTES;
     if (slot >= 0 && !s.aligned) {
       if constexpr (F::FOUR) codes.four.store_token(tile, position % 16, j, lane, part);
-      if constexpr (F::TWO) codes.two.store_token(tile + TWO_AT, position % 16, j, lane, part);
-      if constexpr (F::ONE) codes.one.store_token(tile + ONE_AT, position % 16, j, lane, part);
+      if constexpr (F::TWO) codes.two.store_token(tile + TWO_AT<F>, position % 16, j, lane, part);
+      if constexpr (F::ONE) codes.one.store_token(tile + ONE_AT<F>, position % 16, j, lane, part);
       if constexpr (F::BITS == 8) codes.byte.store_token(tile, position % 16, j, lane, part);
     }
-    if constexpr (F::TWO) codes.two.store_row(tile + TWO_AT, position % 16, j, lane, slot >= 0);
-    if constexpr (F::ONE) codes.one.store_row(tile + ONE_AT, position % 16, j, lane, slot >= 0);
+    if constexpr (F::TWO) codes.two.store_row(tile + TWO_AT<F>, position % 16, j, lane, slot >= 0);
+    if constexpr (F::ONE) codes.one.store_row(tile + ONE_AT<F>, position % 16, j, lane, slot >= 0);
   }
 }
 
-template <class F, int BLOCK_TOKENS> DEVICE void store_field(u32 field, int number, u8* pages, i64 page_stride, Slots s, int lane) {
-  if (lane < 16 && s.slot >= 0)
-    *(u16*)(region_of<BLOCK_TOKENS>(pages, page_stride, s.slot) + F::FIELDS + 2 * (number * BLOCK_TOKENS + (int)((u32)s.slot % BLOCK_TOKENS))) = (u16)field;
+// Codes, and by lanes 0 .. 15 a field of each token (none: FIELDS_TOO is false). A whole tile has one region.
+template <class F, int BLOCK_TOKENS, bool FIELDS_TOO> DEVICE void store_planes(const CodePlanes<F>& codes, u32 field, u8* pages, i64 page_stride, Slots s, int lane,
+                                                                               int part) {
+  if (s.aligned) {
+    u8* region = region_of<BLOCK_TOKENS>(pages, page_stride, s.start);
+    u32 position = (u32)s.start % BLOCK_TOKENS;
+    if (FIELDS_TOO && part == 0 && lane < 16) *(u16*)(region + F::FIELDS + 2 * (position + lane)) = (u16)field;
+    store_tile<F>(codes, region + F::CODES + position / 16 * F::TILE_BYTES, lane, part);
+    if constexpr (!has_rows<F>()) return;
+  } else if (FIELDS_TOO && part == 0 && lane < 16 && s.slot >= 0) {
+    *(u16*)(region_of<BLOCK_TOKENS>(pages, page_stride, s.slot) + F::FIELDS + 2 * ((u32)s.slot % BLOCK_TOKENS)) = (u16)field;
+  }
+  store_tokens<F, BLOCK_TOKENS>(codes, pages, page_stride, s, lane, part);
 }

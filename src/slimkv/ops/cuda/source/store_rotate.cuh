@@ -41,15 +41,26 @@ template <class F> DEVICE void multiply_pairs(float c[4], u32 a0, u32 a1, u32 a2
   else mma_bf16(c, a0, a1, a2, a3, b0, b1);
 }
 
-// The products of the groups' own part of the rotation, of slice s of each.
-template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const SideArgs& side, int s, int lane, float out[F::GROUPS][8]) {
+// The matrix for slice s of group q of short integers, as a lane holds it.
+template <class F> struct Fragments {
+  Words4 steps[2 * F::STEPS];
+  DEVICE_MEMBER Fragments(const SideArgs& side, int q, int s, int lane) {
+    const u8* at = side.fragments + lane * 16 + (q * F::SLICES + s) * F::STEPS * 1024;
+#pragma unroll
+    for (int k = 0; k < 2 * F::STEPS; k++) steps[k] = load_often(at + 512 * k);
+  }
+};
+
+// The products of the groups' own part of the rotation, of slice s of each. known: the matrix for group 0, if it is there.
+template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const SideArgs& side, int s, int lane, float out[F::GROUPS][8],
+                                               const Fragments<F>* known) {
 #pragma unroll
   for (int q = 0; q < F::GROUPS; q++) {
-    const u8* at = side.fragments + ((q * F::SLICES + s) * F::STEPS * 64 + lane) * 16;
+    const Fragments<F> matrix = q == 0 && known ? *known : Fragments<F>(side, q, s, lane);
     float c[2][4] = {};
 #pragma unroll
     for (int k = 0; k < 2 * F::STEPS; k++) {
-      Words4 m = load_often(at + 512 * k);
+      const Words4& m = matrix.steps[k];
       const u32(&first)[4] = d.pairs[q * F::STEPS + k / 2][0];
       const u32(&second)[4] = d.pairs[q * F::STEPS + k / 2][1];
       const int w = 2 * (k % 2);
@@ -66,10 +77,10 @@ template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const S
   }
 }
 
-template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const SideArgs& side, int s, int lane, i32 out[F::GROUPS][8]) {
+template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const SideArgs& side, int s, int lane, i32 out[F::GROUPS][8], const Fragments<F>*) {
 #pragma unroll
   for (int q = 0; q < F::GROUPS; q++) {
-    const u8* at = side.fragments + ((q * F::SLICES + s) * F::STEPS * 32 + lane) * 16;
+    const u8* at = side.fragments + lane * 16 + (q * F::SLICES + s) * F::STEPS * 512;
     Words4 ones[F::STEPS];
 #pragma unroll
     for (int k = 0; k < F::STEPS; k++) ones[k] = load_often(at + 512 * k);
@@ -89,8 +100,9 @@ template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const 
 }
 
 // Slices s, s + SLICES, ... of the rotated tile: exact sums, in the page's order.
-template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs& side, int s, int lane, typename Digits<F>::Sum out[F::GROUPS][8]) {
-  multiply_slices<F>(d, side, s, lane, out);
+template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs& side, int s, int lane, typename Digits<F>::Sum out[F::GROUPS][8],
+                                             const Fragments<F>* known = nullptr) {
+  multiply_slices<F>(d, side, s, lane, out, known);
 #pragma unroll
   for (int step = 1; step < F::GROUPS; step *= 2)
 #pragma unroll

@@ -140,7 +140,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_codes_of_tile
       put_slice<F>(codes, sums, slice, i * F::GROUPS + q, code, rotated, tables, side);
     }
   }
-  u32 field = field_of_token<F>(scalars, policy_sum<F>(sums, lane), side);
+  u32 field = field_of_token<F>(scalars, policy_total(policy_sum<F>(sums, lane)), side);
   store_lloyd_codes<F, BLOCK_TOKENS>(codes, field, scalars.zero, args, head, slots, lane, 0);
 }
 
