@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 def quick(monkeypatch):
     """Times mean nothing here, so each call is made as seldom as can be."""
 
-    def once(timer, call, cold=True):
+    def once(timer, call, cold=True, before=None):
+        if before is not None:
+            before()
         call()
         return 0.5
 
@@ -99,7 +101,7 @@ def test_the_fastest_configuration_counts_and_failures_are_told(monkeypatch):
             yield name, lambda name=name: name
         yield "broken", lambda: "broken"
 
-    def timer(call, cold=True):
+    def timer(call, cold=True, before=None):
         if call() == "broken":
             raise RuntimeError("no kernel\nfor this")
         return times[call()]

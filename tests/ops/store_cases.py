@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from slimkv import Codec, CodecSpec, PageLayout, ScalePolicy
-from slimkv.codec.pack import pack_rows, page_tables
 from slimkv.codec import quantize
+from slimkv.codec.pack import pack_rows, page_tables
 from slimkv.codec.quantize import SideTables
 from slimkv.codec.rounding import rounding_matrix
 from slimkv.spec import Kind
@@ -189,9 +189,9 @@ def rows_on_boundaries(codec: Codec, per_boundary: int = 2) -> tuple[Tensor, int
 
 
 def short_rows_beside_boundaries(codec: Codec, dtype: torch.dtype, count: int = 8) -> Tensor:
-    """16-bit floats [count, dim] with a rotated coordinate whose product, rounded, lies on a boundary, and which does not.
+    """16-bit floats [count, dim] with a rotated coordinate whose product lies on a boundary once it is rounded.
 
-    Half of them lie above it, half below.
+    Before, half of them lie above it and half below.
     """
     g = torch.Generator().manual_seed(2)
     tables, dim = codec.to("cpu").key_tables, codec.spec.key_dim

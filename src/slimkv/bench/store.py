@@ -70,9 +70,9 @@ def _compile(job: tuple[StoreCell, str, str]) -> None:
 def bench_store(options: Options, step: Step = silent) -> Report:
     """Runs the chosen cells under every chosen implementation.
 
-    Chunks are read from memory (a cold cache); those of a warm cell have just been written, by a copy whose time is taken
-    off, and lie in the cache as far as they fit. The few tokens of a decode step come from the kernel before, so their
-    inputs are warm and the time is that of one launch among others in a graph.
+    Chunks are read from memory (a cold cache); those of a warm cell have just been written, by a copy whose time is
+    taken off, and lie in the cache as far as they fit. The few tokens of a decode step come from the kernel before, so
+    their inputs are warm and the time is that of one launch among others in a graph.
     """
     device = options.torch_device()
     small = options.small or device.type != "cuda"

@@ -116,7 +116,11 @@ def again(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
         return None
     plan, grid, args = prepare(request)
     device = request.pages.device
-    launch = load(SOURCE, plan.defines, device).kernel(KERNEL).bound(grid, plan.threads, plan.shared, args, device, overlap=True)
+    launch = (
+        load(SOURCE, plan.defines, device)
+        .kernel(KERNEL)
+        .bound(grid, plan.threads, plan.shared, args, device, overlap=True)
+    )
     keys, values = args.key, args.value
 
     def run(key: Tensor, value: Tensor, slots: Tensor) -> None:
