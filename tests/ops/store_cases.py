@@ -208,3 +208,13 @@ def short_rows_beside_boundaries(codec: Codec, dtype: torch.dtype, count: int = 
         above = torch.cat([above, x[(on & (rest > 0)).any(-1)]])
         below = torch.cat([below, x[(on & (rest < 0)).any(-1)]])
     return torch.cat([above[: count // 2], below[: count // 2]])
+
+
+def build_beside_boundaries(dtype: str, device: torch.device) -> tuple[Case, Tensor, Tensor, Tensor, Codec, Tensor]:
+    """A case of `short_rows_beside_boundaries`, for K and V alike: rows, slots, pages, the codec and what pages must hold."""
+    case = Case(heads=1, dtype=dtype)
+    codec = Codec(case.layout.spec, device)
+    rows = short_rows_beside_boundaries(codec, DTYPES[dtype])[:, None, :].to(device)
+    slots = torch.arange(len(rows), device=device)
+    pages = torch.zeros(1, 1, case.layout.region_bytes, dtype=torch.uint8, device=device)
+    return case, rows, slots, pages, codec, expected(rows, rows, slots, pages, codec, case.layout)

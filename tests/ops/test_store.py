@@ -11,9 +11,9 @@ from store_cases import (
     POISON_BYTE,
     Case,
     build,
+    build_beside_boundaries,
     expected,
     rows_on_boundaries,
-    short_rows_beside_boundaries,
 )
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
@@ -126,13 +126,8 @@ def test_ties(word, policy, device):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_products_are_compared_as_they_are(dtype, device):
     """Beside a boundary by less than float32 holds."""
-    case = Case(heads=1, dtype=dtype)
-    codec = Codec(case.layout.spec, device)
-    key = short_rows_beside_boundaries(codec, DTYPES[dtype])[:, None, :].to(device)
-    slots = torch.arange(len(key), device=device)
-    pages = torch.zeros(1, 1, case.layout.region_bytes, dtype=torch.uint8, device=device)
-    want = expected(key, key, slots, pages, codec, case.layout)
-    ops.store(key, key, pages, slots, codec=codec, layout=case.layout, impl="triton")
+    case, rows, slots, pages, codec, want = build_beside_boundaries(dtype, device)
+    ops.store(rows, rows, pages, slots, codec=codec, layout=case.layout, impl="triton")
     assert_same_bytes(pages, want, case.layout)
 
 

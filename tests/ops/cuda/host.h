@@ -52,6 +52,7 @@ struct Thread {
   const char* where;  // the collective it waits at
   u64 meetings;       // warp collectives so far: operands of two consecutive ones are kept apart
   int groups;         // committed groups of asynchronous copies
+  bool waited;        // for the grid before
   std::vector<Copy> copies;
 #ifdef __x86_64__
   void* stack_pointer;
@@ -143,6 +144,7 @@ static void start(int i) {
   t.where = "the start";
   t.meetings = 0;
   t.groups = 0;
+  t.waited = false;
   t.copies.clear();
   u8* stack = machine.stacks + (size_t)i * STACK_BYTES;
   memcpy(stack, &STACK_MARK, 8);
@@ -214,6 +216,11 @@ static bool run_block() {
       return refuse("block (%d, %d): warps do not meet at a barrier", machine.block_x, machine.block_y), false;
     }
   }
+  int waited = 0;
+  for (int i = 0; i < machine.count; i++) waited += machine.threads[i].waited;
+  if (waited && waited < machine.count)
+    return refuse("block (%d, %d): %d of %d threads end without waiting for the grid before", machine.block_x, machine.block_y,
+                  machine.count - waited, machine.count), false;
   for (int i = 0; i < GUARD_BYTES; i++)
     if (machine.shared[i - GUARD_BYTES] != GUARD || machine.shared[machine.shared_bytes + i] != GUARD)
       return refuse("block (%d, %d) wrote beyond its %d bytes of shared memory", machine.block_x, machine.block_y,
@@ -460,7 +467,7 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
   mma_u8_u8(d, a0, a1, a2, a3, b0, b1);
 }
 DEVICE void let_next_grid_start() {}
-DEVICE void wait_for_grid_before() {}
+DEVICE void wait_for_grid_before() { host::machine.threads[host::machine.current].waited = true; }
 DEVICE void prefetch(const void*) {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.

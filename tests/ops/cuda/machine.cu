@@ -29,7 +29,8 @@ KERNEL(32, 1) products(GRID_CONSTANT Args args) {
   if (args.mode == 1) mma_s8_u8(c, x[0], x[1], x[2], x[3], x[4], x[5]);
   if (args.mode == 2) mma_s8_s8(c, x[0], x[1], x[2], x[3], x[4], x[5]);
   if (args.mode == 3) mma_f16(f, x[0], x[1], x[2], x[3], x[4], x[5]);
-  for (int i = 0; i < 4; i++) args.out[4 * lane + i] = args.mode == 3 ? as_bits(f[i]) : (u32)c[i];
+  if (args.mode == 4) mma_bf16(f, x[0], x[1], x[2], x[3], x[4], x[5]);
+  for (int i = 0; i < 4; i++) args.out[4 * lane + i] = args.mode >= 3 ? as_bits(f[i]) : (u32)c[i];
 }
 LAUNCHABLE(products, Args)
 
@@ -55,6 +56,31 @@ KERNEL(64, 1) conversions(GRID_CONSTANT Args args) {
   }
 }
 LAUNCHABLE(conversions, Args)
+
+// in: words a, b of two 16-bit floats each.
+KERNEL(64, 1) pairs(GRID_CONSTANT Args args) {
+  for (int i = thread_index(); i < args.n; i += 64) {
+    u32 a = args.in[2 * i], b = args.in[2 * i + 1];
+    args.out[4 * i] = times_halves(a, b);
+    args.out[4 * i + 1] = times_bfloats(a, b);
+    args.out[4 * i + 2] = larger_halves(a, b) & 0x7FFF7FFFu;  // signs are any
+    args.out[4 * i + 3] = larger_bfloats(a, b) & 0x7FFF7FFFu;
+  }
+}
+LAUNCHABLE(pairs, Args)
+
+// in: a, b; out: the cells of their product.
+KERNEL(64, 1) cells(GRID_CONSTANT Args args) {
+  for (int i = thread_index(); i < args.n; i += 64) args.out[i] = ceil_product(as_float(args.in[2 * i]), as_float(args.in[2 * i + 1]), args.mode);
+}
+LAUNCHABLE(cells, Args)
+
+// mode: a thread that ends without waiting; negative: none.
+KERNEL(64, 1) waiting(GRID_CONSTANT Args args) {
+  if (thread_index() == args.mode) return;
+  wait_for_grid_before();
+}
+LAUNCHABLE(waiting, Args)
 
 // Reverses 4 words a thread through shared memory, copied there asynchronously.
 KERNEL(128, 1) through_shared(GRID_CONSTANT Args args) {

@@ -80,6 +80,49 @@ def test_half_products(rng):
     assert (got == (a.astype(np.float64) @ b.astype(np.float64) + c).astype(np.float32)).all()
 
 
+def test_bfloat_products(rng):
+    """Down to the smallest denormal numbers."""
+    torch = pytest.importorskip("torch")
+    a, b = (torch.from_numpy(rng.standard_normal(n).astype(np.float32)).bfloat16() for n in ((16, 16), (16, 8)))
+    a[::2] *= 2.0**-126
+    b *= 2.0**64
+    c = np.zeros((16, 8), np.float32)
+    words = fragments(*(x.view(torch.int16).numpy() for x in (a, b)), c)
+    got = matrix(run("products", words, 128, threads=32, mode=4), np.float32)
+    assert (got == (a.double() @ b.double()).float().numpy()).all()
+
+
+def test_pairs_of_16_bit_floats(rng):
+    """Products are rounded once, also among the denormal numbers; the larger magnitude is a NaN where there is one."""
+    torch = pytest.importorskip("torch")
+    words = rng.integers(0, 1 << 32, (20_000, 2), dtype=np.uint32)
+    found = run("pairs", words, 4 * len(words), threads=64, n=len(words)).reshape(-1, 4)
+    for column, dtype in ((0, torch.float16), (1, torch.bfloat16)):
+        a, b = torch.from_numpy(words.view(np.int16).reshape(-1, 2, 2).copy()).view(dtype).unbind(1)
+        product, larger = (
+            torch.from_numpy(np.ascontiguousarray(found[:, i]).view(np.int16).reshape(-1, 2)).view(dtype)
+            for i in (column, column + 2)
+        )
+        expected = (a.float() * b.float()).to(dtype)
+        numbers = ~expected.isnan()
+        assert torch.equal(product[numbers], expected[numbers])
+        assert product[~numbers].isnan().all()
+        nan = a.isnan() | b.isnan()
+        assert torch.equal(larger[~nan], torch.maximum(a.abs(), b.abs())[~nan])
+        assert larger[nan].isnan().all()
+
+
+def test_cells_of_products(rng):
+    """The product as it is, not rounded, in units of the smallest float; on an edge it belongs to the cell below."""
+    a = rng.integers(-(2**23), 2**23, 5000).astype(np.float32)
+    b = (rng.random(5000) * 100 / 2**23).astype(np.float32)
+    a[:100], b[:100] = np.arange(-50, 50), 1  # on edges
+    exact = a.astype(np.float64) * b.astype(np.float64)
+    words = np.stack([a * np.float32(2.0**-69), b * np.float32(2.0**-80)], 1)
+    found = run("cells", words, len(a), threads=64, mode=4096, n=len(a)).astype(np.int64) - 4096
+    assert (found == np.ceil(exact)).all()
+
+
 def test_transpose(rng):
     x = rng.integers(0, 1 << 16, (8, 8), dtype=np.uint16)
     got = run("transpose", x, 32, threads=32).view(np.uint16).reshape(8, 8)
@@ -151,6 +194,12 @@ def test_copying_beyond_shared_memory_is_reported():
 def test_lanes_that_do_not_meet_are_reported(mode, what):
     with pytest.raises(host.LaunchError, match=f"lanes do not meet.*{what}"):
         run("divergent", np.zeros(1), 64, threads=64, mode=mode)
+
+
+def test_a_thread_that_does_not_wait_for_the_grid_before_is_reported():
+    run("waiting", np.zeros(1), 1, threads=64, mode=-1)
+    with pytest.raises(host.LaunchError, match="1 of 64 threads end without waiting for the grid before"):
+        run("waiting", np.zeros(1), 1, threads=64, mode=7)
 
 
 def test_arguments_that_do_not_fit_are_reported():

@@ -38,12 +38,12 @@ class Kernel:
         self.name = name
         return self
 
-    def launch(self, grid, threads, shared, args, device):
+    def launch(self, grid, threads, shared, args, device, overlap=False):
         library = host.compile(Path(self.source), self.defines)
         host.launch(library, self.name, grid=grid, threads=threads, shared=shared, args=args)
 
-    def bound(self, *call):
-        return partial(self.launch, *call)
+    def bound(self, *call, overlap=False):
+        return partial(self.launch, *call, overlap)
 
 
 @pytest.fixture(autouse=True)

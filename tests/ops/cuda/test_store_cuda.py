@@ -8,13 +8,12 @@ import host
 import pytest
 import torch
 from store_cases import (
-    DTYPES,
     Case,
     build,
+    build_beside_boundaries,
     expected,
     random_rounding,
     rows_on_boundaries,
-    short_rows_beside_boundaries,
 )
 from test_store import COVERING, MATRIX, assert_same_bytes
 from test_store_rounding import COVERING as SHAPED
@@ -116,13 +115,8 @@ def test_ties(bits, shaped):
 
 
 def check_products(dtype: str, run, device: torch.device) -> None:
-    case = Case(heads=1, dtype=dtype)
-    codec = Codec(case.layout.spec, device)
-    key = short_rows_beside_boundaries(codec, DTYPES[dtype])[:, None, :].to(device)
-    slots = torch.arange(len(key), device=device)
-    pages = torch.zeros(1, 1, case.layout.region_bytes, dtype=torch.uint8, device=device)
-    want = expected(key, key, slots, pages, codec, case.layout)
-    run(StoreRequest(key, key, pages, slots, codec, case.layout))
+    case, rows, slots, pages, codec, want = build_beside_boundaries(dtype, device)
+    run(StoreRequest(rows, rows, pages, slots, codec, case.layout))
     assert_same_bytes(pages, want, case.layout)
 
 

@@ -23,10 +23,8 @@ SOURCE, KERNEL = "store.cu", "store"
 LARGEST_DIM = 256
 FEW_VECTORS = 8192  # tokens times heads: below this a tile is shared by several warps
 _WARPS, _SHAPED_WARPS = 4, 2  # query-aware rounding needs much shared memory, of which small GPUs have 99 KiB
-_GROUP_DIMS, _MOST_GROUPS = (
-    32,
-    4,
-)  # a product with the matrix takes few dimensions; the rest of the rotation is additions
+# A product with the matrix takes few dimensions; the rest of the rotation is additions.
+_GROUP_DIMS, _MOST_GROUPS = 32, 4
 _KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
 _POLICIES = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -116,11 +114,8 @@ def again(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
         return None
     plan, grid, args = prepare(request)
     device = request.pages.device
-    launch = (
-        load(SOURCE, plan.defines, device)
-        .kernel(KERNEL)
-        .bound(grid, plan.threads, plan.shared, args, device, overlap=True)
-    )
+    kernel = load(SOURCE, plan.defines, device).kernel(KERNEL)
+    launch = kernel.bound(grid, plan.threads, plan.shared, args, device, overlap=True)
     keys, values = args.key, args.value
 
     def run(key: Tensor, value: Tensor, slots: Tensor) -> None:
