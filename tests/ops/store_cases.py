@@ -211,7 +211,7 @@ def short_rows_beside_boundaries(codec: Codec, dtype: torch.dtype, count: int = 
 
 
 def build_beside_boundaries(dtype: str, device: torch.device) -> tuple[Case, Tensor, Tensor, Tensor, Codec, Tensor]:
-    """A case of `short_rows_beside_boundaries`, for K and V alike: rows, slots, pages, the codec and what pages must hold."""
+    """Such rows, for K and V alike: their case, rows, slots, pages, the codec and what the pages must hold."""
     case = Case(heads=1, dtype=dtype)
     codec = Codec(case.layout.spec, device)
     rows = short_rows_beside_boundaries(codec, DTYPES[dtype])[:, None, :].to(device)
