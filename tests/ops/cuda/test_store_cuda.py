@@ -20,6 +20,7 @@ from test_store_rounding import COVERING as SHAPED
 from test_store_rounding import FULL as ALL_SHAPED
 
 from slimkv import Codec
+from slimkv.codec.codebook import codebook
 from slimkv.ops.store import REGISTRY, StoreRequest
 from slimkv.ops.store import cuda as store_cuda
 from slimkv.spec import Kind
@@ -137,6 +138,18 @@ def test_tokens_that_cannot_be_encoded_are_marked(word):
     want = expected(key, value, slots, pages, codec, case.layout)
     emulate(StoreRequest(key, value, pages, slots, codec, case.layout))
     assert_same_bytes(pages, want, case.layout)
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128, 256])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_cells_reach_as_far_as_a_norm_can_be_wrong(dim, bits):
+    """The largest coordinate of a vector whose norm, in steps, is as much too small as can be: all others are ties."""
+    ties = torch.arange(0, 128, 2, dtype=torch.float64)  # steps of a coordinate; the largest has at least 128
+    norms = (128**2 + (dim - 1) * (ties + 0.5) ** 2).sqrt(), (128**2 + (dim - 1) * ties**2).sqrt()
+    largest = Codec.from_word(f"k{bits}v{bits}", dim).key_tables.unit * dim**0.5
+    shift, zero, cells = store_cuda._cells(codebook(bits, dim), largest)
+    assert zero > largest * 2**shift * float((norms[0] / norms[1]).max()) + 1
+    assert len(cells) == 2 * zero
 
 
 def test_what_it_does_not_take_is_named():

@@ -349,7 +349,7 @@ def _cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
             break
     else:
         raise AssertionError(f"boundaries of {book.bits} bits for {book.dim} dimensions do not fit any cells")
-    zero = math.ceil(largest * 2**shift * 1.03) + 8  # the norm of short integers may be 2.5% too small
+    zero = math.ceil(largest * 2**shift * 1.03) + 8  # a norm of short integers may be 3.2% too small
     zero += -zero % 8
     upper = np.arange(2 * zero) - zero
     below = (scaled[None, :] < upper[:, None]).sum(1) if book.bits <= 4 else (scaled <= upper[:, None] - 1).sum(1)
