@@ -17,7 +17,7 @@ template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs&
   constexpr bool TOGETHER = TILES_PER_BLOCK == 1;
   int tile = TOGETHER ? block_index() : warp * block_count() + block_index(), step = block_count() * WARPS;
   if constexpr (F::KIND != STORE_LLOYD) {
-    wait_for_grid_before();
+    after_grid_before();
     if (TOGETHER && warp > 0) return;
 #pragma unroll 1
     for (; 16 * tile < args.tokens; tile += step) store_direct<F, PAGE, SlotNumber>(side, args, head, 16 * tile);
@@ -36,7 +36,7 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
   u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + HALF * ShapedMemory<K>::BYTES;
   fill_shaped_tables<K>(args.key, args, memory, 32 * WARPS);
   if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
-  wait_for_grid_before();
+  after_grid_before();
   copy_async_wait<0>();
   sync_threads();
   int warp = shuffle(thread_index() >> 5, 0);  // as above: no warp takes both ways
@@ -56,7 +56,6 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
 // WARPS tiles by the heads.
 KERNEL(32 * WARPS, BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
-  let_next_grid_start();
   if constexpr (SHAPED) store_both<Key, Value>(args, block_index_y(), memory);
   else if (block_index_y() & 1) store_side<Value>(args.value, args, block_index_y() >> 1, memory);
   else store_side<Key>(args.key, args, block_index_y() >> 1, memory);

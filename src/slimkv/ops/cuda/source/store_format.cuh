@@ -48,6 +48,13 @@ struct StoreArgs {
   i32 tokens;
 };
 
+// Before anything that another kernel may have written is read, or written. The next grid may start only then, so that
+// whatever came before this one has ended for it as well.
+DEVICE void after_grid_before() {
+  wait_for_grid_before();
+  let_next_grid_start();
+}
+
 // PER: inner slices that a warp takes of a tile; a tile is shared by SPLIT warps.
 template <bool VALUES_, int D_, int GROUPS_, int PER_, int KIND_, int BITS_, int POLICY_, bool ROTATED_, int CODES_,
           int FIELDS_, int DTYPE_, bool VECTORS_, int CELL_SHIFT_, int CELL_ZERO_>

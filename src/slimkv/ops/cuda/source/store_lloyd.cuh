@@ -182,7 +182,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_togethe
   int lane = thread_index() & 31, part = thread_index() >> 5;
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
   prefetch_rotation<F>(side, thread_index(), threads);
-  wait_for_grid_before();
+  after_grid_before();
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
   u32 raw[F::CHUNKS][2][F::RAW];
   load_rows<F>(side, head, first, args.tokens, lane, raw);
@@ -199,7 +199,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(c
                     16 * step, thread_index() & 31);
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
   prefetch_rotation<F>(side, thread_index(), threads);
-  wait_for_grid_before();
+  after_grid_before();
   rows.fetch(side, 16 * tile, args.tokens, thread_index() & 31);
   copy_async_wait<1>();  // for the tables, not for the rows
   sync_threads();
