@@ -32,8 +32,7 @@ DEVICE void value_bytes(const Codes<V_BITS, VS, true>& codes, int slice, Table t
 KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
-  wait_for_grid_before();
-  let_next_grid_start();
+  after_grid_before();
 
   // -- this block's piece of the line
   int left;

@@ -199,3 +199,10 @@ DEVICE void wait_for_grid_before() {
 #endif
 }
 #endif
+
+// Before anything that another kernel may have written is read, or written. The next grid may start only then, so that
+// whatever came before this one has ended for it as well.
+DEVICE void after_grid_before() {
+  wait_for_grid_before();
+  let_next_grid_start();
+}

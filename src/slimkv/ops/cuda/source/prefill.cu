@@ -200,8 +200,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT Args args) {
     barriers_created();
   }
   sync_threads();
-  wait_for_grid_before();
-  let_next_grid_start();
+  after_grid_before();
   Work w;
   if (!find_work(args, lane, w)) return;
   if (part == 0) {

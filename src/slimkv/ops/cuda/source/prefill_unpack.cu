@@ -68,8 +68,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT Args args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   const int sequence = block_index_y(), tile = block_index() / args.heads, head = block_index() % args.heads;
-  wait_for_grid_before();
-  let_next_grid_start();
+  after_grid_before();
   const Prefilled s = prefilled_at(args.starts, args.lengths, sequence, args.most_queries, lane);
   const int first = (args.first_tile + tile) * STEP;
   if (s.queries <= args.most_queries || first >= s.length) return;

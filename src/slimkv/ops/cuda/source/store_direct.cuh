@@ -133,8 +133,8 @@ template <class F> DEVICE void fp8_codes(const float x[F::LOCAL][8], u32 fields[
       most[j] = most[j] > other ? most[j] : other;
     }
     u32 exponent = most[j] >> 23;
-    bool zero = exponent < 67;
-    u32 shifted = (zero ? 67 : exponent < 254 ? exponent : 254) - 8 + ((most[j] & 0x7FFFFF) > 0x600000 ? 1 : 0);
+    bool zero = exponent < LEAST_EXPONENT;
+    u32 shifted = (zero ? LEAST_EXPONENT : exponent < 254 ? exponent : 254) - 8 + ((most[j] & 0x7FFFFF) > 0x600000 ? 1 : 0);
     fields[0][j] = exponent == 255 ? INVALID_FIELD : zero ? 0 : encode_unsigned(as_float(shifted << 23));
     up[j] = zero || exponent == 255 ? 0.0f : as_float((254 - shifted) << 23);
   }

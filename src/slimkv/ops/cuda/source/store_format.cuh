@@ -12,6 +12,7 @@
 enum { STORE_LLOYD = 0, STORE_UNIFORM = 1, STORE_FP8 = 2 };
 enum { BFLOAT16 = 0, FLOAT16 = 1, FLOAT32 = 2 };
 enum { PLAIN = 0, NORM = 1, UNBIASED = 2 };
+constexpr u32 LEAST_EXPONENT = 67;  // of float32: vectors below 2^-60 are zero
 
 // A word per lane for 4 / W slices, in groups of four, two and one words a lane (see docs/page-format.md).
 DEVICE int fragment_word(int word, int lane, int words) {
@@ -25,7 +26,7 @@ struct SideArgs {
   const u8* x;            // [tokens, heads, D], strides in bytes
   i64 stride, head_stride;
   // The rotation, as the lanes hold it: bytes [GROUPS][SLICES][STEPS][32 lanes][16], then 64 times it; for short integers
-  // SIGN times it, in 16-bit floats [GROUPS][SLICES][STEPS][2][32 lanes][8].
+  // in 16-bit floats that stand for its signs (store_integers.cuh), [GROUPS][SLICES][STEPS][2][32 lanes][8].
   const u8* fragments;
   const u8* cells;        // [CELLS]: which code (up to 4 bits) or how many boundaries lie below the cell
   const float* bounds;    // [2 ** BITS]: ascending, and infinity (5 bits and more)
@@ -47,13 +48,6 @@ struct StoreArgs {
   float error_steps;
   i32 tokens;
 };
-
-// Before anything that another kernel may have written is read, or written. The next grid may start only then, so that
-// whatever came before this one has ended for it as well.
-DEVICE void after_grid_before() {
-  wait_for_grid_before();
-  let_next_grid_start();
-}
 
 // PER: inner slices that a warp takes of a tile; a tile is shared by SPLIT warps.
 template <bool VALUES_, int D_, int GROUPS_, int PER_, int KIND_, int BITS_, int POLICY_, bool ROTATED_, int CODES_,

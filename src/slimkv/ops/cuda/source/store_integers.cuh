@@ -134,11 +134,11 @@ template <class F> DEVICE u32 power_for(u32 exponent) {
   return power | power << 16;
 }
 
-// Rows as short integers; vectors below 2^-60 are zero. exponents: of tokens g and g + 8.
+// Rows as short integers. exponents: of tokens g and g + 8.
 template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2], Digits<F, true>& d) {
   u32 by[2];
 #pragma unroll
-  for (int h = 0; h < 2; h++) by[h] = exponents[h] < 67 ? 0 : power_for<F>(exponents[h]);
+  for (int h = 0; h < 2; h++) by[h] = exponents[h] < LEAST_EXPONENT ? 0 : power_for<F>(exponents[h]);
   if (any_lane(larger_of(exponents[0], exponents[1]) > LARGEST_EXPONENT<F>)) {
     sync_warp();  // keeps the compiler from selecting word by word instead of branching
     // A large vector is first made 2^104 times smaller, which changes only what is far below a unit. One that is no vector
@@ -163,8 +163,8 @@ template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW]
 template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2], Digits<F, false>& d) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    // A power of two that brings the largest into [2^20, 2^21); vectors below 2^-60 are zero.
-    float up = exponents[h] < 67 ? 0.0f : as_float((274 - (exponents[h] < 254 ? exponents[h] : 254)) << 23);
+    // A power of two that brings the largest into [2^20, 2^21).
+    float up = exponents[h] < LEAST_EXPONENT ? 0.0f : as_float((274 - (exponents[h] < 254 ? exponents[h] : 254)) << 23);
 #pragma unroll
     for (int i = 0; i < 2 * F::CHUNKS; i++)
       take_digits<F>(raw[i / 2][h], 4 * (i % 2), up, d.low[i / 2][h][i % 2], d.middle[i / 2][h][i % 2], d.top[i / 2][h][i % 2]);
@@ -184,8 +184,8 @@ template <class F> DEVICE u32 fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], i
 template <class F> DEVICE TokenScalars scalars_of(const Digits<F>& d, u32 exponent, float unit, int lane) {
   TokenScalars s;
   s.bad = exponent >= (F::SHORT ? TOO_LARGE : 255);
-  s.zero = exponent < 67;
-  s.down = as_float(((s.zero ? 67 : s.bad ? 254 : exponent) - (F::SHORT ? 15 : 20)) << 23);
+  s.zero = exponent < LEAST_EXPONENT;
+  s.down = as_float(((s.zero ? LEAST_EXPONENT : s.bad ? 254 : exponent) - (F::SHORT ? 15 : 20)) << 23);
   s.squared = maximum(squared_norms<F>(d, lane), 1.0f);  // of zero as well a norm, so that nothing depends on it here
   s.norm = sqrt_rn_normal(s.squared);
   s.factor = div_rn_normal(unit, s.norm);

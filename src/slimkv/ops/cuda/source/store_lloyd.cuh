@@ -132,15 +132,9 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
   LloydTables<F> tables(memory);
   Digits<F> digits;
   typename Digits<F>::Sum exact[F::GROUPS][8];
-  u32 exponent;
-  if constexpr (F::SHORT) {
-    Fragments<F> matrix(side, 0, part * F::PER, lane);  // early: it is far away
-    exponent = fixed_point<F>(raw, lane, digits);
-    rotate_slices<F>(digits, side, part * F::PER, lane, exact, &matrix);  // before the norm, which takes long for few instructions
-  } else {
-    exponent = fixed_point<F>(raw, lane, digits);
-    rotate_slices<F>(digits, side, part * F::PER, lane, exact);
-  }
+  Fragments<F> matrix(side, 0, part * F::PER, lane);  // early: it is far away
+  u32 exponent = fixed_point<F>(raw, lane, digits);
+  rotate_slices<F>(digits, side, part * F::PER, lane, exact, &matrix);  // before the norm, which takes long for few instructions
   TokenScalars scalars = scalars_of<F>(digits, exponent, side.unit, lane);
   float factor[F::TOKENS];
 #pragma unroll

@@ -41,8 +41,11 @@ template <class F> DEVICE void multiply_pairs(float c[4], u32 a0, u32 a1, u32 a2
   else mma_bf16(c, a0, a1, a2, a3, b0, b1);
 }
 
-// The matrix for slice s of group q of short integers, as a lane holds it.
-template <class F> struct Fragments {
+// The matrix for slice s of group q, as a lane holds it, where it is worth having early: for short integers.
+template <class F, bool SHORT = F::SHORT> struct Fragments {
+  DEVICE_MEMBER Fragments(const SideArgs&, int, int, int) {}
+};
+template <class F> struct Fragments<F, true> {
   Words4 steps[2 * F::STEPS];
   DEVICE_MEMBER Fragments(const SideArgs& side, int q, int s, int lane) {
     const u8* at = side.fragments + lane * 16 + (q * F::SLICES + s) * F::STEPS * 1024;
