@@ -15,7 +15,7 @@ import torch
 from slimkv import Codec, CodecSpec, Encoded, PageLayout
 from slimkv.codec import pack
 from slimkv.codec.codebook import codebook
-from slimkv.codec.quantize import SHORT_FIXED_POINT_BITS, fixed_point_bits
+from slimkv.codec.quantize import becomes_short
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.spec import DEFAULT_SEED, LAYOUT_VERSION, Kind, ScalePolicy
 
@@ -92,7 +92,7 @@ def encoding_entries() -> dict[str, str]:
                 name = f"{word} {key_dim}/{value_dim} {policy}"
                 rows = [compressed(Codec(spec), spec, side) for side in ("key", "value")]
                 out[name] = " ".join(map(digest, rows))
-                if fixed_point_bits(spec.key, torch.bfloat16, key_dim) == SHORT_FIXED_POINT_BITS:
+                if becomes_short(spec.key, torch.bfloat16, key_dim):
                     rows = [compressed(Codec(spec), spec, side, torch.bfloat16) for side in ("key", "value")]
                     out[f"{name} of bfloat16"] = " ".join(map(digest, rows))
     return out

@@ -82,8 +82,7 @@ def test_half_inputs_encode_like_their_float32_values(word, dtype):
     )
     for encode, form, tables in sides:
         if form.kind == Kind.LLOYD and form.bits <= 4:
-            bits = quantize.SHORT_FIXED_POINT_BITS
-            assert same(encode(x), quantize.encode_lloyd(x.float(), form, tables, bits=bits))
+            assert same(encode(x), quantize.encode_lloyd(x.float(), form, tables, short=True))
             assert not same(encode(x), encode(x.float()))
         else:
             assert same(encode(x), encode(x.float()))
@@ -99,9 +98,9 @@ def test_both_halves_encode_alike(word):
 
 def test_short_integers_are_for_16_bit_floats_and_few_bits():
     form = Codec.from_word("k4v5", 64).spec
-    assert quantize.fixed_point_bits(form.key, torch.bfloat16, 256) == quantize.SHORT_FIXED_POINT_BITS
+    assert quantize.becomes_short(form.key, torch.bfloat16, 256)
     for other in ((form.key, torch.float32, 64), (form.value, torch.bfloat16, 64), (form.key, torch.float16, 272)):
-        assert quantize.fixed_point_bits(*other) == quantize.FIXED_POINT_BITS
+        assert not quantize.becomes_short(*other)
 
 
 def test_products_of_short_integers_are_compared_as_they_are():

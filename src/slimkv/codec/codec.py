@@ -131,10 +131,10 @@ class Codec:
             self._check_rounding(rounding, form, x)
         if form.kind == Kind.RAW:
             return quantize.encode_raw(x, form)
-        bits = quantize.fixed_point_bits(form, x.dtype, dim)
+        short = quantize.becomes_short(form, x.dtype, dim)
         x = x.float().contiguous()
         if form.kind == Kind.LLOYD:
-            encoded = quantize.encode_lloyd(x, form, tables, rounding, bits)
+            encoded = quantize.encode_lloyd(x, form, tables, rounding, short)
         elif form.kind == Kind.UNIFORM:
             encoded = quantize.encode_uniform(x, form, tables)
         else:

@@ -57,13 +57,12 @@ def _power_of_two(biased_exponent: Tensor) -> Tensor:
     return (biased_exponent << 23).view(torch.float32)
 
 
-def fixed_point_bits(form: TensorFormat, dtype: torch.dtype, dim: int) -> int:
-    """Bits of the largest coordinate of a vector, given in ``dtype``, before it is rotated.
+def becomes_short(form: TensorFormat, dtype: torch.dtype, dim: int) -> bool:
+    """Whether vectors given in ``dtype`` become short integers.
 
-    16-bit floats have 8 or 11 of their own; under codes of up to 4 bits 16 are as good as all.
+    16-bit floats have 8 or 11 bits of their own; under codes of up to 4 bits 16 are as good as all.
     """
-    short = form.kind == Kind.LLOYD and form.bits <= 4 and dtype.itemsize == 2 and dim <= LARGEST_SHORT_DIM
-    return SHORT_FIXED_POINT_BITS if short else FIXED_POINT_BITS
+    return form.kind == Kind.LLOYD and form.bits <= 4 and dtype.itemsize == 2 and dim <= LARGEST_SHORT_DIM
 
 
 def _fixed_point(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,14 +94,13 @@ def squared_norm_in_steps(fixed: Tensor) -> Tensor:
 
 
 def encode_lloyd(
-    x: Tensor, form: TensorFormat, tables: SideTables, rounding: Tensor | None = None, bits: int = FIXED_POINT_BITS
+    x: Tensor, form: TensorFormat, tables: SideTables, rounding: Tensor | None = None, short: bool = False
 ) -> Encoded:
     """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale.
 
-    ``rounding`` as in ``slimkv.codec.rounding``; ``bits`` from ``fixed_point_bits``.
+    ``rounding`` as in ``slimkv.codec.rounding``; ``short`` from ``becomes_short``.
     """
-    short = bits == SHORT_FIXED_POINT_BITS
-    fixed, down, zero = _fixed_point(x, bits)
+    fixed, down, zero = _fixed_point(x, SHORT_FIXED_POINT_BITS if short else FIXED_POINT_BITS)
     rotated = rotate_fixed(fixed, tables)
     squared = squared_norm_in_steps(fixed) if short else squared_norm(fixed)
     norm = squared.sqrt()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
-from slimkv.codec.quantize import SHORT_FIXED_POINT_BITS, fixed_point_bits
+from slimkv.codec.quantize import becomes_short
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.store import StoreRequest
@@ -294,7 +294,7 @@ def _tables(
     dtype: torch.dtype,
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
-    short = dtype if fixed_point_bits(form, dtype, dim) == SHORT_FIXED_POINT_BITS else None
+    short = dtype if becomes_short(form, dtype, dim) else None
     fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed, short)).to(device)
     nothing = torch.zeros(0, device=device)
     if form.kind != Kind.LLOYD:
@@ -349,7 +349,8 @@ def _cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
             break
     else:
         raise AssertionError(f"boundaries of {book.bits} bits for {book.dim} dimensions do not fit any cells")
-    zero = math.ceil(largest * 2**shift * 1.03) + 8  # a norm of short integers may be 3.2% too small
+    # A norm of short integers may be 3.2% too small; 8 cells are more than what 3% do not cover.
+    zero = math.ceil(largest * 2**shift * 1.03) + 8
     zero += -zero % 8
     upper = np.arange(2 * zero) - zero
     below = (scaled[None, :] < upper[:, None]).sum(1) if book.bits <= 4 else (scaled <= upper[:, None] - 1).sum(1)
