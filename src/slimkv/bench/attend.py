@@ -156,10 +156,7 @@ def bench_attend(options: Options, step: Step = silent) -> Report:
                 if known is None:
                     known = _baselines(cell, timer, ms, copy, step)
                     shared.append((cell, known))
-                found = [
-                    b if b.ms is None else Baseline(b.name, b.ms, b.ms / ms, b.fraction_of_copy, b.detail)
-                    for b in known
-                ]
+                found = [b.against(ms) for b in known]
             rows.append(
                 Row(
                     cell=cell.name,

@@ -82,6 +82,7 @@ def bench_store(options: Options, step: Step = silent) -> Report:
     step("copy bandwidth")
     copy, timer, rows = copy_bandwidth(device), Timer(device), []
     for cell in cells:
+        known: list[Baseline] = []  # the same for every implementation
         for impl in impls:
             step(f"{cell.name}: {impl}")
             torch.manual_seed(0)
@@ -89,14 +90,13 @@ def bench_store(options: Options, step: Step = silent) -> Report:
             cold, before = not cell.scattered, _writer(*inputs[:2]) if cell.warm else None
             ms = timer(call, cold=cold, before=before)
             moved = cell.moved_bytes(inputs[0].element_size())
-            found: list[Baseline] = []
-            if options.baselines:
+            if options.baselines and not known:
                 dense = 4 * inputs[0].nbytes
                 scatter, turboquant = (
                     partial(f, cell, *inputs) for f in (baselines.scatter, baselines.turboquant_store)
                 )
                 plain = partial(baselines.copy_of, moved, device)
-                found = [
+                known = [
                     time_baseline("copy", plain, timer, ms, moved, copy, cold, before),
                     time_baseline("scatter", scatter, timer, ms, dense, copy, cold, before),
                     time_baseline("vllm_4bit_nc", turboquant, timer, ms, moved, copy, cold, before),
@@ -118,7 +118,7 @@ def bench_store(options: Options, step: Step = silent) -> Report:
                     tflops=None,
                     error=None,
                     over_k4v4_by_bytes=None,
-                    baselines=found,
+                    baselines=[b.against(ms) for b in known],
                 )
             )
     return make_report("store", rows, device, copy, options.command("store"))
