@@ -1,9 +1,8 @@
 """Triton pieces that turn rows of numbers into codes and fields, byte for byte as the reference does.
 
-Sums are sums of integers, so their order does not matter: the rotation is a tensor-core product of the fixed-point
-vector (of short integers, which 16-bit floats have no more than 11 bits of), or of its upper and lower 11 bits, with a
-matrix of +-1. Everything else is single IEEE operations, compiled
-without contraction.
+Sums are sums of integers, so their order does not matter: the rotation is a tensor-core product of a vector of short
+integers (11 bits of which are not zero, as of the 16-bit floats they come from) or of the upper and lower 11 bits of
+longer ones, with a matrix of +-1. Everything else is single IEEE operations, compiled without contraction.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, 
     if SHAPED:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
         standard = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
     if SHORT and not SHAPED:
-        across = crossing_of_product(rotated, tl.broadcast_to(factor[:, None], rotated.shape))
+        across = crossing_of_product(rotated, tl.broadcast_to(factor[:, None], rotated.shape), standard)
     else:
         across = crossing(standard)
     index, entry = magnitude(across, bounds, entries, BITS)

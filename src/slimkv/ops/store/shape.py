@@ -55,18 +55,26 @@ def crossing(x):
 
 
 @triton.jit
-def crossing_of_product(x, y):
-    """`crossing` of x * y as it is, not rounded; y > 0.
+def crossing_of_product(x, y, product):
+    """`crossing` of x * y as it is, not rounded; y > 0; product: the same rounded to float32.
 
     What the rounded product lacks decides where that lies on a boundary.
     """
-    product = x * y
     if _INTERPRETED:  # whose fma rounds twice; here float64 has all bits
         rest = (x.to(tl.float64) * y.to(tl.float64) - product.to(tl.float64)).to(tl.float32)
     else:
         rest = tl.fma(x, y, -product)
     bits = product.to(tl.int32, bitcast=True)
     return (bits & 0x7FFFFFFF) + ((rest > 0) ^ (bits < 0)).to(tl.int32)
+
+
+@triton.jit
+def _index(a, bounds, BITS: tl.constexpr):
+    """How many of the boundaries lie below a, halving the range BITS - 1 times: int32."""
+    index = tl.zeros_like(a)
+    for i in tl.static_range(BITS - 1):
+        index += tl.where(a > tl.load(bounds + index + ((1 << (BITS - 2 - i)) - 1)), 1 << (BITS - 2 - i), 0)
+    return index
 
 
 @triton.jit
@@ -79,9 +87,7 @@ def magnitude(a, bounds, entries, BITS: tl.constexpr):
         both = tree(a, bounds, entries, 0, 1 << (BITS - 1))
         return both >> 16, both & 0xFFFF
     else:
-        index = tl.zeros_like(a)
-        for i in tl.static_range(BITS - 1):
-            index += tl.where(a > tl.load(bounds + index + ((1 << (BITS - 2 - i)) - 1)), 1 << (BITS - 2 - i), 0)
+        index = _index(a, bounds, BITS)
         return index, tl.load(entries + index)
 
 
@@ -98,10 +104,7 @@ def _level(x, bounds, levels, BITS: tl.constexpr):
     if BITS <= 4:
         found = tree(a, bounds, levels, 0, 1 << (BITS - 1))
     else:
-        index = tl.zeros_like(a)
-        for i in tl.static_range(BITS - 1):
-            index += tl.where(a > tl.load(bounds + index + ((1 << (BITS - 2 - i)) - 1)), 1 << (BITS - 2 - i), 0)
-        found = tl.load(levels + index)
+        found = tl.load(levels + _index(a, bounds, BITS))
     return tl.where(x > 0, found, -found)
 
 
