@@ -19,8 +19,8 @@ from slimkv.spec import CodecSpec, page_layout
 class PagedPool:
     """uint8 pages [blocks, num_kv_heads, page_bytes], their allocator, and the three operations on them.
 
-    ``query_aware``: int8 [num_kv_heads, key_dim, key_dim] or None, with which every key is stored; see
-    ``slimkv.ops.store_kv``.
+    ``query_aware``: int8 [num_kv_heads, key_dim, key_dim], or several of them by position, or None: how keys are
+    rounded; see ``slimkv.ops.store_kv``.
     """
 
     def __init__(
@@ -75,14 +75,17 @@ class PagedPool:
                 blocks[i] = block
         self.copy_blocks(source, target)
 
-    def store(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    def store(
+        self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None
+    ) -> None:
         """K [tokens, num_kv_heads, key_dim], V [tokens, num_kv_heads, value_dim] -> the slots.
 
         See ``slimkv.ops.store_kv``.
         """
         self._store(
-            key, value, self.pages, slot_mapping, codec=self.codec, query_aware=self.query_aware, backend=self.backend
-        )
+            key, value, self.pages, slot_mapping, codec=self.codec, query_aware=self.query_aware,
+            query_aware_index=query_aware_index if self.query_aware is not None else None, backend=self.backend,
+        )  # fmt: skip
 
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any

@@ -24,7 +24,7 @@ from slimkv.ops.store.api import REGISTRY as STORE
 from slimkv.ops.store.api import StoreRequest, store_kv
 from slimkv.spec import PageLayout
 
-Run = Callable[[Tensor, Tensor, Tensor], None]
+Run = Callable[..., None]  # of tensors that differ from step to step
 
 
 def _kind(x: Tensor) -> tuple[object, ...]:
@@ -72,19 +72,24 @@ class RepeatedStore(_Repeated):
 
     def __call__(
         self, key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor, *, codec: Codec,
-        query_aware: Tensor | None = None, backend: str | None = None,
+        query_aware: Tensor | None = None, query_aware_index: Tensor | None = None, backend: str | None = None,
     ) -> None:  # fmt: skip
         """See ``store``."""
         where = slot_mapping.shape, slot_mapping.dtype, slot_mapping.device, pages.data_ptr()
-        last = self._repeats(pages, (codec, query_aware), (_kind(key), _kind(value), where, backend))
+        indexed = query_aware_index is not None
+        last = self._repeats(pages, (codec, query_aware), (_kind(key), _kind(value), where, indexed, backend))
         if last is not None and not last.planned:
-            _plan(last, STORE, StoreRequest(key, value, pages, slot_mapping, codec, self._layout, query_aware), backend)
+            request = StoreRequest(
+                key, value, pages, slot_mapping, codec, self._layout, query_aware, query_aware_index
+            )  # fmt: skip
+            _plan(last, STORE, request, backend)
         if last is not None and last.run is not None:
-            last.run(key, value, slot_mapping)
+            last.run(key, value, slot_mapping, *((query_aware_index,) if indexed else ()))
             return
         store_kv(
-            key, value, pages, slot_mapping, codec=codec, layout=self._layout, query_aware=query_aware, backend=backend
-        )
+            key, value, pages, slot_mapping, codec=codec, layout=self._layout, query_aware=query_aware,
+            query_aware_index=query_aware_index, backend=backend,
+        )  # fmt: skip
 
 
 class RepeatedAttend(_Repeated):
