@@ -120,6 +120,8 @@ def supports(request: AttendRequest) -> str | None:
     """Lloyd-Max, uniform and fp8 codes, head sizes up to 256, and as many query heads as fit the columns."""
     if request.fresh is not None:
         return "it attends codes only, not fresh K and V; use backend='triton'"
+    if request.num_splits is not None:
+        return f"it partitions keys itself, not as num_splits={request.num_splits} asks; leave num_splits at None"
     spec = request.layout.spec
     if request.max_query_len > MAX_DECODE_QUERIES and min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM:
         return (
@@ -153,7 +155,7 @@ def _refusal(layout: PageLayout, group: int) -> str | None:
 
 
 def run(request: AttendRequest) -> None:
-    """See ``slimkv.ops.attend.attend``."""
+    """See ``slimkv.ops.attend``."""
     if request.query.shape[0] == 0 or request.max_query_len == 0:
         return
     attend_packed(request, device_of(request.query.device), _launcher(request.query.device))
@@ -166,7 +168,7 @@ def run(request: AttendRequest) -> None:
         attend_prefill(request)
 
 
-def again(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
     """A call (query, out, seq_lens) with everything else as it is here, and lengths up to ``max_seq_len``."""
     if request.query.shape[0] == 0 or not 0 < request.max_query_len <= MAX_DECODE_QUERIES:
         return None

@@ -100,7 +100,7 @@ def _refusal(layout: PageLayout) -> str | None:
 
 
 def run(request: StoreRequest) -> None:
-    """See ``slimkv.ops.store.store``: one launch."""
+    """See ``slimkv.ops.store_kv``: one launch."""
     if request.slot_mapping.shape[0] == 0:
         return
     plan, grid, args = prepare(request)
@@ -108,7 +108,7 @@ def run(request: StoreRequest) -> None:
     kernel.launch(grid, plan.threads, plan.shared, args, request.pages.device, overlap=True)
 
 
-def again(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
     """A call that stores other K, V and slots of the same shapes, strides and dtypes, as aligned as these."""
     if request.slot_mapping.shape[0] == 0:
         return None
