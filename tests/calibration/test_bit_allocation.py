@@ -13,10 +13,10 @@ from slimkv.calibration.bit_allocation import (
     WIDTHS,
     believed_costs,
     budget_bytes,
+    format_of,
     layer_bytes,
     profile_bytes,
     solve_widths,
-    word_of,
 )
 from slimkv.calibration.predict import logit_noise, predicted_cost
 from slimkv.errors import InputError, UnsupportedError
@@ -50,7 +50,7 @@ def test_sensitive_layers_get_the_bits(calibration):
     assert widths[0] < widths[-1]
     assert solution.bytes_per_token <= profile_bytes(calibration, "balanced")
     assert solution.cost < solution.uniform_cost
-    assert solution.formats[2] == word_of(solution.choices[2].key_bits, solution.choices[2].value_bits)
+    assert solution.formats[2] == format_of(solution.choices[2].key_bits, solution.choices[2].value_bits)
 
 
 @pytest.mark.parametrize("bits_per_number", [3.0, 4.1, 5.5])
@@ -63,7 +63,7 @@ def test_no_other_choice_is_cheaper(calibration, bits_per_number):
     best = min(
         costs[0, "key", a] + costs[0, "value", b] + costs[1, "key", c] + costs[1, "value", d]
         for a, b, c, d in product(WIDTHS, repeat=4)
-        if layer_bytes(two.layers[0], word_of(a, b)) + layer_bytes(two.layers[1], word_of(c, d)) <= budget
+        if layer_bytes(two.layers[0], format_of(a, b)) + layer_bytes(two.layers[1], format_of(c, d)) <= budget
     )
     assert solution.cost == pytest.approx(best)
     assert solution.bits_per_number <= bits_per_number

@@ -106,9 +106,7 @@ class PagedPool:
                 blocks[i] = block
         self.copy_blocks(source, target)
 
-    def store(
-        self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None
-    ) -> None:
+    def store(self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None) -> None:
         """K [tokens, num_kv_heads, key_dim], V [tokens, num_kv_heads, value_dim] -> the slots.
 
         See ``slimkv.ops.store_kv``.

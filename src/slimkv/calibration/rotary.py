@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -61,14 +62,18 @@ class Rotary:
             start, stop: positions; R_t turns by t.
         """
         if not 0 <= start < stop:
-            raise InputError(f"positions {start} to {stop} are not a range; it must begin at 0 or later and not be empty")
+            raise InputError(
+                f"positions {start} to {stop} are not a range; it must begin at 0 or later and not be empty"
+            )
         if not self.turns:
             return moment.double()
         basis, phases = self._eigenbasis(moment.shape[-1], moment.device)
         difference = phases[:, None] - phases[None, :]
         half = torch.remainder(difference + math.pi, 2 * math.pi) / 2 - math.pi / 2  # half the angle, in [-pi/2, pi/2)
         count = stop - start
-        ratio = torch.where(half.abs() < 1e-9, 1.0, (count * half).sin() / (count * torch.where(half == 0, 1.0, half.sin())))
+        ratio = torch.where(
+            half.abs() < 1e-9, 1.0, (count * half).sin() / (count * torch.where(half == 0, 1.0, half.sin()))
+        )
         factor = torch.polar(torch.ones_like(half), (start + stop - 1) * half) * ratio
         turned = (basis @ moment.to(basis.dtype) @ basis.mH) * factor
         mean = (basis.mH @ turned @ basis).real
@@ -97,7 +102,7 @@ def measure_rotary(plain: Tensor, shifted: Mapping[int, Tensor]) -> Rotary | Non
     way (learned positions, frequencies that depend on the length).
     """
     shifts = sorted(shifted)
-    if not shifts or shifts[0] != 1 or any(b > 64 * a for a, b in zip(shifts, shifts[1:], strict=False)):
+    if not shifts or shifts[0] != 1 or any(b > 64 * a for a, b in pairwise(shifts)):
         raise InputError(f"shifts must begin with 1 and grow at most 64 times at once, not {shifts}")
     before = plain.double()
     after = {s: shifted[s].double() for s in shifts}

@@ -37,7 +37,7 @@ _DEFAULT_MODEL = "smollm2-135m-instruct"
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands to the ``eval`` group."""
-    for command in (perplexity, agreement, needle, generation, layers, widths, paths):
+    for command in (perplexity, agreement, positions, needle, generation, layers, widths, paths):
         app.command()(command)
 
 
@@ -176,6 +176,41 @@ def agreement(
     emit(with_provenance(report, device), as_json, table)
 
 
+def positions(
+    model: Model = _DEFAULT_MODEL,
+    formats: Formats = "k4v4",
+    text: Text = "shipped",
+    windows: Windows = 1,
+    tokens: Tokens = 8192,
+    calibration: CalibrationFile = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """KL divergence and agreement by position in long windows, every token read through the codec."""
+    from slimkv.cli.output import emit
+    from slimkv.evals.positions import measure_positions, plot_positions
+    from slimkv.evals.provenance import with_provenance
+    from slimkv.evals.texts import load_text, token_windows
+
+    with user_errors(), _progress() as progress:
+        loaded = load_quietly(model, threads, device)
+        known = load_calibration(calibration, loaded, progress)
+        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
+        report = measure_positions(
+            loaded.model, ids, comma_list(formats, str), name=model, calibration=known, progress=progress
+        )
+        if plot is not None:
+            plot_positions(report, plot)
+    ranges = [f"{a:,}-{b:,}" for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
+    table = _table(f"KL by position (top-1 agreement), strict, {model}", "format", *ranges, "mean")
+    for row in report.rows:
+        cells = (f"{kl:.4f} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
+        table.add_row(row.name, *cells, f"{row.mean_kl:.4f}")
+    emit(with_provenance(report, device), as_json, table)
+
+
 def needle(
     model: Model = _DEFAULT_MODEL,
     formats: Formats = "k4v4",
@@ -183,6 +218,7 @@ def needle(
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "512,1024",
     depths: Annotated[str, typer.Option(help="Where the needle stands, 0 to 1.")] = "0.1,0.5,0.9",
     strict: Annotated[bool, typer.Option("--strict", help="Attend every token through the codec.")] = False,
+    calibration: CalibrationFile = None,
     threads: Threads = None,
     device: Device = "cpu",
     plot: Plot = None,
@@ -197,10 +233,11 @@ def needle(
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
+        known = load_calibration(calibration, loaded, progress)
         report = measure_needle(
-            loaded.model, loaded.tokenizer, load_text(text), comma_list(formats, str), contexts=comma_list(contexts,
-            int),
-            depths=comma_list(depths, float), name=model, mode=_mode(not strict), progress=progress,
+            loaded.model, loaded.tokenizer, load_text(text), comma_list(formats, str),
+            contexts=comma_list(contexts, int), depths=comma_list(depths, float), name=model, mode=_mode(not strict),
+            progress=progress, calibration=known,
         )  # fmt: skip
         if plot is not None:
             plot_needle(report, plot)

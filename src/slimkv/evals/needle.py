@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from slimkv.calibration import Calibration
 from slimkv.errors import InputError
 from slimkv.evals.harness import RAW, SERVING, Progress, Stopwatch, attending, check_mode, new_cache, quiet
 
@@ -67,6 +68,7 @@ def measure_needle(
     name: str = "",
     mode: str = SERVING,
     progress: Progress = quiet,
+    calibration: Calibration | None = None,
 ) -> NeedleReport:
     """Greedy answers of 6 tokens with the stock cache and each format, for every context, depth and number."""
     check_mode(mode)
@@ -78,14 +80,16 @@ def measure_needle(
         for depth in depths:
             prompts = [(haystack(tokenizer, text, context, depth, *case), str(case[1])) for case in _CASES]
             for format in formats:
+                known = {} if format == RAW else {"calibration": calibration}
                 progress(f"{format} at {context} tokens, depth {depth:.0%}", done, total)
                 found = 0
                 for ids, number in prompts:
                     ids = ids.to(model.device)
+                    cache = new_cache(model, format, mode, **known)
                     with attending(model, format):
                         out = model.generate(
-                            ids, attention_mask=torch.ones_like(ids), past_key_values=new_cache(model, format, mode),
-                            max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.eos_token_id,
+                            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=6,
+                            do_sample=False, pad_token_id=tokenizer.eos_token_id,
                         )  # fmt: skip
                     found += number in tokenizer.decode(out[0, ids.shape[1] :])
                 cells.append(NeedleCell(format, context, depth, found, len(prompts)))

@@ -109,9 +109,7 @@ class StorePlan:
         same = self.pages is pages and self.query_aware is query_aware
         return same and self._takes(key, value, slot_mapping, query_aware_index)
 
-    def run(
-        self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None
-    ) -> None:
+    def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None) -> None:
         """key, value [tokens, num_kv_heads, dim], slot_mapping and the index [tokens]: see ``store_kv``."""
         if not self._takes(key, value, slot_mapping, query_aware_index):
             index = "an int32" if self._indexed else "no"

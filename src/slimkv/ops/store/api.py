@@ -143,4 +143,3 @@ def _check_index(index: Tensor, query_aware: Tensor | None, slot_mapping: Tensor
         )
     if not index.is_contiguous():
         raise InputError("query_aware_index must be contiguous")
-

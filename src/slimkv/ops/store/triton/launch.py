@@ -265,7 +265,8 @@ def store_kernel(
     else:
         _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds,
             value_entries, value_unit,
-                    value_plain, value_root, value_orthonormal, query_aware_ptr, index_ptr, 0, key_levels, key_error_steps,
+                    value_plain, value_root, value_orthonormal, query_aware_ptr, index_ptr, 0, key_levels,
+                    key_error_steps,
                     tokens, block_stride, page_stride, group, head,
                     NT, BLOCK_SIZE, V_D, V_SP, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, True,
                     False, 1)  # fmt: skip

@@ -196,8 +196,6 @@ def indexed_levels(standard, weights, which, matrix_stride, row_mask, bounds, le
     for number in range(first, last + 1):
         mine = row_mask & (which == number)
         if tl.max(mine.to(tl.int32), 0) > 0:
-            found = shaped_levels(
-                standard, weights + number * matrix_stride, bounds, levels, error_steps, D, DP, BITS
-            )
+            found = shaped_levels(standard, weights + number * matrix_stride, bounds, levels, error_steps, D, DP, BITS)
             chosen = tl.where(mine[:, None], found, chosen)
     return chosen
