@@ -19,7 +19,7 @@ from slimkv.evals.attention import (
 from slimkv.evals.synthetic import AttentionSample, heavy_tailed
 
 SEEDS = range(4)
-# docs/codec.md prints this table: relative error of the attention output, mean over the seeds.
+# docs/design/codec.md prints this table: relative error of the attention output, mean over the seeds.
 DOCUMENTED = {"ku4vu4": 0.389, "kur4vur4": 0.171, "k4v4": 0.179, "turboquant_4bit_nc": 0.213}
 
 
