@@ -59,7 +59,7 @@ def test_rotation_makes_4_bits_robust_to_outliers(samples):
 
 def test_lloyd_beats_uniform_in_bytes_and_in_values(samples):
     rotated, lloyd = compare_formats(samples[0], ["kur4vur4", "k4v4"])
-    assert lloyd.bytes_per_token < rotated.bytes_per_token
+    assert lloyd.bytes_per_token_per_head < rotated.bytes_per_token_per_head
     assert lloyd.value < rotated.value
 
 
