@@ -57,7 +57,7 @@ def test_frequencies_that_change_hold_up_to_there():
     known, x = rotary("halves"), queries()
     slower = Rotary(known.planes, known.frequencies / 3)
     found = rotary_of_layer(x, {1: at(known, x, 1), 32: at(known, x, 32), 1024: at(slower, x, 1024)})
-    assert torch.allclose(found.rotary.frequencies, known.frequencies, atol=1e-6)
+    assert torch.allclose(found.rotary.frequencies, known.frequencies, atol=1e-5)
     assert found.max_positions == 32 + 64
     assert common_range({0: found}, 8192, 8192, 128) == 96
 

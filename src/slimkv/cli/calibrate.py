@@ -168,8 +168,9 @@ def _result(model: str, made: Calibration, solution: Solution | None, out: Path,
 
 def _widths(solution: Solution) -> dict[str, Any]:
     """What was chosen. What it costs is known relative to other layers only, and not told."""
+    names = ("layer", "key_bits", "value_bits", "format")
     return {
-        "formats": solution.formats,
+        "choices": [{name: getattr(choice, name) for name in names} for choice in solution.choices],
         "bits_per_number": solution.bits_per_number,
         "bytes_per_token": solution.bytes_per_token,
     }
