@@ -22,7 +22,7 @@ import sys
 from slimkv.integrations.vllm.observe import gather_calibration
 if __name__ == "__main__":
     made = gather_calibration(
-        sys.argv[1], samples=(2, 128), skip_tokenizer_init=True, dtype="float32", max_model_len=512,
+        sys.argv[1], samples=(16, 128), skip_tokenizer_init=True, dtype="float32", max_model_len=512,
         tensor_parallel_size=int(sys.argv[3]),
     )
     made.save(sys.argv[2])
@@ -67,7 +67,7 @@ def test_it_finds_what_transformers_finds(folder, observed):
     from slimkv.integrations.transformers.calibration.collect import gather_calibration
 
     model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
-    other = gather_calibration(model, costs=False, samples=(2, 128))
+    other = gather_calibration(model, costs=False, samples=(16, 128))
     assert observed.identity == other.identity
     assert observed.max_positions == other.max_positions == 2048
     for number, layer in observed.layers.items():

@@ -114,7 +114,10 @@ def check_index(run, device: torch.device, tokens: int = 40) -> None:
         assert torch.equal(pages, want)
 
 
-def test_every_token_takes_its_own_matrix():
+@pytest.mark.parametrize("few", [True, False])
+def test_every_token_takes_its_own_matrix(few, monkeypatch):
+    """Whether each matrix has blocks of its own or a warp takes them one after the other."""
+    monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
     check_index(emulate, CPU)
 
 

@@ -67,6 +67,8 @@ class StoreArgs(ctypes.Structure):
         ("error_steps", ctypes.c_float),
         ("tokens", ctypes.c_int32),
         ("matrices", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("spread", ctypes.c_int32),
     ]
 
 
@@ -154,9 +156,11 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
         if request.query_aware_index is not None and request.matrices > 1:
             args.query_aware_index, args.matrices = request.query_aware_index.data_ptr(), request.matrices
             args.matrix_stride = request.query_aware[0].numel()
+            args.heads, args.spread = heads, int(tokens * heads < FEW_VECTORS)
     blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
     if request.query_aware is not None:
-        return plan, (blocks, heads), args
+        # Neighbours in a chunk share a matrix; those of a decode step do not, and have blocks enough to take one each.
+        return plan, (blocks, heads * (args.matrices if args.spread else 1)), args
     if plan.resident:  # all run at the same time, and every warp has as many tiles as the others, or one fewer
         blocks = min(blocks, max(1, plan.resident // (2 * heads)))
     return plan, (blocks, 2 * heads), args

@@ -46,6 +46,7 @@ struct StoreArgs {
   i64 matrix_stride;             // bytes from a head's matrix to its next one
   float error_steps;
   i32 tokens, matrices;
+  i32 heads, spread;  // spread: a block takes the tokens of one matrix, of blocks for all of them
 };
 
 // PER: inner slices that a warp takes of a tile; a tile is shared by SPLIT warps.
