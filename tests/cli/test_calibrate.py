@@ -64,7 +64,7 @@ def test_engines_are_named(tiny_folder):
     refused = run("calibrate", str(tiny_folder), "--engine", "ollama", *ARGUMENTS, code=2).output
     assert "not one of transformers, vllm" in refused
     refused = run("calibrate", str(tiny_folder), "--engine", "vllm", "--budget", "4", *ARGUMENTS, code=2).output
-    assert "need --engine transformers" in refused
+    assert "need --engine" in refused
     refused = run("calibrate", str(tiny_folder), "--engine-options", "{}", *ARGUMENTS, code=2).output
     assert "--engine-options are for --engine vllm" in refused
 

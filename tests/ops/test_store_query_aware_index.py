@@ -56,11 +56,11 @@ def test_every_token_takes_its_own_matrix(case, kind, backend, device, monkeypat
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
-def test_without_an_index_the_first_serves_all(backend, device):
+def test_a_single_one_serves_all(backend, device):
     if backend == "cpu":
         device = torch.device("cpu")
     key, value, slots, pages, codec = build(TINY, device)
-    matrices = several(TINY, codec)
+    matrices = several(TINY, codec, 1)
     want = expected(key, value, slots, pages, codec, TINY.layout, matrices[0])
     ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=matrices, backend=backend)
     assert torch.equal(pages, want)
@@ -80,5 +80,7 @@ def test_what_an_index_must_be(device):
                 key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=query_aware,
                 query_aware_index=index,
             )  # fmt: skip
+    with pytest.raises(InputError, match="3 matrices by position: give query_aware_index"):
+        ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=matrices)
     with pytest.raises(InputError, match="several of them"):
         ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=matrices[:0])

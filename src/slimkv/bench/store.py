@@ -15,8 +15,8 @@ from slimkv.bench.cells import SMALL_STORE_CELLS, STORE_CELLS, StoreCell, choose
 from slimkv.bench.options import Options, Step, compile_ahead, silent
 from slimkv.bench.results import Baseline, Report, Row, make_report
 from slimkv.bench.timing import Timer, copy_bandwidth
-from slimkv.codec import Codec
 from slimkv.calibration.positions import matrix_index, position_edges
+from slimkv.codec import Codec
 from slimkv.codec.query_aware import query_aware_matrix
 
 

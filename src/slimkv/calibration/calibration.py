@@ -119,7 +119,12 @@ class Calibration:
         return self.layers[layer]
 
     def query_aware_matrices(
-        self, layer: int, codec: Codec, heads: slice | None = None, positions: int | None = None
+        self,
+        layer: int,
+        codec: Codec,
+        heads: slice | None = None,
+        positions: int | None = None,
+        by_position: bool = True,
     ) -> Tensor | None:
         """The matrices with which keys of a layer are stored, on the codec's device.
 
@@ -128,10 +133,11 @@ class Calibration:
             codec: what encodes its keys; any width and seed.
             heads: which KV heads (a tensor-parallel rank's own); None: all.
             positions: the longest context; fewer ranges of positions take less memory. None: all that it holds.
+            by_position: False: one matrix for all positions, for an engine that does not know them.
 
         Returns int8 [ranges, heads, key_dim, key_dim] for ``slimkv.ops.store_kv``, whose index is
         ``slimkv.calibration.positions.matrix_index`` with ``position_edges(positions)``; [heads, key_dim, key_dim] in
-        layers whose queries do not depend on their position; None where the codec's keys are not ``lloyd``, which have
+        layers whose queries do not depend on their position, and without ``by_position``; None where the codec's keys are not ``lloyd``, which have
         no such rounding.
         """
         statistics = self.statistics(layer)
@@ -147,6 +153,7 @@ class Calibration:
         if codec.spec.key.kind != Kind.LLOYD:
             return None
         edges = self.position_edges(positions)
+        edges = edges if by_position else edges[-1:]
         key = (layer, codec.spec.seed, codec.device, edges, chosen)
         if key not in self._matrices:
             self._matrices[key] = _matrices(statistics, chosen, edges, codec).to(codec.device).contiguous()
@@ -162,8 +169,10 @@ def _matrices(statistics: LayerStatistics, heads: range, edges: tuple[int, ...],
     rotation = codec.key_rotation.cpu()
     if not statistics.rotary.turns:
         return query_aware_matrix(own.query_moment, rotation)
-    ranges = zip((0, *edges[:-1]), edges, strict=True)
-    return torch.stack([query_aware_matrix(own.moment_at(start, stop), rotation) for start, stop in ranges])
+    ranges = list(zip((0, *edges[:-1]), edges, strict=True))
+    if len(ranges) == 1:
+        return query_aware_matrix(own.moment_at(*ranges[0]), rotation)
+    return torch.stack([query_aware_matrix(own.moment_at(*range_), rotation) for range_ in ranges])
 
 
 def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Tensor]) -> LayerStatistics:

@@ -20,6 +20,7 @@ from torch import Tensor
 from slimkv.errors import InputError
 
 TOLERANCE = 0.02  # squared error, relative to the queries, up to which they count as turned
+_SURPRISE = 0.03  # how far angles over a long shift may be from what shorter ones say: a mean of 1 - cos
 _STILL = 1e-4  # squared change, relative to the queries, below which a position does nothing
 
 
@@ -111,11 +112,11 @@ def measure_rotary(plain: Tensor, shifted: Mapping[int, Tensor]) -> Rotary | Non
         return Rotary.none()
     best: tuple[float, Rotary] | None = None
     for planes in _pairings(plain.shape[-1], plain.device):
-        frequencies = _frequencies(before, after, planes)
+        frequencies, surprise = _frequencies(before, after, planes)
         # A plane that hardly turns within all shifts is none: what is left of it is rounding.
         keep = (frequencies * shifts[-1]).abs() > 1e-4
         found = Rotary(planes[keep].cpu(), frequencies[keep].cpu())
-        error = max(_misfit(found, before, x, s) for s, x in after.items())
+        error = max(_misfit(found, before, x, s) for s, x in after.items()) + (surprise > _SURPRISE)
         if best is None or error < 0.5 * best[0]:
             best = error, found
         if best[0] < TOLERANCE / 100:
@@ -135,16 +136,23 @@ def _pairings(dim: int, device: torch.device) -> Iterator[Tensor]:
                 yield torch.stack((first + torch.arange(size, device=device)).chunk(2), 1)
 
 
-def _frequencies(before: Tensor, after: Mapping[int, Tensor], planes: Tensor) -> Tensor:
-    """Of every plane, from the shortest shift to the longest: float64 [planes]."""
+def _frequencies(before: Tensor, after: Mapping[int, Tensor], planes: Tensor) -> tuple[Tensor, float]:
+    """Of every plane, from the shortest shift to the longest: float64 [planes]; and the largest surprise on the way.
+
+    A frequency can be bent to fit any angle over a long shift, so what counts is whether that angle was to be expected.
+    """
     start = torch.complex(before[:, planes[:, 0]], before[:, planes[:, 1]])
     frequencies = torch.zeros(len(planes), dtype=torch.float64, device=before.device)
+    energy, surprise = start.abs().square().sum(0), 0.0
     for shift in sorted(after):
         end = torch.complex(after[shift][:, planes[:, 0]], after[shift][:, planes[:, 1]])
         angle = (end * start.conj()).sum(0).angle()
         whole = ((frequencies * shift - angle) / (2 * math.pi)).round() if shift > 1 else 0.0
+        if shift > 1:
+            unexpected = 1 - (frequencies * shift - angle).cos()
+            surprise = max(surprise, float((unexpected * energy).sum() / energy.sum()))
         frequencies = (angle + 2 * math.pi * whole) / shift
-    return frequencies
+    return frequencies, surprise
 
 
 def _misfit(rotary: Rotary, before: Tensor, after: Tensor, shift: int) -> float:

@@ -68,8 +68,8 @@ def calibrate(
     chooses = budget is not None or profile is not None
     if engine == VLLM and (chooses or text is not None or ids != SAMPLED):
         raise typer.BadParameter(
-            "in vLLM a model reads what it says itself, and what noise costs is not measured: --text, --ids, --budget "
-            "and --profile need --engine transformers"
+            "--text, --ids, --budget and --profile need --engine transformers: in vLLM a model reads what it says "
+            "itself, and what noise costs is not measured"
         )
     if engine_options is not None and engine != VLLM:
         raise typer.BadParameter(f"--engine-options are for --engine {VLLM}")

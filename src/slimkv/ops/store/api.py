@@ -67,7 +67,7 @@ def store_kv(
             from ``slimkv.codec.query_aware.query_aware_matrix``: keys (which must be lloyd) are rounded with the error
             moved to where no query looks. None rounds to the nearest.
         query_aware_index: int32 [tokens]: which of several matrices rounds each token's key; an index beyond the last
-            takes the last, a negative one the first. None: the first for all.
+            takes the last, a negative one the first. Needed where there are several.
         backend: an implementation's name; by default the best one for the device.
 
     A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
@@ -113,6 +113,10 @@ def checked_request(
         raise InputError(f"{key.shape[0]} keys, {value.shape[0]} values and {slot_mapping.shape[0]} slots do not match")
     if query_aware is not None:
         _check_query_aware(query_aware, pages, layout)
+    if query_aware_index is None and query_aware is not None and query_aware.ndim == 4 and query_aware.shape[0] > 1:
+        raise InputError(
+            f"query_aware has {query_aware.shape[0]} matrices by position: give query_aware_index, which one each token takes"
+        )
     if query_aware_index is not None:
         _check_index(query_aware_index, query_aware, slot_mapping)
     return StoreRequest(key, value, pages, slot_mapping, codec, layout, query_aware, query_aware_index)

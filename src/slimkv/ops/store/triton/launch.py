@@ -184,7 +184,8 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
                 NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr,
                 BITS: tl.constexpr,
                 POLICY: tl.constexpr, ROTATED: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
-                TRANSPOSED: tl.constexpr, QUERY_AWARE: tl.constexpr, MATRICES: tl.constexpr, SPREAD: tl.constexpr):  # fmt: skip
+                TRANSPOSED: tl.constexpr, QUERY_AWARE: tl.constexpr, MATRICES: tl.constexpr,
+                SPREAD: tl.constexpr):  # fmt: skip
     """Encodes and writes 16 NT tokens of one head of K or V.
 
     weights: pointer to the head's first matrix, the next one matrix_stride behind it; index_ptr: which of several
