@@ -137,8 +137,8 @@ class Calibration:
 
         Returns int8 [ranges, heads, key_dim, key_dim] for ``slimkv.ops.store_kv``, whose index is
         ``slimkv.calibration.positions.matrix_index`` with ``position_edges(positions)``; [heads, key_dim, key_dim] in
-        layers whose queries do not depend on their position, and without ``by_position``; None where the codec's keys are not ``lloyd``, which have
-        no such rounding.
+        layers whose queries do not depend on their position, and without ``by_position``; None where the codec's keys
+        are not ``lloyd``, which have no such rounding.
         """
         statistics = self.statistics(layer)
         if statistics.key_dim != codec.spec.key_dim:

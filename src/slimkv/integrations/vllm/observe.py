@@ -37,7 +37,8 @@ class Observer:
 
     def slimkv_attach(self) -> int:
         """Listens to every decoder layer from now on; returns how many there are."""
-        self._slimkv_shift, self._slimkv_positions = 0, None
+        self._slimkv_shift = 0
+        self._slimkv_positions = torch.zeros(0, dtype=torch.int64)
         self._slimkv_probes: dict[int, dict[int, Tensor]] = {}
         self._slimkv_measured: dict[int, MeasuredRotary] = {}
         self._slimkv_sums: dict[int, MomentSum] = {}
@@ -104,7 +105,6 @@ class Observer:
             query = kwargs["query"] if "query" in kwargs else args[0]
             count = min(int(getattr(step, "num_actual_tokens", query.shape[0])), query.shape[0])
             query = query.reshape(query.shape[0], layer.num_heads, layer.head_size)[:count]
-            assert self._slimkv_positions is not None
             self._slimkv_take(number, layer, query, self._slimkv_positions[:count])
 
         return hook

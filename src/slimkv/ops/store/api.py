@@ -115,7 +115,7 @@ def checked_request(
         _check_query_aware(query_aware, pages, layout)
     if query_aware_index is None and query_aware is not None and query_aware.ndim == 4 and query_aware.shape[0] > 1:
         raise InputError(
-            f"query_aware has {query_aware.shape[0]} matrices by position: give query_aware_index, which one each token takes"
+            f"query_aware has {query_aware.shape[0]} matrices by position: give query_aware_index, one for each token"
         )
     if query_aware_index is not None:
         _check_index(query_aware_index, query_aware, slot_mapping)
