@@ -85,3 +85,18 @@ def test_impossible_wishes_are_named(calibration):
     bare = {n: replace(x, key_weight=None) for n, x in calibration.layers.items()}
     with pytest.raises(UnsupportedError, match="does not know what errors of layer 0 cost"):
         solve_widths(replace(calibration, layers=bare), 1e9)
+
+
+def test_layers_that_forget_do_not_pay_for_those_that_do_not(calibration):
+    """Layers of each window keep within what one width for all would take: the budget holds at any length."""
+    windows = {0: 512, 1: None, 2: 512}
+    layers = {n: replace(x, sliding_window=windows[n]) for n, x in calibration.layers.items()}
+    mixed = replace(calibration, layers=layers)
+    solution = solve_widths(mixed, profile_bytes(mixed, "balanced"))
+    for window in (512, None):
+        numbers = [n for n in layers if windows[n] == window]
+        spent = sum(layer_bytes(layers[n], solution.formats[n]) for n in numbers)
+        allowed = sum(layer_bytes(layers[n], "k4v4") for n in numbers)
+        assert spent <= allowed + 1e-6
+        assert spent > 0.9 * allowed
+    assert solution.formats[1] == "k4v4" or solution.choices[1].key_bits + solution.choices[1].value_bits == 8
