@@ -84,5 +84,5 @@ def test_the_mean_over_positions_is_that_of_every_position(kind, start, stop):
     got = known.mean_moment(moment, start, stop)
     assert (got - want).abs().max() < 1e-6 * want.abs().max()
     assert torch.equal(got, got.mT)
-    with pytest.raises(InputError, match="not a range"):
+    with pytest.raises(InputError, match="are no range"):
         known.mean_moment(moment, 5, 5)

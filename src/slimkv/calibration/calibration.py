@@ -165,14 +165,12 @@ class Calibration:
 
 
 def _matrices(statistics: LayerStatistics, heads: range, edges: tuple[int, ...], codec: Codec) -> Tensor:
-    own = replace(statistics, query_moment=statistics.query_moment[list(heads)])
-    rotation = codec.key_rotation.cpu()
+    moment, rotation = statistics.query_moment[list(heads)].double(), codec.key_rotation.cpu()
     if not statistics.rotary.turns:
-        return query_aware_matrix(own.query_moment, rotation)
+        return query_aware_matrix(moment, rotation)
     ranges = list(zip((0, *edges[:-1]), edges, strict=True))
-    if len(ranges) == 1:
-        return query_aware_matrix(own.moment_at(*ranges[0]), rotation)
-    return torch.stack([query_aware_matrix(own.moment_at(*range_), rotation) for range_ in ranges])
+    matrices = query_aware_matrix(statistics.rotary.mean_moments(moment, ranges), rotation)
+    return matrices[0] if len(ranges) == 1 else matrices
 
 
 def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Tensor]) -> LayerStatistics:

@@ -10,7 +10,7 @@ those at any other position without reading anything there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -56,29 +56,34 @@ class Rotary:
         return out
 
     def mean_moment(self, moment: Tensor, start: int, stop: int) -> Tensor:
-        """The mean of R_t S R_t' over positions t in [start, stop): float64 [..., dim, dim].
+        """The mean of R_t S R_t' over positions t in [start, stop): float64 [..., dim, dim]; see ``mean_moments``."""
+        return self.mean_moments(moment, [(start, stop)])[0]
+
+    def mean_moments(self, moment: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """The means of R_t S R_t' over positions t in each range [start, stop): float64 [ranges, ..., dim, dim].
 
         Args:
             moment: S, float64 [..., dim, dim], symmetric: the second moment of queries at position 0.
-            start, stop: positions; R_t turns by t.
+            ranges: of positions; R_t turns by t.
         """
-        if not 0 <= start < stop:
-            raise InputError(
-                f"positions {start} to {stop} are not a range; it must begin at 0 or later and not be empty"
-            )
+        for start, stop in ranges:
+            if not 0 <= start < stop:
+                raise InputError(f"positions {start} to {stop} are no range; it begins at 0 or later and is not empty")
         if not self.turns:
-            return moment.double()
+            return moment.double().expand(len(ranges), *moment.shape)
         basis, phases = self._eigenbasis(moment.shape[-1], moment.device)
         difference = phases[:, None] - phases[None, :]
         half = torch.remainder(difference + math.pi, 2 * math.pi) / 2 - math.pi / 2  # half the angle, in [-pi/2, pi/2)
-        count = stop - start
-        ratio = torch.where(
-            half.abs() < 1e-9, 1.0, (count * half).sin() / (count * torch.where(half == 0, 1.0, half.sin()))
-        )
-        factor = torch.polar(torch.ones_like(half), (start + stop - 1) * half) * ratio
-        turned = (basis @ moment.to(basis.dtype) @ basis.mH) * factor
-        mean = (basis.mH @ turned @ basis).real
-        return (mean + mean.mT) / 2
+        spun = basis @ moment.to(basis.dtype) @ basis.mH
+        means = []
+        for start, stop in ranges:
+            count = stop - start
+            divisor = count * torch.where(half == 0, 1.0, half.sin())
+            ratio = torch.where(half.abs() < 1e-9, 1.0, (count * half).sin() / divisor)
+            factor = torch.polar(torch.ones_like(half), (start + stop - 1) * half) * ratio
+            mean = (basis.mH @ (spun * factor) @ basis).real
+            means.append((mean + mean.mT) / 2)
+        return torch.stack(means)
 
     def _eigenbasis(self, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """In which R_t is diagonal: complex128 [dim, dim] (rows), and the phases per position float64 [dim]."""
