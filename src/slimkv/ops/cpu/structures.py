@@ -201,9 +201,9 @@ class LayoutTables:
         self.structure = CLayout(
             self._side(layout.key, codec.key_tables, tables.key, codec.spec.seed),
             self._side(layout.value, codec.value_tables, tables.value, codec.spec.seed),
-            layout.block_tokens,
+            layout.block_size,
             tables.row_bytes,
-            layout.region_bytes,
+            layout.page_bytes,
             self._keep(tables.byte_offsets.numpy(), np.int32),
         )
         self.address = ctypes.addressof(self.structure)
@@ -220,7 +220,7 @@ class LayoutTables:
         out = CSide(
             kind=KINDS[form.kind], bits=form.bits, dim=side.dim, policy=POLICIES[form.policy], rotated=form.rotated,
             raw_dtype=DTYPES[getattr(torch, form.raw_dtype)], field_count=form.field_count,
-            block_size=side.block_tokens, codes_offset=side.codes_offset, tile_bytes=side.tile_bytes,
+            block_size=side.block_size, codes_offset=side.codes_offset, tile_bytes=side.tile_bytes,
             plane_count=len(side.planes), piece_count=len(pieces), hadamard_block=block_size(side.dim), core=core,
             core_matrix=self._keep(matrix, np.int8), signs=self._keep(sign_bits(side.dim, seed), np.float32),
             levels=self._keep(tables.levels.numpy(), np.float32),

@@ -115,14 +115,15 @@ struct TileMemory {
   float* query;      // [rows][key_stride], in the order of K's bytes
   i8* digits;        // [rows][3][key_stride]
   i32* offset;       // [rows][3]
-  float *row_scale, *row_sum, *rescale, *unit;  // [rows]
+  float *row_scale, *row_sum, *rescale;  // [rows]
   u8* active;        // [rows]
   float* scores;     // [rows][CHUNK]; then weights
   i8* weight_digits;  // [rows][3][CHUNK]
   i32* weight_offset;  // [rows][3]
-  u8* key_bytes;     // [CHUNK][key_stride]
-  float* key_floats;  // [CHUNK][key_stride]
-  u8* value_bytes;   // [CHUNK / 4][value_dim][4]
+  // A chunk of K, and when its scores are there, of V: one memory, so that it stays in the first cache.
+  u8* key_bytes;        // [CHUNK][key_stride]
+  float* key_floats;    // [CHUNK][key_stride]
+  u8* value_bytes;      // see value_offset
   float* value_floats;  // [CHUNK][value_dim]
   float *key_scale, *key_zero, *value_scale, *value_zero;  // [CHUNK]
   float* row;        // [MAX_DIM]
@@ -134,24 +135,21 @@ struct TileMemory {
     used += (count * sizeof(T) + 63) / 64 * 64;
   }
 
-  size_t carve(u8* base, size_t rows, size_t key_stride, size_t key_dim, size_t value_dim) {
+  size_t carve(u8* base, size_t rows, size_t key_stride, size_t value_dim) {
     size_t used = 0;
-    (void)key_dim;
     take(query, rows * key_stride, base, used);
     take(digits, rows * 3 * key_stride, base, used);
     take(offset, rows * 3, base, used);
     take(row_scale, rows, base, used);
     take(row_sum, rows, base, used);
     take(rescale, rows, base, used);
-    take(unit, rows, base, used);
     take(active, rows, base, used);
     take(scores, rows * CHUNK, base, used);
     take(weight_digits, rows * 3 * CHUNK, base, used);
     take(weight_offset, rows * 3, base, used);
-    take(key_bytes, CHUNK * key_stride, base, used);
-    take(key_floats, CHUNK * key_stride, base, used);
-    take(value_bytes, CHUNK * value_dim, base, used);
-    take(value_floats, CHUNK * value_dim, base, used);
+    take(key_floats, CHUNK * (key_stride > value_dim ? key_stride : value_dim), base, used);
+    key_bytes = value_bytes = (u8*)key_floats;
+    value_floats = key_floats;
     take(key_scale, CHUNK, base, used);
     take(key_zero, CHUNK, base, used);
     take(value_scale, CHUNK, base, used);
@@ -183,16 +181,14 @@ static void prepare_queries(const Attention& a, const RowTile& tile, TileMemory&
     m.row_sum[r] = a.call.softmax_scale * sum;
 #if defined(SLIMKV_DOT)
     if (a.key.bytes) {
-      // A sum that is not finite says that a coordinate is not: it makes every score NaN.
       largest = largest > 1e-30f ? largest : 1e-30f;
-      const float up = largest < INFINITY ? DIGITS_LARGEST / largest : 0.0f;
-      m.row_scale[r] *= largest / DIGITS_LARGEST + (sum - sum);
+      const bool finite = largest < INFINITY && sum == sum;  // else every score becomes NaN
+      const float up = finite ? DIGITS_LARGEST / largest : 0.0f;
+      m.row_scale[r] *= finite ? largest / DIGITS_LARGEST : NAN;
       i8* digits = m.digits + r * 3 * stride;
       i32 offset[3] = {};
-      for (i64 d = 0; d < stride; d++) {
-        const float x = query[d] == query[d] ? query[d] : 0.0f;
-        digits_of(up > 0 ? x : 0.0f, up, digits + d, digits + stride + d, digits + 2 * stride + d);
-      }
+      for (i64 d = 0; d < stride; d += 16)
+        digits_of(query + d, up, digits + d, digits + stride + d, digits + 2 * stride + d);
 #if defined(SLIMKV_DOT_UNSIGNED)
       for (int j = 0; j < 3; j++)
         for (i64 d = 0; d < stride; d++) offset[j] += 128 * digits[j * stride + d];
@@ -203,14 +199,38 @@ static void prepare_queries(const Attention& a, const RowTile& tile, TileMemory&
   }
 }
 
+// Scales (and zeros) of `count` tokens that lie side by side in a page.
+static void decode_fields(const SideUse& use, const u8* page, int position, int count, float* scale, float* zero) {
+  const Side& side = *use.side;
+  if (side.kind == RAW) {
+    for (int t = 0; t < count; t++) scale[t] = 1;
+    return;
+  }
+  const float unit = use.bytes ? use.unit : 1.0f;
+  const u8* fields = page + side.field_offset[0] + 2 * position;
+  for (int t = 0; t < count; t++) {
+    const u32 code = load_u16(fields + 2 * t);
+    const float x = bits_as<float>(code << 13) * 0x1p87f;
+    scale[t] = code == INVALID ? NAN : x;
+  }
+  if (side.field_count > 1) {
+    const float centre = (float)uniform_centre(side);
+    const u8* zeros = page + side.field_offset[1] + 2 * position;
+    for (int t = 0; t < count; t++) zero[t] = decode_signed(load_u16(zeros + 2 * t)) + scale[t] * centre;
+  }
+  if (unit != 1.0f)
+    for (int t = 0; t < count; t++) scale[t] *= unit;
+}
+
 // Fields of tokens [first, first + count) of a chunk that begins at `first`; zeros up to CHUNK.
 static void load_fields(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int count, float* scale, float* zero) {
-  for (int t = 0; t < count; t++) {
-    const i64 token = first + t;
-    const u8* page = a.page(tile.sequence, tile.head, token);
-    const Affine x = token_fields(*use.side, page, (int)(token % use.side->block_size));
-    scale[t] = x.scale * (use.bytes ? use.unit : 1.0f);
-    zero[t] = x.zero + x.scale * (float)uniform_centre(*use.side);
+  const int block_size = use.side->block_size;
+  if (use.side->field_count < 2) memset(zero, 0, sizeof(float) * CHUNK);
+  for (int t = 0; t < count;) {
+    const int position = (int)((first + t) % block_size);
+    const int run = block_size - position < count - t ? block_size - position : count - t;
+    decode_fields(use, a.page(tile.sequence, tile.head, first + t), position, run, scale + t, zero + t);
+    t += run;
   }
   for (int t = count; t < CHUNK; t++) scale[t] = zero[t] = 0;
 }
@@ -268,20 +288,30 @@ static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m,
 #endif
 }
 
-// One row's scores -> weights (times the values' scales), and its softmax moved on. Keys [begin, end) of the chunk count.
-static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, int begin, int end, int count, bool exact_rows) {
+// Which tokens of a chunk a row sees.
+struct Seen {
+  int begin, end;
+  template <bool ALL>
+  VF select(int t, VF x, VF other) const {
+    if (ALL) return x;
+    VI at;
+    for (int i = 0; i < W; i++) at[i] = t + i;
+    return (at >= splat_i(begin)) & (at < splat_i(end)) ? x : other;
+  }
+};
+
+// One row's scores -> weights (times the values' scales), and its softmax moved on.
+template <bool ALL, bool ZEROS>
+static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, Seen seen, int count, float row_scale) {
   float* scores = m.scores + r * CHUNK;
-  const float row_scale = exact_rows ? a.call.softmax_scale : m.row_scale[r], softcap = a.call.softcap;
-  VI lane;
-  for (int i = 0; i < W; i++) lane[i] = i;
+  const float softcap = a.call.softcap;
   const int all = (count + W - 1) / W * W;
   VF most = splat(-INFINITY);
   for (int t = 0; t < all; t += W) {
     VF s = load_f(scores + t) * (load_f(m.key_scale + t) * row_scale);
-    s = fma_f(load_f(m.key_zero + t), splat(m.row_sum[r]), s);
+    if (ZEROS) s = fma_f(load_f(m.key_zero + t), splat(m.row_sum[r]), s);
     if (softcap > 0) s = tanh_f(s * (1.0f / softcap)) * softcap;
-    const VI at = lane + t;
-    s = (at >= splat_i(begin)) & (at < splat_i(end)) ? s : splat(-INFINITY);
+    s = seen.select<ALL>(t, s, splat(-INFINITY));
     most = greater(s, most);
     store_f(scores + t, s);
   }
@@ -289,43 +319,56 @@ static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, 
   const float rescale = now > before ? expf(before - now) : 1.0f;
   VF sum = {}, zero = {};
   for (int t = 0; t < all; t += W) {
-    const VF s = load_f(scores + t), p = exp_f(s - now);
-    const VI at = lane + t, counts = (at >= splat_i(begin)) & (at < splat_i(end));
-    const VF seen = counts ? p : (VF){};
-    sum += seen;
-    zero += counts ? seen * load_f(m.value_zero + t) : (VF){};
-    store_f(scores + t, counts ? seen * load_f(m.value_scale + t) : (VF){});
+    const VF p = seen.select<ALL>(t, exp_f(load_f(scores + t) - now), (VF){});
+    sum += p;
+    if (ZEROS) zero += seen.select<ALL>(t, p * load_f(m.value_zero + t), (VF){});
+    store_f(scores + t, seen.select<ALL>(t, p * load_f(m.value_scale + t), (VF){}));
   }
   state.greatest[r] = now;
   state.sum[r] = state.sum[r] * rescale + sum_f(sum);
-  state.zero[r] = state.zero[r] * rescale + sum_f(zero);
+  if (ZEROS) state.zero[r] = state.zero[r] * rescale + sum_f(zero);
   m.rescale[r] = rescale;
 }
 
 #if defined(SLIMKV_DOT)
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE_TOKENS(x) __builtin_shufflevector(x, x, 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+#else
+#define SHUFFLE_TOKENS(x) __builtin_shuffle(x, (Tile16){0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15})
+#endif
+typedef u8 Tile16 __attribute__((vector_size(16)));
+
 // A row's weights as digits in the order of V's bytes.
-static void weight_digits(TileMemory& m, i64 r, int tokens) {
+static WeightDigits weight_digits(TileMemory& m, i64 r, int tokens) {
   const float* weights = m.scores + r * CHUNK;
-  float largest = 0, sum = 0;
-  for (int t = 0; t < tokens; t++) {
-    largest = weights[t] > largest ? weights[t] : largest;
-    sum += weights[t];
+  VF most = {}, sum = {};
+  for (int t = 0; t < tokens; t += W) {
+    const VF x = load_f(weights + t);
+    most = greater(x, most);
+    sum += x;
   }
+  float largest = greatest_f(most);
+  const float whole = sum_f(sum);
   largest = largest > 1e-30f ? largest : 1e-30f;
-  const bool finite = largest < INFINITY && sum == sum;
+  const bool finite = largest < INFINITY && whole == whole;  // else the row becomes NaN
   const float up = finite ? DIGITS_LARGEST / largest : 0.0f;
   i8* digits = m.weight_digits + r * 3 * CHUNK;
-  for (int tile = 0; tile < tokens; tile += TILE)
-    for (int i = 0; i < TILE; i++)
-      digits_of(finite ? weights[tile + value_token(i)] : 0.0f, up, digits + tile + i, digits + CHUNK + tile + i, digits + 2 * CHUNK + tile + i);
-  m.unit[r] = finite ? largest / DIGITS_LARGEST : NAN;
+  for (int t = 0; t < tokens; t += 16)
+    digits_of(weights + t, up, digits + t, digits + CHUNK + t, digits + 2 * CHUNK + t);
   i32* offset = m.weight_offset + 3 * r;
   for (int j = 0; j < 3; j++) {
     offset[j] = 0;
+    for (int t = 0; t < tokens; t += TILE) {  // tokens 0 1 8 9, 2 3 10 11, ...
+      Tile16 x;
+      memcpy(&x, digits + j * CHUNK + t, sizeof x);
+      x = SHUFFLE_TOKENS(x);
+      memcpy(digits + j * CHUNK + t, &x, sizeof x);
+    }
 #if defined(SLIMKV_DOT_UNSIGNED)
     for (int t = 0; t < tokens; t++) offset[j] += 128 * digits[j * CHUNK + t];
 #endif
   }
+  return {digits, offset, finite ? largest / DIGITS_LARGEST : NAN, m.rescale[r], nullptr};
 }
 #endif
 
@@ -343,23 +386,30 @@ static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m,
   }
   const int whole = (count + TILE - 1) / TILE * TILE;
   for (int t = 0; t < whole; t += TILE)
-    unpack_value_bytes(side, tile_codes(a, side, tile, first + t), a.value.table, m.value_bytes + (i64)t * dim);
+    unpack_value_bytes(side, tile_codes(a, side, tile, first + t), a.value.table, m.value_bytes, t);
+  int active = 0;
+#if defined(SLIMKV_DOT)
+  WeightDigits weighted[TILE_ROWS];
+#endif
   for (int r = 0; r < rows; r++) {
-    float* weights = m.scores + r * CHUNK;
     if (!m.active[r]) continue;
+    float* weights = m.scores + r * CHUNK;
     for (int t = count; t < whole; t++) weights[t] = 0;
 #if defined(SLIMKV_DOT)
-    weight_digits(m, r, whole);
-    weighted_dot(m.weight_digits + r * 3 * CHUNK, m.weight_offset + 3 * r, m.value_bytes, whole, dim, m.unit[r], m.rescale[r], state.out + (i64)r * dim);
+    weighted[active] = weight_digits(m, r, whole);
+    weighted[active++].out = state.out + (i64)r * dim;
 #else
     float ordered[CHUNK];
     for (int t = 0; t < whole; t += TILE)
       for (int i = 0; i < TILE; i++) ordered[t + i] = weights[t + value_token(i)];
     memcpy(weights, ordered, sizeof(float) * whole);
+    active++;
 #endif
   }
-#if !defined(SLIMKV_DOT)
-  weighted_bytes(m.scores, rows, (const i8*)m.value_bytes, whole, dim, 1.0f, m.rescale, state.out, dim);
+#if defined(SLIMKV_DOT)
+  weighted_dot(weighted, active, m.value_bytes, whole, dim);
+#else
+  if (active) weighted_bytes(m.scores, rows, (const i8*)m.value_bytes, whole, dim, 1.0f, m.rescale, state.out, dim);
 #endif
 }
 
@@ -393,6 +443,7 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
       else
         load_fields(a, a.value, tile, first, count, m.value_scale, m.value_zero);
       const bool exact_rows = fresh || !a.key.bytes;
+      const bool zeros = a.key.side->field_count > 1 || a.value.side->field_count > 1;
       for (i64 r = 0; r < rows; r++) {
         if (m.active[r]) {
           const i64 row = tile.first + r;
@@ -400,7 +451,13 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
           from = from > key_begin ? from : key_begin;
           from = from > first ? from - first : 0;
           to = to < end ? to - first : count;
-          softmax_row(a, m, state, r, (int)from, (int)to, count, exact_rows);
+          const float row_scale = exact_rows ? a.call.softmax_scale : m.row_scale[r];
+          const bool all = from == 0 && to == count && count % W == 0;
+          const Seen seen{(int)from, (int)to};
+          if (zeros)
+            all ? softmax_row<true, true>(a, m, state, r, seen, count, row_scale) : softmax_row<false, true>(a, m, state, r, seen, count, row_scale);
+          else
+            all ? softmax_row<true, false>(a, m, state, r, seen, count, row_scale) : softmax_row<false, false>(a, m, state, r, seen, count, row_scale);
         } else {
           for (int t = 0; t < CHUNK; t++) m.scores[r * CHUNK + t] = 0;
           m.rescale[r] = 1;
@@ -546,12 +603,12 @@ static Status attend(AttendCall& call) {
   float* partial = (float*)partial_scratch.reserve(sizeof(float) * (size_t)(partials + 16));
   TileMemory sizes;
   const i64 dim = call.layout->value.dim;
-  const size_t needed = sizes.carve(nullptr, (size_t)most_rows, (size_t)a.key_stride, (size_t)call.layout->key.dim, (size_t)dim);
+  const size_t needed = sizes.carve(nullptr, (size_t)most_rows, (size_t)a.key_stride, (size_t)dim);
   parallel_for(tasks, call.threads, work, [&](i64 i) {
     RowTile& tile = tiles[(size_t)parts[(size_t)i].first];
     const i64 rows = tile.end - tile.first, split = parts[(size_t)i].second;
     TileMemory m;
-    m.carve(tile_scratch.reserve(needed), (size_t)most_rows, (size_t)a.key_stride, (size_t)call.layout->key.dim, (size_t)dim);
+    m.carve(tile_scratch.reserve(needed), (size_t)most_rows, (size_t)a.key_stride, (size_t)dim);
     float* memory = tile.splits > 1 ? partial + tile.partial + split * state_floats(rows, dim) : m.state;
     State state = state_at(memory, rows);
     i64 begin = tile.key_begin, end = tile.key_end;

@@ -36,7 +36,6 @@
 constexpr int W = SLIMKV_WIDTH;
 typedef float VF __attribute__((vector_size(4 * W)));
 typedef i32 VI __attribute__((vector_size(4 * W)));
-typedef i8 VB __attribute__((vector_size(W)));  // as many bytes as there are 32-bit lanes
 
 static inline VF load_f(const float* p) {
   VF v;
@@ -55,13 +54,56 @@ static inline void store_i(void* p, VI v) { memcpy(p, &v, sizeof v); }
 static inline VF splat(float x) { return x - (VF){}; }
 static inline VI splat_i(i32 x) { return x - (VI){}; }
 static inline VF to_float(VI v) { return __builtin_convertvector(v, VF); }
-static inline VF greater(VF a, VF b) { return a > b ? a : b; }  // b where a is NaN
+// To the nearest integer; |v| < 2^23.
+static inline VI to_integer(VF v) {
+#if defined(SLIMKV_AVX512)
+  return (VI)_mm512_cvtps_epi32((__m512)v);
+#elif defined(SLIMKV_X86)
+  return (VI)_mm256_cvtps_epi32((__m256)v);
+#elif defined(SLIMKV_NEON)
+  return (VI)vcvtnq_s32_f32((float32x4_t)v);
+#else
+  VI out;
+  for (int i = 0; i < W; i++) out[i] = (i32)__builtin_rintf(v[i]);
+  return out;
+#endif
+}
+// The larger of each; b where a is NaN.
+static inline VF greater(VF a, VF b) {
+#if defined(SLIMKV_NEON)
+  return (VF)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // W signed bytes as floats.
 static inline VF bytes_to_float(const i8* p) {
-  VB v;
-  memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(__builtin_convertvector(v, VI), VF);
+#if defined(SLIMKV_AVX512)
+  return to_float((VI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(SLIMKV_X86)
+  return to_float((VI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif defined(SLIMKV_NEON)
+  i32 four;
+  memcpy(&four, p, sizeof four);
+  return to_float((VI)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
+#else
+  VF out;
+  for (int i = 0; i < W; i++) out[i] = p[i];
+  return out;
+#endif
+}
+
+// The low bytes of 16 lanes.
+static inline void store_low_bytes(i8* p, const VI* v) {
+#if defined(SLIMKV_AVX512)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v[0]));
+#elif defined(SLIMKV_NEON)
+  const int16x8_t a = vuzp1q_s16((int16x8_t)v[0], (int16x8_t)v[1]), b = vuzp1q_s16((int16x8_t)v[2], (int16x8_t)v[3]);
+  vst1q_s8(p, vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b)));
+#else
+  for (int i = 0; i < 16; i++) p[i] = (i8)v[i / W][i % W];
+#endif
 }
 
 // a * b + c, fused where the machine does so.
@@ -97,11 +139,10 @@ static inline float greatest_f(VF v) {
 #endif
 }
 
-// e^x to 2 units in the last place; 0 below -87.3; NaN stays NaN.
+// e^x for x <= 0, to 2 units in the last place; 1e-38 from -87.3 down; NaN stays NaN.
 static inline VF exp_f(VF x) {
-  const VF low = splat(-87.3f), high = splat(88.3f);
-  VF inside = x > low ? x : low;
-  inside = inside < high ? inside : high;
+  const VF low = splat(-87.3f);
+  const VF inside = x < low ? low : x;
   const VF magic = splat(12582912.0f);
   const VF n = fma_f(inside, splat(1.44269504f), magic) - magic;
   VF r = fma_f(n, splat(-0.693359375f), inside);
@@ -114,9 +155,7 @@ static inline VF exp_f(VF x) {
   p = fma_f(p, r, splat(5.0000001201e-1f));
   p = fma_f(p, r * r, r) + 1.0f;
   const VI scale = (__builtin_convertvector(n, VI) + 127) << 23;
-  p = p * (VF)scale;
-  p = x < low ? (VF){} : p;
-  return x != x ? x : p;
+  return p * (VF)scale;
 }
 
 // tanh: a polynomial near zero, where 1 - e^(-2|x|) would cancel.

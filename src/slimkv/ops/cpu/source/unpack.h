@@ -7,11 +7,13 @@
 
 #include "simd.h"
 
-// The numbers of one tile of K are rows [token][position], of V [t][position][4]: four tokens of a dimension side by side.
-// order[position] is the dimension.
-struct ByteOrder {
-  i32 key[MAX_DIM], value[MAX_DIM];
-};
+constexpr int CHUNK = 128;  // tokens that are unpacked together
+
+// The numbers of a chunk of K are rows [token][position]. Those of V are [position / 16][token / 4][position % 16][4]: four
+// tokens of a dimension side by side. `order[position]` is the dimension, in an order that suits the pages.
+static inline i64 value_offset(i64 position, i64 token) {
+  return (position / 16 * (CHUNK / 4) + token / 4) * 64 + position % 16 * 4;
+}
 
 static inline int group_words(int slices, int first) {  // slices are held in vectors of four words, then two, then one
   const int left = slices - first;
@@ -114,14 +116,15 @@ static void key_group_plain(const u8* data, int v, int g, const u8* table, u8* l
   }
 }
 
-static void value_group_plain(const u8* data, int v, int g, const u8* table, u8* out, i64 stride) {
+static void value_group_plain(const u8* data, int v, int g, const u8* table, u8* out, int position, int token) {
   for (int t = 0; t < 4; t++)
     for (int w = 0; w < v; w++) {
       const u8* word = data + 4 * ((4 * g + t) * v + w);
-      u8* low = out + t * stride + 4 * (g * 2 * v + w);
+      u8* low = out + value_offset(position + g * 2 * v + w, token + 4 * t);
+      u8* high = out + value_offset(position + g * 2 * v + v + w, token + 4 * t);
       for (int k = 0; k < 4; k++) {
         low[k] = table[word[k] & 15];
-        low[4 * v + k] = table[word[k] >> 4];
+        high[k] = table[word[k] >> 4];
       }
     }
 }
@@ -158,27 +161,29 @@ static inline void key_group(const u8* data, int g, const u8* table, u8* low_tok
 #endif
 }
 
-// Four slices, dimensions g and g + 8 of each: 64 bytes -> 32 bytes for each t.
-static inline void value_group(const u8* data, int g, const u8* table, u8* out, i64 stride) {
+// Four slices, dimensions g and g + 8 of each: 64 bytes -> 32 bytes for each four tokens.
+static inline void value_group(const u8* data, int g, const u8* table, u8* out, int position, int token) {
 #if defined(SLIMKV_NEON)
   const uint8x16_t levels = vld1q_u8(table), low_bits = vdupq_n_u8(15);
+  u8* to = out + value_offset(position + 8 * g, token);
   for (int t = 0; t < 4; t++) {
     const uint8x16_t x = vld1q_u8(data + 64 * g + 16 * t);
-    vst1q_u8(out + t * stride + 32 * g, vqtbl1q_u8(levels, vandq_u8(x, low_bits)));
-    vst1q_u8(out + t * stride + 32 * g + 16, vqtbl1q_u8(levels, vshrq_n_u8(x, 4)));
+    vst1q_u8(to + 64 * t, vqtbl1q_u8(levels, vandq_u8(x, low_bits)));
+    vst1q_u8(to + 64 * t + 16, vqtbl1q_u8(levels, vshrq_n_u8(x, 4)));
   }
 #elif defined(SLIMKV_X86)
   const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
   const __m256i low_bits = _mm256_set1_epi8(15);
+  u8* to = out + value_offset(position + 8 * g, token);
   for (int t = 0; t < 4; t += 2) {
     const __m256i x = _mm256_loadu_si256((const __m256i*)(data + 64 * g + 16 * t));
     const __m256i low = _mm256_shuffle_epi8(levels, _mm256_and_si256(x, low_bits));
     const __m256i high = _mm256_shuffle_epi8(levels, _mm256_and_si256(_mm256_srli_epi16(x, 4), low_bits));
-    _mm256_storeu_si256((__m256i*)(out + t * stride + 32 * g), _mm256_permute2x128_si256(low, high, 0x20));
-    _mm256_storeu_si256((__m256i*)(out + (t + 1) * stride + 32 * g), _mm256_permute2x128_si256(low, high, 0x31));
+    _mm256_storeu_si256((__m256i*)(to + 64 * t), _mm256_permute2x128_si256(low, high, 0x20));
+    _mm256_storeu_si256((__m256i*)(to + 64 * t + 64), _mm256_permute2x128_si256(low, high, 0x31));
   }
 #else
-  value_group_plain(data, 4, g, table, out, stride);
+  value_group_plain(data, 4, g, table, out, position, token);
 #endif
 }
 
@@ -200,20 +205,19 @@ static void unpack_key_bytes(const Side& side, const u8* codes, const u8* table,
   }
 }
 
-// A tile of V -> bytes [4][dim][4].
-static void unpack_value_bytes(const Side& side, const u8* codes, const u8* table, u8* out) {
+// A tile of V -> bytes, from `token` of the chunk on.
+static void unpack_value_bytes(const Side& side, const u8* codes, const u8* table, u8* out, int token) {
   alignas(64) u32 nibbles[MAX_DIM / SLICE * LANES];
   const u8* words = nibble_words(side, codes, nibbles);
   const int slices = side.dim / SLICE;
-  const i64 stride = 4 * side.dim;
   for (int first = 0, v; first < slices; first += v) {
     v = group_words(slices, first);
     const u8* data = words + 4 * LANES * first;
     for (int g = 0; g < 8; g++)
       if (v == 4)
-        value_group(data, g, table, out + 4 * SLICE * first, stride);
+        value_group(data, g, table, out, SLICE * first, token);
       else
-        value_group_plain(data, v, g, table, out + 4 * SLICE * first, stride);
+        value_group_plain(data, v, g, table, out, SLICE * first, token);
   }
 }
 
