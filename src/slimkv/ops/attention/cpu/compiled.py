@@ -8,23 +8,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slimkv.ops.attention.api import AttendRequest
+from slimkv.ops.attention.api import AttendRequest, refuses_split_arguments
 from slimkv.ops.cpu.module import check_status, layout_tables, library
 from slimkv.ops.cpu.structures import CAttendCall, CVectors, pages_of, vectors_of
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Everything. How keys are split is fixed, so that results do not depend on threads or on ``num_splits``."""
-    return None
+    """Every format, size and option; keys are split as the library chooses, whatever the number of threads."""
+    return refuses_split_arguments(request)
 
 
 def run(request: AttendRequest) -> None:
-    """See ``slimkv.ops.attention.api.attend``."""
+    """See ``slimkv.ops.attend``."""
     call, _kept = _call(request)
     check_status(library().attend(ctypes.addressof(call)), call)
 
 
-def again(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
+def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
     """``run`` for further queries and lengths of the same shapes, on the same pages and block table."""
     call, kept = _call(request)
     address, query_of, out_of, function = ctypes.addressof(call), call.query, call.out, library().attend

@@ -27,17 +27,18 @@ def supports(request: StoreRequest) -> str | None:
 
 
 def run(request: StoreRequest) -> None:
-    """See ``slimkv.ops.store.api.store_kv``."""
+    """See ``slimkv.ops.store_kv``."""
     call, _kept = _call(request)
     check_status(library().store(ctypes.addressof(call)), call)
 
 
-def again(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
+def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
     """``run`` for further K, V and slots of the same shapes, strides and dtypes, into the same pages."""
     call, kept = _call(request)
     address, key_of, value_of, function = ctypes.addressof(call), call.key, call.value, library().store
 
     def launch(key: Tensor, value: Tensor, slots: Tensor) -> None:
+        slots = slots.contiguous()
         key_of.data, value_of.data, call.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
         call.threads = torch.get_num_threads()
         status = function(address)
