@@ -60,7 +60,10 @@ def test_eval_attention_and_scales():
         (("eval", "distortion", "--head-dim", "100"), "head_dim 100 is not supported"),
         (("eval", "distortion", "--policy", "best"), "unknown scale policy 'best'"),
         (("eval", "distortion", "--bits", "four"), "cannot read the widths"),
-        (("plan", "--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", "--format", "int4"), "unknown format 'int4'"),
+        (
+            ("plan", "--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", "--format", "int4"),
+            "unknown format 'int4'",
+        ),
         (
             ("plan", "--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", "--memory", "lots"),
             "cannot read the memory size",
