@@ -8,10 +8,10 @@ The same from the command line: ``slimkv calibrate MODEL -o FILE``, then ``slimk
 
 import argparse
 
+import slimkv
 from slimkv import models
 from slimkv.evals.agreement import measure_agreement
 from slimkv.evals.texts import load_text, token_windows
-from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.integrations.transformers.calibration.samples import sampled_windows
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -23,10 +23,7 @@ arguments = parser.parse_args()
 
 model, tokenizer, name = models.load(arguments.model)
 # 512 tokens are enough to see the effect; slimkv calibrate reads 8 windows of 1,024.
-read = sampled_windows(model, 1, 512)
-calibration = gather_calibration(model, read, source="what the model says", costs=False)
-if arguments.out:
-    calibration.save(arguments.out)
+calibration = slimkv.calibrate_model(model, arguments.out, windows=sampled_windows(model, 1, 512))
 
 text = token_windows(tokenizer, load_text(), arguments.windows, 256)
 report = measure_agreement(model, text, arguments.format.split(","), name=name, calibration=calibration)

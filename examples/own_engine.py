@@ -11,8 +11,7 @@ import argparse
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from slimkv import CodecSpec
-from slimkv.cache import AttentionBatch, PagedPool
+from slimkv import AttentionBatch, CodecSpec, PagedPool
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--format", default="k4v4", help="how keys and values are stored")

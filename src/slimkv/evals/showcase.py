@@ -9,9 +9,9 @@ from typing import Any
 from slimkv.calibration import Calibration
 from slimkv.evals.agreement import AgreementReport, measure_agreement
 from slimkv.evals.harness import RAW, Progress, Stopwatch, cache_kinds, quiet
-from slimkv.evals.provenance import Provenance, provenance
 from slimkv.evals.questions import Question, Reader, Shown, ask_long, ask_short
 from slimkv.evals.texts import load_text, token_windows
+from slimkv.provenance import Provenance, provenance
 from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout
 
 BEST = "k4v4+cal"

@@ -271,32 +271,6 @@ def split_workspace_bytes(total_queries: int, num_heads: int, value_dim: int, nu
     return 0 if num_splits == 1 else 4 * total_queries * num_heads * num_splits * (value_dim + 1)
 
 
-def workspace_bytes(
-    layout: PageLayout,
-    *,
-    total_queries: int,
-    sequences: int,
-    num_heads: int,
-    num_kv_heads: int,
-    max_query_len: int,
-    num_splits: int,
-    device: torch.device,
-) -> int:
-    """Bytes of a ``workspace`` that is enough for any implementation on ``device``, within these bounds.
-
-    ``total_queries`` counts the rows of ``query``, padding included; ``num_splits`` is what ``attend`` is given.
-    """
-    need = split_workspace_bytes(total_queries, num_heads, layout.spec.value_dim, num_splits)
-    if cuda_unavailable_reason(device) is None:
-        from slimkv.ops.attention.cuda import decode
-
-        group = num_heads // num_kv_heads
-        need = max(
-            need, decode.workspace_bytes(layout, total_queries, sequences, num_kv_heads, group, max_query_len, device)
-        )
-    return need
-
-
 def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> tuple[int, int]:
     """Queries and their heads."""
     shape = query.shape
