@@ -5,7 +5,7 @@
 
 constexpr int QN = (KD + 31) / 32;
 
-// The query of column c of a piece: dimension lane + 32 i. A negative scale of scores is a negative query.
+// The query of column c of a range: dimension lane + 32 i. A negative scale of scores is a negative query.
 DEVICE void load_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], int lane) {
   const int query = range.chunk * (COLUMNS / args.group_size) + c / args.group_size, head = range.head * args.group_size + c % args.group_size;
   const bool valid = c < COLUMNS / args.group_size * args.group_size && query < range.s.queries;
