@@ -1,0 +1,175 @@
+"""Plan once, run many times: calls of which only a few addresses change from step to step, as in decoding.
+
+``plan_attend`` and ``plan_store`` check and prepare a call. ``run`` then repeats it with other queries and lengths, or
+other vectors and slots, of the same shapes. Whoever owns a plan asks ``fits`` before a step that may differ, and makes
+a new plan where it does. A plan points to the pages it was made for: drop it when they move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.ops.attention.api import REGISTRY as ATTENTION
+from slimkv.ops.attention.api import AttendOptions, checked_request
+from slimkv.ops.store.api import REGISTRY as STORE
+from slimkv.ops.store.api import checked_request as checked_store
+from slimkv.spec import PageLayout
+
+# A backend's ``plan(request)`` returns this, or None for a request that it cannot prepare.
+Launch = Callable[[Tensor, Tensor, Tensor], None]
+
+
+Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
+
+
+def _geometry(x: Tensor) -> Geometry:
+    """What a prepared launch depends on beside the address, which must be as aligned as it was."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+
+
+def _say(geometry: Geometry) -> str:
+    shape, strides, dtype, device, _ = geometry
+    return f"{dtype} {list(shape)} with strides {list(strides)} on {device}"
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """An ``attend`` without fresh K and V in which queries, output and lengths may change."""
+
+    pages: Tensor
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    options: AttendOptions | None
+    _query: Geometry
+    _out: Geometry
+    _launch: Launch
+
+    def fits(
+        self, query: Tensor, pages: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, options: AttendOptions | None
+    ) -> bool:
+        """Whether ``run`` may take ``query`` for these pages and tables, which must be the very same objects."""
+        return (
+            self.pages is pages
+            and self.block_table is block_table
+            and self.cu_seqlens_q is cu_seqlens_q
+            and self.options is options
+            and self._query == _geometry(query)
+        )
+
+    def run(self, query: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> Tensor:
+        """query [total_queries, num_heads, key_dim], seq_lens int32 [sequences] -> out, as ``attend`` gives it.
+
+        Lengths may be as long as the block table. ``out``: contiguous, of the query's dtype; allocated when None.
+        """
+        if self._query != _geometry(query):
+            raise InputError(f"the plan is for queries like {_say(self._query)}, not {_say(_geometry(query))}")
+        if seq_lens.shape != self.block_table.shape[:1] or seq_lens.dtype != torch.int32:
+            wanted = list(self.block_table.shape[:1])
+            raise InputError(
+                f"seq_lens must be int32 {wanted} for this plan, not {seq_lens.dtype} {list(seq_lens.shape)}"
+            )
+        if out is None:
+            out = query.new_empty(self._out[0])
+        elif self._out != _geometry(out):
+            raise InputError(f"the plan writes outputs like {_say(self._out)}, not {_say(_geometry(out))}")
+        self._launch(query, out, seq_lens)
+        return out
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """A ``store_kv`` in which keys, values and slots may change."""
+
+    pages: Tensor
+    query_aware: Tensor | None
+    _key: Geometry
+    _value: Geometry
+    _slots: torch.dtype
+    _launch: Launch
+
+    def fits(self, key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor, query_aware: Tensor | None) -> bool:
+        """Whether ``run`` may take these vectors for ``pages`` and ``query_aware``, the very same objects."""
+        return self.pages is pages and self.query_aware is query_aware and self._takes(key, value, slot_mapping)
+
+    def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """key, value [tokens, num_kv_heads, dim], slot_mapping [tokens]: see ``store_kv``."""
+        if not self._takes(key, value, slot_mapping):
+            raise InputError(
+                f"the plan stores keys like {_say(self._key)} and values like {_say(self._value)} with {self._slots} "
+                f"slots, not {_say(_geometry(key))} and {_say(_geometry(value))} with {slot_mapping.dtype}"
+            )
+        self._launch(key, value, slot_mapping)
+
+    def _takes(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> bool:
+        return (
+            self._key == _geometry(key)
+            and self._value == _geometry(value)
+            and slot_mapping.shape == key.shape[:1]
+            and slot_mapping.dtype == self._slots
+        )
+
+
+def plan_attend(
+    query: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    options: AttendOptions | None = None,
+    backend: str | None = None,
+) -> AttendPlan:
+    """Prepares an ``attend`` of such queries for lengths up to what the block table holds; runs nothing."""
+    request = checked_request(
+        query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
+        max_seq_len=block_table.shape[1] * layout.block_size, options=options,
+    )  # fmt: skip
+    module = ATTENTION.select(pages.device, request, backend).load()
+    nothing = seq_lens[:0]
+    kept = replace(request, query=nothing, out=nothing, seq_lens=nothing)  # a plan holds no step's tensors
+
+    def launch(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
+        module.run(replace(kept, query=query, out=out, seq_lens=seq_lens))
+
+    prepared = _prepared(module, request) or launch
+    return AttendPlan(pages, block_table, cu_seqlens_q, options, _geometry(query), _geometry(request.out), prepared)
+
+
+def plan_store(
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    slot_mapping: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    query_aware: Tensor | None = None,
+    backend: str | None = None,
+) -> StorePlan:
+    """Prepares a ``store_kv`` of such vectors; stores nothing."""
+    request = checked_store(key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware)
+    module = STORE.select(pages.device, request, backend).load()
+    nothing = slot_mapping[:0]
+    kept = replace(request, key=nothing, value=nothing, slot_mapping=nothing)
+
+    def launch(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        module.run(replace(kept, key=key, value=value, slot_mapping=slot_mapping))
+
+    prepared = _prepared(module, request) or launch
+    return StorePlan(pages, query_aware, _geometry(key), _geometry(value), slot_mapping.dtype, prepared)
+
+
+def _prepared(module: Any, request: Any) -> Launch | None:
+    """The backend's own prepared launch; None where it prepares nothing."""
+    plan = getattr(module, "plan", None)
+    return plan(request) if plan is not None else None
