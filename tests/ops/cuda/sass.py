@@ -21,13 +21,12 @@ from pathlib import Path
 
 import torch
 
-from slimkv.ops.attend import cuda as decode
-from slimkv.ops.attend import prefill_cuda as prefill
+from slimkv.ops.attention.cuda import decode, prefill, shape
 from slimkv.ops.cuda.compiler import compile_kernels
-from slimkv.ops.store import cuda as store
+from slimkv.ops.store.cuda import launch as store
 from slimkv.spec import CodecSpec, PageLayout
 
-H200 = decode.Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448)
+H200 = shape.Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448)
 FP16, BF16, FP32 = 0, 1, 2
 Variant = tuple[str, dict[str, int], str]  # source, defines, architecture
 
@@ -41,9 +40,9 @@ def _decode(
     window: bool = False, softcap: bool = False, block_size: int = 16, value_dim: int | None = None,
 ) -> Variant:  # fmt: skip
     layout = _layout(format, dim, value_dim, block_size)
-    shape = decode.shape_on(H200, layout, group, queries, tokens, 256)
-    assert shape is not None
-    return decode.SOURCE, dict(decode.kernel_defines(layout, shape, dtype, dtype, window, softcap)), "sm_90"
+    cut = shape.shape_on(H200, layout, group, queries, tokens, 256)
+    assert cut is not None
+    return decode.SOURCE, dict(shape.kernel_defines(layout, cut, dtype, dtype, window, softcap)), "sm_90"
 
 
 def _store(
@@ -66,10 +65,12 @@ def _prefill(dim: int, window: bool = False) -> Variant:
 def variants() -> dict[str, Variant]:
     """What is compiled, by name."""
     return {
-        **{f"decode-{f}": _decode(f) for f in ("k4v4", "k2v2", "k3v3", "k5v5", "k6v4", "kfp8vu4", "ku4vu4", "kl8vl8")},
+        **{f"decode-{f}": _decode(f) for f in ("k4v4", "k2v2", "k3v3", "k5v5", "k6v6", "k6v4", "k7v7", "kfp8vu4", "ku4vu4", "k8v8")},
         "decode-k4v4-short": _decode("k4v4", tokens=4096),
         "decode-k4v4-8-columns": _decode("k4v4", group=8),
         "decode-k4v4-16-columns": _decode("k4v4", queries=4),
+        "decode-k4v4-32-columns": _decode("k4v4", queries=8),
+        "decode-d256-16-columns": _decode("k4v4", 256, 16),
         "decode-k5v5-8-columns": _decode("k5v5", group=8),
         "decode-d64-8-columns": _decode("k4v4", 64, 8),
         "decode-d96": _decode("k4v4", 96, 1, tokens=4096),

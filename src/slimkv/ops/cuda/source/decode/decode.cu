@@ -17,19 +17,30 @@
 #include "decode/scores.cuh"
 #include "decode/values.cuh"
 
+// Every entry is written for all lanes, 16 bytes at a time, by threads that start at different lanes.
+template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* table, const float* levels) {
+  constexpr int POSITIVE = 1 << (BITS - 1);
+  for (int i = thread_index(); i < ENTRIES; i += 32 * WARPS) {
+    u32 entry = f32_to_f16(levels[IN_PAIRS ? POSITIVE + (i & 15) + (i >> 4 & 16) : i]);
+    if (IN_PAIRS) entry |= f32_to_f16(levels[POSITIVE + (i >> 4 & 15) + (i >> 5 & 16)]) << 16;
+#pragma unroll
+    for (int k = 0; k < 8; k++) *(Words4*)(table + 128 * i + 16 * ((k + i) & 7)) = {entry, entry, entry, entry};
+  }
+}
+
 // A permutation takes one operand of the kind that all lanes share; its table must not be one.
 DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
-  u32* key_levels = (u32*)(shared + LEVELS_AT);
-  u32* value_levels = key_levels + 32 * LEVELS_K;
-  for (int i = thread_index(); i < 32 * LEVELS_K; i += 32 * WARPS) key_levels[i] = f32_to_f16(args.key_levels[i / 32]);
-  for (int i = thread_index(); i < 32 * LEVELS_V; i += 32 * WARPS) value_levels[i] = f32_to_f16(args.value_levels[i / 32]);
+  u8* key_levels = shared + LEVELS_AT;
+  u8* value_levels = ONE_TABLE ? key_levels : key_levels + 128 * LEVEL_ENTRIES_K;
+  fill_levels<K_BITS, LEVEL_ENTRIES_K, K_IN_PAIRS>(key_levels, args.key_levels);
+  if (!ONE_TABLE) fill_levels<V_BITS, LEVEL_ENTRIES_V, V_IN_PAIRS>(value_levels, args.value_levels);
+  const u32 by_128 = LEVEL_BYTES ? in_register(128u, lane) : 0;
   const u32 signs = in_register(0x80808080u, lane);
   const Table key_table = {in_register(args.key_table.low, lane), in_register(args.key_table.high, lane), signs};
-  constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
   const Table value_table = ONE_TABLE ? key_table
                                       : Table{in_register(args.value_table.low, lane),
                                               in_register(args.value_table.high, lane), signs};
-  return {key_table, value_table, key_levels, value_levels};
+  return {key_table, value_table, {key_levels, (u32)(4 * lane), by_128}, {value_levels, (u32)(4 * lane), by_128}};
 }
 
 KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
@@ -67,13 +78,15 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
   begin_loading(range);
 
   while (true) {
+    u8* operands = QUERY_IN_RING ? shared + (filled % STAGES) * SLOT + 4 * KD : shared + QUERY_AT;
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS)
-        prepare_query(args, warp + i * WARPS, query[i], shared, (float*)(ring + (filled % STAGES) * SLOT), lane);
+        prepare_query(args, warp + i * WARPS, query[i], shared, operands, (float*)(ring + (filled % STAGES) * SLOT), lane);
     sync_threads();
     QueryOperands queries;
-    queries.load(shared, lane);
+    queries.load(operands, lane);
+    if (QUERY_IN_RING) sync_threads();  // before the slot is filled
     ColumnState columns;
     columns.load(args, range, shared, t);
     Accumulator acc;

@@ -56,7 +56,8 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 a[4];
-      code_halves<K_KIND, K_BITS, false>(codes[x].low(i), codes[x].high(i), tables.key, tables.key_levels, lane, a);
+      if constexpr (K_IN_PAIRS) pair_halves(codes[x], i, tables.key_levels, a);
+      else code_halves<K_KIND, K_BITS, false>(codes[x].low(i), codes[x].high(i), tables.key, tables.key_levels, a);
 #pragma unroll
       for (int n = 0; n < NG; n++)
         mma_f16(c[x][n], a[0], a[1], a[2], a[3], queries.q[n][Q_IN_SHARED ? 0 : i][0], queries.q[n][Q_IN_SHARED ? 0 : i][1]);

@@ -75,7 +75,7 @@ DEVICE void add_value_bytes_as_stored(const ValueCodes (&codes)[NT], const Proba
   }
 }
 
-DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables, int lane,
+DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
                              Accumulator& acc) {
 #pragma unroll
   for (int i = 0; i < VS; i++) {
@@ -87,7 +87,8 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 a[4];
-      code_halves<V_KIND, V_BITS, true>(codes[x].low(i), codes[x].high(i), tables.value, tables.value_levels, lane, a);
+      if constexpr (V_IN_PAIRS) pair_halves(codes[x], i, tables.value_levels, a);
+      else code_halves<V_KIND, V_BITS, true>(codes[x].low(i), codes[x].high(i), tables.value, tables.value_levels, a);
 #pragma unroll
       for (int n = 0; n < NG; n++) mma_f16(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
     }
@@ -105,5 +106,5 @@ DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables
   for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE + K_TILE, lane);
   if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
-  else add_value_halves(codes, w, tables, lane, acc);
+  else add_value_halves(codes, w, tables, acc);
 }

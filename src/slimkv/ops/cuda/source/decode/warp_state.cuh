@@ -12,26 +12,25 @@ constexpr bool LATE_UNIT = !SOFTCAP, MAX_WITHOUT_UNIT = !WIDE && LATE_UNIT;
 
 // How codes become levels.
 struct LevelTables {
-  Table key, value;          // in registers
-  const u32* key_levels;     // in shared memory
-  const u32* value_levels;
+  Table key, value;  // in registers
+  LevelTable key_levels, value_levels;
 };
 
 // The queries' operands, unless they stay in shared memory.
 struct QueryOperands {
   u32 q[NG][Q_IN_SHARED ? 1 : QI][2];
 
-  DEVICE_MEMBER void load(const u8* shared, int lane) {
+  DEVICE_MEMBER void load(const u8* operands, int lane) {
     if (!Q_IN_SHARED)
 #pragma unroll
       for (int n = 0; n < NG; n++)
 #pragma unroll
-        for (int i = 0; i < QI; i++) load_operand(shared, n, i, lane, q[n][i]);
+        for (int i = 0; i < QI; i++) load_operand(operands, n, i, lane, q[n][i]);
   }
   DEVICE_MEMBER void load_product(const u8* shared, int i, int lane) {
     if (Q_IN_SHARED)
 #pragma unroll
-      for (int n = 0; n < NG; n++) load_operand(shared, n, i, lane, q[n][0]);
+      for (int n = 0; n < NG; n++) load_operand(shared + QUERY_AT, n, i, lane, q[n][0]);
   }
 };
 
