@@ -118,15 +118,12 @@ struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 
 // Levels in shared memory, a copy of every entry for each lane, so that lanes never wait for one another.
 struct LevelTable {
-  const u8* entries;
-  u32 lane_offset;
-  u32 by_128;  // unknown to the compiler: products with it leave the logic units, which the rest keeps busiest, to others
-  DEVICE_MEMBER u32 offset_of(u32 index) const { return index * by_128 + lane_offset; }
-  DEVICE_MEMBER u32 at(u32 offset) const { return *(const u32*)(entries + offset); }
+  u32 address;  // of this lane's first entry; below 2^15
+  // The entry whose number is byte i of the word; an entry's 128 bytes are what the byte is multiplied by.
+  DEVICE_MEMBER u32 at(u32 word, int i, u32 bits = 0) const {
+    return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), bits | address));
+  }
 };
-DEVICE u32 byte_of(u32 word, int i) {
-  return i == 0 ? word & 0xFF : i == 3 ? word >> 24 : prmt(word, 0, (u32)(0x4440 + i));
-}
 
 // Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
 template <int KIND, int BITS>
@@ -207,7 +204,7 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const LevelTable& levels
       to = (x & 0x80008000u) | ((x >> 1) & 0x3F803F80u);
     } else {
       const u32 word = words[m / 4];
-      to = prmt(levels.at(levels.offset_of(byte_of(word, m % 4))), levels.at(levels.offset_of(byte_of(word, n % 4))), 0x5410);
+      to = prmt(levels.at(word, m % 4), levels.at(word, n % 4), 0x5410);
     }
   }
 }
@@ -218,27 +215,29 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const LevelTable& levels
 // nibbles of b (the lower one in its lower half), whose next bits, at 6 bits, are h's. The top bits of the codes are signs.
 template <int KIND, int BITS> constexpr int pair_entries() { return KIND != LLOYD ? 0 : BITS == 5 ? 256 : BITS == 6 ? 1024 : 0; }
 
-// The numbers of a slice as an operand. Keys: pairs in the order of their dimensions. Values: the pairs of `code_halves`.
-template <int BITS, int S, bool TRANSPOSED>
-DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED>& codes, int s, const LevelTable& levels, u32 (&a)[4]) {
-  const auto in_order = [](u32 x) {  // values: nibbles 1 and 2 change places, and 5 and 6
-    if (!TRANSPOSED) return x;
-    const u32 both = (x ^ x >> 4) & 0x00F000F0u;
-    return x ^ both ^ both << 4;
-  };
-  const u32 low = in_order(codes.low(s)), high = in_order(codes.high_word(s));
+// Nibbles of a word whose pairs are 16 bits apart: pair p is in nibbles p and p + 4. Pairs of values 0 and 1, 2 and 3, ..., or
+// with ACROSS 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+template <bool ACROSS> DEVICE u32 pairs_apart(u32 x) {
+  if (ACROSS) return prmt(x, 0, 0x3120);
+  const u32 m = 0x000F000Fu, by_4 = x >> 4, by_8 = x >> 8;
+  return prmt((x & m) | (by_4 & ~m), (by_4 & m) | (by_8 & ~m), 0x6420);
+}
+
+// The four pairs of a slice.
+template <bool ACROSS, int BITS, int S, bool TRANSPOSED>
+DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED>& codes, int s, const LevelTable& levels, u32 (&pair)[4]) {
+  u32 low = codes.low(s);
+  if (ACROSS) {  // nibbles 1 and 2 change places, and 5 and 6
+    const u32 both = (low ^ low >> 4) & 0x00F000F0u;
+    low = low ^ both ^ both << 4;
+  }
+  const u32 high = pairs_apart<ACROSS>(codes.high_word(s));
+  const u32 next = BITS == 6 ? (high & 0x5555u) | (high >> 15 & ~0x5555u) : 0;  // the two next bits of a pair side by side
   const int at = codes.high_shift(s);
-  u32 next = 0;  // 6 bits: those of pair p in bits 8 p + 3 + at and 8 p + 4 + at
-  if (BITS == 6) next = high & (0x11111111u << at), next += next << 3;
 #pragma unroll
   for (int p = 0; p < 4; p++) {
-    u32 offset = levels.offset_of(byte_of(low, p));
-    if (BITS == 6) {
-      const int left = 12 - 8 * p - at;
-      offset |= (left >= 0 ? next << left : next >> -left) & 0x18000u;
-    }
-    const u32 signs = byte_of(high, p) * 0x1001u;  // a nibble of each value, 16 bits apart
-    a[TRANSPOSED || p == 0 || p == 3 ? p : 3 - p] = levels.at(offset) ^ (~(signs << (BITS == 5 ? 15 - at : 14 - at)) & 0x80008000u);
+    const u32 magnitudes = levels.at(low, p, BITS == 6 ? next << (15 - 4 * p - at) & 0x18000u : 0);
+    pair[p] = magnitudes ^ (~(high << (BITS == 5 ? 15 - 4 * p - at : 14 - 4 * p - at)) & 0x80008000u);
   }
 }
 

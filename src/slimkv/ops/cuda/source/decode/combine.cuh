@@ -39,7 +39,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       const int column = i / VD, d = i % VD;
       float x = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) x += ((const float*)(shared + w * STAGES * SLOT))[column * OUT_ROW + d];
+      for (int w = 0; w < WARPS; w++) x += ((const float*)(shared + RINGS_AT + w * STAGES * SLOT))[column * OUT_ROW + d];
       args.parts[(part * COLUMNS + GROUP * n + column) * VD + d] = x;
     }
     if (thread_index() < GROUP) {

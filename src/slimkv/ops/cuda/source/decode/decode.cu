@@ -30,17 +30,18 @@ template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* tabl
 
 // A permutation takes one operand of the kind that all lanes share; its table must not be one.
 DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
-  u8* key_levels = shared + LEVELS_AT;
-  u8* value_levels = ONE_TABLE ? key_levels : key_levels + 128 * LEVEL_ENTRIES_K;
+  constexpr bool VALUES_FIRST = LEVEL_ENTRIES_V > LEVEL_ENTRIES_K;  // the largest table is at the beginning
+  u8* key_levels = VALUES_FIRST ? shared + 128 * LEVEL_ENTRIES_V : shared;
+  u8* value_levels = ONE_TABLE || VALUES_FIRST ? shared : shared + 128 * LEVEL_ENTRIES_K;
   fill_levels<K_BITS, LEVEL_ENTRIES_K, K_IN_PAIRS>(key_levels, args.key_levels);
   if (!ONE_TABLE) fill_levels<V_BITS, LEVEL_ENTRIES_V, V_IN_PAIRS>(value_levels, args.value_levels);
-  const u32 by_128 = LEVEL_BYTES ? in_register(128u, lane) : 0;
   const u32 signs = in_register(0x80808080u, lane);
   const Table key_table = {in_register(args.key_table.low, lane), in_register(args.key_table.high, lane), signs};
   const Table value_table = ONE_TABLE ? key_table
                                       : Table{in_register(args.value_table.low, lane),
                                               in_register(args.value_table.high, lane), signs};
-  return {key_table, value_table, {key_levels, (u32)(4 * lane), by_128}, {value_levels, (u32)(4 * lane), by_128}};
+  return {key_table, value_table, {shared_address(key_levels) + 4 * lane},
+          {shared_address(value_levels) + 4 * lane}};
 }
 
 KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
@@ -53,7 +54,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
   const LevelTables tables = load_tables(args, shared, lane);
 
   // -- loading ahead: the queries travel at the same time as the first pages
-  u8* ring = shared + warp * STAGES * SLOT;
+  u8* ring = shared + RINGS_AT + warp * STAGES * SLOT;
   Loader loader;
   loader.ring = ring;
   loader.lane = lane;
@@ -78,7 +79,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
   begin_loading(range);
 
   while (true) {
-    u8* operands = QUERY_IN_RING ? shared + (filled % STAGES) * SLOT + 4 * KD : shared + QUERY_AT;
+    u8* operands = QUERY_IN_RING ? shared + RINGS_AT + (filled % STAGES) * SLOT + 4 * KD : shared + QUERY_AT;
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS)

@@ -47,20 +47,22 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
                                 const LevelTables& tables, int lane, StepScores& s) {
   float c[NT][NG][4];
 #pragma unroll
-  for (int x = 0; x < NT; x++)
-#pragma unroll
-    for (int n = 0; n < NG; n++) c[x][n][0] = c[x][n][1] = c[x][n][2] = c[x][n][3] = 0;
-#pragma unroll
   for (int i = 0; i < QI; i++) {
     queries.load_product(shared, i, lane);
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 a[4];
-      if constexpr (K_IN_PAIRS) pair_halves(codes[x], i, tables.key_levels, a);
-      else code_halves<K_KIND, K_BITS, false>(codes[x].low(i), codes[x].high(i), tables.key, tables.key_levels, a);
+      if constexpr (K_IN_PAIRS) {
+        u32 pair[4];
+        pair_halves<false>(codes[x], i, tables.key_levels, pair);
+        a[0] = pair[0], a[1] = pair[2], a[2] = pair[1], a[3] = pair[3];
+      } else code_halves<K_KIND, K_BITS, false>(codes[x].low(i), codes[x].high(i), tables.key, tables.key_levels, a);
 #pragma unroll
-      for (int n = 0; n < NG; n++)
-        mma_f16(c[x][n], a[0], a[1], a[2], a[3], queries.q[n][Q_IN_SHARED ? 0 : i][0], queries.q[n][Q_IN_SHARED ? 0 : i][1]);
+      for (int n = 0; n < NG; n++) {
+        const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
+        if (i == 0) mma_f16_from_zero(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
+        else mma_f16(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
+      }
     }
   }
 #pragma unroll

@@ -36,11 +36,11 @@ constexpr int QUERY_BYTES = 8 * NG * KD * (K_BYTES ? 1 : 2);
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
 
-// Shared memory: rings | levels of keys | levels of values | queries | column constants | maxima and sums of the warps
-constexpr int LEVELS_AT = WARPS * STAGES * SLOT;
+// Shared memory: levels of keys | levels of values | rings | queries | column constants | maxima and sums of the warps
+constexpr int RINGS_AT = LEVEL_BYTES;
 // The largest tables leave little room; then queries are made in a free slot of the ring, behind the rotation's scratch.
 constexpr bool QUERY_IN_RING = PAIR_TABLES && !WIDE && !Q_IN_SHARED && SLOT >= 4 * KD + QUERY_BYTES;
-constexpr int QUERY_AT = LEVELS_AT + LEVEL_BYTES;
+constexpr int QUERY_AT = RINGS_AT + WARPS * STAGES * SLOT;
 constexpr int COLUMN_AT = QUERY_AT + (QUERY_IN_RING ? 0 : QUERY_BYTES);
 constexpr int STATE_AT = COLUMN_AT + 8 * COLUMNS;
 constexpr int SHARED_BYTES = STATE_AT + 8 * COLUMNS * WARPS;

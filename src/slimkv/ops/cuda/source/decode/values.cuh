@@ -80,17 +80,21 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
 #pragma unroll
   for (int i = 0; i < VS; i++) {
     float c[NG][4];
+    if (WIDE)
 #pragma unroll
-    for (int n = 0; n < NG; n++)
+      for (int n = 0; n < NG; n++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) c[n][j] = WIDE ? acc.out[n][i][j % (2 * OWN)] : 0;
+        for (int j = 0; j < 4; j++) c[n][j] = acc.out[n][i][j % (2 * OWN)];
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 a[4];
-      if constexpr (V_IN_PAIRS) pair_halves(codes[x], i, tables.value_levels, a);
+      if constexpr (V_IN_PAIRS) pair_halves<true>(codes[x], i, tables.value_levels, a);
       else code_halves<V_KIND, V_BITS, true>(codes[x].low(i), codes[x].high(i), tables.value, tables.value_levels, a);
 #pragma unroll
-      for (int n = 0; n < NG; n++) mma_f16(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
+      for (int n = 0; n < NG; n++) {
+        if (!WIDE && x == 0) mma_f16_from_zero(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
+        else mma_f16(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
+      }
     }
 #pragma unroll
     for (int n = 0; n < NG; n++)
@@ -100,11 +104,50 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
   }
 }
 
+// Narrow, values by pairs: dimensions g and g + 8 of a token. As above they are used as they lie; two slices are one operand,
+// eight tokens a product.
+template <class PairCodes>
+DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
+                                      Accumulator& acc) {
+#pragma unroll
+  for (int i = 0; i < VS; i += 2) {
+    float even[NG][4], odd[NG][4];  // dimensions g of both slices, dimensions g + 8
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      u32 first[4], second[4] = {0, 0, 0, 0};
+      pair_halves<false>(codes[x], i, tables.value_levels, first);
+      if (i + 1 < VS) pair_halves<false>(codes[x], i + 1, tables.value_levels, second);
+#pragma unroll
+      for (int n = 0; n < NG; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const u32 p = w.p[n][x][r], a0 = first[2 * r], a1 = second[2 * r], a2 = first[2 * r + 1], a3 = second[2 * r + 1];
+          if (x == 0 && r == 0) {
+            mma_f16_from_zero(even[n], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
+            mma_f16_from_zero(odd[n], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
+          } else {
+            mma_f16(even[n], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
+            mma_f16(odd[n], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
+          }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        if (i + j >= VS) continue;
+        acc.out[n][i + j][0] += (even[n][2 * j] + even[n][2 * j + 1]) * w.fold[n];
+        acc.out[n][i + j][1] += (odd[n][2 * j] + odd[n][2 * j + 1]) * w.fold[n];
+      }
+  }
+}
+
 DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {
   ValueCodes codes[NT];
 #pragma unroll
   for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE + K_TILE, lane);
   if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
+  else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);
   else add_value_halves(codes, w, tables, acc);
 }
