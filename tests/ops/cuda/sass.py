@@ -28,6 +28,7 @@ from slimkv.spec import CodecSpec, PageLayout
 
 H200 = shape.Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448)
 FP16, BF16, FP32 = 0, 1, 2
+DECODE_FORMATS = ("k4v4", "k2v2", "k3v3", "k5v5", "k6v6", "k6v4", "k7v7", "kfp8vu4", "ku4vu4", "k8v8")
 Variant = tuple[str, dict[str, int], str]  # source, defines, architecture
 
 
@@ -65,7 +66,7 @@ def _prefill(dim: int, window: bool = False) -> Variant:
 def variants() -> dict[str, Variant]:
     """What is compiled, by name."""
     return {
-        **{f"decode-{f}": _decode(f) for f in ("k4v4", "k2v2", "k3v3", "k5v5", "k6v6", "k6v4", "k7v7", "kfp8vu4", "ku4vu4", "k8v8")},
+        **{f"decode-{f}": _decode(f) for f in DECODE_FORMATS},
         "decode-k4v4-short": _decode("k4v4", tokens=4096),
         "decode-k4v4-8-columns": _decode("k4v4", group=8),
         "decode-k4v4-16-columns": _decode("k4v4", queries=4),

@@ -82,7 +82,8 @@ LONG = replace(TINY, lens=(700, 90, 1), queries=(1, 1, 1))
 
 
 LONG_CASES = [
-    *(replace(LONG, format=f) for f in ("k4v4", "k2v2", "k1v3", "ku4vu4", "k6v6", "k6v5", "k8v7", "turboquant_k8v4", "k5v5")),
+    *(replace(LONG, format=f) for f in ("k4v4", "k2v2", "k1v3", "ku4vu4", "turboquant_k8v4")),
+    *(replace(LONG, format=f) for f in ("k5v5", "k6v6", "k6v5", "k8v7")),
     *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k2v2")),
     replace(LONG, page=32, format="k2v2"),
     replace(LONG, **EVERYTHING, format="k2v2"),

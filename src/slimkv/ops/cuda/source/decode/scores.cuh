@@ -2,10 +2,10 @@
 #pragma once
 #include "decode/warp_state.cuh"
 
-DEVICE float soft_cap(float s, float cap) {
-  const float x = min_f32(max_f32(2.0f * LOG2E * (s / cap), -80.0f), 80.0f);
-  const float e = exp2_approx(x);
-  return cap * ((e - 1.0f) / (e + 1.0f));
+// cap tanh(s / cap) = cap - 2 cap / (e + 1), where e = exp(2 s / cap); `by` is 2 log2(e) / cap.
+DEVICE float soft_cap(float s, float cap, float by) {
+  const float e = exp2_approx(min_f32(s * by, 80.0f));
+  return fma_rn(-2.0f * cap, rcp_approx(e + 1.0f), cap);
 }
 
 typedef Codes<K_BITS, KS, false> KeyCodes;
@@ -86,6 +86,7 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
 
 // Takes the levels' offset off, multiplies by the keys' scales, adds their zeros.
 DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
+  const float cap_by = SOFTCAP ? 2.0f * LOG2E * rcp_approx(args.softcap) : 0.0f;
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
 #pragma unroll
   for (int x = 0; x < NT; x++) {
@@ -100,7 +101,7 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
         float score = (KEY_OFFSET != 0 ? s[c][x][r] - KEY_OFFSET * columns.sum[c] : s[c][x][r]) * scale;
         if (K_KIND == UNIFORM) score += zero * columns.sum[c];
         if (!LATE_UNIT) score *= columns.unit[c];
-        if (SOFTCAP) score = soft_cap(score, args.softcap);
+        if (SOFTCAP) score = soft_cap(score, args.softcap, cap_by);
         s[c][x][r] = score;
       }
     }
