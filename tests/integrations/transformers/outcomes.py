@@ -77,7 +77,7 @@ def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> tuple[tor
     torch.manual_seed(0)
     given = {} if cache is None else {"past_key_values": cache}
     out = model.generate(
-        **inputs, **given, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True
+        **inputs, **given, max_new_tokens=NEW, do_sample=False, use_cache=True, output_logits=True, return_dict_in_generate=True
     )
     return out.sequences, torch.stack(out.logits).float()
 

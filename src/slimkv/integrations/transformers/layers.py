@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,16 +13,14 @@ from slimkv.cache import PagedPool
 from slimkv.calibration import Calibration
 from slimkv.codec.pack import page_tables
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError
+from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.transformers.compat import CacheLayerMixin
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
-from slimkv.integrations.transformers.tables import SequenceTables
+from slimkv.integrations.transformers.tables import TableSet, lasting
 from slimkv.ops.plan import RepeatedAttend
 from slimkv.spec import CodecSpec
 
 RAW_FRESH_ABOVE = 8  # serving: up to this many new tokens (decoding, verifying a draft) attention reads codes only
-
-TablesFor = Callable[[int, torch.device, int | None], SequenceTables]
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,12 @@ class LayerSettings:
     config: KVCacheConfig
     block_size: int
     fresh_raw: bool  # passes of more than RAW_FRESH_ABOVE new tokens attend those unquantised
-    tables_for: TablesFor  # (batch, device, window) -> the tables shared by such layers
+    tables: TableSet
     calibration: Calibration | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
+        """A copied cache has tables of its own; what nobody changes is shared."""
+        return memo.setdefault(id(self), replace(self, tables=copy.deepcopy(self.tables, memo)))
 
 
 class PackedLayer(CacheLayerMixin):
@@ -44,6 +46,7 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False
     window: int | None = None
     chunked = False
+    partly = False  # whether some tokens are kept outside the pages
 
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         # The base class would assign keys and values, which are views here.
@@ -55,6 +58,15 @@ class PackedLayer(CacheLayerMixin):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.format}, tokens={self.tokens}, bytes={self.nbytes})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
+        """Copies pages and tables; codec and matrices, which nobody changes, are shared."""
+        if self.is_initialized:
+            for shared in (self.pool.codec, self.pool.layout, self.pool.query_aware):
+                memo[id(shared)] = shared
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
 
     @property
     def nbytes(self) -> int:
@@ -75,15 +87,10 @@ class PackedLayer(CacheLayerMixin):
             seed=config.seed,
         )
         spec = spec.with_raw_dtype(str(self.dtype).removeprefix("torch."))
-        self.tables = self.settings.tables_for(batch, self.device, self.window)
-        self.pool = PagedPool(
-            spec,
-            self.tables.blocks,
-            self.num_kv_heads,
-            self.settings.block_size,
-            self.device,
-            self.settings.config.backend,
-        )
+        with lasting():
+            self.tables = self.settings.tables.get(batch, self.device, self.window, self.partly)
+            blocks, size, backend = self.tables.blocks, self.settings.block_size, self.settings.config.backend
+            self.pool = PagedPool(spec, blocks, self.num_kv_heads, size, self.device, backend)
         if self.settings.calibration is not None:
             self.pool.query_aware = self.settings.calibration.query_aware_matrices(self.number, self.pool.codec)
         self._attend_again = RepeatedAttend(self.pool.layout)
@@ -96,18 +103,19 @@ class PackedLayer(CacheLayerMixin):
         That is the new tensors themselves where nothing else is cached and the mode allows it; otherwise
         ``PackedStates``.
         """
+        check_no_grad(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         new, past = key_states.shape[2], self.tokens
         raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
-        self.tokens += new
         self.pool.store(token_rows(key_states), token_rows(value_states), step.batch.slot_mapping)
+        self.tokens += new
         if raw and past == 0:
             return key_states, value_states
-        handle = self._handle(step, new, (key_states, value_states) if raw else None)
-        return packed_pair(handle, self.pool.layout, self.dtype, self.device)
+        kv = self._kv(step, new, (key_states, value_states) if raw else None)
+        return packed_pair(kv, self.pool.layout, self.dtype, self.device)
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, heads, new, _ = key_states.shape
@@ -124,7 +132,7 @@ class PackedLayer(CacheLayerMixin):
         if key_states.dtype != self.dtype:
             raise InputError(f"the cache was started with {self.dtype} and was given {key_states.dtype}")
 
-    def _handle(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
+    def _kv(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
         visible = self._visible(new)
         return PagedKV(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, self.tokens - visible, visible,
@@ -139,7 +147,7 @@ class PackedLayer(CacheLayerMixin):
         if not self.is_initialized or self.tokens == 0:
             return None
         step = self.tables.current()
-        pair = packed_pair(self._handle(step, 0, None), self.pool.layout, self.dtype, self.device)
+        pair = packed_pair(self._kv(step, 0, None), self.pool.layout, self.dtype, self.device)
         return pair[side]
 
     @property
@@ -169,12 +177,14 @@ class PackedLayer(CacheLayerMixin):
     def offload(self) -> None:
         """Moves the pages to the CPU."""
         if self.is_initialized:
-            self.pool.pages = self.pool.pages.to("cpu", non_blocking=True)
+            with lasting():
+                self.pool.pages = self.pool.pages.to("cpu", non_blocking=True)
 
     def prefetch(self) -> None:
         """Moves the pages back."""
         if self.is_initialized and self.pool.pages.device != self.device:
-            self.pool.pages = self.pool.pages.to(self.device, non_blocking=True)
+            with lasting():
+                self.pool.pages = self.pool.pages.to(self.device, non_blocking=True)
 
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
@@ -205,12 +215,14 @@ class PackedLayer(CacheLayerMixin):
     def grow(self, blocks: int) -> None:
         """See ``tables.Member``."""
         pages = self.pool.pages
-        self.pool.pages = torch.cat([pages, pages.new_zeros(blocks - pages.shape[0], *pages.shape[1:])])
+        with lasting():
+            self.pool.pages = torch.cat([pages, pages.new_zeros(blocks - pages.shape[0], *pages.shape[1:])])
 
     def relocate(self, source: Tensor, target: Tensor, blocks: int) -> None:
         """See ``tables.Member``."""
         pages = self.pool.pages
-        fresh = pages.new_zeros(blocks, *pages.shape[1:])
+        with lasting():
+            fresh = pages.new_zeros(blocks, *pages.shape[1:])
         fresh[target.to(pages.device)] = pages[source.to(pages.device)]
         self.pool.pages = fresh
 
@@ -229,7 +241,17 @@ class PackedLayer(CacheLayerMixin):
     def select_sequences(self, rows: int, batch: int, index: Tensor) -> None:
         """See ``tables.Member``."""
         pages = self.pool.pages
-        self.pool.pages = pages.unflatten(0, (rows, batch)).index_select(1, index.to(pages.device)).flatten(0, 1)
+        with lasting():
+            self.pool.pages = pages.unflatten(0, (rows, batch)).index_select(1, index.to(pages.device)).flatten(0, 1)
+
+
+def check_no_grad(key_states: Tensor, value_states: Tensor) -> None:
+    """Raises where a gradient would have to pass through the codes."""
+    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        raise UnsupportedError(
+            "a packed cache passes no gradient on to its keys and values; run the model under torch.no_grad() or "
+            "torch.inference_mode(), or train with use_cache=False"
+        )
 
 
 class PackedSlidingLayer(PackedLayer):
