@@ -10,11 +10,11 @@ __version__ = "0.1.0"
 
 __all__ = ["Codec", "CodecSpec", "Encoded", "PageLayout", "ScalePolicy", "SlimKVError", "TensorFormat", "__version__"]
 
-_FROM_TRANSFORMERS = ("SlimKVCache", "attention")
+_FROM_TRANSFORMERS = ("SlimKVCache", "attention", "disable", "enable")
 
 
 def __getattr__(name: str) -> Any:
-    """``SlimKVCache`` and ``attention`` come from the transformers integration, imported when they are first used."""
+    """The names of the transformers integration, which is imported when they are first used."""
     if name in _FROM_TRANSFORMERS:
         import slimkv.integrations.transformers as integration
 

@@ -321,7 +321,7 @@ def _check_formats(config: Any, formats: list[str], block_size: int) -> None:
     text = config.get_text_config(decoder=True)
     try:
         head_dim = getattr(text, "head_dim", None)
-    except AttributeError:  # configs whose layers differ refuse to name one size
+    except Exception:  # configs whose layers differ refuse to name one size, each version with an error of its own
         head_dim = 64
     if head_dim is None and getattr(text, "hidden_size", None) and getattr(text, "num_attention_heads", None):
         head_dim = text.hidden_size // text.num_attention_heads

@@ -100,7 +100,7 @@ def refuse_without_cache(config: Any, model: Any) -> None:
         return
     takes = inspect.signature(kind.forward).parameters
     supports = getattr(kind, "_supports_default_dynamic_cache", lambda: True)
-    if ("past_key_values" not in takes and "kwargs" not in takes) or not supports():
-        other = next((x for x in ("cache_params", "state", "mems") if x in takes), None)
+    other = next((x for x in ("cache_params", "state", "mems") if x in takes), None)
+    if ("past_key_values" not in takes and (other or "kwargs" not in takes)) or not supports():
         instead = f"; what it keeps between steps is called {other}" if other else ""
         raise UnsupportedError(f"{kind.__name__} takes no cache of keys and values, so there is nothing to pack{instead}")
