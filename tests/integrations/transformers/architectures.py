@@ -74,8 +74,9 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_atten
 HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 EXACT: dict[str, dict[str, Any]] = {
-    "bamba": {"layer_types": HYBRID, "attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {"layer_types": MIXED},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "falcon_h1": {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32},
     "fun_asr_nano_adaptor": {"intermediate_size": HIDDEN // 4},
     "gemma3n_text": {"layer_types": MIXED, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4},
@@ -87,12 +88,13 @@ EXACT: dict[str, dict[str, Any]] = {
     "glm46v_text": {"rope_parameters": SECTIONS},
     "glm_ocr_text": {"rope_parameters": SECTIONS},
     "granitemoehybrid": {"layer_types": HYBRID},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "layer_types": HYBRID},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 32},
     "paddleocr_vl_text": {"rope_parameters": SECTIONS},
     "qwen2_5_vl_text": {"rope_parameters": SECTIONS},
     "qwen2_vl_text": {"rope_parameters": SECTIONS},
-    "zamba2": {"layers_block_type": None, "attention_hidden_size": 256, "attention_head_dim": 64, "n_mamba_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "zamba2": {"attention_hidden_size": 256, "attention_head_dim": 64, "n_mamba_heads": 8, "mamba_headdim": 32},
     "zaya": {"num_experts_per_tok": 1},
 }
 

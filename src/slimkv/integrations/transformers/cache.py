@@ -96,7 +96,7 @@ class SlimKVCache(Cache):
             _layer(kind, arguments, name, settings, number)
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
         ]
-        super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
+        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         if not self.packed_layers and any(name != RAW for name in formats):
             warnings.warn(
                 f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, which "
@@ -122,6 +122,8 @@ class SlimKVCache(Cache):
 
         Where it refuses them, the whole forward pass is taken back: the cache is as it was before.
         """
+        if torch.compiler.is_compiling():
+            return _outside_the_graph(self, key_states, value_states, layer_idx, *args, **kwargs)
         if self._broken is not None:
             raise InputError(self._broken)
         if not 0 <= layer_idx < len(self.layers):
@@ -130,23 +132,24 @@ class SlimKVCache(Cache):
                 f"{len(self.layers) - 1} have a cache"
             )
         try:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return Cache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
         except SlimKVError:
             self._take_back(self.layers[layer_idx])
             raise
 
     def _take_back(self, failed: Any) -> None:
         """Undoes the pass in which ``failed`` has not stored anything yet."""
-        if not isinstance(failed, PackedLayer):
+        if not isinstance(failed, PackedLayer) or not failed.is_initialized:
             return
         ahead = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x.get_seq_length() > failed.tokens]
-        if not all(type(x) in (PackedLayer, PackedSlidingLayer) for x in (failed, *ahead)):
+        if not all(type(x) in (PackedLayer, PackedSlidingLayer) for x in ahead) or (ahead and failed.partly):
             self._broken = "a forward pass failed after some layers had seen its tokens; reset the cache"
             return
         for layer in ahead:
             layer.crop(failed.tokens - layer.get_seq_length())
         for tables in self._tables:
-            tables.crop(max(tables.tokens - failed.tokens, 0))
+            kept = failed.packed_tokens if tables is failed.tables else failed.tokens
+            tables.crop(max(tables.tokens - kept, 0))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
         """Keys, values (decoded) and the window of every layer, as ``DynamicCache`` gives them."""
@@ -196,7 +199,7 @@ class SlimKVCache(Cache):
 
     def reset(self) -> None:
         """Empties the cache and frees its memory."""
-        super().reset()
+        Cache.reset(self)
         self._tables.clear()
         self._broken = None
 
@@ -204,7 +207,7 @@ class SlimKVCache(Cache):
         """Sequence ``beam_idx[i]`` becomes sequence i."""
         beam_idx = self._indices(beam_idx)
         self._select(beam_idx)
-        super().reorder_cache(beam_idx)
+        Cache.reorder_cache(self, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence ``repeats`` times."""
@@ -212,13 +215,13 @@ class SlimKVCache(Cache):
             raise InputError(f"sequences can be repeated 1 time or more, not {repeats!r} times")
         for tables in self._tables:
             tables.select(torch.arange(tables.batch, device=tables.device).repeat_interleave(repeats))
-        super().batch_repeat_interleave(repeats)
+        Cache.batch_repeat_interleave(self, repeats)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keeps the sequences ``indices``: numbers, or a boolean per sequence, as a tensor or any sequence."""
         indices = self._indices(indices)
         self._select(indices)
-        super().batch_select_indices(indices)
+        Cache.batch_select_indices(self, indices)
 
     def _indices(self, given: Any) -> Tensor:
         """int64 [count] of the sequences that ``given`` names."""
@@ -257,7 +260,13 @@ class SlimKVCache(Cache):
             members = [x for x in self.layers if isinstance(x, SinkRecentLayer) and x.is_initialized]
             held = next((x.packed_to_remove(tokens) for x in members if x.tables is tables), tokens)
             tables.crop(held)
-        super().crop(tokens_to_remove)
+        Cache.crop(self, tokens_to_remove)
+
+
+@torch.compiler.disable
+def _outside_the_graph(cache: SlimKVCache, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``update`` for a model that ``torch.compile`` is tracing: pages grow and tables change, so the graph breaks."""
+    return cache.update(*args, **kwargs)
 
 
 def _checked_config(given: Any) -> Any:

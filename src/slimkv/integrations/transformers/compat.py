@@ -44,7 +44,10 @@ from transformers.cache_utils import (  # noqa: E402
 )
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils.generic import TransformersKwargs  # noqa: E402
 
 __all__ = [
@@ -74,6 +77,9 @@ FORWARD_ARGUMENTS = frozenset(TransformersKwargs.__annotations__) - {
 }  # fmt: skip
 
 
+_OTHER_MEMORIES = ("cache_params", "state", "mems", "cache", "past_buckets_states", "shared_kv_states")
+
+
 def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any]]]:
     """(layer type, arguments of its stock cache layer) per layer that has a cache, from a model's config.
 
@@ -100,7 +106,9 @@ def refuse_without_cache(config: Any, model: Any) -> None:
         return
     takes = inspect.signature(kind.forward).parameters
     supports = getattr(kind, "_supports_default_dynamic_cache", lambda: True)
-    other = next((x for x in ("cache_params", "state", "mems") if x in takes), None)
-    if ("past_key_values" not in takes and (other or "kwargs" not in takes)) or not supports():
+    other = next((x for x in _OTHER_MEMORIES if x in takes), None)
+    # Models of several parts may hand a cache on to the part that writes text; a causal LM has nobody to hand it to.
+    alone = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and "use_cache" not in takes
+    if ("past_key_values" not in takes and (other or alone)) or not supports():
         instead = f"; what it keeps between steps is called {other}" if other else ""
         raise UnsupportedError(f"{kind.__name__} takes no cache of keys and values, so there is nothing to pack{instead}")

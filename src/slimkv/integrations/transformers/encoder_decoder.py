@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from slimkv.integrations.transformers.cache import SlimKVCache
-from slimkv.integrations.transformers.compat import DynamicCache, EncoderDecoderCache
+from slimkv.integrations.transformers.compat import Cache, DynamicCache, EncoderDecoderCache
 
 
 class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
@@ -54,3 +54,9 @@ class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
         """Keeps the sequences ``indices``."""
         SlimKVCache.batch_select_indices(self, indices)
         self.cross_attention_cache.batch_select_indices(self._indices(indices))
+
+
+# Where the stock class asks its self-attention cache, which is this very object, it is to behave as a plain cache.
+for _name in vars(EncoderDecoderCache).keys() & vars(Cache).keys():
+    if _name not in vars(EncoderDecoderSlimKVCache) and _name not in vars(SlimKVCache):
+        setattr(EncoderDecoderSlimKVCache, _name, vars(Cache)[_name])

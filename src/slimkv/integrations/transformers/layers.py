@@ -15,10 +15,10 @@ from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.transformers.compat import CacheLayerMixin
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
-from slimkv.integrations.transformers.tables import TableSet, lasting
+from slimkv.integrations.transformers.tables import Step, TableSet, lasting
 from slimkv.ops import AttendOptions
 from slimkv.ops.plan import AttendPlan, plan_attend
-from slimkv.spec import CodecSpec
+from slimkv.spec import CodecSpec, Kind
 
 RAW_FRESH_ABOVE = 8  # serving: up to this many new tokens (decoding, verifying a draft) attention reads codes only
 
@@ -110,12 +110,26 @@ class PackedLayer(CacheLayerMixin):
         new, past = key_states.shape[2], self.tokens
         raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
-        self.pool.store(token_rows(key_states), token_rows(value_states), step.batch.slot_mapping)
+        self._store(key_states, value_states, step)
         self.tokens += new
         if raw and past == 0:
             return key_states, value_states
         kv = self._kv(step, new, (key_states, value_states) if raw else None)
         return packed_pair(kv, self.pool.layout, self.dtype, self.device)
+
+    def _store(self, key_states: Tensor, value_states: Tensor, step: Step) -> None:
+        """K and V [batch, num_kv_heads, tokens, dim] to the slots of ``step``; a raw format is a dtype of its own."""
+        spec = self.pool.layout.spec
+        key, value = (
+            x if side.kind != Kind.RAW else x.to(getattr(torch, side.raw_dtype))
+            for x, side in ((key_states, spec.key), (value_states, spec.value))
+        )
+        self.pool.store(token_rows(key), token_rows(value), step.batch.slot_mapping)
+
+    @property
+    def packed_tokens(self) -> int:
+        """How many tokens are in pages."""
+        return self.tokens
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, heads, new, _ = key_states.shape

@@ -46,6 +46,8 @@ def slimkv_attention(
 
     Returns the output [batch, new, heads, value_dim], and the weights where the model's own attention gives them.
     """
+    if torch.compiler.is_compiling():
+        return _outside_the_graph(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     _check_arguments(module, kwargs)
     config = getattr(module, "config", None)
     stock = stock_of(config)
@@ -66,6 +68,12 @@ def slimkv_attention(
     if is_causal is None:
         del arguments["is_causal"]
     return function(module, query, key, value, attention_mask, **arguments)
+
+
+@torch.compiler.disable
+def _outside_the_graph(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """``slimkv_attention`` for a model that ``torch.compile`` is tracing."""
+    return slimkv_attention(*args, **kwargs)
 
 
 def _check_arguments(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:

@@ -126,8 +126,7 @@ class SinkRecentLayer(PackedLayer):
         leaving = max(pending[0].shape[2] - self.recent_tokens, 0)
         step = self.tables.advance(before[2], leaving, needs_past=True)
         if leaving:
-            out = _cut(pending, 0, leaving)
-            self.pool.store(token_rows(out[0]), token_rows(out[1]), step.batch.slot_mapping)
+            self._store(*_cut(pending, 0, leaving), step)
         self._head, self._tail = head, _cut(pending, leaving, None, copy=True)
         self.tokens += new
         if raw and past == 0:
