@@ -54,7 +54,7 @@ RULES: list[tuple[str, int]] = [
     (r"(.*_)?(head_dim|kv_channels|d_kv|dim_head|head_size)|qk_head_dim|v_head_dim|rotary_dim|query_pre_attn_scalar", HEAD_DIM),
     (r"(mamba_)?(d_state|state_size)|ssm_state_size|mamba_d_state|mamba_dt_rank|time_step_rank|mamba_d_ssm", 16),
     (r"(mamba_)?chunk_size|attention_chunk_size|block_size|local_radius", 8),
-    (r"(.*_)?sliding_window|sliding_window_size|window_size|attention_window|keep_window_size|conf_attention_.*", WINDOW),
+    (r"(.*_)?sliding_window|sliding_window_size|attention_window|keep_window_size|conf_attention_.*", WINDOW),
     (r"sliding_window_pattern|global_attn_every_n_layers|attn_layer_period|_sliding_window_pattern", 2),
     (r"(.*_)?(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(encoder|decoder)_layers|depth|layers|num_blocks|num_layers_per_stack)", LAYERS),
     (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|emb_dim|embedding_size|dim_model|(projection|proj|projector_input|projector_output|output|hidden|input)_dim|word_embed_proj_dim|hidden_size_global|conv_dim|output_channels|out_channels_vision|latent_channels)", HIDDEN),
@@ -90,7 +90,10 @@ EXACT: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": HYBRID},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 32},
+    "mllama_text_model": {"cross_attention_layers": [1]},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 3 * HIDDEN, "num_global_layers": 2},
     "paddleocr_vl_text": {"rope_parameters": SECTIONS},
+    "qwen2_5_vl_vision": {"fullatt_block_indexes": [1, 3]},
     "qwen2_5_vl_text": {"rope_parameters": SECTIONS},
     "qwen2_vl_text": {"rope_parameters": SECTIONS},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
@@ -214,5 +217,5 @@ def spread_weights(model: torch.nn.Module) -> None:
             if parameter.dim() >= 2:
                 fan_in = parameter[0].numel() if parameter.dim() != 3 else parameter.shape[1]
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 1.5 / fan_in**0.5)
-            elif not torch.isfinite(parameter).all() or name.endswith("sinks"):
+            elif not torch.isfinite(parameter).all() or name.endswith(("sinks", "_gate")):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
