@@ -1,9 +1,7 @@
 // The codes of one 16-token tile, from the bytes of a page in shared memory to operands of the tensor cores.
 // Lanes, slices, planes and value numbers are those of docs/page-format.md.
 #pragma once
-#include "intrinsics.cuh"
-
-enum Kind { LLOYD = 0, UNIFORM = 1, FP8 = 2 };
+#include "common/types.cuh"
 
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
@@ -165,7 +163,7 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const u32* levels, int l
     a[NEXT] = prmt(second, base, 0x4240), a[3] = prmt(second, base, 0x4341);
     if (TRANSPOSED)
 #pragma unroll
-      for (int i = 0; i < 4; i++) a[i] = half2_sub(a[i], (0x6400u + (1u << (BITS - 1))) * 0x10001u);
+      for (int i = 0; i < 4; i++) a[i] = sub_f16x2(a[i], (0x6400u + (1u << (BITS - 1))) * 0x10001u);
     return;
   }
 #pragma unroll
@@ -183,7 +181,6 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const u32* levels, int l
 
 // ---- fields -------------------------------------------------------------------------------------------------------
 
-constexpr u32 INVALID_FIELD = 0xFFFF;
 constexpr float FIELD_UNIT = 1.5474250491067253e26f;  // 2^87
 
 DEVICE u32 field_bits(const u8* fields, int token) { return *(const u16*)(fields + 2 * token); }

@@ -1,25 +1,25 @@
 // Evenly spaced codes between a vector's smallest and largest coordinate, and e4m3 codes.
 #pragma once
-#include "store_fields.cuh"
-#include "store_pages.cuh"
-#include "store_rotate.cuh"
+#include "store/fields.cuh"
+#include "store/pages.cuh"
+#include "store/rotate.cuh"
 
 // Over the lanes that hold a token: all of them get the result.
 template <class F, class O> DEVICE void over_token(float x[F::TOKENS], O combine) {
 #pragma unroll
   for (int j = 0; j < F::TOKENS; j++) {
     if constexpr (F::VALUES) {
-      x[j] = combine(x[j], shuffle_xor(x[j], 4));
-      x[j] = combine(x[j], shuffle_xor(x[j], 8));
-      x[j] = combine(x[j], shuffle_xor(x[j], 16));
+      x[j] = combine(x[j], shfl_xor(x[j], 4));
+      x[j] = combine(x[j], shfl_xor(x[j], 8));
+      x[j] = combine(x[j], shfl_xor(x[j], 16));
     } else {
-      x[j] = combine(x[j], shuffle_xor(x[j], 1));
-      x[j] = combine(x[j], shuffle_xor(x[j], 2));
+      x[j] = combine(x[j], shfl_xor(x[j], 1));
+      x[j] = combine(x[j], shfl_xor(x[j], 2));
     }
   }
 }
-struct Larger { DEVICE_MEMBER float operator()(float a, float b) const { return maximum(a, b); } };
-struct Smaller { DEVICE_MEMBER float operator()(float a, float b) const { return minimum(a, b); } };
+struct Larger { DEVICE_MEMBER float operator()(float a, float b) const { return max_f32(a, b); } };
+struct Smaller { DEVICE_MEMBER float operator()(float a, float b) const { return min_f32(a, b); } };
 
 // The tile as it is, value by value where the page wants it.
 template <class F> DEVICE void load_in_page_order(const SideArgs& side, int head, int first, int tokens, int lane, float x[F::LOCAL][8]) {
@@ -42,26 +42,26 @@ template <class F> DEVICE void load_in_page_order(const SideArgs& side, int head
         }
 #pragma unroll
       for (int i = 0; i < COUNT; i++)
-        x[s][j * COUNT + i] = F::DTYPE == BFLOAT16 ? as_float(bits[i] << 16) : F::DTYPE == FLOAT16 ? half_to_float(bits[i]) : as_float(bits[i]);
+        x[s][j * COUNT + i] = F::DTYPE == BFLOAT16 ? as_float(bits[i] << 16) : F::DTYPE == FLOAT16 ? f16_to_f32(bits[i]) : as_float(bits[i]);
     }
   }
 }
 
-template <class F, int BLOCK_TOKENS> DEVICE void store_direct_codes(CodePlanes<F>& codes, const u32 fields[2][F::TOKENS], const StoreArgs& args, int head,
+template <class F, int PAGE_TOKENS> DEVICE void store_direct_codes(CodePlanes<F>& codes, const u32 fields[2][F::TOKENS], const StoreArgs& args, int head,
                                                             Slots slots, int lane) {
   u8* pages = args.pages + head * args.page_head_stride;
   bool writer = F::VALUES ? lane < 4 : (lane & 3) == 0;
 #pragma unroll
   for (int j = 0; j < F::TOKENS; j++) {
-    i64 slot = shuffle(slots.slot, token_of<F>(lane, j));
-    u8* at = region_of<BLOCK_TOKENS>(pages, args.page_stride, slot) + F::FIELDS + 2 * ((u32)slot % BLOCK_TOKENS);
+    i64 slot = shfl(slots.slot, token_of<F>(lane, j));
+    u8* at = page_of<PAGE_TOKENS>(pages, args.page_stride, slot) + F::FIELDS + 2 * ((u32)slot % PAGE_TOKENS);
     if (writer && slot >= 0) {
       *(u16*)at = (u16)fields[0][j];
-      if constexpr (F::KIND == STORE_UNIFORM) *(u16*)(at + 2 * BLOCK_TOKENS) = (u16)fields[1][j];
+      if constexpr (F::KIND == UNIFORM) *(u16*)(at + 2 * PAGE_TOKENS) = (u16)fields[1][j];
     }
     if (fields[0][j] == INVALID_FIELD) codes.erase(j);
   }
-  store_planes<F, BLOCK_TOKENS, false>(codes, 0, pages, args.page_stride, slots, lane, 0);
+  store_planes<F, PAGE_TOKENS, false>(codes, 0, pages, args.page_stride, slots, lane, 0);
 }
 
 template <class F> DEVICE void put_codes(CodePlanes<F>& codes, int slice, const u32 code[8]) {
@@ -82,8 +82,8 @@ template <class F> DEVICE void uniform_codes(const float x[F::LOCAL][8], const b
 #pragma unroll
     for (int n = 0; n < 8; n++) {
       int j = token_number<F>(n);
-      low[j] = minimum(low[j], x[s][n]);
-      high[j] = maximum(high[j], x[s][n]);
+      low[j] = min_f32(low[j], x[s][n]);
+      high[j] = max_f32(high[j], x[s][n]);
     }
   over_token<F>(low, Smaller());
   over_token<F>(high, Larger());
@@ -108,7 +108,7 @@ template <class F> DEVICE void uniform_codes(const float x[F::LOCAL][8], const b
       float from = sub_rn(x[s][n], zero[j]), quotient = mul_rn(from, inverse[j]);
       quotient = fma_rn(fma_rn(-quotient, step[j], from), inverse[j], quotient);
       quotient = fma_rn(fma_rn(-quotient, step[j], from), inverse[j], quotient);
-      code[n] = (u32)float_to_int_rz(minimum(maximum(add_rn(quotient, 0.5f), 0.0f), (float)TOP));
+      code[n] = (u32)f32_to_i32_rz(min_f32(max_f32(add_rn(quotient, 0.5f), 0.0f), (float)TOP));
     }
     put_codes<F>(codes, s, code);
   }
@@ -129,7 +129,7 @@ template <class F> DEVICE void fp8_codes(const float x[F::LOCAL][8], u32 fields[
   for (int j = 0; j < F::TOKENS; j++) {
 #pragma unroll
     for (int step = F::VALUES ? 4 : 1; step < (F::VALUES ? 32 : 4); step *= 2) {
-      u32 other = shuffle_xor(most[j], step);
+      u32 other = shfl_xor(most[j], step);
       most[j] = most[j] > other ? most[j] : other;
     }
     u32 exponent = most[j] >> 23;
@@ -146,7 +146,7 @@ template <class F> DEVICE void fp8_codes(const float x[F::LOCAL][8], u32 fields[
       float scaled = up[token_number<F>(n)] == 0.0f ? 0.0f : mul_rn(x[s][n], up[token_number<F>(n)]);
       u32 bits = as_bits(scaled), magnitude = bits & 0x7FFFFFFFu;
       u32 normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
-      u32 tiny = (u32)float_to_int_rz(sub_rn(add_rn(mul_rn(as_float(magnitude), 512.0f), 12582912.0f), 12582912.0f));
+      u32 tiny = (u32)f32_to_i32_rz(sub_rn(add_rn(mul_rn(as_float(magnitude), 512.0f), 12582912.0f), 12582912.0f));
       // A negative zero keeps its sign where the vector is not all zero, as e4m3 has it.
       code[n] = (magnitude < (121u << 23) ? tiny : normal) | (bits >> 24 & 0x80);
     }
@@ -154,7 +154,7 @@ template <class F> DEVICE void fp8_codes(const float x[F::LOCAL][8], u32 fields[
   }
 }
 
-template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_direct(const SideArgs& side, const StoreArgs& args, int head, int first) {
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_direct(const SideArgs& side, const StoreArgs& args, int head, int first) {
   int lane = thread_index() & 31;
   if (first >= args.tokens) return;
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
@@ -172,8 +172,8 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_direct(const 
 #pragma unroll
     for (int j = 0; j < F::TOKENS; j++) {
       int from = token_of<F>(lane, j);
-      down[j] = shuffle(scalars.down, from);
-      bad[j] = shuffle((u32)scalars.bad, from) != 0;
+      down[j] = shfl(scalars.down, from);
+      bad[j] = shfl((u32)scalars.bad, from) != 0;
     }
 #pragma unroll
     for (int i = 0; i < F::PER; i++) {
@@ -196,7 +196,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_direct(const 
 #pragma unroll
     for (int j = 0; j < F::TOKENS; j++) bad[j] = nothing[j] != 0.0f;
   }
-  if constexpr (F::KIND == STORE_UNIFORM) {
+  if constexpr (F::KIND == UNIFORM) {
     float any[F::TOKENS];
 #pragma unroll
     for (int j = 0; j < F::TOKENS; j++) any[j] = bad[j] ? 1.0f : 0.0f;
@@ -207,5 +207,5 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_direct(const 
   } else {
     fp8_codes<F>(x, fields, codes);
   }
-  store_direct_codes<F, BLOCK_TOKENS>(codes, fields, args, head, slots, lane);
+  store_direct_codes<F, PAGE_TOKENS>(codes, fields, args, head, slots, lane);
 }

@@ -7,11 +7,8 @@
 // Both are what the tensor cores give, for the product of a tile with a matrix and for its transpose. What there is one
 // of per token (scales, slots) is worked out by lanes 0 .. 15, token after token, and again by lanes 16 .. 31.
 #pragma once
-#include "intrinsics.cuh"
+#include "common/types.cuh"
 
-enum { STORE_LLOYD = 0, STORE_UNIFORM = 1, STORE_FP8 = 2 };
-enum { BFLOAT16 = 0, FLOAT16 = 1, FLOAT32 = 2 };
-enum { PLAIN = 0, NORM = 1, UNBIASED = 2 };
 constexpr u32 LEAST_EXPONENT = 67;  // of float32: vectors below 2^-60 are zero
 
 // A word per lane for 4 / W slices, in groups of four, two and one words a lane (see docs/page-format.md).
@@ -44,7 +41,7 @@ struct StoreArgs {
   u8* pages;
   i64 page_stride, page_head_stride;
   const void* slots;
-  const u8* rounding;     // int8 [heads, D, D] of the keys
+  const u8* query_aware;  // int8 [heads, D, D] of the keys
   float error_steps;
   i32 tokens;
 };
@@ -58,7 +55,7 @@ struct Format {
                        FIELDS = FIELDS_, DTYPE = DTYPE_, CELL_SHIFT = CELL_SHIFT_, CELL_ZERO = CELL_ZERO_;
   static constexpr bool VECTORS = VECTORS_;              // rows start at multiples of 16 bytes
   static constexpr bool NARROW = DTYPE != FLOAT32;
-  static constexpr bool SHORT = KIND == STORE_LLOYD && BITS <= 4 && NARROW;  // rotated as 16-bit integers, not 22-bit ones
+  static constexpr bool SHORT = KIND == LLOYD && BITS <= 4 && NARROW;  // rotated as 16-bit integers, not 22-bit ones
   static constexpr int ELEMENT = NARROW ? 2 : 4;
   static constexpr int INNER = D / GROUPS;               // the rotation is a Hadamard matrix of GROUPS times one of INNER
   static constexpr int SLICES = INNER / 16;              // of a group
@@ -87,9 +84,9 @@ template <class F> DEVICE int dim_of(int lane, int n) {
 // The sums of tokens g and g + 8, of which four lanes have parts: of token k in lanes k and k + 16.
 template <class T> DEVICE T sum_of_rows(const T x[2], int lane) {
   bool high = lane & 1;
-  T sum = (high ? x[1] : x[0]) + shuffle_xor(high ? x[0] : x[1], 1);
-  sum += shuffle_xor(sum, 2);
-  return shuffle(sum, 4 * (lane & 7) + (lane >> 3 & 1));
+  T sum = (high ? x[1] : x[0]) + shfl_xor(high ? x[0] : x[1], 1);
+  sum += shfl_xor(sum, 2);
+  return shfl(sum, 4 * (lane & 7) + (lane >> 3 & 1));
 }
 
 // Sums over the lanes that hold a token; the sum of token k comes out in lanes k and k + 16.
@@ -98,10 +95,10 @@ template <class F, class T> DEVICE T sum_of_token(const T x[F::TOKENS], int lane
   else {
     int token = lane & 15;
     bool high = lane & 16, odd = lane & 8;
-    T a = (high ? x[2] : x[0]) + shuffle_xor(high ? x[0] : x[2], 16);
-    T b = (high ? x[3] : x[1]) + shuffle_xor(high ? x[1] : x[3], 16);
-    T c = (odd ? b : a) + shuffle_xor(odd ? a : b, 8);
-    c += shuffle_xor(c, 4);
-    return shuffle(c, 8 * (token & 1) + 16 * (token >> 3) + (token & 7) / 2);
+    T a = (high ? x[2] : x[0]) + shfl_xor(high ? x[0] : x[2], 16);
+    T b = (high ? x[3] : x[1]) + shfl_xor(high ? x[1] : x[3], 16);
+    T c = (odd ? b : a) + shfl_xor(odd ? a : b, 8);
+    c += shfl_xor(c, 4);
+    return shfl(c, 8 * (token & 1) + 16 * (token >> 3) + (token & 7) / 2);
   }
 }

@@ -3,7 +3,7 @@
 // The matrix has entries +-1, or what stands for it. Sums of short integers are at most 2^24, which float32 holds; products
 // with bytes are summed in 32 bits and put together by shifts.
 #pragma once
-#include "store_integers.cuh"
+#include "store/integers.cuh"
 
 template <class F> DEVICE void multiply(i32 c[2][4], const u32 d[2][2], Words4 m, int kind) {
 #pragma unroll
@@ -28,7 +28,7 @@ DEVICE void scale(i32 c[2][4], u32 by) {
 template <class F> DEVICE void prefetch_rotation(const SideArgs& side, int thread, int threads) {
   constexpr int BYTES = 2 * F::FRAGMENT_BYTES;
 #pragma unroll 1
-  for (int i = thread; i < BYTES / 128; i += threads) prefetch(side.fragments + 128 * i);
+  for (int i = thread; i < BYTES / 128; i += threads) prefetch_l2(side.fragments + 128 * i);
 }
 
 // A number of a product's result in the page's order.
@@ -50,7 +50,7 @@ template <class F> struct Fragments<F, true> {
   DEVICE_MEMBER Fragments(const SideArgs& side, int q, int s, int lane) {
     const u8* at = side.fragments + lane * 16 + (q * F::SLICES + s) * F::STEPS * 1024;
 #pragma unroll
-    for (int k = 0; k < 2 * F::STEPS; k++) steps[k] = load_often(at + 512 * k);
+    for (int k = 0; k < 2 * F::STEPS; k++) steps[k] = ldg_cached(at + 512 * k);
   }
 };
 
@@ -86,11 +86,11 @@ template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const 
     const u8* at = side.fragments + lane * 16 + (q * F::SLICES + s) * F::STEPS * 512;
     Words4 ones[F::STEPS];
 #pragma unroll
-    for (int k = 0; k < F::STEPS; k++) ones[k] = load_often(at + 512 * k);
+    for (int k = 0; k < F::STEPS; k++) ones[k] = ldg_cached(at + 512 * k);
     i32 c[2][4] = {};
 #pragma unroll
     for (int k = 0; k < F::STEPS; k++)  // 2^16 top is 2^8 (64 * 4 top), or 2^15 (2 top)
-      multiply<F>(c, d.top[q * F::STEPS + k], F::NARROW ? load_often(at + F::FRAGMENT_BYTES + 512 * k) : ones[k], 0);
+      multiply<F>(c, d.top[q * F::STEPS + k], F::NARROW ? ldg_cached(at + F::FRAGMENT_BYTES + 512 * k) : ones[k], 0);
     if constexpr (!F::NARROW) scale(c, 128);
 #pragma unroll
     for (int k = 0; k < F::STEPS; k++) multiply<F>(c, d.middle[q * F::STEPS + k], ones[k], 1);

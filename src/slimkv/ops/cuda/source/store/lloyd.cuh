@@ -1,8 +1,8 @@
 // Lloyd-Max codes of rotated coordinates, and the scale that goes with them.
 #pragma once
-#include "store_fields.cuh"
-#include "store_pages.cuh"
-#include "store_rotate.cuh"
+#include "store/fields.cuh"
+#include "store/pages.cuh"
+#include "store/rotate.cuh"
 
 // In shared memory: which code or boundary a cell of the number line has, and what codes stand for.
 template <class F> struct LloydTables {
@@ -14,11 +14,11 @@ template <class F> struct LloydTables {
   const i32* levels;
 
   DEVICE_MEMBER LloydTables(u8* memory) : cells(memory), bounds((float*)(memory + CELL_BYTES)), levels((i32*)(memory + CELL_BYTES) + COUNT) {}
-  // Starts to copy them; they are there for all after ``copy_async_wait`` and ``sync_threads``.
+  // Starts to copy them; they are there for all after ``cp_async_wait`` and ``sync_threads``.
   DEVICE_MEMBER void fill(u8* memory, const SideArgs& side, int thread, int threads) const {
 #pragma unroll 1
-    for (int i = thread; i < CELL_BYTES / 16; i += threads) copy_async_16(memory + 16 * i, side.cells + 16 * i);
-    copy_async_commit();
+    for (int i = thread; i < CELL_BYTES / 16; i += threads) cp_async_16(memory + 16 * i, side.cells + 16 * i);
+    cp_async_commit();
 #pragma unroll 1
     for (int i = thread; i < COUNT; i += threads) {
       ((u32*)(memory + CELL_BYTES))[i] = ((const u32*)side.bounds)[i];
@@ -67,10 +67,10 @@ template <class F> struct LevelSums {
       for (int j = 0; j < 4; j++) add(j, order % 2 ? all[j] : all[j] & 0xFFFF0000u);
     }
   }
-  DEVICE_MEMBER void add(int j, u32 levels) { squares[j] = dot_u8(levels, levels, squares[j]); }
+  DEVICE_MEMBER void add(int j, u32 levels) { squares[j] = dp4a_u8(levels, levels, squares[j]); }
   DEVICE_MEMBER void add_level(int j, float rotated, i32 level) {
     if constexpr (F::POLICY == NORM) sums[j] += (i64)level * level;
-    else sums[j] += (i64)float_to_int_rz(rotated) * level;
+    else sums[j] += (i64)f32_to_i32_rz(rotated) * level;
   }
 };
 
@@ -108,18 +108,18 @@ template <class F> DEVICE auto policy_sum(const LevelSums<F>& sums, int lane) {
   else if constexpr (LevelSums<F>::PACKED) return sum_of_token<F>(sums.squares, lane);
   else return sum_of_token<F>(sums.sums, lane);
 }
-DEVICE float policy_total(u32 sum) { return mul_rn(int_to_float_rn((i32)sum), 4096.0f); }  // (128 / 2)^2; below 2^24
-DEVICE float policy_total(i64 sum) { return long_to_float_rn(sum); }
+DEVICE float policy_total(u32 sum) { return mul_rn(i32_to_f32_rn((i32)sum), 4096.0f); }  // (128 / 2)^2; below 2^24
+DEVICE float policy_total(i64 sum) { return i64_to_f32_rn(sum); }
 
-template <class F, int BLOCK_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>& codes, u32 field, bool zero, const StoreArgs& args, int head, Slots slots,
+template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>& codes, u32 field, bool zero, const StoreArgs& args, int head, Slots slots,
                                                            int lane, int part) {
   u8* pages = args.pages + head * args.page_head_stride;
   bool empty = zero || field == INVALID_FIELD;
-  if (any_lane(empty))
+  if (warp_any(empty))
 #pragma unroll
     for (int j = 0; j < F::TOKENS; j++)
-      if (shuffle((u32)empty, token_of<F>(lane, j))) codes.erase(j);
-  store_planes<F, BLOCK_TOKENS, true>(codes, field, pages, args.page_stride, slots, lane, part);
+      if (shfl((u32)empty, token_of<F>(lane, j))) codes.erase(j);
+  store_planes<F, PAGE_TOKENS, true>(codes, field, pages, args.page_stride, slots, lane, part);
 }
 
 // What makes a sum of short integers a number of cells, in units of the smallest float.
@@ -127,7 +127,7 @@ template <class F> DEVICE float cells_per_sum(const TokenScalars& s) { return mu
 
 // Encodes and writes 16 tokens of one head, of which the warp has loaded the rows, with SPLIT warps, of which this is
 // number ``part``.
-template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, const StoreArgs& args,
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, const StoreArgs& args,
                                                                               int head, int first, int part, Slots slots, u8* memory, int lane) {
   LloydTables<F> tables(memory);
   Digits<F> digits;
@@ -138,7 +138,7 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
   TokenScalars scalars = scalars_of<F>(digits, exponent, side.unit, lane);
   float factor[F::TOKENS];
 #pragma unroll
-  for (int j = 0; j < F::TOKENS; j++) factor[j] = shuffle(F::SHORT ? cells_per_sum<F>(scalars) : scalars.factor, token_of<F>(lane, j));
+  for (int j = 0; j < F::TOKENS; j++) factor[j] = shfl(F::SHORT ? cells_per_sum<F>(scalars) : scalars.factor, token_of<F>(lane, j));
   CodePlanes<F> codes;
   LevelSums<F> sums;
 #pragma unroll
@@ -167,43 +167,43 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_rows(co
     for (int i = 0; i < F::SPLIT; i++) sum += shared[i * 16 + (lane & 15)];
   }
   if constexpr (F::SPLIT == 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, for registers
-  store_lloyd_codes<F, BLOCK_TOKENS>(codes, field_of_token<F>(scalars, policy_total(sum), side), scalars.zero, args, head, slots, lane, part);
+  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token<F>(scalars, policy_total(sum), side), scalars.zero, args, head, slots, lane, part);
 }
 
 // Few tokens: the block's warps share a tile, and its rows, its slots and the tables are loaded at the same time.
-template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_together(const SideArgs& side, const StoreArgs& args, int head, int first, u8* memory,
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together(const SideArgs& side, const StoreArgs& args, int head, int first, u8* memory,
                                                                                   int threads) {
   int lane = thread_index() & 31, part = thread_index() >> 5;
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
   prefetch_rotation<F>(side, thread_index(), threads);
-  after_grid_before();
+  pdl_wait();
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
   u32 raw[F::CHUNKS][2][F::RAW];
   load_rows<F>(side, head, first, args.tokens, lane, raw);
-  copy_async_wait<0>();
+  cp_async_wait<0>();
   sync_threads();
-  if (first < args.tokens && part < F::SPLIT) store_lloyd_rows<F, BLOCK_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
+  if (first < args.tokens && part < F::SPLIT) store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
   else if constexpr (F::SPLIT > 1) sync_threads();  // whole warps
 }
 
 // Many: every warp takes one tile after the other, from ``tile`` on, and fetches the rows of the next one meanwhile.
-template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(const SideArgs& side, const StoreArgs& args, int head, int tile, int step, u8* memory,
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(const SideArgs& side, const StoreArgs& args, int head, int tile, int step, u8* memory,
                                                                                int threads) {
   RowBuffer<F> rows(memory + (LloydTables<F>::BYTES + 15) / 16 * 16 + (thread_index() >> 5) * RowBuffer<F>::BYTES, side, head, 16 * tile,
                     16 * step, thread_index() & 31);
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
   prefetch_rotation<F>(side, thread_index(), threads);
-  after_grid_before();
+  pdl_wait();
   rows.fetch(side, 16 * tile, args.tokens, thread_index() & 31);
-  copy_async_wait<1>();  // for the tables, not for the rows
+  cp_async_wait<1>();  // for the tables, not for the rows
   sync_threads();
 #pragma unroll 1
   for (; 16 * tile < args.tokens; tile += step) {
     u32 raw[F::CHUNKS][2][F::RAW];
-    int lane = lane_anew();
+    int lane = read_laneid();
     rows.take(side, head, 16 * tile, args.tokens, lane, raw);
     rows.fetch(side, 16 * (tile + step), args.tokens, lane);
-    store_lloyd_rows<F, BLOCK_TOKENS, SLOT>(raw, side, args, head, 16 * tile, 0, Slots(), memory, lane);
+    store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, 16 * tile, 0, Slots(), memory, lane);
   }
-  copy_async_wait<0>();
+  cp_async_wait<0>();
 }

@@ -3,38 +3,38 @@
 // a lane unpacks are whole 16-byte units of the tile. Tokens beyond the sequence become zeros.
 //
 // Compile-time: D, STEP, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.
-#include "numbers.cuh"
-#include "pages.cuh"
-#include "prefill_shape.cuh"
+#include "common/numbers.cuh"
+#include "common/codes.cuh"
+#include "prefill/tiles.cuh"
 
 constexpr int S = D / 16, WARPS = STEP / 16, LARGEST_EXPONENT = 6, FIELD_BIAS = 40;
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 constexpr int LEVELS_K = K_KIND == LLOYD ? 1 << K_BITS : 0, LEVELS_V = V_KIND == LLOYD ? 1 << V_BITS : 0;
 static_assert(4 * (2 * WARPS + LEVELS_K + LEVELS_V) == SHARED, "the launcher counts shared memory as this file does");
 
-struct Args {
+struct UnpackArgs {
   const u8* pages;
-  const i32* table;
-  const i32* lengths;
-  const i32* starts;
+  const i32* block_table;
+  const i32* seq_lens;
+  const i32* cu_seqlens_q;
   const float* key_levels;  // by code
   const float* value_levels;
   u8* keys;  // [rank, head, tile]
   u8* values;
-  Unit* units;
+  TileScale* tile_scales;
   i64 page_stride, page_head_stride, table_stride;
-  i32 heads, most_queries, first_tile, tiles;
+  i32 num_kv_heads, max_decode_queries, first_tile, tiles;
 };
 
 // An exponent that no number of a token exceeds: levels are below 2^8, uniform codes below 2^BITS, fp8 below 2^9.
 template <int KIND, int BITS> DEVICE int exponent_of(const u8* fields, int place) {
   const u32 scale = field_bits(fields, place);
-  int top = (int)(scale == INVALID_FIELD ? 0 : scale >> 10) + (KIND == UNIFORM ? BITS : 9);
+  int row_max = (int)(scale == INVALID_FIELD ? 0 : scale >> 10) + (KIND == UNIFORM ? BITS : 9);
   if (KIND == UNIFORM) {
-    const u32 zero = field_bits(fields + 2 * PAGE, place);
-    top = greatest(top, (int)(zero == INVALID_FIELD ? 0 : (zero & 0x7FFF) >> 9)) + 2;
+    const u32 zero = field_bits(fields + 2 * BLOCK_SIZE, place);
+    row_max = max_i32(row_max, (int)(zero == INVALID_FIELD ? 0 : (zero & 0x7FFF) >> 9)) + 2;
   }
-  return top - FIELD_BIAS;
+  return row_max - FIELD_BIAS;
 }
 
 // A token's numbers are scale times theirs plus zero.
@@ -42,12 +42,12 @@ struct Field { float scale, zero; };
 
 template <int KIND> DEVICE bool marked(const u8* fields, int place) {
   return field_bits(fields, place) == INVALID_FIELD ||
-         (KIND == UNIFORM && field_bits(fields + 2 * PAGE, place) == INVALID_FIELD);
+         (KIND == UNIFORM && field_bits(fields + 2 * BLOCK_SIZE, place) == INVALID_FIELD);
 }
 
 template <int KIND> DEVICE Field field_of(const u8* fields, int place, float up) {
   Field f = {scale_of(field_bits(fields, place)) * up, 0.0f};
-  if (KIND == UNIFORM) f.zero = zero_of(field_bits(fields + 2 * PAGE, place)) * up;
+  if (KIND == UNIFORM) f.zero = zero_of(field_bits(fields + 2 * BLOCK_SIZE, place)) * up;
   return f;
 }
 
@@ -64,14 +64,14 @@ DEVICE void numbers_of(const Codes& codes, int slice, const float* levels, float
   }
 }
 
-KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT Args args) {
+KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
-  const int sequence = block_index_y(), tile = block_index() / args.heads, head = block_index() % args.heads;
-  after_grid_before();
-  const Prefilled s = prefilled_at(args.starts, args.lengths, sequence, args.most_queries, lane);
+  const int sequence = block_index_y(), tile = block_index() / args.num_kv_heads, head = block_index() % args.num_kv_heads;
+  pdl_wait();
+  const PrefillSequence s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence, args.max_decode_queries, lane);
   const int first = (args.first_tile + tile) * STEP;
-  if (s.queries <= args.most_queries || first >= s.length) return;
+  if (s.queries <= args.max_decode_queries || first >= s.length) return;
   i32* exponents = (i32*)shared;  // of the warps' keys and values
   float* key_levels = (float*)shared + 2 * WARPS;
   float* value_levels = key_levels + LEVELS_K;
@@ -79,40 +79,40 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT Args args) {
   for (int i = thread_index(); i < LEVELS_V; i += 32 * WARPS) value_levels[i] = args.value_levels[i];
 
   // -- the codes of 16 tokens, which lie in one page
-  const int begin = first + 16 * warp, place = begin % PAGE;
+  const int begin = first + 16 * warp, place = begin % BLOCK_SIZE;
   const bool some = begin < s.length;
-  const i32 page = load_int(args.table + (i64)sequence * args.table_stride + (some ? begin : first) / PAGE);
-  const u8* region = args.pages + page * args.page_stride + head * args.page_head_stride;
+  const i32 page_id = ldg_i32(args.block_table + (i64)sequence * args.table_stride + (some ? begin : first) / BLOCK_SIZE);
+  const u8* page = args.pages + page_id * args.page_stride + head * args.page_head_stride;
   Codes<K_BITS, S, false> key_codes;
   Codes<V_BITS, S, true> value_codes;
   if (some) {
-    key_codes.load(region + place / 16 * K_TILE, lane);
-    value_codes.load(region + V_CODES + place / 16 * V_TILE, lane);
+    key_codes.load(page + place / 16 * K_TILE, lane);
+    value_codes.load(page + V_CODES + place / 16 * V_TILE, lane);
   }
 
   // -- one power of two for the keys of the whole tile, and one for the values
   i32 key_exponent = -FIELD_BIAS, value_exponent = -FIELD_BIAS;
   if (begin + lane % 16 < s.length) {
-    key_exponent = exponent_of<K_KIND, K_BITS>(region + K_FIELDS, place + lane % 16);
-    value_exponent = exponent_of<V_KIND, V_BITS>(region + V_FIELDS, place + lane % 16);
+    key_exponent = exponent_of<K_KIND, K_BITS>(page + K_FIELDS, place + lane % 16);
+    value_exponent = exponent_of<V_KIND, V_BITS>(page + V_FIELDS, place + lane % 16);
   }
 #pragma unroll
   for (int d = 8; d; d >>= 1) {
-    key_exponent = greatest(key_exponent, shuffle_xor(key_exponent, d));
-    value_exponent = greatest(value_exponent, shuffle_xor(value_exponent, d));
+    key_exponent = max_i32(key_exponent, shfl_xor(key_exponent, d));
+    value_exponent = max_i32(value_exponent, shfl_xor(value_exponent, d));
   }
   if (lane == 0) exponents[2 * warp] = key_exponent, exponents[2 * warp + 1] = value_exponent;
   sync_threads();
 #pragma unroll
   for (int i = 0; i < WARPS; i++) {
-    key_exponent = greatest(key_exponent, exponents[2 * i]);
-    value_exponent = greatest(value_exponent, exponents[2 * i + 1]);
+    key_exponent = max_i32(key_exponent, exponents[2 * i]);
+    value_exponent = max_i32(value_exponent, exponents[2 * i + 1]);
   }
   key_exponent -= LARGEST_EXPONENT, value_exponent -= LARGEST_EXPONENT;
   const float key_up = as_float((u32)(127 - key_exponent) << 23), value_up = as_float((u32)(127 - value_exponent) << 23);
-  const i64 row = ((i64)s.rank * args.heads + head) * args.tiles + tile;
+  const i64 row = ((i64)s.rank * args.num_kv_heads + head) * args.tiles + tile;
   if (thread_index() == 0)
-    args.units[row] = {as_float((u32)(127 + key_exponent) << 23), (float)value_exponent, value_up, 0.0f};
+    args.tile_scales[row] = {as_float((u32)(127 + key_exponent) << 23), (float)value_exponent, value_up, 0.0f};
 
   // -- the numbers
   u8* keys = args.keys + row * TILE_BYTES;
@@ -124,14 +124,14 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT Args args) {
 #pragma unroll
   for (int i = 0; some && i < 2; i++) {
     const int at = place + g + 8 * i;
-    of_key[i] = field_of<K_KIND>(region + K_FIELDS, at, key_up);
-    if (marked<K_KIND>(region + K_FIELDS, at) || marked<V_KIND>(region + V_FIELDS, at)) of_key[i].scale = NOT_A_NUMBER;
+    of_key[i] = field_of<K_KIND>(page + K_FIELDS, at, key_up);
+    if (marked<K_KIND>(page + K_FIELDS, at) || marked<V_KIND>(page + V_FIELDS, at)) of_key[i].scale = NOT_A_NUMBER;
   }
 #pragma unroll
   for (int i = 0; some && i < 4; i++) {
     const int at = place + 2 * t + 8 * (i / 2) + i % 2;
-    of_value[i] = field_of<V_KIND>(region + V_FIELDS, at, value_up);
-    if (marked<V_KIND>(region + V_FIELDS, at)) of_value[i] = {0.0f, 0.0f};
+    of_value[i] = field_of<V_KIND>(page + V_FIELDS, at, value_up);
+    if (marked<V_KIND>(page + V_FIELDS, at)) of_value[i] = {0.0f, 0.0f};
   }
 
 #pragma unroll
@@ -145,10 +145,10 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT Args args) {
       const Field f = of_key[i];
       Words4 words = {0, 0, 0, 0};
       if (begin + g + 8 * i < s.length) {
-        words.x = pack_halves(x[4 * i] * f.scale + f.zero, x[4 * i + 1] * f.scale + f.zero);
-        words.y = pack_halves(x[4 * i + 2] * f.scale + f.zero, x[4 * i + 3] * f.scale + f.zero);
-        words.z = pack_halves(y[4 * i] * f.scale + f.zero, y[4 * i + 1] * f.scale + f.zero);
-        words.w = pack_halves(y[4 * i + 2] * f.scale + f.zero, y[4 * i + 3] * f.scale + f.zero);
+        words.x = pack_f16x2(x[4 * i] * f.scale + f.zero, x[4 * i + 1] * f.scale + f.zero);
+        words.y = pack_f16x2(x[4 * i + 2] * f.scale + f.zero, x[4 * i + 3] * f.scale + f.zero);
+        words.z = pack_f16x2(y[4 * i] * f.scale + f.zero, y[4 * i + 1] * f.scale + f.zero);
+        words.w = pack_f16x2(y[4 * i + 2] * f.scale + f.zero, y[4 * i + 3] * f.scale + f.zero);
       }
       *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 4 * (j % 2) + t, STEP)) = words;
     }
@@ -163,7 +163,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT Args args) {
       for (int i = 0; i < 4; i++) {
         const Field f = of_value[i];
         const bool real = begin + 2 * t + 8 * (i / 2) + i % 2 < s.length;
-        words[i][k] = real ? pack_halves(x[2 * i] * f.scale + f.zero, x[2 * i + 1] * f.scale + f.zero) : 0;
+        words[i][k] = real ? pack_f16x2(x[2 * i] * f.scale + f.zero, x[2 * i + 1] * f.scale + f.zero) : 0;
       }
     }
 #pragma unroll
@@ -172,4 +172,4 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT Args args) {
           {words[i][0], words[i][1], words[i][2], words[i][3]};
   }
 }
-LAUNCHABLE(unpack, Args)
+HOST_TESTABLE(unpack, UnpackArgs)

@@ -1,12 +1,12 @@
 // The rows of a tile in a warp: lane 4 g + t loads eights of tokens g and g + 8.
 #pragma once
-#include "store_format.cuh"
+#include "store/format.cuh"
 
 template <class F> DEVICE void load_eight(const u8* p, u32 raw[F::RAW]) {
   if constexpr (F::VECTORS) {
 #pragma unroll
     for (int i = 0; i < F::RAW / 4; i++) {
-      Words4 w = load_once(p + 16 * i);
+      Words4 w = ldg_streaming(p + 16 * i);
       raw[4 * i] = w.x, raw[4 * i + 1] = w.y, raw[4 * i + 2] = w.z, raw[4 * i + 3] = w.w;
     }
   } else {
@@ -19,7 +19,7 @@ template <class F> DEVICE void load_eight(const u8* p, u32 raw[F::RAW]) {
 template <int DTYPE> DEVICE float element(const u32* raw, int i) {
   if constexpr (DTYPE == FLOAT32) return as_float(raw[i]);
   else if constexpr (DTYPE == BFLOAT16) return as_float(i & 1 ? raw[i / 2] & 0xFFFF0000u : raw[i / 2] << 16);
-  else return half_to_float(i & 1 ? raw[i / 2] >> 16 : raw[i / 2] & 0xFFFFu);
+  else return f16_to_f32(i & 1 ? raw[i / 2] >> 16 : raw[i / 2] & 0xFFFFu);
 }
 
 // The rows of tokens g and g + 8 in eights: chunk c, dimensions 8 t .. 8 t + 7 of its 32.
@@ -63,14 +63,14 @@ template <class F> struct RowBuffer {
         const u8* from = next + (i & 1) * 8 * side.stride + (c / F::STEPS * F::INNER + c % F::STEPS * 32) * F::ELEMENT;
         bool real = token < tokens && (F::INNER % 32 == 0 || c % F::STEPS * 32 + 8 * (lane & 3) < F::INNER);
 #pragma unroll
-        for (int j = 0; j < PIECES; j++) copy_async_16_if(real, memory + (i * PIECES + j) * 512 + 16 * lane, from + 16 * j);
+        for (int j = 0; j < PIECES; j++) cp_async_16_or_zero(real, memory + (i * PIECES + j) * 512 + 16 * lane, from + 16 * j);
       }
       next += ahead;
     }
-    copy_async_commit();
+    cp_async_commit();
   }
   DEVICE_MEMBER void take(const SideArgs& side, int head, int first, int tokens, int lane, u32 raw[F::CHUNKS][2][F::RAW]) const {
-    copy_async_wait<0>();
+    cp_async_wait<0>();
     if constexpr (!F::VECTORS) return load_rows<F>(side, head, first, tokens, lane, raw);
 #pragma unroll
     for (int i = 0; i < 2 * F::CHUNKS; i++)

@@ -1,6 +1,6 @@
 // Codes in lanes to the bytes of pages: whole tiles as words, single tokens as the bytes that they own.
 #pragma once
-#include "store_format.cuh"
+#include "store/format.cuh"
 
 // Where the tile's tokens go. Lane k (and k + 16) knows token k's slot.
 struct Slots {
@@ -13,13 +13,13 @@ template <class S> DEVICE Slots load_slots(const void* slots, int first, int tok
   int token = first + (lane & 15);
   Slots s;
   s.slot = token < tokens ? (i64)((const S*)slots)[token] : -1;
-  s.start = shuffle(s.slot, 0);
-  s.aligned = !any_lane(s.start < 0 || (s.start & 15) || s.slot != s.start + (lane & 15));
+  s.start = shfl(s.slot, 0);
+  s.aligned = !warp_any(s.start < 0 || (s.start & 15) || s.slot != s.start + (lane & 15));
   return s;
 }
 
-template <int BLOCK_TOKENS> DEVICE u8* region_of(u8* pages, i64 page_stride, i64 slot) {
-  return pages + (slot > 0 ? (i64)((u64)slot / BLOCK_TOKENS) : 0) * page_stride;
+template <int PAGE_TOKENS> DEVICE u8* page_of(u8* pages, i64 page_stride, i64 slot) {
+  return pages + (slot > 0 ? (i64)((u64)slot / PAGE_TOKENS) : 0) * page_stride;
 }
 
 DEVICE void store_bytes(u8* at, u32 word, int bytes) {
@@ -86,8 +86,8 @@ template <class F, int W> struct NibblePlane {
 #pragma unroll
       for (int n = 0; n < 8; n++)
         if (token_number<F>(n) == j) row |= (rest[i] >> (4 * n) & ((1u << W) - 1)) << (W * dim_of<F>(lane, n));
-      if constexpr (F::VALUES) row |= shuffle_xor(row, 4), row |= shuffle_xor(row, 8), row |= shuffle_xor(row, 16);
-      else row |= shuffle_xor(row, 1), row |= shuffle_xor(row, 2);
+      if constexpr (F::VALUES) row |= shfl_xor(row, 4), row |= shfl_xor(row, 8), row |= shfl_xor(row, 16);
+      else row |= shfl_xor(row, 1), row |= shfl_xor(row, 2);
       bool writer = F::VALUES ? lane < 4 : (lane & 3) == 0;
       if (writer && keep) store_bytes(base + 128 * WORDS + (position * TAIL + i) * 2 * W, row, 2 * W);
     }
@@ -176,12 +176,12 @@ template <class F> DEVICE void store_tile(const CodePlanes<F>& codes, u8* tile, 
 }
 
 // The bytes of single tokens; of a whole tile those that are in no word.
-template <class F, int BLOCK_TOKENS> DEVICE void store_tokens(const CodePlanes<F>& codes, u8* pages, i64 page_stride, Slots s, int lane, int part) {
+template <class F, int PAGE_TOKENS> DEVICE void store_tokens(const CodePlanes<F>& codes, u8* pages, i64 page_stride, Slots s, int lane, int part) {
 #pragma unroll
   for (int j = 0; j < F::TOKENS; j++) {
-    i64 slot = shuffle(s.slot, token_of<F>(lane, j));
-    int position = slot < 0 ? 0 : (int)((u32)slot % BLOCK_TOKENS);
-    u8* tile = region_of<BLOCK_TOKENS>(pages, page_stride, slot) + F::CODES + position / 16 * F::TILE_BYTES;
+    i64 slot = shfl(s.slot, token_of<F>(lane, j));
+    int position = slot < 0 ? 0 : (int)((u32)slot % PAGE_TOKENS);
+    u8* tile = page_of<PAGE_TOKENS>(pages, page_stride, slot) + F::CODES + position / 16 * F::TILE_BYTES;
     if (slot >= 0 && !s.aligned) {
       if constexpr (F::FOUR) codes.four.store_token(tile, position % 16, j, lane, part);
       if constexpr (F::TWO) codes.two.store_token(tile + TWO_AT<F>, position % 16, j, lane, part);
@@ -194,16 +194,16 @@ template <class F, int BLOCK_TOKENS> DEVICE void store_tokens(const CodePlanes<F
 }
 
 // Codes, and by lanes 0 .. 15 a field of each token (none: FIELDS_TOO is false). A whole tile has one region.
-template <class F, int BLOCK_TOKENS, bool FIELDS_TOO> DEVICE void store_planes(const CodePlanes<F>& codes, u32 field, u8* pages, i64 page_stride, Slots s, int lane,
+template <class F, int PAGE_TOKENS, bool FIELDS_TOO> DEVICE void store_planes(const CodePlanes<F>& codes, u32 field, u8* pages, i64 page_stride, Slots s, int lane,
                                                                                int part) {
   if (s.aligned) {
-    u8* region = region_of<BLOCK_TOKENS>(pages, page_stride, s.start);
-    u32 position = (u32)s.start % BLOCK_TOKENS;
-    if (FIELDS_TOO && part == 0 && lane < 16) *(u16*)(region + F::FIELDS + 2 * (position + lane)) = (u16)field;
-    store_tile<F>(codes, region + F::CODES + position / 16 * F::TILE_BYTES, lane, part);
+    u8* page = page_of<PAGE_TOKENS>(pages, page_stride, s.start);
+    u32 position = (u32)s.start % PAGE_TOKENS;
+    if (FIELDS_TOO && part == 0 && lane < 16) *(u16*)(page + F::FIELDS + 2 * (position + lane)) = (u16)field;
+    store_tile<F>(codes, page + F::CODES + position / 16 * F::TILE_BYTES, lane, part);
     if constexpr (!has_rows<F>()) return;
   } else if (FIELDS_TOO && part == 0 && lane < 16 && s.slot >= 0) {
-    *(u16*)(region_of<BLOCK_TOKENS>(pages, page_stride, s.slot) + F::FIELDS + 2 * ((u32)s.slot % BLOCK_TOKENS)) = (u16)field;
+    *(u16*)(page_of<PAGE_TOKENS>(pages, page_stride, s.slot) + F::FIELDS + 2 * ((u32)s.slot % PAGE_TOKENS)) = (u16)field;
   }
-  store_tokens<F, BLOCK_TOKENS>(codes, pages, page_stride, s, lane, part);
+  store_tokens<F, PAGE_TOKENS>(codes, pages, page_stride, s, lane, part);
 }

@@ -1,6 +1,6 @@
 // A row of queries on its way in and of output on its way out: rotated by the four lanes of a warp that have it.
 #pragma once
-#include "prefill_work.cuh"
+#include "prefill/work.cuh"
 
 // The Hadamard transform of a row of D numbers in the 4 lanes of its quad.
 DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
@@ -16,13 +16,13 @@ DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
   for (int d = 1; d < 4; d <<= 1)
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-      const float other = shuffle_xor(x[i], d);
+      const float other = shfl_xor(x[i], d);
       x[i] = t & d ? other - x[i] : x[i] + other;
     }
 }
 
 // Row `row` of a warpgroup's queries to its operand, by the quad; what the row is to be multiplied by after the product.
-DEVICE float prepare_row(const Args& args, bool valid, i64 at, u8* operand, int row, int t) {
+DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operand, int row, int t) {
   float x[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
@@ -32,26 +32,26 @@ DEVICE float prepare_row(const Args& args, bool valid, i64 at, u8* operand, int 
     if (K_ROTATED) x[i] = signed_by(x[i] * args.key_norm, args.key_sign_bits[i / 8], dim % 32);
   }
   if (K_ROTATED) hadamard_of_quad(x, t);
-  float top = 0.0f;
+  float row_max = 0.0f;
 #pragma unroll
-  for (int i = 0; i < OWN; i++) top = maximum(top, as_float(as_bits(x[i]) & 0x7FFFFFFF));
-  top = maximum(top, shuffle_xor(top, 1));
-  top = maximum(top, shuffle_xor(top, 2));
+  for (int i = 0; i < OWN; i++) row_max = max_f32(row_max, as_float(as_bits(x[i]) & 0x7FFFFFFF));
+  row_max = max_f32(row_max, shfl_xor(row_max, 1));
+  row_max = max_f32(row_max, shfl_xor(row_max, 2));
   // A power of two, which loses nothing.
-  const u32 exponent = (u32)least(greatest((int)(as_bits(top) >> 23), 1), 253);
+  const u32 exponent = (u32)min_i32(max_i32((int)(as_bits(row_max) >> 23), 1), 253);
   const float down = as_float((254 - exponent) << 23);
 #pragma unroll
   for (int j = 0; j < D / 32; j++) {
     u32 words[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) words[i] = pack_halves(x[8 * j + 2 * i] * down, x[8 * j + 2 * i + 1] * down);
+    for (int i = 0; i < 4; i++) words[i] = pack_f16x2(x[8 * j + 2 * i] * down, x[8 * j + 2 * i + 1] * down);
     *(Words4*)(operand + unit_at(j / 2, row, 4 * (j % 2) + t, GROUP_ROWS)) = {words[0], words[1], words[2], words[3]};
   }
   return as_float(exponent << 23) * (args.scale < 0 ? -args.scale : args.scale);
 }
 
 // A row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b): 16 dimensions side by side of each 64.
-DEVICE void store_row(const Args& args, float (&x)[OWN], i64 at, bool valid, int t) {
+DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool valid, int t) {
   if (V_ROTATED) hadamard_of_quad(x, t);
   if (!valid) return;
 #pragma unroll
@@ -63,7 +63,7 @@ DEVICE void store_row(const Args& args, float (&x)[OWN], i64 at, bool valid, int
       if (V_ROTATED) y[i] = signed_by(y[i] * args.value_norm, args.value_sign_bits[2 * h + t / 2], 16 * (t & 1) + i);
     }
     const i64 to = at + 64 * h + 16 * t;
-    if (OUT_TYPE == 2) {
+    if (OUT_TYPE == FLOAT32) {
 #pragma unroll
       for (int i = 0; i < 16; i += 4)
         if (args.aligned)
@@ -77,8 +77,8 @@ DEVICE void store_row(const Args& args, float (&x)[OWN], i64 at, bool valid, int
         u32 words[4];
 #pragma unroll
         for (int k = 0; k < 4; k++)
-          words[k] = OUT_TYPE == 0 ? pack_halves(y[i + 2 * k], y[i + 2 * k + 1])
-                                   : float_to_bfloat(y[i + 2 * k]) | float_to_bfloat(y[i + 2 * k + 1]) << 16;
+          words[k] = OUT_TYPE == FLOAT16 ? pack_f16x2(y[i + 2 * k], y[i + 2 * k + 1])
+                                   : f32_to_bf16(y[i + 2 * k]) | f32_to_bf16(y[i + 2 * k + 1]) << 16;
         if (args.aligned) *(Words4*)((u16*)args.out + to + i) = {words[0], words[1], words[2], words[3]};
         else
 #pragma unroll

@@ -2,9 +2,9 @@
 // errors made so far. A warp takes 32 tokens. Errors of later slices correct a slice by products of bytes on the tensor
 // cores; within a slice every lane has a token of its own, and its 16 coordinates one after the other.
 #pragma once
-#include "store_lloyd.cuh"
+#include "store/lloyd.cuh"
 
-template <class F> struct ShapedMemory {
+template <class F> struct QueryAwareMemory {
   static constexpr int STRIDE = 36;               // of a dimension's 32 tokens, in words: no two lanes meet in a bank
   static constexpr int ERROR_STRIDE = F::D + 16;  // of a token's errors, in bytes
   static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = 32 * ERROR_STRIDE;
@@ -12,7 +12,7 @@ template <class F> struct ShapedMemory {
   float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;       // [16][STRIDE]: corrections of a slice by later ones, in steps
   u8* errors;      // [32][ERROR_STRIDE]: signed bytes, zero as long as they are not made
-  DEVICE_MEMBER ShapedMemory(u8* memory) : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), errors(memory + NUMBERS + SUMS) {}
+  DEVICE_MEMBER QueryAwareMemory(u8* memory) : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), errors(memory + NUMBERS + SUMS) {}
 };
 
 // The levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next
@@ -27,13 +27,13 @@ template <class F> struct ScaledLevels {
   DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
 #pragma unroll 1
     for (int i = thread; i < COUNT; i += threads)
-      levels[i] = mul_rn(int_to_float_rn(side.levels[BY_CELL ? side.cells[i] : i]), mul_rn(error_steps, 1.0f / 128));
+      levels[i] = mul_rn(i32_to_f32_rn(side.levels[BY_CELL ? side.cells[i] : i]), mul_rn(error_steps, 1.0f / 128));
   }
   DEVICE_MEMBER float of(float x, u32 code) const { return levels[BY_CELL ? cell_of<F>(x) : code]; }
 };
 
 // What later slices' errors add to slice s, to memory.sums.
-template <class F> DEVICE void sum_later_slices(const ShapedMemory<F>& memory, const u8* weights, int s, int lane) {
+template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memory, const u8* weights, int s, int lane) {
   int g = lane >> 2, t = lane & 3;
   i32 c[2][2][4] = {};
 #pragma unroll 1
@@ -59,7 +59,7 @@ template <class F> DEVICE void sum_later_slices(const ShapedMemory<F>& memory, c
 }
 
 // Replaces the coordinates of 32 tokens by codes.
-template <class F> DEVICE void shape_codes(const ShapedMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* weights,
+template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* weights,
                                            float error_steps, int lane) {
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
@@ -72,16 +72,16 @@ template <class F> DEVICE void shape_codes(const ShapedMemory<F>& memory, const 
     u32 errors[4] = {};
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
-      Words4 w = load_often(row + n * F::D);
+      Words4 w = ldg_cached(row + n * F::D);
       i32 total = memory.sums[n * memory.STRIDE + lane];
-      if (n < 3) total = dot_s8(errors[0], w.x, total);
-      if (n < 7) total = dot_s8(errors[1], w.y, total);
-      if (n < 11) total = dot_s8(errors[2], w.z, total);
-      if (n < 15) total = dot_s8(errors[3], w.w, total);
+      if (n < 3) total = dp4a_s8(errors[0], w.x, total);
+      if (n < 7) total = dp4a_s8(errors[1], w.y, total);
+      if (n < 11) total = dp4a_s8(errors[2], w.z, total);
+      if (n < 15) total = dp4a_s8(errors[3], w.w, total);
       float x = own[n * memory.STRIDE];
-      float target = minimum(maximum(fma_rn(int_to_float_rn(total), -back, x), -LIMIT), LIMIT);
+      float target = min_f32(max_f32(fma_rn(i32_to_f32_rn(total), -back, x), -LIMIT), LIMIT);
       u32 code = code_of<F>(target, tables);
-      float error = minimum(maximum(fma_rn(x, -error_steps, levels.of(target, code)), -127.0f), 127.0f);
+      float error = min_f32(max_f32(fma_rn(x, -error_steps, levels.of(target, code)), -127.0f), 127.0f);
       u32 byte = as_bits(add_rn(error, 12582912.0f));
       errors[n / 4] = prmt(errors[n / 4], byte, n % 4 == 0 ? 0x3214 : n % 4 == 1 ? 0x3240 : n % 4 == 2 ? 0x3410 : 0x4210);
       own[n * memory.STRIDE] = as_float(code);
@@ -100,8 +100,8 @@ template <class F> DEVICE TokenScalars prepare_tile(const SideArgs& side, const 
 }
 
 template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, const TokenScalars& scalars, const SideArgs& side,
-                                                   const ShapedMemory<F>& memory, int tile, int lane) {
-  float factor[2] = {shuffle(scalars.factor, lane >> 2), shuffle(scalars.factor, (lane >> 2) + 8)};
+                                                   const QueryAwareMemory<F>& memory, int tile, int lane) {
+  float factor[2] = {shfl(scalars.factor, lane >> 2), shfl(scalars.factor, (lane >> 2) + 8)};
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
     typename Digits<F>::Sum exact[F::GROUPS][8];
@@ -115,9 +115,9 @@ template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, cons
   }
 }
 
-template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_codes_of_tile(const SideArgs& side, const StoreArgs& args, int head, int first,
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(const SideArgs& side, const StoreArgs& args, int head, int first,
                                                                                  TokenScalars scalars, const LloydTables<F>& tables,
-                                                                                 const ShapedMemory<F>& memory, int tile, int lane) {
+                                                                                 const QueryAwareMemory<F>& memory, int tile, int lane) {
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
   CodePlanes<F> codes;
   LevelSums<F> sums;
@@ -141,23 +141,23 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_codes_of_tile
     }
   }
   u32 field = field_of_token<F>(scalars, policy_total(policy_sum<F>(sums, lane)), side);
-  store_lloyd_codes<F, BLOCK_TOKENS>(codes, field, scalars.zero, args, head, slots, lane, 0);
+  store_lloyd_codes<F, PAGE_TOKENS>(codes, field, scalars.zero, args, head, slots, lane, 0);
 }
 
 // The tables of a block whose warps store keys.
-template <class F> DEVICE void fill_shaped_tables(const SideArgs& side, const StoreArgs& args, u8* shared, int threads) {
+template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, const StoreArgs& args, u8* shared, int threads) {
   LloydTables<F>(shared).fill(shared, side, thread_index(), threads);
   ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
 }
 
 // Encodes and writes 32 tokens of one head, with a warp and the ``number``-th part of the block's memory.
-template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_shaped(const SideArgs& side, const StoreArgs& args, int head, int first, u8* shared,
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int first, u8* shared,
                                                                           int number) {
   if (first >= args.tokens) return;
   int lane = thread_index() & 31;
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
-  ShapedMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * ShapedMemory<F>::BYTES);
+  QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * QueryAwareMemory<F>::BYTES);
   for (int i = lane; i < memory.ERRORS / 16; i += 32) ((Words4*)memory.errors)[i] = {0, 0, 0, 0};
   TokenScalars mine;
 #pragma unroll 1
@@ -168,13 +168,13 @@ template <class F, int BLOCK_TOKENS, class SLOT> DEVICE void store_shaped(const 
     if (lane >> 4 == tile) mine = scalars;
   }
   sync_warp();
-  shape_codes<F>(memory, tables, levels, args.rounding + (i64)head * F::D * F::D, args.error_steps, lane);
+  round_query_aware<F>(memory, tables, levels, args.query_aware + (i64)head * F::D * F::D, args.error_steps, lane);
 #pragma unroll 1
   for (int tile = 0; tile < 2; tile++) {
     int from = 16 * tile + (lane & 15);
-    TokenScalars scalars = {shuffle(mine.squared, from), shuffle(mine.norm, from), 0.0f, shuffle(mine.down, from),
-                            shuffle((u32)mine.zero, from) != 0, shuffle((u32)mine.bad, from) != 0};
+    TokenScalars scalars = {shfl(mine.squared, from), shfl(mine.norm, from), 0.0f, shfl(mine.down, from),
+                            shfl((u32)mine.zero, from) != 0, shfl((u32)mine.bad, from) != 0};
     if (first + 16 * tile < args.tokens)
-      store_codes_of_tile<F, BLOCK_TOKENS, SLOT>(side, args, head, first + 16 * tile, scalars, tables, memory, tile, lane);
+      store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * tile, scalars, tables, memory, tile, lane);
   }
 }

@@ -1,8 +1,6 @@
 // The 16-bit numbers that pages store beside the codes (see slimkv.codec.scale16).
 #pragma once
-#include "intrinsics.cuh"
-
-constexpr u32 INVALID_FIELD = 0xFFFF;
+#include "common/types.cuh"
 
 DEVICE u32 encode_unsigned(float x) {
   u32 bits = as_bits(x);

@@ -1,16 +1,16 @@
 // Constants, and single numbers: of the three types that queries have, and with a sign of the rotation.
 #pragma once
-#include "intrinsics.cuh"
+#include "common/types.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define MINUS_INFINITY as_float(0xFF800000u)
 #define NOT_A_NUMBER as_float(0x7FC00000u)
 
-// Number i of an array of type 0 fp16, 1 bf16, 2 fp32.
+// Number i of an array.
 DEVICE float load_number(const void* p, i64 i, int type) {
-  if (type == 2) return ((const float*)p)[i];
+  if (type == FLOAT32) return ((const float*)p)[i];
   const u32 bits = ((const u16*)p)[i];
-  return type == 1 ? as_float(bits << 16) : half_to_float(bits);
+  return type == BFLOAT16 ? as_float(bits << 16) : f16_to_f32(bits);
 }
 
 // x times the random sign of a dimension: bit i of its word.

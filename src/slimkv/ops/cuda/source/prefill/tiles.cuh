@@ -8,7 +8,7 @@
 //   keys: place 32 j + 8 t + 4 a + 2 b + c is dimension 32 j + 16 a + 8 b + 2 t + c        (j < D / 32, t < 4)
 //   values: place 64 h + 8 g + 2 s + b is dimension 64 h + 16 s + 8 b + g                  (h < D / 64, g < 8, s < 4)
 #pragma once
-#include "intrinsics.cuh"
+#include "common/intrinsics.cuh"
 
 constexpr int TILE_BYTES = 2 * STEP * D, HALF_TILE = 128 * STEP;
 static_assert((D == 64 || D == 128) && STEP % 16 == 0, "shape");
@@ -19,20 +19,20 @@ DEVICE int unit_at(int half, int row, int unit, int rows) {
 }
 
 // How a tile was scaled into fp16: a key is `key` times its halves, a value 2^value times them.
-struct __attribute__((aligned(16))) Unit { float key, value, value_inverse, unused; };
+struct __attribute__((aligned(16))) TileScale { float key, value, value_inverse, unused; };
 
 // A sequence, and how many before it are prefilled too.
-struct Prefilled { int start, queries, length, rank; };
+struct PrefillSequence { int start, queries, length, rank; };
 
-DEVICE Prefilled prefilled_at(const i32* starts, const i32* lengths, int sequence, int most_queries, int lane) {
-  Prefilled s;
-  s.start = load_int(starts + sequence);
-  s.queries = load_int(starts + sequence + 1) - s.start;
-  s.length = load_int(lengths + sequence);
+DEVICE PrefillSequence prefill_sequence_at(const i32* starts, const i32* lengths, int sequence, int most_queries, int lane) {
+  PrefillSequence s;
+  s.start = ldg_i32(starts + sequence);
+  s.queries = ldg_i32(starts + sequence + 1) - s.start;
+  s.length = ldg_i32(lengths + sequence);
   i32 before = 0;
-  for (int i = lane; i < sequence; i += 32) before += load_int(starts + i + 1) - load_int(starts + i) > most_queries;
+  for (int i = lane; i < sequence; i += 32) before += ldg_i32(starts + i + 1) - ldg_i32(starts + i) > most_queries;
 #pragma unroll
-  for (int d = 16; d; d >>= 1) before += shuffle_xor(before, d);
+  for (int d = 16; d; d >>= 1) before += shfl_xor(before, d);
   s.rank = before;
   return s;
 }

@@ -7,7 +7,7 @@
 // A 22-bit integer is cut into three digits, fixed = low + 2^8 middle + 2^16 top, of which low and middle are unsigned
 // bytes. A float that is 1.5 * 2^23 plus an integer has the integer in its low bits: the digits are its bytes.
 #pragma once
-#include "store_rows.cuh"
+#include "store/rows.cuh"
 
 template <class F, bool SHORT = F::SHORT> struct Digits {  // [chunk][token g or g + 8][first or last four of a lane's eight dimensions]
   typedef i32 Sum;
@@ -21,7 +21,7 @@ template <class F> struct Digits<F, true> {  // [chunk][token g or g + 8][pair o
 template <class F> constexpr int SHORT_SHIFT = F::DTYPE == FLOAT16 ? 48 : 69;
 DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) << 23); }
 template <class F> DEVICE float integer_of(float sum) { return sum * power_of_two(SHORT_SHIFT<F>); }
-template <class F> DEVICE float integer_of(i32 sum) { return int_to_float_rn(sum); }
+template <class F> DEVICE float integer_of(i32 sum) { return i32_to_f32_rn(sum); }
 
 struct TokenScalars {  // of the lane's token (lane % 16), in fixed-point units
   float squared, norm;
@@ -34,7 +34,7 @@ DEVICE u32 larger_of(u32 a, u32 b) { return a > b ? a : b; }
 
 // The larger of values of the input's type, as they are loaded; a NaN if there is one. Their signs are any.
 template <class F> DEVICE u32 larger_word(u32 a, u32 b) {
-  return F::DTYPE == FLOAT32 ? larger_of(a & 0x7FFFFFFFu, b & 0x7FFFFFFFu) : F::DTYPE == FLOAT16 ? larger_halves(a, b) : larger_bfloats(a, b);
+  return F::DTYPE == FLOAT32 ? larger_of(a & 0x7FFFFFFFu, b & 0x7FFFFFFFu) : F::DTYPE == FLOAT16 ? max_abs_f16x2(a, b) : max_abs_bf16x2(a, b);
 }
 
 // The largest among a lane's words of a row.
@@ -54,13 +54,13 @@ template <class F> DEVICE u32 largest_exponents(const u32 raw[F::CHUNKS][2][F::R
   u32 first = largest_of_lane<F>(raw, 0), second = largest_of_lane<F>(raw, 1);
   if constexpr (F::NARROW) {  // both in a word
     u32 both = larger_word<F>(prmt(first, second, 0x5410), prmt(first, second, 0x7632));
-    both = larger_word<F>(both, shuffle_xor(both, 1));
-    both = larger_word<F>(both, shuffle_xor(both, 2));
+    both = larger_word<F>(both, shfl_xor(both, 1));
+    both = larger_word<F>(both, shfl_xor(both, 2));
     if constexpr (F::DTYPE == BFLOAT16) return both >> 7 & 0x00FF00FFu;
-    return (as_bits(half_to_float(both & 0x7FFF)) >> 23) | (as_bits(half_to_float(both >> 16 & 0x7FFF)) >> 23) << 16;
+    return (as_bits(f16_to_f32(both & 0x7FFF)) >> 23) | (as_bits(f16_to_f32(both >> 16 & 0x7FFF)) >> 23) << 16;
   } else {
-    first = larger_word<F>(first, shuffle_xor(first, 1)), second = larger_word<F>(second, shuffle_xor(second, 1));
-    first = larger_word<F>(first, shuffle_xor(first, 2)), second = larger_word<F>(second, shuffle_xor(second, 2));
+    first = larger_word<F>(first, shfl_xor(first, 1)), second = larger_word<F>(second, shfl_xor(second, 1));
+    first = larger_word<F>(first, shfl_xor(first, 2)), second = larger_word<F>(second, shfl_xor(second, 2));
     return first >> 23 | second >> 23 << 16;
   }
 }
@@ -78,7 +78,7 @@ template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, flo
   top = F::NARROW ? third << 2 & 0xFCFCFCFCu : third << 1 ^ 0x80808080u;
 }
 
-template <class F> DEVICE u32 times(u32 pair, u32 by) { return F::DTYPE == FLOAT16 ? times_halves(pair, by) : times_bfloats(pair, by); }
+template <class F> DEVICE u32 times(u32 pair, u32 by) { return F::DTYPE == FLOAT16 ? mul_f16x2(pair, by) : mul_bf16x2(pair, by); }
 
 // The sum of squares of the tile's tokens, in steps of 256: four products of bytes at a time.
 template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane) {
@@ -89,15 +89,15 @@ template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane
     const int h = i % 2;
     const u32* four = &d.pairs[i / 4][h][i & 2];
     u32 first = times<F>(four[0], BY_STEP), second = times<F>(four[1], BY_STEP), low = prmt(first, second, 0x6420);
-    sums[h] = dot_u8(low, low, sums[h]);
+    sums[h] = dp4a_u8(low, low, sums[h]);
     if constexpr (F::DTYPE == FLOAT16) {  // of 11 bits one may be rounded up to 256 steps
       u32 high = prmt(first, second, 0x7531) & 0x7F7F7F7Fu;
-      largest[h] = dot_u8(high, high, largest[h]);
+      largest[h] = dp4a_u8(high, high, largest[h]);
     }
   }
 #pragma unroll
   for (int h = 0; h < 2; h++) sums[h] += 65536 * largest[h];
-  return mul_rn(int_to_float_rn((i32)sum_of_rows(sums, lane)), 65536.0f);
+  return mul_rn(i32_to_f32_rn((i32)sum_of_rows(sums, lane)), 65536.0f);
 }
 
 template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lane) {
@@ -109,18 +109,18 @@ template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lan
 #pragma unroll
     for (int i = 0; i < 2 * F::CHUNKS; i++) {
       u32 low = d.low[i / 2][h][i % 2], middle = d.middle[i / 2][h][i % 2], top = d.top[i / 2][h][i % 2];
-      lows = dot_u8(low, low, lows);
-      low_middle = dot_u8(low, middle, low_middle);
-      middles = dot_u8(middle, middle, middles);
-      low_top = dot_u8_s8(low, top, low_top);
-      middle_top = dot_u8_s8(middle, top, middle_top);
-      tops = dot_s8(top, top, tops);
+      lows = dp4a_u8(low, low, lows);
+      low_middle = dp4a_u8(low, middle, low_middle);
+      middles = dp4a_u8(middle, middle, middles);
+      low_top = dp4a_u8_s8(low, top, low_top);
+      middle_top = dp4a_u8_s8(middle, top, middle_top);
+      tops = dp4a_s8(top, top, tops);
     }
     constexpr i64 TOP = F::NARROW ? 1 << 14 : 1 << 15;  // what one unit of the top digit is worth
     sums[h] = (i64)lows + (i64)low_middle * 512 + (i64)middles * 65536 + (i64)low_top * (2 * TOP) +
               (i64)middle_top * (512 * TOP) + (i64)tops * (TOP * TOP);
   }
-  return long_to_float_rn(sum_of_rows(sums, lane));
+  return i64_to_f32_rn(sum_of_rows(sums, lane));
 }
 
 // Exponents (of float32) up to which there is a power of two that makes integers of a vector, and from which on a page can
@@ -139,7 +139,7 @@ template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW]
   u32 by[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) by[h] = exponents[h] < LEAST_EXPONENT ? 0 : power_for<F>(exponents[h]);
-  if (any_lane(larger_of(exponents[0], exponents[1]) > LARGEST_EXPONENT<F>)) {
+  if (warp_any(larger_of(exponents[0], exponents[1]) > LARGEST_EXPONENT<F>)) {
     sync_warp();  // keeps the compiler from selecting word by word instead of branching
     // A large vector is first made 2^104 times smaller, which changes only what is far below a unit. One that is no vector
     // at all becomes zero.
@@ -176,7 +176,7 @@ template <class F> DEVICE u32 fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], i
   u32 both = largest_exponents<F>(raw);
   const u32 exponents[2] = {both & 0xFF, both >> 16};
   take_integers<F>(raw, exponents, d);
-  u32 there = shuffle(both, 4 * (lane & 7));
+  u32 there = shfl(both, 4 * (lane & 7));
   return lane & 8 ? there >> 16 : there & 0xFF;
 }
 
@@ -186,7 +186,7 @@ template <class F> DEVICE TokenScalars scalars_of(const Digits<F>& d, u32 expone
   s.bad = exponent >= (F::SHORT ? TOO_LARGE : 255);
   s.zero = exponent < LEAST_EXPONENT;
   s.down = as_float(((s.zero ? LEAST_EXPONENT : s.bad ? 254 : exponent) - (F::SHORT ? 15 : 20)) << 23);
-  s.squared = maximum(squared_norms<F>(d, lane), 1.0f);  // of zero as well a norm, so that nothing depends on it here
+  s.squared = max_f32(squared_norms<F>(d, lane), 1.0f);  // of zero as well a norm, so that nothing depends on it here
   s.norm = sqrt_rn_normal(s.squared);
   s.factor = div_rn_normal(unit, s.norm);
   if (!F::SHORT && s.bad) s.factor = 0.0f;  // whose digits may be anything

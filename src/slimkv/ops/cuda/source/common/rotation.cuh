@@ -1,6 +1,6 @@
 // Rotating one vector in the registers of a warp: lane l holds dimensions l, l + 32, ...
 #pragma once
-#include "numbers.cuh"
+#include "common/numbers.cuh"
 
 #define POWER_OF_TWO(n) (((n) & ((n) - 1)) == 0)
 
@@ -12,7 +12,7 @@ template <int D> DEVICE void hadamard(float (&x)[(D + 31) / 32], int lane) {
   for (int d = 1; d < 32; d <<= 1)
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
-      const float other = shuffle_xor(x[i], d);
+      const float other = shfl_xor(x[i], d);
       x[i] = lane & d ? other - x[i] : x[i] + other;
     }
 #pragma unroll

@@ -5,19 +5,19 @@
 // Up to 4 columns (one narrow group): a query (rotated, scaled to 15 bits) is multiplied as two signed bytes with the
 // bytes of the keys' levels, a probability (times its value's scale, 16 bits relative to the largest of the step) as two
 // unsigned bytes with the bytes of the values' levels: integer tensor cores, exact sums, no conversion of levels. The
-// bytes of a value word alternate between two dimensions, g and g + 8; they are regrouped (V_APART), or used as they are,
+// bytes of a value word alternate between two dimensions, g and g + 8; they are regrouped (V_REGROUPED), or used as they are,
 // once with probabilities in the even bytes and once in the odd ones. Formats without byte levels use halves in the same
 // places.
 //
 // More columns (wide groups of 8): integer products become dear, and what is done for every score counts more than what
 // is done for every level. Everything is in halves, and the output stays in the products' accumulators.
-#include "loader.cuh"
-#include "merge.cuh"
-#include "queries.cuh"
+#include "decode/loader.cuh"
+#include "decode/merge.cuh"
+#include "decode/queries.cuh"
 
 DEVICE float soft_cap(float s, float cap) {
-  const float x = minimum(maximum(2.0f * LOG2E * (s / cap), -80.0f), 80.0f);
-  const float e = exp2_fast(x);
+  const float x = min_f32(max_f32(2.0f * LOG2E * (s / cap), -80.0f), 80.0f);
+  const float e = exp2_approx(x);
   return cap * ((e - 1.0f) / (e + 1.0f));
 }
 
@@ -29,21 +29,21 @@ DEVICE void value_bytes(const Codes<V_BITS, VS, true>& codes, int slice, Table t
   code_bytes<V_KIND, V_BITS>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
-KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
+KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
-  after_grid_before();
+  pdl_wait();
 
   // -- this block's piece of the line
   int left;
-  Piece piece = first_piece(args, lane, left);
+  WorkRange range = first_range(args, lane, left);
   if (left <= 0) return;
 
   // -- tables. A permutation takes one operand of the kind that all lanes share; its table must not be one.
   u32* key_levels = (u32*)(shared + LEVELS_AT);
   u32* value_levels = key_levels + 32 * LEVELS_K;
-  for (int i = thread_index(); i < 32 * LEVELS_K; i += 32 * WARPS) key_levels[i] = float_to_half(args.key_levels[i / 32]);
-  for (int i = thread_index(); i < 32 * LEVELS_V; i += 32 * WARPS) value_levels[i] = float_to_half(args.value_levels[i / 32]);
+  for (int i = thread_index(); i < 32 * LEVELS_K; i += 32 * WARPS) key_levels[i] = f32_to_f16(args.key_levels[i / 32]);
+  for (int i = thread_index(); i < 32 * LEVELS_V; i += 32 * WARPS) value_levels[i] = f32_to_f16(args.value_levels[i / 32]);
   const u32 signs = in_register(0x80808080u, lane);
   const Table key_table = {in_register(args.key_table.low, lane), in_register(args.key_table.high, lane), signs};
   constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
@@ -59,22 +59,22 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
   int filled = 0;  // steps copied so far; slot = number % STAGES
   constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
-  auto begin_loading = [&](const Piece& p) {
+  auto begin_loading = [&](const WorkRange& p) {
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
     loader.open(args, p);
-    loader.look_up(least(p.first + warp, p.last - 1));
+    loader.look_up(min_i32(p.first + warp, p.last - 1));
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
       const int step = p.first + warp + i * WARPS;
       if (step < p.last) loader.copy(step, filled % STAGES);
-      copy_async_commit();
+      cp_async_commit();
       filled++;
-      loader.look_up(least(step + WARPS, p.last - 1));
+      loader.look_up(min_i32(step + WARPS, p.last - 1));
     }
   };
-  begin_loading(piece);
+  begin_loading(range);
 
   while (true) {
     // -- the queries of this piece
@@ -93,31 +93,31 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
         for (int i = 0; i < QI; i++) load_operand(shared, n, i, lane, q[n][i]);
     float unit[C], sum[C];
     int visible_end[C], visible_begin[C];
-    const int first_query = piece.chunk * (COLUMNS / args.group);
+    const int first_query = range.chunk * (COLUMNS / args.group_size);
 #pragma unroll
     for (int c = 0; c < C; c++) {
       const float* column = (const float*)(shared + COLUMN_AT) + 2 * own(c);
       unit[c] = column[0] * (args.scale < 0 ? -args.scale : args.scale);
       if (unit[c] < 1e-30f) unit[c] = 1e-30f;  // zero times minus infinity would not be a number
       sum[c] = column[1];
-      const int position = piece.s.length - piece.s.queries + first_query + own(c) / args.group;
-      visible_end[c] = args.causal ? least(piece.s.length, position + 1) : piece.s.length;
-      visible_begin[c] = WINDOW ? position - args.window + 1 : 0;
+      const int position = range.s.length - range.s.queries + first_query + own(c) / args.group_size;
+      visible_end[c] = args.causal ? min_i32(range.s.length, position + 1) : range.s.length;
+      visible_begin[c] = WINDOW ? position - args.sliding_window + 1 : 0;
     }
     constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
     // What every query of the chunk sees needs no mask.
-    const int last_query = least(piece.s.queries, first_query + COLUMNS / args.group) - 1;
-    const int clear_end = args.causal ? piece.s.length - piece.s.queries + first_query + 1 : piece.s.length;
-    const int clear_begin = WINDOW ? piece.s.length - piece.s.queries + last_query - args.window + 1 : 0;
+    const int last_query = min_i32(range.s.queries, first_query + COLUMNS / args.group_size) - 1;
+    const int clear_end = args.causal ? range.s.length - range.s.queries + first_query + 1 : range.s.length;
+    const int clear_begin = WINDOW ? range.s.length - range.s.queries + last_query - args.sliding_window + 1 : 0;
 
     // Narrow: out[n][i][r] is dimension 16 i + g + 8 r of column n. Wide: out[n][i][2 r + j], column 8 n + 2 t + j.
     // Narrow scores and their maximum are kept without the query's unit, which joins them inside the exponential.
     // Wide ones get it where they are used.
-    constexpr bool LATE_UNIT = !SOFTCAP, TOP_WITHOUT_UNIT = !WIDE && LATE_UNIT;
-    float out[NG][VS][2 * OWN], top[C], total[C], shift[C];
-    u32 worst = 0;  // the largest fields, two at a time: 0xFFFF marks a token whose K or V was not a number
+    constexpr bool LATE_UNIT = !SOFTCAP, MAX_WITHOUT_UNIT = !WIDE && LATE_UNIT;
+    float out[NG][VS][2 * OWN], row_max[C], row_sum[C], shift[C];
+    u32 largest_fields = 0;  // the largest fields, two at a time: 0xFFFF marks a token whose K or V was not a number
 #pragma unroll
-    for (int c = 0; c < C; c++) top[c] = MINUS_INFINITY, total[c] = 0, shift[c] = 0;
+    for (int c = 0; c < C; c++) row_max[c] = MINUS_INFINITY, row_sum[c] = 0, shift[c] = 0;
 #pragma unroll
     for (int n = 0; n < NG; n++)
 #pragma unroll
@@ -126,19 +126,19 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
         for (int j = 0; j < 2 * OWN; j++) out[n][i][j] = 0;
 
     int taken = filled - (STAGES - 1);
-    for (int step = piece.first + warp; step < piece.last; step += WARPS) {
-      copy_async_wait<STAGES - 2>();
+    for (int step = range.first + warp; step < range.last; step += WARPS) {
+      cp_async_wait<STAGES - 2>();
       sync_warp();
       {
         const int ahead = step + (STAGES - 1) * WARPS;
-        if (ahead < piece.last) loader.copy(ahead, filled % STAGES);
-        copy_async_commit();
+        if (ahead < range.last) loader.copy(ahead, filled % STAGES);
+        cp_async_commit();
         filled++;
-        loader.look_up(least(ahead + WARPS, piece.last - 1));
+        loader.look_up(min_i32(ahead + WARPS, range.last - 1));
       }
       const u8* slot = ring + (taken % STAGES) * SLOT;
       taken++;
-      const int token0 = piece.s.begin + step * STEP;
+      const int token0 = range.s.begin + step * STEP;
       const bool clear = token0 + STEP <= clear_end && token0 >= clear_begin;
 
       // -- scores of tokens g and g + 8 of each tile
@@ -229,7 +229,7 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
         for (int i = 0; i < WORDS * NT; i += 32)
           if (i + 32 <= WORDS * NT || i + lane < WORDS * NT)
-            worst = larger_u16s(worst, *(const u32*)(slot + (i + lane) / WORDS * TILE + FIELDS_AT + 4 * ((i + lane) % WORDS)));
+            largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + (i + lane) / WORDS * TILE + FIELDS_AT + 4 * ((i + lane) % WORDS)));
       } else {
 #pragma unroll
         for (int i = 0; i < 2 * NT; i++) {
@@ -263,21 +263,21 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
         for (int x = 0; x < NT; x++)
 #pragma unroll
           for (int r = 0; r < 2; r++)
-            highest[c] = maximum(highest[c], WIDE ? fma_rn(s[c][x][r], LATE_UNIT ? 1024.0f * unit[c] : 1024.0f, magnitude[x][r]) : s[c][x][r]);
+            highest[c] = max_f32(highest[c], WIDE ? fma_rn(s[c][x][r], LATE_UNIT ? 1024.0f * unit[c] : 1024.0f, magnitude[x][r]) : s[c][x][r]);
         if (WIDE) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
-        moves = moves || highest[c] > top[c];
+        moves = moves || highest[c] > row_max[c];
       }
-      if (any_lane(moves)) {
+      if (warp_any(moves)) {
 #pragma unroll
         for (int c = 0; c < C; c++) {
           float higher = highest[c];
 #pragma unroll
-          for (int d = 4; d < 32; d <<= 1) higher = maximum(higher, shuffle_xor(higher, d));
-          higher = maximum(higher, top[c]);
-          const float base = TOP_WITHOUT_UNIT ? unit[c] : 1.0f;
-          const float factor = top[c] == MINUS_INFINITY ? 0.0f : exp2_fast((top[c] - higher) * base);
-          top[c] = higher;
-          total[c] *= factor, shift[c] *= factor;
+          for (int d = 4; d < 32; d <<= 1) higher = max_f32(higher, shfl_xor(higher, d));
+          higher = max_f32(higher, row_max[c]);
+          const float base = MAX_WITHOUT_UNIT ? unit[c] : 1.0f;
+          const float factor = row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((row_max[c] - higher) * base);
+          row_max[c] = higher;
+          row_sum[c] *= factor, shift[c] *= factor;
 #pragma unroll
           for (int i = 0; i < VS; i++)
 #pragma unroll
@@ -292,15 +292,15 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
       for (int c = 0; c < C; c++) {
         const float base = LATE_UNIT ? unit[c] : 1.0f;
-        const float reference = top[c] == MINUS_INFINITY ? 0.0f : TOP_WITHOUT_UNIT ? top[c] * base : top[c];
+        const float reference = row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? row_max[c] * base : row_max[c];
 #pragma unroll
         for (int x = 0; x < NT; x++) {
           const u8* fields = slot + x * TILE + FIELDS_AT + 32 * K_NUMBER_OF_FIELDS;
 #pragma unroll
           for (int r = 0; r < 2; r++) {
-            const float e = exp2_fast(fma_rn(s[c][x][r], base, -reference));
+            const float e = exp2_approx(fma_rn(s[c][x][r], base, -reference));
             const float scale = scale_of(field_bits(fields, g + 8 * r));
-            total[c] += e;
+            row_sum[c] += e;
             s[c][x][r] = e * scale;
             if (V_KIND == UNIFORM) {
               const float zero = zero_of(field_bits(fields + 32, g + 8 * r));
@@ -315,15 +315,15 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
 #pragma unroll
           for (int x = 0; x < NT; x++)
 #pragma unroll
-            for (int r = 0; r < 2; r++) p[n][x][r] = transpose_8x8(pack_halves(s[n * OWN][x][r], s[n * OWN + OWN - 1][x][r]));
+            for (int r = 0; r < 2; r++) p[n][x][r] = movmatrix_trans(pack_f16x2(s[n * OWN][x][r], s[n * OWN + OWN - 1][x][r]));
           continue;
         }
         float largest = 1e-30f;
 #pragma unroll
-        for (int x = 0; x < NT; x++) largest = maximum(largest, maximum(s[n][x][0], s[n][x][1]));
+        for (int x = 0; x < NT; x++) largest = max_f32(largest, max_f32(s[n][x][0], s[n][x][1]));
 #pragma unroll
-        for (int d = 4; d < 32; d <<= 1) largest = maximum(largest, shuffle_xor(largest, d));
-        const float up = (V_BYTES ? 65535.0f : 1.0f) * reciprocal_fast(largest);
+        for (int d = 4; d < 32; d <<= 1) largest = max_f32(largest, shfl_xor(largest, d));
+        const float up = (V_BYTES ? 65535.0f : 1.0f) * rcp_approx(largest);
         fold[n] = largest * (V_BYTES ? 1.0f / 65535.0f : 1.0f);
         u32 all = 0;
 #pragma unroll
@@ -333,18 +333,18 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
             if (V_BYTES) {  // high byte, 0, low byte, 0
               const u32 bits = as_bits(s[n][x][r] * up + 8388608.0f);
               all += bits;
-              p[n][x][r] = transpose_8x8(prmt(bits, 0, 0x4041));
+              p[n][x][r] = movmatrix_trans(prmt(bits, 0, 0x4041));
             } else {
               const float w = s[n][x][r] * up;
-              const u32 high = float_to_half(w);
-              p[n][x][r] = transpose_8x8(high | float_to_half(w - half_to_float(high)) << 16);
+              const u32 high = f32_to_f16(w);
+              p[n][x][r] = movmatrix_trans(high | f32_to_f16(w - f16_to_f32(high)) << 16);
             }
           }
         start[n] = 0;
         if (V_BYTES && V_KIND == LLOYD) {  // the levels' offset comes off in integers
           all -= 2 * NT * 0x4B000000u;     // what a float of 2^23 has above the integer
 #pragma unroll
-          for (int d = 4; d < 32; d <<= 1) all += shuffle_xor(all, d);
+          for (int d = 4; d < 32; d <<= 1) all += shfl_xor(all, d);
           start[n] = -(i32)((127 * all) >> 1);
         }
       }
@@ -353,7 +353,7 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
       Codes<V_BITS, VS, true> codes[NT];
 #pragma unroll
       for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE + K_TILE, lane);
-      if (V_BYTES && V_APART) {
+      if (V_BYTES && V_REGROUPED) {
         u32 b[NG][NT];
 #pragma unroll
         for (int n = 0; n < NG; n++)
@@ -438,38 +438,38 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
       }
       sync_warp();  // before this slot is filled again
     }
-    copy_async_wait<0>();
+    cp_async_wait<0>();
 
     // -- what comes next is loaded while this piece is finished; slot 0 is kept free for its results
-    left -= piece.last - piece.first;
-    Piece next = piece;
+    left -= range.last - range.first;
+    WorkRange next = range;
     filled = 1;
     if (left > 0) {
-      next = piece_after(args, piece, left);
+      next = next_range(args, range, left);
       begin_loading(next);
     }
 
     // -- the warps' results together: maxima and sums, then a group of columns at a time through the free slots
     float* states = (float*)(shared + STATE_AT);
-    const bool marked = any_lane(worst >> 16 == INVALID_FIELD || (worst & 0xFFFF) == INVALID_FIELD);
+    const bool marked = warp_any(largest_fields >> 16 == INVALID_FIELD || (largest_fields & 0xFFFF) == INVALID_FIELD);
 #pragma unroll
     for (int c = 0; c < C; c++) {
-      if (marked) total[c] = NOT_A_NUMBER;
-      if (TOP_WITHOUT_UNIT && top[c] != MINUS_INFINITY) top[c] *= unit[c];
+      if (marked) row_sum[c] = NOT_A_NUMBER;
+      if (MAX_WITHOUT_UNIT && row_max[c] != MINUS_INFINITY) row_max[c] *= unit[c];
 #pragma unroll
-      for (int d = 4; d < 32; d <<= 1) total[c] += shuffle_xor(total[c], d), shift[c] += shuffle_xor(shift[c], d);
-      if (g == 0) states[2 * (warp * COLUMNS + own(c))] = top[c], states[2 * (warp * COLUMNS + own(c)) + 1] = total[c];
+      for (int d = 4; d < 32; d <<= 1) row_sum[c] += shfl_xor(row_sum[c], d), shift[c] += shfl_xor(shift[c], d);
+      if (g == 0) states[2 * (warp * COLUMNS + own(c))] = row_max[c], states[2 * (warp * COLUMNS + own(c)) + 1] = row_sum[c];
     }
     sync_threads();
-    const i64 part = (i64)piece.item + block_index();
+    const i64 part = (i64)range.item + block_index();
 #pragma unroll
     for (int n = 0; n < NG; n++) {
 #pragma unroll
       for (int j = 0; j < OWN; j++) {
         const int c = n * OWN + j;
         float highest = MINUS_INFINITY;
-        for (int w = 0; w < WARPS; w++) highest = maximum(highest, states[2 * (w * COLUMNS + own(c))]);
-        const float factor = top[c] == MINUS_INFINITY ? 0.0f : exp2_fast(top[c] - highest);
+        for (int w = 0; w < WARPS; w++) highest = max_f32(highest, states[2 * (w * COLUMNS + own(c))]);
+        const float factor = row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(row_max[c] - highest);
         float* mine = (float*)ring + (OWN * t + j) * OUT_ROW;
 #pragma unroll
         for (int i = 0; i < VS; i++)
@@ -487,19 +487,19 @@ KERNEL(32 * WARPS, BLOCKS) attend(GRID_CONSTANT Args args) {
       }
       if (thread_index() < GROUP) {
         const int column = GROUP * n + thread_index();
-        float top_all = MINUS_INFINITY, total_all = 0;
-        for (int w = 0; w < WARPS; w++) top_all = maximum(top_all, states[2 * (w * COLUMNS + column)]);
+        float all_max = MINUS_INFINITY, all_sum = 0;
+        for (int w = 0; w < WARPS; w++) all_max = max_f32(all_max, states[2 * (w * COLUMNS + column)]);
         for (int w = 0; w < WARPS; w++) {
           const float m = states[2 * (w * COLUMNS + column)], l = states[2 * (w * COLUMNS + column) + 1];
-          total_all += l * (m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_fast(m - top_all));
+          all_sum += l * (m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - all_max));
         }
         float* state = args.part_states + (part * COLUMNS + column) * 2;
-        state[0] = top_all, state[1] = total_all;
+        state[0] = all_max, state[1] = all_sum;
       }
       sync_threads();
     }
     if (left <= 0) return;
-    piece = next;
+    range = next;
   }
 }
-LAUNCHABLE(attend, Args)
+HOST_TESTABLE(attend, DecodeArgs)
