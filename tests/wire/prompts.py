@@ -28,7 +28,7 @@ def prompt(mark: Fingerprint | None = None, tokens: int = 40, first: dict[int, i
     layers = {}
     for x in mark.layers:
         begin = (first or {}).get(x.number, 0)
-        blocks = -(-tokens // mark.block_size) - begin
+        blocks = -(-tokens // mark.block_size) - begin // mark.block_size
         page = x.layout(mark.seed, mark.block_size).page_bytes
         shape = (blocks, x.num_kv_heads, page)
         layers[x.number] = LayerPages(torch.randint(0, 256, shape, dtype=torch.uint8, generator=source), begin)

@@ -132,12 +132,12 @@ def test_pages_must_fit_the_fingerprint():
 
 
 def test_a_sliding_layer_keeps_what_its_window_needs(tmp_path):
-    mark = fingerprint(layer(0), layer(1, window=20))
-    with pytest.raises(InputError, match="lacks blocks before 2"):
-        prompt(mark, 40, {1: 2})
-    header = read_header(prompt(mark, 40, {1: 1}).save(tmp_path / "a.safetensors"))
-    assert header.reusable_tokens(40) == 0, "after 32 tokens the window begins in block 0, which is gone"
-    header = read_header(prompt(mark, 48, {1: 1}).save(tmp_path / "b.safetensors"))
+    mark = fingerprint(layer(0), layer(1, window=17))
+    with pytest.raises(InputError, match="lacks tokens before 25"):
+        prompt(mark, 40, {1: 25})
+    header = read_header(prompt(mark, 40, {1: 24}).save(tmp_path / "a.safetensors"))
+    assert header.reusable_tokens(40) == 0, "after 32 tokens the window begins at 16, whose block is there but not it"
+    header = read_header(prompt(mark, 48, {1: 32}).save(tmp_path / "b.safetensors"))
     assert header.reusable_tokens(100) == 48
     header = read_header(prompt(mark, 48).save(tmp_path / "c.safetensors"))
     assert [header.reusable_tokens(n) for n in (15, 16, 33, 48)] == [0, 16, 32, 48]

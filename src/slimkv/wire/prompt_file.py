@@ -32,10 +32,10 @@ _MOST_HEADER_BYTES = 100 << 20  # as safetensors
 
 @dataclass(frozen=True)
 class LayerPages:
-    """A layer's pages: those of blocks ``first_block``, ``first_block + 1``, ... up to the last one of the prompt."""
+    """A layer's pages: those of the block that holds token ``first_token`` and of all blocks after it."""
 
     pages: Tensor  # uint8 [blocks, num_kv_heads, page_bytes]
-    first_block: int = 0  # a sliding layer may have lost the blocks before its window
+    first_token: int = 0  # a sliding layer may have lost the tokens before its window
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PromptHeader:
     path: Path
     fingerprint: Fingerprint
     num_tokens: int
-    first_blocks: Mapping[int, int]  # by layer
+    first_tokens: Mapping[int, int]  # by layer
     block_hashes: tuple[str, ...]
     writer: str
 
@@ -54,7 +54,7 @@ class PromptHeader:
         size = self.fingerprint.block_size
         tokens = min(shared, self.num_tokens) // size * size
         for layer in self.fingerprint.layers:
-            if self.first_blocks[layer.number] * size > _first_needed(layer, tokens):
+            if self.first_tokens[layer.number] > first_needed(layer, tokens):
                 return 0
         return tokens
 
@@ -77,15 +77,15 @@ class PromptCache:
         for layer in self.fingerprint.layers:
             given = self.layers[layer.number]
             page = layer.layout(self.fingerprint.seed, size).page_bytes
-            wanted = (blocks - given.first_block, layer.num_kv_heads, page)
-            if given.pages.dtype != torch.uint8 or tuple(given.pages.shape) != wanted or given.first_block < 0:
+            wanted = (blocks - given.first_token // size, layer.num_kv_heads, page)
+            if given.pages.dtype != torch.uint8 or tuple(given.pages.shape) != wanted or given.first_token < 0:
                 raise InputError(
-                    f"layer {layer.number} has pages {given.pages.dtype} {list(given.pages.shape)} from block "
-                    f"{given.first_block} on; {len(self.tokens)} tokens need uint8 {list(wanted)}"
+                    f"layer {layer.number} has pages {given.pages.dtype} {list(given.pages.shape)} from token "
+                    f"{given.first_token} on; {len(self.tokens)} tokens need uint8 {list(wanted)}"
                 )
-            if given.first_block * size > _first_needed(layer, len(self.tokens)):
+            if given.first_token > first_needed(layer, len(self.tokens)):
                 raise InputError(
-                    f"layer {layer.number} lacks blocks before {given.first_block} that its attention still reads"
+                    f"layer {layer.number} lacks tokens before {given.first_token} that its attention still reads"
                 )
 
     @property
@@ -99,7 +99,7 @@ class PromptCache:
         about = {
             "version": VERSION,
             "fingerprint": json.loads(self.fingerprint.to_json()),
-            "first_blocks": {str(n): x.first_block for n, x in sorted(self.layers.items())},
+            "first_tokens": {str(n): x.first_token for n, x in sorted(self.layers.items())},
             "num_tokens": len(self.tokens),
             "block_hashes": list(block_hashes(self.fingerprint, self.tokens)),
             "writer": writer,
@@ -126,11 +126,11 @@ class PromptCache:
         """The whole file, checked: every bit by its checksum, every block's hash by the tokens."""
         header = read_header(path)
         tokens, pages = read_pages(header)
-        found = {n: LayerPages(x, header.first_blocks[n]) for n, x in pages.items()}
+        found = {n: LayerPages(x, header.first_tokens[n]) for n, x in pages.items()}
         return cls(header.fingerprint, tokens, found)
 
 
-def _first_needed(layer: LayerFingerprint, tokens: int) -> int:
+def first_needed(layer: LayerFingerprint, tokens: int) -> int:
     """The first position that the token after ``tokens`` others attends in a layer."""
     return 0 if layer.window is None else max(0, tokens - layer.window + 1)
 
@@ -165,7 +165,7 @@ def read_header(path: str | Path) -> PromptHeader:
             path,
             fingerprint,
             int(about["num_tokens"]),
-            {int(n): int(first) for n, first in about["first_blocks"].items()},
+            {int(n): int(first) for n, first in about["first_tokens"].items()},
             tuple(map(str, about["block_hashes"])),
             str(about["writer"]),
         )
@@ -173,7 +173,7 @@ def read_header(path: str | Path) -> PromptHeader:
         if isinstance(error, InputError | CorruptDataError):
             raise
         raise CorruptDataError(f"{path} is not a whole prompt cache ({error!r}); write it again") from error
-    if set(header.first_blocks) != {layer.number for layer in fingerprint.layers}:
+    if set(header.first_tokens) != {layer.number for layer in fingerprint.layers}:
         raise CorruptDataError(f"{path} does not list the layers of its fingerprint; write it again")
     return header
 
@@ -220,7 +220,7 @@ def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> di
             continue
         page = layer.layout(header.fingerprint.seed, header.fingerprint.block_size).page_bytes
         held = len(range(layer.num_kv_heads)[heads or slice(None)])
-        wanted = [blocks - header.first_blocks[layer.number], held, page]
+        wanted = [blocks - header.first_tokens[layer.number] // header.fingerprint.block_size, held, page]
         if list(pages.shape) != wanted or pages.dtype != torch.uint8:
             raise CorruptDataError(f"{header.path}: layer {layer.number} has pages {list(pages.shape)}, not {wanted}")
     return out
