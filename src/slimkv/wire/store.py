@@ -17,25 +17,33 @@ MARKER = "slimkv-fingerprint.json"
 SUFFIX = ".safetensors"
 
 
-def check_marker(folder: str | Path, fingerprint: Fingerprint) -> None:
+def check_marker(folder: str | Path, fingerprint: Fingerprint, *, self_describing: bool = False) -> None:
     """Raises unless what is stored in ``folder`` has this fingerprint; marks a folder that is empty or does not exist.
 
-    A folder with contents and without a marker is refused: nobody knows what its bytes mean.
+    A folder with contents and without a marker is refused: nobody knows what its bytes mean. Where every file in it
+    carries a fingerprint of its own (``self_describing``), it is marked as well.
     """
     folder = Path(folder)
     marker = folder / MARKER
     if not marker.exists():
-        if folder.is_dir() and any(not p.name.startswith(f".{MARKER}") for p in folder.iterdir()):
+        foreign = folder.is_dir() and any(not p.name.startswith(f".{MARKER}") for p in folder.iterdir())
+        if foreign and not self_describing:
             raise InputError(
                 f"{folder} holds a cache without a fingerprint ({MARKER}), so that nobody knows what its bytes mean: "
                 "use an empty folder"
             )
         _write_marker(marker, fingerprint)
+    read_marker(folder).check_same(fingerprint, str(folder))
+
+
+def read_marker(folder: str | Path) -> Fingerprint:
+    """The fingerprint of what is stored in ``folder``."""
+    marker = Path(folder) / MARKER
     try:
         text = marker.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise CorruptDataError(f"{marker} cannot be read: {error}") from error
-    Fingerprint.from_json(text, str(marker)).check_same(fingerprint, str(folder))
+    return Fingerprint.from_json(text, str(marker))
 
 
 def _write_marker(marker: Path, fingerprint: Fingerprint) -> None:
@@ -70,7 +78,7 @@ class PromptStore:
         self.folder = Path(folder)
         self.fingerprint = fingerprint
         self.refused: dict[str, str] = {}
-        check_marker(self.folder, fingerprint)
+        check_marker(self.folder, fingerprint, self_describing=True)
         self._seen: dict[str, tuple[int, int]] = {}  # name: size, time
         self._headers: dict[str, PromptHeader] = {}
         self._by_hash: dict[str, dict[str, int]] = {}  # hash of a block: file, how many blocks it is from the start

@@ -87,7 +87,7 @@ def _name(dtype: Any) -> str:
 def _layer_pages(
     number: int, layer: Any, count: int, block_size: int, seed: int
 ) -> tuple[LayerFingerprint, LayerPages, torch.dtype]:
-    """What a layer holds, as pages; unused tokens of the last block are zeros."""
+    """What a layer holds, as pages; tokens of the first and last block that it does not hold are zeros."""
     if type(layer) in (PackedLayer, PackedSlidingLayer):
         if not layer.is_initialized or layer.tables.batch != 1 or any(layer.tables.pads):
             raise InputError(
@@ -115,9 +115,9 @@ def _layer_pages(
             f"layer {number} is a {type(layer).__name__}, whose state a prompt-cache file does not hold; files are for "
             "full and sliding attention without sink or recent tokens"
         )
-    if unused := -count % block_size:
-        rows_of_tokens = page_tables(layout, pages.device).byte_offsets[block_size - unused :]
-        pages[-1][:, rows_of_tokens.flatten()] = 0
+    offsets = page_tables(layout, pages.device).byte_offsets
+    pages[0][:, offsets[: first % block_size].flatten()] = 0
+    pages[-1][:, offsets[block_size - -count % block_size :].flatten()] = 0
     mark = LayerFingerprint.of(number, layout.spec, heads, _name(dtype), window)
     return mark, LayerPages(pages, first), dtype
 

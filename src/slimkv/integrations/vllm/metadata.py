@@ -23,6 +23,7 @@ from slimkv.integrations.vllm.compat import (
     stock_backend,
 )
 from slimkv.integrations.vllm.context_parallel import DCPConfig, ShardTables, shard_tables
+from slimkv.integrations.vllm.startup import check_cache
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             return
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._sharing = _sharing(vllm_config)
+        check_cache(vllm_config, kv_cache_spec.block_size)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
