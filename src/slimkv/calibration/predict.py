@@ -38,8 +38,9 @@ def predicted_cost(calibration: Calibration, layer: int, bits: int, side: str, s
     statistics = calibration.statistics(layer)
     if statistics.key_weight is None or statistics.value_weight is None:
         raise UnsupportedError(
-            f"{calibration.name} does not know what errors of layer {layer} cost: use a file from slimkv calibrate; if "
-            "that has no costs either, the model's output projection was not found: choose formats by hand"
+            f"{calibration.name} does not know what errors of layer {layer} cost: make it with slimkv calibrate "
+            "--budget or --profile; if that has no costs either, the model's output projection was not found: choose "
+            "formats by hand"
         )
     if side == "key":
         noise = logit_noise(statistics, calibration.seed, shaped)

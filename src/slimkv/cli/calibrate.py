@@ -51,7 +51,8 @@ def calibrate(
         raise typer.BadParameter("--budget and --profile both choose the widths; give one of them")
     watch = Stopwatch()
     with user_errors():
-        made = _gather(model, text, ids, windows, tokens, seed, threads, device)
+        costs = budget is not None or profile is not None  # a pass per layer, which only the choice of widths needs
+        made = _gather(model, text, ids, windows, tokens, seed, threads, device, costs)
         solution = None
         if budget is not None or profile is not None:
             size = budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile))
@@ -63,7 +64,15 @@ def calibrate(
 
 
 def _gather(
-    name: str, text: str | None, ids: str, windows: int, tokens: int, seed: int, threads: int | None, device: str
+    name: str,
+    text: str | None,
+    ids: str,
+    windows: int,
+    tokens: int,
+    seed: int,
+    threads: int | None,
+    device: str,
+    costs: bool,
 ) -> Calibration:
     from slimkv.evals.texts import load_text, token_windows
     from slimkv.integrations.transformers.calibration.collect import gather_calibration
@@ -80,7 +89,7 @@ def _gather(
         else:
             read = random_windows(loaded.model.config, windows, tokens, seed)
             source = f"{read.numel()} random token ids, seed {seed}"
-        return gather_calibration(loaded.model, read, source=source, progress=progress)
+        return gather_calibration(loaded.model, read, source=source, costs=costs, progress=progress)
 
 
 def _result(model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float) -> dict[str, Any]:

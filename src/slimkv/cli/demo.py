@@ -49,15 +49,20 @@ def _tables(report: DemoReport) -> list[Table]:
     from rich.table import Table
 
     sizes = Table(title=f"head size {report.head_dim}: bytes per token and KV head, and relative errors")
-    for name in ("format", "bytes/token", "of bf16", "distortion", "keys", "values", "attention output"):
+    for name in ("format", "bytes/token/head", "of bf16", "distortion", "keys", "values", "attention output"):
         sizes.add_column(name, justify="left" if name == "format" else "right")
     for row in report.widths:
-        size = f"{row.bytes_per_token:.0f}", f"1/{row.ratio_to_bf16:.2f}", f"{row.distortion:.6f}"
+        size = f"{row.bytes_per_token_per_head:.0f}", f"1/{row.ratio_to_bf16:.2f}", f"{row.distortion:.6f}"
         sizes.add_row(row.format, *size, f"{row.key_error:.4f}", f"{row.value_error:.4f}", f"{row.output_error:.4f}")
     rotation = Table(title="heavy-tailed K/V: uniform (u), uniform rotated (ur), Lloyd-Max rotated (k4v4)")
-    for name in ("format", "bytes/token", "keys", "values", "attention output"):
+    for name in ("format", "bytes/token/head", "keys", "values", "attention output"):
         rotation.add_column(name, justify="left" if name == "format" else "right")
     for error in report.robustness:
-        numbers = f"{error.bytes_per_token:.0f}", f"{error.key:.4f}", f"{error.value:.4f}", f"{error.output:.4f}"
+        numbers = (
+            f"{error.bytes_per_token_per_head:.0f}",
+            f"{error.key:.4f}",
+            f"{error.value:.4f}",
+            f"{error.output:.4f}",
+        )
         rotation.add_row(error.format, *numbers)
     return [sizes, rotation]

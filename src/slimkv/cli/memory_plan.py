@@ -40,7 +40,7 @@ def plan(
 def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, head_dim: int | None) -> ModelShape:
     from slimkv.memory_plan import FULL, LayerGroup, ModelShape, read_config
 
-    given = {"--layers": layers, "--kv-heads": num_kv_heads, "--head-dim": head_dim}
+    given = {"--layers": layers, "--num-kv-heads": num_kv_heads, "--head-dim": head_dim}
     if config is not None:
         if clash := [name for name, value in given.items() if value is not None]:
             raise typer.BadParameter(f"--config already says what {', '.join(clash)} would; give one or the other")
@@ -49,7 +49,7 @@ def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, he
         missing = [name for name, value in given.items() if value is None]
         raise typer.BadParameter(f"give --config, or also {', '.join(missing)}")
     if layers < 1 or num_kv_heads < 1:
-        raise typer.BadParameter(f"--layers and --kv-heads must be positive, not {layers} and {num_kv_heads}")
+        raise typer.BadParameter(f"--layers and --num-kv-heads must be positive, not {layers} and {num_kv_heads}")
     return ModelShape("model", (LayerGroup(FULL, layers, num_kv_heads, head_dim, head_dim),))
 
 

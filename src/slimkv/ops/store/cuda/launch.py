@@ -61,7 +61,7 @@ class StoreArgs(ctypes.Structure):
         ("page_stride", ctypes.c_int64),
         ("page_head_stride", ctypes.c_int64),
         ("slots", ctypes.c_void_p),
-        ("rounding", ctypes.c_void_p),
+        ("query_aware", ctypes.c_void_p),
         ("error_steps", ctypes.c_float),
         ("tokens", ctypes.c_int32),
     ]
