@@ -8,7 +8,7 @@ from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm.compat import logger
 from slimkv.integrations.vllm.connectors import check_connectors, check_fingerprints
 
-USEFUL_MATCH = 1024  # tokens; prompts that share less than a block share nothing
+USEFUL_MATCH = 1024  # tokens; where a block is larger, prompts seldom share one
 _done: list[tuple[str, Any, int]] = []  # (what, engine config, block size) that this process has checked
 
 
