@@ -104,17 +104,13 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many more tokens a file holds than the engine's own cache."""
         assert self._half is not None
+        self._half.watch(request)
         return self._half.match(request, num_computed_tokens) if self._reads else 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request got its blocks."""
         assert self._half is not None
         self._half.accept(request.request_id, num_external_tokens)
-
-    def on_new_request(self, request: Any) -> None:
-        """A request came."""
-        if self._half is not None:
-            self._half.watch(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What the workers do in this step."""
@@ -201,7 +197,7 @@ class _Scheduler:
 
     def watch(self, request: Any) -> None:
         """Notes a prompt that is going to be written."""
-        if not self._connector._writes or not _only_tokens(request):
+        if not self._connector._writes or request.request_id in self._filling or not _only_tokens(request):
             return
         size = self.store.fingerprint.block_size
         whole = len(request.prompt_token_ids) // size * size
