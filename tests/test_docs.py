@@ -65,7 +65,7 @@ def test_the_page_example():
     layout = PageLayout(CodecSpec.parse("k4v4", 128), 16)
     assert (layout.key.codes_offset, layout.value.codes_offset) == (0, 1024)
     assert (layout.key.field_offset(0), layout.value.field_offset(0)) == (2048, 2080)
-    assert layout.region_bytes == 2112
+    assert layout.page_bytes == 2112
     assert f"layout version {LAYOUT_VERSION}" in text("docs/page-format.md")
 
 
@@ -78,7 +78,7 @@ def test_versions_agree():
     assert project["scripts"]["slimkv"] == "slimkv.cli:main"
 
 
-@pytest.mark.parametrize("word", re.findall(r"^\| `(\w+)` \| [A-Za-z]", text("docs/codec.md"), re.M))
+@pytest.mark.parametrize("format", re.findall(r"^\| `(\w+)` \| [A-Za-z]", text("docs/codec.md"), re.M))
 def test_bytes_in_the_outlier_table(word):
     row = next(line for line in text("docs/codec.md").splitlines() if line.startswith(f"| `{word}` |"))
-    assert Codec.from_word(word, 128).compression_ratio() == 512 / float(row.split("|")[3])
+    assert Codec.from_format(word, 128).compression_ratio() == 512 / float(row.split("|")[3])

@@ -39,7 +39,7 @@ def test_an_interpreter_is_enough_for_triton(monkeypatch):
 def test_a_broken_torch_is_noticed(monkeypatch):
     from slimkv import Codec
 
-    monkeypatch.setattr(Codec, "decompress_k", lambda self, rows: torch.zeros(64))
+    monkeypatch.setattr(Codec, "unpack_key", lambda self, rows: torch.zeros(64))
     assert doctor.diagnose(["codec"]).failed == ("codec",)
 
 

@@ -5,11 +5,10 @@ import pytest
 
 from slimkv import CodecSpec, PageLayout, ScalePolicy
 from slimkv.errors import SpecError
-from slimkv.spec import BLOCK_SIZES, Kind, TensorFormat, fp8, fragment_word, known_words, lloyd, raw, uniform
+from slimkv.spec import BLOCK_SIZES, Kind, TensorFormat, fp8, fragment_word, known_formats, lloyd, raw, uniform
 
 PARTS = {
     **{str(b): lloyd(b) for b in range(1, 9)},
-    **{f"l{b}": lloyd(b) for b in range(1, 9)},
     **{f"u{b}": uniform(b) for b in range(2, 9)},
     **{f"ur{b}": uniform(b, rotated=True) for b in range(2, 9)},
     "fp8": fp8(),
@@ -19,13 +18,10 @@ PARTS = {
     "rawfp32": raw("float32"),
 }
 PRESETS = {
-    "tq2": (lloyd(2), lloyd(2)),
-    "tq3": (lloyd(3), lloyd(3)),
-    "tq4": (lloyd(4), lloyd(4)),
-    "k8v4": (fp8(), uniform(4)),
-    "4bit_nc": (lloyd(4), uniform(4)),
-    "k3v4_nc": (lloyd(3), uniform(4)),
-    "3bit_nc": (lloyd(3), uniform(3)),
+    "turboquant_k8v4": (fp8(), uniform(4)),
+    "turboquant_4bit_nc": (lloyd(4), uniform(4)),
+    "turboquant_k3v4_nc": (lloyd(3), uniform(4)),
+    "turboquant_3bit_nc": (lloyd(3), uniform(3)),
     "fp8": (fp8(), fp8()),
     "raw": (raw(), raw()),
 }
@@ -34,36 +30,68 @@ PRESETS = {
 @pytest.mark.parametrize("key", PARTS)
 def test_every_pair_of_parts_parses_and_round_trips(key):
     for value in PARTS:
-        word = f"k{key}v{value}"
-        if word in PRESETS:  # a vLLM name keeps vLLM's recipe
-            continue
-        spec = CodecSpec.parse(word, 128)
+        format = f"k{key}v{value}"
+        spec = CodecSpec.parse(format, 128)
         assert (spec.key, spec.value) == (PARTS[key], PARTS[value])
-        assert CodecSpec.parse(spec.word, 128) == spec
+        assert spec.format == format
+        assert CodecSpec.parse(spec.canonical_format, 128) == spec
 
 
-@pytest.mark.parametrize("word", PRESETS)
-def test_presets(word):
-    spec = CodecSpec.parse(word, 64)
-    assert (spec.key, spec.value) == PRESETS[word]
-    assert CodecSpec.parse(spec.word, 64) == spec
-    assert CodecSpec.parse(f" TurboQuant_{word.upper()} ", 64) == spec
-    assert word in known_words()
+@pytest.mark.parametrize("format", PRESETS)
+def test_presets(format):
+    spec = CodecSpec.parse(format, 64)
+    assert (spec.key, spec.value) == PRESETS[format]
+    assert spec.format == spec.canonical_format == format
+    assert CodecSpec.parse(f" {format.upper()} ", 64) == spec
+    assert format in known_formats()
+
+
+def test_equal_formats_have_one_canonical_name():
+    assert CodecSpec.parse("kfp8vfp8", 64).canonical_format == "fp8"
+    assert CodecSpec.parse("kfp8vu4", 64) == CodecSpec.parse("turboquant_k8v4", 64)
+    assert CodecSpec.parse("k4v4", 64, key_policy="plain").canonical_format == "k4v4"
+
+
+def test_raw_follows_the_model_unless_it_names_its_dtype():
+    assert CodecSpec.parse("raw", 64).with_raw_dtype("float32").format == "krawfp32vrawfp32"
+    assert CodecSpec.parse("krawv4", 64).with_raw_dtype("float16").format == "krawfp16v4"
+    explicit = CodecSpec.parse("krawbf16vrawbf16", 64)
+    assert explicit.with_raw_dtype("float32") is explicit
 
 
 @pytest.mark.parametrize(
-    "word", ["", "k4", "v4", "k4v", "k9v4", "k0v4", "ku1v4", "kur1v4", "k4v4 v4", "int4", "kl4xv4", "k44v4"]
+    ("old", "new"),
+    [
+        ("tq4", "k4v4"),
+        ("kl8vl4", "k8v4"),
+        ("kl6vfp8", "k6vfp8"),
+        ("4bit_nc", "turboquant_4bit_nc"),
+        ("k3v4_nc", "turboquant_k3v4_nc"),
+        ("3bit_nc", "turboquant_3bit_nc"),
+    ],
 )
-def test_unknown_words_are_refused_with_the_known_ones(word):
+def test_names_that_were_replaced_say_by_what(old, new):
+    with pytest.raises(SpecError, match=f"unknown format '{old}': it is called '{new}'"):
+        CodecSpec.parse(old, 64)
+
+
+def test_a_number_means_lloyd_max():
+    assert CodecSpec.parse("k8v4", 64).key == lloyd(8)
+
+
+@pytest.mark.parametrize(
+    "format", ["", "k4", "v4", "k4v", "k9v4", "k0v4", "ku1v4", "kur1v4", "k4v4 v4", "int4", "kl4xv4", "k44v4"]
+)
+def test_unknown_formats_are_refused_with_the_known_ones(format):
     with pytest.raises(SpecError) as caught:
-        CodecSpec.parse(word, 128)
-    assert repr(word) in str(caught.value)
-    assert known_words() in str(caught.value)
+        CodecSpec.parse(format, 128)
+    assert repr(format) in str(caught.value)
+    assert known_formats() in str(caught.value)
 
 
 def test_vllm_recipes_use_norm_correction():
-    assert CodecSpec.parse("4bit_nc", 128).key.policy == ScalePolicy.NORM
-    assert CodecSpec.parse("k3v4_nc", 128).key.policy == ScalePolicy.NORM
+    assert CodecSpec.parse("turboquant_4bit_nc", 128).key.policy == ScalePolicy.NORM
+    assert CodecSpec.parse("turboquant_k3v4_nc", 128).key.policy == ScalePolicy.NORM
 
 
 def test_policy_applies_to_lloyd_sides_only():
@@ -120,13 +148,13 @@ def test_with_raw_dtype_touches_raw_sides_only():
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("word", "most"), [("k4v4", 132), ("k3v3", 100), ("k2v2", 68)])
+@pytest.mark.parametrize(("format", "most"), [("k4v4", 132), ("k3v3", 100), ("k2v2", 68)])
 @pytest.mark.parametrize("block", BLOCK_SIZES[1:])
-def test_bytes_at_head_size_128(word, most, block):
-    layout = PageLayout(CodecSpec.parse(word, 128), block)
+def test_bytes_at_head_size_128(format, most, block):
+    layout = PageLayout(CodecSpec.parse(format, 128), block)
     assert layout.content_bytes <= most * block
-    assert layout.region_bytes - layout.content_bytes < 16
-    assert layout.bytes_per_token == layout.region_bytes / block
+    assert layout.page_bytes - layout.content_bytes < 16
+    assert layout.bytes_per_token == layout.page_bytes / block
     assert layout.compression_ratio == 512 / layout.bytes_per_token
 
 
@@ -134,10 +162,10 @@ def test_bytes_at_head_size_128(word, most, block):
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_no_byte_is_padded_but_the_region_alignment(dim, bits):
     for block in BLOCK_SIZES:
-        layout = PageLayout(CodecSpec.parse(f"kl{bits}vl{bits}", dim), block)
+        layout = PageLayout(CodecSpec.parse(f"k{bits}v{bits}", dim), block)
         exact = block * (2 * dim * bits // 8 + 4)
         assert layout.content_bytes == exact
-        assert layout.region_bytes == (exact + 15) // 16 * 16
+        assert layout.page_bytes == (exact + 15) // 16 * 16
 
 
 def test_compression_ratios_of_whole_regions():
@@ -156,7 +184,7 @@ def test_block_sizes_and_counts():
         PageLayout(CodecSpec.parse("k4v4", 64), 24)
     layout = PageLayout(CodecSpec.parse("k4v4", 64), 32)
     assert [layout.blocks_for(n) for n in (0, 1, 32, 33)] == [0, 1, 1, 2]
-    assert layout.pool_bytes(10, 3) == 30 * layout.region_bytes
+    assert layout.pool_bytes(10, 3) == 30 * layout.page_bytes
     with pytest.raises(SpecError, match="no field 1"):
         layout.key.field_offset(1)
 
@@ -169,7 +197,7 @@ def test_block_sizes_and_counts():
 @pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("transposed", [False, True], ids=["key", "value"])
 def test_every_bit_of_a_tile_is_used_once_and_a_byte_has_one_token(dim, bits, block, transposed):
-    layout = PageLayout(CodecSpec.parse(f"kl{bits}vl{bits}", dim), block)
+    layout = PageLayout(CodecSpec.parse(f"k{bits}v{bits}", dim), block)
     side = layout.value if transposed else layout.key
     owner = np.full(side.tile_bytes, -1)
     used = []
@@ -191,18 +219,18 @@ def test_a_lane_finds_its_fragment_in_whole_words():
     key, value = (side.bit_positions(side.planes[0]) for side in (layout.key, layout.value))
     for g, t, piece in itertools.product(range(8), range(4), range(8)):
         lane = 4 * g + t
-        word = int(fragment_word(np.array(piece), np.array(lane), 8))
+        format = int(fragment_word(np.array(piece), np.array(lane), 8))
         tokens, dims = (g, g + 8), [16 * piece + d for d in (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)]
-        assert [key[a, d] for a in tokens for d in dims] == [32 * word + 4 * n for n in range(8)]
+        assert [key[a, d] for a in tokens for d in dims] == [32 * format + 4 * n for n in range(8)]
         rows, columns = (16 * piece + g, 16 * piece + g + 8), (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)
-        assert [value[a, d] for a in columns for d in rows] == [32 * word + 4 * n for n in range(8)]
+        assert [value[a, d] for a in columns for d in rows] == [32 * format + 4 * n for n in range(8)]
 
 
-@pytest.mark.parametrize("words", range(1, 17))
-def test_fragment_words_are_a_permutation_in_vectors_of_four(words):
-    word, lane = np.meshgrid(np.arange(words), np.arange(32), indexing="ij")
-    place = fragment_word(word, lane, words)
-    assert np.array_equal(np.sort(place.ravel()), np.arange(32 * words))
-    for first in range(0, words - words % 4, 4):
+@pytest.mark.parametrize("formats", range(1, 17))
+def test_fragment_words_are_a_permutation_in_vectors_of_four(formats):
+    format, lane = np.meshgrid(np.arange(formats), np.arange(32), indexing="ij")
+    place = fragment_word(format, lane, formats)
+    assert np.array_equal(np.sort(place.ravel()), np.arange(32 * formats))
+    for first in range(0, formats - formats % 4, 4):
         assert (place[first] % 4 == 0).all()
         assert (np.diff(place[first : first + 4], axis=0) == 1).all()

@@ -13,7 +13,7 @@ from slimkv.evals.synthetic import heavy_tailed
 from slimkv.spec import CodecSpec, PageLayout
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
-ROBUSTNESS_FORMATS = ("ku4vu4", "kur4vur4", "k4v4", "4bit_nc", "fp8")
+ROBUSTNESS_FORMATS = ("ku4vu4", "kur4vur4", "k4v4", "turboquant_4bit_nc", "fp8")
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,21 @@ def run_demo(
     sample = heavy_tailed(heads, tokens, head_dim, seed=seed)
     rows = []
     for bits in WIDTHS:
-        word = f"k{bits}v{bits}"
-        step(f"measuring {word}")
-        spec = CodecSpec.parse(word, head_dim)
-        error = attention_error(sample, spec, word)
+        format = f"k{bits}v{bits}"
+        step(f"measuring {format}")
+        spec = CodecSpec.parse(format, head_dim)
+        error = attention_error(sample, spec, format)
         random = measure_distortion(head_dim, [bits], [spec.key.policy], vectors=4096).widths[0].policies[0]
         layout = PageLayout(spec, 16)
         rows.append(
             WidthRow(
-                word, layout.bytes_per_token, layout.compression_ratio, random.mse, error.key, error.value, error.output
+                format,
+                layout.bytes_per_token,
+                layout.compression_ratio,
+                random.mse,
+                error.key,
+                error.value,
+                error.output,
             )
         )
     step("comparing with and without rotation")

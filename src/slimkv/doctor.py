@@ -80,9 +80,9 @@ def _codec() -> Check:
 
     from slimkv.codec import Codec
 
-    codec = Codec.from_word("k4v4", 64)
+    codec = Codec.from_format("k4v4", 64)
     x = torch.arange(64.0).mul(37).remainder(64).sub(32)
-    error = float((codec.decompress_k(codec.compress_k(x)) - x).norm() / x.norm())
+    error = float((codec.unpack_key(codec.pack_key(x)) - x).norm() / x.norm())
     if error < 0.15:
         return Check("codec", True, None, f"4-bit round trip with {error:.1%} error")
     return Check("codec", False, None, f"a 4-bit round trip has {error:.1%} error; this torch computes wrongly")
@@ -122,7 +122,7 @@ def _triton() -> Check:
 
 
 _LOADS_IN_VLLM = """
-from slimkv.integrations.vllm import backend, impl, metadata, plugin
+from slimkv.integrations.vllm import backend, backend, metadata, plugin
 plugin.register()
 """
 

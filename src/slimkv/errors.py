@@ -6,7 +6,7 @@ class SlimKVError(Exception):
 
 
 class SpecError(SlimKVError, ValueError):
-    """A format word, width, head size or page size that slimkv does not know."""
+    """A format name, width, head size or page size that slimkv does not know."""
 
 
 class InputError(SlimKVError, ValueError):

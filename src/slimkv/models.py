@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, SlimKVError
-from slimkv.folders import cache_folder
+from slimkv.paths import cache_dir
 
 FOLDER_VERSION = 1  # of the converted folders in the cache
 
@@ -153,7 +153,7 @@ def folder(name: str, cache_dir: Path | None = None) -> Path:
 
 def default_cache_dir() -> Path:
     """``$XDG_CACHE_HOME/slimkv/models``, or ``~/.cache/slimkv/models``."""
-    return cache_folder("models")
+    return cache_dir("models")
 
 
 def _looks_like_hub_name(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 Every byte count and offset in the project is a property of the frozen dataclasses in this file.
 
-A *region* is one block of tokens of one KV head. Inside a region:
+A *page* is one block of tokens of one KV head. Inside a page:
 
     key codes | value codes | 16-bit fields (key scale [, key zero], value scale [, value zero])
 
@@ -23,7 +23,7 @@ In a plane of w <= 4 bits one word holds 4 / w slices: value n of the j-th of th
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property
 
@@ -36,7 +36,7 @@ TILE_TOKENS = 16
 SLICE_DIMS = 16
 LANES = 32
 FIELD_BYTES = 2
-REGION_ALIGNMENT = 16
+PAGE_ALIGNMENT = 16
 BLOCK_SIZES = (1, 16, 32, 64, 128)
 MAX_HEAD_DIM = 1024
 DEFAULT_SEED = 0x51
@@ -44,6 +44,7 @@ BF16_BYTES = 2
 
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,), 16: (16,), 32: (32,)}
 RAW_DTYPES = {"bfloat16": 16, "float16": 16, "float32": 32}
+_RAW_NAMES = {"bfloat16": "rawbf16", "float16": "rawfp16", "float32": "rawfp32"}
 
 
 class Kind(StrEnum):
@@ -63,11 +64,11 @@ class ScalePolicy(StrEnum):
     UNBIASED = "unbiased"  # |x|^2 / <x, l>: <x, x_hat> = |x|^2
 
 
-def parse_policy(word: str) -> ScalePolicy:
+def parse_policy(name: str) -> ScalePolicy:
     """``plain``, ``norm`` or ``unbiased``."""
-    if word not in list(ScalePolicy):
-        raise SpecError(f"unknown scale policy {word!r}; known are {', '.join(ScalePolicy)}")
-    return ScalePolicy(word)
+    if not isinstance(name, str) or name not in list(ScalePolicy):
+        raise SpecError(f"unknown scale policy {name!r}; known are {', '.join(ScalePolicy)}")
+    return ScalePolicy(name)
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class TensorFormat:
     rotated: bool = False
     policy: ScalePolicy = ScalePolicy.NORM
     raw_dtype: str = "bfloat16"
+    dtype_of_model: bool = False  # raw: ``with_raw_dtype`` may replace raw_dtype by what the model computes in
 
     def __post_init__(self) -> None:
         allowed = {Kind.LLOYD: range(1, 9), Kind.UNIFORM: range(2, 9), Kind.FP8: (8,)}
@@ -106,15 +108,15 @@ class TensorFormat:
         return {Kind.LLOYD: 1, Kind.UNIFORM: 2, Kind.FP8: 1, Kind.RAW: 0}[self.kind]
 
     @property
-    def word(self) -> str:
+    def name(self) -> str:
         """The format as ``CodecSpec.parse`` reads it after ``k`` or ``v``."""
         if self.kind == Kind.LLOYD:
-            return f"l{self.bits}"
+            return str(self.bits)
         if self.kind == Kind.UNIFORM:
             return f"u{'r' if self.rotated else ''}{self.bits}"
         if self.kind == Kind.FP8:
             return "fp8"
-        return {"bfloat16": "rawbf16", "float16": "rawfp16", "float32": "rawfp32"}[self.raw_dtype]
+        return "raw" if self.dtype_of_model else _RAW_NAMES[self.raw_dtype]
 
 
 def lloyd(bits: int, policy: ScalePolicy = ScalePolicy.NORM) -> TensorFormat:
@@ -132,39 +134,73 @@ def fp8() -> TensorFormat:
     return TensorFormat(Kind.FP8, 8)
 
 
-def raw(dtype: str = "bfloat16") -> TensorFormat:
-    """The input's own bits, lossless."""
+def raw(dtype: str | None = None) -> TensorFormat:
+    """The input's own bits, lossless; without a ``dtype``, in that of the model (bfloat16 where none is known)."""
+    if dtype is None:
+        return TensorFormat(Kind.RAW, 16, dtype_of_model=True)
     return TensorFormat(Kind.RAW, RAW_DTYPES.get(dtype, 16), raw_dtype=dtype)
 
 
+# vLLM's recipes, under vLLM's names only. Every name here is canonical: ``CodecSpec.format`` gives it back.
 _PRESETS: dict[str, tuple[TensorFormat, TensorFormat]] = {
-    "tq2": (lloyd(2), lloyd(2)),
-    "tq3": (lloyd(3), lloyd(3)),
-    "tq4": (lloyd(4), lloyd(4)),
-    "k8v4": (fp8(), uniform(4)),
-    "4bit_nc": (lloyd(4), uniform(4)),
-    "k3v4_nc": (lloyd(3), uniform(4)),
-    "3bit_nc": (lloyd(3), uniform(3)),
+    "turboquant_k8v4": (fp8(), uniform(4)),
+    "turboquant_4bit_nc": (lloyd(4), uniform(4)),
+    "turboquant_k3v4_nc": (lloyd(3), uniform(4)),
+    "turboquant_3bit_nc": (lloyd(3), uniform(3)),
     "fp8": (fp8(), fp8()),
     "raw": (raw(), raw()),
 }
-_PART = r"(?:l?[1-8]|u[2-8]|ur[2-8]|fp8|rawbf16|rawfp16|rawfp32|raw)"
+_PRESET_NAMES = {formats: name for name, formats in _PRESETS.items()}
+_PART = r"(?:[1-8]|u[2-8]|ur[2-8]|fp8|raw|rawbf16|rawfp16|rawfp32)"
 _PAIR = re.compile(rf"k({_PART})v({_PART})")
-_RAW_WORDS = {"raw": "bfloat16", "rawbf16": "bfloat16", "rawfp16": "float16", "rawfp32": "float32"}
+_RAW_DTYPES_BY_NAME = {name: dtype for dtype, name in _RAW_NAMES.items()}
+# Names that are no longer accepted, and what to write instead.
+_REPLACED = {
+    "tq2": "k2v2",
+    "tq3": "k3v3",
+    "tq4": "k4v4",
+    "4bit_nc": "turboquant_4bit_nc",
+    "k3v4_nc": "turboquant_k3v4_nc",
+    "3bit_nc": "turboquant_3bit_nc",
+}
+_REPLACED_PART = re.compile(r"(?<=[kv])l(?=[1-8])")
 
 
-def known_words() -> str:
-    """The accepted format words, in one line for error messages and help texts."""
+def known_formats() -> str:
+    """The accepted format names, in one line for error messages and help texts."""
     presets = ", ".join(_PRESETS)
     return (
-        f"{presets}, or k<K>v<V> with K and V each one of 1-8 (Lloyd-Max; l1-l8 says so explicitly), "
-        "u2-u8 (uniform), ur2-ur8 (uniform, rotated), fp8, raw, rawbf16, rawfp16, rawfp32"
+        f"{presets}, or k<K>v<V> with K and V each one of 1-8 (Lloyd-Max), u2-u8 (uniform), ur2-ur8 (uniform, "
+        "rotated), "
+        "fp8, raw (the dtype of the model), rawbf16, rawfp16, rawfp32"
     )
 
 
+def _replacement(name: str) -> str | None:
+    """What to write instead of a name that used to be a format."""
+    without = _REPLACED_PART.sub("", name)
+    return _REPLACED.get(name) or (without if without != name and _PAIR.fullmatch(without) else None)
+
+
+def parse_format(name: str) -> tuple[TensorFormat, TensorFormat]:
+    """The formats of K and V that ``name`` stands for, such as ``k4v4`` or ``turboquant_4bit_nc``."""
+    if not isinstance(name, str):
+        raise SpecError(f"a format is a name such as 'k4v4', not {name!r}")
+    known = name.strip().lower()
+    if known in _PRESETS:
+        return _PRESETS[known]
+    if match := _PAIR.fullmatch(known):
+        return _parse_part(match[1]), _parse_part(match[2])
+    if replacement := _replacement(known):
+        raise SpecError(f"unknown format {name!r}: it is called {replacement!r}")
+    raise SpecError(f"unknown format {name!r}; known are {known_formats()}")
+
+
 def _parse_part(part: str) -> TensorFormat:
-    if part in _RAW_WORDS:
-        return raw(_RAW_WORDS[part])
+    if part == "raw":
+        return raw()
+    if part in _RAW_DTYPES_BY_NAME:
+        return raw(_RAW_DTYPES_BY_NAME[part])
     if part == "fp8":
         return fp8()
     if part.startswith("u"):
@@ -181,6 +217,7 @@ class CodecSpec:
     key_dim: int
     value_dim: int
     seed: int = DEFAULT_SEED
+    name: str | None = field(default=None, compare=False, repr=False)  # how ``parse`` was asked for it
 
     def __post_init__(self) -> None:
         for name, dim in (("key", self.key_dim), ("value", self.value_dim)):
@@ -195,45 +232,52 @@ class CodecSpec:
     @classmethod
     def parse(
         cls,
-        word: str,
+        format: str,
         head_dim: int,
         value_dim: int | None = None,
         *,
-        key_policy: ScalePolicy | None = None,
-        value_policy: ScalePolicy | None = None,
+        key_policy: ScalePolicy | str | None = None,
+        value_policy: ScalePolicy | str | None = None,
         seed: int = DEFAULT_SEED,
     ) -> CodecSpec:
-        """Reads a word such as ``k4v4``, ``tq4``, ``4bit_nc`` or ``kfp8vu4``.
+        """Reads a format's name, such as ``k4v4``, ``kfp8vu4`` or ``turboquant_4bit_nc``.
 
-        vLLM's preset names keep vLLM's recipe: ``k8v4`` is fp8 keys with uniform 4-bit values; Lloyd-Max keys of
-        8 bits with 4-bit Lloyd-Max values are written ``kl8v4``. A policy applies to ``lloyd`` sides only.
+        A number is the bits of Lloyd-Max codes: ``k8v4`` has Lloyd-Max keys of 8 bits and values of 4. vLLM's recipes
+        have vLLM's names: ``turboquant_k8v4`` has fp8 keys and uniform 4-bit values. A policy applies to Lloyd-Max
+        sides only.
         """
-        name = word.strip().lower().removeprefix("turboquant_")
-        if name in _PRESETS:
-            key, value = _PRESETS[name]
-        elif match := _PAIR.fullmatch(name):
-            key, value = _parse_part(match[1]), _parse_part(match[2])
-        else:
-            raise SpecError(f"unknown format {word!r}; known are {known_words()}")
+        key, value = parse_format(format)
         if key_policy is not None and key.kind == Kind.LLOYD:
             key = replace(key, policy=parse_policy(key_policy))
         if value_policy is not None and value.kind == Kind.LLOYD:
             value = replace(value, policy=parse_policy(value_policy))
-        return cls(key, value, head_dim, head_dim if value_dim is None else value_dim, seed)
+        name = format.strip().lower()
+        return cls(key, value, head_dim, head_dim if value_dim is None else value_dim, seed, name)
 
     @property
-    def word(self) -> str:
-        """A word that ``parse`` turns back into these formats."""
-        return f"k{self.key.word}v{self.value.word}"
+    def format(self) -> str:
+        """The name of these formats, as ``parse`` was given it: ``parse(x).format == x``."""
+        return self.name or self.canonical_format
+
+    @property
+    def canonical_format(self) -> str:
+        """One name for equal formats, however they were spelled: ``fp8`` for ``kfp8vfp8``, for instance."""
+        plain = replace(self.key, policy=ScalePolicy.NORM), replace(self.value, policy=ScalePolicy.NORM)
+        return _PRESET_NAMES.get(plain) or f"k{self.key.name}v{self.value.name}"
 
     def with_raw_dtype(self, dtype: str) -> CodecSpec:
-        """The same spec with every ``raw`` side holding ``dtype`` (what the model computes in)."""
-        key, value = (raw(dtype) if side.kind == Kind.RAW else side for side in (self.key, self.value))
-        return replace(self, key=key, value=value)
+        """The same spec with every ``raw`` side holding ``dtype``, what the model computes in.
+
+        A side that names its dtype, such as ``rawbf16``, keeps it.
+        """
+        if not (self.key.dtype_of_model or self.value.dtype_of_model):
+            return self
+        key, value = (raw(dtype) if side.dtype_of_model else side for side in (self.key, self.value))
+        return replace(self, key=key, value=value, name=None)
 
     @property
     def bits_per_number(self) -> float:
-        """Stored bits over stored numbers, scales included, before any region alignment."""
+        """Stored bits over stored numbers, scales included, before any page alignment."""
         fields = 8 * FIELD_BYTES * (self.key.field_count + self.value.field_count)
         codes = self.key.bits * self.key_dim + self.value.bits * self.value_dim
         return (codes + fields) / (self.key_dim + self.value_dim)
@@ -262,11 +306,11 @@ class PlaneLayout:
 
 @dataclass(frozen=True)
 class SideLayout:
-    """Where the codes and fields of K (or V) sit inside a region."""
+    """Where the codes and fields of K (or V) sit inside a page."""
 
     format: TensorFormat
     dim: int
-    block_tokens: int
+    block_size: int
     codes_offset: int
     fields_offset: int
     transposed: bool  # values: the fragment's rows are dimensions
@@ -274,7 +318,7 @@ class SideLayout:
     @property
     def tile_tokens(self) -> int:
         """Tokens whose codes are laid out together (1 for plain token rows)."""
-        return min(self.block_tokens, TILE_TOKENS)
+        return min(self.block_size, TILE_TOKENS)
 
     @property
     def tile_bytes(self) -> int:
@@ -284,7 +328,7 @@ class SideLayout:
     @property
     def codes_bytes(self) -> int:
         """Code bytes of the whole block."""
-        return self.block_tokens // self.tile_tokens * self.tile_bytes
+        return self.block_size // self.tile_tokens * self.tile_bytes
 
     @cached_property
     def planes(self) -> tuple[PlaneLayout, ...]:
@@ -292,7 +336,7 @@ class SideLayout:
         out, offset, low = [], 0, 0
         slices = self.dim // SLICE_DIMS
         for bits in self.format.planes:
-            if self.block_tokens == 1:
+            if self.block_size == 1:
                 words, tail = 0, slices
             elif bits <= 4:
                 words, tail = divmod(slices, 4 // bits)
@@ -306,8 +350,8 @@ class SideLayout:
     def field_offset(self, index: int) -> int:
         """Region offset of 16-bit field ``index`` (0 scale, 1 zero) of token 0; tokens follow each other."""
         if not 0 <= index < self.format.field_count:
-            raise SpecError(f"{self.format.word} stores {self.format.field_count} fields; there is no field {index}")
-        return self.fields_offset + index * FIELD_BYTES * self.block_tokens
+            raise SpecError(f"{self.format.name} stores {self.format.field_count} fields; there is no field {index}")
+        return self.fields_offset + index * FIELD_BYTES * self.block_size
 
     def bit_positions(self, plane: PlaneLayout) -> np.ndarray:
         """Bit offset inside a tile's codes of every value's lowest plane bit: int64 [tile_tokens, dim]."""
@@ -341,14 +385,14 @@ def fragment_word(word: np.ndarray, lane: np.ndarray, words: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The bytes of one block of ``block_tokens`` tokens of one KV head."""
+    """The bytes of one block of ``block_size`` tokens of one KV head."""
 
     spec: CodecSpec
-    block_tokens: int
+    block_size: int
 
     def __post_init__(self) -> None:
-        if self.block_tokens not in BLOCK_SIZES:
-            raise SpecError(f"block size {self.block_tokens} is not one of {', '.join(map(str, BLOCK_SIZES))}")
+        if self.block_size not in BLOCK_SIZES:
+            raise SpecError(f"block size {self.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
 
     def __hash__(self) -> int:
         return self._hash
@@ -356,60 +400,60 @@ class PageLayout:
     @cached_property
     def _hash(self) -> int:
         """Kept, since every call of an operation looks up what it needs for a layout."""
-        return hash((self.spec, self.block_tokens))
+        return hash((self.spec, self.block_size))
 
     def __getstate__(self) -> dict[str, object]:
         """Another process hashes strings differently: only the fields travel."""
-        return {"spec": self.spec, "block_tokens": self.block_tokens}
+        return {"spec": self.spec, "block_size": self.block_size}
 
     @cached_property
     def key(self) -> SideLayout:
         """Where the keys are."""
-        return SideLayout(self.spec.key, self.spec.key_dim, self.block_tokens, 0, self._fields_start, False)
+        return SideLayout(self.spec.key, self.spec.key_dim, self.block_size, 0, self._fields_start, False)
 
     @cached_property
     def value(self) -> SideLayout:
         """Where the values are."""
-        key_bytes = self.block_tokens * self.spec.key_dim * self.spec.key.bits // 8
-        fields = self._fields_start + FIELD_BYTES * self.block_tokens * self.spec.key.field_count
-        return SideLayout(self.spec.value, self.spec.value_dim, self.block_tokens, key_bytes, fields, True)
+        key_bytes = self.block_size * self.spec.key_dim * self.spec.key.bits // 8
+        fields = self._fields_start + FIELD_BYTES * self.block_size * self.spec.key.field_count
+        return SideLayout(self.spec.value, self.spec.value_dim, self.block_size, key_bytes, fields, True)
 
     @property
     def _fields_start(self) -> int:
         bits = self.spec.key_dim * self.spec.key.bits + self.spec.value_dim * self.spec.value.bits
-        return self.block_tokens * bits // 8
+        return self.block_size * bits // 8
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of a region that mean something."""
+        """Bytes of a page that mean something."""
         fields = self.spec.key.field_count + self.spec.value.field_count
-        return self._fields_start + FIELD_BYTES * self.block_tokens * fields
+        return self._fields_start + FIELD_BYTES * self.block_size * fields
 
     @cached_property
-    def region_bytes(self) -> int:
-        """Bytes of a region as allocated: ``content_bytes`` rounded up to 16."""
-        return -(-self.content_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+    def page_bytes(self) -> int:
+        """Bytes of a page as allocated: ``content_bytes`` rounded up to 16."""
+        return -(-self.content_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
     @property
     def bytes_per_token(self) -> float:
         """Allocated bytes per token and KV head."""
-        return self.region_bytes / self.block_tokens
+        return self.page_bytes / self.block_size
 
     @property
     def compression_ratio(self) -> float:
         """bf16 bytes over allocated bytes."""
         return BF16_BYTES * (self.spec.key_dim + self.spec.value_dim) / self.bytes_per_token
 
-    def pool_bytes(self, blocks: int, kv_heads: int) -> int:
-        """Bytes of a pool of ``blocks`` blocks for ``kv_heads`` heads of one layer."""
-        return blocks * kv_heads * self.region_bytes
+    def pool_bytes(self, blocks: int, num_kv_heads: int) -> int:
+        """Bytes of a pool of ``blocks`` blocks for ``num_kv_heads`` heads of one layer."""
+        return blocks * num_kv_heads * self.page_bytes
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens."""
-        return -(-tokens // self.block_tokens)
+        return -(-tokens // self.block_size)
 
 
 @cache
-def page_layout(spec: CodecSpec, block_tokens: int) -> PageLayout:
+def page_layout(spec: CodecSpec, block_size: int) -> PageLayout:
     """One object for all layers of a kind: looking up what belongs to it then compares no fields."""
-    return PageLayout(spec, block_tokens)
+    return PageLayout(spec, block_size)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from slimkv.bench import __main__ as plain
 from slimkv.bench import attend, baselines, results
 from slimkv.bench.cells import ATTEND_CELLS, SMALL_ATTEND_CELLS, SMALL_STORE_CELLS, STORE_CELLS, AttendCell, choose
-from slimkv.bench.running import Options
+from slimkv.bench.options import Options
 from slimkv.bench.timing import Timer
 from slimkv.cli.app import app
 from slimkv.errors import InputError, SlimKVError
@@ -42,7 +42,7 @@ def test_cells_have_names_of_their_own_and_fit_whole_pages(cells):
     for cell in cells:
         size = cell.context if isinstance(cell, AttendCell) else cell.tokens
         assert size % cell.page == 0 or size < 2 * cell.page
-        assert cell.layout.spec.word
+        assert cell.layout.spec.format
 
 
 def test_bytes_and_flops_of_a_cell():
@@ -67,7 +67,7 @@ def test_choosing():
 def test_a_report(tmp_path):
     report = attend.bench_attend(Options(device="cpu"))
     assert [row.cell for row in report.rows] == [cell.name for cell in SMALL_ATTEND_CELLS]
-    assert {row.impl for row in report.rows} == {"cpu"}
+    assert {row.backend for row in report.rows} == {"cpu"}
     for row in report.rows:
         assert row.error < 1e-4
         assert row.fraction_of_copy == pytest.approx(row.moved_bytes / 0.5e-3 / 1e10)
@@ -118,7 +118,7 @@ def test_the_fastest_configuration_counts_and_failures_are_told(monkeypatch):
 
 def test_sdpa_computes_the_same_attention():
     """The baseline must do the work it is timed for: the same mask, the same heads."""
-    cell = AttendCell("", batch=2, context=32, queries=4, query_heads=6, kv_heads=2, head_dim=16)
+    cell = AttendCell("", batch=2, context=32, queries=4, num_heads=6, num_kv_heads=2, head_dim=16)
     inputs = baselines.DenseInputs.random(cell, CPU)
     ((_, call),) = baselines.sdpa(inputs)
     got = call().transpose(1, 2)  # [batch, queries, heads, dim]
@@ -148,7 +148,7 @@ def test_commands(operation, tmp_path):
 def test_mistakes_are_one_line():
     for arguments, message in [
         (["--cells", "nothing"], "no cell is called 'nothing'"),
-        (["--impl", "warp", "--cells", "decode-2x512"], "called 'warp'; known: "),
+        (["--backend", "warp", "--cells", "decode-2x512"], "called 'warp'; known: "),
     ]:
         result = CliRunner().invoke(app, ["bench", "attend", "--device", "cpu", *arguments])
         assert result.exit_code == 2

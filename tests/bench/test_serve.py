@@ -26,7 +26,7 @@ SLIM = {"kv_tokens": 388, "start_seconds": 12.5, "decode": {"decode_tokens_per_s
         ("k4v4", {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "k4v4"}}}),
         (
             "k4v4:triton",
-            {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "k4v4", "impl": "triton"}}},
+            {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "k4v4", "backend": "triton"}}},
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_system_that_fails_leaves_the_others_their_numbers(tmp_path, monkeypat
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_a_small_run(tmp_path):
     sizes = {"context": 512, "requests": 3, "output": 4, "most-requests": 4, "arrivals": 3, "rate": 20}
-    small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    small = [format for name, size in sizes.items() for format in (f"--{name}", str(size))]
     command = ["serve", "--systems", "bf16,k4v4", "--shape", "tiny", *small, "--eager", "--json"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     done = subprocess.run(

@@ -13,17 +13,17 @@ def test_tables():
     batch = AttentionBatch.build([[5, 2], [7], []], [20, 3, 0], [2, 3, 0], 16, "cpu")
     assert batch.block_table.tolist() == [[5, 2], [7, 0], [0, 0]]
     assert batch.seq_lens.tolist() == [20, 3, 0]
-    assert batch.query_start.tolist() == [0, 2, 5, 5]
+    assert batch.cu_seqlens_q.tolist() == [0, 2, 5, 5]
     assert batch.slot_mapping.tolist() == [2 * 16 + 2, 2 * 16 + 3, 7 * 16, 7 * 16 + 1, 7 * 16 + 2]
     assert (batch.max_query_len, batch.max_seq_len) == (3, 20)
-    assert batch.block_table.dtype == batch.seq_lens.dtype == batch.query_start.dtype == torch.int32
+    assert batch.block_table.dtype == batch.seq_lens.dtype == batch.cu_seqlens_q.dtype == torch.int32
     assert batch.slot_mapping.dtype == torch.int64
 
 
 def test_no_sequences():
     batch = AttentionBatch.build([], [], [], 16, "cpu")
     assert batch.block_table.shape == (0, 0)
-    assert batch.query_start.tolist() == [0]
+    assert batch.cu_seqlens_q.tolist() == [0]
     assert (batch.max_query_len, batch.max_seq_len) == (0, 0)
 
 

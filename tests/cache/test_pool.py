@@ -19,8 +19,8 @@ def device() -> torch.device:
     return torch.zeros(0, device="cuda" if torch.cuda.is_available() else "cpu").device
 
 
-def pool_of(blocks: int, device: torch.device, word: str = "k4v4") -> PagedPool:
-    return PagedPool(CodecSpec.parse(word, DIM), blocks, HEADS, TOKENS, device)
+def pool_of(blocks: int, device: torch.device, format: str = "k4v4") -> PagedPool:
+    return PagedPool(CodecSpec.parse(format, DIM), blocks, HEADS, TOKENS, device)
 
 
 def tokens(count: int, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,6 +108,6 @@ def test_copying_blocks_that_do_not_pair_up(device):
 
 
 def test_an_implementation_by_name(device):
-    pool = PagedPool(CodecSpec.parse("k4v4", DIM), 2, HEADS, TOKENS, device, impl="nonesuch")
+    pool = PagedPool(CodecSpec.parse("k4v4", DIM), 2, HEADS, TOKENS, device, backend="nonesuch")
     with pytest.raises(InputError, match="called 'nonesuch'; known: "):
         fill(pool, [0], 4)

@@ -84,7 +84,7 @@ def test_a_value_on_a_boundary_takes_the_lower_level():
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_boundaries_break_ties_downwards_to_the_last_bit(bits):
     """The same search as the encoder's, at every boundary and one float32 step to either side of it."""
-    codec = Codec(CodecSpec.parse(f"kl{bits}vl{bits}", 128))
+    codec = Codec(CodecSpec.parse(f"k{bits}v{bits}", 128))
     edges = codec.key_tables.boundaries
     up = torch.nextafter(edges, torch.tensor(torch.inf))
     down = torch.nextafter(edges, torch.tensor(-torch.inf))

@@ -20,10 +20,21 @@ from slimkv.codec.rotation import signed_hadamard
 from slimkv.spec import DEFAULT_SEED, LAYOUT_VERSION, Kind, ScalePolicy
 
 FILE = Path(__file__).parent.parent / "golden" / "pages.json"
-WORDS = [
-    *(f"kl{b}vl{b}" for b in range(1, 9)),
+FORMATS = [
+    *(f"k{b}v{b}" for b in range(1, 9)),
     *(f"ku{b}vu{b}" for b in range(2, 9)),
-    *("k5v4", "k8v4", "4bit_nc", "k3v4_nc", "3bit_nc", "kur4vur4", "fp8", "raw", "krawfp32vrawfp16", "k1v7"),
+    *(
+        "k5v4",
+        "turboquant_k8v4",
+        "turboquant_4bit_nc",
+        "turboquant_k3v4_nc",
+        "turboquant_3bit_nc",
+        "kur4vur4",
+        "fp8",
+        "raw",
+        "krawfp32vrawfp16",
+        "k1v7",
+    ),
 ]
 DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)]
 BLOCKS = (1, 16, 64)
@@ -68,28 +79,28 @@ def arbitrary(side, tokens: int, offset: int) -> Encoded:
 
 
 def layout_entries() -> dict[str, str]:
-    """Where bytes sit: arbitrary codes and fields -> region."""
+    """Where bytes sit: arbitrary codes and fields -> page."""
     out = {}
-    for word in WORDS:
+    for format in FORMATS:
         for key_dim, value_dim in DIMS:
             for block in BLOCKS:
-                layout = PageLayout(CodecSpec.parse(word, key_dim, value_dim), block)
+                layout = PageLayout(CodecSpec.parse(format, key_dim, value_dim), block)
                 tokens = block - block // 4
-                region = pack.pack_block(layout, arbitrary(layout.key, tokens, 0), arbitrary(layout.value, tokens, 11))
-                out[f"{word} {key_dim}/{value_dim} x{block}"] = f"{layout.region_bytes} {digest(region)}"
+                page = pack.pack_block(layout, arbitrary(layout.key, tokens, 0), arbitrary(layout.value, tokens, 11))
+                out[f"{format} {key_dim}/{value_dim} x{block}"] = f"{layout.page_bytes} {digest(page)}"
     return out
 
 
 def encoding_entries() -> dict[str, str]:
     """Which codes and fields vectors get, for every format and policy."""
     out = {}
-    for word in WORDS:
+    for format in FORMATS:
         for key_dim, value_dim in DIMS:
             for policy in ScalePolicy:
-                spec = CodecSpec.parse(word, key_dim, value_dim, key_policy=policy, value_policy=policy)
+                spec = CodecSpec.parse(format, key_dim, value_dim, key_policy=policy, value_policy=policy)
                 if policy != ScalePolicy.NORM and Kind.LLOYD not in (spec.key.kind, spec.value.kind):
                     continue
-                name = f"{word} {key_dim}/{value_dim} {policy}"
+                name = f"{format} {key_dim}/{value_dim} {policy}"
                 rows = [compressed(Codec(spec), spec, side) for side in ("key", "value")]
                 out[name] = " ".join(map(digest, rows))
                 if becomes_short(spec.key, torch.bfloat16, key_dim):
@@ -99,10 +110,10 @@ def encoding_entries() -> dict[str, str]:
 
 
 def compressed(codec: Codec, spec: CodecSpec, side: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    form, dim = getattr(spec, side), getattr(spec, f"{side}_dim")
+    fmt, dim = getattr(spec, side), getattr(spec, f"{side}_dim")
     x = heavy_vectors(24, dim, 5).to(dtype)
-    x = x.to(getattr(torch, form.raw_dtype)) if form.kind == Kind.RAW else x
-    return codec.compress_k(x) if side == "key" else codec.compress_v(x)
+    x = x.to(getattr(torch, fmt.raw_dtype)) if fmt.kind == Kind.RAW else x
+    return codec.pack_key(x) if side == "key" else codec.pack_value(x)
 
 
 def table_entries() -> dict[str, str]:
@@ -118,10 +129,10 @@ def table_entries() -> dict[str, str]:
 
 def everything() -> dict:
     small = PageLayout(CodecSpec.parse("k3v2", 16), 16)
-    region = pack.pack_block(small, arbitrary(small.key, 16, 0), arbitrary(small.value, 16, 11))
+    page = pack.pack_block(small, arbitrary(small.key, 16, 0), arbitrary(small.value, 16, 11))
     return {
         "layout_version": LAYOUT_VERSION,
-        "region": {"k3v2 16 x16": region.numpy().tobytes().hex()},
+        "page": {"k3v2 16 x16": page.numpy().tobytes().hex()},
         "layouts": layout_entries(),
         "encodings": encoding_entries(),
         "tables": table_entries(),
@@ -137,7 +148,7 @@ def test_pages_are_what_the_golden_file_says(request: pytest.FixtureRequest):
     assert golden["layout_version"] == LAYOUT_VERSION, (
         "a new layout version needs a new golden file; see this file's top"
     )
-    for part in ("region", "layouts", "encodings", "tables"):
+    for part in ("page", "layouts", "encodings", "tables"):
         assert golden[part].keys() == found[part].keys()
         changed = [name for name, value in golden[part].items() if found[part][name] != value]
         assert not changed, f"{len(changed)} {part} changed, the first {changed[:5]}: see this file's top"
@@ -145,14 +156,14 @@ def test_pages_are_what_the_golden_file_says(request: pytest.FixtureRequest):
 
 def test_the_golden_file_notices_a_moved_byte():
     golden = json.loads(FILE.read_text(encoding="utf-8"))
-    layout = PageLayout(CodecSpec.parse("kl4vl4", 64), 16)
+    layout = PageLayout(CodecSpec.parse("k4v4", 64), 16)
     tables = pack.page_tables(layout, torch.device("cpu"))
-    region = pack.pack_block(layout, arbitrary(layout.key, 12, 0), arbitrary(layout.value, 12, 11))
-    name = "kl4vl4 64/64 x16"
-    assert golden["layouts"][name] == f"{layout.region_bytes} {digest(region)}"
+    page = pack.pack_block(layout, arbitrary(layout.key, 12, 0), arbitrary(layout.value, 12, 11))
+    name = "k4v4 64/64 x16"
+    assert golden["layouts"][name] == f"{layout.page_bytes} {digest(page)}"
     first, second = tables.byte_offsets[0, :2].tolist()
-    region[[first, second]] = region[[second, first]]
-    assert golden["layouts"][name] != f"{layout.region_bytes} {digest(region)}"
+    page[[first, second]] = page[[second, first]]
+    assert golden["layouts"][name] != f"{layout.page_bytes} {digest(page)}"
 
 
 def test_the_integers_are_what_they_were():

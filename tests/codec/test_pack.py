@@ -12,7 +12,7 @@ from slimkv.spec import BLOCK_SIZES
 
 CPU = torch.device("cpu")
 PARTS = [
-    *(f"l{b}" for b in range(1, 9)),
+    *(f"{b}" for b in range(1, 9)),
     *(f"u{b}" for b in range(2, 9)),
     "ur4",
     "fp8",
@@ -61,12 +61,12 @@ def assert_same(found: Encoded, expected: Encoded) -> None:
 @settings(max_examples=250, deadline=None)
 def test_blocks_round_trip(layout, seed, part, batch):
     generator = torch.Generator().manual_seed(seed)
-    tokens = round(part * layout.block_tokens)
+    tokens = round(part * layout.block_size)
     key, value = (random_encoded(side, (*batch, tokens), generator) for side in (layout.key, layout.value))
-    region = pack.pack_block(layout, key, value)
-    assert region.shape == (*batch, layout.region_bytes)
-    assert region.dtype == torch.uint8
-    for unpacked, expected in ((pack.unpack_keys(layout, region), key), (pack.unpack_values(layout, region), value)):
+    page = pack.pack_block(layout, key, value)
+    assert page.shape == (*batch, layout.page_bytes)
+    assert page.dtype == torch.uint8
+    for unpacked, expected in ((pack.unpack_keys(layout, page), key), (pack.unpack_values(layout, page), value)):
         assert_same(Encoded(unpacked.codes[..., :tokens, :], unpacked.fields[..., :tokens, :]), expected)
         assert not unpacked.codes[..., tokens:, :].any()
         assert not unpacked.fields[..., tokens:, :].any()
@@ -79,16 +79,16 @@ def test_every_format_in_every_block_size(part, block):
     for dim in (64, 80, 96, 128, 576):
         layout = PageLayout(CodecSpec.parse(f"k{part}v{part}", dim), block)
         key, value = (random_encoded(side, (2, block), generator) for side in (layout.key, layout.value))
-        region = pack.pack_block(layout, key, value)
-        assert_same(pack.unpack_keys(layout, region), key)
-        assert_same(pack.unpack_values(layout, region), value)
+        page = pack.pack_block(layout, key, value)
+        assert_same(pack.unpack_keys(layout, page), key)
+        assert_same(pack.unpack_values(layout, page), value)
 
 
 @given(layout=layouts)
 @settings(max_examples=150, deadline=None)
 def test_rows_are_a_permutation_of_the_content_bytes(layout):
     tables = pack.page_tables(layout, CPU)
-    assert tables.byte_offsets.shape == (layout.block_tokens, tables.row_bytes)
+    assert tables.byte_offsets.shape == (layout.block_size, tables.row_bytes)
     order = tables.byte_offsets.flatten().sort().values
     assert torch.equal(order, torch.arange(layout.content_bytes))
 
@@ -98,17 +98,17 @@ def test_rows_are_a_permutation_of_the_content_bytes(layout):
 def test_appending_tokens_one_by_one_gives_the_block(layout, seed):
     """A token is stored by plain byte writes: nothing that other tokens wrote is read or changed."""
     generator = torch.Generator().manual_seed(seed)
-    key, value = (random_encoded(side, (layout.block_tokens,), generator) for side in (layout.key, layout.value))
+    key, value = (random_encoded(side, (layout.block_size,), generator) for side in (layout.key, layout.value))
     offsets = pack.page_tables(layout, CPU).byte_offsets
     rows = pack.pack_rows(layout, key, value)
-    region = torch.zeros(layout.region_bytes, dtype=torch.uint8)
-    for token in torch.randperm(layout.block_tokens, generator=generator).tolist():
-        before = region.clone()
-        region[offsets[token]] = rows[token]
-        untouched = torch.ones(layout.region_bytes, dtype=torch.bool)
+    page = torch.zeros(layout.page_bytes, dtype=torch.uint8)
+    for token in torch.randperm(layout.block_size, generator=generator).tolist():
+        before = page.clone()
+        page[offsets[token]] = rows[token]
+        untouched = torch.ones(layout.page_bytes, dtype=torch.bool)
         untouched[offsets[token]] = False
-        assert torch.equal(region[untouched], before[untouched])
-    assert torch.equal(region, pack.pack_block(layout, key, value))
+        assert torch.equal(page[untouched], before[untouched])
+    assert torch.equal(page, pack.pack_block(layout, key, value))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -124,7 +124,7 @@ def test_single_vectors_round_trip(part, dim):
 
 
 def test_vectors_pack_the_same_from_any_block_size():
-    codec = Codec.from_word("k3v5", 80)
+    codec = Codec.from_format("k3v5", 80)
     encoded = codec.encode_key(torch.randn(4, 80, generator=torch.Generator().manual_seed(1)))
     rows = [pack.pack_vectors(PageLayout(codec.spec, block).key, encoded) for block in (1, 16)]
     assert torch.equal(rows[0], rows[1])
@@ -139,4 +139,4 @@ def test_mistakes_are_named():
     with pytest.raises(InputError, match="do not pair up"):
         pack.pack_rows(layout, key, codec.encode_value(torch.ones(3, 64)))
     with pytest.raises(InputError, match=r"uint8 rows of 34 bytes, not torch.uint8 of 33"):
-        codec.decompress_k(torch.zeros(2, 33, dtype=torch.uint8))
+        codec.unpack_key(torch.zeros(2, 33, dtype=torch.uint8))

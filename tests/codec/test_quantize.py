@@ -19,7 +19,7 @@ LOSSY = [
     "k5v5",
     "k6v6",
     "k7v7",
-    "kl8vl8",
+    "k8v8",
     "ku2vu2",
     "ku4vu4",
     "ku8vu8",
@@ -40,10 +40,10 @@ def same(a: Encoded, b: Encoded) -> bool:
     return torch.equal(a.codes, b.codes) and torch.equal(a.fields, b.fields)
 
 
-@pytest.mark.parametrize("word", LOSSY)
+@pytest.mark.parametrize("format", LOSSY)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_batch_shape_and_splits_do_not_matter(word, policy):
-    codec = Codec(CodecSpec.parse(word, 96, key_policy=policy))
+def test_batch_shape_and_splits_do_not_matter(format, policy):
+    codec = Codec(CodecSpec.parse(format, 96, key_policy=policy))
     x = vectors(60, 96)
     whole = codec.encode_key(x)
     one_by_one = [codec.encode_key(row) for row in x]
@@ -57,7 +57,7 @@ def test_batch_shape_and_splits_do_not_matter(word, policy):
 @pytest.mark.parametrize("bits", [1, 4, 8])
 def test_summation_order_does_not_matter(bits, policy):
     """Permuting the dimensions of vector and rotation alike reorders every sum; codes and scale stay the same."""
-    codec = Codec(CodecSpec.parse(f"kl{bits}vl{bits}", 128, key_policy=policy))
+    codec = Codec(CodecSpec.parse(f"k{bits}v{bits}", 128, key_policy=policy))
     x = vectors(200, 128, seed=1)
     order = torch.randperm(128, generator=torch.Generator().manual_seed(2))
     tables = codec.key_tables
@@ -70,42 +70,42 @@ def test_summation_order_does_not_matter(bits, policy):
     assert torch.equal(by_column.fields, expected.fields)
 
 
-@pytest.mark.parametrize("word", LOSSY)
+@pytest.mark.parametrize("format", LOSSY)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_inputs_encode_like_their_float32_values(word, dtype):
+def test_half_inputs_encode_like_their_float32_values(format, dtype):
     """Up to 4 bits by the rules of short integers, and else as if they were given in float32."""
-    codec = Codec.from_word(word, 64)
+    codec = Codec.from_format(format, 64)
     x = vectors(50, 64).clamp(-6e4, 6e4).to(dtype)
     sides = (
         (codec.encode_key, codec.spec.key, codec.key_tables),
         (codec.encode_value, codec.spec.value, codec.value_tables),
     )
-    for encode, form, tables in sides:
-        if form.kind == Kind.LLOYD and form.bits <= 4:
-            assert same(encode(x), quantize.encode_lloyd(x.float(), form, tables, short=True))
+    for encode, fmt, tables in sides:
+        if fmt.kind == Kind.LLOYD and fmt.bits <= 4:
+            assert same(encode(x), quantize.encode_lloyd(x.float(), fmt, tables, short=True))
             assert not same(encode(x), encode(x.float()))
         else:
             assert same(encode(x), encode(x.float()))
 
 
-@pytest.mark.parametrize("word", ["k1v1", "k2v2", "k3v3", "k4v4"])
-def test_both_halves_encode_alike(word):
-    codec = Codec.from_word(word, 64)
+@pytest.mark.parametrize("format", ["k1v1", "k2v2", "k3v3", "k4v4"])
+def test_both_halves_encode_alike(format):
+    codec = Codec.from_format(format, 64)
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     x = torch.where(x.abs() > 1e-3, x, 0)  # the same numbers in fp16
     assert same(codec.encode_key(x), codec.encode_key(x.half()))
 
 
 def test_short_integers_are_for_16_bit_floats_and_few_bits():
-    form = Codec.from_word("k4v5", 64).spec
-    assert quantize.becomes_short(form.key, torch.bfloat16, 256)
-    for other in ((form.key, torch.float32, 64), (form.value, torch.bfloat16, 64), (form.key, torch.float16, 272)):
+    fmt = Codec.from_format("k4v5", 64).spec
+    assert quantize.becomes_short(fmt.key, torch.bfloat16, 256)
+    for other in ((fmt.key, torch.float32, 64), (fmt.value, torch.bfloat16, 64), (fmt.key, torch.float16, 272)):
         assert not quantize.becomes_short(*other)
 
 
 def test_products_of_short_integers_are_compared_as_they_are():
     """A norm and a sum whose product is above a boundary by less than float32 holds, and one that is below."""
-    codec = Codec.from_word("k4v4", 64)
+    codec = Codec.from_format("k4v4", 64)
     tables, g = codec.key_tables, torch.Generator().manual_seed(3)
     seen = set()
     while len(seen) < 2:
@@ -125,9 +125,9 @@ def test_products_of_short_integers_are_compared_as_they_are():
             seen.add(product > boundary)
 
 
-@pytest.mark.parametrize("word", [w for w in LOSSY if "u" not in w])
-def test_scaling_by_a_power_of_two_scales_the_field_only(word):
-    codec = Codec.from_word(word, 80)
+@pytest.mark.parametrize("format", [w for w in LOSSY if "u" not in w])
+def test_scaling_by_a_power_of_two_scales_the_field_only(format):
+    codec = Codec.from_format(format, 80)
     x = vectors(40, 80) / 1e3
     base, scaled = codec.encode_key(x), codec.encode_key(x * 2**7)
     assert torch.equal(base.codes, scaled.codes)
@@ -135,26 +135,26 @@ def test_scaling_by_a_power_of_two_scales_the_field_only(word):
     assert (ratio == 2**7).all()
 
 
-@pytest.mark.parametrize("word", [*LOSSY, "raw", "k4vu4"])
+@pytest.mark.parametrize("format", [*LOSSY, "raw", "k4vu4"])
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_zero_vectors_decode_to_zero(word, dim):
-    codec = Codec.from_word(word, dim)
-    dtype = torch.bfloat16 if word == "raw" else torch.float32
+def test_zero_vectors_decode_to_zero(format, dim):
+    codec = Codec.from_format(format, dim)
+    dtype = torch.bfloat16 if format == "raw" else torch.float32
     x = torch.zeros(3, dim, dtype=dtype)
     x[1] = 1.0
-    for compress, decompress in ((codec.compress_k, codec.decompress_k), (codec.compress_v, codec.decompress_v)):
+    for compress, decompress in ((codec.pack_key, codec.unpack_key), (codec.pack_value, codec.unpack_value)):
         out = decompress(compress(x))
         assert (out[[0, 2]] == 0).all()
         assert (out[1] != 0).any()
     tiny = torch.full((1, dim), 1e-30, dtype=dtype)
-    assert codec.decompress_k(codec.compress_k(tiny)).abs().max() <= 1e-30
+    assert codec.unpack_key(codec.pack_key(tiny)).abs().max() <= 1e-30
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_norms_from_1e_minus_6_to_beyond_fp16(bits, policy):
     """The relative error does not depend on the norm, far below and far above what an fp16 scale could hold."""
-    codec = Codec(CodecSpec.parse(f"kl{bits}vl{bits}", 128, key_policy=policy))
+    codec = Codec(CodecSpec.parse(f"k{bits}v{bits}", 128, key_policy=policy))
     direction = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
     direction = direction / direction.norm(dim=-1, keepdim=True)
     errors = []
@@ -167,30 +167,30 @@ def test_norms_from_1e_minus_6_to_beyond_fp16(bits, policy):
     assert max(errors) < limit
 
 
-@pytest.mark.parametrize("word", LOSSY)
+@pytest.mark.parametrize("format", LOSSY)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_nan_and_inf_are_errors_that_name_the_vector(word, bad):
-    codec = Codec.from_word(word, 64)
+def test_nan_and_inf_are_errors_that_name_the_vector(format, bad):
+    codec = Codec.from_format(format, 64)
     x = torch.ones(2, 3, 64)
     x[1, 2, 5] = bad
     with pytest.raises(InputError, match=r"1 key vector\(s\).*index \(1, 2\).*NaN or Inf"):
         codec.encode_key(x)
     with pytest.raises(InputError, match=r"1 value vector"):
-        codec.compress_v(x)
+        codec.pack_value(x)
 
 
-@pytest.mark.parametrize("word", LOSSY)
-def test_a_norm_no_scale_can_hold_is_an_error(word):
-    codec = Codec.from_word(word, 64)
+@pytest.mark.parametrize("format", LOSSY)
+def test_a_norm_no_scale_can_hold_is_an_error(format):
+    codec = Codec.from_format(format, 64)
     x = torch.ones(2, 64)
     x[1] *= torch.arange(1, 65) * 1e30
     with pytest.raises(InputError, match=r"index \(1,\), has a norm beyond"):
         codec.encode_key(x)
 
 
-@pytest.mark.parametrize("word", LOSSY)
-def test_invalid_vectors_are_marked_and_do_not_touch_their_neighbours(word):
-    codec = Codec.from_word(word, 64)
+@pytest.mark.parametrize("format", LOSSY)
+def test_invalid_vectors_are_marked_and_do_not_touch_their_neighbours(format):
+    codec = Codec.from_format(format, 64)
     clean = vectors(5, 64)
     dirty = clean.clone()
     dirty[1, 3], dirty[3, 0] = float("nan"), float("-inf")
@@ -214,7 +214,7 @@ def test_raw_keeps_every_bit(dtype):
     info = torch.iinfo(integer)
     bits = torch.randint(info.min, info.max + 1, (20, 64), generator=torch.Generator().manual_seed(0)).to(integer)
     x = bits.view(getattr(torch, dtype))  # NaN and Inf patterns among them
-    for compress, decompress in ((codec.compress_k, codec.decompress_k), (codec.compress_v, codec.decompress_v)):
+    for compress, decompress in ((codec.pack_key, codec.unpack_key), (codec.pack_value, codec.unpack_value)):
         assert torch.equal(decompress(compress(x)).view(integer), bits)
     with pytest.raises(InputError, match="bit for bit"):
         codec.encode_key(torch.zeros(64, dtype=torch.float16 if dtype != "float16" else torch.float32))
@@ -223,8 +223,8 @@ def test_raw_keeps_every_bit(dtype):
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("rotated", [False, True])
 def test_uniform_errors_stay_within_half_a_step(bits, rotated):
-    word = f"k{'ur' if rotated else 'u'}{bits}vu{bits}"
-    codec = Codec.from_word(word, 64)
+    format = f"k{'ur' if rotated else 'u'}{bits}vu{bits}"
+    codec = Codec.from_format(format, 64)
     x = vectors(100, 64)
     seen = codec.rotate_query(x)
     out = codec.decode_key(codec.encode_key(x), rotated=True)
@@ -236,13 +236,13 @@ def test_uniform_errors_stay_within_half_a_step(bits, rotated):
 
 
 def test_constant_vectors_in_uniform():
-    codec = Codec.from_word("ku4vu4", 64)
+    codec = Codec.from_format("ku4vu4", 64)
     x = torch.tensor([[0.75], [-3.0], [1e-9]]).expand(3, 64)
     torch.testing.assert_close(codec.decode_key(codec.encode_key(x)), x.contiguous(), rtol=2**-9, atol=0)
 
 
 def test_fp8_is_e4m3_under_a_power_of_two():
-    codec = Codec.from_word("fp8", 64)
+    codec = Codec.from_format("fp8", 64)
     x = vectors(100, 64)
     encoded = codec.encode_key(x)
     scale = scale16.decode_unsigned(encoded.fields)
@@ -260,7 +260,7 @@ def test_norm_policy_keeps_norms_and_unbiased_keeps_projections():
     for bits in (1, 2, 4, 8):
         restored = {}
         for policy in POLICIES:
-            codec = Codec(CodecSpec.parse(f"kl{bits}vl{bits}", 128, key_policy=policy))
+            codec = Codec(CodecSpec.parse(f"k{bits}v{bits}", 128, key_policy=policy))
             restored[policy] = codec.decode_key(codec.encode_key(x))
         torch.testing.assert_close(restored[ScalePolicy.NORM].norm(dim=-1), norm, rtol=6e-4, atol=0)
         projected = (restored[ScalePolicy.UNBIASED] * x).sum(-1)
@@ -272,7 +272,7 @@ def test_norm_policy_keeps_norms_and_unbiased_keeps_projections():
 def test_every_sum_is_exact(policy):
     """The encoder's arithmetic once more, in numpy integers. Enough values that a sum rounded on the way would show."""
     count, dim, bits = 8192, 128, 8
-    codec = Codec(CodecSpec.parse(f"kl{bits}vl{bits}", dim, key_policy=policy))
+    codec = Codec(CodecSpec.parse(f"k{bits}v{bits}", dim, key_policy=policy))
     x = vectors(count, dim, seed=4)
     tables, f32 = codec.key_tables, np.float32
     largest = x.abs().amax(-1, keepdim=True).double().numpy()

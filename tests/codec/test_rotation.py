@@ -49,7 +49,7 @@ def test_signs_are_fixed_and_balanced():
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 688])
 def test_rotating_and_back(dim):
-    codec = Codec.from_word("k4v4", dim)
+    codec = Codec.from_format("k4v4", dim)
     x = torch.randn(50, dim, generator=torch.Generator().manual_seed(dim))
     rotated = codec.rotate_query(x)
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), rtol=1e-5, atol=0)
@@ -58,14 +58,14 @@ def test_rotating_and_back(dim):
 
 
 def test_unrotated_formats_pass_through():
-    codec = Codec.from_word("ku4vu4", 64)
+    codec = Codec.from_format("ku4vu4", 64)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).half()
     assert torch.equal(codec.rotate_query(x), x.float())
     assert torch.equal(codec.unrotate_output(x), x.float())
 
 
 def test_a_spike_is_spread_evenly():
-    codec = Codec.from_word("k4v4", 96)
+    codec = Codec.from_format("k4v4", 96)
     spike = torch.zeros(96)
     spike[17] = 5.0
     torch.testing.assert_close(codec.rotate_query(spike).abs(), torch.full((96,), 5 / 96**0.5), rtol=1e-6, atol=0)

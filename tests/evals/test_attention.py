@@ -20,7 +20,7 @@ from slimkv.evals.synthetic import AttentionSample, heavy_tailed
 
 SEEDS = range(4)
 # docs/codec.md prints this table: relative error of the attention output, mean over the seeds.
-DOCUMENTED = {"ku4vu4": 0.389, "kur4vur4": 0.171, "k4v4": 0.179, "4bit_nc": 0.213}
+DOCUMENTED = {"ku4vu4": 0.389, "kur4vur4": 0.171, "k4v4": 0.179, "turboquant_4bit_nc": 0.213}
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def test_rotation_makes_4_bits_robust_to_outliers(samples):
     assert output.keys() == DOCUMENTED.keys()
     assert output["ku4vu4"] > 1.8 * output["k4v4"]
     assert output["ku4vu4"] > 1.8 * output["kur4vur4"]
-    assert output["4bit_nc"] > 1.1 * output["k4v4"]
-    for word, error in DOCUMENTED.items():
-        assert math.isclose(output[word], error, rel_tol=0.03), (word, output[word])
+    assert output["turboquant_4bit_nc"] > 1.1 * output["k4v4"]
+    for format, error in DOCUMENTED.items():
+        assert math.isclose(output[format], error, rel_tol=0.03), (format, output[format])
     for row in rows:  # on every sample, not on average only
         assert row[0].output > 1.4 * max(row[1].output, row[2].output)
 
@@ -64,7 +64,7 @@ def test_lloyd_beats_uniform_in_bytes_and_in_values(samples):
 
 
 def test_more_bits_less_error(samples):
-    errors = compare_formats(samples[0], [f"kl{b}vl{b}" for b in range(1, 9)])
+    errors = compare_formats(samples[0], [f"k{b}v{b}" for b in range(1, 9)])
     for narrow, wide in itertools.pairwise(errors):
         assert wide.output < 0.8 * narrow.output
         assert wide.key < 0.7 * narrow.key

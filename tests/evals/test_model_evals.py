@@ -9,12 +9,12 @@ import torch
 
 from slimkv.errors import InputError
 from slimkv.evals.agreement import compare_logits, measure_agreement
+from slimkv.evals.fused_vs_decoded import compare_paths
 from slimkv.evals.generation import compare_tokens, measure_generation
+from slimkv.evals.harness import new_cache
 from slimkv.evals.layers import measure_layers
 from slimkv.evals.needle import haystack, measure_needle
-from slimkv.evals.paths import compare_paths
 from slimkv.evals.perplexity import measure_perplexity, scored_nll
-from slimkv.evals.running import new_cache
 from slimkv.evals.texts import load_text, token_windows
 
 LOSSLESS = "krawfp32vrawfp32"

@@ -16,25 +16,25 @@ import torch
 # Run as a program, it has no conftest.
 sys.path[:0] = [str(Path(__file__).parent.parent / "ops"), str(Path(__file__).parent.parent.parent / "src")]
 
-from attend_cases import Case, build, exact  # noqa: E402
+from attention_cases import Case, build, exact  # noqa: E402
 from store_cases import Case as StoreCase  # noqa: E402
 from store_cases import build as build_store  # noqa: E402
 from store_cases import expected  # noqa: E402
 
 from slimkv import ops  # noqa: E402
 
-MIXED = Case(kv_heads=1, lens=(70, 20, 33, 0, 41), queries=(36, 1, 4, 1, 41))
+MIXED = Case(num_kv_heads=1, lens=(70, 20, 33, 0, 41), queries=(36, 1, 4, 1, 41))
 ATTEND = [
     Case(),
-    Case(splits=3, page=64, lens=(130, 1, 64)),
+    Case(num_splits=3, page=64, lens=(130, 1, 64)),
     Case(format="k3v5", dim=80, lens=(33, 5), queries=(3, 1), window=7, sinks=True, softcap=5.0, padding=2),
-    Case(format="k8v4", dim=112, value_dim=48),
+    Case(format="turboquant_k8v4", dim=112, value_dim=48),
     replace(MIXED, fresh=True),
 ]
 STORE = [
     StoreCase(),
     StoreCase(format="k3v5", dim=80, slots="aligned"),
-    StoreCase(format="k8v4", dim=112, value_dim=48, page=64, slots="unaligned"),
+    StoreCase(format="turboquant_k8v4", dim=112, value_dim=48, page=64, slots="unaligned"),
     StoreCase(tokens=2100, dim=64, heads=1, slots="aligned", page=128),
 ]
 
@@ -45,21 +45,21 @@ def main() -> int:
     for case in STORE:
         key, value, slots, pages, codec = build_store(case, device)
         want = expected(key, value, slots, pages, codec, case.layout)
-        for impl in ("triton", "cuda"):
+        for backend in ("triton", "cuda"):
             written = pages.clone()
-            ops.store(key, value, written, slots, codec=codec, layout=case.layout, impl=impl)
-            ops.gather(written, slots, codec=codec, layout=case.layout, impl="triton")
+            ops.store_kv(key, value, written, slots, codec=codec, layout=case.layout, backend=backend)
+            ops.gather_kv(written, slots, codec=codec, layout=case.layout, backend="triton")
             same = torch.equal(written, want)
-            print(f"store {case} {impl}: {'same bytes' if same else 'DIFFERENT'}")
+            print(f"store {case} {backend}: {'same bytes' if same else 'DIFFERENT'}")
             wrong += not same
     for case in ATTEND:
         built = build(case, device)
         want, _ = exact(built)
-        for impl in ("triton",) if case.fresh else ("triton", "cuda"):
-            out = ops.attend(**built.arguments(), splits=case.splits, impl=impl)
+        for backend in ("triton",) if case.fresh else ("triton", "cuda"):
+            out = ops.attend(**built.arguments(), num_splits=case.num_splits, backend=backend)
             rows = slice(0, sum(case.queries))
             off = (out[rows].double() - want[rows]).norm(dim=-1) / want[rows].norm(dim=-1).clamp(min=1e-9)
-            print(f"attend {case} {impl}: relative error {off.max():.1e}")
+            print(f"attend {case} {backend}: relative error {off.max():.1e}")
             wrong += not off.max() < 1e-2
     torch.cuda.synchronize()
     return min(wrong, 1)

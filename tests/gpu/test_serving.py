@@ -6,26 +6,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attend_cases import Built, Case, build, exact
+from attention_cases import Built, Case, build, exact
 from store_cases import Case as StoreCase
 from store_cases import build as build_store
 from store_cases import expected
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
-from slimkv.ops.attend import workspace_bytes
+from slimkv.ops.attention.api import workspace_bytes
 
 pytestmark = pytest.mark.gpu
-both = pytest.mark.parametrize("impl", ["triton", "cuda"])
+both = pytest.mark.parametrize("backend", ["triton", "cuda"])
 
-DECODE = Case(dim=128, kv_heads=4, page=64, lens=(700, 33, 64, 129), queries=(1, 1, 1, 1), splits=4)
+DECODE = Case(dim=128, num_kv_heads=4, page=64, lens=(700, 33, 64, 129), queries=(1, 1, 1, 1), num_splits=4)
 SPLITS = 4
 
 
-def workspace_for(built: Built, splits: int = SPLITS) -> torch.Tensor:
+def workspace_for(built: Built, num_splits: int = SPLITS) -> torch.Tensor:
     rows, heads = built.query.shape[:2]
     size = workspace_bytes(
-        built.layout, total_queries=rows, sequences=len(built.case.lens), query_heads=heads,
-        kv_heads=built.case.kv_heads, max_query_len=built.batch.max_query_len, splits=splits, device=built.query.device,
+        built.layout, total_queries=rows, sequences=len(built.case.lens), num_heads=heads,
+        num_kv_heads=built.case.num_kv_heads, max_query_len=built.batch.max_query_len, num_splits=num_splits,
+        device=built.query.device,
     )  # fmt: skip
     return torch.full((size,), 0xA5, dtype=torch.uint8, device=built.query.device)
 
@@ -45,11 +46,11 @@ def changed(built: Built) -> Built:
 
 
 @both
-def test_a_graph_follows_the_tables(impl, device):
+def test_a_graph_follows_the_tables(backend, device):
     built = build(DECODE, device)
     space = workspace_for(built)
     out = torch.full((4, 16, 128), torch.nan, dtype=torch.bfloat16, device=device)
-    call = {**built.arguments(), "out": out, "workspace": space, "splits": SPLITS, "impl": impl}
+    call = {**built.arguments(), "out": out, "workspace": space, "num_splits": SPLITS, "backend": backend}
     ops.attend(**call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -72,16 +73,16 @@ def test_a_graph_follows_the_tables(impl, device):
 
 
 @both
-def test_a_graph_of_store_follows_keys_and_slots(impl, device):
+def test_a_graph_of_store_follows_keys_and_slots(backend, device):
     case = StoreCase(dim=128, heads=4, tokens=33, page=64)
     key, value, slots, pages, codec = build_store(case, device)
-    call = {"codec": codec, "layout": case.layout, "impl": impl}
+    call = {"codec": codec, "layout": case.layout, "backend": backend}
     scratch = pages.clone()
-    ops.store(key, value, scratch, slots, **call)
+    ops.store_kv(key, value, scratch, slots, **call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.store(key, value, pages, slots, **call)
+        ops.store_kv(key, value, pages, slots, **call)
     assert (pages == 0xA5).all()  # capturing ran nothing
     key.copy_(key.flip(0).clone())
     slots.copy_(slots.roll(5))
@@ -92,16 +93,16 @@ def test_a_graph_of_store_follows_keys_and_slots(impl, device):
 
 @both
 @pytest.mark.parametrize("case", [DECODE, replace(DECODE, lens=(700, 33, 64, 129), queries=(300, 1, 4, 2))], ids=str)
-def test_the_same_bits_every_time(case, impl, device):
+def test_the_same_bits_every_time(case, backend, device):
     built = build(case, device)
-    runs = [ops.attend(**built.arguments(), return_lse=True, splits=SPLITS, impl=impl) for _ in range(20)]
+    runs = [ops.attend(**built.arguments(), return_lse=True, num_splits=SPLITS, backend=backend) for _ in range(20)]
     for out, lse in runs[1:]:
         assert torch.equal(out, runs[0][0])
         assert torch.equal(lse, runs[0][1])
 
 
 @both
-def test_nothing_waits_for_the_device(impl, device):
+def test_nothing_waits_for_the_device(backend, device):
     """Decode, verification, prefill and store: no value is read back."""
     store_case = StoreCase(dim=128, heads=4, tokens=64)
     key, value, slots, pages, codec = build_store(store_case, device)
@@ -111,9 +112,9 @@ def test_nothing_waits_for_the_device(impl, device):
         replace(DECODE, queries=(300, 1, 40, 2)),
         replace(DECODE, queries=(300, 1, 40, 2), fresh=True),
     )]  # fmt: skip
-    calls = [lambda b=b: ops.attend(**b.arguments(), impl=None if b.fresh else impl) for b in cases]
-    calls.append(lambda: ops.store(key, value, pages, slots, codec=codec, layout=store_case.layout, impl=impl))
-    calls.append(lambda: ops.gather(pages, slots, codec=codec, layout=store_case.layout))
+    calls = [lambda b=b: ops.attend(**b.arguments(), backend=None if b.fresh else backend) for b in cases]
+    calls.append(lambda: ops.store_kv(key, value, pages, slots, codec=codec, layout=store_case.layout, backend=backend))
+    calls.append(lambda: ops.gather_kv(pages, slots, codec=codec, layout=store_case.layout))
     for call in calls:
         call()  # compiling may wait
     torch.cuda.set_sync_debug_mode("error")
@@ -127,7 +128,7 @@ def test_nothing_waits_for_the_device(impl, device):
 
 
 @both
-def test_decoding_allocates_nothing(impl, device):
+def test_decoding_allocates_nothing(backend, device):
     built = build(DECODE, device)
     out, space = torch.empty(4, 16, 128, dtype=torch.bfloat16, device=device), workspace_for(built)
     lse = torch.empty(4, 16, device=device)
@@ -135,8 +136,8 @@ def test_decoding_allocates_nothing(impl, device):
     key, value, slots, pages, codec = build_store(store_case, device)
 
     def step() -> None:
-        ops.store(key, value, pages, slots, codec=codec, layout=store_case.layout, impl=impl)
-        ops.attend(**built.arguments(), out=out, lse=lse, workspace=space, splits=SPLITS, impl=impl)
+        ops.store_kv(key, value, pages, slots, codec=codec, layout=store_case.layout, backend=backend)
+        ops.attend(**built.arguments(), out=out, lse=lse, workspace=space, num_splits=SPLITS, backend=backend)
 
     def count() -> int:
         return torch.cuda.memory_stats(device)["allocation.all.allocated"]
@@ -145,17 +146,17 @@ def test_decoding_allocates_nothing(impl, device):
     before = count()
     step()
     assert count() == before
-    ops.attend(**built.arguments(), out=out, splits=SPLITS, impl=impl)
+    ops.attend(**built.arguments(), out=out, num_splits=SPLITS, backend=backend)
     assert count() > before  # without a workspace it does
 
 
 @both
-def test_a_pool_beyond_two_gigabytes(impl, device):
+def test_a_pool_beyond_two_gigabytes(backend, device):
     """Blocks whose addresses do not fit 31 or 32 bits: store, attend and gather."""
     layout = PageLayout(CodecSpec.parse("k4v4", 128), 16)
     heads, tokens = 8, 100
-    blocks = 5 * 2**30 // (heads * layout.region_bytes)
-    pages = torch.empty(blocks, heads, layout.region_bytes, dtype=torch.uint8, device=device)
+    blocks = 5 * 2**30 // (heads * layout.page_bytes)
+    pages = torch.empty(blocks, heads, layout.page_bytes, dtype=torch.uint8, device=device)
     assert pages.numel() > 2**32
     codec = Codec(layout.spec, device)
     table = torch.arange(blocks - layout.blocks_for(tokens), blocks, dtype=torch.int32, device=device)[None]
@@ -164,22 +165,22 @@ def test_a_pool_beyond_two_gigabytes(impl, device):
     g = torch.Generator(device).manual_seed(0)
     key, value = torch.randn(2, tokens, heads, 128, generator=g, device=device)
     query = torch.randn(2, 32, 128, generator=g, device=device)
-    ops.store(key, value, pages, slots, codec=codec, layout=layout, impl=impl)
+    ops.store_kv(key, value, pages, slots, codec=codec, layout=layout, backend=backend)
     low = torch.arange(table.shape[1], dtype=torch.int32, device=device)[None]
-    alone = torch.full((table.shape[1], heads, layout.region_bytes), 0xA5, dtype=torch.uint8, device=device)
-    ops.store(key, value, alone, position, codec=codec, layout=layout, impl=impl)
-    written = ops.gather(alone, position, codec=codec, layout=layout, impl="reference")
-    for one, other in zip(ops.gather(pages, slots, codec=codec, layout=layout), written, strict=True):
+    alone = torch.full((table.shape[1], heads, layout.page_bytes), 0xA5, dtype=torch.uint8, device=device)
+    ops.store_kv(key, value, alone, position, codec=codec, layout=layout, backend=backend)
+    written = ops.gather_kv(alone, position, codec=codec, layout=layout, backend="reference")
+    for one, other in zip(ops.gather_kv(pages, slots, codec=codec, layout=layout), written, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
     for queries in (1, 2):
         tables = {
             "seq_lens": torch.tensor([tokens], dtype=torch.int32, device=device),
-            "query_start": torch.tensor([0, queries], dtype=torch.int32, device=device),
-            "codec": codec, "layout": layout, "max_query_len": queries, "max_seq_len": tokens, "splits": 2,
-            "impl": impl,
+            "cu_seqlens_q": torch.tensor([0, queries], dtype=torch.int32, device=device),
+            "codec": codec, "layout": layout, "max_query_len": queries, "max_seq_len": tokens, "num_splits": 2,
+            "backend": backend,
         }  # fmt: skip
         high = ops.attend(query[:queries], pages, table, **tables)
         assert torch.equal(high, ops.attend(query[:queries], alone, low, **tables))
     long_query = torch.randn(64, 32, 128, generator=g, device=device)
-    tables |= {"query_start": torch.tensor([0, 64], dtype=torch.int32, device=device), "max_query_len": 64}
+    tables |= {"cu_seqlens_q": torch.tensor([0, 64], dtype=torch.int32, device=device), "max_query_len": 64}
     assert torch.equal(ops.attend(long_query, pages, table, **tables), ops.attend(long_query, alone, low, **tables))

@@ -11,7 +11,7 @@ from slimkv import Codec, CodecSpec, PageLayout, ScalePolicy
 from slimkv.codec import quantize
 from slimkv.codec.pack import pack_rows, page_tables
 from slimkv.codec.quantize import SideTables
-from slimkv.codec.rounding import rounding_matrix
+from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.spec import Kind
 
 POISON_BYTE = 0xA5
@@ -115,17 +115,17 @@ def build(case: Case, device: torch.device, seed: int = 0) -> tuple[Tensor, Tens
     slots, blocks = case.slot_mapping(g)
     key[slots < 0] = torch.nan  # rows that are skipped are rows that nobody cleared
     value[slots < 0] = torch.nan
-    pages = torch.full((blocks, case.heads, layout.region_bytes), POISON_BYTE, dtype=torch.uint8, device=device)
+    pages = torch.full((blocks, case.heads, layout.page_bytes), POISON_BYTE, dtype=torch.uint8, device=device)
     return key, value, slots.to(device), pages, Codec(spec, device)
 
 
-def random_rounding(heads: int, codec: Codec, seed: int = 0) -> Tensor:
+def random_query_aware(heads: int, codec: Codec, seed: int = 0) -> Tensor:
     """int8 [heads, dim, dim] for queries that live in a few directions, other ones for every head."""
     g = torch.Generator().manual_seed(seed)
     dim = codec.spec.key_dim
     queries = torch.randn(heads, 4 * dim, dim, generator=g) * torch.logspace(0, -2, dim)
     turned = queries @ torch.linalg.qr(torch.randn(heads, dim, dim, generator=g))[0]
-    return rounding_matrix(turned.mT @ turned, codec.to("cpu").key_rotation).to(codec.device)
+    return query_aware_matrix(turned.mT @ turned, codec.to("cpu").key_rotation).to(codec.device)
 
 
 def expected(
@@ -135,19 +135,19 @@ def expected(
     pages: Tensor,
     codec: Codec,
     layout: PageLayout,
-    rounding: Tensor | None = None,
+    query_aware: Tensor | None = None,
 ) -> Tensor:
     """The pages after the store, from the codec alone: vectors that cannot be encoded are marked."""
     keep = (slots >= 0).nonzero().flatten()
     rows = pack_rows(
         layout,
-        codec.encode_key(key[keep], rounding=rounding, mark_invalid=True),
+        codec.encode_key(key[keep], query_aware=query_aware, mark_invalid=True),
         codec.encode_value(value[keep], mark_invalid=True),
     )
     out, where = pages.clone(), slots[keep].long()
-    offsets = page_tables(layout, pages.device).byte_offsets[where % layout.block_tokens]
+    offsets = page_tables(layout, pages.device).byte_offsets[where % layout.block_size]
     for head in range(pages.shape[1]):
-        out[(where // layout.block_tokens)[:, None], head, offsets] = rows[:, head]
+        out[(where // layout.block_size)[:, None], head, offsets] = rows[:, head]
     return out
 
 
@@ -216,5 +216,5 @@ def build_beside_boundaries(dtype: str, device: torch.device) -> tuple[Case, Ten
     codec = Codec(case.layout.spec, device)
     rows = short_rows_beside_boundaries(codec, DTYPES[dtype])[:, None, :].to(device)
     slots = torch.arange(len(rows), device=device)
-    pages = torch.zeros(1, 1, case.layout.region_bytes, dtype=torch.uint8, device=device)
+    pages = torch.zeros(1, 1, case.layout.page_bytes, dtype=torch.uint8, device=device)
     return case, rows, slots, pages, codec, expected(rows, rows, slots, pages, codec, case.layout)

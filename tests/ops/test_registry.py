@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.ops.attend import REGISTRY as ATTEND
-from slimkv.ops.gather import REGISTRY as GATHER
-from slimkv.ops.registry import Implementation, Registry, anywhere, on_cpu, where_triton_runs
-from slimkv.ops.store import REGISTRY as STORE
+from slimkv.ops.attention.api import REGISTRY as ATTEND
+from slimkv.ops.gather.api import REGISTRY as GATHER
+from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
+from slimkv.ops.store.api import REGISTRY as STORE
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -30,9 +30,9 @@ def registry(monkeypatch):
     return Registry(
         "attend",
         [
-            Implementation("picky", module("a_picky_one", "it takes no request", monkeypatch), anywhere),
-            Implementation("cpu_only", module("a_cpu_one", None, monkeypatch), on_cpu),
-            Implementation("any", module("an_easy_one", None, monkeypatch), anywhere),
+            Backend("picky", module("a_picky_one", "it takes no request", monkeypatch), anywhere),
+            Backend("cpu_only", module("a_cpu_one", None, monkeypatch), cpu_unavailable_reason),
+            Backend("any", module("an_easy_one", None, monkeypatch), anywhere),
         ],
     )
 
@@ -56,7 +56,7 @@ def test_an_unknown_name_lists_the_known(registry):
 
 
 def test_when_none_takes_it_every_reason_is_given(monkeypatch):
-    sole = Registry("store", [Implementation("picky", module("a_picky_one", "too odd", monkeypatch), anywhere)])
+    sole = Registry("store", [Backend("picky", module("a_picky_one", "too odd", monkeypatch), anywhere)])
     with pytest.raises(UnsupportedError, match="no implementation of store takes this on cpu: picky: too odd"):
         sole.select(CPU, None, None)
 
@@ -71,9 +71,9 @@ def test_triton_says_why_it_cannot_run(monkeypatch):
     import triton
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    assert "TRITON_INTERPRET=1" in where_triton_runs(CPU)
-    assert where_triton_runs(CUDA) is None
+    assert "TRITON_INTERPRET=1" in triton_unavailable_reason(CPU)
+    assert triton_unavailable_reason(CUDA) is None
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    assert where_triton_runs(CPU) is None
+    assert triton_unavailable_reason(CPU) is None
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert "pip install" in where_triton_runs(CUDA)
+    assert "pip install" in triton_unavailable_reason(CUDA)

@@ -18,10 +18,10 @@ from store_cases import (
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.ops.store import StoreRequest
-from slimkv.ops.store import triton as store_triton
+from slimkv.ops.store.api import StoreRequest
+from slimkv.ops.store.triton import launch as store_triton
 
-LLOYD = [*(f"k{b}v{b}" for b in range(1, 8)), "kl8vl8"]
+LLOYD = [*(f"k{b}v{b}" for b in range(1, 8)), "k8v8"]
 UNIFORM = [f"ku{b}vu{b}" for b in range(2, 9)]
 OTHERS = [
     "kur4vur4",
@@ -29,9 +29,9 @@ OTHERS = [
     "fp8",
     "krawbf16vrawbf16",
     "krawfp16vrawfp32",
-    "k8v4",
-    "4bit_nc",
-    "3bit_nc",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "turboquant_3bit_nc",
     "krawbf16v4",
 ]
 DIMS = [16, 64, 80, 96, 112, 128, 192, 256]
@@ -39,17 +39,17 @@ POLICIES = ["plain", "unbiased"]
 
 TINY = Case(heads=1, tokens=40)
 COVERING = [
-    *(replace(TINY, format=word, slots=slots) for word in LLOYD for slots in ("scattered", "aligned")),
+    *(replace(TINY, format=format, slots=slots) for format in LLOYD for slots in ("scattered", "aligned")),
     *(
-        replace(TINY, format=word)
-        for word in ("ku2vu3", "ku4vu6", "ku5vu8", "kur4vur7", "fp8", "krawbf16vrawfp32", "k8v4")
+        replace(TINY, format=format)
+        for format in ("ku2vu3", "ku4vu6", "ku5vu8", "kur4vur7", "fp8", "krawbf16vrawfp32", "turboquant_k8v4")
     ),
     *(replace(TINY, format="ku4vfp8", slots="aligned", page=page) for page in (32, 64)),
     *(replace(TINY, dim=dim, format="k3v5") for dim in (80, 112)),
     *(replace(TINY, dim=dim, format="k1v6", slots="aligned") for dim in (96, 128)),
     replace(TINY, dim=96, value_dim=48, format="k7v2"),
     replace(TINY, dim=192, tokens=20),
-    *(replace(TINY, policy=p, format=word) for p in ("plain", "unbiased") for word in ("k2v3", "k4v6", "kl8v1")),
+    *(replace(TINY, policy=p, format=format) for p in ("plain", "unbiased") for format in ("k2v3", "k4v6", "k8v1")),
     *(replace(TINY, dtype=dtype, slots=slots) for dtype, slots in [("fp16", "unaligned"), ("fp32", "scattered")]),
     replace(TINY, heads=3, strided=True, slots="unaligned", slot_dtype="int32"),
     replace(TINY, dim=16, tokens=300, slots="aligned"),
@@ -59,7 +59,7 @@ COVERING = [
 BASE, PATTERNS = Case(), ("scattered", "aligned", "unaligned")
 MATRIX = [
     *(replace(BASE, format=w, slots=s) for w in [*LLOYD, *UNIFORM, *OTHERS] for s in PATTERNS[:2]),
-    *(replace(BASE, format=w, policy=p, dtype="fp32") for w in ("k1v1", "k3v3", "k4v4", "kl8vl8") for p in POLICIES),
+    *(replace(BASE, format=w, policy=p, dtype="fp32") for w in ("k1v1", "k3v3", "k4v4", "k8v8") for p in POLICIES),
     *(replace(BASE, dim=d, format=w, slots=s) for d in DIMS for w in ("k4v4", "k3v5") for s in PATTERNS[:2]),
     *(replace(BASE, dim=kd, value_dim=vd) for kd, vd in [(192, 128), (64, 80), (576, 512), (1024, 16)]),
     *(replace(BASE, page=page, slots=s, tokens=300) for page in (16, 32, 64, 128) for s in PATTERNS),
@@ -72,7 +72,7 @@ def check(case: Case, device: torch.device) -> None:
     key, value, slots, pages, codec = build(case, device)
     want = expected(key, value, slots, pages, codec, case.layout)
     assert not torch.equal(want, pages)
-    ops.store(key, value, pages, slots, codec=codec, layout=case.layout, impl="triton")
+    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="triton")
     assert_same_bytes(pages, want, case.layout)
 
 
@@ -104,22 +104,21 @@ def test_bytes_are_the_codecs(case, device):
 
 
 @pytest.mark.parametrize(
-    "word", ["k2v2", "k4v4", pytest.param("k3v3", marks=pytest.mark.full), pytest.param("k6v6", marks=pytest.mark.full)]
+    "format",
+    ["k2v2", "k4v4", pytest.param("k3v3", marks=pytest.mark.full), pytest.param("k6v6", marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("policy", ["norm", pytest.param("unbiased", marks=pytest.mark.full)])
-def test_ties(word, policy, device):
+def test_ties(format, policy, device):
     """Rotated coordinates exactly on a boundary, or one rounding beside it."""
-    case = Case(format=word, policy=policy, heads=1)
+    case = Case(format=format, policy=policy, heads=1)
     codec = Codec(case.layout.spec, device)
     rows, exact = rows_on_boundaries(codec)
     assert exact >= 3
     key = rows[:, None, :].to(device)
     slots = torch.arange(len(rows), device=device)
-    pages = torch.zeros(
-        case.layout.blocks_for(len(rows)), 1, case.layout.region_bytes, dtype=torch.uint8, device=device
-    )
+    pages = torch.zeros(case.layout.blocks_for(len(rows)), 1, case.layout.page_bytes, dtype=torch.uint8, device=device)
     want = expected(key, key, slots, pages, codec, case.layout)
-    ops.store(key, key, pages, slots, codec=codec, layout=case.layout, impl="triton")
+    ops.store_kv(key, key, pages, slots, codec=codec, layout=case.layout, backend="triton")
     assert_same_bytes(pages, want, case.layout)
 
 
@@ -127,30 +126,30 @@ def test_ties(word, policy, device):
 def test_products_are_compared_as_they_are(dtype, device):
     """Beside a boundary by less than float32 holds."""
     case, rows, slots, pages, codec, want = build_beside_boundaries(dtype, device)
-    ops.store(rows, rows, pages, slots, codec=codec, layout=case.layout, impl="triton")
+    ops.store_kv(rows, rows, pages, slots, codec=codec, layout=case.layout, backend="triton")
     assert_same_bytes(pages, want, case.layout)
 
 
-@pytest.mark.parametrize("word", ["k4v4", "k8v4", "kur4vu3", "krawbf16vrawbf16"])
-def test_tokens_that_cannot_be_encoded_are_marked_and_their_neighbours_are_not(word, device):
-    case = Case(format=word, heads=2, tokens=32, slots="aligned", dtype="bf16")
+@pytest.mark.parametrize("format", ["k4v4", "turboquant_k8v4", "kur4vu3", "krawbf16vrawbf16"])
+def test_tokens_that_cannot_be_encoded_are_marked_and_their_neighbours_are_not(format, device):
+    case = Case(format=format, heads=2, tokens=32, slots="aligned", dtype="bf16")
     _, _, slots, pages, codec = build(case, device)
     key, value = torch.randn(2, case.tokens, case.heads, case.dim, dtype=torch.bfloat16).to(device)
     clean = pages.clone()
-    ops.store(key, value, clean, slots, codec=codec, layout=case.layout, impl="triton")
+    ops.store_kv(key, value, clean, slots, codec=codec, layout=case.layout, backend="triton")
     bad = {3: torch.nan, 9: torch.inf, 17: -torch.inf}
     for token, number in bad.items():
         key[token, 0, 5] = number
         value[token, 1, 63] = number
     want = expected(key, value, slots, pages, codec, case.layout)
-    ops.store(key, value, pages, slots, codec=codec, layout=case.layout, impl="triton")
+    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="triton")
     assert_same_bytes(pages, want, case.layout)
-    got_key, got_value = ops.gather(pages, slots, codec=codec, layout=case.layout, impl="reference")
+    got_key, got_value = ops.gather_kv(pages, slots, codec=codec, layout=case.layout, backend="reference")
     is_bad = torch.zeros(case.tokens, dtype=torch.bool, device=device)
     is_bad[list(bad)] = True
     assert torch.equal(~got_key[:, 0].isfinite().all(-1), is_bad)
     assert torch.equal(~got_value[:, 1].isfinite().all(-1), is_bad)
-    others = ops.gather(clean, slots, codec=codec, layout=case.layout, impl="reference")
+    others = ops.gather_kv(clean, slots, codec=codec, layout=case.layout, backend="reference")
     assert torch.equal(got_key[~is_bad], others[0][~is_bad])
     assert torch.equal(got_key[:, 1], others[0][:, 1])
     assert torch.equal(got_value[:, 0], others[1][:, 0])
@@ -161,25 +160,25 @@ def test_a_norm_beyond_the_scale_is_marked(device):
     key, value, slots, pages, codec = build(case, device)
     key[4] = 3e38
     want = expected(key, value, slots, pages, codec, case.layout)
-    ops.store(key, value, pages, slots, codec=codec, layout=case.layout, impl="triton")
+    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="triton")
     assert_same_bytes(pages, want, case.layout)
     with pytest.raises(InputError, match="norm beyond"):
-        ops.store(key, value, pages, slots, codec=codec, layout=case.layout, impl="reference")
+        ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="reference")
 
 
-@pytest.mark.parametrize("impl", ["triton", "reference"])
-def test_nothing_to_store_writes_nothing(impl, device):
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_nothing_to_store_writes_nothing(backend, device):
     case = Case(tokens=8)
     key, value, slots, pages, codec = build(case, device)
     for count in (0, 8):
-        ops.store(
+        ops.store_kv(
             key[:count],
             value[:count],
             pages,
             torch.full_like(slots[:count], -1),
             codec=codec,
             layout=case.layout,
-            impl=impl,
+            backend=backend,
         )
     assert (pages == POISON_BYTE).all()
 
@@ -188,7 +187,7 @@ def test_the_reference_writes_the_same(device):
     case = Case(format="k3v5", dim=80, dtype="fp32")
     key, value, slots, pages, codec = build(case, device)
     want = expected(key, value, slots, pages, codec, case.layout)
-    ops.store(key, value, pages, slots, codec=codec, layout=case.layout, impl="reference")
+    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="reference")
     assert_same_bytes(pages, want, case.layout)
 
 
@@ -196,21 +195,21 @@ def test_appending_one_by_one_is_storing_at_once(device):
     case = Case(format="k3v2", heads=1, tokens=20, slots="aligned")
     key, value, slots, pages, codec = build(case, device)
     at_once = pages.clone()
-    ops.store(key, value, at_once, slots, codec=codec, layout=case.layout, impl="triton")
+    ops.store_kv(key, value, at_once, slots, codec=codec, layout=case.layout, backend="triton")
     for i in range(case.tokens):
-        ops.store(
-            key[i : i + 1], value[i : i + 1], pages, slots[i : i + 1], codec=codec, layout=case.layout, impl="triton"
+        ops.store_kv(
+            key[i : i + 1], value[i : i + 1], pages, slots[i : i + 1], codec=codec, layout=case.layout, backend="triton"
         )
     assert_same_bytes(pages, at_once, case.layout)
 
 
 def test_pages_may_lie_apart(device):
-    """Regions inside a larger allocation, as an engine that interleaves layers has them."""
+    """Pages inside a larger allocation, as an engine that interleaves layers has them."""
     case = Case(heads=2, slots="aligned")
     key, value, slots, pages, codec = build(case, device)
     wide = torch.full((pages.shape[0], 4, pages.shape[2] + 32), POISON_BYTE, dtype=torch.uint8, device=device)
     apart = wide[:, 1:3, 16 : 16 + pages.shape[2]]
-    ops.store(key, value, apart, slots, codec=codec, layout=case.layout, impl="triton")
+    ops.store_kv(key, value, apart, slots, codec=codec, layout=case.layout, backend="triton")
     assert_same_bytes(apart.contiguous(), expected(key, value, slots, pages, codec, case.layout), case.layout)
     wide[:, 1:3, 16 : 16 + pages.shape[2]] = POISON_BYTE
     assert (wide == POISON_BYTE).all()
@@ -237,19 +236,19 @@ def wrong(**changes) -> dict:
 )
 def test_wrong_arguments_are_named(changes, message):
     layout = Case().layout
-    assert layout.region_bytes == 1088
+    assert layout.page_bytes == 1088
     with pytest.raises(InputError, match=message):
-        ops.store(**wrong(**changes), codec=Codec(layout.spec), layout=layout)
+        ops.store_kv(**wrong(**changes), codec=Codec(layout.spec), layout=layout)
 
 
 def test_what_the_kernel_does_not_do_is_refused(device):
     spec = CodecSpec.parse("k4v4", 64)
     rows = PageLayout(spec, 1)
     key = torch.zeros(1, 1, 64, device=device)
-    pages = torch.zeros(1, 1, rows.region_bytes, dtype=torch.uint8, device=device)
+    pages = torch.zeros(1, 1, rows.page_bytes, dtype=torch.uint8, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(UnsupportedError, match="blocks of 1 token"):
-        ops.store(key, key, pages, slots, codec=Codec(spec, device), layout=rows, impl="triton")
+        ops.store_kv(key, key, pages, slots, codec=Codec(spec, device), layout=rows, backend="triton")
     raw = PageLayout(CodecSpec.parse("raw", 64), 16)
     request = StoreRequest(key, key, pages, slots, Codec(raw.spec, device), raw)
     assert "holds bfloat16 bit for bit, but the key is torch.float32" in store_triton.supports(request)

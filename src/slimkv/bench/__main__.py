@@ -8,15 +8,15 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from slimkv.bench.attend import bench_attend
+from slimkv.bench.attention import bench_attend
+from slimkv.bench.options import Options
 from slimkv.bench.results import text_lines
-from slimkv.bench.running import Options
 from slimkv.bench.store import bench_store
 from slimkv.errors import SlimKVError
 
 
 def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
+    return [format for format in text.split(",") if format]
 
 
 def _serve(arguments: list[str]) -> int:
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m slimkv.bench", description=__doc__)
     parser.add_argument("operation", choices=("attend", "store", *_OWN_OPTIONS))
     parser.add_argument("--cells", type=_words, default=[], help="names or patterns, such as decode-*,prefill-*")
-    parser.add_argument("--impl", type=_words, default=[], help="implementations, such as triton,reference")
+    parser.add_argument("--backend", type=_words, default=[], help="implementations, such as triton,reference")
     parser.add_argument("--device", help="cuda or cpu")
     parser.add_argument("--page", type=int, help="tokens per page")
     parser.add_argument("--no-baselines", action="store_true", help="time slimkv alone")
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="write the JSON here as well")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     given = parser.parse_args(arguments)
-    options = Options(given.cells, given.impl, given.device, given.page, not given.no_baselines, given.small)
+    options = Options(given.cells, given.backend, given.device, given.page, not given.no_baselines, given.small)
 
     def step(message: str) -> None:
         if not given.quiet:

@@ -31,7 +31,10 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class DenseInputs:
-    """K and V as plain tensors [batch * context, kv_heads, head_dim]; queries [batch * queries, heads, head_dim]."""
+    """K and V as plain tensors [batch * context, num_kv_heads, head_dim].
+
+    Queries [batch * queries, heads, head_dim].
+    """
 
     cell: AttendCell
     query: Tensor
@@ -41,9 +44,9 @@ class DenseInputs:
     @classmethod
     def random(cls, cell: AttendCell, device: torch.device) -> DenseInputs:
         """Normal numbers."""
-        shape = (cell.batch * cell.context, cell.kv_heads, cell.head_dim)
+        shape = (cell.batch * cell.context, cell.num_kv_heads, cell.head_dim)
         dtype = compute_dtype(device)
-        query = torch.randn(cell.batch * cell.queries, cell.query_heads, cell.head_dim, device=device, dtype=dtype)
+        query = torch.randn(cell.batch * cell.queries, cell.num_heads, cell.head_dim, device=device, dtype=dtype)
         return cls(
             cell, query, torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype)
         )
@@ -56,9 +59,9 @@ def sdpa(inputs: DenseInputs) -> Candidates:
 
     cell = inputs.cell
     key, value = (
-        x.view(cell.batch, cell.context, cell.kv_heads, -1).transpose(1, 2) for x in (inputs.key, inputs.value)
+        x.view(cell.batch, cell.context, cell.num_kv_heads, -1).transpose(1, 2) for x in (inputs.key, inputs.value)
     )
-    query = inputs.query.view(cell.batch, cell.queries, cell.query_heads, -1).transpose(1, 2)
+    query = inputs.query.view(cell.batch, cell.queries, cell.num_heads, -1).transpose(1, 2)
     fast = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     backends = fast if query.is_cuda else [*fast, SDPBackend.MATH]
     mask: Any = causal_lower_right(cell.queries, cell.context) if cell.queries > 1 else None
@@ -87,7 +90,7 @@ def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
     scales: dict[str, Tensor] = {}
     if fp8:
         query, key, value = (x.to(torch.float8_e4m3fn) for x in (query, key, value))
-        one = torch.ones(1, device=device).expand(cell.batch, cell.kv_heads)
+        one = torch.ones(1, device=device).expand(cell.batch, cell.num_kv_heads)
         scales = {"q_descale": one, "k_descale": one, "v_descale": one}
     out = torch.empty_like(inputs.query)
     lens = torch.full((cell.batch,), cell.context, dtype=torch.int32, device=device)
@@ -95,19 +98,20 @@ def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
     for page in (16, 128):
         count = cell.context // page
         table = torch.randperm(cell.batch * count, device=device).to(torch.int32).view(cell.batch, count)
-        pages = [x.view(-1, page, cell.kv_heads, cell.head_dim) for x in (key, value)]
-        for splits in (0, 32):
+        pages = [x.view(-1, page, cell.num_kv_heads, cell.head_dim) for x in (key, value)]
+        for num_splits in (0, 32):
             schedule = None
-            if splits:
+            if num_splits:
                 schedule = module.get_scheduler_metadata(
-                    cell.batch, cell.queries, cell.context, cell.query_heads, cell.kv_heads, cell.head_dim, lens,
-                    qkv_dtype=query.dtype, cu_seqlens_q=starts, page_size=page, causal=True, num_splits=splits,
+                    cell.batch, cell.queries, cell.context, cell.num_heads, cell.num_kv_heads, cell.head_dim, lens,
+                    qkv_dtype=query.dtype, cu_seqlens_q=starts, page_size=page, causal=True, num_splits=num_splits,
                 )  # fmt: skip
             yield (
-                f"pages of {page}, " + (f"schedule of up to {splits} splits" if splits else "own split heuristic"),
+                f"pages of {page}, " + (f"schedule of up to {num_splits} num_splits" if num_splits else "own split "
+                "heuristic"),
                 functools.partial(
                     module.flash_attn_varlen_func, query, *pages, cell.queries, starts, cell.context, seqused_k=lens,
-                    causal=True, block_table=table, out=out, scheduler_metadata=schedule, num_splits=splits,
+                    causal=True, block_table=table, out=out, scheduler_metadata=schedule, num_splits=num_splits,
                     fa_version=3, **scales,
                 ),
             )  # fmt: skip
@@ -137,10 +141,10 @@ class TurboQuant:
         centroids = get_centroids(head_dim, config.centroid_bits).to(device=device, dtype=torch.float32).sort().values
         return cls(config, (rotation / head_dim**0.5).to(device), centroids, (centroids[1:] + centroids[:-1]) / 2)
 
-    def cache(self, tokens: int, kv_heads: int, page: int, device: torch.device) -> Tensor:
-        """uint8 [blocks, page, kv_heads, slot bytes]."""
+    def cache(self, tokens: int, num_kv_heads: int, page: int, device: torch.device) -> Tensor:
+        """uint8 [blocks, page, num_kv_heads, slot bytes]."""
         return torch.zeros(
-            -(-tokens // page), page, kv_heads, self.config.slot_size_aligned, dtype=torch.uint8, device=device
+            -(-tokens // page), page, num_kv_heads, self.config.slot_size_aligned, dtype=torch.uint8, device=device
         )
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -162,23 +166,23 @@ def turboquant_attend(inputs: DenseInputs) -> Candidates:
     if cell.queries > 1:
         raise UnsupportedError("its decode takes one query per sequence")
     turbo = TurboQuant.create(cell.head_dim, device)
-    total, page, splits = cell.batch * cell.context, 16, 32
-    cache = turbo.cache(total, cell.kv_heads, page, device)
+    total, page, num_splits = cell.batch * cell.context, 16, 32
+    cache = turbo.cache(total, cell.num_kv_heads, page, device)
     for first in range(0, total, 32768):
         part = slice(first, min(first + 32768, total))
         slots = torch.arange(part.start, part.stop, dtype=torch.int32, device=device)
         turbo.store(inputs.key[part], inputs.value[part], cache, slots)
     table = torch.randperm(len(cache), device=device).to(torch.int32).view(cell.batch, -1)
     lens = torch.full((cell.batch,), cell.context, dtype=torch.int32, device=device)
-    middle = torch.empty(cell.batch, cell.query_heads, splits, cell.head_dim + 1, device=device)
+    middle = torch.empty(cell.batch, cell.num_heads, num_splits, cell.head_dim + 1, device=device)
     yield (
-        f"pages of {page}, {splits} splits",
+        f"pages of {page}, {num_splits} num_splits",
         functools.partial(
             triton_turboquant_decode_attention, inputs.query, cache, table, lens, turbo.rotation, turbo.centroids,
             cell.head_dim**-0.5, turbo.config.key_mse_bits, turbo.config.key_packed_size,
             turbo.config.effective_value_quant_bits, key_fp8=turbo.config.key_fp8,
             norm_correction=turbo.config.norm_correction, PiT=turbo.rotation, mid_o_buf=middle,
-            max_num_kv_splits=splits,
+            max_num_kv_splits=num_splits,
         ),
     )  # fmt: skip
 
@@ -205,7 +209,7 @@ def copy_of(moved_bytes: int, device: torch.device) -> Candidates:
 def turboquant_store(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor) -> Candidates:
     """vLLM's turboquant_4bit_nc store (its GEMM and element-wise launches included)."""
     turbo = TurboQuant.create(cell.head_dim, key.device)
-    cache = turbo.cache(int(slots.max()) + 1, cell.kv_heads, 16, key.device)
+    cache = turbo.cache(int(slots.max()) + 1, cell.num_kv_heads, 16, key.device)
     yield "pages of 16", functools.partial(turbo.store, key, value, cache, slots.to(torch.int32))
 
 

@@ -18,8 +18,8 @@ class AttendCell:
     batch: int
     context: int
     queries: int = 1
-    query_heads: int = 32
-    kv_heads: int = 8
+    num_heads: int = 32
+    num_kv_heads: int = 8
     head_dim: int = 128
     format: str = "k4v4"
     page: int = 64
@@ -32,17 +32,17 @@ class AttendCell:
     @property
     def packed_bytes(self) -> int:
         """Bytes of pages that hold the sequences."""
-        return self.layout.pool_bytes(self.batch * self.layout.blocks_for(self.context), self.kv_heads)
+        return self.layout.pool_bytes(self.batch * self.layout.blocks_for(self.context), self.num_kv_heads)
 
     def dense_bytes(self, element_bytes: int) -> int:
         """Bytes of the same K and V as plain tensors."""
-        return 2 * self.batch * self.context * self.kv_heads * self.head_dim * element_bytes
+        return 2 * self.batch * self.context * self.num_kv_heads * self.head_dim * element_bytes
 
     @property
     def flops(self) -> float:
         """Multiplications and additions of the two products under a causal mask."""
         visible = self.queries * (self.context - (self.queries - 1) / 2)
-        return 4.0 * self.batch * self.query_heads * self.head_dim * visible
+        return 4.0 * self.batch * self.num_heads * self.head_dim * visible
 
     @property
     def compute_bound(self) -> bool:
@@ -62,7 +62,7 @@ class StoreCell:
     tokens: int
     scattered: bool = False
     warm: bool = False
-    kv_heads: int = 8
+    num_kv_heads: int = 8
     head_dim: int = 128
     format: str = "k4v4"
     page: int = 64
@@ -75,8 +75,8 @@ class StoreCell:
 
     def moved_bytes(self, element_bytes: int) -> int:
         """K and V read, and their bytes in the pages written."""
-        read = 2 * self.tokens * self.kv_heads * self.head_dim * element_bytes
-        return read + int(self.tokens * self.kv_heads * self.layout.bytes_per_token)
+        read = 2 * self.tokens * self.num_kv_heads * self.head_dim * element_bytes
+        return read + int(self.tokens * self.num_kv_heads * self.layout.bytes_per_token)
 
 
 _BIG = AttendCell("", batch=32, context=32768)
@@ -87,10 +87,10 @@ ATTEND_CELLS = (
     replace(_BIG, name="decode-128x4K", batch=128, context=4096),
     replace(_BIG, name="decode-32x32K-k2v2", format="k2v2"),
     replace(_BIG, name="decode-32x32K-k3v3", format="k3v3"),
-    replace(_BIG, name="decode-32x32K-k8v4", format="k8v4"),
-    replace(_BIG, name="decode-32x32K-4bit_nc", format="4bit_nc"),
-    replace(_BIG, name="decode-32x8K-16q2kv", context=8192, query_heads=16, kv_heads=2),
-    replace(_BIG, name="decode-32x8K-9q3kv-d64", context=8192, query_heads=9, kv_heads=3, head_dim=64),
+    replace(_BIG, name="decode-32x32K-k8v4", format="turboquant_k8v4"),
+    replace(_BIG, name="decode-32x32K-4bit_nc", format="turboquant_4bit_nc"),
+    replace(_BIG, name="decode-32x8K-16q2kv", context=8192, num_heads=16, num_kv_heads=2),
+    replace(_BIG, name="decode-32x8K-9q3kv-d64", context=8192, num_heads=9, num_kv_heads=3, head_dim=64),
     replace(_BIG, name="verify-4q-32x32K", queries=4),
     replace(_BIG, name="prefill-2048q-1x32K", batch=1, queries=2048),
     replace(_BIG, name="rotation-off-32x32K", format="ku4vu4"),
@@ -102,17 +102,17 @@ STORE_CELLS = (
     replace(_CHUNK, name="chunk-8192"),
     replace(_CHUNK, name="chunk-8192-warm", warm=True),
     replace(_CHUNK, name="chunk-8192-k2v2", format="k2v2"),
-    replace(_CHUNK, name="chunk-8192-k8v4", format="k8v4"),
-    replace(_CHUNK, name="chunk-8192-4bit_nc", format="4bit_nc"),
+    replace(_CHUNK, name="chunk-8192-k8v4", format="turboquant_k8v4"),
+    replace(_CHUNK, name="chunk-8192-4bit_nc", format="turboquant_4bit_nc"),
     replace(_CHUNK, name="decode-128", tokens=128, scattered=True),
     replace(_CHUNK, name="chunk-8192-query-aware", query_aware=True),
     replace(_CHUNK, name="decode-128-query-aware", tokens=128, scattered=True, query_aware=True),
-    replace(_CHUNK, name="decode-128-4bit_nc", tokens=128, scattered=True, format="4bit_nc"),
+    replace(_CHUNK, name="decode-128-4bit_nc", tokens=128, scattered=True, format="turboquant_4bit_nc"),
     replace(_CHUNK, name="rotation-off-8192", format="ku4vu4"),
     replace(_CHUNK, name="rotation-on-8192", format="kur4vur4"),
 )
 
-_SMALL = AttendCell("", batch=2, context=512, query_heads=4, kv_heads=2, head_dim=64, page=16)
+_SMALL = AttendCell("", batch=2, context=512, num_heads=4, num_kv_heads=2, head_dim=64, page=16)
 SMALL_ATTEND_CELLS = (
     replace(_SMALL, name="decode-2x512"),
     replace(_SMALL, name="decode-2x512-k2v2", format="k2v2"),
@@ -120,7 +120,7 @@ SMALL_ATTEND_CELLS = (
     replace(_SMALL, name="rotation-off-2x512", format="ku4vu4"),
     replace(_SMALL, name="rotation-on-2x512", format="kur4vur4"),
 )
-_SMALL_CHUNK = StoreCell("", tokens=512, kv_heads=2, head_dim=64, page=16)
+_SMALL_CHUNK = StoreCell("", tokens=512, num_kv_heads=2, head_dim=64, page=16)
 SMALL_STORE_CELLS = (
     replace(_SMALL_CHUNK, name="chunk-512"),
     replace(_SMALL_CHUNK, name="chunk-512-warm", warm=True),

@@ -25,8 +25,8 @@ class GenerateSettings:
 
     model: str | None = None  # a model for ``slimkv.models.load``; None: random weights of the shape below
     layers: int = 8
-    query_heads: int = 32
-    kv_heads: int = 8
+    num_heads: int = 32
+    num_kv_heads: int = 8
     head_dim: int = 128
     context: int = 32768
     batch: int = 1
@@ -39,7 +39,16 @@ class GenerateSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "query_heads", "kv_heads", "context", "batch", "new_tokens", "rounds", "prefill_chunk"):
+        for name in (
+            "layers",
+            "num_heads",
+            "num_kv_heads",
+            "context",
+            "batch",
+            "new_tokens",
+            "rounds",
+            "prefill_chunk",
+        ):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
 
@@ -75,13 +84,13 @@ def random_llama(settings: GenerateSettings) -> Any:
         import transformers
     except ImportError as error:
         raise MissingDependencyError('this needs transformers: pip install "slimkv[transformers]"') from error
-    hidden = settings.query_heads * settings.head_dim
+    hidden = settings.num_heads * settings.head_dim
     config = transformers.LlamaConfig(
         hidden_size=hidden,
         intermediate_size=hidden,
         num_hidden_layers=settings.layers,
-        num_attention_heads=settings.query_heads,
-        num_key_value_heads=settings.kv_heads,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads,
         head_dim=settings.head_dim,
         vocab_size=1024,
         max_position_embeddings=settings.context + (settings.new_tokens + 4) * (settings.rounds + 1),
@@ -94,14 +103,14 @@ def random_llama(settings: GenerateSettings) -> Any:
     return model.eval()
 
 
-def _new_cache(model: Any, word: str) -> Any:
-    if word == "DynamicCache":
+def _new_cache(model: Any, format: str) -> Any:
+    if format == "DynamicCache":
         from transformers import DynamicCache
 
         return DynamicCache(config=model.config)
     from slimkv.integrations.transformers import SlimKVCache
 
-    return SlimKVCache(model.config, word)
+    return SlimKVCache(model.config, format)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -119,9 +128,9 @@ class _Times:
 
 
 @torch.no_grad()
-def _one(model: Any, ids: Tensor, word: str, settings: GenerateSettings) -> tuple[_Times, Any]:
+def _one(model: Any, ids: Tensor, format: str, settings: GenerateSettings) -> tuple[_Times, Any]:
     """Fills a cache with all of ``ids`` but the last, and decodes ``new_tokens`` twice: (times, the filled cache)."""
-    cache, context, new = _new_cache(model, word), ids.shape[1] - 1, settings.new_tokens
+    cache, context, new = _new_cache(model, format), ids.shape[1] - 1, settings.new_tokens
     _synchronize(model.device)
     start = time.perf_counter()
     for i in range(0, context, settings.prefill_chunk):
@@ -164,32 +173,34 @@ def time_generation(settings: GenerateSettings) -> GenerateReport:
     apart = settings.new_tokens + 4
     longest = settings.context + apart * (settings.rounds - 1) + 1
     ids = torch.randint(3, limit, (settings.batch, longest), generator=generator).to(model.device)
-    words = ["DynamicCache", *settings.formats]
-    times: dict[str, list[_Times]] = {w: [] for w in words}
+    formats = ["DynamicCache", *settings.formats]
+    times: dict[str, list[_Times]] = {w: [] for w in formats}
     sizes: dict[str, tuple[int, float]] = {}
     for number in range(settings.rounds):
         given = ids[:, : settings.context + apart * number + 1]
-        for word in words:
-            if word == "DynamicCache":
-                found, cache = _one(model, given, word, settings)
+        for format in formats:
+            if format == "DynamicCache":
+                found, cache = _one(model, given, format, settings)
                 held = [t for layer in cache.layers for t in (layer.keys, layer.values)]
                 size = sum(t.numel() * t.element_size() for t in held)
-                sizes[word] = size, size / sum(2 * t.numel() for t in held)
+                sizes[format] = size, size / sum(2 * t.numel() for t in held)
             else:
                 with attention(model):
-                    found, cache = _one(model, given, word, settings)
-                sizes[word] = cache.nbytes, cache.size().ratio
-            times[word].append(found)
+                    found, cache = _one(model, given, format, settings)
+                sizes[format] = cache.nbytes, cache.size().ratio
+            times[format].append(found)
             del cache
 
-    def median(word: str, name: str) -> float:
-        return statistics.median(getattr(t, name) for t in times[word])
+    def median(format: str, name: str) -> float:
+        return statistics.median(getattr(t, name) for t in times[format])
 
-    def speed(word: str, name: str) -> tuple[float, float, float]:
-        step = median(word, name)
+    def speed(format: str, name: str) -> tuple[float, float, float]:
+        step = median(format, name)
         return settings.batch / step, 1000 * step, median("DynamicCache", name) / step
 
-    rows = [GenerateRow(w, *speed(w, "step"), *speed(w, "step_again"), *sizes[w], median(w, "prefill")) for w in words]
+    rows = [
+        GenerateRow(w, *speed(w, "step"), *speed(w, "step_again"), *sizes[w], median(w, "prefill")) for w in formats
+    ]
     return GenerateReport(settings, tuple(rows), provenance(model.device))
 
 

@@ -32,7 +32,7 @@ def table(report: Report) -> str:
     present = list(dict.fromkeys(b.name for row in report.rows for b in row.baselines if b.ms is not None))
     with_error = any(row.error is not None for row in report.rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    head = ["cell", "format", "impl", "time", "of copy bandwidth", *(f"{NAMES[n]} takes" for n in present)]
+    head = ["cell", "format", "backend", "time", "of copy bandwidth", *(f"{NAMES[n]} takes" for n in present)]
     head += ["error"] if with_error else []
     lines = [
         f"`{report.operation}` on one {report.device} ({report.copy_bytes_per_second / 1e12:.2f} TB/s copy), "
@@ -42,14 +42,14 @@ def table(report: Report) -> str:
         _row(["---"] * len(head)),
     ]
     for row in report.rows:
-        cells = [row.cell, f"`{row.format}`", row.impl, _time(row.ms), _share(row)]
+        cells = [row.cell, f"`{row.format}`", row.backend, _time(row.ms), _share(row)]
         cells += [_ratio(row, name) for name in present]
         cells += [f"{row.error:.1e}" if row.error is not None else ""] if with_error else []
         lines.append(_row(cells))
     for r in report.rotation:
         lines += [
             "",
-            f"The rotation ({r.impl}): {_time(r.without_ms)} without, {_time(r.with_ms)} with ({r.cost:+.1%}).",
+            f"The rotation ({r.backend}): {_time(r.without_ms)} without, {_time(r.with_ms)} with ({r.cost:+.1%}).",
         ]
     absent = {b.name: b.detail for row in report.rows for b in row.baselines if b.ms is None and b.name not in present}
     for name, detail in absent.items():

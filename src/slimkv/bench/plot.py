@@ -11,7 +11,7 @@ from slimkv.evals.plots import figure
 def plot(report: Report, path: Path) -> None:
     """Bars per cell and implementation; one colour per baseline; 1 is as fast as slimkv."""
     names = list(dict.fromkeys(b.name for row in report.rows for b in row.baselines if b.ms is not None))
-    labels = [f"{row.cell}\n{row.impl}" for row in report.rows]
+    labels = [f"{row.cell}\n{row.backend}" for row in report.rows]
     height = max(3.0, 0.28 * len(labels) * max(1, len(names)))
     with figure(path, width=9, height=height) as (_, axes):
         for place, name in enumerate(names):

@@ -38,7 +38,7 @@ class Row:
     cell: str
     format: str
     shape: dict[str, int]
-    impl: str
+    backend: str
     ms: float
     moved_bytes: int
     fraction_of_copy: float
@@ -56,7 +56,7 @@ class Row:
 class Rotation:
     """The same codes stored and read with and without the rotation."""
 
-    impl: str
+    backend: str
     without_ms: float
     with_ms: float
 
@@ -120,9 +120,11 @@ def run_facts(device: torch.device, command: str) -> dict[str, Any]:
 
 def _rotation(rows: list[Row]) -> list[Rotation]:
     """Pairs cells called rotation-off-X and rotation-on-X."""
-    off = {(r.cell.removeprefix("rotation-off-"), r.impl): r for r in rows if r.cell.startswith("rotation-off-")}
-    on = {(r.cell.removeprefix("rotation-on-"), r.impl): r for r in rows if r.cell.startswith("rotation-on-")}
-    return [Rotation(impl, off[cell, impl].ms, on[cell, impl].ms) for cell, impl in off if (cell, impl) in on]
+    off = {(r.cell.removeprefix("rotation-off-"), r.backend): r for r in rows if r.cell.startswith("rotation-off-")}
+    on = {(r.cell.removeprefix("rotation-on-"), r.backend): r for r in rows if r.cell.startswith("rotation-on-")}
+    return [
+        Rotation(backend, off[cell, backend].ms, on[cell, backend].ms) for cell, backend in off if (cell, backend) in on
+    ]
 
 
 def _cpu_name() -> str:
@@ -149,7 +151,7 @@ def text_lines(report: Report) -> list[str]:
     lines = [f"{report.device}, copy {report.copy_bytes_per_second / 1e12:.3f} TB/s, {report.date}"]
     lines.append("  ".join(f"{k} {v}" for k, v in report.versions.items()))
     for row in report.rows:
-        parts = [f"{row.cell:28} {row.impl:9} {row.format:8} {row.ms:9.4f} ms  {row.fraction_of_copy:6.1%} of copy"]
+        parts = [f"{row.cell:28} {row.backend:9} {row.format:8} {row.ms:9.4f} ms  {row.fraction_of_copy:6.1%} of copy"]
         if row.tflops is not None:
             parts.append(f"{row.tflops:.1f} TFLOP/s")
         if row.error is not None:
@@ -164,5 +166,5 @@ def text_lines(report: Report) -> list[str]:
             )
         lines.append("  ".join(parts))
     for r in report.rotation:
-        lines.append(f"rotation ({r.impl}): {r.without_ms:.4f} ms without, {r.with_ms:.4f} ms with, {r.cost:+.1%}")
+        lines.append(f"rotation ({r.backend}): {r.without_ms:.4f} ms without, {r.with_ms:.4f} ms with, {r.cost:+.1%}")
     return lines

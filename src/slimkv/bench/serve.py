@@ -1,7 +1,7 @@
 """Serving through vLLM: the same load on stock caches and on slimkv's, one engine after another.
 
 Every engine gets the same share of the device's memory, a Llama-3.1-8B-shaped model with dummy weights and random
-tokens. Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format words (``k4v4``, or
+tokens. Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or
 ``k4v4:triton`` for one implementation).
 """
 
@@ -111,9 +111,9 @@ def cache_arguments(system: str) -> dict[str, Any]:
         return {"kv_cache_dtype": _STOCK[system]}
     if system.startswith("turboquant_"):
         return {"kv_cache_dtype": system}
-    word, _, impl = system.partition(":")
-    CodecSpec.parse(word, 64)  # raises with the known words
-    config = {"format": word, "impl": impl} if impl else {"format": word}
+    format, _, backend = system.partition(":")
+    CodecSpec.parse(format, 64)  # raises with the known formats
+    config = {"format": format, "backend": backend} if backend else {"format": format}
     return {"attention_backend": "CUSTOM", "additional_config": {"slimkv": config}}
 
 
@@ -276,8 +276,8 @@ def table_rows(report: ServeReport) -> list[list[str]]:
     """A header and a row per system; what was not measured is a dash."""
     rows = [["cache", *(name for name, _, _ in COLUMNS)]]
     for name, system in report.systems.items():
-        values = [(_at(system, path), form) for _, path, form in COLUMNS]
-        rows.append([name, *("-" if value is None else form.format(value) for value, form in values)])
+        values = [(_at(system, path), fmt) for _, path, fmt in COLUMNS]
+        rows.append([name, *("-" if value is None else fmt.format(value) for value, fmt in values)])
     return rows
 
 

@@ -12,11 +12,11 @@ from slimkv import ops
 from slimkv.bench import baselines
 from slimkv.bench.baselines import compute_dtype, time_baseline
 from slimkv.bench.cells import SMALL_STORE_CELLS, STORE_CELLS, StoreCell, choose
+from slimkv.bench.options import Options, Step, compile_ahead, silent
 from slimkv.bench.results import Baseline, Report, Row, make_report
-from slimkv.bench.running import Options, Step, compile_ahead, silent
 from slimkv.bench.timing import Timer, copy_bandwidth
 from slimkv.codec import Codec
-from slimkv.codec.rounding import rounding_matrix
+from slimkv.codec.query_aware import query_aware_matrix
 
 
 def _inputs(cell: StoreCell, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -27,17 +27,27 @@ def _inputs(cell: StoreCell, device: torch.device) -> tuple[Tensor, Tensor, Tens
         slots = order * cell.page + torch.randint(cell.page, (blocks,), device=device)
     else:
         slots = (order[:, None] * cell.page + torch.arange(cell.page, device=device)).flatten()[: cell.tokens]
-    shape = (cell.tokens, cell.kv_heads, cell.head_dim)
+    shape = (cell.tokens, cell.num_kv_heads, cell.head_dim)
     key, value = (torch.randn(shape, device=device, dtype=compute_dtype(device)) for _ in range(2))
-    pages = torch.zeros(blocks, cell.kv_heads, cell.layout.region_bytes, dtype=torch.uint8, device=device)
+    pages = torch.zeros(blocks, cell.num_kv_heads, cell.layout.page_bytes, dtype=torch.uint8, device=device)
     return key, value, slots, pages
 
 
-def _call(cell: StoreCell, impl: str, device: torch.device) -> tuple[partial[None], tuple[Tensor, Tensor, Tensor]]:
+def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[None], tuple[Tensor, Tensor, Tensor]]:
     key, value, slots, pages = _inputs(cell, device)
     codec = Codec(cell.layout.spec, device)
-    rounding = _rounding(cell, codec) if cell.query_aware else None
-    call = partial(ops.store, key, value, pages, slots, codec=codec, layout=cell.layout, rounding=rounding, impl=impl)
+    query_aware = _query_aware(cell, codec) if cell.query_aware else None
+    call = partial(
+        ops.store_kv,
+        key,
+        value,
+        pages,
+        slots,
+        codec=codec,
+        layout=cell.layout,
+        query_aware=query_aware,
+        backend=backend,
+    )
     return call, (key, value, slots)
 
 
@@ -52,18 +62,18 @@ def _writer(key: Tensor, value: Tensor) -> Callable[[], object]:
     return write
 
 
-def _rounding(cell: StoreCell, codec: Codec) -> Tensor:
+def _query_aware(cell: StoreCell, codec: Codec) -> Tensor:
     """Matrices for queries that live in few directions, others for every head."""
     generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(cell.kv_heads, 512, cell.head_dim, generator=generator)
+    queries = torch.randn(cell.num_kv_heads, 512, cell.head_dim, generator=generator)
     queries = queries * torch.logspace(0, -1.5, cell.head_dim)
-    return rounding_matrix(queries.mT @ queries, codec.key_rotation.cpu()).to(codec.device)
+    return query_aware_matrix(queries.mT @ queries, codec.key_rotation.cpu()).to(codec.device)
 
 
 def _compile(job: tuple[StoreCell, str, str]) -> None:
     """Compiles what a cell needs, in a process of its own."""
-    cell, impl, device = job
-    _call(cell, impl, torch.device(device))[0]()
+    cell, backend, device = job
+    _call(cell, backend, torch.device(device))[0]()
     torch.cuda.synchronize()
 
 
@@ -77,16 +87,16 @@ def bench_store(options: Options, step: Step = silent) -> Report:
     device = options.torch_device()
     small = options.small or device.type != "cuda"
     cells = choose(SMALL_STORE_CELLS if small else STORE_CELLS, options.cells, options.page)
-    impls = options.chosen_impls(device)
-    compile_ahead(_compile, [(cell, impl, str(device)) for cell in cells for impl in impls], device, step)
+    backends = options.chosen_backends(device)
+    compile_ahead(_compile, [(cell, backend, str(device)) for cell in cells for backend in backends], device, step)
     step("copy bandwidth")
     copy, timer, rows = copy_bandwidth(device), Timer(device), []
     for cell in cells:
         known: list[Baseline] = []  # the same for every implementation
-        for impl in impls:
-            step(f"{cell.name}: {impl}")
+        for backend in backends:
+            step(f"{cell.name}: {backend}")
             torch.manual_seed(0)
-            call, inputs = _call(cell, impl, device)
+            call, inputs = _call(cell, backend, device)
             cold, before = not cell.scattered, _writer(*inputs[:2]) if cell.warm else None
             ms = timer(call, cold=cold, before=before)
             moved = cell.moved_bytes(inputs[0].element_size())
@@ -107,11 +117,11 @@ def bench_store(options: Options, step: Step = silent) -> Report:
                     format=cell.format,
                     shape={
                         "tokens": cell.tokens,
-                        "kv_heads": cell.kv_heads,
+                        "num_kv_heads": cell.num_kv_heads,
                         "head_dim": cell.head_dim,
                         "page": cell.page,
                     },
-                    impl=impl,
+                    backend=backend,
                     ms=ms,
                     moved_bytes=moved,
                     fraction_of_copy=moved / (1e-3 * ms) / copy,

@@ -12,38 +12,39 @@ from slimkv.cache.allocator import BlockAllocator
 from slimkv.cache.batch import AttentionBatch
 from slimkv.codec import Codec
 from slimkv.errors import InputError
-from slimkv.ops.repeated import RepeatedStore
+from slimkv.ops.plan import RepeatedStore
 from slimkv.spec import CodecSpec, page_layout
 
 
 class PagedPool:
-    """uint8 pages [blocks, kv_heads, region_bytes], their allocator, and the three operations on them.
+    """uint8 pages [blocks, num_kv_heads, page_bytes], their allocator, and the three operations on them.
 
-    ``rounding``: int8 [kv_heads, key_dim, key_dim] or None, with which every key is stored; see ``slimkv.ops.store``.
+    ``query_aware``: int8 [num_kv_heads, key_dim, key_dim] or None, with which every key is stored; see
+    ``slimkv.ops.store_kv``.
     """
 
     def __init__(
         self,
         spec: CodecSpec,
         blocks: int,
-        kv_heads: int,
-        block_tokens: int = 64,
+        num_kv_heads: int,
+        block_size: int = 64,
         device: torch.device | str = "cpu",
-        impl: str | None = None,
-        rounding: Tensor | None = None,
+        backend: str | None = None,
+        query_aware: Tensor | None = None,
     ) -> None:
-        self.layout = page_layout(spec, block_tokens)
+        self.layout = page_layout(spec, block_size)
         self.codec = Codec(spec, device)
-        self.kv_heads = kv_heads
-        self.impl = impl
-        self.rounding = rounding
+        self.num_kv_heads = num_kv_heads
+        self.backend = backend
+        self.query_aware = query_aware
         self._store = RepeatedStore(self.layout)
         self.allocator = BlockAllocator(blocks)
-        self.pages = torch.zeros(blocks, kv_heads, self.layout.region_bytes, dtype=torch.uint8, device=device)
+        self.pages = torch.zeros(blocks, num_kv_heads, self.layout.page_bytes, dtype=torch.uint8, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes the pages occupy; equals ``layout.pool_bytes(blocks, kv_heads)``."""
+        """Bytes the pages occupy; equals ``layout.pool_bytes(blocks, num_kv_heads)``."""
         return self.pages.untyped_storage().nbytes()
 
     def grow(self, blocks: int) -> None:
@@ -51,7 +52,7 @@ class PagedPool:
         extra = blocks - self.allocator.count
         self.allocator.grow(blocks)
         if extra:
-            fresh = self.pages.new_zeros(extra, self.kv_heads, self.layout.region_bytes)
+            fresh = self.pages.new_zeros(extra, self.num_kv_heads, self.layout.page_bytes)
             self.pages = torch.cat([self.pages, fresh])
 
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
@@ -64,7 +65,7 @@ class PagedPool:
 
     def make_writable(self, blocks: list[int], first_position: int) -> None:
         """Copy-on-write before tokens are written from ``first_position`` on: replaces what is shared in ``blocks``."""
-        start = first_position // self.layout.block_tokens
+        start = first_position // self.layout.block_size
         source, target = [], []
         for i in range(start, len(blocks)):
             block, copy = self.allocator.writable(blocks[i])
@@ -75,21 +76,27 @@ class PagedPool:
         self.copy_blocks(source, target)
 
     def store(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """K [tokens, kv_heads, key_dim], V [tokens, kv_heads, value_dim] -> the slots; see ``slimkv.ops.store``."""
-        self._store(key, value, self.pages, slot_mapping, codec=self.codec, rounding=self.rounding, impl=self.impl)
+        """K [tokens, num_kv_heads, key_dim], V [tokens, num_kv_heads, value_dim] -> the slots.
+
+        See ``slimkv.ops.store_kv``.
+        """
+        self._store(
+            key, value, self.pages, slot_mapping, codec=self.codec, query_aware=self.query_aware, backend=self.backend
+        )
 
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """query [queries, query_heads, key_dim] -> [queries, query_heads, value_dim]; see ``slimkv.ops.attend``."""
+        """query [queries, num_heads, key_dim] -> [queries, num_heads, value_dim]; see ``slimkv.ops.attend``."""
         return ops.attend(
-            query, self.pages, batch.block_table, batch.seq_lens, batch.query_start, codec=self.codec,
+            query, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, codec=self.codec,
             layout=self.layout,
-            max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, options=options, impl=self.impl, **kwargs,
+            max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, options=options, backend=self.backend,
+            **kwargs,
         )  # fmt: skip
 
     def gather(self, slots: Tensor, dtype: torch.dtype = torch.float32, rotated: bool = False) -> tuple[Tensor, Tensor]:
-        """slots [tokens] -> dense K and V; see ``slimkv.ops.gather``."""
-        return ops.gather(
-            self.pages, slots, codec=self.codec, layout=self.layout, dtype=dtype, rotated=rotated, impl=self.impl
+        """slots [tokens] -> dense K and V; see ``slimkv.ops.gather_kv``."""
+        return ops.gather_kv(
+            self.pages, slots, codec=self.codec, layout=self.layout, dtype=dtype, rotated=rotated, backend=self.backend
         )

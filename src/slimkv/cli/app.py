@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from slimkv.cli import bench, calibrate, demo, doctor, eval, eval_model, plan
+from slimkv.cli import bench, calibrate, demo, doctor, eval, eval_model, memory_plan
 from slimkv.cli.options import Json
 
 app = typer.Typer(name="slimkv", no_args_is_help=True)
 app.command()(demo.demo)
-app.command()(plan.plan)
+app.command()(memory_plan.plan)
 app.command()(calibrate.calibrate)
 app.command()(doctor.doctor)
 eval_model.add_to(eval.app)

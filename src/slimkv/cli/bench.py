@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slimkv.cli import bench_generate, bench_serve
-from slimkv.cli.options import Json, user_errors, words
+from slimkv.cli.options import Json, comma_list, user_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer(name="bench", help="Time store and attend beside the baselines.", no_args_is_help=True)
 
 Cells = Annotated[str, typer.Option(help="Names or patterns of cells, such as decode-*,prefill-*; default: all.")]
-Impls = Annotated[str, typer.Option("--impl", help="Implementations, such as triton,reference.")]
+Impls = Annotated[str, typer.Option("--backend", help="Implementations, such as triton,reference.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")]
 Page = Annotated[int | None, typer.Option(help="Tokens per page; default: the cell's own.")]
 Baselines = Annotated[bool, typer.Option(help="Time the baselines as well.")]
@@ -39,7 +39,7 @@ def root() -> None:
 @app.command()
 def attend(
     cells: Cells = "",
-    impls: Impls = "",
+    backends: Impls = "",
     device: Device = None,
     page: Page = None,
     baselines: Baselines = True,
@@ -49,13 +49,13 @@ def attend(
     as_json: Json = False,
 ) -> None:
     """Attention on packed pages: decode, speculative verification, prefill (small cells on a CPU)."""
-    _run("attend", cells, impls, device, page, baselines, small, plot, output, as_json)
+    _run("attend", cells, backends, device, page, baselines, small, plot, output, as_json)
 
 
 @app.command()
 def store(
     cells: Cells = "",
-    impls: Impls = "",
+    backends: Impls = "",
     device: Device = None,
     page: Page = None,
     baselines: Baselines = True,
@@ -65,13 +65,13 @@ def store(
     as_json: Json = False,
 ) -> None:
     """Writing K and V to packed pages: a prefill chunk, a decode step (small cells on a CPU)."""
-    _run("store", cells, impls, device, page, baselines, small, plot, output, as_json)
+    _run("store", cells, backends, device, page, baselines, small, plot, output, as_json)
 
 
 def _run(
     operation: str,
     cells: str,
-    impls: str,
+    backends: str,
     device: str | None,
     page: int | None,
     baselines: bool,
@@ -82,12 +82,12 @@ def _run(
 ) -> None:
     from dataclasses import asdict
 
-    from slimkv.bench.attend import bench_attend
-    from slimkv.bench.running import Options
+    from slimkv.bench.attention import bench_attend
+    from slimkv.bench.options import Options
     from slimkv.bench.store import bench_store
     from slimkv.cli.output import console, emit
 
-    options = Options(words(cells, str), words(impls, str), device, page, baselines, small)
+    options = Options(comma_list(cells, str), comma_list(backends, str), device, page, baselines, small)
     with user_errors(), console(stderr=True).status("starting") as status:
         report = (bench_attend if operation == "attend" else bench_store)(options, status.update)
         if output is not None:
@@ -105,9 +105,9 @@ def _table(report: Report) -> Table:
     title = f"{report.operation} on {report.device}, copy {report.copy_bytes_per_second / 1e12:.3f} TB/s"
     table = Table(title=title + "; \N{MULTIPLICATION SIGN} is the baseline's time over slimkv's")
     names = list(dict.fromkeys(b.name for row in report.rows for b in row.baselines))
-    for name in ("cell", "impl", "format", "ms", "of copy", "TFLOP/s", "error", *names):
+    for name in ("cell", "backend", "format", "ms", "of copy", "TFLOP/s", "error", *names):
         table.add_column(
-            name, justify="left" if name in ("cell", "impl", "format") else "right", no_wrap=name == "cell"
+            name, justify="left" if name in ("cell", "backend", "format") else "right", no_wrap=name == "cell"
         )
     for row in report.rows:
         tflops = "" if row.tflops is None else f"{row.tflops:.1f}"
@@ -115,13 +115,13 @@ def _table(report: Report) -> Table:
         found = [row.baseline(name) for name in names]
         ratios = ["-" if b is None or b.ratio is None else f"{b.ratio:.2f}\N{MULTIPLICATION SIGN}" for b in found]
         table.add_row(
-            row.cell, row.impl, row.format, f"{row.ms:.4f}", f"{row.fraction_of_copy:.1%}", tflops, error, *ratios
+            row.cell, row.backend, row.format, f"{row.ms:.4f}", f"{row.fraction_of_copy:.1%}", tflops, error, *ratios
         )
     return table
 
 
 def _lines(report: Report) -> list[str]:
-    lines = [f"rotation ({r.impl}): {r.without_ms:.4f} ms without, {r.with_ms:.4f} ms with" for r in report.rotation]
+    lines = [f"rotation ({r.backend}): {r.without_ms:.4f} ms without, {r.with_ms:.4f} ms with" for r in report.rotation]
     absent = {b.name: b.detail for row in report.rows for b in row.baselines if b.ms is None}
     lines += [f"{name} is absent: {detail}".replace("[", r"\[") for name, detail in absent.items()]
     return [*lines, "  ".join(f"{name} {version}" for name, version in report.versions.items())]

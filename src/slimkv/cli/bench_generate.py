@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from slimkv.cli.options import Json, user_errors, words
+from slimkv.cli.options import Json, comma_list, user_errors
 
 
 def generate(
@@ -33,7 +33,7 @@ def generate(
         torch.set_num_threads(threads)
     with user_errors():
         settings = GenerateSettings(
-            model=model, formats=tuple(words(formats, str)), context=context, batch=batch, new_tokens=new_tokens,
+            model=model, formats=tuple(comma_list(formats, str)), context=context, batch=batch, new_tokens=new_tokens,
             layers=layers, rounds=rounds, dtype=dtype, device=device,
         )  # fmt: skip
         report = time_generation(settings)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slimkv.cli.options import Json, user_errors, words
+from slimkv.cli.options import Json, comma_list, user_errors
 
 
 def serve(
@@ -40,7 +40,8 @@ def serve(
 
     with user_errors(), console(stderr=True).status("starting") as status:
         settings = ServeSettings(
-            systems=tuple(words(systems, str)), phases=tuple(words(phases, str)), shape=shape, requests=requests,
+            systems=tuple(comma_list(systems, str)), phases=tuple(comma_list(phases, str)), shape=shape,
+            requests=requests,
             context=context, output=output, most_requests=most_requests, arrivals=arrivals, rate=rate, memory=memory,
             eager=eager, limit_seconds=limit_seconds,
         )  # fmt: skip

@@ -11,8 +11,8 @@ from slimkv.cli.eval_model import Device, Threads, load_quietly, progress_bar
 from slimkv.cli.options import Json, user_errors
 
 if TYPE_CHECKING:
-    from slimkv.calibrate import Calibration
-    from slimkv.calibrate.solve import Solution
+    from slimkv.calibration import Calibration
+    from slimkv.calibration.bit_allocation import Solution
 
 SAMPLED, RANDOM = "sampled", "random"
 IDS = (SAMPLED, RANDOM)
@@ -41,9 +41,9 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Runs a model once and writes what query-aware rounding needs to know of its queries."""
-    from slimkv.calibrate.solve import budget_bytes, profile_bytes, solve_widths
+    from slimkv.calibration.bit_allocation import budget_bytes, profile_bytes, solve_widths
     from slimkv.cli.output import emit
-    from slimkv.evals.running import Stopwatch
+    from slimkv.evals.harness import Stopwatch
 
     if ids not in IDS:
         raise typer.BadParameter(f"--ids {ids!r} is not one of {', '.join(IDS)}; for a text use --text")
@@ -66,8 +66,8 @@ def _gather(
     name: str, text: str | None, ids: str, windows: int, tokens: int, seed: int, threads: int | None, device: str
 ) -> Calibration:
     from slimkv.evals.texts import load_text, token_windows
-    from slimkv.integrations.transformers.reading import random_windows, sampled_windows
-    from slimkv.integrations.transformers.statistics import gather_calibration
+    from slimkv.integrations.transformers.calibration.collect import gather_calibration
+    from slimkv.integrations.transformers.calibration.samples import random_windows, sampled_windows
 
     with progress_bar() as (_, progress):
         loaded = load_quietly(name, threads, device)
@@ -86,7 +86,7 @@ def _gather(
 def _result(model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from slimkv.calibrate.predict import logit_noise
+    from slimkv.calibration.predict import logit_noise
 
     gains = []
     for layer in made.layers.values():
@@ -96,7 +96,7 @@ def _result(model: str, made: Calibration, solution: Solution | None, out: Path,
         "model": model,
         "source": made.source,
         "layers": len(made.layers),
-        "kv_heads": sum(x.kv_heads for x in made.layers.values()),
+        "num_kv_heads": sum(x.num_kv_heads for x in made.layers.values()),
         "file": str(out),
         "file_bytes": out.stat().st_size,
         "logit_error_reduction": gains,  # by layer: squared error that queries see, plain over query-aware
@@ -113,7 +113,7 @@ def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_row("read", result["source"])
-    table.add_row("layers, KV heads in all", f"{result['layers']}, {result['kv_heads']}")
+    table.add_row("layers, KV heads in all", f"{result['layers']}, {result['num_kv_heads']}")
     table.add_row("file", f"{result['file_bytes']:,} bytes")
     table.add_row("squared error that queries see", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's")
     table.add_row("time", f"{result['seconds']:.1f} s")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out"),
     model: Annotated[str, typer.Option(help="A packaged model, a folder, or a hub name.")] = "smollm2-135m-instruct",
-    word: Annotated[str, typer.Option("--format", help="The packed cache that answers.")] = "k4v4",
+    format: Annotated[str, typer.Option("--format", help="The packed cache that answers.")] = "k4v4",
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
     synthetic: Annotated[bool, typer.Option("--synthetic", help="Synthetic keys and values, no model.")] = False,
     head_dim: Annotated[int, typer.Option(help="Head size of the synthetic keys and values.")] = 128,
@@ -32,7 +32,7 @@ def demo(
         else:
             from slimkv.cli import demo_model
 
-            demo_model.run(model, out, word, threads, as_json)
+            demo_model.run(model, out, format, threads, as_json)
 
 
 def _synthetic(out: Path, head_dim: int, seed: int, as_json: bool) -> None:

@@ -39,7 +39,7 @@ def run(model: str, out: Path, answer_format: str, threads: int | None, as_json:
     emit(showcase, as_json, *([] if as_json else [*_tables(showcase), f"report: {page} and {data}"]))
 
 
-def _panels(stock: str, packed: str, word: str) -> Table:
+def _panels(stock: str, packed: str, format: str) -> Table:
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -47,7 +47,7 @@ def _panels(stock: str, packed: str, word: str) -> Table:
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)
-    grid.add_row(Panel(Text(stock.strip()), title="DynamicCache"), Panel(Text(packed.strip()), title=word))
+    grid.add_row(Panel(Text(stock.strip()), title="DynamicCache"), Panel(Text(packed.strip()), title=format))
     return grid
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from slimkv.cli.options import Json, user_errors, words
+from slimkv.cli.options import Json, comma_list, user_errors
 
 
 def doctor(
@@ -20,7 +20,7 @@ def doctor(
     from slimkv.doctor import diagnose
 
     with user_errors():
-        result = diagnose(words(require, str))
+        result = diagnose(comma_list(require, str))
     table = Table(title="slimkv doctor")
     for name in ("", "what", "version", "detail"):
         table.add_column(name)

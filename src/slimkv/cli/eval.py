@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimkv.cli.options import Json, user_errors, widths, words
+from slimkv.cli.options import Json, comma_list, user_errors, widths
 from slimkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def distortion(
     from slimkv.spec import parse_policy
 
     with user_errors():
-        report = measure_distortion(head_dim, widths(bits), words(policy, parse_policy), seed=seed)
+        report = measure_distortion(head_dim, widths(bits), comma_list(policy, parse_policy), seed=seed)
         if plot is not None:
             plot_distortion(report, plot)
     emit(report, as_json, *([] if as_json else _tables(report)))
@@ -68,7 +68,7 @@ def _tables(report: DistortionReport) -> list[Table]:
 
 
 @app.command()
-def rounding(
+def query_aware(
     calibration: Annotated[
         Path | None, typer.Option(help="A file from slimkv calibrate; default: a made-up second moment.")
     ] = None,
@@ -83,20 +83,20 @@ def rounding(
     from rich.table import Table
 
     from slimkv.cli.output import emit
-    from slimkv.evals.rounding import measure_rounding, plot_rounding, skewed_moment
+    from slimkv.evals.query_aware import measure_query_aware, plot_query_aware, skewed_moment
 
     with user_errors():
         moment, source = skewed_moment(head_dim), "a made-up second moment"
         if calibration is not None:
-            from slimkv.calibrate import Calibration
+            from slimkv.calibration import Calibration
 
             found = Calibration.load(calibration).statistics(layer).query_moment
             if not 0 <= head < len(found):
                 raise InputError(f"layer {layer} has KV heads 0 to {len(found) - 1}, not {head}")
             moment, source = found[head], f"{calibration.name}, layer {layer}, KV head {head}"
-        report = measure_rounding(moment, widths(bits), source=source)
+        report = measure_query_aware(moment, widths(bits), source=source)
         if plot is not None:
-            plot_rounding(moment, plot)
+            plot_query_aware(moment, plot)
     table = Table(title=f"squared error over plain rounding's; {source}")
     columns = "bits", "seen by queries", "predicted", "plain scale", "second sweep", "five scales", "of the key"
     for name in columns:
@@ -159,7 +159,7 @@ def attention(
             samples = [heavy_tailed(heads=4, tokens=1024, dim=head_dim, seed=seed) for seed in range(seeds)]
         else:
             samples = _real_samples(model, text, tokens)
-        by_format = average([compare_formats(sample, words(formats, str)) for sample in samples])
+        by_format = average([compare_formats(sample, comma_list(formats, str)) for sample in samples])
         by_policy = average([compare_policies(sample) for sample in samples])
     what = f"{len(samples)} " + ("synthetic samples" if model is None else f"layers of {model}")
     first = Table(title=f"relative error of attention, head size {samples[0].key.shape[-1]}, mean of {what}")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimkv.cli.options import Json, user_errors, words
+from slimkv.cli.options import Json, comma_list, user_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slimkv.calibrate import Calibration
-    from slimkv.evals.running import Progress
+    from slimkv.calibration import Calibration
+    from slimkv.evals.harness import Progress
     from slimkv.models import Loaded
 
 Model = Annotated[str, typer.Option(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
@@ -81,7 +81,7 @@ def load_quietly(model: str, threads: int | None, device: str = "cpu") -> Loaded
 
 def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> Calibration | None:
     """A calibration for the model from a file, or with ``auto`` the one that is made once and kept."""
-    from slimkv.integrations.transformers.auto import AUTO, auto_calibration, find_calibration
+    from slimkv.integrations.transformers.calibration.cached import AUTO, auto_calibration, find_calibration
 
     if source == AUTO:
         return auto_calibration(loaded.model, progress=progress)
@@ -127,7 +127,7 @@ def perplexity(
         known = load_calibration(calibration, loaded, progress)
         ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, stride)
         report = measure_perplexity(
-            loaded.model, ids, words(formats, str), name=model, mode=_mode(serving), stride=stride,
+            loaded.model, ids, comma_list(formats, str), name=model, mode=_mode(serving), stride=stride,
             calibration=known, progress=progress,
         )  # fmt: skip
         if plot is not None:
@@ -163,7 +163,7 @@ def agreement(
         known = load_calibration(calibration, loaded, progress)
         ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
         report = measure_agreement(
-            loaded.model, ids, words(formats, str), name=model, mode=_mode(serving), calibration=known,
+            loaded.model, ids, comma_list(formats, str), name=model, mode=_mode(serving), calibration=known,
             progress=progress,
         )  # fmt: skip
         if plot is not None:
@@ -198,8 +198,9 @@ def needle(
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
         report = measure_needle(
-            loaded.model, loaded.tokenizer, load_text(text), words(formats, str), contexts=words(contexts, int),
-            depths=words(depths, float), name=model, mode=_mode(not strict), progress=progress,
+            loaded.model, loaded.tokenizer, load_text(text), comma_list(formats, str), contexts=comma_list(contexts,
+            int),
+            depths=comma_list(depths, float), name=model, mode=_mode(not strict), progress=progress,
         )  # fmt: skip
         if plot is not None:
             plot_needle(report, plot)
@@ -228,7 +229,7 @@ def generation(
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
         report = measure_generation(
-            loaded.model, loaded.tokenizer, words(formats, str), new_tokens=new_tokens, name=model,
+            loaded.model, loaded.tokenizer, comma_list(formats, str), new_tokens=new_tokens, name=model,
             mode=_mode(not strict), progress=progress,
         )  # fmt: skip
         if plot is not None:
@@ -260,7 +261,7 @@ def layers(
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
         ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens)
-        report = measure_layers(loaded.model, ids, words(formats, str), name=model, progress=progress)
+        report = measure_layers(loaded.model, ids, comma_list(formats, str), name=model, progress=progress)
         if plot is not None:
             plot_layers(report, plot)
     table = _table(f"relative error of attention output, {model}", "layer", *(row.format for row in report.rows))
@@ -284,10 +285,10 @@ def widths(
     """Predicted against measured KL divergence, with keys or values of one layer packed at a time."""
     from slimkv.cli.options import widths as parse_widths
     from slimkv.cli.output import emit
+    from slimkv.evals.bit_allocation import measure_widths
     from slimkv.evals.model_plots import plot_widths
     from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
-    from slimkv.evals.widths import measure_widths
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
@@ -306,7 +307,7 @@ def widths(
 
 def paths(
     model: Model = _DEFAULT_MODEL,
-    word: Annotated[str, typer.Option("--format", help="The format of the cache.")] = "k4v4",
+    format: Annotated[str, typer.Option("--format", help="The format of the cache.")] = "k4v4",
     text: Text = "shipped",
     tokens: Annotated[int, typer.Option(help="Tokens of the text to start from.")] = 128,
     steps: Annotated[int, typer.Option(help="Greedy steps.")] = 200,
@@ -318,7 +319,7 @@ def paths(
 ) -> None:
     """Attention on pages against stock attention on decoded keys and values: logits and greedy tokens."""
     from slimkv.cli.output import emit
-    from slimkv.evals.paths import compare_paths
+    from slimkv.evals.fused_vs_decoded import compare_paths
     from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
 
@@ -326,10 +327,10 @@ def paths(
         loaded = load_quietly(model, threads, device)
         ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens)
         report = compare_paths(
-            loaded.model, ids, word, steps=steps, name=model, mode=_mode(serving), independent=independent,
+            loaded.model, ids, format, steps=steps, name=model, mode=_mode(serving), independent=independent,
             progress=progress,
         )  # fmt: skip
-    table = _table(f"fused against decoded, {report.mode}, {model}, {word}", "what", "value")
+    table = _table(f"fused against decoded, {report.mode}, {model}, {format}", "what", "value")
     table.add_row("largest difference of logits", f"{report.largest_difference:.2e} of the largest logit")
     table.add_row("median difference", f"{report.median_difference:.2e}")
     table.add_row("steps that differ by more than 1e-3", f"{report.steps_beyond_1e3} of {report.steps}")

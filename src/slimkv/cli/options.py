@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their words are read."""
+"""Options that several commands share, and how their comma_list are read."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 T = TypeVar("T")
 
 
-def words(text: str, convert: Callable[[str], T]) -> list[T]:
-    """``a,b,c`` -> converted words; empty ones are dropped."""
+def comma_list(text: str, convert: Callable[[str], T]) -> list[T]:
+    """``a,b,c`` -> converted comma_list; empty ones are dropped."""
     return [convert(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def widths(text: str) -> list[int]:
     """``4``, ``2,3,4`` or ``1-8`` -> widths."""
     out: list[int] = []
-    for part in words(text, str):
+    for part in comma_list(text, str):
         low, _, high = part.partition("-")
         if not low.isdigit() or (high and not high.isdigit()):
             raise typer.BadParameter(f"cannot read the widths {text!r}; write 4, 2,3,4 or 1-8")

@@ -27,24 +27,24 @@ def _indexed(device: torch.device | str) -> torch.device:
     return torch.zeros(0, device=device).device
 
 
-def _magnitude_entries(form: TensorFormat, levels_by_code: np.ndarray) -> np.ndarray:
+def _magnitude_entries(fmt: TensorFormat, levels_by_code: np.ndarray) -> np.ndarray:
     """Per magnitude, what a store kernel looks up.
 
     Twice the level squared for the norm policy of up to 4 bits, otherwise the level in units of 1 / LEVEL_DENOMINATOR;
     up to 4 bits with the magnitude's index above the low 16 bits.
     """
     positive = levels_by_code[len(levels_by_code) // 2 :]
-    if form.bits > 4:
+    if fmt.bits > 4:
         return positive * LEVEL_DENOMINATOR
-    numbers = (2 * positive) ** 2 if form.policy == ScalePolicy.NORM else positive * LEVEL_DENOMINATOR
+    numbers = (2 * positive) ** 2 if fmt.policy == ScalePolicy.NORM else positive * LEVEL_DENOMINATOR
     return numbers + (np.arange(len(positive)) << 16)
 
 
-def _side_tables(form: TensorFormat, dim: int, seed: int, device: torch.device) -> SideTables:
+def _side_tables(fmt: TensorFormat, dim: int, seed: int, device: torch.device) -> SideTables:
     block = block_size(dim)
     levels, boundaries, unit, error_steps = np.empty(0), np.empty(0), 1.0, 1.0
-    if form.kind == Kind.LLOYD:
-        book = codebook(form.bits, dim)
+    if fmt.kind == Kind.LLOYD:
+        book = codebook(fmt.bits, dim)
         levels, boundaries, unit = book.levels_by_code, book.boundaries, book.unit
         error_steps = book.error_steps
     return SideTables(
@@ -58,7 +58,7 @@ def _side_tables(form: TensorFormat, dim: int, seed: int, device: torch.device) 
         error_steps=error_steps,
         signs=torch.tensor(signed_hadamard(dim, seed), dtype=torch.bfloat16, device=device),
         bounds=torch.tensor(boundaries[boundaries > 0], dtype=torch.float32).view(torch.int32).to(device),
-        entries=torch.tensor(_magnitude_entries(form, levels), dtype=torch.int32, device=device),
+        entries=torch.tensor(_magnitude_entries(fmt, levels), dtype=torch.int32, device=device),
     )
 
 
@@ -81,36 +81,37 @@ class Codec:
 
     def __repr__(self) -> str:
         dims = f"key_dim={self.spec.key_dim}, value_dim={self.spec.value_dim}"
-        return f"Codec({self.spec.word}, {dims}, device={self.device})"
+        return f"Codec({self.spec.format}, {dims}, device={self.device})"
 
     @classmethod
-    def from_word(
-        cls, word: str, head_dim: int, value_dim: int | None = None, device: torch.device | str = "cpu"
+    def from_format(
+        cls, format: str, head_dim: int, value_dim: int | None = None, device: torch.device | str = "cpu"
     ) -> Codec:
         """``Codec(CodecSpec.parse(word, head_dim, value_dim), device)``."""
-        return cls(CodecSpec.parse(word, head_dim, value_dim), device)
+        return cls(CodecSpec.parse(format, head_dim, value_dim), device)
 
     def to(self, device: torch.device | str) -> Codec:
         """This codec with its tensors on ``device`` (itself if they are there already)."""
         target = _indexed(device)
         return self if target == self.device else Codec(self.spec, target)
 
-    def compression_ratio(self, block_tokens: int = 16) -> float:
-        """bf16 bytes over the bytes that pages of ``block_tokens`` tokens allocate."""
-        return PageLayout(self.spec, block_tokens).compression_ratio
+    def compression_ratio(self, block_size: int = 16) -> float:
+        """bf16 bytes over the bytes that pages of ``block_size`` tokens allocate."""
+        return PageLayout(self.spec, block_size).compression_ratio
 
     # -- encode: vectors to codes ------------------------------------------------------------------------------------
 
-    def encode_key(self, x: Tensor, *, rounding: Tensor | None = None, mark_invalid: bool = False) -> Encoded:
+    def encode_key(self, x: Tensor, *, query_aware: Tensor | None = None, mark_invalid: bool = False) -> Encoded:
         """[..., key_dim] -> ``Encoded``.
 
-        ``rounding``: from ``slimkv.codec.rounding.rounding_matrix``, int8 broadcastable to [..., key_dim, key_dim]
-        (one matrix per KV head beside x [..., kv_heads, key_dim]); for ``lloyd`` keys. Decoding does not need it.
+        ``query_aware``: from ``slimkv.codec.query_aware.query_aware_matrix``, int8 broadcastable to [..., key_dim,
+        key_dim]
+        (one matrix per KV head beside x [..., num_kv_heads, key_dim]); for ``lloyd`` keys. Decoding does not need it.
 
         Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector; with ``mark_invalid`` such
         vectors are marked the way kernels mark them instead.
         """
-        return self._encode(x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid, rounding)
+        return self._encode(x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid, query_aware)
 
     def encode_value(self, x: Tensor, *, mark_invalid: bool = False) -> Encoded:
         """[..., value_dim] -> ``Encoded``; see ``encode_key``."""
@@ -119,27 +120,27 @@ class Codec:
     def _encode(
         self,
         x: Tensor,
-        form: TensorFormat,
+        fmt: TensorFormat,
         dim: int,
         tables: SideTables,
         name: str,
         mark: bool,
-        rounding: Tensor | None = None,
+        query_aware: Tensor | None = None,
     ) -> Encoded:
         self._check(x, dim, name)
-        if rounding is not None:
-            self._check_rounding(rounding, form, x)
-        if form.kind == Kind.RAW:
-            return quantize.encode_raw(x, form)
-        short = quantize.becomes_short(form, x.dtype, dim)
+        if query_aware is not None:
+            self._check_query_aware(query_aware, fmt, x)
+        if fmt.kind == Kind.RAW:
+            return quantize.encode_raw(x, fmt)
+        short = quantize.becomes_short(fmt, x.dtype, dim)
         x = x.float().contiguous()
-        if form.kind == Kind.LLOYD:
-            encoded = quantize.encode_lloyd(x, form, tables, rounding, short)
-        elif form.kind == Kind.UNIFORM:
-            encoded = quantize.encode_uniform(x, form, tables)
+        if fmt.kind == Kind.LLOYD:
+            encoded = quantize.encode_lloyd(x, fmt, tables, query_aware, short)
+        elif fmt.kind == Kind.UNIFORM:
+            encoded = quantize.encode_uniform(x, fmt, tables)
         else:
             encoded = quantize.encode_fp8(x)
-        bad = quantize.invalid_vectors(x, encoded, form)
+        bad = quantize.invalid_vectors(x, encoded, fmt)
         if mark:
             return quantize.mark_invalid(encoded, bad)
         if bad.any():
@@ -150,20 +151,21 @@ class Codec:
             )
         return encoded
 
-    def _check_rounding(self, rounding: Tensor, form: TensorFormat, x: Tensor) -> None:
-        if form.kind != Kind.LLOYD:
-            raise InputError(f"query-aware rounding is for lloyd keys; these are {form.word}")
+    def _check_query_aware(self, query_aware: Tensor, fmt: TensorFormat, x: Tensor) -> None:
+        if fmt.kind != Kind.LLOYD:
+            raise InputError(f"query-aware rounding is for lloyd keys; these are {fmt.name}")
         dim = x.shape[-1]
         wanted = (*x.shape[:-1], dim, dim)
-        fits = len(rounding.shape) <= len(wanted) and all(
-            have in (1, want) for have, want in zip(rounding.shape[::-1], wanted[::-1], strict=False)
+        fits = len(query_aware.shape) <= len(wanted) and all(
+            have in (1, want) for have, want in zip(query_aware.shape[::-1], wanted[::-1], strict=False)
         )
-        if not fits or rounding.shape[-2:] != (dim, dim) or rounding.dtype != torch.int8:
+        if not fits or query_aware.shape[-2:] != (dim, dim) or query_aware.dtype != torch.int8:
             raise InputError(
-                f"rounding must be int8 and broadcast to {list(wanted)}, not {rounding.dtype} {list(rounding.shape)}"
+                f"query_aware must be int8 and broadcast to {list(wanted)}, not {query_aware.dtype} "
+                f"{list(query_aware.shape)}"
             )
-        if rounding.device != x.device:
-            raise InputError(f"rounding is on {rounding.device}, the keys on {x.device}")
+        if query_aware.device != x.device:
+            raise InputError(f"query_aware is on {query_aware.device}, the keys on {x.device}")
 
     def _check(self, x: Tensor, dim: int, name: str) -> None:
         if x.shape[-1] != dim:
@@ -189,34 +191,34 @@ class Codec:
         return self._decode(encoded, self.spec.value, self.value_tables, self.value_rotation, rotated)
 
     def _decode(
-        self, encoded: Encoded, form: TensorFormat, tables: SideTables, rotation: Tensor, rotated: bool
+        self, encoded: Encoded, fmt: TensorFormat, tables: SideTables, rotation: Tensor, rotated: bool
     ) -> Tensor:
-        if form.kind == Kind.RAW:
-            return quantize.decode_raw(encoded, form)
-        if form.kind == Kind.LLOYD:
+        if fmt.kind == Kind.RAW:
+            return quantize.decode_raw(encoded, fmt)
+        if fmt.kind == Kind.LLOYD:
             x = quantize.decode_lloyd(encoded, tables)
-        elif form.kind == Kind.UNIFORM:
+        elif fmt.kind == Kind.UNIFORM:
             x = quantize.decode_uniform(encoded)
         else:
             x = quantize.decode_fp8(encoded)
-        return x @ rotation.T if form.rotated and not rotated else x
+        return x @ rotation.T if fmt.rotated and not rotated else x
 
     # -- whole vectors to bytes --------------------------------------------------------------------------------------
 
-    def compress_k(self, x: Tensor) -> Tensor:
+    def pack_key(self, x: Tensor) -> Tensor:
         """K [..., key_dim] -> uint8 [..., bytes]: codes, then fields, one row per vector."""
         return pack.pack_vectors(self._rows.key, self.encode_key(x))
 
-    def compress_v(self, x: Tensor) -> Tensor:
+    def pack_value(self, x: Tensor) -> Tensor:
         """V [..., value_dim] -> uint8 [..., bytes]."""
         return pack.pack_vectors(self._rows.value, self.encode_value(x))
 
-    def decompress_k(self, rows: Tensor) -> Tensor:
-        """The rows of ``compress_k`` -> float32 [..., key_dim] in the original space (the raw dtype for raw)."""
+    def unpack_key(self, rows: Tensor) -> Tensor:
+        """The rows of ``pack_key`` -> float32 [..., key_dim] in the original space (the raw dtype for raw)."""
         return self.decode_key(pack.unpack_vectors(self._rows.key, rows))
 
-    def decompress_v(self, rows: Tensor) -> Tensor:
-        """The rows of ``compress_v`` -> float32 [..., value_dim] in the original space."""
+    def unpack_value(self, rows: Tensor) -> Tensor:
+        """The rows of ``pack_value`` -> float32 [..., value_dim] in the original space."""
         return self.decode_value(pack.unpack_vectors(self._rows.value, rows))
 
     # -- queries and outputs -----------------------------------------------------------------------------------------

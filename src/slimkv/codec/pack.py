@@ -1,6 +1,6 @@
 """Codes and fields to the bytes of a page and back, for every width, in ``PageLayout``'s order.
 
-A token owns whole bytes of its block's region. So a region is a rearrangement of token *rows* (key code bytes, value
+A token owns whole bytes of its block's page. So a page is a rearrangement of token *rows* (key code bytes, value
 code bytes, fields), and storing a token is writing its row through ``byte_offsets``.
 """
 
@@ -27,7 +27,7 @@ class Piece:
     low_bit: int
     row_byte: Tensor  # int64 [dim]: which byte of the token's row
     shift: Tensor  # uint8 [dim]: where in that byte
-    position: Tensor  # int64 [block_tokens, dim]: which byte of the region
+    position: Tensor  # int64 [block_size, dim]: which byte of the page
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class PageTables:
     """Index tensors of a layout on one device."""
 
     row_bytes: int
-    byte_offsets: Tensor  # int64 [block_tokens, row_bytes]: where each byte of a token's row sits in the region
+    byte_offsets: Tensor  # int64 [block_size, row_bytes]: where each byte of a token's row sits in the page
     key: tuple[Piece, ...]
     value: tuple[Piece, ...]
-    key_fields: Tensor  # int64 [block_tokens, fields]: first byte of each field in the region
+    key_fields: Tensor  # int64 [block_size, fields]: first byte of each field in the page
     value_fields: Tensor
     key_field_bytes: slice  # of the row
     value_field_bytes: slice
@@ -53,12 +53,12 @@ class _HostPiece(NamedTuple):
 
 
 def _side_pieces(side: SideLayout, row_start: int) -> tuple[list[_HostPiece], np.ndarray]:
-    """Pieces of a side and the region offsets [block_tokens, bytes] of its row bytes."""
-    tiles = np.arange(side.block_tokens) // side.tile_tokens
+    """Pieces of a side and the page offsets [block_size, bytes] of its row bytes."""
+    tiles = np.arange(side.block_size) // side.tile_tokens
     base = side.codes_offset + tiles * side.tile_bytes
     pieces, offsets = [], []
     for plane in side.planes:
-        bits = np.tile(side.bit_positions(plane), (side.block_tokens // side.tile_tokens, 1))
+        bits = np.tile(side.bit_positions(plane), (side.block_size // side.tile_tokens, 1))
         for part in range(max(1, plane.bits // 8)):
             position = base[:, None] + bits // 8 + part
             bytes_of_token, first_dim, row_byte = np.unique(position[0], return_index=True, return_inverse=True)
@@ -91,7 +91,7 @@ def page_tables(layout: PageLayout, device: torch.device) -> PageTables:
     """The tables of ``layout`` on ``device``; built once."""
     key, key_offsets = _side_pieces(layout.key, 0)
     value, value_offsets = _side_pieces(layout.value, key_offsets.shape[1])
-    tokens = np.arange(layout.block_tokens)[:, None]
+    tokens = np.arange(layout.block_size)[:, None]
 
     def fields(side: SideLayout) -> np.ndarray:
         starts = [side.field_offset(i) for i in range(side.format.field_count)]
@@ -158,7 +158,7 @@ def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
     pieces, width = _vector_pieces(side, rows.device)
     if rows.dtype != torch.uint8 or rows.shape[-1] != width:
         raise InputError(
-            f"packed {side.format.word} vectors are uint8 rows of {width} bytes, not {rows.dtype} of {rows.shape[-1]}"
+            f"packed {side.format.name} vectors are uint8 rows of {width} bytes, not {rows.dtype} of {rows.shape[-1]}"
         )
     fields_start = width - FIELD_BYTES * side.format.field_count
     first_bytes = torch.arange(fields_start, width, FIELD_BYTES, device=rows.device)
@@ -167,25 +167,25 @@ def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
 
 @lru_cache(maxsize=256)
 def _vector_pieces(side: SideLayout, device: torch.device) -> tuple[tuple[Piece, ...], int]:
-    alone = replace(side, block_tokens=1, codes_offset=0)
+    alone = replace(side, block_size=1, codes_offset=0)
     pieces, _ = _side_pieces(alone, 0)
-    pieces = [p._replace(row_byte=p.position[0]) for p in pieces]  # here a row is the region: read and written alike
+    pieces = [p._replace(row_byte=p.position[0]) for p in pieces]  # here a row is the page: read and written alike
     return _to_device(pieces, device), alone.codes_bytes + FIELD_BYTES * side.format.field_count
 
 
 def pack_block(layout: PageLayout, key: Encoded, value: Encoded) -> Tensor:
-    """Encoded K and V of the first n <= block_tokens tokens of blocks -> regions.
+    """Encoded K and V of the first n <= block_size tokens of blocks -> pages.
 
-    [..., n, dim] -> uint8 [..., region_bytes]. Bytes of absent tokens and of the alignment are zero.
+    [..., n, dim] -> uint8 [..., page_bytes]. Bytes of absent tokens and of the alignment are zero.
     """
     rows = pack_rows(layout, key, value)
     tokens = rows.shape[-2]
-    if tokens > layout.block_tokens:
-        raise InputError(f"{tokens} tokens do not fit a block of {layout.block_tokens}")
+    if tokens > layout.block_size:
+        raise InputError(f"{tokens} tokens do not fit a block of {layout.block_size}")
     offsets = page_tables(layout, rows.device).byte_offsets[:tokens]
-    region = rows.new_zeros(*rows.shape[:-2], layout.region_bytes)
-    region[..., offsets.reshape(-1)] = rows.flatten(-2)
-    return region
+    page = rows.new_zeros(*rows.shape[:-2], layout.page_bytes)
+    page[..., offsets.reshape(-1)] = rows.flatten(-2)
+    return page
 
 
 def _join_pieces(taken: list[tuple[Piece, Tensor]], wide: bool) -> Tensor:
@@ -199,43 +199,43 @@ def _join_pieces(taken: list[tuple[Piece, Tensor]], wide: bool) -> Tensor:
     return codes
 
 
-def _take_codes(regions: Tensor, side: SideLayout, pieces: tuple[Piece, ...]) -> Tensor:
-    taken = [(p, regions[..., p.position.reshape(-1)].unflatten(-1, p.position.shape)) for p in pieces]
+def _take_codes(pages: Tensor, side: SideLayout, pieces: tuple[Piece, ...]) -> Tensor:
+    taken = [(p, pages[..., p.position.reshape(-1)].unflatten(-1, p.position.shape)) for p in pieces]
     return _join_pieces(taken, wide=side.format.bits > 8)
 
 
-def _take_fields(regions: Tensor, positions: Tensor) -> Tensor:
+def _take_fields(pages: Tensor, positions: Tensor) -> Tensor:
     flat = positions.reshape(-1)
-    low, high = regions[..., flat].to(torch.int32), regions[..., flat + 1].to(torch.int32)
+    low, high = pages[..., flat].to(torch.int32), pages[..., flat + 1].to(torch.int32)
     return (low | high << 8).unflatten(-1, positions.shape)
 
 
-def unpack_keys(layout: PageLayout, regions: Tensor) -> Encoded:
-    """Regions uint8 [..., region_bytes] -> encoded keys [..., block_tokens, key_dim]."""
-    tables = page_tables(layout, regions.device)
-    return Encoded(_take_codes(regions, layout.key, tables.key), _take_fields(regions, tables.key_fields))
+def unpack_keys(layout: PageLayout, pages: Tensor) -> Encoded:
+    """Pages uint8 [..., page_bytes] -> encoded keys [..., block_size, key_dim]."""
+    tables = page_tables(layout, pages.device)
+    return Encoded(_take_codes(pages, layout.key, tables.key), _take_fields(pages, tables.key_fields))
 
 
-def unpack_values(layout: PageLayout, regions: Tensor) -> Encoded:
-    """Regions uint8 [..., region_bytes] -> encoded values [..., block_tokens, value_dim]."""
-    tables = page_tables(layout, regions.device)
-    return Encoded(_take_codes(regions, layout.value, tables.value), _take_fields(regions, tables.value_fields))
+def unpack_values(layout: PageLayout, pages: Tensor) -> Encoded:
+    """Pages uint8 [..., page_bytes] -> encoded values [..., block_size, value_dim]."""
+    tables = page_tables(layout, pages.device)
+    return Encoded(_take_codes(pages, layout.value, tables.value), _take_fields(pages, tables.value_fields))
 
 
 def take_tokens(layout: PageLayout, pages: Tensor, slots: Tensor) -> tuple[Encoded, Encoded]:
-    """The tokens in ``slots`` (int64 [tokens], >= 0) of pages uint8 [blocks, kv_heads, region_bytes].
+    """The tokens in ``slots`` (int64 [tokens], >= 0) of pages uint8 [blocks, num_kv_heads, page_bytes].
 
-    Returns encoded K [tokens, kv_heads, key_dim] and V [tokens, kv_heads, value_dim].
+    Returns encoded K [tokens, num_kv_heads, key_dim] and V [tokens, num_kv_heads, value_dim].
     """
     tables = page_tables(layout, pages.device)
-    block, position = slots // layout.block_tokens, slots % layout.block_tokens
+    block, position = slots // layout.block_size, slots % layout.block_size
     heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
 
-    def take(offsets: Tensor) -> Tensor:  # [block_tokens, n] -> [tokens, kv_heads, n]
+    def take(offsets: Tensor) -> Tensor:  # [block_size, n] -> [tokens, num_kv_heads, n]
         return pages[block[:, None, None], heads, offsets[position][:, None, :]]
 
-    def side(form: SideLayout, pieces: tuple[Piece, ...], fields: Tensor) -> Encoded:
-        codes = _join_pieces([(p, take(p.position)) for p in pieces], wide=form.format.bits > 8)
+    def side(fmt: SideLayout, pieces: tuple[Piece, ...], fields: Tensor) -> Encoded:
+        codes = _join_pieces([(p, take(p.position)) for p in pieces], wide=fmt.format.bits > 8)
         return Encoded(codes, take(fields).to(torch.int32) | take(fields + 1).to(torch.int32) << 8)
 
     return side(layout.key, tables.key, tables.key_fields), side(layout.value, tables.value, tables.value_fields)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slimkv.codec import scale16
 from slimkv.codec.codebook import LEVEL_DENOMINATOR
-from slimkv.codec.rounding import shaped_index
+from slimkv.codec.query_aware import query_aware_index
 from slimkv.errors import InputError
 from slimkv.spec import Kind, ScalePolicy, TensorFormat
 
@@ -57,12 +57,12 @@ def _power_of_two(biased_exponent: Tensor) -> Tensor:
     return (biased_exponent << 23).view(torch.float32)
 
 
-def becomes_short(form: TensorFormat, dtype: torch.dtype, dim: int) -> bool:
+def becomes_short(fmt: TensorFormat, dtype: torch.dtype, dim: int) -> bool:
     """Whether vectors given in ``dtype`` become short integers.
 
     16-bit floats have 8 or 11 bits of their own; under codes of up to 4 bits 16 are as good as all.
     """
-    return form.kind == Kind.LLOYD and form.bits <= 4 and dtype.itemsize == 2 and dim <= LARGEST_SHORT_DIM
+    return fmt.kind == Kind.LLOYD and fmt.bits <= 4 and dtype.itemsize == 2 and dim <= LARGEST_SHORT_DIM
 
 
 def _fixed_point(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,11 +94,11 @@ def squared_norm_in_steps(fixed: Tensor) -> Tensor:
 
 
 def encode_lloyd(
-    x: Tensor, form: TensorFormat, tables: SideTables, rounding: Tensor | None = None, short: bool = False
+    x: Tensor, fmt: TensorFormat, tables: SideTables, query_aware: Tensor | None = None, short: bool = False
 ) -> Encoded:
     """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale.
 
-    ``rounding`` as in ``slimkv.codec.rounding``; ``short`` from ``becomes_short``.
+    ``query_aware`` as in ``slimkv.codec.query_aware``; ``short`` from ``becomes_short``.
     """
     fixed, down, zero = _fixed_point(x, SHORT_FIXED_POINT_BITS if short else FIXED_POINT_BITS)
     rotated = rotate_fixed(fixed, tables)
@@ -106,28 +106,28 @@ def encode_lloyd(
     norm = squared.sqrt()
     safe_norm = torch.where(zero, 1.0, norm)
     factor = torch.tensor(tables.unit, dtype=torch.float32, device=x.device) / safe_norm
-    half = 1 << (form.bits - 1)
-    if rounding is not None:
+    half = 1 << (fmt.bits - 1)
+    if query_aware is not None:
         ascending = torch.cat([tables.levels[:half].flip(0), tables.levels[half:]])
-        index = shaped_index(rotated * factor, ascending, tables.boundaries, rounding, tables.error_steps)
+        index = query_aware_index(rotated * factor, ascending, tables.boundaries, query_aware, tables.error_steps)
     elif short:  # the product is compared as it is, not rounded: 48 bits, which float64 holds
         index = torch.bucketize(rotated.double() * factor.double(), tables.boundaries.double())
     else:
         index = torch.bucketize(rotated * factor, tables.boundaries)  # a value on a boundary takes the lower level
     codes = torch.where(index >= half, index, half - 1 - index).to(torch.uint8)
-    scale = _lloyd_scale(rotated, codes, squared, norm, form, tables) * down
+    scale = _lloyd_scale(rotated, codes, squared, norm, fmt, tables) * down
     field = scale16.encode_unsigned(torch.where(zero, 0.0, scale))
     return Encoded(torch.where(zero, 0, codes).to(torch.uint8), field)
 
 
 def _lloyd_scale(
-    rotated: Tensor, codes: Tensor, squared: Tensor, norm: Tensor, form: TensorFormat, tables: SideTables
+    rotated: Tensor, codes: Tensor, squared: Tensor, norm: Tensor, fmt: TensorFormat, tables: SideTables
 ) -> Tensor:
     """The policy's scale in fixed-point units: float32 [..., 1]."""
-    if form.policy == ScalePolicy.PLAIN:
+    if fmt.policy == ScalePolicy.PLAIN:
         return norm * tables.plain_scale
     levels = (tables.levels * LEVEL_DENOMINATOR).to(torch.int64)[codes.long()]
-    if form.policy == ScalePolicy.NORM:
+    if fmt.policy == ScalePolicy.NORM:
         length = levels.square().sum(-1, keepdim=True).float().sqrt()
         return norm / length * LEVEL_DENOMINATOR
     dot = (rotated.to(torch.int64) * levels).sum(-1, keepdim=True).float()
@@ -139,13 +139,13 @@ def decode_lloyd(encoded: Encoded, tables: SideTables) -> Tensor:
     return tables.levels[encoded.codes.long()] * scale16.decode_unsigned(encoded.fields[..., :1])
 
 
-def encode_uniform(x: Tensor, form: TensorFormat, tables: SideTables) -> Encoded:
+def encode_uniform(x: Tensor, fmt: TensorFormat, tables: SideTables) -> Encoded:
     """float32 [..., dim] (finite) -> evenly spaced codes between the smallest and the largest coordinate."""
-    if form.rotated:
+    if fmt.rotated:
         fixed, down, _ = _fixed_point(x, FIXED_POINT_BITS)
         x = rotate_fixed(fixed, tables) * tables.orthonormal * down
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    top = (1 << form.bits) - 1
+    top = (1 << fmt.bits) - 1
     step_field = scale16.encode_unsigned((high - low) / torch.tensor(float(top), device=x.device))
     zero_field = scale16.encode_signed(low)
     step, zero = scale16.decode_unsigned(step_field), scale16.decode_signed(zero_field)
@@ -183,32 +183,32 @@ def decode_fp8(encoded: Encoded) -> Tensor:
     return numbers * scale16.decode_unsigned(encoded.fields[..., :1])
 
 
-def encode_raw(x: Tensor, form: TensorFormat) -> Encoded:
+def encode_raw(x: Tensor, fmt: TensorFormat) -> Encoded:
     """A tensor of exactly the raw dtype -> its bits."""
-    dtype = getattr(torch, form.raw_dtype)
+    dtype = getattr(torch, fmt.raw_dtype)
     if x.dtype != dtype:
         raise InputError(
-            f"the raw format holds {form.raw_dtype} bit for bit, but the input is {x.dtype}; "
+            f"the raw format holds {fmt.raw_dtype} bit for bit, but the input is {x.dtype}; "
             "convert it, or use the raw format of its own dtype (rawbf16, rawfp16, rawfp32)"
         )
     x = x.contiguous()
-    bits = x.view(torch.int32) if form.bits == 32 else x.view(torch.int16).to(torch.int32) & 0xFFFF
+    bits = x.view(torch.int32) if fmt.bits == 32 else x.view(torch.int16).to(torch.int32) & 0xFFFF
     return Encoded(bits, bits.new_empty(*x.shape[:-1], 0))
 
 
-def decode_raw(encoded: Encoded, form: TensorFormat) -> Tensor:
+def decode_raw(encoded: Encoded, fmt: TensorFormat) -> Tensor:
     """-> the raw dtype [..., dim], bit for bit."""
-    dtype = getattr(torch, form.raw_dtype)
-    if form.bits == 32:
+    dtype = getattr(torch, fmt.raw_dtype)
+    if fmt.bits == 32:
         return encoded.codes.to(torch.int32).contiguous().view(dtype)
     signed = torch.where(encoded.codes >= 1 << 15, encoded.codes - (1 << 16), encoded.codes)
     return signed.to(torch.int16).view(dtype)
 
 
-def invalid_vectors(x: Tensor, encoded: Encoded, form: TensorFormat) -> Tensor:
+def invalid_vectors(x: Tensor, encoded: Encoded, fmt: TensorFormat) -> Tensor:
     """bool [...]: vectors with a NaN or Inf, or whose scale or zero lies outside the 16-bit fields' range."""
     bad = ~torch.isfinite(x).all(-1)
-    return bad | (encoded.fields == scale16.INVALID).any(-1) if form.kind != Kind.RAW else bad
+    return bad | (encoded.fields == scale16.INVALID).any(-1) if fmt.kind != Kind.RAW else bad
 
 
 def mark_invalid(encoded: Encoded, bad: Tensor) -> Encoded:

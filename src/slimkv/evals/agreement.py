@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.calibrate import Calibration
-from slimkv.evals.perplexity import scored_nll
-from slimkv.evals.running import (
+from slimkv.calibration import Calibration
+from slimkv.evals.harness import (
     RAW,
     SERVING,
     STRICT,
@@ -25,6 +24,7 @@ from slimkv.evals.running import (
     quiet,
     window_logits,
 )  # fmt: skip
+from slimkv.evals.perplexity import scored_nll
 
 _SLICE = 128  # positions compared at a time: a vocabulary is wide
 
@@ -82,44 +82,44 @@ def measure_agreement(
     """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes."""
     check_mode(mode)
     watch = Stopwatch()
-    words = [f for f in formats if f != RAW]
-    nll: dict[str, float] = dict.fromkeys([RAW, *words], 0.0)
-    same: dict[str, list[Tensor]] = {w: [] for w in words}
-    divergence: dict[str, list[Tensor]] = {w: [] for w in words}
+    formats = [f for f in formats if f != RAW]
+    nll: dict[str, float] = dict.fromkeys([RAW, *formats], 0.0)
+    same: dict[str, list[Tensor]] = {w: [] for w in formats}
+    divergence: dict[str, list[Tensor]] = {w: [] for w in formats}
     size: dict[str, float] = {}
     count, tokens = windows.shape
-    steps = count * (len(words) + 1)
+    steps = count * (len(formats) + 1)
     for index in range(count):
         ids = windows[index : index + 1].to(model.device)
         raw_logits = ids.new_empty(0)
-        for number, word in enumerate([RAW, *words]):
-            progress(word, index * (len(words) + 1) + number, steps)
-            cache = new_cache(model, word, mode, **({} if word == RAW else {"calibration": calibration}))
-            with attending(model, word):
-                logits = window_logits(model, ids, cache, chunk if mode == SERVING and word != RAW else None)
-            nll[word] += float(scored_nll(logits, ids[0]).double().sum())
-            size[word] = bytes_per_token(cache)
-            if word == RAW:
+        for number, format in enumerate([RAW, *formats]):
+            progress(format, index * (len(formats) + 1) + number, steps)
+            cache = new_cache(model, format, mode, **({} if format == RAW else {"calibration": calibration}))
+            with attending(model, format):
+                logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
+            nll[format] += float(scored_nll(logits, ids[0]).double().sum())
+            size[format] = bytes_per_token(cache)
+            if format == RAW:
                 raw_logits = logits
                 continue
             top, kl = compare_logits(raw_logits, logits)
-            same[word].append(top.cpu())
-            divergence[word].append(kl.double().cpu())
+            same[format].append(top.cpu())
+            divergence[format].append(kl.double().cpu())
     progress("done", steps, steps)
     scored = count * (tokens - 1)
     base = math.exp(nll[RAW] / scored)
     rows = []
-    for word in words:
-        kl, perplexity = torch.cat(divergence[word]), math.exp(nll[word] / scored)
+    for format in formats:
+        kl, perplexity = torch.cat(divergence[format]), math.exp(nll[format] / scored)
         rows.append(
             AgreementRow(
-                word,
-                float(torch.cat(same[word]).double().mean()),
+                format,
+                float(torch.cat(same[format]).double().mean()),
                 float(kl.mean()),
                 float(kl.quantile(0.99)),
                 perplexity,
                 perplexity / base - 1,
-                size[word],
+                size[format],
             )
         )
     read = calibration.source if calibration is not None else None

@@ -72,7 +72,7 @@ def attention_error(sample: AttentionSample, spec: CodecSpec, name: str | None =
 
     truth = output(sample.key, sample.value)
     return AttentionError(
-        format=name or spec.word,
+        format=name or spec.format,
         bytes_per_token=PageLayout(spec, 16).bytes_per_token,
         key=relative_error(key, sample.key),
         value=relative_error(value, sample.value),
@@ -82,10 +82,10 @@ def attention_error(sample: AttentionSample, spec: CodecSpec, name: str | None =
     )
 
 
-def compare_formats(sample: AttentionSample, words: Iterable[str]) -> list[AttentionError]:
-    """``attention_error`` of each format word."""
+def compare_formats(sample: AttentionSample, formats: Iterable[str]) -> list[AttentionError]:
+    """``attention_error`` of each format name."""
     dim, value_dim = sample.key.shape[-1], sample.value.shape[-1]
-    return [attention_error(sample, CodecSpec.parse(word, dim, value_dim), word) for word in words]
+    return [attention_error(sample, CodecSpec.parse(format, dim, value_dim), format) for format in formats]
 
 
 def compare_policies(sample: AttentionSample, widths: Sequence[int] = (2, 3, 4)) -> list[PolicyError]:
@@ -94,7 +94,7 @@ def compare_policies(sample: AttentionSample, widths: Sequence[int] = (2, 3, 4))
     for bits in widths:
         for policy in ScalePolicy:
             spec = CodecSpec.parse(
-                f"kl{bits}vl{bits}",
+                f"k{bits}v{bits}",
                 sample.key.shape[-1],
                 sample.value.shape[-1],
                 key_policy=policy,

@@ -74,7 +74,7 @@ def slope_theory(policy: ScalePolicy, distortion: float) -> float:
 
 def measure_policy(x: Tensor, query: Tensor, bits: int, policy: ScalePolicy) -> tuple[float, float]:
     """x [n, dim], query [q, dim] -> mean squared error over squared norm, and the regression slope."""
-    spec = CodecSpec.parse(f"kl{bits}vl{bits}", x.shape[-1], key_policy=policy)
+    spec = CodecSpec.parse(f"k{bits}v{bits}", x.shape[-1], key_policy=policy)
     codec = Codec(spec, x.device)
     restored = codec.decode_key(codec.encode_key(x))
     mse = ((restored - x).square().sum(-1).double() / x.square().sum(-1).double()).mean()

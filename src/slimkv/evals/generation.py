@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slimkv.evals.running import RAW, SERVING, Progress, Stopwatch, attending, check_mode, new_cache, quiet
+from slimkv.evals.harness import RAW, SERVING, Progress, Stopwatch, attending, check_mode, new_cache, quiet
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -76,26 +76,26 @@ def measure_generation(
     """Greedy generation of up to ``new_tokens`` tokens per prompt and format."""
     check_mode(mode)
     watch = Stopwatch()
-    words = [f for f in formats if f != RAW]
-    rows, raw_texts, done, total = [], [], 0, len(prompts) * (len(words) + 1)
+    formats = [f for f in formats if f != RAW]
+    rows, raw_texts, done, total = [], [], 0, len(prompts) * (len(formats) + 1)
     for prompt in prompts:
         ids = prompt_ids(tokenizer, prompt).to(model.device)
         expected: list[int] = []
-        for word in [RAW, *words]:
-            progress(word, done, total)
-            with attending(model, word):
+        for format in [RAW, *formats]:
+            progress(format, done, total)
+            with attending(model, format):
                 out = model.generate(
-                    ids, attention_mask=torch.ones_like(ids), past_key_values=new_cache(model, word, mode),
+                    ids, attention_mask=torch.ones_like(ids), past_key_values=new_cache(model, format, mode),
                     max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id,
                 )  # fmt: skip
             tokens = out[0, ids.shape[1] :].tolist()
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             done += 1
-            if word == RAW:
+            if format == RAW:
                 expected = tokens
                 raw_texts.append(text)
                 continue
             first, same = compare_tokens(expected, tokens)
-            rows.append(GenerationRow(word, prompt, len(expected), first, same, text))
+            rows.append(GenerationRow(format, prompt, len(expected), first, same, text))
     progress("done", total, total)
     return GenerationReport(name, mode, new_tokens, tuple(raw_texts), tuple(rows), watch.seconds)

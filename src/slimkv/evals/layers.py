@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slimkv.evals.attention import attention_error
 from slimkv.evals.capture import capture_attention
-from slimkv.evals.running import Progress, Stopwatch, quiet
+from slimkv.evals.harness import Progress, Stopwatch, quiet
 from slimkv.spec import CodecSpec
 
 
@@ -42,10 +42,10 @@ def measure_layers(
     progress("reading", 0, len(formats))
     samples = capture_attention(model, ids.to(model.device))
     rows = []
-    for number, word in enumerate(formats):
-        progress(word, number, len(formats))
-        errors = [attention_error(s, CodecSpec.parse(word, s.key.shape[-1], s.value.shape[-1])) for s in samples]
+    for number, format in enumerate(formats):
+        progress(format, number, len(formats))
+        errors = [attention_error(s, CodecSpec.parse(format, s.key.shape[-1], s.value.shape[-1])) for s in samples]
         parts = ([e.output for e in errors], [e.key for e in errors], [e.value for e in errors])
-        rows.append(LayerRow(word, *(tuple(float(x) for x in part) for part in parts)))
+        rows.append(LayerRow(format, *(tuple(float(x) for x in part) for part in parts)))
     progress("done", len(formats), len(formats))
     return LayerReport(name, ids.shape[1], tuple(rows), watch.seconds)

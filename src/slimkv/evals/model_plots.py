@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slimkv.evals.agreement import AgreementRow
+from slimkv.evals.bit_allocation import WidthReport
 from slimkv.evals.generation import GenerationReport
 from slimkv.evals.layers import LayerReport
 from slimkv.evals.needle import NeedleReport
 from slimkv.evals.perplexity import PerplexityRow
 from slimkv.evals.plots import figure
-from slimkv.evals.widths import WidthReport
 
 
 def plot_quality(rows: Sequence[PerplexityRow | AgreementRow], path: Path) -> None:
@@ -28,31 +28,33 @@ def plot_quality(rows: Sequence[PerplexityRow | AgreementRow], path: Path) -> No
 
 def plot_needle(report: NeedleReport, path: Path) -> None:
     """A panel per format: depth against context, the share found as colour."""
-    words = list(dict.fromkeys(c.format for c in report.cells))
+    formats = list(dict.fromkeys(c.format for c in report.cells))
     contexts = sorted({c.context for c in report.cells})
     depths = sorted({c.depth for c in report.cells})
     share = {(c.format, c.context, c.depth): c.found / c.tried for c in report.cells}
-    with figure(path, columns=len(words), width=3.6) as (_, axes):
-        for word, panel in zip(words, [axes] if len(words) == 1 else axes, strict=True):
-            grid = [[share[word, context, depth] for context in contexts] for depth in depths]
+    with figure(path, columns=len(formats), width=3.6) as (_, axes):
+        for format, panel in zip(formats, [axes] if len(formats) == 1 else axes, strict=True):
+            grid = [[share[format, context, depth] for context in contexts] for depth in depths]
             panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
             panel.set_xticks(range(len(contexts)), [str(c) for c in contexts])
             panel.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
             panel.set_xlabel("context, tokens")
             panel.set_ylabel("depth")
-            panel.set_title(f"{word}: {report.score(word):.0%} found")
+            panel.set_title(f"{format}: {report.score(format):.0%} found")
 
 
 def plot_generation(report: GenerationReport, path: Path) -> None:
     """Tokens until the text first differs, by format and prompt."""
-    words = list(dict.fromkeys(r.format for r in report.rows))
+    formats = list(dict.fromkeys(r.format for r in report.rows))
     with figure(path) as (_, axes):
-        for number, word in enumerate(words):
+        for number, format in enumerate(formats):
             same = [
-                r.tokens if r.first_divergence is None else r.first_divergence for r in report.rows if r.format == word
+                r.tokens if r.first_divergence is None else r.first_divergence
+                for r in report.rows
+                if r.format == format
             ]
             axes.scatter([number] * len(same), same, color="tab:blue", alpha=0.7)
-        axes.set_xticks(range(len(words)), words)
+        axes.set_xticks(range(len(formats)), formats)
         axes.set_ylim(0, report.new_tokens * 1.05)
         axes.set_ylabel("tokens before the first difference")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slimkv.errors import InputError
-from slimkv.evals.running import RAW, SERVING, Progress, Stopwatch, attending, check_mode, new_cache, quiet
+from slimkv.evals.harness import RAW, SERVING, Progress, Stopwatch, attending, check_mode, new_cache, quiet
 
 _NEEDLE = "\nRemember this: the secret number of {city} is {number}.\n"
 _QUESTION = "\nQuestion: what is the secret number of {city}? Answer: the secret number of {city} is"
@@ -36,9 +36,9 @@ class NeedleReport:
     cells: tuple[NeedleCell, ...]
     seconds: float
 
-    def score(self, word: str) -> float:
+    def score(self, format: str) -> float:
         """The share of needles that a format found."""
-        cells = [c for c in self.cells if c.format == word]
+        cells = [c for c in self.cells if c.format == format]
         return sum(c.found for c in cells) / max(sum(c.tried for c in cells), 1)
 
 
@@ -71,24 +71,24 @@ def measure_needle(
     """Greedy answers of 6 tokens with the stock cache and each format, for every context, depth and number."""
     check_mode(mode)
     watch = Stopwatch()
-    words = [RAW, *(f for f in formats if f != RAW)]
+    formats = [RAW, *(f for f in formats if f != RAW)]
     cells, done = [], 0
-    total = len(words) * len(contexts) * len(depths)
+    total = len(formats) * len(contexts) * len(depths)
     for context in contexts:
         for depth in depths:
             prompts = [(haystack(tokenizer, text, context, depth, *case), str(case[1])) for case in _CASES]
-            for word in words:
-                progress(f"{word} at {context} tokens, depth {depth:.0%}", done, total)
+            for format in formats:
+                progress(f"{format} at {context} tokens, depth {depth:.0%}", done, total)
                 found = 0
                 for ids, number in prompts:
                     ids = ids.to(model.device)
-                    with attending(model, word):
+                    with attending(model, format):
                         out = model.generate(
-                            ids, attention_mask=torch.ones_like(ids), past_key_values=new_cache(model, word, mode),
+                            ids, attention_mask=torch.ones_like(ids), past_key_values=new_cache(model, format, mode),
                             max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.eos_token_id,
                         )  # fmt: skip
                     found += number in tokenizer.decode(out[0, ids.shape[1] :])
-                cells.append(NeedleCell(word, context, depth, found, len(prompts)))
+                cells.append(NeedleCell(format, context, depth, found, len(prompts)))
                 done += 1
     progress("done", total, total)
     return NeedleReport(name, mode, tuple(cells), watch.seconds)

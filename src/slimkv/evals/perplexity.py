@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from slimkv.calibrate import Calibration
-from slimkv.evals.running import (
+from slimkv.calibration import Calibration
+from slimkv.evals.harness import (
     RAW,
     SERVING,
     STRICT,
@@ -78,26 +78,26 @@ def measure_perplexity(
     watch = Stopwatch()
     count, tokens = windows.shape
     stride = stride or tokens
-    words = [RAW, *(f for f in formats if f != RAW)]
-    total: dict[str, float] = dict.fromkeys(words, 0.0)
+    formats = [RAW, *(f for f in formats if f != RAW)]
+    total: dict[str, float] = dict.fromkeys(formats, 0.0)
     size: dict[str, float] = {}
     scored = 0
     for index in range(count):
         first = 1 if index == 0 or stride >= tokens else tokens - stride
         ids = windows[index : index + 1].to(model.device)
         scored += tokens - first
-        for number, word in enumerate(words):
-            progress(word, index * len(words) + number, count * len(words))
-            cache = new_cache(model, word, mode, **({} if word == RAW else {"calibration": calibration}))
-            with attending(model, word):
-                logits = window_logits(model, ids, cache, chunk if mode == SERVING and word != RAW else None)
-            total[word] += float(scored_nll(logits, ids[0], first).double().sum())
-            size[word] = bytes_per_token(cache)
-    progress("done", count * len(words), count * len(words))
+        for number, format in enumerate(formats):
+            progress(format, index * len(formats) + number, count * len(formats))
+            cache = new_cache(model, format, mode, **({} if format == RAW else {"calibration": calibration}))
+            with attending(model, format):
+                logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
+            total[format] += float(scored_nll(logits, ids[0], first).double().sum())
+            size[format] = bytes_per_token(cache)
+    progress("done", count * len(formats), count * len(formats))
     base = math.exp(total[RAW] / scored)
     rows = []
-    for word in words:
-        perplexity = math.exp(total[word] / scored)
-        rows.append(PerplexityRow(word, perplexity, perplexity / base - 1, total[word] / scored, size[word]))
+    for format in formats:
+        perplexity = math.exp(total[format] / scored)
+        rows.append(PerplexityRow(format, perplexity, perplexity / base - 1, total[format] / scored, size[format]))
     read = calibration.source if calibration is not None else None
     return PerplexityReport(name, mode, count, tokens, stride, scored, read, tuple(rows), watch.seconds)

@@ -37,10 +37,10 @@ def provenance(device: torch.device | str = "cpu") -> Provenance:
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     program = Path(sys.argv[0])
-    word = program.name
-    if word == "__main__.py":  # python -m slimkv, or python -m slimkv.bench
-        word = "slimkv" if program.parent.name == "slimkv" else f"slimkv {program.parent.name}"
-    command = " ".join([word, *sys.argv[1:]])
+    format = program.name
+    if format == "__main__.py":  # python -m slimkv, or python -m slimkv.bench
+        format = "slimkv" if program.parent.name == "slimkv" else f"slimkv {program.parent.name}"
+    command = " ".join([format, *sys.argv[1:]])
     return Provenance(command, versions, name, torch.get_num_threads(), datetime.now(UTC).isoformat(timespec="seconds"))
 
 

@@ -36,7 +36,7 @@ class ScaleFormatResult:
 
 def _errors(x: Tensor, bits: int, rounding: Callable[[Tensor], Tensor]) -> float:
     """Mean squared error over squared norm, with the norm-corrected scale stored in a format."""
-    codec = Codec(CodecSpec.parse(f"kl{bits}vl{bits}", x.shape[-1]), x.device)
+    codec = Codec(CodecSpec.parse(f"k{bits}v{bits}", x.shape[-1]), x.device)
     levels = codec.key_tables.levels[codec.encode_key(x).codes.long()].double()
     scale = x.double().norm(dim=-1, keepdim=True) / levels.norm(dim=-1, keepdim=True)
     direction = levels @ codec.key_rotation.double().T

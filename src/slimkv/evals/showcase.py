@@ -12,14 +12,14 @@ from torch import Tensor
 
 from slimkv.evals.agreement import AgreementReport, measure_agreement
 from slimkv.evals.generation import prompt_ids
+from slimkv.evals.harness import RAW, SERVING, Progress, Stopwatch, attending, new_cache, quiet
 from slimkv.evals.layers import LayerReport, measure_layers
 from slimkv.evals.provenance import Provenance, provenance
-from slimkv.evals.running import RAW, SERVING, Progress, Stopwatch, attending, new_cache, quiet
 from slimkv.evals.texts import load_text, token_windows
 from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout
 
 QUESTION = "What is photosynthesis, and why does it matter?"
-FORMATS = ("k3v3", "k4v4", "4bit_nc", "k5v4", "k6v6", "fp8")
+FORMATS = ("k3v3", "k4v4", "turboquant_4bit_nc", "k5v4", "k6v6", "fp8")
 CONTEXTS = (1024, 2048, 4096, 8192)
 
 Shown = Callable[[str, str], None]  # the two texts so far: stock, packed
@@ -64,16 +64,16 @@ class Showcase:
 class _Greedy:
     """Greedy decoding one step at a time, with its own clock."""
 
-    def __init__(self, model: Any, word: str, ids: Tensor, stop: set[int]) -> None:
-        self.model, self.word, self.stop = model, word, stop
-        self.cache = new_cache(model, word, SERVING)
+    def __init__(self, model: Any, format: str, ids: Tensor, stop: set[int]) -> None:
+        self.model, self.format, self.stop = model, format, stop
+        self.cache = new_cache(model, format, SERVING)
         self.tokens: list[int] = []
         self.seconds = 0.0
         self._next = self._forward(ids)  # the prefill is not part of the decoding speed
 
     @torch.no_grad()
     def _forward(self, ids: Tensor) -> int:
-        with attending(self.model, self.word):
+        with attending(self.model, self.format):
             return int(self.model(ids, past_key_values=self.cache, logits_to_keep=1).logits[0, -1].argmax())
 
     @property
@@ -88,18 +88,18 @@ class _Greedy:
 
 
 def answer_both(
-    model: Any, tokenizer: Any, ids: Tensor, word: str, new_tokens: int, shown: Shown
+    model: Any, tokenizer: Any, ids: Tensor, format: str, new_tokens: int, shown: Shown
 ) -> tuple[Answer, Answer]:
     """Both caches answer token by token in turn; ``shown`` gets the texts after every step."""
     stop = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    runs = [_Greedy(model, w, ids.to(model.device), stop) for w in (RAW, word)]
+    runs = [_Greedy(model, w, ids.to(model.device), stop) for w in (RAW, format)]
     while any(not r.done and len(r.tokens) < new_tokens for r in runs):
         for run in runs:
             if not run.done and len(run.tokens) < new_tokens:
                 run.step()
         shown(*(tokenizer.decode(r.tokens) for r in runs))
     answers = []
-    for name, run in zip(("DynamicCache", word), runs, strict=True):
+    for name, run in zip(("DynamicCache", format), runs, strict=True):
         if hasattr(run.cache, "size"):
             size = run.cache.size()
             allocated, plain = size.allocated_bytes, size.bf16_bytes
@@ -126,10 +126,10 @@ def memory_curves(config: Any, formats: Sequence[str], contexts: Sequence[int]) 
 
     plain = tuple(sum(heads * 2 * dim * BF16_BYTES * n for n in kept(c)) for c in contexts)
     yield MemoryCurve("bf16", plain)
-    for word in formats:
-        layout = PageLayout(CodecSpec.parse(word, dim), 64)
+    for format in formats:
+        layout = PageLayout(CodecSpec.parse(format, dim), 64)
         total = (sum(layout.pool_bytes(layout.blocks_for(n), heads) for n in kept(c)) for c in contexts)
-        yield MemoryCurve(word, tuple(total))
+        yield MemoryCurve(format, tuple(total))
 
 
 def run_showcase(

@@ -19,7 +19,7 @@ from slimkv.errors import InputError, UnsupportedError
 
 
 @dataclass(frozen=True)
-class Implementation:
+class Backend:
     """One way to run an operation; its module is imported when it is first needed."""
 
     name: str
@@ -42,7 +42,7 @@ class Implementation:
 class Registry:
     """The implementations of one operation, best first."""
 
-    def __init__(self, operation: str, implementations: list[Implementation]) -> None:
+    def __init__(self, operation: str, implementations: list[Backend]) -> None:
         self.operation = operation
         self._by_name = {i.name: i for i in implementations}
 
@@ -51,7 +51,7 @@ class Registry:
         """Known implementation names, best first."""
         return list(self._by_name)
 
-    def select(self, device: torch.device, request: Any, explicit: str | None = None) -> Implementation:
+    def select(self, device: torch.device, request: Any, explicit: str | None = None) -> Backend:
         """The implementation to use; ``explicit`` names one and never yields another."""
         if explicit is not None:
             if explicit not in self._by_name:
@@ -76,12 +76,12 @@ def anywhere(device: torch.device) -> str | None:
     return None
 
 
-def on_cpu(device: torch.device) -> str | None:
+def cpu_unavailable_reason(device: torch.device) -> str | None:
     """Written for CPUs: before Triton's interpreter, which is there for testing kernels."""
     return None if device.type == "cpu" else f"it decodes with a CPU's table lookups, not on {device.type}"
 
 
-def where_triton_runs(device: torch.device) -> str | None:
+def triton_unavailable_reason(device: torch.device) -> str | None:
     """Triton needs a CUDA (or ROCm) device, or its interpreter."""
     try:
         import triton

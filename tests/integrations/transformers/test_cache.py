@@ -10,7 +10,7 @@ from transformers import Cache, DynamicCache
 import slimkv
 from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.integrations.transformers.layers import PackedLayer, PackedSlidingLayer
-from slimkv.integrations.transformers.states import PackedStates
+from slimkv.integrations.transformers.lazy_kv import PackedStates
 from slimkv.spec import CodecSpec, PageLayout
 
 HEADS, DIM = 2, 32
@@ -21,10 +21,10 @@ def states(batch: int, count: int, seed: int = 0, dtype: torch.dtype = torch.flo
     return tuple(torch.randn(batch, HEADS, count, DIM, generator=generator).to(dtype) for _ in range(2))
 
 
-def filled(word: str = LOSSLESS, batch: int = 2, count: int = 40, kind: str = "llama", **options):
+def filled(format: str = LOSSLESS, batch: int = 2, count: int = 40, kind: str = "llama", **options):
     """A cache and its stock twin, every layer holding the same tokens."""
     config = tiny(kind).config
-    cache = slimkv.SlimKVCache(config, word, block_tokens=16, strict=not options, **options)
+    cache = slimkv.SlimKVCache(config, format, block_size=16, fresh="auto" if options else "codes", **options)
     stock = DynamicCache(config=config)
     for index in range(len(cache.layers)):
         cache.update(*states(batch, count, index), index)
@@ -117,7 +117,7 @@ def test_reset_frees_and_allows_another_batch():
 
 def test_early_initialization_then_use():
     config = tiny().config
-    cache, stock = slimkv.SlimKVCache(config, LOSSLESS, strict=True), DynamicCache(config=config)
+    cache, stock = slimkv.SlimKVCache(config, LOSSLESS, fresh="codes"), DynamicCache(config=config)
     cache.early_initialization(2, HEADS, DIM, torch.float32, torch.device("cpu"))
     assert cache.is_initialized
     assert cache.get_seq_length() == 0
@@ -148,11 +148,11 @@ def test_keys_and_values_can_be_looked_at():
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("word", ["k4v4", "k3v3", "k8v4", "k5v4"])
+@pytest.mark.parametrize("format", ["k4v4", "k3v3", "turboquant_k8v4", "k5v4"])
 @pytest.mark.parametrize("count", [64, 1000])
-def test_memory_is_what_the_layout_says(word, count):
-    cache, stock = filled(word, batch=3, count=count)
-    layout = PageLayout(CodecSpec.parse(word, DIM), 16)
+def test_memory_is_what_the_layout_says(format, count):
+    cache, stock = filled(format, batch=3, count=count)
+    layout = PageLayout(CodecSpec.parse(format, DIM), 16)
     arithmetic = 3 * layout.pool_bytes(layout.blocks_for(count) * 3, HEADS)
     storages = {layer.pool.pages.untyped_storage().data_ptr(): layer.pool.pages for layer in cache.layers}
     allocated = sum(pages.untyped_storage().nbytes() for pages in storages.values())
@@ -163,17 +163,17 @@ def test_memory_is_what_the_layout_says(word, count):
 
 
 def test_growing_wastes_little():
-    cache = slimkv.SlimKVCache(tiny().config, "k4v4", block_tokens=16)
+    cache = slimkv.SlimKVCache(tiny().config, "k4v4", block_size=16)
     layout = PageLayout(CodecSpec.parse("k4v4", DIM), 16)
     for _ in range(150):
         cache.update(*states(1, 9), 0)
         exact = layout.pool_bytes(layout.blocks_for(cache.get_seq_length()), HEADS)
-        assert exact <= cache.nbytes <= exact * 33 / 32 + layout.region_bytes * HEADS
+        assert exact <= cache.nbytes <= exact * 33 / 32 + layout.page_bytes * HEADS
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_window_forgets(strict):
-    cache = slimkv.SlimKVCache(tiny("mistral").config, "k4v4", block_tokens=16, strict=strict)
+    cache = slimkv.SlimKVCache(tiny("mistral").config, "k4v4", block_size=16, fresh="codes" if strict else "raw")
     for count in (200, 1, 1, 1, 40, 1, 1):
         cache.update(*states(1, count), 0)
     layout = PageLayout(CodecSpec.parse("k4v4", DIM), 16)
@@ -186,20 +186,18 @@ def test_a_window_forgets(strict):
 
 def test_formats_by_layer():
     config = tiny("gemma3").config
-    cache = slimkv.SlimKVCache(config, {0: "raw", -1: "k8v8", "default": "k4v4"})
+    cache = slimkv.SlimKVCache(config, layers={0: "raw", -1: "k8v8", "default": "k4v4"})
     kinds = [type(layer) for layer in cache.layers]
     assert kinds[1:] == [PackedLayer, PackedSlidingLayer]
     assert not isinstance(cache.layers[0], PackedLayer)
-    assert [layer.word for layer in cache.layers[1:]] == ["k4v4", "k8v8"]
-    with pytest.raises(InputError, match="layer 7"):
-        slimkv.SlimKVCache(config, {7: "raw", "default": "k4v4"})
-    with pytest.raises(InputError, match="default"):
-        slimkv.SlimKVCache(config, {0: "k4v4"})
+    assert [layer.format for layer in cache.layers[1:]] == ["k4v4", "k8v8"]
+    with pytest.raises(InputError, match="layers names 7"):
+        slimkv.SlimKVCache(config, layers={7: "raw", "default": "k4v4"})
 
 
 @pytest.mark.parametrize("count", [5, 12, 40])
 def test_a_high_precision_window_is_exact_and_the_rest_is_not(count):
-    cache, stock = filled("k2v2", count=count, first=4, last=8)
+    cache, stock = filled("k2v2", count=count, sink_tokens=4, recent_tokens=8)
     for add in (1, 1, 20, 3, 1):
         for ours, theirs in extend(cache, stock, 2, add, seed=add):
             for a, b in zip(ours, theirs, strict=True):
@@ -217,7 +215,7 @@ def test_a_high_precision_window_fused_equals_decoded_and_changes_with_the_batch
     ids = tokens(2, 50)
     runs = []
     for fused in (False, True):
-        cache = slimkv.SlimKVCache(model.config, "k4v4", first=4, last=16, block_tokens=16)
+        cache = slimkv.SlimKVCache(model.config, "k4v4", sink_tokens=4, recent_tokens=16, block_size=16)
         model.set_attn_implementation("slimkv" if fused else "sdpa")
         with torch.no_grad():
             model(ids, past_key_values=cache)
@@ -231,7 +229,7 @@ def test_a_high_precision_window_fused_equals_decoded_and_changes_with_the_batch
 
 
 def test_windows_can_be_cropped_into_the_packed_part():
-    cache, stock = filled("k8v8", count=40, first=4, last=8)
+    cache, stock = filled("k8v8", count=40, sink_tokens=4, recent_tokens=8)
     for cache_or_stock in (cache, stock):
         cache_or_stock.crop(-20)
     assert cache.get_seq_length() == 20
@@ -252,9 +250,9 @@ def test_refusals_name_what_is_wrong():
         slimkv.SlimKVCache(config, "k4v4")
     config.head_dim = 32
     with pytest.raises(SpecError, match="block size 48"):
-        slimkv.SlimKVCache(config, "k4v4", block_tokens=48)
+        slimkv.SlimKVCache(config, "k4v4", block_size=48)
     with pytest.raises(InputError, match="choose one"):
-        slimkv.SlimKVCache(config, "k4v4", strict=True, last=8)
+        slimkv.SlimKVCache(config, "k4v4", fresh="codes", recent_tokens=8)
     cache, _ = filled()
     with pytest.raises(ValueError, match="negative"):
         cache.crop(5)
@@ -281,7 +279,7 @@ def test_padding_may_not_vanish():
     model = tiny()
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.int64)
     mask[0, :4] = 0
-    cache = slimkv.SlimKVCache(model.config, "k4v4", strict=True)
+    cache = slimkv.SlimKVCache(model.config, "k4v4", fresh="codes")
     with slimkv.attention(model), torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache)
         with pytest.raises(InputError, match="left padding"):
@@ -309,10 +307,11 @@ def test_core_does_not_import_transformers():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("window", [{}, {"first": 4, "last": 8}], ids=["paged", "windowed"])
+@pytest.mark.parametrize("window", [{}, {"sink_tokens": 4, "recent_tokens": 8}], ids=["paged", "windowed"])
 def test_a_named_implementation_also_attends(window, monkeypatch):
     """Asked for by name it is used or refuses; nothing else steps in."""
-    from slimkv.ops.attend import cpu, reference
+    from slimkv.ops.attention import reference
+    from slimkv.ops.attention.cpu import lookup as cpu
 
     ran = []
     for module in (cpu, reference):
@@ -320,7 +319,7 @@ def test_a_named_implementation_also_attends(window, monkeypatch):
         name = module.__name__.rsplit(".", 1)[1]
         monkeypatch.setattr(module, "run", lambda request, run=run, name=name: (ran.append(name), run(request)))
     model = tiny("llama")
-    cache = slimkv.SlimKVCache(model.config, "k4v4", block_tokens=16, impl="reference", **window)
+    cache = slimkv.SlimKVCache(model.config, "k4v4", block_size=16, backend="reference", **window)
     with torch.no_grad(), slimkv.attention(model):
         for ids in (tokens(1, 40), tokens(1, 1)):
             model(ids, past_key_values=cache)

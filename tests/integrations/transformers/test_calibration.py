@@ -10,11 +10,11 @@ import transformers
 from tiny import LOSSLESS, generate, padded, tiny, tokens
 
 from slimkv import SlimKVCache
-from slimkv.calibrate import Calibration
+from slimkv.calibration import Calibration
 from slimkv.errors import InputError
-from slimkv.integrations.transformers.auto import auto_calibration, fingerprint
-from slimkv.integrations.transformers.reading import random_windows
-from slimkv.integrations.transformers.statistics import gather_calibration
+from slimkv.integrations.transformers.calibration.cached import auto_calibration, fingerprint
+from slimkv.integrations.transformers.calibration.collect import gather_calibration
+from slimkv.integrations.transformers.calibration.samples import random_windows
 
 KINDS = ["llama", "mha", "gemma2", "gemma3", "gpt_oss", "llama4"]
 
@@ -71,7 +71,7 @@ def test_every_attention_kind_is_seen_and_the_model_left_as_it_was(kind):
     made = gather_calibration(model, ids)
     assert list(made.layers) == [0, 1, 2]
     for layer in made.layers.values():
-        assert layer.kv_heads == (4 if kind == "mha" else 2)
+        assert layer.num_kv_heads == (4 if kind == "mha" else 2)
         assert torch.linalg.eigvalsh(layer.query_moment).min() > -1e-9
         assert (layer.key_weight > 0).all()
         assert (layer.value_weight > 0).all()
@@ -85,12 +85,12 @@ def test_linear_attention_layers_are_left_out():
     assert list(made.layers) == [1]
 
 
-@pytest.mark.parametrize("options", [{}, {"strict": True}, {"first": 4, "last": 8}])
+@pytest.mark.parametrize("options", [{}, {"fresh": "codes"}, {"sink_tokens": 4, "recent_tokens": 8}])
 def test_a_calibrated_cache_answers_in_every_mode(model, calibration, options):
     ids, mask = padded(60)
     cache = SlimKVCache(model.config, "k4v4", calibration=calibration, **options)
     assert generate(model, ids, mask, cache).sequences.shape == (3, 84)
-    assert all(layer.pool.rounding is not None for layer in cache.packed_layers)
+    assert all(layer.pool.query_aware is not None for layer in cache.packed_layers)
 
 
 def test_keys_are_rounded_for_their_queries():
@@ -115,9 +115,9 @@ def test_keys_are_rounded_for_their_queries():
 def test_sliding_layers_and_mixed_formats():
     model = tiny("gemma3")
     known = gather_calibration(model, tokens(2, 64))
-    cache = SlimKVCache(model.config, {0: "k3v3", 1: LOSSLESS, 2: "k8v4"}, calibration=known)
+    cache = SlimKVCache(model.config, layers={0: "k3v3", 1: LOSSLESS, 2: "turboquant_k8v4"}, calibration=known)
     generate(model, *padded(40), cache)
-    assert [layer.pool.rounding is not None for layer in cache.packed_layers] == [True, False, False]
+    assert [layer.pool.query_aware is not None for layer in cache.packed_layers] == [True, False, False]
 
 
 def test_files_are_taken_and_checked(model, calibration, tmp_path):
@@ -132,7 +132,7 @@ def test_files_are_taken_and_checked(model, calibration, tmp_path):
 def test_formats_that_the_calibration_chose(model, calibration):
     chosen = calibration.with_formats({0: "k3v3", 1: "k4v4", 2: "k5v4"})
     cache = SlimKVCache(model.config, "calibrated", calibration=chosen)
-    assert [layer.word for layer in cache.packed_layers] == ["k3v3", "k4v4", "k5v4"]
+    assert [layer.format for layer in cache.packed_layers] == ["k3v3", "k4v4", "k5v4"]
     for without in (None, calibration):
         with pytest.raises(InputError, match="made for a budget"):
             SlimKVCache(model.config, "calibrated", calibration=without)
@@ -147,7 +147,7 @@ def test_auto_is_made_once_and_found_again(model, tmp_path, monkeypatch):
         calls.append(1)
         return real(args[0], random_windows(args[0].config, 1, 64), **kwargs)
 
-    monkeypatch.setattr("slimkv.integrations.transformers.auto.gather_calibration", counting)
+    monkeypatch.setattr("slimkv.integrations.transformers.calibration.cached.gather_calibration", counting)
     for _ in range(2):
         cache = SlimKVCache(model, calibration="auto")
         generate(model, *padded(20), cache, new=2)
@@ -172,5 +172,5 @@ def test_other_weights_are_another_model(model):
 def test_a_calibration_of_other_heads_is_refused(model, calibration):
     wrong = {n: replace(x, query_moment=x.query_moment[:1]) for n, x in calibration.layers.items()}
     cache = SlimKVCache(model.config, calibration=replace(calibration, layers=wrong, _matrices={}))
-    with pytest.raises(InputError, match=r"rounding must be int8 \[2, 32, 32\]"):
+    with pytest.raises(InputError, match=r"query_aware must be int8 \[2, 32, 32\]"):
         generate(model, *padded(20), cache, new=2)

@@ -25,7 +25,7 @@ def test_batch_changing_generation_equals_stock(way, kind, fused):
     torch.manual_seed(1)
     stock = generate(model, ids, mask, DynamicCache(config=model.config), new=12, **WAYS[way])
     torch.manual_seed(1)
-    cache = slimkv.SlimKVCache(model.config, LOSSLESS, strict=True, block_tokens=16)
+    cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes", block_size=16)
     if fused:
         with slimkv.attention(model):
             packed = generate(model, ids, mask, cache, new=12, **WAYS[way])
@@ -42,7 +42,7 @@ def test_prompt_lookup_goes_back(kind, fused):
     ids = tokens(1, 20).repeat(1, 3)  # repeats itself, so that drafts are found
     mask = torch.ones_like(ids)
     expected = generate(model, ids, mask, DynamicCache(config=model.config), new=20)
-    cache = slimkv.SlimKVCache(model.config, LOSSLESS, strict=True, block_tokens=16)
+    cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes", block_size=16)
     if fused:
         with slimkv.attention(model):
             actual = generate(model, ids, mask, cache, new=20, prompt_lookup_num_tokens=4)
@@ -56,7 +56,7 @@ def test_assisted_generation():
     ids = tokens(1, 30)
     mask = torch.ones_like(ids)
     expected = generate(model, ids, mask, DynamicCache(config=model.config), new=16)
-    cache = slimkv.SlimKVCache(model.config, LOSSLESS, strict=True)
+    cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes")
     actual = generate(model, ids, mask, cache, new=16, assistant_model=tiny("llama"))
     assert torch.equal(actual.sequences, expected.sequences)
 
@@ -65,7 +65,7 @@ def test_assisted_generation():
 def test_cache_reuse_across_turns(kind):
     model = tiny(kind)
     first, second = tokens(1, 30), tokens(1, 12, seed=5)
-    cache = slimkv.SlimKVCache(model.config, LOSSLESS, block_tokens=16)
+    cache = slimkv.SlimKVCache(model.config, LOSSLESS, block_size=16)
     stock = DynamicCache(config=model.config)
     histories = []
     with slimkv.attention(model):

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 from slimkv.integrations.transformers import SlimKVCache, attention
 from slimkv.integrations.transformers import tables as sequence_tables
-from slimkv.ops.attend import cpu as attend_cpu
-from slimkv.ops.store import cpu as store_cpu
+from slimkv.ops.attention.cpu import lookup as attend_cpu
+from slimkv.ops.store.cpu import lookup as store_cpu
 
 LAYERS, STEPS = 3, 40
 VIEWS = ("view", "squeeze", "unsqueeze", "transpose", "slice", "select", "expand", "unbind", "t", "detach", "alias")

@@ -19,11 +19,11 @@ def test_lossless_generation_equals_stock(kind):
     stock = generate(model, ids, mask, DynamicCache(config=model.config))
     expected = torch.stack(stock.logits)
     for strict in (False, True):
-        cache = slimkv.SlimKVCache(model.config, LOSSLESS, strict=strict, block_tokens=16)
+        cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes" if strict else "raw", block_size=16)
         decoded = generate(model, ids, mask, cache)
         assert torch.equal(decoded.sequences, stock.sequences)
         torch.testing.assert_close(torch.stack(decoded.logits), expected, rtol=0, atol=0)
-        cache = slimkv.SlimKVCache(model.config, LOSSLESS, strict=strict, block_tokens=16)
+        cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes" if strict else "raw", block_size=16)
         with slimkv.attention(model) as counts:
             fused = generate(model, ids, mask, cache)
         assert torch.equal(fused.sequences, stock.sequences)
@@ -35,14 +35,14 @@ def test_lossless_generation_equals_stock(kind):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss", "llama4"])
-@pytest.mark.parametrize("word", ["k4v4", "k8v4"])
-def test_fused_equals_decoded(kind, word):
+@pytest.mark.parametrize("format", ["k4v4", "turboquant_k8v4"])
+def test_fused_equals_decoded(kind, format):
     # One layer: in a second one, a rounding difference of the first may tip a number over to the next code.
     model = tiny(kind, layers=1)
     ids, mask = padded(50)
     runs = []
     for fused in (False, True):
-        cache = slimkv.SlimKVCache(model.config, word, strict=True, block_tokens=16)
+        cache = slimkv.SlimKVCache(model.config, format, fresh="codes", block_size=16)
         if fused:
             with slimkv.attention(model):
                 runs.append(generate(model, ids, mask, cache))
@@ -61,7 +61,7 @@ def test_chunked_prefill_equals_one_pass(kind, chunks, fused):
     ids = tokens(2, 60)
     with torch.no_grad():
         expected = model(ids, past_key_values=DynamicCache(config=model.config)).logits
-        cache = slimkv.SlimKVCache(model.config, LOSSLESS, strict=True, block_tokens=16)
+        cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes", block_size=16)
         model.set_attn_implementation("slimkv" if fused else model.config._attn_implementation)
         parts, start = [], 0
         for size in chunks:
@@ -74,12 +74,12 @@ def test_chunked_prefill_equals_one_pass(kind, chunks, fused):
 def test_half_precision_models(dtype):
     model = tiny("llama", dtype)
     ids, mask = padded(40)
-    word = {torch.float16: "krawfp16vrawfp16", torch.bfloat16: "krawbf16vrawbf16"}[dtype]
+    format = {torch.float16: "krawfp16vrawfp16", torch.bfloat16: "krawbf16vrawbf16"}[dtype]
     stock = generate(model, ids, mask, DynamicCache(config=model.config), new=8)
-    packed = generate(model, ids, mask, slimkv.SlimKVCache(model.config, word, strict=True), new=8)
+    packed = generate(model, ids, mask, slimkv.SlimKVCache(model.config, format, fresh="codes"), new=8)
     assert torch.equal(packed.sequences, stock.sequences)
     for fused in (False, True):
-        cache = slimkv.SlimKVCache(model.config, "k8v8", strict=True)
+        cache = slimkv.SlimKVCache(model.config, "k8v8", fresh="codes")
         if fused:
             with slimkv.attention(model):
                 out = generate(model, ids, mask, cache, new=8)
@@ -95,7 +95,7 @@ def test_padding_spread_over_chunks():
     ids = tokens(2, 40)
     mask = torch.ones_like(ids)
     mask[1, :17] = 0
-    cache = slimkv.SlimKVCache(model.config, LOSSLESS, strict=True, block_tokens=16)
+    cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes", block_size=16)
     stock = DynamicCache(config=model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     for start, end in ((0, 12), (12, 30), (30, 31), (31, 40)):
@@ -118,7 +118,7 @@ def test_a_mask_of_somebody_else_is_obeyed():
         expected = model(
             ids, attention_mask=allowed[None, None], past_key_values=DynamicCache(config=model.config)
         ).logits
-        cache = slimkv.SlimKVCache(model.config, LOSSLESS, strict=True)
+        cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes")
         with slimkv.attention(model) as counts:
             actual = model(ids, attention_mask=allowed[None, None], past_key_values=cache).logits
     assert (counts.fused, counts.decoded) == (0, 3)
@@ -132,7 +132,7 @@ def test_a_hole_in_the_padding_mask_is_obeyed():
     mask[1, 10:14] = 0
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config)).logits
-        cache = slimkv.SlimKVCache(model.config, LOSSLESS, strict=True)
+        cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes")
         with slimkv.attention(model) as counts:
             actual = model(ids, attention_mask=mask, past_key_values=cache).logits
     assert (counts.fused, counts.decoded) == (0, 3)

@@ -8,8 +8,8 @@ import torch
 import slimkv
 from slimkv import models
 from slimkv.evals.agreement import measure_agreement
+from slimkv.evals.fused_vs_decoded import compare_paths
 from slimkv.evals.generation import prompt_ids
-from slimkv.evals.paths import compare_paths
 from slimkv.evals.perplexity import measure_perplexity
 from slimkv.evals.texts import load_text, token_windows
 
@@ -68,14 +68,14 @@ def test_gemma_generates_past_its_window(gemma):
     """Lossless pages give the stock text on both sides of position 512; packed ones the same beginning."""
     windows = token_windows(gemma.tokenizer, load_text(), 1, 500)
     runs = {}
-    for word in ("raw", "krawfp32vrawfp32", "k6v6"):
-        cache = slimkv.SlimKVCache(gemma.model.config, word)
+    for format in ("raw", "krawfp32vrawfp32", "k6v6"):
+        cache = slimkv.SlimKVCache(gemma.model.config, format)
         with slimkv.attention(gemma.model) as counts:
             out = gemma.model.generate(
                 windows, attention_mask=torch.ones_like(windows), past_key_values=cache, max_new_tokens=40,
                 min_new_tokens=40, do_sample=False,
             )  # fmt: skip
-        runs[word] = out[0, 500:].tolist()
+        runs[format] = out[0, 500:].tolist()
     assert runs["krawfp32vrawfp32"] == runs["raw"]
     assert runs["k6v6"][:4] == runs["raw"][:4]
     assert counts.fused == 39 * 18

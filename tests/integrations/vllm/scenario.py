@@ -53,7 +53,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "blocks": config.cache_config.num_gpu_blocks,
         "block_size": config.cache_config.block_size,
         "layers": {
-            name: [type(layer.impl).__name__, getattr(spec, "word", None)]
+            name: [type(layer.impl).__name__, getattr(spec, "format", None)]
             for name, layer in config.compilation_config.static_forward_context.items()
             for spec in [getattr(layer.attn_backend, "codec_spec", None)]
         },

@@ -22,10 +22,11 @@ from vllm.v1.kv_cache_interface import (
 
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm import compat, metadata
-from slimkv.integrations.vllm.backend import SlimKVBackend, bound, slot_bytes
+from slimkv.integrations.vllm.backend import SlimKVBackend
+from slimkv.integrations.vllm.context_parallel import DCPConfig
 from slimkv.integrations.vllm.impl import SlimKVImpl
 from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
-from slimkv.integrations.vllm.shards import Sharing
+from slimkv.integrations.vllm.page_sizes import backend_for_spec, slot_bytes
 from slimkv.spec import CodecSpec, PageLayout
 
 pytestmark = pytest.mark.vllm
@@ -36,18 +37,20 @@ def full(block_size=64, heads=8, dim=128, kind=FullAttentionSpec, **more):
     return kind(block_size=block_size, num_kv_heads=heads, head_size=dim, dtype=torch.bfloat16, **more)
 
 
-def packed(word, spec):
-    return bound(SlimKVBackend, CodecSpec.parse(word, spec.head_size)).customize_spec(spec)
+def packed(format, spec):
+    return backend_for_spec(SlimKVBackend, CodecSpec.parse(format, spec.head_size)).customize_spec(spec)
 
 
-@pytest.mark.parametrize("word", ["k1v1", "k2v2", "k3v4_nc", "k4v4", "k5v3", "k8v4", "fp8", "raw"])
+@pytest.mark.parametrize(
+    "format", ["k1v1", "k2v2", "turboquant_k3v4_nc", "k4v4", "k5v3", "turboquant_k8v4", "fp8", "raw"]
+)
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-def test_a_page_has_the_bytes_of_the_layout(word, dim, block_size):
+def test_a_page_has_the_bytes_of_the_layout(format, dim, block_size):
     spec = full(block_size, 3, dim)
-    layout = PageLayout(CodecSpec.parse(word, dim), block_size)
-    assert packed(word, spec).page_size_bytes == layout.pool_bytes(1, 3)
-    assert packed(word, spec).dtype == torch.uint8
+    layout = PageLayout(CodecSpec.parse(format, dim), block_size)
+    assert packed(format, spec).page_size_bytes == layout.pool_bytes(1, 3)
+    assert packed(format, spec).dtype == torch.uint8
 
 
 def test_four_bits_take_132_bytes():
@@ -73,16 +76,17 @@ def test_a_window_is_kept():
 
 def test_layers_with_one_format_share_a_class():
     spec = CodecSpec.parse("k4v4", 128)
-    assert bound(SlimKVBackend, spec) is bound(SlimKVBackend, CodecSpec.parse("tq4", 128))
+    assert backend_for_spec(SlimKVBackend, spec) is backend_for_spec(SlimKVBackend, CodecSpec.parse("k4v4", 128))
     assert (
-        bound(SlimKVBackend, spec).full_cls_name() != bound(SlimKVBackend, CodecSpec.parse("k3v3", 128)).full_cls_name()
+        backend_for_spec(SlimKVBackend, spec).full_cls_name()
+        != backend_for_spec(SlimKVBackend, CodecSpec.parse("k3v3", 128)).full_cls_name()
     )
 
 
 @named_layouts
 @pytest.mark.parametrize("name", ["LBHNC", "BLHNC", "LHBNC", "BHLNC"])
 def test_views_of_every_accepted_layout_are_pages(name):
-    """Two layers of five blocks in one buffer: regions are contiguous, aligned, and nobody else's."""
+    """Two layers of five blocks in one buffer: pages are contiguous, aligned, and nobody else's."""
     from vllm.v1.kv_cache_interface import KVCacheLayout, compute_layout_strides
 
     layout = KVCacheLayout[name]
@@ -148,7 +152,7 @@ def test_a_uniform_step_is_one_part():
     (part,) = step([1, 1, 1], [5, 9, 2]).parts
     assert (part.first, part.end, part.max_query_len, part.max_seq_len) == (0, 3, 1, 9)
     (part,) = step([4, 4], [9, 9], few=4).parts
-    assert part.query_start.tolist() == [0, 4, 8]
+    assert part.cu_seqlens_q.tolist() == [0, 4, 8]
     (part,) = step([30, 20], [30, 40], padded=3).parts
     assert part.seq_lens.tolist() == [30, 40]
 
@@ -156,9 +160,9 @@ def test_a_uniform_step_is_one_part():
 def test_a_mixed_step_is_two():
     decodes, rest = step([1, 1, 7, 1, 20], [5, 9, 7, 3, 40], padded=2).parts
     assert (decodes.first, decodes.end, decodes.max_query_len) == (0, 2, 1)
-    assert decodes.query_start.tolist() == [0, 1, 2]
+    assert decodes.cu_seqlens_q.tolist() == [0, 1, 2]
     assert (rest.first, rest.end, rest.max_query_len) == (2, 30, 20)
-    assert rest.query_start.tolist() == [0, 7, 8, 28]
+    assert rest.cu_seqlens_q.tolist() == [0, 7, 8, 28]
     assert rest.seq_lens.tolist() == [7, 3, 40]
     assert rest.block_table[:, 0].tolist() == [8, 12, 16]
 
@@ -171,7 +175,7 @@ def test_only_causal_steps():
 
 
 def test_ranks_that_share_tokens_know_what_they_hold():
-    decodes, rest = step([1, 1, 40], [101, 8, 40], sharing=Sharing(ranks=2, rank=1, interleave=1)).parts
+    decodes, rest = step([1, 1, 40], [101, 8, 40], sharing=DCPConfig(ranks=2, rank=1, interleave=1)).parts
     assert decodes.shard.context_lens.tolist() == [50, 3]
     assert rest.shard.context_lens.tolist() == [0]
     assert rest.shard.new_lens.tolist() == [40]

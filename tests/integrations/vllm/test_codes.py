@@ -69,14 +69,19 @@ def test_a_spawned_engine_finds_the_plugin(codes):
 
 
 def test_layers_have_formats_of_their_own():
-    settings = {"first_layers": 1, "last_layers": 2, "edge_format": "raw", "layers": {"4-6": "k6v4", "5": "k8v4"}}
+    settings = {
+        "first_layers": 1,
+        "last_layers": 2,
+        "edge_format": "raw",
+        "layers": {"4-6": "k6v4", "5": "turboquant_k8v4"},
+    }
     result = run_engine(engine(**slimkv("k4v4", **settings)), [run("a", ragged()[:3], 4), run("b", long()[:1], 4)])
-    words = [word for _, word in result["layers"].values()]
-    assert words[:1] == ["krawfp32vrawfp32"]
-    assert words[-2:] == ["krawfp32vrawfp32"] * 2
-    assert words[4:7] == ["kl6vl4", "kfp8vu4", "kl6vl4"]
-    assert set(words[1:4] + words[7:-2]) == {"kl4vl4"}
-    per_token = sum(PageLayout(CodecSpec.parse(word, 64), 32).bytes_per_token for word in words)
+    formats = [format for _, format in result["layers"].values()]
+    assert formats[:1] == ["krawfp32vrawfp32"]
+    assert formats[-2:] == ["krawfp32vrawfp32"] * 2
+    assert formats[4:7] == ["k6v4", "kfp8vu4", "k6v4"]
+    assert set(formats[1:4] + formats[7:-2]) == {"k4v4"}
+    per_token = sum(PageLayout(CodecSpec.parse(format, 64), 32).bytes_per_token for format in formats)
     taken = result["blocks"] * result["block_size"] * 3 * per_token
     assert 0.98 < taken / 2**30 <= 1
 

@@ -41,7 +41,7 @@ def test_each_rank_rounds_by_its_own_heads(folder, tmp_path):
     """With a calibration the ranks must take the matrices of the heads they hold."""
     import transformers
 
-    from slimkv.integrations.transformers.statistics import gather_calibration
+    from slimkv.integrations.transformers.calibration.collect import gather_calibration
 
     model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
     windows = torch.randint(3, 500, (2, 128), generator=torch.Generator().manual_seed(0))
@@ -67,7 +67,7 @@ def test_each_rank_rounds_by_its_own_heads(folder, tmp_path):
     ],
 )
 def test_which_heads_a_rank_holds(total, held, ranks, heads):
-    from slimkv.integrations.vllm.calibrated import rank_heads
+    from slimkv.integrations.vllm.calibration import rank_heads
 
     found = [rank_heads(total, held, rank, ranks) for rank in range(ranks)]
     assert [(s.start, s.stop) for s in found] == heads

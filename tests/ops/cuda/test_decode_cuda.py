@@ -8,12 +8,12 @@ from pathlib import Path
 import host
 import pytest
 import torch
-from attend_cases import Built, Case, build
-from test_attend import DECODE, EVERYTHING, MATRIX, check, check_rows, poisoned_out, request_of
+from attention_cases import Built, Case, build
+from test_attention import DECODE, EVERYTHING, MATRIX, check, check_rows, poisoned_out, request_of
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.ops.attend import PACKED_QUERIES
-from slimkv.ops.attend import cuda as attend_cuda
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES
+from slimkv.ops.attention.cuda import decode as attend_cuda
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, Kind, PageLayout
 
@@ -40,14 +40,17 @@ def run_emulated(case: Case, device=SMALL_GPU) -> tuple[Built, torch.Tensor, tor
 
 def check_emulated(case: Case, device=SMALL_GPU) -> None:
     built, out, lse = run_emulated(case, device)
-    check_rows(built, out, lse, lambda count: count <= PACKED_QUERIES)  # longer sequences are the prefill kernel's
+    check_rows(built, out, lse, lambda count: count <= MAX_DECODE_QUERIES)  # longer sequences are the prefill kernel's
 
 
-TINY = replace(DECODE, kv_heads=1, lens=(137, 9), queries=(1, 1))
+TINY = replace(DECODE, num_kv_heads=1, lens=(137, 9), queries=(1, 1))
 VERIFY = replace(TINY, lens=(70, 5, 0, 17), queries=(5, 2, 1, 3))
 EMULATED = [
-    *(replace(TINY, format=f) for f in ("k1v1", "k2v3", "k4v4", "k5v6", "k7v2", "kl8vl8", "fp8", "ku2vu3", "kur4vu7")),
-    *(replace(VERIFY, format=f) for f in ("k4v4", "k3v2", "4bit_nc", "k8v4", "kl6vfp8", "ku8vur3")),
+    *(replace(TINY, format=f) for f in ("k1v1", "k2v3", "k4v4", "k5v6", "k7v2", "k8v8", "fp8", "ku2vu3", "kur4vu7")),
+    *(
+        replace(VERIFY, format=f)
+        for f in ("k4v4", "k3v2", "turboquant_4bit_nc", "turboquant_k8v4", "k6vfp8", "ku8vur3")
+    ),
     *(replace(TINY, dim=dim, format=f) for dim, f in ((16, "k4v4"), (80, "k3v5"), (96, "k1v2"), (128, "k4v4"))),
     replace(TINY, dim=256, format="k4v3", lens=(40,), queries=(1,)),
     replace(VERIFY, dim=192, value_dim=128),
@@ -77,7 +80,7 @@ LONG = replace(TINY, lens=(700, 90, 1), queries=(1, 1, 1))
 
 
 LONG_CASES = [
-    *(replace(LONG, format=f) for f in ("k4v4", "k2v2", "k1v3", "ku4vu4", "k8v4", "k5v5")),
+    *(replace(LONG, format=f) for f in ("k4v4", "k2v2", "k1v3", "ku4vu4", "turboquant_k8v4", "k5v5")),
     *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k2v2")),
     replace(LONG, page=32, format="k2v2"),
     replace(LONG, **EVERYTHING, format="k2v2"),
@@ -105,7 +108,7 @@ def test_the_shapes_for_long_sequences(case, as_if_long):
 LARGE_GPU = replace(SMALL_GPU, multiprocessors=32)
 CUTS = [
     (replace(TINY, lens=(1300, 9, 30, 64, 5), queries=(1,) * 5), SMALL_GPU),  # one long: blocks go on to other items
-    (replace(TINY, kv_heads=2, lens=(600, 640), queries=(1, 1)), SMALL_GPU),  # alike: two blocks for every item
+    (replace(TINY, num_kv_heads=2, lens=(600, 640), queries=(1, 1)), SMALL_GPU),  # alike: two blocks for every item
     (replace(TINY, lens=(*range(100, 138), 0, 1), queries=(1,) * 40), LARGE_GPU),  # beyond a warp's lanes
     (replace(TINY, lens=(3000, *range(40)), queries=(1,) * 41), LARGE_GPU),
     (replace(VERIFY, lens=(300, 280, 310), queries=(5, 2, 4)), LARGE_GPU),
@@ -120,7 +123,7 @@ def test_how_work_is_cut(case, device):
 
 @emulated
 def test_a_gpu_with_less_shared_memory():
-    check_emulated(replace(TINY, dim=256, format="kl6vl6", lens=(40,), queries=(1,)), OLD_GPU)
+    check_emulated(replace(TINY, dim=256, format="k6v6", lens=(40,), queries=(1,)), OLD_GPU)
 
 
 @emulated
@@ -128,7 +131,7 @@ def test_a_gpu_with_less_shared_memory():
 def test_a_marked_token_gives_nan_to_who_sees_it_only(queries):
     built = build(replace(TINY, lens=(200, 20), queries=(queries, 1)), CPU)
     at = 5 if queries == 1 else 198  # far from any mask, or seen by the last two queries only
-    block, place = divmod(int(built.positions(0)[at]), built.layout.block_tokens)
+    block, place = divmod(int(built.positions(0)[at]), built.layout.block_size)
     field = built.layout.key.field_offset(0) + 2 * place
     built.pages[block, :, field : field + 2] = 0xFF  # what a kernel writes for a key that is not a number
     out, lse = poisoned_out(built.case, built)
@@ -149,7 +152,7 @@ def test_results_do_not_depend_on_the_other_sequences():
             batch,
             block_table=batch.block_table[i : i + 1],
             seq_lens=batch.seq_lens[i : i + 1],
-            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
         )
         alone = replace(built, batch=one, query=built.query[i : i + 1])
         out = torch.full_like(together[i : i + 1], torch.nan)
@@ -197,14 +200,14 @@ def test_it_compiles_for_every_architecture(architecture, tmp_path):
 
 
 def test_shared_memory_of_every_shape_fits_its_device():
-    for word in ("k4v4", "k2v2", "kl8vl8", "fp8"):
+    for format in ("k4v4", "k2v2", "k8v8", "fp8"):
         for dim in (64, 128, 256):
-            layout = PageLayout(CodecSpec.parse(word, dim), 64)
+            layout = PageLayout(CodecSpec.parse(format, dim), 64)
             for device in (SMALL_GPU, OLD_GPU):
                 for queries in (1, 2, 8):
                     shape = attend_cuda.shape_on(device, layout, 4, queries, 1 << 15)
                     if shape is None:  # then the kernel is not used
-                        assert word == "kl8vl8" or dim == 256
+                        assert format == "k8v8" or dim == 256
                         assert device is OLD_GPU
                         continue
                     assert attend_cuda.shared_bytes(layout, shape) <= device.shared_of_block

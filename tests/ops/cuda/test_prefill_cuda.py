@@ -8,10 +8,11 @@ from pathlib import Path
 import host
 import pytest
 import torch
-from attend_cases import Case, build
-from test_attend import check, check_rows, poisoned_out, request_of
+from attention_cases import Case, build
+from test_attention import check, check_rows, poisoned_out, request_of
 
-from slimkv.ops.attend import PACKED_QUERIES, prefill_cuda
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES
+from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, PageLayout
 
@@ -32,18 +33,29 @@ def attend_and_check(
     request = request_of(built, out, lse)
     assert prefill_cuda.refusal(request) is None
     prefill_cuda.attend_prefill(request, launch, budget)
-    check_rows(built, out, lse, lambda count: count > PACKED_QUERIES)  # shorter sequences are another kernel's
+    check_rows(built, out, lse, lambda count: count > MAX_DECODE_QUERIES)  # shorter sequences are another kernel's
     return out
 
 
-LONG = Case(query_norm=0.5, kv_heads=1, group=2, lens=(300, 7, 140), queries=(40, 1, 33))
+LONG = Case(query_norm=0.5, num_kv_heads=1, group=2, lens=(300, 7, 140), queries=(40, 1, 33))
 EMULATED = [
     LONG,
     *(
         replace(LONG, format=f)
-        for f in ("k1v1", "k2v3", "k5v6", "k7v2", "kl8vl8", "fp8", "ku2vu3", "kur4vu7", "4bit_nc", "k8v4")
+        for f in (
+            "k1v1",
+            "k2v3",
+            "k5v6",
+            "k7v2",
+            "k8v8",
+            "fp8",
+            "ku2vu3",
+            "kur4vu7",
+            "turboquant_4bit_nc",
+            "turboquant_k8v4",
+        )
     ),
-    *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k3v8", "ku8vur3", "kl6vfp8")),
+    *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k3v8", "ku8vur3", "k6vfp8")),
     *(replace(LONG, group=group) for group in (1, 3, 6, 64)),
     *(replace(LONG, page=page) for page in (32, 128)),
     *(
@@ -52,7 +64,7 @@ EMULATED = [
     ),
     *(replace(LONG, dtype=d, out_dtype=o) for d, o in (("fp16", "fp16"), ("fp32", "bf16"), ("bf16", "bf16"))),
     replace(LONG, strided=True, out_dtype="bf16", padding=5, slack=True),
-    replace(LONG, lens=(33, 300, 0, 128, 257), queries=(33, 33, 40, 100, 257), kv_heads=2),
+    replace(LONG, lens=(33, 300, 0, 128, 257), queries=(33, 33, 40, 100, 257), num_kv_heads=2),
     replace(LONG, lens=(0, 0), queries=(40, 40), sinks=True),
     replace(LONG, value_norm=1e-6, dtype="fp32"),
     replace(LONG, value_norm=1e5, dtype="fp32"),
@@ -70,16 +82,16 @@ def test_attend(case):
 @pytest.mark.parametrize("options", [{}, {"window": 150}, {"causal": False, "sinks": True}], ids=str)
 def test_passes(options):
     """A workspace of one tile, and of two."""
-    case = replace(LONG, **options, lens=(300, 7, 260), kv_heads=2)
+    case = replace(LONG, **options, lens=(300, 7, 260), num_kv_heads=2)
     for tiles in (1, 2):
-        attend_and_check(case, budget=4 * tiles * 128 * case.dim * 2 * case.kv_heads)
+        attend_and_check(case, budget=4 * tiles * 128 * case.dim * 2 * case.num_kv_heads)
 
 
 @emulated
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_a_marked_token_gives_nan_to_who_sees_it_only(side):
     built = build(replace(LONG, format="kur4vu4"), CPU)
-    block, place = divmod(int(built.positions(0)[280]), built.layout.block_tokens)  # query 20 of 40 stands there
+    block, place = divmod(int(built.positions(0)[280]), built.layout.block_size)  # query 20 of 40 stands there
     field = getattr(built.layout, side).field_offset(0) + 2 * place
     built.pages[block, :, field : field + 2] = 0xFF
     out, lse = poisoned_out(built.case, built)
@@ -133,7 +145,7 @@ def test_tiles_of_a_pass():
 
 
 BIG = replace(
-    LONG, dim=128, kv_heads=4, group=4, lens=(1700, 40, 900, 128), queries=(700, 7, 900, 33), out_dtype="bf16"
+    LONG, dim=128, num_kv_heads=4, group=4, lens=(1700, 40, 900, 128), queries=(700, 7, 900, 33), out_dtype="bf16"
 )
 ON_A_GPU = [
     BIG,
@@ -143,7 +155,10 @@ ON_A_GPU = [
     replace(LONG, dim=128, dtype="fp16", out_dtype="fp32", strided=True, padding=9, slack=True),
     replace(BIG, dtype="fp32", strided=True),
     replace(BIG, lens=(0, 300, 33), queries=(40, 300, 33), sinks=True),
-    *(replace(LONG, dim=128, format=f) for f in ("k2v3", "k5v6", "kl8vl8", "fp8", "ku2vur8", "4bit_nc", "k8v4")),
+    *(
+        replace(LONG, dim=128, format=f)
+        for f in ("k2v3", "k5v6", "k8v8", "fp8", "ku2vur8", "turboquant_4bit_nc", "turboquant_k8v4")
+    ),
     replace(LONG, value_norm=1e-6, dtype="fp32"),
     replace(LONG, value_norm=1e5, dtype="fp32"),
     replace(LONG, key_norm=1e3, query_norm=0.25, peaked=True),
@@ -169,7 +184,7 @@ def test_attend_on_a_gpu(case, hopper):
 @pytest.mark.parametrize("options", [{}, {"window": 300}, {"causal": False, "sinks": True}], ids=str)
 def test_passes_on_a_gpu(options, hopper):
     case = replace(BIG, **options)
-    tile = 4 * prefill_cuda.SHAPES[128].step * 128 * 4 * case.kv_heads
+    tile = 4 * prefill_cuda.SHAPES[128].step * 128 * 4 * case.num_kv_heads
     for tiles in (1, 3):
         attend_and_check(case, hopper, prefill_cuda.launcher(hopper), tiles * tile)
 
@@ -184,7 +199,7 @@ def test_it_is_what_hopper_gets_by_default(hopper, monkeypatch):
 
     attend_prefill = prefill_cuda.attend_prefill
     monkeypatch.setattr(prefill_cuda, "attend_prefill", noting)
-    check(BIG, hopper, impl="cuda")
+    check(BIG, hopper, backend="cuda")
     assert len(seen) == 1
-    check(replace(BIG, softcap=2.0), hopper, impl="cuda")  # the Triton kernels'
+    check(replace(BIG, softcap=2.0), hopper, backend="cuda")  # the Triton kernels'
     assert len(seen) == 1

@@ -12,17 +12,17 @@ from store_cases import (
     build,
     build_beside_boundaries,
     expected,
-    random_rounding,
+    random_query_aware,
     rows_on_boundaries,
 )
 from test_store import COVERING, MATRIX, assert_same_bytes
-from test_store_rounding import COVERING as SHAPED
-from test_store_rounding import FULL as ALL_SHAPED
+from test_store_query_aware import COVERING as QUERY_AWARE
+from test_store_query_aware import FULL as ALL_QUERY_AWARE
 
 from slimkv import Codec
 from slimkv.codec.codebook import codebook
-from slimkv.ops.store import REGISTRY, StoreRequest
-from slimkv.ops.store import cuda as store_cuda
+from slimkv.ops.store.api import REGISTRY, StoreRequest
+from slimkv.ops.store.cuda import launch as store_cuda
 from slimkv.spec import Kind
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
@@ -45,10 +45,10 @@ def taken(case: Case) -> bool:
 
 def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU) -> None:
     key, value, slots, pages, codec = build(case, device)
-    rounding = random_rounding(case.heads, codec) if shaped else None
-    want = expected(key, value, slots, pages, codec, case.layout, rounding)
+    query_aware = random_query_aware(case.heads, codec) if shaped else None
+    want = expected(key, value, slots, pages, codec, case.layout, query_aware)
     assert not torch.equal(want, pages)
-    request = StoreRequest(key, value, pages, slots, codec, case.layout, rounding)
+    request = StoreRequest(key, value, pages, slots, codec, case.layout, query_aware)
     assert store_cuda.supports(request) is None
     run(request)
     assert_same_bytes(pages, want, case.layout)
@@ -87,7 +87,7 @@ def test_a_tile_for_a_warp_and_a_tile_for_several(case, many, monkeypatch):
 
 
 @emulated
-@pytest.mark.parametrize("case", named(SHAPED))
+@pytest.mark.parametrize("case", named(QUERY_AWARE))
 def test_query_aware_rounding_is_the_codecs(case):
     check(case, shaped=True)
 
@@ -108,10 +108,10 @@ def test_ties(bits, shaped):
     rows, exact = rows_on_boundaries(codec)
     assert exact >= 3 or bits > 4
     key, slots = rows[:, None, :], torch.arange(len(rows))
-    pages = torch.zeros(case.layout.blocks_for(len(rows)), 1, case.layout.region_bytes, dtype=torch.uint8)
-    rounding = torch.zeros(1, 64, 64, dtype=torch.int8) if shaped else None
-    want = expected(key, key, slots, pages, codec, case.layout, rounding)
-    emulate(StoreRequest(key, key, pages, slots, codec, case.layout, rounding))
+    pages = torch.zeros(case.layout.blocks_for(len(rows)), 1, case.layout.page_bytes, dtype=torch.uint8)
+    query_aware = torch.zeros(1, 64, 64, dtype=torch.int8) if shaped else None
+    want = expected(key, key, slots, pages, codec, case.layout, query_aware)
+    emulate(StoreRequest(key, key, pages, slots, codec, case.layout, query_aware))
     assert_same_bytes(pages, want, case.layout)
 
 
@@ -129,9 +129,9 @@ def test_products_are_compared_as_they_are(dtype):
 
 
 @emulated
-@pytest.mark.parametrize("word", ["k4v4", "k8v4", "kur4vu3", "fp8"])
-def test_tokens_that_cannot_be_encoded_are_marked(word):
-    case = Case(format=word, heads=1, tokens=32, slots="aligned", dtype="fp32")
+@pytest.mark.parametrize("word", ["k4v4", "turboquant_k8v4", "kur4vu3", "fp8"])
+def test_tokens_that_cannot_be_encoded_are_marked(format):
+    case = Case(format=format, heads=1, tokens=32, slots="aligned", dtype="fp32")
     _, _, slots, pages, codec = build(case, CPU)
     key, value = torch.randn(2, case.tokens, 1, case.dim, generator=torch.Generator().manual_seed(0))
     key[3, 0, 5], value[9, 0, 63], key[17] = torch.nan, -torch.inf, 3e38
@@ -146,15 +146,15 @@ def test_cells_reach_as_far_as_a_norm_can_be_wrong(dim, bits):
     """The largest coordinate of a vector whose norm, in steps, is as much too small as can be: all others are ties."""
     ties = torch.arange(0, 128, 2, dtype=torch.float64)  # steps of a coordinate; the largest has at least 128
     norms = (128**2 + (dim - 1) * (ties + 0.5) ** 2).sqrt(), (128**2 + (dim - 1) * ties**2).sqrt()
-    largest = Codec.from_word(f"k{bits}v{bits}", dim).key_tables.unit * dim**0.5
+    largest = Codec.from_format(f"k{bits}v{bits}", dim).key_tables.unit * dim**0.5
     shift, zero, cells = store_cuda._cells(codebook(bits, dim), largest)
     assert zero > largest * 2**shift * float((norms[0] / norms[1]).max()) + 1
     assert len(cells) == 2 * zero
 
 
 def test_what_it_does_not_take_is_named():
-    for word, dim, reason in (("krawbf16v4", 64, "raw vectors (rawbf16)"), ("k4v4", 512, "up to 256, not 512")):
-        case = Case(format=word, dim=dim)
+    for format, dim, reason in (("krawbf16v4", 64, "raw vectors (rawbf16)"), ("k4v4", 512, "up to 256, not 512")):
+        case = Case(format=format, dim=dim)
         key, value, slots, pages, codec = build(case, CPU)
         assert reason in store_cuda.supports(StoreRequest(key, value, pages, slots, codec, case.layout))
 
@@ -166,7 +166,7 @@ def test_on_a_gpu(case, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", named([*SHAPED, *ALL_SHAPED]))
+@pytest.mark.parametrize("case", named([*QUERY_AWARE, *ALL_QUERY_AWARE]))
 def test_query_aware_rounding_on_a_gpu(case, device):
     check(case, True, store_cuda.run, device)
 
@@ -200,6 +200,6 @@ def test_it_compiles_for(architecture, shaped, tmp_path):
 
     case = Case(dim=128, heads=1, tokens=16)
     key, value, slots, pages, codec = build(case, CPU)
-    rounding = random_rounding(1, codec) if shaped else None
-    plan, _, _ = store_cuda.prepare(StoreRequest(key, value, pages, slots, codec, case.layout, rounding))
+    query_aware = random_query_aware(1, codec) if shaped else None
+    plan, _, _ = store_cuda.prepare(StoreRequest(key, value, pages, slots, codec, case.layout, query_aware))
     assert compile_kernels(store_cuda.SOURCE, plan.defines, architecture, tmp_path).startswith(b"\x7fELF")

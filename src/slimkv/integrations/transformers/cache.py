@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimkv.calibrate import Calibration
+from slimkv.calibration import Calibration
+from slimkv.config import CALIBRATED, DEFAULT_FORMAT, KVCacheConfig
 from slimkv.errors import InputError
-from slimkv.integrations.transformers.auto import find_calibration
+from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, Cache, layer_kinds
 from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
 from slimkv.integrations.transformers.plugin import register
+from slimkv.integrations.transformers.sink_recent import SinkRecentLayer
 from slimkv.integrations.transformers.tables import SequenceTables
-from slimkv.integrations.transformers.window import WindowedLayer, check_window
-from slimkv.spec import BF16_BYTES, DEFAULT_SEED, CodecSpec, PageLayout
+from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout
 
-Formats = str | Mapping[int | str, str]
 RAW = "raw"
-CALIBRATED = "calibrated"
 
 
 @dataclass(frozen=True)
@@ -48,66 +45,55 @@ class SlimKVCache(Cache):
 
     Args:
         config: the model's config, or the model itself.
-        formats: a word for all layers (``k4v4``, ``k5v4``, ``k8v4``, ...) or one per layer:
-            ``{0: "raw", -1: "raw", "default": "k4v4"}``; negative numbers count from the end. ``calibrated``: those
-            that the calibration chose for a budget.
-        strict: attention reads every key and value through the codec. By default a forward pass of more than 8 new
-            tokens attends those tokens raw, as serving engines do, and only later passes read their codes.
-        first, last: full-attention layers keep so many of the first and last tokens in the model's dtype.
-        block_tokens: tokens per page: 16, 32, 64 or 128.
-        impl: implementation of store and attend by name; by default the best for the device.
-        seed: of the rotation.
-        calibration: how keys are rounded: a file from ``slimkv calibrate`` (or a loaded ``Calibration``); ``auto``:
-            made when this model is first seen, which runs it once, and kept on disk (needs the model, not its config);
-            None: to the nearest level.
+        format: a format for all layers (``k4v4``, ``k5v4``, ``fp8``, ...), or a whole ``KVCacheConfig``.
+        block_size: tokens per block: 16, 32, 64 or 128.
         offloading, offload_only_non_sliding: as in ``DynamicCache``: pages wait in CPU memory while not in use.
+        fields: the other fields of ``KVCacheConfig``. ``raw`` layers are stock layers. ``fresh="auto"`` is ``raw``: a
+            forward pass of more than 8 new tokens attends those tokens raw, and only later passes read their codes.
+            ``calibration="auto"`` is made when this model is first seen, which runs it once (so it needs the model, not
+            its config), and kept on disk.
     """
 
     def __init__(
         self,
         config: Any,
-        formats: Formats = "k4v4",
+        format: str | KVCacheConfig = DEFAULT_FORMAT,
         *,
-        strict: bool = False,
-        first: int = 0,
-        last: int = 0,
-        block_tokens: int = 64,
-        impl: str | None = None,
-        seed: int = DEFAULT_SEED,
-        calibration: Calibration | str | Path | None = None,
+        block_size: int = 64,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
+        **fields: Any,
     ) -> None:
-        check_window(first, last, strict)
+        self.settings = _settings(format, fields)
         register()
-        self.strict = strict
         self._tables: dict[tuple[torch.device, int | None, bool], SequenceTables] = {}
         model = config if isinstance(config, torch.nn.Module) else None
         config = config.config if model is not None else config
-        known = find_calibration(calibration, config, model)
+        known = find_calibration(self.settings.calibration, config, model)
         kinds = layer_kinds(config)
-        words = layer_words(chosen_formats(known) if formats == CALIBRATED else formats, len(kinds))
-        _check_words(config, words, block_tokens)
-        plain = LayerSettings(block_tokens, strict, impl, self._tables_for(False), seed, known)
-        windowed = LayerSettings(block_tokens, strict, impl, self._tables_for(True), seed, known)
+        formats = _formats(self.settings, known, len(kinds))
+        _check_formats(config, formats, block_size)
+        fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
+        plain = LayerSettings(self.settings, block_size, fresh_raw, self._tables_for(False), known)
+        windowed = LayerSettings(self.settings, block_size, fresh_raw, self._tables_for(True), known)
         layers: list[Any] = []
-        for number, ((kind, arguments), word) in enumerate(zip(kinds, words, strict=True)):
-            if word == RAW or kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+        for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True)):
+            if name == RAW or kind not in ("full_attention", "sliding_attention", "chunked_attention"):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments))
             elif kind != "full_attention":
                 chunked = kind == "chunked_attention"
-                layers.append(PackedSlidingLayer(word, plain, arguments["sliding_window"], chunked, number))
-            elif first or last:
-                layers.append(WindowedLayer(word, windowed, first, last, number))
+                layers.append(PackedSlidingLayer(name, plain, arguments["sliding_window"], chunked, number))
+            elif self.settings.sink_tokens or self.settings.recent_tokens:
+                layers.append(SinkRecentLayer(name, windowed, number))
             else:
-                layers.append(PackedLayer(word, plain, number))
+                layers.append(PackedLayer(name, plain, number))
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
 
     def _tables_for(self, windowed: bool) -> Any:
         def tables(batch: int, device: torch.device, window: int | None) -> SequenceTables:
             key = (device, window, windowed)
             if key not in self._tables:
-                size = next(x.settings.block_tokens for x in self.layers if isinstance(x, PackedLayer))
+                size = next(x.settings.block_size for x in self.layers if isinstance(x, PackedLayer))
                 self._tables[key] = SequenceTables(batch, size, device, window)
             found = self._tables[key]
             if found.batch != batch:
@@ -139,7 +125,7 @@ class SlimKVCache(Cache):
                         kept = min(kept, layer.window - 1)
                     batch, tokens = layer.tables.batch, layer.tokens
                     allocated += layer.nbytes
-                    numbers = batch * layer.kv_heads * kept * (spec.key_dim + spec.value_dim)
+                    numbers = batch * layer.num_kv_heads * kept * (spec.key_dim + spec.value_dim)
                     plain += BF16_BYTES * numbers
             else:
                 held = [x for x in vars(layer).values() if isinstance(x, Tensor) and x.is_floating_point()]
@@ -188,49 +174,42 @@ class SlimKVCache(Cache):
         for (_, _, windowed), tables in self._tables.items():
             held = tokens
             if windowed:
-                members = [x for x in self.layers if isinstance(x, WindowedLayer) and x.is_initialized]
+                members = [x for x in self.layers if isinstance(x, SinkRecentLayer) and x.is_initialized]
                 held = next(x.packed_to_remove(tokens) for x in members if x.tables is tables)
             tables.crop(held)
         super().crop(tokens_to_remove)
 
 
-def chosen_formats(calibration: Calibration | None) -> Formats:
-    """The formats that a calibration chose; raises if it chose none."""
+def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
+    """The cache's configuration from what ``SlimKVCache`` was given."""
+    if not isinstance(format, KVCacheConfig):
+        return KVCacheConfig.parse({"format": format, **fields})
+    if fields:
+        raise InputError(f"{', '.join(fields)}: give them inside the KVCacheConfig, or a format and fields, not both")
+    return format
+
+
+def _formats(settings: KVCacheConfig, calibration: Calibration | None, num_layers: int) -> list[str]:
+    """One format per layer."""
+    formats = settings.layer_formats(num_layers)
+    if CALIBRATED not in formats:
+        return formats
     if calibration is None or calibration.formats is None:
         raise InputError(
-            f"formats={CALIBRATED!r} takes the widths from a calibration made for a budget: run slimkv calibrate with "
+            f"format={CALIBRATED!r} takes the widths from a calibration made for a budget: run slimkv calibrate with "
             "--budget or --profile, and give the file as calibration"
         )
-    formats: dict[int | str, str] = {"default": RAW}
-    for number, word in calibration.formats.items():
-        formats[number] = word
-    return formats
+    chosen = calibration.formats
+    return [chosen.get(i, RAW) if name == CALIBRATED else name for i, name in enumerate(formats)]
 
 
-def layer_words(formats: Formats, layers: int) -> list[str]:
-    """One format word per layer."""
-    if isinstance(formats, str):
-        return [formats] * layers
-    words = [formats.get("default")] * layers
-    for where, word in formats.items():
-        if where == "default":
-            continue
-        if not isinstance(where, int) or not -layers <= where < layers:
-            raise InputError(f"formats name layer {where!r}; the model has layers 0 to {layers - 1}, and 'default'")
-        words[where] = word
-    missing = [i for i, word in enumerate(words) if word is None]
-    if missing:
-        raise InputError(f"no format for layer(s) {missing}; give one under 'default'")
-    return [word for word in words if word is not None]
-
-
-def _check_words(config: Any, words: list[str], block_tokens: int) -> None:
-    """Unknown words and impossible sizes fail here, not in the first forward pass."""
+def _check_formats(config: Any, formats: list[str], block_size: int) -> None:
+    """Impossible sizes fail here, not in the first forward pass."""
     text = config.get_text_config(decoder=True)
     head_dim = getattr(text, "head_dim", None)
     if head_dim is None and getattr(text, "hidden_size", None) and getattr(text, "num_attention_heads", None):
         head_dim = text.hidden_size // text.num_attention_heads
     if getattr(text, "kv_lora_rank", None) is not None or not isinstance(head_dim, int):
         head_dim = 64  # sizes differ between K and V, or by layer: checked when they are seen
-    for word in dict.fromkeys(words):
-        PageLayout(CodecSpec.parse(word, head_dim), block_tokens)
+    for format in dict.fromkeys(formats):
+        PageLayout(CodecSpec.parse(format, head_dim), block_size)

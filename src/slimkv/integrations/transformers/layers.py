@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from slimkv.cache import PagedPool
-from slimkv.calibrate import Calibration
+from slimkv.calibration import Calibration
 from slimkv.codec.pack import page_tables
+from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.compat import CacheLayerMixin
-from slimkv.integrations.transformers.states import PackedStates, PagedHandle, packed_pair, token_rows
+from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
 from slimkv.integrations.transformers.tables import SequenceTables
-from slimkv.ops.repeated import RepeatedAttend
-from slimkv.spec import DEFAULT_SEED, CodecSpec
+from slimkv.ops.plan import RepeatedAttend
+from slimkv.spec import CodecSpec
 
 RAW_FRESH_ABOVE = 8  # serving: up to this many new tokens (decoding, verifying a draft) attention reads codes only
 
@@ -28,11 +29,10 @@ TablesFor = Callable[[int, torch.device, int | None], SequenceTables]
 class LayerSettings:
     """What the layers of a cache share."""
 
-    block_tokens: int
-    strict: bool  # attention reads every key and value through the codec, the new tokens' too
-    impl: str | None  # store/attend/gather implementation; None: the best for the device
+    config: KVCacheConfig
+    block_size: int
+    fresh_raw: bool  # passes of more than RAW_FRESH_ABOVE new tokens attend those unquantised
     tables_for: TablesFor  # (batch, device, window) -> the tables shared by such layers
-    seed: int = DEFAULT_SEED
     calibration: Calibration | None = None
 
 
@@ -45,16 +45,16 @@ class PackedLayer(CacheLayerMixin):
     window: int | None = None
     chunked = False
 
-    def __init__(self, word: str, settings: LayerSettings, number: int = 0) -> None:
+    def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         # The base class would assign keys and values, which are views here.
-        self.word = word
+        self.format = format
         self.number = number  # of the layer in its model
         self.settings = settings
         self.is_initialized = False
         self.tokens = 0
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.word}, tokens={self.tokens}, bytes={self.nbytes})"
+        return f"{type(self).__name__}({self.format}, tokens={self.tokens}, bytes={self.nbytes})"
 
     @property
     def nbytes(self) -> int:
@@ -62,23 +62,36 @@ class PackedLayer(CacheLayerMixin):
         return self.pool.nbytes if self.is_initialized else 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes batch, heads, sizes, dtype and device from K and V [batch, kv_heads, tokens, dim] (tokens may be 0)."""
+        """Takes batch, heads, sizes, dtype and device from K and V [batch, num_kv_heads, tokens >= 0, dim]."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        batch, self.kv_heads = key_states.shape[:2]
-        spec = CodecSpec.parse(self.word, key_states.shape[-1], value_states.shape[-1], seed=self.settings.seed)
+        batch, self.num_kv_heads = key_states.shape[:2]
+        config = self.settings.config
+        spec = CodecSpec.parse(
+            self.format,
+            key_states.shape[-1],
+            value_states.shape[-1],
+            key_policy=config.key_policy,
+            value_policy=config.value_policy,
+            seed=config.seed,
+        )
         spec = spec.with_raw_dtype(str(self.dtype).removeprefix("torch."))
         self.tables = self.settings.tables_for(batch, self.device, self.window)
         self.pool = PagedPool(
-            spec, self.tables.blocks, self.kv_heads, self.settings.block_tokens, self.device, self.settings.impl
+            spec,
+            self.tables.blocks,
+            self.num_kv_heads,
+            self.settings.block_size,
+            self.device,
+            self.settings.config.backend,
         )
         if self.settings.calibration is not None:
-            self.pool.rounding = self.settings.calibration.rounding(self.number, self.pool.codec)
+            self.pool.query_aware = self.settings.calibration.query_aware_matrices(self.number, self.pool.codec)
         self._attend_again = RepeatedAttend(self.pool.layout)
         self.tables.join(self)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores K and V [batch, kv_heads, new, dim]; returns what attention is to read.
+        """Stores K and V [batch, num_kv_heads, new, dim]; returns what attention is to read.
 
         That is the new tensors themselves where nothing else is cached and the mode allows it; otherwise
         ``PackedStates``.
@@ -87,7 +100,7 @@ class PackedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         new, past = key_states.shape[2], self.tokens
-        raw = not self.settings.strict and new > RAW_FRESH_ABOVE
+        raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
         self.tokens += new
         self.pool.store(token_rows(key_states), token_rows(value_states), step.batch.slot_mapping)
@@ -103,19 +116,19 @@ class PackedLayer(CacheLayerMixin):
                 f"the cache holds {self.tables.batch} sequences and was given {batch}; use "
                 "batch_repeat_interleave or batch_select_indices to change the batch, or reset the cache"
             )
-        if heads != self.kv_heads or value_states.shape[:3] != (batch, heads, new):
+        if heads != self.num_kv_heads or value_states.shape[:3] != (batch, heads, new):
             raise InputError(
                 f"keys {list(key_states.shape)} and values {list(value_states.shape)} do not fit a layer of "
-                f"{self.kv_heads} KV heads"
+                f"{self.num_kv_heads} KV heads"
             )
         if key_states.dtype != self.dtype:
             raise InputError(f"the cache was started with {self.dtype} and was given {key_states.dtype}")
 
-    def _handle(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedHandle:
+    def _handle(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
         visible = self._visible(new)
-        return PagedHandle(
+        return PagedKV(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, self.tokens - visible, visible,
-            self.dtype, self.window, self.chunked, fresh, self.settings.impl, self._attend_again,
+            self.dtype, self.window, self.chunked, fresh, self.settings.config.backend, self._attend_again,
         )  # fmt: skip
 
     def _visible(self, new: int) -> int:
@@ -131,7 +144,7 @@ class PackedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> PackedStates | None:
-        """The cached keys, decoded on use: [batch, kv_heads, tokens, key_dim]."""
+        """The cached keys, decoded on use: [batch, num_kv_heads, tokens, key_dim]."""
         return self._view(0)
 
     @property
@@ -203,7 +216,7 @@ class PackedLayer(CacheLayerMixin):
 
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
         """See ``tables.Member``."""
-        pages, size = self.pool.pages, self.settings.block_tokens
+        pages, size = self.pool.pages, self.settings.block_size
         source, target = source.to(pages.device), target.to(pages.device)
         offsets = page_tables(self.pool.layout, pages.device).byte_offsets
         heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
@@ -225,9 +238,9 @@ class PackedSlidingLayer(PackedLayer):
     is_sliding = True
 
     def __init__(
-        self, word: str, settings: LayerSettings, sliding_window: int, chunked: bool = False, number: int = 0
+        self, format: str, settings: LayerSettings, sliding_window: int, chunked: bool = False, number: int = 0
     ) -> None:
-        super().__init__(word, settings, number)
+        super().__init__(format, settings, number)
         self.window = self.sliding_window = sliding_window
         self.chunked = chunked
         self.record_past = False

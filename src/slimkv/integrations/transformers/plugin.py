@@ -13,9 +13,9 @@ from torch import Tensor
 
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.transformers.compat import AttentionInterface, AttentionMaskInterface
-from slimkv.integrations.transformers.dense import dense_attention
+from slimkv.integrations.transformers.decoded_attention import dense_attention
+from slimkv.integrations.transformers.lazy_kv import PackedStates
 from slimkv.integrations.transformers.mask import note_of, slimkv_mask
-from slimkv.integrations.transformers.states import PackedStates
 from slimkv.ops import AttendOptions
 
 NAME = "slimkv"
@@ -57,7 +57,7 @@ def slimkv_attention(
 
     Args:
         query: [batch, heads, new, key_dim].
-        key, value: what a cache's ``update`` returned, [batch, kv_heads, positions, dim].
+        key, value: what a cache's ``update`` returned, [batch, num_kv_heads, positions, dim].
         attention_mask: [batch, 1, new, positions], boolean or additive, or None for causal order alone.
 
     Returns the output [batch, new, heads, value_dim], and None for the weights.
@@ -107,7 +107,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, optio
             shape = query.shape[2], key.shape[2]
             mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])
         out, _ = dense_attention(
-            query, key, value, mask, scale=options.scale, softcap=options.softcap, sinks=options.sinks
+            query, key, value, mask, scale=options.softmax_scale, softcap=options.softcap, sinks=options.sinks
         )
         return out
     if causal and key.shape[2] != query.shape[2]:  # torch aligns causal masks to the first key
@@ -115,7 +115,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, optio
         mask, causal = mask.tril(key.shape[2] - query.shape[2]), False
     grouped = query.shape[1] != key.shape[1]
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=options.scale, enable_gqa=grouped
+        query, key, value, attn_mask=mask, is_causal=causal, scale=options.softmax_scale, enable_gqa=grouped
     )
     return out.transpose(1, 2).contiguous()
 
@@ -134,7 +134,7 @@ def attention(model: Any) -> Iterator[Counts]:
     """
     register()
     counts = Counts()
-    with switched(model, NAME):
+    with use_attn_implementation(model, NAME):
         _active.append(counts)
         try:
             yield counts
@@ -143,7 +143,7 @@ def attention(model: Any) -> Iterator[Counts]:
 
 
 @contextmanager
-def switched(model: Any, name: str) -> Iterator[None]:
+def use_attn_implementation(model: Any, name: str) -> Iterator[None]:
     """Inside it ``model`` attends with the registered function ``name``; afterwards as before."""
     before = {id(part): (part.config, part.config._attn_implementation) for part in _parts(model)}
     model.set_attn_implementation(name)

@@ -58,7 +58,7 @@ class StepsAhead:
     bases: tuple[int, ...]  # and begin there
     first: int
     block_table: Tensor  # int32 [batch, rows]
-    query_start: Tensor  # int32 [batch + 1]
+    cu_seqlens_q: Tensor  # int32 [batch + 1]
     seq_lens: tuple[Tensor, ...]  # int32 [batch] of each step
     slot_mapping: tuple[Tensor, ...]  # int64 [batch] of each step
 
@@ -66,9 +66,9 @@ class StepsAhead:
 class SequenceTables:
     """Slots, block table and lengths of ``batch`` sequences; a window keeps only the last tokens."""
 
-    def __init__(self, batch: int, block_tokens: int, device: torch.device, window: int | None = None) -> None:
+    def __init__(self, batch: int, block_size: int, device: torch.device, window: int | None = None) -> None:
         self.batch = batch
-        self.block_tokens = block_tokens
+        self.block_size = block_size
         self.device = device
         self.window = window
         self.record_past = False
@@ -80,7 +80,7 @@ class SequenceTables:
         self._members: list[Member] = []
         self._step: Step | None = None
         self._ahead: StepsAhead | None = None
-        self._starts: tuple[int, Tensor] | None = None  # ``query_start`` of the last number of queries
+        self._starts: tuple[int, Tensor] | None = None  # ``cu_seqlens_q`` of the last number of queries
         self._prefix: tuple[tuple[int, int, int], Step] | None = None  # (positions, of them held, rows), and its step
 
     @property
@@ -117,7 +117,7 @@ class SequenceTables:
 
     def _reserve(self, tokens: int) -> None:
         """Makes room for positions ``kept_from .. tokens``."""
-        size = self.block_tokens
+        size = self.block_size
         if self.window is None:
             needed = -(-max(tokens - min(self.pads), 0) // size)
             if needed > self.rows:
@@ -138,14 +138,14 @@ class SequenceTables:
                 member.relocate(ids[0], ids[1], self.blocks)
 
     def _base(self, pad: int) -> int:
-        return max(self.kept_from - pad, 0) // self.block_tokens * self.block_tokens
+        return max(self.kept_from - pad, 0) // self.block_size * self.block_size
 
     def _slots(self, positions: Tensor, pad: Tensor) -> Tensor:
         """Positions [n] (padding included) -> slots int64 [batch, n]; -1 where there is padding or nothing is kept."""
         real = positions[None, :] - pad[:, None]
-        row = (real // self.block_tokens) % max(self.rows, 1)
+        row = (real // self.block_size) % max(self.rows, 1)
         block = row * self.batch + torch.arange(self.batch, device=self.device)[:, None]
-        slots = block * self.block_tokens + real % self.block_tokens
+        slots = block * self.block_size + real % self.block_size
         return torch.where((real >= 0) & (positions >= self.kept_from)[None, :], slots, -1)
 
     def slots(self, first: int, count: int) -> Tensor:
@@ -160,9 +160,9 @@ class SequenceTables:
 
     def _first_blocks(self) -> Tensor:
         """int64 [batch]: the block where each sequence begins."""
-        return (self.kept_from - self._pad).clamp(min=0) // self.block_tokens
+        return (self.kept_from - self._pad).clamp(min=0) // self.block_size
 
-    def query_start(self, new: int) -> Tensor:
+    def cu_seqlens_q(self, new: int) -> Tensor:
         """int32 [batch + 1] for ``new`` queries of every sequence."""
         if self._starts is None or self._starts[0] != new:
             self._starts = new, torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * new
@@ -182,7 +182,7 @@ class SequenceTables:
         batch = AttentionBatch(
             block_table=ahead.block_table,
             seq_lens=ahead.seq_lens[i],
-            query_start=ahead.query_start,
+            cu_seqlens_q=ahead.cu_seqlens_q,
             slot_mapping=ahead.slot_mapping[i],
             max_query_len=1,
             max_seq_len=self._longest(),
@@ -192,20 +192,20 @@ class SequenceTables:
     def _build_ahead(self, past: int, bases: tuple[int, ...]) -> StepsAhead:
         base = self._first_blocks()
         now = torch.arange(past + 1, past + 1 + AHEAD, device=self.device)
-        lengths = (now[:, None] - (self._pad + base * self.block_tokens)[None, :]).to(torch.int32)
+        lengths = (now[:, None] - (self._pad + base * self.block_size)[None, :]).to(torch.int32)
         slots = self.slots(past, AHEAD).t().contiguous()
         return StepsAhead(
-            self.rows, bases, past, self._block_table(base), self.query_start(1), lengths.unbind(0), slots.unbind(0)
+            self.rows, bases, past, self._block_table(base), self.cu_seqlens_q(1), lengths.unbind(0), slots.unbind(0)
         )
 
     def _build(self, new: int) -> Step:
-        size, past = self.block_tokens, self.tokens - new
+        size, past = self.block_size, self.tokens - new
         base = self._first_blocks()
         lengths = (self.tokens - self._pad).clamp(min=0) - base * size
         counts = [min(new, max(self.tokens - pad, 0)) for pad in self.pads] if max(self.pads) > past else None
         rows = None
         if counts is None:
-            starts = self.query_start(new)
+            starts = self.cu_seqlens_q(new)
         else:
             starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)
             real = [b * new + i for b, n in enumerate(counts) for i in range(new - n, new)]
@@ -213,7 +213,7 @@ class SequenceTables:
         batch = AttentionBatch(
             block_table=self._block_table(base),
             seq_lens=lengths.to(torch.int32),
-            query_start=starts,
+            cu_seqlens_q=starts,
             slot_mapping=self.slots(past, new).reshape(-1),
             max_query_len=new if counts is None else max(counts),
             max_seq_len=self._longest(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -14,26 +13,21 @@ from slimkv.integrations.vllm.compat import (
     AttentionType,
     PageShape,
     is_delegated,
-    packed,
-    packs,
+    is_supported_spec,
+    with_packed_bytes,
 )
-from slimkv.spec import BLOCK_SIZES, SLICE_DIMS, TILE_TOKENS, CodecSpec, PageLayout
-
-KERNEL_BLOCKS = [size for size in BLOCK_SIZES if size >= TILE_TOKENS]
-PREFERRED_BLOCK = 64
-MAX_HEAD_SIZE = 512  # what the kernels hold in registers
-CACHE_DTYPES = ["auto", "float16", "bfloat16", "float32"]
-
-
-def slot_bytes(spec: CodecSpec) -> int:
-    """Bytes per token and KV head, in blocks of any size of a tile or more."""
-    region = PageLayout(spec, TILE_TOKENS).region_bytes
-    assert region % TILE_TOKENS == 0, f"{spec.word}: {region} bytes do not divide among {TILE_TOKENS} tokens"
-    return region // TILE_TOKENS
+from slimkv.integrations.vllm.page_sizes import (
+    CACHE_DTYPES,
+    KERNEL_BLOCKS,
+    PREFERRED_BLOCK,
+    slot_bytes,
+    supports_head_size,
+)
+from slimkv.spec import CodecSpec
 
 
 class SlimKVBackend(PageShape, AttentionBackend):
-    """Attention on packed pages. A layer's class is a subclass that knows the layer's format (see ``bound``)."""
+    """Attention on packed pages. A layer's class is a subclass that knows its format (``backend_for_spec``)."""
 
     accept_output_buffer: bool = True
     forward_includes_kv_cache_update: bool = False
@@ -73,7 +67,7 @@ class SlimKVBackend(PageShape, AttentionBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Multiples of 16 up to 512."""
-        return head_size % SLICE_DIMS == 0 and SLICE_DIMS <= head_size <= MAX_HEAD_SIZE
+        return supports_head_size(head_size)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -100,18 +94,11 @@ class SlimKVBackend(PageShape, AttentionBackend):
         """How many bytes of cache a token of this layer takes."""
         if spec.state_content_bytes is not None or is_delegated(spec):
             return spec
-        if not packs(spec):
+        if not is_supported_spec(spec):
             raise UnsupportedError(f"slimkv does not know how layers with a {type(spec).__name__} use their cache")
         if cls.codec_spec is None:
             raise UnsupportedError(
                 "vLLM asks for the cache of a layer whose weights it has not loaded through "
                 "process_weights_after_loading, so that slimkv does not know its format; use another load format"
             )
-        return packed(spec, slot_bytes(cls.codec_spec))
-
-
-@lru_cache(maxsize=256)
-def bound(base: type[SlimKVBackend], spec: CodecSpec) -> type[SlimKVBackend]:
-    """``base`` for layers whose pages hold ``spec``: vLLM groups layers by class and asks the class for sizes."""
-    name = f"{base.__name__}_{spec.word}_{spec.key_dim}_{spec.value_dim}"
-    return type(name, (base,), {"codec_spec": spec, "bytes_per_token": slot_bytes(spec), "__module__": base.__module__})
+        return with_packed_bytes(spec, slot_bytes(cls.codec_spec))

@@ -87,16 +87,16 @@ __all__ = [
     "AttentionType",
     "CommonAttentionMetadata",
     "PageShape",
+    "cpu_unavailable_reason",
     "dcp_group",
     "get_current_vllm_config",
     "is_delegated",
+    "is_supported_spec",
     "layer_number",
     "logger",
-    "on_cpu",
-    "packed",
-    "packs",
     "stock_backend",
     "tensor_parallel_rank",
+    "with_packed_bytes",
 ]
 
 _DELEGATED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
@@ -108,12 +108,12 @@ def is_delegated(spec: object) -> bool:
     return isinstance(spec, _DELEGATED)
 
 
-def packs(spec: object) -> bool:
+def is_supported_spec(spec: object) -> bool:
     """Whether slimkv knows how such layers use their cache; subclasses may use it in ways of their own."""
     return type(spec) in _PACKS
 
 
-def packed(spec: AttentionSpec, bytes_per_token: int) -> AttentionSpec:
+def with_packed_bytes(spec: AttentionSpec, bytes_per_token: int) -> AttentionSpec:
     """``spec`` for pages of ``bytes_per_token`` opaque bytes per token and KV head."""
     return replace(spec, dtype=torch.uint8, state_content_bytes=bytes_per_token)
 
@@ -129,7 +129,7 @@ def _head_major_layouts() -> tuple[Any, ...] | None:
 
 
 class PageShape:
-    """How vLLM shapes a layer's cache: uint8 [blocks, kv_heads, tokens, bytes], the last two axes contiguous."""
+    """How vLLM shapes a layer's cache: uint8 [blocks, num_kv_heads, tokens, bytes], the last two axes contiguous."""
 
     bytes_per_token: int
 
@@ -161,7 +161,7 @@ class PageShape:
         return False
 
 
-def on_cpu() -> bool:
+def cpu_unavailable_reason() -> bool:
     """Whether this vLLM runs on the CPU."""
     from vllm.platforms import current_platform
 
@@ -170,7 +170,7 @@ def on_cpu() -> bool:
 
 def stock_backend(head_size: int, attn_type: str) -> type[AttentionBackend]:
     """The backend vLLM itself would take for a kind of attention that keeps no growing cache."""
-    if on_cpu():
+    if cpu_unavailable_reason():
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         return CPUAttentionBackend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.codec import Codec
+from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.backend import CACHE_DTYPES, SlimKVBackend, bound
-from slimkv.integrations.vllm.calibrated import chosen_format, rounding
+from slimkv.integrations.vllm.calibration import chosen_format, query_aware_matrices
 from slimkv.integrations.vllm.compat import (
     AttentionImpl,
     AttentionType,
@@ -21,10 +22,11 @@ from slimkv.integrations.vllm.compat import (
     layer_number,
     stock_backend,
 )
+from slimkv.integrations.vllm.context_parallel import attend_shards
 from slimkv.integrations.vllm.metadata import SlimKVMetadata
-from slimkv.integrations.vllm.rehearsal import rehearse
-from slimkv.integrations.vllm.settings import CALIBRATED, Settings, parse
-from slimkv.integrations.vllm.shards import attend_shards
+from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
+from slimkv.integrations.vllm.settings import parse
+from slimkv.integrations.vllm.warmup import profile_run
 from slimkv.spec import CodecSpec, PageLayout, page_layout
 
 
@@ -72,7 +74,7 @@ class SlimKVImpl(AttentionImpl):
         self._spec: CodecSpec | None = None
         self._number: int | None = None
         self._matrices: tuple[Tensor | None] | None = None
-        self._settings: Settings = parse(self._config.additional_config)
+        self._settings: KVCacheConfig = parse(self._config.additional_config)
         if attn_type != AttentionType.DECODER:
             self._stock_backend = stock_backend(head_size, attn_type)
             extra = {} if sinks is None else {"sinks": sinks}
@@ -91,7 +93,7 @@ class SlimKVImpl(AttentionImpl):
             raise InputError(
                 f"slimkv stores its own formats, so kv_cache_dtype must be left at auto, not {self.kv_cache_dtype!r}"
             )
-        if not SlimKVBackend.supports_head_size(self.head_size):
+        if not supports_head_size(self.head_size):
             raise UnsupportedError(f"slimkv takes head sizes that are multiples of 16 up to 512, not {self.head_size}")
         asked = [name for name, value in others.items() if value is not None and value is not False]
         if asked:
@@ -127,32 +129,43 @@ class SlimKVImpl(AttentionImpl):
         number = layer_number(self.kv_sharing_target_layer_name or name)
         # A drafter's layers are numbered from behind the model's, and no calibration knows them.
         self._number = number if number is not None and number < layers_in_model else None
-        word = self._settings.format_of(number, layers_in_model)
-        if word == CALIBRATED:
-            word = self._calibrated_format(name)
+        format = self._settings.format_of(number, layers_in_model)
+        if format == CALIBRATED:
+            format = self._calibrated_format(name)
         dtype = str(act_dtype if act_dtype.is_floating_point else self._config.model_config.dtype)
         self._spec = CodecSpec.parse(
-            word,
+            format,
             self.head_size,
             layer.head_size_v if hasattr(layer, "head_size_v") else None,
             key_policy=self._settings.key_policy,
             value_policy=self._settings.value_policy,
+            seed=self._settings.seed,
         ).with_raw_dtype(dtype.removeprefix("torch."))
-        layer.attn_backend = bound(layer.attn_backend, self._spec)
+        layer.attn_backend = backend_for_spec(layer.attn_backend, self._spec)
         self._options = ops.AttendOptions(
-            scale=self.scale, window=self.sliding_window, softcap=self.logits_soft_cap or 0.0, sinks=self.sinks
+            softmax_scale=self.scale,
+            sliding_window=self.sliding_window,
+            softcap=self.logits_soft_cap or 0.0,
+            sinks=self.sinks,
         )
+
+    @property
+    def _calibration(self) -> Path:
+        assert isinstance(self._settings.calibration, (str, Path))
+        return Path(self._settings.calibration)
 
     def _calibrated_format(self, name: str) -> str:
         if self._number is None:
-            raise InputError(f"slimkv: the calibration knows no layer {name}; give a format by its word")
-        assert self._settings.calibration is not None
-        return chosen_format(self._settings.calibration, self._config.model_config, self._number)
+            raise InputError(f"slimkv: the calibration knows no layer {name}; give its format by name")
+        return chosen_format(self._calibration, self._config.model_config, self._number)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, PageLayout]:
-        """vLLM's uint8 [blocks, kv_heads, tokens, bytes] -> pages [blocks, kv_heads, region_bytes] and their layout."""
+        """vLLM's uint8 [blocks, num_kv_heads, tokens, bytes] -> pages [blocks, num_kv_heads, page_bytes] and their.
+
+        Layout.
+        """
         assert self._spec is not None
         blocks, heads, tokens, size = kv_cache.shape
         return kv_cache.view(blocks, heads, tokens * size), page_layout(self._spec, tokens)
@@ -160,7 +173,7 @@ class SlimKVImpl(AttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """key, value [tokens, kv_heads, dim] -> the slots of ``slot_mapping``; padding has negative slots."""
+        """key, value [tokens, num_kv_heads, dim] -> the slots of ``slot_mapping``; padding has negative slots."""
         if self._stock is not None:
             if not self._stock_backend.forward_includes_kv_cache_update:
                 self._stock.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
@@ -170,18 +183,21 @@ class SlimKVImpl(AttentionImpl):
             return
         pages, layout = self._pages(kv_cache)
         count, codec = slot_mapping.shape[0], shared_codec(self._spec, key.device)
-        ops.store(
-            key[:count], value[:count], pages, slot_mapping, codec=codec, layout=layout, rounding=self._rounding(codec),
-            impl=self._settings.impl,
+        ops.store_kv(
+            key[:count], value[:count], pages, slot_mapping, codec=codec, layout=layout,
+            query_aware=self._query_aware(codec),
+            backend=self._settings.backend,
         )  # fmt: skip
 
-    def _rounding(self, codec: Codec) -> Tensor | None:
+    def _query_aware(self, codec: Codec) -> Tensor | None:
         """The calibration's matrices, made when first needed: not among the weights, which sleep may discard."""
         if self._settings.calibration is None or self._number is None:
             return None
         if self._matrices is None:
             self._matrices = (
-                rounding(self._settings.calibration, self._config.model_config, self._number, codec, self.num_kv_heads),
+                query_aware_matrices(
+                    self._calibration, self._config.model_config, self._number, codec, self.num_kv_heads
+                ),
             )
         return self._matrices[0]
 
@@ -210,8 +226,14 @@ class SlimKVImpl(AttentionImpl):
         assert self._spec is not None
         codec = shared_codec(self._spec, query.device)
         if attn_metadata is None:  # vLLM measures memory, before there is a cache
-            rehearse(
-                query, self.num_kv_heads, codec, self._options, self._config, self._rounding(codec), self._settings.impl
+            profile_run(
+                query,
+                self.num_kv_heads,
+                codec,
+                self._options,
+                self._config,
+                self._query_aware(codec),
+                self._settings.backend,
             )
             return output.zero_()
         pages, layout = self._pages(kv_cache)
@@ -229,20 +251,20 @@ class SlimKVImpl(AttentionImpl):
         step: SlimKVMetadata,
         output: Tensor,
     ) -> None:
-        raw = self._settings.fresh == "raw" and self.kv_sharing_target_layer_name is None
+        raw = self._settings.reads_fresh_raw(shared_pages=True) and self.kv_sharing_target_layer_name is None
         for part in step.parts:
             rows = slice(part.first, part.end)
             if part.shard is not None:
                 attend_shards(
-                    query[rows], key[rows], value[rows], pages, part.block_table, part.query_start, part.max_query_len,
+                    query[rows], key[rows], value[rows], pages, part.block_table, part.cu_seqlens_q, part.max_query_len,
                     part.shard, dcp_group(), codec=codec, layout=layout, options=self._options,
-                    rounding=self._rounding(codec), raw=raw, out=output[rows], impl=self._settings.impl,
+                    query_aware=self._query_aware(codec), raw=raw, out=output[rows], backend=self._settings.backend,
                 )  # fmt: skip
                 continue
             ops.attend(
-                query[rows], pages, part.block_table, part.seq_lens, part.query_start, codec=codec, layout=layout,
+                query[rows], pages, part.block_table, part.seq_lens, part.cu_seqlens_q, codec=codec, layout=layout,
                 max_query_len=part.max_query_len,
-                max_seq_len=min(part.max_seq_len, part.block_table.shape[1] * layout.block_tokens),
+                max_seq_len=min(part.max_seq_len, part.block_table.shape[1] * layout.block_size),
                 options=self._options, fresh=(key[rows], value[rows]) if raw else None, out=output[rows],
-                impl=self._settings.impl,
+                backend=self._settings.backend,
             )  # fmt: skip

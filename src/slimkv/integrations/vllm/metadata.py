@@ -22,7 +22,7 @@ from slimkv.integrations.vllm.compat import (
     is_delegated,
     stock_backend,
 )
-from slimkv.integrations.vllm.shards import ShardTables, Sharing, shard_tables
+from slimkv.integrations.vllm.context_parallel import DCPConfig, ShardTables, shard_tables
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Part:
     end: int
     block_table: Tensor  # int32 [requests, blocks]
     seq_lens: Tensor  # int32 [requests]
-    query_start: Tensor  # int32 [requests + 1], from 0
+    cu_seqlens_q: Tensor  # int32 [requests + 1], from 0
     max_query_len: int
     max_seq_len: int
     shard: ShardTables | None = None  # where ranks share the tokens
@@ -115,17 +115,17 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
         if self._sharing is None:
             return part
         tables = shard_tables(
-            self._sharing, part.seq_lens, part.query_start, part.end - part.first, part.max_query_len, part.max_seq_len
+            self._sharing, part.seq_lens, part.cu_seqlens_q, part.end - part.first, part.max_query_len, part.max_seq_len
         )
         return replace(part, shard=tables)
 
 
-def _sharing(vllm_config: Any) -> Sharing | None:
+def _sharing(vllm_config: Any) -> DCPConfig | None:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size == 1:
         return None
     group = dcp_group()
-    return Sharing(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)
+    return DCPConfig(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)
 
 
 def _delegated_type(layer_names: list[str], vllm_config: Any) -> str:

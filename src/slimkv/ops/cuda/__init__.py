@@ -10,7 +10,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 @lru_cache
-def where_cuda_runs(device: torch.device) -> str | None:
+def cuda_unavailable_reason(device: torch.device) -> str | None:
     """None where the kernels can be compiled and run, else the reason why not."""
     if device.type != "cuda":
         return f"it is CUDA C++ and does not run on {device.type}"

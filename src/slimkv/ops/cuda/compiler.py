@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.errors import SlimKVError
-from slimkv.folders import cache_folder
+from slimkv.paths import cache_dir
 
 _MAGIC = b"slimkv-cubin-1\n"
 
@@ -43,7 +43,7 @@ def compile_kernels(source: str, defines: dict[str, int], architecture: str, cac
     key = hashlib.sha256()
     for part in (source, *sorted(texts), *(texts[name] for name in sorted(texts)), *options, str(version)):
         key.update(part.encode() + b"\0")
-    path = (cache or cache_folder("cuda")) / f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"
+    path = (cache or cache_dir("cuda")) / f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"
     code = _read_cached(path)
     if code is None:
         code = _compile(nvrtc, source, texts, options)

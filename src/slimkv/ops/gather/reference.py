@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.codec.pack import take_tokens
-from slimkv.ops.gather import GatherRequest
+from slimkv.ops.gather.api import GatherRequest
 from slimkv.spec import PageLayout
 
 
@@ -29,6 +29,6 @@ def run(request: GatherRequest) -> None:
 def decode_slots(
     pages: Tensor, slots: Tensor, codec: Codec, layout: PageLayout, rotated: bool
 ) -> tuple[Tensor, Tensor]:
-    """The tokens in ``slots``, int64 [tokens] >= 0: K and V [tokens, kv_heads, dim], float32 or the raw dtype."""
+    """The tokens in ``slots``, int64 [tokens] >= 0: K and V [tokens, num_kv_heads, dim], float32 or the raw dtype."""
     key, value = take_tokens(layout, pages, slots)
     return codec.decode_key(key, rotated=rotated), codec.decode_value(value, rotated=rotated)

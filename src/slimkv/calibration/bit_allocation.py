@@ -1,0 +1,152 @@
+"""Widths per layer: the least predicted cost that a number of bytes can buy."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+from slimkv.calibration.calibration import Calibration
+from slimkv.calibration.predict import predicted_cost
+from slimkv.calibration.statistics import LayerStatistics
+from slimkv.errors import InputError
+from slimkv.spec import CodecSpec, PageLayout
+
+WIDTHS = range(2, 9)
+# A profile spends what one format for all layers would.
+PROFILES = {"lossless": "k6v6", "balanced": "k4v4", "aggressive": "k3v3"}
+_BLOCK_TOKENS = 64
+# How far a prediction is believed, on a scale of logarithms: single layers turn out several times better or worse
+# than predicted (`slimkv eval widths`). Chosen on SmolLM2 alone.
+SHRINKAGE = 0.6
+_TYPICAL_BITS = 4
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What was chosen for one layer."""
+
+    layer: int
+    key_bits: int
+    value_bits: int
+    format: str
+    key_cost: float  # see ``believed_costs``
+    value_cost: float
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Widths of every layer, and what they buy."""
+
+    choices: tuple[LayerChoice, ...]
+    bits_per_number: float  # as allocated, scales included
+    bytes_per_token: float  # all layers
+    cost: float  # of all layers
+    uniform_cost: float | None  # of the largest single width that the budget can buy; None: of none
+
+    @property
+    def formats(self) -> dict[int, str]:
+        """A format name per layer."""
+        return {choice.layer: choice.format for choice in self.choices}
+
+
+def word_of(key_bits: int, value_bits: int) -> str:
+    """The format name of Lloyd-Max keys and values."""
+    return f"k{key_bits}v{value_bits}"
+
+
+def layer_bytes(statistics: LayerStatistics, format: str) -> float:
+    """Bytes per token of a layer in a format."""
+    spec = CodecSpec.parse(format, statistics.key_dim, statistics.value_dim)
+    return PageLayout(spec, _BLOCK_TOKENS).bytes_per_token * statistics.num_kv_heads
+
+
+def profile_bytes(calibration: Calibration, profile: str) -> float:
+    """Bytes per token that a profile spends."""
+    if profile not in PROFILES:
+        raise InputError(f"unknown profile {profile!r}; known are {', '.join(PROFILES)}")
+    return sum(layer_bytes(x, PROFILES[profile]) for x in calibration.layers.values())
+
+
+def budget_bytes(calibration: Calibration, bits_per_number: float) -> float:
+    """Bytes per token at ``bits_per_number`` bits for every number of every layer, scales included."""
+    return bits_per_number / 8 * _numbers(calibration)
+
+
+def _numbers(calibration: Calibration) -> int:
+    return sum(x.num_kv_heads * (x.key_dim + x.value_dim) for x in calibration.layers.values())
+
+
+def believed_costs(calibration: Calibration) -> dict[tuple[int, str, int], float]:
+    """(layer, side, bits) -> the predicted cost, drawn towards the typical one of the model: see ``SHRINKAGE``."""
+    sides = [(layer, side) for layer in sorted(calibration.layers) for side in ("key", "value")]
+    typical = {key: max(predicted_cost(calibration, key[0], _TYPICAL_BITS, key[1]), 1e-30) for key in sides}
+    middle = math.exp(sum(map(math.log, typical.values())) / len(typical))
+    return {
+        (layer, side, bits): predicted_cost(calibration, layer, bits, side)
+        * (middle / typical[layer, side]) ** (1 - SHRINKAGE)
+        for layer, side in sides
+        for bits in WIDTHS
+    }
+
+
+def solve_widths(calibration: Calibration, budget: float) -> Solution:
+    """Widths with the least believed cost within ``budget`` bytes per token.
+
+    From the smallest widths on, the bit that saves the most per byte is bought next. The cost falls by less with every
+    bit, so where bits cost alike this is the optimum, and otherwise off by at most the last bit.
+    """
+    layers = sorted(calibration.layers)
+    costs = believed_costs(calibration)
+    bits = {(layer, side): WIDTHS[0] for layer in layers for side in ("key", "value")}
+
+    def size(layer: int) -> float:
+        return layer_bytes(calibration.layers[layer], word_of(bits[layer, "key"], bits[layer, "value"]))
+
+    spent = sum(map(size, layers))
+    if spent > budget:
+        least = 8 * spent / _numbers(calibration)
+        raise InputError(
+            f"a budget of {8 * budget / _numbers(calibration):.3f} bits per number is less than {WIDTHS[0]}-bit codes "
+            f"and their scales take: {least:.3f}"
+        )
+
+    def offer(layer: int, side: str) -> tuple[float, int, str, float] | None:
+        now = bits[layer, side]
+        if now + 1 not in WIDTHS:
+            return None
+        before = size(layer)
+        bits[layer, side] += 1
+        price = size(layer) - before
+        bits[layer, side] -= 1
+        return -(costs[layer, side, now] - costs[layer, side, now + 1]) / price, layer, side, price
+
+    heap = [found for key in bits if (found := offer(*key)) is not None]
+    heapq.heapify(heap)
+    while heap:
+        _, layer, side, price = heapq.heappop(heap)
+        if spent + price > budget + 1e-9:
+            continue  # others may be cheaper
+        spent += price
+        bits[layer, side] += 1
+        if (found := offer(layer, side)) is not None:
+            heapq.heappush(heap, found)
+    choices = tuple(
+        LayerChoice(
+            layer,
+            bits[layer, "key"],
+            bits[layer, "value"],
+            word_of(bits[layer, "key"], bits[layer, "value"]),
+            costs[layer, "key", bits[layer, "key"]],
+            costs[layer, "value", bits[layer, "value"]],
+        )
+        for layer in layers
+    )
+    uniform = [w for w in WIDTHS if sum(layer_bytes(x, word_of(w, w)) for x in calibration.layers.values()) <= budget]
+    return Solution(
+        choices,
+        8 * spent / _numbers(calibration),
+        spent,
+        sum(c.key_cost + c.value_cost for c in choices),
+        sum(costs[layer, side, uniform[-1]] for layer in layers for side in ("key", "value")) if uniform else None,
+    )

@@ -1,0 +1,47 @@
+"""What quantisation of each layer is going to cost, from the calibration alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration.calibration import Calibration
+from slimkv.calibration.statistics import LayerStatistics
+from slimkv.codec.codebook import expected_distortion
+from slimkv.codec.query_aware import unit_triangular
+from slimkv.codec.rotation import block_size, signed_hadamard
+from slimkv.errors import UnsupportedError
+
+
+def logit_noise(statistics: LayerStatistics, seed: int, shaped: bool = True) -> Tensor:
+    """E(q.e)^2 for a key of norm 1 whose codes have a squared error of 1: float64 [num_kv_heads].
+
+    Plain rounding gives white errors, so the mean eigenvalue of the queries' second moment M. Shaped errors solve
+    L' e = w with w white, which gives the mean diagonal of inv(L) M inv(L').
+    """
+    dim = statistics.key_dim
+    rotation = torch.tensor(signed_hadamard(dim, seed), dtype=torch.float64) / block_size(dim) ** 0.5
+    moment = rotation.T @ statistics.query_moment.double() @ rotation
+    if shaped:
+        factor = unit_triangular(statistics.query_moment, rotation)
+        half = torch.linalg.solve_triangular(factor, moment, upper=False)
+        moment = torch.linalg.solve_triangular(factor, half.mT, upper=False)
+    return moment.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def predicted_cost(calibration: Calibration, layer: int, bits: int, side: str, shaped: bool = True) -> float:
+    """The cost of storing keys (``side`` "key") or values ("value") of a layer in ``bits`` bits.
+
+    It is the KL divergence that the model's predictions would suffer on the tokens that it was calibrated on, to first
+    order: comparable between layers, sides and widths of one model.
+    """
+    statistics = calibration.statistics(layer)
+    if statistics.key_weight is None or statistics.value_weight is None:
+        raise UnsupportedError(
+            f"{calibration.name} does not know what errors of layer {layer} cost: use a file from slimkv calibrate; if "
+            "that has no costs either, the model's output projection was not found: choose formats by hand"
+        )
+    if side == "key":
+        noise = logit_noise(statistics, calibration.seed, shaped)
+        return expected_distortion(bits, statistics.key_dim) * float((statistics.key_weight * noise).sum())
+    return expected_distortion(bits, statistics.value_dim) * float(statistics.value_weight.sum())

@@ -1,0 +1,63 @@
+"""What a calibration knows of one layer, and what follows from it for rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.errors import InputError
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Of one attention layer; every tensor has one row per KV head.
+
+    ``key_weight`` and ``value_weight`` say what quantisation noise in this layer costs, as KL divergence of the model's
+    predictions: that of keys is key_weight times E(q.e)^2 over |key|^2 (e the key's error), that of values value_weight
+    times |error|^2 over |value|^2. None where that was not
+    measured, or the model's output projection is unknown.
+    """
+
+    query_moment: (
+        Tensor  # float64 [num_kv_heads, key_dim, key_dim]: mean of q q' over tokens and the group's query heads
+    )
+    value_dim: int
+    key_weight: Tensor | None = None  # float64 [num_kv_heads]
+    value_weight: Tensor | None = None  # float64 [num_kv_heads]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """How many KV heads."""
+        return self.query_moment.shape[0]
+
+    @property
+    def key_dim(self) -> int:
+        """Size of a key."""
+        return self.query_moment.shape[-1]
+
+
+def pack_moments(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """float64 [heads, dim, dim] -> the lower triangles, float16 [heads, dim (dim + 1) / 2], and float32 scales [heads].
+
+    A triangle is divided by its mean diagonal, which is its scale: an entry is then at most ``dim``, and its rounding
+    (2^-11 of it) is small beside the damping that rounding matrices add to the diagonal.
+    """
+    dim = moments.shape[-1]
+    scale = moments.diagonal(dim1=-2, dim2=-1).mean(-1)
+    rows, columns = torch.tril_indices(dim, dim)
+    safe = torch.where(scale > 0, scale, 1.0)
+    return (moments / safe[:, None, None])[:, rows, columns].half().cpu(), scale.float().cpu()
+
+
+def unpack_moments(packed: Tensor, scale: Tensor) -> Tensor:
+    """The inverse of ``pack_moments``, up to float16: float64 [heads, dim, dim], symmetric."""
+    count = packed.shape[-1]
+    dim = round(((8 * count + 1) ** 0.5 - 1) / 2)
+    if dim * (dim + 1) // 2 != count:
+        raise InputError(f"{count} numbers are not the triangle of a matrix")
+    rows, columns = torch.tril_indices(dim, dim)
+    out = torch.zeros(packed.shape[0], dim, dim, dtype=torch.float64)
+    out[:, rows, columns] = packed.double() * scale.double()[:, None]
+    return out + out.tril(-1).mT

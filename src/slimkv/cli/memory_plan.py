@@ -1,0 +1,79 @@
+"""``slimkv plan``: how many tokens fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slimkv.cli.options import Json, comma_list, user_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slimkv.memory_plan import ModelShape, Plan
+
+
+def plan(
+    config: Annotated[Path | None, typer.Option(help="A model's config.json, or the folder it is in.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Without --config: number of layers.")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="Without --config: KV heads per layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Without --config: head size.")] = None,
+    memory: Annotated[str, typer.Option(help="Memory for the cache, such as 40GiB.")] = "16GiB",
+    formats: Annotated[str, typer.Option("--format", help="Formats, such as k4v4,k3v3.")] = "raw,fp8,k4v4,k3v3,k2v2",
+    sequences: Annotated[int, typer.Option(help="Sequences that share the memory.")] = 1,
+    block: Annotated[int, typer.Option(help="Tokens per page: 1, 16, 32, 64 or 128.")] = 16,
+    as_json: Json = False,
+) -> None:
+    """Bytes per token and tokens that fit, for each format and kind of layer."""
+    from slimkv.cli.output import emit
+    from slimkv.memory_plan import make_plan, parse_size
+
+    with user_errors():
+        shape = _shape(config, layers, num_kv_heads, head_dim)
+        budget = parse_size(memory)
+        result = make_plan(shape, comma_list(formats, str), budget, sequences=sequences, block_size=block)
+    emit(result, as_json, *([] if as_json else _tables(result)))
+
+
+def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, head_dim: int | None) -> ModelShape:
+    from slimkv.memory_plan import FULL, LayerGroup, ModelShape, read_config
+
+    given = {"--layers": layers, "--kv-heads": num_kv_heads, "--head-dim": head_dim}
+    if config is not None:
+        if clash := [name for name, value in given.items() if value is not None]:
+            raise typer.BadParameter(f"--config already says what {', '.join(clash)} would; give one or the other")
+        return read_config(config)
+    if layers is None or num_kv_heads is None or head_dim is None:
+        missing = [name for name, value in given.items() if value is None]
+        raise typer.BadParameter(f"give --config, or also {', '.join(missing)}")
+    if layers < 1 or num_kv_heads < 1:
+        raise typer.BadParameter(f"--layers and --kv-heads must be positive, not {layers} and {num_kv_heads}")
+    return ModelShape("model", (LayerGroup(FULL, layers, num_kv_heads, head_dim, head_dim),))
+
+
+def _tables(result: Plan) -> list[Table]:
+    from rich.table import Table
+
+    memory = f"{result.memory_bytes / 2**30:.2f} GiB"
+    table = Table(
+        title=f"{result.model}: {memory}, {result.sequences} sequence(s), pages of {result.block_size} tokens"
+    )
+    for name in ("format", "bits/number", "bytes/token", "of bf16", "tokens/sequence", "tokens in all", "against bf16"):
+        table.add_column(name, justify="left" if name == "format" else "right")
+    kinds = Table(title="by kind of layer: bytes per token, and the most one sequence takes")
+    for name in ("format", "kind", "layers", "KV heads", "window", "bytes/token", "at most"):
+        kinds.add_column(name, justify="left" if name in ("format", "kind") else "right")
+    for row in result.formats:
+        tokens = "any" if row.tokens_per_sequence is None else f"{row.tokens_per_sequence:,}"
+        total = "any" if row.total_tokens is None else f"{row.total_tokens:,}"
+        more = "-" if row.tokens_ratio_to_bf16 is None else f"{row.tokens_ratio_to_bf16:.2f}x"
+        size = f"{row.bytes_per_token:,.0f}", f"1/{row.ratio_to_bf16:.2f}"
+        table.add_row(row.format, f"{row.bits_per_number:.2f}", *size, tokens, total, more)
+        for group in row.groups:
+            most = "grows" if group.bytes_at_window is None else f"{group.bytes_at_window / 2**20:,.2f} MiB"
+            window = "-" if group.window is None else f"{group.window:,}"
+            counts = str(group.layers), str(group.num_kv_heads), window
+            kinds.add_row(row.format, group.kind, *counts, f"{group.bytes_per_token:,.0f}", most)
+    return [table, kinds]

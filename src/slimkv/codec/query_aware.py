@@ -1,0 +1,100 @@
+"""Query-aware rounding: the same codes and the same decoder, with the error moved to where no query looks.
+
+Attention does not see a key's error e but q.e; over the queries of a head that costs e' S e, S their second moment.
+With M = R' S R in rotated space and M = L D L' (L unit lower triangular), the cost is a sum of squares
+D_i (e_i + sum over j > i of L[j, i] e_j)^2. So coordinates are rounded from the last to the first, each one after it
+has been corrected for the errors made so far. Only encoding knows of it.
+
+The corrections are sums, and the bytes must not depend on the order in which a device adds. So, as everywhere in
+encoding, integers are summed: L is held in steps of 1/64 and errors in steps that suit the codebook, both as signed
+bytes. A sum of ``dim`` such products is below 2^24, so float32 (fused or not), int32 and tensor cores give the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimkv.errors import InputError
+
+DAMPING = 0.3
+WEIGHT_STEPS = 64.0  # of a rounding matrix's entry, per 1.0
+LARGEST_BYTE = 127
+
+
+def query_aware_matrix(second_moment: Tensor, rotation: Tensor, damping: float = DAMPING) -> Tensor:
+    """How much the error of coordinate j corrects coordinate i, for keys read by queries of this second moment.
+
+    Args:
+        second_moment: float [..., dim, dim], symmetric and positive semidefinite: the mean of q q' over the (post-RoPE)
+            queries of each KV head's group.
+        rotation: float [dim, dim], the codec's ``key_rotation`` (x rotates to x @ rotation).
+        damping: added to the diagonal in units of its mean: how much is kept for queries that were not seen.
+
+    Returns int8 [..., dim, dim], L[j, i] at [i, j] in steps of 1 / ``WEIGHT_STEPS``, zero where j <= i. The few entries
+    beyond what a byte holds (127 / 64) are cut to it.
+    """
+    weights = unit_triangular(second_moment, rotation, damping).mT * WEIGHT_STEPS
+    return weights.triu(1).round().clamp(-LARGEST_BYTE, LARGEST_BYTE).to(torch.int8)
+
+
+def unit_triangular(second_moment: Tensor, rotation: Tensor, damping: float = DAMPING) -> Tensor:
+    """L of the module's text, before it is put in bytes: float64 [..., dim, dim]; see ``query_aware_matrix``."""
+    dim = rotation.shape[-1]
+    if second_moment.shape[-2:] != (dim, dim):
+        raise InputError(
+            f"the second moment is {list(second_moment.shape[-2:])}; for this rotation it must be [{dim}, {dim}]"
+        )
+    if not damping > 0:
+        raise InputError(f"damping must be positive, not {damping}: it is what keeps the matrix invertible")
+    moment, turn = second_moment.double(), rotation.double()
+    if not torch.isfinite(moment).all():
+        raise InputError("the second moment of the queries has NaN or Inf in it")
+    shaped = turn.T @ ((moment + moment.mT) / 2) @ turn
+    mean = shaped.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    identity = torch.eye(dim, dtype=torch.float64, device=moment.device)
+    shaped = torch.where(mean > 0, shaped / torch.where(mean > 0, mean, 1.0), 0.0) + damping * identity
+    factor, failed = torch.linalg.cholesky_ex(shaped)
+    if failed.any():
+        raise InputError(
+            f"{int((failed > 0).sum())} second moment(s) are not positive semidefinite even with damping {damping}; "
+            "they must be means of q q' over queries"
+        )
+    return factor / factor.diagonal(dim1=-2, dim2=-1)[..., None, :]
+
+
+def isotropic_cost(query_aware: Tensor) -> Tensor:
+    """By what factor a rounding matrix multiplies the squared error of a key.
+
+    That is the error that queries of no preferred direction see. The errors e solve L' e = w with w as large as plain
+    rounding's: the factor is the mean squared norm of the columns of the inverse of L. int8 [..., dim, dim] ->
+    float64 [...].
+    """
+    identity = torch.eye(query_aware.shape[-1], dtype=torch.float64, device=query_aware.device).expand(
+        query_aware.shape
+    )
+    upper = query_aware.double().triu(1) / WEIGHT_STEPS + identity
+    inverse = torch.linalg.solve_triangular(upper, identity, upper=True, unitriangular=True)
+    return inverse.square().sum((-2, -1)) / query_aware.shape[-1]
+
+
+def query_aware_index(
+    standard: Tensor, levels: Tensor, boundaries: Tensor, query_aware: Tensor, error_steps: float
+) -> Tensor:
+    """Which level each coordinate gets: int64 [..., dim].
+
+    Args:
+        standard: float32 [..., dim], coordinates in the codebook's units.
+        levels, boundaries: float32, ascending.
+        query_aware: int8, broadcastable to [..., dim, dim]; only what is above its diagonal is used.
+        error_steps: a power of two: how finely errors are held, per unit of the codebook.
+    """
+    weights = query_aware.float()
+    sums = torch.zeros_like(standard)  # integers: corrections in steps of 1 / (WEIGHT_STEPS * error_steps)
+    index = torch.empty(standard.shape, dtype=torch.int64, device=standard.device)
+    for j in range(standard.shape[-1] - 1, -1, -1):
+        target = standard[..., j] - sums[..., j] * (1 / (WEIGHT_STEPS * error_steps))
+        index[..., j] = torch.bucketize(target, boundaries)  # a value on a boundary takes the lower level
+        error = ((levels[index[..., j]] - standard[..., j]) * error_steps).clamp(-LARGEST_BYTE, LARGEST_BYTE).round()
+        sums[..., :j] += weights[..., :j, j] * error[..., None]
+    return index

@@ -1,0 +1,217 @@
+"""``KVCacheConfig``: the one configuration of a packed cache, with the same fields and meaning in every engine."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from slimkv.calibration import Calibration
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.ops.attention.api import REGISTRY as ATTENTION
+from slimkv.spec import DEFAULT_SEED, ScalePolicy, parse_format, parse_policy
+
+DEFAULT_FORMAT = "k4v4"
+CALIBRATED = "calibrated"
+AUTO = "auto"
+FRESH = ("auto", "codes", "raw")
+_DEFAULT_LAYER = "default"
+_LAYERS = re.compile(r"(-?\d+)(?:-(-?\d+))?")
+# Names of settings that are no longer accepted, and what to write instead.
+_REPLACED = {
+    "formats": "format, or layers for one per layer",
+    "impl": "backend",
+    "strict": 'fresh="codes"',
+    "first": "sink_tokens",
+    "last": "recent_tokens",
+    "first_layers": 'layers, as in {"0-1": "raw"}',
+    "last_layers": 'layers, as in {"-2--1": "raw"}',
+    "edge_format": 'layers, as in {"0-1": "raw", "-2--1": "raw"}',
+}
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """How an engine's KV cache is stored and read.
+
+    An engine refuses by name what it cannot do.
+
+    Attributes:
+        format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...);
+            ``calibrated``: each layer as the calibration chose for its budget.
+        layers: formats of single layers. A key is a layer's number (``0``, ``"0"``), counted from the end when negative
+            (``-1``), a range with both ends (``"4-6"``, ``"-2--1"``), or ``"default"``, which is ``format``. Later
+            entries win over earlier ones.
+        fresh: what the tokens of one forward pass see of one another. ``codes``: their codes, as everybody who reads
+            them later, so that a prefix-cache hit answers as the miss did. ``raw``: their unquantised K and V, which is
+            closer to the stock cache and makes the answer depend on how a prompt was cut into chunks. ``auto``: codes
+            where pages are shared between requests, raw in a private cache.
+        sink_tokens, recent_tokens: so many of the first and last tokens are kept in the model's dtype.
+        calibration: how keys are rounded: a file from ``slimkv calibrate`` or a loaded ``Calibration``; ``auto``: the
+            one made before for exactly this model; None: to the nearest level.
+        key_policy, value_policy: scale policies of Lloyd-Max sides; None is the format's own.
+        seed: of the rotation.
+        backend: the backend of store and attention by name; None is the best one for the device.
+    """
+
+    format: str = DEFAULT_FORMAT
+    layers: Mapping[int | str, str] = field(default_factory=dict)
+    fresh: str = AUTO
+    sink_tokens: int = 0
+    recent_tokens: int = 0
+    calibration: Calibration | str | Path | None = None
+    key_policy: ScalePolicy | str | None = None
+    value_policy: ScalePolicy | str | None = None
+    seed: int = DEFAULT_SEED
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_format("format", self.format)
+        object.__setattr__(self, "layers", self._checked_layers())
+        if self.fresh not in FRESH:
+            raise InputError(f"fresh must be one of {', '.join(FRESH)}, not {self.fresh!r}")
+        for name in ("sink_tokens", "recent_tokens", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InputError(f"{name} must be an integer of 0 or more, not {value!r}")
+        if (self.sink_tokens or self.recent_tokens) and self.fresh == "codes":
+            raise InputError(
+                f"fresh='codes' means that attention reads every token through the codec; sink_tokens="
+                f"{self.sink_tokens} and recent_tokens={self.recent_tokens} mean that it does not: choose one"
+            )
+        for name in ("key_policy", "value_policy"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else parse_policy(value))
+        self._check_calibration()
+        if self.backend is not None and self.backend not in ATTENTION.names:
+            raise InputError(f"backend must be one of {', '.join(ATTENTION.names)}, not {self.backend!r}")
+
+    def _check_format(self, where: str, format: object) -> None:
+        if not isinstance(format, str):
+            hint = "; formats of single layers go into layers" if isinstance(format, Mapping) else ""
+            raise InputError(f"{where} must be a format's name such as 'k4v4', not {format!r}{hint}")
+        if format != CALIBRATED:
+            parse_format(format)
+        elif self.calibration is None:
+            raise InputError(
+                f"{where} {CALIBRATED!r} takes the widths from a calibration made for a budget: run slimkv calibrate "
+                "with --budget, and give the file as calibration"
+            )
+
+    def _checked_layers(self) -> Mapping[int | str, str]:
+        if not isinstance(self.layers, Mapping):
+            raise InputError(
+                f'layers must map layers to formats, as in {{"0": "raw", "4-6": "k6v4"}}, not {self.layers!r}'
+            )
+        kept: dict[int | str, str] = {}
+        for where, format in self.layers.items():
+            self._check_format(f"the format of layer {where}", format)
+            if where == _DEFAULT_LAYER:
+                if self.format not in (DEFAULT_FORMAT, format):
+                    raise InputError(
+                        f"format is {self.format!r} and layers has 'default': {format!r}; give one of them"
+                    )
+                object.__setattr__(self, "format", format)
+                continue
+            _parse_layers(where)
+            kept[where] = format
+        return kept
+
+    def _check_calibration(self) -> None:
+        given = self.calibration
+        if given is None or given == AUTO or isinstance(given, Calibration):
+            return
+        if not isinstance(given, (str, Path)) or not Path(given).is_file():
+            raise InputError(
+                f"calibration must be an existing file from slimkv calibrate, 'auto' or None, not {given!r}"
+            )
+
+    @classmethod
+    def parse(cls, given: object) -> KVCacheConfig:
+        """From a configuration, a format's name, or a mapping of fields, as an engine's options hold it."""
+        if isinstance(given, KVCacheConfig):
+            return given
+        if isinstance(given, str):
+            return cls(format=given)
+        if not isinstance(given, Mapping):
+            raise InputError(f"slimkv's settings are a format's name or a mapping of fields, not {given!r}")
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise InputError(unknown_setting(name, known))
+        return cls(**given)
+
+    # -- what engines ask ----------------------------------------------------------------------------------------------
+
+    def format_of(self, layer: int | None, num_layers: int) -> str:
+        """The format of layer ``layer`` of a model of ``num_layers`` (None, or beyond them: ``format``)."""
+        found = self.format
+        if layer is not None and 0 <= layer < num_layers:
+            for where, format in self.layers.items():
+                if layer in _range(where, num_layers):
+                    found = format
+        return found
+
+    def layer_formats(self, num_layers: int) -> list[str]:
+        """One format per layer; raises where ``layers`` names one that the model does not have."""
+        self.check_layers(num_layers)
+        return [self.format_of(i, num_layers) for i in range(num_layers)]
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raises unless every layer that is named exists in a model of ``num_layers`` layers."""
+        for where in self.layers:
+            ends = _parse_layers(where)
+            if any(not -num_layers <= end < num_layers for end in ends) or not _range(where, num_layers):
+                raise InputError(f"layers names {where!r}, but the model has layers 0 to {num_layers - 1}")
+
+    def reads_fresh_raw(self, shared_pages: bool) -> bool:
+        """Whether new tokens see one another's unquantised K and V, where pages are (not) shared between requests."""
+        return self.fresh == "raw" or (self.fresh == AUTO and not shared_pages)
+
+    def refuse(self, engine: str, *names: str) -> None:
+        """Raises ``UnsupportedError`` if one of the fields ``names`` is set, which ``engine`` cannot do."""
+        for name in self.changed():
+            if name in names:
+                raise UnsupportedError(
+                    f"{engine} does not support {name}={getattr(self, name)!r}; leave it at {_DEFAULTS[name]!r}"
+                )
+
+    def changed(self) -> Iterator[str]:
+        """The names of the fields that are not at their default."""
+        return (name for name, default in _DEFAULTS.items() if getattr(self, name) != default)
+
+
+_DEFAULTS: dict[str, Any] = {
+    f.name: f.default if not callable(f.default_factory) else f.default_factory() for f in fields(KVCacheConfig)
+}
+
+
+def unknown_setting(name: object, known: list[str]) -> str:
+    """The message for a setting that does not exist."""
+    if isinstance(name, str) and name in _REPLACED:
+        return f"slimkv has no setting {name!r} any more: use {_REPLACED[name]}"
+    close = difflib.get_close_matches(str(name), known, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"slimkv has no setting {name!r}; {hint}known are {', '.join(known)}"
+
+
+def _parse_layers(where: object) -> tuple[int, ...]:
+    """The ends of a key of ``layers``: one number, or two of a range."""
+    if isinstance(where, int) and not isinstance(where, bool):
+        return (where,)
+    match = _LAYERS.fullmatch(where.strip()) if isinstance(where, str) else None
+    if match is None:
+        raise InputError(
+            f"layers has {where!r}, which is neither a layer's number (0, -1), a range such as '4-6' or '-2--1', "
+            "nor 'default'"
+        )
+    return tuple(int(end) for end in match.groups() if end is not None)
+
+
+def _range(where: object, num_layers: int) -> range:
+    """The layers of a key of ``layers`` in a model of ``num_layers``; empty for ends in the wrong order."""
+    ends = [end + num_layers if end < 0 else end for end in _parse_layers(where)]
+    return range(ends[0], ends[-1] + 1)

@@ -1,0 +1,72 @@
+"""Which calibration a cache uses: a given one, a file, or one made when a model is first seen and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimkv.calibration import Calibration, ModelIdentity
+from slimkv.errors import InputError, SlimKVError
+from slimkv.integrations.transformers.calibration.collect import gather_calibration
+from slimkv.integrations.transformers.calibration.samples import Progress, silent
+from slimkv.paths import cache_dir
+
+AUTO = "auto"
+_RECIPE = "sampled"  # what calibrations are made on, in their names: others are not found again
+_SAMPLES = 64  # numbers of each weight that enter the fingerprint
+
+
+def find_calibration(
+    calibration: Calibration | str | Path | None, config: Any, model: Any | None
+) -> Calibration | None:
+    """The calibration for a cache of a model with ``config``, checked to be for it; see ``SlimKVCache``."""
+    if calibration is None:
+        return None
+    if calibration == AUTO:
+        if model is None:
+            raise InputError(
+                "calibration='auto' has to run the model once: give the model itself in place of its config, or a file "
+                "from slimkv calibrate"
+            )
+        return auto_calibration(model)
+    found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
+    found.check_model(config)
+    return found
+
+
+def auto_calibration(model: Any, folder: Path | None = None, progress: Progress = silent) -> Calibration:
+    """The calibration of ``model`` on what it says: from ``folder`` where it was made before, else made and kept.
+
+    It is found again by the model's configuration and a sample of its weights. By default the folder is
+    ``slimkv.paths.cache_dir("calibrations")``.
+    """
+    from filelock import FileLock
+
+    folder = folder if folder is not None else cache_dir("calibrations")
+    path = folder / f"{fingerprint(model)}-{_RECIPE}.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # two processes need not do it twice
+        if path.is_file():
+            try:
+                return Calibration.load(path)
+            except SlimKVError:
+                path.unlink()  # ours, and not whole or of an older version: it is made again
+        made = gather_calibration(model, costs=False, progress=progress)
+        made.save(path)
+    return Calibration.load(path)
+
+
+@torch.no_grad()
+def fingerprint(model: Any) -> str:
+    """Of a model's configuration and weights: its type and 32 hexadecimal digits."""
+    identity = ModelIdentity.of(model.config)
+    digest = hashlib.sha256(identity.hash.encode())
+    for name, weight in model.named_parameters():
+        flat = weight.reshape(-1)
+        step = max(flat.numel() // _SAMPLES, 1)
+        digest.update(f"{name} {list(weight.shape)}".encode())
+        digest.update(flat[::step][:_SAMPLES].float().cpu().numpy().tobytes())
+    return f"{identity.to_fields().get('model_type', 'model')}-{digest.hexdigest()[:32]}"

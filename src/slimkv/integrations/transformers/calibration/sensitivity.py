@@ -1,0 +1,59 @@
+"""How much a model's predictions suffer from noise in the attention of one layer: measured, with noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.integrations.transformers.compat import AttentionInterface, AttentionMaskInterface
+from slimkv.integrations.transformers.mask import slimkv_mask
+from slimkv.integrations.transformers.plugin import slimkv_attention, use_attn_implementation
+
+NAME = "slimkv_sensitivity"
+NOISE = 0.1  # of the attention output's own size: small enough to be in proportion, large enough to be seen
+
+
+def layer_gains(
+    model: Any,
+    ids: Tensor,
+    layers: Iterable[int],
+    layer_number: Callable[[Any], int],
+    step: Callable[[int], None] = lambda number: None,
+) -> dict[int, float]:
+    """KL divergence of predictions per relative squared error of a layer's attention output, for each of ``layers``.
+
+    The model reads ids int64 [1, tokens] once as it is and once for every layer, with white noise in that layer's
+    output before the output projection. ``layer_number`` tells the layer of an attention module; ``step`` is told of
+    each pass.
+    """
+    noisy: list[int] = []
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        out, _ = slimkv_attention(module, query, key, value, mask, **kwargs)
+        if layer_number(module) in noisy:
+            generator = torch.Generator(device=out.device).manual_seed(layer_number(module))
+            noise = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
+            size = out.float().square().mean((-2, -1), keepdim=True).sqrt()  # of each token
+            out = (out.float() + NOISE * size * noise).to(out.dtype)
+        return out, None
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, slimkv_mask)
+    gains = {}
+    with use_attn_implementation(model, NAME), torch.no_grad():
+        base = _log_probabilities(model, ids)
+        for number, layer in enumerate(layers):
+            step(number)
+            noisy[:] = [layer]
+            other = _log_probabilities(model, ids)
+            gains[layer] = max(float((base.exp() * (base - other)).sum(-1).mean()), 0.0) / NOISE**2
+    return gains
+
+
+def _log_probabilities(model: Any, ids: Tensor) -> Tensor:
+    return torch.log_softmax(model(ids, use_cache=False).logits[0].float(), -1)

@@ -1,0 +1,47 @@
+"""Attention on decoded keys and values, with everything the fused one knows: soft cap, sinks, any boolean mask."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention in float32.
+
+    Args:
+        query: [batch, heads, queries, key_dim]; heads a multiple of the KV heads.
+        key, value: [batch, num_kv_heads, keys, dim].
+        mask: boolean (True: visible) or additive, broadcastable to [batch, heads, queries, keys]; None: all visible.
+        sinks: [heads], a logit per head that joins the softmax's denominator.
+
+    Returns out [batch, queries, heads, value_dim] in the query's dtype and the log-sum-exp [batch, queries, heads].
+    A query that sees nothing gets zeros.
+    """
+    batch, heads, queries, dim = query.shape
+    num_kv_heads = key.shape[1]
+    grouped = query.float().reshape(batch, num_kv_heads, heads // num_kv_heads * queries, dim)
+    scores = grouped @ key.float().transpose(-1, -2) * (scale if scale is not None else 1 / math.sqrt(dim))
+    scores = scores.reshape(batch, heads, queries, -1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float()[None, :, None].to(lse.device))
+    weights = torch.exp(scores - lse[..., None].clamp(min=torch.finfo(torch.float32).min))
+    out = weights.reshape(batch, num_kv_heads, -1, weights.shape[-1]) @ value.float()
+    out = out.reshape(batch, heads, queries, -1).transpose(1, 2)
+    return out.contiguous().to(query.dtype), lse.transpose(1, 2)

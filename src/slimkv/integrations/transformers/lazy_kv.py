@@ -1,0 +1,170 @@
+"""What a packed layer's ``update`` returns: tensors of the right shape that hold no numbers until somebody asks.
+
+The registered attention takes the pages behind them; any other code that touches them gets the decoded numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from slimkv import ops
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.integrations.transformers.tables import SequenceTables, Step
+from slimkv.ops.plan import RepeatedAttend
+from slimkv.spec import PageLayout
+
+
+class LazyKV(Protocol):
+    """A layer's keys and values at one step."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sequences, KV heads, positions."""
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """K and V, decoded: [batch, num_kv_heads, positions, dim]; zeros where there is padding."""
+
+    def refusal(self, pads: list[int] | None) -> str | None:
+        """Why ``attend`` cannot take a mask of causal order plus left padding, or None."""
+
+    def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
+        """query [batch, heads, new, key_dim] -> [batch, new, heads, value_dim]."""
+
+
+@dataclass
+class PagedKV:
+    """Keys and values in pages, the new tokens optionally raw beside them."""
+
+    pages: Tensor  # taken at the step: offloading may move the layer's own
+    codec: Codec
+    layout: PageLayout
+    tables: SequenceTables
+    step: Step
+    first: int  # the first position that attention may see
+    positions: int  # how many positions it may see, from there on
+    dtype: torch.dtype
+    window: int | None
+    chunked: bool
+    fresh: tuple[Tensor, Tensor] | None  # K, V [batch, num_kv_heads, new, dim] of the new tokens
+    backend: str | None  # of attend, by name; None: the best for the device
+    attend_again: RepeatedAttend  # the layer's
+    _dense: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sequences, KV heads, positions."""
+        return self.tables.batch, self.pages.shape[1], self.positions
+
+    def _check_current(self) -> None:
+        if self.tables.tokens != self.step.tokens:
+            raise InputError(
+                f"these keys and values belong to a step of {self.step.tokens} tokens, but the cache has moved on to "
+                f"{self.tables.tokens}; copy them (for instance with .clone()) while their layer runs"
+            )
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """See ``LazyKV``."""
+        if self._dense is None:
+            self._check_current()
+            count = self.positions - (self.step.new if self.fresh is not None else 0)
+            slots = self.tables.slots(self.first, count)
+            key, value = ops.gather_kv(
+                self.pages, slots.reshape(-1), codec=self.codec, layout=self.layout, dtype=self.dtype
+            )
+            pair = [x.unflatten(0, (self.tables.batch, count)).transpose(1, 2) for x in (key, value)]
+            if self.fresh is not None:
+                pair = [torch.cat([past, new.to(past.dtype)], 2) for past, new in zip(pair, self.fresh, strict=True)]
+            self._dense = pair[0], pair[1]
+        return self._dense
+
+    def refusal(self, pads: list[int] | None) -> str | None:
+        """See ``LazyKV``."""
+        return "chunked attention runs on decoded keys and values" if self.chunked else None
+
+    def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
+        """See ``LazyKV``."""
+        self._check_current()
+        if pads is None and any(self.tables.pads):
+            raise InputError(
+                "the cached batch has left padding, but this step came without an attention mask that says so; "
+                "pass the attention_mask of all tokens to every forward call"
+            )
+        self.step = self.tables.set_padding(pads) if pads is not None else self.step
+        step = self.step
+        rows = token_rows(query)
+        fresh = (token_rows(self.fresh[0]), token_rows(self.fresh[1])) if self.fresh is not None else None
+        if step.query_rows is not None:
+            rows = rows[step.query_rows]
+            fresh = (fresh[0][step.query_rows], fresh[1][step.query_rows]) if fresh is not None else None
+        batch = step.batch
+        if fresh is None:
+            out = self.attend_again(
+                rows, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, codec=self.codec,
+                max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, options=options, backend=self.backend,
+            )  # fmt: skip
+        else:
+            found = ops.attend(
+                rows, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
+                codec=self.codec, layout=self.layout, max_query_len=batch.max_query_len,
+                max_seq_len=batch.max_seq_len, options=options, fresh=fresh, backend=self.backend,
+            )  # fmt: skip
+            assert isinstance(found, Tensor)
+            out = found
+        if step.query_rows is not None:  # padding attends nothing
+            out = out.new_zeros(query.shape[0] * step.new, *out.shape[1:]).index_copy_(0, step.query_rows, out)
+        return out.view(query.shape[0], step.new, out.shape[1], out.shape[2])
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """[batch, heads, tokens, dim] -> [batch * tokens, heads, dim] with a contiguous last axis."""
+    _, heads, tokens, dim = x.shape
+    return x.squeeze(2) if tokens == 1 else x.transpose(1, 2).reshape(-1, heads, dim)
+
+
+class PackedStates(Tensor):
+    """The keys (or values) behind a ``LazyKV``, as a tensor [batch, num_kv_heads, positions, dim] without storage."""
+
+    handle: LazyKV
+    side: int  # 0 keys, 1 values
+
+    @staticmethod
+    def __new__(cls, handle: LazyKV, side: int, dim: int, dtype: torch.dtype, device: torch.device) -> PackedStates:
+        """Side 0 or 1 of ``handle``, as vectors of ``dim``."""
+        out = Tensor._make_wrapper_subclass(cls, (*handle.shape, dim), dtype=dtype, device=device)
+        out.handle, out.side = handle, side
+        return out
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every operation runs on the decoded tensor."""
+        unwrap = tree_map_only(PackedStates, PackedStates.decoded, (args, kwargs or {}))
+        return func(*unwrap[0], **unwrap[1])
+
+    def decoded(self) -> Tensor:
+        """The numbers."""
+        return self.handle.dense()[self.side]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedStates({'keys' if self.side == 0 else 'values'}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def packed_pair(
+    handle: LazyKV, layout: PageLayout, dtype: torch.dtype, device: torch.device
+) -> tuple[PackedStates, PackedStates]:
+    """The two tensors that ``update`` returns for ``handle``."""
+    spec = layout.spec
+    return (
+        PackedStates(handle, 0, spec.key_dim, dtype, device),
+        PackedStates(handle, 1, spec.value_dim, dtype, device),
+    )

@@ -1,0 +1,32 @@
+"""What the backend and its layers agree on: block and head sizes, bytes per token, and a class for each format."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from slimkv.spec import BLOCK_SIZES, SLICE_DIMS, TILE_TOKENS, CodecSpec, PageLayout
+
+KERNEL_BLOCKS = [size for size in BLOCK_SIZES if size >= TILE_TOKENS]
+PREFERRED_BLOCK = 64
+MAX_HEAD_SIZE = 512  # what the kernels hold in registers
+CACHE_DTYPES = ["auto", "float16", "bfloat16", "float32"]
+
+
+def supports_head_size(head_size: int) -> bool:
+    """Multiples of 16 up to 512."""
+    return head_size % SLICE_DIMS == 0 and SLICE_DIMS <= head_size <= MAX_HEAD_SIZE
+
+
+def slot_bytes(spec: CodecSpec) -> int:
+    """Bytes per token and KV head, in blocks of any size of a tile or more."""
+    page = PageLayout(spec, TILE_TOKENS).page_bytes
+    assert page % TILE_TOKENS == 0, f"{spec.format}: {page} bytes do not divide among {TILE_TOKENS} tokens"
+    return page // TILE_TOKENS
+
+
+@lru_cache(maxsize=256)
+def backend_for_spec(base: type[Any], spec: CodecSpec) -> type[Any]:
+    """``base`` for layers whose pages hold ``spec``: vLLM groups layers by class and asks the class for sizes."""
+    name = f"{base.__name__}_{spec.format}_{spec.key_dim}_{spec.value_dim}"
+    return type(name, (base,), {"codec_spec": spec, "bytes_per_token": slot_bytes(spec), "__module__": base.__module__})

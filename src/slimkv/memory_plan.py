@@ -1,0 +1,270 @@
+"""How many tokens fit: bytes of a model's KV cache under each format, layer kind by layer kind."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimkv.errors import InputError, SpecError, UnsupportedError
+from slimkv.spec import CodecSpec, PageLayout
+
+FULL, SLIDING, NO_KV = "full", "sliding", "no_kv"
+BASELINE = "raw"
+_KIND_OF_TYPE = {
+    "full_attention": FULL,
+    "attention": FULL,
+    "full": FULL,
+    "global": FULL,
+    "sliding_attention": SLIDING,
+    "sliding": SLIDING,
+    "local": SLIDING,
+    "chunked_attention": SLIDING,
+    "linear_attention": NO_KV,
+    "mamba": NO_KV,
+    "mamba2": NO_KV,
+    "recurrent": NO_KV,
+    "conv": NO_KV,
+    "mlp": NO_KV,
+    "moe": NO_KV,
+}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that hold the same bytes."""
+
+    kind: str  # full, sliding, no_kv
+    layers: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None  # tokens a sliding layer keeps
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides the size of a model's cache."""
+
+    name: str
+    groups: tuple[LayerGroup, ...]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One group of layers under one format."""
+
+    kind: str
+    layers: int
+    num_kv_heads: int
+    window: int | None
+    bytes_per_token: float  # all layers of the group, while the window is not full
+    bytes_at_window: int | None  # the most a sequence can take in these layers; None if it grows without end
+
+
+@dataclass(frozen=True)
+class FormatPlan:
+    """The whole model under one format."""
+
+    format: str
+    bits_per_number: float
+    bytes_per_token: float
+    ratio_to_bf16: float
+    tokens_per_sequence: int | None  # None: no layer grows, any length fits; 0: not one token fits
+    total_tokens: int | None
+    tokens_ratio_to_bf16: float | None
+    groups: tuple[GroupPlan, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``slimkv plan`` prints."""
+
+    model: str
+    memory_bytes: int
+    sequences: int
+    block_size: int
+    formats: tuple[FormatPlan, ...]
+
+
+def parse_size(text: str) -> int:
+    """``40GiB``, ``800 MB`` or plain bytes -> bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not match or match[2].lower() not in _UNITS:
+        raise InputError(
+            f"cannot read the memory size {text!r}; write a number and one of B, kB, MB, GB, KiB, MiB, GiB, TiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def read_config(path: Path) -> ModelShape:
+    """A transformers ``config.json`` (or the folder that holds it) -> the shape of its cache."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(f"there is no file {file}; give a model's config.json or the folder it is in")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{file} holds a {type(config).__name__}, not a model configuration")
+    return shape_of(config)
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """A configuration as a mapping -> the shape of its cache."""
+    name = str(config.get("_name_or_path") or config.get("model_type") or "model")
+    for nested in ("text_config", "llm_config", "language_config"):
+        if isinstance(config.get(nested), Mapping):
+            config = {**config, **config[nested]}
+    if config.get("kv_lora_rank"):
+        raise UnsupportedError(
+            f"{name} uses multi-head latent attention (kv_lora_rank {config['kv_lora_rank']}): it caches one latent "
+            "per token instead of keys and values, which slimkv does not store yet; keep the engine's own cache for it"
+        )
+    layers = _number(config, "num_hidden_layers", "n_layer", "num_layers")
+    heads = _number(config, "num_attention_heads", "n_head")
+    num_kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
+    dim = config.get("head_dim") or _number(config, "hidden_size", "n_embd") // heads
+    value_dim = config.get("v_head_dim") or dim
+    shared = int(config.get("num_kv_shared_layers") or 0)
+    types = _layer_types(config, layers)
+    if len(types) != layers:
+        raise InputError(f"{name} has {layers} layers but its configuration lists {len(types)} layer types")
+    types = types[: layers - shared] + [(NO_KV, None)] * shared  # the last layers read earlier layers' caches
+    groups = []
+    for (kind, window), count in sorted(Counter(types).items(), key=lambda item: str(item[0])):
+        stored = (0, 0, 0) if kind == NO_KV else (int(num_kv_heads), int(dim), int(value_dim))
+        groups.append(LayerGroup(kind, count, *stored, window))
+    return ModelShape(name, tuple(groups))
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if config.get(name):
+            return int(config[name])
+    raise InputError(f"the configuration has no {' or '.join(names)}; give --layers, --kv-heads and --head-dim instead")
+
+
+def _layer_types(config: Mapping[str, Any], layers: int) -> list[tuple[str, int | None]]:
+    """(kind, window) of every layer."""
+    window = config.get("sliding_window") or config.get("attention_window_size")
+    if listed := config.get("layer_types") or config.get("layers_block_type"):
+        return [_kind(str(format), window, config) for format in listed]
+    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H: * attends, M is Mamba, - is an MLP
+        return [(FULL, None) if mark == "*" else (NO_KV, None) for mark in pattern]
+    if period := config.get("attn_layer_period"):  # Jamba
+        offset = config.get("attn_layer_offset") or 0
+        return [(FULL, None) if i % period == offset else (NO_KV, None) for i in range(layers)]
+    if not window or config.get("use_sliding_window") is False:
+        return [(FULL, None)] * layers
+    if every := config.get("sliding_window_pattern"):  # Gemma 3 before layer_types: the last of each run is full
+        return [(SLIDING, int(window)) if (i + 1) % every else (FULL, None) for i in range(layers)]
+    if config.get("use_sliding_window") and config.get("max_window_layers") is not None:  # Qwen 2: the first are full
+        first = int(config["max_window_layers"])
+        return [(FULL, None) if i < first else (SLIDING, int(window)) for i in range(layers)]
+    return [(SLIDING, int(window))] * layers
+
+
+def _kind(format: str, window: Any, config: Mapping[str, Any]) -> tuple[str, int | None]:
+    if format not in _KIND_OF_TYPE:
+        raise UnsupportedError(f"layer type {format!r} is unknown; known are {', '.join(_KIND_OF_TYPE)}")
+    kind = _KIND_OF_TYPE[format]
+    if kind != SLIDING:
+        return kind, None
+    size = config.get("attention_chunk_size") if format == "chunked_attention" else window
+    if not size:
+        raise InputError(f"the configuration has {format} layers but no window size")
+    return kind, int(size)
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """Blocks that a window of ``window`` tokens can touch, wherever it starts."""
+    return (window - 1 + block_size - 1) // block_size + 1
+
+
+def _group_blocks(group: LayerGroup, tokens: int, layout: PageLayout) -> int:
+    blocks = layout.blocks_for(tokens)
+    return blocks if group.window is None else min(blocks, window_blocks(group.window, layout.block_size))
+
+
+def _layouts(shape: ModelShape, format: str, block_size: int) -> list[tuple[LayerGroup, PageLayout]]:
+    """The groups that store anything, each with its layout."""
+    return [
+        (group, PageLayout(CodecSpec.parse(format, group.key_dim, group.value_dim), block_size))
+        for group in shape.groups
+        if group.kind != NO_KV
+    ]
+
+
+def sequence_bytes(shape: ModelShape, format: str, tokens: int, block_size: int) -> int:
+    """Bytes that pages of one sequence of ``tokens`` tokens take in all layers."""
+    layouts = _layouts(shape, format, block_size)
+    return sum(la.pool_bytes(_group_blocks(g, tokens, la), g.num_kv_heads) * g.layers for g, la in layouts)
+
+
+def _tokens_that_fit(shape: ModelShape, format: str, budget: int, block_size: int) -> int | None:
+    """The longest sequence within ``budget`` bytes; None if no layer grows with it and it fits."""
+    layouts = _layouts(shape, format, block_size)
+    if all(g.window is not None for g, _ in layouts):
+        longest = max((g.window or 0 for g, _ in layouts), default=0) + 2 * block_size
+        if sequence_bytes(shape, format, longest, block_size) <= budget:
+            return None
+    low, high = 0, 1
+    while sequence_bytes(shape, format, high * block_size, block_size) <= budget:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = sequence_bytes(shape, format, middle * block_size, block_size) <= budget
+        low, high = (middle, high) if fits else (low, middle)
+    return low * block_size
+
+
+def make_plan(
+    shape: ModelShape, formats: Sequence[str], memory: int, *, sequences: int = 1, block_size: int = 16
+) -> Plan:
+    """Bytes and tokens of every format, with the bf16 cache (``raw``) as the measure."""
+    if sequences < 1:
+        raise InputError(f"sequences must be at least 1, not {sequences}")
+    if not formats:
+        raise SpecError("no format was given")
+    base_bytes = _bytes_per_token(shape, BASELINE, block_size)
+    base_tokens = _tokens_that_fit(shape, BASELINE, memory // sequences, block_size)
+    plans = []
+    for format in formats:
+        layouts = _layouts(shape, format, block_size)
+        tokens = _tokens_that_fit(shape, format, memory // sequences, block_size)
+        per_token = _bytes_per_token(shape, format, block_size)
+        plans.append(
+            FormatPlan(
+                format=format,
+                bits_per_number=layouts[0][1].spec.bits_per_number if layouts else 0.0,
+                bytes_per_token=per_token,
+                ratio_to_bf16=base_bytes / per_token if per_token else 1.0,
+                tokens_per_sequence=tokens,
+                total_tokens=None if tokens is None else tokens * sequences,
+                tokens_ratio_to_bf16=tokens / base_tokens if tokens is not None and base_tokens else None,
+                groups=tuple(_group_plan(group, format, block_size) for group in shape.groups),
+            )
+        )
+    return Plan(shape.name, memory, sequences, block_size, tuple(plans))
+
+
+def _bytes_per_token(shape: ModelShape, format: str, block_size: int) -> float:
+    return sum(_group_plan(group, format, block_size).bytes_per_token for group in shape.groups)
+
+
+def _group_plan(group: LayerGroup, format: str, block_size: int) -> GroupPlan:
+    if group.kind == NO_KV:
+        return GroupPlan(group.kind, group.layers, 0, None, 0.0, 0)
+    layout = PageLayout(CodecSpec.parse(format, group.key_dim, group.value_dim), block_size)
+    most = None
+    if group.window is not None:
+        most = layout.pool_bytes(window_blocks(group.window, block_size), group.num_kv_heads) * group.layers
+    per_token = layout.bytes_per_token * group.num_kv_heads * group.layers
+    return GroupPlan(group.kind, group.layers, group.num_kv_heads, group.window, per_token, most)

@@ -1,0 +1,254 @@
+"""attend: queries and pages -> attention output, for decode, speculative verification and prefill alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
+from slimkv.ops.store.api import FLOATS, check_pages
+from slimkv.spec import PageLayout
+
+MAX_DECODE_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
+MIN_TRITON_HEAD_DIM = 32
+
+
+@dataclass(frozen=True)
+class AttendOptions:
+    """What a model asks of its attention beside the tensors.
+
+    Attributes:
+        softmax_scale: multiplies q.k; 1 / sqrt(key_dim) when None.
+        causal: a query at position p sees keys 0..p; otherwise it sees every key of its sequence.
+        sliding_window: a query at p sees only the last ``sliding_window`` keys up to and including p (needs
+            ``causal``).
+        softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        sinks: float [num_heads], a learned logit per head that joins the softmax's denominator.
+    """
+
+    softmax_scale: float | None = None
+    causal: bool = True
+    sliding_window: int | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_window is not None and (self.sliding_window < 1 or not self.causal):
+            raise InputError(
+                f"sliding_window must be a positive number of keys under a causal mask, "
+                f"not {self.sliding_window} (causal={self.causal})"
+            )
+        if self.softcap < 0 or not math.isfinite(self.softcap):
+            raise InputError(f"softcap must be 0 (off) or positive, not {self.softcap}")
+        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
+            raise InputError(f"softmax_scale must be finite, not {self.softmax_scale}")
+
+
+@dataclass(frozen=True)
+class AttendRequest:
+    """The checked arguments of one ``attend``."""
+
+    query: Tensor
+    pages: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    max_query_len: int
+    max_seq_len: int
+    codec: Codec
+    layout: PageLayout
+    options: AttendOptions
+    fresh: tuple[Tensor, Tensor] | None
+    out: Tensor
+    lse: Tensor | None
+    workspace: Tensor | None
+    num_splits: int | None
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on q.k."""
+        return (
+            self.options.softmax_scale
+            if self.options.softmax_scale is not None
+            else 1 / math.sqrt(self.layout.spec.key_dim)
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query.shape[1] // self.pages.shape[1]
+
+    @property
+    def lse_without_keys(self) -> Tensor | float:
+        """The log-sum-exp of a query that sees no key: the sinks [num_heads] alone, or of nothing."""
+        return -torch.inf if self.options.sinks is None else self.options.sinks.float()
+
+
+REGISTRY = Registry(
+    "attend",
+    [
+        Backend("cpu", "slimkv.ops.attention.cpu.lookup", cpu_unavailable_reason),
+        Backend("cuda", "slimkv.ops.attention.cuda.decode", cuda_unavailable_reason),
+        Backend("triton", "slimkv.ops.attention.triton.launch", triton_unavailable_reason),
+        Backend("reference", "slimkv.ops.attention.reference", anywhere),
+    ],
+)
+
+
+def attend(
+    query: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    max_seq_len: int,
+    options: AttendOptions | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of variable-length queries on packed pages.
+
+    Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of
+    ``query`` and stand at its last positions (their own keys are already stored). Decode is one query per sequence.
+
+    Args:
+        query: [total_queries, num_heads, key_dim], float16, bfloat16 or float32; num_heads a multiple of num_kv_heads.
+        pages: uint8 [blocks, num_kv_heads, page_bytes].
+        block_table: int32 [sequences, max_blocks].
+        seq_lens: int32 [sequences]; 0 gives zero output.
+        cu_seqlens_q: int32 [sequences + 1], ascending from 0 to total_queries (rows beyond it are left untouched).
+        max_query_len, max_seq_len: host-side upper bounds, so that no value is read back from the device.
+        fresh: K [total_queries, num_kv_heads, key_dim] and V of the query tokens; attended raw, instead of their codes.
+        out: [total_queries, num_heads, value_dim] to write into, any of the three dtypes (default: the query's).
+        lse: float32 [total_queries, num_heads] to write the natural log-sum-exp into; ``return_lse`` allocates it.
+        workspace: uint8, at least ``workspace_bytes(...)``; without it one is allocated.
+        num_splits: how many parts a sequence's keys are cut into (a fixed number keeps CUDA graphs valid); by default
+            chosen from the shapes and the device.
+
+    Returns out, or (out, lse) when the log-sum-exp was asked for.
+    """
+    check_pages(pages, layout)
+    options = options or AttendOptions()
+    device = pages.device
+    total, heads = _check_query(query, pages, layout)
+    _check_tables(block_table, seq_lens, cu_seqlens_q, device)
+    if not 0 <= max_query_len <= total or max_seq_len > block_table.shape[1] * layout.block_size:
+        raise InputError(
+            f"max_query_len {max_query_len} must lie in 0..{total} and max_seq_len {max_seq_len} must fit "
+            "the block table's "
+            f"{block_table.shape[1]} blocks of {layout.block_size}"
+        )
+    if fresh is not None:
+        _check_fresh(fresh, query, pages, layout)
+    if options.sinks is not None and (options.sinks.shape != (heads,) or options.sinks.device != query.device):
+        raise InputError(
+            f"sinks must be one number per query head ({heads}) on {query.device}, not {list(options.sinks.shape)}"
+        )
+    shape = (total, heads, layout.spec.value_dim)
+    if out is None:
+        out = query.new_empty(shape)
+    elif tuple(out.shape) != shape or out.stride(-1) != 1 or out.device != query.device:
+        raise InputError(
+            f"out must be {list(shape)} on {query.device} with a contiguous last axis, not {list(out.shape)}"
+        )
+    if lse is None and return_lse:
+        lse = torch.empty(total, heads, dtype=torch.float32, device=query.device)
+    if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
+        raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
+    request = AttendRequest(
+        query, pages, block_table, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, codec, layout, options, fresh,
+        out, lse,
+        workspace, num_splits,
+    )  # fmt: skip
+    REGISTRY.select(device, request, backend).load().run(request)
+    return out if lse is None else (out, lse)
+
+
+def split_workspace_bytes(total_queries: int, num_heads: int, value_dim: int, num_splits: int) -> int:
+    """Bytes for the results of ``num_splits`` parts of the keys (0 when they are not split)."""
+    return 0 if num_splits == 1 else 4 * total_queries * num_heads * num_splits * (value_dim + 1)
+
+
+def workspace_bytes(
+    layout: PageLayout,
+    *,
+    total_queries: int,
+    sequences: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_query_len: int,
+    num_splits: int,
+    device: torch.device,
+) -> int:
+    """Bytes of a ``workspace`` that is enough for any implementation on ``device``, within these bounds.
+
+    ``total_queries`` counts the rows of ``query``, padding included; ``num_splits`` is what ``attend`` is given.
+    """
+    need = split_workspace_bytes(total_queries, num_heads, layout.spec.value_dim, num_splits)
+    if cuda_unavailable_reason(device) is None:
+        from slimkv.ops.attention.cuda import decode
+
+        group = num_heads // num_kv_heads
+        need = max(
+            need, decode.workspace_bytes(layout, total_queries, sequences, num_kv_heads, group, max_query_len, device)
+        )
+    return need
+
+
+def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> tuple[int, int]:
+    """Queries and their heads."""
+    shape = query.shape
+    if len(shape) != 3 or shape[2] != layout.spec.key_dim or query.stride(-1) != 1:
+        raise InputError(
+            f"query must be [queries, heads, {layout.spec.key_dim}] with a contiguous last axis, "
+            f"not {list(query.shape)}"
+        )
+    if query.dtype not in FLOATS:
+        raise InputError(f"query dtype {query.dtype} is not supported; use float16, bfloat16 or float32")
+    if query.device != pages.device:
+        raise InputError(f"query is on {query.device}, the pages on {pages.device}")
+    if shape[1] % pages.shape[1]:
+        raise InputError(f"{shape[1]} query heads are not a multiple of {pages.shape[1]} KV heads")
+    return shape[0], shape[1]
+
+
+def _check_tables(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
+    for name, x, ndim in (
+        ("block_table", block_table, 2),
+        ("seq_lens", seq_lens, 1),
+        ("cu_seqlens_q", cu_seqlens_q, 1),
+    ):
+        if x.dtype != torch.int32 or x.ndim != ndim or x.device != device or (x.stride(-1) != 1 and x.numel()):
+            raise InputError(
+                f"{name} must be int32 with {ndim} axes on {device}, not {x.dtype} {list(x.shape)} on {x.device}"
+            )
+    count = seq_lens.shape[0]
+    if block_table.shape[0] != count or cu_seqlens_q.shape[0] != count + 1:
+        raise InputError(
+            f"block_table {list(block_table.shape)}, seq_lens {list(seq_lens.shape)} and cu_seqlens_q "
+            f"{list(cu_seqlens_q.shape)} do not describe the same sequences"
+        )
+
+
+def _check_fresh(fresh: tuple[Tensor, Tensor], query: Tensor, pages: Tensor, layout: PageLayout) -> None:
+    for name, x, dim in (("key", fresh[0], layout.spec.key_dim), ("value", fresh[1], layout.spec.value_dim)):
+        if x.shape != (query.shape[0], pages.shape[1], dim) or x.device != query.device or x.stride(-1) != 1:
+            raise InputError(
+                f"fresh {name} must be [{query.shape[0]}, {pages.shape[1]}, {dim}] on {query.device}, "
+                f"not {list(x.shape)}"
+            )

@@ -1,0 +1,1 @@
+"""Attention with CUDA C++: launchers of the kernels under ``slimkv.ops.cuda``."""

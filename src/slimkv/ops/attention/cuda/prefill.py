@@ -1,0 +1,214 @@
+"""Prefill with CUDA C++ on Hopper: pages are unpacked into tiles in the order of the tensor cores, and attended there.
+
+Two launches a pass (source/prefill_unpack.cu, source/prefill.cu). A context longer than the workspace takes several
+passes, which hand on the state of the softmax.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from slimkv.codec.rotation import sign_words
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest
+from slimkv.ops.cuda.module import Defines, load
+from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
+
+ATTEND, UNPACK = "prefill.cu", "prefill_unpack.cu"
+ROWS = 128  # of queries, times heads of a group, in a block
+WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
+MOST_GROUP = 64
+_THREADS = 384
+_KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
+_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_DIMS = (64, 128)
+_LOG2E = math.log2(math.e)
+_CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
+_SignBits = ctypes.c_uint32 * 4
+
+
+class UnpackArgs(ctypes.Structure):
+    """The argument of ``unpack``; prefill_unpack.cu says what each is."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "pages", "table", "lengths", "starts", "key_levels", "value_levels", "keys", "values", "units",
+        )),
+        *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
+        *((name, ctypes.c_int32) for name in ("heads", "most_queries", "first_tile", "tiles")),
+    )  # fmt: skip
+
+
+class AttendArgs(ctypes.Structure):
+    """The argument of ``attend``; prefill.cu says what each is."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "query", "keys", "values", "units", "lengths", "starts", "sinks", "out", "lse", "state",
+        )),
+        *((name, ctypes.c_int64) for name in ("query_stride", "query_head_stride", "out_stride", "out_head_stride")),
+        *((name, ctypes.c_float) for name in ("scale", "key_norm", "value_norm")),
+        ("key_sign_bits", _SignBits),
+        ("value_sign_bits", _SignBits),
+        *((name, ctypes.c_int32) for name in (
+            "sequences", "heads", "group", "most_queries", "causal", "window", "query_blocks", "section", "first_tile",
+            "tiles", "first_pass", "last_pass", "aligned",
+        )),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the kernels are cut."""
+
+    step: int  # tokens of a tile
+    stages: int  # tiles of K, and of V, in shared memory at a time
+
+
+SHAPES = {64: Shape(128, 2), 128: Shape(128, 2)}
+
+# source, kernel, defines, grid, threads, shared memory, argument
+Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
+
+
+def refusal(request: AttendRequest) -> str | None:
+    """None for what these kernels attend, else the reason."""
+    spec = request.layout.spec
+    for name, side in (("key", spec.key), ("value", spec.value)):
+        if side.kind not in _KINDS:
+            return f"{name} format {side.name} is not unpacked by the CUDA prefill (Lloyd-Max, uniform and fp8 are)"
+    if spec.key_dim != spec.value_dim or spec.key_dim not in _DIMS:
+        return f"head sizes {spec.key_dim}/{spec.value_dim} are not 64/64 or 128/128"
+    if request.layout.block_size < 16:
+        return "blocks of less than 16 tokens"
+    if request.group > MOST_GROUP:
+        return f"{request.group} query heads per KV head are more than {MOST_GROUP}"
+    if request.options.softcap > 0:
+        return "a softcap"
+    if request.fresh is not None:
+        return "fresh K and V"
+    return None
+
+
+@lru_cache(maxsize=64)
+def runs_on(device: torch.device) -> bool:
+    """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def tiles_of_pass(layout: PageLayout, shape: Shape, rows: int, max_seq_len: int, budget: int = WORKSPACE_BYTES) -> int:
+    """Tiles of each of ``rows`` (sequence, KV head) that the workspace holds at a time."""
+    fit = budget // (4 * shape.step * layout.spec.key_dim * rows)
+    return max(1, min(fit, -(-max_seq_len // shape.step)))
+
+
+def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKSPACE_BYTES) -> None:
+    """The sequences of more than MAX_DECODE_QUERIES queries: two launches a pass."""
+    query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
+    (total, _, dim), num_kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
+    most_long = min(sequences, total // (MAX_DECODE_QUERIES + 1))
+    if most_long == 0:
+        return
+    shape, group, device, longest = SHAPES[dim], request.group, query.device, max(1, request.max_seq_len)
+    rows = most_long * num_kv_heads
+    tiles = tiles_of_pass(layout, shape, rows, longest, budget)
+    passes = -(-longest // (tiles * shape.step))
+    side_bytes, query_blocks = 2 * rows * tiles * shape.step * dim, total // (ROWS // group) + sequences
+    blocks = query_blocks * num_kv_heads
+    state_floats = blocks * 256 * (dim // 2 + 4) if passes > 1 else 0
+    space = torch.empty(2 * side_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device)
+    keys = space.data_ptr()
+    units = keys + 2 * side_bytes
+    key, value, spec = request.codec.key_tables, request.codec.value_tables, layout.spec
+    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    unpack = UnpackArgs(
+        pages=pages.data_ptr(), table=request.block_table.data_ptr(), lengths=request.seq_lens.data_ptr(),
+        starts=request.cu_seqlens_q.data_ptr(), key_levels=key.levels.data_ptr(), value_levels=value.levels.data_ptr(),
+        keys=keys, values=keys + side_bytes, units=units, page_stride=pages.stride(0),
+        page_head_stride=pages.stride(1), table_stride=request.block_table.stride(0), heads=num_kv_heads,
+        most_queries=MAX_DECODE_QUERIES, tiles=tiles,
+    )  # fmt: skip
+    args = AttendArgs(
+        query=query.data_ptr(), keys=keys, values=keys + side_bytes, units=units, lengths=unpack.lengths,
+        starts=unpack.starts, sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
+        lse=None if request.lse is None else request.lse.data_ptr(), state=units + 16 * rows * tiles,
+        query_stride=query.stride(0), query_head_stride=query.stride(1), out_stride=out.stride(0),
+        out_head_stride=out.stride(1), scale=request.softmax_scale * _LOG2E, key_norm=key.orthonormal,
+        value_norm=value.orthonormal, key_sign_bits=_signs(dim, spec.seed), value_sign_bits=_signs(dim, spec.seed),
+        sequences=sequences, heads=num_kv_heads, group=group, most_queries=MAX_DECODE_QUERIES, causal=options.causal,
+        window=options.sliding_window or 0, query_blocks=query_blocks,
+        section=max(1, min(num_kv_heads, _CACHED_BYTES // (4 * dim * most_long * tiles * shape.step))), tiles=tiles,
+        aligned=all(x * out.element_size() % 16 == 0 for x in out.stride()[:2]) and out.data_ptr() % 16 == 0,
+    )  # fmt: skip
+    to_unpack = unpack_defines(layout, shape)
+    to_attend = attend_defines(
+        layout, shape, _TYPES[query.dtype], _TYPES[out.dtype], options.sliding_window is not None
+    )
+    for step in range(passes):
+        unpack.first_tile = args.first_tile = step * tiles
+        args.first_pass, args.last_pass = step == 0, step == passes - 1
+        threads = 2 * shape.step
+        launch(UNPACK, "unpack", to_unpack, (tiles * num_kv_heads, sequences), threads, to_unpack["SHARED"], unpack)
+        launch(ATTEND, "attend", to_attend, (blocks, 1), _THREADS, to_attend["SHARED"], args)
+
+
+def shared_bytes(dim: int, shape: Shape) -> int:
+    """Shared memory of a block of ``attend``: queries, two rings of tiles, barriers; prefill.cu counts the same."""
+    return 2 * ROWS * dim + 4 * shape.stages * shape.step * dim + 32 * shape.stages + 1024
+
+
+@lru_cache(maxsize=256)
+def unpack_defines(layout: PageLayout, shape: Shape) -> Defines:
+    """What prefill_unpack.cu is compiled with."""
+
+    def side(prefix: str, s: SideLayout) -> dict[str, int]:
+        return {
+            f"{prefix}_KIND": _KINDS[s.format.kind],
+            f"{prefix}_BITS": s.format.bits,
+            f"{prefix}_FIELDS": s.fields_offset,
+        }
+
+    return Defines({
+        "D": layout.spec.key_dim, "STEP": shape.step, "PAGE": layout.block_size,
+        "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
+        "SHARED": shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value),
+    })  # fmt: skip
+
+
+def _levels_bytes(fmt: TensorFormat) -> int:
+    return 4 << fmt.bits if fmt.kind == Kind.LLOYD else 0
+
+
+@lru_cache(maxsize=256)
+def attend_defines(layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool) -> Defines:
+    """What prefill.cu is compiled with."""
+    spec = layout.spec
+    return Defines({
+        "D": spec.key_dim, "STEP": shape.step, "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
+        "WINDOW": int(window), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated),
+    })  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _signs(dim: int, seed: int) -> ctypes.Array[ctypes.c_uint32]:
+    return _SignBits(*sign_words(dim, seed))
+
+
+@lru_cache(maxsize=64)
+def launcher(device: torch.device) -> Launcher:
+    """Launches on the device's current stream."""
+
+    def launch(
+        source: str, name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int,
+        args: ctypes.Structure,
+    ) -> None:  # fmt: skip
+        module = load(source, defines, device, exactly=source == ATTEND)
+        module.kernel(name).launch(grid, threads, shared, args, device, True)
+
+    return launch

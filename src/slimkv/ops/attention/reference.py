@@ -1,0 +1,83 @@
+"""attend in plain torch: per sequence, decode the keys and values in their stored space and take a softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slimkv.ops.attention.api import AttendRequest
+from slimkv.ops.gather.reference import decode_slots
+
+
+def supports(request: AttendRequest) -> str | None:
+    """Everything."""
+    return None
+
+
+def run(request: AttendRequest) -> None:
+    """See ``slimkv.ops.attend.attend``."""
+    each_sequence(request, _one_sequence)
+
+
+def each_sequence(request: AttendRequest, attend_one: Callable[[AttendRequest, int, int, slice], None]) -> None:
+    """``attend_one(request, sequence, length, rows)`` for each sequence with queries and keys; fills in the rest."""
+    starts, lengths = request.cu_seqlens_q.tolist(), request.seq_lens.tolist()
+    for sequence, length in enumerate(lengths):
+        rows = slice(starts[sequence], starts[sequence + 1])
+        if rows.stop == rows.start:
+            continue
+        if length > 0:
+            attend_one(request, sequence, length, rows)
+            continue
+        request.out[rows] = 0
+        if request.lse is not None:
+            request.lse[rows] = request.lse_without_keys
+
+
+def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
+    codec, heads = request.codec, request.query.shape[1]
+    count = rows.stop - rows.start
+    key, value = _sequence_kv(request, sequence, length, rows)
+    query = codec.rotate_query(request.query[rows]).to(key.dtype)  # [queries, heads, dim]
+    query = query.unflatten(1, (key.shape[1], request.group))
+    scores = torch.einsum("qhgd,khd->hgqk", query, key) * request.softmax_scale
+    scores = scores.flatten(0, 1)  # [num_heads, queries, keys]
+    if request.options.softcap:
+        scores = request.options.softcap * torch.tanh(scores / request.options.softcap)
+    scores = scores.masked_fill(~visible(request, length, count), -torch.inf)
+    lse = scores.logsumexp(-1)  # [num_heads, queries]
+    if request.options.sinks is not None:
+        lse = torch.logaddexp(lse, request.options.sinks.to(lse.dtype)[:, None])
+    weights = torch.exp(scores - lse[..., None]).unflatten(0, (key.shape[1], request.group))
+    out = torch.einsum("hgqk,khd->qhgd", weights, value).reshape(count, heads, -1)
+    request.out[rows] = codec.unrotate_output(out).to(request.out.dtype)
+    if request.lse is not None:
+        request.lse[rows] = lse.T.float()
+
+
+def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice) -> tuple[Tensor, Tensor]:
+    """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim]."""
+    tokens = request.layout.block_size
+    position = torch.arange(length, device=request.pages.device)
+    slots = request.block_table[sequence, position // tokens].long() * tokens + position % tokens
+    key, value = decode_slots(request.pages, slots, request.codec, request.layout, rotated=True)
+    key, value = key.float(), value.float()
+    if request.fresh is not None:
+        count = min(rows.stop - rows.start, length)
+        key[length - count :] = request.codec.rotate_query(request.fresh[0][rows][-count:])
+        value[length - count :] = request.codec.rotate_value(request.fresh[1][rows][-count:])
+    return key, value
+
+
+def visible(request: AttendRequest, length: int, count: int) -> Tensor:
+    """bool [queries, keys]: which keys of a sequence of ``length`` its last ``count`` positions may look at."""
+    key = torch.arange(length, device=request.pages.device)[None, :]
+    query = torch.arange(length - count, length, device=request.pages.device)[:, None]
+    mask = torch.ones(count, length, dtype=torch.bool, device=request.pages.device)
+    if request.options.causal:
+        mask = key <= query
+    if request.options.sliding_window is not None:
+        mask &= key > query - request.options.sliding_window
+    return mask

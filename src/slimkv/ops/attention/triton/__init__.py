@@ -1,0 +1,1 @@
+"""Attention with Triton: kernels for decode and prefill, and their launcher."""

@@ -1,0 +1,373 @@
+"""The Triton kernels of attend: one that reads pages, one that merges the parts of split sequences.
+
+Scores live in base 2. A key's scale multiplies its score; a value's scale multiplies its probability, which is kept at
+most 2 in fp16 by taking the running maximum over score + log2(value scale) instead of the score alone.
+
+Tiles are transposed, scores [tokens, rows] and output [dimensions, rows]: a group of up to 8 query heads then fills the
+8 columns of a tensor-core tile instead of half of its 16 rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slimkv.ops.triton import unpack
+from slimkv.ops.triton.rotate import dot, rotate_columns, unrotate_store
+from slimkv.ops.triton.unpack import (
+    as_keys,
+    as_values,
+    decode_signed,
+    decode_unsigned,
+    field_exponent,
+    fragment_order,
+    in_fragment_order,
+    load_code_words,
+    load_field,
+    numbers,
+    raw_numbers,
+    uniform_centre,
+)
+
+_LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
+_RAW: tl.constexpr = tl.constexpr(unpack.RAW)
+_KEY_OFFSET: tl.constexpr = tl.constexpr(unpack.KEY_OFFSET)
+_VALUE_OFFSET: tl.constexpr = tl.constexpr(unpack.VALUE_OFFSET)
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def find_block(starts, sequences, block, BLOCK_Q: tl.constexpr):
+    """The sequence that query block number ``block`` belongs to, when sequence i gets len_i // BLOCK_Q + 1 blocks."""
+    left = 0
+    right = sequences
+    while left < right:
+        middle = (left + right) // 2
+        if tl.load(starts + middle) // BLOCK_Q + middle <= block:
+            left = middle + 1
+        else:
+            right = middle
+    return left - 1
+
+
+@triton.jit
+def power_below(top):
+    """For magnitudes top [N]: 1 / 2^e, 2^e and e with top / 2^e in [1, 2), float32 [N] each."""
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    inverse = ((-exponent + 254) << 23).to(tl.float32, bitcast=True)
+    return inverse, (exponent << 23).to(tl.float32, bitcast=True), (exponent - 127).to(tl.float32)
+
+
+@triton.jit
+def _softmax_columns(s, top, m, z, acc):
+    """One step of the online softmax on scores s [BT, M] whose reference maximum is top [M], acc [VDP, M].
+
+    Returns the probabilities, the state rescaled to the new maximum, and the factor that did so.
+    """
+    m_new = tl.maximum(m, top)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[None, :])
+    alpha = tl.exp2(m - m_safe)
+    return p, m_new, z * alpha + tl.sum(p, 0), acc * alpha[None, :], alpha
+
+
+@triton.jit(do_not_specialize=["sequences", "most_queries", "window"])
+def attend_kernel(
+    q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, fresh_k_ptr, fresh_v_ptr,
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr,
+    key_rotation, value_rotation, key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
+    sequences, most_queries, q_stride, q_head_stride, block_stride, page_stride, table_stride, out_stride,
+    out_head_stride,
+    fresh_k_stride, fresh_k_head_stride, fresh_v_stride, fresh_v_head_stride,
+    scale_log2, softcap, key_norm, value_norm, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr, NT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_ROTATED: tl.constexpr, K_FIELDS: tl.constexpr,
+    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr, V_ROTATED: tl.constexpr, V_CODES: tl.constexpr,
+    V_FIELDS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    FRESH: tl.constexpr, LSE: tl.constexpr, PTX: tl.constexpr, ROTATE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of queries of one sequence, one KV head, one of SPLITS parts of the keys.
+
+    Sequences with more than ``most_queries`` queries are left to the prefill kernel."""
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    BT: tl.constexpr = 16 * NT
+    KDP: tl.constexpr = 16 * KS
+    VDP: tl.constexpr = 16 * VS
+    TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // 16
+
+    if ONE_BLOCK:
+        sequence = block
+        first = 0
+        start = tl.load(starts_ptr + sequence)
+    else:
+        sequence = find_block(starts_ptr, sequences, block, BLOCK_Q)
+        start = tl.load(starts_ptr + sequence)
+        first = (block - (start // BLOCK_Q + sequence)) * BLOCK_Q
+    queries = tl.load(starts_ptr + sequence + 1) - start
+    if (first >= queries) | (queries > most_queries):
+        return
+    length = tl.load(lens_ptr + sequence)
+
+    row = tl.arange(0, M)
+    query = first + row // GROUP
+    q_head = head * GROUP + row % GROUP
+    row_valid = (row < BLOCK_Q * GROUP) & (query < queries)
+    q_row = (start + query).to(tl.int64)
+    position = length - queries + query  # of each row's query in its sequence
+
+    # -- which keys this program reads: [begin, end), in whole steps of BT
+    end = length
+    begin = 0
+    if CAUSAL:
+        end = tl.minimum(length, length - queries + first + BLOCK_Q)
+    if WINDOW:
+        begin = tl.maximum(0, length - queries + first - window + 1) // BT * BT
+    packed_end = end
+    if FRESH:
+        packed_end = tl.maximum(tl.minimum(end, length - queries), 0)
+    steps = tl.cdiv(tl.maximum(packed_end - begin, 0), BT)
+    per_part = tl.cdiv(steps, SPLITS)
+    step_end = tl.minimum((part + 1) * per_part, steps)
+
+    # keys in [clear_begin, clear_end) are visible to every query of the block
+    clear_end = packed_end
+    clear_begin = begin
+    if CAUSAL:
+        clear_end = tl.minimum(packed_end, length - queries + first + 1)
+    if WINDOW:
+        clear_begin = length - queries + tl.minimum(first + BLOCK_Q, queries) - window
+
+    # -- the queries, rotated once and scaled column by column into fp16
+    q_ptrs = q_ptr + q_row * q_stride + q_head * q_head_stride
+    if K_ROTATED:
+        q = rotate_columns(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, ROTATE_BLOCK)
+    else:
+        q_dim = tl.arange(0, KDP)
+        q = tl.load(q_ptrs[None, :] + q_dim[:, None], mask=row_valid[None, :] & (q_dim < KD)[:, None], other=0.0).to(
+            tl.float32
+        )
+    down, up, _ = power_below(tl.max(tl.abs(q), 0))
+    q *= down[None, :]
+    if K_KIND == _RAW and K_BITS == 32:
+        qh = q
+    elif K_KIND == _RAW and K_BF16:
+        qh = q.to(tl.bfloat16)
+    else:
+        qh = q.to(tl.float16)
+    q_sum = tl.sum(qh.to(tl.float32), 0)
+    qh = in_fragment_order(qh)
+    row_scale = up * scale_log2
+
+    m = tl.full([M], float("-inf"), tl.float32)
+    z = tl.zeros([M], tl.float32)
+    w = tl.zeros([M], tl.float32)  # what an offset of all value numbers adds to the output
+    acc = tl.zeros([VDP, M], tl.float32)
+
+    for step in tl.range(part * per_part, step_end, num_stages=STAGES):
+        token0 = begin + step * BT
+        token = token0 + tl.arange(0, BT)
+        tile = token0 // 16 + tl.arange(0, NT)
+        tile_valid = tile * 16 < length
+        block_id = tl.load(table_ptr + sequence * table_stride + tile // TILES_PER_BLOCK, mask=tile_valid, other=0).to(
+            tl.int64
+        )
+        page = pages_ptr + block_id * block_stride + head * page_stride
+        inside = (tile % TILES_PER_BLOCK).to(tl.int64)
+        key_base = page + inside * (2 * KD * K_BITS)
+        value_base = page + V_CODES + inside * (2 * VD * V_BITS)
+        # each tile's fields are 16 consecutive numbers
+        field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
+        valid = token < length
+        valid_tiles = tl.reshape(valid, (NT, 16))
+
+        # -- scores [BT, M]
+        if K_KIND == _RAW:
+            k = as_keys(raw_numbers(key_base, tile_valid, K_BITS, K_BF16, KD // 16, KS))
+            s = dot(k, qh, tl.zeros([BT, M], tl.float32)) * row_scale[None, :]
+        else:
+            low, high = load_code_words(key_base, tile_valid, K_BITS, KD // 16, KS, False)
+            k = as_keys(numbers(low, high, key_levels, key_table0, key_table1, K_KIND, K_BITS, False, PTX))
+            k_field = load_field((page + K_FIELDS)[:, None], field_at, valid_tiles)
+            k_scale = tl.reshape(decode_unsigned(k_field), (BT,))
+            s = tl.dot(k, qh)
+            if PTX and K_KIND == _LLOYD and K_BITS <= 4:
+                s -= _KEY_OFFSET * q_sum[None, :]
+            s *= k_scale[:, None]
+            if K_KIND == _UNIFORM:
+                k_zero = load_field((page + K_FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
+                centre = tl.reshape(decode_signed(k_zero), (BT,)) + k_scale * uniform_centre(K_BITS)
+                s += centre[:, None] * q_sum[None, :]
+            s *= row_scale[None, :]
+        if SOFTCAP:
+            s = soft_cap(s, softcap)
+        # Rows without a query attend garbage that is never stored, so only the edges of what is visible need a mask.
+        if token0 + BT > clear_end or token0 < clear_begin:
+            visible = (valid & (token < packed_end))[:, None] & (position == position)[None, :]
+            if CAUSAL:
+                visible = visible & (token[:, None] <= position[None, :])
+            if WINDOW:
+                visible = visible & (token[:, None] > position[None, :] - window)
+            s = tl.where(visible, s, float("-inf"))
+
+        # -- probabilities, and values [VDP, BT]
+        if V_KIND == _RAW:
+            p, m, z, acc, alpha = _softmax_columns(s, tl.max(s, 0), m, z, acc)
+            v = as_values(raw_numbers(value_base, tile_valid, V_BITS, V_BF16, VD // 16, VS))
+            present = token0 + fragment_order(tl.arange(0, BT)) < length
+            v = tl.where(present[None, :], v, 0.0).to(v.dtype)
+            acc = dot(v, in_fragment_order(p.to(v.dtype)), acc)
+        else:
+            v_field = load_field((page + V_FIELDS)[:, None], field_at, valid_tiles)
+            v_scale = tl.reshape(decode_unsigned(v_field), (BT,))
+            exponent = tl.reshape(field_exponent(v_field), (BT,))
+            p, m, z, acc, alpha = _softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
+            ph = (p * tl.where(valid, v_scale, 0.0)[:, None]).to(tl.float16)
+            low, high = load_code_words(value_base, tile_valid, V_BITS, VD // 16, VS, True)
+            v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX))
+            acc = tl.dot(v, in_fragment_order(ph), acc)
+            if V_KIND == _UNIFORM:
+                v_zero = load_field((page + V_FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
+                centre = tl.reshape(decode_signed(v_zero), (BT,)) + v_scale * uniform_centre(V_BITS)
+                w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
+            elif PTX and V_KIND == _LLOYD and V_BITS <= 4:
+                w = w * alpha - _VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
+
+    acc += w[None, :]
+
+    if FRESH:
+        if part == SPLITS - 1:
+            for fresh0 in range(tl.maximum(begin - (length - queries), 0), end - (length - queries), BT):
+                fresh = fresh0 + tl.arange(0, BT)
+                present = fresh < queries
+                at = (start + fresh).to(tl.int64)
+                dim = fragment_order(tl.arange(0, KDP))
+                k_at = fresh_k_ptr + at * fresh_k_stride + head * fresh_k_head_stride
+                k = tl.load(k_at[:, None] + dim[None, :], mask=present[:, None] & (dim < KD)[None, :], other=0.0).to(
+                    tl.float32
+                )
+                k_down, k_up, _ = power_below(tl.max(tl.abs(k), 1))
+                k = (k * k_down[:, None]).to(tl.float16)
+                s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
+                if SOFTCAP:
+                    s = soft_cap(s, softcap)
+                seen = present[:, None] & row_valid[None, :]
+                token = length - queries + fresh
+                if CAUSAL:
+                    seen = seen & (token[:, None] <= position[None, :])
+                if WINDOW:
+                    seen = seen & (token[:, None] > position[None, :] - window)
+                s = tl.where(seen, s, float("-inf"))
+                v_dim = tl.arange(0, VDP)
+                v_at = fresh_v_ptr + at * fresh_v_stride + head * fresh_v_head_stride
+                v = tl.load(
+                    v_at[None, :] + v_dim[:, None], mask=present[None, :] & (v_dim < VD)[:, None], other=0.0
+                ).to(tl.float32)
+                v_down, v_up, v_exponent = power_below(tl.max(tl.abs(v), 0))
+                p, m, z, acc, _ = _softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, z, acc)
+                acc = tl.dot((v * v_down[None, :]).to(tl.float16), (p * v_up[:, None]).to(tl.float16), acc)
+
+    # -- the result, or this part of it
+    v_dim = tl.arange(0, VDP)
+    if SPLITS == 1:
+        out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
+        lse = finish(
+            tl.trans(acc),
+            m,
+            z,
+            sinks_ptr,
+            q_head,
+            row_valid,
+            value_rotation,
+            value_norm,
+            out_ptrs,
+            SINKS,
+            V_ROTATED,
+            VD,
+            VDP,
+            16,
+        )
+        if LSE:
+            tl.store(lse_ptr + q_row * (HEADS * GROUP) + q_head, lse, mask=row_valid)
+    else:
+        safe = tl.where(z > 0, z, 1.0)
+        at = (q_row * (HEADS * GROUP) + q_head) * SPLITS + part
+        mask = row_valid[None, :] & (v_dim < VD)[:, None]
+        tl.store(part_ptr + at[None, :] * VD + v_dim[:, None], acc / safe[None, :], mask=mask)
+        tl.store(part_lse_ptr + at, tl.where(z > 0, m + tl.log2(safe), float("-inf")), mask=row_valid)
+
+
+@triton.jit
+def soft_cap(s, cap_log2):
+    """cap * tanh(s / cap) for scores in base 2; cap_log2 is the cap times log2(e)."""
+    x = 2.0 * _LOG2E * (s / cap_log2)
+    x = tl.minimum(tl.maximum(x, -80.0), 80.0)
+    e = tl.exp2(x)
+    return cap_log2 * ((e - 1.0) / (e + 1.0))
+
+
+@triton.jit
+def finish(acc, m, z, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs,
+           SINKS: tl.constexpr, V_ROTATED: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr,
+           NB: tl.constexpr):  # fmt: skip
+    """Adds the sink, divides, rotates back and stores acc [M, VDP] to the rows out_ptrs [M]; returns the natural
+    log-sum-exp [M]."""
+    if SINKS:
+        sink = tl.load(sinks_ptr + q_head, mask=row_valid, other=0.0).to(tl.float32) * _LOG2E
+        top = tl.maximum(m, sink)
+        acc = acc * tl.exp2(m - top)[:, None]
+        z = z * tl.exp2(m - top) + tl.exp2(sink - top)
+        m = top
+    empty = z == 0
+    safe = tl.where(empty, 1.0, z)
+    unrotate_store(acc / safe[:, None], value_rotation, value_norm, out_ptrs, row_valid, VD, VDP, NB, 2, V_ROTATED)
+    return tl.where(empty, float("-inf"), (m + tl.log2(safe)) * _LN2)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def merge_kernel(
+    part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, value_rotation, value_norm, sequences,
+    out_stride, out_head_stride,
+    Q_HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, VD: tl.constexpr,
+    VDP: tl.constexpr,
+    NB: tl.constexpr, V_ROTATED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Merges the SPLITS parts of ROWS (query, head) rows, PARTS at a time, and rotates the result back."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_valid = row < tl.load(starts_ptr + sequences).to(tl.int64) * Q_HEADS
+    q_head = (row % Q_HEADS).to(tl.int32)
+    dim = tl.arange(0, VDP)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    z = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VDP], tl.float32)
+    for part0 in range(0, SPLITS, PARTS):
+        part = part0 + tl.arange(0, PARTS)
+        at = row[:, None] * SPLITS + part[None, :]
+        present = row_valid[:, None] & (part < SPLITS)[None, :]
+        part_lse = tl.load(part_lse_ptr + at, mask=present, other=float("-inf"))
+        seen = present & (part_lse > float("-inf"))
+        x = tl.load(
+            part_ptr + at[:, :, None] * VD + dim[None, None, :],
+            mask=seen[:, :, None] & (dim < VD)[None, None, :],
+            other=0.0,
+        )
+        m_new = tl.maximum(m, tl.max(part_lse, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_safe)
+        weight = tl.exp2(part_lse - m_safe[:, None])
+        acc = acc * alpha[:, None] + tl.sum(x * weight[:, :, None], 1)
+        z = z * alpha + tl.sum(weight, 1)
+        m = m_new
+    out_ptrs = out_ptr + (row // Q_HEADS) * out_stride + q_head * out_head_stride
+    lse = finish(
+        acc, m, z, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED, VD, VDP, NB
+    )
+    if LSE:
+        tl.store(lse_ptr + row, lse, mask=row_valid)

@@ -1,0 +1,322 @@
+"""attend with Triton: chooses block shapes, num_splits and passes; launches.
+
+Sequences with few queries (decode, verification) are attended on their packed pages, split over the keys when there are
+too few programs to fill the device. Sequences with many (prefill) are unpacked once and attended dense. A mixed batch
+launches both; each kernel leaves the other's sequences alone, so that the host need not know which is which.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from slimkv.codec.codebook import codebook
+from slimkv.errors import InputError
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest, split_workspace_bytes
+from slimkv.ops.attention.triton.decode import attend_kernel, merge_kernel
+from slimkv.ops.attention.triton.prefill import prefill_kernel, range_kernel, unpack_kernel
+from slimkv.ops.triton.unpack import KIND_NUMBER, PLAIN_ROWS, byte_table
+from slimkv.spec import Kind, PageLayout, TensorFormat
+
+_LOG2E = math.log2(math.e)
+_MAX_SPLITS = 256
+PREFILL_BYTES = 256 << 20  # what unpacked K and V may take; a longer context takes several passes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The block shape of one launch of the packed kernel."""
+
+    rows: int  # query rows of a program: queries x heads of a group, padded
+    queries: int  # queries of a program
+    tiles: int  # 16-token tiles per step
+    warps: int
+    stages: int
+    resident: int  # programs that fit a multiprocessor at once
+
+
+def supports(request: AttendRequest) -> str | None:
+    """Every format and head size from 32 to 512; blocks of at least a tile; up to 64 query heads per KV head."""
+    spec = request.layout.spec
+    if request.layout.block_size == 1:
+        return PLAIN_ROWS
+    if min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM:
+        # Compiled for a GPU the kernel is wrong at 16 for formats of odd widths; the interpreter shows nothing of it.
+        return (
+            f"head sizes {spec.key_dim}/{spec.value_dim} are below {MIN_TRITON_HEAD_DIM}; "
+            "use backend='cuda' or 'reference'"
+        )
+    if max(spec.key_dim, spec.value_dim) > 512:
+        return (
+            f"head sizes {spec.key_dim}/{spec.value_dim} are beyond the 512 that fit registers; use backend='reference'"
+        )
+    if request.group > 64:
+        return f"{request.group} query heads per KV head are more than 64; use backend='reference'"
+    return None
+
+
+def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
+    """The block shape of the packed kernel for sequences of up to ``max_query_len`` queries."""
+    dim = max(layout.spec.key_dim, layout.spec.value_dim)
+    rows = max(8, triton.next_power_of_2(group))
+    if max_query_len * group > 8:
+        rows = max(16, rows)
+    if rows > 16:
+        return Shape(rows, rows // group, 2 if dim <= 128 else 1, 2, 1, 4)
+    if dim <= 128:
+        # With few bits a step is short, and loading ahead pays; with more, registers are better spent on a longer step.
+        short = layout.spec.key.bits + layout.spec.value.bits <= 4
+        return Shape(rows, rows // group, 4, 1, 2, 12) if short else Shape(rows, rows // group, 4, 1, 1, 8)
+    return Shape(rows, rows // group, 2 if dim <= 256 else 1, 1, 1, 8)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
+    """How many parts to cut the keys into so that the programs fill the device in one wave, or in two."""
+    steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
+    slots = _multiprocessors(device) * shape.resident
+    wanted = slots // max(1, programs) or 2 * slots // max(1, programs)
+    return max(1, min(wanted, steps, _MAX_SPLITS))
+
+
+@lru_cache(maxsize=64)
+def _byte_table(fmt: TensorFormat, dim: int) -> tuple[int, int]:
+    if fmt.kind != Kind.LLOYD or fmt.bits > 4:
+        return 0, 0
+    return byte_table(codebook(fmt.bits, dim).levels_by_code.tolist(), fmt.bits)
+
+
+def _padded(dim: int) -> int:
+    return triton.next_power_of_2(dim // 16)
+
+
+@lru_cache(maxsize=256)
+def _format_constants(layout: PageLayout) -> dict[str, Any]:
+    """What every kernel that reads pages must know about them."""
+    spec = layout.spec
+    return {
+        "BLOCK_SIZE": layout.block_size, "KD": spec.key_dim, "VD": spec.value_dim,
+        "KS": _padded(spec.key_dim), "VS": _padded(spec.value_dim),
+        "K_KIND": KIND_NUMBER[spec.key.kind], "K_BITS": spec.key.bits, "K_BF16": spec.key.raw_dtype == "bfloat16",
+        "K_FIELDS": layout.key.fields_offset,
+        "V_KIND": KIND_NUMBER[spec.value.kind], "V_BITS": spec.value.bits, "V_BF16": spec.value.raw_dtype == "bfloat16",
+        "V_CODES": layout.value.codes_offset, "V_FIELDS": layout.value.fields_offset,
+        "PTX": not triton.knobs.runtime.interpret and torch.version.cuda is not None,
+    }  # fmt: skip
+
+
+def _fresh_in_stored_space(request: AttendRequest) -> tuple[Tensor, Tensor]:
+    """The fresh K and V rotated as the cache is (or, without any, tensors that are never read)."""
+    if request.fresh is None:
+        return request.query, request.query
+    spec, (key, value) = request.layout.spec, request.fresh
+    return (
+        request.codec.rotate_query(key) if spec.key.rotated else key,
+        request.codec.rotate_value(value) if spec.value.rotated else value,
+    )
+
+
+def run(request: AttendRequest) -> None:
+    """See ``slimkv.ops.attend.attend``."""
+    total = request.query.shape[0]
+    if total == 0 or request.max_query_len == 0:
+        return
+    fresh = _fresh_in_stored_space(request)
+    if (
+        request.max_query_len <= MAX_DECODE_QUERIES
+        or max(request.layout.spec.key_dim, request.layout.spec.value_dim) > 256
+    ):
+        _attend_packed(request, fresh, request.max_query_len)
+        return
+    _attend_packed(request, fresh, MAX_DECODE_QUERIES)  # the host knows bounds only: any sequence may have few queries
+    _attend_prefill(request, fresh)
+
+
+def attend_prefill(request: AttendRequest) -> None:
+    """Only the sequences of more than MAX_DECODE_QUERIES queries, beside an implementation that attends the others."""
+    _attend_prefill(request, _fresh_in_stored_space(request))
+
+
+def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_queries: int) -> None:
+    """The sequences of at most ``most_queries`` queries: one launch, and one to merge when the keys are split."""
+    total, heads = request.query.shape[:2]
+    layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
+    num_kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
+    shape = launch_shape(layout, request.group, most_queries)
+    one_block = most_queries <= shape.queries
+    blocks = sequences if one_block else total // shape.queries + sequences
+    longest = (
+        request.max_seq_len
+        if options.sliding_window is None
+        else min(request.max_seq_len, options.sliding_window + most_queries)
+    )
+    # Rows of other sequences must not be merged over, so a batch that is only in part ours is not split.
+    num_splits = (
+        1
+        if request.max_query_len > most_queries
+        else request.num_splits or choose_splits(blocks * num_kv_heads, longest, shape, query.device)
+    )
+    part, part_lse = _part_views(request, total, heads, num_splits)
+    k, v = request.codec.key_tables, request.codec.value_tables
+    sinks = options.sinks if options.sinks is not None else query
+    lse = request.lse if request.lse is not None else part_lse
+    flags = {"SINKS": options.sinks is not None, "LSE": request.lse is not None, "V_ROTATED": spec.value.rotated}
+    attend_kernel[(blocks, num_kv_heads, num_splits)](
+        query, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, sinks, *fresh,
+        out, lse, part, part_lse,
+        k.signs, v.signs, k.levels, v.levels, *_byte_table(spec.key, spec.key_dim), *_byte_table(spec.value,
+        spec.value_dim),
+        sequences, most_queries, query.stride(0), query.stride(1), request.pages.stride(0), request.pages.stride(1),
+        request.block_table.stride(0), out.stride(0), out.stride(1),
+        fresh[0].stride(0), fresh[0].stride(1), fresh[1].stride(0), fresh[1].stride(1),
+        request.softmax_scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal, options.sliding_window
+        or 0,
+        HEADS=num_kv_heads, GROUP=request.group, BLOCK_Q=shape.queries, M=shape.rows, NT=shape.tiles, SPLITS=num_splits,
+        K_ROTATED=spec.key.rotated, ONE_BLOCK=one_block, CAUSAL=options.causal,
+        WINDOW=options.sliding_window is not None,
+        SOFTCAP=options.softcap > 0, FRESH=request.fresh is not None, ROTATE_BLOCK=16, STAGES=shape.stages,
+        **_format_constants(layout), **flags, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        rows = 4 if total * heads >= 1024 else 1
+        parts = min(16 // rows, triton.next_power_of_2(num_splits))
+        merge_kernel[(triton.cdiv(total * heads, rows),)](
+            part, part_lse, request.cu_seqlens_q, sinks, out, lse, v.signs, v.orthonormal, sequences, out.stride(0),
+            out.stride(1),
+            Q_HEADS=heads, ROWS=rows, PARTS=parts, SPLITS=num_splits, VD=spec.value_dim,
+            VDP=16 * _padded(spec.value_dim),
+            NB=min(128, 16 * _padded(spec.value_dim)) if rows == 4 else 32, **flags, num_warps=4,
+        )  # fmt: skip
+
+
+def _part_views(request: AttendRequest, total: int, heads: int, num_splits: int) -> tuple[Tensor, Tensor]:
+    """float32 views: partial outputs and their log-sum-exps."""
+    if num_splits == 1:
+        return request.out, request.out
+    need = split_workspace_bytes(total, heads, request.layout.spec.value_dim, num_splits)
+    space = request.workspace
+    if space is None:
+        space = torch.empty(need, dtype=torch.uint8, device=request.query.device)
+    elif space.dtype != torch.uint8 or space.numel() < need or not space.is_contiguous() or space.data_ptr() % 16:
+        raise InputError(
+            f"the workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {space.numel()}"
+        )
+    numbers = space[:need].view(torch.float32)
+    count = total * heads * num_splits * request.layout.spec.value_dim
+    return numbers[:count], numbers[count:]
+
+
+def _dense_dtype(fmt: TensorFormat) -> torch.dtype:
+    """Raw formats keep their precision; everything else fits fp16 once scaled."""
+    return getattr(torch, fmt.raw_dtype) if fmt.kind == Kind.RAW else torch.float16
+
+
+def _dense_exponents(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Tensor:
+    """int32 [sequences, num_kv_heads, 2]: the exponents that bound K and V (6 for a raw side, which is not scaled)."""
+    spec, shape = request.layout.spec, (request.seq_lens.shape[0], request.pages.shape[1], 2)
+    exponents = torch.full(shape, -39, dtype=torch.int32, device=request.query.device)
+    for side, fmt in enumerate((spec.key, spec.value)):
+        if fmt.kind == Kind.RAW:
+            exponents[..., side] = 6
+        elif request.fresh is not None:
+            real = torch.arange(fresh[side].shape[0], device=exponents.device) < request.cu_seqlens_q[-1]  # not padding
+            top = torch.where(real, fresh[side].abs().amax((1, 2)).float(), 0.0).nan_to_num().amax()
+            exponents[..., side] = torch.frexp(top)[1].clamp(min=-39)
+    constants = {
+        name: _format_constants(request.layout)[name]
+        for name in ("BLOCK_SIZE", "K_KIND", "K_BITS", "K_FIELDS", "V_KIND", "V_BITS", "V_FIELDS")
+    }
+    tokens = 1024
+    range_kernel[(triton.cdiv(request.max_seq_len, tokens), *shape[1::-1])](
+        request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, exponents, MAX_DECODE_QUERIES,
+        request.pages.stride(0), request.pages.stride(1), request.block_table.stride(0), HEADS=shape[1],
+        TOKENS=tokens, **constants,
+    )  # fmt: skip
+    return exponents
+
+
+def prefill_chunk(
+    layout: PageLayout, num_kv_heads: int, sequences: int, max_seq_len: int, budget: int | None = None
+) -> int:
+    """Tokens per sequence that the unpacked workspace holds at a time: a multiple of 128."""
+    spec = layout.spec
+    per_token = num_kv_heads * (
+        spec.key_dim * _dense_dtype(spec.key).itemsize + spec.value_dim * _dense_dtype(spec.value).itemsize
+    )
+    fit = (budget or PREFILL_BYTES) // (per_token * sequences) // 128 * 128
+    return max(128, min(fit, triton.cdiv(max_seq_len, 128) * 128))
+
+
+def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, int]:
+    """Keys per step of the prefill kernel and how many steps are in flight: as much as shared memory holds."""
+    shared = 96 << 10
+    if device.type == "cuda":
+        shared = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+    if itemsize == 4:  # float32 products are made of three, each with operands of its own
+        return 32, 1
+    padded = triton.next_power_of_2(dim)
+    for tokens, stages in ((128, 3), (64, 3), (64, 2), (32, 2)):
+        if (2 * tokens * stages + 128) * padded * itemsize <= shared:
+            return tokens, stages
+    return 32, 1
+
+
+def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> None:
+    """The sequences of more than MAX_DECODE_QUERIES queries: per pass one launch to unpack and one to attend."""
+    total, heads = request.query.shape[:2]
+    layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
+    num_kv_heads, sequences, device = request.pages.shape[1], request.seq_lens.shape[0], query.device
+    most_long = min(sequences, total // (MAX_DECODE_QUERIES + 1))
+    key_dtype, value_dtype = _dense_dtype(spec.key), _dense_dtype(spec.value)
+    chunk = prefill_chunk(layout, num_kv_heads, most_long, request.max_seq_len)
+    passes = triton.cdiv(request.max_seq_len, chunk)
+    rank = ((request.cu_seqlens_q.diff() > MAX_DECODE_QUERIES).cumsum(0, dtype=torch.int32) - 1).to(torch.int32)
+    dense_k = torch.empty(most_long, num_kv_heads, chunk, spec.key_dim, dtype=key_dtype, device=device)
+    dense_v = torch.empty(most_long, num_kv_heads, chunk, spec.value_dim, dtype=value_dtype, device=device)
+    acc = torch.empty(total, heads, spec.value_dim if passes > 1 else 0, dtype=torch.float32, device=device)
+    ml = torch.empty(total, heads, 2 if passes > 1 else 0, dtype=torch.float32, device=device)
+    k, v = request.codec.key_tables, request.codec.value_tables
+    wide = max(spec.key_dim, spec.value_dim) > 128
+    rows = max(64 if wide else 128, triton.next_power_of_2(request.group))
+    block_q = rows // request.group
+    tokens_per_step, stages = prefill_step(
+        max(spec.key_dim, spec.value_dim), max(key_dtype.itemsize, value_dtype.itemsize), device
+    )
+    exponents = _dense_exponents(request, fresh)
+    for step in range(passes):
+        unpack_kernel[(triton.cdiv(chunk, 64), num_kv_heads, sequences)](
+            request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, rank, exponents, *fresh,
+            dense_k, dense_v,
+            k.levels, v.levels, *_byte_table(spec.key, spec.key_dim), *_byte_table(spec.value, spec.value_dim),
+            MAX_DECODE_QUERIES, chunk, step * chunk, request.pages.stride(0), request.pages.stride(1),
+            request.block_table.stride(0),
+            fresh[0].stride(0), fresh[0].stride(1), fresh[1].stride(0), fresh[1].stride(1),
+            HEADS=num_kv_heads, NT=4, FRESH=request.fresh is not None, **_format_constants(layout), num_warps=4,
+        )  # fmt: skip
+        prefill_kernel[(total // block_q + sequences, num_kv_heads)](
+            query, dense_k, dense_v, request.seq_lens, request.cu_seqlens_q, rank, exponents,
+            options.sinks if options.sinks is not None else query, out,
+            request.lse if request.lse is not None else ml, acc, ml,
+            k.signs, v.signs, sequences, MAX_DECODE_QUERIES, chunk, step * chunk,
+            query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+            request.softmax_scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal,
+            options.sliding_window or 0,
+            HEADS=num_kv_heads, GROUP=request.group, BLOCK_Q=block_q, M=rows, BN=tokens_per_step,
+            KD=spec.key_dim, VD=spec.value_dim, KDP=16 * _padded(spec.key_dim), VDP=16 * _padded(spec.value_dim),
+            K_ROTATED=spec.key.rotated, V_ROTATED=spec.value.rotated, FIRST=step == 0, LAST=step == passes - 1,
+            CAUSAL=options.causal, WINDOW=options.sliding_window is not None, SOFTCAP=options.softcap > 0,
+            SINKS=options.sinks is not None,
+            LSE=request.lse is not None, STAGES=stages, num_warps=4 if wide else 8, num_stages=stages,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Pieces that the CPU backends of several operations share."""

@@ -1,0 +1,81 @@
+"""gather: pages -> dense K and V, for an engine's own attention, for offload and for debugging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
+from slimkv.ops.store.api import check_pages
+from slimkv.spec import PageLayout
+
+
+@dataclass(frozen=True)
+class GatherRequest:
+    """The checked arguments of one ``gather``."""
+
+    pages: Tensor
+    slots: Tensor
+    key: Tensor
+    value: Tensor
+    codec: Codec
+    layout: PageLayout
+    rotated: bool
+
+
+REGISTRY = Registry(
+    "gather",
+    [
+        Backend("cpu", "slimkv.ops.gather.cpu.lookup", cpu_unavailable_reason),
+        Backend("triton", "slimkv.ops.gather.triton.launch", triton_unavailable_reason),
+        Backend("reference", "slimkv.ops.gather.reference", anywhere),
+    ],
+)
+
+
+def gather_kv(
+    pages: Tensor,
+    slots: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    dtype: torch.dtype = torch.float32,
+    rotated: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decodes the tokens in ``slots``.
+
+    Args:
+        pages: uint8 [blocks, num_kv_heads, page_bytes].
+        slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
+        dtype: of the result when ``out`` is not given.
+        rotated: leave K and V in the space they are stored in.
+        out: K [tokens, num_kv_heads, key_dim] and V [tokens, num_kv_heads, value_dim] to write into.
+
+    Returns K and V.
+    """
+    check_pages(pages, layout)
+    if slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.device != pages.device:
+        raise InputError(
+            f"slots must be int32 or int64 [tokens] on {pages.device}, "
+            f"not {slots.dtype} {list(slots.shape)} on {slots.device}"
+        )
+    shapes = [(len(slots), pages.shape[1], dim) for dim in (layout.spec.key_dim, layout.spec.value_dim)]
+    key, value = out if out is not None else (torch.empty(s, dtype=dtype, device=pages.device) for s in shapes)
+    for name, x, shape in (("key", key, shapes[0]), ("value", value, shapes[1])):
+        if (
+            tuple(x.shape) != shape
+            or x.stride(-1) != 1
+            or x.dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        ):
+            raise InputError(
+                f"out {name} must be float {list(shape)} with a contiguous last axis, not {x.dtype} {list(x.shape)}"
+            )
+    request = GatherRequest(pages, slots, key, value, codec, layout, rotated)
+    REGISTRY.select(pages.device, request, backend).load().run(request)
+    return key, value

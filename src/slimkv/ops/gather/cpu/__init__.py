@@ -1,0 +1,1 @@
+"""Decoding tokens on a CPU."""

@@ -1,0 +1,117 @@
+"""store: K and V of new tokens -> their slots in the pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
+from slimkv.spec import Kind, PageLayout
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """The checked arguments of one ``store``."""
+
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    slot_mapping: Tensor
+    codec: Codec
+    layout: PageLayout
+    query_aware: Tensor | None = None
+
+
+REGISTRY = Registry(
+    "store",
+    [
+        Backend("cpu", "slimkv.ops.store.cpu.lookup", cpu_unavailable_reason),
+        Backend("cuda", "slimkv.ops.store.cuda.launch", cuda_unavailable_reason),
+        Backend("triton", "slimkv.ops.store.triton.launch", triton_unavailable_reason),
+        Backend("reference", "slimkv.ops.store.reference", anywhere),
+    ],
+)
+
+
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    slot_mapping: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    query_aware: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Encodes and writes new tokens.
+
+    Args:
+        key, value: [tokens, num_kv_heads, key_dim / value_dim], float16, bfloat16 or float32, last axis contiguous.
+        pages: uint8 [blocks, num_kv_heads, page_bytes], last axis contiguous.
+        slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
+        query_aware: int8 [num_kv_heads, key_dim, key_dim], contiguous,
+        from ``slimkv.codec.query_aware.query_aware_matrix``: keys
+            (which must be lloyd) are rounded with the error moved to where no query looks. None rounds to the nearest.
+        backend: an implementation's name; by default the best one for the device.
+
+    A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
+    so that whoever attends it gets NaN.
+    """
+    check_pages(pages, layout)
+    heads, device, spec = pages.shape[1], pages.device, layout.spec
+    for name, x, dim in (("key", key, spec.key_dim), ("value", value, spec.value_dim)):
+        shape = x.shape
+        if len(shape) != 3 or shape[1] != heads or shape[2] != dim:
+            raise InputError(f"{name} must be [tokens, {heads}, {dim}] for these pages, not {list(shape)}")
+        if x.dtype not in FLOATS:
+            raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
+        if x.stride(-1) != 1:
+            raise InputError(f"{name} must be contiguous in its last axis (stride {x.stride(-1)})")
+        if x.device != device:
+            raise InputError(f"{name} is on {x.device}, the pages on {device}")
+    if slot_mapping.ndim != 1 or slot_mapping.dtype not in _INTEGERS or slot_mapping.device != device:
+        raise InputError(
+            f"slot_mapping must be int32 or int64 [tokens] on {device}, "
+            f"not {slot_mapping.dtype} {list(slot_mapping.shape)} on {slot_mapping.device}"
+        )
+    if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
+        raise InputError(f"{key.shape[0]} keys, {value.shape[0]} values and {slot_mapping.shape[0]} slots do not match")
+    if query_aware is not None:
+        _check_query_aware(query_aware, pages, layout)
+    request = StoreRequest(key, value, pages, slot_mapping, codec, layout, query_aware)
+    REGISTRY.select(device, request, backend).load().run(request)
+
+
+def _check_query_aware(query_aware: Tensor, pages: Tensor, layout: PageLayout) -> None:
+    spec, heads = layout.spec, pages.shape[1]
+    if spec.key.kind != Kind.LLOYD:
+        raise InputError(f"query-aware rounding is for lloyd keys; these are {spec.key.name}: pass query_aware=None")
+    wanted = (heads, spec.key_dim, spec.key_dim)
+    if query_aware.dtype != torch.int8 or query_aware.shape != wanted or query_aware.device != pages.device:
+        raise InputError(
+            f"query_aware must be int8 {list(wanted)} on {pages.device}, "
+            f"not {query_aware.dtype} {list(query_aware.shape)} on {query_aware.device}"
+        )
+    if not query_aware.is_contiguous() or query_aware.data_ptr() % 16:
+        raise InputError("query_aware must be contiguous and start at a multiple of 16 bytes")
+
+
+def check_pages(pages: Tensor, layout: PageLayout) -> None:
+    """Raises unless ``pages`` is uint8 [blocks, num_kv_heads, page_bytes] of ``layout``."""
+    shape, strides = pages.shape, pages.stride()
+    if pages.dtype != torch.uint8 or len(shape) != 3 or shape[2] != layout.page_bytes or strides[2] != 1:
+        raise InputError(
+            f"pages must be uint8 [blocks, num_kv_heads, {layout.page_bytes}] with a contiguous last axis, "
+            f"not {pages.dtype} {list(pages.shape)} with strides {list(pages.stride())}"
+        )
+    if (strides[0] | strides[1] | pages.data_ptr()) % 16:
+        raise InputError(f"pages must start at multiples of 16 bytes; the pages' strides are {list(pages.stride())}")

@@ -1,0 +1,1 @@
+"""Storing tokens on a CPU."""

@@ -1,0 +1,1 @@
+"""Storing tokens with CUDA C++."""

@@ -1,0 +1,360 @@
+"""store in CUDA C++: one launch, a warp (or, for few tokens, several) per tile of 16 tokens of a head's K or V."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
+from slimkv.codec.quantize import becomes_short
+from slimkv.codec.rotation import signed_hadamard
+from slimkv.ops.cuda.module import Defines, load
+from slimkv.ops.store.api import StoreRequest
+from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, ScalePolicy, SideLayout, TensorFormat
+
+SOURCE, KERNEL = "store.cu", "store"
+LARGEST_DIM = 256
+FEW_VECTORS = 8192  # tokens times heads: below this a tile is shared by several warps
+_WARPS, _QUERY_AWARE_WARPS = 4, 2  # query-aware rounding needs much shared memory, of which small GPUs have 99 KiB
+# A product with the matrix takes few dimensions; the rest of the rotation is additions.
+_GROUP_DIMS, _MOST_GROUPS = 32, 4
+_KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
+_POLICIES = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what stands for 1 (store_integers.cuh)
+
+
+class SideArgs(ctypes.Structure):
+    """``SideArgs`` of store_format.cuh."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("fragments", ctypes.c_void_p),
+        ("cells", ctypes.c_void_p),
+        ("bounds", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+        ("unit", ctypes.c_float),
+        ("plain_scale", ctypes.c_float),
+        ("root_dim", ctypes.c_float),
+        ("orthonormal", ctypes.c_float),
+        ("doubled_levels", ctypes.c_uint32 * 2),
+        ("by_256", ctypes.c_uint32),
+        ("one", ctypes.c_int32),
+        ("minus_one", ctypes.c_int32),
+    ]
+
+
+class StoreArgs(ctypes.Structure):
+    """``StoreArgs`` of store_format.cuh."""
+
+    _fields_ = [
+        ("key", SideArgs),
+        ("value", SideArgs),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("page_head_stride", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("rounding", ctypes.c_void_p),
+        ("error_steps", ctypes.c_float),
+        ("tokens", ctypes.c_int32),
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a kind of request is compiled and launched, and the constant part of its arguments."""
+
+    defines: Defines
+    threads: int
+    shared: int
+    tiles_per_block: int
+    resident: int  # blocks that run at a time; 0: unknown, or no block takes more than one tile for each warp
+    args: StoreArgs
+    tables: tuple[Tensor, ...]  # what args point to
+
+
+def supports(request: StoreRequest) -> str | None:
+    """Lloyd-Max, uniform and fp8 of head sizes up to 256, in blocks of at least a tile."""
+    return _refusal(request.layout)
+
+
+@cache
+def _refusal(layout: PageLayout) -> str | None:
+    if layout.block_size == 1:
+        return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
+    for side in (layout.key, layout.value):
+        if side.format.kind == Kind.RAW:
+            return f"it does not store raw vectors ({side.format.name}); triton does"
+        if side.dim > LARGEST_DIM:
+            return f"it takes head sizes up to {LARGEST_DIM}, not {side.dim}; triton takes more"
+    return None
+
+
+def run(request: StoreRequest) -> None:
+    """See ``slimkv.ops.store.store``: one launch."""
+    if request.slot_mapping.shape[0] == 0:
+        return
+    plan, grid, args = prepare(request)
+    kernel = load(SOURCE, plan.defines, request.pages.device).kernel(KERNEL)
+    kernel.launch(grid, plan.threads, plan.shared, args, request.pages.device, overlap=True)
+
+
+def again(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """A call that stores other K, V and slots of the same shapes, strides and dtypes, as aligned as these."""
+    if request.slot_mapping.shape[0] == 0:
+        return None
+    plan, grid, args = prepare(request)
+    device = request.pages.device
+    kernel = load(SOURCE, plan.defines, device).kernel(KERNEL)
+    launch = kernel.bound(grid, plan.threads, plan.shared, args, device, overlap=True)
+    keys, values = args.key, args.value
+
+    def run(key: Tensor, value: Tensor, slots: Tensor) -> None:
+        keys.x, values.x, args.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
+        launch()
+
+    return run
+
+
+def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
+    """The plan of a request, its grid, and its arguments."""
+    key, value, pages, slots = request.key, request.value, request.pages, request.slot_mapping
+    tokens, heads = slots.shape[0], pages.shape[1]
+    key_place, value_place = _place(key), _place(value)
+    plan = _plan(
+        request.layout,
+        pages.device,
+        (key.dtype, _in_vectors(key_place)),
+        (value.dtype, _in_vectors(value_place)),
+        slots.dtype == torch.int64,
+        tokens * heads < FEW_VECTORS,
+        request.query_aware is not None,
+    )
+    args = StoreArgs.from_buffer_copy(plan.args)
+    side = args.key
+    side.x, side.stride, side.head_stride = key_place
+    side = args.value
+    side.x, side.stride, side.head_stride = value_place
+    args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
+    args.slots, args.tokens = slots.data_ptr(), tokens
+    if request.query_aware is not None:
+        args.query_aware = request.query_aware.data_ptr()
+    blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
+    if request.query_aware is not None:
+        return plan, (blocks, heads), args
+    if plan.resident:  # all run at the same time, and every warp has as many tiles as the others, or one fewer
+        blocks = min(blocks, max(1, plan.resident // (2 * heads)))
+    return plan, (blocks, 2 * heads), args
+
+
+def _place(x: Tensor) -> tuple[int, int, int]:
+    """Address, and bytes from a token to the next and from a head to the next."""
+    size = x.element_size()
+    return x.data_ptr(), x.stride(0) * size, x.stride(1) * size
+
+
+def _in_vectors(place: tuple[int, int, int]) -> bool:
+    """Every row starts at a multiple of 16 bytes."""
+    start, stride, head_stride = place
+    return not (start | stride | head_stride) & 15
+
+
+@cache  # captured graphs point to the tables: they stay
+def _plan(
+    layout: PageLayout,
+    device: torch.device,
+    key: tuple[torch.dtype, bool],
+    value: tuple[torch.dtype, bool],
+    long_slots: bool,
+    few: bool,
+    shaped: bool,
+) -> Plan:
+    from slimkv.codec import Codec
+
+    codec = Codec(layout.spec)
+    args = StoreArgs(error_steps=codec.key_tables.error_steps)
+    defines = Defines({"PAGE": layout.block_size, "LONG_SLOTS": int(long_slots)})
+    warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if shaped else _WARPS, 0
+    shaping = warps  # as many again store values
+    tables: list[Tensor] = []
+    together = few and not shaped
+    sides = (
+        ("K", layout.key, key, codec.key_tables, args.key),
+        ("V", layout.value, value, codec.value_tables, args.value),
+    )
+    for prefix, side, (dtype, vectors), constants, side_args in sides:
+        groups = 1 if together else _groups(side.dim, layout.spec.seed)
+        per = _slices_per_warp(side) if together else side.dim // SLICE_DIMS // groups
+        split = side.dim // SLICE_DIMS // groups // per
+        own = {
+            "D": side.dim,
+            "GROUPS": groups,
+            "PER": per,
+            "KIND": _KINDS[side.format.kind],
+            "BITS": side.format.bits,
+            "POLICY": _POLICIES[side.format.policy],
+            "ROTATED": int(side.format.rotated),
+            "CODES": side.codes_offset,
+            "FIELDS": side.fields_offset,
+            "DTYPE": _DTYPES[dtype],
+            "VECTORS": int(vectors),
+        }
+        cell_shift, cell_zero, tensors = _tables(
+            side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, device, dtype
+        )
+        own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
+        defines |= {f"{prefix}_{name}": number for name, number in own.items()}
+        side_args.fragments, side_args.cells, side_args.bounds, side_args.levels = (t.data_ptr() for t in tensors)
+        side_args.unit, side_args.plain_scale = constants.unit, constants.plain_scale
+        side_args.root_dim, side_args.orthonormal = constants.root_dim, constants.orthonormal
+        side_args.by_256, side_args.one, side_args.minus_one = 256, 1, -1
+        if side.format.kind == Kind.LLOYD:
+            if side.format.bits <= 4:
+                doubled = np.zeros(8, np.uint8)
+                positive = 2 * codebook(side.format.bits, side.dim).levels[1 << (side.format.bits - 1) :]
+                doubled[: len(positive)] = positive
+                side_args.doubled_levels[:] = doubled.view(np.uint32).tolist()
+            used = len(tensors[1]) + 8 * len(tensors[2])
+            if shaped and prefix == "K":
+                levels = len(tensors[1]) if side.format.bits <= 4 else 1 << side.format.bits
+                used = -(-(used + 4 * levels) // 16) * 16 + shaping * _shaped_bytes(side.dim)
+            used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
+            shared = shared + used if shaped else max(shared, used)
+        warps = 2 * shaping if shaped else max(warps, split)
+        tables += tensors
+    tiles_per_block = 1 if together else warps
+    wide = max(layout.spec.key_dim, layout.spec.value_dim) > 128
+    lean = not wide and all(side.format.kind == Kind.LLOYD for _, side, *_ in sides)
+    blocks = 16 // warps if shaped and lean and not few else 4 if lean else 2
+    defines |= {
+        "WARPS": warps,
+        "TILES_PER_BLOCK": tiles_per_block,
+        "BLOCKS": blocks,
+        "SHAPED": int(shaped),
+    }
+    resident = 0
+    if lean and tiles_per_block > 1:
+        resident = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return Plan(defines, 32 * warps, shared, tiles_per_block, blocks * resident, args, tuple(tables))
+
+
+def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
+    """``RowBuffer::BYTES``."""
+    return groups * -(-dim // groups // 32) * 64 * 8 * dtype.itemsize
+
+
+def _shaped_bytes(dim: int) -> int:
+    """``ShapedMemory::BYTES``."""
+    return 4 * 36 * (dim + 16) + 32 * (dim + 16)
+
+
+def _groups(dim: int, seed: int) -> int:
+    """How often the rotation is a doubled smaller one, down to one that a product takes at once."""
+    matrix, groups = signed_hadamard(dim, seed), 1
+    while dim // groups > _GROUP_DIMS and groups < _MOST_GROUPS and dim // groups % (2 * SLICE_DIMS) == 0:
+        inner = dim // groups // 2
+        blocks = matrix.reshape(2 * groups, inner, 2 * groups, inner)
+        if not all(
+            np.array_equal(blocks[q, :, p], blocks[q, :, 0] * (-1) ** (q & p).bit_count())
+            for q in range(2 * groups)
+            for p in range(2 * groups)
+        ):
+            break
+        groups *= 2
+    return groups
+
+
+def _slices_per_warp(side: SideLayout) -> int:
+    """A tile is shared by up to four warps, each with whole words of every plane."""
+    slices = side.dim // SLICE_DIMS
+    share = max([4 // plane.bits for plane in side.planes if plane.bits <= 4], default=1)
+    if side.format.kind != Kind.LLOYD:
+        return slices
+    return next((n for n in range(share, slices, share) if slices % n == 0 and slices // n <= 4), slices)
+
+
+@cache  # captured graphs point to the tables: they stay
+def _tables(
+    fmt: TensorFormat,
+    dim: int,
+    transposed: bool,
+    seed: int,
+    groups: int,
+    unit: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
+    short = dtype if becomes_short(fmt, dtype, dim) else None
+    fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed, short)).to(device)
+    nothing = torch.zeros(0, device=device)
+    if fmt.kind != Kind.LLOYD:
+        return 0, 8, (fragments, nothing, nothing, nothing)
+    book = codebook(fmt.bits, dim)
+    shift, zero, cells = _cells(book, unit * math.sqrt(dim))
+    levels = torch.tensor(book.levels_by_code * LEVEL_DENOMINATOR, dtype=torch.int32, device=device)
+    bounds = nothing
+    if fmt.bits > 4 or fmt.policy == ScalePolicy.UNBIASED:
+        bounds = torch.tensor([*book.boundaries, math.inf], dtype=torch.float32, device=device)
+    return shift, zero, (fragments, torch.from_numpy(cells).to(device), bounds, levels)
+
+
+def _fragments(matrix: np.ndarray, groups: int, transposed: bool, short: torch.dtype | None) -> np.ndarray:
+    """The rotation as lanes hold it: uint8.
+
+    [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, once and 64 times it. Of a step's 32 dimensions lane 4 g + t
+    takes the vector's 8 t .. 8 t + 7 with columns g and g + 8 of a slice: one column after the other (the right operand
+    of a product), or the first four dimensions of both and then the last four (the left one). For short integers, which
+    are 16-bit floats: [groups, slices, steps, 2, 32 lanes, 4 words] of 2, the same of the first and of the last four
+    dimensions, and ``_SIGNS`` for the signs.
+    """
+    dim = matrix.shape[0]
+    inner = dim // groups
+    steps = -(-inner // 32)
+    lane, word, byte = np.ogrid[:32, :4, :4]
+    last, right = (word // 2, word % 2) if transposed else (word % 2, word // 2)
+    padded = np.zeros((groups, 32 * steps, inner), np.int8)
+    padded[:, :inner] = matrix.reshape(groups, inner, dim)[:, :, :inner]
+    column = np.arange(inner // 16)[:, None, None, None, None] * 16 + lane // 4 + 8 * right
+    if short is not None:
+        lane, word, half = np.ogrid[:32, :4, :2]
+        eight = np.arange(2 * steps)[:, None, None, None]
+        row = eight // 2 * 32 + 8 * (lane % 4) + 4 * (eight % 2) + 2 * last + half
+        signs = np.array([0, _SIGNS[short], _SIGNS[short] | 0x8000], np.uint16)  # of 0, 1 and -1
+        return np.ascontiguousarray(signs[padded[:, row, column]]).view(np.uint8).reshape(-1)
+    row = np.arange(steps)[:, None, None, None] * 32 + 8 * (lane % 4) + 4 * last + byte
+    ones = padded[:, row, column]
+    return np.ascontiguousarray(np.stack([ones, ones * np.int8(64)])).view(np.uint8).reshape(-1)
+
+
+def _cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
+    """The number line in cells of 2^-shift, each with its upper edge: shift, the cell of 0, and what is in each, uint8.
+
+    Up to 4 bits the boundaries are edges, and a cell has a code; else it has the number of boundaries below it, and at
+    most one inside.
+    """
+    bounds = book.boundaries
+    for shift in range(8):
+        scaled = bounds * 2**shift
+        if np.all(scaled == np.floor(scaled)) if book.bits <= 4 else np.all(np.diff(np.ceil(scaled)) > 0):
+            break
+    else:
+        raise AssertionError(f"boundaries of {book.bits} bits for {book.dim} dimensions do not fit any cells")
+    # A norm of short integers may be 3.2% too small; 8 cells are more than what 3% do not cover.
+    zero = math.ceil(largest * 2**shift * 1.03) + 8
+    zero += -zero % 8
+    upper = np.arange(2 * zero) - zero
+    below = (scaled[None, :] < upper[:, None]).sum(1) if book.bits <= 4 else (scaled <= upper[:, None] - 1).sum(1)
+    half = 1 << (book.bits - 1)
+    if book.bits <= 4:
+        below = np.where(below >= half, below, half - 1 - below)
+    return shift, zero, below.astype(np.uint8)

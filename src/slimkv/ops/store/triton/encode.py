@@ -1,0 +1,275 @@
+"""Triton pieces that turn rows of numbers into codes and fields, byte for byte as the reference does.
+
+Sums are sums of integers, so their order does not matter: the rotation is a tensor-core product of a vector of short
+integers (11 bits of which are not zero, as of the 16-bit floats they come from) or of the upper and lower 11 bits of
+longer ones, with a matrix of +-1. Everything else is single IEEE operations, compiled without contraction.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slimkv.codec import scale16
+from slimkv.codec.codebook import LEVEL_DENOMINATOR
+from slimkv.codec.quantize import (
+    FIXED_POINT_BITS,
+    LARGEST_SHORT_DIM,
+    LEAST_EXPONENT,
+    ROUND_MAGIC,
+    SHORT_FIXED_POINT_BITS,
+    SHORT_NORM_STEP,
+)
+from slimkv.ops.store.triton.query_aware import crossing, crossing_of_product, magnitude, shaped_levels
+from slimkv.ops.triton.unpack import decode_signed, decode_unsigned
+
+_MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
+_MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)
+_FIXED: tl.constexpr = tl.constexpr(FIXED_POINT_BITS)
+_SHORT: tl.constexpr = tl.constexpr(SHORT_FIXED_POINT_BITS)
+_SHORT_DIM: tl.constexpr = tl.constexpr(LARGEST_SHORT_DIM)
+_NORM_STEP: tl.constexpr = tl.constexpr(float(SHORT_NORM_STEP))
+_LEAST: tl.constexpr = tl.constexpr(LEAST_EXPONENT)
+_INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
+_REBIAS: tl.constexpr = tl.constexpr(127 - scale16.BIAS)
+_DENOMINATOR: tl.constexpr = tl.constexpr(LEVEL_DENOMINATOR)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode_unsigned(x):
+    """float32 >= 0 -> the unsigned 16-bit field format, int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - (_REBIAS << 10)
+    out = tl.where(rounded < 1024, 0, rounded)
+    return tl.where((out >= _INVALID) | (bits >= 0x7F800000), _INVALID, out)
+
+
+@triton.jit
+def _encode_signed(x):
+    """float32 -> the signed 16-bit field format, int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = ((magnitude + 0x1FFF + ((magnitude >> 14) & 1)) >> 14) - (_REBIAS << 9)
+    out = tl.where(rounded < 512, 0, rounded | tl.where(bits < 0, 0x8000, 0))
+    return tl.where((rounded >= 0x7FFF) | (magnitude >= 0x7F800000), _INVALID, out)
+
+
+@triton.jit
+def _largest_exponent(x):
+    """Of every row: the bits of the largest magnitude, its exponent, where that is tiny, where it is not finite."""
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    exponent = tl.minimum(largest >> 23, 254)
+    return largest, tl.maximum(exponent, _LEAST), exponent < _LEAST, largest >= 0x7F800000
+
+
+@triton.jit
+def _fixed_point(x, FIXED: tl.constexpr):
+    """Rows of x as integers of at most 2^FIXED (float32 and int32), the factor back, zero rows, invalid rows.
+
+    The products are exact, so a fused multiply-add rounds just as the reference's two operations do. A float32 that
+    holds 1.5 * 2^23 + n carries the integer n in its low bits.
+    """
+    _, exponent, zero, bad = _largest_exponent(x)
+    up = _power_of_two(-exponent + (253 + FIXED))
+    down = _power_of_two(exponent - FIXED + 1)
+    x = tl.where((zero | bad)[:, None], 0.0, x)
+    shifted = tl.fma(x, tl.broadcast_to(up[:, None], x.shape), tl.full(x.shape, _MAGIC, tl.float32))
+    return shifted - _MAGIC, shifted.to(tl.int32, bitcast=True) - _MAGIC_BITS, down, zero, bad
+
+
+@triton.jit
+def _halves(fixed):
+    """Fixed-point integers as high * 2048 + low, both at most 1024 in magnitude: fp16 each."""
+    magic = tl.full(fixed.shape, _MAGIC, tl.float32)
+    high = tl.fma(fixed, tl.full(fixed.shape, 1.0 / 2048.0, tl.float32), magic) - _MAGIC
+    low = tl.fma(high, tl.full(fixed.shape, -2048.0, tl.float32), fixed)
+    return high.to(tl.float16), low.to(tl.float16)
+
+
+@triton.jit
+def _joined(high, low):
+    """Sums of `_halves`: the sum, rounded once."""
+    return tl.fma(high, tl.full(high.shape, 2048.0, tl.float32), low)
+
+
+@triton.jit
+def _butterfly(x, M: tl.constexpr, S: tl.constexpr):
+    """x [S * M, 16], rows ordered (s, m): the Hadamard transform over s -> [M, 16 S].
+
+    Each step takes the highest bit of s apart and leaves it as the lowest bit of the flat index.
+    """
+    flat = tl.reshape(x, (S * M * 16,))
+    for i in tl.static_range(10):
+        if (1 << i) < S:
+            a, b = tl.split(tl.permute(tl.reshape(flat, (2, S * M * 8)), (1, 0)))
+            flat = tl.reshape(tl.join(a + b, a - b), (S * M * 16,))
+    return tl.reshape(tl.permute(tl.reshape(flat, (M, 16, S)), (0, 2, 1)), (M, 16 * S))
+
+
+@triton.jit
+def _in_slices(x, S: tl.constexpr):
+    """[M, 16 S] -> [S * M, 16], rows ordered (s, m)."""
+    M: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(x, (M, S, 16)), (1, 0, 2)), (S * M, 16))
+
+
+@triton.jit
+def _rotate_power_of_two(fixed, signs, D: tl.constexpr, SHORT: tl.constexpr):
+    """The product with the signed Hadamard matrix, rounded once: float32 [M, D].
+
+    A matrix of 2^n is the product of one of 16, which the tensor cores apply to every slice of 16, and one over
+    the slices, which is a few additions: neither needs the matrix itself. Its signs are the rotation's first column.
+    """
+    M: tl.constexpr = fixed.shape[0]
+    S: tl.constexpr = D // 16
+    i = tl.arange(0, 16)
+    own = tl.load(signs + i * D).to(tl.float32)
+    h = (tl.load(signs + i[:, None] * D + i[None, :]).to(tl.float32) * own[:, None]).to(tl.float16)
+    flip = tl.load(signs + tl.arange(0, D) * D).to(tl.float32)
+    flipped = fixed * flip[None, :]
+    if SHORT:
+        return _butterfly(tl.dot(_in_slices(flipped.to(tl.float16), S), h), M, S)
+    high, low = _halves(flipped)
+    high_sum = _butterfly(tl.dot(_in_slices(high, S), h), M, S)
+    low_sum = _butterfly(tl.dot(_in_slices(low, S), h), M, S)
+    return _joined(high_sum, low_sum)
+
+
+@triton.jit
+def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr, SHORT: tl.constexpr):
+    """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP]. SHORT: of short integers.
+
+    Sizes that are powers of two take the product apart (`_rotate_power_of_two`); others use the whole matrix.
+    x_ptr: pointers [M] to the rows that ``fixed`` was made of; down: their factors back; skip: rows that count as zero.
+    A matrix too large for shared memory is taken in blocks of rows, and the rows' fixed-point numbers made again block
+    by block; the sums are exact, so nothing changes.
+    """
+    col = tl.arange(0, DP)
+    if D == DP and D >= 32:
+        rotated = _rotate_power_of_two(fixed, signs, D, SHORT)
+    elif DP <= 256:
+        inside = (col < D)[:, None] & (col < D)[None, :]
+        h = tl.load(signs + col[:, None] * D + col[None, :], mask=inside, other=0.0).to(tl.float16)
+        if SHORT:
+            rotated = tl.dot(fixed.to(tl.float16), h)
+        else:
+            high, low = _halves(fixed)
+            rotated = _joined(tl.dot(high, h), tl.dot(low, h))
+    else:
+        up = _power_of_two(-(down.to(tl.int32, bitcast=True) >> 23) + 254)  # exactly 1 / down
+        high_sum = tl.zeros(fixed.shape, tl.float32)
+        low_sum = tl.zeros(fixed.shape, tl.float32)
+        for k0 in range(0, D, 32):
+            k = k0 + tl.arange(0, 32)
+            x = tl.load(x_ptr[:, None] + k[None, :], mask=row_mask[:, None] & (k < D)[None, :], other=0.0).to(
+                tl.float32
+            )
+            x = tl.where(skip[:, None], 0.0, x * up[:, None])
+            high, low = _halves((x + _MAGIC) - _MAGIC)
+            h = tl.load(
+                signs + k[:, None] * D + col[None, :], mask=(k < D)[:, None] & (col < D)[None, :], other=0.0
+            ).to(tl.float16)
+            high_sum = tl.dot(high, h, high_sum)
+            low_sum = tl.dot(low, h, low_sum)
+        rotated = _joined(high_sum, low_sum)
+    return rotated
+
+
+@triton.jit
+def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, root_dim, weights, levels, error_steps,
+                 D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
+                 QUERY_AWARE: tl.constexpr):  # fmt: skip
+    """Rows -> codes int32 [M, DP] and the scale's field int32 [M]; SHAPED: with the head's rounding matrix, weights.
+
+    x: as it was given; 16-bit floats become short integers.
+    """
+    col = tl.arange(0, DP)
+    SHORT: tl.constexpr = BITS <= 4 and x.dtype.primitive_bitwidth == 16 and D <= _SHORT_DIM
+    fixed, integers, down, zero, bad = _fixed_point(x.to(tl.float32), _SHORT if SHORT else _FIXED)
+    rotated = _rotate_fixed(fixed, down, zero | bad, x_ptr, row_mask, signs, D, DP, SHORT)
+    if SHORT:
+        steps = (fixed / _NORM_STEP + _MAGIC) - _MAGIC
+        squared = tl.sum(steps * steps, 1) * (_NORM_STEP * _NORM_STEP)  # at most 2^24 steps: exact in any order
+    else:
+        wide = integers.to(tl.int64)
+        squared = tl.sum(wide * wide, 1).to(tl.float32)
+    norm = tl.sqrt_rn(squared)
+    factor = tl.div_rn(tl.zeros_like(norm) + unit, tl.where(zero | bad, 1.0, norm))
+    standard = rotated * factor[:, None]
+    if QUERY_AWARE:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
+        standard = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
+    if SHORT and not QUERY_AWARE:
+        across = crossing_of_product(rotated, tl.broadcast_to(factor[:, None], rotated.shape), standard)
+    else:
+        across = crossing(standard)
+    index, entry = magnitude(across, bounds, entries, BITS)
+    codes = index | ((standard > 0).to(tl.int32) << (BITS - 1))
+    if DP != D:
+        entry = tl.where(col[None, :] < D, entry, 0)
+    if POLICY == 0:
+        scale = norm * plain_scale
+    elif POLICY == 1:
+        if BITS <= 4:  # entries are entries of twice the level
+            square_sum = tl.sum(entry, 1).to(tl.int64) * (_DENOMINATOR * _DENOMINATOR // 4)
+        else:
+            level = entry.to(tl.int64)
+            square_sum = tl.sum(level * level, 1)
+        length = tl.sqrt_rn(square_sum.to(tl.float32))
+        scale = tl.div_rn(norm, tl.where(length > 0, length, 1.0)) * _DENOMINATOR
+    else:
+        level = tl.where(standard > 0, entry, -entry).to(tl.int64)
+        dot = tl.sum(rotated.to(tl.int32).to(tl.int64) * level, 1).to(tl.float32)
+        scale = tl.div_rn(squared * root_dim, tl.where(dot == 0, 1.0, dot)) * _DENOMINATOR
+    field = _encode_unsigned(tl.where(zero, 0.0, scale * down))
+    bad = bad | (field == _INVALID)
+    codes = tl.where((bad | zero)[:, None], 0, codes)
+    return codes, tl.where(bad, _INVALID, field)
+
+
+@triton.jit
+def encode_uniform(
+    x, x_ptr, row_mask, signs, orthonormal, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr
+):
+    """Rows -> codes int32 [M, DP], step and zero fields int32 [M]."""
+    col = tl.arange(0, DP)
+    _, _, _, bad = _largest_exponent(x)
+    x = tl.where(bad[:, None], 0.0, x)
+    if ROTATED:
+        fixed, _, down, zero_row, _ = _fixed_point(x, _FIXED)
+        x = _rotate_fixed(fixed, down, zero_row, x_ptr, row_mask, signs, D, DP, False) * orthonormal * down[:, None]
+    inside = (col < D)[None, :]
+    low = tl.min(tl.where(inside, x, float("inf")), 1)
+    high = tl.max(tl.where(inside, x, float("-inf")), 1)
+    TOP: tl.constexpr = (1 << BITS) - 1
+    step_field = _encode_unsigned(tl.div_rn(high - low, tl.zeros_like(low) + TOP))
+    zero_field = _encode_signed(low)
+    bad = bad | (step_field == _INVALID) | (zero_field == _INVALID)
+    step = decode_unsigned(step_field)
+    flat = (step == 0) | bad
+    zero = tl.where(bad, 0.0, decode_signed(zero_field))
+    divisor = tl.zeros_like(x) + tl.where(flat, 1.0, step)[:, None]
+    place = tl.floor(tl.div_rn(x - zero[:, None], divisor) + 0.5)
+    place = tl.minimum(tl.maximum(place, 0.0), TOP * 1.0)
+    codes = tl.where(flat[:, None], 0, place.to(tl.int32))
+    return codes, tl.where(bad, _INVALID, step_field), tl.where(bad, _INVALID, zero_field)
+
+
+@triton.jit
+def encode_fp8(x):
+    """Rows -> e4m3 codes int32 [M, DP] and the scale's field int32 [M]; nearest even by hand, as sm_80 cannot."""
+    largest, exponent, zero, bad = _largest_exponent(x)
+    shift = exponent - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+    scaled = tl.where((zero | bad)[:, None], 0.0, x * _power_of_two(254 - shift)[:, None])
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    tiny = ((tl.abs(scaled) * 512.0 + _MAGIC) - _MAGIC).to(tl.int32)
+    codes = tl.where(magnitude < (121 << 23), tiny, normal) | ((bits >> 24) & 0x80)
+    field = tl.where(zero, 0, _encode_unsigned(_power_of_two(shift)))
+    bad = bad | (field == _INVALID)
+    return tl.where(bad[:, None], 0, codes), tl.where(bad, _INVALID, field)

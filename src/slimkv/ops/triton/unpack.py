@@ -1,0 +1,429 @@
+"""Triton pieces that every kernel reading pages shares: words from a page, codes from words, numbers from codes.
+
+Shapes: NT tiles of 16 tokens; 32 lanes; SP = slices of 16 dimensions, padded to a power of two. A lane's 8 values of a
+slice are numbered as ``slimkv.spec`` says. ``TRANSPOSED`` is False for keys and True for values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slimkv.codec import scale16
+from slimkv.spec import Kind, SideLayout
+
+LLOYD, UNIFORM, FP8, RAW = 0, 1, 2, 3
+PLAIN_ROWS = "the kernels do not read or write blocks of 1 token; use blocks of 16 or more, or backend='reference'"
+KIND_NUMBER = {Kind.LLOYD: LLOYD, Kind.UNIFORM: UNIFORM, Kind.FP8: FP8, Kind.RAW: RAW}
+
+_LLOYD: tl.constexpr = tl.constexpr(LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(UNIFORM)
+_FP8: tl.constexpr = tl.constexpr(FP8)
+_RAW: tl.constexpr = tl.constexpr(RAW)
+_INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
+_RESCALE: tl.constexpr = tl.constexpr(2.0 ** (127 - scale16.BIAS))
+_BIAS: tl.constexpr = tl.constexpr(scale16.BIAS)
+
+
+def _to_halves(source: str, selector: str, first: int, second: int, centre: str = "") -> str:
+    """PTX: two bytes of ``source`` behind fp16's 0x64 (1024 + byte), less ``centre``, as two outputs."""
+    subtract = f"sub.rn.f16x2 a, a, {centre};\n" if centre else ""
+    return f"prmt.b32 a, {source}, c, {selector};\n{subtract}mov.b32 {{${first}, ${second}}}, a;\n"
+
+
+# 8 sign-and-magnitude nibbles (sign in bit 3) -> 8 fp16 numbers 1024 + b, b = level + 63.5 in 0..127: two byte
+# permutations look up four magnitudes each, an exclusive or with 0x80 or 0xFF negates, a third permutation puts the
+# byte behind fp16's 0x64. $8 is the word, $9 and $10 the table (see `byte_table`). Numbers that meet in one register of
+# the tensor cores' operand are made in one register here: 2m and 2m + 1 for keys, 4m and 4m + 2 for values.
+_LOOKUP = """{
+.reg .b32 s, t, l, h, m, n, a, x, c, d;
+mov.b32 x, 0x80808080;
+mov.b32 c, 0x64646464;
+mov.b32 d, 0x643F643F;
+and.b32 s, $8, 0x77777777;
+shr.u32 t, $8, 16;
+shr.u32 h, s, 16;
+prmt.b32 l, $9, $10, s;
+prmt.b32 h, $9, $10, h;
+prmt.b32 m, x, x, $8;
+prmt.b32 n, x, x, t;
+xor.b32 l, l, m;
+xor.b32 h, h, n;
+"""
+_IN_ORDER = (("l", "0x4140", 0, 1), ("l", "0x4342", 2, 3), ("h", "0x4140", 4, 5), ("h", "0x4342", 6, 7))
+_CROSSED = (("l", "0x4240", 0, 2), ("l", "0x4341", 1, 3), ("h", "0x4240", 4, 6), ("h", "0x4341", 5, 7))
+LOOKUP_KEYS_ASM = tl.constexpr(_LOOKUP + "".join(_to_halves(*row) for row in _IN_ORDER) + "}")
+# Less 1087 (0x643F): level + 0.5, small enough to be summed over many tokens without cancellation.
+LOOKUP_VALUES_ASM = tl.constexpr(_LOOKUP + "".join(_to_halves(*row, "d") for row in _CROSSED) + "}")
+
+# 8 nibbles -> 8 fp16 integers, less half their range: sums over many tokens then stay small (see `uniform_centre`).
+_NIBBLES = """{{
+.reg .b32 e, o, a, c, d;
+mov.b32 c, 0x64646464;
+mov.b32 d, {offset};
+and.b32 e, $8, 0x0F0F0F0F;
+shr.u32 o, $8, 4;
+and.b32 o, o, 0x0F0F0F0F;
+"""
+_EVEN_ODD = (("e", "0x4140", 0, 2), ("o", "0x4140", 1, 3), ("e", "0x4342", 4, 6), ("o", "0x4342", 5, 7))
+
+
+def _nibbles_asm(offset: str) -> tl.constexpr:
+    return tl.constexpr(_NIBBLES.format(offset=offset) + "".join(_to_halves(*row, "d") for row in _EVEN_ODD) + "}")
+
+
+_NIBBLES_2_ASM = _nibbles_asm("0x64026402")
+_NIBBLES_3_ASM = _nibbles_asm("0x64046404")
+_NIBBLES_4_ASM = _nibbles_asm("0x64086408")
+_THREE_WORDS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
+_ONE_WORD = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
+
+KEY_OFFSET = 1024 + 63.5  # what LOOKUP_KEYS_ASM adds to a level
+VALUE_OFFSET = 0.5  # what LOOKUP_VALUES_ASM adds to a level
+
+
+def side_constants(side: SideLayout, prefix: str) -> dict[str, int | bool]:
+    """What a kernel that reads or writes the pages of one side must know, as keyword arguments."""
+    return {
+        f"{prefix}_D": side.dim,
+        f"{prefix}_SP": triton.next_power_of_2(side.dim // 16),
+        f"{prefix}_KIND": KIND_NUMBER[side.format.kind],
+        f"{prefix}_BITS": side.format.bits,
+        f"{prefix}_CODES": side.codes_offset,
+        f"{prefix}_FIELDS": side.fields_offset,
+    }
+
+
+def byte_table(levels_by_code: list[float], bits: int) -> tuple[int, int]:
+    """The 8-entry table of the look-up as two int32: entry i is 0xFF ^ (64 + magnitude_i - 0.5)."""
+    half = 1 << (bits - 1)
+    entries = [0xFF ^ (64 + int(levels_by_code[half + min(i, half - 1)] - 0.5)) for i in range(8)]
+    words = [sum(entries[4 * w + i] << 8 * i for i in range(4)) for w in range(2)]
+    return tuple(w - (1 << 32) if w >= 1 << 31 else w for w in words)  # type: ignore[return-value]
+
+
+@triton.jit
+def word_index(i, lane, WORDS: tl.constexpr):
+    """Index of a lane's i-th word: vectors of four words per lane, then of two, then of one."""
+    if WORDS % 4 == 0:
+        return (i // 4) * 128 + lane * 4 + i % 4
+    else:
+        QUADS: tl.constexpr = WORDS // 4 * 4
+        PAIRS: tl.constexpr = WORDS // 2 * 2
+        rest = tl.where(i < PAIRS, QUADS * 32 + lane * 2 + i % 2, PAIRS * 32 + lane)
+        return tl.where(i < QUADS, (i // 4) * 128 + lane * 4 + i % 4, rest)
+
+
+@triton.jit
+def lane_and_number(place, col, TRANSPOSED: tl.constexpr):
+    """Which lane owns token ``place`` of a tile at dimension ``col``, and its number among the lane's 8."""
+    if TRANSPOSED:
+        lane = 4 * (col % 8) + place % 8 // 2
+        number = 4 * (place // 8) + 2 * (place % 2) + col % 16 // 8
+    else:
+        lane = 4 * (place % 8) + col % 8 // 2
+        number = 4 * (place // 8) + 2 * (col % 16 // 8) + col % 2
+    return lane, number
+
+
+@triton.jit
+def _load_words(base, keep, OFFSET: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """base: uint8 pointers [NT] to tiles' codes; keep: bool [NT]. -> int32 [32, NT, PADDED].
+
+    The lane axis comes first and the address of consecutive lanes is declared discontiguous,
+    so that Triton gives lane l
+    of the warp the words of lane l of the page: they are then already where the tensor cores want them.
+    """
+    VEC: tl.constexpr = 4 if WORDS % 4 == 0 else (2 if WORDS % 2 == 0 else 1)
+    i = tl.arange(0, PADDED // VEC)[None, None, :, None] * VEC + tl.arange(0, VEC)[None, None, None, :]
+    lane = tl.arange(0, 32)[:, None, None, None]
+    index = word_index(i, lane, WORDS)
+    index = tl.max_contiguous(index, (1, 1, 1, VEC))
+    words = (base + OFFSET).to(tl.pointer_type(tl.int32))[None, :, None, None] + index
+    mask = keep[None, :, None, None] & (index >= 0)
+    if WORDS != PADDED:
+        mask = mask & (i < WORDS)
+    w = tl.load(words, mask=mask, other=0)
+    return tl.reshape(w, (32, base.shape[0], PADDED))
+
+
+@triton.jit
+def _tail_nibbles(
+    base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """The slices of a plane that are stored as token rows, as nibble-aligned words: int32 [32, NT, SP]."""
+    TAIL: tl.constexpr = S % (4 // W)
+    FIRST: tl.constexpr = S - TAIL
+    ROW_BYTES: tl.constexpr = TAIL * 2 * W
+    lane = tl.arange(0, 32)[:, None, None]
+    piece = tl.arange(0, SP)[None, None, :]
+    g = lane // 4
+    t = lane % 4
+    mask = keep[None, :, None] & (piece >= FIRST) & (piece < S) & (lane >= 0)
+    out = tl.zeros([32, base.shape[0], SP], tl.int32)
+    # Written without dividing a position that is negative outside the mask: a shift by a negative remainder is
+    # undefined, and the compiler may conclude that the mask always holds.
+    row = (piece - FIRST) * (2 * W)
+    for n in tl.static_range(8):
+        if TRANSPOSED:
+            token = 2 * t + 8 * (n // 4) + (n // 2) % 2
+            byte_at = (n % 2) * W + g * W // 8
+            shift = g * W % 8
+        else:
+            token = g + 8 * (n // 4)
+            byte_at = ((n // 2) % 2) * W + t * W // 4
+            shift = 2 * t * W % 8 + (n % 2) * W
+        byte = tl.load(base[None, :, None] + OFFSET + token * ROW_BYTES + (row + byte_at), mask=mask, other=0).to(
+            tl.int32
+        )
+        out |= ((byte >> shift) & ((1 << W) - 1)) << (4 * n)
+    return out
+
+
+@triton.jit
+def load_plane(
+    base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """A plane of W <= 4 bits -> int32 [32, NT, SP]: value n of the slice in the low W bits of nibble n."""
+    SUB: tl.constexpr = 4 // W
+    WORDS: tl.constexpr = S // SUB
+    TAIL: tl.constexpr = S % SUB
+    if WORDS > 0:
+        w = _load_words(base, keep, OFFSET, WORDS, SP // SUB)
+        if SUB == 1:
+            x = w
+        elif SUB == 2:
+            x = tl.join(w, w >> 2) & 0x33333333
+        else:
+            x = tl.join(tl.join(w, w >> 2), tl.join(w >> 1, w >> 3)) & 0x11111111
+        x = tl.reshape(x, (32, base.shape[0], SP))
+        if TAIL > 0:
+            x |= _tail_nibbles(base, keep, OFFSET + WORDS * 128, W, S, SP, TRANSPOSED)
+    else:
+        x = _tail_nibbles(base, keep, OFFSET, W, S, SP, TRANSPOSED)
+    return x
+
+
+@triton.jit
+def load_wide(base, keep, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr):
+    """A plane of 8, 16 or 32 bits -> int32 [32, NT, SP, W / 4]: the words of each slice."""
+    WPS: tl.constexpr = W // 4
+    return tl.reshape(_load_words(base, keep, 0, S * WPS, SP * WPS), (32, base.shape[0], SP, WPS))
+
+
+@triton.jit
+def load_code_words(base, keep, BITS: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Codes of 1-8 bits -> two int32 [32, NT, SP].
+
+    Up to 4 bits: nibble n of the first is code n, its top (sign) bit moved to bit 3; the second is unused.
+    5-7 bits: low nibbles and the bits above them. 8 bits: bytes n = 0..3 and 4..7.
+    """
+    DIM2: tl.constexpr = 32 * S  # bytes that one bit per value takes in a tile
+    if BITS == 8:
+        low, high = tl.split(load_wide(base, keep, 8, S, SP))
+    elif BITS == 4:
+        low = load_plane(base, keep, 0, 4, S, SP, TRANSPOSED)
+        high = low
+    elif BITS == 3:
+        low = load_plane(base, keep, 0, 2, S, SP, TRANSPOSED)
+        low |= load_plane(base, keep, 2 * DIM2, 1, S, SP, TRANSPOSED) << 3
+        high = low
+    elif BITS == 2:
+        both = load_plane(base, keep, 0, 2, S, SP, TRANSPOSED)
+        low = (both & 0x11111111) | ((both & 0x22222222) << 2)
+        high = low
+    elif BITS == 1:
+        low = load_plane(base, keep, 0, 1, S, SP, TRANSPOSED) << 3
+        high = low
+    else:
+        low = load_plane(base, keep, 0, 4, S, SP, TRANSPOSED)
+        if BITS == 5:
+            high = load_plane(base, keep, 4 * DIM2, 1, S, SP, TRANSPOSED)
+        else:
+            high = load_plane(base, keep, 4 * DIM2, 2, S, SP, TRANSPOSED)
+        if BITS == 7:
+            high |= load_plane(base, keep, 6 * DIM2, 1, S, SP, TRANSPOSED) << 2
+    return low, high
+
+
+@triton.jit
+def _code(low, high, n: tl.constexpr, BITS: tl.constexpr):
+    """Code n of every lane and slice: int32 [32, NT, SP]."""
+    if BITS == 8:
+        if n < 4:
+            code = (low >> (8 * n)) & 0xFF
+        else:
+            code = (high >> (8 * (n - 4))) & 0xFF
+    elif BITS > 4:
+        code = ((low >> (4 * n)) & 0xF) | (((high >> (4 * n)) & 0xF) << 4)
+    elif BITS == 4:
+        code = (low >> (4 * n)) & 0xF
+    else:  # the sign went to bit 3
+        nibble = low >> (4 * n)
+        code = (nibble & ((1 << (BITS - 1)) - 1)) | (((nibble >> 3) & 1) << (BITS - 1))
+    return code
+
+
+@triton.jit
+def fp8_to_half(code):
+    """e4m3 bits, int32 -> fp16: behind fp16's exponent they are the number over 256."""
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def _number(low, high, levels, n: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):
+    """Number n of every lane and slice, fp16 [32, NT, SP], in the unit that the vector's scale multiplies."""
+    code = _code(low, high, n, BITS)
+    if KIND == _LLOYD:
+        return tl.load(levels + code).to(tl.float16)
+    elif KIND == _FP8:
+        return fp8_to_half(code)
+    else:
+        return code.to(tl.float16) - uniform_centre(BITS)
+
+
+@triton.jit
+def uniform_centre(BITS: tl.constexpr):
+    """What `numbers` takes off uniform codes.
+
+    Without it the codes' mean and the vector's zero, both large, would have to cancel in the output.
+    """
+    return 1 << (BITS - 1)
+
+
+@triton.jit
+def _uniform_code_word(low, BITS: tl.constexpr):
+    """Undoes the sign bit's move for codes that have no sign."""
+    if BITS == 3:
+        return (low & 0x33333333) | ((low >> 1) & 0x44444444)
+    elif BITS == 2:
+        return (low & 0x11111111) | ((low >> 2) & 0x22222222)
+    else:
+        return low
+
+
+@triton.jit
+def numbers(
+    low,
+    high,
+    levels,
+    table0,
+    table1,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """The 8 numbers of every lane and slice: fp16 [32, NT, SP, 2, 2, 2], number n = 4 i + 2 j + k at [..., k, j, i].
+
+    With PTX, Lloyd-Max numbers of up to 4 bits come with an offset: KEY_OFFSET for keys, VALUE_OFFSET for values.
+    """
+    if PTX and KIND == _LLOYD and BITS <= 4:
+        if TRANSPOSED:
+            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+                LOOKUP_VALUES_ASM, _THREE_WORDS, [low, table0, table1], (tl.float16,) * 8, is_pure=True,
+                pack=1)  # fmt: skip
+        else:
+            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+                LOOKUP_KEYS_ASM, _THREE_WORDS, [low, table0, table1], (tl.float16,) * 8, is_pure=True,
+                pack=1)  # fmt: skip
+    elif PTX and KIND == _UNIFORM and BITS <= 4:
+        word = _uniform_code_word(low, BITS)
+        if BITS == 4:
+            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+                _NIBBLES_4_ASM, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
+        elif BITS == 3:
+            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+                _NIBBLES_3_ASM, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
+        else:
+            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+                _NIBBLES_2_ASM, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
+    else:
+        v0 = _number(low, high, levels, 0, KIND, BITS)
+        v1 = _number(low, high, levels, 1, KIND, BITS)
+        v2 = _number(low, high, levels, 2, KIND, BITS)
+        v3 = _number(low, high, levels, 3, KIND, BITS)
+        v4 = _number(low, high, levels, 4, KIND, BITS)
+        v5 = _number(low, high, levels, 5, KIND, BITS)
+        v6 = _number(low, high, levels, 6, KIND, BITS)
+        v7 = _number(low, high, levels, 7, KIND, BITS)
+    low_half = tl.join(tl.join(v0, v1), tl.join(v2, v3))
+    high_half = tl.join(tl.join(v4, v5), tl.join(v6, v7))
+    return tl.join(low_half, high_half)
+
+
+@triton.jit
+def raw_numbers(base, keep, BITS: tl.constexpr, BF16: tl.constexpr, S: tl.constexpr, SP: tl.constexpr):
+    """The same for the raw format: [32, NT, SP, 2, 2, 2] in the raw dtype."""
+    NT: tl.constexpr = base.shape[0]
+    words = load_wide(base, keep, BITS, S, SP)
+    if BITS == 32:  # word n is number n = 4 i + 2 j + k
+        cube = tl.reshape(words, (32, NT, SP, 2, 2, 2))
+        return tl.permute(cube, (0, 1, 2, 5, 4, 3)).to(tl.float32, bitcast=True)
+    else:  # word m holds numbers 2 m and 2 m + 1
+        pair = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF).to(tl.int16)  # [32, NT, SP, 4, 2]
+        cube = tl.permute(tl.reshape(pair, (32, NT, SP, 2, 2, 2)), (0, 1, 2, 5, 4, 3))
+        if BF16:
+            return cube.to(tl.bfloat16, bitcast=True)
+        else:
+            return cube.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def as_keys(cube):
+    """[32, NT, SP, 2, 2, 2] -> K [16 NT, 16 SP]: tokens in order, dimensions in `fragment_order`."""
+    NT: tl.constexpr = cube.shape[1]
+    SP: tl.constexpr = cube.shape[2]
+    split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
+    return tl.reshape(tl.permute(split, (2, 6, 0, 3, 1, 5, 4)), (16 * NT, 16 * SP))
+
+
+@triton.jit
+def as_values(cube):
+    """[32, NT, SP, 2, 2, 2] -> V transposed, [16 SP, 16 NT]: dimensions in order, tokens in `fragment_order`."""
+    NT: tl.constexpr = cube.shape[1]
+    SP: tl.constexpr = cube.shape[2]
+    split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
+    return tl.reshape(tl.permute(split, (3, 4, 0, 2, 1, 6, 5)), (16 * SP, 16 * NT))
+
+
+@triton.jit
+def fragment_order(i):
+    """Which element of 16 stands at place i % 16 in fragment order: a lane's 2t, 2t+1, 2t+8, 2t+9 follow each other."""
+    return i // 16 * 16 + (i // 2 % 2) * 8 + (i // 4 % 4) * 2 + i % 2
+
+
+@triton.jit
+def in_fragment_order(x):
+    """Permutes the rows of x [16 N, M] from natural to fragment order."""
+    ROWS: tl.constexpr = x.shape[0]
+    M: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS // 16, 2, 4, 2, M)), (0, 2, 1, 3, 4)), (ROWS, M))
+
+
+@triton.jit
+def decode_unsigned(code):
+    """The unsigned 16-bit field format, int32 -> float32."""
+    value = (code << 13).to(tl.float32, bitcast=True) * _RESCALE
+    return tl.where(code == _INVALID, float("nan"), value)
+
+
+@triton.jit
+def decode_signed(code):
+    """The signed 16-bit field format, int32 -> float32."""
+    magnitude = ((code & 0x7FFF) << 14).to(tl.float32, bitcast=True) * _RESCALE
+    value = tl.where(code >= 0x8000, -magnitude, magnitude)
+    return tl.where(code == _INVALID, float("nan"), value)
+
+
+@triton.jit
+def field_exponent(code):
+    """floor(log2) of an unsigned field (-40 for zero), float32: a cheap bound for scaling."""
+    return ((code >> 10) - _BIAS).to(tl.float32)
+
+
+@triton.jit
+def load_field(page, position, mask):
+    """16-bit fields: uint8 pointers to token 0's field, positions -> int32."""
+    return tl.load((page).to(tl.pointer_type(tl.uint16)) + position, mask=mask, other=0).to(tl.int32)

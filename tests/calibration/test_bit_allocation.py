@@ -1,0 +1,87 @@
+"""Predicted costs and the widths that follow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from slimkv import Codec
+from slimkv.calibration.bit_allocation import (
+    WIDTHS,
+    believed_costs,
+    budget_bytes,
+    layer_bytes,
+    profile_bytes,
+    solve_widths,
+    word_of,
+)
+from slimkv.calibration.predict import logit_noise, predicted_cost
+from slimkv.errors import InputError, UnsupportedError
+
+
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_the_predicted_noise_is_what_the_codec_makes(calibration, bits):
+    """E(q.e)^2 of real codes over the prediction, with and without the matrix."""
+    statistics = calibration.layers[0]
+    codec = Codec.from_format(f"k{bits}v4", 32)
+    keys = torch.randn(4000, 2, 32, generator=torch.Generator().manual_seed(0))
+    for query_aware in (None, calibration.query_aware_matrices(0, codec)):
+        error = (codec.decode_key(codec.encode_key(keys, query_aware=query_aware)) - keys).double()
+        seen = torch.einsum("nhi,hij,nhj->nh", error, statistics.query_moment, error) / keys.square().sum(-1)
+        distortion = predicted_cost(calibration, 0, bits, "value") / float(statistics.value_weight.sum())
+        predicted = distortion * logit_noise(statistics, codec.spec.seed, shaped=query_aware is not None)
+        assert seen.mean(0).tolist() == pytest.approx(predicted.tolist(), rel=0.12)
+
+
+def test_costs_fall_with_bits_and_follow_the_weights(calibration):
+    for side in ("key", "value"):
+        costs = [predicted_cost(calibration, 1, bits, side) for bits in WIDTHS]
+        assert costs == sorted(costs, reverse=True)
+    assert predicted_cost(calibration, 2, 4, "value") == pytest.approx(10 * predicted_cost(calibration, 1, 4, "value"))
+
+
+def test_sensitive_layers_get_the_bits(calibration):
+    solution = solve_widths(calibration, profile_bytes(calibration, "balanced"))
+    widths = [c.key_bits + c.value_bits for c in solution.choices]
+    assert widths == sorted(widths)
+    assert widths[0] < widths[-1]
+    assert solution.bytes_per_token <= profile_bytes(calibration, "balanced")
+    assert solution.cost < solution.uniform_cost
+    assert solution.formats[2] == word_of(solution.choices[2].key_bits, solution.choices[2].value_bits)
+
+
+@pytest.mark.parametrize("bits_per_number", [3.0, 4.1, 5.5])
+def test_no_other_choice_is_cheaper(calibration, bits_per_number):
+    """Against all choices of two layers: bits cost alike, so buying them one by one finds the optimum."""
+    two = replace(calibration, layers={n: calibration.layers[n] for n in (0, 1)})
+    budget = budget_bytes(two, bits_per_number)
+    solution = solve_widths(two, budget)
+    costs = believed_costs(two)
+    best = min(
+        costs[0, "key", a] + costs[0, "value", b] + costs[1, "key", c] + costs[1, "value", d]
+        for a, b, c, d in product(WIDTHS, repeat=4)
+        if layer_bytes(two.layers[0], word_of(a, b)) + layer_bytes(two.layers[1], word_of(c, d)) <= budget
+    )
+    assert solution.cost == pytest.approx(best)
+    assert solution.bits_per_number <= bits_per_number
+
+
+def test_a_large_budget_buys_the_largest_widths(calibration):
+    solution = solve_widths(calibration, 1e9)
+    assert {(c.key_bits, c.value_bits) for c in solution.choices} == {(WIDTHS[-1], WIDTHS[-1])}
+    assert solution.cost == pytest.approx(solution.uniform_cost)
+
+
+def test_impossible_wishes_are_named(calibration):
+    with pytest.raises(
+        InputError, match=r"2.000 bits per number is less than 2-bit codes and their scales take: 2.500"
+    ):
+        solve_widths(calibration, budget_bytes(calibration, 2.0))
+    with pytest.raises(InputError, match="unknown profile 'best'; known are lossless, balanced, aggressive"):
+        profile_bytes(calibration, "best")
+    bare = {n: replace(x, key_weight=None) for n, x in calibration.layers.items()}
+    with pytest.raises(UnsupportedError, match="does not know what errors of layer 0 cost"):
+        solve_widths(replace(calibration, layers=bare), 1e9)
