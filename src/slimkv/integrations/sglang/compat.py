@@ -70,11 +70,11 @@ __all__ = [
     "SWAKVPool",
     "attention_backends_of",
     "attention_tp",
+    "check_hooks",
     "context_parallel_sizes",
     "full_attention_layers",
     "is_switched_on",
     "logger",
-    "missing_hooks",
     "server_options",
     "unwrap_write_loc",
 ]
@@ -90,9 +90,14 @@ def is_switched_on(server_args: Any) -> bool:
     return NAME in attention_backends_of(server_options(server_args))
 
 
-def missing_hooks(targets: tuple[str, ...]) -> list[str]:
-    """Those of ``targets`` that SGLang did not patch; it logs a hook that fails and goes on."""
-    return [target for target in targets if target not in HookRegistry._patched]
+def check_hooks(targets: tuple[str, ...]) -> None:
+    """Raises unless SGLang patched all of ``targets``; it logs a hook that fails and goes on."""
+    missing = [target for target in targets if target not in HookRegistry._patched]
+    if missing:
+        raise UnsupportedError(
+            f"SGLang did not take slimkv's hooks on {', '.join(missing)}; its log says why. Without them the cache "
+            "would have the wrong size"
+        )
 
 
 def attention_tp() -> tuple[int, int]:

@@ -88,12 +88,13 @@ def _lazy(name: str) -> Callable[..., Any]:
 
 def _pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: type) -> type:
     """Around ``KVCacheConfigurator._resolve_kv_pool_class``."""
-    from slimkv.integrations.sglang.compat import MHATokenToKVPool
+    from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks
     from slimkv.integrations.sglang.pool import bind
     from slimkv.integrations.sglang.sizing import packs, sized_plan
 
     if not packs(kvc) or kind != "mha":
         return original(kvc, kind=kind, default=default)
+    check_hooks(TARGETS)
     if default is not MHATokenToKVPool:
         raise SlimKVError(f"slimkv's pages take the place of SGLang's plain pool, not of {default.__name__}")
     return bind(sized_plan(kvc), TARGETS)

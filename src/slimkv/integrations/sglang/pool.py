@@ -20,7 +20,7 @@ from slimkv.integrations.sglang.calibration import query_aware_matrices
 from slimkv.integrations.sglang.compat import (
     GPU_MEMORY_TYPE_KV_CACHE,
     MHATokenToKVPool,
-    missing_hooks,
+    check_hooks,
     unwrap_write_loc,
 )
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
@@ -40,12 +40,7 @@ class SlimKVPool(MHATokenToKVPool):
     hooks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, size: int, page_size: int, dtype: torch.dtype, **others: Any) -> None:
-        missing = missing_hooks(self.hooks)
-        if missing:
-            raise UnsupportedError(
-                f"SGLang did not take slimkv's hooks on {', '.join(missing)}; its log says why. Without them the cache "
-                "would have the wrong size"
-            )
+        check_hooks(self.hooks)
         if others.get("post_capture_active"):
             raise UnsupportedError("slimkv allocates its pages before graphs are captured, not after")
         if others.get("quant_method") is not None:

@@ -163,11 +163,8 @@ def cell_size(original: Callable[..., int], configurator: Any, kvc: Any, num_lay
 def default_init(original: Callable[..., None], configurator: Any, kvc: Any) -> None:
     """Around ``DefaultPoolConfigurator.__init__``: a draft's cache is not packed, so its own bytes are added."""
     original(configurator, kvc)
-    if not packs(kvc):
-        return
-    plan, drafted = plan_of(kvc), _draft_layers(kvc)
-    if drafted:
-        configurator._cell_size = plan.token_bytes(None) + drafted * _unpacked_bytes(kvc)
+    if packs(kvc) and _draft_layers(kvc):
+        configurator._cell_size = plan_of(kvc).token_bytes(None) + _draft_layers(kvc) * _unpacked_bytes(kvc)
 
 
 def _draft_layers(kvc: Any) -> int:
