@@ -11,8 +11,9 @@ from slimkv import ops
 from slimkv.cache.allocator import BlockAllocator
 from slimkv.cache.batch import AttentionBatch
 from slimkv.codec import Codec
+from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError
-from slimkv.ops.plan import RepeatedStore
+from slimkv.ops.plan import StorePlan, plan_store
 from slimkv.spec import CodecSpec, page_layout
 
 
@@ -38,9 +39,12 @@ class PagedPool:
         self.num_kv_heads = num_kv_heads
         self.backend = backend
         self.query_aware = query_aware
-        self._store = RepeatedStore(self.layout)
+        self._plan: StorePlan | None = None
         self.allocator = BlockAllocator(blocks)
         self.pages = torch.zeros(blocks, num_kv_heads, self.layout.page_bytes, dtype=torch.uint8, device=device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plan": None}  # a copy has pages of its own
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +57,34 @@ class PagedPool:
         self.allocator.grow(blocks)
         if extra:
             fresh = self.pages.new_zeros(extra, self.num_kv_heads, self.layout.page_bytes)
-            self.pages = torch.cat([self.pages, fresh])
+            self._replace(torch.cat([self.pages, fresh]))
+
+    def rearrange(self, source: Tensor, target: Tensor, blocks: int) -> None:
+        """Takes fresh pages of ``blocks`` blocks and copies block ``source[i]`` to ``target[i]``."""
+        fresh = self.pages.new_zeros(blocks, *self.pages.shape[1:])
+        fresh[target.to(fresh.device)] = self.pages[source.to(fresh.device)]
+        self.allocator = BlockAllocator(blocks)
+        self._replace(fresh)
+
+    def move_tokens(self, source: Tensor, target: Tensor) -> None:
+        """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
+        pages, size = self.pages, self.layout.block_size
+        offsets = page_tables(self.layout, pages.device).byte_offsets
+        heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
+
+        def where(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            slots = slots.to(pages.device)
+            return (slots // size)[:, None, None], heads, offsets[slots % size][:, None, :]
+
+        pages[where(target)] = pages[where(source)]
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves the pages, as offloading does; the codec stays where it is."""
+        if self.pages.device != torch.device(device):
+            self._replace(self.pages.to(device, non_blocking=True))
+
+    def _replace(self, pages: Tensor) -> None:
+        self.pages, self._plan = pages, None
 
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Copies whole blocks."""
@@ -80,9 +111,12 @@ class PagedPool:
 
         See ``slimkv.ops.store_kv``.
         """
-        self._store(
-            key, value, self.pages, slot_mapping, codec=self.codec, query_aware=self.query_aware, backend=self.backend
-        )
+        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, self.query_aware):
+            self._plan = plan_store(
+                key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout,
+                query_aware=self.query_aware, backend=self.backend,
+            )  # fmt: skip
+        self._plan.run(key, value, slot_mapping)
 
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any

@@ -119,8 +119,8 @@ def perplexity(
     from slimkv.cli.output import emit
     from slimkv.evals.model_plots import plot_quality
     from slimkv.evals.perplexity import measure_perplexity
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
@@ -155,8 +155,8 @@ def agreement(
     from slimkv.cli.output import emit
     from slimkv.evals.agreement import measure_agreement
     from slimkv.evals.model_plots import plot_quality
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
@@ -192,8 +192,8 @@ def needle(
     from slimkv.cli.output import emit
     from slimkv.evals.model_plots import plot_needle
     from slimkv.evals.needle import measure_needle
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
@@ -224,7 +224,7 @@ def generation(
     from slimkv.cli.output import emit
     from slimkv.evals.generation import measure_generation
     from slimkv.evals.model_plots import plot_generation
-    from slimkv.evals.provenance import with_provenance
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
@@ -255,8 +255,8 @@ def layers(
     from slimkv.cli.output import emit
     from slimkv.evals.layers import measure_layers
     from slimkv.evals.model_plots import plot_layers
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
@@ -287,8 +287,8 @@ def widths(
     from slimkv.cli.output import emit
     from slimkv.evals.bit_allocation import measure_widths
     from slimkv.evals.model_plots import plot_widths
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
@@ -320,8 +320,8 @@ def paths(
     """Attention on pages against stock attention on decoded keys and values: logits and greedy tokens."""
     from slimkv.cli.output import emit
     from slimkv.evals.fused_vs_decoded import compare_paths
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)

@@ -14,8 +14,8 @@ from slimkv.evals.agreement import AgreementReport, measure_agreement
 from slimkv.evals.generation import prompt_ids
 from slimkv.evals.harness import RAW, SERVING, Progress, Stopwatch, attending, new_cache, quiet
 from slimkv.evals.layers import LayerReport, measure_layers
-from slimkv.evals.provenance import Provenance, provenance
 from slimkv.evals.texts import load_text, token_windows
+from slimkv.provenance import Provenance, provenance
 from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout
 
 QUESTION = "What is photosynthesis, and why does it matter?"

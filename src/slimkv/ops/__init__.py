@@ -1,8 +1,24 @@
-"""Operations on pages: store, attend, gather, copy. Each has a reference and kernels behind its public functions."""
+"""Operations on pages: store, attend, gather, copy. Each has a reference and backends behind its public functions."""
 
-from slimkv.ops.attention.api import AttendOptions, attend
+from slimkv.ops.attention.api import AttendOptions, attend, workspace_bytes
 from slimkv.ops.copy.api import copy_tokens, read_tokens, write_tokens
 from slimkv.ops.gather.api import gather_kv
+from slimkv.ops.merge import merge_attention_states
+from slimkv.ops.plan import AttendPlan, StorePlan, plan_attend, plan_store
 from slimkv.ops.store.api import store_kv
 
-__all__ = ["AttendOptions", "attend", "copy_tokens", "gather_kv", "read_tokens", "store_kv", "write_tokens"]
+__all__ = [
+    "AttendOptions",
+    "AttendPlan",
+    "StorePlan",
+    "attend",
+    "copy_tokens",
+    "gather_kv",
+    "merge_attention_states",
+    "plan_attend",
+    "plan_store",
+    "read_tokens",
+    "store_kv",
+    "workspace_bytes",
+    "write_tokens",
+]

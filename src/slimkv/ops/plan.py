@@ -1,119 +1,175 @@
-"""The same call step after step, as in decoding: what stays the same is checked and planned once.
+"""Plan once, run many times: calls of which only a few addresses change from step to step, as in decoding.
 
-The first call goes through ``store`` or ``attend``. When the next one differs only in where its vectors, slots and
-lengths are, it is planned by the implementation's ``again``, and from then on launched at once; any other difference
-leads back to the first way, and so does an implementation without ``again``.
-Pages are remembered, not held: a cache that grows or moves its pages gets their memory back.
+``plan_attend`` and ``plan_store`` check and prepare a call. ``run`` then repeats it with other queries and lengths, or
+other vectors and slots, of the same shapes. Whoever owns a plan asks ``fits`` before a step that may differ, and makes
+a new plan where it does. A plan points to the pages it was made for: drop it when they move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from operator import is_
-from weakref import ref
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimkv.codec import Codec
-from slimkv.ops.attention.api import REGISTRY as ATTEND
-from slimkv.ops.attention.api import AttendOptions, AttendRequest, attend
-from slimkv.ops.registry import Registry
+from slimkv.errors import InputError
+from slimkv.ops.attention.api import REGISTRY as ATTENTION
+from slimkv.ops.attention.api import AttendOptions, checked_request
 from slimkv.ops.store.api import REGISTRY as STORE
-from slimkv.ops.store.api import StoreRequest, store_kv
+from slimkv.ops.store.api import checked_request as checked_store
 from slimkv.spec import PageLayout
 
-Run = Callable[[Tensor, Tensor, Tensor], None]
+# A backend's ``plan(request)`` returns this, or None for a request that it cannot prepare.
+Launch = Callable[[Tensor, Tensor, Tensor], None]
 
 
-def _kind(x: Tensor) -> tuple[object, ...]:
-    """All that a plan depends on but the address, of which kernels ask that vectors begin at multiples of 16 bytes."""
+Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
+
+
+def _geometry(x: Tensor) -> Geometry:
+    """What a prepared launch depends on beside the address, which must be as aligned as it was."""
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
 
 
-@dataclass
-class _Last:
-    """A call, and how it is run again once it has been planned; None where it cannot be."""
-
-    pages: ref[Tensor]
-    same: tuple[object, ...]  # objects that must be the very same
-    kinds: tuple[object, ...]
-    planned: bool = False
-    run: Run | None = None
+def _say(geometry: Geometry) -> str:
+    shape, strides, dtype, device, _ = geometry
+    return f"{dtype} {list(shape)} with strides {list(strides)} on {device}"
 
 
-class _Repeated:
-    """A layout and the last call on it, which copies do not share."""
+@dataclass(frozen=True)
+class AttendPlan:
+    """An ``attend`` without fresh K and V in which queries, output and lengths may change."""
 
-    def __init__(self, layout: PageLayout) -> None:
-        self._layout = layout
-        self._last: _Last | None = None
+    pages: Tensor
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    options: AttendOptions | None
+    _query: Geometry
+    _out: Geometry
+    _launch: Launch
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"_layout": self._layout, "_last": None}
+    def fits(
+        self, query: Tensor, pages: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, options: AttendOptions | None
+    ) -> bool:
+        """Whether ``run`` may take ``query`` for these pages and tables, which must be the very same objects."""
+        return (
+            self.pages is pages
+            and self.block_table is block_table
+            and self.cu_seqlens_q is cu_seqlens_q
+            and self.options is options
+            and self._query == _geometry(query)
+        )
 
-    def _repeats(self, pages: Tensor, same: tuple[object, ...], kinds: tuple[object, ...]) -> _Last | None:
-        """The last call if this one differs from it in addresses alone; otherwise this one is the last from now on."""
-        last = self._last
-        if last is not None and last.kinds == kinds and last.pages() is pages and all(map(is_, last.same, same)):
-            return last
-        self._last = _Last(ref(pages), same, kinds)
-        return None
+    def run(self, query: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> Tensor:
+        """query [total_queries, num_heads, key_dim], seq_lens int32 [sequences] -> out, as ``attend`` gives it.
+
+        Lengths may be as long as the block table. ``out``: contiguous, of the query's dtype; allocated when None.
+        """
+        if self._query != _geometry(query):
+            raise InputError(f"the plan is for queries like {_say(self._query)}, not {_say(_geometry(query))}")
+        if seq_lens.shape != self.block_table.shape[:1] or seq_lens.dtype != torch.int32:
+            wanted = list(self.block_table.shape[:1])
+            raise InputError(
+                f"seq_lens must be int32 {wanted} for this plan, not {seq_lens.dtype} {list(seq_lens.shape)}"
+            )
+        if out is None:
+            out = query.new_empty(self._out[0])
+        elif self._out != _geometry(out):
+            raise InputError(f"the plan writes outputs like {_say(self._out)}, not {_say(_geometry(out))}")
+        self._launch(query, out, seq_lens)
+        return out
 
 
-def _plan(last: _Last, registry: Registry, request: StoreRequest | AttendRequest, backend: str | None) -> None:
-    again = getattr(registry.select(request.pages.device, request, backend).load(), "again", None)
-    last.planned, last.run = True, again(request) if again is not None else None
+@dataclass(frozen=True)
+class StorePlan:
+    """A ``store_kv`` in which keys, values and slots may change."""
 
+    pages: Tensor
+    query_aware: Tensor | None
+    _key: Geometry
+    _value: Geometry
+    _slots: torch.dtype
+    _launch: Launch
 
-class RepeatedStore(_Repeated):
-    """``store`` into pages of one layout."""
+    def fits(self, key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor, query_aware: Tensor | None) -> bool:
+        """Whether ``run`` may take these vectors for ``pages`` and ``query_aware``, the very same objects."""
+        return self.pages is pages and self.query_aware is query_aware and self._takes(key, value, slot_mapping)
 
-    def __call__(
-        self, key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor, *, codec: Codec,
-        query_aware: Tensor | None = None, backend: str | None = None,
-    ) -> None:  # fmt: skip
-        """See ``store``."""
-        where = slot_mapping.shape, slot_mapping.dtype, slot_mapping.device, pages.data_ptr()
-        last = self._repeats(pages, (codec, query_aware), (_kind(key), _kind(value), where, backend))
-        if last is not None and not last.planned:
-            _plan(last, STORE, StoreRequest(key, value, pages, slot_mapping, codec, self._layout, query_aware), backend)
-        if last is not None and last.run is not None:
-            last.run(key, value, slot_mapping)
-            return
-        store_kv(
-            key, value, pages, slot_mapping, codec=codec, layout=self._layout, query_aware=query_aware, backend=backend
+    def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """key, value [tokens, num_kv_heads, dim], slot_mapping [tokens]: see ``store_kv``."""
+        if not self._takes(key, value, slot_mapping):
+            raise InputError(
+                f"the plan stores keys like {_say(self._key)} and values like {_say(self._value)} with {self._slots} "
+                f"slots, not {_say(_geometry(key))} and {_say(_geometry(value))} with {slot_mapping.dtype}"
+            )
+        self._launch(key, value, slot_mapping)
+
+    def _takes(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> bool:
+        return (
+            self._key == _geometry(key)
+            and self._value == _geometry(value)
+            and slot_mapping.shape == key.shape[:1]
+            and slot_mapping.dtype == self._slots
         )
 
 
-class RepeatedAttend(_Repeated):
-    """``attend`` without fresh vectors on pages of one layout."""
+def plan_attend(
+    query: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    options: AttendOptions | None = None,
+    backend: str | None = None,
+) -> AttendPlan:
+    """Prepares an ``attend`` of such queries for lengths up to what the block table holds; runs nothing."""
+    request = checked_request(
+        query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
+        max_seq_len=block_table.shape[1] * layout.block_size, options=options,
+    )  # fmt: skip
+    module = ATTENTION.select(pages.device, request, backend).load()
+    nothing = seq_lens[:0]
+    kept = replace(request, query=nothing, out=nothing, seq_lens=nothing)  # a plan holds no step's tensors
 
-    def __call__(
-        self, query: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *,
-        codec: Codec, max_query_len: int, max_seq_len: int, options: AttendOptions, backend: str | None = None,
-    ) -> Tensor:  # fmt: skip
-        """See ``attend``. Lengths must stay within the blocks of the table, as ``max_seq_len`` would say."""
-        where = seq_lens.shape, seq_lens.dtype, seq_lens.device, pages.data_ptr()
-        same = codec, block_table, cu_seqlens_q, options
-        last = self._repeats(pages, same, (_kind(query), where, max_query_len, backend))
-        layout, shape = self._layout, (*query.shape[:2], self._layout.spec.value_dim)
-        if last is not None and not last.planned:
-            # The next steps are longer: as long as the table allows.
-            longest = block_table.shape[1] * layout.block_size
-            request = AttendRequest(
-                query, pages, block_table, seq_lens, cu_seqlens_q, max_query_len, longest, codec, layout, options,
-                None, query.new_empty(shape), None, None, None,
-            )  # fmt: skip
-            _plan(last, ATTEND, request, backend)
-        if last is not None and last.run is not None:
-            out = query.new_empty(shape)
-            last.run(query, out, seq_lens)
-            return out
-        found = attend(
-            query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
-            max_seq_len=max_seq_len, options=options, backend=backend,
-        )  # fmt: skip
-        assert isinstance(found, torch.Tensor)
-        return found
+    def launch(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
+        module.run(replace(kept, query=query, out=out, seq_lens=seq_lens))
+
+    prepared = _prepared(module, request) or launch
+    return AttendPlan(pages, block_table, cu_seqlens_q, options, _geometry(query), _geometry(request.out), prepared)
+
+
+def plan_store(
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    slot_mapping: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    query_aware: Tensor | None = None,
+    backend: str | None = None,
+) -> StorePlan:
+    """Prepares a ``store_kv`` of such vectors; stores nothing."""
+    request = checked_store(key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware)
+    module = STORE.select(pages.device, request, backend).load()
+    nothing = slot_mapping[:0]
+    kept = replace(request, key=nothing, value=nothing, slot_mapping=nothing)
+
+    def launch(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        module.run(replace(kept, key=key, value=value, slot_mapping=slot_mapping))
+
+    prepared = _prepared(module, request) or launch
+    return StorePlan(pages, query_aware, _geometry(key), _geometry(value), slot_mapping.dtype, prepared)
+
+
+def _prepared(module: Any, request: Any) -> Launch | None:
+    """The backend's own prepared launch; None where it prepares nothing."""
+    plan = getattr(module, "plan", None)
+    return plan(request) if plan is not None else None

@@ -64,56 +64,56 @@ static u32 half_at(u32 address) {
 // Element (row, k) of an operand whose k lie side by side, and (k, column) of one whose columns do.
 static float side_by_side(u64 operand, int row, int k) {
   const u32 start = (u32)(operand & 0x3FFF) << 4, groups = (u32)(operand >> 32 & 0x3FFF) << 4;
-  return half_to_float(half_at(start + row / 8 * groups + row % 8 * 128 + 2 * k));
+  return f16_to_f32(half_at(start + row / 8 * groups + row % 8 * 128 + 2 * k));
 }
 static float across(u64 operand, int k, int column) {
   const u32 start = (u32)(operand & 0x3FFF) << 4, groups = (u32)(operand >> 32 & 0x3FFF) << 4;
   const u32 apart = (u32)(operand >> 16 & 0x3FFF) << 4;
-  return half_to_float(half_at(start + column / 64 * apart + k / 8 * groups + k % 8 * 128 + column % 64 * 2));
+  return f16_to_f32(half_at(start + column / 64 * apart + k / 8 * groups + k % 8 * 128 + column % 64 * 2));
 }
 
 }  // namespace host
 
-DEVICE void barrier_create(u64* barrier, int count) {
+DEVICE void mbarrier_init(u64* barrier, int count) {
   *reinterpret_cast<host::Barrier*>(barrier) = {(u16)count, (u16)count, 0};
   host::landings.clear();
   for (host::Named& n : host::named) n = {0, 0};
 }
-DEVICE void barriers_created() {}
-DEVICE void barrier_arrive(u64* barrier) { host::arrive(barrier, 0); }
-DEVICE void barrier_arrive_announcing(u64* barrier, u32 bytes) { host::arrive(barrier, (i32)bytes); }
-DEVICE void barrier_wait(u64* barrier, u32 parity) {
+DEVICE void fence_mbarrier_init() {}
+DEVICE void mbarrier_arrive(u64* barrier) { host::arrive(barrier, 0); }
+DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) { host::arrive(barrier, (i32)bytes); }
+DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
   int polls = 0;
   while (((u32)reinterpret_cast<host::Barrier*>(barrier)->bytes_and_phase & 1) == parity) {
     host::land_one(barrier);
     host::let_others_run("a barrier", polls);
   }
 }
-DEVICE void copy_to_shared(void* shared, const void* global, u32 bytes, u64* barrier) {
+DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
   const u64 offset = static_cast<u8*>(shared) - host::machine.shared;
   if (offset + bytes > (u64)host::machine.shared_bytes) host::fail("a copy to beyond shared memory");
   if ((offset | (u64)global | bytes) % 16) host::fail("a copy that is not aligned to 16 bytes");
   memset(shared, host::POISON, bytes);
   host::landings.push_back({shared, global, bytes, barrier});
 }
-DEVICE void publish_shared() {}
-DEVICE void named_wait(int number, int threads) {
+DEVICE void fence_proxy_async() {}
+DEVICE void bar_sync(int number, int threads) {
   const u64 generation = host::named[number].generation;
   host::meet_named(number, threads);
   int polls = 0;
   while (host::named[number].generation == generation) host::let_others_run("a named barrier", polls);
 }
-DEVICE void named_arrive(int number, int threads) { host::meet_named(number, threads); }
-template <int N> DEVICE void more_registers() {}
-template <int N> DEVICE void fewer_registers() {}
-DEVICE void products_begin() { host::meet("products_begin", nullptr, 0); }
-DEVICE void products_commit() {}
-template <int GROUPS> DEVICE void products_wait() { host::meet("products_wait", nullptr, 0); }
-template <int N> DEVICE void hold(float (&)[N]) {}
+DEVICE void bar_arrive(int number, int threads) { host::meet_named(number, threads); }
+template <int N> DEVICE void setmaxnreg_inc() {}
+template <int N> DEVICE void setmaxnreg_dec() {}
+DEVICE void wgmma_fence() { host::meet("wgmma_fence", nullptr, 0); }
+DEVICE void wgmma_commit() {}
+template <int GROUPS> DEVICE void wgmma_wait() { host::meet("wgmma_wait", nullptr, 0); }
+template <int N> DEVICE void wgmma_fence_operand(float (&)[N]) {}
 DEVICE void keep_before(float, float) {}
 
-template <int N> struct Product {
-  template <bool ADD> static void from_shared(float (&c)[N / 2], u64 a, u64 b) {
+template <int N> struct Wgmma {
+  template <bool ADD> static void shared_a(float (&c)[N / 2], u64 a, u64 b) {
     const int lane = host::lane(), warp = host::machine.current / 32 % 4;
     float rows[2][16];
     for (int r = 0; r < 2; r++)
@@ -129,14 +129,14 @@ template <int N> struct Product {
         }
       }
   }
-  static void from_registers(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     u64 mine[4] = {a0, a1, a2, a3};
-    host::Operands all = host::meet("from_registers", mine, 4);
+    host::Operands all = host::meet("register_a", mine, 4);
     const int lane = host::lane(), g = lane / 4, t = lane % 4;
     float rows[2][16];
     for (int r = 0; r < 2; r++)
       for (int k = 0; k < 16; k++)
-        rows[r][k] = half_to_float((u32)(all[4 * g + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF);
+        rows[r][k] = f16_to_f32((u32)(all[4 * g + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF);
     for (int i = 0; i < N / 2; i += 4)
       for (int j = 0; j < 2; j++) {
         float column[16];

@@ -26,7 +26,7 @@ typedef long long i64;
 #define KERNEL(threads, blocks) static void
 #define GRID_CONSTANT const
 #define SHARED_MEMORY(name) u8* const name = host::machine.shared
-#define LAUNCHABLE(name, Args)                                                                                  \
+#define HOST_TESTABLE(name, Args)                                                                                  \
   static void host_entry_of_##name(const void* args) { name(*static_cast<const Args*>(args)); }                 \
   extern "C" int host_launch_##name(int x, int y, int threads, int shared, const void* args, int args_bytes) {  \
     if (args_bytes != (int)sizeof(Args))                                                                        \
@@ -307,7 +307,7 @@ static void mma_8(const char* where, i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u
 }  // namespace host
 
 DEVICE int thread_index() { return host::machine.current; }
-DEVICE int lane_anew() { return host::machine.current & 31; }
+DEVICE int read_laneid() { return host::machine.current & 31; }
 DEVICE int block_index() { return host::machine.block_x; }
 DEVICE int block_index_y() { return host::machine.block_y; }
 DEVICE int block_count() { return host::machine.grid_x; }
@@ -341,9 +341,9 @@ DEVICE float div_rn(float a, float b) { return a / b; }
 DEVICE float sqrt_rn(float a) { return sqrtf(a); }
 DEVICE float div_rn_normal(float a, float b) { return div_rn(a, b); }
 DEVICE float sqrt_rn_normal(float a) { return sqrt_rn(a); }
-DEVICE float int_to_float_rn(i32 x) { return (float)x; }
-DEVICE float long_to_float_rn(i64 x) { return (float)x; }
-DEVICE i32 float_to_int_rz(float x) {
+DEVICE float i32_to_f32_rn(i32 x) { return (float)x; }
+DEVICE float i64_to_f32_rn(i64 x) { return (float)x; }
+DEVICE i32 f32_to_i32_rz(float x) {
   if (x != x) return 0;
   if (x >= 2147483648.0f) return 2147483647;
   if (x < -2147483648.0f) return -2147483647 - 1;
@@ -351,25 +351,25 @@ DEVICE i32 float_to_int_rz(float x) {
 }
 DEVICE u32 ceil_product(float a, float b, int zero) { return (u32)(i64)(ceil(ldexp((double)a * (double)b, 149)) + zero); }
 DEVICE float floor_of(float x) { return floorf(x); }
-DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
-DEVICE float minimum(float a, float b) { return fminf(a, b); }
-DEVICE int least(int a, int b) { return a < b ? a : b; }
-DEVICE int greatest(int a, int b) { return a > b ? a : b; }
+DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+DEVICE float min_f32(float a, float b) { return fminf(a, b); }
+DEVICE int min_i32(int a, int b) { return a < b ? a : b; }
+DEVICE int max_i32(int a, int b) { return a > b ? a : b; }
 
 DEVICE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x; }
-DEVICE float exp2_fast(float x) { return flushed(exp2f(flushed(x))); }
-DEVICE float log2_fast(float x) { return flushed(log2f(flushed(x))); }
-DEVICE float reciprocal_fast(float x) { return flushed(1.0f / flushed(x)); }
+DEVICE float exp2_approx(float x) { return flushed(exp2f(flushed(x))); }
+DEVICE float log2_approx(float x) { return flushed(log2f(flushed(x))); }
+DEVICE float rcp_approx(float x) { return flushed(1.0f / flushed(x)); }
 DEVICE float tanh_of(float x) { return tanhf(x); }
 
-DEVICE float half_to_float(u32 bits) {
+DEVICE float f16_to_f32(u32 bits) {
   u32 sign = bits >> 15 & 1, exponent = bits >> 10 & 31, mantissa = bits & 1023;
   float x = exponent == 31 ? (mantissa ? NAN : INFINITY)
             : exponent     ? as_float((exponent + 112) << 23 | mantissa << 13)
                            : (float)mantissa * 5.9604644775390625e-8f;
   return sign ? -x : x;
 }
-DEVICE u32 float_to_half(float x) {
+DEVICE u32 f32_to_f16(float x) {
   u32 bits = as_bits(x), sign = bits >> 16 & 0x8000, m = bits & 0x7FFFFFFF;
   if (m > 0x7F800000) return 0x7FFF;
   if (m >= 0x477FF000) return sign | 0x7C00;  // 65520 and more round to infinity
@@ -377,8 +377,8 @@ DEVICE u32 float_to_half(float x) {
     return sign | (as_bits(as_float(m) + 0.5f) - as_bits(0.5f));
   return sign | ((m + 0xFFF + (m >> 13 & 1) - 0x38000000) >> 13);
 }
-DEVICE u32 pack_halves(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
-DEVICE u32 float_to_bfloat(float x) {
+DEVICE u32 pack_f16x2(float low, float high) { return f32_to_f16(low) | f32_to_f16(high) << 16; }
+DEVICE u32 f32_to_bf16(float x) {
   u32 bits = as_bits(x);
   return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
@@ -392,56 +392,56 @@ template <class F> DEVICE u32 larger_pairs(u32 a, u32 b, F to_float) {
   }
   return r | ((a ^ b) & 0x80008000u);
 }
-DEVICE float bfloat_to_float(u32 x) { return as_float(x << 16); }
-DEVICE u32 larger_halves(u32 a, u32 b) { return larger_pairs(a, b, half_to_float); }
-DEVICE u32 larger_bfloats(u32 a, u32 b) { return larger_pairs(a, b, bfloat_to_float); }
+DEVICE float bf16_to_f32(u32 x) { return as_float(x << 16); }
+DEVICE u32 max_abs_f16x2(u32 a, u32 b) { return larger_pairs(a, b, f16_to_f32); }
+DEVICE u32 max_abs_bf16x2(u32 a, u32 b) { return larger_pairs(a, b, bf16_to_f32); }
 template <class G> DEVICE u32 times_pairs(u32 a, u32 b, float to_float(u32), G from_float) {
   return from_float(to_float(a & 0xFFFF) * to_float(b & 0xFFFF)) | from_float(to_float(a >> 16) * to_float(b >> 16)) << 16;
 }
-DEVICE u32 times_halves(u32 a, u32 b) { return times_pairs(a, b, half_to_float, float_to_half); }
-DEVICE u32 times_bfloats(u32 a, u32 b) { return times_pairs(a, b, bfloat_to_float, float_to_bfloat); }
-DEVICE u32 larger_u16s(u32 a, u32 b) {
+DEVICE u32 mul_f16x2(u32 a, u32 b) { return times_pairs(a, b, f16_to_f32, f32_to_f16); }
+DEVICE u32 mul_bf16x2(u32 a, u32 b) { return times_pairs(a, b, bf16_to_f32, f32_to_bf16); }
+DEVICE u32 max_u16x2(u32 a, u32 b) {
   u32 low = (a & 0xFFFF) > (b & 0xFFFF) ? a : b, high = a >> 16 > b >> 16 ? a : b;
   return (low & 0xFFFF) | (high & 0xFFFF0000u);
 }
-DEVICE u32 half2_sub(u32 a, u32 b) {  // a difference of two halves is exact in float32, or far from a tie
-  return pack_halves(half_to_float(a & 0xFFFF) - half_to_float(b & 0xFFFF), half_to_float(a >> 16) - half_to_float(b >> 16));
+DEVICE u32 sub_f16x2(u32 a, u32 b) {  // a difference of two halves is exact in float32, or far from a tie
+  return pack_f16x2(f16_to_f32(a & 0xFFFF) - f16_to_f32(b & 0xFFFF), f16_to_f32(a >> 16) - f16_to_f32(b >> 16));
 }
 
-template <class T> DEVICE T shuffle_xor(T x, int mask) { return host::from_lane("shuffle_xor", x, host::lane() ^ mask); }
-template <class T> DEVICE T shuffle(T x, int lane) { return host::from_lane("shuffle", x, lane); }
-DEVICE bool any_lane(bool p) {
+template <class T> DEVICE T shfl_xor(T x, int mask) { return host::from_lane("shfl_xor", x, host::lane() ^ mask); }
+template <class T> DEVICE T shfl(T x, int lane) { return host::from_lane("shfl", x, lane); }
+DEVICE bool warp_any(bool p) {
   u64 mine = p;
-  host::Operands all = host::meet("any_lane", &mine, 1);
+  host::Operands all = host::meet("warp_any", &mine, 1);
   for (int i = 0; i < 32; i++) mine |= all[i][0];
   return mine;
 }
-DEVICE int count_lanes(bool p) {
+DEVICE int warp_count(bool p) {
   u64 mine = p;
-  host::Operands all = host::meet("count_lanes", &mine, 1);
+  host::Operands all = host::meet("warp_count", &mine, 1);
   int count = 0;
   for (int i = 0; i < 32; i++) count += (int)all[i][0];
   return count;
 }
 
-DEVICE u32 transpose_8x8(u32 x) {
+DEVICE u32 movmatrix_trans(u32 x) {
   u64 mine = x;
-  host::Operands all = host::meet("transpose_8x8", &mine, 1);
+  host::Operands all = host::meet("movmatrix_trans", &mine, 1);
   int r = host::lane() / 4, c = host::lane() % 4;
   u32 low = (u32)(all[4 * (2 * c) + r / 2][0] >> (16 * (r % 2))) & 0xFFFF;
   u32 high = (u32)(all[4 * (2 * c + 1) + r / 2][0] >> (16 * (r % 2))) & 0xFFFF;
   return low | high << 16;
 }
 
-DEVICE u32 dot_u8(u32 a, u32 b, u32 c) {
+DEVICE u32 dp4a_u8(u32 a, u32 b, u32 c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
   return c;
 }
-DEVICE i32 dot_u8_s8(u32 a, u32 b, i32 c) {
+DEVICE i32 dp4a_u8_s8(u32 a, u32 b, i32 c) {
   for (int i = 0; i < 32; i += 8) c += (int)(a >> i & 255) * (int)(signed char)(b >> i);
   return c;
 }
-DEVICE i32 dot_s8(u32 a, u32 b, i32 c) {
+DEVICE i32 dp4a_s8(u32 a, u32 b, i32 c) {
   for (int i = 0; i < 32; i += 8) c += (int)(signed char)(a >> i) * (int)(signed char)(b >> i);
   return c;
 }
@@ -466,9 +466,9 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
   d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
   mma_u8_u8(d, a0, a1, a2, a3, b0, b1);
 }
-DEVICE void let_next_grid_start() {}
-DEVICE void wait_for_grid_before() { host::machine.threads[host::machine.current].waited = true; }
-DEVICE void prefetch(const void*) {}
+DEVICE void griddepcontrol_launch_dependents() {}
+DEVICE void griddepcontrol_wait() { host::machine.threads[host::machine.current].waited = true; }
+DEVICE void prefetch_l2(const void*) {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
 template <class F> DEVICE void mma_floats(const char* name, F to_float, float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -485,24 +485,24 @@ template <class F> DEVICE void mma_floats(const char* name, F to_float, float c[
     c[n] = (float)sum;
   }
 }
-DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_f16", half_to_float, c, a0, a1, a2, a3, b0, b1); }
-DEVICE void mma_bf16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_bf16", bfloat_to_float, c, a0, a1, a2, a3, b0, b1); }
+DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_f16", f16_to_f32, c, a0, a1, a2, a3, b0, b1); }
+DEVICE void mma_bf16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_bf16", bf16_to_f32, c, a0, a1, a2, a3, b0, b1); }
 
 DEVICE u32 shared_address(const void* p) { return (u32)(static_cast<const u8*>(p) - host::machine.shared); }
-DEVICE void copy_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }
-DEVICE void copy_async_16_if(bool real, void* shared, const void* global) {
+DEVICE void cp_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }
+DEVICE void cp_async_16_or_zero(bool real, void* shared, const void* global) {
   static const Words4 zeros = {0, 0, 0, 0};
-  copy_async_16(shared, real ? global : &zeros);
+  cp_async_16(shared, real ? global : &zeros);
 }
-DEVICE void copy_async_commit() { host::machine.threads[host::machine.current].groups++; }
-template <int GROUPS> DEVICE void copy_async_wait() { host::land(GROUPS); }
-DEVICE Words4 load_once(const void* p) {
+DEVICE void cp_async_commit() { host::machine.threads[host::machine.current].groups++; }
+template <int GROUPS> DEVICE void cp_async_wait() { host::land(GROUPS); }
+DEVICE Words4 ldg_streaming(const void* p) {
   if ((u64)p % 16) host::fail("a load of 16 bytes that is not aligned");
   Words4 r;
   memcpy(&r, p, 16);
   return r;
 }
-DEVICE Words4 load_often(const void* p) { return load_once(p); }
-DEVICE float load_float(const float* p) { return *p; }
-DEVICE i32 load_int(const i32* p) { return *p; }
+DEVICE Words4 ldg_cached(const void* p) { return ldg_streaming(p); }
+DEVICE float ldg_f32(const float* p) { return *p; }
+DEVICE i32 ldg_i32(const i32* p) { return *p; }
 

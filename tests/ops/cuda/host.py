@@ -1,6 +1,6 @@
 """Compiles the CUDA kernels for the CPU (host.h) and launches them there, so that their logic is tested without a GPU.
 
-Every kernel takes one struct by value, mirrored here by a ``ctypes.Structure``; ``LAUNCHABLE(name, Args)`` after it
+Every kernel takes one struct by value, mirrored here by a ``ctypes.Structure``; ``HOST_TESTABLE(name, Args)`` after it
 makes it callable.
 """
 
@@ -59,7 +59,7 @@ def _processor() -> str:
 
 def _key(source: Path, options: list[str]) -> str:
     digest = hashlib.sha256(_processor().encode())
-    for path in sorted([source, *HERE.glob("*.h"), *SOURCES.glob("*.cuh")]):
+    for path in sorted([source, *HERE.glob("*.h"), *SOURCES.rglob("*.cuh")]):
         digest.update(path.read_bytes())
     digest.update(" ".join(options).encode())
     return digest.hexdigest()[:24]
@@ -71,7 +71,7 @@ def _library(path: str) -> ctypes.CDLL:
 
 
 def compile(source: Path, defines: Mapping[str, int | str] | None = None) -> ctypes.CDLL:
-    """The library of a ``.cu`` file (a name in the package's source folder, or a path) with ``-D`` options."""
+    """The library of a ``.cu`` file (a path in the package's source folder, or elsewhere) with ``-D`` options."""
     source = source if source.is_absolute() else SOURCES / source
     options = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted((defines or {}).items()))]
     target = _cache() / f"{source.stem}-{_key(source, options)}.so"

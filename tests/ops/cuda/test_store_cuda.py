@@ -129,7 +129,7 @@ def test_products_are_compared_as_they_are(dtype):
 
 
 @emulated
-@pytest.mark.parametrize("word", ["k4v4", "turboquant_k8v4", "kur4vu3", "fp8"])
+@pytest.mark.parametrize("format", ["k4v4", "turboquant_k8v4", "kur4vu3", "fp8"])
 def test_tokens_that_cannot_be_encoded_are_marked(format):
     case = Case(format=format, heads=1, tokens=32, slots="aligned", dtype="fp32")
     _, _, slots, pages, codec = build(case, CPU)

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.cache import PagedPool
+from slimkv.cache import AttentionBatch, PagedPool
 from slimkv.calibration import Calibration
-from slimkv.codec.pack import page_tables
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.compat import CacheLayerMixin
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
 from slimkv.integrations.transformers.tables import SequenceTables
-from slimkv.ops.plan import RepeatedAttend
+from slimkv.ops import AttendOptions
+from slimkv.ops.plan import AttendPlan, plan_attend
 from slimkv.spec import CodecSpec
 
 RAW_FRESH_ABOVE = 8  # serving: up to this many new tokens (decoding, verifying a draft) attention reads codes only
@@ -86,7 +86,7 @@ class PackedLayer(CacheLayerMixin):
         )
         if self.settings.calibration is not None:
             self.pool.query_aware = self.settings.calibration.query_aware_matrices(self.number, self.pool.codec)
-        self._attend_again = RepeatedAttend(self.pool.layout)
+        self._plan: AttendPlan | None = None
         self.tables.join(self)
         self.is_initialized = True
 
@@ -128,8 +128,25 @@ class PackedLayer(CacheLayerMixin):
         visible = self._visible(new)
         return PagedKV(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, self.tokens - visible, visible,
-            self.dtype, self.window, self.chunked, fresh, self.settings.config.backend, self._attend_again,
+            self.dtype, self.window, self.chunked, fresh, self.settings.config.backend, self.attend_codes,
         )  # fmt: skip
+
+    def attend_codes(self, query: Tensor, pages: Tensor, batch: AttentionBatch, options: AttendOptions) -> Tensor:
+        """query [queries, num_heads, key_dim] -> [queries, num_heads, value_dim]; a step like the last reuses its plan.
+
+        ``pages`` are the step's: offloading may have moved the layer's own.
+        """
+        plan = self._plan
+        if plan is None or not plan.fits(query, pages, batch.block_table, batch.cu_seqlens_q, options):
+            plan = self._plan = plan_attend(
+                query, pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, codec=self.pool.codec,
+                layout=self.pool.layout, max_query_len=batch.max_query_len, options=options,
+                backend=self.settings.config.backend,
+            )  # fmt: skip
+        return plan.run(query, batch.seq_lens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plan": None}  # a copy has pages of its own
 
     def _visible(self, new: int) -> int:
         """How many of the last positions a step of ``new`` tokens may look at."""
@@ -169,17 +186,18 @@ class PackedLayer(CacheLayerMixin):
     def offload(self) -> None:
         """Moves the pages to the CPU."""
         if self.is_initialized:
-            self.pool.pages = self.pool.pages.to("cpu", non_blocking=True)
+            self.pool.to("cpu")
+            self._plan = None
 
     def prefetch(self) -> None:
         """Moves the pages back."""
-        if self.is_initialized and self.pool.pages.device != self.device:
-            self.pool.pages = self.pool.pages.to(self.device, non_blocking=True)
+        if self.is_initialized:
+            self.pool.to(self.device)
 
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
         if self.is_initialized:
-            del self.pool, self.tables
+            del self.pool, self.tables, self._plan
         self.is_initialized = False
         self.tokens = 0
 
@@ -204,32 +222,23 @@ class PackedLayer(CacheLayerMixin):
 
     def grow(self, blocks: int) -> None:
         """See ``tables.Member``."""
-        pages = self.pool.pages
-        self.pool.pages = torch.cat([pages, pages.new_zeros(blocks - pages.shape[0], *pages.shape[1:])])
+        self._plan = None
+        self.pool.grow(blocks)
 
     def relocate(self, source: Tensor, target: Tensor, blocks: int) -> None:
         """See ``tables.Member``."""
-        pages = self.pool.pages
-        fresh = pages.new_zeros(blocks, *pages.shape[1:])
-        fresh[target.to(pages.device)] = pages[source.to(pages.device)]
-        self.pool.pages = fresh
+        self._plan = None
+        self.pool.rearrange(source, target, blocks)
 
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
         """See ``tables.Member``."""
-        pages, size = self.pool.pages, self.settings.block_size
-        source, target = source.to(pages.device), target.to(pages.device)
-        offsets = page_tables(self.pool.layout, pages.device).byte_offsets
-        heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
-
-        def where(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return (slots // size)[:, None, None], heads, offsets[slots % size][:, None, :]
-
-        pages[where(target)] = pages[where(source)]
+        self.pool.move_tokens(source, target)
 
     def select_sequences(self, rows: int, batch: int, index: Tensor) -> None:
         """See ``tables.Member``."""
-        pages = self.pool.pages
-        self.pool.pages = pages.unflatten(0, (rows, batch)).index_select(1, index.to(pages.device)).flatten(0, 1)
+        self._plan = None
+        chosen = torch.arange(rows, device=index.device)[:, None] * batch + index
+        self.pool.rearrange(chosen.flatten(), torch.arange(chosen.numel(), device=index.device), chosen.numel())
 
 
 class PackedSlidingLayer(PackedLayer):

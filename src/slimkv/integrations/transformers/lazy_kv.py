@@ -5,7 +5,7 @@ The registered attention takes the pages behind them; any other code that touche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from slimkv import ops
+from slimkv.cache import AttentionBatch
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.tables import SequenceTables, Step
-from slimkv.ops.plan import RepeatedAttend
 from slimkv.spec import PageLayout
+
+AttendCodes = Callable[[Tensor, Tensor, AttentionBatch, ops.AttendOptions], Tensor]
 
 
 class LazyKV(Protocol):
@@ -54,7 +56,7 @@ class PagedKV:
     chunked: bool
     fresh: tuple[Tensor, Tensor] | None  # K, V [batch, num_kv_heads, new, dim] of the new tokens
     backend: str | None  # of attend, by name; None: the best for the device
-    attend_again: RepeatedAttend  # the layer's
+    attend_codes: AttendCodes  # the layer's
     _dense: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -105,18 +107,13 @@ class PagedKV:
             fresh = (fresh[0][step.query_rows], fresh[1][step.query_rows]) if fresh is not None else None
         batch = step.batch
         if fresh is None:
-            out = self.attend_again(
-                rows, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, codec=self.codec,
-                max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, options=options, backend=self.backend,
-            )  # fmt: skip
+            out = self.attend_codes(rows, self.pages, batch, options)
         else:
-            found = ops.attend(
+            out = ops.attend(
                 rows, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
                 codec=self.codec, layout=self.layout, max_query_len=batch.max_query_len,
                 max_seq_len=batch.max_seq_len, options=options, fresh=fresh, backend=self.backend,
             )  # fmt: skip
-            assert isinstance(found, Tensor)
-            out = found
         if step.query_rows is not None:  # padding attends nothing
             out = out.new_zeros(query.shape[0] * step.new, *out.shape[1:]).index_copy_(0, step.query_rows, out)
         return out.view(query.shape[0], step.new, out.shape[1], out.shape[2])

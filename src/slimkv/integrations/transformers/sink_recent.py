@@ -127,7 +127,7 @@ class SinkRecentLayer(PackedLayer):
         step = self.tables.prefix(packed)
         return PagedKV(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, 0, packed, self.dtype, None, False,
-            None, self.settings.config.backend, self._attend_again,
+            None, self.settings.config.backend, self.attend_codes,
         )  # fmt: skip
 
     def _view(self, side: int) -> PackedStates | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.errors import InputError
+from slimkv.ops.checks import FLOATS, check_pages
 from slimkv.ops.cuda import cuda_unavailable_reason
 from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
-from slimkv.ops.store.api import FLOATS, check_pages
 from slimkv.spec import PageLayout
 
 MAX_DECODE_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
@@ -101,6 +102,52 @@ REGISTRY = Registry(
 )
 
 
+@overload
+def attend(
+    query: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    max_seq_len: int,
+    options: AttendOptions | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def attend(
+    query: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    max_seq_len: int,
+    options: AttendOptions | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+    return_lse: Literal[True],
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
 def attend(
     query: Tensor,
     pages: Tensor,
@@ -135,13 +182,48 @@ def attend(
         max_query_len, max_seq_len: host-side upper bounds, so that no value is read back from the device.
         fresh: K [total_queries, num_kv_heads, key_dim] and V of the query tokens; attended raw, instead of their codes.
         out: [total_queries, num_heads, value_dim] to write into, any of the three dtypes (default: the query's).
-        lse: float32 [total_queries, num_heads] to write the natural log-sum-exp into; ``return_lse`` allocates it.
-        workspace: uint8, at least ``workspace_bytes(...)``; without it one is allocated.
-        num_splits: how many parts a sequence's keys are cut into (a fixed number keeps CUDA graphs valid); by default
-            chosen from the shapes and the device.
+        return_lse: return the natural log-sum-exp, float32 [total_queries, num_heads], beside the output.
+        lse: where it is written, returned or not; ``return_lse`` alone allocates it.
+        workspace: uint8, at least ``workspace_bytes(...)``, for backends that split keys; without it one is allocated.
+        num_splits: how many parts a sequence's keys are cut into, by backends that let the caller choose (``triton``);
+            by default chosen from the shapes and the device.
+        backend: a backend's name; by default the best one that takes the request.
 
-    Returns out, or (out, lse) when the log-sum-exp was asked for.
+    Returns out, or (out, lse) with ``return_lse``.
     """
+    if lse is None and return_lse:
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    request = checked_request(
+        query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
+        max_seq_len=max_seq_len, options=options, fresh=fresh, out=out, lse=lse, workspace=workspace,
+        num_splits=num_splits,
+    )  # fmt: skip
+    REGISTRY.select(pages.device, request, backend).load().run(request)
+    if not return_lse:
+        return request.out
+    assert lse is not None
+    return request.out, lse
+
+
+def checked_request(
+    query: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    max_seq_len: int,
+    options: AttendOptions | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    num_splits: int | None = None,
+) -> AttendRequest:
+    """The arguments of ``attend``, checked; ``out`` is allocated where it is missing."""
     check_pages(pages, layout)
     options = options or AttendOptions()
     device = pages.device
@@ -166,17 +248,22 @@ def attend(
         raise InputError(
             f"out must be {list(shape)} on {query.device} with a contiguous last axis, not {list(out.shape)}"
         )
-    if lse is None and return_lse:
-        lse = torch.empty(total, heads, dtype=torch.float32, device=query.device)
     if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
         raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
-    request = AttendRequest(
+    return AttendRequest(
         query, pages, block_table, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, codec, layout, options, fresh,
         out, lse,
         workspace, num_splits,
     )  # fmt: skip
-    REGISTRY.select(device, request, backend).load().run(request)
-    return out if lse is None else (out, lse)
+
+
+def refuses_split_arguments(request: AttendRequest) -> str | None:
+    """Why a backend that reads keys in one go cannot use what the request brings for splitting them, or None."""
+    if request.num_splits is not None:
+        return f"it does not split keys as num_splits={request.num_splits} asks; leave num_splits at None"
+    if request.workspace is not None and request.workspace.numel():
+        return f"it needs no workspace, and was given one of {request.workspace.numel()} bytes; leave it at None"
+    return None
 
 
 def split_workspace_bytes(total_queries: int, num_heads: int, value_dim: int, num_splits: int) -> int:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slimkv.ops.attention.api import AttendRequest
+from slimkv.ops.attention.api import AttendRequest, refuses_split_arguments
 from slimkv.ops.gather.reference import decode_slots
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Everything."""
-    return None
+    """Every format, size and option; keys are read in one go."""
+    return refuses_split_arguments(request)
 
 
 def run(request: AttendRequest) -> None:
-    """See ``slimkv.ops.attend.attend``."""
+    """See ``slimkv.ops.attend``."""
     each_sequence(request, _one_sequence)
 
 

@@ -23,13 +23,19 @@ class CompileError(SlimKVError, RuntimeError):
 
 
 def source_texts() -> dict[str, str]:
-    """Every source file of the kernels by name."""
-    folder = resources.files("slimkv.ops.cuda") / "source"
-    return {f.name: f.read_text(encoding="utf-8") for f in folder.iterdir() if f.name.endswith((".cu", ".cuh"))}
+    """Every source file of the kernels by its path in the source folder, as sources include it."""
+    root = resources.files("slimkv.ops.cuda") / "source"
+    return {
+        f"{folder.name}/{file.name}": file.read_text(encoding="utf-8")
+        for folder in root.iterdir()
+        if folder.is_dir()
+        for file in folder.iterdir()
+        if file.name.endswith((".cu", ".cuh"))
+    }
 
 
 def compile_kernels(source: str, defines: dict[str, int], architecture: str, cache: Path | None = None) -> bytes:
-    """Machine code of ``source`` (a file name) with ``defines`` for ``architecture`` (such as sm_90)."""
+    """Machine code of ``source`` (such as decode/decode.cu) with ``defines`` for ``architecture`` (such as sm_90)."""
     from cuda.bindings import nvrtc
 
     texts = source_texts()

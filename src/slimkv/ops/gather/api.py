@@ -9,8 +9,8 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.errors import InputError
+from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
 from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
-from slimkv.ops.store.api import check_pages
 from slimkv.spec import PageLayout
 
 
@@ -60,7 +60,7 @@ def gather_kv(
     Returns K and V.
     """
     check_pages(pages, layout)
-    if slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.device != pages.device:
+    if slots.ndim != 1 or slots.dtype not in INTEGERS or slots.device != pages.device:
         raise InputError(
             f"slots must be int32 or int64 [tokens] on {pages.device}, "
             f"not {slots.dtype} {list(slots.shape)} on {slots.device}"
@@ -68,11 +68,7 @@ def gather_kv(
     shapes = [(len(slots), pages.shape[1], dim) for dim in (layout.spec.key_dim, layout.spec.value_dim)]
     key, value = out if out is not None else (torch.empty(s, dtype=dtype, device=pages.device) for s in shapes)
     for name, x, shape in (("key", key, shapes[0]), ("value", value, shapes[1])):
-        if (
-            tuple(x.shape) != shape
-            or x.stride(-1) != 1
-            or x.dtype not in (torch.float16, torch.bfloat16, torch.float32)
-        ):
+        if tuple(x.shape) != shape or x.stride(-1) != 1 or x.dtype not in FLOATS:
             raise InputError(
                 f"out {name} must be float {list(shape)} with a contiguous last axis, not {x.dtype} {list(x.shape)}"
             )

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.errors import InputError
+from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
 from slimkv.ops.cuda import cuda_unavailable_reason
 from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
 from slimkv.spec import Kind, PageLayout
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,21 @@ def store_kv(
     A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
     so that whoever attends it gets NaN.
     """
+    request = checked_request(key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware)
+    REGISTRY.select(pages.device, request, backend).load().run(request)
+
+
+def checked_request(
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    slot_mapping: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    query_aware: Tensor | None = None,
+) -> StoreRequest:
+    """The arguments of ``store_kv``, checked."""
     check_pages(pages, layout)
     heads, device, spec = pages.shape[1], pages.device, layout.spec
     for name, x, dim in (("key", key, spec.key_dim), ("value", value, spec.value_dim)):
@@ -78,7 +91,7 @@ def store_kv(
             raise InputError(f"{name} must be contiguous in its last axis (stride {x.stride(-1)})")
         if x.device != device:
             raise InputError(f"{name} is on {x.device}, the pages on {device}")
-    if slot_mapping.ndim != 1 or slot_mapping.dtype not in _INTEGERS or slot_mapping.device != device:
+    if slot_mapping.ndim != 1 or slot_mapping.dtype not in INTEGERS or slot_mapping.device != device:
         raise InputError(
             f"slot_mapping must be int32 or int64 [tokens] on {device}, "
             f"not {slot_mapping.dtype} {list(slot_mapping.shape)} on {slot_mapping.device}"
@@ -87,8 +100,7 @@ def store_kv(
         raise InputError(f"{key.shape[0]} keys, {value.shape[0]} values and {slot_mapping.shape[0]} slots do not match")
     if query_aware is not None:
         _check_query_aware(query_aware, pages, layout)
-    request = StoreRequest(key, value, pages, slot_mapping, codec, layout, query_aware)
-    REGISTRY.select(device, request, backend).load().run(request)
+    return StoreRequest(key, value, pages, slot_mapping, codec, layout, query_aware)
 
 
 def _check_query_aware(query_aware: Tensor, pages: Tensor, layout: PageLayout) -> None:
@@ -103,15 +115,3 @@ def _check_query_aware(query_aware: Tensor, pages: Tensor, layout: PageLayout) -
         )
     if not query_aware.is_contiguous() or query_aware.data_ptr() % 16:
         raise InputError("query_aware must be contiguous and start at a multiple of 16 bytes")
-
-
-def check_pages(pages: Tensor, layout: PageLayout) -> None:
-    """Raises unless ``pages`` is uint8 [blocks, num_kv_heads, page_bytes] of ``layout``."""
-    shape, strides = pages.shape, pages.stride()
-    if pages.dtype != torch.uint8 or len(shape) != 3 or shape[2] != layout.page_bytes or strides[2] != 1:
-        raise InputError(
-            f"pages must be uint8 [blocks, num_kv_heads, {layout.page_bytes}] with a contiguous last axis, "
-            f"not {pages.dtype} {list(pages.shape)} with strides {list(pages.stride())}"
-        )
-    if (strides[0] | strides[1] | pages.data_ptr()) % 16:
-        raise InputError(f"pages must start at multiples of 16 bytes; the pages' strides are {list(pages.stride())}")

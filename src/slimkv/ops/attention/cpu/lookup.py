@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimkv.ops.attention.api import AttendRequest
+from slimkv.ops.attention.api import AttendRequest, refuses_split_arguments
 from slimkv.ops.attention.reference import each_sequence, visible
 from slimkv.ops.cpu.block_decoder import Decoded, decode_side
 
@@ -13,12 +13,12 @@ FEW_QUERIES = 16  # up to here one pass over the scores; above, torch's blocked 
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Everything."""
-    return None
+    """Every format, size and option; keys are read in one go."""
+    return refuses_split_arguments(request)
 
 
 def run(request: AttendRequest) -> None:
-    """See ``slimkv.ops.attend.attend``."""
+    """See ``slimkv.ops.attend``."""
     each_sequence(request, _one_sequence)
 
 

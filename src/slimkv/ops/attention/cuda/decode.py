@@ -1,4 +1,4 @@
-"""attend with CUDA C++: sequences of few queries on their packed pages (source/decode.cu).
+"""attend with CUDA C++: sequences of few queries on their packed pages (source/decode/decode.cu).
 
 Sequences of more queries than that (prefill) are unpacked and attended in the same call: on Hopper by ``prefill``
 where it can, else by the Triton kernels.
@@ -7,7 +7,6 @@ where it can, else by the Triton kernels.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,14 +20,12 @@ from slimkv.codec.rotation import sign_words
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest
 from slimkv.ops.attention.cuda import prefill
+from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
 
-SOURCE = "decode.cu"
+SOURCE = "decode/decode.cu"
 LARGEST_DIM = 256
-_KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
-_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_LOG2E = math.log2(math.e)
 _MERGE_WARPS, _PARTS_AT_ONCE = 2, 4  # as merge.cuh has them
 
 
@@ -120,6 +117,8 @@ def supports(request: AttendRequest) -> str | None:
     """Lloyd-Max, uniform and fp8 codes, head sizes up to 256, and as many query heads as fit the columns."""
     if request.fresh is not None:
         return "it attends codes only, not fresh K and V; use backend='triton'"
+    if request.num_splits is not None:
+        return f"it partitions keys itself, not as num_splits={request.num_splits} asks; leave num_splits at None"
     spec = request.layout.spec
     if request.max_query_len > MAX_DECODE_QUERIES and min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM:
         return (
@@ -136,7 +135,7 @@ def supports(request: AttendRequest) -> str | None:
 def _refusal(layout: PageLayout, group: int) -> str | None:
     spec = layout.spec
     for name, side, dim in (("key", spec.key, spec.key_dim), ("value", spec.value, spec.value_dim)):
-        if side.kind not in _KINDS:
+        if side.kind not in KIND_NUMBERS:
             return (
                 f"{name} format {side.name} is not one of its formats (1-8, u2-u8, ur2-ur8, fp8); use backend='triton'"
             )
@@ -153,7 +152,7 @@ def _refusal(layout: PageLayout, group: int) -> str | None:
 
 
 def run(request: AttendRequest) -> None:
-    """See ``slimkv.ops.attend.attend``."""
+    """See ``slimkv.ops.attend``."""
     if request.query.shape[0] == 0 or request.max_query_len == 0:
         return
     attend_packed(request, device_of(request.query.device), _launcher(request.query.device))
@@ -166,7 +165,7 @@ def run(request: AttendRequest) -> None:
         attend_prefill(request)
 
 
-def again(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
     """A call (query, out, seq_lens) with everything else as it is here, and lengths up to ``max_seq_len``."""
     if request.query.shape[0] == 0 or not 0 < request.max_query_len <= MAX_DECODE_QUERIES:
         return None
@@ -264,7 +263,7 @@ def _prepare(request: AttendRequest, device: Device) -> _Call:
     args.out, args.out_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
     args.sinks = None if sinks is None else sinks.data_ptr()
     args.lse = None if request.lse is None else request.lse.data_ptr()
-    args.scale, args.softcap = request.softmax_scale * _LOG2E, options.softcap * _LOG2E
+    args.scale, args.softcap = request.softmax_scale * LOG2E, options.softcap * LOG2E
     args.sequences, args.heads, args.group, args.blocks = sequences, num_kv_heads, group, blocks
     args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
     part_bytes = 4 * slots * shape.columns * value_dim
@@ -291,7 +290,7 @@ def _plan(
         value_sign_bits=_SignBits(*sign_words(spec.value_dim, spec.seed)),
         most_queries=MAX_DECODE_QUERIES,
     )  # fmt: skip
-    defines = kernel_defines(layout, shape, _TYPES[q_dtype], _TYPES[out_dtype], window, softcap)
+    defines = kernel_defines(layout, shape, DTYPE_NUMBERS[q_dtype], DTYPE_NUMBERS[out_dtype], window, softcap)
     return Plan(shape, defines, shared_bytes(layout, shape), args)
 
 
@@ -385,17 +384,17 @@ def kernel_defines(
 
     def side(prefix: str, s: SideLayout) -> dict[str, int]:
         return {
-            f"{prefix}_KIND": _KINDS[s.format.kind],
+            f"{prefix}_KIND": KIND_NUMBERS[s.format.kind],
             f"{prefix}_BITS": s.format.bits,
             f"{prefix}_FIELDS": s.fields_offset,
             f"{prefix}_ROTATED": int(s.format.rotated),
         }
 
     return Defines({
-        "PAGE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
+        "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "STAGES": shape.stages,
-        "BLOCKS": shape.resident,
+        "MIN_BLOCKS": shape.resident,
         "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip

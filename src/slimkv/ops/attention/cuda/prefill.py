@@ -1,13 +1,12 @@
 """Prefill with CUDA C++ on Hopper: pages are unpacked into tiles in the order of the tensor cores, and attended there.
 
-Two launches a pass (source/prefill_unpack.cu, source/prefill.cu). A context longer than the workspace takes several
-passes, which hand on the state of the softmax.
+Two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). A context longer than the workspace takes
+several passes, which hand on the state of the softmax.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,24 +15,22 @@ import torch
 
 from slimkv.codec.rotation import sign_words
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest
+from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
 
-ATTEND, UNPACK = "prefill.cu", "prefill_unpack.cu"
+ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
 ROWS = 128  # of queries, times heads of a group, in a block
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
 _THREADS = 384
-_KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
-_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _DIMS = (64, 128)
-_LOG2E = math.log2(math.e)
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 _SignBits = ctypes.c_uint32 * 4
 
 
 class UnpackArgs(ctypes.Structure):
-    """The argument of ``unpack``; prefill_unpack.cu says what each is."""
+    """The argument of ``unpack``; prefill/unpack.cu says what each is."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
@@ -45,7 +42,7 @@ class UnpackArgs(ctypes.Structure):
 
 
 class AttendArgs(ctypes.Structure):
-    """The argument of ``attend``; prefill.cu says what each is."""
+    """The argument of ``attend``; prefill/work.cuh says what each is."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
@@ -80,7 +77,7 @@ def refusal(request: AttendRequest) -> str | None:
     """None for what these kernels attend, else the reason."""
     spec = request.layout.spec
     for name, side in (("key", spec.key), ("value", spec.value)):
-        if side.kind not in _KINDS:
+        if side.kind not in KIND_NUMBERS:
             return f"{name} format {side.name} is not unpacked by the CUDA prefill (Lloyd-Max, uniform and fp8 are)"
     if spec.key_dim != spec.value_dim or spec.key_dim not in _DIMS:
         return f"head sizes {spec.key_dim}/{spec.value_dim} are not 64/64 or 128/128"
@@ -138,7 +135,7 @@ def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKS
         starts=unpack.starts, sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), state=units + 16 * rows * tiles,
         query_stride=query.stride(0), query_head_stride=query.stride(1), out_stride=out.stride(0),
-        out_head_stride=out.stride(1), scale=request.softmax_scale * _LOG2E, key_norm=key.orthonormal,
+        out_head_stride=out.stride(1), scale=request.softmax_scale * LOG2E, key_norm=key.orthonormal,
         value_norm=value.orthonormal, key_sign_bits=_signs(dim, spec.seed), value_sign_bits=_signs(dim, spec.seed),
         sequences=sequences, heads=num_kv_heads, group=group, most_queries=MAX_DECODE_QUERIES, causal=options.causal,
         window=options.sliding_window or 0, query_blocks=query_blocks,
@@ -147,7 +144,7 @@ def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKS
     )  # fmt: skip
     to_unpack = unpack_defines(layout, shape)
     to_attend = attend_defines(
-        layout, shape, _TYPES[query.dtype], _TYPES[out.dtype], options.sliding_window is not None
+        layout, shape, DTYPE_NUMBERS[query.dtype], DTYPE_NUMBERS[out.dtype], options.sliding_window is not None
     )
     for step in range(passes):
         unpack.first_tile = args.first_tile = step * tiles
@@ -158,23 +155,23 @@ def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKS
 
 
 def shared_bytes(dim: int, shape: Shape) -> int:
-    """Shared memory of a block of ``attend``: queries, two rings of tiles, barriers; prefill.cu counts the same."""
+    """Shared memory of a block of ``attend``: queries, two rings of tiles, barriers; as prefill/work.cuh counts."""
     return 2 * ROWS * dim + 4 * shape.stages * shape.step * dim + 32 * shape.stages + 1024
 
 
 @lru_cache(maxsize=256)
 def unpack_defines(layout: PageLayout, shape: Shape) -> Defines:
-    """What prefill_unpack.cu is compiled with."""
+    """What prefill/unpack.cu is compiled with."""
 
     def side(prefix: str, s: SideLayout) -> dict[str, int]:
         return {
-            f"{prefix}_KIND": _KINDS[s.format.kind],
+            f"{prefix}_KIND": KIND_NUMBERS[s.format.kind],
             f"{prefix}_BITS": s.format.bits,
             f"{prefix}_FIELDS": s.fields_offset,
         }
 
     return Defines({
-        "D": layout.spec.key_dim, "STEP": shape.step, "PAGE": layout.block_size,
+        "D": layout.spec.key_dim, "STEP": shape.step, "BLOCK_SIZE": layout.block_size,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "SHARED": shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value),
     })  # fmt: skip
@@ -186,7 +183,7 @@ def _levels_bytes(fmt: TensorFormat) -> int:
 
 @lru_cache(maxsize=256)
 def attend_defines(layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool) -> Defines:
-    """What prefill.cu is compiled with."""
+    """What prefill/attend.cu is compiled with."""
     spec = layout.spec
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),

@@ -129,7 +129,7 @@ def _fresh_in_stored_space(request: AttendRequest) -> tuple[Tensor, Tensor]:
 
 
 def run(request: AttendRequest) -> None:
-    """See ``slimkv.ops.attend.attend``."""
+    """See ``slimkv.ops.attend``."""
     total = request.query.shape[0]
     if total == 0 or request.max_query_len == 0:
         return

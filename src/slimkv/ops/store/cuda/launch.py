@@ -15,24 +15,22 @@ from torch import Tensor
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
 from slimkv.codec.quantize import becomes_short
 from slimkv.codec.rotation import signed_hadamard
+from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBERS
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.store.api import StoreRequest
 from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, ScalePolicy, SideLayout, TensorFormat
 
-SOURCE, KERNEL = "store.cu", "store"
+SOURCE, KERNEL = "store/store.cu", "store"
 LARGEST_DIM = 256
 FEW_VECTORS = 8192  # tokens times heads: below this a tile is shared by several warps
 _WARPS, _QUERY_AWARE_WARPS = 4, 2  # query-aware rounding needs much shared memory, of which small GPUs have 99 KiB
 # A product with the matrix takes few dimensions; the rest of the rotation is additions.
 _GROUP_DIMS, _MOST_GROUPS = 32, 4
-_KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
-_POLICIES = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what stands for 1 (store_integers.cuh)
+_SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what stands for 1 (store/integers.cuh)
 
 
 class SideArgs(ctypes.Structure):
-    """``SideArgs`` of store_format.cuh."""
+    """``SideArgs`` of store/format.cuh."""
 
     _fields_ = [
         ("x", ctypes.c_void_p),
@@ -54,7 +52,7 @@ class SideArgs(ctypes.Structure):
 
 
 class StoreArgs(ctypes.Structure):
-    """``StoreArgs`` of store_format.cuh."""
+    """``StoreArgs`` of store/format.cuh."""
 
     _fields_ = [
         ("key", SideArgs),
@@ -100,7 +98,7 @@ def _refusal(layout: PageLayout) -> str | None:
 
 
 def run(request: StoreRequest) -> None:
-    """See ``slimkv.ops.store.store``: one launch."""
+    """See ``slimkv.ops.store_kv``: one launch."""
     if request.slot_mapping.shape[0] == 0:
         return
     plan, grid, args = prepare(request)
@@ -108,7 +106,7 @@ def run(request: StoreRequest) -> None:
     kernel.launch(grid, plan.threads, plan.shared, args, request.pages.device, overlap=True)
 
 
-def again(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
     """A call that stores other K, V and slots of the same shapes, strides and dtypes, as aligned as these."""
     if request.slot_mapping.shape[0] == 0:
         return None
@@ -182,7 +180,7 @@ def _plan(
 
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
-    defines = Defines({"PAGE": layout.block_size, "LONG_SLOTS": int(long_slots)})
+    defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots)})
     warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if shaped else _WARPS, 0
     shaping = warps  # as many again store values
     tables: list[Tensor] = []
@@ -199,13 +197,13 @@ def _plan(
             "D": side.dim,
             "GROUPS": groups,
             "PER": per,
-            "KIND": _KINDS[side.format.kind],
+            "KIND": KIND_NUMBERS[side.format.kind],
             "BITS": side.format.bits,
-            "POLICY": _POLICIES[side.format.policy],
+            "POLICY": POLICY_NUMBERS[side.format.policy],
             "ROTATED": int(side.format.rotated),
             "CODES": side.codes_offset,
             "FIELDS": side.fields_offset,
-            "DTYPE": _DTYPES[dtype],
+            "DTYPE": DTYPE_NUMBERS[dtype],
             "VECTORS": int(vectors),
         }
         cell_shift, cell_zero, tensors = _tables(
@@ -238,8 +236,8 @@ def _plan(
     defines |= {
         "WARPS": warps,
         "TILES_PER_BLOCK": tiles_per_block,
-        "BLOCKS": blocks,
-        "SHAPED": int(shaped),
+        "MIN_BLOCKS": blocks,
+        "QUERY_AWARE": int(shaped),
     }
     resident = 0
     if lean and tiles_per_block > 1:
@@ -253,7 +251,7 @@ def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
 
 
 def _shaped_bytes(dim: int) -> int:
-    """``ShapedMemory::BYTES``."""
+    """``QueryAwareMemory::BYTES``."""
     return 4 * 36 * (dim + 16) + 32 * (dim + 16)
 
 

@@ -1,0 +1,24 @@
+"""What every operation checks of its arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimkv.errors import InputError
+from slimkv.spec import PageLayout
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_pages(pages: Tensor, layout: PageLayout) -> None:
+    """Raises unless ``pages`` is uint8 [blocks, num_kv_heads, page_bytes] of ``layout``."""
+    shape, strides = pages.shape, pages.stride()
+    if pages.dtype != torch.uint8 or len(shape) != 3 or shape[2] != layout.page_bytes or strides[2] != 1:
+        raise InputError(
+            f"pages must be uint8 [blocks, num_kv_heads, {layout.page_bytes}] with a contiguous last axis, "
+            f"not {pages.dtype} {list(pages.shape)} with strides {list(pages.stride())}"
+        )
+    if (strides[0] | strides[1] | pages.data_ptr()) % 16:
+        raise InputError(f"pages must start at multiples of 16 bytes; the pages' strides are {list(pages.stride())}")

@@ -1,0 +1,14 @@
+"""Numbers that the launchers and the CUDA sources share; ``source/common/types.cuh`` has the same."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from slimkv.spec import Kind, ScalePolicy
+
+KIND_NUMBERS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
+DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+POLICY_NUMBERS = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
+LOG2E = math.log2(math.e)

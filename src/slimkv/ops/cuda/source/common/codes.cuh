@@ -1,0 +1,191 @@
+// The codes of one 16-token tile, from the bytes of a page in shared memory to operands of the tensor cores.
+// Lanes, slices, planes and value numbers are those of docs/page-format.md.
+#pragma once
+#include "common/types.cuh"
+
+constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
+
+// A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for what is left over.
+template <int W, int S> struct Plane {
+  static constexpr int PER_WORD = 4 / W;
+  static constexpr int WORDS = S / PER_WORD;
+  static constexpr int TAIL = S % PER_WORD;
+  static constexpr int BYTES = 32 * S * W;
+  u32 words[at_least_one(WORDS)];
+
+  DEVICE_MEMBER void load(const u8* plane, int lane) { load_words<WORDS>(plane, lane, words); }
+
+  // Value n of slice s in the low W bits of nibble n.
+  template <bool TRANSPOSED>
+  DEVICE_MEMBER u32 nibbles(const u8* plane, int lane, int s) const {
+    if (s < WORDS * PER_WORD) {
+      const u32 w = words[s / PER_WORD];
+      if (W == 4) return w;
+      return (w >> (W * (s % PER_WORD))) & (W == 2 ? 0x33333333u : 0x11111111u);
+    }
+    const u8* rows = plane + WORDS * 128;
+    const int g = lane >> 2, t = lane & 3, row_bytes = 2 * W * TAIL;
+    u32 out = 0;
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      int token = TRANSPOSED ? 2 * t + 8 * (n / 4) + (n / 2) % 2 : g + 8 * (n / 4);
+      int dim = TRANSPOSED ? g + 8 * (n % 2) : 2 * t + 8 * ((n / 2) % 2) + n % 2;
+      int bit = W * (16 * (s - WORDS * PER_WORD) + dim);
+      out |= ((u32)(rows[token * row_bytes + bit / 8] >> (bit % 8)) & ((1u << W) - 1)) << (4 * n);
+    }
+    return out;
+  }
+
+  template <int N> DEVICE_MEMBER static void load_words(const u8* plane, int lane, u32 (&w)[at_least_one(N)]) {
+    constexpr int QUADS = N & ~3, PAIRS = N & ~1;
+#pragma unroll
+    for (int i = 0; i < QUADS; i += 4) {
+      Words4 x = *(const Words4*)(plane + 16 * (32 * (i / 4) + lane));
+      w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
+    }
+    if (PAIRS > QUADS) {
+      Words2 x = *(const Words2*)(plane + 128 * QUADS + 8 * lane);
+      w[QUADS] = x.x, w[QUADS + 1] = x.y;
+    }
+    if (N > PAIRS) w[PAIRS] = *(const u32*)(plane + 128 * PAIRS + 4 * lane);
+  }
+};
+
+// All planes of a tile's codes. low(s) and high(s): up to 4 bits, nibble n of low is code n; 5-7 bits, low nibbles and
+// what is above them; 8 bits, the bytes of codes 0-3 and 4-7.
+template <int BITS, int S, bool TRANSPOSED> struct Codes {
+  static_assert(BITS >= 1 && BITS <= 7, "bits");
+  static constexpr int FIRST = BITS >= 4 ? 4 : (BITS >= 2 ? 2 : 1);
+  static constexpr int REST = BITS - FIRST;  // 0..3: a plane of 2 and/or one of 1
+  Plane<FIRST, S> first;
+  Plane<2, S> two;
+  Plane<1, S> one;
+  const u8* base;
+  int lane;
+
+  DEVICE_MEMBER void load(const u8* tile, int lane_) {
+    base = tile, lane = lane_;
+    first.load(base, lane);
+    if (REST >= 2) two.load(base + Plane<FIRST, S>::BYTES, lane);
+    if (REST & 1) one.load(base + one_offset(), lane);
+  }
+  DEVICE_MEMBER static constexpr int one_offset() { return Plane<FIRST, S>::BYTES + (REST >= 2 ? Plane<2, S>::BYTES : 0); }
+
+  DEVICE_MEMBER u32 low(int s) const {
+    u32 x = first.template nibbles<TRANSPOSED>(base, lane, s);
+    if (BITS == 3) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << 2;
+    return x;
+  }
+  DEVICE_MEMBER u32 high(int s) const {
+    u32 x = 0;
+    if (BITS > 4 && REST >= 2) x = two.template nibbles<TRANSPOSED>(base + Plane<FIRST, S>::BYTES, lane, s);
+    if (BITS > 4 && (REST & 1)) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << (REST >= 2 ? 2 : 0);
+    return x;
+  }
+};
+
+template <int S, bool TRANSPOSED> struct Codes<8, S, TRANSPOSED> {
+  u32 words[2 * S];
+  DEVICE_MEMBER void load(const u8* tile, int lane) { Plane<4, 2 * S>::template load_words<2 * S>(tile, lane, words); }
+  DEVICE_MEMBER u32 low(int s) const { return words[2 * s]; }
+  DEVICE_MEMBER u32 high(int s) const { return words[2 * s + 1]; }
+};
+
+// ---- bytes for the integer tensor cores --------------------------------------------------------------------------
+
+// Codes that are turned into bytes: Lloyd-Max levels of up to 4 bits, whose levels are odd halves of at most 63.5, and
+// uniform codes.
+template <int KIND, int BITS> constexpr bool in_bytes() { return KIND == UNIFORM || (KIND == LLOYD && BITS <= 4); }
+
+// Two tables of four bytes. For bytes: up to 3 bits entry c is the byte of code c; at 4 bits it belongs to magnitude c and
+// is completed by the sign. For halves: entry c is twice magnitude c.
+struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
+
+// Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
+template <int KIND, int BITS>
+DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) {
+  if (BITS == 8) {
+    first = low, second = high;
+  } else if (BITS <= 3) {
+    first = prmt(table.low, table.high, low);
+    second = prmt(table.low, table.high, (low >> 16));
+  } else if (KIND == LLOYD) {
+    // The permutation's sign mode makes 0x80 or 0xFF of a clear or set sign bit.
+    const u32 s = low & 0x77777777u, signs = table.signs;
+    first = prmt(table.low, table.high, s) ^ prmt(signs, signs, low);
+    second = prmt(table.low, table.high, (s >> 16)) ^ prmt(signs, signs, (low >> 16));
+  } else {
+    u32 even = low & 0x0F0F0F0Fu, odd = (low >> 4) & 0x0F0F0F0Fu;
+    if (BITS > 4) even |= (high & 0x0F0F0F0Fu) << 4, odd |= high & 0xF0F0F0F0u;
+    first = prmt(even, odd, 0x5140);
+    second = prmt(even, odd, 0x7362);
+  }
+}
+
+// ---- halves -------------------------------------------------------------------------------------------------------
+
+template <int BITS> DEVICE u32 code_at(u32 low, u32 high, int n) {
+  if (BITS == 8) return ((n < 4 ? low : high) >> (8 * (n & 3))) & 0xFF;
+  return ((low >> (4 * n)) & 0xF) | (((high >> (4 * n)) & 0xF) << 4);
+}
+
+// What `code_halves` adds to every number of uniform codes. A byte behind fp16's 0x64 is 1024 + the byte; keys keep that,
+// and it comes off their score. Values are summed over many tokens, so they are centred.
+template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
+  return KIND != UNIFORM ? 0.0f : TRANSPOSED ? -(float)(1 << (BITS - 1)) : 1024.0f;
+}
+// And what its numbers are multiplied by to be levels.
+template <int KIND, int BITS> constexpr float half_unit() {
+  return KIND == FP8 ? 256.0f : KIND == LLOYD && BITS <= 4 ? 8388608.0f : 1.0f;
+}
+
+// The numbers of a slice as an operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7), of which keys want the middle two the
+// other way round. Lloyd-Max of up to 4 bits: twice a magnitude (`table`, by magnitude) in the low byte and the sign in
+// the high one is a denormal number, 2^-23 times the level. Of more bits: from a table in shared memory with a copy for
+// each lane, so that lanes never wait for one another. FP8: behind fp16's exponent the bits of e4m3 are the number over 256.
+template <int KIND, int BITS, bool TRANSPOSED>
+DEVICE void code_halves(u32 low, u32 high, Table table, const u32* levels, int lane, u32 (&a)[4]) {
+  constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
+  if (KIND == LLOYD && BITS <= 4) {
+    const u32 magnitudes = low & 0x11111111u * ((1u << (BITS - 1)) - 1);
+    const u32 first = prmt(table.low, table.high, magnitudes);
+    const u32 second = prmt(table.low, table.high, (magnitudes >> 16));
+    const u32 even = ~(low << (8 - BITS)) & 0x80808080u, odd = ~(low << (4 - BITS)) & 0x80808080u;
+    a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
+    a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);
+    return;
+  }
+  if (KIND == UNIFORM) {
+    u32 first, second;
+    code_bytes<KIND, BITS>(low, high, table, first, second);
+    const u32 base = 0x64646464u;
+    a[0] = prmt(first, base, 0x4240), a[ODD] = prmt(first, base, 0x4341);
+    a[NEXT] = prmt(second, base, 0x4240), a[3] = prmt(second, base, 0x4341);
+    if (TRANSPOSED)
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[i] = sub_f16x2(a[i], (0x6400u + (1u << (BITS - 1))) * 0x10001u);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int m = (i & 1) + 4 * (i >> 1), n = m + 2;
+    u32& to = a[i == 1 ? ODD : i == 2 ? NEXT : i];
+    if (KIND == FP8) {
+      const u32 x = prmt(low, high, (u32)((m << 4) | (n << 12))) & 0xFF00FF00u;
+      to = (x & 0x80008000u) | ((x >> 1) & 0x3F803F80u);
+    } else {
+      to = prmt(levels[32 * code_at<BITS>(low, high, m) + lane], levels[32 * code_at<BITS>(low, high, n) + lane], 0x5410);
+    }
+  }
+}
+
+// ---- fields -------------------------------------------------------------------------------------------------------
+
+constexpr float FIELD_UNIT = 1.5474250491067253e26f;  // 2^87
+
+DEVICE u32 field_bits(const u8* fields, int token) { return *(const u16*)(fields + 2 * token); }
+// In units of FIELD_UNIT.
+DEVICE float small_scale_of(u32 field) { return as_float(field << 13); }
+DEVICE float small_zero_of(u32 field) { return as_float(((field & 0x7FFF) << 14) | ((field & 0x8000) << 16)); }
+DEVICE float scale_of(u32 field) { return small_scale_of(field) * FIELD_UNIT; }
+DEVICE float zero_of(u32 field) { return small_zero_of(field) * FIELD_UNIT; }

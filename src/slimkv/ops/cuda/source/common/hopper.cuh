@@ -1,0 +1,94 @@
+// What sm_90a has beyond intrinsics.cuh: products of a warpgroup (four warps, 64 rows) with operands in shared memory,
+// copies that report to a barrier, and registers that warps hand to one another.
+#pragma once
+#include "common/intrinsics.cuh"
+#ifdef SLIMKV_HOST
+#include "hopper_host.h"
+#else
+
+// ---- barriers in shared memory ------------------------------------------------------------------------------------
+
+// A phase ends when `count` threads have arrived and all bytes that were announced have landed.
+DEVICE void mbarrier_init(u64* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
+}
+DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void mbarrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+// Waits for the end of the phase whose number has this last bit.
+DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"
+      :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+// Global to shared memory, 16-byte units.
+DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+// Makes this thread's stores to shared memory visible to products and copies.
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barriers 1-15 of the block, of `threads` that either wait or only arrive.
+DEVICE void bar_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
+DEVICE void bar_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
+
+template <int N> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
+template <int N> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
+
+// ---- products of a warpgroup --------------------------------------------------------------------------------------
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int GROUPS> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory"); }
+// Nothing that reads or writes x moves across.
+template <int N> DEVICE void wgmma_fence_operand(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i]) :: "memory");
+}
+
+// The compiler moves a wait up over arithmetic that does not need it. A branch on the arithmetic's results, never taken
+// (they are not negative), keeps the wait behind it.
+DEVICE void keep_before(float x, float y) {
+  if (x < 0.0f || y < 0.0f) asm volatile("nanosleep.u32 1;");
+}
+
+#define REGISTERS_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGISTERS_64 REGISTERS_32 "," "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define HELD_4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define HELD_8(i) HELD_4(i), HELD_4(i + 4)
+#define HELD_32 HELD_8(0), HELD_8(8), HELD_8(16), HELD_8(24)
+#define HELD_64 HELD_32, HELD_8(32), HELD_8(40), HELD_8(48), HELD_8(56)
+
+template <int N> struct Wgmma;
+// shared_a: c [64, N] = (or, ADD, +=) A B, halves; operands of 64 x 16 and N x 16, 16 side by side.
+// register_a: c += A B, A in the lanes' fragments, B 16 x N with N side by side.
+#define SLIMKV_WGMMA(N, R, A0, A1, A2, A3, B, ADDS)                                                                  \
+  template <> struct Wgmma<N> {                                                                                      \
+    template <bool ADD> DEVICE_MEMBER static void shared_a(float (&c)[R], u64 a, u64 b) {                           \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N               \
+                   "k16.f32.f16.f16 {" REGISTERS_##R "}, %" A0 ", %" A1 ", p, 1, 1, 0, 0;\n}"                          \
+                   : HELD_##R : "l"(a), "l"(b), "n"((int)ADD));                                                        \
+    }                                                                                                                  \
+    DEVICE_MEMBER static void register_a(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {                   \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N             \
+                   "k16.f32.f16.f16 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1, 1;\n}"    \
+                   : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(1));                                   \
+    }                                                                                                                  \
+  };
+SLIMKV_WGMMA(64, 32, "32", "33", "34", "35", "36", "37")
+SLIMKV_WGMMA(128, 64, "64", "65", "66", "67", "68", "69")
+#endif
+
+// An operand in shared memory in rows of 128 bytes, of which 8 (1,024 bytes on their own boundary) have their 16-byte units
+// exchanged: unit u of row r is at u ^ (r & 7). `apart`: bytes from one 64 columns to the next, where columns lie side by
+// side over the other axis of the product.
+DEVICE u64 smem_descriptor(u32 address, int apart) {
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)(apart >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}

@@ -1,0 +1,9 @@
+// Numbers that launchers and kernels share (slimkv/ops/cuda/constants.py has the same), and the fields' mark.
+#pragma once
+#include "common/intrinsics.cuh"
+
+enum Kind { LLOYD = 0, UNIFORM = 1, FP8 = 2 };
+enum DType { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
+enum ScalePolicy { PLAIN = 0, NORM = 1, UNBIASED = 2 };
+
+constexpr u32 INVALID_FIELD = 0xFFFF;  // of a token whose K or V was not a number

@@ -1,0 +1,99 @@
+// Puts the parts of a (query, head) together, adds the sink, divides, rotates back and writes the output. `merge_split`
+// warps share the parts of one, so that few rows with many parts do not wait for one load after the other. Blocks are
+// small: they fit beside those of `attend` and have looked everything up when the last of these is done.
+#pragma once
+#include "common/rotation.cuh"
+#include "decode/schedule.cuh"
+
+constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4, VN = (VD + 31) / 32;
+
+struct MergedState {
+  float highest, row_sum, x[VN];
+  DEVICE_MEMBER void add(float m, float l, const float (&v)[VN]) {
+    const float row_max = max_f32(highest, m);
+    const float mine = highest == MINUS_INFINITY ? (row_sum == row_sum ? 0.0f : 1.0f) : exp2_approx(highest - row_max);
+    const float other = m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - row_max);
+    row_sum = row_sum * mine + l * other;
+#pragma unroll
+    for (int i = 0; i < VN; i++) x[i] = x[i] * mine + v[i] * other;
+    highest = row_max;
+  }
+};
+
+KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
+  SHARED_MEMORY(shared);
+  const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
+  const int row = block_index(), head = block_index_y() * (MERGE_WARPS / split) + warp / split;
+  const int query_heads = args.num_kv_heads * args.group_size;
+  if (row >= ldg_i32(args.cu_seqlens_q + args.num_seqs)) return griddepcontrol_wait();  // no block may end before `attend` does
+  const int b = sequence_of(args, row);
+  const Sequence s = sequence_at(args, b);
+  if (s.chunks == 0) return griddepcontrol_wait();  // another kernel's
+  const WorkOffset offset = offset_of(args, b, args.blocks, lane);
+  const WorkPartition partition = offset.partition;
+  const int per_chunk = COLUMNS / args.group_size, query = row - s.start, chunk = query / per_chunk;
+  const int column = (query % per_chunk) * args.group_size + head % args.group_size;
+  const int within = chunk * args.num_kv_heads + head / args.group_size, item = offset.items + within;
+  const int first = offset.positions + within * partition.positions(s.steps), first_block = first / partition.share;
+  const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / partition.share : first_block - 1;
+  griddepcontrol_wait();
+
+  MergedState merged;
+  merged.highest = MINUS_INFINITY, merged.row_sum = 0;
+#pragma unroll
+  for (int i = 0; i < VN; i++) merged.x[i] = 0;
+  for (int block = first_block + warp % split; block <= last_block; block += PARTS_AT_ONCE * split) {
+    float m[PARTS_AT_ONCE], l[PARTS_AT_ONCE], v[PARTS_AT_ONCE][VN];
+#pragma unroll
+    for (int j = 0; j < PARTS_AT_ONCE; j++) {
+      const bool real = block + j * split <= last_block;
+      const i64 part = (i64)(item + (real ? block + j * split : block)) * COLUMNS + column;
+      m[j] = real ? args.part_states[2 * part] : MINUS_INFINITY;
+      l[j] = real ? args.part_states[2 * part + 1] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? args.parts[part * VD + lane + 32 * i] : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < PARTS_AT_ONCE; j++) merged.add(m[j], l[j], v[j]);
+  }
+  float* mine = (float*)shared + warp * (VD + 2);
+  if (split > 1) {
+    if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.row_sum;
+#pragma unroll
+    for (int i = 0; i < VN; i++)
+      if (lane + 32 * i < VD) mine[lane + 32 * i] = merged.x[i];
+    sync_threads();
+    if (warp % split) return;
+    for (int w = 1; w < split; w++) {
+      const float* theirs = mine + w * (VD + 2);
+      float v[VN];
+#pragma unroll
+      for (int i = 0; i < VN; i++) v[i] = lane + 32 * i < VD ? theirs[lane + 32 * i] : 0.0f;
+      merged.add(theirs[VD], theirs[VD + 1], v);
+    }
+  }
+  if (head >= query_heads) return;
+  float highest = merged.highest, row_sum = merged.row_sum, factor = 1.0f;
+  if (args.sinks) {
+    const float sink = args.sinks[head] * LOG2E, above = max_f32(highest, sink);
+    factor = highest == MINUS_INFINITY ? 0.0f : exp2_approx(highest - above);
+    row_sum = row_sum * (row_sum == row_sum ? factor : 1.0f) + exp2_approx(sink - above);
+    highest = above;
+  }
+  const float inverse = row_sum == 0 ? 0.0f : factor / row_sum;
+  float x[VN];
+#pragma unroll
+  for (int i = 0; i < VN; i++) x[i] = merged.x[i] * inverse;
+  if (V_ROTATED) unrotate<VD>(x, args.value_sign_bits, (const u16*)args.value_signs, args.value_norm, mine, lane);
+  const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
+#pragma unroll
+  for (int i = 0; i < VN; i++) {
+    const int d = lane + 32 * i;
+    if (d >= VD) continue;
+    if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = x[i];
+    else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(x[i]) : f32_to_f16(x[i]));
+  }
+  if (args.lse && lane == 0)
+    args.lse[(i64)row * query_heads + head] = row_sum == 0 ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;
+}
+HOST_TESTABLE(merge, DecodeArgs)

@@ -1,0 +1,76 @@
+// Queries from global memory to operands: rotated, scaled by their largest coordinate, cut into bytes or halves.
+#pragma once
+#include "common/rotation.cuh"
+#include "decode/schedule.cuh"
+
+constexpr int QN = (KD + 31) / 32;
+
+// The query of column c of a piece: dimension lane + 32 i. A negative scale of scores is a negative query.
+DEVICE void load_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], int lane) {
+  const int query = range.chunk * (COLUMNS / args.group_size) + c / args.group_size, head = range.head * args.group_size + c % args.group_size;
+  const bool valid = c < COLUMNS / args.group_size * args.group_size && query < range.s.queries;
+  const i64 at = (i64)(range.s.start + query) * args.query_stride + (i64)head * args.query_head_stride;
+#pragma unroll
+  for (int i = 0; i < QN; i++) {
+    const int d = lane + 32 * i;
+    y[i] = valid && d < KD ? load_number(args.query, at + d, Q_TYPE) : 0.0f;
+    if (args.scale < 0) y[i] = -y[i];
+  }
+}
+
+// One warp: rotates the query of column c and leaves it in shared memory in the order of the operand, with its unit and the
+// sum of its coordinates.
+DEVICE void prepare_query(const DecodeArgs& args, int c, float (&y)[QN], u8* shared, float* scratch, int lane) {
+  if (K_ROTATED) rotate<KD>(y, args.key_sign_bits, (const u16*)args.key_signs, args.key_norm, scratch, lane);
+  float row_max = 0.0f;
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < QN; i++) {
+    const float a = y[i] < 0 ? -y[i] : y[i];
+    finite = finite && a < as_float(0x7F800000u);
+    row_max = max_f32(row_max, a);
+  }
+#pragma unroll
+  for (int d = 16; d; d >>= 1) row_max = max_f32(row_max, shfl_xor(row_max, d));
+  finite = !warp_any(!finite);
+  const float largest = K_BYTES ? 16256.0f : 1.0f;  // 127 * 128: what two signed bytes hold
+  const float up = row_max > 1e-30f && finite ? largest / row_max : 0.0f;
+  const int row = c / GROUP * 8 + (WIDE ? c % GROUP : 2 * (c % GROUP));
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < QN; i++) {
+    const int d = lane + 32 * i;
+    if (d >= KD) continue;
+    const float x = finite ? y[i] * up : 0.0f;
+    if (K_BYTES) {
+      const i32 n = (i32)as_bits(x + 12582912.0f) - 0x4B400000;
+      const i32 high = (n + 64) >> 7;
+      const int in_slice = d % 16, word = d / 16 * 4 + in_slice % 8 / 2, byte = (in_slice & 1) + 2 * (in_slice / 8);
+      u8* to = shared + QUERY_AT + row * KD + 4 * word + byte;
+      to[0] = (u8)high;
+      to[KD] = (u8)(n - 128 * high);
+      sum += (float)n;
+    } else {
+      const u32 high = f32_to_f16(x);
+      const int in_slice = d % 16;  // a lane's pairs are dimensions 8 apart, as `code_halves` has them
+      u16* to = (u16*)(shared + QUERY_AT) + row * KD + d / 16 * 16 + 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
+      to[0] = (u16)high;
+      sum += f16_to_f32(high);
+      if (!WIDE) to[KD] = (u16)f32_to_f16(x - f16_to_f32(high));
+    }
+  }
+#pragma unroll
+  for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
+  if (lane == 0) {
+    float* column = (float*)(shared + COLUMN_AT) + 2 * c;
+    column[0] = finite ? row_max / largest * KEY_UNIT : NOT_A_NUMBER;
+    column[1] = sum;
+  }
+}
+
+// The queries' part of product i of group n: two slices of bytes, or one of halves.
+DEVICE void load_operand(const u8* shared, int n, int i, int lane, u32 (&q)[2]) {
+  const u32* words = (const u32*)(shared + QUERY_AT) + (8 * n + lane / 4) * (K_BYTES ? KD / 4 : KD / 2) + 8 * i + lane % 4;
+  q[0] = words[0];
+  q[1] = !K_BYTES || 2 * i + 1 < KS ? words[4] : 0;
+}

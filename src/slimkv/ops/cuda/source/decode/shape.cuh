@@ -1,0 +1,64 @@
+// What the decode kernels are compiled for, where things are in shared memory, and their argument.
+// Compile-time: PAGE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED (the pages),
+// NG, WIDE (the columns), NT, WARPS, STAGES, BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
+// WINDOW, SOFTCAP (the options).
+//
+// A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
+// group each of 4 columns takes two of them, a high and a low byte (or half): lane 4 g + t finds both of column t side by
+// side. In a wide group there are 8 columns of halves, of which that lane has 2 t and 2 t + 1.
+#pragma once
+#include "common/numbers.cuh"
+#include "common/codes.cuh"
+
+constexpr int KS = KD / 16, VS = VD / 16, STEP = 16 * NT;
+constexpr int OWN = WIDE ? 2 : 1;          // columns of a group that a lane has
+constexpr int GROUP = 4 * OWN, COLUMNS = NG * GROUP;
+constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE && in_bytes<V_KIND, V_BITS>();
+constexpr int K_TILE = 2 * KD * K_BITS, V_TILE = 2 * VD * V_BITS;
+constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS = V_KIND == UNIFORM ? 2 : 1;
+// Narrow values: are their bytes regrouped, which halves the products, or used as they lie, which saves permutations?
+constexpr bool V_REGROUPED = WARPS > 4;
+constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
+// A tile in the ring: key codes, value codes, then 32 bytes of each field.
+constexpr int FIELDS_AT = K_TILE + V_TILE, TILE = FIELDS_AT + 32 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);
+constexpr int OUT_ROW = VD + 8;  // floats; keeps the columns of a warp's result in different banks
+constexpr int SLOT = NT * TILE > 4 * GROUP * OUT_ROW ? NT * TILE : 4 * GROUP * OUT_ROW;
+constexpr int LEVELS_K = (K_KIND == LLOYD && K_BITS > 4) ? (1 << K_BITS) : 0;
+constexpr int LEVELS_V = (V_KIND == LLOYD && V_BITS > 4) ? (1 << V_BITS) : 0;
+constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
+constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are better spent on the output
+constexpr int QUERY_BYTES = 8 * NG * KD * (K_BYTES ? 1 : 2);
+constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
+constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
+
+// Shared memory: rings | levels of keys | levels of values | queries | column constants | maxima and sums of the warps
+constexpr int LEVELS_AT = WARPS * STAGES * SLOT;
+constexpr int QUERY_AT = LEVELS_AT + 128 * (LEVELS_K + LEVELS_V);
+constexpr int COLUMN_AT = QUERY_AT + QUERY_BYTES;
+constexpr int STATE_AT = COLUMN_AT + 8 * COLUMNS;
+constexpr int SHARED_BYTES = STATE_AT + 8 * COLUMNS * WARPS;
+static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
+
+struct DecodeArgs {
+  const void* query;
+  const u8* pages;
+  const i32* block_table;
+  const i32* seq_lens;
+  const i32* cu_seqlens_q;
+  const void* key_signs;    // bf16 [KD, KD], the rotation's entries +-1
+  const void* value_signs;  // bf16 [VD, VD]
+  const float* key_levels;  // by code
+  const float* value_levels;
+  const float* sinks;  // or null
+  void* out;
+  float* lse;          // or null
+  float* parts;        // [slots, COLUMNS, VD]
+  float* part_states;  // [slots, COLUMNS, 2]: maximum (base 2), sum
+  i64 query_stride, query_head_stride, page_stride, page_head_stride, table_stride, out_stride, out_head_stride;
+  float scale;    // of scores, times log2(e)
+  float softcap;  // times log2(e)
+  float key_norm, value_norm;    // what makes the rotations orthonormal
+  Table key_table, value_table;  // their signs are unused
+  u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
+  i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window, blocks, merge_split;
+};

@@ -1,0 +1,89 @@
+// A row of queries on its way in and of output on its way out: rotated by the four lanes of a warp that have it.
+#pragma once
+#include "prefill/work.cuh"
+
+// The Hadamard transform of a row of D numbers in the 4 lanes of its quad.
+DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
+#pragma unroll
+  for (int d = 1; d < OWN; d <<= 1)
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+      if (!(i & d)) {
+        const float a = x[i], b = x[i | d];
+        x[i] = a + b, x[i | d] = a - b;
+      }
+#pragma unroll
+  for (int d = 1; d < 4; d <<= 1)
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+      const float other = shfl_xor(x[i], d);
+      x[i] = t & d ? other - x[i] : x[i] + other;
+    }
+}
+
+// Row `row` of a warpgroup's queries to its operand, by the quad; what the row is to be multiplied by after the product.
+DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operand, int row, int t) {
+  float x[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const int dim = 32 * (i / 8) + 16 * (i / 4 % 2) + 8 * (i / 2 % 2) + 2 * t + i % 2;
+    x[i] = valid ? load_number(args.query, at + dim, Q_TYPE) : 0.0f;
+    if (args.scale < 0) x[i] = -x[i];
+    if (K_ROTATED) x[i] = signed_by(x[i] * args.key_norm, args.key_sign_bits[i / 8], dim % 32);
+  }
+  if (K_ROTATED) hadamard_of_quad(x, t);
+  float row_max = 0.0f;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) row_max = max_f32(row_max, as_float(as_bits(x[i]) & 0x7FFFFFFF));
+  row_max = max_f32(row_max, shfl_xor(row_max, 1));
+  row_max = max_f32(row_max, shfl_xor(row_max, 2));
+  // A power of two, which loses nothing.
+  const u32 exponent = (u32)min_i32(max_i32((int)(as_bits(row_max) >> 23), 1), 253);
+  const float down = as_float((254 - exponent) << 23);
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) {
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) words[i] = pack_f16x2(x[8 * j + 2 * i] * down, x[8 * j + 2 * i + 1] * down);
+    *(Words4*)(operand + unit_at(j / 2, row, 4 * (j % 2) + t, GROUP_ROWS)) = {words[0], words[1], words[2], words[3]};
+  }
+  return as_float(exponent << 23) * (args.scale < 0 ? -args.scale : args.scale);
+}
+
+// A row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b): 16 dimensions side by side of each 64.
+DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool valid, int t) {
+  if (V_ROTATED) hadamard_of_quad(x, t);
+  if (!valid) return;
+#pragma unroll
+  for (int h = 0; h < D / 64; h++) {
+    float y[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      y[i] = x[2 * (8 * h + i % 8) + i / 8];
+      if (V_ROTATED) y[i] = signed_by(y[i] * args.value_norm, args.value_sign_bits[2 * h + t / 2], 16 * (t & 1) + i);
+    }
+    const i64 to = at + 64 * h + 16 * t;
+    if (OUT_TYPE == FLOAT32) {
+#pragma unroll
+      for (int i = 0; i < 16; i += 4)
+        if (args.aligned)
+          *(Words4*)((float*)args.out + to + i) = {as_bits(y[i]), as_bits(y[i + 1]), as_bits(y[i + 2]), as_bits(y[i + 3])};
+        else
+#pragma unroll
+          for (int k = i; k < i + 4; k++) ((float*)args.out)[to + k] = y[k];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16; i += 8) {
+        u32 words[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          words[k] = OUT_TYPE == FLOAT16 ? pack_f16x2(y[i + 2 * k], y[i + 2 * k + 1])
+                                   : f32_to_bf16(y[i + 2 * k]) | f32_to_bf16(y[i + 2 * k + 1]) << 16;
+        if (args.aligned) *(Words4*)((u16*)args.out + to + i) = {words[0], words[1], words[2], words[3]};
+        else
+#pragma unroll
+          for (int k = 0; k < 8; k++) ((u16*)args.out)[to + i + k] = (u16)(words[k / 2] >> (16 * (k % 2)));
+      }
+    }
+  }
+}

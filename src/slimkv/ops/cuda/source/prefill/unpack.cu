@@ -1,0 +1,175 @@
+// Unpacks the pages of prefilled sequences, once, into the tiles that prefill.cu attends (prefill_shape.cuh).
+// A block has one tile of a KV head, a warp 16 of its tokens, whose codes its lanes hold as docs/page-format.md says: what
+// a lane unpacks are whole 16-byte units of the tile. Tokens beyond the sequence become zeros.
+//
+// Compile-time: D, STEP, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.
+#include "common/numbers.cuh"
+#include "common/codes.cuh"
+#include "prefill/tiles.cuh"
+
+constexpr int S = D / 16, WARPS = STEP / 16, LARGEST_EXPONENT = 6, FIELD_BIAS = 40;
+constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
+constexpr int LEVELS_K = K_KIND == LLOYD ? 1 << K_BITS : 0, LEVELS_V = V_KIND == LLOYD ? 1 << V_BITS : 0;
+static_assert(4 * (2 * WARPS + LEVELS_K + LEVELS_V) == SHARED, "the launcher counts shared memory as this file does");
+
+struct UnpackArgs {
+  const u8* pages;
+  const i32* block_table;
+  const i32* seq_lens;
+  const i32* cu_seqlens_q;
+  const float* key_levels;  // by code
+  const float* value_levels;
+  u8* keys;  // [rank, head, tile]
+  u8* values;
+  TileScale* tile_scales;
+  i64 page_stride, page_head_stride, table_stride;
+  i32 num_kv_heads, max_decode_queries, first_tile, tiles;
+};
+
+// An exponent that no number of a token exceeds: levels are below 2^8, uniform codes below 2^BITS, fp8 below 2^9.
+template <int KIND, int BITS> DEVICE int exponent_of(const u8* fields, int place) {
+  const u32 scale = field_bits(fields, place);
+  int row_max = (int)(scale == INVALID_FIELD ? 0 : scale >> 10) + (KIND == UNIFORM ? BITS : 9);
+  if (KIND == UNIFORM) {
+    const u32 zero = field_bits(fields + 2 * BLOCK_SIZE, place);
+    row_max = max_i32(row_max, (int)(zero == INVALID_FIELD ? 0 : (zero & 0x7FFF) >> 9)) + 2;
+  }
+  return row_max - FIELD_BIAS;
+}
+
+// A token's numbers are scale times theirs plus zero.
+struct Field { float scale, zero; };
+
+template <int KIND> DEVICE bool marked(const u8* fields, int place) {
+  return field_bits(fields, place) == INVALID_FIELD ||
+         (KIND == UNIFORM && field_bits(fields + 2 * BLOCK_SIZE, place) == INVALID_FIELD);
+}
+
+template <int KIND> DEVICE Field field_of(const u8* fields, int place, float up) {
+  Field f = {scale_of(field_bits(fields, place)) * up, 0.0f};
+  if (KIND == UNIFORM) f.zero = zero_of(field_bits(fields + 2 * BLOCK_SIZE, place)) * up;
+  return f;
+}
+
+// The 8 numbers of a slice: levels, uniform codes or fp8 numbers.
+template <int KIND, int BITS, class Codes>
+DEVICE void numbers_of(const Codes& codes, int slice, const float* levels, float (&x)[8]) {
+  const u32 low = codes.low(slice), high = codes.high(slice);
+#pragma unroll
+  for (int n = 0; n < 8; n++) {
+    const u32 code = code_at<BITS>(low, high, n);
+    if (KIND == LLOYD) x[n] = levels[code];
+    else if (KIND == UNIFORM) x[n] = as_float(0x4B000000u | code) - 8388608.0f;
+    else x[n] = as_float((code & 0x80) << 24 | (code & 0x7F) << 20) * 1.3292279957849159e36f;  // 2^120: from e4m3's bias
+  }
+}
+
+KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
+  SHARED_MEMORY(shared);
+  const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
+  const int sequence = block_index_y(), tile = block_index() / args.num_kv_heads, head = block_index() % args.num_kv_heads;
+  pdl_wait();
+  const PrefillSequence s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence, args.max_decode_queries, lane);
+  const int first = (args.first_tile + tile) * STEP;
+  if (s.queries <= args.max_decode_queries || first >= s.length) return;
+  i32* exponents = (i32*)shared;  // of the warps' keys and values
+  float* key_levels = (float*)shared + 2 * WARPS;
+  float* value_levels = key_levels + LEVELS_K;
+  for (int i = thread_index(); i < LEVELS_K; i += 32 * WARPS) key_levels[i] = args.key_levels[i];
+  for (int i = thread_index(); i < LEVELS_V; i += 32 * WARPS) value_levels[i] = args.value_levels[i];
+
+  // -- the codes of 16 tokens, which lie in one page
+  const int begin = first + 16 * warp, place = begin % BLOCK_SIZE;
+  const bool some = begin < s.length;
+  const i32 page_id = ldg_i32(args.block_table + (i64)sequence * args.table_stride + (some ? begin : first) / BLOCK_SIZE);
+  const u8* page = args.pages + page_id * args.page_stride + head * args.page_head_stride;
+  Codes<K_BITS, S, false> key_codes;
+  Codes<V_BITS, S, true> value_codes;
+  if (some) {
+    key_codes.load(page + place / 16 * K_TILE, lane);
+    value_codes.load(page + V_CODES + place / 16 * V_TILE, lane);
+  }
+
+  // -- one power of two for the keys of the whole tile, and one for the values
+  i32 key_exponent = -FIELD_BIAS, value_exponent = -FIELD_BIAS;
+  if (begin + lane % 16 < s.length) {
+    key_exponent = exponent_of<K_KIND, K_BITS>(page + K_FIELDS, place + lane % 16);
+    value_exponent = exponent_of<V_KIND, V_BITS>(page + V_FIELDS, place + lane % 16);
+  }
+#pragma unroll
+  for (int d = 8; d; d >>= 1) {
+    key_exponent = max_i32(key_exponent, shfl_xor(key_exponent, d));
+    value_exponent = max_i32(value_exponent, shfl_xor(value_exponent, d));
+  }
+  if (lane == 0) exponents[2 * warp] = key_exponent, exponents[2 * warp + 1] = value_exponent;
+  sync_threads();
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) {
+    key_exponent = max_i32(key_exponent, exponents[2 * i]);
+    value_exponent = max_i32(value_exponent, exponents[2 * i + 1]);
+  }
+  key_exponent -= LARGEST_EXPONENT, value_exponent -= LARGEST_EXPONENT;
+  const float key_up = as_float((u32)(127 - key_exponent) << 23), value_up = as_float((u32)(127 - value_exponent) << 23);
+  const i64 row = ((i64)s.rank * args.num_kv_heads + head) * args.tiles + tile;
+  if (thread_index() == 0)
+    args.tile_scales[row] = {as_float((u32)(127 + key_exponent) << 23), (float)value_exponent, value_up, 0.0f};
+
+  // -- the numbers
+  u8* keys = args.keys + row * TILE_BYTES;
+  u8* values = args.values + row * TILE_BYTES;
+  float x[8], y[8];
+  Field of_key[2], of_value[4];
+  // What is not a number shows in the scores of those who see the token. In its values it would show everywhere: a hidden
+  // token's probability is 0, and 0 times that is not 0.
+#pragma unroll
+  for (int i = 0; some && i < 2; i++) {
+    const int at = place + g + 8 * i;
+    of_key[i] = field_of<K_KIND>(page + K_FIELDS, at, key_up);
+    if (marked<K_KIND>(page + K_FIELDS, at) || marked<V_KIND>(page + V_FIELDS, at)) of_key[i].scale = NOT_A_NUMBER;
+  }
+#pragma unroll
+  for (int i = 0; some && i < 4; i++) {
+    const int at = place + 2 * t + 8 * (i / 2) + i % 2;
+    of_value[i] = field_of<V_KIND>(page + V_FIELDS, at, value_up);
+    if (marked<V_KIND>(page + V_FIELDS, at)) of_value[i] = {0.0f, 0.0f};
+  }
+
+#pragma unroll
+  for (int j = 0; j < S / 2; j++) {
+    if (some) {
+      numbers_of<K_KIND, K_BITS>(key_codes, 2 * j, key_levels, x);
+      numbers_of<K_KIND, K_BITS>(key_codes, 2 * j + 1, key_levels, y);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const Field f = of_key[i];
+      Words4 words = {0, 0, 0, 0};
+      if (begin + g + 8 * i < s.length) {
+        words.x = pack_f16x2(x[4 * i] * f.scale + f.zero, x[4 * i + 1] * f.scale + f.zero);
+        words.y = pack_f16x2(x[4 * i + 2] * f.scale + f.zero, x[4 * i + 3] * f.scale + f.zero);
+        words.z = pack_f16x2(y[4 * i] * f.scale + f.zero, y[4 * i + 1] * f.scale + f.zero);
+        words.w = pack_f16x2(y[4 * i + 2] * f.scale + f.zero, y[4 * i + 3] * f.scale + f.zero);
+      }
+      *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 4 * (j % 2) + t, STEP)) = words;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < D / 64; h++) {
+    u32 words[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      if (some) numbers_of<V_KIND, V_BITS>(value_codes, 4 * h + k, value_levels, x);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const Field f = of_value[i];
+        const bool real = begin + 2 * t + 8 * (i / 2) + i % 2 < s.length;
+        words[i][k] = real ? pack_f16x2(x[2 * i] * f.scale + f.zero, x[2 * i + 1] * f.scale + f.zero) : 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      *(Words4*)(values + unit_at(h, 16 * warp + 2 * t + 8 * (i / 2) + i % 2, g, STEP)) =
+          {words[i][0], words[i][1], words[i][2], words[i][3]};
+  }
+}
+HOST_TESTABLE(unpack, UnpackArgs)

@@ -1,0 +1,74 @@
+// What prefill.cu is compiled for, where things are in shared memory, its argument, and what each block does.
+// Compile-time: D, STEP, STAGES, WINDOW, Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED, SHARED.
+#pragma once
+#include "common/numbers.cuh"
+#include "prefill/tiles.cuh"
+
+constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 384, N = STEP / 2, OWN = D / 4;
+constexpr int QUERY_BYTES = 2 * GROUP_ROWS * D;
+// Shared memory, from a boundary of 1,024 bytes: queries of both warpgroups | ring of keys | ring of values | barriers
+constexpr int KEYS_AT = 2 * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * TILE_BYTES;
+constexpr int BARRIERS_AT = VALUES_AT + STAGES * TILE_BYTES;
+constexpr int SHARED_BYTES = BARRIERS_AT + 4 * STAGES * 8 + 1024;
+static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
+constexpr float RESCALE_THRESHOLD = 8.0f;
+
+struct PrefillArgs {
+  const void* query;
+  const u8* keys;    // [rank, head, tile]
+  const u8* values;
+  const TileScale* tile_scales;
+  const i32* seq_lens;
+  const i32* cu_seqlens_q;
+  const float* sinks;  // or null
+  void* out;
+  float* lse;    // or null
+  float* state;  // between passes: [D / 2 + 4, blocks, 256]
+  i64 query_stride, query_head_stride, out_stride, out_head_stride;
+  float scale;  // of scores, times log2(e)
+  float key_norm, value_norm;
+  u32 key_sign_bits[4], value_sign_bits[4];
+  i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
+  i32 query_blocks, section;  // of the grid: blocks of queries, and KV heads that are attended at the same time
+  i32 first_tile, tiles;      // of this pass
+  i32 first_pass, last_pass;
+  i32 aligned;  // whether 16 bytes of output can be stored at a time
+};
+
+// What a block does.
+struct Work {
+  PrefillSequence s;
+  int head, first;   // query
+  int tile, count;   // the last tile and how many there are
+  int clear_begin, clear_end;  // tokens that all queries see
+};
+
+DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
+  const int queries_of_block = ROWS / args.group_size;
+  // Sections of few heads share their keys and values in the L2 cache; long rows of a causal mask come first in each.
+  const int per_section = args.section * args.query_blocks, section = block_index() / per_section;
+  const int inside = block_index() - section * per_section;
+  const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
+  const int block = args.query_blocks - 1 - inside / heads;
+  w.head = section * args.section + inside % heads;
+  int left = 0, right = args.num_seqs;
+  while (left < right) {
+    const int middle = (left + right) / 2;
+    if (ldg_i32(args.cu_seqlens_q + middle) / queries_of_block + middle <= block) left = middle + 1;
+    else right = middle;
+  }
+  const int sequence = left - 1;
+  w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence, args.max_decode_queries, lane);
+  w.first = (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
+  if (w.first >= w.s.queries || w.s.queries <= args.max_decode_queries) return false;
+  const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, w.s.queries);
+  const int end = args.causal ? before + last : w.s.length;
+  w.clear_end = args.causal ? before + w.first + 1 : w.s.length;
+  w.clear_begin = WINDOW ? before + last - args.sliding_window : 0;
+  const int begin_tile = WINDOW ? max_i32(0, before + w.first - args.sliding_window + 1) / STEP : 0;
+  const int end_tile = end > 0 ? (end + STEP - 1) / STEP : 0;
+  const int low = max_i32(begin_tile, args.first_tile), high = min_i32(end_tile, args.first_tile + args.tiles);
+  w.tile = high - 1;
+  w.count = max_i32(0, high - low);
+  return true;
+}

@@ -1,0 +1,104 @@
+// One side (keys or values) of a store, known at compile time, and where its values sit in a warp.
+//
+// A warp takes a tile of 16 tokens. With lane = 4 g + t, the eight values that a lane holds of a slice of 16 dimensions
+// are those of its word in the page, in the page's order (n = 0 .. 7):
+//   keys:    tokens g, g + 8 (n / 4), dimensions 2 t, 2 t + 1, 2 t + 8, 2 t + 9 (n % 4);
+//   values:  tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9 (n / 2), dimensions g, g + 8 (n % 2).
+// Both are what the tensor cores give, for the product of a tile with a matrix and for its transpose. What there is one
+// of per token (scales, slots) is worked out by lanes 0 .. 15, token after token, and again by lanes 16 .. 31.
+#pragma once
+#include "common/types.cuh"
+
+constexpr u32 LEAST_EXPONENT = 67;  // of float32: vectors below 2^-60 are zero
+
+// A word per lane for 4 / W slices, in groups of four, two and one words a lane (see docs/page-format.md).
+DEVICE int fragment_word(int word, int lane, int words) {
+  int quads = words & ~3, pairs = words & ~1;
+  return word < quads ? (word >> 2) * 128 + lane * 4 + (word & 3)
+       : word < pairs ? quads * 32 + lane * 2 + (word & 1)
+                      : pairs * 32 + lane;
+}
+
+struct SideArgs {
+  const u8* x;            // [tokens, heads, D], strides in bytes
+  i64 stride, head_stride;
+  // The rotation, as the lanes hold it: bytes [GROUPS][SLICES][STEPS][32 lanes][16], then 64 times it; for short integers
+  // in 16-bit floats that stand for its signs (store_integers.cuh), [GROUPS][SLICES][STEPS][2][32 lanes][8].
+  const u8* fragments;
+  const u8* cells;        // [CELLS]: which code (up to 4 bits) or how many boundaries lie below the cell
+  const float* bounds;    // [2 ** BITS]: ascending, and infinity (5 bits and more)
+  const i32* levels;      // [2 ** BITS]: levels by code, times LEVEL_DENOMINATOR
+  float unit, plain_scale, root_dim, orthonormal;
+  u32 doubled_levels[2];  // twice the positive levels, in bytes (up to 4 bits)
+  // 256, 1 and -1, unknown to the compiler: products with them are shifts and sums that leave the logic units, which the
+  // rest keeps busiest, to others.
+  u32 by_256;
+  i32 one, minus_one;
+};
+
+struct StoreArgs {
+  SideArgs key, value;
+  u8* pages;
+  i64 page_stride, page_head_stride;
+  const void* slots;
+  const u8* query_aware;  // int8 [heads, D, D] of the keys
+  float error_steps;
+  i32 tokens;
+};
+
+// PER: inner slices that a warp takes of a tile; a tile is shared by SPLIT warps.
+template <bool VALUES_, int D_, int GROUPS_, int PER_, int KIND_, int BITS_, int POLICY_, bool ROTATED_, int CODES_,
+          int FIELDS_, int DTYPE_, bool VECTORS_, int CELL_SHIFT_, int CELL_ZERO_>
+struct Format {
+  static constexpr bool VALUES = VALUES_, ROTATED = ROTATED_;
+  static constexpr int D = D_, GROUPS = GROUPS_, PER = PER_, KIND = KIND_, BITS = BITS_, POLICY = POLICY_, CODES = CODES_,
+                       FIELDS = FIELDS_, DTYPE = DTYPE_, CELL_SHIFT = CELL_SHIFT_, CELL_ZERO = CELL_ZERO_;
+  static constexpr bool VECTORS = VECTORS_;              // rows start at multiples of 16 bytes
+  static constexpr bool NARROW = DTYPE != FLOAT32;
+  static constexpr bool SHORT = KIND == LLOYD && BITS <= 4 && NARROW;  // rotated as 16-bit integers, not 22-bit ones
+  static constexpr int ELEMENT = NARROW ? 2 : 4;
+  static constexpr int INNER = D / GROUPS;               // the rotation is a Hadamard matrix of GROUPS times one of INNER
+  static constexpr int SLICES = INNER / 16;              // of a group
+  static constexpr int SPLIT = SLICES / PER;
+  static constexpr int LOCAL = PER * GROUPS;             // slices that a warp ends up with
+  static constexpr int STEPS = (INNER + 31) / 32;        // matrix instructions along a group
+  static constexpr int CHUNKS = GROUPS * STEPS;          // of 32 dimensions, of which a lane loads eight
+  static constexpr int RAW = NARROW ? 4 : 8;             // words of those
+  static constexpr int TOKENS = VALUES ? 4 : 2;          // that a lane has values of
+  static constexpr int CELLS = 2 * CELL_ZERO;
+  static constexpr int TILE_BYTES = 2 * D * BITS;
+  static constexpr int FOUR = BITS < 8 ? BITS / 4 : 0, TWO = BITS < 8 ? BITS % 4 / 2 : 0, ONE = BITS < 8 ? BITS % 2 : 0;
+  static constexpr int FRAGMENT_BYTES = GROUPS * SLICES * STEPS * 512;
+  static_assert(D % (16 * GROUPS) == 0 && SLICES % PER == 0 && (GROUPS == 1 || SPLIT == 1), "how a tile is cut");
+};
+
+// Which of the tile's tokens a lane's values number VALUES ? 2 j : 4 j belong to.
+template <class F> DEVICE int token_of(int lane, int j) {
+  return F::VALUES ? 2 * (lane & 3) + (j & 1) + 8 * (j >> 1) : (lane >> 2) + 8 * j;
+}
+template <class F> DEVICE constexpr int token_number(int n) { return F::VALUES ? n >> 1 : n >> 2; }
+template <class F> DEVICE int dim_of(int lane, int n) {
+  return F::VALUES ? (lane >> 2) + 8 * (n & 1) : 2 * (lane & 3) + (n & 1) + 8 * (n >> 1 & 1);
+}
+
+// The sums of tokens g and g + 8, of which four lanes have parts: of token k in lanes k and k + 16.
+template <class T> DEVICE T sum_of_rows(const T x[2], int lane) {
+  bool high = lane & 1;
+  T sum = (high ? x[1] : x[0]) + shfl_xor(high ? x[0] : x[1], 1);
+  sum += shfl_xor(sum, 2);
+  return shfl(sum, 4 * (lane & 7) + (lane >> 3 & 1));
+}
+
+// Sums over the lanes that hold a token; the sum of token k comes out in lanes k and k + 16.
+template <class F, class T> DEVICE T sum_of_token(const T x[F::TOKENS], int lane) {
+  if constexpr (!F::VALUES) return sum_of_rows(x, lane);
+  else {
+    int token = lane & 15;
+    bool high = lane & 16, odd = lane & 8;
+    T a = (high ? x[2] : x[0]) + shfl_xor(high ? x[0] : x[2], 16);
+    T b = (high ? x[3] : x[1]) + shfl_xor(high ? x[1] : x[3], 16);
+    T c = (odd ? b : a) + shfl_xor(odd ? a : b, 8);
+    c += shfl_xor(c, 4);
+    return shfl(c, 8 * (token & 1) + 16 * (token >> 3) + (token & 7) / 2);
+  }
+}

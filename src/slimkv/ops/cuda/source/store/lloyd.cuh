@@ -1,0 +1,209 @@
+// Lloyd-Max codes of rotated coordinates, and the scale that goes with them.
+#pragma once
+#include "store/fields.cuh"
+#include "store/pages.cuh"
+#include "store/rotate.cuh"
+
+// In shared memory: which code or boundary a cell of the number line has, and what codes stand for.
+template <class F> struct LloydTables {
+  static constexpr int COUNT = F::BITS > 4 || F::POLICY == UNBIASED ? 1 << F::BITS : 0;  // bounds and levels
+  static constexpr int CELL_BYTES = (F::CELLS + 15) / 16 * 16;
+  static constexpr int BYTES = CELL_BYTES + 8 * COUNT;
+  const u8* cells;
+  const float* bounds;
+  const i32* levels;
+
+  DEVICE_MEMBER LloydTables(u8* memory) : cells(memory), bounds((float*)(memory + CELL_BYTES)), levels((i32*)(memory + CELL_BYTES) + COUNT) {}
+  // Starts to copy them; they are there for all after ``cp_async_wait`` and ``sync_threads``.
+  DEVICE_MEMBER void fill(u8* memory, const SideArgs& side, int thread, int threads) const {
+#pragma unroll 1
+    for (int i = thread; i < CELL_BYTES / 16; i += threads) cp_async_16(memory + 16 * i, side.cells + 16 * i);
+    cp_async_commit();
+#pragma unroll 1
+    for (int i = thread; i < COUNT; i += threads) {
+      ((u32*)(memory + CELL_BYTES))[i] = ((const u32*)side.bounds)[i];
+      ((u32*)(memory + CELL_BYTES))[COUNT + i] = ((const u32*)side.levels)[i];
+    }
+  }
+};
+
+// Cells belong to their upper edge.
+template <class F> DEVICE u32 cell_of(float x) { return ceil_product(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
+
+// The code of a coordinate in the codebook's units. Boundaries of up to 4 bits are edges of cells, and a value on an edge
+// belongs to the cell below it, as the tie rule wants; of wider codes a cell has at most one boundary.
+template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
+  u32 index = tables.cells[cell_of<F>(x)];
+  if constexpr (F::BITS > 4) {
+    index += x > tables.bounds[index] ? 1 : 0;
+    constexpr u32 HALF = 1 << (F::BITS - 1);
+    index = index >= HALF ? index : HALF - 1 - index;
+  }
+  return index;
+}
+
+// What the scale needs of a lane's tokens: sums of squared levels, or of products with them.
+template <class F> struct LevelSums {
+  static constexpr bool PACKED = F::BITS <= 4 && F::POLICY == NORM;
+  u32 squares[F::TOKENS] = {};  // of twice the levels
+  i64 sums[F::TOKENS] = {};     // in units of 1 / LEVEL_DENOMINATOR
+  u32 before = 0;
+
+  // The codes of a slice as nibbles: levels are looked up four at a time, and squared and added four at a time. Values are
+  // taken two slices at a time; order: how many slices came before.
+  DEVICE_MEMBER void add_codes(int order, u32 nibbles, const SideArgs& side) {
+    u32 a = side.doubled_levels[0], b = side.doubled_levels[1];
+    nibbles &= 0x11111111u * ((1 << (F::BITS - 1)) - 1);
+    if constexpr (!F::VALUES) {
+      add(0, prmt(a, b, nibbles));
+      add(1, prmt(a, b, nibbles >> 16));
+    } else if (order % 2 == 0 && order + 1 < F::LOCAL) {
+      before = nibbles;
+    } else {  // a token has one byte of each slice's word
+      u32 other = order % 2 ? before : 0;
+      u32 first = prmt(other, nibbles, 0x5140), second = prmt(other, nibbles, 0x7362);
+      u32 all[4] = {prmt(a, b, first), prmt(a, b, first >> 16), prmt(a, b, second), prmt(a, b, second >> 16)};
+#pragma unroll
+      for (int j = 0; j < 4; j++) add(j, order % 2 ? all[j] : all[j] & 0xFFFF0000u);
+    }
+  }
+  DEVICE_MEMBER void add(int j, u32 levels) { squares[j] = dp4a_u8(levels, levels, squares[j]); }
+  DEVICE_MEMBER void add_level(int j, float rotated, i32 level) {
+    if constexpr (F::POLICY == NORM) sums[j] += (i64)level * level;
+    else sums[j] += (i64)f32_to_i32_rz(rotated) * level;
+  }
+};
+
+// total: the sum that the policy wants, in units of 1 / LEVEL_DENOMINATOR or their square.
+template <class F> DEVICE float scale_of_token(const TokenScalars& s, float total, const SideArgs& side) {
+  if constexpr (F::POLICY == PLAIN) return mul_rn(mul_rn(s.norm, side.plain_scale), s.down);
+  float scale = F::POLICY == NORM ? div_rn_normal(s.norm, sqrt_rn_normal(total)) : div_rn(mul_rn(s.squared, side.root_dim), total);
+  return mul_rn(mul_rn(scale, 128.0f), s.down);
+}
+
+// The scale's field of the lane's token.
+template <class F> DEVICE u32 field_of_token(const TokenScalars& s, float total, const SideArgs& side) {
+  u32 field = encode_unsigned(scale_of_token<F>(s, total, side));
+  return s.bad ? INVALID_FIELD : s.zero ? 0 : field;
+}
+
+// Takes the eight codes of a slice.
+template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, const u32 code[8], const float rotated[8],
+                                         const LloydTables<F>& tables, const SideArgs& side) {
+  u32 low = 0, high = 0;
+#pragma unroll
+  for (int n = 0; n < 8; n++) {
+    if constexpr (F::BITS <= 4) low += code[n] << (4 * n);
+    else if constexpr (F::BITS < 8) low += (code[n] & 15) << (4 * n), high += code[n] >> 4 << (4 * n);
+    if constexpr (F::POLICY != PLAIN && !LevelSums<F>::PACKED) sums.add_level(token_number<F>(n), rotated[n], tables.levels[code[n]]);
+  }
+  if constexpr (LevelSums<F>::PACKED) sums.add_codes(order, low, side);
+  if constexpr (F::BITS < 8) codes.put(slice, low, high);
+  else codes.put_bytes(slice, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24, code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
+}
+
+// The sum that the policy wants, in the lane of each token, and the same rounded once.
+template <class F> DEVICE auto policy_sum(const LevelSums<F>& sums, int lane) {
+  if constexpr (F::POLICY == PLAIN) return 0u;
+  else if constexpr (LevelSums<F>::PACKED) return sum_of_token<F>(sums.squares, lane);
+  else return sum_of_token<F>(sums.sums, lane);
+}
+DEVICE float policy_total(u32 sum) { return mul_rn(i32_to_f32_rn((i32)sum), 4096.0f); }  // (128 / 2)^2; below 2^24
+DEVICE float policy_total(i64 sum) { return i64_to_f32_rn(sum); }
+
+template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>& codes, u32 field, bool zero, const StoreArgs& args, int head, Slots slots,
+                                                           int lane, int part) {
+  u8* pages = args.pages + head * args.page_head_stride;
+  bool empty = zero || field == INVALID_FIELD;
+  if (warp_any(empty))
+#pragma unroll
+    for (int j = 0; j < F::TOKENS; j++)
+      if (shfl((u32)empty, token_of<F>(lane, j))) codes.erase(j);
+  store_planes<F, PAGE_TOKENS, true>(codes, field, pages, args.page_stride, slots, lane, part);
+}
+
+// What makes a sum of short integers a number of cells, in units of the smallest float.
+template <class F> DEVICE float cells_per_sum(const TokenScalars& s) { return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149)); }
+
+// Encodes and writes 16 tokens of one head, of which the warp has loaded the rows, with SPLIT warps, of which this is
+// number ``part``.
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, const StoreArgs& args,
+                                                                              int head, int first, int part, Slots slots, u8* memory, int lane) {
+  LloydTables<F> tables(memory);
+  Digits<F> digits;
+  typename Digits<F>::Sum exact[F::GROUPS][8];
+  Fragments<F> matrix(side, 0, part * F::PER, lane);  // early: it is far away
+  u32 exponent = fixed_point<F>(raw, lane, digits);
+  rotate_slices<F>(digits, side, part * F::PER, lane, exact, &matrix);  // before the norm, which takes long for few instructions
+  TokenScalars scalars = scalars_of<F>(digits, exponent, side.unit, lane);
+  float factor[F::TOKENS];
+#pragma unroll
+  for (int j = 0; j < F::TOKENS; j++) factor[j] = shfl(F::SHORT ? cells_per_sum<F>(scalars) : scalars.factor, token_of<F>(lane, j));
+  CodePlanes<F> codes;
+  LevelSums<F> sums;
+#pragma unroll
+  for (int i = 0; i < F::PER; i++) {
+    if (i > 0) rotate_slices<F>(digits, side, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
+#pragma unroll
+    for (int q = 0; q < F::GROUPS; q++) {
+      float rotated[8];
+      u32 code[8];
+#pragma unroll
+      for (int n = 0; n < 8; n++) {
+        rotated[n] = integer_of<F>(exact[q][n]);
+        if constexpr (F::SHORT) code[n] = tables.cells[ceil_product(exact[q][n], factor[token_number<F>(n)], F::CELL_ZERO)];
+        else code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
+      }
+      put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);
+    }
+  }
+  auto sum = policy_sum<F>(sums, lane);
+  if constexpr (F::SPLIT > 1) {
+    auto* shared = (decltype(sum)*)(memory + (LloydTables<F>::BYTES + 15) / 16 * 16);
+    if (lane < 16) shared[part * 16 + lane] = sum;
+    sync_threads();
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < F::SPLIT; i++) sum += shared[i * 16 + (lane & 15)];
+  }
+  if constexpr (F::SPLIT == 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, for registers
+  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token<F>(scalars, policy_total(sum), side), scalars.zero, args, head, slots, lane, part);
+}
+
+// Few tokens: the block's warps share a tile, and its rows, its slots and the tables are loaded at the same time.
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together(const SideArgs& side, const StoreArgs& args, int head, int first, u8* memory,
+                                                                                  int threads) {
+  int lane = thread_index() & 31, part = thread_index() >> 5;
+  LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
+  prefetch_rotation<F>(side, thread_index(), threads);
+  pdl_wait();
+  Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
+  u32 raw[F::CHUNKS][2][F::RAW];
+  load_rows<F>(side, head, first, args.tokens, lane, raw);
+  cp_async_wait<0>();
+  sync_threads();
+  if (first < args.tokens && part < F::SPLIT) store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
+  else if constexpr (F::SPLIT > 1) sync_threads();  // whole warps
+}
+
+// Many: every warp takes one tile after the other, from ``tile`` on, and fetches the rows of the next one meanwhile.
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(const SideArgs& side, const StoreArgs& args, int head, int tile, int step, u8* memory,
+                                                                               int threads) {
+  RowBuffer<F> rows(memory + (LloydTables<F>::BYTES + 15) / 16 * 16 + (thread_index() >> 5) * RowBuffer<F>::BYTES, side, head, 16 * tile,
+                    16 * step, thread_index() & 31);
+  LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
+  prefetch_rotation<F>(side, thread_index(), threads);
+  pdl_wait();
+  rows.fetch(side, 16 * tile, args.tokens, thread_index() & 31);
+  cp_async_wait<1>();  // for the tables, not for the rows
+  sync_threads();
+#pragma unroll 1
+  for (; 16 * tile < args.tokens; tile += step) {
+    u32 raw[F::CHUNKS][2][F::RAW];
+    int lane = read_laneid();
+    rows.take(side, head, 16 * tile, args.tokens, lane, raw);
+    rows.fetch(side, 16 * (tile + step), args.tokens, lane);
+    store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, 16 * tile, 0, Slots(), memory, lane);
+  }
+  cp_async_wait<0>();
+}

@@ -1,0 +1,209 @@
+// Codes in lanes to the bytes of pages: whole tiles as words, single tokens as the bytes that they own.
+#pragma once
+#include "store/format.cuh"
+
+// Where the tile's tokens go. Lane k (and k + 16) knows token k's slot.
+struct Slots {
+  i64 slot;      // of the lane's token; negative: skip it
+  i64 start;     // of the first token
+  bool aligned;  // the 16 tokens are a tile of a page
+};
+
+template <class S> DEVICE Slots load_slots(const void* slots, int first, int tokens, int lane) {
+  int token = first + (lane & 15);
+  Slots s;
+  s.slot = token < tokens ? (i64)((const S*)slots)[token] : -1;
+  s.start = shfl(s.slot, 0);
+  s.aligned = !warp_any(s.start < 0 || (s.start & 15) || s.slot != s.start + (lane & 15));
+  return s;
+}
+
+template <int PAGE_TOKENS> DEVICE u8* page_of(u8* pages, i64 page_stride, i64 slot) {
+  return pages + (slot > 0 ? (i64)((u64)slot / PAGE_TOKENS) : 0) * page_stride;
+}
+
+DEVICE void store_bytes(u8* at, u32 word, int bytes) {
+  if (bytes == 4) *(u32*)at = word;
+  else if (bytes == 2) *(u16*)at = (u16)word;
+  else *at = (u8)word;
+}
+
+// What a lane's slice or word has of a token: keys in halves of it, values in bytes.
+template <class F> DEVICE u32 token_mask(int j) { return F::VALUES ? 0xFFu << (8 * j) : 0xFFFFu << (16 * j); }
+
+// The planes of a warp's codes. Nibble n of a slice's word has the plane's bits of value n; a plane of W < 4 bits has
+// 4 / W slices in a word, and what does not fill one apart, in ``rest``.
+template <class F, int W> struct NibblePlane {
+  static constexpr int SHARE = 4 / W;
+  static constexpr int TAIL = (F::D / 16) % SHARE;
+  static constexpr int WORDS = F::LOCAL / SHARE;
+  static_assert(F::SPLIT == 1 || F::PER % SHARE == 0, "a word belongs to one warp");
+  u32 word[WORDS > 0 ? WORDS : 1] = {}, rest[TAIL > 0 ? TAIL : 1] = {};
+
+  DEVICE_MEMBER void put(int slice, u32 nibbles) {
+    if (slice / SHARE < WORDS) word[slice / SHARE] |= nibbles << (W * (slice % SHARE));  // slices come in any order
+    else rest[slice % SHARE] = nibbles;
+  }
+
+  DEVICE_MEMBER void erase(u32 mask) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) word[i] &= ~mask;
+#pragma unroll
+    for (int i = 0; i < TAIL; i++) rest[i] &= ~mask;
+  }
+
+  // base: the plane in the tile; every token of the tile is written.
+  DEVICE_MEMBER void store_tile(u8* base, int lane, int part) const {
+    if constexpr (F::SPLIT == 1) {
+#pragma unroll
+      for (int i = 0; i < WORDS / 4; i++) *(Words4*)(base + (i * 32 + lane) * 16) = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
+      constexpr int QUADS = WORDS & ~3, PAIRS = WORDS & ~1;
+      if constexpr (PAIRS > QUADS) *(Words2*)(base + QUADS * 128 + lane * 8) = {word[QUADS], word[QUADS + 1]};
+      if constexpr (WORDS > PAIRS) *(u32*)(base + PAIRS * 128 + lane * 4) = word[PAIRS];
+    } else {
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) *(u32*)(base + fragment_word(part * WORDS + i, lane, WORDS * F::SPLIT) * 4) = word[i];
+    }
+  }
+
+  // base: the plane in the tile of the lane's j-th token, which stands at ``position`` of 16.
+  DEVICE_MEMBER void store_token(u8* base, int position, int j, int lane, int part) const {
+    int row = position & 7, high = position >> 3;
+    int there = F::VALUES ? (lane & ~3) + row / 2 : 4 * row + (lane & 3);
+    int byte = F::VALUES ? 2 * high + (row & 1) : 2 * high;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      int index = F::SPLIT == 1 ? fragment_word(i, there, WORDS) : fragment_word(part * WORDS + i, there, WORDS * F::SPLIT);
+      store_bytes(base + index * 4 + byte, word[i] >> (F::VALUES ? 8 * j : 16 * j), F::VALUES ? 1 : 2);
+    }
+  }
+
+  // Slices that fill no word: the token's bits, dimension after dimension. All lanes take part.
+  DEVICE_MEMBER void store_row(u8* base, int position, int j, int lane, bool keep) const {
+#pragma unroll
+    for (int i = 0; i < TAIL; i++) {
+      u32 row = 0;
+#pragma unroll
+      for (int n = 0; n < 8; n++)
+        if (token_number<F>(n) == j) row |= (rest[i] >> (4 * n) & ((1u << W) - 1)) << (W * dim_of<F>(lane, n));
+      if constexpr (F::VALUES) row |= shfl_xor(row, 4), row |= shfl_xor(row, 8), row |= shfl_xor(row, 16);
+      else row |= shfl_xor(row, 1), row |= shfl_xor(row, 2);
+      bool writer = F::VALUES ? lane < 4 : (lane & 3) == 0;
+      if (writer && keep) store_bytes(base + 128 * WORDS + (position * TAIL + i) * 2 * W, row, 2 * W);
+    }
+  }
+};
+
+template <class F> struct BytePlane {  // a byte per value: two words a slice
+  static constexpr int WORDS = 2 * F::LOCAL;
+  u32 word[WORDS];
+
+  DEVICE_MEMBER void erase_token(int j) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      if (!F::VALUES && (i & 1) == j) word[i] = 0;
+      if (F::VALUES && (i & 1) == j >> 1) word[i] &= ~(0xFFFFu << (16 * (j & 1)));
+    }
+  }
+  DEVICE_MEMBER void store_tile(u8* base, int lane, int part) const {
+    if constexpr (F::SPLIT == 1) {
+#pragma unroll
+      for (int i = 0; i < WORDS / 4; i++) *(Words4*)(base + (i * 32 + lane) * 16) = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
+      if constexpr (WORDS % 4) *(Words2*)(base + (WORDS & ~3) * 128 + lane * 8) = {word[WORDS & ~3], word[(WORDS & ~3) + 1]};
+    } else {
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) *(u32*)(base + fragment_word(part * WORDS + i, lane, WORDS * F::SPLIT) * 4) = word[i];
+    }
+  }
+  DEVICE_MEMBER void store_token(u8* base, int position, int j, int lane, int part) const {
+    int row = position & 7, high = position >> 3;
+    int there = F::VALUES ? (lane & ~3) + row / 2 : 4 * row + (lane & 3);
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 2) {
+      int index = fragment_word(part * WORDS + i + high, there, WORDS * F::SPLIT);
+      if constexpr (F::VALUES) store_bytes(base + index * 4 + 2 * (row & 1), word[i + (j >> 1)] >> (16 * (j & 1)), 2);
+      else store_bytes(base + index * 4, word[i + j], 4);
+    }
+  }
+};
+
+struct NoPlane {};
+template <bool A, class T, class E> struct Choose { typedef T Type; };
+template <class T, class E> struct Choose<false, T, E> { typedef E Type; };
+
+// All codes of a warp's slices.
+template <class F> struct CodePlanes {
+  typename Choose<F::FOUR != 0, NibblePlane<F, 4>, NoPlane>::Type four;
+  typename Choose<F::TWO != 0, NibblePlane<F, 2>, NoPlane>::Type two;
+  typename Choose<F::ONE != 0, NibblePlane<F, 1>, NoPlane>::Type one;
+  typename Choose<F::BITS == 8, BytePlane<F>, NoPlane>::Type byte;
+
+  // low, high: the low and the high four bits of the slice's eight codes, in nibbles.
+  DEVICE_MEMBER void put(int slice, u32 low, u32 high) {
+    if constexpr (F::FOUR) four.put(slice, low);
+    u32 more = F::FOUR ? high : low;
+    if constexpr (F::TWO) two.put(slice, F::ONE ? more & 0x33333333u : more);
+    if constexpr (F::ONE) one.put(slice, F::TWO ? more >> 2 & 0x11111111u : more);
+  }
+  DEVICE_MEMBER void put_bytes(int slice, u32 first, u32 second) {
+    if constexpr (F::BITS == 8) byte.word[2 * slice] = first, byte.word[2 * slice + 1] = second;
+  }
+  DEVICE_MEMBER void erase(int j) {
+    if constexpr (F::FOUR) four.erase(token_mask<F>(j));
+    if constexpr (F::TWO) two.erase(token_mask<F>(j));
+    if constexpr (F::ONE) one.erase(token_mask<F>(j));
+    if constexpr (F::BITS == 8) byte.erase_token(j);
+  }
+};
+
+// Where the planes of a tile start.
+template <class F> constexpr int TWO_AT = 8 * F::D * F::FOUR;
+template <class F> constexpr int ONE_AT = TWO_AT<F> + 4 * F::D * F::TWO;
+// Slices that fill no word are written row by row, whatever the slots.
+template <class F> DEVICE constexpr bool has_rows() {
+  bool rows = false;
+  if constexpr (F::TWO) rows = rows || NibblePlane<F, 2>::TAIL;
+  if constexpr (F::ONE) rows = rows || NibblePlane<F, 1>::TAIL;
+  return rows;
+}
+
+// The words of a whole tile.
+template <class F> DEVICE void store_tile(const CodePlanes<F>& codes, u8* tile, int lane, int part) {
+  if constexpr (F::FOUR) codes.four.store_tile(tile, lane, part);
+  if constexpr (F::TWO) codes.two.store_tile(tile + TWO_AT<F>, lane, part);
+  if constexpr (F::ONE) codes.one.store_tile(tile + ONE_AT<F>, lane, part);
+  if constexpr (F::BITS == 8) codes.byte.store_tile(tile, lane, part);
+}
+
+// The bytes of single tokens; of a whole tile those that are in no word.
+template <class F, int PAGE_TOKENS> DEVICE void store_tokens(const CodePlanes<F>& codes, u8* pages, i64 page_stride, Slots s, int lane, int part) {
+#pragma unroll
+  for (int j = 0; j < F::TOKENS; j++) {
+    i64 slot = shfl(s.slot, token_of<F>(lane, j));
+    int position = slot < 0 ? 0 : (int)((u32)slot % PAGE_TOKENS);
+    u8* tile = page_of<PAGE_TOKENS>(pages, page_stride, slot) + F::CODES + position / 16 * F::TILE_BYTES;
+    if (slot >= 0 && !s.aligned) {
+      if constexpr (F::FOUR) codes.four.store_token(tile, position % 16, j, lane, part);
+      if constexpr (F::TWO) codes.two.store_token(tile + TWO_AT<F>, position % 16, j, lane, part);
+      if constexpr (F::ONE) codes.one.store_token(tile + ONE_AT<F>, position % 16, j, lane, part);
+      if constexpr (F::BITS == 8) codes.byte.store_token(tile, position % 16, j, lane, part);
+    }
+    if constexpr (F::TWO) codes.two.store_row(tile + TWO_AT<F>, position % 16, j, lane, slot >= 0);
+    if constexpr (F::ONE) codes.one.store_row(tile + ONE_AT<F>, position % 16, j, lane, slot >= 0);
+  }
+}
+
+// Codes, and by lanes 0 .. 15 a field of each token (none: FIELDS_TOO is false). A whole tile has one region.
+template <class F, int PAGE_TOKENS, bool FIELDS_TOO> DEVICE void store_planes(const CodePlanes<F>& codes, u32 field, u8* pages, i64 page_stride, Slots s, int lane,
+                                                                               int part) {
+  if (s.aligned) {
+    u8* page = page_of<PAGE_TOKENS>(pages, page_stride, s.start);
+    u32 position = (u32)s.start % PAGE_TOKENS;
+    if (FIELDS_TOO && part == 0 && lane < 16) *(u16*)(page + F::FIELDS + 2 * (position + lane)) = (u16)field;
+    store_tile<F>(codes, page + F::CODES + position / 16 * F::TILE_BYTES, lane, part);
+    if constexpr (!has_rows<F>()) return;
+  } else if (FIELDS_TOO && part == 0 && lane < 16 && s.slot >= 0) {
+    *(u16*)(page_of<PAGE_TOKENS>(pages, page_stride, s.slot) + F::FIELDS + 2 * ((u32)s.slot % PAGE_TOKENS)) = (u16)field;
+  }
+  store_tokens<F, PAGE_TOKENS>(codes, pages, page_stride, s, lane, part);
+}

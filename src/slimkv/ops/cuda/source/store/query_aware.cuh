@@ -1,0 +1,180 @@
+// Query-aware rounding of keys (see slimkv.codec.rounding): coordinates from the last to the first, each corrected for the
+// errors made so far. A warp takes 32 tokens. Errors of later slices correct a slice by products of bytes on the tensor
+// cores; within a slice every lane has a token of its own, and its 16 coordinates one after the other.
+#pragma once
+#include "store/lloyd.cuh"
+
+template <class F> struct QueryAwareMemory {
+  static constexpr int STRIDE = 36;               // of a dimension's 32 tokens, in words: no two lanes meet in a bank
+  static constexpr int ERROR_STRIDE = F::D + 16;  // of a token's errors, in bytes
+  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = 32 * ERROR_STRIDE;
+  static constexpr int BYTES = NUMBERS + SUMS + ERRORS;
+  float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
+  i32* sums;       // [16][STRIDE]: corrections of a slice by later ones, in steps
+  u8* errors;      // [32][ERROR_STRIDE]: signed bytes, zero as long as they are not made
+  DEVICE_MEMBER QueryAwareMemory(u8* memory) : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), errors(memory + NUMBERS + SUMS) {}
+};
+
+// The levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next
+// coordinate, else by code.
+template <class F> struct ScaledLevels {
+  static constexpr bool BY_CELL = F::BITS <= 4;
+  static constexpr int COUNT = BY_CELL ? F::CELLS : 1 << F::BITS;
+  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + 4 * COUNT + 15) / 16 * 16;
+  float* levels;
+
+  DEVICE_MEMBER ScaledLevels(u8* memory) : levels((float*)(memory + LloydTables<F>::BYTES)) {}
+  DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
+#pragma unroll 1
+    for (int i = thread; i < COUNT; i += threads)
+      levels[i] = mul_rn(i32_to_f32_rn(side.levels[BY_CELL ? side.cells[i] : i]), mul_rn(error_steps, 1.0f / 128));
+  }
+  DEVICE_MEMBER float of(float x, u32 code) const { return levels[BY_CELL ? cell_of<F>(x) : code]; }
+};
+
+// What later slices' errors add to slice s, to memory.sums.
+template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memory, const u8* weights, int s, int lane) {
+  int g = lane >> 2, t = lane & 3;
+  i32 c[2][2][4] = {};
+#pragma unroll 1
+  for (int k = (s + 1) / 2; k < (F::D + 31) / 32; k++) {
+    u32 b[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int column = 32 * k + 16 * (i & 1) + 4 * t;
+      b[i >> 1][i & 1] = F::D % 32 == 0 || column < F::D ? *(const u32*)(weights + (16 * s + 8 * (i >> 1) + g) * F::D + column) : 0;
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++) {
+      const u8* row = memory.errors + (16 * tile + g) * memory.ERROR_STRIDE + 32 * k + 4 * t;
+      u32 a0 = *(const u32*)row, a1 = *(const u32*)(row + 8 * memory.ERROR_STRIDE), a2 = 0, a3 = 0;
+      if (F::D % 32 == 0 || 32 * k + 16 < F::D) a2 = *(const u32*)(row + 16), a3 = *(const u32*)(row + 8 * memory.ERROR_STRIDE + 16);
+      mma_s8_s8(c[tile][0], a0, a1, a2, a3, b[0][0], b[0][1]);
+      mma_s8_s8(c[tile][1], a0, a1, a2, a3, b[1][0], b[1][1]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i++)
+    memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
+}
+
+// Replaces the coordinates of 32 tokens by codes.
+template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* weights,
+                                           float error_steps, int lane) {
+  constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
+  float back = div_rn(1.0f / 64, error_steps);  // a power of two
+#pragma unroll 1
+  for (int s = F::D / 16 - 1; s >= 0; s--) {
+    sum_later_slices<F>(memory, weights, s, lane);
+    sync_warp();
+    const u8* row = weights + 16 * s * (F::D + 1);
+    float* own = memory.numbers + 16 * s * memory.STRIDE + lane;
+    u32 errors[4] = {};
+#pragma unroll
+    for (int n = 15; n >= 0; n--) {
+      Words4 w = ldg_cached(row + n * F::D);
+      i32 total = memory.sums[n * memory.STRIDE + lane];
+      if (n < 3) total = dp4a_s8(errors[0], w.x, total);
+      if (n < 7) total = dp4a_s8(errors[1], w.y, total);
+      if (n < 11) total = dp4a_s8(errors[2], w.z, total);
+      if (n < 15) total = dp4a_s8(errors[3], w.w, total);
+      float x = own[n * memory.STRIDE];
+      float target = min_f32(max_f32(fma_rn(i32_to_f32_rn(total), -back, x), -LIMIT), LIMIT);
+      u32 code = code_of<F>(target, tables);
+      float error = min_f32(max_f32(fma_rn(x, -error_steps, levels.of(target, code)), -127.0f), 127.0f);
+      u32 byte = as_bits(add_rn(error, 12582912.0f));
+      errors[n / 4] = prmt(errors[n / 4], byte, n % 4 == 0 ? 0x3214 : n % 4 == 1 ? 0x3240 : n % 4 == 2 ? 0x3410 : 0x4210);
+      own[n * memory.STRIDE] = as_float(code);
+    }
+    *(Words4*)(memory.errors + lane * memory.ERROR_STRIDE + 16 * s) = {errors[0], errors[1], errors[2], errors[3]};
+    sync_warp();
+  }
+}
+
+// Digits and scalars of a tile of 16 tokens.
+template <class F> DEVICE TokenScalars prepare_tile(const SideArgs& side, const StoreArgs& args, int head, int first, int lane, Digits<F>& digits) {
+  u32 raw[F::CHUNKS][2][F::RAW];
+  load_rows<F>(side, head, first, args.tokens, lane, raw);
+  u32 exponent = fixed_point<F>(raw, lane, digits);
+  return scalars_of<F>(digits, exponent, side.unit, lane);
+}
+
+template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, const TokenScalars& scalars, const SideArgs& side,
+                                                   const QueryAwareMemory<F>& memory, int tile, int lane) {
+  float factor[2] = {shfl(scalars.factor, lane >> 2), shfl(scalars.factor, (lane >> 2) + 8)};
+#pragma unroll
+  for (int i = 0; i < F::PER; i++) {
+    typename Digits<F>::Sum exact[F::GROUPS][8];
+    rotate_slices<F>(digits, side, i, lane, exact);
+#pragma unroll
+    for (int q = 0; q < F::GROUPS; q++)
+#pragma unroll
+      for (int n = 0; n < 8; n++)
+        memory.numbers[(16 * (q * F::PER + i) + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))] =
+            mul_rn(integer_of<F>(exact[q][n]), factor[token_number<F>(n)]);
+  }
+}
+
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(const SideArgs& side, const StoreArgs& args, int head, int first,
+                                                                                 TokenScalars scalars, const LloydTables<F>& tables,
+                                                                                 const QueryAwareMemory<F>& memory, int tile, int lane) {
+  Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
+  CodePlanes<F> codes;
+  LevelSums<F> sums;
+  Digits<F> digits;
+  if constexpr (F::POLICY == UNBIASED) prepare_tile<F>(side, args, head, first, lane, digits);
+#pragma unroll
+  for (int i = 0; i < F::PER; i++) {
+    typename Digits<F>::Sum exact[F::GROUPS][8] = {};
+    if constexpr (F::POLICY == UNBIASED) rotate_slices<F>(digits, side, i, lane, exact);
+#pragma unroll
+    for (int q = 0; q < F::GROUPS; q++) {
+      u32 code[8];
+      float rotated[8];
+      int slice = q * F::PER + i;
+#pragma unroll
+      for (int n = 0; n < 8; n++) {
+        code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
+        rotated[n] = integer_of<F>(exact[q][n]);
+      }
+      put_slice<F>(codes, sums, slice, i * F::GROUPS + q, code, rotated, tables, side);
+    }
+  }
+  u32 field = field_of_token<F>(scalars, policy_total(policy_sum<F>(sums, lane)), side);
+  store_lloyd_codes<F, PAGE_TOKENS>(codes, field, scalars.zero, args, head, slots, lane, 0);
+}
+
+// The tables of a block whose warps store keys.
+template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, const StoreArgs& args, u8* shared, int threads) {
+  LloydTables<F>(shared).fill(shared, side, thread_index(), threads);
+  ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
+}
+
+// Encodes and writes 32 tokens of one head, with a warp and the ``number``-th part of the block's memory.
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int first, u8* shared,
+                                                                          int number) {
+  if (first >= args.tokens) return;
+  int lane = thread_index() & 31;
+  LloydTables<F> tables(shared);
+  ScaledLevels<F> levels(shared);
+  QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * QueryAwareMemory<F>::BYTES);
+  for (int i = lane; i < memory.ERRORS / 16; i += 32) ((Words4*)memory.errors)[i] = {0, 0, 0, 0};
+  TokenScalars mine;
+#pragma unroll 1
+  for (int tile = 0; tile < 2; tile++) {
+    Digits<F> digits;
+    TokenScalars scalars = prepare_tile<F>(side, args, head, first + 16 * tile, lane, digits);
+    coordinates_of_tile<F>(digits, scalars, side, memory, tile, lane);
+    if (lane >> 4 == tile) mine = scalars;
+  }
+  sync_warp();
+  round_query_aware<F>(memory, tables, levels, args.query_aware + (i64)head * F::D * F::D, args.error_steps, lane);
+#pragma unroll 1
+  for (int tile = 0; tile < 2; tile++) {
+    int from = 16 * tile + (lane & 15);
+    TokenScalars scalars = {shfl(mine.squared, from), shfl(mine.norm, from), 0.0f, shfl(mine.down, from),
+                            shfl((u32)mine.zero, from) != 0, shfl((u32)mine.bad, from) != 0};
+    if (first + 16 * tile < args.tokens)
+      store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * tile, scalars, tables, memory, tile, lane);
+  }
+}

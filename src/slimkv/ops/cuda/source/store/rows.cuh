@@ -1,0 +1,84 @@
+// The rows of a tile in a warp: lane 4 g + t loads eights of tokens g and g + 8.
+#pragma once
+#include "store/format.cuh"
+
+template <class F> DEVICE void load_eight(const u8* p, u32 raw[F::RAW]) {
+  if constexpr (F::VECTORS) {
+#pragma unroll
+    for (int i = 0; i < F::RAW / 4; i++) {
+      Words4 w = ldg_streaming(p + 16 * i);
+      raw[4 * i] = w.x, raw[4 * i + 1] = w.y, raw[4 * i + 2] = w.z, raw[4 * i + 3] = w.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < F::RAW; i++)
+      raw[i] = F::NARROW ? ((const u16*)p)[2 * i] | (u32)((const u16*)p)[2 * i + 1] << 16 : ((const u32*)p)[i];
+  }
+}
+
+template <int DTYPE> DEVICE float element(const u32* raw, int i) {
+  if constexpr (DTYPE == FLOAT32) return as_float(raw[i]);
+  else if constexpr (DTYPE == BFLOAT16) return as_float(i & 1 ? raw[i / 2] & 0xFFFF0000u : raw[i / 2] << 16);
+  else return f16_to_f32(i & 1 ? raw[i / 2] >> 16 : raw[i / 2] & 0xFFFFu);
+}
+
+// The rows of tokens g and g + 8 in eights: chunk c, dimensions 8 t .. 8 t + 7 of its 32.
+template <class F> DEVICE void load_rows(const SideArgs& side, int head, int first, int tokens, int lane,
+                                         u32 raw[F::CHUNKS][2][F::RAW]) {
+  const u8* x = side.x + head * side.head_stride;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int token = first + (lane >> 2) + 8 * half;
+    const u8* row = x + token * side.stride;
+#pragma unroll
+    for (int c = 0; c < F::CHUNKS; c++) {
+      int within = c % F::STEPS * 32 + 8 * (lane & 3);
+      if (token < tokens && (F::INNER % 32 == 0 || within < F::INNER))
+        load_eight<F>(row + (c / F::STEPS * F::INNER + within) * F::ELEMENT, raw[c][half]);
+      else
+#pragma unroll
+        for (int i = 0; i < F::RAW; i++) raw[c][half][i] = 0;
+    }
+  }
+}
+
+// The same rows by way of shared memory, ahead of their use: a lane copies what it will need itself, and waits for no other.
+template <class F> struct RowBuffer {
+  static constexpr int PIECES = F::RAW / 4, BYTES = F::VECTORS ? F::CHUNKS * 2 * PIECES * 512 : 0;
+  u8* memory;
+  const u8* next;  // the lane's first eight numbers of the next tile, of token g
+  i64 ahead;       // bytes from a tile to the one after it
+
+  // Tiles of 16 tokens from ``first`` on, every ``tokens_apart``.
+  DEVICE_MEMBER RowBuffer(u8* memory, const SideArgs& side, int head, int first, int tokens_apart, int lane)
+      : memory(memory), next(side.x + head * side.head_stride + (first + (lane >> 2)) * side.stride + 8 * (lane & 3) * F::ELEMENT),
+        ahead(tokens_apart * side.stride) {}
+
+  // ``first``: the first token of the next tile.
+  DEVICE_MEMBER void fetch(const SideArgs& side, int first, int tokens, int lane) {
+    if constexpr (F::VECTORS) {
+#pragma unroll
+      for (int i = 0; i < 2 * F::CHUNKS; i++) {
+        int c = i / 2, token = first + (lane >> 2) + 8 * (i & 1);
+        const u8* from = next + (i & 1) * 8 * side.stride + (c / F::STEPS * F::INNER + c % F::STEPS * 32) * F::ELEMENT;
+        bool real = token < tokens && (F::INNER % 32 == 0 || c % F::STEPS * 32 + 8 * (lane & 3) < F::INNER);
+#pragma unroll
+        for (int j = 0; j < PIECES; j++) cp_async_16_or_zero(real, memory + (i * PIECES + j) * 512 + 16 * lane, from + 16 * j);
+      }
+      next += ahead;
+    }
+    cp_async_commit();
+  }
+  DEVICE_MEMBER void take(const SideArgs& side, int head, int first, int tokens, int lane, u32 raw[F::CHUNKS][2][F::RAW]) const {
+    cp_async_wait<0>();
+    if constexpr (!F::VECTORS) return load_rows<F>(side, head, first, tokens, lane, raw);
+#pragma unroll
+    for (int i = 0; i < 2 * F::CHUNKS; i++)
+#pragma unroll
+      for (int j = 0; j < PIECES; j++) {
+        Words4 w = *(const Words4*)(memory + (i * PIECES + j) * 512 + 16 * lane);
+        u32* to = raw[i / 2][i & 1] + 4 * j;
+        to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;
+      }
+  }
+};

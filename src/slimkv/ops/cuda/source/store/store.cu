@@ -1,0 +1,63 @@
+// K and V of new tokens to their slots, byte for byte as slimkv.codec has it: all that is summed are integers, everything else
+// single IEEE operations. Compiled for one layout and one pair of input types.
+//
+// Given: PAGE, WARPS, TILES_PER_BLOCK (1 or WARPS), BLOCKS (a multiprocessor should hold), LONG_SLOTS, QUERY_AWARE
+// (query-aware rounding of keys), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
+// ROTATED, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
+#include "store/direct.cuh"
+#include "store/lloyd.cuh"
+#include "store/query_aware.cuh"
+
+typedef Format<false, K_D, K_GROUPS, K_PER, K_KIND, K_BITS, K_POLICY, K_ROTATED, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, K_CELL_SHIFT, K_CELL_ZERO> Key;
+typedef Format<true, V_D, V_GROUPS, V_PER, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, V_CELL_SHIFT, V_CELL_ZERO> Value;
+typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
+
+template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs& args, int head, u8* memory) {
+  int warp = shfl(thread_index() >> 5, 0);  // from one lane: so that the compiler knows that warps stay together
+  constexpr bool TOGETHER = TILES_PER_BLOCK == 1;
+  int tile = TOGETHER ? block_index() : warp * block_count() + block_index(), step = block_count() * WARPS;
+  if constexpr (F::KIND != LLOYD) {
+    pdl_wait();
+    if (TOGETHER && warp > 0) return;
+#pragma unroll 1
+    for (; 16 * tile < args.tokens; tile += step) store_direct<F, BLOCK_SIZE, SlotNumber>(side, args, head, 16 * tile);
+  } else if constexpr (TOGETHER) {
+    store_lloyd_together<F, BLOCK_SIZE, SlotNumber>(side, args, head, 16 * tile, memory, 32 * WARPS);
+  } else {
+    store_lloyd_tiles<F, BLOCK_SIZE, SlotNumber>(side, args, head, tile, step, memory, 32 * WARPS);
+  }
+}
+
+// Query-aware rounding of keys is one long chain of dependent steps: the block's other half stores values meanwhile.
+// A warp takes 32 tokens of its side.
+template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, u8* memory) {
+  constexpr int HALF = WARPS / 2;
+  constexpr bool TABLES = V::KIND == LLOYD;
+  u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + HALF * QueryAwareMemory<K>::BYTES;
+  fill_query_aware_tables<K>(args.key, args, memory, 32 * WARPS);
+  if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
+  pdl_wait();
+  cp_async_wait<0>();
+  sync_threads();
+  int warp = shfl(thread_index() >> 5, 0);  // as above: no warp takes both ways
+  int first = 32 * (block_index() * HALF + warp % HALF);
+  if (warp < HALF) return store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, first, memory, warp);
+#pragma unroll 1
+  for (int end = first + 32; first < end && first < args.tokens; first += 16) {
+    if constexpr (TABLES) {
+      u32 raw[V::CHUNKS][2][V::RAW];
+      load_rows<V>(args.value, head, first, args.tokens, thread_index() & 31, raw);
+      store_lloyd_rows<V, BLOCK_SIZE, SlotNumber>(raw, args.value, args, head, first, 0, Slots(), value_memory, thread_index() & 31);
+    } else store_direct<V, BLOCK_SIZE, SlotNumber>(args.value, args, head, first);
+  }
+}
+
+// Grid: tiles (or, of many, any number of blocks) by twice the heads, keys and values in turn; with query-aware rounding
+// WARPS tiles by the heads.
+KERNEL(32 * WARPS, MIN_BLOCKS) store(GRID_CONSTANT StoreArgs args) {
+  SHARED_MEMORY(memory);
+  if constexpr (QUERY_AWARE) store_both<Key, Value>(args, block_index_y(), memory);
+  else if (block_index_y() & 1) store_side<Value>(args.value, args, block_index_y() >> 1, memory);
+  else store_side<Key>(args.key, args, block_index_y() >> 1, memory);
+}
+HOST_TESTABLE(store, StoreArgs)
