@@ -1,0 +1,63 @@
+"""vLLM under load, for ``slimkv.bench.serve_engine``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from slimkv.bench.serve_engine import Answer, Load
+
+
+class VLLMLoad(Load):
+    """vLLM's engine in this process."""
+
+    def start(self) -> None:
+        """See ``Load``."""
+        from vllm import LLM
+
+        self.llm = LLM(**self.plan["arguments"])
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        self.kv_tokens = cache.num_gpu_blocks * cache.block_size
+        self.block_size = cache.block_size
+
+    def _params(self, tokens: int) -> Any:
+        """Greedy, exactly ``tokens`` tokens."""
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
+        """See ``Load``."""
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(asked, self._params(tokens), use_tqdm=False)
+        return [
+            Answer(len(o.outputs[0].token_ids), o.metrics.first_token_ts, o.metrics.last_token_ts) for o in outputs
+        ]
+
+    def counters(self) -> dict[str, float]:
+        """See ``Load``."""
+        names = {"preemptions": "vllm:num_preemptions", "prefix_hits": "vllm:prefix_cache_hits"}
+        metrics = self.llm.get_metrics()
+        return {short: sum(m.value for m in metrics if m.name == name) for short, name in names.items()}
+
+    def serve_arrivals(self, arrivals: list[tuple[float, list[int]]], tokens: int) -> list[Answer]:
+        """See ``Load``."""
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        counts: dict[int, int] = {}
+        engine, params, waiting = self.llm.llm_engine, self._params(tokens), list(enumerate(arrivals))
+        start = time.perf_counter()
+        while waiting or engine.has_unfinished_requests():
+            while waiting and waiting[0][1][0] <= time.perf_counter() - start:
+                number, (_, prompt) = waiting.pop(0)
+                engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+            if not engine.has_unfinished_requests():
+                time.sleep(0.001)
+                continue
+            for output in engine.step():
+                number = int(output.request_id.split("-")[0])
+                at, count = time.perf_counter() - start, len(output.outputs[0].token_ids)
+                if count > counts.get(number, 0):
+                    first.setdefault(number, at)
+                    last[number], counts[number] = at, count
+        return [Answer(counts[n], first[n], last[n]) for n in range(len(arrivals))]
