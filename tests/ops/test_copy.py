@@ -14,23 +14,25 @@ FORMATS = ["k1v1", "k3v5", "k4v4", "k7v2", "ku3vur6", "fp8", "krawbf16vrawfp32"]
 BACKENDS = ["reference", "triton"]
 
 
+def finite(case: Case, device: torch.device) -> tuple:
+    """The vectors of ``case``, none of which is too large for any format."""
+    key, value, *rest = build(case, device)
+    return key.clamp(-1e3, 1e3), value.clamp(-1e3, 1e3), *rest
+
+
 def stored(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages with every slot of ``case`` filled, and those slots."""
-    key, value, slots, pages, codec = build(case, device)
-    key, value = (torch.nan_to_num(x.float(), posinf=1.0, neginf=-1.0).to(x.dtype).clamp(-1e3, 1e3) for x in (key, value))
+    key, value, slots, pages, codec = finite(case, device)
     ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="reference")
     return pages, slots[slots >= 0].long()
 
 
 def moved_by_encoding(case: Case, device: torch.device, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """What the pages become when the tokens of ``source`` are stored again at ``target``."""
-    key, value, slots, pages, codec = build(case, device)
-    key, value = (torch.nan_to_num(x.float(), posinf=1.0, neginf=-1.0).to(x.dtype).clamp(-1e3, 1e3) for x in (key, value))
+    key, value, slots, pages, codec = finite(case, device)
     ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="reference")
     where = [int((slots == s).nonzero()[0]) for s in source]
-    ops.store_kv(
-        key[where], value[where], pages, target, codec=codec, layout=case.layout, backend="reference"
-    )
+    ops.store_kv(key[where], value[where], pages, target, codec=codec, layout=case.layout, backend="reference")
     return pages
 
 

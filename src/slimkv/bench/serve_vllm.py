@@ -30,9 +30,7 @@ class VLLMLoad(Load):
         """See ``Load``."""
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(asked, self._params(tokens), use_tqdm=False)
-        return [
-            Answer(len(o.outputs[0].token_ids), o.metrics.first_token_ts, o.metrics.last_token_ts) for o in outputs
-        ]
+        return [Answer(len(o.outputs[0].token_ids), o.metrics.first_token_ts, o.metrics.last_token_ts) for o in outputs]
 
     def counters(self) -> dict[str, float]:
         """See ``Load``."""

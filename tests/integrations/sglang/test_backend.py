@@ -152,7 +152,7 @@ def test_layers_that_share_a_cache_do_not_write():
     """As with K and V of another layer: none are given, or they are not to be saved."""
     layer = make_layer()
     backend, slots = make_backend(layer=layer)
-    query, key, value, out = run_step(backend, layer, "EXTEND", [0], [0], [8], slots)
+    query, _, _, out = run_step(backend, layer, "EXTEND", [0], [0], [8], slots)
     before = backend.token_to_kv_pool.layer_pages(0)[0].clone()
     again = backend.forward_extend(
         query.reshape(8, -1), None, None, layer, make_batch("EXTEND", [0], [8], [8], slots[0, :8].long())

@@ -91,7 +91,7 @@ def test_codes_hit_is_miss(codes):
 
 
 def test_the_cache_holds_as_many_more_tokens_as_advertised(codes, stock):
-    """In float32. What else runs on the machine decides how much memory is free, so a token's bytes are compared too."""
+    """In float32. How much memory is free depends on the machine, so the bytes of a token are compared too."""
     assert token_bytes(codes) == pytest.approx(30 * 3 * 68, rel=1e-3), "30 layers, 3 KV heads of 68 bytes"
     ratio = token_bytes(stock) / token_bytes(codes)
     packed = PageLayout(CodecSpec.parse("k4v4", 64), PAGE)

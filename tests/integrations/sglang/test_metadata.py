@@ -55,7 +55,8 @@ def assert_tables(tables, step, requests, lengths):
 
 def test_prefill_and_decode_of_a_mixed_batch_are_two_parts(tables):
     new = [30, 7, 1, 1]
-    slots = torch.cat([tables.req_to_token[r, n - k : n] for r, n, k in zip([4, 0, 3, 1], [90, 7, 55, 1], new)]).long()
+    rows = zip([4, 0, 3, 1], [90, 7, 55, 1], new, strict=True)
+    slots = torch.cat([tables.req_to_token[r, n - k : n] for r, n, k in rows]).long()
     batch = make_batch("MIXED", [4, 0, 3, 1], [90, 7, 55, 1], new, slots)
     step = eager_step(batch, tables)
     assert_tables(tables, step, [4, 0, 3, 1], [90, 7, 55, 1])

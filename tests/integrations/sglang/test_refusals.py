@@ -119,7 +119,8 @@ def test_speculation(speculation, message, monkeypatch):
     ],
 )
 def test_layers_that_ask_for_more(change, message):
-    layer = RadixAttention(**{"num_heads": 2, "head_dim": 64, "scaling": 1.0, "num_kv_heads": 1, "layer_id": 3, **change})
+    plain = {"num_heads": 2, "head_dim": 64, "scaling": 1.0, "num_kv_heads": 1, "layer_id": 3}
+    layer = RadixAttention(**{**plain, **change})
     with pytest.raises(UnsupportedError, match=f"layer 3 of this model, which has {message}"):
         refusals.check_layers(torch.nn.Sequential(layer))
 

@@ -18,7 +18,7 @@ from slimkv.integrations.sglang.sizing import LayerPages
 
 
 class SlimKVAttnBackend(AttentionBackend):
-    """One backend for prefill, decode and verification. It writes codes through the pool and attends the pool's pages."""
+    """Prefill, decode and verification: writes codes through the pool, and attends the pool's pages."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()

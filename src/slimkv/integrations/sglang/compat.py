@@ -24,7 +24,7 @@ try:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, KVWriteLoc, unwrap_write_loc
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool, unwrap_write_loc
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -113,7 +113,7 @@ def context_parallel_sizes() -> dict[str, int]:
 
 
 def full_attention_layers(kvc: Any) -> list[int] | None:
-    """The attention layers of a model that has linear-attention layers too, of this pipeline stage; None: it has none."""
+    """This stage's layers with a cache, where others are linear attention; None for a model without such layers."""
     mambaish = mambaish_config(kvc.model_config)
     if mambaish is None:
         return None

@@ -1,4 +1,4 @@
-"""``SlimKVPool``: the pages of SGLang's KV cache. One slab of bytes, a row per layer and page; nobody else looks inside.
+"""``SlimKVPool``: the pages of SGLang's KV cache, in one slab of bytes with a row per layer and page.
 
 SGLang addresses tokens by slots and hands out whole pages of slots, so slot s is position s % page_size of block
 s // page_size. Block 0 takes what is written for padding.

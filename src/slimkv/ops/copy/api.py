@@ -54,9 +54,7 @@ def read_tokens(pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: st
     return rows
 
 
-def write_tokens(
-    rows: Tensor, pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: str | None = None
-) -> None:
+def write_tokens(rows: Tensor, pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: str | None = None) -> None:
     """Writes rows that ``read_tokens`` gave to ``slots``, which must differ; negative slots are skipped.
 
     rows: uint8 [tokens, num_kv_heads, row_bytes], contiguous, on the pages' device.
