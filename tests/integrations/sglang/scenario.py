@@ -22,7 +22,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         for run in request["runs"]:
             if run.get("reset"):
                 engine.flush_cache()
-            params = {"temperature": 0, "max_new_tokens": run["max_tokens"], "ignore_eos": True}
+            params = {"temperature": 0, "max_new_tokens": run["max_tokens"], "ignore_eos": not run.get("may_end")}
             batches = [[p] for p in run["prompts"]] if run.get("one_by_one") else [run["prompts"]]
             outputs = [o for batch in batches for o in engine.generate(input_ids=batch, sampling_params=params)]
             name = run["name"]

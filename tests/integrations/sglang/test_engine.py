@@ -21,13 +21,18 @@ def everything() -> list[dict]:
     return [run("ragged", ragged()), run("long", long()), run("miss", prefixed()[:1]), run("hit", prefixed())]
 
 
+def growing() -> dict:
+    """Requests that may end early: for others SGLang keeps room for all the tokens they may have."""
+    return run("crowd", crowd(), 28, may_end=True)
+
+
 def both_ways() -> list[dict]:
     return [run("together", many(), 4, reset=True), run("alone", many(), 4, one_by_one=True, reset=True)]
 
 
 @pytest.fixture(scope="module")
 def stock():
-    return run_engine(engine(**FROM_MEMORY), [*everything(), run("crowd", crowd(), 28)])
+    return run_engine(engine(**FROM_MEMORY), [*everything(), growing()])
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +79,7 @@ def test_a_batch_gives_what_its_requests_give_alone(raw):
 def test_retracted_requests_give_the_stock_tokens(stock):
     """A cache too small for the batch: requests are taken back and their tokens computed again."""
     tiny = {"max_total_tokens": TINY, "context_length": 128, "schedule_conservativeness": 0.01}
-    ours = run_engine(engine(**slimkv("raw"), disable_radix_cache=True, **tiny), [run("crowd", crowd(), 28)])
+    ours = run_engine(engine(**slimkv("raw"), disable_radix_cache=True, **tiny), [growing()])
     assert ours["retracted"]["crowd"] > 0
     assert stock["retracted"]["crowd"] == 0
     assert ours["tokens"]["crowd"] == stock["tokens"]["crowd"]
