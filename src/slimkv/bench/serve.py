@@ -2,7 +2,7 @@
 
 Every engine gets the same share of the device's memory, a Llama-3.1-8B-shaped model with dummy weights and random
 tokens. Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or
-``k4v4:triton`` for one implementation).
+``k4v4:triton`` for one implementation); ``k4v4@LBHNC`` names the memory layout as well.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from slimkv.spec import CodecSpec
 
 PHASES = ("decode", "full", "poisson")
 ENGINES = ("vllm", "sglang")
+OFFLOAD = "offload"  # only where asked for: it gives the engines host memory
 _STOCK = {"vllm": {"bf16": "auto", "fp8": "fp8"}, "sglang": {"bf16": "auto", "fp8": "fp8_e4m3"}}
 _SGLANG_PAGE = 64
 SHAPES: dict[str, dict[str, Any]] = {
@@ -64,6 +65,8 @@ class ServeSettings:
     eager: bool = False  # without torch.compile and CUDA graphs
     seed: int = 0
     limit_seconds: int = 600  # for one system
+    offload_gib: float = 40.0  # host memory of the offload phase
+    rounds: int = 5  # of the offload phase
     extra: tuple[tuple[str, Any], ...] = ()  # further engine arguments
 
     def __post_init__(self) -> None:
@@ -72,15 +75,17 @@ class ServeSettings:
         if self.shape not in SHAPES:
             raise InputError(f"unknown shape {self.shape!r}; known are {', '.join(SHAPES)}")
         for phase in self.phases:
-            if phase not in PHASES:
-                raise InputError(f"unknown phase {phase!r}; known are {', '.join(PHASES)}")
-        for name in ("requests", "context", "output", "arrivals", "max_num_seqs", "max_num_batched_tokens"):
+            if phase not in (*PHASES, OFFLOAD):
+                raise InputError(f"unknown phase {phase!r}; known are {', '.join((*PHASES, OFFLOAD))}")
+        for name in ("requests", "context", "output", "arrivals", "max_num_seqs", "max_num_batched_tokens", "rounds"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.output < 2:
             raise InputError(f"output must be at least 2 tokens for a time between tokens, not {self.output}")
         if not self.rate > 0:
             raise InputError(f"rate must be positive, not {self.rate}")
+        if self.engine == "sglang" and (OFFLOAD in self.phases or any("@" in system for system in self.systems)):
+            raise InputError(f"the phase {OFFLOAD} and memory layouts (@) are vLLM's; leave them out with SGLang")
         for system in self.systems:
             cache_arguments(system, self.engine)
 
@@ -112,7 +117,7 @@ def cache_arguments(system: str, engine: str = "vllm") -> dict[str, Any]:
 
     ``k4v4:triton`` is a format with one implementation of store and attend.
     """
-    stock = _STOCK[engine]
+    system, stock = system.partition("@")[0], _STOCK[engine]
     if system in stock or (engine == "vllm" and system.startswith("turboquant_")):
         cache = {"kv_cache_dtype": stock.get(system, system)}
         return cache if engine == "vllm" else {**cache, "attention_backend": _sglang_attention()}
@@ -148,24 +153,30 @@ def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str,
     """What ``serve_engine`` runs."""
     longest = min(settings.context + settings.output + 64, SHAPES[settings.shape]["max_position_embeddings"])
     own = _vllm_arguments if settings.engine == "vllm" else _sglang_arguments
+    layout = system.partition("@")[2]
     return {
         "engine": settings.engine,
         "system": system,
+        "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
         "arguments": {
             **own(settings, str(folder), longest), **cache_arguments(system, settings.engine), **dict(settings.extra),
         },
         "vocabulary": SHAPES[settings.shape]["vocab_size"],
         **{name: getattr(settings, name) for name in
-           ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed", "max_num_seqs")},
+           ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed", "rounds",
+            "max_num_seqs")},
     }  # fmt: skip
 
 
 def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
+    host: dict[str, Any] = {}
+    if OFFLOAD in settings.phases:
+        host = {"kv_offloading_size": settings.offload_gib, "kv_offloading_backend": "native"}
     return {
         "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "max_model_len": longest, "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens, "enforce_eager": settings.eager,
-        "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed,
+        "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed, **host,
     }  # fmt: skip
 
 
@@ -210,10 +221,11 @@ def _run_system(
     target.unlink(missing_ok=True)
     request.write_text(json.dumps(plan, indent=2))
     command = [sys.executable, "-u", "-m", "slimkv.bench.serve_engine", str(request), str(target)]
+    environment = {**_environment(), **plan["environment"]}
     begin = time.monotonic()
     with (
         log.open("w") as out,
-        subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=_environment()) as process,
+        subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment) as process,
     ):
         error, shown = None, 0
         while process.poll() is None:
@@ -263,6 +275,9 @@ def over_bf16(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]
         "kv_tokens": ("kv_tokens",),
         "decode_tokens_per_second": ("decode", "decode_tokens_per_second"),
         "prefill_seconds": ("decode", "prefill_seconds"),
+        "offload_host_seconds": ("offload", "host_seconds"),
+        "offload_load_bytes": ("offload", "load_bytes"),
+        "offload_load_seconds": ("offload", "load_seconds"),
         "full_requests": ("full", "requests"),
         "full_tokens_per_second": ("full", "decode_tokens_per_second"),
         "poisson_time_to_first_token_p50": ("poisson", "time_to_first_token_p50"),
@@ -299,6 +314,10 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("decode tok/s", ("decode", "decode_tokens_per_second"), "{:,.0f}"),
     ("held", ("full", "requests"), "{:.0f}"),
     ("full tok/s", ("full", "decode_tokens_per_second"), "{:,.0f}"),
+    ("recompute s", ("offload", "recompute_seconds"), "{:.3f}"),
+    ("from host s", ("offload", "host_seconds"), "{:.3f}"),
+    ("in cache s", ("offload", "cached_seconds"), "{:.3f}"),
+    ("copy s", ("offload", "load_seconds"), "{:.4f}"),
     ("TTFT p50 s", ("poisson", "time_to_first_token_p50"), "{:.3f}"),
     ("TTFT p99 s", ("poisson", "time_to_first_token_p99"), "{:.3f}"),
     ("TPOT p50 s", ("poisson", "time_per_output_token_p50"), "{:.4f}"),
@@ -307,12 +326,13 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def table_rows(report: ServeReport) -> list[list[str]]:
-    """A header and a row per system; what was not measured is a dash."""
+    """A header and a row per system; a dash where a system has no number, no column where none has."""
     rows = [["cache", *(name for name, _, _ in COLUMNS)]]
     for name, system in report.systems.items():
         values = [(_at(system, path), fmt) for _, path, fmt in COLUMNS]
         rows.append([name, *("-" if value is None else fmt.format(value) for value, fmt in values)])
-    return rows
+    measured = [i for i in range(len(rows[0])) if i < 2 or any(row[i] != "-" for row in rows[1:])]
+    return [[row[i] for i in measured] for row in rows]
 
 
 def text_lines(report: ServeReport) -> list[str]:

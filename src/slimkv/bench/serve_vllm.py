@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import Any
 
@@ -35,8 +36,7 @@ class VLLMLoad(Load):
     def counters(self) -> dict[str, float]:
         """See ``Load``."""
         names = {"preemptions": "vllm:num_preemptions", "prefix_hits": "vllm:prefix_cache_hits"}
-        metrics = self.llm.get_metrics()
-        return {short: sum(m.value for m in metrics if m.name == name) for short, name in names.items()}
+        return {short: self._counter(name) for short, name in names.items()}
 
     def serve_arrivals(self, arrivals: list[tuple[float, list[int]]], tokens: int) -> list[Answer]:
         """See ``Load``."""
@@ -59,3 +59,54 @@ class VLLMLoad(Load):
                     first.setdefault(number, at)
                     last[number], counts[number] = at, count
         return [Answer(counts[n], first[n], last[n]) for n in range(len(arrivals))]
+
+    def phase_offload(self) -> dict[str, Any]:
+        """Time to the first token of one prompt: computed, from host memory, and from the device's own cache.
+
+        Emptying the prefix cache leaves what the host holds; a short request before it lets copies to the host finish.
+        """
+        prompt = [self.prompt(20_000, self.plan["context"])]
+        recompute, first = self._timed(prompt)
+        seconds: dict[str, list[float]] = {"host": [], "cached": [], "bytes": [], "copy": [], "hits": []}
+        names = {
+            "bytes": "vllm:kv_offload_load_bytes",
+            "copy": "vllm:kv_offload_load_time",
+            "hits": "vllm:external_prefix_cache_hits",
+        }
+        same = True
+        for i in range(self.plan["rounds"]):
+            self.generate([self.prompt(20_001 + i, 40)], 4)
+            time.sleep(1)
+            if not self.llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not empty its prefix cache")
+            before = {key: self._counter(name) for key, name in names.items()}
+            took, outputs = self._timed(prompt)
+            seconds["host"].append(took)
+            for key, name in names.items():
+                seconds[key].append(self._counter(name) - before[key])
+            seconds["cached"].append(self._timed(prompt)[0])
+            same = same and outputs == first
+        middle = {key: statistics.median(values) for key, values in seconds.items()}
+        return {
+            "context": self.plan["context"],
+            "layout": self.llm.llm_engine.vllm_config.cache_config.kv_cache_layout,
+            "recompute_seconds": recompute,
+            "host_seconds": middle["host"],
+            "cached_seconds": middle["cached"],
+            "load_seconds": middle["copy"],
+            "load_bytes": middle["bytes"],
+            "external_hits": middle["hits"],
+            "same_token": same,
+            "all_host_seconds": seconds["host"],
+        }
+
+    def _timed(self, prompts: list[list[int]]) -> tuple[float, list[int]]:
+        """(seconds, first tokens) of a batch."""
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = self.llm.generate(asked, self._params(1), use_tqdm=False)
+        return time.perf_counter() - start, [o.outputs[0].token_ids[0] for o in outputs]
+
+    def _counter(self, name: str) -> float:
+        """One of vLLM's own metrics."""
+        return sum(m.value for m in self.llm.get_metrics() if m.name == name)

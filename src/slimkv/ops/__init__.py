@@ -1,6 +1,7 @@
 """Operations on pages: store, attend, gather, copy. Each has a reference and backends behind its public functions."""
 
-from slimkv.ops.attention.api import AttendOptions, attend, workspace_bytes
+from slimkv.ops.attention.api import AttendOptions, attend
+from slimkv.ops.attention.workspace import workspace_bytes
 from slimkv.ops.copy.api import copy_tokens, read_tokens, write_tokens
 from slimkv.ops.gather.api import gather_kv
 from slimkv.ops.merge import merge_attention_states

@@ -20,7 +20,7 @@ def make_plan(formats: list[str], page_size: int = PAGE, label: str | None = Non
         LayerPages(i, page_layout(CodecSpec.parse(f, DIM).with_raw_dtype("float32"), page_size), HEADS)
         for i, f in enumerate(formats)
     )
-    return CachePlan(KVCacheConfig(formats[0], **config), None, page_size, {label: layers})
+    return CachePlan(KVCacheConfig(formats[0], **config), None, page_size, 2048, {label: layers})
 
 
 def make_pool(formats: list[str], size: int = 8 * PAGE, page_size: int = PAGE, **others: Any) -> SlimKVPool:

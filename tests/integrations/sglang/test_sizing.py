@@ -47,7 +47,7 @@ class Model(SimpleNamespace):
 
 def make_kvc(settings: str | None = None, **others: Any) -> SimpleNamespace:
     model = Model(
-        head_dim=64, v_head_dim=64, swa_head_dim=128, swa_v_head_dim=128, is_encoder_decoder=False,
+        head_dim=64, v_head_dim=64, swa_head_dim=128, swa_v_head_dim=128, is_encoder_decoder=False, context_len=2048,
         hf_text_config=SimpleNamespace(num_hidden_layers=6),
     )  # fmt: skip
     info = {"start_layer": 0, "end_layer": 6, "num_effective_layers": 6}

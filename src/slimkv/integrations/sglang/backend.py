@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
-from slimkv.codec import Codec
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.sglang import refusals
-from slimkv.integrations.sglang.compat import AttentionBackend, HybridLinearKVPool, KVWriteLoc, SWAKVPool
+from slimkv.integrations.sglang.compat import AttentionBackend, HybridLinearKVPool, SWAKVPool
 from slimkv.integrations.sglang.metadata import BlockTables, GraphTables, Step, eager_step, verified_tokens
 from slimkv.integrations.sglang.pool import SlimKVPool
-from slimkv.integrations.sglang.sizing import LayerPages
 
 
 class SlimKVAttnBackend(AttentionBackend):
@@ -37,8 +35,9 @@ class SlimKVAttnBackend(AttentionBackend):
         self._config = plain[0].plan.config
         self._raw = self._config.reads_fresh_raw(shared_pages=True)
         self._tables = BlockTables(
-            model_runner.req_to_token_pool.req_to_token, model_runner.page_size, self._window_pool
-        )
+            model_runner.req_to_token_pool.req_to_token, model_runner.page_size, self._window_pool,
+            plain[0].plan.position_edges,
+        )  # fmt: skip
         self._graph: GraphTables | None = None
         self._options: dict[int, ops.AttendOptions] = {}
         self.forward_metadata: Step | None = None
@@ -138,7 +137,7 @@ class SlimKVAttnBackend(AttentionBackend):
         step = self.forward_metadata
         assert step is not None
         if save_kv_cache and k is not None and v is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, step.window_slots), k, v)
+            self._store(layer, step, batch.out_cache_loc, k, v)
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         if query.shape[0] > step.num_queries:  # padding, which nothing else writes
@@ -147,11 +146,22 @@ class SlimKVAttnBackend(AttentionBackend):
         self._attend(query, fresh, layer, step, sinks, out)
         return out.view(out.shape[0], -1)
 
+    def _store(self, layer: Any, step: Step, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Writes the new tokens; prefill in pieces narrows ``slots`` to those of a piece, from the first on."""
+        pool, index, windowed = self._pool_of(layer.layer_id)
+        count = slots.shape[0]
+        if windowed:
+            assert step.window_slots is not None
+            slots = step.window_slots[:count]
+        ranges = None if step.matrix_index is None else step.matrix_index[:count]
+        pool.store(index, slots, key, value, ranges)
+
     def _attend(
         self, query: Tensor, fresh: tuple[Tensor, Tensor] | None, layer: Any, step: Step, sinks: Tensor | None,
         out: Tensor,
     ) -> None:  # fmt: skip
-        pages, of, codec, windowed = self._layer_pages(layer.layer_id)
+        pool, index, windowed = self._pool_of(layer.layer_id)
+        pages, of, codec = pool.layer_pages(index)
         table = step.window_table if windowed else step.block_table
         assert table is not None
         for part in step.parts:
@@ -164,15 +174,15 @@ class SlimKVAttnBackend(AttentionBackend):
                 backend=self._config.backend,
             )  # fmt: skip
 
-    def _layer_pages(self, layer_id: int) -> tuple[Tensor, LayerPages, Codec, bool]:
-        """A layer's pages, and whether they are in the pool of sliding-window layers."""
+    def _pool_of(self, layer_id: int) -> tuple[SlimKVPool, int, bool]:
+        """A layer's pool, its number there, and whether that is the pool of sliding-window layers."""
         pool = self.token_to_kv_pool
         if isinstance(pool, SWAKVPool):
             index, windowed = pool.layers_mapping[layer_id]
-            return *(pool.swa_kv_pool if windowed else pool.full_kv_pool).layer_pages(index), windowed
+            return pool.swa_kv_pool if windowed else pool.full_kv_pool, index, windowed
         if isinstance(pool, HybridLinearKVPool):
-            return *pool.full_kv_pool.layer_pages(pool.full_attention_layer_id_mapping[layer_id]), False
-        return *pool.layer_pages(layer_id - pool.start_layer), False
+            return pool.full_kv_pool, pool.full_attention_layer_id_mapping[layer_id], False
+        return pool, layer_id - pool.start_layer, False
 
     def _attend_options(self, layer: Any, sinks: Tensor | None) -> ops.AttendOptions:
         """What a layer asks of its attention. SGLang's windows do not count the query's own token."""

@@ -1,64 +1,38 @@
-"""Calibration in SGLang: which one is meant, the widths it chose, and each rank's rounding matrices."""
+"""A calibration in SGLang: which one is meant, the widths it chose, and each rank's query-aware matrices."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from slimkv.calibration import Calibration, ModelIdentity
+from slimkv.calibration import Calibration
+from slimkv.calibration.cache import cached_calibration
 from slimkv.codec import Codec
 from slimkv.config import AUTO, KVCacheConfig
-from slimkv.errors import InputError, SlimKVError
+from slimkv.errors import InputError
 from slimkv.integrations.sglang.compat import attention_tp
-from slimkv.paths import cache_dir
 
 
 @lru_cache(maxsize=8)
-def _load(path: Path) -> Calibration:
+def _load(path: str, model: str) -> Calibration:
     """One file serves all layers of a process."""
-    return Calibration.load(path)
+    return cached_calibration(model) if path == AUTO else Calibration.load(path)
 
 
-def find_calibration(config: KVCacheConfig, model_config: Any) -> Calibration | None:
-    """The calibration that ``config`` names, checked to be made for this model; None where it names none."""
+def load_calibration(config: KVCacheConfig, model_config: Any) -> Calibration | None:
+    """The calibration of the configuration, checked to be made for this model; a longer context is warned of once."""
     given = config.calibration
     if given is None:
         return None
-    if given == AUTO:
-        return _made_before(model_config.hf_text_config, cache_dir("calibrations"))
-    found = given if isinstance(given, Calibration) else _load(Path(given))
+    found = given if isinstance(given, Calibration) else _load(str(given), str(model_config.model_path))
     found.check_model(model_config.hf_text_config)
+    found.warn_beyond(model_config.context_len)
     return found
 
 
-def _made_before(hf_config: Any, folder: Path) -> Calibration:
-    """The one calibration in ``folder`` that was made for a model of this configuration."""
-    identity, matching = ModelIdentity.of(hf_config), []
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            found = _load(path)
-            found.identity.check_same(identity, found.name)
-        except SlimKVError:
-            continue
-        matching.append((path, found))
-    if len(matching) == 1:
-        return matching[0][1]
-    if not matching:
-        raise InputError(
-            f"calibration='auto' found none for this model in {folder}: run slimkv calibrate, and give the file it "
-            "writes as calibration"
-        )
-    names = ", ".join(path.name for path, _ in matching)
-    raise InputError(
-        f"calibration='auto' found several for models of this configuration in {folder} ({names}); "
-        "give one of them as calibration"
-    )
-
-
-def calibrated_format(calibration: Calibration, layer: int) -> str:
+def chosen_format(calibration: Calibration, layer: int) -> str:
     """The format that the calibration chose for a layer."""
     if calibration.formats is None or layer not in calibration.formats:
         raise InputError(
@@ -74,8 +48,10 @@ def rank_heads(total: int, held: int, rank: int, ranks: int) -> slice:
     return slice(first, first + held)
 
 
-def query_aware_matrices(calibration: Calibration, layer: int, codec: Codec, num_kv_heads: int) -> Tensor | None:
-    """The matrices for the KV heads of a layer that this rank holds: int8 [num_kv_heads, key_dim, key_dim], or None."""
+def query_aware_matrices(
+    calibration: Calibration, layer: int, codec: Codec, num_kv_heads: int, context: int
+) -> Tensor | None:
+    """``Calibration.query_aware_matrices`` for the KV heads of a layer that this rank holds."""
     rank, ranks = attention_tp()
     total = calibration.statistics(layer).num_kv_heads
-    return calibration.query_aware_matrices(layer, codec, rank_heads(total, num_kv_heads, rank, ranks))
+    return calibration.query_aware_matrices(layer, codec, rank_heads(total, num_kv_heads, rank, ranks), context)

@@ -24,7 +24,7 @@ try:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool, unwrap_write_loc
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, unwrap_write_loc
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -64,7 +64,6 @@ __all__ = [
     "AttentionType",
     "HookRegistry",
     "HybridLinearKVPool",
-    "KVWriteLoc",
     "MHATokenToKVPool",
     "RadixAttention",
     "SWAKVPool",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimkv.calibration.positions import matrix_index
 from slimkv.errors import UnsupportedError
 
 
@@ -35,6 +36,7 @@ class Step:
     max_seq_len: int
     parts: tuple[Part, ...]
     window_slots: Tensor | None = None  # int64 [tokens], where sliding-window layers write
+    matrix_index: Tensor | None = None  # int32 [tokens], the range of positions of each, where a calibration has them
 
     @property
     def num_queries(self) -> int:
@@ -52,6 +54,7 @@ class BlockTables:
     req_to_token: Tensor
     page_size: int
     window_pool: Any = None  # SGLang's pool with sliding-window layers, or None
+    position_edges: tuple[int, ...] | None = None  # of a calibration's ranges
     _first_slots: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +81,12 @@ class BlockTables:
         """Where sliding-window layers write the tokens that others write to ``out_cache_loc``."""
         return None if self.window_pool is None else self.window_pool.translate_loc_from_full_to_swa(out_cache_loc)
 
+    def matrix_index(self, positions: Tensor | None) -> Tensor | None:
+        """positions int64 [tokens] -> the range each is in, int32 [tokens]; None without a calibration."""
+        if self.position_edges is None or positions is None:
+            return None
+        return matrix_index(positions, self.position_edges)
+
 
 def eager_step(batch: Any, tables: BlockTables) -> Step:
     """The step of a batch that runs outside a graph."""
@@ -95,7 +104,10 @@ def eager_step(batch: Any, tables: BlockTables) -> Step:
     window_table = torch.zeros_like(table) if tables.window_pool is not None else None
     tables.fill(batch.req_pool_indices[:count], table, window_table)
     slots = tables.write_slots(batch.out_cache_loc) if batch.out_cache_loc is not None else None
-    return Step(table, window_table, seq_lens, min(longest, blocks * tables.page_size), _parts(lengths, device), slots)
+    return Step(
+        table, window_table, seq_lens, min(longest, blocks * tables.page_size), _parts(lengths, device), slots,
+        tables.matrix_index(batch.positions),
+    )  # fmt: skip
 
 
 def verified_tokens(batch: Any) -> int:
@@ -140,8 +152,11 @@ class GraphTables:
         self._block_table = torch.zeros(max_requests, tables.width, dtype=torch.int32, device=device)
         self._window_table = torch.zeros_like(self._block_table) if tables.window_pool is not None else None
         self._seq_lens = torch.ones(max_requests, dtype=torch.int32, device=device)
-        windowed = tables.window_pool is not None
-        self._window_slots = torch.zeros(max_tokens, dtype=torch.int64, device=device) if windowed else None
+        self._window_slots = self._matrix_index = None
+        if tables.window_pool is not None:
+            self._window_slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        if tables.position_edges is not None:
+            self._matrix_index = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._steps: dict[tuple[int, int], Step] = {}
 
     def step(self, requests: int, queries: int) -> Step:
@@ -150,14 +165,14 @@ class GraphTables:
         if key not in self._steps:
             device, tokens = self._seq_lens.device, requests * queries
             starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device)
-            windowed = self._window_table is not None and self._window_slots is not None
             self._steps[key] = Step(
                 self._block_table[:requests],
-                self._window_table[:requests] if windowed and self._window_table is not None else None,
+                _first(self._window_table, requests),
                 self._seq_lens[:requests],
                 self._tables.width * self._tables.page_size,
                 (Part(slice(0, tokens), slice(0, requests), starts, queries),),
-                self._window_slots[:tokens] if windowed and self._window_slots is not None else None,
+                _first(self._window_slots, tokens),
+                _first(self._matrix_index, tokens),
             )
         return self._steps[key]
 
@@ -172,7 +187,14 @@ class GraphTables:
             step.seq_lens.add_(more)
         self._tables.fill(batch.req_pool_indices[:count], step.block_table, step.window_table)
         if step.window_slots is not None and batch.out_cache_loc is not None:
-            tokens = min(step.window_slots.shape[0], batch.out_cache_loc.shape[0])
-            slots = self._tables.write_slots(batch.out_cache_loc[:tokens])
+            slots = self._tables.write_slots(batch.out_cache_loc[: step.window_slots.shape[0]])
             assert slots is not None
-            step.window_slots[:tokens].copy_(slots)
+            step.window_slots[: slots.shape[0]].copy_(slots)
+        if step.matrix_index is not None:
+            ranges = self._tables.matrix_index(batch.positions[: step.matrix_index.shape[0]])
+            assert ranges is not None
+            step.matrix_index[: ranges.shape[0]].copy_(ranges)
+
+
+def _first(buffer: Tensor | None, count: int) -> Tensor | None:
+    return None if buffer is None else buffer[:count]

@@ -93,7 +93,7 @@ class SlimKVPool(MHATokenToKVPool):
         calibration = self.plan.calibration
         if calibration is None or pages.layer not in calibration.layers:
             return None
-        return query_aware_matrices(calibration, pages.layer, codec, pages.num_kv_heads)
+        return query_aware_matrices(calibration, pages.layer, codec, pages.num_kv_heads, self.plan.context)
 
     def _init_kv_copy_and_warmup(self) -> None:
         """SGLang's copy of token rows does not apply; see ``move_kv_cache``."""
@@ -131,10 +131,20 @@ class SlimKVPool(MHATokenToKVPool):
             raise UnsupportedError("slimkv does not run under decode context parallelism; use --tp-size")
         slots, _, _ = unwrap_write_loc(loc_info)
         index = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
+        self.store(index, slots, cache_k, cache_v)
+
+    def store(self, index: int, slots: Tensor, key: Tensor, value: Tensor, matrix_index: Tensor | None = None) -> None:
+        """key, value [tokens, num_kv_heads, dim] of the pool's ``index``-th layer -> ``slots`` [tokens].
+
+        ``matrix_index``: int32 [tokens], the range of positions each token is in; a calibration that has several needs
+        it.
+        """
         pages, of, codec = self.layer_pages(index)
+        matrices = self._query_aware[index]
+        several = matrices is not None and matrices.ndim == 4
         ops.store_kv(
-            cache_k, cache_v, pages, slots, codec=codec, layout=of.layout, query_aware=self._query_aware[index],
-            backend=self.plan.config.backend,
+            key, value, pages, slots, codec=codec, layout=of.layout, query_aware=matrices,
+            query_aware_index=matrix_index if several else None, backend=self.plan.config.backend,
         )  # fmt: skip
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:

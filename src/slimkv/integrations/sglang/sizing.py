@@ -15,7 +15,7 @@ from slimkv.calibration import Calibration
 from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang import refusals, settings
-from slimkv.integrations.sglang.calibration import calibrated_format, find_calibration
+from slimkv.integrations.sglang.calibration import chosen_format, load_calibration
 from slimkv.integrations.sglang.compat import attention_tp, full_attention_layers, is_switched_on
 from slimkv.spec import CodecSpec, PageLayout, page_layout
 
@@ -46,6 +46,7 @@ class CachePlan:
     config: KVCacheConfig
     calibration: Calibration | None
     page_size: int
+    context: int  # positions of the longest sequence
     groups: dict[str | None, tuple[LayerPages, ...]]
 
     def token_bytes(self, label: str | None) -> int:
@@ -53,6 +54,11 @@ class CachePlan:
         block = sum(pages.row_bytes for pages in self.groups[label])
         assert block % self.page_size == 0, f"{block} bytes do not divide among {self.page_size} tokens"
         return block // self.page_size
+
+    @cached_property
+    def position_edges(self) -> tuple[int, ...] | None:
+        """Where ranges of positions end whose keys are rounded alike; None without a calibration."""
+        return None if self.calibration is None else self.calibration.position_edges(self.context)
 
     @cached_property
     def layers(self) -> dict[int, LayerPages]:
@@ -73,7 +79,7 @@ def make_plan(kvc: Any) -> CachePlan:
     refusals.check_parallelism()
     refusals.check_model(kvc)
     config = settings.parse(kvc.server_args)
-    calibration = find_calibration(config, kvc.model_config)
+    calibration = load_calibration(config, kvc.model_config)
     num_layers = kvc.model_config.hf_text_config.num_hidden_layers
     config.check_layers(num_layers)
     dtype = str(kvc.kv_cache_dtype).removeprefix("torch.")
@@ -82,7 +88,7 @@ def make_plan(kvc: Any) -> CachePlan:
         format = config.format_of(layer, num_layers)
         if format == CALIBRATED:
             assert calibration is not None
-            format = calibrated_format(calibration, layer)
+            format = chosen_format(calibration, layer)
         spec = CodecSpec.parse(
             format, shape.key_dim, shape.value_dim, key_policy=config.key_policy, value_policy=config.value_policy,
             seed=config.seed,
@@ -92,7 +98,7 @@ def make_plan(kvc: Any) -> CachePlan:
     groups = {
         label: tuple(pages(layer, shape) for layer in layers) for label, (layers, shape) in _geometry(kvc).items()
     }
-    return CachePlan(config, calibration, kvc.page_size, groups)
+    return CachePlan(config, calibration, kvc.page_size, kvc.model_config.context_len, groups)
 
 
 def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:

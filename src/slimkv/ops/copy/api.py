@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import InputError
+from slimkv.ops.checks import check_pages
 from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
-from slimkv.ops.store.api import check_pages
 from slimkv.spec import PageLayout
 
 
