@@ -58,6 +58,7 @@ def test_systems_in_sglang(system, arguments, monkeypatch):
     [
         ({"engine": "tgi"}, "unknown engine 'tgi'; known are vllm, sglang"),
         ({"engine": "sglang", "systems": ("turboquant_2bit",)}, "unknown format"),
+        ({"engine": "sglang", "phases": ("offload",)}, "the phase offload and memory layouts .* are vLLM's"),
         ({"systems": ("k9v9",)}, "unknown format 'k9v9'"),
         ({"phases": ("sleep",)}, "unknown phase 'sleep'; known are decode, full, poisson, offload"),
         ({"shape": "huge"}, "unknown shape 'huge'"),
