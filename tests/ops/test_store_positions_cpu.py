@@ -13,9 +13,9 @@ def test_each_token_takes_its_own_matrix():
     codec, tokens = Codec(CodecSpec.parse("k3v4", 64)), 16
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(3, 2, 256, 64, generator=generator, dtype=torch.float64)
-    queries *= torch.logspace(0, -2, 64, dtype=torch.float64)
-    moments = queries.mT @ queries.roll(5, -1) + queries.mT @ queries
-    matrices = query_aware_matrix((moments + moments.mT) / 2, codec.key_rotation)
+    queries[0] *= torch.logspace(0, -2, 64, dtype=torch.float64)
+    queries[1] *= torch.logspace(-2, 0, 64, dtype=torch.float64)
+    matrices = query_aware_matrix(queries.mT @ queries, codec.key_rotation)
     key, value = torch.randn(2, tokens, 2, 64, generator=generator)
     index, layout = torch.arange(tokens, dtype=torch.int32) % 3, page_layout(codec.spec, 16)
     stored = {}
