@@ -21,7 +21,7 @@ class WidthRow:
     """One width for K and V."""
 
     format: str
-    bytes_per_token: float
+    bytes_per_token_per_head: float
     ratio_to_bf16: float
     distortion: float  # on random directions, the format's own scale policy
     key_error: float
@@ -88,13 +88,15 @@ def _plot(rows: list[WidthRow], robustness: tuple[AttentionError, ...], path: Pa
     from slimkv.evals.plots import figure
 
     with figure(path, columns=2) as (_, (left, right)):
-        size = [r.bytes_per_token for r in rows]
+        size = [r.bytes_per_token_per_head for r in rows]
         left.semilogy(size, [r.output_error for r in rows], "o-", color="tab:blue", label="attention output")
         left.semilogy(size, [r.key_error for r in rows], "s--", color="tab:orange", label="keys")
         left.semilogy(size, [r.value_error for r in rows], "^--", color="tab:green", label="values")
         for row in rows:
-            left.annotate(row.format, (row.bytes_per_token, row.output_error), (4, 6), textcoords="offset points")
-        bf16 = rows[0].bytes_per_token * rows[0].ratio_to_bf16
+            left.annotate(
+                row.format, (row.bytes_per_token_per_head, row.output_error), (4, 6), textcoords="offset points"
+            )
+        bf16 = rows[0].bytes_per_token_per_head * rows[0].ratio_to_bf16
         left.margins(x=0.12, y=0.1)
         left.set_xlabel(f"bytes per token and KV head (bf16: {bf16:.0f})")
         left.set_ylabel("relative error")

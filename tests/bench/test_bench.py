@@ -10,8 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from slimkv.bench import __main__ as plain
-from slimkv.bench import attend, baselines, results
+from slimkv.bench import attention as attend
+from slimkv.bench import baselines, results
+from slimkv.bench import commands as plain
 from slimkv.bench.cells import ATTEND_CELLS, SMALL_ATTEND_CELLS, SMALL_STORE_CELLS, STORE_CELLS, AttendCell, choose
 from slimkv.bench.options import Options
 from slimkv.bench.timing import Timer
@@ -159,7 +160,7 @@ def test_mistakes_are_one_line():
 def test_the_plain_command_needs_neither_typer_nor_rich_nor_matplotlib():
     code = (
         "import sys; sys.modules.update(typer=None, rich=None, matplotlib=None)\n"
-        "from slimkv.bench.__main__ import main\n"
+        "from slimkv.bench.commands import main\n"
         "sys.exit(main(['store', '--device', 'cpu', '--cells', 'decode-16', '--json', '--quiet', '--no-baselines']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -51,8 +51,8 @@ def test_filling_a_document(tmp_path):
 
 
 def test_the_kernels_document_quotes_the_committed_reports():
-    text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "design" / "kernels.md").read_text(encoding="utf-8")
     reports = markdown.reports_in(ROOT / "benchmarks" / "results")
     assert markdown.filled(text, reports) == text, (
-        "run: python -m slimkv.bench.markdown docs/kernels.md benchmarks/results"
+        "run: python -m slimkv.bench.markdown docs/design/kernels.md benchmarks/results"
     )

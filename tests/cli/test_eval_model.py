@@ -55,9 +55,42 @@ def test_paths_and_bench(tiny_folder):
     assert all(row["tokens_per_second"] > 0 for row in rows)
 
 
+def test_calibrated_beside_plain_everywhere(tiny_folder, tmp_path):
+    file, model = tmp_path / "tiny.safetensors", ["--model", str(tiny_folder)]
+    run("calibrate", str(tiny_folder), "-o", str(file), "--windows", "1", "--tokens", "64", "--ids", "random")
+    both = ["--format", "k4v4,k4v4+cal", "--calibration", str(file), "--json"]
+    for command in ("perplexity", "agreement", "needle"):
+        report = json.loads(run("eval", command, *model, *COMMANDS[command], "--offset", "9", *both).stdout)
+        rows = report.get("rows") or report["cells"]
+        assert {"k4v4", "k4v4+cal"} <= {row["format"] for row in rows}
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Two and two are\n\nThree and three are\n")
+    asked = ["--prompts", str(prompts), "--prompt", "One and one are", "--new-tokens", "3"]
+    report = json.loads(run("eval", "generation", *model, *asked, *both).stdout)
+    assert len(report["raw_texts"]) == 3
+    assert {row["prompt"] for row in report["rows"]} == {"Two and two are", "Three and three are", "One and one are"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["agreement", "--format", "calibrated"], "'calibrated' needs a calibration"),
+        (["needle", "--format", "k4v4+cal"], "'k4v4+cal' needs a calibration"),
+        (["perplexity", "--format", "k4w4"], "k4w4"),
+        (["generation", "--prompts", "nowhere.txt"], "no file nowhere.txt"),
+    ],
+)
+def test_what_cannot_work_fails_before_a_model_is_loaded(arguments, message, monkeypatch):
+    monkeypatch.setattr("slimkv.models.load", lambda *a, **k: pytest.fail("loaded a model"))
+    result = CliRunner().invoke(app, ["eval", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
 def test_demo_writes_the_report(tiny_folder, tmp_path):
     shown = run("demo", "--model", str(tiny_folder), "--out", str(tmp_path)).stdout
     assert "DynamicCache" in shown
+    assert "k4v4+cal" in shown
     assert (tmp_path / "report.html").stat().st_size > 5000
     assert json.loads((tmp_path / "report.json").read_text())["model"] == str(tiny_folder)
 

@@ -19,7 +19,7 @@ from slimkv.evals.attention import (
 from slimkv.evals.synthetic import AttentionSample, heavy_tailed
 
 SEEDS = range(4)
-# docs/codec.md prints this table: relative error of the attention output, mean over the seeds.
+# docs/design/codec.md prints this table: relative error of the attention output, mean over the seeds.
 DOCUMENTED = {"ku4vu4": 0.389, "kur4vur4": 0.171, "k4v4": 0.179, "turboquant_4bit_nc": 0.213}
 
 
@@ -59,7 +59,7 @@ def test_rotation_makes_4_bits_robust_to_outliers(samples):
 
 def test_lloyd_beats_uniform_in_bytes_and_in_values(samples):
     rotated, lloyd = compare_formats(samples[0], ["kur4vur4", "k4v4"])
-    assert lloyd.bytes_per_token < rotated.bytes_per_token
+    assert lloyd.bytes_per_token_per_head < rotated.bytes_per_token_per_head
     assert lloyd.value < rotated.value
 
 

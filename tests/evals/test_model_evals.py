@@ -7,15 +7,18 @@ import math
 import pytest
 import torch
 
-from slimkv.errors import InputError
+from slimkv.errors import InputError, SpecError
 from slimkv.evals.agreement import compare_logits, measure_agreement
 from slimkv.evals.fused_vs_decoded import compare_paths
 from slimkv.evals.generation import compare_tokens, measure_generation
-from slimkv.evals.harness import new_cache
+from slimkv.evals.harness import cache_kinds, check_formats, new_cache
 from slimkv.evals.layers import measure_layers
 from slimkv.evals.needle import haystack, measure_needle
 from slimkv.evals.perplexity import measure_perplexity, scored_nll
 from slimkv.evals.texts import load_text, token_windows
+from slimkv.integrations.transformers.calibration.collect import gather_calibration
+from slimkv.integrations.transformers.calibration.samples import random_windows
+from slimkv.memory_plan import make_plan, shape_of
 
 LOSSLESS = "krawfp32vrawfp32"
 
@@ -78,6 +81,53 @@ def test_agreement_counts(small, windows):
     assert rows[1].top1 > rows[2].top1
 
 
+@pytest.fixture(scope="module")
+def calibration(small):
+    return gather_calibration(small.model, random_windows(small.model.config, 1, 64, seed=0))
+
+
+def test_plain_and_calibrated_in_one_run(small, windows, calibration):
+    rows = measure_agreement(small.model, windows, ["k3v3", "k3v3+cal"], calibration=calibration).rows
+    assert [row.format for row in rows] == ["k3v3", "k3v3+cal"]
+    assert rows[0].bytes_per_token == rows[1].bytes_per_token
+    plain = measure_agreement(small.model, windows, ["k3v3"]).rows[0]
+    all_calibrated = measure_agreement(small.model, windows, ["k3v3"], calibration=calibration).rows[0]
+    assert rows[0].kl == plain.kl
+    assert rows[1].kl == all_calibrated.kl != plain.kl
+
+
+def test_names_of_caches(calibration):
+    chosen = [k.calibration is not None for k in cache_kinds(["raw", "k4v4", "k4v4+cal", "calibrated"], calibration)]
+    assert chosen == [False, True, True]
+    assert all(k.calibration is calibration for k in cache_kinds(["k4v4", "k6v6"], calibration))
+    for name in ("k4v4+cal", "calibrated"):
+        with pytest.raises(InputError, match="needs a calibration"):
+            check_formats([name], calibrated=False)
+    with pytest.raises(InputError, match="can be calibrated"):
+        check_formats(["raw+cal"], calibrated=True)
+    with pytest.raises(SpecError):
+        check_formats(["k4w4+cal"], calibrated=True)
+
+
+def test_bytes_per_token_is_what_plan_says(small, windows):
+    shape = shape_of(small.model.config.to_dict())
+    formats = ["raw", "k4v4", "k5v4", "fp8"]
+    planned = {f.format: f.bytes_per_token for f in make_plan(shape, formats, 2**30).formats}
+    for tokens in (40, 96):  # it depends on the length of no window
+        report = measure_perplexity(small.model, windows[:1, :tokens], formats[1:])
+        assert {row.format: row.bytes_per_token for row in report.rows} == planned
+
+
+def test_windows_from_an_offset(small):
+    near, far = (token_windows(small.tokenizer, load_text(), 2, 64, offset=x) for x in (0, 32))
+    assert torch.equal(near[0, 32:], far[0, :32])
+    assert torch.equal(near[1, 32:], far[1, :32])
+    with pytest.raises(InputError, match="from token 90 on"):
+        token_windows(small.tokenizer, "x" * 100, 1, 64, offset=90)
+    with pytest.raises(InputError, match="0 or more"):
+        token_windows(small.tokenizer, load_text(), 1, 64, offset=-1)
+
+
 def test_generation_finds_the_first_difference(small):
     assert compare_tokens([1, 2, 3], [1, 2, 3]) == (None, 1.0)
     assert compare_tokens([1, 2, 3], [1, 5, 3]) == (1, 2 / 3)
@@ -88,6 +138,8 @@ def test_generation_finds_the_first_difference(small):
     lossless, coarse = report.rows
     assert lossless.first_divergence is None
     assert coarse.first_divergence is not None
+    with pytest.raises(InputError, match="prompts with words"):
+        measure_generation(small.model, small.tokenizer, ["k4v4"], prompts=[" "])
 
 
 def test_needle_builds_what_it_says(small):
@@ -98,6 +150,8 @@ def test_needle_builds_what_it_says(small):
     assert shown.rstrip().endswith("is")
     report = measure_needle(small.model, small.tokenizer, load_text(), ["k4v4"], contexts=[300], depths=[0.5])
     assert [(c.format, c.tried) for c in report.cells] == [("raw", 4), ("k4v4", 4)]
+    later = haystack(small.tokenizer, load_text(), 400, 0.5, "Oslo", 9147, offset=50)
+    assert torch.equal(ids[0, 50:90], later[0, :40])
     with pytest.raises(InputError, match="too short"):
         haystack(small.tokenizer, load_text(), 40, 0.5, "Oslo", 9147)
 

@@ -15,8 +15,9 @@ from attention_cases import DTYPES, Built, Case, build, exact, variants
 
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.ops.attention.api import AttendRequest, split_workspace_bytes, workspace_bytes
+from slimkv.ops.attention.api import AttendRequest, split_workspace_bytes
 from slimkv.ops.attention.triton import launch as attend_triton
+from slimkv.ops.attention.workspace import workspace_bytes
 
 DECODE = Case()
 VERIFY = Case(lens=(40, 5, 17), queries=(5, 2, 3))
@@ -219,7 +220,8 @@ def check(case: Case, device: torch.device, backend: str = "triton", bound: floa
         )  # fmt: skip
         workspace = torch.full((size,), 0xA5, dtype=torch.uint8, device=device)
     before = built.pages.clone()
-    ops.attend(**built.arguments(), out=out, lse=lse, workspace=workspace, num_splits=case.num_splits, backend=backend)
+    num_splits = case.num_splits if backend == "triton" else None
+    ops.attend(**built.arguments(), out=out, lse=lse, workspace=workspace, num_splits=num_splits, backend=backend)
     real = sum(case.queries)
     assert torch.equal(built.pages, before)
     assert out[real:].isnan().all(), "padding rows were written"
@@ -303,6 +305,14 @@ def test_no_queries_at_all(device):
     assert ops.attend(**built.arguments(), backend="triton").shape == (0, 4, 64)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("given", [{"num_splits": 1}, {"workspace": torch.zeros(64, dtype=torch.uint8)}])
+def test_what_a_backend_does_not_use_it_refuses(backend, given):
+    built = build(TINY, torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=next(iter(given))):
+        ops.attend(**built.arguments(), **given, backend=backend)
+
+
 def test_a_workspace_that_is_too_small_is_refused(device):
     built = build(replace(TINY, num_splits=4), device)
     need = split_workspace_bytes(2, 4, 64, 4)
@@ -336,10 +346,10 @@ def test_wrong_arguments_are_named(changes, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, "window must be a positive number of keys"),
-        ({"window": 4, "causal": False}, "causal=False"),
+        ({"sliding_window": 0}, "sliding_window must be a positive number of keys"),
+        ({"sliding_window": 4, "causal": False}, "causal=False"),
         ({"softcap": -1.0}, "softcap must be 0"),
-        ({"scale": float("inf")}, "scale must be finite"),
+        ({"softmax_scale": float("inf")}, "softmax_scale must be finite"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import InputError, MissingDependencyError
-from slimkv.evals.provenance import Provenance, provenance
+from slimkv.provenance import Provenance, provenance
 
 
 @dataclass(frozen=True)

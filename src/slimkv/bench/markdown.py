@@ -1,6 +1,6 @@
 """Reports as Markdown tables, and putting them into a document between two markers.
 
-``python -m slimkv.bench.markdown docs/kernels.md benchmarks/results`` rewrites the tables from the reports there.
+``python -m slimkv.bench.markdown docs/design/kernels.md benchmarks/results`` rewrites the tables from those reports.
 """
 
 from __future__ import annotations

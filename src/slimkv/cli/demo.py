@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out"),
     model: Annotated[str, typer.Option(help="A packaged model, a folder, or a hub name.")] = "smollm2-135m-instruct",
-    format: Annotated[str, typer.Option("--format", help="The packed cache that answers.")] = "k4v4",
+    format: Annotated[str, typer.Option("--format", help="The packed cache in front.")] = "k4v4+cal",
+    calibration: Annotated[
+        str, typer.Option(help="A file from slimkv calibrate; auto: made when a model is first seen, then kept.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
     synthetic: Annotated[bool, typer.Option("--synthetic", help="Synthetic keys and values, no model.")] = False,
     head_dim: Annotated[int, typer.Option(help="Head size of the synthetic keys and values.")] = 128,
     seed: Annotated[int, typer.Option(help="Of the synthetic keys and values.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """A real model answers with a packed and a plain cache side by side; quality, bytes and speed of every format."""
+    """A real model answers from plain and packed caches side by side; quality and bytes of each: out/report.html."""
     with user_errors():
         if synthetic:
             _synthetic(out, head_dim, seed, as_json)
         else:
             from slimkv.cli import demo_model
 
-            demo_model.run(model, out, format, threads, as_json)
+            demo_model.run(model, out, format, calibration, threads, as_json)
 
 
 def _synthetic(out: Path, head_dim: int, seed: int, as_json: bool) -> None:
@@ -49,15 +52,20 @@ def _tables(report: DemoReport) -> list[Table]:
     from rich.table import Table
 
     sizes = Table(title=f"head size {report.head_dim}: bytes per token and KV head, and relative errors")
-    for name in ("format", "bytes/token", "of bf16", "distortion", "keys", "values", "attention output"):
+    for name in ("format", "bytes/token/head", "of bf16", "distortion", "keys", "values", "attention output"):
         sizes.add_column(name, justify="left" if name == "format" else "right")
     for row in report.widths:
-        size = f"{row.bytes_per_token:.0f}", f"1/{row.ratio_to_bf16:.2f}", f"{row.distortion:.6f}"
+        size = f"{row.bytes_per_token_per_head:.0f}", f"1/{row.ratio_to_bf16:.2f}", f"{row.distortion:.6f}"
         sizes.add_row(row.format, *size, f"{row.key_error:.4f}", f"{row.value_error:.4f}", f"{row.output_error:.4f}")
     rotation = Table(title="heavy-tailed K/V: uniform (u), uniform rotated (ur), Lloyd-Max rotated (k4v4)")
-    for name in ("format", "bytes/token", "keys", "values", "attention output"):
+    for name in ("format", "bytes/token/head", "keys", "values", "attention output"):
         rotation.add_column(name, justify="left" if name == "format" else "right")
     for error in report.robustness:
-        numbers = f"{error.bytes_per_token:.0f}", f"{error.key:.4f}", f"{error.value:.4f}", f"{error.output:.4f}"
+        numbers = (
+            f"{error.bytes_per_token_per_head:.0f}",
+            f"{error.key:.4f}",
+            f"{error.value:.4f}",
+            f"{error.output:.4f}",
+        )
         rotation.add_row(error.format, *numbers)
     return [sizes, rotation]

@@ -90,7 +90,7 @@ def query_aware(
         if calibration is not None:
             from slimkv.calibration import Calibration
 
-            found = Calibration.load(calibration).statistics(layer).query_moment
+            found = Calibration.load(calibration).statistics(layer).moment_at(0, 1024)
             if not 0 <= head < len(found):
                 raise InputError(f"layer {layer} has KV heads 0 to {len(found) - 1}, not {head}")
             moment, source = found[head], f"{calibration.name}, layer {layer}, KV head {head}"
@@ -163,11 +163,11 @@ def attention(
         by_policy = average([compare_policies(sample) for sample in samples])
     what = f"{len(samples)} " + ("synthetic samples" if model is None else f"layers of {model}")
     first = Table(title=f"relative error of attention, head size {samples[0].key.shape[-1]}, mean of {what}")
-    for name in ("format", "bytes/token", "keys", "values", "output", "output, K only", "output, V only"):
+    for name in ("format", "bytes/token/head", "keys", "values", "output", "output, K only", "output, V only"):
         first.add_column(name, justify="left" if name == "format" else "right")
     for row in by_format:
         errors = (row.key, row.value, row.output, row.output_keys_only, row.output_values_only)
-        first.add_row(row.format, f"{row.bytes_per_token:g}", *(f"{e:.4f}" for e in errors))
+        first.add_row(row.format, f"{row.bytes_per_token_per_head:g}", *(f"{e:.4f}" for e in errors))
     second = Table(title="error of the output with only keys, or only values, quantised")
     for name in ("bits", "policy", "keys", "values"):
         second.add_column(name, justify="left" if name == "policy" else "right")

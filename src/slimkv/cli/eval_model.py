@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slimkv.cli.options import Json, comma_list, user_errors
+from slimkv.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from slimkv.models import Loaded
 
 Model = Annotated[str, typer.Option(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
-Formats = Annotated[str, typer.Option("--format", help="Formats to measure, such as k4v4,k5v4.")]
+Formats = Annotated[
+    str, typer.Option("--format", help="Formats to measure: k4v4,k5v4; with a calibration also k4v4,k4v4+cal.")
+]
 Text = Annotated[str, typer.Option(help="A file, a hub data set (name:config:split), or the shipped text.")]
+Offset = Annotated[int, typer.Option(help="Skip so many tokens of the text first.")]
 Serving = Annotated[bool, typer.Option("--serving", help="Attend fresh chunks raw, as engines do; default: strict.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a PNG here.")]
 Windows = Annotated[int, typer.Option(help="How many windows of the text.")]
@@ -31,13 +35,14 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 CalibrationFile = Annotated[
     str | None, typer.Option("--calibration", help="A file from slimkv calibrate, or auto; default: none.")
 ]
+Strict = Annotated[bool, typer.Option("--strict", help="Attend every token through the codec.")]
 
 _DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands to the ``eval`` group."""
-    for command in (perplexity, agreement, needle, generation, layers, widths, paths):
+    for command in (perplexity, agreement, positions, needle, generation, layers, widths, paths):
         app.command()(command)
 
 
@@ -88,6 +93,17 @@ def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> 
     return find_calibration(source, loaded.model.config, None)
 
 
+def _formats(given: str, calibration: str | None) -> list[str]:
+    """The formats of ``--format``; raises before a model is loaded for nothing."""
+    from slimkv.evals.harness import check_formats
+
+    names = comma_list(given, str)
+    if not names:
+        raise typer.BadParameter(f"--format {given!r} names no format; write k4v4 or k4v4,k5v4")
+    check_formats(names, calibration is not None)
+    return names
+
+
 def _mode(serving: bool) -> str:
     return "serving" if serving else "strict"
 
@@ -109,6 +125,7 @@ def perplexity(
     tokens: Tokens = 1024,
     stride: Annotated[int | None, typer.Option(help="Tokens between window starts; default: no overlap.")] = None,
     calibration: CalibrationFile = None,
+    offset: Offset = 0,
     serving: Serving = False,
     threads: Threads = None,
     device: Device = "cpu",
@@ -119,15 +136,16 @@ def perplexity(
     from slimkv.cli.output import emit
     from slimkv.evals.model_plots import plot_quality
     from slimkv.evals.perplexity import measure_perplexity
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
+        names = _formats(formats, calibration)
         loaded = load_quietly(model, threads, device)
         known = load_calibration(calibration, loaded, progress)
-        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, stride)
+        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, stride, offset)
         report = measure_perplexity(
-            loaded.model, ids, comma_list(formats, str), name=model, mode=_mode(serving), stride=stride,
+            loaded.model, ids, names, name=model, mode=_mode(serving), stride=stride,
             calibration=known, progress=progress,
         )  # fmt: skip
         if plot is not None:
@@ -145,6 +163,7 @@ def agreement(
     windows: Windows = 4,
     tokens: Tokens = 1024,
     calibration: CalibrationFile = None,
+    offset: Offset = 0,
     serving: Serving = False,
     threads: Threads = None,
     device: Device = "cpu",
@@ -155,15 +174,16 @@ def agreement(
     from slimkv.cli.output import emit
     from slimkv.evals.agreement import measure_agreement
     from slimkv.evals.model_plots import plot_quality
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
+        names = _formats(formats, calibration)
         loaded = load_quietly(model, threads, device)
         known = load_calibration(calibration, loaded, progress)
-        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
+        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, offset=offset)
         report = measure_agreement(
-            loaded.model, ids, comma_list(formats, str), name=model, mode=_mode(serving), calibration=known,
+            loaded.model, ids, names, name=model, mode=_mode(serving), calibration=known,
             progress=progress,
         )  # fmt: skip
         if plot is not None:
@@ -176,13 +196,50 @@ def agreement(
     emit(with_provenance(report, device), as_json, table)
 
 
+def positions(
+    model: Model = _DEFAULT_MODEL,
+    formats: Formats = "k4v4",
+    text: Text = "shipped",
+    windows: Windows = 1,
+    tokens: Tokens = 8192,
+    calibration: CalibrationFile = None,
+    offset: Offset = 0,
+    threads: Threads = None,
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """KL divergence and agreement by position in long windows, every token read through the codec."""
+    from slimkv.cli.output import emit
+    from slimkv.evals.positions import measure_positions, plot_positions
+    from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
+
+    with user_errors(), _progress() as progress:
+        names = _formats(formats, calibration)
+        loaded = load_quietly(model, threads, device)
+        known = load_calibration(calibration, loaded, progress)
+        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, offset=offset)
+        report = measure_positions(loaded.model, ids, names, name=model, calibration=known, progress=progress)
+        if plot is not None:
+            plot_positions(report, plot)
+    ranges = [f"{a:,}-{b:,}" for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
+    table = _table(f"KL by position (top-1 agreement), strict, {model}", "format", *ranges, "mean")
+    for row in report.rows:
+        cells = (f"{kl:.4f} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
+        table.add_row(row.format, *cells, f"{row.mean_kl:.4f}")
+    emit(with_provenance(report, device), as_json, table)
+
+
 def needle(
     model: Model = _DEFAULT_MODEL,
     formats: Formats = "k4v4",
     text: Text = "shipped",
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "512,1024",
     depths: Annotated[str, typer.Option(help="Where the needle stands, 0 to 1.")] = "0.1,0.5,0.9",
-    strict: Annotated[bool, typer.Option("--strict", help="Attend every token through the codec.")] = False,
+    calibration: CalibrationFile = None,
+    offset: Offset = 0,
+    strict: Strict = False,
     threads: Threads = None,
     device: Device = "cpu",
     plot: Plot = None,
@@ -192,15 +249,17 @@ def needle(
     from slimkv.cli.output import emit
     from slimkv.evals.model_plots import plot_needle
     from slimkv.evals.needle import measure_needle
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
+        names = _formats(formats, calibration)
         loaded = load_quietly(model, threads, device)
+        known = load_calibration(calibration, loaded, progress)
         report = measure_needle(
-            loaded.model, loaded.tokenizer, load_text(text), comma_list(formats, str), contexts=comma_list(contexts,
-            int),
+            loaded.model, loaded.tokenizer, load_text(text), names, contexts=comma_list(contexts, int),
             depths=comma_list(depths, float), name=model, mode=_mode(not strict), progress=progress,
+            calibration=known, offset=offset,
         )  # fmt: skip
         if plot is not None:
             plot_needle(report, plot)
@@ -213,8 +272,11 @@ def needle(
 def generation(
     model: Model = _DEFAULT_MODEL,
     formats: Formats = "k4v4",
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeat for several. Default: four.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt on every line.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 64,
-    strict: Annotated[bool, typer.Option("--strict", help="Attend every token through the codec.")] = False,
+    calibration: CalibrationFile = None,
+    strict: Strict = False,
     threads: Threads = None,
     device: Device = "cpu",
     plot: Plot = None,
@@ -222,15 +284,18 @@ def generation(
 ) -> None:
     """Greedy text against the stock cache: where does it first differ?"""
     from slimkv.cli.output import emit
-    from slimkv.evals.generation import measure_generation
+    from slimkv.evals.generation import PROMPTS, measure_generation
     from slimkv.evals.model_plots import plot_generation
-    from slimkv.evals.provenance import with_provenance
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
+        names = _formats(formats, calibration)
+        asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
         loaded = load_quietly(model, threads, device)
+        known = load_calibration(calibration, loaded, progress)
         report = measure_generation(
-            loaded.model, loaded.tokenizer, comma_list(formats, str), new_tokens=new_tokens, name=model,
-            mode=_mode(not strict), progress=progress,
+            loaded.model, loaded.tokenizer, names, prompts=asked, new_tokens=new_tokens, name=model,
+            mode=_mode(not strict), progress=progress, calibration=known,
         )  # fmt: skip
         if plot is not None:
             plot_generation(report, plot)
@@ -241,11 +306,21 @@ def generation(
     emit(with_provenance(report, device), as_json, table)
 
 
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; --prompts takes a text file with a prompt on every line")
+    found = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not found:
+        raise InputError(f"{path} has no prompts; write one on every line")
+    return found
+
+
 def layers(
     model: Model = _DEFAULT_MODEL,
     formats: Formats = "k4v4,k6v6",
     text: Text = "shipped",
     tokens: Tokens = 512,
+    offset: Offset = 0,
     threads: Threads = None,
     device: Device = "cpu",
     plot: Plot = None,
@@ -255,13 +330,14 @@ def layers(
     from slimkv.cli.output import emit
     from slimkv.evals.layers import measure_layers
     from slimkv.evals.model_plots import plot_layers
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
+        names = _formats(formats, None)
         loaded = load_quietly(model, threads, device)
-        ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens)
-        report = measure_layers(loaded.model, ids, comma_list(formats, str), name=model, progress=progress)
+        ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens, offset=offset)
+        report = measure_layers(loaded.model, ids, names, name=model, progress=progress)
         if plot is not None:
             plot_layers(report, plot)
     table = _table(f"relative error of attention output, {model}", "layer", *(row.format for row in report.rows))
@@ -277,6 +353,7 @@ def widths(
     text: Text = "shipped",
     windows: Windows = 1,
     tokens: Tokens = 512,
+    offset: Offset = 0,
     threads: Threads = None,
     device: Device = "cpu",
     plot: Plot = None,
@@ -287,14 +364,14 @@ def widths(
     from slimkv.cli.output import emit
     from slimkv.evals.bit_allocation import measure_widths
     from slimkv.evals.model_plots import plot_widths
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
         known = load_calibration(calibration, loaded, progress)
         assert known is not None
-        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
+        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, offset=offset)
         report = measure_widths(loaded.model, ids, known, parse_widths(bits), name=model, progress=progress)
         if plot is not None:
             plot_widths(report, plot)
@@ -311,6 +388,7 @@ def paths(
     text: Text = "shipped",
     tokens: Annotated[int, typer.Option(help="Tokens of the text to start from.")] = 128,
     steps: Annotated[int, typer.Option(help="Greedy steps.")] = 200,
+    offset: Offset = 0,
     independent: Annotated[bool, typer.Option("--independent", help="A cache for each path; default: one.")] = False,
     serving: Serving = False,
     threads: Threads = None,
@@ -320,12 +398,12 @@ def paths(
     """Attention on pages against stock attention on decoded keys and values: logits and greedy tokens."""
     from slimkv.cli.output import emit
     from slimkv.evals.fused_vs_decoded import compare_paths
-    from slimkv.evals.provenance import with_provenance
     from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
 
     with user_errors(), _progress() as progress:
         loaded = load_quietly(model, threads, device)
-        ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens)
+        ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens, offset=offset)
         report = compare_paths(
             loaded.model, ids, format, steps=steps, name=model, mode=_mode(serving), independent=independent,
             progress=progress,

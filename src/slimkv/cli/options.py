@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their comma_list are read."""
+"""Options that several commands share, and how lists are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def comma_list(text: str, convert: Callable[[str], T]) -> list[T]:
-    """``a,b,c`` -> converted comma_list; empty ones are dropped."""
+    """``a,b,c`` -> converted parts; empty ones are dropped."""
     return [convert(part.strip()) for part in text.split(",") if part.strip()]
 
 

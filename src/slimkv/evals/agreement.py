@@ -14,13 +14,14 @@ from slimkv.calibration import Calibration
 from slimkv.evals.harness import (
     RAW,
     SERVING,
+    STOCK,
     STRICT,
     Progress,
     Stopwatch,
     attending,
     bytes_per_token,
+    cache_kinds,
     check_mode,
-    new_cache,
     quiet,
     window_logits,
 )  # fmt: skip
@@ -31,15 +32,15 @@ _SLICE = 128  # positions compared at a time: a vocabulary is wide
 
 @dataclass(frozen=True)
 class AgreementRow:
-    """One format."""
+    """One cache."""
 
-    format: str
+    format: str  # as it was asked for: k4v4, k4v4+cal, calibrated
     top1: float  # share of positions whose most likely token is the same
     kl: float  # mean KL(raw || packed), nats
     kl_99: float  # its 99th percentile over positions
     perplexity: float
     over_raw: float
-    bytes_per_token: float
+    bytes_per_token: float  # see harness.bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def measure_agreement(
     """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes."""
     check_mode(mode)
     watch = Stopwatch()
-    formats = [f for f in formats if f != RAW]
+    kinds = cache_kinds(formats, calibration)
+    formats = [kind.name for kind in kinds]
     nll: dict[str, float] = dict.fromkeys([RAW, *formats], 0.0)
     same: dict[str, list[Tensor]] = {w: [] for w in formats}
     divergence: dict[str, list[Tensor]] = {w: [] for w in formats}
@@ -92,10 +94,11 @@ def measure_agreement(
     for index in range(count):
         ids = windows[index : index + 1].to(model.device)
         raw_logits = ids.new_empty(0)
-        for number, format in enumerate([RAW, *formats]):
+        for number, kind in enumerate([STOCK, *kinds]):
+            format = kind.name
             progress(format, index * (len(formats) + 1) + number, steps)
-            cache = new_cache(model, format, mode, **({} if format == RAW else {"calibration": calibration}))
-            with attending(model, format):
+            cache = kind.new(model, mode)
+            with attending(model, kind.format):
                 logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
             nll[format] += float(scored_nll(logits, ids[0]).double().sum())
             size[format] = bytes_per_token(cache)

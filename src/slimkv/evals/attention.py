@@ -20,7 +20,7 @@ class AttentionError:
     """Errors of one format, each as a root mean square relative to what it disturbs."""
 
     format: str
-    bytes_per_token: float  # allocated, per KV head, in pages of 16 tokens
+    bytes_per_token_per_head: float  # allocated, per KV head
     key: float  # |k - k_hat| / |k|
     value: float
     output: float  # |o - o_hat| / |o| with K and V quantised
@@ -73,7 +73,7 @@ def attention_error(sample: AttentionSample, spec: CodecSpec, name: str | None =
     truth = output(sample.key, sample.value)
     return AttentionError(
         format=name or spec.format,
-        bytes_per_token=PageLayout(spec, 16).bytes_per_token,
+        bytes_per_token_per_head=PageLayout(spec, 16).bytes_per_token,
         key=relative_error(key, sample.key),
         value=relative_error(value, sample.value),
         output=relative_error(output(key, value), truth),

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from slimkv.evals.harness import RAW, SERVING, Progress, Stopwatch, attending, check_mode, new_cache, quiet
+from slimkv.calibration import Calibration
+from slimkv.errors import InputError
+from slimkv.evals.harness import SERVING, STOCK, Progress, Stopwatch, attending, cache_kinds, check_mode, quiet
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -72,30 +74,33 @@ def measure_generation(
     name: str = "",
     mode: str = SERVING,
     progress: Progress = quiet,
+    calibration: Calibration | None = None,
 ) -> GenerationReport:
     """Greedy generation of up to ``new_tokens`` tokens per prompt and format."""
     check_mode(mode)
     watch = Stopwatch()
-    formats = [f for f in formats if f != RAW]
-    rows, raw_texts, done, total = [], [], 0, len(prompts) * (len(formats) + 1)
+    if not prompts or not all(prompt.strip() for prompt in prompts):
+        raise InputError(f"generation needs prompts with words in them, not {list(prompts)!r}")
+    kinds = [STOCK, *cache_kinds(formats, calibration)]
+    rows, raw_texts, done, total = [], [], 0, len(prompts) * len(kinds)
     for prompt in prompts:
         ids = prompt_ids(tokenizer, prompt).to(model.device)
         expected: list[int] = []
-        for format in [RAW, *formats]:
-            progress(format, done, total)
-            with attending(model, format):
+        for kind in kinds:
+            progress(kind.name, done, total)
+            with attending(model, kind.format):
                 out = model.generate(
-                    ids, attention_mask=torch.ones_like(ids), past_key_values=new_cache(model, format, mode),
+                    ids, attention_mask=torch.ones_like(ids), past_key_values=kind.new(model, mode),
                     max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id,
                 )  # fmt: skip
             tokens = out[0, ids.shape[1] :].tolist()
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             done += 1
-            if format == RAW:
+            if kind is STOCK:
                 expected = tokens
                 raw_texts.append(text)
                 continue
             first, same = compare_tokens(expected, tokens)
-            rows.append(GenerationRow(format, prompt, len(expected), first, same, text))
+            rows.append(GenerationRow(kind.name, prompt, len(expected), first, same, text))
     progress("done", total, total)
     return GenerationReport(name, mode, new_tokens, tuple(raw_texts), tuple(rows), watch.seconds)

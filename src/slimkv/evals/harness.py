@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slimkv.calibration import Calibration
+from slimkv.config import CALIBRATED
 from slimkv.errors import InputError
+from slimkv.spec import BF16_BYTES, parse_format
 
 RAW = "raw"
+WITH_CALIBRATION = "+cal"
 STRICT, SERVING = "strict", "serving"
 Progress = Callable[[str, int, int], None]  # what, done, of
 
@@ -25,6 +30,52 @@ def check_mode(mode: str) -> None:
     """Raises unless ``mode`` is known."""
     if mode not in (STRICT, SERVING):
         raise InputError(f"mode {mode!r} is not one of {STRICT}, {SERVING}")
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """A cache to measure, under the name it was asked for by: ``raw``, ``k4v4``, ``k4v4+cal``, ``calibrated``."""
+
+    name: str
+    format: str
+    calibration: Calibration | None = None  # None: keys are rounded to the nearest level
+
+    def new(self, model: Any, mode: str) -> Any:
+        """An empty cache of this kind."""
+        options = {} if self.format == RAW else {"calibration": self.calibration}
+        return new_cache(model, self.format, mode, **options)
+
+
+STOCK = CacheKind(RAW, RAW)
+
+
+def check_formats(names: Sequence[str], calibrated: bool) -> None:
+    """Raises unless every name is a format, with ``+cal`` or ``calibrated`` only where there is a calibration."""
+    for name in names:
+        format = name.removesuffix(WITH_CALIBRATION)
+        if format != CALIBRATED:
+            parse_format(format)
+        if name.endswith(WITH_CALIBRATION) and format in (RAW, CALIBRATED):
+            raise InputError(f"{name!r} is not a format that can be calibrated; write k4v4{WITH_CALIBRATION}")
+        if (format == CALIBRATED or name != format) and not calibrated:
+            raise InputError(f"{name!r} needs a calibration: give --calibration FILE (from slimkv calibrate) or auto")
+
+
+def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[CacheKind]:
+    """The packed caches called ``names``, without ``raw``.
+
+    A name with ``+cal`` uses the calibration. If no name has it, all of them do; otherwise the others do not, so that
+    ``k4v4,k4v4+cal`` compares the two.
+    """
+    check_formats(names, calibration is not None)
+    chosen = any(name.endswith(WITH_CALIBRATION) for name in names)
+    kinds = []
+    for name in names:
+        format = name.removesuffix(WITH_CALIBRATION)
+        used = not chosen or format != name or format == CALIBRATED
+        if format != RAW:
+            kinds.append(CacheKind(name, format, calibration if used else None))
+    return kinds
 
 
 def new_cache(model: Any, format: str | dict[int | str, str], mode: str, **options: Any) -> Any:
@@ -68,12 +119,18 @@ def window_logits(model: Any, ids: Tensor, cache: Any, chunk: int | None = None)
 
 
 def bytes_per_token(cache: Any) -> float:
-    """Allocated bytes per token and sequence, all layers together, of a filled cache (bf16 for the stock one)."""
-    if hasattr(cache, "size"):
-        size = cache.size()
-        return size.allocated_bytes / (size.tokens * size.batch)
-    held = [(x.keys, x.values) for x in cache.layers if getattr(x, "keys", None) is not None]
-    return sum(2 * t.numel() for pair in held for t in pair) / (held[0][0].shape[0] * cache.get_seq_length())
+    """What one more token takes in all layers together, as allocated in pages, while no sliding window is full.
+
+    It is what ``slimkv plan`` and ``slimkv calibrate`` call bytes per token. Layers that are not packed count as
+    bfloat16. The cache must have seen a token.
+    """
+    total = 0.0
+    for layer in cache.layers:
+        if (pool := getattr(layer, "pool", None)) is not None:
+            total += pool.layout.bytes_per_token * pool.num_kv_heads
+        elif getattr(layer, "keys", None) is not None:
+            total += sum(BF16_BYTES * x.shape[1] * x.shape[-1] for x in (layer.keys, layer.values))
+    return total
 
 
 class Stopwatch:

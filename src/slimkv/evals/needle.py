@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from slimkv.calibration import Calibration
 from slimkv.errors import InputError
-from slimkv.evals.harness import RAW, SERVING, Progress, Stopwatch, attending, check_mode, new_cache, quiet
+from slimkv.evals.harness import SERVING, STOCK, Progress, Stopwatch, attending, cache_kinds, check_mode, quiet
+from slimkv.evals.texts import CHARACTERS_PER_TOKEN
 
 _NEEDLE = "\nRemember this: the secret number of {city} is {number}.\n"
 _QUESTION = "\nQuestion: what is the secret number of {city}? Answer: the secret number of {city} is"
@@ -42,12 +44,18 @@ class NeedleReport:
         return sum(c.found for c in cells) / max(sum(c.tried for c in cells), 1)
 
 
-def haystack(tokenizer: Any, text: str, context: int, depth: float, city: str, number: int) -> torch.Tensor:
-    """Token ids [1, context] of the text with the needle at ``depth`` (0 first, 1 last) and the question behind it."""
+def haystack(
+    tokenizer: Any, text: str, context: int, depth: float, city: str, number: int, offset: int = 0
+) -> torch.Tensor:
+    """Token ids [1, context] of the text with the needle at ``depth`` (0 first, 1 last) and the question behind it.
+
+    The text begins ``offset`` tokens in.
+    """
     needle = tokenizer(_NEEDLE.format(city=city, number=number), add_special_tokens=False)["input_ids"]
     question = tokenizer(_QUESTION.format(city=city), add_special_tokens=False)["input_ids"]
     room = context - len(needle) - len(question)
-    hay = tokenizer(text[: max(room, 1) * 12], add_special_tokens=False)["input_ids"][: max(room, 0)]
+    end = offset + max(room, 0)
+    hay = tokenizer(text[: max(end, 1) * CHARACTERS_PER_TOKEN], add_special_tokens=False)["input_ids"][offset:end]
     if room < 16 or len(hay) < room:
         raise InputError(
             f"a context of {context} tokens is too short for a needle, or the text ({len(hay)} tokens) for it"
@@ -67,28 +75,33 @@ def measure_needle(
     name: str = "",
     mode: str = SERVING,
     progress: Progress = quiet,
+    calibration: Calibration | None = None,
+    offset: int = 0,
 ) -> NeedleReport:
-    """Greedy answers of 6 tokens with the stock cache and each format, for every context, depth and number."""
+    """Greedy answers of 6 tokens with the stock cache and each format, for every context, depth and number.
+
+    The haystack begins ``offset`` tokens into the text.
+    """
     check_mode(mode)
     watch = Stopwatch()
-    formats = [RAW, *(f for f in formats if f != RAW)]
+    kinds = [STOCK, *cache_kinds(formats, calibration)]
     cells, done = [], 0
-    total = len(formats) * len(contexts) * len(depths)
+    total = len(kinds) * len(contexts) * len(depths)
     for context in contexts:
         for depth in depths:
-            prompts = [(haystack(tokenizer, text, context, depth, *case), str(case[1])) for case in _CASES]
-            for format in formats:
-                progress(f"{format} at {context} tokens, depth {depth:.0%}", done, total)
+            prompts = [(haystack(tokenizer, text, context, depth, *case, offset), str(case[1])) for case in _CASES]
+            for kind in kinds:
+                progress(f"{kind.name} at {context} tokens, depth {depth:.0%}", done, total)
                 found = 0
                 for ids, number in prompts:
                     ids = ids.to(model.device)
-                    with attending(model, format):
+                    with attending(model, kind.format):
                         out = model.generate(
-                            ids, attention_mask=torch.ones_like(ids), past_key_values=new_cache(model, format, mode),
+                            ids, attention_mask=torch.ones_like(ids), past_key_values=kind.new(model, mode),
                             max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.eos_token_id,
                         )  # fmt: skip
                     found += number in tokenizer.decode(out[0, ids.shape[1] :])
-                cells.append(NeedleCell(format, context, depth, found, len(prompts)))
+                cells.append(NeedleCell(kind.name, context, depth, found, len(prompts)))
                 done += 1
     progress("done", total, total)
     return NeedleReport(name, mode, tuple(cells), watch.seconds)

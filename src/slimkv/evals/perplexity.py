@@ -14,13 +14,14 @@ from slimkv.calibration import Calibration
 from slimkv.evals.harness import (
     RAW,
     SERVING,
+    STOCK,
     STRICT,
     Progress,
     Stopwatch,
     attending,
     bytes_per_token,
+    cache_kinds,
     check_mode,
-    new_cache,
     quiet,
     window_logits,
 )  # fmt: skip
@@ -28,13 +29,13 @@ from slimkv.evals.harness import (
 
 @dataclass(frozen=True)
 class PerplexityRow:
-    """One format."""
+    """One cache."""
 
-    format: str
+    format: str  # as it was asked for: raw, k4v4, k4v4+cal, calibrated
     perplexity: float
     over_raw: float  # relative to the stock cache: 0.05 is 5% more
     nll: float  # mean negative log-likelihood, in nats per token
-    bytes_per_token: float  # of the whole cache
+    bytes_per_token: float  # see harness.bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def measure_perplexity(
     watch = Stopwatch()
     count, tokens = windows.shape
     stride = stride or tokens
-    formats = [RAW, *(f for f in formats if f != RAW)]
+    kinds = [STOCK, *cache_kinds(formats, calibration)]
+    formats = [kind.name for kind in kinds]
     total: dict[str, float] = dict.fromkeys(formats, 0.0)
     size: dict[str, float] = {}
     scored = 0
@@ -86,10 +88,11 @@ def measure_perplexity(
         first = 1 if index == 0 or stride >= tokens else tokens - stride
         ids = windows[index : index + 1].to(model.device)
         scored += tokens - first
-        for number, format in enumerate(formats):
+        for number, kind in enumerate(kinds):
+            format = kind.name
             progress(format, index * len(formats) + number, count * len(formats))
-            cache = new_cache(model, format, mode, **({} if format == RAW else {"calibration": calibration}))
-            with attending(model, format):
+            cache = kind.new(model, mode)
+            with attending(model, kind.format):
                 logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
             total[format] += float(scored_nll(logits, ids[0], first).double().sum())
             size[format] = bytes_per_token(cache)

@@ -12,7 +12,7 @@ from torch import Tensor
 from slimkv.errors import InputError, MissingDependencyError
 
 SHIPPED = "shipped"  # the opening of "Pride and Prejudice" (Jane Austen, 1813; public domain)
-_CHARACTERS_PER_TOKEN = 12  # more than any tokenizer needs on prose
+CHARACTERS_PER_TOKEN = 12  # more than any tokenizer needs on prose
 
 
 def load_text(source: str = SHIPPED) -> str:
@@ -46,11 +46,13 @@ def _hub_text(source: str) -> str:
     return "\n\n".join(rows["text"])
 
 
-def token_windows(tokenizer: Any, text: str, count: int, tokens: int, stride: int | None = None) -> Tensor:
-    """The first ``count`` windows of ``tokens`` tokens, starting ``stride`` apart: int64 [count, tokens].
+def token_windows(
+    tokenizer: Any, text: str, count: int, tokens: int, stride: int | None = None, offset: int = 0
+) -> Tensor:
+    """``count`` windows of ``tokens`` tokens, starting ``stride`` apart: int64 [count, tokens].
 
-    Without ``stride`` windows do not overlap. A tokenizer that has a BOS token and a model that wants it (Gemma) get
-    it in front of every window, as one of its tokens.
+    The first begins ``offset`` tokens into the text. Without ``stride`` windows do not overlap. A tokenizer
+    that has a BOS token and a model that wants it (Gemma) get it in front of every window, as one of its tokens.
     """
     stride = stride or tokens
     bos = tokenizer.bos_token_id if wants_bos(tokenizer) else None
@@ -60,13 +62,16 @@ def token_windows(tokenizer: Any, text: str, count: int, tokens: int, stride: in
             f"cannot make {count} windows of {tokens} tokens with a stride of {stride}: use at least one window of at "
             "least 2 tokens and a stride of at most a window"
         )
-    needed = (count - 1) * min(stride, body) + body
-    ids = tokenizer(text[: needed * _CHARACTERS_PER_TOKEN], add_special_tokens=False, verbose=False)["input_ids"]
+    if offset < 0:
+        raise InputError(f"the offset into the text must be 0 or more tokens, not {offset}")
+    needed = offset + (count - 1) * min(stride, body) + body
+    ids = tokenizer(text[: needed * CHARACTERS_PER_TOKEN], add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < needed:
         raise InputError(
-            f"the text has {len(ids)} tokens; {count} windows of {tokens} need {needed}: use fewer or more text"
+            f"the text has {len(ids)} tokens; {count} windows of {tokens} from token {offset} on need {needed}: use "
+            "fewer or more text"
         )
-    starts = [i * min(stride, body) for i in range(count)]
+    starts = [offset + i * min(stride, body) for i in range(count)]
     rows = [([bos] if bos is not None else []) + ids[start : start + body] for start in starts]
     return torch.tensor(rows, dtype=torch.int64)
 

@@ -97,7 +97,7 @@ def main() -> None:
             print(f"{name}: {rows[name]['stock'] or state(rows[name])} ({time.monotonic() - start:.1f} s)", flush=True)
     if options.page:
         command = (
-            "python tests/integrations/transformers/architecture_table.py --rows ROWS --page docs/architectures.md"
+            "python tests/integrations/transformers/architecture_table.py --rows ROWS --page docs/guides/architectures.md"
         )
         options.page.write_text(page([rows[x] for x in wanted], command, outcomes.TOLERANCE))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from slimkv.calibration import Calibration
 from slimkv.config import CALIBRATED, DEFAULT_FORMAT, KVCacheConfig
 from slimkv.errors import InputError, SlimKVError
 from slimkv.integrations.transformers.calibration.cached import find_calibration
+from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import (
     Cache,
     CacheLayerMixin,
@@ -26,6 +28,7 @@ from slimkv.integrations.transformers.compat import (
 )
 from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
 from slimkv.integrations.transformers.lazy_kv import PackedStates
+from slimkv.integrations.transformers.prompt_cache import load_prompt, save_prompt
 from slimkv.integrations.transformers.sink_recent import SinkRecentLayer
 from slimkv.integrations.transformers.stateful_layers import (
     PackedHybridLayer,
@@ -81,6 +84,7 @@ class SlimKVCache(Cache):
         **fields: Any,
     ) -> None:
         self.settings = _settings(format, fields)
+        self.block_size = block_size
         self._tables = TableSet(block_size)
         self._broken: str | None = None
         model = config if isinstance(config, torch.nn.Module) else None
@@ -91,7 +95,8 @@ class SlimKVCache(Cache):
         formats = _formats(self.settings, known, len(kinds))
         _check_formats(config, formats, block_size)
         fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
-        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known)
+        index = MatrixIndex(known) if known is not None else None
+        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index)
         layers = [
             _layer(kind, arguments, name, settings, number)
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
@@ -198,6 +203,31 @@ class SlimKVCache(Cache):
                 allocated += sum(x.numel() * x.element_size() for x in held)
                 plain += sum(x.numel() * BF16_BYTES for x in held)
         return CacheSize(allocated, plain, tokens, batch)
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, model: Any, input_ids: Any) -> Path:
+        """Writes the cache of one sequence to a prompt-cache file, which other processes and engines can load.
+
+        Args:
+            path: where; the file is there as a whole or not at all.
+            model: the model that filled the cache (or its config, where that names the folder of the weights).
+            input_ids: the tokens, [tokens] or [1, tokens]; those beyond ``get_seq_length()`` are not in the cache.
+        """
+        return save_prompt(self, path, model, input_ids)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any, input_ids: Any = None, **fields: Any) -> SlimKVCache:
+        """The cache in a prompt-cache file, with the formats, seed and block size it was written with.
+
+        Args:
+            path: the file. One that is damaged, or was written for another model, is refused.
+            model: the model that is going to read the cache.
+            input_ids: the whole prompt that follows. Only the tokens it shares with the file are loaded, at most all
+                but its last one. Without it the caller must see to it that the prompt begins with the file's tokens.
+            fields: further arguments of ``SlimKVCache``, such as ``calibration`` or ``offloading``.
+        """
+        return load_prompt(cls, path, model, input_ids, fields)
 
     # -- what changes the batch or the past: the shared tables first, then what layers hold themselves -----------------
 

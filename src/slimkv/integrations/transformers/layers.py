@@ -13,6 +13,7 @@ from slimkv.cache import AttentionBatch, PagedPool
 from slimkv.calibration import Calibration
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import CacheLayerMixin
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
 from slimkv.integrations.transformers.tables import Step, TableSet, lasting
@@ -32,6 +33,7 @@ class LayerSettings:
     fresh_raw: bool  # passes of more than RAW_FRESH_ABOVE new tokens attend those unquantised
     tables: TableSet
     calibration: Calibration | None = None
+    matrix_index: MatrixIndex | None = None  # of its matrices
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
         """A copied cache has tables of its own; what nobody changes is shared."""
@@ -110,21 +112,27 @@ class PackedLayer(CacheLayerMixin):
         new, past = key_states.shape[2], self.tokens
         raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
-        self._store(key_states, value_states, step)
+        self._store(key_states, value_states, step, past)
         self.tokens += new
         if raw and past == 0:
             return key_states, value_states
         kv = self._kv(step, new, (key_states, value_states) if raw else None)
         return packed_pair(kv, self.pool.layout, self.dtype, self.device)
 
-    def _store(self, key_states: Tensor, value_states: Tensor, step: Step) -> None:
-        """K and V [batch, num_kv_heads, tokens, dim] to the slots of ``step``; a raw format is a dtype of its own."""
+    def _store(self, key_states: Tensor, value_states: Tensor, step: Step, first: int) -> None:
+        """K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on to the slots of ``step``.
+
+        A raw format is a dtype of its own; a calibration has a matrix for each range of positions.
+        """
         spec = self.pool.layout.spec
         key, value = (
             x if side.kind != Kind.RAW else x.to(getattr(torch, side.raw_dtype))
             for x, side in ((key_states, spec.key), (value_states, spec.value))
         )
-        self.pool.store(token_rows(key), token_rows(value), step.batch.slot_mapping)
+        index, matrices, chosen = self.settings.matrix_index, self.pool.query_aware, None
+        if index is not None and matrices is not None and matrices.ndim == 4:
+            chosen = index(first, key_states.shape[2], self.tables.pads, self.device)
+        self.pool.store(token_rows(key), token_rows(value), step.batch.slot_mapping, chosen)
 
     @property
     def packed_tokens(self) -> int:

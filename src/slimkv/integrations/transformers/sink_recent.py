@@ -130,7 +130,7 @@ class SinkRecentLayer(PackedLayer):
         leaving = max(pending[0].shape[2] - self.recent_tokens, 0)
         step = self.tables.advance(before[2], leaving, needs_past=True)
         if leaving:
-            self._store(*_cut(pending, 0, leaving), step)
+            self._store(*_cut(pending, 0, leaving), step, head[0].shape[2] + before[2])
         self._head, self._tail = head, _cut(pending, leaving, None, copy=True)
         self.tokens += new
         if raw and past == 0:

@@ -74,6 +74,150 @@ def _softmax_columns(s, top, m, z, acc):
     return p, m_new, z * alpha + tl.sum(p, 0), acc * alpha[None, :], alpha
 
 
+@triton.jit
+def _keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
+                  WINDOW: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
+    """Which keys a block of queries reads: begin (a multiple of BT), end, the end of those that are packed.
+
+    Also the first and end of the keys that every query of the block sees, where no mask is needed.
+    """
+    end = length
+    begin = 0
+    if CAUSAL:
+        end = tl.minimum(length, length - queries + first + BLOCK_Q)
+    if WINDOW:
+        begin = tl.maximum(0, length - queries + first - window + 1) // BT * BT
+    packed_end = end
+    if FRESH:
+        packed_end = tl.maximum(tl.minimum(end, length - queries), 0)
+    clear_end = packed_end
+    clear_begin = begin
+    if CAUSAL:
+        clear_end = tl.minimum(packed_end, length - queries + first + 1)
+    if WINDOW:
+        clear_begin = length - queries + tl.minimum(first + BLOCK_Q, queries) - window
+    return begin, end, packed_end, clear_begin, clear_end
+
+
+@triton.jit
+def _load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, KD: tl.constexpr, KDP: tl.constexpr,
+                  K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_ROTATED: tl.constexpr,
+                  ROTATE_BLOCK: tl.constexpr):  # fmt: skip
+    """The queries, rotated once and scaled column by column into the keys' dtype.
+
+    Returns them in fragment order [KDP, M], their sums [M], and the factors that undo the scaling [M].
+    """
+    if K_ROTATED:
+        q = rotate_columns(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, ROTATE_BLOCK)
+    else:
+        q_dim = tl.arange(0, KDP)
+        q = tl.load(q_ptrs[None, :] + q_dim[:, None], mask=row_valid[None, :] & (q_dim < KD)[:, None], other=0.0).to(
+            tl.float32
+        )
+    down, up, _ = power_below(tl.max(tl.abs(q), 0))
+    q *= down[None, :]
+    if K_KIND == _RAW and K_BITS == 32:
+        qh = q
+    elif K_KIND == _RAW and K_BF16:
+        qh = q.to(tl.bfloat16)
+    else:
+        qh = q.to(tl.float16)
+    q_sum = tl.sum(qh.to(tl.float32), 0)
+    return in_fragment_order(qh), q_sum, up
+
+
+@triton.jit
+def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, key_table0, key_table1,
+            BLOCK_SIZE: tl.constexpr, KD: tl.constexpr, KS: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr,
+            K_BF16: tl.constexpr, K_FIELDS: tl.constexpr, BT: tl.constexpr, M: tl.constexpr,
+            PTX: tl.constexpr):  # fmt: skip
+    """Scores [BT, M] of a step's keys, in powers of two."""
+    key_base = page + inside * (2 * KD * K_BITS)
+    if K_KIND == _RAW:
+        k = as_keys(raw_numbers(key_base, tile_valid, K_BITS, K_BF16, KD // 16, KS))
+        s = dot(k, qh, tl.zeros([BT, M], tl.float32)) * row_scale[None, :]
+    else:
+        low, high = load_code_words(key_base, tile_valid, K_BITS, KD // 16, KS, False)
+        k = as_keys(numbers(low, high, key_levels, key_table0, key_table1, K_KIND, K_BITS, False, PTX))
+        k_field = load_field((page + K_FIELDS)[:, None], field_at, valid_tiles)
+        k_scale = tl.reshape(decode_unsigned(k_field), (BT,))
+        s = tl.dot(k, qh)
+        if PTX and K_KIND == _LLOYD and K_BITS <= 4:
+            s -= _KEY_OFFSET * q_sum[None, :]
+        s *= k_scale[:, None]
+        if K_KIND == _UNIFORM:
+            k_zero = load_field((page + K_FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
+            centre = tl.reshape(decode_signed(k_zero), (BT,)) + k_scale * uniform_centre(K_BITS)
+            s += centre[:, None] * q_sum[None, :]
+        s *= row_scale[None, :]
+    return s
+
+
+@triton.jit
+def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, length, value_levels,
+                value_table0, value_table1, BLOCK_SIZE: tl.constexpr, NT: tl.constexpr, VD: tl.constexpr,
+                VS: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr,
+                V_CODES: tl.constexpr, V_FIELDS: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """One step of the online softmax with a step's values: scores s [BT, M] -> m, z, w [M] and acc [VDP, M]."""
+    BT: tl.constexpr = 16 * NT
+    value_base = page + V_CODES + inside * (2 * VD * V_BITS)
+    if V_KIND == _RAW:
+        p, m, z, acc, alpha = _softmax_columns(s, tl.max(s, 0), m, z, acc)
+        v = as_values(raw_numbers(value_base, tile_valid, V_BITS, V_BF16, VD // 16, VS))
+        present = token0 + fragment_order(tl.arange(0, BT)) < length
+        v = tl.where(present[None, :], v, 0.0).to(v.dtype)
+        acc = dot(v, in_fragment_order(p.to(v.dtype)), acc)
+    else:
+        v_field = load_field((page + V_FIELDS)[:, None], field_at, valid_tiles)
+        v_scale = tl.reshape(decode_unsigned(v_field), (BT,))
+        exponent = tl.reshape(field_exponent(v_field), (BT,))
+        p, m, z, acc, alpha = _softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
+        ph = (p * tl.where(valid, v_scale, 0.0)[:, None]).to(tl.float16)
+        low, high = load_code_words(value_base, tile_valid, V_BITS, VD // 16, VS, True)
+        v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX))
+        acc = tl.dot(v, in_fragment_order(ph), acc)
+        if V_KIND == _UNIFORM:
+            v_zero = load_field((page + V_FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
+            centre = tl.reshape(decode_signed(v_zero), (BT,)) + v_scale * uniform_centre(V_BITS)
+            w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
+        elif PTX and V_KIND == _LLOYD and V_BITS <= 4:
+            w = w * alpha - _VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
+    return m, z, w, acc
+
+
+@triton.jit
+def _add_fresh(fresh0, m, z, acc, qh, row_scale, row_valid, position, fresh_k_ptr, fresh_v_ptr, fresh_k_stride,
+               fresh_v_stride, start, queries, length, softcap, window, KD: tl.constexpr, VD: tl.constexpr,
+               BT: tl.constexpr, KDP: tl.constexpr, VDP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+               SOFTCAP: tl.constexpr):  # fmt: skip
+    """One step of the online softmax with BT of the query tokens' own unquantised keys and values."""
+    fresh = fresh0 + tl.arange(0, BT)
+    present = fresh < queries
+    at = (start + fresh).to(tl.int64)
+    dim = fragment_order(tl.arange(0, KDP))
+    k_at = fresh_k_ptr + at * fresh_k_stride
+    k = tl.load(k_at[:, None] + dim[None, :], mask=present[:, None] & (dim < KD)[None, :], other=0.0).to(tl.float32)
+    k_down, k_up, _ = power_below(tl.max(tl.abs(k), 1))
+    k = (k * k_down[:, None]).to(tl.float16)
+    s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
+    if SOFTCAP:
+        s = soft_cap(s, softcap)
+    seen = present[:, None] & row_valid[None, :]
+    token = length - queries + fresh
+    if CAUSAL:
+        seen = seen & (token[:, None] <= position[None, :])
+    if WINDOW:
+        seen = seen & (token[:, None] > position[None, :] - window)
+    s = tl.where(seen, s, float("-inf"))
+    v_dim = tl.arange(0, VDP)
+    v_at = fresh_v_ptr + at * fresh_v_stride
+    v = tl.load(v_at[None, :] + v_dim[:, None], mask=present[None, :] & (v_dim < VD)[:, None], other=0.0).to(tl.float32)
+    v_down, v_up, v_exponent = power_below(tl.max(tl.abs(v), 0))
+    p, m, z, acc, _ = _softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, z, acc)
+    acc = tl.dot((v * v_down[None, :]).to(tl.float16), (p * v_up[:, None]).to(tl.float16), acc)
+    return m, z, acc
+
+
 @triton.jit(do_not_specialize=["sequences", "most_queries", "window"])
 def attend_kernel(
     q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, fresh_k_ptr, fresh_v_ptr,
@@ -123,47 +267,16 @@ def attend_kernel(
     q_row = (start + query).to(tl.int64)
     position = length - queries + query  # of each row's query in its sequence
 
-    # -- which keys this program reads: [begin, end), in whole steps of BT
-    end = length
-    begin = 0
-    if CAUSAL:
-        end = tl.minimum(length, length - queries + first + BLOCK_Q)
-    if WINDOW:
-        begin = tl.maximum(0, length - queries + first - window + 1) // BT * BT
-    packed_end = end
-    if FRESH:
-        packed_end = tl.maximum(tl.minimum(end, length - queries), 0)
+    begin, end, packed_end, clear_begin, clear_end = _keys_to_read(
+        length, queries, first, window, BLOCK_Q, BT, CAUSAL, WINDOW, FRESH
+    )
     steps = tl.cdiv(tl.maximum(packed_end - begin, 0), BT)
     per_part = tl.cdiv(steps, SPLITS)
     step_end = tl.minimum((part + 1) * per_part, steps)
-
-    # keys in [clear_begin, clear_end) are visible to every query of the block
-    clear_end = packed_end
-    clear_begin = begin
-    if CAUSAL:
-        clear_end = tl.minimum(packed_end, length - queries + first + 1)
-    if WINDOW:
-        clear_begin = length - queries + tl.minimum(first + BLOCK_Q, queries) - window
-
-    # -- the queries, rotated once and scaled column by column into fp16
     q_ptrs = q_ptr + q_row * q_stride + q_head * q_head_stride
-    if K_ROTATED:
-        q = rotate_columns(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, ROTATE_BLOCK)
-    else:
-        q_dim = tl.arange(0, KDP)
-        q = tl.load(q_ptrs[None, :] + q_dim[:, None], mask=row_valid[None, :] & (q_dim < KD)[:, None], other=0.0).to(
-            tl.float32
-        )
-    down, up, _ = power_below(tl.max(tl.abs(q), 0))
-    q *= down[None, :]
-    if K_KIND == _RAW and K_BITS == 32:
-        qh = q
-    elif K_KIND == _RAW and K_BF16:
-        qh = q.to(tl.bfloat16)
-    else:
-        qh = q.to(tl.float16)
-    q_sum = tl.sum(qh.to(tl.float32), 0)
-    qh = in_fragment_order(qh)
+    qh, q_sum, up = _load_queries(
+        q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, K_KIND, K_BITS, K_BF16, K_ROTATED, ROTATE_BLOCK
+    )
     row_scale = up * scale_log2
 
     m = tl.full([M], float("-inf"), tl.float32)
@@ -181,31 +294,14 @@ def attend_kernel(
         )
         page = pages_ptr + block_id * block_stride + head * page_stride
         inside = (tile % TILES_PER_BLOCK).to(tl.int64)
-        key_base = page + inside * (2 * KD * K_BITS)
-        value_base = page + V_CODES + inside * (2 * VD * V_BITS)
         # each tile's fields are 16 consecutive numbers
         field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
         valid = token < length
         valid_tiles = tl.reshape(valid, (NT, 16))
-
-        # -- scores [BT, M]
-        if K_KIND == _RAW:
-            k = as_keys(raw_numbers(key_base, tile_valid, K_BITS, K_BF16, KD // 16, KS))
-            s = dot(k, qh, tl.zeros([BT, M], tl.float32)) * row_scale[None, :]
-        else:
-            low, high = load_code_words(key_base, tile_valid, K_BITS, KD // 16, KS, False)
-            k = as_keys(numbers(low, high, key_levels, key_table0, key_table1, K_KIND, K_BITS, False, PTX))
-            k_field = load_field((page + K_FIELDS)[:, None], field_at, valid_tiles)
-            k_scale = tl.reshape(decode_unsigned(k_field), (BT,))
-            s = tl.dot(k, qh)
-            if PTX and K_KIND == _LLOYD and K_BITS <= 4:
-                s -= _KEY_OFFSET * q_sum[None, :]
-            s *= k_scale[:, None]
-            if K_KIND == _UNIFORM:
-                k_zero = load_field((page + K_FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
-                centre = tl.reshape(decode_signed(k_zero), (BT,)) + k_scale * uniform_centre(K_BITS)
-                s += centre[:, None] * q_sum[None, :]
-            s *= row_scale[None, :]
+        s = _scores(
+            page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, key_table0, key_table1,
+            BLOCK_SIZE, KD, KS, K_KIND, K_BITS, K_BF16, K_FIELDS, BT, M, PTX,
+        )  # fmt: skip
         if SOFTCAP:
             s = soft_cap(s, softcap)
         # Rows without a query attend garbage that is never stored, so only the edges of what is visible need a mask.
@@ -216,84 +312,32 @@ def attend_kernel(
             if WINDOW:
                 visible = visible & (token[:, None] > position[None, :] - window)
             s = tl.where(visible, s, float("-inf"))
-
-        # -- probabilities, and values [VDP, BT]
-        if V_KIND == _RAW:
-            p, m, z, acc, alpha = _softmax_columns(s, tl.max(s, 0), m, z, acc)
-            v = as_values(raw_numbers(value_base, tile_valid, V_BITS, V_BF16, VD // 16, VS))
-            present = token0 + fragment_order(tl.arange(0, BT)) < length
-            v = tl.where(present[None, :], v, 0.0).to(v.dtype)
-            acc = dot(v, in_fragment_order(p.to(v.dtype)), acc)
-        else:
-            v_field = load_field((page + V_FIELDS)[:, None], field_at, valid_tiles)
-            v_scale = tl.reshape(decode_unsigned(v_field), (BT,))
-            exponent = tl.reshape(field_exponent(v_field), (BT,))
-            p, m, z, acc, alpha = _softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
-            ph = (p * tl.where(valid, v_scale, 0.0)[:, None]).to(tl.float16)
-            low, high = load_code_words(value_base, tile_valid, V_BITS, VD // 16, VS, True)
-            v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX))
-            acc = tl.dot(v, in_fragment_order(ph), acc)
-            if V_KIND == _UNIFORM:
-                v_zero = load_field((page + V_FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
-                centre = tl.reshape(decode_signed(v_zero), (BT,)) + v_scale * uniform_centre(V_BITS)
-                w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
-            elif PTX and V_KIND == _LLOYD and V_BITS <= 4:
-                w = w * alpha - _VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
+        m, z, w, acc = _add_values(
+            s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, length, value_levels,
+            value_table0, value_table1, BLOCK_SIZE, NT, VD, VS, V_KIND, V_BITS, V_BF16, V_CODES, V_FIELDS, PTX,
+        )  # fmt: skip
 
     acc += w[None, :]
 
     if FRESH:
         if part == SPLITS - 1:
+            own_k_ptr = fresh_k_ptr + head * fresh_k_head_stride
+            own_v_ptr = fresh_v_ptr + head * fresh_v_head_stride
             for fresh0 in range(tl.maximum(begin - (length - queries), 0), end - (length - queries), BT):
-                fresh = fresh0 + tl.arange(0, BT)
-                present = fresh < queries
-                at = (start + fresh).to(tl.int64)
-                dim = fragment_order(tl.arange(0, KDP))
-                k_at = fresh_k_ptr + at * fresh_k_stride + head * fresh_k_head_stride
-                k = tl.load(k_at[:, None] + dim[None, :], mask=present[:, None] & (dim < KD)[None, :], other=0.0).to(
-                    tl.float32
-                )
-                k_down, k_up, _ = power_below(tl.max(tl.abs(k), 1))
-                k = (k * k_down[:, None]).to(tl.float16)
-                s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
-                if SOFTCAP:
-                    s = soft_cap(s, softcap)
-                seen = present[:, None] & row_valid[None, :]
-                token = length - queries + fresh
-                if CAUSAL:
-                    seen = seen & (token[:, None] <= position[None, :])
-                if WINDOW:
-                    seen = seen & (token[:, None] > position[None, :] - window)
-                s = tl.where(seen, s, float("-inf"))
-                v_dim = tl.arange(0, VDP)
-                v_at = fresh_v_ptr + at * fresh_v_stride + head * fresh_v_head_stride
-                v = tl.load(
-                    v_at[None, :] + v_dim[:, None], mask=present[None, :] & (v_dim < VD)[:, None], other=0.0
-                ).to(tl.float32)
-                v_down, v_up, v_exponent = power_below(tl.max(tl.abs(v), 0))
-                p, m, z, acc, _ = _softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, z, acc)
-                acc = tl.dot((v * v_down[None, :]).to(tl.float16), (p * v_up[:, None]).to(tl.float16), acc)
+                m, z, acc = _add_fresh(
+                    fresh0, m, z, acc, qh, row_scale, row_valid, position, own_k_ptr, own_v_ptr, fresh_k_stride,
+                    fresh_v_stride, start, queries, length, softcap, window, KD, VD, BT, KDP, VDP, CAUSAL, WINDOW,
+                    SOFTCAP,
+                )  # fmt: skip
 
     # -- the result, or this part of it
     v_dim = tl.arange(0, VDP)
     if SPLITS == 1:
         out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
         lse = finish(
-            tl.trans(acc),
-            m,
-            z,
-            sinks_ptr,
-            q_head,
-            row_valid,
-            value_rotation,
-            value_norm,
-            out_ptrs,
-            SINKS,
-            V_ROTATED,
-            VD,
-            VDP,
-            16,
-        )
+            tl.trans(acc), m, z, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED,
+            VD, VDP, 16,
+        )  # fmt: skip
         if LSE:
             tl.store(lse_ptr + q_row * (HEADS * GROUP) + q_head, lse, mask=row_valid)
     else:
