@@ -49,8 +49,7 @@ def enable(model: Any, format: str | KVCacheConfig = DEFAULT_FORMAT, *, fused: b
     disable(model)
     with _lock:
         _enabled[model] = _Enabled(format, options, switch_on(model) if fused else [])
-        model.generate = partial(_generate, model)
-        model.generate_batch = partial(_refuse, model, "generate_batch")
+        vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
     return model
 
 
