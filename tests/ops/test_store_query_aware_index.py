@@ -35,11 +35,11 @@ def with_each(case: Case, key, value, slots, pages, codec, matrices, index):
     return want
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "triton", "triton, many"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_torch", "triton", "triton, many"])
 @pytest.mark.parametrize("kind", INDEX)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_token_takes_its_own_matrix(case, kind, backend, device, monkeypatch):
-    if backend == "cpu":
+    if backend.startswith("cpu"):
         device = torch.device("cpu")
     if backend == "triton, many":  # a program takes matrices one after the other, as it does for a chunk
         backend = "triton"
@@ -55,9 +55,9 @@ def test_every_token_takes_its_own_matrix(case, kind, backend, device, monkeypat
     assert torch.equal(pages, want)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_torch", "triton"])
 def test_a_single_one_serves_all(backend, device):
-    if backend == "cpu":
+    if backend.startswith("cpu"):
         device = torch.device("cpu")
     key, value, slots, pages, codec = build(TINY, device)
     matrices = several(TINY, codec, 1)
