@@ -21,10 +21,12 @@ from slimkv.integrations.vllm.compat import (
     layer_number,
     stock_backend,
 )
+from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
 from slimkv.integrations.vllm.settings import parse
+from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import profile_run
 from slimkv.spec import CodecSpec, PageLayout, page_layout
 
@@ -74,6 +76,7 @@ class SlimKVImpl(AttentionImpl):
         self._number: int | None = None
         self._matrices: tuple[Tensor | None] | None = None
         self._settings: KVCacheConfig = parse(self._config.additional_config)
+        check_engine(self._config)
         if attn_type != AttentionType.DECODER:
             self._stock_backend = stock_backend(head_size, attn_type)
             extra = {} if sinks is None else {"sinks": sinks}
@@ -140,7 +143,9 @@ class SlimKVImpl(AttentionImpl):
             value_policy=self._settings.value_policy,
             seed=self._settings.seed,
         ).with_raw_dtype(dtype.removeprefix("torch."))
-        layer.attn_backend = backend_for_spec(layer.attn_backend, self._spec)
+        layer.attn_backend = backend_for_spec(
+            layer.attn_backend, self._spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
+        )
         self._options = ops.AttendOptions(
             softmax_scale=self.scale,
             sliding_window=self.sliding_window,

@@ -26,6 +26,7 @@ from slimkv.integrations.vllm.compat import (
 )
 from slimkv.integrations.vllm.context_parallel import DCPConfig, ShardTables, shard_tables
 from slimkv.integrations.vllm.settings import parse
+from slimkv.integrations.vllm.startup import check_cache
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._sharing = _sharing(vllm_config)
         self._matrix_index = _matrix_index(vllm_config, device)
+        check_cache(vllm_config, kv_cache_spec.block_size)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
