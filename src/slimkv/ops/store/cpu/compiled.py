@@ -33,14 +33,16 @@ def run(request: StoreRequest) -> None:
 
 
 def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], None]:
-    """``run`` for further K, V and slots of the same shapes, strides and dtypes, into the same pages."""
+    """``run`` for further K, V, slots and matrix indices of the same shapes, strides and dtypes, into the same pages."""
     call, kept = _call(request)
     address, key_of, value_of, function = ctypes.addressof(call), call.key, call.value, library().store
 
     def launch(key: Tensor, value: Tensor, slots: Tensor, index: Tensor | None) -> None:
         slots = slots.contiguous()
+        if index is not None:
+            index = index.contiguous()
+            call.query_aware_index = index.data_ptr()
         key_of.data, value_of.data, call.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
-        call.query_aware_index = None if index is None else index.data_ptr()
         call.threads = torch.get_num_threads()
         status = function(address)
         if status:
@@ -54,19 +56,20 @@ def _call(request: StoreRequest) -> tuple[CStoreCall, tuple[object, ...]]:
     """The call, and what must stay alive as long as it."""
     tables = layout_tables(request.layout)
     matrices = None if request.query_aware is None else _columns(request.query_aware)
-    slots, index = request.slot_mapping.contiguous(), request.query_aware_index
+    slots = request.slot_mapping.contiguous()
+    index = None if request.query_aware_index is None else request.query_aware_index.contiguous()
     call = CStoreCall(
         layout=tables.address, pages=pages_of(request.pages), key=vectors_of(request.key),
         value=vectors_of(request.value), slots=slots.data_ptr(), tokens=slots.shape[0],
         wide_slots=slots.dtype == torch.int64, threads=torch.get_num_threads(),
-        query_aware=None if matrices is None else matrices.data_ptr(),
-        query_aware_index=None if index is None else index.data_ptr(), matrices=request.matrices,
+        query_aware=None if matrices is None else matrices.data_ptr(), matrices=request.matrices,
+        query_aware_index=None if index is None else index.data_ptr(),
     )  # fmt: skip
     return call, (tables, matrices, slots, index)
 
 
 def _columns(matrices: Tensor) -> Tensor:
-    """int8 [..., dim, dim] transposed: what an error corrects lies side by side."""
+    """int8 [..., heads, dim, dim] transposed: what an error corrects lies side by side."""
     held = _transposed.get(matrices)
     if held is None or held[0] != matrices._version:
         held = matrices._version, matrices.mT.contiguous()
