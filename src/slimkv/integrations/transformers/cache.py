@@ -13,6 +13,7 @@ from slimkv.calibration import Calibration
 from slimkv.config import CALIBRATED, DEFAULT_FORMAT, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.calibration.cached import find_calibration
+from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, Cache, layer_kinds
 from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
 from slimkv.integrations.transformers.plugin import register
@@ -77,8 +78,9 @@ class SlimKVCache(Cache):
         formats = _formats(self.settings, known, len(kinds))
         _check_formats(config, formats, block_size)
         fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
-        plain = LayerSettings(self.settings, block_size, fresh_raw, self._tables_for(False), known)
-        windowed = LayerSettings(self.settings, block_size, fresh_raw, self._tables_for(True), known)
+        index = MatrixIndex(known) if known is not None else None
+        plain = LayerSettings(self.settings, block_size, fresh_raw, self._tables_for(False), known, index)
+        windowed = LayerSettings(self.settings, block_size, fresh_raw, self._tables_for(True), known, index)
         layers: list[Any] = []
         for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True)):
             if name == RAW or kind not in ("full_attention", "sliding_attention", "chunked_attention"):

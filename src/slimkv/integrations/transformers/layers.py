@@ -13,6 +13,7 @@ from slimkv.cache import AttentionBatch, PagedPool
 from slimkv.calibration import Calibration
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError
+from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import CacheLayerMixin
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
 from slimkv.integrations.transformers.tables import SequenceTables
@@ -34,6 +35,7 @@ class LayerSettings:
     fresh_raw: bool  # passes of more than RAW_FRESH_ABOVE new tokens attend those unquantised
     tables_for: TablesFor  # (batch, device, window) -> the tables shared by such layers
     calibration: Calibration | None = None
+    matrix_index: MatrixIndex | None = None  # of its matrices
 
 
 class PackedLayer(CacheLayerMixin):
@@ -103,11 +105,19 @@ class PackedLayer(CacheLayerMixin):
         raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
         self.tokens += new
-        self.pool.store(token_rows(key_states), token_rows(value_states), step.batch.slot_mapping)
+        self._store(key_states, value_states, step.batch.slot_mapping, past)
         if raw and past == 0:
             return key_states, value_states
         handle = self._handle(step, new, (key_states, value_states) if raw else None)
         return packed_pair(handle, self.pool.layout, self.dtype, self.device)
+
+    def _store(self, key_states: Tensor, value_states: Tensor, slot_mapping: Tensor, first: int) -> None:
+        """K and V [batch, num_kv_heads, new, dim] from position ``first`` on."""
+        index, matrices = self.settings.matrix_index, self.pool.query_aware
+        chosen = None
+        if index is not None and matrices is not None and matrices.ndim == 4:
+            chosen = index(first, key_states.shape[2], self.tables.pads, self.device)
+        self.pool.store(token_rows(key_states), token_rows(value_states), slot_mapping, chosen)
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, heads, new, _ = key_states.shape

@@ -112,7 +112,7 @@ class SinkRecentLayer(PackedLayer):
         step = self.tables.advance(before[2], leaving, needs_past=True)
         if leaving:
             out = _cut(pending, 0, leaving)
-            self.pool.store(token_rows(out[0]), token_rows(out[1]), step.batch.slot_mapping)
+            self._store(out[0], out[1], step.batch.slot_mapping, self._head[0].shape[2] + before[2])
         self._tail = _cut(pending, leaving, None, copy=True)
         if raw and past == 0:
             return key_states, value_states

@@ -282,6 +282,13 @@ def dcp_group() -> Any:
     return get_dcp_group()
 
 
+def forward_metadata() -> Any:
+    """What the step that runs shares, by layer name; None while vLLM measures memory."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().attn_metadata
+
+
 def layer_number(name: str) -> int | None:
     """``model.layers.7.self_attn.attn`` -> 7; None for a layer without a number."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
