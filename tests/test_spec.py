@@ -5,7 +5,8 @@ import pytest
 
 from slimkv import CodecSpec, PageLayout, ScalePolicy
 from slimkv.errors import SpecError
-from slimkv.spec import BLOCK_SIZES, Kind, TensorFormat, fp8, fragment_word, known_formats, lloyd, raw, uniform
+from slimkv.formats import Kind, TensorFormat, fp8, known_formats, lloyd, raw, uniform
+from slimkv.spec import BLOCK_SIZES, fragment_word
 
 PARTS = {
     **{str(b): lloyd(b) for b in range(1, 9)},

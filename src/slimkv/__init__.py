@@ -1,26 +1,80 @@
 """slimkv: a KV cache of 2-8 bits a number that attention reads directly."""
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from slimkv.codec import Codec, Encoded
-from slimkv.errors import SlimKVError
+from slimkv.errors import (
+    CorruptDataError,
+    InputError,
+    MissingDependencyError,
+    OutOfPagesError,
+    SlimKVError,
+    SpecError,
+    UnsupportedError,
+)
 from slimkv.spec import CodecSpec, PageLayout, ScalePolicy, TensorFormat
+
+if TYPE_CHECKING:
+    from slimkv import models, ops
+    from slimkv.cache import AttentionBatch, PagedPool
+    from slimkv.calibration import Calibration
+    from slimkv.config import KVCacheConfig
+    from slimkv.integrations.transformers import SlimKVCache, attention, disable, enable
+    from slimkv.integrations.transformers.calibration.calibrate import calibrate_model
 
 __version__ = "0.1.0"
 
-__all__ = ["Codec", "CodecSpec", "Encoded", "PageLayout", "ScalePolicy", "SlimKVError", "TensorFormat", "__version__"]
+__all__ = [
+    "AttentionBatch",
+    "Calibration",
+    "Codec",
+    "CodecSpec",
+    "CorruptDataError",
+    "Encoded",
+    "InputError",
+    "KVCacheConfig",
+    "MissingDependencyError",
+    "OutOfPagesError",
+    "PageLayout",
+    "PagedPool",
+    "ScalePolicy",
+    "SlimKVCache",
+    "SlimKVError",
+    "SpecError",
+    "TensorFormat",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "calibrate_model",
+    "disable",
+    "enable",
+    "models",
+    "ops",
+]
 
-_FROM_TRANSFORMERS = ("SlimKVCache", "attention")
+# Imported when first used: what they need (an engine, kernels) is not needed by everybody.
+_HOME = {
+    "AttentionBatch": "slimkv.cache",
+    "Calibration": "slimkv.calibration",
+    "KVCacheConfig": "slimkv.config",
+    "PagedPool": "slimkv.cache",
+    "SlimKVCache": "slimkv.integrations.transformers",
+    "attention": "slimkv.integrations.transformers",
+    "calibrate_model": "slimkv.integrations.transformers.calibration.calibrate",
+    "disable": "slimkv.integrations.transformers",
+    "enable": "slimkv.integrations.transformers",
+}
+_MODULES = ("models", "ops")
 
 
 def __getattr__(name: str) -> Any:
-    """``SlimKVCache`` and ``attention`` come from the transformers integration, imported when they are first used."""
-    if name in _FROM_TRANSFORMERS:
-        import slimkv.integrations.transformers as integration
-
-        return getattr(integration, name)
-    if name == "models":
-        import importlib
-
-        return importlib.import_module("slimkv.models")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name in _MODULES:
+        return import_module(f"slimkv.{name}")
     raise AttributeError(f"module 'slimkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -90,6 +90,7 @@ def test_what_cannot_work_fails_before_a_model_is_loaded(arguments, message, mon
 def test_demo_writes_the_report(tiny_folder, tmp_path):
     shown = run("demo", "--model", str(tiny_folder), "--out", str(tmp_path)).stdout
     assert "DynamicCache" in shown
+    assert "k4v4+cal" in shown
     assert (tmp_path / "report.html").stat().st_size > 5000
     assert json.loads((tmp_path / "report.json").read_text())["model"] == str(tiny_folder)
 

@@ -10,10 +10,16 @@ import subprocess
 import zlib
 
 import pytest
+import torch
 
+from slimkv.evals.harness import STOCK, CacheKind
+from slimkv.evals.questions import LONG_QUESTION, SHORT_QUESTION, Reader, ask_long, read_together
 from slimkv.evals.report import write_report
 from slimkv.evals.showcase import run_showcase
 from slimkv.evals.svg import Axis, Series, chart
+from slimkv.evals.texts import load_text
+from slimkv.integrations.transformers.calibration.collect import gather_calibration
+from slimkv.integrations.transformers.calibration.samples import random_windows
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -25,12 +31,15 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def report(small, tmp_path_factory):
     seen = []
+    calibration = gather_calibration(small.model, random_windows(small.model.config, 1, 64, seed=0), costs=False)
     showcase = run_showcase(
-        small.model, small.tokenizer, name="small <model>", formats=("k3v3", "k4v4", "k6v6"), new_tokens=6, windows=1,
-        window_tokens=64, question="long enough a question?", shown=lambda stock, packed: seen.append((stock, packed)),
+        small.model, small.tokenizer, calibration, name="small <model>", new_tokens=6, long_new_tokens=3, windows=1,
+        text_tokens=600, window_tokens=64, shown=lambda question, texts: seen.append((question, texts)),
     )  # fmt: skip
-    assert len(seen) == 6
-    assert len(seen[-1][0]) > len(seen[0][0])
+    assert [question for question, _ in seen] == [SHORT_QUESTION] * 6 + [LONG_QUESTION] * 3
+    assert list(seen[0][1]) == ["DynamicCache", "k4v4+cal"]
+    assert list(seen[-1][1]) == ["DynamicCache", "k4v4+cal", "k4v4", "turboquant_4bit_nc", "fp8"]
+    assert len(seen[5][1]["k4v4+cal"]) > len(seen[0][1]["k4v4+cal"])
     return showcase, *write_report(showcase, tmp_path_factory.mktemp("report"))
 
 
@@ -60,15 +69,41 @@ def test_report_is_whole_and_self_contained(report):
     assert parsed.open == []
     assert parsed.links == []
     assert "http" not in text.split("</style>")[1].replace("http://www.w3.org", "")
-    assert parsed.counts["svg"] == 3
+    assert parsed.counts["svg"] == 2
     assert "small &lt;model&gt;" in text
     stored = json.loads(data.read_text())
-    assert stored["quality"]["rows"][1]["format"] == "k4v4"
-    assert stored["answers"][1]["cache_bytes"] < stored["answers"][1]["bf16_bytes"]
+    assert text.index("Quality at equal bytes") < text.index("Memory at length") < text.index("A question about")
+    rows = {row["format"]: row for row in stored["quality"]["rows"]}
+    assert rows["k4v4"]["bytes_per_token"] == rows["k4v4+cal"]["bytes_per_token"]
+    assert rows["k4v4"]["kl"] != rows["k4v4+cal"]["kl"]
+    for question in (stored["short"], stored["long"]):
+        stock, *packed = question["answers"]
+        assert stock["first_difference"] is None
+        assert all(a["cache_bytes"] < a["bf16_bytes"] for a in packed)
+    assert stored["long"]["context_tokens"] > 600
+    assert [c["cache"] for c in stored["long"]["continuations"]] == ["k4v4+cal", "k4v4", "turboquant_4bit_nc", "fp8"]
+    assert all(c["kl"] > 0 for c in stored["long"]["continuations"])
     assert {"command", "versions", "date"} <= set(stored["run"])
     plain, *packed = stored["memory"]
     assert plain["format"] == "bf16"
     assert all(p < q for curve in packed for p, q in zip(curve["bytes"], plain["bytes"], strict=True))
+
+
+def test_a_prompt_that_is_read_once_fills_a_cache_as_its_own_reading_would(small):
+    ids = torch.randint(1, 127, (1, 50), generator=torch.Generator().manual_seed(0))
+    kinds = [STOCK, CacheKind("k4v4", "k4v4"), CacheKind("k2v2", "k2v2")]
+    together, alone = ([Reader(small.model, kind) for kind in kinds] for _ in range(2))
+    read_together(together, ids)
+    for one, other in zip(together, alone, strict=True):
+        other.read(ids)
+        assert one.next == other.next
+        assert torch.equal(one.read(ids[:, :1]), other.read(ids[:, :1]))
+
+
+def test_a_model_of_few_positions_gets_no_long_question(small, monkeypatch):
+    monkeypatch.setattr(small.model.config, "max_position_embeddings", 256)
+    kinds = [CacheKind("k4v4", "k4v4")]
+    assert ask_long(small.model, small.tokenizer, kinds, load_text(), 3072, 24, lambda *shown: None) is None
 
 
 def test_charts_refuse_nothing_to_draw():

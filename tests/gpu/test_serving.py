@@ -12,7 +12,7 @@ from store_cases import build as build_store
 from store_cases import expected
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
-from slimkv.ops.attention.api import workspace_bytes
+from slimkv.ops.attention.workspace import workspace_bytes
 
 pytestmark = pytest.mark.gpu
 both = pytest.mark.parametrize("backend", ["triton", "cuda"])

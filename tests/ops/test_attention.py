@@ -15,8 +15,9 @@ from attention_cases import DTYPES, Built, Case, build, exact, variants
 
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.ops.attention.api import AttendRequest, split_workspace_bytes, workspace_bytes
+from slimkv.ops.attention.api import AttendRequest, split_workspace_bytes
 from slimkv.ops.attention.triton import launch as attend_triton
+from slimkv.ops.attention.workspace import workspace_bytes
 
 DECODE = Case()
 VERIFY = Case(lens=(40, 5, 17), queries=(5, 2, 3))

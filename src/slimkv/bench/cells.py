@@ -91,6 +91,7 @@ class StoreCell:
     format: str = "k4v4"
     page: int = 64
     query_aware: bool = False
+    max_positions: int = 0  # a matrix per range of so many positions, which a decode step's tokens are scattered over
 
     @property
     def layout(self) -> PageLayout:
@@ -163,6 +164,15 @@ STORE_CELLS = (
     replace(_CHUNK, name="decode-128", tokens=128, scattered=True),
     replace(_CHUNK, name="chunk-8192-query-aware", query_aware=True),
     replace(_CHUNK, name="decode-128-query-aware", tokens=128, scattered=True, query_aware=True),
+    replace(_CHUNK, name="chunk-8192-query-aware-positions", query_aware=True, max_positions=8192),
+    replace(
+        _CHUNK,
+        name="decode-128-query-aware-positions",
+        tokens=128,
+        scattered=True,
+        query_aware=True,
+        max_positions=8192,
+    ),
     replace(_CHUNK, name="decode-128-4bit_nc", tokens=128, scattered=True, format="turboquant_4bit_nc"),
     replace(_CHUNK, name="rotation-off-8192", format="ku4vu4"),
     replace(_CHUNK, name="rotation-on-8192", format="kur4vur4"),
@@ -182,6 +192,7 @@ SMALL_STORE_CELLS = (
     replace(_SMALL_CHUNK, name="chunk-512-warm", warm=True),
     replace(_SMALL_CHUNK, name="decode-16", tokens=16, scattered=True),
     replace(_SMALL_CHUNK, name="chunk-512-query-aware", query_aware=True),
+    replace(_SMALL_CHUNK, name="chunk-512-query-aware-positions", query_aware=True, max_positions=512),
     replace(_SMALL_CHUNK, name="rotation-off-512", format="ku4vu4"),
     replace(_SMALL_CHUNK, name="rotation-on-512", format="kur4vur4"),
 )

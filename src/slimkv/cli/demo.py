@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out"),
     model: Annotated[str, typer.Option(help="A packaged model, a folder, or a hub name.")] = "smollm2-135m-instruct",
-    format: Annotated[str, typer.Option("--format", help="The packed cache that answers.")] = "k4v4",
+    format: Annotated[str, typer.Option("--format", help="The packed cache in front.")] = "k4v4+cal",
+    calibration: Annotated[
+        str, typer.Option(help="A file from slimkv calibrate; auto: made when a model is first seen, then kept.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
     synthetic: Annotated[bool, typer.Option("--synthetic", help="Synthetic keys and values, no model.")] = False,
     head_dim: Annotated[int, typer.Option(help="Head size of the synthetic keys and values.")] = 128,
     seed: Annotated[int, typer.Option(help="Of the synthetic keys and values.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """A real model answers with a packed and a plain cache side by side; quality, bytes and speed of every format."""
+    """A real model answers from plain and packed caches side by side; quality and bytes of each: out/report.html."""
     with user_errors():
         if synthetic:
             _synthetic(out, head_dim, seed, as_json)
         else:
             from slimkv.cli import demo_model
 
-            demo_model.run(model, out, format, threads, as_json)
+            demo_model.run(model, out, format, calibration, threads, as_json)
 
 
 def _synthetic(out: Path, head_dim: int, seed: int, as_json: bool) -> None:

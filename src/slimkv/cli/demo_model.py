@@ -1,28 +1,38 @@
-"""``slimkv demo`` on a real model: two caches answer side by side, then every format is measured."""
+"""``slimkv demo`` on a real model: several caches answer side by side, then every format is measured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
+    from slimkv.evals.questions import Question
     from slimkv.evals.showcase import Showcase
 
+_SHOWN = 2  # the stock cache and the best one; the page has all of them
 
-def run(model: str, out: Path, answer_format: str, threads: int | None, as_json: bool) -> None:
+
+def run(model: str, out: Path, best: str, calibration: str, threads: int | None, as_json: bool) -> None:
     """Shows the answers as they come, then tables; writes ``report.html`` and ``report.json`` into ``out``."""
     from rich.live import Live
 
-    from slimkv.cli.eval_model import load_quietly, progress_bar
+    from slimkv.cli.eval_model import load_calibration, load_quietly, progress_bar
     from slimkv.cli.output import console, emit
+    from slimkv.evals.harness import check_formats
     from slimkv.evals.report import write_report
     from slimkv.evals.showcase import run_showcase
 
+    check_formats([best], calibrated=True)
     screen = console(stderr=as_json)
     with screen.status(f"loading {model} (the first time it is fetched and converted, about a minute)"):
         loaded = load_quietly(model, threads)
+    with progress_bar() as (_, progress):
+        known = load_calibration(calibration, loaded, progress)
+    assert known is not None
     live = Live(console=screen, refresh_per_second=8, transient=False)
     with live, progress_bar(enter=False) as (start, progress):
 
@@ -32,40 +42,49 @@ def run(model: str, out: Path, answer_format: str, threads: int | None, as_json:
             progress(what, done, total)
 
         showcase = run_showcase(
-            loaded.model, loaded.tokenizer, name=model, answer_format=answer_format,
-            shown=lambda stock, packed: live.update(_panels(stock, packed, answer_format)), progress=advance,
+            loaded.model, loaded.tokenizer, known, name=model, best=best,
+            shown=lambda question, texts: live.update(_panels(question, texts)), progress=advance,
         )  # fmt: skip
     page, data = write_report(showcase, out)
     emit(showcase, as_json, *([] if as_json else [*_tables(showcase), f"report: {page} and {data}"]))
 
 
-def _panels(stock: str, packed: str, format: str) -> Table:
+def _panels(question: str, texts: Mapping[str, str]) -> Group:
+    from rich.console import Group
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
     grid = Table.grid(expand=True)
-    grid.add_column(ratio=1)
-    grid.add_column(ratio=1)
-    grid.add_row(Panel(Text(stock.strip()), title="DynamicCache"), Panel(Text(packed.strip()), title=format))
-    return grid
+    shown = list(texts.items())[:_SHOWN]
+    for _ in shown:
+        grid.add_column(ratio=1)
+    grid.add_row(*(Panel(Text(text.strip()), title=name) for name, text in shown))
+    return Group(Text(question, style="bold"), grid)
 
 
 def _tables(showcase: Showcase) -> list[Table]:
     from rich.table import Table
 
-    caches = Table(title=f"answering at {showcase.context_tokens} tokens of context")
-    for name in ("cache", "bytes", "of bf16", "tokens/s"):
-        caches.add_column(name, justify="left" if name == "cache" else "right")
-    for a in showcase.answers:
-        share = f"{a.cache_bytes / a.bf16_bytes:.3f}"
-        caches.add_row(a.cache, f"{a.cache_bytes:,}", share, f"{a.tokens_per_second:.1f}")
     quality = showcase.quality
     title = f"{quality.mode}, {quality.windows} windows of {quality.window_tokens} tokens"
     formats = Table(title=f"{title}; plain perplexity {quality.raw_perplexity:.3f}")
-    for name in ("format", "bytes/token", "smaller than bf16", "perplexity", "over plain", "same next token", "KL"):
-        formats.add_column(name, justify="left" if name == "format" else "right")
+    for name in ("cache", "bytes/token", "smaller than bf16", "perplexity", "over plain", "same next token", "KL"):
+        formats.add_column(name, justify="left" if name == "cache" else "right")
     for r in quality.rows:
         size = f"{r.bytes_per_token:,.0f}", f"{quality.raw_bytes_per_token / r.bytes_per_token:.2f}x"
         formats.add_row(r.format, *size, f"{r.perplexity:.3f}", f"{r.over_raw:+.2%}", f"{r.top1:.1%}", f"{r.kl:.4f}")
-    return [caches, formats]
+    asked = [question for question in (showcase.short, showcase.long) if question is not None]
+    return [*(_answers(question) for question in asked), formats]
+
+
+def _answers(question: Question) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{question.text} ({question.context_tokens:,} tokens of context)")
+    for name in ("cache", "bytes", "of bf16", "tokens/s", "answer"):
+        table.add_column(name, justify="right" if name in ("bytes", "of bf16", "tokens/s") else "left")
+    for a in question.answers:
+        numbers = f"{a.cache_bytes:,}", f"{a.cache_bytes / a.bf16_bytes:.3f}", f"{a.tokens_per_second:.1f}"
+        table.add_row(a.cache, *numbers, " ".join(a.text.split())[:60])
+    return table

@@ -7,7 +7,10 @@ from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
-from slimkv.evals.showcase import Answer, Showcase
+from slimkv.evals.agreement import AgreementReport
+from slimkv.evals.harness import WITH_CALIBRATION
+from slimkv.evals.questions import Answer, Question
+from slimkv.evals.showcase import Showcase
 from slimkv.evals.svg import Axis, Series, chart
 
 _STYLE = """
@@ -18,17 +21,21 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 40px 24px 64px; }
-h1 { font-size: 30px; margin: 0 0 4px; letter-spacing: -0.02em; }
+h1 { font-size: 30px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -0.02em; overflow-wrap: anywhere; }
 h2 { font-size: 19px; margin: 40px 0 12px; }
 .sub, footer { color: var(--soft); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; margin: 26px 0 0; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 18px 20px; }
 .big { font-size: 28px; font-weight: 650; letter-spacing: -0.02em; color: var(--accent); }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); gap: 14px; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(320px, 100%), 1fr)); gap: 14px; }
 .pair h3, .plots h3 { margin: 0 0 8px; font-size: 15px; }
-.pair p { margin: 0; white-space: pre-wrap; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 14px; }
+.pair p { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 14px; }
 .scroll { overflow-x: auto; }
+.small { font-size: 14px; }
+.pair .small { margin-top: 10px; }
+.plots .small { margin: 0 0 8px; }
+.after { margin-top: 14px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 7px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; font-weight: 600; }
@@ -39,7 +46,7 @@ svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .line { fill: none; stroke-width: 2.2; }
 svg .name { font-weight: 600; stroke: none; }
 footer { margin-top: 40px; font-size: 14px; overflow-wrap: anywhere; }
-@media (max-width: 520px) { .plots { grid-template-columns: 1fr; } }
+@media (max-width: 520px) { main { padding: 24px 14px 40px; } .card { padding: 14px; } }
 """
 _COLOURS = ("#1f6feb", "#e8590c", "#2b8a3e", "#9c36b5", "#c92a2a", "#0b7285", "#b08900", "#5c677d")
 
@@ -60,74 +67,122 @@ def _tile(big: str, small: str) -> str:
     return f'<div class="card"><div class="big">{escape(big)}</div><div class="sub">{escape(small)}</div></div>'
 
 
-def _answer(answer: Answer) -> str:
-    detail = f"{answer.tokens} tokens at {answer.tokens_per_second:.1f} tokens/s, cache {_size(answer.cache_bytes)}"
+def _answer(answer: Answer, stock: Answer) -> str:
+    if answer is stock:
+        same = "the stock cache"
+    elif answer.first_difference is None:
+        same = "word for word the stock cache's answer"
+    else:
+        same = f"differs from the stock cache's answer from token {answer.first_difference + 1} on"
+    speed = f"{answer.tokens} tokens at {answer.tokens_per_second:.1f} tokens/s"
+    detail = f"{_size(answer.cache_bytes)} of cache ({_size(answer.bf16_bytes)} in bfloat16); {speed}; {same}"
     return (
         f'<div class="card"><h3>{escape(answer.cache)}</h3><p>{escape(answer.text.strip())}</p>'
-        f'<p class="sub">{escape(detail)}</p></div>'
+        f'<p class="sub small">{escape(detail)}</p></div>'
     )
 
 
-def _plots(showcase: Showcase) -> list[tuple[str, str]]:
-    quality = showcase.quality.rows
-    size, kl = [r.bytes_per_token for r in quality], [max(r.kl, 1e-6) for r in quality]
-    points = Series("formats", size, kl, [r.format for r in quality], line=False)
-    title = "Quality against bytes per token"
-    by_bytes = chart(title, Axis("cache bytes per token"), Axis("KL divergence, nats", log=True), [points])
+def _question(title: str, question: Question, note: str) -> str:
+    answers = "".join(_answer(answer, question.answers[0]) for answer in question.answers)
+    asked = f"\N{LEFT DOUBLE QUOTATION MARK}{question.text}\N{RIGHT DOUBLE QUOTATION MARK} {note}"
+    return f'<h2>{escape(title)}</h2><p class="sub">{escape(asked)}</p><div class="pair">{answers}</div>'
+
+
+def _long_table(question: Question) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(c.cache)}</td><td>{c.top1:.1%}</td><td>{c.kl:.4f}</td></tr>" for c in question.continuations
+    )
+    told = (
+        f"Predictions for {question.continued_tokens} tokens of the text, read with everything before them in the "
+        "cache, against those with the stock cache."
+    )
+    return (
+        '<div class="card scroll after"><table id="long"><thead><tr><th>cache</th><th>same next token</th>'
+        f'<th>KL</th></tr></thead><tbody>{rows}</tbody></table><p class="sub small">{escape(told)}</p></div>'
+    )
+
+
+def _plots(showcase: Showcase) -> list[tuple[str, str, str]]:
+    """Title, what to look at, and the chart."""
+    calibrated = [r for r in showcase.quality.rows if r.format.endswith(WITH_CALIBRATION)]
+    plain = [r for r in showcase.quality.rows if not r.format.endswith(WITH_CALIBRATION)]
+    series = [
+        Series(name, [r.bytes_per_token for r in rows], [max(r.kl, 1e-6) for r in rows], [r.format for r in rows],
+               line=False)
+        for name, rows in (("calibrated", calibrated), ("plain", plain)) if rows
+    ]  # fmt: skip
+    title = "Quality at equal bytes"
+    by_bytes = chart(title, Axis("cache bytes per token"), Axis("KL divergence, nats", log=True), series)
     curves = [Series(c.format, showcase.contexts, [b / 2**20 for b in c.bytes]) for c in showcase.memory]
-    memory = chart("Memory against context", Axis("context, tokens"), Axis("cache, MiB"), curves)
-    layers = [
-        Series(r.format, list(range(len(r.output))), [max(e, 1e-9) for e in r.output]) for r in showcase.layers.rows
+    memory = chart("Memory at length", Axis("tokens of one sequence"), Axis("cache, MiB"), curves)
+    return [
+        (title, "Lower is closer to the unquantised cache; further left is smaller.", by_bytes),
+        ("Memory at length", "What one sequence allocates, scales and page padding included.", memory),
     ]
-    error = "relative error of attention output"
-    by_layer = chart("Error of every layer", Axis("layer"), Axis(error, log=True), layers)
-    return [(title, by_bytes), ("Memory against context", memory), ("Error of every layer", by_layer)]
+
+
+def _tiles(showcase: Showcase) -> str:
+    rows = {r.format: r for r in showcase.quality.rows}
+    best = rows[showcase.best]
+    tiles = [
+        _tile(
+            f"{showcase.quality.raw_bytes_per_token / best.bytes_per_token:.2f}x smaller",
+            f"{best.format}: {best.bytes_per_token:,.0f} bytes per token; bfloat16: "
+            f"{showcase.quality.raw_bytes_per_token:,.0f}",
+        )
+    ]
+    for other in ("k4v4", "turboquant_4bit_nc"):
+        if other in rows and other != best.format and best.kl > 0:
+            told = f"the KL divergence of {best.format} over that of {other} ({rows[other].bytes_per_token:,.0f} bytes)"
+            tiles.append(_tile(f"{best.kl / rows[other].kl:.2f}x", told))
+    tiles.append(_tile(f"{best.top1:.1%}", f"same next token as the stock cache ({showcase.quality.mode})"))
+    return "".join(tiles)
+
+
+def _quality_table(quality: AgreementReport) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(r.format)}</td><td>{r.bytes_per_token:,.0f}</td>"
+        f"<td>{quality.raw_bytes_per_token / r.bytes_per_token:.2f}x</td><td>{r.perplexity:.3f}</td>"
+        f"<td>{r.over_raw:+.2%}</td><td>{r.top1:.1%}</td><td>{r.kl:.4f}</td></tr>"
+        for r in quality.rows
+    )
+    told = (
+        f"{quality.mode}: attention reads every key and value through the codec; {quality.windows} windows of "
+        f"{quality.window_tokens} tokens. +cal: keys are rounded for the directions the model's queries look in."
+    )
+    return f"""<div class="card scroll"><table id="quality"><thead>
+<tr><th>cache</th><th>bytes per token</th><th>smaller than bf16</th>
+<th>perplexity</th><th>over plain</th><th>same next token</th><th>KL</th></tr></thead><tbody>
+<tr><td>bf16</td><td>{quality.raw_bytes_per_token:,.0f}</td><td>1.00x</td><td>{quality.raw_perplexity:.3f}</td>
+<td></td><td></td><td></td></tr>{rows}</tbody></table><p class="sub small">{escape(told)}</p></div>"""
 
 
 def html(showcase: Showcase) -> str:
     """One self-contained page."""
-    stock, packed = showcase.answers
-    ratio = packed.bf16_bytes / packed.cache_bytes
-    best = next((r for r in showcase.quality.rows if r.format == packed.cache), showcase.quality.rows[0])
-    rows = "".join(
-        f"<tr><td>{escape(r.format)}</td><td>{r.bytes_per_token:,.0f}</td>"
-        f"<td>{showcase.quality.raw_bytes_per_token / r.bytes_per_token:.2f}x</td><td>{r.perplexity:.3f}</td>"
-        f"<td>{r.over_raw:+.2%}</td><td>{r.top1:.1%}</td><td>{r.kl:.4f}</td></tr>"
-        for r in showcase.quality.rows
+    plots = "".join(
+        f'<div class="card"><h3>{escape(name)}</h3><p class="sub small">{escape(told)}</p>{svg}</div>'
+        for name, told, svg in _plots(showcase)
     )
-    plots = "".join(f'<div class="card"><h3>{escape(name)}</h3>{svg}</div>' for name, svg in _plots(showcase))
-    run, quality = showcase.run, showcase.quality
+    run = showcase.run
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    tiles = "".join(
-        (
-            _tile(f"{ratio:.2f}x smaller", f"{packed.cache} cache against bfloat16, as allocated"),
-            _tile(_size(packed.cache_bytes), f"for {showcase.context_tokens + packed.tokens} tokens; bfloat16 takes "
-                  + _size(packed.bf16_bytes)),
-            _tile(f"{packed.tokens_per_second:.1f} tokens/s", f"DynamicCache: {stock.tokens_per_second:.1f}"),
-            _tile(f"{best.top1:.1%}", f"same next token as the plain cache ({best.format}, {quality.mode})"),
-        )
-    )  # fmt: skip
-    measured = f"{quality.windows} windows of {quality.window_tokens} tokens"
+    questions = ""
+    if showcase.long is not None:
+        note = f"A text of {showcase.long.context_tokens:,} tokens says it once, half way."
+        questions += _question("A question about a long text", showcase.long, note) + _long_table(showcase.long)
+    questions += _question("A short question", showcase.short, f"({showcase.short.context_tokens} tokens)")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>slimkv on {escape(showcase.model)}</title><style>{_style()}</style></head>
 <body><main>
 <h1>slimkv on {escape(showcase.model)}</h1>
 <div class="sub">{escape(run.device)}, {run.cpu_threads} threads, {escape(run.date)}</div>
-<div class="tiles">{tiles}</div>
-<h2>One question, both caches</h2>
-<p class="sub">{escape(showcase.question)} ({showcase.context_tokens} tokens of context)</p>
-<div class="pair">{_answer(stock)}{_answer(packed)}</div>
-<h2>What each format costs</h2>
-<div class="card scroll"><table id="quality"><thead>
-<tr><th>format</th><th>bytes per token</th><th>smaller than bf16</th>
-<th>perplexity</th><th>over plain</th><th>same next token</th><th>KL</th></tr></thead><tbody>
-<tr><td>plain</td><td>{quality.raw_bytes_per_token:,.0f}</td><td>1.00x</td><td>{quality.raw_perplexity:.3f}</td>
-<td></td><td></td><td></td></tr>{rows}</tbody></table>
-<p class="sub">{escape(quality.mode)}: attention reads every key and value through the codec; {measured}.</p></div>
-<h2>Plots</h2>
-<div class="plots">{plots}</div>
-<footer>Command: {escape(run.command)}. {escape(versions)}. {showcase.seconds:.0f} seconds.</footer>
+<div class="tiles">{_tiles(showcase)}</div>
+<div class="plots after">{plots}</div>
+<h2>What each cache costs</h2>
+{_quality_table(showcase.quality)}
+{questions}
+<footer>Calibrated on {escape(showcase.calibration)}. Command: {escape(run.command)}. {escape(versions)}.
+{showcase.seconds:.0f} seconds.</footer>
 </main></body></html>
 """
 

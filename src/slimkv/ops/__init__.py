@@ -1,6 +1,7 @@
 """Operations on pages: store, attend, gather. Each has a reference and backends behind one public function."""
 
-from slimkv.ops.attention.api import AttendOptions, attend, workspace_bytes
+from slimkv.ops.attention.api import AttendOptions, attend
+from slimkv.ops.attention.workspace import workspace_bytes
 from slimkv.ops.gather.api import gather_kv
 from slimkv.ops.merge import merge_attention_states
 from slimkv.ops.plan import AttendPlan, StorePlan, plan_attend, plan_store

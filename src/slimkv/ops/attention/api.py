@@ -12,6 +12,7 @@ from torch import Tensor
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, check_pages
+from slimkv.ops.cpu.module import compiled_unavailable_reason
 from slimkv.ops.cuda import cuda_unavailable_reason
 from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
 from slimkv.spec import PageLayout
@@ -94,7 +95,8 @@ class AttendRequest:
 REGISTRY = Registry(
     "attend",
     [
-        Backend("cpu", "slimkv.ops.attention.cpu.lookup", cpu_unavailable_reason),
+        Backend("cpu", "slimkv.ops.attention.cpu.compiled", compiled_unavailable_reason),
+        Backend("cpu_torch", "slimkv.ops.attention.cpu.lookup", cpu_unavailable_reason),
         Backend("cuda", "slimkv.ops.attention.cuda.decode", cuda_unavailable_reason),
         Backend("triton", "slimkv.ops.attention.triton.launch", triton_unavailable_reason),
         Backend("reference", "slimkv.ops.attention.reference", anywhere),
@@ -269,32 +271,6 @@ def refuses_split_arguments(request: AttendRequest) -> str | None:
 def split_workspace_bytes(total_queries: int, num_heads: int, value_dim: int, num_splits: int) -> int:
     """Bytes for the results of ``num_splits`` parts of the keys (0 when they are not split)."""
     return 0 if num_splits == 1 else 4 * total_queries * num_heads * num_splits * (value_dim + 1)
-
-
-def workspace_bytes(
-    layout: PageLayout,
-    *,
-    total_queries: int,
-    sequences: int,
-    num_heads: int,
-    num_kv_heads: int,
-    max_query_len: int,
-    num_splits: int,
-    device: torch.device,
-) -> int:
-    """Bytes of a ``workspace`` that is enough for any implementation on ``device``, within these bounds.
-
-    ``total_queries`` counts the rows of ``query``, padding included; ``num_splits`` is what ``attend`` is given.
-    """
-    need = split_workspace_bytes(total_queries, num_heads, layout.spec.value_dim, num_splits)
-    if cuda_unavailable_reason(device) is None:
-        from slimkv.ops.attention.cuda import decode
-
-        group = num_heads // num_kv_heads
-        need = max(
-            need, decode.workspace_bytes(layout, total_queries, sequences, num_kv_heads, group, max_query_len, device)
-        )
-    return need
 
 
 def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> tuple[int, int]:

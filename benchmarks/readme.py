@@ -1,0 +1,139 @@
+"""The README's chart and figures, made from the reports in ``benchmarks/results``.
+
+    python benchmarks/readme.py        # rewrites docs/images/serving.svg and the table in README.md
+
+Which report says what is written here and nowhere else; ``tests/test_docs.py`` fails when they are out of date.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+CHART = ROOT / "docs" / "images" / "serving.svg"
+START, END = "<!-- figures: benchmarks/readme.py -->", "<!-- end -->"
+
+SYSTEMS = {"bf16": "bf16", "fp8": "fp8", "turboquant_4bit_nc": "vLLM 4-bit", "k4v4": "slimkv k4v4"}
+_STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #1c2330; } .soft { fill: #5d6879; } .title { font-weight: 600; }
+.bar { fill: #a9b4c4; } .ours { fill: #1f6feb; }
+@media (prefers-color-scheme: dark) { text { fill: #e6eaf2; } .soft { fill: #9aa5b8; } .bar { fill: #4a5568; }
+  .ours { fill: #6ea8ff; } }
+"""
+_WIDTH, _PANEL, _LABEL, _BAR, _GAP = 860, 420, 104, 26, 10
+
+
+def load(name: str) -> dict[str, Any]:
+    """A report by its file name without the ending."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e6:.2f} M" if value >= 1e6 else f"{value:,.0f}"
+
+
+def _panel(left: float, title: str, values: dict[str, float]) -> list[str]:
+    """Horizontal bars, each with its value and its ratio to the first."""
+    out = [f'<text class="title" x="{left}" y="22">{escape(title)}</text>']
+    base, most = next(iter(values.values())), max(values.values())
+    room = _PANEL - _LABEL - 120
+    for number, (name, value) in enumerate(values.items()):
+        y = 40 + number * (_BAR + _GAP)
+        style = "ours" if name.startswith("slimkv") else "bar"
+        width, middle = room * value / most, y + _BAR / 2 + 4.5
+        out.append(f'<text x="{left}" y="{middle}">{escape(name)}</text>')
+        out.append(f'<rect class="{style}" x="{left + _LABEL}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="3"/>')
+        told = f"{_short(value)} ({value / base:.2f}\N{MULTIPLICATION SIGN})"
+        out.append(f'<text class="soft" x="{left + _LABEL + width + 8:.1f}" y="{middle}">{told}</text>')
+    return out
+
+
+def chart() -> str:
+    """Tokens per second and tokens that fit, for each system that the serving report has."""
+    report = load("serve-h200")
+    systems = {name: report["systems"][key] for key, name in SYSTEMS.items() if key in report["systems"]}
+    settings = report["settings"]
+    fits = {name: float(system["kv_tokens"]) for name, system in systems.items()}
+    speed = {name: float(system["full"]["decode_tokens_per_second"]) for name, system in systems.items()}
+    height = 40 + len(systems) * (_BAR + _GAP) + 34
+    told = (
+        f"vLLM {report['versions']['vllm']}, one {report['device']}, a model shaped like Llama-3.1-8B, requests of "
+        f"{settings['context'] // 1024}K tokens, at most {settings['most_requests']} at once"
+    )
+    rows = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" '
+        'aria-label="Tokens per second and tokens that fit, by cache">',
+        f"<style>{_STYLE}</style>",
+        *_panel(0, "Tokens per second, as many requests as fit", speed),
+        *_panel(_PANEL + 20, "Tokens that fit into the same memory", fits),
+        f'<text class="soft" x="0" y="{height - 8}">{escape(told)}</text>',
+        "</svg>",
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _kl(name: str, format: str) -> str:
+    row = next(r for r in load(name)["rows"] if r["format"] == format)
+    return f"{row['kl']:.4f} ({row['over_raw']:+.1%})"
+
+
+def table() -> str:
+    """The figures of the README, one row each, with the command that prints it."""
+    serve, attend = load("serve-h200"), load("attend-h200")
+    systems = serve["systems"]
+    bf16, ours = systems["bf16"], systems["k4v4"]
+
+    def times(a: float, b: float) -> str:
+        return f"**{a / b:.2f}\N{MULTIPLICATION SIGN}**"
+
+    def against(cell: str, name: str = "fa3_bf16") -> str:
+        row = next(r for r in attend["rows"] if r["cell"] == cell and r["backend"] == "cuda")
+        ratio = next(b["ratio"] for b in row["baselines"] if b["name"] == name)
+        return f"**{ratio:.2f}\N{MULTIPLICATION SIGN}**"
+
+    full = ours["full"]["decode_tokens_per_second"], bf16["full"]["decode_tokens_per_second"]
+    decode = ours["decode"]["decode_tokens_per_second"], bf16["decode"]["decode_tokens_per_second"]
+    shape = "model shaped like Llama-3.1-8B, H200"
+    serving, kernel = "`slimkv bench serve`", "`slimkv bench attend`"
+    rows = [
+        (f"tokens that fit into the same memory; vLLM, {shape}", times(ours["kv_tokens"], bf16["kv_tokens"]), serving),
+        ("tokens per second with as many requests as fit; same", times(*full), serving),
+        ("tokens per second, 16 requests of 16K tokens; same", times(*decode), serving),
+        (
+            "attention, decode, 32 sequences of 32K tokens; FlashAttention-3 in bf16, H200",
+            against("decode-32x32K"),
+            kernel,
+        ),
+        ("attention, decode, 1 sequence of 128K tokens; same", against("decode-1x128K"), kernel),
+        ("attention, prefill, 2,048 queries over 32K tokens; same", against("prefill-2048q-1x32K"), kernel),
+    ]
+    quality = [
+        ("`k4v4`, calibrated", _kl("smollm2_wikitext2_sampled", "k4v4"), "6,120"),
+        ("`k4v4`", _kl("smollm2_wikitext2_strict", "k4v4"), "6,120"),
+        ("`turboquant_4bit_nc`, vLLM's 4-bit recipe", _kl("smollm2_wikitext2_strict", "4bit_nc"), "6,300"),
+        ("`k6v6`", _kl("smollm2_wikitext2_strict", "k6v6"), "9,000"),
+    ]
+    out = ["| `k4v4` against bf16 | | printed by |", "| --- | --- | --- |"]
+    out += [f"| {what} | {value} | {command} |" for what, value, command in rows]
+    out += [
+        "",
+        "| SmolLM2-135M on WikiText-2, every key and value through the codec | bytes per token | KL (perplexity) |",
+    ]
+    out += ["| --- | --- | --- |", *(f"| {what} | {size} | {value} |" for what, value, size in quality)]
+    return "\n".join(out)
+
+
+def filled(readme: str) -> str:
+    """The README with its figures up to date."""
+    before, rest = readme.split(START)
+    return f"{before}{START}\n{table()}\n{END}{rest.split(END, 1)[1]}"
+
+
+if __name__ == "__main__":
+    CHART.write_text(chart(), encoding="utf-8")
+    readme = ROOT / "README.md"
+    readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,177 @@
+"""Formats: how the numbers of K or V become codes, and the names formats have.
+
+A width is stored as *planes* of 1, 2, 4, 8, 16 or 32 bits (3 = 2 + 1, 5 = 4 + 1, ...), low bits first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from slimkv.errors import SpecError
+
+_PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,), 16: (16,), 32: (32,)}
+RAW_DTYPES = {"bfloat16": 16, "float16": 16, "float32": 32}
+_RAW_NAMES = {"bfloat16": "rawbf16", "float16": "rawfp16", "float32": "rawfp32"}
+
+
+class Kind(StrEnum):
+    """How the numbers of one vector become codes."""
+
+    LLOYD = "lloyd"  # rotated, one scale, Lloyd-Max levels
+    UNIFORM = "uniform"  # scale and zero, evenly spaced levels
+    FP8 = "fp8"  # e4m3 with one power-of-two scale
+    RAW = "raw"  # the input's own bits
+
+
+class ScalePolicy(StrEnum):
+    """Which scalar multiplies the levels of a ``lloyd`` vector x with reconstruction direction l."""
+
+    PLAIN = "plain"  # |x| over the norm that levels have on average: what Lloyd-Max assumes
+    NORM = "norm"  # |x| / |l|: the reconstruction has the norm of x
+    UNBIASED = "unbiased"  # |x|^2 / <x, l>: <x, x_hat> = |x|^2
+
+
+def parse_policy(name: str) -> ScalePolicy:
+    """``plain``, ``norm`` or ``unbiased``."""
+    if not isinstance(name, str) or name not in list(ScalePolicy):
+        raise SpecError(f"unknown scale policy {name!r}; known are {', '.join(ScalePolicy)}")
+    return ScalePolicy(name)
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """How K or V is stored: kind, width, and what belongs to the kind."""
+
+    kind: Kind
+    bits: int
+    rotated: bool = False
+    policy: ScalePolicy = ScalePolicy.NORM
+    raw_dtype: str = "bfloat16"
+    dtype_of_model: bool = False  # raw: ``with_raw_dtype`` may replace raw_dtype by what the model computes in
+
+    def __post_init__(self) -> None:
+        allowed = {Kind.LLOYD: range(1, 9), Kind.UNIFORM: range(2, 9), Kind.FP8: (8,)}
+        if self.kind == Kind.RAW:
+            if self.raw_dtype not in RAW_DTYPES:
+                raise SpecError(f"raw dtype {self.raw_dtype!r} is not one of {', '.join(RAW_DTYPES)}")
+            if self.bits != RAW_DTYPES[self.raw_dtype]:
+                raise SpecError(f"raw {self.raw_dtype} has {RAW_DTYPES[self.raw_dtype]} bits, not {self.bits}")
+        elif self.bits not in allowed[self.kind]:
+            widths = ", ".join(map(str, allowed[self.kind]))
+            raise SpecError(f"{self.kind} does not come in {self.bits} bits; it comes in {widths}")
+        if self.kind == Kind.LLOYD and not self.rotated:
+            raise SpecError("lloyd is defined on rotated vectors only; use uniform for unrotated ones")
+        if self.kind in (Kind.FP8, Kind.RAW) and self.rotated:
+            raise SpecError(f"{self.kind} is stored unrotated")
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Widths of the bit planes, low bits first; they sum to ``bits``."""
+        return _PLANES[self.bits]
+
+    @property
+    def field_count(self) -> int:
+        """16-bit numbers stored per vector beside its codes."""
+        return {Kind.LLOYD: 1, Kind.UNIFORM: 2, Kind.FP8: 1, Kind.RAW: 0}[self.kind]
+
+    @property
+    def name(self) -> str:
+        """The format as ``CodecSpec.parse`` reads it after ``k`` or ``v``."""
+        if self.kind == Kind.LLOYD:
+            return str(self.bits)
+        if self.kind == Kind.UNIFORM:
+            return f"u{'r' if self.rotated else ''}{self.bits}"
+        if self.kind == Kind.FP8:
+            return "fp8"
+        return "raw" if self.dtype_of_model else _RAW_NAMES[self.raw_dtype]
+
+
+def lloyd(bits: int, policy: ScalePolicy = ScalePolicy.NORM) -> TensorFormat:
+    """Rotated Lloyd-Max codes of 1-8 bits with one scale."""
+    return TensorFormat(Kind.LLOYD, bits, rotated=True, policy=policy)
+
+
+def uniform(bits: int, rotated: bool = False) -> TensorFormat:
+    """Evenly spaced codes of 2-8 bits with a scale and a zero."""
+    return TensorFormat(Kind.UNIFORM, bits, rotated=rotated)
+
+
+def fp8() -> TensorFormat:
+    """e4m3 codes with a power-of-two scale."""
+    return TensorFormat(Kind.FP8, 8)
+
+
+def raw(dtype: str | None = None) -> TensorFormat:
+    """The input's own bits, lossless; without a ``dtype``, in that of the model (bfloat16 where none is known)."""
+    if dtype is None:
+        return TensorFormat(Kind.RAW, 16, dtype_of_model=True)
+    return TensorFormat(Kind.RAW, RAW_DTYPES.get(dtype, 16), raw_dtype=dtype)
+
+
+# vLLM's recipes, under vLLM's names only. Every name here is canonical: ``CodecSpec.format`` gives it back.
+_PRESETS: dict[str, tuple[TensorFormat, TensorFormat]] = {
+    "turboquant_k8v4": (fp8(), uniform(4)),
+    "turboquant_4bit_nc": (lloyd(4), uniform(4)),
+    "turboquant_k3v4_nc": (lloyd(3), uniform(4)),
+    "turboquant_3bit_nc": (lloyd(3), uniform(3)),
+    "fp8": (fp8(), fp8()),
+    "raw": (raw(), raw()),
+}
+PRESET_NAMES = {formats: name for name, formats in _PRESETS.items()}
+_PART = r"(?:[1-8]|u[2-8]|ur[2-8]|fp8|raw|rawbf16|rawfp16|rawfp32)"
+_PAIR = re.compile(rf"k({_PART})v({_PART})")
+_RAW_DTYPES_BY_NAME = {name: dtype for dtype, name in _RAW_NAMES.items()}
+# Names that are no longer accepted, and what to write instead.
+_REPLACED = {
+    "tq2": "k2v2",
+    "tq3": "k3v3",
+    "tq4": "k4v4",
+    "4bit_nc": "turboquant_4bit_nc",
+    "k3v4_nc": "turboquant_k3v4_nc",
+    "3bit_nc": "turboquant_3bit_nc",
+}
+_REPLACED_PART = re.compile(r"(?<=[kv])l(?=[1-8])")
+
+
+def known_formats() -> str:
+    """The accepted format names, in one line for error messages and help texts."""
+    presets = ", ".join(_PRESETS)
+    return (
+        f"{presets}, or k<K>v<V> with K and V each one of 1-8 (Lloyd-Max), u2-u8 (uniform), ur2-ur8 (uniform, "
+        "rotated), "
+        "fp8, raw (the dtype of the model), rawbf16, rawfp16, rawfp32"
+    )
+
+
+def _replacement(name: str) -> str | None:
+    """What to write instead of a name that used to be a format."""
+    without = _REPLACED_PART.sub("", name)
+    return _REPLACED.get(name) or (without if without != name and _PAIR.fullmatch(without) else None)
+
+
+def parse_format(name: str) -> tuple[TensorFormat, TensorFormat]:
+    """The formats of K and V that ``name`` stands for, such as ``k4v4`` or ``turboquant_4bit_nc``."""
+    if not isinstance(name, str):
+        raise SpecError(f"a format is a name such as 'k4v4', not {name!r}")
+    known = name.strip().lower()
+    if known in _PRESETS:
+        return _PRESETS[known]
+    if match := _PAIR.fullmatch(known):
+        return _parse_part(match[1]), _parse_part(match[2])
+    if replacement := _replacement(known):
+        raise SpecError(f"unknown format {name!r}: it is called {replacement!r}")
+    raise SpecError(f"unknown format {name!r}; known are {known_formats()}")
+
+
+def _parse_part(part: str) -> TensorFormat:
+    if part == "raw":
+        return raw()
+    if part in _RAW_DTYPES_BY_NAME:
+        return raw(_RAW_DTYPES_BY_NAME[part])
+    if part == "fp8":
+        return fp8()
+    if part.startswith("u"):
+        return uniform(int(part[-1]), rotated=part.startswith("ur"))
+    return lloyd(int(part[-1]))

@@ -1,0 +1,50 @@
+"""``calibrate_model``: what ``slimkv calibrate`` does, for a model that is already loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slimkv.calibration import Calibration
+from slimkv.calibration.bit_allocation import Solution, budget_bytes, profile_bytes, solve_widths
+from slimkv.errors import InputError
+from slimkv.integrations.transformers.calibration.collect import gather_calibration
+
+
+def calibrate_model(
+    model: Any,
+    path: str | Path | None = None,
+    *,
+    budget: float | None = None,
+    profile: str | None = None,
+    **options: Any,
+) -> Calibration:
+    """The calibration of a transformers model: statistics of its queries, and widths per layer if they are asked for.
+
+    Args:
+        model: a causal language model of transformers, loaded.
+        path: where to write it as well, for other processes and engines.
+        budget: choose a format for every layer: bits per number over all layers, scales included, such as 4.25.
+        profile: choose formats for ``lossless``, ``balanced`` or ``aggressive`` instead of a budget.
+        options: of ``gather_calibration``: what the model reads (by default what it says itself), and progress.
+
+    Use it as ``SlimKVCache(model, calibration=...)``; with a budget, also ``format="calibrated"``.
+    """
+    options.setdefault("costs", budget is not None or profile is not None)
+    made = gather_calibration(model, **options)
+    solution = choose_widths(made, budget, profile)
+    if solution is not None:
+        made = made.with_formats(solution.formats)
+    if path is not None:
+        made.save(path)
+    return made
+
+
+def choose_widths(calibration: Calibration, budget: float | None, profile: str | None) -> Solution | None:
+    """Formats per layer for a budget in bits per number or a profile; None where neither is given."""
+    if budget is not None and profile is not None:
+        raise InputError(f"budget={budget} and profile={profile!r} both choose the widths; give one of them")
+    if budget is None and profile is None:
+        return None
+    size = budget_bytes(calibration, budget) if budget is not None else profile_bytes(calibration, str(profile))
+    return solve_widths(calibration, size)

@@ -1,0 +1,34 @@
+"""How much memory ``attend`` needs beside its arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from slimkv.ops.attention.api import split_workspace_bytes
+from slimkv.ops.attention.cuda import decode
+from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.spec import PageLayout
+
+
+def workspace_bytes(
+    layout: PageLayout,
+    *,
+    total_queries: int,
+    sequences: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_query_len: int,
+    num_splits: int,
+    device: torch.device,
+) -> int:
+    """Bytes of a ``workspace`` that is enough for any implementation on ``device``, within these bounds.
+
+    ``total_queries`` counts the rows of ``query``, padding included; ``num_splits`` is what ``attend`` is given.
+    """
+    need = split_workspace_bytes(total_queries, num_heads, layout.spec.value_dim, num_splits)
+    if cuda_unavailable_reason(device) is None:
+        group = num_heads // num_kv_heads
+        need = max(
+            need, decode.workspace_bytes(layout, total_queries, sequences, num_kv_heads, group, max_query_len, device)
+        )
+    return need

@@ -1,0 +1,41 @@
+"""The examples run as they stand, on a CPU. Those for vLLM run in its lane."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+# What each prints, given small numbers.
+RUNS = {
+    "generate.py": (["--new-tokens", "8"], "tokens in"),
+    "chat.py": (["--new-tokens", "6"], "tokens were cached before"),
+    "calibrate_and_compare.py": ([], "k4v4+cal"),
+    "plan_memory.py": ([], "k4v4           33,792         1,270,992         3.88x"),
+    "own_engine.py": ([], "64 of 64 blocks free again"),
+}
+OF_VLLM = {"vllm_offline.py", "vllm_served.py"}
+OF_SGLANG = {path.name for path in FOLDER.glob("sglang_*.py")}
+
+
+def test_every_example_is_run_and_listed():
+    files = {path.name for path in FOLDER.glob("*.py")}
+    assert files == set(RUNS) | OF_VLLM | OF_SGLANG
+    listed = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"[{name}]({name})" in listed for name in files)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_example(name):
+    arguments, expected = RUNS[name]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / name), *arguments],
+        capture_output=True, text=True, timeout=600, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout

@@ -1,0 +1,93 @@
+"""What users may import, and what the house promises: pinned names, no import circles, files of one subject."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import slimkv
+
+SOURCE = Path(slimkv.__file__).parent
+PUBLIC = [
+    "AttentionBatch", "Calibration", "Codec", "CodecSpec", "CorruptDataError", "Encoded", "InputError",
+    "KVCacheConfig", "MissingDependencyError", "OutOfPagesError", "PageLayout", "PagedPool", "ScalePolicy",
+    "SlimKVCache", "SlimKVError", "SpecError", "TensorFormat", "UnsupportedError", "__version__", "attention",
+    "calibrate_model", "disable", "enable", "models", "ops",
+]  # fmt: skip
+OPS = [
+    "AttendOptions", "AttendPlan", "StorePlan", "attend", "gather_kv", "merge_attention_states", "plan_attend",
+    "plan_store", "store_kv", "workspace_bytes",
+]  # fmt: skip
+
+
+def test_public_names_are_pinned():
+    assert slimkv.__all__ == PUBLIC
+    assert slimkv.ops.__all__ == OPS
+    assert (SOURCE / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_can_be_imported(name):
+    assert getattr(slimkv, name) is not None
+
+
+def test_importing_slimkv_loads_no_engine():
+    code = "import sys, slimkv; print([m for m in ('transformers', 'triton', 'vllm', 'rich') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def test_no_function_shadows_a_package():
+    for info in pkgutil.walk_packages(slimkv.__path__, "slimkv."):
+        parent, _, name = info.name.rpartition(".")
+        if "vllm" in parent or "sglang" in parent or name == "__main__":  # need their engine to be imported
+            continue
+        held = getattr(importlib.import_module(parent), name, None)
+        assert held is None or type(held).__name__ == "module", f"{parent}.{name} is not the module"
+
+
+def imported(path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules that a file imports, those imported inside functions included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in known}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("slimkv"):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in names}
+    return found
+
+
+def test_no_import_circles():
+    known = modules()
+    below = {name: imported(path, known) - {"slimkv"} for name, path in known.items() if name != "slimkv"}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, "a circle: " + " -> ".join([*path[path.index(name) :], name])
+        if name in done:
+            return
+        for other in sorted(below.get(name, ())):
+            visit(other, (*path, name))
+        done.add(name)
+
+    for name in sorted(below):
+        visit(name, ())
+
+
+def test_files_have_one_subject():
+    long = {str(p.relative_to(SOURCE)): n for p in SOURCE.rglob("*.py") if (n := p.read_text().count("\n")) > 450}
+    assert long == {}
