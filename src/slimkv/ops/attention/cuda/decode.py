@@ -256,8 +256,8 @@ def _plan(
         return None
     spec = layout.spec
     args = Args(
-        key_table=_Table(*level_bytes(spec.key, spec.key_dim, shape.wide)),
-        value_table=_Table(*level_bytes(spec.value, spec.value_dim, shape.wide)),
+        key_table=_Table(*level_bytes(spec.key, spec.key_dim)),
+        value_table=_Table(*level_bytes(spec.value, spec.value_dim)),
         key_sign_bits=_SignBits(*sign_words(spec.key_dim, spec.seed)),
         value_sign_bits=_SignBits(*sign_words(spec.value_dim, spec.seed)),
         most_queries=MAX_DECODE_QUERIES,

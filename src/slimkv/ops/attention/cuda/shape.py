@@ -15,7 +15,7 @@ from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
 _SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 _LONG = {
     4: ((8, 12, 2, 1), (4, 12, 2, 1), (4, 8, 2, 1), (2, 12, 2, 1), (2, 8, 2, 1), *_SMALLER),
-    8: ((8, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
+    8: ((8, 8, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
     16: ((4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
     32: ((2, 8, 2, 1), (1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1)),
 }
@@ -86,7 +86,7 @@ def shape_for(
     most = max_columns(layout)
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
     cuts = (_SHORT if short else _LONG)[columns]
-    if columns == 4 and _level_table_bytes(layout):
+    if columns == 4 and _level_table_bytes(layout, False):
         cuts = _LOOKED_UP
     if tiny:
         cuts = _TINY
@@ -109,17 +109,17 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim + 8))
     query = 8 * shape.groups * spec.key_dim * (1 if _in_bytes(spec.key) and not shape.wide else 2)
     states = 8 * shape.columns * (1 + shape.warps)
-    return shape.warps * shape.stages * slot + _level_table_bytes(layout) + query + states
+    return shape.warps * shape.stages * slot + _level_table_bytes(layout, shape.wide) + query + states
 
 
-def _level_table_bytes(layout: PageLayout) -> int:
+def _level_table_bytes(layout: PageLayout, wide: bool) -> int:
     """Levels in shared memory, 4 bytes an entry for each lane; one table where K and V have the same levels."""
     spec = layout.spec
 
     def entries(fmt: TensorFormat) -> int:
-        if fmt.kind != Kind.LLOYD or fmt.bits <= 4:
+        if fmt.kind != Kind.LLOYD or (_in_bytes(fmt) and not wide):
             return 0
-        return 256 if fmt.bits == 5 else 1 << fmt.bits  # 5 bits by pairs of codes
+        return 256 if fmt.bits <= 5 else 1 << fmt.bits  # up to 5 bits by pairs of codes
 
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
     return 128 * (entries(spec.key) + (0 if alike else entries(spec.value)))
@@ -163,17 +163,13 @@ def _words(entries: list[int]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def level_bytes(fmt: TensorFormat, dim: int, wide: bool) -> tuple[int, int]:
-    """Wide: twice the positive levels. Otherwise the bytes of codes: level + 63.5; at 4 bits what an exclusive or with
-    0xFF (positive) or 0x80 makes that of.
-    """
+def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
+    """The bytes of codes: level + 63.5; at 4 bits what an exclusive or with 0xFF (positive) or 0x80 makes that of."""
     if not _in_bytes(fmt) or fmt.bits > 4:
         return 0, 0
     if fmt.kind == Kind.UNIFORM:
         return _words(list(range(8)))
     levels = codebook(fmt.bits, dim).levels_by_code.tolist()
-    if wide:
-        return _words([int(2 * level) for level in levels[len(levels) // 2 :]])
     if fmt.bits == 4:
         return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
     return _words([int(level + 63.5) for level in levels])

@@ -107,8 +107,8 @@ template <int S, bool TRANSPOSED> struct Codes<8, S, TRANSPOSED> {
 // uniform codes.
 template <int KIND, int BITS> constexpr bool in_bytes() { return KIND == UNIFORM || (KIND == LLOYD && BITS <= 4); }
 
-// Two tables of four bytes. For bytes: up to 3 bits entry c is the byte of code c; at 4 bits it belongs to magnitude c and
-// is completed by the sign. For halves: entry c is twice magnitude c.
+// Two tables of four bytes: up to 3 bits entry c is the byte of code c; at 4 bits it belongs to magnitude c and is completed
+// by the sign.
 struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 
 // Levels in shared memory, a copy of every entry for each lane, so that lanes never wait for one another.
@@ -153,25 +153,15 @@ template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
 }
 // And what its numbers are multiplied by to be levels.
 template <int KIND, int BITS> constexpr float half_unit() {
-  return KIND == FP8 ? 256.0f : KIND == LLOYD && BITS <= 4 ? 8388608.0f : 1.0f;
+  return KIND == FP8 ? 256.0f : 1.0f;
 }
 
 // The numbers of a slice as an operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7), of which keys want the middle two the
-// other way round. Lloyd-Max of up to 4 bits: twice a magnitude (`table`, by magnitude) in the low byte and the sign in
-// the high one is a denormal number, 2^-23 times the level. Of more bits: one by one from a table in shared memory. FP8:
-// behind fp16's exponent the bits of e4m3 are the number over 256.
+// other way round. Lloyd-Max: one by one from a table in shared memory (of 6 bits and more; see below for fewer). FP8: behind
+// fp16's exponent the bits of e4m3 are the number over 256.
 template <int KIND, int BITS, bool TRANSPOSED>
 DEVICE void code_halves(u32 low, u32 high, Table table, const LevelTable& levels, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
-  if (KIND == LLOYD && BITS <= 4) {
-    const u32 magnitudes = low & 0x11111111u * ((1u << (BITS - 1)) - 1);
-    const u32 first = prmt(table.low, table.high, magnitudes);
-    const u32 second = prmt(table.low, table.high, (magnitudes >> 16));
-    const u32 even = ~(low << (8 - BITS)) & 0x80808080u, odd = ~(low << (4 - BITS)) & 0x80808080u;
-    a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
-    a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);
-    return;
-  }
   if (KIND == UNIFORM) {
     u32 first, second;
     code_bytes<KIND, BITS>(low, high, table, first, second);
@@ -204,8 +194,8 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const LevelTable& levels
 
 // ---- halves by pairs ----------------------------------------------------------------------------------------------
 
-// Lloyd-Max of 5 bits: a table with the magnitudes of two codes in every entry. Entry b has those of the nibbles of b, the
-// lower one in its lower half. The codes' fifth bits are signs.
+// Lloyd-Max of up to 5 bits: a table with the levels of two codes in every entry. Entry b has those of the nibbles of b, the
+// lower one in its lower half; of 5 bits their magnitudes, and the fifth bits are signs.
 constexpr int PAIR_ENTRIES = 256;
 
 // Nibbles of a word whose pairs are 16 bits apart: pair p is in nibbles p and p + 4. Pairs of values 0 and 1, 2 and 3, ..., or
@@ -219,16 +209,19 @@ template <bool ACROSS> DEVICE u32 pairs_apart(u32 x) {
 // The four pairs of a slice.
 template <bool ACROSS, int BITS, int S, bool TRANSPOSED>
 DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED>& codes, int s, const LevelTable& levels, u32 (&pair)[4]) {
-  static_assert(BITS == 5, "an entry of the table has two nibbles");
+  static_assert(BITS <= 5, "an entry of the table has two nibbles");
   u32 low = codes.low(s);
   if (ACROSS) {  // nibbles 1 and 2 change places, and 5 and 6
     const u32 both = (low ^ low >> 4) & 0x00F000F0u;
     low = low ^ both ^ both << 4;
   }
-  const u32 signs = pairs_apart<ACROSS>(codes.sign_word(s));
 #pragma unroll
-  for (int p = 0; p < 4; p++)
-    pair[p] = levels.at(low, p) ^ (~(signs << (15 - 4 * p - codes.sign_shift(s))) & 0x80008000u);
+  for (int p = 0; p < 4; p++) pair[p] = levels.at(low, p);
+  if constexpr (BITS == 5) {
+    const u32 signs = pairs_apart<ACROSS>(codes.sign_word(s));
+#pragma unroll
+    for (int p = 0; p < 4; p++) pair[p] ^= ~(signs << (15 - 4 * p - codes.sign_shift(s))) & 0x80008000u;
+  }
 }
 
 // ---- fields -------------------------------------------------------------------------------------------------------

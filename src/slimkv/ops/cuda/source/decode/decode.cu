@@ -19,10 +19,10 @@
 
 // Every entry is written for all lanes, 16 bytes at a time, by threads that start at different lanes.
 template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* table, const float* levels) {
-  constexpr int POSITIVE = 1 << (BITS - 1);
+  constexpr int FIRST = BITS == 5 ? 16 : 0, CODES = BITS < 4 ? 1 << BITS : 16;  // of what a nibble counts
   for (int i = thread_index(); i < ENTRIES; i += 32 * WARPS) {
-    u32 entry = f32_to_f16(levels[IN_PAIRS ? POSITIVE + i % 16 : i]);
-    if (IN_PAIRS) entry |= f32_to_f16(levels[POSITIVE + i / 16]) << 16;
+    u32 entry = f32_to_f16(levels[IN_PAIRS ? FIRST + i % CODES : i]);
+    if (IN_PAIRS) entry |= f32_to_f16(levels[FIRST + i / 16 % CODES]) << 16;
 #pragma unroll
     for (int k = 0; k < 8; k++) *(Words4*)(table + 128 * i + 16 * ((k + i) & 7)) = {entry, entry, entry, entry};
   }

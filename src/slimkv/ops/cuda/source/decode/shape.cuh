@@ -24,10 +24,10 @@ constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of 
 constexpr int FIELDS_AT = K_TILE + V_TILE, TILE = FIELDS_AT + 32 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);
 constexpr int OUT_ROW = VD + 8;  // floats; keeps the columns of a warp's result in different banks
 constexpr int SLOT = NT * TILE > 4 * GROUP * OUT_ROW ? NT * TILE : 4 * GROUP * OUT_ROW;
-// Tables of levels in shared memory; 5 bits by pairs of codes.
-constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS == 5, V_IN_PAIRS = V_KIND == LLOYD && V_BITS == 5;
-constexpr int LEVEL_ENTRIES_K = K_KIND != LLOYD || K_BITS <= 4 ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : 1 << K_BITS;
-constexpr int LEVEL_ENTRIES_V = V_KIND != LLOYD || V_BITS <= 4 ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : 1 << V_BITS;
+// Tables of levels in shared memory, by pairs of codes up to 5 bits.
+constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES, V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES;
+constexpr int LEVEL_ENTRIES_K = K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : 1 << K_BITS;
+constexpr int LEVEL_ENTRIES_V = V_KIND != LLOYD || V_BYTES ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : 1 << V_BITS;
 constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
 constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
