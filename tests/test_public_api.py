@@ -18,7 +18,7 @@ PUBLIC = [
     "AttentionBatch", "Calibration", "Codec", "CodecSpec", "CorruptDataError", "Encoded", "InputError",
     "KVCacheConfig", "MissingDependencyError", "OutOfPagesError", "PageLayout", "PagedPool", "ScalePolicy",
     "SlimKVCache", "SlimKVError", "SpecError", "TensorFormat", "UnsupportedError", "__version__", "attention",
-    "calibrate_model", "models", "ops",
+    "calibrate_model", "disable", "enable", "models", "ops",
 ]  # fmt: skip
 OPS = [
     "AttendOptions", "AttendPlan", "StorePlan", "attend", "gather_kv", "merge_attention_states", "plan_attend",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slimkv.cache import AttentionBatch, PagedPool
     from slimkv.calibration import Calibration
     from slimkv.config import KVCacheConfig
-    from slimkv.integrations.transformers import SlimKVCache, attention
+    from slimkv.integrations.transformers import SlimKVCache, attention, disable, enable
     from slimkv.integrations.transformers.calibration.calibrate import calibrate_model
 
 __version__ = "0.1.0"
@@ -47,6 +47,8 @@ __all__ = [
     "__version__",
     "attention",
     "calibrate_model",
+    "disable",
+    "enable",
     "models",
     "ops",
 ]
@@ -60,6 +62,8 @@ _HOME = {
     "SlimKVCache": "slimkv.integrations.transformers",
     "attention": "slimkv.integrations.transformers",
     "calibrate_model": "slimkv.integrations.transformers.calibration.calibrate",
+    "disable": "slimkv.integrations.transformers",
+    "enable": "slimkv.integrations.transformers",
 }
 _MODULES = ("models", "ops")
 

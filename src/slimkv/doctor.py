@@ -88,6 +88,18 @@ def _codec() -> Check:
     return Check("codec", False, None, f"a 4-bit round trip has {error:.1%} error; this torch computes wrongly")
 
 
+def _cpu_kernels() -> Check:
+    """Builds the compiled CPU kernels, or finds them built."""
+    from slimkv.ops.cpu import module
+
+    failure = module.build_failure()
+    if failure is not None:
+        return Check("cpu", False, None, f"torch runs in place of the compiled CPU kernels: {failure.splitlines()[0]}")
+    library = module.library()
+    threads = "torch's threads" if library.team is not None else "threads of their own: torch's OpenMP was not found"
+    return Check("cpu", True, library.name, f"compiled kernels ({library.path}) on {threads}")
+
+
 def _cuda() -> Check:
     import torch
 
@@ -154,6 +166,7 @@ CHECKS: dict[str, Callable[[], Check]] = {
     "python": _python,
     "torch": _torch,
     "codec": _codec,
+    "cpu": _cpu_kernels,
     "cuda": _cuda,
     "triton": _triton,
     "transformers": lambda: _package("transformers", "a packed cache for model.generate"),

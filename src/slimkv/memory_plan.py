@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.errors import InputError, SpecError, UnsupportedError
+from slimkv.recurrent_state import StateShape, aligned_block_size, state_shape
 from slimkv.spec import CodecSpec, PageLayout
 
 FULL, SLIDING, NO_KV = "full", "sliding", "no_kv"
 BASELINE = "raw"
+USEFUL_MATCH = 1024  # tokens; where a block is larger, prompts seldom share one
+_BLOCK_ALIGNMENT, _STOCK_ALIGNMENT = 64, 16  # tokens by which vLLM rounds a hybrid model's blocks: slimkv's, its own
 _KIND_OF_TYPE = {
     "full_attention": FULL,
     "attention": FULL,
@@ -53,6 +56,7 @@ class ModelShape:
 
     name: str
     groups: tuple[LayerGroup, ...]
+    state: StateShape | None = None  # of a hybrid model
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class FormatPlan:
     total_tokens: int | None
     tokens_ratio_to_bf16: float | None
     groups: tuple[GroupPlan, ...]
+    hybrid_block_size: int | None = None  # what vLLM makes of a block in a hybrid model
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class Plan:
     sequences: int
     block_size: int
     formats: tuple[FormatPlan, ...]
+    state_bytes_per_sequence: int = 0  # recurrent states of a hybrid model, whatever its length
 
 
 def parse_size(text: str) -> int:
@@ -141,7 +147,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     for (kind, window), count in sorted(Counter(types).items(), key=lambda item: str(item[0])):
         stored = (0, 0, 0) if kind == NO_KV else (int(num_kv_heads), int(dim), int(value_dim))
         groups.append(LayerGroup(kind, count, *stored, window))
-    return ModelShape(name, tuple(groups))
+    return ModelShape(name, tuple(groups), state_shape(config, layers))
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
@@ -233,12 +239,14 @@ def make_plan(
         raise InputError(f"sequences must be at least 1, not {sequences}")
     if not formats:
         raise SpecError("no format was given")
+    states = shape.state.sequence_bytes if shape.state is not None else 0
+    each = max(memory // sequences - states, 0)
     base_bytes = _bytes_per_token(shape, BASELINE, block_size)
-    base_tokens = _tokens_that_fit(shape, BASELINE, memory // sequences, block_size)
+    base_tokens = _tokens_that_fit(shape, BASELINE, each, block_size)
     plans = []
     for format in formats:
         layouts = _layouts(shape, format, block_size)
-        tokens = _tokens_that_fit(shape, format, memory // sequences, block_size)
+        tokens = _tokens_that_fit(shape, format, each, block_size)
         per_token = _bytes_per_token(shape, format, block_size)
         plans.append(
             FormatPlan(
@@ -250,9 +258,19 @@ def make_plan(
                 total_tokens=None if tokens is None else tokens * sequences,
                 tokens_ratio_to_bf16=tokens / base_tokens if tokens is not None and base_tokens else None,
                 groups=tuple(_group_plan(group, format, block_size) for group in shape.groups),
+                hybrid_block_size=_hybrid_block(shape, format),
             )
         )
-    return Plan(shape.name, memory, sequences, block_size, tuple(plans))
+    return Plan(shape.name, memory, sequences, block_size, tuple(plans), states)
+
+
+def _hybrid_block(shape: ModelShape, format: str) -> int | None:
+    layouts = _layouts(shape, format, _BLOCK_ALIGNMENT)
+    if shape.state is None or not layouts:
+        return None
+    group, layout = layouts[0]
+    alignment = _STOCK_ALIGNMENT if format == BASELINE else _BLOCK_ALIGNMENT
+    return aligned_block_size(shape.state.layer_bytes, layout.bytes_per_token * group.num_kv_heads, alignment)
 
 
 def _bytes_per_token(shape: ModelShape, format: str, block_size: int) -> float:

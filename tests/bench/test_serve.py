@@ -38,7 +38,7 @@ def test_systems(system, arguments):
     ("wrong", "message"),
     [
         ({"systems": ("k9v9",)}, "unknown format 'k9v9'"),
-        ({"phases": ("sleep",)}, "unknown phase 'sleep'; known are decode, full, poisson"),
+        ({"phases": ("sleep",)}, "unknown phase 'sleep'; known are decode, full, poisson, offload"),
         ({"shape": "huge"}, "unknown shape 'huge'"),
         ({"requests": 0}, "requests must be at least 1"),
         ({"output": 1}, "at least 2 tokens"),

@@ -42,4 +42,4 @@ def calibration() -> Calibration:
         )
         for number in range(3)
     }
-    return Calibration(ModelIdentity.of(CONFIG), layers, "nothing")
+    return Calibration(ModelIdentity.of(CONFIG), layers, "nothing", 4096)

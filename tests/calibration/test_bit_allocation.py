@@ -13,10 +13,10 @@ from slimkv.calibration.bit_allocation import (
     WIDTHS,
     believed_costs,
     budget_bytes,
+    format_of,
     layer_bytes,
     profile_bytes,
     solve_widths,
-    word_of,
 )
 from slimkv.calibration.predict import logit_noise, predicted_cost
 from slimkv.errors import InputError, UnsupportedError
@@ -50,7 +50,7 @@ def test_sensitive_layers_get_the_bits(calibration):
     assert widths[0] < widths[-1]
     assert solution.bytes_per_token <= profile_bytes(calibration, "balanced")
     assert solution.cost < solution.uniform_cost
-    assert solution.formats[2] == word_of(solution.choices[2].key_bits, solution.choices[2].value_bits)
+    assert solution.formats[2] == format_of(solution.choices[2].key_bits, solution.choices[2].value_bits)
 
 
 @pytest.mark.parametrize("bits_per_number", [3.0, 4.1, 5.5])
@@ -63,7 +63,7 @@ def test_no_other_choice_is_cheaper(calibration, bits_per_number):
     best = min(
         costs[0, "key", a] + costs[0, "value", b] + costs[1, "key", c] + costs[1, "value", d]
         for a, b, c, d in product(WIDTHS, repeat=4)
-        if layer_bytes(two.layers[0], word_of(a, b)) + layer_bytes(two.layers[1], word_of(c, d)) <= budget
+        if layer_bytes(two.layers[0], format_of(a, b)) + layer_bytes(two.layers[1], format_of(c, d)) <= budget
     )
     assert solution.cost == pytest.approx(best)
     assert solution.bits_per_number <= bits_per_number
@@ -85,3 +85,18 @@ def test_impossible_wishes_are_named(calibration):
     bare = {n: replace(x, key_weight=None) for n, x in calibration.layers.items()}
     with pytest.raises(UnsupportedError, match="does not know what errors of layer 0 cost"):
         solve_widths(replace(calibration, layers=bare), 1e9)
+
+
+def test_layers_that_forget_do_not_pay_for_those_that_do_not(calibration):
+    """Layers of each window keep within what one width for all would take: the budget holds at any length."""
+    windows = {0: 512, 1: None, 2: 512}
+    layers = {n: replace(x, sliding_window=windows[n]) for n, x in calibration.layers.items()}
+    mixed = replace(calibration, layers=layers)
+    solution = solve_widths(mixed, profile_bytes(mixed, "balanced"))
+    for window in (512, None):
+        numbers = [n for n in layers if windows[n] == window]
+        spent = sum(layer_bytes(layers[n], solution.formats[n]) for n in numbers)
+        allowed = sum(layer_bytes(layers[n], "k4v4") for n in numbers)
+        assert spent <= allowed + 1e-6
+        assert spent > 0.9 * allowed
+    assert solution.formats[1] == "k4v4" or solution.choices[1].key_bits + solution.choices[1].value_bits == 8

@@ -40,3 +40,27 @@ def test_what_does_not_fit_is_refused(calibration):
         calibration.query_aware_matrices(3, Codec.from_format("k4v4", 32))
     with pytest.raises(InputError, match="keys of 32 dimensions in layer 0; these have 64"):
         calibration.query_aware_matrices(0, Codec.from_format("k4v4", 64))
+
+
+def test_a_matrix_for_each_range_of_positions(calibration):
+    from dataclasses import replace
+
+    from slimkv.calibration.rotary import Rotary
+
+    rotary = Rotary(torch.stack(torch.arange(32).chunk(2), 1), 10000.0 ** (-torch.arange(0, 32, 2).double() / 32))
+    turning = replace(calibration, layers={0: replace(calibration.layers[0], rotary=rotary)}, _matrices={})
+    codec = Codec.from_format("k4v4", 32)
+    edges = turning.position_edges()
+    got = turning.query_aware_matrices(0, codec)
+    assert edges[-1] == 4096
+    assert got.shape == (len(edges), 2, 32, 32)
+    for number, (start, stop) in enumerate(zip((0, *edges[:-1]), edges, strict=True)):
+        moment = rotary.mean_moment(calibration.layers[0].query_moment, start, stop)
+        assert torch.equal(got[number], query_aware_matrix(moment, codec.key_rotation))
+    short = turning.query_aware_matrices(0, codec, positions=300)
+    assert torch.equal(short, got[:3])
+    one = turning.query_aware_matrices(0, codec, by_position=False)
+    moment = rotary.mean_moment(calibration.layers[0].query_moment, 0, 4096)
+    assert torch.equal(one, query_aware_matrix(moment, codec.key_rotation))
+    # What queries see of errors at the end of the range: its own matrix is better than that of its beginning.
+    assert not torch.equal(got[0], got[-1])

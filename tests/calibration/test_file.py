@@ -43,6 +43,7 @@ def test_what_is_saved_is_loaded(calibration, path):
         assert torch.equal(again.query_moment, again.query_moment.mT)
         assert torch.equal(again.key_weight, layer.key_weight)
         assert again.value_dim == 32
+    assert loaded.max_positions == 4096
     assert [p.name for p in path.parent.iterdir()] == ["model.safetensors"]
 
 
@@ -91,7 +92,9 @@ def test_an_altered_header_is_refused(path):
 
 def test_other_files_are_refused_by_name(path, tmp_path):
     rewrite(path, lambda header: header.update(version="99"))
-    with pytest.raises(UnsupportedError, match="version 99; this slimkv reads version 1"):
+    with pytest.raises(
+        UnsupportedError, match="version 99; this slimkv reads version 2: make it again with slimkv calibrate MODEL"
+    ):
         Calibration.load(path)
     save_file({"x": torch.zeros(1)}, tmp_path / "other", metadata={"format": "pt"})
     with pytest.raises(CorruptDataError, match="no calibration: its format is pt"):

@@ -39,6 +39,36 @@ def test_it_writes_a_file_and_says_what_is_in_it(tiny_folder, tmp_path):
     assert made.formats == {int(c["layer"]): c["format"] for c in report["widths"]["choices"]}
 
 
+def test_by_default_it_is_kept_for_this_models_files(tiny_folder, tmp_path, monkeypatch):
+    """Where every engine finds it with calibration='auto'; other weights are another model."""
+    import shutil
+
+    from slimkv.calibration.cache import cached_calibration, cached_path
+    from slimkv.errors import InputError
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match=f"make it with slimkv calibrate {tiny_folder}"):
+        cached_calibration(str(tiny_folder))
+    report = json.loads(run("calibrate", str(tiny_folder), "--max-positions", "300", "--json", *ARGUMENTS).stdout)
+    assert report["max_positions"] == 300
+    assert report["widths"] is None
+    assert cached_calibration(str(tiny_folder)).max_positions == 300
+    other = shutil.copytree(tiny_folder, tmp_path / "other")
+    assert cached_path(str(other)) == cached_path(str(tiny_folder))
+    weights = next(other.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert cached_path(str(other)) != cached_path(str(tiny_folder))
+
+
+def test_engines_are_named(tiny_folder):
+    refused = run("calibrate", str(tiny_folder), "--engine", "ollama", *ARGUMENTS, code=2).output
+    assert "not one of transformers, vllm" in refused
+    refused = run("calibrate", str(tiny_folder), "--engine", "vllm", "--budget", "4", *ARGUMENTS, code=2).output
+    assert "need --engine" in refused
+    refused = run("calibrate", str(tiny_folder), "--engine-options", "{}", *ARGUMENTS, code=2).output
+    assert "--engine-options are for --engine vllm" in refused
+
+
 def test_random_ids_on_demand(tiny_folder, tmp_path):
     out = tmp_path / "c.safetensors"
     run("calibrate", str(tiny_folder), "-o", str(out), "--ids", "random", "--seed", "3", *ARGUMENTS)
@@ -71,6 +101,11 @@ def test_evals_take_the_file(file, tiny_folder, tmp_path):
         report = json.loads(run("eval", command, *arguments).stdout)
         assert report["calibration"] == "48 token ids sampled from the model, seed 0"
         assert [r["format"] for r in report["rows"]][-1] == "calibrated"
+    plot = tmp_path / "positions.png"
+    arguments = ["--calibration", str(file), "--format", "k4v4,k4v4+cal", "--plot", str(plot), *model]
+    report = json.loads(run("eval", "positions", *arguments).stdout)
+    assert [r["format"] for r in report["rows"]] == ["k4v4", "k4v4+cal"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
     plot = tmp_path / "widths.png"
     report = json.loads(run("eval", "widths", "--calibration", str(file), "--plot", str(plot), *model).stdout)
     assert len(report["rows"]) == 4

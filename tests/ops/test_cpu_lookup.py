@@ -1,4 +1,4 @@
-"""The CPU implementations against the reference: the same bytes stored, the same numbers read."""
+"""The CPU backends in torch against the reference: the same bytes stored, the same numbers read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from slimkv import ops
 from slimkv.cache import AttentionBatch, PagedPool
 from slimkv.errors import InputError
-from slimkv.ops.attention.api import REGISTRY
 from slimkv.spec import CodecSpec
 
 FORMATS = [
@@ -58,7 +57,7 @@ def test_attend_equals_the_reference(format, dim, block_size):
         for new in (None, fresh):
             for lse in (False, True):
                 results = []
-                for pool.backend in ("reference", "cpu"):
+                for pool.backend in ("reference", "cpu_torch"):
                     out = pool.attend(query, batch, options, fresh=new, return_lse=lse)
                     results.append(out if lse else (out,))
                 for expected, actual in zip(*results, strict=True):
@@ -72,7 +71,7 @@ def test_gather_equals_the_reference(format, rotated):
     slots = everything.slot_mapping.flip(0).clone()
     slots[5] = -1
     results = []
-    for pool.backend in ("reference", "cpu"):
+    for pool.backend in ("reference", "cpu_torch"):
         results.append(pool.gather(slots, rotated=rotated))
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
@@ -86,7 +85,7 @@ def test_store_writes_the_reference_bytes(format):
     slots = torch.randperm(64)[:40]
     slots[3] = -1
     pages = []
-    for backend in ("reference", "cpu"):
+    for backend in ("reference", "cpu_torch"):
         pool = PagedPool(spec, 4, HEADS, 16, backend=backend)
         pool.store(key, value, slots)
         pages.append(pool.pages)
@@ -95,12 +94,3 @@ def test_store_writes_the_reference_bytes(format):
     if "raw" not in format:
         with pytest.raises(InputError, match="cannot be encoded"):
             pool.store(key, value, slots)
-
-
-def test_a_cpu_gets_the_cpu_implementation():
-    assert REGISTRY.names[0] == "cpu"
-    pool, _, batch = filled("k4v4", 64, 16)
-    query = torch.randn(sum(QUERIES), HEADS, 64)
-    automatic = pool.attend(query, batch)
-    pool.backend = "cpu"
-    assert torch.equal(automatic, pool.attend(query, batch))

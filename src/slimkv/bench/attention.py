@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.bench import baselines
-from slimkv.bench.baselines import DenseInputs, compute_dtype, time_baseline
-from slimkv.bench.cells import ATTEND_CELLS, SMALL_ATTEND_CELLS, AttendCell, choose
+from slimkv.bench.baselines import DenseInputs, cell_options, compute_dtype, time_baseline
+from slimkv.bench.cells import ATTEND_CELLS, MORE_ATTEND_CELLS, SMALL_ATTEND_CELLS, AttendCell, choose
 from slimkv.bench.options import Options, Step, compile_ahead, silent
 from slimkv.bench.results import Baseline, Report, Row, make_report
 from slimkv.bench.timing import Timer, copy_bandwidth
 from slimkv.codec import Codec
 from slimkv.errors import SlimKVError
+from slimkv.ops.attention.api import AttendOptions
 
 _CHUNK = 65536  # tokens stored at a time
 _CHECKED_QUERIES = 16
@@ -36,6 +37,7 @@ class Case:
     lens: Tensor
     starts: Tensor
     query: Tensor
+    options: AttendOptions
 
     @classmethod
     def create(cls, cell: AttendCell, backend: str, device: torch.device, compile_only: bool = False) -> Case:
@@ -65,7 +67,8 @@ class Case:
             codec=codec,
             pages=pages,
             table=table,
-            lens=torch.full((cell.batch,), cell.context, dtype=torch.int32, device=device),
+            lens=torch.tensor(cell.lengths, dtype=torch.int32, device=device),
+            options=cell_options(cell, device),
             starts=torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.queries,
             query=torch.randn(cell.batch * cell.queries, cell.num_heads, cell.head_dim, device=device, dtype=dtype),
         )
@@ -74,7 +77,7 @@ class Case:
         """The call that is timed."""
         out = ops.attend(
             self.query, self.pages, self.table, self.lens, self.starts, codec=self.codec, layout=self.cell.layout,
-            max_query_len=self.cell.queries, max_seq_len=self.cell.context, backend=self.backend,
+            max_query_len=self.cell.queries, max_seq_len=self.cell.context, backend=self.backend, options=self.options,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out
@@ -89,8 +92,16 @@ class Case:
         query = self.query[rows].double().unflatten(1, (cell.num_kv_heads, -1))
         scores = torch.einsum("qhgd,khd->qhgk", query, key.double()) / math.sqrt(cell.head_dim)
         last = torch.arange(cell.context - count, cell.context, device=slots.device)
-        scores = scores.masked_fill((position[None, :] > last[:, None])[:, None, None, :], -torch.inf)
-        exact = torch.einsum("qhgk,khd->qhgd", scores.softmax(-1), value.double()).flatten(1, 2)
+        if cell.softcap:
+            scores = cell.softcap * torch.tanh(scores / cell.softcap)
+        hidden = position[None, :] > last[:, None]
+        if cell.sliding_window is not None:
+            hidden |= position[None, :] <= last[:, None] - cell.sliding_window
+        scores = scores.masked_fill(hidden[:, None, None, :], -torch.inf)
+        total = scores.logsumexp(-1, keepdim=True)
+        if self.options.sinks is not None:
+            total = torch.logaddexp(total, self.options.sinks.double().view(cell.num_kv_heads, -1)[None, :, :, None])
+        exact = torch.einsum("qhgk,khd->qhgd", (scores - total).exp(), value.double()).flatten(1, 2)
         return float((self.attend()[rows].double() - exact).norm() / exact.norm())
 
 
@@ -118,16 +129,15 @@ def _baselines(cell: AttendCell, timer: Timer, ours_ms: float, copy: float, step
 
 
 def _same_shape(a: AttendCell, b: AttendCell) -> bool:
-    return (a.batch, a.context, a.queries, a.num_heads, a.num_kv_heads, a.head_dim, a.page) == (
-        b.batch, b.context, b.queries, b.num_heads, b.num_kv_heads, b.head_dim, b.page,
-    )  # fmt: skip
+    return replace(a, name="", format="") == replace(b, name="", format="")
 
 
 def bench_attend(options: Options, step: Step = silent) -> Report:
     """Runs the chosen cells under every chosen implementation."""
     device = options.torch_device()
     small = options.small or device.type != "cuda"
-    cells = choose(SMALL_ATTEND_CELLS if small else ATTEND_CELLS, options.cells, options.page)
+    known = SMALL_ATTEND_CELLS if small else ATTEND_CELLS + (MORE_ATTEND_CELLS if options.cells else ())
+    cells = choose(known, options.cells, options.page)
     backends = options.chosen_backends(device)
     compile_ahead(_compile, [(cell, backend, str(device)) for cell in cells for backend in backends], device, step)
     step("copy bandwidth")

@@ -19,6 +19,7 @@ from slimkv.bench.cells import AttendCell, StoreCell
 from slimkv.bench.results import Baseline
 from slimkv.bench.timing import Timer
 from slimkv.errors import UnsupportedError
+from slimkv.ops.attention.api import AttendOptions
 
 Call = Callable[[], object]
 Candidates = Iterator[tuple[str, Call]]
@@ -52,12 +53,25 @@ class DenseInputs:
         )
 
 
+def cell_options(cell: AttendCell, device: torch.device) -> AttendOptions:
+    """What ``attend`` is called with in this cell."""
+    sinks = torch.linspace(-1, 1, cell.num_heads, device=device) if cell.sinks else None
+    return AttendOptions(sliding_window=cell.sliding_window, softcap=cell.softcap, sinks=sinks)
+
+
+def _refuse_options(cell: AttendCell, *names: str) -> None:
+    given = [name for name in names if getattr(cell, name)]
+    if given:
+        raise UnsupportedError(f"it has no {' or '.join(given)}")
+
+
 def sdpa(inputs: DenseInputs) -> Candidates:
     """torch's own attention on contiguous K and V (it has no pages)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
     cell = inputs.cell
+    _refuse_options(cell, "shortest", "sliding_window", "softcap", "sinks")
     key, value = (
         x.view(cell.batch, cell.context, cell.num_kv_heads, -1).transpose(1, 2) for x in (inputs.key, inputs.value)
     )
@@ -93,7 +107,10 @@ def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
         one = torch.ones(1, device=device).expand(cell.batch, cell.num_kv_heads)
         scales = {"q_descale": one, "k_descale": one, "v_descale": one}
     out = torch.empty_like(inputs.query)
-    lens = torch.full((cell.batch,), cell.context, dtype=torch.int32, device=device)
+    lens = torch.tensor(cell.lengths, dtype=torch.int32, device=device)
+    options = cell_options(cell, device)
+    window = (-1, -1) if cell.sliding_window is None else (cell.sliding_window - 1, 0)
+    extra = {} if options.sinks is None else {"s_aux": options.sinks.to(torch.bfloat16)}
     starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.queries
     for page in (16, 128):
         count = cell.context // page
@@ -105,6 +122,7 @@ def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
                 schedule = module.get_scheduler_metadata(
                     cell.batch, cell.queries, cell.context, cell.num_heads, cell.num_kv_heads, cell.head_dim, lens,
                     qkv_dtype=query.dtype, cu_seqlens_q=starts, page_size=page, causal=True, num_splits=num_splits,
+                    window_size=window, has_softcap=cell.softcap > 0,
                 )  # fmt: skip
             yield (
                 f"pages of {page}, " + (f"schedule of up to {num_splits} num_splits" if num_splits else "own split "
@@ -112,7 +130,7 @@ def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
                 functools.partial(
                     module.flash_attn_varlen_func, query, *pages, cell.queries, starts, cell.context, seqused_k=lens,
                     causal=True, block_table=table, out=out, scheduler_metadata=schedule, num_splits=num_splits,
-                    fa_version=3, **scales,
+                    window_size=window, softcap=cell.softcap, fa_version=3, **scales, **extra,
                 ),
             )  # fmt: skip
 
@@ -163,6 +181,7 @@ def turboquant_attend(inputs: DenseInputs) -> Candidates:
     from vllm.v1.attention.ops.triton_turboquant_decode import triton_turboquant_decode_attention
 
     cell, device = inputs.cell, inputs.query.device
+    _refuse_options(cell, "shortest", "sliding_window", "softcap", "sinks")
     if cell.queries > 1:
         raise UnsupportedError("its decode takes one query per sequence")
     turbo = TurboQuant.create(cell.head_dim, device)

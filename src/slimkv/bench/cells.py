@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -12,7 +13,11 @@ from slimkv.spec import CodecSpec, PageLayout
 
 @dataclass(frozen=True)
 class AttendCell:
-    """``batch`` sequences of ``context`` tokens in pages, each with ``queries`` queries at its end."""
+    """``batch`` sequences of ``context`` tokens in pages, each with ``queries`` queries at its end.
+
+    ``shortest``: lengths from that to ``context`` in a geometric series instead, in random order. The rest are options
+    of ``attend``; ``sinks`` gives every query head one.
+    """
 
     name: str
     batch: int
@@ -23,6 +28,10 @@ class AttendCell:
     head_dim: int = 128
     format: str = "k4v4"
     page: int = 64
+    shortest: int | None = None
+    sliding_window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def layout(self) -> PageLayout:
@@ -30,19 +39,34 @@ class AttendCell:
         return PageLayout(CodecSpec.parse(self.format, self.head_dim), self.page)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence; the first is the longest."""
+        if self.shortest is None:
+            return (self.context,) * self.batch
+        ratio = (self.shortest / self.context) ** (1 / max(1, self.batch - 1))
+        lengths = [round(self.context * ratio**i) for i in range(self.batch)]
+        return (lengths[0], *random.Random(0).sample(lengths[1:], self.batch - 1))
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens that some query sees, of all sequences."""
+        seen = (self.sliding_window or self.context) + self.queries - 1
+        return sum(min(length, seen) for length in self.lengths)
+
+    @property
     def packed_bytes(self) -> int:
-        """Bytes of pages that hold the sequences."""
-        return self.layout.pool_bytes(self.batch * self.layout.blocks_for(self.context), self.num_kv_heads)
+        """Bytes of pages that hold the tokens that are read."""
+        return int(self.read_tokens * self.num_kv_heads * self.layout.bytes_per_token)
 
     def dense_bytes(self, element_bytes: int) -> int:
         """Bytes of the same K and V as plain tensors."""
-        return 2 * self.batch * self.context * self.num_kv_heads * self.head_dim * element_bytes
+        return 2 * self.read_tokens * self.num_kv_heads * self.head_dim * element_bytes
 
     @property
     def flops(self) -> float:
         """Multiplications and additions of the two products under a causal mask."""
-        visible = self.queries * (self.context - (self.queries - 1) / 2)
-        return 4.0 * self.batch * self.num_heads * self.head_dim * visible
+        visible = sum(self.queries * (length - (self.queries - 1) / 2) for length in self.lengths)
+        return 4.0 * self.num_heads * self.head_dim * visible
 
     @property
     def compute_bound(self) -> bool:
@@ -67,6 +91,7 @@ class StoreCell:
     format: str = "k4v4"
     page: int = 64
     query_aware: bool = False
+    max_positions: int = 0  # a matrix per range of so many positions, which a decode step's tokens are scattered over
 
     @property
     def layout(self) -> PageLayout:
@@ -96,6 +121,36 @@ ATTEND_CELLS = (
     replace(_BIG, name="rotation-off-32x32K", format="ku4vu4"),
     replace(_BIG, name="rotation-on-32x32K", format="kur4vur4"),
 )
+# What users bring beside these: other widths, head sizes, groups, drafts, ragged and small batches, short chunks.
+MORE_ATTEND_CELLS = (
+    *(replace(_BIG, name=f"decode-32x32K-{f}", format=f) for f in ("k5v5", "k6v4", "k6v6", "k7v7", "k8v8")),
+    replace(_BIG, name="decode-16x32K-64q8kv", batch=16, num_heads=64),
+    replace(_BIG, name="decode-32x16K-28q4kv", context=16384, num_heads=28, num_kv_heads=4),
+    replace(_BIG, name="decode-32x16K-28q4kv-k5v5", context=16384, num_heads=28, num_kv_heads=4, format="k5v5"),
+    replace(_BIG, name="decode-8x8K-32q32kv", batch=8, context=8192, num_kv_heads=32),
+    replace(_BIG, name="decode-ragged-64x256-64K", batch=64, context=65536, shortest=256, num_heads=24),
+    replace(_BIG, name="decode-256x1K", batch=256, context=1024),
+    replace(_BIG, name="decode-1x2K", batch=1, context=2048),
+    replace(_BIG, name="decode-32x16K-64q8kv-d64-sinks", context=16384, num_heads=64, head_dim=64, sinks=True),
+    replace(
+        _BIG, name="decode-32x16K-64q8kv-d64-window128", context=16384, num_heads=64, head_dim=64, sinks=True,
+        sliding_window=128,
+    ),
+    replace(_BIG, name="decode-16x4K-32q32kv-d96", batch=16, context=4096, num_kv_heads=32, head_dim=96),
+    replace(_BIG, name="decode-8x8K-16q8kv-d256-softcap", batch=8, context=8192, num_heads=16, head_dim=256, softcap=50),
+    replace(
+        _BIG, name="decode-8x32K-16q8kv-d256-window4K", batch=8, num_heads=16, head_dim=256, sliding_window=4096
+    ),
+    replace(_BIG, name="decode-32x8K-8q1kv-d256", context=8192, num_heads=8, num_kv_heads=1, head_dim=256),
+    replace(_BIG, name="verify-4q-16x16K", batch=16, context=16384, queries=4),
+    replace(_BIG, name="verify-8q-16x16K", batch=16, context=16384, queries=8),
+    replace(_BIG, name="chunk-64q-32x8K", context=8192, queries=64),
+    replace(_BIG, name="chunk-512q-16x8K", batch=16, context=8704, queries=512),
+    replace(_BIG, name="prefill-2048q-1x16K-d64", batch=1, context=16384, queries=2048, head_dim=64),
+    replace(
+        _BIG, name="prefill-2048q-1x16K-d256", batch=1, context=16384, queries=2048, num_heads=16, head_dim=256
+    ),
+)  # fmt: skip
 
 _CHUNK = StoreCell("", tokens=8192)
 STORE_CELLS = (
@@ -107,6 +162,15 @@ STORE_CELLS = (
     replace(_CHUNK, name="decode-128", tokens=128, scattered=True),
     replace(_CHUNK, name="chunk-8192-query-aware", query_aware=True),
     replace(_CHUNK, name="decode-128-query-aware", tokens=128, scattered=True, query_aware=True),
+    replace(_CHUNK, name="chunk-8192-query-aware-positions", query_aware=True, max_positions=8192),
+    replace(
+        _CHUNK,
+        name="decode-128-query-aware-positions",
+        tokens=128,
+        scattered=True,
+        query_aware=True,
+        max_positions=8192,
+    ),
     replace(_CHUNK, name="decode-128-4bit_nc", tokens=128, scattered=True, format="turboquant_4bit_nc"),
     replace(_CHUNK, name="rotation-off-8192", format="ku4vu4"),
     replace(_CHUNK, name="rotation-on-8192", format="kur4vur4"),
@@ -126,6 +190,7 @@ SMALL_STORE_CELLS = (
     replace(_SMALL_CHUNK, name="chunk-512-warm", warm=True),
     replace(_SMALL_CHUNK, name="decode-16", tokens=16, scattered=True),
     replace(_SMALL_CHUNK, name="chunk-512-query-aware", query_aware=True),
+    replace(_SMALL_CHUNK, name="chunk-512-query-aware-positions", query_aware=True, max_positions=512),
     replace(_SMALL_CHUNK, name="rotation-off-512", format="ku4vu4"),
     replace(_SMALL_CHUNK, name="rotation-on-512", format="kur4vur4"),
 )
@@ -135,9 +200,13 @@ Cell = TypeVar("Cell", AttendCell, StoreCell)
 
 
 def choose(cells: tuple[Cell, ...], patterns: list[str], page: int | None) -> list[Cell]:
-    """The cells whose name matches one of ``patterns`` (shell style; none: all), with pages of ``page`` tokens."""
-    chosen = []
+    """The cells whose name matches one of ``patterns`` (shell style), with pages of ``page`` tokens.
+
+    No pattern: the usual cells, the first of their tuple; ``all`` is every one.
+    """
+    chosen: list[Cell] = []
     for pattern in patterns or ["*"]:
+        pattern = "*" if pattern == "all" else pattern
         found = [cell for cell in cells if fnmatchcase(cell.name, pattern)]
         if not found:
             raise InputError(f"no cell is called {pattern!r}; known here are {', '.join(c.name for c in cells)}")

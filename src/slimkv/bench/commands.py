@@ -28,6 +28,8 @@ SERVE_OPTIONS = {
     "max_num_batched_tokens": "tokens of a step",
     "seed": "of prompts and arrivals",
     "limit_seconds": "for one system",
+    "offload_gib": "host memory of the offload phase",
+    "rounds": "of the offload phase; the median counts",
 }
 GENERATE_OPTIONS = {
     "context": "tokens in the cache before decoding",
@@ -149,14 +151,16 @@ def _generate(given: dict[str, Any]) -> int:
 
 
 def _add_serve(commands: Any) -> None:
-    from slimkv.bench.serve import PHASES, SHAPES, ServeSettings
+    from slimkv.bench.serve import OFFLOAD, PHASES, SHAPES, ServeSettings
 
     what = "engines under load, stock caches beside slimkv's: tokens held, decoding, full memory, Poisson arrivals"
     parser, base = commands.add_parser("serve", help=what, description=what), ServeSettings()
     parser.add_argument(
         "--systems", type=_comma_list, default=list(base.systems), help="bf16,fp8,turboquant_*, or slimkv's formats"
     )
-    parser.add_argument("--phases", type=_comma_list, default=list(base.phases), help=f"of {','.join(PHASES)}")
+    parser.add_argument(
+        "--phases", type=_comma_list, default=list(base.phases), help=f"of {','.join((*PHASES, OFFLOAD))}"
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default=base.shape, help="of the model")
     for name, help in SERVE_OPTIONS.items():
         default = getattr(base, name)

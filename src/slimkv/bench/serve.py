@@ -2,7 +2,7 @@
 
 Every engine gets the same share of the device's memory, a Llama-3.1-8B-shaped model with dummy weights and random
 tokens. Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or
-``k4v4:triton`` for one implementation).
+``k4v4:triton`` for one implementation); ``k4v4@LBHNC`` names the memory layout as well.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from slimkv.errors import InputError
 from slimkv.spec import CodecSpec
 
 PHASES = ("decode", "full", "poisson")
+OFFLOAD = "offload"  # only where asked for: it gives the engines host memory
 _STOCK = {"bf16": "auto", "fp8": "fp8"}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -61,15 +62,17 @@ class ServeSettings:
     eager: bool = False  # without torch.compile and CUDA graphs
     seed: int = 0
     limit_seconds: int = 600  # for one system
+    offload_gib: float = 40.0  # host memory of the offload phase
+    rounds: int = 5  # of the offload phase
     extra: tuple[tuple[str, Any], ...] = ()  # further engine arguments
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise InputError(f"unknown shape {self.shape!r}; known are {', '.join(SHAPES)}")
         for phase in self.phases:
-            if phase not in PHASES:
-                raise InputError(f"unknown phase {phase!r}; known are {', '.join(PHASES)}")
-        for name in ("requests", "context", "output", "arrivals", "max_num_seqs", "max_num_batched_tokens"):
+            if phase not in (*PHASES, OFFLOAD):
+                raise InputError(f"unknown phase {phase!r}; known are {', '.join((*PHASES, OFFLOAD))}")
+        for name in ("requests", "context", "output", "arrivals", "max_num_seqs", "max_num_batched_tokens", "rounds"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.output < 2:
@@ -107,6 +110,7 @@ def cache_arguments(system: str) -> dict[str, Any]:
 
     ``k4v4:triton`` is a format with one implementation of store and attend.
     """
+    system = system.partition("@")[0]
     if system in _STOCK:
         return {"kv_cache_dtype": _STOCK[system]}
     if system.startswith("turboquant_"):
@@ -131,19 +135,24 @@ def write_model(folder: Path, shape: str) -> None:
 def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str, Any]:
     """What ``serve_engine`` runs."""
     longest = settings.context + settings.output + 64
+    host: dict[str, Any] = {}
+    if OFFLOAD in settings.phases:
+        host = {"kv_offloading_size": settings.offload_gib, "kv_offloading_backend": "native"}
+    layout = system.partition("@")[2]
     return {
         "system": system,
+        "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
         "engine": {
             "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
             "max_model_len": min(longest, SHAPES[settings.shape]["max_position_embeddings"]),
             "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
             "max_num_batched_tokens": settings.max_num_batched_tokens, "enforce_eager": settings.eager,
             "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed,
-            **cache_arguments(system), **dict(settings.extra),
+            **cache_arguments(system), **host, **dict(settings.extra),
         },
         "vocabulary": SHAPES[settings.shape]["vocab_size"],
         **{name: getattr(settings, name) for name in
-           ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed")},
+           ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed", "rounds")},
     }  # fmt: skip
 
 
@@ -176,10 +185,11 @@ def _run_system(
     target.unlink(missing_ok=True)
     request.write_text(json.dumps(plan, indent=2))
     command = [sys.executable, "-u", "-m", "slimkv.bench.serve_engine", str(request), str(target)]
+    environment = {**_environment(), **plan["environment"]}
     begin = time.monotonic()
     with (
         log.open("w") as out,
-        subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=_environment()) as process,
+        subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment) as process,
     ):
         error, shown = None, 0
         while process.poll() is None:
@@ -229,6 +239,9 @@ def over_bf16(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]
         "kv_tokens": ("kv_tokens",),
         "decode_tokens_per_second": ("decode", "decode_tokens_per_second"),
         "prefill_seconds": ("decode", "prefill_seconds"),
+        "offload_host_seconds": ("offload", "host_seconds"),
+        "offload_load_bytes": ("offload", "load_bytes"),
+        "offload_load_seconds": ("offload", "load_seconds"),
         "full_requests": ("full", "requests"),
         "full_tokens_per_second": ("full", "decode_tokens_per_second"),
         "poisson_time_to_first_token_p50": ("poisson", "time_to_first_token_p50"),
@@ -265,6 +278,10 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("decode tok/s", ("decode", "decode_tokens_per_second"), "{:,.0f}"),
     ("held", ("full", "requests"), "{:.0f}"),
     ("full tok/s", ("full", "decode_tokens_per_second"), "{:,.0f}"),
+    ("recompute s", ("offload", "recompute_seconds"), "{:.3f}"),
+    ("from host s", ("offload", "host_seconds"), "{:.3f}"),
+    ("in cache s", ("offload", "cached_seconds"), "{:.3f}"),
+    ("copy s", ("offload", "load_seconds"), "{:.4f}"),
     ("TTFT p50 s", ("poisson", "time_to_first_token_p50"), "{:.3f}"),
     ("TTFT p99 s", ("poisson", "time_to_first_token_p99"), "{:.3f}"),
     ("TPOT p50 s", ("poisson", "time_per_output_token_p50"), "{:.4f}"),
@@ -273,12 +290,13 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def table_rows(report: ServeReport) -> list[list[str]]:
-    """A header and a row per system; what was not measured is a dash."""
+    """A header and a row per system; a dash where a system has no number, no column where none has."""
     rows = [["cache", *(name for name, _, _ in COLUMNS)]]
     for name, system in report.systems.items():
         values = [(_at(system, path), fmt) for _, path, fmt in COLUMNS]
         rows.append([name, *("-" if value is None else fmt.format(value) for value, fmt in values)])
-    return rows
+    measured = [i for i in range(len(rows[0])) if i < 2 or any(row[i] != "-" for row in rows[1:])]
+    return [[row[i] for i in measured] for row in rows]
 
 
 def text_lines(report: ServeReport) -> list[str]:

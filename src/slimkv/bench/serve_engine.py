@@ -96,6 +96,46 @@ class Load:
             fit = min(fit, self.plan["most_requests"])
         return self.together(max(1, fit))
 
+    def phase_offload(self) -> dict[str, Any]:
+        """Time to the first token of one prompt: computed, from host memory, and from the device's own cache.
+
+        Emptying the prefix cache leaves what the host holds; a short request before it lets copies to the host finish.
+        """
+        prompt = [self.prompt(20_000, self.plan["context"])]
+        recompute, first = self.generate(prompt, 1)
+        seconds: dict[str, list[float]] = {"host": [], "cached": [], "bytes": [], "copy": [], "hits": []}
+        names = {
+            "bytes": "vllm:kv_offload_load_bytes",
+            "copy": "vllm:kv_offload_load_time",
+            "hits": "vllm:external_prefix_cache_hits",
+        }
+        same = True
+        for i in range(self.plan["rounds"]):
+            self.generate([self.prompt(20_001 + i, 40)], 4)
+            time.sleep(1)
+            if not self.llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not empty its prefix cache")
+            before = {key: self.counter(name) for key, name in names.items()}
+            took, outputs = self.generate(prompt, 1)
+            seconds["host"].append(took)
+            for key, name in names.items():
+                seconds[key].append(self.counter(name) - before[key])
+            seconds["cached"].append(self.generate(prompt, 1)[0])
+            same = same and outputs[0].outputs[0].token_ids == first[0].outputs[0].token_ids
+        middle = {key: statistics.median(values) for key, values in seconds.items()}
+        return {
+            "context": self.plan["context"],
+            "layout": self.llm.llm_engine.vllm_config.cache_config.kv_cache_layout,
+            "recompute_seconds": recompute,
+            "host_seconds": middle["host"],
+            "cached_seconds": middle["cached"],
+            "load_seconds": middle["copy"],
+            "load_bytes": middle["bytes"],
+            "external_hits": middle["hits"],
+            "same_token": same,
+            "all_host_seconds": seconds["host"],
+        }
+
     def phase_poisson(self) -> dict[str, Any]:
         """Requests of mixed lengths at random times."""
         source = random.Random(self.plan["seed"])

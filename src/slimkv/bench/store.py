@@ -15,6 +15,7 @@ from slimkv.bench.cells import SMALL_STORE_CELLS, STORE_CELLS, StoreCell, choose
 from slimkv.bench.options import Options, Step, compile_ahead, silent
 from slimkv.bench.results import Baseline, Report, Row, make_report
 from slimkv.bench.timing import Timer, copy_bandwidth
+from slimkv.calibration.positions import matrix_index, position_edges
 from slimkv.codec import Codec
 from slimkv.codec.query_aware import query_aware_matrix
 
@@ -36,7 +37,7 @@ def _inputs(cell: StoreCell, device: torch.device) -> tuple[Tensor, Tensor, Tens
 def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[None], tuple[Tensor, Tensor, Tensor]]:
     key, value, slots, pages = _inputs(cell, device)
     codec = Codec(cell.layout.spec, device)
-    query_aware = _query_aware(cell, codec) if cell.query_aware else None
+    query_aware, index = _query_aware(cell, codec) if cell.query_aware else (None, None)
     call = partial(
         ops.store_kv,
         key,
@@ -46,6 +47,7 @@ def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[
         codec=codec,
         layout=cell.layout,
         query_aware=query_aware,
+        query_aware_index=index,
         backend=backend,
     )
     return call, (key, value, slots)
@@ -62,12 +64,20 @@ def _writer(key: Tensor, value: Tensor) -> Callable[[], object]:
     return write
 
 
-def _query_aware(cell: StoreCell, codec: Codec) -> Tensor:
-    """Matrices for queries that live in few directions, others for every head."""
+def _query_aware(cell: StoreCell, codec: Codec) -> tuple[Tensor, Tensor | None]:
+    """Matrices for queries that live in few directions, others for every head; by position, and then an index."""
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(cell.num_kv_heads, 512, cell.head_dim, generator=generator)
     queries = queries * torch.logspace(0, -1.5, cell.head_dim)
-    return query_aware_matrix(queries.mT @ queries, codec.key_rotation.cpu()).to(codec.device)
+    matrices = query_aware_matrix(queries.mT @ queries, codec.key_rotation.cpu()).to(codec.device)
+    if not cell.max_positions:
+        return matrices, None
+    edges = position_edges(cell.max_positions)
+    several = torch.stack([matrices.roll(i, 0) for i in range(len(edges))])
+    positions = torch.arange(cell.tokens) % cell.max_positions
+    if cell.scattered:
+        positions = torch.randint(cell.max_positions, (cell.tokens,), generator=generator)
+    return several, matrix_index(positions.to(codec.device), edges)
 
 
 def _compile(job: tuple[StoreCell, str, str]) -> None:

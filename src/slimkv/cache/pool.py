@@ -20,8 +20,8 @@ from slimkv.spec import CodecSpec, page_layout
 class PagedPool:
     """uint8 pages [blocks, num_kv_heads, page_bytes], their allocator, and the three operations on them.
 
-    ``query_aware``: int8 [num_kv_heads, key_dim, key_dim] or None, with which every key is stored; see
-    ``slimkv.ops.store_kv``.
+    ``query_aware``: int8 [num_kv_heads, key_dim, key_dim], or several of them by position, or None: how keys are
+    rounded; see ``slimkv.ops.store_kv``.
     """
 
     def __init__(
@@ -106,17 +106,18 @@ class PagedPool:
                 blocks[i] = block
         self.copy_blocks(source, target)
 
-    def store(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    def store(self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None) -> None:
         """K [tokens, num_kv_heads, key_dim], V [tokens, num_kv_heads, value_dim] -> the slots.
 
         See ``slimkv.ops.store_kv``.
         """
-        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, self.query_aware):
+        index = query_aware_index if self.query_aware is not None else None
+        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, self.query_aware, index):
             self._plan = plan_store(
                 key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout,
-                query_aware=self.query_aware, backend=self.backend,
+                query_aware=self.query_aware, query_aware_index=index, backend=self.backend,
             )  # fmt: skip
-        self._plan.run(key, value, slot_mapping)
+        self._plan.run(key, value, slot_mapping, index)
 
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any

@@ -1,6 +1,6 @@
-"""calibrate: statistics of a model's queries, the file they are kept in, and the widths that follow from them.
+"""calibration: statistics of a model's queries, the file they are kept in, and the widths that follow from them.
 
-Nothing here knows an engine; ``slimkv.integrations.transformers`` gathers the statistics.
+Nothing here knows an engine; each of ``slimkv.integrations`` gathers the statistics of its own models.
 """
 
 from slimkv.calibration.calibration import Calibration

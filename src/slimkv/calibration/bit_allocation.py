@@ -50,7 +50,7 @@ class Solution:
         return {choice.layer: choice.format for choice in self.choices}
 
 
-def word_of(key_bits: int, value_bits: int) -> str:
+def format_of(key_bits: int, value_bits: int) -> str:
     """The format name of Lloyd-Max keys and values."""
     return f"k{key_bits}v{value_bits}"
 
@@ -77,6 +77,16 @@ def _numbers(calibration: Calibration) -> int:
     return sum(x.num_kv_heads * (x.key_dim + x.value_dim) for x in calibration.layers.values())
 
 
+def _budgets(calibration: Calibration, budget: float) -> dict[int | None, float]:
+    """The part of ``budget`` of the layers of each sliding window (None: those without): as with one width for all."""
+    typical: dict[int | None, float] = {}
+    for layer in calibration.layers.values():
+        size = layer_bytes(layer, format_of(_TYPICAL_BITS, _TYPICAL_BITS))
+        typical[layer.sliding_window] = typical.get(layer.sliding_window, 0.0) + size
+    total = sum(typical.values())
+    return {window: budget * size / total for window, size in typical.items()}
+
+
 def believed_costs(calibration: Calibration) -> dict[tuple[int, str, int], float]:
     """(layer, side, bits) -> the predicted cost, drawn towards the typical one of the model: see ``SHRINKAGE``."""
     sides = [(layer, side) for layer in sorted(calibration.layers) for side in ("key", "value")]
@@ -95,16 +105,24 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
 
     From the smallest widths on, the bit that saves the most per byte is bought next. The cost falls by less with every
     bit, so where bits cost alike this is the optimum, and otherwise off by at most the last bit.
+
+    Layers of one sliding window share what they would share at one width, and no more: a layer that forgets tokens
+    pays for fewer of them, so that bytes moved from it to a layer that does not would break the budget of a long
+    context.
     """
     layers = sorted(calibration.layers)
     costs = believed_costs(calibration)
     bits = {(layer, side): WIDTHS[0] for layer in layers for side in ("key", "value")}
 
     def size(layer: int) -> float:
-        return layer_bytes(calibration.layers[layer], word_of(bits[layer, "key"], bits[layer, "value"]))
+        return layer_bytes(calibration.layers[layer], format_of(bits[layer, "key"], bits[layer, "value"]))
 
+    window = {layer: calibration.layers[layer].sliding_window for layer in layers}
+    left = _budgets(calibration, budget)
+    for layer in layers:
+        left[window[layer]] -= size(layer)
     spent = sum(map(size, layers))
-    if spent > budget:
+    if min(left.values()) < -1e-6:
         least = 8 * spent / _numbers(calibration)
         raise InputError(
             f"a budget of {8 * budget / _numbers(calibration):.3f} bits per number is less than {WIDTHS[0]}-bit codes "
@@ -125,8 +143,9 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
     heapq.heapify(heap)
     while heap:
         _, layer, side, price = heapq.heappop(heap)
-        if spent + price > budget + 1e-9:
+        if price > left[window[layer]] + 1e-6:
             continue  # others may be cheaper
+        left[window[layer]] -= price
         spent += price
         bits[layer, side] += 1
         if (found := offer(layer, side)) is not None:
@@ -136,13 +155,13 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
             layer,
             bits[layer, "key"],
             bits[layer, "value"],
-            word_of(bits[layer, "key"], bits[layer, "value"]),
+            format_of(bits[layer, "key"], bits[layer, "value"]),
             costs[layer, "key", bits[layer, "key"]],
             costs[layer, "value", bits[layer, "value"]],
         )
         for layer in layers
     )
-    uniform = [w for w in WIDTHS if sum(layer_bytes(x, word_of(w, w)) for x in calibration.layers.values()) <= budget]
+    uniform = [w for w in WIDTHS if sum(layer_bytes(x, format_of(w, w)) for x in calibration.layers.values()) <= budget]
     return Solution(
         choices,
         8 * spent / _numbers(calibration),

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from slimkv.calibration import file
 from slimkv.calibration.identity import ModelIdentity
-from slimkv.calibration.statistics import LayerStatistics
+from slimkv.calibration.positions import position_edges
+from slimkv.calibration.rotary import Rotary
+from slimkv.calibration.statistics import LayerStatistics, pack_moments, unpack_moments
 from slimkv.codec import Codec
 from slimkv.codec.query_aware import query_aware_matrix
-from slimkv.errors import InputError
+from slimkv.errors import CorruptDataError, InputError
 from slimkv.spec import DEFAULT_SEED, Kind
+
+_MOMENT, _SCALE, _KEY_WEIGHT, _VALUE_WEIGHT = "query_moment", "query_scale", "key_weight", "value_weight"
+_PLANES, _FREQUENCIES = "rotary_planes", "rotary_frequencies"
 
 
 @dataclass(frozen=True)
@@ -28,27 +36,80 @@ class Calibration:
     identity: ModelIdentity
     layers: Mapping[int, LayerStatistics]
     source: str  # what the model read
+    max_positions: int  # up to which the statistics hold
     seed: int = DEFAULT_SEED  # of the codec that the widths were chosen for
     formats: Mapping[int, str] | None = None
     name: str = "the calibration"  # where it came from, for messages
     _matrices: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _warned: list[int] = field(default_factory=list, repr=False, compare=False)
+
+    # -- the file ------------------------------------------------------------------------------------------------------
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """From a file; raises ``CorruptDataError`` if it is truncated or altered."""
-        from slimkv.calibration.file import load
-
-        return load(Path(path))
+        about, tensors = file.read(Path(path))
+        layers = {
+            int(number): _read_layer(f"{path}: layer {number}", number, sizes, tensors)
+            for number, sizes in about["layers"].items()
+        }
+        formats = about["formats"]
+        return cls(
+            ModelIdentity.from_fields(about["model"]),
+            layers,
+            about["source"],
+            about["max_positions"],
+            about["codec_seed"],
+            {int(k): v for k, v in formats.items()} if formats is not None else None,
+            str(path),
+        )
 
     def save(self, path: str | Path) -> None:
         """To a file, at once or not at all."""
-        from slimkv.calibration.file import save
+        tensors: dict[str, Tensor] = {}
+        layers = {}
+        for number, statistics in sorted(self.layers.items()):
+            packed, scale = pack_moments(statistics.query_moment)
+            tensors[f"{_MOMENT}.{number}"], tensors[f"{_SCALE}.{number}"] = packed, scale
+            if statistics.rotary.turns:
+                tensors[f"{_PLANES}.{number}"] = statistics.rotary.planes.to(torch.int16).contiguous()
+                tensors[f"{_FREQUENCIES}.{number}"] = statistics.rotary.frequencies.double().contiguous()
+            for name, weight in ((_KEY_WEIGHT, statistics.key_weight), (_VALUE_WEIGHT, statistics.value_weight)):
+                if weight is not None:
+                    tensors[f"{name}.{number}"] = weight.float().cpu()
+            sizes = statistics.num_kv_heads, statistics.key_dim, statistics.value_dim, statistics.sliding_window
+            layers[str(number)] = sizes
+        about = {
+            "model": self.identity.to_fields(),
+            "config_hash": self.identity.hash,
+            "layers": layers,  # number: KV heads, key size, value size, sliding window
+            "source": self.source,
+            "max_positions": self.max_positions,
+            "codec_seed": self.seed,
+            "formats": {str(k): v for k, v in self.formats.items()} if self.formats is not None else None,
+        }
+        file.write(Path(path), about, tensors)
 
-        save(self, Path(path))
+    # -- what engines ask ----------------------------------------------------------------------------------------------
 
     def check_model(self, config: Any) -> None:
         """Raises unless ``config`` (of transformers, or a mapping) is that of the model this was made for."""
         self.identity.check_same(ModelIdentity.of(config), self.name)
+
+    def warn_beyond(self, positions: int) -> None:
+        """Warns, once, if ``positions`` are more than the statistics hold for."""
+        if positions > self.max_positions and not self._warned:
+            self._warned.append(positions)
+            warnings.warn(
+                f"{self.name} holds up to position {self.max_positions:,}; keys beyond it (up to {positions:,} here) "
+                "are rounded as at its end, which may be worse than without a calibration: make it again with "
+                f"slimkv calibrate MODEL --max-positions {positions}",
+                stacklevel=2,
+            )
+
+    def position_edges(self, positions: int | None = None) -> tuple[int, ...]:
+        """Where the ranges of ``query_aware_matrices`` end, for a context of ``positions``; None: all that it holds."""
+        return position_edges(min(positions or self.max_positions, self.max_positions))
 
     def statistics(self, layer: int) -> LayerStatistics:
         """Of layer ``layer``; raises if there is none."""
@@ -57,17 +118,27 @@ class Calibration:
             raise InputError(f"{self.name} has no layer {layer}; it has {len(self.layers)} attention layers ({known})")
         return self.layers[layer]
 
-    def query_aware_matrices(self, layer: int, codec: Codec, heads: slice | None = None) -> Tensor | None:
-        """The rounding matrices with which keys of a layer are stored, on the codec's device.
+    def query_aware_matrices(
+        self,
+        layer: int,
+        codec: Codec,
+        heads: slice | None = None,
+        positions: int | None = None,
+        by_position: bool = True,
+    ) -> Tensor | None:
+        """The matrices with which keys of a layer are stored, on the codec's device.
 
         Args:
             layer: the layer's number in the model.
             codec: what encodes its keys; any width and seed.
             heads: which KV heads (a tensor-parallel rank's own); None: all.
+            positions: the longest context; fewer ranges of positions take less memory. None: all that it holds.
+            by_position: False: one matrix for all positions, for an engine that does not know them.
 
-        Returns int8 [heads, key_dim, key_dim] as ``slimkv.ops.store_kv`` takes it,
-        or None where the codec's keys are not
-        ``lloyd``, which have no such rounding.
+        Returns int8 [ranges, heads, key_dim, key_dim] for ``slimkv.ops.store_kv``, whose index is
+        ``slimkv.calibration.positions.matrix_index`` with ``position_edges(positions)``; [heads, key_dim, key_dim] in
+        layers whose queries do not depend on their position, and without ``by_position``; None where the codec's keys
+        are not ``lloyd``, which have no such rounding.
         """
         statistics = self.statistics(layer)
         if statistics.key_dim != codec.spec.key_dim:
@@ -75,19 +146,41 @@ class Calibration:
                 f"{self.name} has keys of {statistics.key_dim} dimensions in layer {layer}; these have "
                 f"{codec.spec.key_dim}"
             )
-        chosen = range(statistics.num_kv_heads)[heads] if heads is not None else range(statistics.num_kv_heads)
-        if heads is not None and (
-            len(chosen) == 0 or (heads.stop is not None and heads.stop > statistics.num_kv_heads)
-        ):
-            raise InputError(f"heads {heads} are not among the {statistics.num_kv_heads} KV heads of layer {layer}")
+        count = statistics.num_kv_heads
+        chosen = range(count)[heads] if heads is not None else range(count)
+        if len(chosen) == 0 or (heads is not None and heads.stop is not None and heads.stop > count):
+            raise InputError(f"heads {heads} are not among the {count} KV heads of layer {layer}")
         if codec.spec.key.kind != Kind.LLOYD:
             return None
-        key = (layer, codec.spec.seed, codec.device)
+        edges = self.position_edges(positions)
+        edges = edges if by_position else edges[-1:]
+        key = (layer, codec.spec.seed, codec.device, edges, chosen)
         if key not in self._matrices:
-            rotation = codec.key_rotation.cpu()
-            self._matrices[key] = query_aware_matrix(statistics.query_moment, rotation).to(codec.device)
-        return self._matrices[key][heads].contiguous() if heads is not None else self._matrices[key]
+            self._matrices[key] = _matrices(statistics, chosen, edges, codec).to(codec.device).contiguous()
+        return self._matrices[key]
 
     def with_formats(self, formats: Mapping[int, str], seed: int = DEFAULT_SEED) -> Calibration:
         """The same statistics with a format name for every layer."""
         return replace(self, formats=dict(formats), seed=seed)
+
+
+def _matrices(statistics: LayerStatistics, heads: range, edges: tuple[int, ...], codec: Codec) -> Tensor:
+    moment, rotation = statistics.query_moment[list(heads)].double(), codec.key_rotation.cpu()
+    if not statistics.rotary.turns:
+        return query_aware_matrix(moment, rotation)
+    ranges = list(zip((0, *edges[:-1]), edges, strict=True))
+    matrices = query_aware_matrix(statistics.rotary.mean_moments(moment, ranges), rotation)
+    return matrices[0] if len(ranges) == 1 else matrices
+
+
+def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Tensor]) -> LayerStatistics:
+    heads, key_dim, value_dim, window = sizes
+    moment = unpack_moments(tensors[f"{_MOMENT}.{number}"], tensors[f"{_SCALE}.{number}"])
+    if moment.shape != (heads, key_dim, key_dim):
+        raise CorruptDataError(f"{where} has moments {list(moment.shape)}, not of {heads} heads")
+    rotary = Rotary.none()
+    if f"{_PLANES}.{number}" in tensors:
+        rotary = Rotary(tensors[f"{_PLANES}.{number}"].long(), tensors[f"{_FREQUENCIES}.{number}"])
+    weights = (tensors.get(f"{name}.{number}") for name in (_KEY_WEIGHT, _VALUE_WEIGHT))
+    key_weight, value_weight = (x.double() if x is not None else None for x in weights)
+    return LayerStatistics(moment, value_dim, key_weight, value_weight, rotary, window)

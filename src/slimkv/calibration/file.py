@@ -1,4 +1,4 @@
-"""A calibration as one safetensors file: versioned, with the model's identity and a checksum."""
+"""One safetensors file: versioned, with a checksum, written at once or not at all."""
 
 from __future__ import annotations
 
@@ -12,35 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.calibration.calibration import Calibration
-from slimkv.calibration.identity import ModelIdentity
-from slimkv.calibration.statistics import LayerStatistics, pack_moments, unpack_moments
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, UnsupportedError
 
-FORMAT, VERSION = "slimkv-calibration", 1
-_MOMENT, _SCALE, _KEY_WEIGHT, _VALUE_WEIGHT = "query_moment", "query_scale", "key_weight", "value_weight"
+FORMAT, VERSION = "slimkv-calibration", 2
 
 
-def save(calibration: Calibration, path: Path) -> None:
-    """Writes the file beside its place and then moves it there."""
+def write(path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Writes the file beside its place and then moves it there; ``about`` becomes JSON."""
     save_file = _safetensors("save_file")
-    tensors: dict[str, Tensor] = {}
-    layers = {}
-    for number, statistics in sorted(calibration.layers.items()):
-        packed, scale = pack_moments(statistics.query_moment)
-        tensors[f"{_MOMENT}.{number}"], tensors[f"{_SCALE}.{number}"] = packed, scale
-        for name, weight in ((_KEY_WEIGHT, statistics.key_weight), (_VALUE_WEIGHT, statistics.value_weight)):
-            if weight is not None:
-                tensors[f"{name}.{number}"] = weight.float().cpu()
-        layers[str(number)] = [statistics.num_kv_heads, statistics.key_dim, statistics.value_dim]
-    about = {
-        "model": calibration.identity.to_fields(),
-        "config_hash": calibration.identity.hash,
-        "layers": layers,  # number: KV heads, key size, value size
-        "source": calibration.source,
-        "codec_seed": calibration.seed,
-        "formats": {str(k): v for k, v in calibration.formats.items()} if calibration.formats is not None else None,
-    }
     header = {"format": FORMAT, "version": str(VERSION), "about": json.dumps(about, sort_keys=True)}
     header["sha256"] = _checksum(header, tensors)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +34,8 @@ def save(calibration: Calibration, path: Path) -> None:
         raise
 
 
-def load(path: Path) -> Calibration:
-    """See ``Calibration.load``."""
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``about`` and the tensors of a file; raises unless it is whole and of this version."""
     if not path.is_file():
         raise InputError(f"there is no calibration file {path}; make one with slimkv calibrate MODEL -o {path}")
     header, tensors = _read(path)
@@ -67,28 +46,13 @@ def load(path: Path) -> Calibration:
     if header.get("version") != str(VERSION):
         raise UnsupportedError(
             f"{path} is a calibration of version {header.get('version')}; this slimkv reads version {VERSION}: "
-            "make it again with slimkv calibrate"
+            f"make it again with slimkv calibrate MODEL -o {path}"
         )
     if header.get("sha256") != _checksum(header, tensors):
-        raise CorruptDataError(f"{path} was altered: its checksum does not match; make it again with slimkv calibrate")
-    about = json.loads(header["about"])
-    layers = {}
-    for number, (heads, key_dim, value_dim) in about["layers"].items():
-        moment = unpack_moments(tensors[f"{_MOMENT}.{number}"], tensors[f"{_SCALE}.{number}"])
-        if moment.shape != (heads, key_dim, key_dim):
-            raise CorruptDataError(f"{path}: layer {number} has moments {list(moment.shape)}, not of {heads} heads")
-        weights = (tensors.get(f"{name}.{number}") for name in (_KEY_WEIGHT, _VALUE_WEIGHT))
-        key_weight, value_weight = (x.double() if x is not None else None for x in weights)
-        layers[int(number)] = LayerStatistics(moment, value_dim, key_weight, value_weight)
-    formats = about["formats"]
-    return Calibration(
-        ModelIdentity.from_fields(about["model"]),
-        layers,
-        about["source"],
-        about["codec_seed"],
-        {int(k): v for k, v in formats.items()} if formats is not None else None,
-        str(path),
-    )
+        raise CorruptDataError(
+            f"{path} was altered: its checksum does not match; make it again with slimkv calibrate MODEL -o {path}"
+        )
+    return json.loads(header["about"]), tensors
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

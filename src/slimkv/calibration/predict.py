@@ -12,6 +12,8 @@ from slimkv.codec.query_aware import unit_triangular
 from slimkv.codec.rotation import block_size, signed_hadamard
 from slimkv.errors import UnsupportedError
 
+_POSITIONS = 1024  # of the windows that costs are measured on
+
 
 def logit_noise(statistics: LayerStatistics, seed: int, shaped: bool = True) -> Tensor:
     """E(q.e)^2 for a key of norm 1 whose codes have a squared error of 1: float64 [num_kv_heads].
@@ -21,9 +23,10 @@ def logit_noise(statistics: LayerStatistics, seed: int, shaped: bool = True) -> 
     """
     dim = statistics.key_dim
     rotation = torch.tensor(signed_hadamard(dim, seed), dtype=torch.float64) / block_size(dim) ** 0.5
-    moment = rotation.T @ statistics.query_moment.double() @ rotation
+    seen = statistics.moment_at(0, _POSITIONS)
+    moment = rotation.T @ seen @ rotation
     if shaped:
-        factor = unit_triangular(statistics.query_moment, rotation)
+        factor = unit_triangular(seen, rotation)
         half = torch.linalg.solve_triangular(factor, moment, upper=False)
         moment = torch.linalg.solve_triangular(factor, half.mT, upper=False)
     return moment.diagonal(dim1=-2, dim2=-1).mean(-1)

@@ -1,12 +1,13 @@
-"""What a calibration knows of one layer, and what follows from it for rounding."""
+"""What a calibration knows of one layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from slimkv.calibration.rotary import Rotary
 from slimkv.errors import InputError
 
 
@@ -14,18 +15,24 @@ from slimkv.errors import InputError
 class LayerStatistics:
     """Of one attention layer; every tensor has one row per KV head.
 
-    ``key_weight`` and ``value_weight`` say what quantisation noise in this layer costs, as KL divergence of the model's
-    predictions: that of keys is key_weight times E(q.e)^2 over |key|^2 (e the key's error), that of values value_weight
-    times |error|^2 over |value|^2. None where that was not
-    measured, or the model's output projection is unknown.
+    ``query_moment`` is that of queries turned back to position 0, where the layer turns them (``rotary``); otherwise
+    of queries as they are.
+
+    ``key_weight`` and ``value_weight`` say what quantisation noise in this layer costs, relative to other layers: that
+    of keys is key_weight times E(q.e)^2 over |key|^2 (e the key's error), that of values value_weight times |error|^2
+    over |value|^2. None where that was not measured, or the model's output projection is unknown.
     """
 
-    query_moment: (
-        Tensor  # float64 [num_kv_heads, key_dim, key_dim]: mean of q q' over tokens and the group's query heads
-    )
+    query_moment: Tensor  # float64 [num_kv_heads, key_dim, key_dim]: mean of q q' over tokens and the group's heads
     value_dim: int
     key_weight: Tensor | None = None  # float64 [num_kv_heads]
     value_weight: Tensor | None = None  # float64 [num_kv_heads]
+    rotary: Rotary = field(default_factory=Rotary.none)
+    sliding_window: int | None = None
+
+    def moment_at(self, start: int, stop: int) -> Tensor:
+        """The mean of q q' over queries at positions [start, stop): float64 [num_kv_heads, key_dim, key_dim]."""
+        return self.rotary.mean_moment(self.query_moment.double(), start, stop)
 
     @property
     def num_kv_heads(self) -> int:

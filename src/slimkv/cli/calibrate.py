@@ -16,18 +16,23 @@ if TYPE_CHECKING:
 
 SAMPLED, RANDOM = "sampled", "random"
 IDS = (SAMPLED, RANDOM)
+TRANSFORMERS, VLLM = "transformers", "vllm"
+ENGINES = (TRANSFORMERS, VLLM)
 
 
 def calibrate(
     model: Annotated[str, typer.Argument(help="A packaged model, a folder, or a name on the Hugging Face hub.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The file to write; default: where calibration='auto' finds it."),
+    ] = None,
     ids: Annotated[
         str, typer.Option(help="What the model reads: sampled (what it says itself) or random token ids.")
     ] = SAMPLED,
     text: Annotated[
         str | None, typer.Option(help="Read a text (a file, a hub data set, shipped) instead of --ids.")
     ] = None,
-    windows: Annotated[int, typer.Option(help="How many windows the model reads.")] = 8,
+    windows: Annotated[int, typer.Option(help="How many windows the model reads.")] = 3,
     tokens: Annotated[int, typer.Option(help="Tokens per window.")] = 1024,
     seed: Annotated[int, typer.Option(help="Of the sampled or random token ids.")] = 0,
     budget: Annotated[
@@ -35,6 +40,15 @@ def calibrate(
     ] = None,
     profile: Annotated[
         str | None, typer.Option(help="Choose widths per layer: lossless, balanced or aggressive.")
+    ] = None,
+    max_positions: Annotated[
+        int | None, typer.Option(help="The longest context it is for; default: what the model declares.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="What runs the model: transformers, or vllm (its own start-up, all its GPUs).")
+    ] = TRANSFORMERS,
+    engine_options: Annotated[
+        str | None, typer.Option(help="Options of the engine as JSON, such as '{\"tensor_parallel_size\": 4}'.")
     ] = None,
     threads: Threads = None,
     device: Device = "cpu",
@@ -49,15 +63,28 @@ def calibrate(
         raise typer.BadParameter(f"--ids {ids!r} is not one of {', '.join(IDS)}; for a text use --text")
     if budget is not None and profile is not None:
         raise typer.BadParameter("--budget and --profile both choose the widths; give one of them")
+    if engine not in ENGINES:
+        raise typer.BadParameter(f"--engine {engine!r} is not one of {', '.join(ENGINES)}")
+    chooses = budget is not None or profile is not None
+    if engine == VLLM and (chooses or text is not None or ids != SAMPLED):
+        raise typer.BadParameter(
+            "--text, --ids, --budget and --profile need --engine transformers: in vLLM a model reads what it says "
+            "itself, and what noise costs is not measured"
+        )
+    if engine_options is not None and engine != VLLM:
+        raise typer.BadParameter(f"--engine-options are for --engine {VLLM}")
     watch = Stopwatch()
     with user_errors():
-        costs = budget is not None or profile is not None  # a pass per layer, which only the choice of widths needs
-        made = _gather(model, text, ids, windows, tokens, seed, threads, device, costs)
+        if engine == VLLM:
+            made = _gather_in_vllm(model, windows, tokens, seed, max_positions, engine_options)
+        else:
+            made = _gather(model, text, ids, (windows, tokens), seed, max_positions, chooses, threads, device)
         solution = None
-        if budget is not None or profile is not None:
+        if chooses:
             size = budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile))
             solution = solve_widths(made, size)
             made = made.with_formats(solution.formats)
+        out = out if out is not None else _kept(model)
         made.save(out)
     result = _result(model, made, solution, out, watch.seconds)
     emit(result, as_json, *([] if as_json else _shown(result, solution)))
@@ -67,34 +94,58 @@ def _gather(
     name: str,
     text: str | None,
     ids: str,
-    windows: int,
-    tokens: int,
+    samples: tuple[int, int],
     seed: int,
+    max_positions: int | None,
+    costs: bool,
     threads: int | None,
     device: str,
-    costs: bool,
 ) -> Calibration:
     from slimkv.evals.texts import load_text, token_windows
     from slimkv.integrations.transformers.calibration.collect import gather_calibration
-    from slimkv.integrations.transformers.calibration.samples import random_windows, sampled_windows
+    from slimkv.integrations.transformers.calibration.samples import random_windows
 
     with progress_bar() as (_, progress):
         loaded = load_quietly(name, threads, device)
+        read = source = None
         if text is not None:
-            read = token_windows(loaded.tokenizer, load_text(text), windows, tokens)
+            read = token_windows(loaded.tokenizer, load_text(text), *samples)
             source = f"{read.numel()} tokens of {Path(text).name}"
-        elif ids == SAMPLED:
-            read = sampled_windows(loaded.model, windows, tokens, seed, progress)
-            source = f"{read.numel()} token ids sampled from the model, seed {seed}"
-        else:
-            read = random_windows(loaded.model.config, windows, tokens, seed)
+        elif ids == RANDOM:
+            read = random_windows(loaded.model.config, *samples, seed)
             source = f"{read.numel()} random token ids, seed {seed}"
-        return gather_calibration(loaded.model, read, source=source, costs=costs, progress=progress)
+        return gather_calibration(
+            loaded.model, read, source=source, costs=costs, max_positions=max_positions, samples=samples, seed=seed,
+            progress=progress,
+        )  # fmt: skip
+
+
+def _gather_in_vllm(
+    name: str, windows: int, tokens: int, seed: int, max_positions: int | None, options: str | None
+) -> Calibration:
+    import json
+
+    from slimkv import models
+    from slimkv.integrations.vllm.observe import gather_calibration
+
+    given = json.loads(options) if options else {}
+    if not isinstance(given, dict):
+        raise typer.BadParameter(f"--engine-options must be a JSON object, not {options}")
+    source = str(models.folder(name)) if name in models.PACKAGED else name
+    with progress_bar() as (_, progress):
+        return gather_calibration(
+            source, samples=(windows, tokens), seed=seed, max_positions=max_positions, progress=progress, **given
+        )
+
+
+def _kept(name: str) -> Path:
+    from slimkv import models
+    from slimkv.calibration.cache import cached_path
+
+    return cached_path(str(models.folder(name)) if name in models.PACKAGED else name)
 
 
 def _result(model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from slimkv.calibration.predict import logit_noise
 
     gains = []
@@ -109,8 +160,19 @@ def _result(model: str, made: Calibration, solution: Solution | None, out: Path,
         "file": str(out),
         "file_bytes": out.stat().st_size,
         "logit_error_reduction": gains,  # by layer: squared error that queries see, plain over query-aware
-        "widths": None if solution is None else asdict(solution),
+        "max_positions": made.max_positions,
+        "widths": None if solution is None else _widths(solution),
         "seconds": seconds,
+    }
+
+
+def _widths(solution: Solution) -> dict[str, Any]:
+    """What was chosen. What it costs is known relative to other layers only, and not told."""
+    names = ("layer", "key_bits", "value_bits", "format")
+    return {
+        "choices": [{name: getattr(choice, name) for name in names} for choice in solution.choices],
+        "bits_per_number": solution.bits_per_number,
+        "bytes_per_token": solution.bytes_per_token,
     }
 
 
@@ -125,16 +187,15 @@ def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
     table.add_row("layers, KV heads in all", f"{result['layers']}, {result['num_kv_heads']}")
     table.add_row("file", f"{result['file_bytes']:,} bytes")
     table.add_row("squared error that queries see", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's")
+    table.add_row("holds up to position", f"{result['max_positions']:,}")
     table.add_row("time", f"{result['seconds']:.1f} s")
     if solution is None:
         return [table]
-    widths = Table(title="widths per layer, and the predicted KL divergence of each side")
-    for name in ("layer", "format", "keys", "values"):
+    widths = Table(title="widths per layer")
+    for name in ("layer", "format"):
         widths.add_column(name, justify="right")
     for choice in solution.choices:
-        widths.add_row(str(choice.layer), choice.format, f"{choice.key_cost:.2e}", f"{choice.value_cost:.2e}")
+        widths.add_row(str(choice.layer), choice.format)
     table.add_row("bits per number", f"{solution.bits_per_number:.3f}")
     table.add_row("bytes per token", f"{solution.bytes_per_token:,.0f}")
-    uniform = "-" if solution.uniform_cost is None else f"{solution.uniform_cost:.4f}"
-    table.add_row("predicted KL; of one width for all", f"{solution.cost:.4f}; {uniform}")
     return [table, widths]

@@ -90,7 +90,7 @@ def query_aware(
         if calibration is not None:
             from slimkv.calibration import Calibration
 
-            found = Calibration.load(calibration).statistics(layer).query_moment
+            found = Calibration.load(calibration).statistics(layer).moment_at(0, 1024)
             if not 0 <= head < len(found):
                 raise InputError(f"layer {layer} has KV heads 0 to {len(found) - 1}, not {head}")
             moment, source = found[head], f"{calibration.name}, layer {layer}, KV head {head}"

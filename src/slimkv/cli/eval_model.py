@@ -42,7 +42,7 @@ _DEFAULT_MODEL = "smollm2-135m-instruct"
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands to the ``eval`` group."""
-    for command in (perplexity, agreement, needle, generation, layers, widths, paths):
+    for command in (perplexity, agreement, positions, needle, generation, layers, widths, paths):
         app.command()(command)
 
 
@@ -193,6 +193,41 @@ def agreement(
     for row in report.rows:
         numbers = f"{row.top1:.2%}", f"{row.kl:.5f}", f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
         table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}")
+    emit(with_provenance(report, device), as_json, table)
+
+
+def positions(
+    model: Model = _DEFAULT_MODEL,
+    formats: Formats = "k4v4",
+    text: Text = "shipped",
+    windows: Windows = 1,
+    tokens: Tokens = 8192,
+    calibration: CalibrationFile = None,
+    offset: Offset = 0,
+    threads: Threads = None,
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """KL divergence and agreement by position in long windows, every token read through the codec."""
+    from slimkv.cli.output import emit
+    from slimkv.evals.positions import measure_positions, plot_positions
+    from slimkv.evals.texts import load_text, token_windows
+    from slimkv.provenance import with_provenance
+
+    with user_errors(), _progress() as progress:
+        names = _formats(formats, calibration)
+        loaded = load_quietly(model, threads, device)
+        known = load_calibration(calibration, loaded, progress)
+        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, offset=offset)
+        report = measure_positions(loaded.model, ids, names, name=model, calibration=known, progress=progress)
+        if plot is not None:
+            plot_positions(report, plot)
+    ranges = [f"{a:,}-{b:,}" for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
+    table = _table(f"KL by position (top-1 agreement), strict, {model}", "format", *ranges, "mean")
+    for row in report.rows:
+        cells = (f"{kl:.4f} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
+        table.add_row(row.format, *cells, f"{row.mean_kl:.4f}")
     emit(with_provenance(report, device), as_json, table)
 
 

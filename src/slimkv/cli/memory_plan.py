@@ -56,6 +56,8 @@ def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, he
 def _tables(result: Plan) -> list[Table]:
     from rich.table import Table
 
+    from slimkv.memory_plan import USEFUL_MATCH
+
     memory = f"{result.memory_bytes / 2**30:.2f} GiB"
     table = Table(
         title=f"{result.model}: {memory}, {result.sequences} sequence(s), pages of {result.block_size} tokens"
@@ -76,4 +78,16 @@ def _tables(result: Plan) -> list[Table]:
             window = "-" if group.window is None else f"{group.window:,}"
             counts = str(group.layers), str(group.num_kv_heads), window
             kinds.add_row(row.format, group.kind, *counts, f"{group.bytes_per_token:,.0f}", most)
-    return [table, kinds]
+    if not result.state_bytes_per_sequence:
+        return [table, kinds]
+    states = f"{result.state_bytes_per_sequence / 2**20:,.2f} MiB"
+    hybrid = Table(title=f"hybrid model: states of {states} a sequence; blocks in vLLM")
+    for name in ("format", "tokens per block", "prefix caching"):
+        hybrid.add_column(name, justify="right" if name == "tokens per block" else "left")
+    for row in result.formats:
+        if row.hybrid_block_size is not None:
+            large = row.hybrid_block_size > USEFUL_MATCH
+            hybrid.add_row(
+                row.format, f"{row.hybrid_block_size:,}", "use --prefix-match-unit 64" if large else "by block"
+            )
+    return [table, kinds, hybrid]

@@ -69,6 +69,14 @@ def block_size(dim: int) -> int:
     return dim if _hadamard(dim) is not None else dim & -dim
 
 
+def core_size(dim: int) -> int:
+    """Size of the matrix whose doubling makes the rotation's blocks: 1 for powers of two, 12 for 96."""
+    size = block_size(dim)
+    while size % 2 == 0 and _hadamard(size // 2) is not None:
+        size //= 2
+    return size
+
+
 @cache
 def signed_hadamard(dim: int, seed: int) -> np.ndarray:
     """The rotation without its normalisation: int8 [dim, dim] of +-1 (and 0 between blocks).

@@ -22,8 +22,9 @@ from slimkv.ops.store.api import REGISTRY as STORE
 from slimkv.ops.store.api import checked_request as checked_store
 from slimkv.spec import PageLayout
 
-# A backend's ``plan(request)`` returns this, or None for a request that it cannot prepare.
-Launch = Callable[[Tensor, Tensor, Tensor], None]
+# A backend's ``plan(request)`` returns this, or None for a request that it cannot prepare. One of store gets the index
+# of query-aware matrices as well.
+Launch = Callable[..., None]
 
 
 Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
@@ -85,29 +86,45 @@ class AttendPlan:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """A ``store_kv`` in which keys, values and slots may change."""
+    """A ``store_kv`` in which keys, values, slots and the index of query-aware matrices may change."""
 
     pages: Tensor
     query_aware: Tensor | None
     _key: Geometry
     _value: Geometry
     _slots: torch.dtype
+    _indexed: bool
     _launch: Launch
 
-    def fits(self, key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor, query_aware: Tensor | None) -> bool:
+    def fits(
+        self,
+        key: Tensor,
+        value: Tensor,
+        pages: Tensor,
+        slot_mapping: Tensor,
+        query_aware: Tensor | None,
+        query_aware_index: Tensor | None = None,
+    ) -> bool:
         """Whether ``run`` may take these vectors for ``pages`` and ``query_aware``, the very same objects."""
-        return self.pages is pages and self.query_aware is query_aware and self._takes(key, value, slot_mapping)
+        same = self.pages is pages and self.query_aware is query_aware
+        return same and self._takes(key, value, slot_mapping, query_aware_index)
 
-    def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """key, value [tokens, num_kv_heads, dim], slot_mapping [tokens]: see ``store_kv``."""
-        if not self._takes(key, value, slot_mapping):
+    def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None) -> None:
+        """key, value [tokens, num_kv_heads, dim], slot_mapping and the index [tokens]: see ``store_kv``."""
+        if not self._takes(key, value, slot_mapping, query_aware_index):
+            index = "an int32" if self._indexed else "no"
             raise InputError(
                 f"the plan stores keys like {_say(self._key)} and values like {_say(self._value)} with {self._slots} "
-                f"slots, not {_say(_geometry(key))} and {_say(_geometry(value))} with {slot_mapping.dtype}"
+                f"slots and {index} query_aware_index, not {_say(_geometry(key))} and {_say(_geometry(value))} with "
+                f"{slot_mapping.dtype}"
             )
-        self._launch(key, value, slot_mapping)
+        self._launch(key, value, slot_mapping, query_aware_index)
 
-    def _takes(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> bool:
+    def _takes(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None) -> bool:
+        if (index is not None) != self._indexed:
+            return False
+        if index is not None and (index.dtype != torch.int32 or index.shape != key.shape[:1]):
+            return False
         return (
             self._key == _geometry(key)
             and self._value == _geometry(value)
@@ -154,19 +171,24 @@ def plan_store(
     codec: Codec,
     layout: PageLayout,
     query_aware: Tensor | None = None,
+    query_aware_index: Tensor | None = None,
     backend: str | None = None,
 ) -> StorePlan:
     """Prepares a ``store_kv`` of such vectors; stores nothing."""
-    request = checked_store(key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware)
+    request = checked_store(
+        key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware,
+        query_aware_index=query_aware_index,
+    )  # fmt: skip
     module = STORE.select(pages.device, request, backend).load()
     nothing = slot_mapping[:0]
-    kept = replace(request, key=nothing, value=nothing, slot_mapping=nothing)
+    kept = replace(request, key=nothing, value=nothing, slot_mapping=nothing, query_aware_index=None)
 
-    def launch(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        module.run(replace(kept, key=key, value=value, slot_mapping=slot_mapping))
+    def launch(key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None) -> None:
+        module.run(replace(kept, key=key, value=value, slot_mapping=slot_mapping, query_aware_index=index))
 
     prepared = _prepared(module, request) or launch
-    return StorePlan(pages, query_aware, _geometry(key), _geometry(value), slot_mapping.dtype, prepared)
+    indexed = query_aware_index is not None
+    return StorePlan(pages, query_aware, _geometry(key), _geometry(value), slot_mapping.dtype, indexed, prepared)
 
 
 def _prepared(module: Any, request: Any) -> Launch | None:

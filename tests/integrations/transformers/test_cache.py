@@ -268,7 +268,8 @@ def test_attention_refuses_what_it_does_not_do():
     query, (key, value) = torch.randn(1, 4, 3, DIM), states(1, 3)
     for name, arguments in (
         ("dropout", {"dropout": 0.1}),
-        ("position_bias", {"position_bias": torch.zeros(1)}),
+        ("indices", {"indices": torch.zeros(1)}),
+        ("continuous batching", {"cache": object()}),
         ("output_attentions", {"output_attentions": True}),
     ):
         with pytest.raises(UnsupportedError, match=name):

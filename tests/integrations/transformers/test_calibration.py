@@ -11,6 +11,7 @@ from tiny import LOSSLESS, generate, padded, tiny, tokens
 
 from slimkv import SlimKVCache
 from slimkv.calibration import Calibration
+from slimkv.calibration.rotary import Rotary
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.calibration.cached import auto_calibration, fingerprint
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
@@ -54,11 +55,15 @@ def queries_of(model, ids):
 
 def test_moments_are_means_over_tokens_and_groups(model, calibration):
     queries = queries_of(model, tokens(2, 96))
+    frequencies = model.model.rotary_emb.inv_freq.double()
+    rotary = Rotary(torch.stack(torch.arange(32).chunk(2), 1), frequencies)
     assert list(calibration.layers) == sorted(queries) == [0, 1, 2]
     for layer, q in queries.items():
-        grouped = q.reshape(2, -1, 32)  # query heads 0, 1 read KV head 0
+        positions = -torch.arange(96).repeat(2)
+        back = rotary.turned(q.transpose(0, 1), positions).transpose(0, 1).double()
+        grouped = back.reshape(2, -1, 32)  # query heads 0, 1 read KV head 0
         want = grouped.mT @ grouped / grouped.shape[1]
-        assert torch.allclose(calibration.layers[layer].query_moment, want, rtol=1e-9)
+        assert torch.allclose(calibration.layers[layer].query_moment, want, rtol=1e-3, atol=1e-4)
     assert calibration.source == "192 tokens"
 
 

@@ -11,7 +11,9 @@ from slimkv.evals.agreement import measure_agreement
 from slimkv.evals.fused_vs_decoded import compare_paths
 from slimkv.evals.generation import prompt_ids
 from slimkv.evals.perplexity import measure_perplexity
+from slimkv.evals.positions import measure_positions
 from slimkv.evals.texts import load_text, token_windows
+from slimkv.integrations.transformers.calibration.cached import auto_calibration
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +90,14 @@ def test_gemma_strict_perplexity(gemma):
     windows = token_windows(gemma.tokenizer, load_text(), 1, 1024)
     report = measure_perplexity(gemma.model, windows, ["k6v6"])
     assert abs(report.rows[1].over_raw) < 0.01
+
+
+@pytest.mark.slow
+def test_smollm_a_calibration_is_better_than_none_at_every_position(smollm, tmp_path):
+    """Up to 8,192 tokens, with a calibration that read fragments of 128."""
+    known = auto_calibration(smollm.model, tmp_path)
+    windows = token_windows(smollm.tokenizer, load_text(), 1, 8192)
+    plain, calibrated = measure_positions(smollm.model, windows, ["k4v4", "k4v4+cal"], calibration=known).rows
+    assert len(plain.kl) == 6
+    assert all(with_it < without for with_it, without in zip(calibrated.kl, plain.kl, strict=True))
+    assert calibrated.mean_kl < 0.7 * plain.mean_kl

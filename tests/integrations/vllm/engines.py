@@ -45,9 +45,18 @@ def environment(**extra: str) -> dict[str, str]:
 
 def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str) -> dict[str, Any]:
     """Starts an engine, runs the batches and returns what ``scenario.py`` wrote; raises with its output on failure."""
+    return _scenario({"engine": {**BASE, **engine}, "runs": runs}, extra)
+
+
+def refusals(engine: dict[str, Any], refused: dict[str, dict[str, Any]], **extra: str) -> dict[str, str]:
+    """What engines say that must not start: ``refused`` has the arguments of each beside those of ``engine``."""
+    return _scenario({"engine": {**BASE, **engine}, "refused": refused}, extra)
+
+
+def _scenario(request_fields: dict[str, Any], extra: dict[str, str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         request, result = Path(folder, "request.json"), Path(folder, "result.json")
-        request.write_text(json.dumps({"engine": {**BASE, **engine}, "runs": runs}))
+        request.write_text(json.dumps(request_fields))
         done = subprocess.run(
             [sys.executable, str(HERE / "scenario.py"), str(request), str(result)],
             env=environment(**extra), capture_output=True, text=True, timeout=600, check=False,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 COUNTERS = (
+    "vllm:external_prefix_cache_hits",
     "vllm:num_preemptions",
     "vllm:prefix_cache_hits",
     "vllm:spec_decode_num_accepted_tokens",
@@ -60,6 +61,22 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def refusals(request: dict[str, Any]) -> dict[str, Any]:
+    """Engines that must not start, one after the other in this process: what each of them says."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    said = {}
+    for name, arguments in request["refused"].items():
+        try:
+            LLM(**{**request["engine"], **arguments})
+            said[name] = "it started"
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        cleanup_dist_env_and_memory()
+    return said
+
+
 def counters(llm: Any) -> dict[str, float]:
     found = {m.name: m for m in llm.get_metrics()}
     return {name: sum(m.value for m in [found[name]]) for name in COUNTERS if name in found}
@@ -68,7 +85,8 @@ def counters(llm: Any) -> dict[str, float]:
 def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     request = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps(run_engine(request)))
+    result = refusals(request) if "refused" in request else run_engine(request)
+    Path(sys.argv[2]).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -486,9 +486,19 @@ template <class F> DEVICE void mma_floats(const char* name, F to_float, float c[
   }
 }
 DEVICE void mma_f16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_f16", f16_to_f32, c, a0, a1, a2, a3, b0, b1); }
+DEVICE void mma_f16_from_zero(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  d[0] = d[1] = d[2] = d[3] = 0;
+  mma_f16(d, a0, a1, a2, a3, b0, b1);
+}
 DEVICE void mma_bf16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_bf16", bf16_to_f32, c, a0, a1, a2, a3, b0, b1); }
 
 DEVICE u32 shared_address(const void* p) { return (u32)(static_cast<const u8*>(p) - host::machine.shared); }
+DEVICE u32 ld_shared_constant(u32 address) {
+  u32 x;
+  if (address % 4 || address + 4 > (u32)host::machine.shared_bytes) host::fail("a load beyond shared memory, or not aligned");
+  memcpy(&x, host::machine.shared + address, 4);
+  return x;
+}
 DEVICE void cp_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }
 DEVICE void cp_async_16_or_zero(bool real, void* shared, const void* global) {
   static const Words4 zeros = {0, 0, 0, 0};

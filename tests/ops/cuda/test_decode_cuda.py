@@ -14,13 +14,14 @@ from test_attention import DECODE, EVERYTHING, MATRIX, check, check_rows, poison
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import decode as attend_cuda
+from slimkv.ops.attention.cuda import shape
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, Kind, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
-SMALL_GPU = attend_cuda.Device(multiprocessors=3, shared_of_multiprocessor=233472, shared_of_block=232448)
-OLD_GPU = attend_cuda.Device(multiprocessors=2, shared_of_multiprocessor=102400, shared_of_block=101376)
+SMALL_GPU = shape.Device(multiprocessors=3, shared_of_multiprocessor=233472, shared_of_block=232448)
+OLD_GPU = shape.Device(multiprocessors=2, shared_of_multiprocessor=102400, shared_of_block=101376)
 
 
 def launch(name, defines, grid, threads, shared, args, overlap) -> None:
@@ -54,6 +55,7 @@ EMULATED = [
     *(replace(TINY, dim=dim, format=f) for dim, f in ((16, "k4v4"), (80, "k3v5"), (96, "k1v2"), (128, "k4v4"))),
     replace(TINY, dim=256, format="k4v3", lens=(40,), queries=(1,)),
     replace(VERIFY, dim=192, value_dim=128),
+    replace(TINY, dim=256, group=16, lens=(40,), queries=(1,)),
     *(replace(TINY, group=group) for group in (1, 3, 6, 8, 16)),
     *(replace(TINY, page=page, lens=(2 * page + 3, page, 60), queries=(1, 1, 1)) for page in (32, 128)),
     *(replace(VERIFY, **{k: v}) for k, v in (("window", 5), ("softcap", 2.5), ("causal", False), ("scale", -0.3))),
@@ -80,27 +82,30 @@ LONG = replace(TINY, lens=(700, 90, 1), queries=(1, 1, 1))
 
 
 LONG_CASES = [
-    *(replace(LONG, format=f) for f in ("k4v4", "k2v2", "k1v3", "ku4vu4", "turboquant_k8v4", "k5v5")),
+    *(replace(LONG, format=f) for f in ("k4v4", "k2v2", "k1v3", "ku4vu4", "turboquant_k8v4")),
+    *(replace(LONG, format=f) for f in ("k5v5", "k6v6", "k6v5", "k8v7")),
     *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k2v2")),
     replace(LONG, page=32, format="k2v2"),
     replace(LONG, **EVERYTHING, format="k2v2"),
     replace(LONG, queries=(4, 2, 1)),
+    *(replace(LONG, format=f, queries=(8, 6, 1)) for f in ("k4v4", "k5v6")),
+    replace(LONG, format="k6v6", dim=80),
 ]
 
 
 @pytest.fixture
 def as_if_long(monkeypatch):
     """More warps and larger steps, which the few tokens of a test would not choose."""
-    monkeypatch.setattr(attend_cuda, "_SHORT_BYTES", 0)
-    monkeypatch.setattr(attend_cuda, "_LITTLE_TOKENS", 0)
+    monkeypatch.setattr(shape, "_SHORT_BYTES", 0)
+    monkeypatch.setattr(shape, "_LITTLE_TOKENS", 0)
 
 
 @emulated
 @pytest.mark.parametrize("case", LONG_CASES, ids=str)
 def test_the_shapes_for_long_sequences(case, as_if_long):
-    shape = attend_cuda.shape_on(SMALL_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
-    assert shape is not None
-    assert shape.warps > 4
+    cut = shape.shape_on(SMALL_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
+    assert cut is not None
+    assert cut.warps > 4
     check_emulated(case)
 
 
@@ -173,8 +178,8 @@ def test_a_workspace_that_is_too_small_is_refused():
     [
         (replace(TINY, format="krawbf16v4"), "key format rawbf16 is not one of its formats"),
         (replace(TINY, dim=272), "key head size 272 is beyond 256"),
-        (replace(TINY, group=17), "17 query heads per KV head are more than 16"),
-        (replace(TINY, dim=256, group=9), "9 query heads per KV head are more than 8"),
+        (replace(TINY, group=33), "33 query heads per KV head are more than 32"),
+        (replace(TINY, dim=256, group=17), "17 query heads per KV head are more than 16"),
         (replace(TINY, fresh=True), "codes only, not fresh K and V"),
         (replace(TINY, dim=16, lens=(40,), queries=(33,)), "prefill at head sizes 16/16 is beyond the Triton kernels"),
     ],
@@ -190,8 +195,8 @@ def test_what_it_does_not_do_is_named(case, reason):
 def test_it_compiles_for_every_architecture(architecture, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout = PageLayout(CodecSpec.parse("k4v4", 64), 16)
-    shape = attend_cuda.Shape(1, False, 2, 4, 2, 1)
-    defines = attend_cuda.kernel_defines(layout, shape, 1, 1, False, False)
+    cut = shape.Shape(1, False, 2, 4, 2, 1)
+    defines = shape.kernel_defines(layout, cut, 1, 1, False, False)
     code = compile_kernels(attend_cuda.SOURCE, defines, architecture, tmp_path)
     assert code[:4] == b"\x7fELF"
     (path,) = tmp_path.iterdir()
@@ -205,13 +210,13 @@ def test_shared_memory_of_every_shape_fits_its_device():
             layout = PageLayout(CodecSpec.parse(format, dim), 64)
             for device in (SMALL_GPU, OLD_GPU):
                 for queries in (1, 2, 8):
-                    shape = attend_cuda.shape_on(device, layout, 4, queries, 1 << 15)
-                    if shape is None:  # then the kernel is not used
+                    cut = shape.shape_on(device, layout, 4, queries, 1 << 15)
+                    if cut is None:  # then the kernel is not used
                         assert format == "k8v8" or dim == 256
                         assert device is OLD_GPU
                         continue
-                    assert attend_cuda.shared_bytes(layout, shape) <= device.shared_of_block
-                    assert shape.columns >= 4
+                    assert shape.shared_bytes(layout, cut) <= device.shared_of_block
+                    assert cut.columns >= 4
 
 
 def taken(case: Case) -> bool:
@@ -220,7 +225,7 @@ def taken(case: Case) -> bool:
     return (
         Kind.RAW not in (spec.key.kind, spec.value.kind)
         and max(spec.key_dim, spec.value_dim) <= 256
-        and case.group <= (8 if wide else 16)
+        and case.group <= (16 if wide else 32)
         and not case.fresh
     )
 

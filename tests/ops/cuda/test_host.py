@@ -189,7 +189,7 @@ def test_copying_beyond_shared_memory_is_reported():
 
 @pytest.mark.parametrize(
     ("mode", "what"),
-    [(0, "thread 40 has ended"), (1, "thread 40 waits at sync_threads"), (2, "thread 40 waits at shuffle$")],
+    [(0, "thread 40 has ended"), (1, "thread 40 waits at sync_threads"), (2, "thread 40 waits at shfl$")],
 )
 def test_lanes_that_do_not_meet_are_reported(mode, what):
     with pytest.raises(host.LaunchError, match=f"lanes do not meet.*{what}"):

@@ -99,6 +99,34 @@ def test_query_aware_rounding_of_many_tokens(dim, monkeypatch):
     check(Case(dim=dim, heads=2, tokens=72, slots="aligned"), shaped=True)
 
 
+def check_index(run, device: torch.device, tokens: int = 40) -> None:
+    """Tokens of one warp with different matrices, with the same, and the last warp not full."""
+    case = Case(heads=2, tokens=tokens)
+    for index in (torch.arange(tokens) * 7 % 5 - 1, torch.full((tokens,), 2)):
+        key, value, slots, pages, codec = build(case, device)
+        matrices = torch.stack([random_query_aware(case.heads, codec).roll(i, 0) // (i + 1) for i in range(3)])
+        index = index.to(torch.int32).to(device)
+        want = pages.clone()
+        for number in range(3):
+            mine = torch.where(index.clamp(0, 2) == number, slots, -1)
+            want = expected(key, value, mine, want, codec, case.layout, matrices[number])
+        run(StoreRequest(key, value, pages, slots, codec, case.layout, matrices.contiguous(), index))
+        assert torch.equal(pages, want)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_every_token_takes_its_own_matrix(few, monkeypatch):
+    """Whether each matrix has blocks of its own or a warp takes them one after the other."""
+    monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
+    check_index(emulate, CPU)
+
+
+@pytest.mark.gpu
+def test_every_token_takes_its_own_matrix_on_a_gpu(device):
+    for tokens in (7, 40, 3000):
+        check_index(store_cuda.run, device, tokens)
+
+
 @emulated
 @pytest.mark.parametrize("shaped", [False, True])
 @pytest.mark.parametrize("bits", [4, 6])

@@ -1,6 +1,10 @@
 """transformers: a packed cache, and attention that reads it."""
 
 from slimkv.integrations.transformers.cache import CacheSize, SlimKVCache
-from slimkv.integrations.transformers.plugin import Counts, attention, register, slimkv_attention
+from slimkv.integrations.transformers.enabling import disable, enable
+from slimkv.integrations.transformers.plugin import register, slimkv_attention
+from slimkv.integrations.transformers.switching import Counts, attention
 
-__all__ = ["CacheSize", "Counts", "SlimKVCache", "attention", "register", "slimkv_attention"]
+__all__ = ["CacheSize", "Counts", "SlimKVCache", "attention", "disable", "enable", "register", "slimkv_attention"]
+
+register()

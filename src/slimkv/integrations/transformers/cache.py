@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,13 +13,29 @@ from torch import Tensor
 
 from slimkv.calibration import Calibration
 from slimkv.config import CALIBRATED, DEFAULT_FORMAT, KVCacheConfig
-from slimkv.errors import InputError
+from slimkv.errors import InputError, SlimKVError
 from slimkv.integrations.transformers.calibration.cached import find_calibration
-from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, Cache, layer_kinds
+from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
+from slimkv.integrations.transformers.compat import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    layer_kinds,
+    refuse_without_cache,
+    stock_layer,
+)
 from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
-from slimkv.integrations.transformers.plugin import register
+from slimkv.integrations.transformers.lazy_kv import PackedStates
+from slimkv.integrations.transformers.prompt_cache import load_prompt, save_prompt
 from slimkv.integrations.transformers.sink_recent import SinkRecentLayer
-from slimkv.integrations.transformers.tables import SequenceTables
+from slimkv.integrations.transformers.stateful_layers import (
+    PackedHybridLayer,
+    PackedHybridSlidingLayer,
+    PackedIndexedLayer,
+)
+from slimkv.integrations.transformers.tables import TableSet
 from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout
 
 RAW = "raw"
@@ -65,42 +84,90 @@ class SlimKVCache(Cache):
         **fields: Any,
     ) -> None:
         self.settings = _settings(format, fields)
-        register()
-        self._tables: dict[tuple[torch.device, int | None, bool], SequenceTables] = {}
+        self.block_size = block_size
+        self._tables = TableSet(block_size)
+        self._broken: str | None = None
         model = config if isinstance(config, torch.nn.Module) else None
-        config = config.config if model is not None else config
+        config = _checked_config(config)
+        refuse_without_cache(config, model)
         known = find_calibration(self.settings.calibration, config, model)
         kinds = layer_kinds(config)
         formats = _formats(self.settings, known, len(kinds))
         _check_formats(config, formats, block_size)
         fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
-        plain = LayerSettings(self.settings, block_size, fresh_raw, self._tables_for(False), known)
-        windowed = LayerSettings(self.settings, block_size, fresh_raw, self._tables_for(True), known)
-        layers: list[Any] = []
-        for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True)):
-            if name == RAW or kind not in ("full_attention", "sliding_attention", "chunked_attention"):
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments))
-            elif kind != "full_attention":
-                chunked = kind == "chunked_attention"
-                layers.append(PackedSlidingLayer(name, plain, arguments["sliding_window"], chunked, number))
-            elif self.settings.sink_tokens or self.settings.recent_tokens:
-                layers.append(SinkRecentLayer(name, windowed, number))
-            else:
-                layers.append(PackedLayer(name, plain, number))
-        super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
+        index = MatrixIndex(known) if known is not None else None
+        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index)
+        layers = [
+            _layer(kind, arguments, name, settings, number)
+            for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
+        ]
+        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
+        if not self.packed_layers and any(name != RAW for name in formats):
+            warnings.warn(
+                f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, which "
+                "slimkv leaves as they are; the cache takes as much memory as the stock one",
+                stacklevel=2,
+            )
 
-    def _tables_for(self, windowed: bool) -> Any:
-        def tables(batch: int, device: torch.device, window: int | None) -> SequenceTables:
-            key = (device, window, windowed)
-            if key not in self._tables:
-                size = next(x.settings.block_size for x in self.layers if isinstance(x, PackedLayer))
-                self._tables[key] = SequenceTables(batch, size, device, window)
-            found = self._tables[key]
-            if found.batch != batch:
-                raise InputError(f"layers of one cache were given batches of {found.batch} and {batch} sequences")
-            return found
+    def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> SlimKVCache:
+        """For an encoder-decoder model, a cache that also holds the stock cache of its cross-attention."""
+        if cls is SlimKVCache and getattr(_checked_config(config), "is_encoder_decoder", False):
+            from slimkv.integrations.transformers.encoder_decoder import EncoderDecoderSlimKVCache
 
-        return tables
+            cls = EncoderDecoderSlimKVCache
+        return super().__new__(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _restored, (type(self),), self.__dict__
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores new keys and values of a layer; returns what its attention is to read.
+
+        Where it refuses them, the whole forward pass is taken back: the cache is as it was before.
+        """
+        if torch.compiler.is_compiling():
+            return _outside_the_graph(self, key_states, value_states, layer_idx, *args, **kwargs)
+        if self._broken is not None:
+            raise InputError(self._broken)
+        if not 0 <= layer_idx < len(self.layers):
+            raise InputError(
+                f"layer {layer_idx} was given keys and values, but the config says that layers 0 to "
+                f"{len(self.layers) - 1} have a cache"
+            )
+        try:
+            return Cache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
+        except SlimKVError:
+            self._take_back(self.layers[layer_idx])
+            raise
+
+    def _take_back(self, failed: Any) -> None:
+        """Undoes the pass in which ``failed`` has not stored anything yet."""
+        if not isinstance(failed, PackedLayer) or not failed.is_initialized:
+            return
+        ahead = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x.get_seq_length() > failed.tokens]
+        if not all(type(x) in (PackedLayer, PackedSlidingLayer) for x in ahead) or (ahead and failed.partly):
+            self._broken = "a forward pass failed after some layers had seen its tokens; reset the cache"
+            return
+        for layer in ahead:
+            layer.crop(failed.tokens - layer.get_seq_length())
+        for tables in self._tables:
+            kept = failed.packed_tokens if tables is failed.tables else failed.tokens
+            tables.crop(max(tables.tokens - kept, 0))
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
+        """Keys, values (decoded) and the window of every layer, as ``DynamicCache`` gives them."""
+        for layer in self.layers:
+            pair = [getattr(layer, name, None) for name in ("keys", "values")]
+            key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in pair)
+            window = getattr(layer, "window", None)
+            yield key, value, torch.tensor(window) if window is not None else getattr(layer, "_sliding_window_tensor", None)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer has linear attention and nothing else."""
+        return [not isinstance(layer, CacheLayerMixin) for layer in self.layers]
 
     @property
     def packed_layers(self) -> list[PackedLayer]:
@@ -133,51 +200,136 @@ class SlimKVCache(Cache):
                 plain += sum(x.numel() * BF16_BYTES for x in held)
         return CacheSize(allocated, plain, tokens, batch)
 
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, model: Any, input_ids: Any) -> Path:
+        """Writes the cache of one sequence to a prompt-cache file, which other processes and engines can load.
+
+        Args:
+            path: where; the file is there as a whole or not at all.
+            model: the model that filled the cache (or its config, where that names the folder of the weights).
+            input_ids: the tokens, [tokens] or [1, tokens]; those beyond ``get_seq_length()`` are not in the cache.
+        """
+        return save_prompt(self, path, model, input_ids)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any, input_ids: Any = None, **fields: Any) -> SlimKVCache:
+        """The cache in a prompt-cache file, with the formats, seed and block size it was written with.
+
+        Args:
+            path: the file. One that is damaged, or was written for another model, is refused.
+            model: the model that is going to read the cache.
+            input_ids: the whole prompt that follows. Only the tokens it shares with the file are loaded, at most all
+                but its last one. Without it the caller must see to it that the prompt begins with the file's tokens.
+            fields: further arguments of ``SlimKVCache``, such as ``calibration`` or ``offloading``.
+        """
+        return load_prompt(cls, path, model, input_ids, fields)
+
     # -- what changes the batch or the past: the shared tables first, then what layers hold themselves -----------------
 
     def reset(self) -> None:
         """Empties the cache and frees its memory."""
-        super().reset()
+        Cache.reset(self)
         self._tables.clear()
+        self._broken = None
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         """Sequence ``beam_idx[i]`` becomes sequence i."""
+        beam_idx = self._indices(beam_idx)
         self._select(beam_idx)
-        super().reorder_cache(beam_idx)
+        Cache.reorder_cache(self, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence ``repeats`` times."""
-        for tables in self._tables.values():
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise InputError(f"sequences can be repeated 1 time or more, not {repeats!r} times")
+        for tables in self._tables:
             tables.select(torch.arange(tables.batch, device=tables.device).repeat_interleave(repeats))
-        super().batch_repeat_interleave(repeats)
+        Cache.batch_repeat_interleave(self, repeats)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the sequences ``indices`` (numbers, or a boolean mask)."""
-        indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keeps the sequences ``indices``: numbers, or a boolean per sequence, as a tensor or any sequence."""
+        indices = self._indices(indices)
         self._select(indices)
-        super().batch_select_indices(indices)
+        Cache.batch_select_indices(self, indices)
+
+    def _indices(self, given: Any) -> Tensor:
+        """int64 [count] of the sequences that ``given`` names."""
+        try:
+            indices = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"sequences are chosen by numbers or booleans, not {given!r}") from error
+        if indices.dim() != 1 or indices.is_floating_point() or indices.is_complex():
+            raise InputError(f"sequences are chosen by a list of numbers or booleans, not {given!r}")
+        batch = next((tables.batch for tables in self._tables), None)
+        if indices.dtype == torch.bool:
+            if batch is not None and len(indices) != batch:
+                raise InputError(f"{len(indices)} booleans were given for {batch} sequences")
+            return indices.nonzero().flatten()
+        if batch is not None and indices.device.type == "cpu" and len(indices):
+            if int(indices.min()) < -batch or int(indices.max()) >= batch:
+                raise InputError(f"sequences {indices.tolist()} were asked for; the cache holds 0 to {batch - 1}")
+            indices = torch.where(indices < 0, indices + batch, indices)
+        return indices.long()
 
     def _select(self, index: Tensor) -> None:
-        for tables in self._tables.values():
+        for tables in self._tables:
             tables.select(index)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens (0 or negative, as in transformers 5.22)."""
         if tokens_to_remove > 0:
-            raise ValueError(
+            raise InputError(
                 f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}; "
                 f"to keep {tokens_to_remove} tokens use crop({tokens_to_remove} - cache.get_seq_length())"
             )
         tokens = -tokens_to_remove
         for layer in self.packed_layers:
             layer.check_crop(tokens)
-        for (_, _, windowed), tables in self._tables.items():
-            held = tokens
-            if windowed:
-                members = [x for x in self.layers if isinstance(x, SinkRecentLayer) and x.is_initialized]
-                held = next(x.packed_to_remove(tokens) for x in members if x.tables is tables)
+        for tables in self._tables:
+            members = [x for x in self.layers if isinstance(x, SinkRecentLayer) and x.is_initialized]
+            held = next((x.packed_to_remove(tokens) for x in members if x.tables is tables), tokens)
             tables.crop(held)
-        super().crop(tokens_to_remove)
+        Cache.crop(self, tokens_to_remove)
+
+
+@torch.compiler.disable
+def _outside_the_graph(cache: SlimKVCache, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``update`` for a model that ``torch.compile`` is tracing: pages grow and tables change, so the graph breaks."""
+    return cache.update(*args, **kwargs)
+
+
+def _checked_config(given: Any) -> Any:
+    """The config of a model, or the config that was given."""
+    config = given.config if isinstance(given, torch.nn.Module) and hasattr(given, "config") else given
+    if not hasattr(config, "get_text_config"):
+        raise InputError(f"SlimKVCache takes a model or its config, not {type(given).__name__}")
+    return config
+
+
+def _restored(kind: type[SlimKVCache]) -> SlimKVCache:
+    """An empty instance for ``pickle`` and ``copy`` to fill."""
+    return Cache.__new__(kind)
+
+
+def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSettings, number: int) -> Any:
+    """The packed layer that does what the stock one for ``kind`` does, or that one itself."""
+    stock = stock_layer(kind, arguments)
+    if format == RAW or kind == "cross_attention" or not isinstance(stock, DynamicLayer):
+        return stock
+    if isinstance(stock, LinearAttentionCacheLayerMixin):
+        hybrid = PackedHybridSlidingLayer if "sliding_window" in arguments else PackedHybridLayer
+        return hybrid(format, settings, number, arguments)
+    if type(stock) is DynamicSlidingWindowLayer:
+        return PackedSlidingLayer(format, settings, arguments["sliding_window"], kind == "chunked_attention", number)
+    # Whatever else it keeps, it must treat keys and values as a full-attention layer does.
+    methods = ("update", "lazy_initialization", "get_mask_sizes", "get_seq_length", "get_max_length")
+    if any(getattr(type(stock), name) is not getattr(DynamicLayer, name) for name in methods):
+        return stock
+    if type(stock) is not DynamicLayer:
+        return PackedIndexedLayer(format, settings, number, stock)
+    partly = settings.config.sink_tokens or settings.config.recent_tokens
+    return (SinkRecentLayer if partly else PackedLayer)(format, settings, number)
 
 
 def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
@@ -206,7 +358,10 @@ def _formats(settings: KVCacheConfig, calibration: Calibration | None, num_layer
 def _check_formats(config: Any, formats: list[str], block_size: int) -> None:
     """Impossible sizes fail here, not in the first forward pass."""
     text = config.get_text_config(decoder=True)
-    head_dim = getattr(text, "head_dim", None)
+    try:
+        head_dim = getattr(text, "head_dim", None)
+    except Exception:  # configs whose layers differ refuse to name one size, each version with an error of its own
+        head_dim = 64
     if head_dim is None and getattr(text, "hidden_size", None) and getattr(text, "num_attention_heads", None):
         head_dim = text.hidden_size // text.num_attention_heads
     if getattr(text, "kv_lora_rank", None) is not None or not isinstance(head_dim, int):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
-from slimkv.errors import MissingDependencyError
+from slimkv.errors import MissingDependencyError, UnsupportedError
 
 try:
     import transformers
@@ -33,25 +34,81 @@ from transformers.cache_utils import (  # noqa: E402
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
 from transformers.masking_utils import sdpa_mask  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+from transformers.utils.generic import TransformersKwargs  # noqa: E402
 
 __all__ = [
+    "ALL_ATTENTION_FUNCTIONS",
     "DYNAMIC_LAYER_TYPE_MAPPING",
+    "FORWARD_ARGUMENTS",
     "AttentionInterface",
     "AttentionMaskInterface",
     "Cache",
     "CacheLayerMixin",
+    "DynamicCache",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "EncoderDecoderCache",
+    "LinearAttentionCacheLayerMixin",
+    "LinearAttentionLayer",
     "layer_kinds",
+    "refuse_without_cache",
     "sdpa_mask",
+    "stock_layer",
 ]
+
+# Arguments of a model's forward that also reach its attention and do not change it. Those of packed (unpadded)
+# sequences do: only flash attention obeys them.
+FORWARD_ARGUMENTS = frozenset(TransformersKwargs.__annotations__) - {
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal", "seq_idx",
+}  # fmt: skip
+
+
+_OTHER_MEMORIES = ("cache_params", "state", "mems", "cache", "past_buckets_states", "shared_kv_states")
 
 
 def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any]]]:
-    """(layer type, arguments of its stock cache layer) per layer that has a cache, from a model's config."""
+    """(layer type, arguments of its stock cache layer) per layer that has a cache, from a model's config.
+
+    Layers that attend another sequence (an image, in mllama) are ``cross_attention``.
+    """
     text = config.get_text_config(decoder=True)
     kinds, arguments = get_layer_types_and_kwargs(text)
     if isinstance(arguments, dict):  # before 5.19 one set of arguments served every layer
         arguments = [arguments] * len(kinds)
+    cross = set(getattr(text, "cross_attention_layers", None) or ())
+    kinds = ["cross_attention" if number in cross else kind for number, kind in enumerate(kinds)]
     return list(zip(kinds, arguments, strict=False))  # 5.19+ may list arguments for layers that share a cache
+
+
+def stock_layer(kind: str, arguments: dict[str, Any]) -> Any:
+    """The layer that ``DynamicCache`` has for ``kind``."""
+    return DynamicLayer() if kind == "cross_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments)
+
+
+def refuse_without_cache(config: Any, model: Any) -> None:
+    """Raises for models that take no cache of keys and values."""
+    kind = type(model) if model is not None else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None or isinstance(kind, tuple) or not hasattr(kind, "forward"):
+        return
+    takes = inspect.signature(kind.forward).parameters
+    supports = getattr(kind, "_supports_default_dynamic_cache", lambda: True)
+    other = next((x for x in _OTHER_MEMORIES if x in takes), None)
+    # Models of several parts may hand a cache on to the part that writes text; a causal LM has nobody to hand it to.
+    alone = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and "use_cache" not in takes
+    if ("past_key_values" not in takes and (other or alone)) or not supports():
+        instead = f"; what it keeps between steps is called {other}" if other else ""
+        raise UnsupportedError(f"{kind.__name__} takes no cache of keys and values, so there is nothing to pack{instead}")

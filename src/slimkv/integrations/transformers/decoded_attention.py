@@ -45,3 +45,40 @@ def dense_attention(
     out = weights.reshape(batch, num_kv_heads, -1, weights.shape[-1]) @ value.float()
     out = out.reshape(batch, heads, queries, -1).transpose(1, 2)
     return out.contiguous().to(query.dtype), lse.transpose(1, 2)
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """[batch, queries, heads, value_dim]; torch's own attention unless soft cap or sinks are asked for.
+
+    ``causal`` counts where there is no mask: the last query then sees the last key. ``bias`` is added to the logits.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    causal = causal and mask is None and queries > 1
+    if causal and (queries != keys or softcap or sinks is not None or bias is not None):
+        # torch aligns causal masks to the first key
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        causal = False
+    if bias is not None:
+        hidden = torch.finfo(query.dtype).min
+        if mask is None:
+            mask = bias
+        else:
+            mask = torch.where(mask, bias, hidden) if mask.dtype == torch.bool else mask + bias
+    if softcap or sinks is not None:
+        out, _ = dense_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
+        return out
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,17 +12,16 @@ from torch import Tensor
 from slimkv.cache import AttentionBatch, PagedPool
 from slimkv.calibration import Calibration
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import CacheLayerMixin
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
-from slimkv.integrations.transformers.tables import SequenceTables
+from slimkv.integrations.transformers.tables import Step, TableSet, lasting
 from slimkv.ops import AttendOptions
 from slimkv.ops.plan import AttendPlan, plan_attend
-from slimkv.spec import CodecSpec
+from slimkv.spec import CodecSpec, Kind
 
 RAW_FRESH_ABOVE = 8  # serving: up to this many new tokens (decoding, verifying a draft) attention reads codes only
-
-TablesFor = Callable[[int, torch.device, int | None], SequenceTables]
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,13 @@ class LayerSettings:
     config: KVCacheConfig
     block_size: int
     fresh_raw: bool  # passes of more than RAW_FRESH_ABOVE new tokens attend those unquantised
-    tables_for: TablesFor  # (batch, device, window) -> the tables shared by such layers
+    tables: TableSet
     calibration: Calibration | None = None
+    matrix_index: MatrixIndex | None = None  # of its matrices
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
+        """A copied cache has tables of its own; what nobody changes is shared."""
+        return memo.setdefault(id(self), replace(self, tables=copy.deepcopy(self.tables, memo)))
 
 
 class PackedLayer(CacheLayerMixin):
@@ -44,6 +48,7 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False
     window: int | None = None
     chunked = False
+    partly = False  # whether some tokens are kept outside the pages
 
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         # The base class would assign keys and values, which are views here.
@@ -55,6 +60,15 @@ class PackedLayer(CacheLayerMixin):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.format}, tokens={self.tokens}, bytes={self.nbytes})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
+        """Copies pages and tables; codec and matrices, which nobody changes, are shared."""
+        if self.is_initialized:
+            for shared in (self.pool.codec, self.pool.layout, self.pool.query_aware):
+                memo[id(shared)] = shared
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        return twin
 
     @property
     def nbytes(self) -> int:
@@ -75,15 +89,10 @@ class PackedLayer(CacheLayerMixin):
             seed=config.seed,
         )
         spec = spec.with_raw_dtype(str(self.dtype).removeprefix("torch."))
-        self.tables = self.settings.tables_for(batch, self.device, self.window)
-        self.pool = PagedPool(
-            spec,
-            self.tables.blocks,
-            self.num_kv_heads,
-            self.settings.block_size,
-            self.device,
-            self.settings.config.backend,
-        )
+        with lasting():
+            self.tables = self.settings.tables.get(batch, self.device, self.window, self.partly)
+            blocks, size, backend = self.tables.blocks, self.settings.block_size, self.settings.config.backend
+            self.pool = PagedPool(spec, blocks, self.num_kv_heads, size, self.device, backend)
         if self.settings.calibration is not None:
             self.pool.query_aware = self.settings.calibration.query_aware_matrices(self.number, self.pool.codec)
         self._plan: AttendPlan | None = None
@@ -96,18 +105,39 @@ class PackedLayer(CacheLayerMixin):
         That is the new tensors themselves where nothing else is cached and the mode allows it; otherwise
         ``PackedStates``.
         """
+        check_no_grad(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         new, past = key_states.shape[2], self.tokens
         raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
+        self._store(key_states, value_states, step, past)
         self.tokens += new
-        self.pool.store(token_rows(key_states), token_rows(value_states), step.batch.slot_mapping)
         if raw and past == 0:
             return key_states, value_states
-        handle = self._handle(step, new, (key_states, value_states) if raw else None)
-        return packed_pair(handle, self.pool.layout, self.dtype, self.device)
+        kv = self._kv(step, new, (key_states, value_states) if raw else None)
+        return packed_pair(kv, self.pool.layout, self.dtype, self.device)
+
+    def _store(self, key_states: Tensor, value_states: Tensor, step: Step, first: int) -> None:
+        """K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on to the slots of ``step``.
+
+        A raw format is a dtype of its own; a calibration has a matrix for each range of positions.
+        """
+        spec = self.pool.layout.spec
+        key, value = (
+            x if side.kind != Kind.RAW else x.to(getattr(torch, side.raw_dtype))
+            for x, side in ((key_states, spec.key), (value_states, spec.value))
+        )
+        index, matrices, chosen = self.settings.matrix_index, self.pool.query_aware, None
+        if index is not None and matrices is not None and matrices.ndim == 4:
+            chosen = index(first, key_states.shape[2], self.tables.pads, self.device)
+        self.pool.store(token_rows(key), token_rows(value), step.batch.slot_mapping, chosen)
+
+    @property
+    def packed_tokens(self) -> int:
+        """How many tokens are in pages."""
+        return self.tokens
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, heads, new, _ = key_states.shape
@@ -124,7 +154,7 @@ class PackedLayer(CacheLayerMixin):
         if key_states.dtype != self.dtype:
             raise InputError(f"the cache was started with {self.dtype} and was given {key_states.dtype}")
 
-    def _handle(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
+    def _kv(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
         visible = self._visible(new)
         return PagedKV(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, self.tokens - visible, visible,
@@ -156,7 +186,7 @@ class PackedLayer(CacheLayerMixin):
         if not self.is_initialized or self.tokens == 0:
             return None
         step = self.tables.current()
-        pair = packed_pair(self._handle(step, 0, None), self.pool.layout, self.dtype, self.device)
+        pair = packed_pair(self._kv(step, 0, None), self.pool.layout, self.dtype, self.device)
         return pair[side]
 
     @property
@@ -186,13 +216,15 @@ class PackedLayer(CacheLayerMixin):
     def offload(self) -> None:
         """Moves the pages to the CPU."""
         if self.is_initialized:
-            self.pool.to("cpu")
+            with lasting():
+                self.pool.to("cpu")
             self._plan = None
 
     def prefetch(self) -> None:
         """Moves the pages back."""
         if self.is_initialized:
-            self.pool.to(self.device)
+            with lasting():
+                self.pool.to(self.device)
 
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
@@ -223,12 +255,14 @@ class PackedLayer(CacheLayerMixin):
     def grow(self, blocks: int) -> None:
         """See ``tables.Member``."""
         self._plan = None
-        self.pool.grow(blocks)
+        with lasting():
+            self.pool.grow(blocks)
 
     def relocate(self, source: Tensor, target: Tensor, blocks: int) -> None:
         """See ``tables.Member``."""
         self._plan = None
-        self.pool.rearrange(source, target, blocks)
+        with lasting():
+            self.pool.rearrange(source, target, blocks)
 
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
         """See ``tables.Member``."""
@@ -238,7 +272,17 @@ class PackedLayer(CacheLayerMixin):
         """See ``tables.Member``."""
         self._plan = None
         chosen = torch.arange(rows, device=index.device)[:, None] * batch + index
-        self.pool.rearrange(chosen.flatten(), torch.arange(chosen.numel(), device=index.device), chosen.numel())
+        with lasting():
+            self.pool.rearrange(chosen.flatten(), torch.arange(chosen.numel(), device=index.device), chosen.numel())
+
+
+def check_no_grad(key_states: Tensor, value_states: Tensor) -> None:
+    """Raises where a gradient would have to pass through the codes."""
+    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        raise UnsupportedError(
+            "a packed cache passes no gradient on to its keys and values; run the model under torch.no_grad() or "
+            "torch.inference_mode(), or train with use_cache=False"
+        )
 
 
 class PackedSlidingLayer(PackedLayer):

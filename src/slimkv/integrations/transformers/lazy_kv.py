@@ -17,6 +17,7 @@ from slimkv import ops
 from slimkv.cache import AttentionBatch
 from slimkv.codec import Codec
 from slimkv.errors import InputError
+from slimkv.integrations.transformers.switching import count as count_call
 from slimkv.integrations.transformers.tables import SequenceTables, Step
 from slimkv.spec import PageLayout
 
@@ -30,8 +31,28 @@ class LazyKV(Protocol):
     def shape(self) -> tuple[int, int, int]:
         """Sequences, KV heads, positions."""
 
+    @property
+    def first(self) -> int:
+        """The position of the first key."""
+
+    @property
+    def positions(self) -> int:
+        """How many keys attention sees, padding included."""
+
+    @property
+    def new(self) -> int:
+        """How many of them, the last ones, came with this step."""
+
+    @property
+    def window(self) -> int | None:
+        """How many positions a query sees, itself included; None: all before it."""
+
+    @property
+    def pads(self) -> list[int]:
+        """Leading positions of each sequence that are known to be padding."""
+
     def dense(self) -> tuple[Tensor, Tensor]:
-        """K and V, decoded: [batch, num_kv_heads, positions, dim]; zeros where there is padding."""
+        """K and V, decoded: contiguous [batch, num_kv_heads, positions, dim]; zeros where there is padding."""
 
     def refusal(self, pads: list[int] | None) -> str | None:
         """Why ``attend`` cannot take a mask of causal order plus left padding, or None."""
@@ -64,6 +85,16 @@ class PagedKV:
         """Sequences, KV heads, positions."""
         return self.tables.batch, self.pages.shape[1], self.positions
 
+    @property
+    def new(self) -> int:
+        """See ``LazyKV``."""
+        return self.step.new
+
+    @property
+    def pads(self) -> list[int]:
+        """See ``LazyKV``."""
+        return self.tables.pads
+
     def _check_current(self) -> None:
         if self.tables.tokens != self.step.tokens:
             raise InputError(
@@ -75,13 +106,16 @@ class PagedKV:
         """See ``LazyKV``."""
         if self._dense is None:
             self._check_current()
+            count_call("decoded")
             count = self.positions - (self.step.new if self.fresh is not None else 0)
             slots = self.tables.slots(self.first, count)
             key, value = ops.gather_kv(
                 self.pages, slots.reshape(-1), codec=self.codec, layout=self.layout, dtype=self.dtype
             )
             pair = [x.unflatten(0, (self.tables.batch, count)).transpose(1, 2) for x in (key, value)]
-            if self.fresh is not None:
+            if self.fresh is None:
+                pair = [x.contiguous() for x in pair]  # as stock tensors are: some models take views of them
+            else:
                 pair = [torch.cat([past, new.to(past.dtype)], 2) for past, new in zip(pair, self.fresh, strict=True)]
             self._dense = pair[0], pair[1]
         return self._dense
@@ -128,14 +162,14 @@ def token_rows(x: Tensor) -> Tensor:
 class PackedStates(Tensor):
     """The keys (or values) behind a ``LazyKV``, as a tensor [batch, num_kv_heads, positions, dim] without storage."""
 
-    handle: LazyKV
+    kv: LazyKV
     side: int  # 0 keys, 1 values
 
     @staticmethod
-    def __new__(cls, handle: LazyKV, side: int, dim: int, dtype: torch.dtype, device: torch.device) -> PackedStates:
-        """Side 0 or 1 of ``handle``, as vectors of ``dim``."""
-        out = Tensor._make_wrapper_subclass(cls, (*handle.shape, dim), dtype=dtype, device=device)
-        out.handle, out.side = handle, side
+    def __new__(cls, kv: LazyKV, side: int, dim: int, dtype: torch.dtype, device: torch.device) -> PackedStates:
+        """Side 0 or 1 of ``kv``, as vectors of ``dim``."""
+        out = Tensor._make_wrapper_subclass(cls, (*kv.shape, dim), dtype=dtype, device=device)
+        out.kv, out.side = kv, side
         return out
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -150,18 +184,18 @@ class PackedStates(Tensor):
 
     def decoded(self) -> Tensor:
         """The numbers."""
-        return self.handle.dense()[self.side]
+        return self.kv.dense()[self.side]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedStates({'keys' if self.side == 0 else 'values'}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def packed_pair(
-    handle: LazyKV, layout: PageLayout, dtype: torch.dtype, device: torch.device
+    kv: LazyKV, layout: PageLayout, dtype: torch.dtype, device: torch.device
 ) -> tuple[PackedStates, PackedStates]:
-    """The two tensors that ``update`` returns for ``handle``."""
+    """The two tensors that ``update`` returns for ``kv``."""
     spec = layout.spec
     return (
-        PackedStates(handle, 0, spec.key_dim, dtype, device),
-        PackedStates(handle, 1, spec.value_dim, dtype, device),
+        PackedStates(kv, 0, spec.key_dim, dtype, device),
+        PackedStates(kv, 1, spec.value_dim, dtype, device),
     )

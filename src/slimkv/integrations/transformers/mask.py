@@ -1,49 +1,90 @@
-"""The mask that goes with the attention: transformers' own for ``sdpa``, with a note of what it means.
+"""The mask that goes with the attention, and what a mask means to pages.
 
-The fused attention takes causal order, a window and left padding as such. The note travels on the mask tensor; code
-that makes another mask of it loses the note, and attention then runs on decoded keys and values under that mask.
+Fused attention takes causal order, a window and left padding as such, not as a mask. So before it runs, the mask must be
+known to be exactly that. A mask from transformers' own functions brings a note of how it was made; any other mask is
+read, number by number. Whatever is not recognised is obeyed on decoded keys and values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from slimkv.integrations.transformers.compat import sdpa_mask
+from slimkv.integrations.transformers.compat import AttentionMaskInterface, sdpa_mask
+from slimkv.integrations.transformers.stock_attention import SDPA
+from slimkv.integrations.transformers.switching import stock_of
 
 _NOTE = "_slimkv_note"
+_READ = "_slimkv_read"
+
+
+class Keys(Protocol):
+    """The keys of a layer at one step, as masks see them."""
+
+    @property
+    def first(self) -> int:
+        """The position of the first key."""
+
+    @property
+    def positions(self) -> int:
+        """How many keys there are, padding included."""
+
+    @property
+    def new(self) -> int:
+        """How many of them, the last ones, are queries too."""
+
+    @property
+    def window(self) -> int | None:
+        """How many positions a query sees, itself included; None: all before it."""
+
+    @property
+    def pads(self) -> list[int]:
+        """Leading positions of each sequence that are known to be padding."""
 
 
 @dataclass(frozen=True)
-class MaskNote:
-    """The mask is the layer's causal pattern and hides ``pads[b]`` leading positions of sequence b."""
+class Pattern:
+    """Causal order inside a window, with ``pads[b]`` leading positions of sequence b hidden."""
+
+    pads: list[int] | None  # None: nothing is said about padding
+    window: int | None
+
+
+@dataclass(frozen=True)
+class _Note:
+    """How ``slimkv_mask`` made a mask."""
 
     pads: list[int]
+    window: int | None
+    first: int
+    keys: int
+    queries: int
 
 
 def slimkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The boolean mask [batch, 1, queries, keys] of ``sdpa_mask`` with its note; None where causal order is all."""
-    mask = sdpa_mask(*args, **kwargs)
+    """The mask that the model's own attention gets (boolean, additive or None), with a note of what it means."""
+    config = kwargs.get("config")
+    stock = stock_of(config)
+    make = sdpa_mask if stock in (None, SDPA) else AttentionMaskInterface()[stock]
+    mask = make(*args, **kwargs)
     if mask is None or args:
         return mask
+    window, chunk = kwargs.get("local_size"), getattr(config, "attention_chunk_size", None)
+    offset = kwargs.get("kv_offset", 0)
     plain = (
         kwargs.get("allow_is_causal_skip", True)  # false when somebody adds to the pattern
         and not kwargs.get("allow_is_bidirectional_skip", False)
         and not kwargs.get("use_vmap", False)
+        and (window is None or (chunk is None and window == getattr(config, "sliding_window", None)))
+        and isinstance(offset, int)
     )
-    if plain:
-        pads = left_padding(kwargs.get("attention_mask"), mask.shape[0])
-        if pads is not None:
-            setattr(mask, _NOTE, MaskNote(pads))
+    pads = left_padding(kwargs.get("attention_mask"), mask.shape[0]) if plain else None
+    if pads is not None:
+        setattr(mask, _NOTE, _Note(pads, window, offset, mask.shape[-1], mask.shape[-2]))
     return mask
-
-
-def note_of(mask: Tensor | None) -> MaskNote | None:
-    """What is known about a mask; None for a mask that somebody else made."""
-    return getattr(mask, _NOTE, None)
 
 
 def left_padding(attention_mask: Tensor | None, batch: int) -> list[int] | None:
@@ -54,3 +95,54 @@ def left_padding(attention_mask: Tensor | None, batch: int) -> list[int] | None:
     leading = (shown.cumsum(-1) == 0).sum(-1)
     both = torch.stack([leading, shown.shape[-1] - shown.sum(-1)]).tolist()
     return both[0] if both[0] == both[1] else None
+
+
+def pattern_of(mask: Tensor, keys: Keys) -> Pattern | None:
+    """What ``mask`` means if it is a causal pattern on ``keys``; None for every other mask."""
+    if mask.dim() != 4 or mask.shape[1] != 1 or tuple(mask.shape[-2:]) != (keys.new, keys.positions):
+        return None
+    note: _Note | None = getattr(mask, _NOTE, None)
+    if note is not None and (note.first, note.keys, note.queries) == (keys.first, keys.positions, keys.new):
+        windows = [x for x in (note.window, keys.window) if x is not None]
+        window = min(windows, default=None)
+        # What a layer with a window returns is the window of a single query; several must be masked to it.
+        if keys.window in (None, note.window) or keys.new == 1 or keys.positions <= min(windows):
+            return Pattern(note.pads, window)
+    return _read(mask, keys)
+
+
+def _read(mask: Tensor, keys: Keys) -> Pattern | None:
+    """``pattern_of`` from the numbers; remembered on the mask, which many layers share."""
+    key = keys.first, keys.window, len(keys.pads)
+    known = getattr(mask, _READ, None)
+    if known is None or known[0] != key:
+        known = key, _leading(mask, keys)
+        setattr(mask, _READ, known)
+    leading = known[1]
+    if leading is None:
+        return None
+    # Padding that has left the window can no longer be seen: what is known of it stays.
+    pads = [keys.first + n if n else min(pad, keys.first) for n, pad in zip(leading, keys.pads, strict=True)]
+    return Pattern(pads, keys.window)
+
+
+def _leading(mask: Tensor, keys: Keys) -> list[int] | None:
+    """Keys per sequence that are hidden from every query, at the front; None unless the rest is the causal pattern.
+
+    Queries that are padding themselves may see anything.
+    """
+    shown = mask[:, 0]
+    odd = torch.zeros((), dtype=torch.bool, device=mask.device)
+    if mask.dtype != torch.bool:
+        shown = shown == 0
+        odd = (~shown & ~(mask[:, 0] <= torch.finfo(mask.dtype).min / 2)).any()  # a bias, not a mask
+    shown = shown.expand(len(keys.pads), -1, -1)
+    leading = (shown.any(-2).cumsum(-1) == 0).sum(-1)
+    at = torch.arange(keys.positions, device=mask.device)[None, None, :]
+    asking = torch.arange(keys.positions - keys.new, keys.positions, device=mask.device)[None, :, None]
+    expected = (at <= asking) & (at >= leading[:, None, None])
+    if keys.window is not None:
+        expected &= at > asking - keys.window
+    wrong = ((shown != expected) & (asking >= leading[:, None, None])).any() | odd
+    *found, bad = torch.cat([leading, wrong.reshape(1).to(leading.dtype)]).tolist()
+    return None if bad else found

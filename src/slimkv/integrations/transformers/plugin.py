@@ -1,10 +1,10 @@
-"""The attention function ``slimkv``, its registration, and the context manager that switches a model to it."""
+"""The attention function ``slimkv``: on packed pages where it can, otherwise what the model's own attention does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,30 +12,18 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.transformers.compat import AttentionInterface, AttentionMaskInterface
-from slimkv.integrations.transformers.decoded_attention import dense_attention
-from slimkv.integrations.transformers.lazy_kv import PackedStates
-from slimkv.integrations.transformers.mask import note_of, slimkv_mask
+from slimkv.integrations.transformers.compat import FORWARD_ARGUMENTS, AttentionInterface, AttentionMaskInterface
+from slimkv.integrations.transformers.decoded_attention import masked_attention
+from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates
+from slimkv.integrations.transformers.mask import Pattern, pattern_of, slimkv_mask
+from slimkv.integrations.transformers.stock_attention import EAGER, stock_function, switchable_configs
+from slimkv.integrations.transformers.switching import NAME, count, stock_of
 from slimkv.ops import AttendOptions
 
-NAME = "slimkv"
-
-
-@dataclass
-class Counts:
-    """How attention ran inside one ``attention(model)``."""
-
-    fused: int = 0  # on packed pages
-    decoded: int = 0  # on decoded keys and values, because of the mask or the layer kind
-    plain: int = 0  # on tensors that were never packed (first prefill, raw layers)
-
-
-_active: list[Counts] = []
-
-
-def _count(kind: str) -> None:
-    for counts in _active:
-        setattr(counts, kind, getattr(counts, kind) + 1)
+# What an attention function may be called with. Anything else that is set is refused: it may change the result.
+_HANDLED = {"position_bias", "output_attentions", "softcap", "s_aux", "sliding_window"}
+_NO_INFLUENCE = {"cache_position", "deterministic", "use_cache", "return_dict", "labels", "logits_to_keep"}
+KNOWN_ARGUMENTS = frozenset(_HANDLED | _NO_INFLUENCE | FORWARD_ARGUMENTS)
 
 
 def slimkv_attention(
@@ -47,77 +35,128 @@ def slimkv_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    output_attentions: bool = False,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention as ``AttentionInterface`` calls it: on pages where key and value are packed, dense otherwise.
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as ``AttentionInterface`` calls it.
 
     Args:
         query: [batch, heads, new, key_dim].
         key, value: what a cache's ``update`` returned, [batch, num_kv_heads, positions, dim].
-        attention_mask: [batch, 1, new, positions], boolean or additive, or None for causal order alone.
+        attention_mask: [batch, 1, new, positions], boolean or additive; None: the whole of ``is_causal``.
 
-    Returns the output [batch, new, heads, value_dim], and None for the weights.
+    Returns the output [batch, new, heads, value_dim], and the weights where the model's own attention gives them.
     """
-    if dropout != 0.0 or position_bias is not None or output_attentions:
-        asked = "position_bias" if position_bias is not None else "output_attentions"
-        name = "dropout in attention" if dropout != 0.0 else asked
-        raise UnsupportedError(f'{NAME} attention has no {name}; use attn_implementation="eager" for it')
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if isinstance(key, PackedStates) and isinstance(value, PackedStates) and key.handle is value.handle:
-        handle, note = key.handle, note_of(attention_mask)
-        pads = note.pads if note is not None else None
-        if (attention_mask is None or note is not None) and handle.refusal(pads) is None:
-            _count("fused")
-            window = getattr(handle, "window", None) if causal else None
-            options = _options(scaling, causal, window, softcap, None if s_aux is None else _matching(s_aux, query))
-            return handle.attend(query, options, pads), None
-        _count("decoded")
-        key, value = key.decoded(), value.decoded()
+    if torch.compiler.is_compiling():
+        return _outside_the_graph(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    _check_arguments(module, kwargs)
+    config = getattr(module, "config", None)
+    stock = stock_of(config)
+    kv = _packed(key, value)
+    if kv is not None:
+        pattern = _pattern(module, query, kv, attention_mask, is_causal, stock)
+        options = _options(query, scaling, pattern, dropout, kwargs) if pattern is not None else None
+        if pattern is not None and options is not None and kv.refusal(pattern.pads) is None:
+            count("fused", config)
+            return kv.attend(query, options, pattern.pads), None
     else:
-        _count("plain")
-        key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in (key, value))
-    return _dense(query, key, value, attention_mask, _options(scaling, causal, None, softcap, s_aux)), None
+        count("plain", config)
+    key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in (key, value))
+    arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+    function = stock_function(type(module), stock) if stock is not None else None
+    if function is None:
+        return _masked(module, query, key, value, attention_mask, **arguments), None
+    if is_causal is None:
+        del arguments["is_causal"]
+    return function(module, query, key, value, attention_mask, **arguments)
+
+
+@torch.compiler.disable
+def _outside_the_graph(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """``slimkv_attention`` for a model that ``torch.compile`` is tracing."""
+    return slimkv_attention(*args, **kwargs)
+
+
+def _check_arguments(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name not in KNOWN_ARGUMENTS and value is not None and value is not False:
+            if name == "cache":
+                raise UnsupportedError(
+                    "continuous batching (generate_batch) keeps keys and values in a paged cache of its own, which slimkv "
+                    "does not pack; use generate with a SlimKVCache, or leave slimkv.attention and slimkv.enable off"
+                )
+            raise UnsupportedError(
+                f"{type(module).__name__} passes {name!r} to its attention, which {NAME} attention does not know; leave "
+                "slimkv.attention off for this model: a SlimKVCache also works with its own attention"
+            )
+
+
+def _packed(key: Tensor, value: Tensor) -> LazyKV | None:
+    """What is behind the keys and values of one packed layer."""
+    if not (isinstance(key, PackedStates) and isinstance(value, PackedStates)):
+        return None
+    return key.kv if key.kv is value.kv and (key.side, value.side) == (0, 1) else None
+
+
+def _pattern(
+    module: torch.nn.Module, query: Tensor, kv: LazyKV, mask: Tensor | None, is_causal: bool | None, stock: str | None
+) -> Pattern | None:
+    """What the model's own attention would do with ``mask``, if pages can be attended so."""
+    if query.shape[2] != kv.new or query.shape[0] != len(kv.pads):
+        return None
+    if mask is not None:
+        return pattern_of(mask, kv) if isinstance(mask, Tensor) else None
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    # Without a mask a single query sees all; for several, torch's attention has causal order and eager has none.
+    if kv.new == 1 or (causal and stock != EAGER and (kv.window is None or kv.positions <= kv.window)):
+        return Pattern(None, kv.window)
+    return None
 
 
 def _options(
-    scale: float | None, causal: bool, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> AttendOptions:
-    plain = _plain_options(scale, causal, window, softcap or 0.0)
-    return plain if sinks is None else replace(plain, sinks=sinks)
+    query: Tensor, scaling: object, pattern: Pattern, dropout: float, kwargs: dict[str, Any]
+) -> AttendOptions | None:
+    """The options of ``attend``; None where it does not have what is asked for."""
+    if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
+        return None
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if not isinstance(scaling, int | float | None) or not isinstance(softcap, int | float | None):
+        return None
+    plain = _plain_options(scaling, pattern.window, softcap or 0.0)
+    if sinks is None:
+        return plain
+    if sinks.numel() != query.shape[1]:
+        return None
+    return replace(plain, sinks=sinks.to(query.device).reshape(-1))
 
 
 @lru_cache(maxsize=256)
-def _plain_options(scale: float | None, causal: bool, window: int | None, softcap: float) -> AttendOptions:
-    return AttendOptions(scale, causal, window, softcap)
+def _plain_options(scale: float | None, window: int | None, softcap: float) -> AttendOptions:
+    return AttendOptions(scale, True, window, softcap)
 
 
-def _matching(sinks: Tensor, query: Tensor) -> Tensor:
-    return sinks.to(query.device).reshape(-1)
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttendOptions) -> Tensor:
-    """[batch, new, heads, value_dim]; torch's own attention unless the model asks for what it does not have."""
-    causal = mask is None and options.causal and query.shape[2] > 1
-    if options.softcap or options.sinks is not None:
-        if causal:
-            shape = query.shape[2], key.shape[2]
-            mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])
-        out, _ = dense_attention(
-            query, key, value, mask, scale=options.softmax_scale, softcap=options.softcap, sinks=options.sinks
-        )
-        return out
-    if causal and key.shape[2] != query.shape[2]:  # torch aligns causal masks to the first key
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        mask, causal = mask.tril(key.shape[2] - query.shape[2]), False
-    grouped = query.shape[1] != key.shape[1]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=options.softmax_scale, enable_gqa=grouped
+def _masked(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """For modules whose own attention is not known: [batch, new, heads, value_dim]."""
+    for name, asked in (("dropout in attention", dropout), ("output_attentions", output_attentions)):
+        if asked:
+            raise UnsupportedError(f'{NAME} attention has no {name}; use attn_implementation="eager" for it')
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    return masked_attention(
+        query, key, value, mask, causal=causal, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, bias=position_bias
     )
-    return out.transpose(1, 2).contiguous()
 
 
 def register() -> None:
@@ -127,36 +166,17 @@ def register() -> None:
 
 
 @contextmanager
-def attention(model: Any) -> Iterator[Counts]:
-    """Inside it ``model`` attends packed pages directly; yields counts of how its attention ran.
-
-    Without it (or with ``model.set_attn_implementation("slimkv")`` for good) stock attention gets decoded tensors.
-    """
-    register()
-    counts = Counts()
-    with use_attn_implementation(model, NAME):
-        _active.append(counts)
-        try:
-            yield counts
-        finally:
-            _active.remove(counts)
-
-
-@contextmanager
 def use_attn_implementation(model: Any, name: str) -> Iterator[None]:
-    """Inside it ``model`` attends with the registered function ``name``; afterwards as before."""
-    before = {id(part): (part.config, part.config._attn_implementation) for part in _parts(model)}
-    model.set_attn_implementation(name)
+    """Inside it the text decoder of ``model`` attends with the registered function ``name``; afterwards as before."""
+    before = [(config, config._attn_implementation) for config in switchable_configs(model)]
+    if not before:
+        raise UnsupportedError(
+            f"the attention of {type(model).__name__} does not go through transformers' attention interface"
+        )
+    for config, _ in before:
+        config._attn_implementation_internal = name
     try:
-        if model.config._attn_implementation != name:
-            raise UnsupportedError(
-                f"{type(model).__name__} does not let its attention be chosen; its cache works with its own attention"
-            )
         yield
     finally:
-        for config, implementation in before.values():
+        for config, implementation in before:
             config._attn_implementation_internal = implementation
-
-
-def _parts(model: Any) -> list[Any]:
-    return [m for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")]

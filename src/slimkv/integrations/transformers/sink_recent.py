@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.integrations.transformers.decoded_attention import dense_attention
-from slimkv.integrations.transformers.layers import RAW_FRESH_ABOVE, LayerSettings, PackedLayer
+from slimkv.integrations.transformers.layers import RAW_FRESH_ABOVE, LayerSettings, PackedLayer, check_no_grad
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
 from slimkv.ops.merge import merge_attention_states
 
@@ -24,6 +24,20 @@ class SinkRecentKV:
     head: Pair  # K, V [batch, num_kv_heads, tokens, dim]
     middle: PagedKV
     tail: Pair
+    new: int = 0  # of these tokens, the last ones
+
+    first = 0
+    window = None
+
+    @property
+    def positions(self) -> int:
+        """See ``LazyKV``."""
+        return self.shape[2]
+
+    @property
+    def pads(self) -> list[int]:
+        """See ``LazyKV``."""
+        return self.middle.pads
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -32,14 +46,14 @@ class SinkRecentKV:
         return batch, heads, self.head[0].shape[2] + self.middle.positions + self.tail[0].shape[2]
 
     def dense(self) -> Pair:
-        """See ``states.LazyKV``."""
+        """See ``LazyKV``."""
         parts = zip(self.head, self.middle.dense(), self.tail, strict=True)
         key, value = (torch.cat(part, 2) for part in parts)
         return key, value
 
     def refusal(self, pads: list[int] | None) -> str | None:
-        """See ``states.LazyKV``."""
-        return "padding beside a high-precision window is masked on decoded keys and values" if pads else None
+        """See ``LazyKV``."""
+        return "padding beside a high-precision window is masked on decoded keys and values" if pads and any(pads) else None
 
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
         """The packed part fused, the raw parts dense, joined by their log-sum-exps."""
@@ -56,15 +70,15 @@ class SinkRecentKV:
         )
         if positions == 0:
             return out
-        handle, batch = self.middle, query.shape[0]
-        step = handle.step.batch
-        starts = handle.tables.cu_seqlens_q(new)
+        middle, batch = self.middle, query.shape[0]
+        step = middle.step.batch
+        starts = middle.tables.cu_seqlens_q(new)
         # Every packed key is older than every query, so no causal order is left inside the packed part.
         plain = ops.AttendOptions(softmax_scale=options.softmax_scale, causal=False, softcap=options.softcap)
         packed_out, packed_lse = ops.attend(
-            token_rows(query), handle.pages, step.block_table, step.seq_lens, starts, codec=handle.codec,
-            layout=handle.layout, max_query_len=new, max_seq_len=step.max_seq_len, options=plain, return_lse=True,
-            backend=handle.backend,
+            token_rows(query), middle.pages, step.block_table, step.seq_lens, starts, codec=middle.codec,
+            layout=middle.layout, max_query_len=new, max_seq_len=step.max_seq_len, options=plain, return_lse=True,
+            backend=middle.backend,
         )  # fmt: skip
         packed = packed_out.unflatten(0, (batch, new)), packed_lse.unflatten(0, (batch, new))
         return merge_attention_states((out, lse), packed).to(query.dtype)
@@ -72,6 +86,8 @@ class SinkRecentKV:
 
 class SinkRecentLayer(PackedLayer):
     """The first ``sink_tokens`` and last ``recent_tokens`` in the model's dtype, the rest packed."""
+
+    partly = True
 
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         super().__init__(format, settings, number)
@@ -92,36 +108,35 @@ class SinkRecentLayer(PackedLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See ``PackedLayer``."""
         super().lazy_initialization(key_states, value_states)
-        self._head: Pair = (key_states[:, :, :0], value_states[:, :, :0])
+        self._head: Pair = (key_states[:, :, :0].clone(), value_states[:, :, :0].clone())
         self._tail: Pair = self._head
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
         """See ``PackedLayer``; what leaves the window is packed at once."""
+        check_no_grad(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         new, past = key_states.shape[2], self.tokens
         raw = new > RAW_FRESH_ABOVE
         before = self._head, self._tail, self.packed_tokens
-        self.tokens += new
-        pending = _join(self._tail, (key_states, value_states))
-        if (room := self.sink_tokens - self._head[0].shape[2]) > 0 and before[2] == 0:
-            self._head = _join(self._head, _cut(pending, 0, room))
-            pending = _cut(pending, room, None)
+        head, pending = self._head, _join(self._tail, (key_states, value_states))
+        if (room := self.sink_tokens - head[0].shape[2]) > 0 and before[2] == 0:
+            head, pending = _join(head, _cut(pending, 0, room)), _cut(pending, room, None)
         leaving = max(pending[0].shape[2] - self.recent_tokens, 0)
         step = self.tables.advance(before[2], leaving, needs_past=True)
         if leaving:
-            out = _cut(pending, 0, leaving)
-            self.pool.store(token_rows(out[0]), token_rows(out[1]), step.batch.slot_mapping)
-        self._tail = _cut(pending, leaving, None, copy=True)
+            self._store(*_cut(pending, 0, leaving), step, head[0].shape[2] + before[2])
+        self._head, self._tail = head, _cut(pending, leaving, None, copy=True)
+        self.tokens += new
         if raw and past == 0:
             return key_states, value_states
         if raw:  # this pass reads the window as it was, and its own tokens raw
             head, tail, packed = before[0], _join(before[1], (key_states, value_states)), before[2]
         else:
             head, tail, packed = self._head, self._tail, self.packed_tokens
-        handle = SinkRecentKV(head, self._middle(packed), tail)
-        return packed_pair(handle, self.pool.layout, self.dtype, self.device)
+        kv = SinkRecentKV(head, self._middle(packed), tail, new)
+        return packed_pair(kv, self.pool.layout, self.dtype, self.device)
 
     def _middle(self, packed: int) -> PagedKV:
         step = self.tables.prefix(packed)
@@ -133,8 +148,8 @@ class SinkRecentLayer(PackedLayer):
     def _view(self, side: int) -> PackedStates | None:
         if not self.is_initialized or self.tokens == 0:
             return None
-        handle = SinkRecentKV(self._head, self._middle(self.packed_tokens), self._tail)
-        return packed_pair(handle, self.pool.layout, self.dtype, self.device)[side]
+        kv = SinkRecentKV(self._head, self._middle(self.packed_tokens), self._tail)
+        return packed_pair(kv, self.pool.layout, self.dtype, self.device)[side]
 
     def reset(self) -> None:
         """See ``PackedLayer``."""
@@ -181,4 +196,4 @@ def _join(a: Pair, b: Pair) -> Pair:
 
 def _cut(pair: Pair, start: int, end: int | None, copy: bool = False) -> Pair:
     key, value = (x[:, :, start:end] for x in pair)
-    return (key.contiguous(), value.contiguous()) if copy else (key, value)
+    return (key.clone(), value.clone()) if copy else (key, value)

@@ -12,8 +12,9 @@ the tables of single tokens, one after the other, are built for many steps at on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,6 +62,36 @@ class StepsAhead:
     cu_seqlens_q: Tensor  # int32 [batch + 1]
     seq_lens: tuple[Tensor, ...]  # int32 [batch] of each step
     slot_mapping: tuple[Tensor, ...]  # int64 [batch] of each step
+
+
+def lasting() -> Any:
+    """For tensors that outlive a call: written to later, so they must not be inference tensors."""
+    return torch.inference_mode(False)
+
+
+class TableSet:
+    """The tables of a cache: one for all layers that keep the same tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._tables: dict[tuple[torch.device, int | None, bool], SequenceTables] = {}
+
+    def get(self, batch: int, device: torch.device, window: int | None, partly: bool) -> SequenceTables:
+        """The tables for layers with ``window``; ``partly``: for layers that keep some of their tokens elsewhere."""
+        key = (device, window, partly)
+        if key not in self._tables:
+            self._tables[key] = SequenceTables(batch, self.block_size, device, window)
+        found = self._tables[key]
+        if found.batch != batch:
+            raise InputError(f"layers of one cache were given batches of {found.batch} and {batch} sequences")
+        return found
+
+    def __iter__(self) -> Iterator[SequenceTables]:
+        return iter(self._tables.values())
+
+    def clear(self) -> None:
+        """Forgets them."""
+        self._tables.clear()
 
 
 class SequenceTables:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import fields, replace
+from enum import Enum
 from importlib import import_module
 from typing import Any
 
@@ -44,6 +45,11 @@ if version_numbers(VERSION) < OLDEST:
 
 try:
     from vllm.config import get_current_vllm_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+    )
     from vllm.v1.attention.backend import (
         AttentionBackend,
         AttentionCGSupport,
@@ -79,6 +85,12 @@ if version_numbers(VERSION) > NEWEST_TESTED:
     )
 
 __all__ = [
+    "CONNECTORS",
+    "CROSS_LAYER_LAYOUT",
+    "FOLDER_KEYS",
+    "IN_MEMORY_SPECS",
+    "NATIVE_OFFLOAD",
+    "TIERING_SPEC",
     "AttentionBackend",
     "AttentionCGSupport",
     "AttentionImpl",
@@ -86,18 +98,63 @@ __all__ = [
     "AttentionSpec",
     "AttentionType",
     "CommonAttentionMetadata",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
     "PageShape",
+    "Rule",
     "cpu_unavailable_reason",
     "dcp_group",
     "get_current_vllm_config",
     "is_delegated",
     "is_supported_spec",
     "layer_number",
+    "layout_is_chosen",
     "logger",
     "stock_backend",
+    "tensor_parallel_gather",
     "tensor_parallel_rank",
     "with_packed_bytes",
 ]
+
+
+class Rule(Enum):
+    """How a KV connector of vLLM may be used with packed pages."""
+
+    IN_PROCESS = "what it writes only the same engine reads"
+    FOLDER = "it shares a folder, which is marked with the fingerprint"
+    PEERS = "it talks to other processes, whose fingerprint the user states"
+    CHILDREN = "it holds other connectors"
+    REFUSED = "it cannot work"
+
+
+# Every connector of vLLM 0.32 whose code was read. The text says why one is refused.
+CONNECTORS: dict[str, tuple[Rule, str]] = {
+    "OffloadingConnector": (Rule.IN_PROCESS, ""),
+    "SimpleCPUOffloadConnector": (Rule.IN_PROCESS, ""),
+    "SlimKVPromptConnector": (Rule.FOLDER, ""),
+    "ExampleConnector": (Rule.FOLDER, ""),
+    "NixlConnector": (Rule.PEERS, ""),
+    "NixlPullConnector": (Rule.PEERS, ""),
+    "NixlPushConnector": (Rule.PEERS, ""),
+    "MooncakeConnector": (Rule.PEERS, ""),
+    "MooncakeStoreConnector": (Rule.PEERS, ""),
+    "LMCacheMPConnector": (Rule.PEERS, ""),
+    "MultiConnector": (Rule.CHILDREN, ""),
+    "LMCacheConnectorV1": (
+        Rule.REFUSED,
+        "it sizes its buffers as keys and values of the model's dtype; use LMCacheMPConnector "
+        "(--kv-offloading-backend lmcache)",
+    ),
+    "DecodeBenchConnector": (Rule.REFUSED, "it fills the cache with numbers that are no codes"),
+    "ExampleHiddenStatesConnector": (Rule.REFUSED, "it stores hidden states in a cache of its own layout"),
+    "HiSparseConnector": (Rule.REFUSED, "it serves sparse attention on a latent cache, which slimkv does not pack"),
+}
+FOLDER_KEYS = {"SlimKVPromptConnector": "shared_storage_path", "ExampleConnector": "shared_storage_path"}
+NATIVE_OFFLOAD = "OffloadingConnector"
+IN_MEMORY_SPECS = ("CPUOffloadingSpec",)  # of the native offload; others have tiers that outlive the engine
+TIERING_SPEC = "TieringOffloadingSpec"
+CROSS_LAYER_LAYOUT = "BLHNC"  # a block of all layers side by side, which the native offload copies as one piece
 
 _DELEGATED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
 _PACKS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -132,11 +189,15 @@ class PageShape:
     """How vLLM shapes a layer's cache: uint8 [blocks, num_kv_heads, tokens, bytes], the last two axes contiguous."""
 
     bytes_per_token: int
+    cross_layer_blocks = False  # whether a block of all layers must lie side by side
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...] | None:
         """From vLLM 0.30 on: the accepted memory orders, best first."""
-        return _head_major_layouts()
+        layouts = _head_major_layouts()
+        if layouts is None or not cls.cross_layer_blocks:
+            return layouts
+        return tuple(x for x in layouts if x.name == CROSS_LAYER_LAYOUT) or layouts
 
     @classmethod
     def get_kv_cache_shape(
@@ -188,6 +249,13 @@ def stock_backend(head_size: int, attn_type: str) -> type[AttentionBackend]:
     return resolve_obj_by_qualname(current_platform.get_attn_backend_cls(None, attn_selector_config=wanted))
 
 
+def layout_is_chosen() -> bool:
+    """Whether the user has chosen the order of blocks and layers in memory."""
+    import vllm.envs
+
+    return getattr(vllm.envs, "VLLM_KV_CACHE_LAYOUT", None) is not None
+
+
 def tensor_parallel_rank() -> tuple[int, int]:
     """This process's rank among those that share the layers' heads, and how many there are."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -195,11 +263,30 @@ def tensor_parallel_rank() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
+def tensor_parallel_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """``tensor``, on the CPU, of every rank that shares the layers' heads; all of them must call it."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return [tensor]
+    found = [torch.empty_like(tensor) for _ in range(group.world_size)]
+    torch.distributed.all_gather(found, tensor.contiguous(), group=group.cpu_group)
+    return found
+
+
 def dcp_group() -> Any:
     """The ranks that share the tokens of the same KV heads."""
     from vllm.distributed.parallel_state import get_dcp_group
 
     return get_dcp_group()
+
+
+def forward_metadata() -> Any:
+    """What the step that runs shares, by layer name; None while vLLM measures memory."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().attn_metadata
 
 
 def layer_number(name: str) -> int | None:

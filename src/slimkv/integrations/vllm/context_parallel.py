@@ -109,6 +109,7 @@ def attend_shards(
     layout: PageLayout,
     options: ops.AttendOptions,
     query_aware: Tensor | None,
+    query_aware_index: Tensor | None,
     raw: bool,
     out: Tensor,
     backend: str | None,
@@ -126,8 +127,10 @@ def attend_shards(
     own = page_layout(layout.spec, NEW_BLOCK)
     fresh_pages = pages.new_empty(tables.new_blocks, num_kv_heads, own.page_bytes)
     ops.store_kv(
-        key, value, fresh_pages, tables.new_slots, codec=codec, layout=own, query_aware=query_aware, backend=backend
-    )
+        key, value, fresh_pages, tables.new_slots, codec=codec, layout=own, query_aware=query_aware,
+        query_aware_index=query_aware_index if query_aware is not None and query_aware.ndim == 4 else None,
+        backend=backend,
+    )  # fmt: skip
     new = ops.attend(
         query, fresh_pages, tables.new_table, tables.new_lens, cu_seqlens_q, codec=codec, layout=own,
         max_query_len=max_query_len, max_seq_len=max_query_len, options=options,

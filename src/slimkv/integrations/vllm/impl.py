@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from slimkv import ops
 from slimkv.codec import Codec
 from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.calibration import chosen_format, query_aware_matrices
+from slimkv.integrations.vllm.calibration import chosen_format, load_calibration, query_aware_matrices
 from slimkv.integrations.vllm.compat import (
     AttentionImpl,
     AttentionType,
@@ -22,10 +21,12 @@ from slimkv.integrations.vllm.compat import (
     layer_number,
     stock_backend,
 )
+from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
-from slimkv.integrations.vllm.metadata import SlimKVMetadata
+from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
 from slimkv.integrations.vllm.settings import parse
+from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import profile_run
 from slimkv.spec import CodecSpec, PageLayout, page_layout
 
@@ -75,6 +76,7 @@ class SlimKVImpl(AttentionImpl):
         self._number: int | None = None
         self._matrices: tuple[Tensor | None] | None = None
         self._settings: KVCacheConfig = parse(self._config.additional_config)
+        check_engine(self._config)
         if attn_type != AttentionType.DECODER:
             self._stock_backend = stock_backend(head_size, attn_type)
             extra = {} if sinks is None else {"sinks": sinks}
@@ -141,7 +143,9 @@ class SlimKVImpl(AttentionImpl):
             value_policy=self._settings.value_policy,
             seed=self._settings.seed,
         ).with_raw_dtype(dtype.removeprefix("torch."))
-        layer.attn_backend = backend_for_spec(layer.attn_backend, self._spec)
+        layer.attn_backend = backend_for_spec(
+            layer.attn_backend, self._spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
+        )
         self._options = ops.AttendOptions(
             softmax_scale=self.scale,
             sliding_window=self.sliding_window,
@@ -149,15 +153,11 @@ class SlimKVImpl(AttentionImpl):
             sinks=self.sinks,
         )
 
-    @property
-    def _calibration(self) -> Path:
-        assert isinstance(self._settings.calibration, (str, Path))
-        return Path(self._settings.calibration)
-
     def _calibrated_format(self, name: str) -> str:
-        if self._number is None:
+        calibration = load_calibration(self._settings, self._config.model_config)
+        if self._number is None or calibration is None:
             raise InputError(f"slimkv: the calibration knows no layer {name}; give its format by name")
-        return chosen_format(self._calibration, self._config.model_config, self._number)
+        return chosen_format(calibration, self._number)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -185,20 +185,29 @@ class SlimKVImpl(AttentionImpl):
         count, codec = slot_mapping.shape[0], shared_codec(self._spec, key.device)
         ops.store_kv(
             key[:count], value[:count], pages, slot_mapping, codec=codec, layout=layout,
-            query_aware=self._query_aware(codec),
+            query_aware=self._query_aware(codec), query_aware_index=self._matrix_index(layer, codec, count),
             backend=self._settings.backend,
         )  # fmt: skip
 
+    def _matrix_index(self, layer: Any, codec: Codec, count: int) -> Tensor | None:
+        """Which matrix each of ``count`` new tokens takes, by its position; None where one serves all."""
+        matrices = self._query_aware(codec)
+        if matrices is None or matrices.ndim == 3:
+            return None
+        step = step_metadata(layer.layer_name)
+        return step.matrix_index[:count] if step is not None and step.matrix_index is not None else None
+
     def _query_aware(self, codec: Codec) -> Tensor | None:
         """The calibration's matrices, made when first needed: not among the weights, which sleep may discard."""
-        if self._settings.calibration is None or self._number is None:
+        if self._number is None:
             return None
         if self._matrices is None:
+            model = self._config.model_config
+            known = load_calibration(self._settings, model)
             self._matrices = (
-                query_aware_matrices(
-                    self._calibration, self._config.model_config, self._number, codec, self.num_kv_heads
-                ),
-            )
+                None if known is None
+                else query_aware_matrices(known, model, self._number, codec, self.num_kv_heads),
+            )  # fmt: skip
         return self._matrices[0]
 
     def forward(
@@ -258,7 +267,9 @@ class SlimKVImpl(AttentionImpl):
                 attend_shards(
                     query[rows], key[rows], value[rows], pages, part.block_table, part.cu_seqlens_q, part.max_query_len,
                     part.shard, dcp_group(), codec=codec, layout=layout, options=self._options,
-                    query_aware=self._query_aware(codec), raw=raw, out=output[rows], backend=self._settings.backend,
+                    query_aware=self._query_aware(codec),
+                    query_aware_index=None if step.matrix_index is None else step.matrix_index[rows], raw=raw,
+                    out=output[rows], backend=self._settings.backend,
                 )  # fmt: skip
                 continue
             ops.attend(

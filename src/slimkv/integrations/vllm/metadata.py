@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
+from slimkv.integrations.vllm.calibration import MatrixIndex, load_calibration
 from slimkv.integrations.vllm.compat import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
     dcp_group,
+    forward_metadata,
     is_delegated,
     stock_backend,
 )
 from slimkv.integrations.vllm.context_parallel import DCPConfig, ShardTables, shard_tables
+from slimkv.integrations.vllm.settings import parse
+from slimkv.integrations.vllm.startup import check_cache
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class SlimKVMetadata:
     block_table: Tensor
     slot_mapping: Tensor
     parts: tuple[Part, ...]
+    matrix_index: Tensor | None = None  # int32 [at least num_actual_tokens]: of query-aware matrices, by position
 
 
 class SlimKVMetadataBuilder(AttentionMetadataBuilder):
@@ -69,6 +74,8 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             return
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._sharing = _sharing(vllm_config)
+        self._matrix_index = _matrix_index(vllm_config, device)
+        check_cache(vllm_config, kv_cache_spec.block_size)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -109,7 +116,15 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             parts=tuple(self._with_shard(p) for p in _parts(common, self.reorder_batch_threshold or 1)),
+            matrix_index=self._index_of_step(common),
         )
+
+    def _index_of_step(self, common: CommonAttentionMetadata) -> Tensor | None:
+        if self._matrix_index is None:
+            return None
+        requests = common.num_reqs
+        starts, lengths = common.query_start_loc[: requests + 1], common.seq_lens[:requests]
+        return self._matrix_index.fill(starts, lengths, common.num_actual_tokens)
 
     def _with_shard(self, part: Part) -> Part:
         if self._sharing is None:
@@ -118,6 +133,23 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             self._sharing, part.seq_lens, part.cu_seqlens_q, part.end - part.first, part.max_query_len, part.max_seq_len
         )
         return replace(part, shard=tables)
+
+
+def _matrix_index(vllm_config: Any, device: torch.device) -> MatrixIndex | None:
+    known = load_calibration(parse(vllm_config.additional_config), vllm_config.model_config)
+    if known is None:
+        return None
+    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+    drafted = speculative.num_speculative_tokens if speculative is not None else 0
+    most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * (1 + (drafted or 0)))
+    return MatrixIndex(known.position_edges(vllm_config.model_config.max_model_len), most, device)
+
+
+def step_metadata(layer_name: str) -> SlimKVMetadata | None:
+    """The metadata of the step that runs, for a layer; None while vLLM measures memory."""
+    steps = forward_metadata()
+    found = steps.get(layer_name) if isinstance(steps, dict) else steps
+    return found if isinstance(found, SlimKVMetadata) else None
 
 
 def _sharing(vllm_config: Any) -> DCPConfig | None:

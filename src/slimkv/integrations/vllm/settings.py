@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from slimkv.config import AUTO, KVCacheConfig
-from slimkv.errors import InputError, UnsupportedError
+from slimkv.config import KVCacheConfig
+from slimkv.errors import InputError
 
 KEY = "slimkv"
 EXAMPLE = '--attention-backend CUSTOM --additional-config \'{"slimkv": {"format": "k4v4"}}\''
@@ -27,6 +27,4 @@ def parse(additional_config: object) -> KVCacheConfig:
         )
     config = KVCacheConfig.parse(additional_config[KEY])
     config.refuse("vLLM", "sink_tokens", "recent_tokens")
-    if config.calibration == AUTO:
-        raise UnsupportedError("vLLM takes a calibration as a file from slimkv calibrate, not calibration='auto'")
     return config

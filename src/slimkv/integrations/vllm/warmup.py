@@ -78,7 +78,13 @@ def _step(
     slots = torch.arange(tokens, device=device) % layout.block_size
     key = torch.ones(tokens, pages.shape[1], spec.key_dim, dtype=query.dtype, device=device)
     value = torch.ones(tokens, pages.shape[1], spec.value_dim, dtype=query.dtype, device=device)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=layout, query_aware=query_aware, backend=backend)
+    index = None
+    if query_aware is not None and query_aware.ndim == 4:
+        index = torch.zeros(tokens, dtype=torch.int32, device=device)
+    ops.store_kv(
+        key, value, pages, slots, codec=codec, layout=layout, query_aware=query_aware, query_aware_index=index,
+        backend=backend,
+    )  # fmt: skip
     ops.attend(
         query, pages, table, lengths, starts, codec=codec, layout=layout, max_query_len=each, max_seq_len=longest,
         options=options, backend=backend,

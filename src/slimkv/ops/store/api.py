@@ -10,6 +10,7 @@ from torch import Tensor
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
+from slimkv.ops.cpu.module import compiled_unavailable_reason
 from slimkv.ops.cuda import cuda_unavailable_reason
 from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
 from slimkv.spec import Kind, PageLayout
@@ -26,12 +27,19 @@ class StoreRequest:
     codec: Codec
     layout: PageLayout
     query_aware: Tensor | None = None
+    query_aware_index: Tensor | None = None
+
+    @property
+    def matrices(self) -> int:
+        """How many query-aware matrices each KV head has."""
+        return self.query_aware.shape[0] if self.query_aware is not None and self.query_aware.ndim == 4 else 1
 
 
 REGISTRY = Registry(
     "store",
     [
-        Backend("cpu", "slimkv.ops.store.cpu.lookup", cpu_unavailable_reason),
+        Backend("cpu", "slimkv.ops.store.cpu.compiled", compiled_unavailable_reason),
+        Backend("cpu_torch", "slimkv.ops.store.cpu.lookup", cpu_unavailable_reason),
         Backend("cuda", "slimkv.ops.store.cuda.launch", cuda_unavailable_reason),
         Backend("triton", "slimkv.ops.store.triton.launch", triton_unavailable_reason),
         Backend("reference", "slimkv.ops.store.reference", anywhere),
@@ -48,6 +56,7 @@ def store_kv(
     codec: Codec,
     layout: PageLayout,
     query_aware: Tensor | None = None,
+    query_aware_index: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Encodes and writes new tokens.
@@ -56,15 +65,20 @@ def store_kv(
         key, value: [tokens, num_kv_heads, key_dim / value_dim], float16, bfloat16 or float32, last axis contiguous.
         pages: uint8 [blocks, num_kv_heads, page_bytes], last axis contiguous.
         slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
-        query_aware: int8 [num_kv_heads, key_dim, key_dim], contiguous,
-        from ``slimkv.codec.query_aware.query_aware_matrix``: keys
-            (which must be lloyd) are rounded with the error moved to where no query looks. None rounds to the nearest.
+        query_aware: int8 [num_kv_heads, key_dim, key_dim] or [matrices, num_kv_heads, key_dim, key_dim], contiguous,
+            from ``slimkv.codec.query_aware.query_aware_matrix``: keys (which must be lloyd) are rounded with the error
+            moved to where no query looks. None rounds to the nearest.
+        query_aware_index: int32 [tokens]: which of several matrices rounds each token's key; an index beyond the last
+            takes the last, a negative one the first. Needed where there are several.
         backend: an implementation's name; by default the best one for the device.
 
     A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
     so that whoever attends it gets NaN.
     """
-    request = checked_request(key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware)
+    request = checked_request(
+        key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware,
+        query_aware_index=query_aware_index,
+    )  # fmt: skip
     REGISTRY.select(pages.device, request, backend).load().run(request)
 
 
@@ -77,6 +91,7 @@ def checked_request(
     codec: Codec,
     layout: PageLayout,
     query_aware: Tensor | None = None,
+    query_aware_index: Tensor | None = None,
 ) -> StoreRequest:
     """The arguments of ``store_kv``, checked."""
     check_pages(pages, layout)
@@ -100,7 +115,13 @@ def checked_request(
         raise InputError(f"{key.shape[0]} keys, {value.shape[0]} values and {slot_mapping.shape[0]} slots do not match")
     if query_aware is not None:
         _check_query_aware(query_aware, pages, layout)
-    return StoreRequest(key, value, pages, slot_mapping, codec, layout, query_aware)
+    if query_aware_index is None and query_aware is not None and query_aware.ndim == 4 and query_aware.shape[0] > 1:
+        raise InputError(
+            f"query_aware has {query_aware.shape[0]} matrices by position: give query_aware_index, one for each token"
+        )
+    if query_aware_index is not None:
+        _check_index(query_aware_index, query_aware, slot_mapping)
+    return StoreRequest(key, value, pages, slot_mapping, codec, layout, query_aware, query_aware_index)
 
 
 def _check_query_aware(query_aware: Tensor, pages: Tensor, layout: PageLayout) -> None:
@@ -108,10 +129,23 @@ def _check_query_aware(query_aware: Tensor, pages: Tensor, layout: PageLayout) -
     if spec.key.kind != Kind.LLOYD:
         raise InputError(f"query-aware rounding is for lloyd keys; these are {spec.key.name}: pass query_aware=None")
     wanted = (heads, spec.key_dim, spec.key_dim)
-    if query_aware.dtype != torch.int8 or query_aware.shape != wanted or query_aware.device != pages.device:
+    fits = query_aware.shape[-3:] == wanted and query_aware.ndim in (3, 4) and query_aware.numel() > 0
+    if query_aware.dtype != torch.int8 or not fits or query_aware.device != pages.device:
         raise InputError(
-            f"query_aware must be int8 {list(wanted)} on {pages.device}, "
+            f"query_aware must be int8 {list(wanted)}, or several of them, on {pages.device}, "
             f"not {query_aware.dtype} {list(query_aware.shape)} on {query_aware.device}"
         )
     if not query_aware.is_contiguous() or query_aware.data_ptr() % 16:
         raise InputError("query_aware must be contiguous and start at a multiple of 16 bytes")
+
+
+def _check_index(index: Tensor, query_aware: Tensor | None, slot_mapping: Tensor) -> None:
+    if query_aware is None:
+        raise InputError("query_aware_index chooses among matrices, but query_aware is None")
+    if index.dtype != torch.int32 or index.shape != slot_mapping.shape or index.device != slot_mapping.device:
+        raise InputError(
+            f"query_aware_index must be int32 {list(slot_mapping.shape)} on {slot_mapping.device}, "
+            f"not {index.dtype} {list(index.shape)} on {index.device}"
+        )
+    if not index.is_contiguous():
+        raise InputError("query_aware_index must be contiguous")

@@ -1,19 +1,35 @@
-"""Statistics of a model's queries, gathered while it reads tokens. Nothing that grows with the tokens is kept."""
+"""Statistics of a model's queries, gathered while it samples or reads tokens. Nothing that grows with them is kept."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity
-from slimkv.errors import UnsupportedError
-from slimkv.integrations.transformers.calibration.samples import Progress, sampled_windows, silent
+from slimkv.calibration.gather import (
+    PROBE_TOKENS,
+    MeasuredRotary,
+    MomentSum,
+    common_range,
+    probe_shifts,
+    rotary_of_layer,
+)  # fmt: skip
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.transformers.calibration.samples import (
+    FRAGMENT,
+    TOKENS,
+    WINDOWS,
+    Progress,
+    random_windows,
+    sampled_windows,
+    silent,
+)
 from slimkv.integrations.transformers.calibration.sensitivity import layer_gains
 from slimkv.integrations.transformers.compat import AttentionInterface, AttentionMaskInterface
 from slimkv.integrations.transformers.mask import slimkv_mask
@@ -23,6 +39,7 @@ NAME = "slimkv_statistics"
 _SAMPLED = 32  # queries per pass and head whose attention is looked at in full
 _PROBED = 128  # tokens on which the sensitivity of layers is measured
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+_UNSTABLE_ROPE = ("dynamic", "longrope")  # whose frequencies change with the length
 
 
 def gather_calibration(
@@ -31,63 +48,129 @@ def gather_calibration(
     *,
     source: str | None = None,
     costs: bool = True,
+    max_positions: int | None = None,
+    samples: tuple[int, int] = (WINDOWS, TOKENS),
+    seed: int = 0,
     progress: Progress = silent,
 ) -> Calibration:
-    """Runs ``model`` over windows int64 [count, tokens], one at a time; by default over what it says itself.
+    """Statistics of ``model`` on windows int64 [count, tokens], one at a time; by default on what it says itself.
 
-    ``source`` says in the file what was read; ``costs``: also measure what noise in each layer costs, which takes a
-    short pass per layer and is needed to choose widths. Returns the calibration, with its statistics on the CPU.
+    Args:
+        windows: None: ids are sampled from the model, and the statistics gathered meanwhile.
+        source: what was read, for the file.
+        costs: also measure what noise in each layer costs, which takes a short pass per layer and is needed to choose
+            widths.
+        max_positions: the longest context that the statistics are for; None: the model's own.
+        samples: how many windows of how many ids are sampled.
+        seed: of sampled ids.
+        progress: told what is being done.
+
+    Returns the calibration, with its statistics on the CPU.
     """
-    if windows is None:
-        windows = sampled_windows(model, progress=progress)
-        source = source or f"{windows.numel()} token ids sampled from the model, seed 0"
-    recorder, count = _Recorder(model, costs), windows.shape[0]
+    declared = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    wanted = _checked_range(model.config, max_positions, declared)
+    recorder = _Recorder(model)
     with recorder.attached(), torch.no_grad():
+        measured = _measure_positions(model, recorder, declared or wanted, progress)
+        recorder.rotary = measured
+        read = FRAGMENT
+        if windows is None:
+            windows = sampled_windows(model, *samples, seed, progress, recorder.at)
+            source = source or f"{windows.numel()} token ids sampled from the model, seed {seed}"
+            recorder.moments = False
+        else:
+            read = windows.shape[1]
+        recorder.costs = costs
+        count = windows.shape[0] if costs or recorder.moments else 0
         for number in range(count):
             progress("reading", number, count)
+            recorder.at(0)
             model.base_model(windows[number : number + 1].to(model.device), use_cache=False)
     layers = dict(sorted(recorder.layers.items()))
-    if not layers:
-        raise UnsupportedError(f"{type(model).__name__} has no attention layers that calibration can see")
     gains: dict[int, float] = {}
-    if all(isinstance(x.key_cost, Tensor) for x in layers.values()):
+    if costs and all(isinstance(x.key_cost, Tensor) for x in layers.values()):
         ids = windows[:1, :_PROBED].to(model.device)
         gains = layer_gains(
             model, ids, layers, layer_number, lambda number: progress("sensitivity of layers", number, len(layers))
         )
-    progress("calibrated", count, count)
+    progress("calibrated", 1, 1)
     statistics = {number: layer.statistics(gains.get(number)) for number, layer in layers.items()}
-    return Calibration(ModelIdentity.of(model.config), statistics, source or f"{windows.numel()} tokens")
+    held = common_range(measured, wanted, declared or wanted, read)
+    return Calibration(ModelIdentity.of(model.config), statistics, source or f"{windows.numel()} tokens", held)
+
+
+def _checked_range(config: Any, wanted: int | None, declared: int | None) -> int:
+    text = config.get_text_config(decoder=True)
+    if wanted is None:
+        return declared or FRAGMENT
+    if wanted < 1:
+        raise InputError(f"max_positions must be at least 1, not {wanted}")
+    rope = getattr(text, "rope_parameters", None)
+    kind = rope.get("rope_type") if isinstance(rope, Mapping) else None
+    if declared is not None and wanted > declared and kind in _UNSTABLE_ROPE:
+        raise UnsupportedError(
+            f"max_positions {wanted} is beyond the {declared} that the model declares, where its {kind} rotary "
+            f"embedding changes its frequencies: give at most {declared}"
+        )
+    return wanted
+
+
+def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress: Progress) -> dict[int, MeasuredRotary]:
+    """What positions do to the queries of every layer."""
+    ids = random_windows(model.config, 1, min(PROBE_TOKENS, declared)).to(model.device)
+    shifts = probe_shifts(declared) if declared > PROBE_TOKENS else ()
+    seen: dict[int, dict[int, Tensor]] = {}
+    for number, shift in enumerate((0, *shifts)):
+        progress("what positions do", number, len(shifts) + 1)
+        recorder.probe = seen[shift] = {}
+        positions = torch.arange(ids.shape[1], device=ids.device)[None] + shift
+        model.base_model(ids, position_ids=positions, use_cache=False)
+    recorder.probe = None
+    if not seen[0]:
+        raise UnsupportedError(f"{type(model).__name__} has no attention layers that calibration can see")
+    return {
+        layer: rotary_of_layer(plain, {s: seen[s][layer] for s in shifts}) for layer, plain in sorted(seen[0].items())
+    }
 
 
 @dataclass
 class _Layer:
     """Sums over what one layer has seen."""
 
-    moment: Tensor  # float64 [num_kv_heads, key_dim, key_dim]
+    moment: MomentSum
     value_dim: int
-    vectors: int = 0  # queries in the moment, per KV head
+    sliding_window: int | None
     key_cost: Tensor | float = 0.0  # float64 [num_kv_heads], sums over sampled queries
     value_cost: Tensor | float = 0.0
     output_energy: float = 0.0  # of the attention block's output, over the same queries
 
     def statistics(self, gain: float | None) -> LayerStatistics:
         """``gain``: of ``layer_gains``; None where costs are not known."""
-        moment = (self.moment / self.vectors).cpu()
+        known = LayerStatistics(
+            self.moment.mean(), self.value_dim, rotary=self.moment.rotary, sliding_window=self.sliding_window
+        )
         if gain is None or not isinstance(self.key_cost, Tensor) or not isinstance(self.value_cost, Tensor):
-            return LayerStatistics(moment, self.value_dim)
+            return known
         factor = gain / max(self.output_energy, 1e-30)
-        return LayerStatistics(moment, self.value_dim, (self.key_cost * factor).cpu(), (self.value_cost * factor).cpu())
+        return replace(known, key_weight=(self.key_cost * factor).cpu(), value_weight=(self.value_cost * factor).cpu())
 
 
+@dataclass
 class _Recorder:
     """Looks over the shoulder of every attention call."""
 
-    def __init__(self, model: Any, costs: bool) -> None:
-        self.model = model
-        self.costs = costs
-        self.layers: dict[int, _Layer] = {}
-        self._grams: dict[int, Tensor | None] = {}
+    model: Any
+    rotary: Mapping[int, MeasuredRotary] = field(default_factory=dict)
+    moments: bool = True  # whether second moments are summed
+    costs: bool = False  # whether costs are
+    probe: dict[int, Tensor] | None = None  # by layer: queries [tokens * heads, dim] of the pass that runs
+    layers: dict[int, _Layer] = field(default_factory=dict)
+    _first: int = 0
+    _grams: dict[int, Tensor | None] = field(default_factory=dict)
+
+    def at(self, position: int) -> None:
+        """The next pass begins at ``position``."""
+        self._first = position
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -102,14 +185,17 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         out, _ = slimkv_attention(module, query, key, value, attention_mask, **kwargs)
         number = layer_number(module)
+        if self.probe is not None:
+            self.probe.setdefault(number, query[0].flatten(0, 1).float())
+            return out, None
         if number not in self.layers:
-            heads, dim = key.shape[1], key.shape[-1]
-            zeros = torch.zeros(heads, dim, dim, dtype=torch.float64, device=query.device)
-            self.layers[number] = _Layer(zeros, value.shape[-1])
+            sums = MomentSum(key.shape[1], key.shape[-1], self.rotary[number].rotary, query.device)
+            self.layers[number] = _Layer(sums, value.shape[-1], kwargs.get("sliding_window"))
         layer = self.layers[number]
-        grouped = query.transpose(0, 1).reshape(key.shape[1], -1, query.shape[-1]).double()
-        layer.moment += grouped.mT @ grouped
-        layer.vectors += grouped.shape[1]
+        if self.moments:
+            positions = torch.arange(self._first, self._first + query.shape[2], device=query.device)
+            tokens = query.permute(2, 1, 0, 3).flatten(1, 2)  # heads outermost: those of a KV head stay together
+            layer.moment.add(tokens, positions)
         gram = self._gram(module, query.shape[1], value.shape[-1]) if self.costs else None
         if gram is not None:
             self._costs(layer, gram, query, key, value, attention_mask, kwargs)

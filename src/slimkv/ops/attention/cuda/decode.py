@@ -15,31 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import sign_words
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest
 from slimkv.ops.attention.cuda import prefill
+from slimkv.ops.attention.cuda.shape import (
+    Device,
+    Shape,
+    amount_of,
+    kernel_defines,
+    level_bytes,
+    max_columns,
+    shape_for,
+    shape_on,
+    shared_bytes,
+)
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
-from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
+from slimkv.spec import PageLayout
 
 SOURCE = "decode/decode.cu"
 LARGEST_DIM = 256
 _MERGE_WARPS, _PARTS_AT_ONCE = 2, 4  # as merge.cuh has them
-
-
-# (tiles, warps, stages, resident) from best to smallest, by columns. Warps come in fours: one for each scheduler.
-_SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
-_LONG = {
-    4: ((8, 12, 2, 1), (4, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 2), *_SMALLER),
-    8: ((4, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
-    16: ((4, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
-}
-# Many short sequences: smaller blocks, of which one computes while another changes its sequence.
-_SHORT = {4: ((4, 4, 2, 3), *_LONG[4]), 8: _LONG[8], 16: _LONG[16]}
-_SHORT_BYTES = 3 << 19  # of the keys and values of one head
-_LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
 
 
 class _Table(ctypes.Structure):
@@ -70,32 +67,6 @@ class Args(ctypes.Structure):
             "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split",
         )),
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How the kernel is cut: all of it known when it is compiled."""
-
-    groups: int  # of columns; a column is a query head of one query
-    wide: bool  # 8 columns a group instead of 4
-    tiles: int  # 16-token tiles of a step
-    warps: int
-    stages: int  # steps of a warp in shared memory at a time
-    resident: int  # blocks of a multiprocessor
-
-    @property
-    def columns(self) -> int:
-        """Rows of output that one block computes at a time."""
-        return (8 if self.wide else 4) * self.groups
-
-
-@dataclass(frozen=True)
-class Device:
-    """What the shape depends on."""
-
-    multiprocessors: int
-    shared_of_multiprocessor: int
-    shared_of_block: int
 
 
 KernelCall = tuple[str, Defines, tuple[int, int], int, int, Args, bool]
@@ -143,9 +114,9 @@ def _refusal(layout: PageLayout, group: int) -> str | None:
             return f"{name} head size {dim} is beyond {LARGEST_DIM}; use backend='triton'"
     if layout.block_size < 16:
         return "it reads blocks of 16 tokens and more; use backend='reference'"
-    if group > _most_columns(layout):
+    if group > max_columns(layout):
         return (
-            f"{group} query heads per KV head are more than {_most_columns(layout)}, "
+            f"{group} query heads per KV head are more than {max_columns(layout)}, "
             f"what fits its registers at head sizes {spec.key_dim}/{spec.value_dim}; use backend='triton'"
         )
     return None
@@ -238,7 +209,7 @@ def _prepare(request: AttendRequest, device: Device) -> _Call:
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
     plan = _plan(
         device, layout, group, min(request.max_query_len, MAX_DECODE_QUERIES),
-        _amount(device, layout, request.max_seq_len, sequences * num_kv_heads),
+        amount_of(device, layout, request.max_seq_len, sequences * num_kv_heads),
         query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
@@ -279,13 +250,13 @@ def _plan(
     device: Device, layout: PageLayout, group: int, queries: int, amount: tuple[bool, bool], q_dtype: torch.dtype,
     out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    shape = _shape_on(device, layout, group, queries, *amount)
+    shape = shape_for(device, layout, group, queries, *amount)
     if shape is None:
         return None
     spec = layout.spec
     args = Args(
-        key_table=_Table(*_table(spec.key, spec.key_dim, shape.wide)),
-        value_table=_Table(*_table(spec.value, spec.value_dim, shape.wide)),
+        key_table=_Table(*level_bytes(spec.key, spec.key_dim, shape.wide)),
+        value_table=_Table(*level_bytes(spec.value, spec.value_dim, shape.wide)),
         key_sign_bits=_SignBits(*sign_words(spec.key_dim, spec.seed)),
         value_sign_bits=_SignBits(*sign_words(spec.value_dim, spec.seed)),
         most_queries=MAX_DECODE_QUERIES,
@@ -315,114 +286,10 @@ def workspace_bytes(
     return need
 
 
-# -- the shape ---------------------------------------------------------------------------------------------------------
-
-
-def _most_columns(layout: PageLayout) -> int:
-    return 16 if max(layout.spec.key_dim, layout.spec.value_dim) <= 128 else 8
-
-
 def _shape(request: AttendRequest) -> Shape | None:
     device, queries = device_of(request.query.device), min(request.max_query_len, MAX_DECODE_QUERIES)
     rows = request.seq_lens.shape[0] * request.pages.shape[1]
     return shape_on(device, request.layout, request.group, queries, request.max_seq_len, rows)
-
-
-def shape_on(
-    device: Device, layout: PageLayout, group: int, queries: int, tokens: int, rows: int = 1 << 20
-) -> Shape | None:
-    """The first shape that fits: ``rows`` (sequence, KV head) of up to ``tokens`` tokens and ``queries`` queries."""
-    return _shape_on(device, layout, group, queries, *_amount(device, layout, tokens, rows))
-
-
-def _amount(device: Device, layout: PageLayout, tokens: int, rows: int) -> tuple[bool, bool]:
-    """All that a shape depends on of the tokens, which differ at every step: are sequences short, is all work little.
-
-    A block of many warps with little to do for each of them leaves some idle at its end.
-    """
-    short = tokens * layout.page_bytes < _SHORT_BYTES * layout.block_size
-    return short, rows * tokens < _LITTLE_TOKENS * device.multiprocessors
-
-
-@lru_cache(maxsize=1024)
-def _shape_on(device: Device, layout: PageLayout, group: int, queries: int, short: bool, little: bool) -> Shape | None:
-    most = _most_columns(layout)
-    columns = next(n for n in (4, 8, 16) if n >= most or n >= group * queries)
-    for tiles, warps, stages, resident in (_SHORT if short else _LONG)[columns]:
-        if little and not short and warps > 8:
-            continue
-        shape = Shape(max(1, columns // 8), columns > 4, tiles, warps, stages, resident)
-        shared = shared_bytes(layout, shape)
-        if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
-            return shape
-    return None
-
-
-@lru_cache(maxsize=1024)
-def shared_bytes(layout: PageLayout, shape: Shape) -> int:
-    """Shared memory of a block; decode.cu counts the same and is not compiled otherwise."""
-    spec = layout.spec
-    fields = 32 * (spec.key.field_count + spec.value.field_count)
-    tile = 16 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
-    slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim + 8))
-    levels = sum(128 << f.bits for f in (spec.key, spec.value) if f.kind == Kind.LLOYD and f.bits > 4)
-    query = 8 * shape.groups * spec.key_dim * (1 if _in_bytes(spec.key) and not shape.wide else 2)
-    states = 8 * shape.columns * (1 + shape.warps)
-    return shape.warps * shape.stages * slot + levels + query + states
-
-
-def _in_bytes(fmt: TensorFormat) -> bool:
-    """Whether the integer tensor cores take its codes."""
-    return fmt.kind == Kind.UNIFORM or (fmt.kind == Kind.LLOYD and fmt.bits <= 4)
-
-
-@lru_cache(maxsize=256)
-def kernel_defines(
-    layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool
-) -> Defines:
-    """What decode.cu is compiled with."""
-
-    def side(prefix: str, s: SideLayout) -> dict[str, int]:
-        return {
-            f"{prefix}_KIND": KIND_NUMBERS[s.format.kind],
-            f"{prefix}_BITS": s.format.bits,
-            f"{prefix}_FIELDS": s.fields_offset,
-            f"{prefix}_ROTATED": int(s.format.rotated),
-        }
-
-    return Defines({
-        "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
-        "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
-        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "STAGES": shape.stages,
-        "MIN_BLOCKS": shape.resident,
-        "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
-        "WINDOW": int(window), "SOFTCAP": int(softcap),
-    })  # fmt: skip
-
-
-# -- tables of bytes ---------------------------------------------------------------------------------------------------
-
-
-def _words(entries: list[int]) -> tuple[int, int]:
-    padded = [entries[min(i, len(entries) - 1)] & 0xFF for i in range(8)]
-    return sum(b << 8 * i for i, b in enumerate(padded[:4])), sum(b << 8 * i for i, b in enumerate(padded[4:]))
-
-
-@lru_cache(maxsize=64)
-def _table(fmt: TensorFormat, dim: int, wide: bool) -> tuple[int, int]:
-    """Wide: twice the positive levels. Otherwise the bytes of codes: level + 63.5; at 4 bits what an exclusive or with
-    0xFF (positive) or 0x80 makes that of.
-    """
-    if not _in_bytes(fmt) or fmt.bits > 4:
-        return 0, 0
-    if fmt.kind == Kind.UNIFORM:
-        return _words(list(range(8)))
-    levels = codebook(fmt.bits, dim).levels_by_code.tolist()
-    if wide:
-        return _words([int(2 * level) for level in levels[len(levels) // 2 :]])
-    if fmt.bits == 4:
-        return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
-    return _words([int(level + 63.5) for level in levels])
 
 
 # -- the device --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from slimkv.codec.pack import pack_rows
 from slimkv.codec.quantize import Encoded
 from slimkv.ops.store.api import StoreRequest
-from slimkv.ops.store.reference import write_rows
+from slimkv.ops.store.reference import encode_keys, write_rows
 
 
 def supports(request: StoreRequest) -> str | None:
@@ -28,6 +28,6 @@ def run(request: StoreRequest) -> None:
         encoded_key = Encoded(both.codes[:tokens], both.fields[:tokens])
         encoded_value = Encoded(both.codes[tokens:], both.fields[tokens:])
     else:
-        encoded_key = request.codec.encode_key(key, query_aware=request.query_aware)
+        encoded_key = encode_keys(request, key, keep)
         encoded_value = request.codec.encode_value(value)
     write_rows(request, pack_rows(request.layout, encoded_key, encoded_value), slots.long())

@@ -62,8 +62,13 @@ class StoreArgs(ctypes.Structure):
         ("page_head_stride", ctypes.c_int64),
         ("slots", ctypes.c_void_p),
         ("query_aware", ctypes.c_void_p),
+        ("query_aware_index", ctypes.c_void_p),
+        ("matrix_stride", ctypes.c_int64),
         ("error_steps", ctypes.c_float),
         ("tokens", ctypes.c_int32),
+        ("matrices", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("spread", ctypes.c_int32),
     ]
 
 
@@ -106,7 +111,7 @@ def run(request: StoreRequest) -> None:
     kernel.launch(grid, plan.threads, plan.shared, args, request.pages.device, overlap=True)
 
 
-def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], None] | None:
     """A call that stores other K, V and slots of the same shapes, strides and dtypes, as aligned as these."""
     if request.slot_mapping.shape[0] == 0:
         return None
@@ -114,10 +119,12 @@ def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None] | No
     device = request.pages.device
     kernel = load(SOURCE, plan.defines, device).kernel(KERNEL)
     launch = kernel.bound(grid, plan.threads, plan.shared, args, device, overlap=True)
-    keys, values = args.key, args.value
+    keys, values, several = args.key, args.value, request.matrices > 1
 
-    def run(key: Tensor, value: Tensor, slots: Tensor) -> None:
+    def run(key: Tensor, value: Tensor, slots: Tensor, index: Tensor | None) -> None:
         keys.x, values.x, args.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
+        if several and index is not None:
+            args.query_aware_index = index.data_ptr()
         launch()
 
     return run
@@ -145,10 +152,15 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
     args.slots, args.tokens = slots.data_ptr(), tokens
     if request.query_aware is not None:
-        args.query_aware = request.query_aware.data_ptr()
+        args.query_aware, args.matrices = request.query_aware.data_ptr(), 1
+        if request.query_aware_index is not None and request.matrices > 1:
+            args.query_aware_index, args.matrices = request.query_aware_index.data_ptr(), request.matrices
+            args.matrix_stride = request.query_aware[0].numel()
+            args.heads, args.spread = heads, int(tokens * heads < FEW_VECTORS)
     blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
     if request.query_aware is not None:
-        return plan, (blocks, heads), args
+        # Neighbours in a chunk share a matrix; those of a decode step do not, and have blocks enough to take one each.
+        return plan, (blocks, heads * (args.matrices if args.spread else 1)), args
     if plan.resident:  # all run at the same time, and every warp has as many tiles as the others, or one fewer
         blocks = min(blocks, max(1, plan.resident // (2 * heads)))
     return plan, (blocks, 2 * heads), args

@@ -16,6 +16,7 @@ from slimkv.spec import Kind, PageLayout, ScalePolicy, SideLayout
 _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
 _UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
 _RAW: tl.constexpr = tl.constexpr(unpack.RAW)
+FEW_VECTORS = 8192  # tokens times heads: of fewer, each matrix has programs of its own
 _POLICY_NUMBER = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
 
 
@@ -178,18 +179,28 @@ def _store_field(field, page, position, keep, OFFSET: tl.constexpr):
 
 @triton.jit
 def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bounds, entries, unit, plain_scale,
-                root_dim, orthonormal, weights, levels, error_steps,
+                root_dim, orthonormal, weights, index_ptr, matrix_stride, only, levels, error_steps,
                 tokens, block_stride, page_stride, group, head,
                 NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr,
                 BITS: tl.constexpr,
                 POLICY: tl.constexpr, ROTATED: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
-                TRANSPOSED: tl.constexpr, QUERY_AWARE: tl.constexpr):  # fmt: skip
-    """Encodes and writes 16 NT tokens of one head of K or V; weights: pointer to the head's rounding matrix."""
+                TRANSPOSED: tl.constexpr, QUERY_AWARE: tl.constexpr, MATRICES: tl.constexpr,
+                SPREAD: tl.constexpr):  # fmt: skip
+    """Encodes and writes 16 NT tokens of one head of K or V.
+
+    weights: pointer to the head's first matrix, the next one matrix_stride behind it; index_ptr: which of several
+    MATRICES each token takes. SPREAD: only tokens of matrix ``only`` are written.
+    """
     M: tl.constexpr = 16 * NT
     DP: tl.constexpr = 16 * SP
     first = group * M
     token = first + tl.arange(0, M)
     slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
+    which = tl.zeros((M,), tl.int32)
+    if MATRICES > 1:
+        which = tl.minimum(tl.maximum(tl.load(index_ptr + token, mask=token < tokens, other=0), 0), MATRICES - 1)
+        if SPREAD:
+            slot = tl.where(which == only, slot, -1)
     keep = slot >= 0
     safe = tl.maximum(slot, 0)
     page = pages_ptr + safe // BLOCK_SIZE * block_stride + head * page_stride
@@ -211,8 +222,8 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
             codes = x.to(tl.int16, bitcast=True).to(tl.int32)
     elif KIND == _LLOYD:
         codes, field = encode_lloyd(
-            x, x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, weights, levels, error_steps,
-            D, DP, BITS, POLICY, QUERY_AWARE,
+            x, x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, weights, which, matrix_stride, levels,
+            error_steps, D, DP, BITS, POLICY, QUERY_AWARE, MATRICES > 1,
         )  # fmt: skip
         _store_field(field, page, position, keep, FIELDS)
     elif KIND == _UNIFORM:
@@ -232,34 +243,37 @@ def store_kernel(
     key_ptr, value_ptr, pages_ptr, slots_ptr,
     key_signs, key_bounds, key_entries, key_unit, key_plain, key_root, key_orthonormal,
     value_signs, value_bounds, value_entries, value_unit, value_plain, value_root, value_orthonormal,
-    query_aware_ptr, key_levels, key_error_steps,
+    query_aware_ptr, index_ptr, key_levels, key_error_steps,
     tokens, key_stride, key_head_stride, value_stride, value_head_stride, block_stride, page_stride,
-    NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERY_AWARE: tl.constexpr,
+    NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERY_AWARE: tl.constexpr, MATRICES: tl.constexpr, SPREAD: tl.constexpr,
     K_D: tl.constexpr, K_SP: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_POLICY: tl.constexpr,
     K_ROTATED: tl.constexpr, K_CODES: tl.constexpr, K_FIELDS: tl.constexpr,
     V_D: tl.constexpr, V_SP: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_POLICY: tl.constexpr,
     V_ROTATED: tl.constexpr, V_CODES: tl.constexpr, V_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One program: 16 NT tokens of one head, K (axis 2 = 0) or V (1).
+    """One program: 16 NT tokens of one head, K (axis 2, one for each matrix where they are SPREAD) or V (its last).
 
-    SHAPED: keys are rounded with rounding_ptr, int8 [num_kv_heads, K_D, K_D].
+    QUERY_AWARE: keys are rounded with query_aware_ptr, int8 [MATRICES, num_kv_heads, K_D, K_D]; where there are
+    several, index_ptr int32 [tokens] chooses.
     """
     group = tl.program_id(0)
     head = tl.program_id(1)
-    if tl.program_id(2) == 0:
+    if tl.program_id(2) < tl.num_programs(2) - 1:
         _store_side(key_ptr, key_stride, key_head_stride, pages_ptr, slots_ptr, key_signs, key_bounds, key_entries,
             key_unit, key_plain,
-                    key_root, key_orthonormal, query_aware_ptr + head * (K_D * K_D), key_levels, key_error_steps,
+                    key_root, key_orthonormal, query_aware_ptr + head * (K_D * K_D), index_ptr,
+                    tl.num_programs(1) * (K_D * K_D), tl.program_id(2), key_levels, key_error_steps,
                     tokens, block_stride, page_stride, group, head,
                     NT, BLOCK_SIZE, K_D, K_SP, K_KIND, K_BITS, K_POLICY, K_ROTATED, K_CODES, K_FIELDS, False,
-                    QUERY_AWARE)  # fmt: skip
+                    QUERY_AWARE, MATRICES, SPREAD)  # fmt: skip
     else:
         _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds,
             value_entries, value_unit,
-                    value_plain, value_root, value_orthonormal, query_aware_ptr, key_levels, key_error_steps,
+                    value_plain, value_root, value_orthonormal, query_aware_ptr, index_ptr, 0, 0, key_levels,
+                    key_error_steps,
                     tokens, block_stride, page_stride, group, head,
                     NT, BLOCK_SIZE, V_D, V_SP, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, True,
-                    False)  # fmt: skip
+                    False, 1, False)  # fmt: skip
 
 
 def supports(request: StoreRequest) -> str | None:
@@ -302,15 +316,19 @@ def run(request: StoreRequest) -> None:
     layout, key, value, pages = request.layout, request.key, request.value, request.pages
     k, v = request.codec.key_tables, request.codec.value_tables
     shaped = request.query_aware is not None
+    index = request.query_aware_index if request.matrices > 1 else None
     tiles, warps = _shaped_program(tokens, layout) if shaped else _plain_program(tokens, layout)
-    grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 2)
+    # Neighbours in a chunk share a matrix; those of a decode step do not, and have programs enough to take one each.
+    spread = index is not None and tokens * pages.shape[1] < FEW_VECTORS
+    grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 1 + (request.matrices if spread else 1))
     store_kernel[grid](
         key, value, pages, request.slot_mapping,
         k.signs, k.bounds, k.entries, k.unit, k.plain_scale, k.root_dim, k.orthonormal,
         v.signs, v.bounds, v.entries, v.unit, v.plain_scale, v.root_dim, v.orthonormal,
-        request.query_aware if shaped else k.bounds, k.levels, k.error_steps,
+        request.query_aware if shaped else k.bounds, index if index is not None else k.bounds, k.levels, k.error_steps,
         tokens, key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
         NT=tiles, BLOCK_SIZE=layout.block_size, QUERY_AWARE=shaped,
+        MATRICES=request.matrices if index is not None else 1, SPREAD=spread,
         **_side_constants(layout.key, "K"), **_side_constants(layout.value, "V"),
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

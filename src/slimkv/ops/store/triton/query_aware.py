@@ -181,3 +181,21 @@ def shaped_levels(standard, weights, bounds, levels, error_steps, D: tl.constexp
         chosen = tl.where(number == at, found[:, None, :], chosen)
         errors = tl.where(number == at, error.to(tl.float16)[:, None, :], errors)
     return tl.reshape(chosen, (M, DP))
+
+
+@triton.jit
+def indexed_levels(standard, weights, which, matrix_stride, row_mask, bounds, levels, error_steps, D: tl.constexpr,
+                   DP: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """`shaped_levels` with matrix which int32 [M] of several, matrix_stride apart; rows outside row_mask are free.
+
+    Tokens of a program nearly always share a matrix: those of a prefill chunk are neighbours.
+    """
+    first = tl.min(tl.where(row_mask, which, 0x7FFFFFFF), 0)
+    last = tl.max(tl.where(row_mask, which, -1), 0)
+    chosen = standard
+    for number in range(first, last + 1):
+        mine = row_mask & (which == number)
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            found = shaped_levels(standard, weights + number * matrix_stride, bounds, levels, error_steps, D, DP, BITS)
+            chosen = tl.where(mine[:, None], found, chosen)
+    return chosen

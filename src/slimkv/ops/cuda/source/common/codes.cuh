@@ -36,6 +36,13 @@ template <int W, int S> struct Plane {
     return out;
   }
 
+  // The word that has slice s, value n in nibble n, and where in the nibbles.
+  template <bool TRANSPOSED>
+  DEVICE_MEMBER u32 word_of(const u8* plane, int lane, int s) const {
+    return s < WORDS * PER_WORD ? words[s / PER_WORD] : nibbles<TRANSPOSED>(plane, lane, s);
+  }
+  DEVICE_MEMBER static constexpr int shift_of(int s) { return s < WORDS * PER_WORD ? W * (s % PER_WORD) : 0; }
+
   template <int N> DEVICE_MEMBER static void load_words(const u8* plane, int lane, u32 (&w)[at_least_one(N)]) {
     constexpr int QUADS = N & ~3, PAIRS = N & ~1;
 #pragma unroll
@@ -82,6 +89,14 @@ template <int BITS, int S, bool TRANSPOSED> struct Codes {
     if (BITS > 4 && (REST & 1)) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << (REST >= 2 ? 2 : 0);
     return x;
   }
+  // 5 and 6 bits: the word with what is above the low nibbles, and where in its nibbles.
+  DEVICE_MEMBER u32 high_word(int s) const {
+    if (BITS == 5) return one.template word_of<TRANSPOSED>(base + one_offset(), lane, s);
+    return two.template word_of<TRANSPOSED>(base + Plane<FIRST, S>::BYTES, lane, s);
+  }
+  DEVICE_MEMBER static constexpr int high_shift(int s) {
+    return BITS == 5 ? Plane<1, S>::shift_of(s) : Plane<2, S>::shift_of(s);
+  }
 };
 
 template <int S, bool TRANSPOSED> struct Codes<8, S, TRANSPOSED> {
@@ -100,6 +115,15 @@ template <int KIND, int BITS> constexpr bool in_bytes() { return KIND == UNIFORM
 // Two tables of four bytes. For bytes: up to 3 bits entry c is the byte of code c; at 4 bits it belongs to magnitude c and
 // is completed by the sign. For halves: entry c is twice magnitude c.
 struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
+
+// Levels in shared memory, a copy of every entry for each lane, so that lanes never wait for one another.
+struct LevelTable {
+  u32 address;  // of this lane's first entry; below 2^15
+  // The entry whose number is byte i of the word; an entry's 128 bytes are what the byte is multiplied by.
+  DEVICE_MEMBER u32 at(u32 word, int i, u32 bits = 0) const {
+    return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), bits | address));
+  }
+};
 
 // Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
 template <int KIND, int BITS>
@@ -141,10 +165,10 @@ template <int KIND, int BITS> constexpr float half_unit() {
 
 // The numbers of a slice as an operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7), of which keys want the middle two the
 // other way round. Lloyd-Max of up to 4 bits: twice a magnitude (`table`, by magnitude) in the low byte and the sign in
-// the high one is a denormal number, 2^-23 times the level. Of more bits: from a table in shared memory with a copy for
-// each lane, so that lanes never wait for one another. FP8: behind fp16's exponent the bits of e4m3 are the number over 256.
+// the high one is a denormal number, 2^-23 times the level. Of more bits: one by one from a table in shared memory. FP8:
+// behind fp16's exponent the bits of e4m3 are the number over 256.
 template <int KIND, int BITS, bool TRANSPOSED>
-DEVICE void code_halves(u32 low, u32 high, Table table, const u32* levels, int lane, u32 (&a)[4]) {
+DEVICE void code_halves(u32 low, u32 high, Table table, const LevelTable& levels, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
   if (KIND == LLOYD && BITS <= 4) {
     const u32 magnitudes = low & 0x11111111u * ((1u << (BITS - 1)) - 1);
@@ -166,6 +190,11 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const u32* levels, int l
       for (int i = 0; i < 4; i++) a[i] = sub_f16x2(a[i], (0x6400u + (1u << (BITS - 1))) * 0x10001u);
     return;
   }
+  u32 words[2] = {low, high};  // codes as bytes
+  if (BITS < 8) {
+    const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4, odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
+    words[0] = prmt(even, odd, 0x5140), words[1] = prmt(even, odd, 0x7362);
+  }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int m = (i & 1) + 4 * (i >> 1), n = m + 2;
@@ -174,8 +203,41 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const u32* levels, int l
       const u32 x = prmt(low, high, (u32)((m << 4) | (n << 12))) & 0xFF00FF00u;
       to = (x & 0x80008000u) | ((x >> 1) & 0x3F803F80u);
     } else {
-      to = prmt(levels[32 * code_at<BITS>(low, high, m) + lane], levels[32 * code_at<BITS>(low, high, n) + lane], 0x5410);
+      const u32 word = words[m / 4];
+      to = prmt(levels.at(word, m % 4), levels.at(word, n % 4), 0x5410);
     }
+  }
+}
+
+// ---- halves by pairs ----------------------------------------------------------------------------------------------
+
+// Lloyd-Max of 5 and 6 bits: a table with the magnitudes of two codes in every entry. Entry 256 h + b has those of the
+// nibbles of b (the lower one in its lower half), whose next bits, at 6 bits, are h's. The top bits of the codes are signs.
+template <int KIND, int BITS> constexpr int pair_entries() { return KIND != LLOYD ? 0 : BITS == 5 ? 256 : BITS == 6 ? 1024 : 0; }
+
+// Nibbles of a word whose pairs are 16 bits apart: pair p is in nibbles p and p + 4. Pairs of values 0 and 1, 2 and 3, ..., or
+// with ACROSS 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+template <bool ACROSS> DEVICE u32 pairs_apart(u32 x) {
+  if (ACROSS) return prmt(x, 0, 0x3120);
+  const u32 m = 0x000F000Fu, by_4 = x >> 4, by_8 = x >> 8;
+  return prmt((x & m) | (by_4 & ~m), (by_4 & m) | (by_8 & ~m), 0x6420);
+}
+
+// The four pairs of a slice.
+template <bool ACROSS, int BITS, int S, bool TRANSPOSED>
+DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED>& codes, int s, const LevelTable& levels, u32 (&pair)[4]) {
+  u32 low = codes.low(s);
+  if (ACROSS) {  // nibbles 1 and 2 change places, and 5 and 6
+    const u32 both = (low ^ low >> 4) & 0x00F000F0u;
+    low = low ^ both ^ both << 4;
+  }
+  const u32 high = pairs_apart<ACROSS>(codes.high_word(s));
+  const u32 next = BITS == 6 ? (high & 0x5555u) | (high >> 15 & ~0x5555u) : 0;  // the two next bits of a pair side by side
+  const int at = codes.high_shift(s);
+#pragma unroll
+  for (int p = 0; p < 4; p++) {
+    const u32 magnitudes = levels.at(low, p, BITS == 6 ? next << (15 - 4 * p - at) & 0x18000u : 0);
+    pair[p] = magnitudes ^ (~(high << (BITS == 5 ? 15 - 4 * p - at : 14 - 4 * p - at)) & 0x80008000u);
   }
 }
 

@@ -154,6 +154,10 @@ SLIMKV_MMA_FLOATS(mma_bf16, "bf16")
   }
 SLIMKV_MMA_FROM(mma_u8_s8_from, "u8.s8")
 SLIMKV_MMA_FROM(mma_u8_u8_from, "u8.u8")
+DEVICE void mma_f16_from_zero(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
+}
 
 // x, of which the compiler no longer knows that all lanes have the same: it stays in a register of each lane.
 DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
@@ -163,6 +167,8 @@ DEVICE int read_laneid() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)
 
 // Memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// A word of a table that does not change any more.
+DEVICE u32 ld_shared_constant(u32 address) { u32 r; asm("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address)); return r; }
 DEVICE void cp_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global) : "memory");
 }

@@ -25,43 +25,76 @@ template <int D> DEVICE void hadamard(float (&x)[(D + 31) / 32], int lane) {
       }
 }
 
-// x times the matrix of signs (rows are original dimensions), or with BACK its transpose, and `norm`.
-template <int D, bool BACK>
-DEVICE void multiply_by_signs(float (&x)[(D + 31) / 32], const u16* signs, float norm, float* scratch, int lane) {
+// The same of a matrix that is a smaller one of CORE dimensions, doubled, behind random signs: dimension CORE a + b is number b
+// of the a-th vector that the core multiplies. `signs`: the whole matrix, whose first rows and columns have the core's
+// entries (times the signs of the first CORE dimensions), or with BACK its transpose.
+template <int D, int CORE, bool BACK>
+DEVICE void multiply_by_core(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
   constexpr int N = (D + 31) / 32;
-  sync_warp();
-#pragma unroll
-  for (int i = 0; i < N; i++)
-    if (lane + 32 * i < D) scratch[lane + 32 * i] = x[i] * norm, x[i] = 0;
-  sync_warp();
-  for (int j = 0; j < D; j++)
+  const auto sign_of = [&](float y, int d) {  // the sign of dimension d, without that which the core's entries have
+    const int b = d % CORE;
+    return as_float(as_bits(y) ^ (bits[d / 32] >> (d % 32) ^ bits[b / 32] >> (b % 32)) << 31);
+  };
+  const auto publish = [&] {
+    sync_warp();
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (lane + 32 * i < D) x[i] += scratch[j] * sign_at(signs, BACK ? (lane + 32 * i) * D + j : j * D + lane + 32 * i);
+      if (lane + 32 * i < D) scratch[lane + 32 * i] = x[i];
+    sync_warp();
+  };
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = lane + 32 * i < D ? x[i] * norm : 0.0f;
+  if (!BACK)
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (lane + 32 * i < D) x[i] = sign_of(x[i], lane + 32 * i);
+  publish();
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const int d = lane + 32 * i < D ? lane + 32 * i : 0, b = d % CORE;
+    float sum = 0.0f;
+#pragma unroll 12
+    for (int j = 0; j < CORE; j++) sum += scratch[d - b + j] * sign_at(signs, BACK ? b * D + j : j * D + b);
+    x[i] = sum;
+  }
+#pragma unroll
+  for (int step = 1; step < D / CORE; step <<= 1) {
+    publish();
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const int d = lane + 32 * i < D ? lane + 32 * i : 0;
+      const bool upper = d / CORE & step;
+      const float other = scratch[upper ? d - step * CORE : d + step * CORE];
+      x[i] = upper ? other - x[i] : x[i] + other;
+    }
+  }
+  if (BACK)
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (lane + 32 * i < D) x[i] = sign_of(x[i], lane + 32 * i);
   sync_warp();
 }
 
-// x times the rotation: powers of two by its random signs (bits), others by its whole matrix (signs). scratch: D floats of
-// this warp's own.
-template <int D>
+// x times the rotation: its random signs are `bits`, its whole matrix `signs`. scratch: D floats of this warp's own.
+template <int D, int CORE>
 DEVICE void rotate(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
   if (POWER_OF_TWO(D) && D >= 32) {
 #pragma unroll
     for (int i = 0; i < (D + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
     hadamard<D>(x, lane);
   } else {
-    multiply_by_signs<D, false>(x, signs, norm, scratch, lane);
+    multiply_by_core<D, CORE, false>(x, bits, signs, norm, scratch, lane);
   }
 }
 
 // The other way.
-template <int D>
+template <int D, int CORE>
 DEVICE void unrotate(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
   if (POWER_OF_TWO(D) && D >= 32) {
     hadamard<D>(x, lane);
 #pragma unroll
     for (int i = 0; i < (D + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
   } else {
-    multiply_by_signs<D, true>(x, signs, norm, scratch, lane);
+    multiply_by_core<D, CORE, true>(x, bits, signs, norm, scratch, lane);
   }
 }

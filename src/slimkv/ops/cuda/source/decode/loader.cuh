@@ -1,4 +1,4 @@
-// Copies the steps of a piece into a warp's ring of shared memory, ahead of their use.
+// Copies the steps of a range into a warp's ring of shared memory, ahead of their use.
 #pragma once
 #include "decode/schedule.cuh"
 

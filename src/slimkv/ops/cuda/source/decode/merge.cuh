@@ -84,7 +84,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   float x[VN];
 #pragma unroll
   for (int i = 0; i < VN; i++) x[i] = merged.x[i] * inverse;
-  if (V_ROTATED) unrotate<VD>(x, args.value_sign_bits, (const u16*)args.value_signs, args.value_norm, mine, lane);
+  if (V_ROTATED) unrotate<VD, V_CORE>(x, args.value_sign_bits, (const u16*)args.value_signs, args.value_norm, mine, lane);
   const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
 #pragma unroll
   for (int i = 0; i < VN; i++) {

@@ -5,7 +5,7 @@
 
 constexpr int QN = (KD + 31) / 32;
 
-// The query of column c of a piece: dimension lane + 32 i. A negative scale of scores is a negative query.
+// The query of column c of a range: dimension lane + 32 i. A negative scale of scores is a negative query.
 DEVICE void load_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], int lane) {
   const int query = range.chunk * (COLUMNS / args.group_size) + c / args.group_size, head = range.head * args.group_size + c % args.group_size;
   const bool valid = c < COLUMNS / args.group_size * args.group_size && query < range.s.queries;
@@ -18,10 +18,10 @@ DEVICE void load_query(const DecodeArgs& args, const WorkRange& range, int c, fl
   }
 }
 
-// One warp: rotates the query of column c and leaves it in shared memory in the order of the operand, with its unit and the
-// sum of its coordinates.
-DEVICE void prepare_query(const DecodeArgs& args, int c, float (&y)[QN], u8* shared, float* scratch, int lane) {
-  if (K_ROTATED) rotate<KD>(y, args.key_sign_bits, (const u16*)args.key_signs, args.key_norm, scratch, lane);
+// One warp: rotates the query of column c and leaves it in `operands` in their order, its unit and the sum of its
+// coordinates in `shared`.
+DEVICE void prepare_query(const DecodeArgs& args, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
+  if (K_ROTATED) rotate<KD, K_CORE>(y, args.key_sign_bits, (const u16*)args.key_signs, args.key_norm, scratch, lane);
   float row_max = 0.0f;
   bool finite = true;
 #pragma unroll
@@ -46,14 +46,15 @@ DEVICE void prepare_query(const DecodeArgs& args, int c, float (&y)[QN], u8* sha
       const i32 n = (i32)as_bits(x + 12582912.0f) - 0x4B400000;
       const i32 high = (n + 64) >> 7;
       const int in_slice = d % 16, word = d / 16 * 4 + in_slice % 8 / 2, byte = (in_slice & 1) + 2 * (in_slice / 8);
-      u8* to = shared + QUERY_AT + row * KD + 4 * word + byte;
+      u8* to = operands + row * KD + 4 * word + byte;
       to[0] = (u8)high;
       to[KD] = (u8)(n - 128 * high);
       sum += (float)n;
     } else {
       const u32 high = f32_to_f16(x);
-      const int in_slice = d % 16;  // a lane's pairs are dimensions 8 apart, as `code_halves` has them
-      u16* to = (u16*)(shared + QUERY_AT) + row * KD + d / 16 * 16 + 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
+      // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
+      const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
+      u16* to = (u16*)operands + row * KD + d / 16 * 16 + place;
       to[0] = (u16)high;
       sum += f16_to_f32(high);
       if (!WIDE) to[KD] = (u16)f32_to_f16(x - f16_to_f32(high));
@@ -69,8 +70,8 @@ DEVICE void prepare_query(const DecodeArgs& args, int c, float (&y)[QN], u8* sha
 }
 
 // The queries' part of product i of group n: two slices of bytes, or one of halves.
-DEVICE void load_operand(const u8* shared, int n, int i, int lane, u32 (&q)[2]) {
-  const u32* words = (const u32*)(shared + QUERY_AT) + (8 * n + lane / 4) * (K_BYTES ? KD / 4 : KD / 2) + 8 * i + lane % 4;
+DEVICE void load_operand(const u8* operands, int n, int i, int lane, u32 (&q)[2]) {
+  const u32* words = (const u32*)operands + (8 * n + lane / 4) * (K_BYTES ? KD / 4 : KD / 2) + 8 * i + lane % 4;
   q[0] = words[0];
   q[1] = !K_BYTES || 2 * i + 1 < KS ? words[4] : 0;
 }

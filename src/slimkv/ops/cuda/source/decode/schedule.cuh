@@ -1,5 +1,5 @@
-// Who does what. Work is cut into steps of 16 NT tokens of one KV head. All steps of all sequences form one line, of which
-// every block gets an equal piece, whatever the sequences' lengths.
+// Who does what. Work is cut into steps of 16 NT tokens of one KV head. All steps of all sequences, one after the other,
+// are partitioned evenly over the blocks, whatever the sequences' lengths.
 #pragma once
 #include "decode/shape.cuh"
 
@@ -24,8 +24,8 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
   return s;
 }
 
-// An item is a KV head of a sequence (and of a chunk of its queries). Every block takes `share` places of the line, which
-// has a place for every step. Where whole blocks for every item come out nearly as even, items are padded to such: a block
+// An item is a KV head of a sequence (and of a chunk of its queries). Every block takes `share` positions, of which
+// there is one for every step. Where whole blocks for every item come out nearly as even, items are padded to such: a block
 // that goes on to another item waits for its queries and pages, and all others wait for that block.
 struct WorkPartition {
   i32 steps;  // in all
@@ -67,7 +67,7 @@ struct WorkOffset {
   i32 positions, items;  // of the sequences before one
 };
 
-// The line, and where sequence b begins on it.
+// The partition, and where sequence b begins in it.
 DEVICE WorkOffset offset_of(const DecodeArgs& args, int b, int blocks, int lane) {
   WorkTotals sums = {0, 0, 0};
   i32 positions = 0, items = 0;
@@ -110,7 +110,7 @@ struct WorkRange {
   int first, last;  // steps
 };
 
-// The first piece of a block, and how many steps it gets in all, which may be none. 32 sequences at a time.
+// The first range of a block, and how many steps it gets in all, which may be none. 32 sequences at a time.
 DEVICE WorkRange first_range(const DecodeArgs& args, int lane, int& left) {
   const bool few = args.num_seqs <= 32;  // a single look at them is enough
   Sequence s = {};
@@ -132,7 +132,7 @@ DEVICE WorkRange first_range(const DecodeArgs& args, int lane, int& left) {
       const i32 more = shfl(ends, (lane - d) & 31), more_items = shfl(numbers, (lane - d) & 31);
       if (lane >= d) ends += more, numbers += more_items;
     }
-    const int over = warp_count(positions + ends <= from);  // how many of them end before the piece begins
+    const int over = warp_count(positions + ends <= from);  // how many of them end before the range begins
     const i32 positions_over = shfl(ends, (over - 1) & 31), items_over = shfl(numbers, (over - 1) & 31);
     if (over) positions += positions_over, items += items_over;
     if (over < 32) {

@@ -41,9 +41,12 @@ struct StoreArgs {
   u8* pages;
   i64 page_stride, page_head_stride;
   const void* slots;
-  const u8* query_aware;  // int8 [heads, D, D] of the keys
+  const u8* query_aware;         // int8 [matrices, heads, D, D] of the keys
+  const i32* query_aware_index;  // [tokens]: which matrix; null: the first
+  i64 matrix_stride;             // bytes from a head's matrix to its next one
   float error_steps;
-  i32 tokens;
+  i32 tokens, matrices;
+  i32 heads, spread;  // spread: a block takes the tokens of one matrix, of blocks for all of them
 };
 
 // PER: inner slices that a warp takes of a tile; a tile is shared by SPLIT warps.

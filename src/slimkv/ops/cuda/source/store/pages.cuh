@@ -193,7 +193,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_tokens(const CodePlanes<F>
   }
 }
 
-// Codes, and by lanes 0 .. 15 a field of each token (none: FIELDS_TOO is false). A whole tile has one region.
+// Codes, and by lanes 0 .. 15 a field of each token (none: FIELDS_TOO is false). A whole tile lies in one page.
 template <class F, int PAGE_TOKENS, bool FIELDS_TOO> DEVICE void store_planes(const CodePlanes<F>& codes, u32 field, u8* pages, i64 page_stride, Slots s, int lane,
                                                                                int part) {
   if (s.aligned) {

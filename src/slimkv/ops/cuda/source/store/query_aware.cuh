@@ -58,9 +58,9 @@ template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memor
     memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
 }
 
-// Replaces the coordinates of 32 tokens by codes.
+// Replaces the coordinates of 32 tokens by codes; of those that are not ``mine`` (the lane's), nothing changes.
 template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* weights,
-                                           float error_steps, int lane) {
+                                           float error_steps, bool mine, int lane) {
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
 #pragma unroll 1
@@ -84,9 +84,9 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
       float error = min_f32(max_f32(fma_rn(x, -error_steps, levels.of(target, code)), -127.0f), 127.0f);
       u32 byte = as_bits(add_rn(error, 12582912.0f));
       errors[n / 4] = prmt(errors[n / 4], byte, n % 4 == 0 ? 0x3214 : n % 4 == 1 ? 0x3240 : n % 4 == 2 ? 0x3410 : 0x4210);
-      own[n * memory.STRIDE] = as_float(code);
+      if (mine) own[n * memory.STRIDE] = as_float(code);
     }
-    *(Words4*)(memory.errors + lane * memory.ERROR_STRIDE + 16 * s) = {errors[0], errors[1], errors[2], errors[3]};
+    if (mine) *(Words4*)(memory.errors + lane * memory.ERROR_STRIDE + 16 * s) = {errors[0], errors[1], errors[2], errors[3]};
     sync_warp();
   }
 }
@@ -116,9 +116,11 @@ template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, cons
 }
 
 template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(const SideArgs& side, const StoreArgs& args, int head, int first,
-                                                                                 TokenScalars scalars, const LloydTables<F>& tables,
+                                                                                 TokenScalars scalars, bool keep, const LloydTables<F>& tables,
                                                                                  const QueryAwareMemory<F>& memory, int tile, int lane) {
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
+  if (!keep) slots.slot = -1;
+  slots.aligned = slots.aligned && !warp_any(!keep);
   CodePlanes<F> codes;
   LevelSums<F> sums;
   Digits<F> digits;
@@ -150,11 +152,13 @@ template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, con
   ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
 }
 
-// Encodes and writes 32 tokens of one head, with a warp and the ``number``-th part of the block's memory.
-template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int first, u8* shared,
-                                                                          int number) {
+// Encodes and writes 32 tokens of one head, or where matrices are spread over blocks those of them that take matrix ``only``, with a warp and the ``number``-th part of the block's memory.
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only, int first,
+                                                                               u8* shared, int number) {
   if (first >= args.tokens) return;
-  int lane = thread_index() & 31;
+  int lane = thread_index() & 31, index = 0;
+  if (args.query_aware_index != nullptr) index = min_i32(max_i32(args.query_aware_index[min_i32(first + lane, args.tokens - 1)], 0), args.matrices - 1);
+  if (args.spread && !warp_any(index == only)) return;
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
   QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * QueryAwareMemory<F>::BYTES);
@@ -168,13 +172,19 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(co
     if (lane >> 4 == tile) mine = scalars;
   }
   sync_warp();
-  round_query_aware<F>(memory, tables, levels, args.query_aware + (i64)head * F::D * F::D, args.error_steps, lane);
+  int end = args.spread ? only + 1 : args.matrices;
+#pragma unroll 1
+  for (int matrix = args.spread ? only : 0; matrix < end; matrix++)  // 32 neighbours nearly always share one
+    if (warp_any(index == matrix))
+      round_query_aware<F>(memory, tables, levels, args.query_aware + matrix * args.matrix_stride + (i64)head * F::D * F::D, args.error_steps,
+                           args.spread || index == matrix, lane);
 #pragma unroll 1
   for (int tile = 0; tile < 2; tile++) {
     int from = 16 * tile + (lane & 15);
     TokenScalars scalars = {shfl(mine.squared, from), shfl(mine.norm, from), 0.0f, shfl(mine.down, from),
                             shfl((u32)mine.zero, from) != 0, shfl((u32)mine.bad, from) != 0};
+    bool keep = !args.spread || shfl(index, from) == only;
     if (first + 16 * tile < args.tokens)
-      store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * tile, scalars, tables, memory, tile, lane);
+      store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * tile, scalars, keep, tables, memory, tile, lane);
   }
 }

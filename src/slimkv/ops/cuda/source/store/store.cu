@@ -30,7 +30,7 @@ template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs&
 
 // Query-aware rounding of keys is one long chain of dependent steps: the block's other half stores values meanwhile.
 // A warp takes 32 tokens of its side.
-template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, u8* memory) {
+template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, int matrix, u8* memory) {
   constexpr int HALF = WARPS / 2;
   constexpr bool TABLES = V::KIND == LLOYD;
   u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + HALF * QueryAwareMemory<K>::BYTES;
@@ -41,7 +41,8 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
   sync_threads();
   int warp = shfl(thread_index() >> 5, 0);  // as above: no warp takes both ways
   int first = 32 * (block_index() * HALF + warp % HALF);
-  if (warp < HALF) return store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, first, memory, warp);
+  if (warp < HALF) return store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, first, memory, warp);
+  if (matrix > 0) return;
 #pragma unroll 1
   for (int end = first + 32; first < end && first < args.tokens; first += 16) {
     if constexpr (TABLES) {
@@ -53,10 +54,13 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
 }
 
 // Grid: tiles (or, of many, any number of blocks) by twice the heads, keys and values in turn; with query-aware rounding
-// WARPS tiles by the heads.
+// WARPS tiles by the heads, and where few tokens have different matrices, again for each matrix.
 KERNEL(32 * WARPS, MIN_BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
-  if constexpr (QUERY_AWARE) store_both<Key, Value>(args, block_index_y(), memory);
+  if constexpr (QUERY_AWARE) {
+    int matrix = args.spread ? block_index_y() / args.heads : 0;
+    store_both<Key, Value>(args, block_index_y() - matrix * args.heads, matrix, memory);
+  }
   else if (block_index_y() & 1) store_side<Value>(args.value, args, block_index_y() >> 1, memory);
   else store_side<Key>(args.key, args, block_index_y() >> 1, memory);
 }

@@ -1,0 +1,93 @@
+"""What every engine does to gather statistics: which shifts it reads a probe at, and sums of what it sees.
+
+An engine has to show the queries of each layer as attention gets them, and to read tokens at shifted positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration.rotary import Rotary, measure_rotary
+from slimkv.errors import InputError
+
+PROBE_TOKENS = 64
+_STEP = 32  # from one shift to the next
+
+
+def probe_shifts(max_positions: int) -> tuple[int, ...]:
+    """How many positions later a probe of ``PROBE_TOKENS`` tokens is read again, in a model of so many positions."""
+    longest = max_positions - PROBE_TOKENS
+    if longest < 1:
+        raise InputError(
+            f"a model of {max_positions} positions is too short to measure what they do to queries; "
+            f"{PROBE_TOKENS + 1} are needed"
+        )
+    shifts = [1]
+    while shifts[-1] * _STEP < longest:
+        shifts.append(shifts[-1] * _STEP)
+    return tuple(shifts) if shifts[-1] == longest else (*shifts, longest)
+
+
+@dataclass(frozen=True)
+class MeasuredRotary:
+    """What positions do to a layer's queries, and up to which position that was seen; None: anything else."""
+
+    rotary: Rotary
+    max_positions: int | None
+
+
+def rotary_of_layer(plain: Tensor, shifted: Mapping[int, Tensor]) -> MeasuredRotary:
+    """From queries of the probe float [n, dim] and the same at ``probe_shifts``.
+
+    Where long shifts do not fit short ones (frequencies that change with the length), what short ones say holds up to
+    them. ``max_positions`` is None where queries do not turn with the position (learned positions).
+    """
+    known = dict(sorted(shifted.items()))
+    while known:
+        found = measure_rotary(plain, known)
+        if found is not None:
+            return MeasuredRotary(found, max(known) + PROBE_TOKENS)
+        known.popitem()
+    return MeasuredRotary(Rotary.none(), None)
+
+
+class MomentSum:
+    """The sum of q q' over the queries of one layer, turned back to position 0."""
+
+    def __init__(self, num_kv_heads: int, dim: int, rotary: Rotary, device: torch.device) -> None:
+        self.rotary = rotary
+        self.vectors = 0  # per KV head
+        self.total = torch.zeros(num_kv_heads, dim, dim, dtype=torch.float64, device=device)
+
+    def add(self, query: Tensor, positions: Tensor) -> None:
+        """Query [tokens, num_heads, dim] at positions int [tokens]."""
+        turned = self.rotary.turned(query, -positions)
+        grouped = turned.transpose(0, 1).reshape(self.total.shape[0], -1, query.shape[-1]).double()
+        self.total += grouped.mT @ grouped
+        self.vectors += grouped.shape[1]
+
+    def mean(self) -> Tensor:
+        """float64 [num_kv_heads, dim, dim] on the CPU."""
+        return (self.total / max(self.vectors, 1)).cpu()
+
+
+def common_range(measured: Mapping[int, MeasuredRotary], wanted: int, probed: int, read: int) -> int:
+    """Up to which position statistics of all layers hold.
+
+    Args:
+        measured: by layer.
+        wanted: the range that was asked for.
+        probed: the longest shift's end; layers that turned that far turn so beyond it.
+        read: positions that were read, beyond which nothing is known of layers with learned positions.
+    """
+    ranges = [wanted]
+    for found in measured.values():
+        if found.max_positions is None:
+            ranges.append(read)
+        elif found.max_positions < probed:
+            ranges.append(found.max_positions)
+    return min(ranges)

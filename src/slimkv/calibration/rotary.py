@@ -1,0 +1,166 @@
+"""Rotary position embeddings: measured from queries alone, and averaged over positions in closed form.
+
+A rotary embedding turns planes of two coordinates, each by its own frequency times the position. Attention with it is
+relative: a window that is read ``s`` positions later has the same queries, turned ``s`` positions further. So the
+frequencies are found by reading one short window twice, whatever the model calls its embedding, however it pairs
+coordinates, and whatever scaled its frequencies; and statistics of queries that are turned back to position 0 give
+those at any other position without reading anything there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from slimkv.errors import InputError
+
+TOLERANCE = 0.02  # squared error, relative to the queries, up to which they count as turned
+_SURPRISE = 0.03  # how far angles over a long shift may be from what shorter ones say: a mean of 1 - cos
+_STILL = 1e-4  # squared change, relative to the queries, below which a position does nothing
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Which coordinates turn, and how fast. Without planes a position does nothing (NoPE)."""
+
+    planes: Tensor  # int64 [planes, 2]
+    frequencies: Tensor  # float64 [planes], radians per position
+
+    @classmethod
+    def none(cls) -> Rotary:
+        """No coordinate turns."""
+        return cls(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
+
+    @property
+    def turns(self) -> bool:
+        """Whether positions matter."""
+        return len(self.frequencies) > 0
+
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x float [tokens, ..., dim] turned ``positions`` int [tokens] further: float32, the same shape."""
+        out = x.float()
+        if not self.turns:
+            return out
+        angle = positions.double()[:, None] * self.frequencies.to(positions.device)
+        shape = (len(positions), *(1,) * (x.ndim - 2), -1)
+        cos, sin = angle.cos().float().view(shape), angle.sin().float().view(shape)
+        first, second = self.planes.to(x.device).unbind(1)
+        a, b = out[..., first], out[..., second]
+        out = out.clone()
+        out[..., first], out[..., second] = a * cos - b * sin, a * sin + b * cos
+        return out
+
+    def mean_moment(self, moment: Tensor, start: int, stop: int) -> Tensor:
+        """The mean of R_t S R_t' over positions t in [start, stop): float64 [..., dim, dim]; see ``mean_moments``."""
+        return self.mean_moments(moment, [(start, stop)])[0]
+
+    def mean_moments(self, moment: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """The means of R_t S R_t' over positions t in each range [start, stop): float64 [ranges, ..., dim, dim].
+
+        Args:
+            moment: S, float64 [..., dim, dim], symmetric: the second moment of queries at position 0.
+            ranges: of positions; R_t turns by t.
+        """
+        for start, stop in ranges:
+            if not 0 <= start < stop:
+                raise InputError(f"positions {start} to {stop} are no range; it begins at 0 or later and is not empty")
+        if not self.turns:
+            return moment.double().expand(len(ranges), *moment.shape)
+        basis, phases = self._eigenbasis(moment.shape[-1], moment.device)
+        difference = phases[:, None] - phases[None, :]
+        half = torch.remainder(difference + math.pi, 2 * math.pi) / 2 - math.pi / 2  # half the angle, in [-pi/2, pi/2)
+        spun = basis @ moment.to(basis.dtype) @ basis.mH
+        means = []
+        for start, stop in ranges:
+            count = stop - start
+            divisor = count * torch.where(half == 0, 1.0, half.sin())
+            ratio = torch.where(half.abs() < 1e-9, 1.0, (count * half).sin() / divisor)
+            factor = torch.polar(torch.ones_like(half), (start + stop - 1) * half) * ratio
+            mean = (basis.mH @ (spun * factor) @ basis).real
+            means.append((mean + mean.mT) / 2)
+        return torch.stack(means)
+
+    def _eigenbasis(self, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """In which R_t is diagonal: complex128 [dim, dim] (rows), and the phases per position float64 [dim]."""
+        basis = torch.zeros(dim, dim, dtype=torch.complex128, device=device)
+        phases = torch.zeros(dim, dtype=torch.float64, device=device)
+        first, second = self.planes.to(device).unbind(1)
+        still = torch.ones(dim, dtype=torch.bool, device=device)
+        still[first] = still[second] = False
+        basis[still, still] = 1
+        for row, sign in ((first, 1), (second, -1)):
+            basis[row, first] = 0.5**0.5
+            basis[row, second] = sign * 1j * 0.5**0.5
+            phases[row] = sign * self.frequencies.to(device)
+        return basis, phases
+
+
+def measure_rotary(plain: Tensor, shifted: Mapping[int, Tensor]) -> Rotary | None:
+    """The embedding that turns queries float [n, dim] into those of ``shifted``: {positions later: float [n, dim]}.
+
+    The shifts must begin with 1, each at most 64 times the one before: a frequency that is known well enough to count
+    whole turns over one shift is known better after it. Returns None where queries change with the position in another
+    way (learned positions, frequencies that depend on the length).
+    """
+    shifts = sorted(shifted)
+    if not shifts or shifts[0] != 1 or any(b > 64 * a for a, b in pairwise(shifts)):
+        raise InputError(f"shifts must begin with 1 and grow at most 64 times at once, not {shifts}")
+    before = plain.double()
+    after = {s: shifted[s].double() for s in shifts}
+    energy = before.square().sum()
+    if not energy > 0 or all((x - before).square().sum() <= _STILL * energy for x in after.values()):
+        return Rotary.none()
+    best: tuple[float, Rotary] | None = None
+    for planes in _pairings(plain.shape[-1], plain.device):
+        frequencies, surprise = _frequencies(before, after, planes)
+        # A plane that hardly turns within all shifts is none: what is left of it is rounding.
+        keep = (frequencies * shifts[-1]).abs() > 1e-4
+        found = Rotary(planes[keep].cpu(), frequencies[keep].cpu())
+        error = max(_misfit(found, before, x, s) for s, x in after.items()) + (surprise > _SURPRISE)
+        if best is None or error < 0.5 * best[0]:
+            best = error, found
+        if best[0] < TOLERANCE / 100:
+            break
+    assert best is not None
+    return best[1] if best[0] <= TOLERANCE else None
+
+
+def _pairings(dim: int, device: torch.device) -> Iterator[Tensor]:
+    """Which coordinates may turn together, usual ones first: int64 [planes, 2] each."""
+    index = torch.arange(dim // 2 * 2, device=device)
+    yield torch.stack(index.chunk(2), 1)  # halves, as of Llama
+    yield index.view(-1, 2)  # neighbours, as of GPT-J
+    for size in (dim // 2, dim // 4, *range(dim - 2, 1, -2)):  # halves of a part, at either end
+        for first in (0, dim - size):
+            if size % 2 == 0 and size:
+                yield torch.stack((first + torch.arange(size, device=device)).chunk(2), 1)
+
+
+def _frequencies(before: Tensor, after: Mapping[int, Tensor], planes: Tensor) -> tuple[Tensor, float]:
+    """Of every plane, from the shortest shift to the longest: float64 [planes]; and the largest surprise on the way.
+
+    A frequency can be bent to fit any angle over a long shift, so what counts is whether that angle was to be expected.
+    """
+    start = torch.complex(before[:, planes[:, 0]], before[:, planes[:, 1]])
+    frequencies = torch.zeros(len(planes), dtype=torch.float64, device=before.device)
+    energy, surprise = start.abs().square().sum(0), 0.0
+    for shift in sorted(after):
+        end = torch.complex(after[shift][:, planes[:, 0]], after[shift][:, planes[:, 1]])
+        angle = (end * start.conj()).sum(0).angle()
+        whole = ((frequencies * shift - angle) / (2 * math.pi)).round() if shift > 1 else 0.0
+        if shift > 1:
+            unexpected = 1 - (frequencies * shift - angle).cos()
+            surprise = max(surprise, float((unexpected * energy).sum() / energy.sum()))
+        frequencies = (angle + 2 * math.pi * whole) / shift
+    return frequencies, surprise
+
+
+def _misfit(rotary: Rotary, before: Tensor, after: Tensor, shift: int) -> float:
+    """Squared error of turned queries, relative to the queries."""
+    turned = rotary.turned(before, torch.full((len(before),), shift, device=before.device))
+    return float((turned - after).square().sum() / after.square().sum())

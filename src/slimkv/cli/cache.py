@@ -1,0 +1,70 @@
+"""``slimkv cache``: what a prompt-cache file holds, and whether it is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slimkv.cli.options import Json, user_errors
+
+if TYPE_CHECKING:
+    from slimkv.wire.prompt_file import PromptHeader
+
+app = typer.Typer(name="cache", no_args_is_help=True, help="Prompt-cache files.")
+File = Annotated[Path, typer.Argument(help="A prompt-cache file.")]
+
+
+@app.command()
+def info(file: File, as_json: Json = False) -> None:
+    """What a file says of itself; its contents are not checked (see verify)."""
+    from rich.table import Table
+
+    from slimkv.cli.output import emit
+    from slimkv.wire.prompt_file import read_header
+
+    with user_errors():
+        facts = _facts(read_header(file))
+    table = Table(title=str(file), show_header=False)
+    for name, value in facts.items():
+        shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        table.add_row(name.replace("_", " "), shown.replace("[", r"\["))
+    emit(facts, as_json, table)
+
+
+@app.command()
+def verify(file: File, as_json: Json = False) -> None:
+    """Checks every bit by the file's checksum and every block by its hash; exit code 2 if something is wrong."""
+    from slimkv.cli.output import emit
+    from slimkv.wire import prompt_file
+
+    with user_errors():
+        header = prompt_file.verify(file)
+    result = {"file": str(file), "whole": True, "tokens": header.num_tokens, "fingerprint": header.fingerprint.hash}
+    emit(result, as_json, f"{file} is whole: {header.num_tokens:,} tokens, fingerprint {header.fingerprint.hash[:16]}")
+
+
+def _facts(header: PromptHeader) -> dict[str, Any]:
+    mark = header.fingerprint
+    formats: dict[str, int] = {}
+    for layer in mark.layers:
+        formats[layer.format] = formats.get(layer.format, 0) + 1
+    size = header.path.stat().st_size
+    return {
+        "tokens": header.num_tokens,
+        "bytes": size,
+        "bytes_per_token": round(size / header.num_tokens, 1),
+        "layers": len(mark.layers),
+        "formats": formats,  # layers of each
+        "num_kv_heads": sorted({layer.num_kv_heads for layer in mark.layers}),
+        "head_dims": sorted({(layer.key_dim, layer.value_dim) for layer in mark.layers}),
+        "block_size": mark.block_size,
+        "dtype": mark.dtype,
+        "seed": mark.seed,
+        "layout_version": mark.layout_version,
+        "model": dict(mark.model),
+        "weights": mark.weights,
+        "fingerprint": mark.hash,
+        "writer": header.writer,
+    }

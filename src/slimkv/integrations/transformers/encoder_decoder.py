@@ -1,0 +1,62 @@
+"""The packed cache of an encoder-decoder model: packed self-attention, stock cross-attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from slimkv.integrations.transformers.cache import SlimKVCache
+from slimkv.integrations.transformers.compat import Cache, DynamicCache, EncoderDecoderCache
+
+
+class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
+    """What ``SlimKVCache(config)`` is for an encoder-decoder model.
+
+    It is the packed cache of the decoder's self-attention, and holds the stock cache of its cross-attention, which is
+    written once and is as long as the encoder's input.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.cross_attention_cache = DynamicCache()
+        self.is_updated: dict[int, bool] = {}
+
+    @property
+    def self_attention_cache(self) -> SlimKVCache:
+        """Itself: models ask for it where they would write ``EncoderDecoderCache.self_attention_cache``."""
+        return self
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
+        """Self-attention's keys, values and window, then those of cross-attention, by layer; decoded."""
+        cross = iter(self.cross_attention_cache)
+        for own in SlimKVCache.__iter__(self):
+            yield own + next(cross, (None, None, None))
+
+    def reset(self) -> None:
+        """Empties both."""
+        SlimKVCache.reset(self)
+        self.cross_attention_cache = DynamicCache()
+        self.is_updated = {}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence ``beam_idx[i]`` becomes sequence i."""
+        SlimKVCache.reorder_cache(self, beam_idx)
+        self.cross_attention_cache.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence ``repeats`` times."""
+        SlimKVCache.batch_repeat_interleave(self, repeats)
+        self.cross_attention_cache.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keeps the sequences ``indices``."""
+        SlimKVCache.batch_select_indices(self, indices)
+        self.cross_attention_cache.batch_select_indices(self._indices(indices))
+
+
+# Where the stock class asks its self-attention cache, which is this very object, it is to behave as a plain cache.
+for _name in vars(EncoderDecoderCache).keys() & vars(Cache).keys():
+    if _name not in vars(EncoderDecoderSlimKVCache) and _name not in vars(SlimKVCache):
+        setattr(EncoderDecoderSlimKVCache, _name, vars(Cache)[_name])

@@ -1,0 +1,209 @@
+"""A ``SlimKVCache`` as a prompt-cache file and back: one sequence, its pages, and the tokens they belong to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slimkv.cache import PagedPool
+from slimkv.codec.pack import page_tables
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, layer_kinds
+from slimkv.integrations.transformers.layers import PackedLayer, PackedSlidingLayer
+from slimkv.spec import CodecSpec
+from slimkv.wire import Fingerprint, LayerFingerprint, LayerPages, PromptCache
+from slimkv.wire.model import model_fields, parameter_digest, weights_digest
+from slimkv.wire.prompt_file import first_needed
+
+if TYPE_CHECKING:
+    from slimkv.integrations.transformers.cache import SlimKVCache
+
+WRITER = "transformers"
+_KINDS = ("full_attention", "sliding_attention")
+_STOCK = tuple(DYNAMIC_LAYER_TYPE_MAPPING[kind] for kind in _KINDS)
+
+
+def model_weights(model: Any) -> str:
+    """The digest of a model's weights: of the files it was loaded from, or of the parameters where there are none."""
+    config = getattr(model, "config", model)
+    changed = getattr(model, "_hf_peft_config_loaded", False) or not hasattr(config, "_name_or_path")
+    digest = None if changed else weights_digest(config._name_or_path)
+    if digest is not None:
+        return digest
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(
+            "the configuration does not say which folder its weights are in, so that nobody can tell which model the "
+            "cache belongs to: give the model itself"
+        )
+    return parameter_digest(model.named_parameters())
+
+
+def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any) -> Path:
+    """Writes what ``cache`` holds of ``input_ids`` to a file; see ``SlimKVCache.save``."""
+    count = cache.get_seq_length()
+    tokens = _one_sequence(input_ids)
+    if count == 0 or len(tokens) < count:
+        raise InputError(f"the cache holds {count} tokens, input_ids has {len(tokens)}: give all that the cache holds")
+    config = getattr(model, "config", model)
+    layers: dict[int, LayerPages] = {}
+    marks = []
+    dtype = None
+    for number, (layer, (kind, _)) in enumerate(zip(cache.layers, layer_kinds(config), strict=True)):
+        if kind not in _KINDS:
+            raise UnsupportedError(f"layer {number} has {kind}; prompt-cache files hold {' and '.join(_KINDS)} only")
+        mark, pages, dtype = _layer_pages(number, layer, count, cache.block_size, cache.settings.seed)
+        marks.append(mark)
+        layers[number] = pages
+    fingerprint = Fingerprint.of(
+        marks,
+        block_size=cache.block_size,
+        seed=cache.settings.seed,
+        dtype=_name(dtype),
+        model=model_fields(config),
+        weights=model_weights(model),
+    )
+    return PromptCache(fingerprint, tuple(tokens[:count]), layers).save(path, WRITER)
+
+
+def _one_sequence(input_ids: Any) -> list[int]:
+    ids = torch.as_tensor(input_ids)
+    if ids.dim() == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise InputError(
+            f"input_ids has shape {list(ids.shape)}: a file holds one sequence; keep one with "
+            "cache.batch_select_indices"
+        )
+    return ids.tolist()
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layer_pages(
+    number: int, layer: Any, count: int, block_size: int, seed: int
+) -> tuple[LayerFingerprint, LayerPages, torch.dtype]:
+    """What a layer holds, as pages; tokens of the first and last block that it does not hold are zeros."""
+    if type(layer) in (PackedLayer, PackedSlidingLayer):
+        if not layer.is_initialized or layer.tables.batch != 1 or any(layer.tables.pads):
+            raise InputError(
+                "a file holds one sequence without padding; use cache.batch_select_indices to keep one that has none"
+            )
+        first = layer.tables.kept_from
+        rows = [j % layer.tables.rows for j in range(first // block_size, -(-count // block_size))]
+        pages, layout = layer.pool.pages[rows].cpu(), layer.pool.layout
+        heads, dtype, window = layer.num_kv_heads, layer.dtype, layer.window
+    elif type(layer) in _STOCK:
+        if not layer.is_initialized or layer.keys.shape[0] != 1:
+            raise InputError("a file holds one sequence; use cache.batch_select_indices to keep one")
+        heads, dtype = layer.keys.shape[1], layer.keys.dtype
+        window = getattr(layer, "sliding_window", None)
+        first = count - layer.keys.shape[2]
+        spec = CodecSpec.parse("raw", layer.keys.shape[-1], layer.values.shape[-1], seed=seed).with_raw_dtype(
+            _name(dtype)
+        )
+        pool = PagedPool(spec, -(-count // block_size) - first // block_size, heads, block_size)
+        slots = torch.arange(first, count) - first // block_size * block_size
+        pool.store(_rows(layer.keys), _rows(layer.values), slots)
+        pages, layout = pool.pages, pool.layout
+    else:
+        raise UnsupportedError(
+            f"layer {number} is a {type(layer).__name__}, whose state a prompt-cache file does not hold; files are for "
+            "full and sliding attention without sink or recent tokens"
+        )
+    offsets = page_tables(layout, pages.device).byte_offsets
+    pages[0][:, offsets[: first % block_size].flatten()] = 0
+    pages[-1][:, offsets[block_size - -count % block_size :].flatten()] = 0
+    mark = LayerFingerprint.of(number, layout.spec, heads, _name(dtype), window)
+    return mark, LayerPages(pages, first), dtype
+
+
+def _rows(states: Tensor) -> Tensor:
+    """[1, heads, tokens, dim] -> [tokens, heads, dim] on the CPU."""
+    return states[0].transpose(0, 1).contiguous().cpu()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def load_prompt(
+    cache_class: type[SlimKVCache], path: str | Path, model: Any, input_ids: Any, fields: dict[str, Any]
+) -> SlimKVCache:
+    """A cache with the file's formats, filled with its pages; see ``SlimKVCache.load``."""
+    prompt = PromptCache.load(path)
+    mark = prompt.fingerprint
+    config = getattr(model, "config", model)
+    own = Fingerprint.of(
+        mark.layers,
+        block_size=mark.block_size,
+        seed=mark.seed,
+        dtype=_name(getattr(model, "dtype", None) or mark.dtype),
+        model=model_fields(config),
+        weights=model_weights(model),
+    )
+    mark.check_same(own, str(path))
+    count = _usable(prompt, input_ids, path)
+    formats = {layer.number: layer.format for layer in mark.layers}
+    cache = cache_class(
+        model, layers={n: _as_asked(x, mark.dtype) for n, x in formats.items()}, seed=mark.seed,
+        block_size=mark.block_size, **fields,
+    )  # fmt: skip
+    device = getattr(model, "device", torch.device("cpu"))
+    for number, layer in enumerate(mark.layers):
+        _fill(cache.layers[number], layer, prompt, count, device)
+    return cache
+
+
+def _as_asked(format: str, dtype: str) -> str:
+    """``raw`` for pages in the model's own dtype, which are stock layers in transformers."""
+    raw = CodecSpec.parse("raw", 16).with_raw_dtype(dtype).canonical_format
+    return "raw" if format == raw else format
+
+
+def _usable(prompt: PromptCache, input_ids: Any, path: str | Path) -> int:
+    """How many of the file's tokens ``input_ids`` begins with; the last of them is always computed anew."""
+    count = len(prompt.tokens)
+    if input_ids is None:
+        return count
+    tokens = _one_sequence(input_ids)
+    count = min(count, len(tokens) - 1)
+    shared = next((i for i in range(count) if tokens[i] != prompt.tokens[i]), count)
+    for layer in prompt.fingerprint.layers:
+        if prompt.layers[layer.number].first_token > first_needed(layer, shared):
+            raise InputError(
+                f"{path} shares {shared} tokens with input_ids, but its sliding layer {layer.number} has kept only the "
+                f"window of all {len(prompt.tokens)}: use the whole prompt, or write a file of the part that is shared"
+            )
+    if shared == 0:
+        raise InputError(f"{path} shares no tokens with input_ids: its prompt begins differently")
+    return shared
+
+
+def _fill(layer: Any, mark: LayerFingerprint, prompt: PromptCache, count: int, device: torch.device) -> None:
+    """Puts the first ``count`` tokens of a file into a layer."""
+    size, held = prompt.fingerprint.block_size, prompt.layers[mark.number]
+    dtype = getattr(torch, prompt.fingerprint.dtype)
+    if isinstance(layer, PackedLayer):
+        empty = [
+            torch.empty(1, mark.num_kv_heads, 0, d, dtype=dtype, device=device) for d in (mark.key_dim, mark.value_dim)
+        ]
+        layer.lazy_initialization(*empty)
+        layer.tables.advance(0, count, needs_past=False)
+        layer.tokens = count
+        blocks = range(layer.tables.kept_from // size, -(-count // size))
+        begin = held.first_token // size
+        source = held.pages[blocks.start - begin : blocks.stop - begin].to(layer.pool.pages.device)
+        layer.pool.pages[[j % layer.tables.rows for j in blocks]] = source
+        return
+    pool = PagedPool(mark.spec(prompt.fingerprint.seed), held.pages.shape[0], mark.num_kv_heads, size)
+    pool.pages.copy_(held.pages)
+    first = held.first_token if mark.window is None else max(held.first_token, count - mark.window + 1)
+    slots = torch.arange(first, count) - held.first_token // size * size
+    states = [x.transpose(0, 1)[None].to(device) for x in pool.gather(slots, dtype)]
+    layer.update(*states)
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = count

@@ -1,0 +1,166 @@
+"""Packed layers that keep more than keys and values: linear-attention states, or what an indexer remembers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from slimkv.integrations.transformers.compat import LinearAttentionLayer
+from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
+
+
+class PackedIndexedLayer(PackedLayer):
+    """A packed layer beside the stock one that keeps the rest (the keys of a sparse-attention indexer).
+
+    ``companion`` is that stock layer. Its own keys and values stay empty; everything that a packed layer does not know
+    is asked of it.
+    """
+
+    def __init__(self, format: str, settings: LayerSettings, number: int, companion: Any) -> None:
+        self.__dict__["companion"] = companion
+        super().__init__(format, settings, number)
+
+    def __getattr__(self, name: str) -> Any:
+        companion = self.__dict__.get("companion")
+        if companion is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(companion, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        companion = self.__dict__.get("companion")
+        owner = companion if companion is not None and name in _extras(companion) else None
+        if owner is not None:
+            setattr(owner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See ``PackedLayer``."""
+        super().lazy_initialization(key_states, value_states)
+        self.companion.device = self.device
+
+    def reset(self) -> None:
+        """See ``PackedLayer``."""
+        super().reset()
+        self.companion.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See ``PackedLayer``."""
+        super().crop(tokens_to_remove)
+        if self.is_initialized:
+            self.companion.crop(tokens_to_remove)
+
+    def offload(self) -> None:
+        """See ``PackedLayer``."""
+        super().offload()
+        self.companion.offload()
+
+    def prefetch(self) -> None:
+        """See ``PackedLayer``."""
+        super().prefetch()
+        if self.is_initialized:
+            self.companion.prefetch()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See ``PackedLayer``."""
+        super().reorder_cache(beam_idx)
+        self.companion.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """See ``PackedLayer``."""
+        super().batch_repeat_interleave(repeats)
+        self.companion.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """See ``PackedLayer``."""
+        super().batch_select_indices(indices)
+        self.companion.batch_select_indices(indices)
+
+
+def _extras(companion: Any) -> set[str]:
+    """What the stock layer keeps beside keys and values."""
+    return vars(companion).keys() - {"keys", "values", "is_initialized", "dtype", "device"}
+
+
+class PackedHybridLayer(LinearAttentionLayer, PackedLayer):
+    """Linear attention with its stock states, and full attention in packed pages, in one layer of a model."""
+
+    is_compileable = False
+    supports_early_init = True
+    packed: type[PackedLayer] = PackedLayer
+
+    def __init__(self, format: str, settings: LayerSettings, number: int, arguments: dict[str, Any]) -> None:
+        self._start(format, settings, number, arguments)
+        LinearAttentionLayer.__init__(self, **{k: v for k, v in arguments.items() if k != "sliding_window"})
+
+    def _start(self, format: str, settings: LayerSettings, number: int, arguments: dict[str, Any]) -> None:
+        PackedLayer.__init__(self, format, settings, number)
+
+    def __repr__(self) -> str:
+        return self.packed.__repr__(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of the packed part with K and V; of the linear states with keywords."""
+        if args:
+            self.packed.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def get_max_length(self) -> int:
+        """See ``PackedLayer``."""
+        return self.packed.get_max_length(self)
+
+    def offload(self) -> None:
+        """See ``PackedLayer``."""
+        self.packed.offload(self)
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        """See ``PackedLayer``."""
+        self.packed.prefetch(self)
+        LinearAttentionLayer.prefetch(self)
+
+    def reset(self) -> None:
+        """See ``PackedLayer``."""
+        LinearAttentionLayer.reset(self)
+        self.packed.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See ``PackedLayer``; recurrent states cannot go back, and say so."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        self.packed.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See ``PackedLayer``."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        self.packed.reorder_cache(self, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """See ``PackedLayer``."""
+        self._map_states(lambda x: x.repeat_interleave(repeats, 0))
+        self.packed.batch_repeat_interleave(self, repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """See ``PackedLayer``."""
+        self._map_states(lambda x: x[indices.to(x.device)])
+        self.packed.batch_select_indices(self, indices)
+
+    def _map_states(self, change: Any) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for number, state in states.items():
+                if state is not None:
+                    states[number] = change(state)
+
+
+class PackedHybridSlidingLayer(PackedHybridLayer, PackedSlidingLayer):
+    """``PackedHybridLayer`` whose attention has a window."""
+
+    packed = PackedSlidingLayer
+
+    def _start(self, format: str, settings: LayerSettings, number: int, arguments: dict[str, Any]) -> None:
+        PackedSlidingLayer.__init__(self, format, settings, arguments["sliding_window"], False, number)
+
+    def activate_past_recording(self) -> None:
+        """See ``PackedSlidingLayer``."""
+        PackedSlidingLayer.activate_past_recording(self)

@@ -1,0 +1,99 @@
+"""A model's own attention: which of its modules go through the attention interface, and what they would call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from slimkv.integrations.transformers.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+EAGER, SDPA = "eager", "sdpa"
+
+
+@lru_cache(maxsize=4096)
+def _names(kind: type) -> tuple[frozenset[str], dict[str, Any], frozenset[str]]:
+    """Names and string constants in the code of ``kind.forward``, and the globals it sees."""
+    function = inspect.unwrap(kind.forward) if hasattr(kind, "forward") else None
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return frozenset(), {}, frozenset()
+    strings: set[str] = set()
+    constants = list(code.co_consts)
+    while constants:
+        constant = constants.pop()
+        if isinstance(constant, str):
+            strings.add(constant)
+        elif isinstance(constant, tuple | frozenset):
+            constants += constant
+    return frozenset(code.co_names), function.__globals__, frozenset(strings)
+
+
+def follows_interface(module: torch.nn.Module) -> bool:
+    """Whether ``module`` asks the attention interface for its attention, by the name in its config."""
+    names, _, _ = _names(type(module))
+    return "_attn_implementation" in names and any(isinstance(x, AttentionInterface) for x in _values(type(module)))
+
+
+def chooses_by_name(module: torch.nn.Module) -> bool:
+    """Whether ``module`` does something else where its attention is not called ``sdpa`` (masks, sparse indices)."""
+    names, _, strings = _names(type(module))
+    return "_attn_implementation" in names and SDPA in strings
+
+
+def _values(kind: type) -> Iterator[Any]:
+    names, scope, _ = _names(kind)
+    return (scope[name] for name in names if name in scope)
+
+
+@lru_cache(maxsize=4096)
+def stock_function(kind: type, implementation: str) -> Callable[..., Any] | None:
+    """What modules of ``kind`` call under the name ``implementation``; None where that cannot be told."""
+    interface = next((x for x in _values(kind) if isinstance(x, AttentionInterface)), ALL_ATTENTION_FUNCTIONS)
+    if implementation != EAGER:
+        return interface[implementation] if implementation in interface else None
+    names, scope, _ = _names(kind)
+    found = [scope[name] for name in sorted(names) if "eager" in name and callable(scope.get(name))]
+    return found[0] if len(found) == 1 else None
+
+
+def stock_implementation(model: Any, name: str | None) -> str:
+    """``eager`` or ``sdpa``: the one of the two that stands for ``name`` in ``model``.
+
+    Flash and flex attention take masks of their own kind, so a model that uses them falls back on torch's attention
+    where its keys and values must be decoded.
+    """
+    if name in (EAGER, SDPA):
+        return str(name)
+    return SDPA if getattr(model, "_supports_sdpa", False) else EAGER
+
+
+def decoder_of(model: Any) -> torch.nn.Module:
+    """The part of ``model`` that writes text: without vision and audio towers, without the encoder."""
+    get = getattr(model, "get_decoder", None)
+    part = get() if get is not None else None
+    return part if isinstance(part, torch.nn.Module) else model
+
+
+def switchable_configs(model: Any) -> list[Any]:
+    """The configs whose attention can be given another name without any module noticing but those that ask for it.
+
+    They belong to attention modules of the text decoder. A config that also serves a module which compares the name
+    with ``sdpa`` is left out.
+    """
+    text = type(model.config.get_text_config(decoder=True)) if hasattr(model.config, "get_text_config") else None
+    found: dict[int, Any] = {}
+    decoder = decoder_of(model)
+    for module in decoder.modules():
+        config = getattr(module, "config", None)
+        if config is None or not hasattr(config, "_attn_implementation") or not follows_interface(module):
+            continue
+        if decoder is not model or text is None or isinstance(config, text):
+            found[id(config)] = config
+    for module in model.modules():
+        if chooses_by_name(module):
+            found.pop(id(getattr(module, "config", None)), None)
+    return list(found.values())

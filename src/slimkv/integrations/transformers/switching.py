@@ -1,0 +1,121 @@
+"""Which models attend packed pages at the moment, what they did before, and how often each way was taken."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from slimkv.integrations.transformers.stock_attention import stock_implementation, switchable_configs
+
+NAME = "slimkv"
+
+
+@dataclass
+class Counts:
+    """How attention ran inside one ``attention(model)``, in calls of a layer."""
+
+    fused: int = 0  # on packed pages
+    decoded: int = 0  # on decoded keys and values: the mask, the layer or the module asked for them
+    plain: int = 0  # on tensors that were never packed (first prefill, raw layers)
+
+
+@dataclass
+class _Switch:
+    """A config that has been given another attention."""
+
+    config: Any
+    before: str  # its implementation until then
+    stock: str  # ``eager`` or ``sdpa``: what runs where pages cannot be attended
+    uses: int = 0
+
+
+@dataclass
+class _Context:
+    """One ``attention(model)``."""
+
+    configs: frozenset[int]
+    thread: int
+    counts: Counts = field(default_factory=Counts)
+
+
+_lock = threading.RLock()
+_switches: dict[int, _Switch] = {}  # by id of the config, which the switch keeps alive
+_contexts: list[_Context] = []
+
+
+def stock_of(config: Any) -> str | None:
+    """``eager`` or ``sdpa`` for a config that has been switched; None for any other."""
+    switch = _switches.get(id(config))
+    return switch.stock if switch is not None else None
+
+
+def count(kind: str, config: Any = None) -> None:
+    """Counts one call for the contexts it belongs to.
+
+    Those are the ones of its model that its own thread opened; if there are none (a thread that generates for
+    somebody else), all of its model.
+    """
+    if not _contexts:
+        return
+    with _lock:
+        found = [x for x in _contexts if config is None or id(config) in x.configs]
+        own = [x for x in found if x.thread == threading.get_ident()]
+        for context in own or found:
+            setattr(context.counts, kind, getattr(context.counts, kind) + 1)
+
+
+def switch_on(model: Any) -> list[Any]:
+    """Gives the text decoder of ``model`` the packed attention; returns the configs for ``switch_off``.
+
+    May be called while it is on already, by any thread: the last ``switch_off`` puts back what was there.
+    """
+    with _lock:
+        configs = switchable_configs(model)
+        for config in configs:
+            switch = _switches.get(id(config))
+            if switch is None:
+                before = config._attn_implementation
+                switch = _switches[id(config)] = _Switch(config, before, stock_implementation(model, before))
+                config._attn_implementation_internal = NAME
+            switch.uses += 1
+        return configs
+
+
+def switch_off(configs: list[Any]) -> None:
+    """Takes back one ``switch_on``."""
+    with _lock:
+        for config in configs:
+            switch = _switches[id(config)]
+            switch.uses -= 1
+            if switch.uses == 0:
+                config._attn_implementation_internal = switch.before
+                del _switches[id(config)]
+
+
+@contextmanager
+def attention(model: Any) -> Iterator[Counts]:
+    """Inside it ``model`` attends packed pages directly; yields counts of how its attention ran.
+
+    Without it stock attention gets decoded tensors. Contexts may be nested, and threads may open them for one model
+    at the same time; vision and audio towers keep their own attention.
+    """
+    configs = switch_on(model)
+    if not configs:
+        warnings.warn(
+            f"the attention of {type(model).__name__} does not go through transformers' attention interface (or depends "
+            "on its name): it runs as it is, on decoded keys and values",
+            stacklevel=3,
+        )
+    context = _Context(frozenset(map(id, configs)), threading.get_ident())
+    with _lock:
+        _contexts.append(context)
+    try:
+        yield context.counts
+    finally:
+        with _lock:
+            _contexts[:] = [x for x in _contexts if x is not context]
+        switch_off(configs)

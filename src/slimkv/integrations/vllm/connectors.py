@@ -1,0 +1,205 @@
+"""Which KV connectors may carry packed pages, checked when an engine starts.
+
+A connector moves bytes and does not know what they mean: one format's pages read as another's give wrong answers
+without an error. So whatever leaves the engine carries a fingerprint. A shared folder is marked with it; between
+processes that only talk, the user states it on both sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.vllm.compat import (
+    CONNECTORS,
+    FOLDER_KEYS,
+    IN_MEMORY_SPECS,
+    NATIVE_OFFLOAD,
+    TIERING_SPEC,
+    Rule,
+    layer_number,
+    layout_is_chosen,
+    logger,
+)
+from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS
+from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
+from slimkv.wire.model import model_fields, weights_digest
+
+PROMPTS = "SlimKVPromptConnector"
+STATED = "slimkv_fingerprint"  # keys of kv_connector_extra_config
+WEIGHTS = "slimkv_weights"
+UNCHECKED = "slimkv_unchecked"
+
+
+def connectors(vllm_config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(name, extra config) of every connector the engine uses, those inside a MultiConnector included."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return
+    yield from _with_children(transfer.kv_connector, transfer.kv_connector_extra_config or {})
+
+
+def _with_children(name: str, extra: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield name, extra
+    if CONNECTORS.get(name, (None, ""))[0] is Rule.CHILDREN:
+        for child in extra.get("connectors", ()):
+            yield from _with_children(child["kv_connector"], child.get("kv_connector_extra_config") or {})
+
+
+def check_connectors(vllm_config: Any) -> None:
+    """Raises for connectors that cannot carry packed pages, and for unknown ones unless the user vouches for them."""
+    for name, extra in connectors(vllm_config):
+        rule, why = CONNECTORS.get(name, (None, ""))
+        if rule is Rule.REFUSED:
+            raise UnsupportedError(f"the KV connector {name} cannot carry slimkv's packed pages: {why}")
+        if rule is None and extra.get(UNCHECKED) is not True:
+            known = ", ".join(n for n, (r, _) in CONNECTORS.items() if r is not Rule.REFUSED)
+            raise UnsupportedError(
+                f"slimkv does not know the KV connector {name}: if it looks into the blocks it moves, or lets engines "
+                f"with other settings read them, answers are wrong without an error. Known are {known}. To use {name} "
+                f'all the same, put "{UNCHECKED}": true into its kv_connector_extra_config'
+            )
+        if rule is None:
+            logger.warning("slimkv: the KV connector %s is used unchecked, as %s says.", name, UNCHECKED)
+        if name == NATIVE_OFFLOAD and extra.get("canonical_layout"):
+            raise UnsupportedError(
+                "canonical_layout takes blocks apart into rows of tokens, which packed pages do not have: leave it out"
+            )
+        if rule is Rule.FOLDER and FOLDER_KEYS[name] not in extra:
+            raise InputError(
+                f"{name} needs a folder of its own for packed pages: put {FOLDER_KEYS[name]!r} into its "
+                "kv_connector_extra_config"
+            )
+
+
+def check_fingerprints(vllm_config: Any, block_size: int) -> None:
+    """Marks and checks the folders that connectors share, and what the user states of the others."""
+    needing = [(name, extra) for name, extra in connectors(vllm_config) if _leaves_the_engine(name, extra)]
+    if not needing:
+        return
+    fingerprint = engine_fingerprint(vllm_config, block_size)
+    for name, extra in needing:
+        folders, rest = _places(name, extra)
+        for folder in folders:
+            check_marker(folder, fingerprint, self_describing=name == PROMPTS)
+        if rest:
+            _check_stated(name, extra, fingerprint)
+
+
+def _leaves_the_engine(name: str, extra: Mapping[str, Any]) -> bool:
+    rule = CONNECTORS.get(name, (None, ""))[0]
+    if rule is Rule.IN_PROCESS:
+        return name == NATIVE_OFFLOAD and extra.get("spec_name", IN_MEMORY_SPECS[0]) not in IN_MEMORY_SPECS
+    return rule in (Rule.FOLDER, Rule.PEERS)
+
+
+def _places(name: str, extra: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """The folders a connector shares, and whether it reaches anything else."""
+    if name in FOLDER_KEYS:
+        return [extra[FOLDER_KEYS[name]]], False
+    if name == NATIVE_OFFLOAD and extra.get("spec_name") == TIERING_SPEC:
+        tiers = extra.get("secondary_tiers") or []
+        folders = [tier["root_dir"] for tier in tiers if tier.get("type") == "fs" and "root_dir" in tier]
+        return folders, len(folders) < len(tiers)
+    return [], True
+
+
+def _check_stated(name: str, extra: Mapping[str, Any], fingerprint: Fingerprint) -> None:
+    stated = extra.get(STATED)
+    if stated is None:
+        raise InputError(
+            f"{name} hands packed pages to other processes, which must mean the same by their bytes: start every one "
+            f'of them with "{STATED}": "{fingerprint.hash}" in its kv_connector_extra_config. This is the fingerprint '
+            "of this engine; one that differs is refused"
+        )
+    if stated != fingerprint.hash:
+        raise InputError(
+            f"{name}: {STATED} is {stated}, but this engine's fingerprint is {fingerprint.hash}. Model, weights, "
+            f"dtype, formats, seed and block size must be the same on both sides; here they are {fingerprint.to_json()}"
+        )
+
+
+def engine_fingerprint(vllm_config: Any, block_size: int) -> Fingerprint:
+    """Of the packed layers that this process has loaded, with the KV heads of all ranks."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        raise UnsupportedError(
+            "packed pages leave an engine with all layers and all tokens of a block: use tensor parallelism instead "
+            "of pipeline or decode context parallelism with this KV connector"
+        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    layers = [
+        LayerFingerprint.of(number, spec, _all_heads(vllm_config, layer), dtype, layer.impl.sliding_window)
+        for number, spec, layer in packed_layers(vllm_config).values()
+    ]
+    seeds = {spec.seed for _, spec, _ in packed_layers(vllm_config).values()}
+    return Fingerprint.of(
+        layers,
+        block_size=block_size,
+        seed=seeds.pop(),
+        dtype=dtype,
+        model=model_fields(model.hf_text_config),
+        weights=_weights(vllm_config),
+    )
+
+
+def packed_layers(vllm_config: Any) -> dict[str, tuple[int, Any, Any]]:
+    """(number, codec spec, layer) by name of the layers that own packed pages in this process."""
+    found: dict[str, tuple[int, Any, Any]] = {}
+    numbers: dict[int, str] = {}
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        spec = getattr(getattr(layer, "attn_backend", None), "codec_spec", None)
+        if spec is None or getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            continue
+        number = layer_number(name)
+        if number is None or number in numbers:
+            other = f", and so has {numbers[number]}" if number is not None else ""
+            raise UnsupportedError(f"{name} has the layer number {number}{other}: its pages cannot be told from others")
+        numbers[number] = name
+        found[name] = number, spec, layer
+    return found
+
+
+def _all_heads(vllm_config: Any, layer: Any) -> int:
+    """KV heads of a layer on all ranks; ranks beyond the number of heads hold copies."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    if ranks == 1:
+        return layer.num_kv_heads
+    if layer.num_kv_heads != max(1, total // ranks):
+        raise UnsupportedError(
+            f"a layer has {layer.num_kv_heads} KV heads on each of {ranks} ranks, the model {total}: slimkv cannot "
+            "tell which are whose; run without tensor parallelism"
+        )
+    return total
+
+
+def _weights(vllm_config: Any) -> str:
+    named = [extra[WEIGHTS] for _, extra in connectors(vllm_config) if WEIGHTS in extra]
+    if named:
+        return hashlib.sha256(f"named {named[0]}".encode()).hexdigest()
+    digest = weights_digest(vllm_config.model_config.model)
+    if digest is None:
+        raise InputError(
+            f"{vllm_config.model_config.model} holds no weight files, by which slimkv would know the model whose pages "
+            f'leave this engine: put a name for the weights into kv_connector_extra_config, as in "{WEIGHTS}": "mine-1"'
+        )
+    return digest
+
+
+# -- host offload ------------------------------------------------------------------------------------------------------
+
+
+def wants_cross_layer_blocks(vllm_config: Any) -> bool:
+    """Whether a block of all layers should lie in one piece: the native offload then copies it as one.
+
+    Not where vLLM must cut blocks into kernel blocks (hybrid models), which such blocks cannot be, nor where layers
+    are left to another backend, nor against the user's own choice of a layout.
+    """
+    if not any(name == NATIVE_OFFLOAD for name, _ in connectors(vllm_config)):
+        return False
+    model = vllm_config.model_config
+    plain = not (model.is_hybrid or model.is_encoder_decoder)
+    return plain and vllm_config.cache_config.block_size in KERNEL_BLOCKS and not layout_is_chosen()

@@ -1,0 +1,61 @@
+"""What is checked once while an engine starts, before it answers anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.vllm.compat import logger
+from slimkv.integrations.vllm.connectors import check_connectors, check_fingerprints
+
+USEFUL_MATCH = 1024  # tokens; where a block is larger, prompts seldom share one
+_done: list[tuple[str, Any, int]] = []  # (what, engine config, block size) that this process has checked
+
+
+def _first_time(what: str, vllm_config: Any, block_size: int = 0) -> bool:
+    if any(name == what and config is vllm_config and size == block_size for name, config, size in _done):
+        return False
+    _done.append((what, vllm_config, block_size))
+    return True
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raises for settings of the engine that packed pages cannot serve; called by the first layer that is made."""
+    if not _first_time("engine", vllm_config):
+        return
+    if vllm_config.model_config.is_mm_prefix_lm:
+        raise UnsupportedError(
+            "this model attends both ways among the tokens of an image, and slimkv attends causally: serve it for text "
+            "only (--language-model-only, or --limit-mm-per-prompt '{\"image\": 0}'), or with vLLM's own attention "
+            "backend"
+        )
+    check_connectors(vllm_config)
+
+
+def check_cache(vllm_config: Any, block_size: int) -> None:
+    """Checks what is known once blocks have their size; ``block_size`` is that of the kernels' blocks."""
+    if not _first_time("cache", vllm_config, block_size):
+        return
+    check_fingerprints(vllm_config, block_size)
+    if notice := prefix_caching_notice(vllm_config):
+        logger.warning("slimkv: %s", notice)
+
+
+def prefix_caching_notice(vllm_config: Any) -> str | None:
+    """What to tell a user whose blocks are so large that prompts seldom share one; None where all is well."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if not cache.enable_prefix_caching or getattr(cache, "prefix_match_unit", None) is not None:
+        return None
+    block = cache.block_size
+    if block <= USEFUL_MATCH and block < model.max_model_len:
+        return None
+    never = block >= model.max_model_len
+    effect = (
+        f"no prompt of up to {model.max_model_len} tokens fills one, so that prefix caching never hits"
+        if never
+        else "prompts that share fewer tokens share nothing in the prefix cache"
+    )
+    return (
+        f"a block has {block} tokens, because a packed token is small beside the model's recurrent state, and "
+        f"{effect}. --prefix-match-unit 64 makes hits possible inside a block"
+    )

@@ -1,0 +1,59 @@
+"""attend on a CPU in one call of the compiled library: decode, verification and prefill, any number of sequences."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slimkv.ops.attention.api import AttendRequest, refuses_split_arguments
+from slimkv.ops.cpu.module import check_status, layout_tables, library
+from slimkv.ops.cpu.structures import CAttendCall, CVectors, pages_of, vectors_of
+
+
+def supports(request: AttendRequest) -> str | None:
+    """Every format, size and option; keys are split as the library chooses, whatever the number of threads."""
+    return refuses_split_arguments(request)
+
+
+def run(request: AttendRequest) -> None:
+    """See ``slimkv.ops.attend``."""
+    call, _kept = _call(request)
+    check_status(library().attend(ctypes.addressof(call)), call)
+
+
+def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """``run`` for further queries and lengths of the same shapes, on the same pages and block table."""
+    call, kept = _call(request)
+    address, query_of, out_of, function = ctypes.addressof(call), call.query, call.out, library().attend
+
+    def launch(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
+        query_of.data, out_of.data, call.seq_lens = query.data_ptr(), out.data_ptr(), seq_lens.data_ptr()
+        call.threads = torch.get_num_threads()
+        status = function(address)
+        if status:
+            check_status(status, call)
+
+    launch.kept = kept  # type: ignore[attr-defined]
+    return launch
+
+
+def _call(request: AttendRequest) -> tuple[CAttendCall, tuple[object, ...]]:
+    """The call, and what must stay alive as long as it."""
+    options, table = request.options, request.block_table
+    tables = layout_tables(request.layout)
+    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+    fresh = (CVectors(), CVectors()) if request.fresh is None else tuple(map(vectors_of, request.fresh))
+    call = CAttendCall(
+        layout=tables.address, pages=pages_of(request.pages), query=vectors_of(request.query),
+        out=vectors_of(request.out), fresh_key=fresh[0], fresh_value=fresh[1], block_table=table.data_ptr(),
+        table_stride=table.stride(0), table_width=table.shape[1], seq_lens=request.seq_lens.data_ptr(),
+        cu_seqlens_q=request.cu_seqlens_q.data_ptr(), sequences=request.seq_lens.shape[0],
+        total_queries=request.query.shape[0], heads=request.query.shape[1], causal=options.causal,
+        window=options.sliding_window or 0, softmax_scale=request.softmax_scale, softcap=options.softcap,
+        sinks=None if sinks is None else sinks.data_ptr(),
+        lse=None if request.lse is None else request.lse.data_ptr(), threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return call, (tables, sinks, table, request.cu_seqlens_q)

@@ -1,0 +1,625 @@
+// Attention on pages: decode, verification and prefill.
+//
+// The queries of a sequence that share a KV head (query by query, head of the group by head) are cut into tiles of rows;
+// a tile goes over its keys in chunks with a running softmax. A sequence of one tile, as in decoding, is also cut along
+// its keys, at positions that depend on nothing else, and the last part to finish merges all.
+#pragma once
+
+#include <new>
+
+#include "products.h"
+#include "store.h"
+
+constexpr int TILE_ROWS = 32;
+constexpr i64 SPLIT_TOKENS = 512;
+
+struct SideUse {
+  const Side* side;
+  bool bytes;
+  float unit;  // of a byte
+  u8 table[16];
+  float numbers[256];
+  i32 order[MAX_DIM];  // position -> dimension
+
+  void prepare(const Side& of, bool value) {
+    side = &of;
+    bytes = becomes_bytes(of);
+    unit = byte_unit(of);
+    if (bytes) {
+      byte_table(of, table);
+      value ? value_order(of.dim, order) : key_order(of.dim, order);
+    } else {
+      if (of.kind != RAW) number_table(of, uniform_centre(of), numbers);
+      for (int d = 0; d < of.dim; d++) order[d] = d;
+    }
+  }
+};
+
+// Rows [first, end) of one sequence and KV head.
+struct RowTile {
+  i64 sequence, head, first, end;
+  i64 key_begin, key_end;  // keys that any of its rows sees
+  i64 splits;
+  i64 partial;  // index of its first float in the partial results
+  std::atomic<i64> left;
+};
+
+// The running softmax of a tile's rows.
+struct State {
+  float *greatest, *sum, *zero;  // [rows]
+  float* out;                    // [rows][value_dim]
+};
+
+static inline i64 state_floats(i64 rows, i64 value_dim) { return rows * (value_dim + 3); }
+
+static inline State state_at(float* memory, i64 rows) {
+  return {memory, memory + rows, memory + 2 * rows, memory + 3 * rows};
+}
+
+// What a thread works in. Grows, and is kept for the next call.
+struct Scratch {
+  u8* memory = nullptr;
+  size_t size = 0;
+  ~Scratch() { ::operator delete(memory, std::align_val_t(64)); }
+  u8* reserve(size_t wanted) {
+    if (wanted > size) {
+      ::operator delete(memory, std::align_val_t(64));
+      memory = nullptr;
+      size = 0;
+      memory = (u8*)::operator new(wanted, std::align_val_t(64));
+      memset(memory, 0, wanted);
+      size = wanted;
+    }
+    return memory;
+  }
+};
+
+struct Attention {
+  AttendCall& call;
+  SideUse key, value;
+  i64 group;
+  i64 key_stride;  // of a row of K's bytes: dimensions rounded up to 64
+  float* rotated_fresh[2] = {nullptr, nullptr};
+
+  explicit Attention(AttendCall& c) : call(c) {
+    key.prepare(c.layout->key, false);
+    value.prepare(c.layout->value, true);
+    group = c.heads / c.pages.heads;
+    key_stride = (c.layout->key.dim + 63) / 64 * 64;
+  }
+
+  i64 length(i64 sequence) const { return call.seq_lens[sequence]; }
+  i64 queries(i64 sequence) const { return call.cu_seqlens_q[sequence + 1] - call.cu_seqlens_q[sequence]; }
+  i64 position(i64 sequence, i64 row) const { return length(sequence) - queries(sequence) + row / group; }
+  // The first position whose key is a fresh vector.
+  i64 fresh_from(i64 sequence) const {
+    const i64 old = length(sequence) - queries(sequence);
+    return call.fresh_key.data == nullptr ? length(sequence) : old > 0 ? old : 0;
+  }
+  i64 sees_from(i64 sequence, i64 row) const {
+    const i64 first = call.window ? position(sequence, row) - call.window + 1 : 0;
+    return first > 0 ? first : 0;
+  }
+  i64 sees_to(i64 sequence, i64 row) const {
+    const i64 end = call.causal ? position(sequence, row) + 1 : length(sequence);
+    return end > 0 ? end : 0;
+  }
+  const u8* page(i64 sequence, i64 head, i64 token) const {
+    const i64 block = call.block_table[sequence * call.table_stride + token / call.layout->block_size];
+    return call.pages.data + block * call.pages.block_stride + head * call.pages.head_stride;
+  }
+};
+
+// The part of a thread's memory that one tile uses.
+struct TileMemory {
+  float* query;      // [rows][key_stride], in the order of K's bytes
+  i8* digits;        // [rows][3][key_stride]
+  i32* offset;       // [rows][3]
+  float *row_scale, *row_sum, *rescale;  // [rows]
+  u8* active;        // [rows]
+  float* scores;     // [rows][CHUNK]; then weights
+  i8* weight_digits;  // [rows][3][CHUNK]
+  i32* weight_offset;  // [rows][3]
+  // A chunk of K, and when its scores are there, of V: one memory, so that it stays in the first cache.
+  u8* key_bytes;        // [CHUNK][key_stride]
+  float* key_floats;    // [CHUNK][key_stride]
+  u8* value_bytes;      // see value_offset
+  float* value_floats;  // [CHUNK][value_dim]
+  float *key_scale, *key_zero, *value_scale, *value_zero;  // [CHUNK]
+  float* row;        // [MAX_DIM]
+  float* state;      // of a tile that is not split
+
+  template <typename T>
+  static void take(T*& pointer, size_t count, u8* base, size_t& used) {
+    pointer = (T*)(base + used);
+    used += (count * sizeof(T) + 63) / 64 * 64;
+  }
+
+  size_t carve(u8* base, size_t rows, size_t key_stride, size_t value_dim) {
+    size_t used = 0;
+    take(query, rows * key_stride, base, used);
+    take(digits, rows * 3 * key_stride, base, used);
+    take(offset, rows * 3, base, used);
+    take(row_scale, rows, base, used);
+    take(row_sum, rows, base, used);
+    take(rescale, rows, base, used);
+    take(active, rows, base, used);
+    take(scores, rows * CHUNK, base, used);
+    take(weight_digits, rows * 3 * CHUNK, base, used);
+    take(weight_offset, rows * 3, base, used);
+    take(key_floats, CHUNK * (key_stride > value_dim ? key_stride : value_dim), base, used);
+    key_bytes = value_bytes = (u8*)key_floats;
+    value_floats = key_floats;
+    take(key_scale, CHUNK, base, used);
+    take(key_zero, CHUNK, base, used);
+    take(value_scale, CHUNK, base, used);
+    take(value_zero, CHUNK, base, used);
+    take(row, MAX_DIM, base, used);
+    take(state, (size_t)state_floats((i64)rows, (i64)value_dim), base, used);
+    return used;
+  }
+};
+
+// Queries of a tile: rotated, in the order of K's numbers, and as digits where bytes are multiplied.
+static void prepare_queries(const Attention& a, const RowTile& tile, TileMemory& m) {
+  const Side& side = *a.key.side;
+  const i64 rows = tile.end - tile.first, stride = a.key_stride;
+  for (i64 r = 0; r < rows; r++) {
+    const i64 row = tile.first + r;
+    load_row(a.call.query, a.call.cu_seqlens_q[tile.sequence] + row / a.group, tile.head * a.group + row % a.group, side.dim, m.row);
+    if (side.rotated) rotate_normalised(m.row, side);
+    float* query = m.query + r * stride;
+    float sum = 0, largest = 0;
+    for (int d = 0; d < side.dim; d++) {
+      query[d] = m.row[a.key.order[d]];
+      sum += query[d];
+      const float size = fabsf(query[d]);
+      largest = size > largest ? size : largest;
+    }
+    for (i64 d = side.dim; d < stride; d++) query[d] = 0;
+    m.row_scale[r] = a.call.softmax_scale;
+    m.row_sum[r] = a.call.softmax_scale * sum;
+#if defined(SLIMKV_DOT)
+    if (a.key.bytes) {
+      largest = largest > 1e-30f ? largest : 1e-30f;
+      const bool finite = largest < INFINITY && sum == sum;  // else every score becomes NaN
+      const float up = finite ? DIGITS_LARGEST / largest : 0.0f;
+      m.row_scale[r] *= finite ? largest / DIGITS_LARGEST : NAN;
+      i8* digits = m.digits + r * 3 * stride;
+      i32 offset[3] = {};
+      for (i64 d = 0; d < stride; d += 16)
+        digits_of(query + d, up, digits + d, digits + stride + d, digits + 2 * stride + d);
+#if defined(SLIMKV_DOT_UNSIGNED)
+      for (int j = 0; j < 3; j++)
+        for (i64 d = 0; d < stride; d++) offset[j] += 128 * digits[j * stride + d];
+#endif
+      for (int j = 0; j < 3; j++) m.offset[3 * r + j] = offset[j];
+    }
+#endif
+  }
+}
+
+// Scales (and zeros) of `count` tokens that lie side by side in a page.
+static void decode_fields(const SideUse& use, const u8* page, int position, int count, float* scale, float* zero) {
+  const Side& side = *use.side;
+  if (side.kind == RAW) {
+    for (int t = 0; t < count; t++) scale[t] = 1;
+    return;
+  }
+  const float unit = use.bytes ? use.unit : 1.0f;
+  const u8* fields = page + side.field_offset[0] + 2 * position;
+  for (int t = 0; t < count; t++) {
+    const u32 code = load_u16(fields + 2 * t);
+    const float x = bits_as<float>(code << 13) * 0x1p87f;
+    scale[t] = code == INVALID ? NAN : x;
+  }
+  if (side.field_count > 1) {
+    const float centre = (float)uniform_centre(side);
+    const u8* zeros = page + side.field_offset[1] + 2 * position;
+    for (int t = 0; t < count; t++) zero[t] = decode_signed(load_u16(zeros + 2 * t)) + scale[t] * centre;
+  }
+  if (unit != 1.0f)
+    for (int t = 0; t < count; t++) scale[t] *= unit;
+}
+
+// Fields of tokens [first, first + count) of a chunk that begins at `first`; zeros up to CHUNK.
+static void load_fields(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int count, float* scale, float* zero) {
+  const int block_size = use.side->block_size;
+  if (use.side->field_count < 2) memset(zero, 0, sizeof(float) * CHUNK);
+  for (int t = 0; t < count;) {
+    const int position = (int)((first + t) % block_size);
+    const int run = block_size - position < count - t ? block_size - position : count - t;
+    decode_fields(use, a.page(tile.sequence, tile.head, first + t), position, run, scale + t, zero + t);
+    t += run;
+  }
+  for (int t = count; t < CHUNK; t++) scale[t] = zero[t] = 0;
+}
+
+// A chunk of K or V as floats [token][stride], in the order of the side's numbers.
+static void load_floats(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int count, float* out, i64 stride) {
+  const Side& side = *use.side;
+  for (int t = 0; t < count; t++) {
+    const i64 token = first + t;
+    unpack_token(side, a.page(tile.sequence, tile.head, token), (int)(token % side.block_size), use.numbers, out + t * stride);
+  }
+}
+
+// Fresh vectors of a chunk, rotated before.
+static void load_fresh(const Attention& a, const SideUse& use, bool value, const RowTile& tile, i64 first, int count, float* out, i64 stride) {
+  const i64 begin = a.call.cu_seqlens_q[tile.sequence] + a.queries(tile.sequence) - a.length(tile.sequence);
+  const int dim = use.side->dim;
+  for (int t = 0; t < count; t++) {
+    const float* x = a.rotated_fresh[value] + ((begin + first + t) * a.call.pages.heads + tile.head) * dim;
+    for (int d = 0; d < dim; d++) out[t * stride + d] = x[use.order[d]];
+  }
+}
+
+static inline const u8* tile_codes(const Attention& a, const Side& side, const RowTile& tile, i64 token) {
+  const i64 inside = token % side.block_size / TILE;
+  return a.page(tile.sequence, tile.head, token) + side.codes_offset + inside * side.tile_bytes;
+}
+
+// Scores of every row that sees something of the chunk [first, first + count).
+static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m, i64 first, int count, bool fresh) {
+  const Side& side = *a.key.side;
+  const int rows = (int)(tile.end - tile.first), four = (count + 3) / 4 * 4;
+  const i64 stride = a.key_stride;
+  if (fresh) {
+    load_fresh(a, a.key, false, tile, first, count, m.key_floats, stride);
+    for (int t = 0; t < CHUNK; t++) m.key_scale[t] = 1, m.key_zero[t] = 0;
+  } else {
+    load_fields(a, a.key, tile, first, count, m.key_scale, m.key_zero);
+    if (a.key.bytes)
+      for (int t = 0; t < count; t += TILE)
+        unpack_key_bytes(side, tile_codes(a, side, tile, first + t), a.key.table, m.key_bytes + t * stride, stride);
+    else
+      load_floats(a, a.key, tile, first, count, m.key_floats, stride);
+  }
+  if (fresh || !a.key.bytes) {
+    scores_float<float>(m.query, rows, stride, m.key_floats, stride, four, side.dim, m.scores);
+    return;
+  }
+#if defined(SLIMKV_DOT)
+  for (int r = 0; r < rows; r++)
+    if (m.active[r])
+      scores_dot(m.digits + r * 3 * stride, m.offset + 3 * r, m.key_bytes, stride, four, m.scores + r * CHUNK);
+#else
+  scores_float<i8>(m.query, rows, stride, (const i8*)m.key_bytes, stride, four, side.dim, m.scores);
+#endif
+}
+
+// Which tokens of a chunk a row sees.
+struct Seen {
+  int begin, end;
+  template <bool ALL>
+  VF select(int t, VF x, VF other) const {
+    if (ALL) return x;
+    VI at;
+    for (int i = 0; i < W; i++) at[i] = t + i;
+    return (at >= splat_i(begin)) & (at < splat_i(end)) ? x : other;
+  }
+};
+
+// One row's scores -> weights (times the values' scales), and its softmax moved on.
+template <bool ALL, bool ZEROS>
+static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, Seen seen, int count, float row_scale) {
+  float* scores = m.scores + r * CHUNK;
+  const float softcap = a.call.softcap;
+  const int all = (count + W - 1) / W * W;
+  VF most = splat(-INFINITY);
+  for (int t = 0; t < all; t += W) {
+    VF s = load_f(scores + t) * (load_f(m.key_scale + t) * row_scale);
+    if (ZEROS) s = fma_f(load_f(m.key_zero + t), splat(m.row_sum[r]), s);
+    if (softcap > 0) s = tanh_f(s * (1.0f / softcap)) * softcap;
+    s = seen.select<ALL>(t, s, splat(-INFINITY));
+    most = greater(s, most);
+    store_f(scores + t, s);
+  }
+  const float before = state.greatest[r], found = greatest_f(most), now = found > before ? found : before;
+  const float rescale = now > before ? expf(before - now) : 1.0f;
+  VF sum = {}, zero = {};
+  for (int t = 0; t < all; t += W) {
+    const VF p = seen.select<ALL>(t, exp_f(load_f(scores + t) - now), (VF){});
+    sum += p;
+    if (ZEROS) zero += seen.select<ALL>(t, p * load_f(m.value_zero + t), (VF){});
+    store_f(scores + t, seen.select<ALL>(t, p * load_f(m.value_scale + t), (VF){}));
+  }
+  state.greatest[r] = now;
+  state.sum[r] = state.sum[r] * rescale + sum_f(sum);
+  if (ZEROS) state.zero[r] = state.zero[r] * rescale + sum_f(zero);
+  m.rescale[r] = rescale;
+}
+
+#if defined(SLIMKV_DOT)
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE_TOKENS(x) __builtin_shufflevector(x, x, 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+#else
+#define SHUFFLE_TOKENS(x) __builtin_shuffle(x, (Tile16){0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15})
+#endif
+typedef u8 Tile16 __attribute__((vector_size(16)));
+
+// A row's weights as digits in the order of V's bytes.
+static WeightDigits weight_digits(TileMemory& m, i64 r, int tokens) {
+  const float* weights = m.scores + r * CHUNK;
+  VF most = {}, sum = {};
+  for (int t = 0; t < tokens; t += W) {
+    const VF x = load_f(weights + t);
+    most = greater(x, most);
+    sum += x;
+  }
+  float largest = greatest_f(most);
+  const float whole = sum_f(sum);
+  largest = largest > 1e-30f ? largest : 1e-30f;
+  const bool finite = largest < INFINITY && whole == whole;  // else the row becomes NaN
+  const float up = finite ? DIGITS_LARGEST / largest : 0.0f;
+  i8* digits = m.weight_digits + r * 3 * CHUNK;
+  for (int t = 0; t < tokens; t += 16)
+    digits_of(weights + t, up, digits + t, digits + CHUNK + t, digits + 2 * CHUNK + t);
+  i32* offset = m.weight_offset + 3 * r;
+  for (int j = 0; j < 3; j++) {
+    offset[j] = 0;
+    for (int t = 0; t < tokens; t += TILE) {  // tokens 0 1 8 9, 2 3 10 11, ...
+      Tile16 x;
+      memcpy(&x, digits + j * CHUNK + t, sizeof x);
+      x = SHUFFLE_TOKENS(x);
+      memcpy(digits + j * CHUNK + t, &x, sizeof x);
+    }
+#if defined(SLIMKV_DOT_UNSIGNED)
+    for (int t = 0; t < tokens; t++) offset[j] += 128 * digits[j * CHUNK + t];
+#endif
+  }
+  return {digits, offset, finite ? largest / DIGITS_LARGEST : NAN, m.rescale[r], nullptr};
+}
+#endif
+
+// out = out * rescale + weights v, for the rows that see something of the chunk.
+static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 first, int count, bool fresh) {
+  const Side& side = *a.value.side;
+  const int rows = (int)(tile.end - tile.first), dim = side.dim;
+  if (fresh || !a.value.bytes) {
+    if (fresh)
+      load_fresh(a, a.value, true, tile, first, count, m.value_floats, dim);
+    else
+      load_floats(a, a.value, tile, first, count, m.value_floats, dim);
+    weighted_float(m.scores, rows, m.value_floats, dim, count, dim, m.rescale, state.out, dim);
+    return;
+  }
+  const int whole = (count + TILE - 1) / TILE * TILE;
+  for (int t = 0; t < whole; t += TILE)
+    unpack_value_bytes(side, tile_codes(a, side, tile, first + t), a.value.table, m.value_bytes, t);
+  int active = 0;
+#if defined(SLIMKV_DOT)
+  WeightDigits weighted[TILE_ROWS];
+#endif
+  for (int r = 0; r < rows; r++) {
+    if (!m.active[r]) continue;
+    float* weights = m.scores + r * CHUNK;
+    for (int t = count; t < whole; t++) weights[t] = 0;
+#if defined(SLIMKV_DOT)
+    weighted[active] = weight_digits(m, r, whole);
+    weighted[active++].out = state.out + (i64)r * dim;
+#else
+    float ordered[CHUNK];
+    for (int t = 0; t < whole; t += TILE)
+      for (int i = 0; i < TILE; i++) ordered[t + i] = weights[t + value_token(i)];
+    memcpy(weights, ordered, sizeof(float) * whole);
+    active++;
+#endif
+  }
+#if defined(SLIMKV_DOT)
+  weighted_dot(weighted, active, m.value_bytes, whole, dim);
+#else
+  if (active) weighted_bytes(m.scores, rows, (const i8*)m.value_bytes, whole, dim, 1.0f, m.rescale, state.out, dim);
+#endif
+}
+
+// The keys [key_begin, key_end) of a tile.
+static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 key_begin, i64 key_end) {
+  const i64 rows = tile.end - tile.first, dim = a.value.side->dim, fresh_from = a.fresh_from(tile.sequence);
+  for (i64 r = 0; r < rows; r++) {
+    state.greatest[r] = -INFINITY;
+    state.sum[r] = state.zero[r] = 0;
+  }
+  memset(state.out, 0, sizeof(float) * rows * dim);
+  prepare_queries(a, tile, m);
+  i64 first = key_begin / TILE * TILE;  // tiles are unpacked whole
+  if (first < fresh_from && key_begin >= fresh_from) first = key_begin;
+  while (first < key_end) {
+    const bool fresh = first >= fresh_from;
+    i64 end = (first / CHUNK + 1) * CHUNK;
+    end = end < key_end ? end : key_end;
+    if (!fresh && end > fresh_from) end = fresh_from;
+    const int count = (int)(end - first);
+    bool any = false;
+    for (i64 r = 0; r < rows; r++) {
+      const i64 row = tile.first + r, from = a.sees_from(tile.sequence, row), to = a.sees_to(tile.sequence, row);
+      m.active[r] = (from > key_begin ? from : key_begin) < end && to > first && to > key_begin;
+      any |= m.active[r];
+    }
+    if (any) {
+      chunk_scores(a, tile, m, first, count, fresh);
+      if (fresh)
+        for (int t = 0; t < CHUNK; t++) m.value_scale[t] = 1, m.value_zero[t] = 0;
+      else
+        load_fields(a, a.value, tile, first, count, m.value_scale, m.value_zero);
+      const bool exact_rows = fresh || !a.key.bytes;
+      const bool zeros = a.key.side->field_count > 1 || a.value.side->field_count > 1;
+      for (i64 r = 0; r < rows; r++) {
+        if (m.active[r]) {
+          const i64 row = tile.first + r;
+          i64 from = a.sees_from(tile.sequence, row), to = a.sees_to(tile.sequence, row);
+          from = from > key_begin ? from : key_begin;
+          from = from > first ? from - first : 0;
+          to = to < end ? to - first : count;
+          const float row_scale = exact_rows ? a.call.softmax_scale : m.row_scale[r];
+          const bool all = from == 0 && to == count && count % W == 0;
+          const Seen seen{(int)from, (int)to};
+          if (zeros)
+            all ? softmax_row<true, true>(a, m, state, r, seen, count, row_scale) : softmax_row<false, true>(a, m, state, r, seen, count, row_scale);
+          else
+            all ? softmax_row<true, false>(a, m, state, r, seen, count, row_scale) : softmax_row<false, false>(a, m, state, r, seen, count, row_scale);
+        } else {
+          for (int t = 0; t < CHUNK; t++) m.scores[r * CHUNK + t] = 0;
+          m.rescale[r] = 1;
+        }
+      }
+      chunk_values(a, tile, m, state, first, count, fresh);
+    }
+    first = end;
+  }
+}
+
+// Splits of a tile -> its rows of out and lse.
+static void finish_tile(const Attention& a, const RowTile& tile, const float* partial, float* out) {
+  const Side& side = *a.value.side;
+  const i64 rows = tile.end - tile.first, dim = side.dim;
+  float x[MAX_DIM];
+  for (i64 r = 0; r < rows; r++) {
+    float greatest = -INFINITY, sum = 0, zero = 0;
+    for (i64 s = 0; s < tile.splits; s++) {
+      const State state = state_at((float*)partial + s * state_floats(rows, dim), rows);
+      greatest = state.greatest[r] > greatest ? state.greatest[r] : greatest;
+    }
+    const i64 row = tile.first + r, query = a.call.cu_seqlens_q[tile.sequence] + row / a.group, head = tile.head * a.group + row % a.group;
+    const bool sink = a.call.sinks != nullptr;
+    if (sink) greatest = a.call.sinks[head] > greatest ? a.call.sinks[head] : greatest;
+    for (i64 d = 0; d < dim; d++) out[d] = 0;
+    for (i64 s = 0; s < tile.splits; s++) {
+      const State state = state_at((float*)partial + s * state_floats(rows, dim), rows);
+      if (state.sum[r] == 0.0f) continue;  // it saw no key
+      const float share = expf(state.greatest[r] - greatest);
+      sum += share * state.sum[r];
+      zero += share * state.zero[r];
+      const float* from = state.out + r * dim;
+      for (i64 d = 0; d < dim; d++) out[d] += share * from[d];
+    }
+    if (sink) sum += expf(a.call.sinks[head] - greatest);
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    for (i64 d = 0; d < dim; d++) x[a.value.order[d]] = (out[d] + zero) * inverse;
+    if (side.rotated) unrotate_normalised(x, side);
+    store_row(a.call.out, query, head, (int)dim, x);
+    if (a.call.lse != nullptr) a.call.lse[query * a.call.heads + head] = sum == 0.0f ? -INFINITY : greatest + logf(sum);
+  }
+}
+
+static Status check_tables(AttendCall& call) {
+  const i64 block_size = call.layout->block_size;
+  if (call.cu_seqlens_q[0] < 0) {
+    call.fault = {0, 0, call.cu_seqlens_q[0], call.total_queries};
+    return BAD_QUERY_START;
+  }
+  for (i64 i = 0; i < call.sequences; i++) {
+    if (call.cu_seqlens_q[i + 1] < call.cu_seqlens_q[i] || call.cu_seqlens_q[i + 1] > call.total_queries) {
+      call.fault = {i, i + 1, call.cu_seqlens_q[i + 1], call.total_queries};
+      return BAD_QUERY_START;
+    }
+    const i64 length = call.seq_lens[i], queries = call.cu_seqlens_q[i + 1] - call.cu_seqlens_q[i];
+    if (queries == 0) continue;
+    if (length < 0 || length > call.table_width * block_size) {
+      call.fault = {i, i, length, call.table_width * block_size};
+      return BAD_LENGTH;
+    }
+    i64 first = 0, end = length;
+    if (call.window) first = length - queries - call.window + 1;
+    if (call.fresh_key.data != nullptr) end = length - queries;
+    for (i64 j = first > 0 ? first / block_size : 0; j * block_size < end; j++) {
+      const i64 block = call.block_table[i * call.table_stride + j];
+      if (block < 0 || block >= call.pages.blocks) {
+        call.fault = {i, j, block, call.pages.blocks};
+        return BAD_BLOCK;
+      }
+    }
+  }
+  return OK;
+}
+
+// Tiles of every sequence with queries, and how many splits they have in all.
+static i64 make_tiles(const Attention& a, std::vector<RowTile>& tiles, i64& partials, i64& most_rows, double& work) {
+  const AttendCall& call = a.call;
+  const i64 value_dim = a.value.side->dim;
+  i64 tasks = 0, count = 0;
+  for (i64 i = 0; i < call.sequences; i++) count += (a.queries(i) * a.group + TILE_ROWS - 1) / TILE_ROWS * call.pages.heads;
+  tiles = std::vector<RowTile>((size_t)count);
+  partials = most_rows = 0;
+  size_t next = 0;
+  for (i64 i = 0; i < call.sequences; i++) {
+    const i64 rows = a.queries(i) * a.group;
+    for (i64 first = 0; first < rows; first += TILE_ROWS)
+      for (i64 head = 0; head < call.pages.heads; head++) {
+        RowTile& tile = tiles[next++];
+        tile.sequence = i;
+        tile.head = head;
+        tile.first = first;
+        tile.end = first + TILE_ROWS < rows ? first + TILE_ROWS : rows;
+        tile.key_begin = a.sees_from(i, tile.first);
+        tile.key_end = a.sees_to(i, tile.end - 1);
+        const i64 keys = tile.key_end - tile.key_begin;
+        tile.splits = rows > TILE_ROWS || keys <= SPLIT_TOKENS ? 1 : tile.key_end / SPLIT_TOKENS - tile.key_begin / SPLIT_TOKENS + (tile.key_end % SPLIT_TOKENS != 0);
+        tile.left.store(tile.splits, std::memory_order_relaxed);
+        const i64 held = tile.end - tile.first;
+        tile.partial = partials;
+        if (tile.splits > 1) partials += tile.splits * state_floats(held, value_dim);
+        most_rows = held > most_rows ? held : most_rows;
+        tasks += tile.splits;
+        work += (double)keys * (a.key.side->dim + value_dim) * (0.15 + 0.1 * (double)held);
+      }
+  }
+  return tasks;
+}
+
+static thread_local Scratch tile_scratch, partial_scratch, fresh_scratch;
+
+// Fresh K and V in the spaces their codes are in: float32 [total_queries][heads][dim].
+static void rotate_fresh(Attention& a) {
+  const AttendCall& call = a.call;
+  const i64 heads = call.pages.heads, total = call.cu_seqlens_q[call.sequences];
+  const i64 dims[2] = {a.key.side->dim, a.value.side->dim};
+  a.rotated_fresh[0] = (float*)fresh_scratch.reserve(sizeof(float) * (size_t)(total * heads * (dims[0] + dims[1]) + 16));
+  a.rotated_fresh[1] = a.rotated_fresh[0] + total * heads * dims[0];
+  parallel_for(total, call.threads, (double)total * heads * (dims[0] + dims[1]) * 2, [&](i64 query) {
+    for (int side = 0; side < 2; side++)
+      for (i64 head = 0; head < heads; head++) {
+        const Side& of = side ? *a.value.side : *a.key.side;
+        float* out = a.rotated_fresh[side] + (query * heads + head) * dims[side];
+        load_row(side ? call.fresh_value : call.fresh_key, query, head, of.dim, out);
+        if (of.rotated) rotate_normalised(out, of);
+      }
+  });
+}
+
+static Status attend(AttendCall& call) {
+  const Status checked = check_tables(call);
+  if (checked != OK) return checked;
+  Attention a(call);
+  if (call.fresh_key.data != nullptr) rotate_fresh(a);
+  std::vector<RowTile> tiles;
+  i64 partials, most_rows;
+  double work = 0;
+  const i64 tasks = make_tiles(a, tiles, partials, most_rows, work);
+  std::vector<std::pair<i32, i32>> parts;  // (tile, split)
+  parts.reserve((size_t)tasks);
+  for (size_t i = tiles.size(); i-- > 0;)  // the longest rows come last in a sequence: begin with them
+    for (i64 s = 0; s < tiles[i].splits; s++) parts.emplace_back((i32)i, (i32)s);
+  float* partial = (float*)partial_scratch.reserve(sizeof(float) * (size_t)(partials + 16));
+  TileMemory sizes;
+  const i64 dim = call.layout->value.dim;
+  const size_t needed = sizes.carve(nullptr, (size_t)most_rows, (size_t)a.key_stride, (size_t)dim);
+  parallel_for(tasks, call.threads, work, [&](i64 i) {
+    RowTile& tile = tiles[(size_t)parts[(size_t)i].first];
+    const i64 rows = tile.end - tile.first, split = parts[(size_t)i].second;
+    TileMemory m;
+    m.carve(tile_scratch.reserve(needed), (size_t)most_rows, (size_t)a.key_stride, (size_t)dim);
+    float* memory = tile.splits > 1 ? partial + tile.partial + split * state_floats(rows, dim) : m.state;
+    State state = state_at(memory, rows);
+    i64 begin = tile.key_begin, end = tile.key_end;
+    if (tile.splits > 1) {
+      const i64 base = tile.key_begin / SPLIT_TOKENS + split;
+      begin = base * SPLIT_TOKENS > begin ? base * SPLIT_TOKENS : begin;
+      end = (base + 1) * SPLIT_TOKENS < end ? (base + 1) * SPLIT_TOKENS : end;
+    }
+    attend_keys(a, tile, m, state, begin, end);
+    if (tile.left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+      finish_tile(a, tile, tile.splits > 1 ? partial + tile.partial : m.state, m.row);
+  });
+  return OK;
+}

@@ -1,0 +1,31 @@
+// The library: three operations on pages, called through ctypes. A call returns a Status and says in `fault` what was
+// out of range; nothing has been written then.
+#include "attend.h"
+#include "gather.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+std::atomic<GompParallel> gomp_parallel{nullptr};
+
+template <typename Call>
+static i32 guarded(Status (*run)(Call&), Call* call) {
+  try {
+    return run(*call);
+  } catch (const std::bad_alloc&) {
+    return OUT_OF_MEMORY;
+  }
+}
+
+EXPORT i32 slimkv_store(StoreCall* call) { return guarded(store, call); }
+EXPORT i32 slimkv_attend(AttendCall* call) { return guarded(attend, call); }
+EXPORT i32 slimkv_gather(GatherCall* call) { return guarded(gather, call); }
+
+// The function that starts a team of threads, GOMP_parallel of the OpenMP library that torch uses; null for none.
+EXPORT void slimkv_set_team(void* function) { gomp_parallel.store((GompParallel)function, std::memory_order_release); }
+
+// Sizes of the structures, which the caller compares with its own.
+EXPORT i32 slimkv_sizes(i32* out) {
+  const i32 sizes[] = {sizeof(Side), sizeof(Layout), sizeof(StoreCall), sizeof(GatherCall), sizeof(AttendCall)};
+  memcpy(out, sizes, sizeof sizes);
+  return (i32)(sizeof sizes / sizeof sizes[0]);
+}

@@ -1,0 +1,58 @@
+// The results of a block's warps together, written as one part of the workspace.
+#pragma once
+#include "decode/warp_state.cuh"
+
+// Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
+DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
+                          u8* shared, u8* ring, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  float* states = (float*)(shared + STATE_AT);
+  const bool marked = warp_any(acc.largest_fields >> 16 == INVALID_FIELD || (acc.largest_fields & 0xFFFF) == INVALID_FIELD);
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    if (marked) acc.row_sum[c] = NOT_A_NUMBER;
+    if (MAX_WITHOUT_UNIT && acc.row_max[c] != MINUS_INFINITY) acc.row_max[c] *= columns.unit[c];
+#pragma unroll
+    for (int d = 4; d < 32; d <<= 1) acc.row_sum[c] += shfl_xor(acc.row_sum[c], d), acc.shift[c] += shfl_xor(acc.shift[c], d);
+    float* state = states + 2 * (warp * COLUMNS + own_column(c, t));
+    if (g == 0) state[0] = acc.row_max[c], state[1] = acc.row_sum[c];
+  }
+  sync_threads();
+  const i64 part = (i64)range.item + block_index();
+#pragma unroll
+  for (int n = 0; n < NG; n++) {
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      const int c = n * OWN + j;
+      float highest = MINUS_INFINITY;
+      for (int w = 0; w < WARPS; w++) highest = max_f32(highest, states[2 * (w * COLUMNS + own_column(c, t))]);
+      const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - highest);
+      float* mine = (float*)ring + (OWN * t + j) * OUT_ROW;
+#pragma unroll
+      for (int i = 0; i < VS; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+          mine[16 * i + g + 8 * r] = (acc.out[n][i][WIDE ? 2 * r + j : r] * VALUE_UNIT + acc.shift[c]) * factor;
+    }
+    sync_threads();
+    for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS) {
+      const int column = i / VD, d = i % VD;
+      float x = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) x += ((const float*)(shared + RINGS_AT + w * STAGES * SLOT))[column * OUT_ROW + d];
+      args.parts[(part * COLUMNS + GROUP * n + column) * VD + d] = x;
+    }
+    if (thread_index() < GROUP) {
+      const int column = GROUP * n + thread_index();
+      float all_max = MINUS_INFINITY, all_sum = 0;
+      for (int w = 0; w < WARPS; w++) all_max = max_f32(all_max, states[2 * (w * COLUMNS + column)]);
+      for (int w = 0; w < WARPS; w++) {
+        const float m = states[2 * (w * COLUMNS + column)], l = states[2 * (w * COLUMNS + column) + 1];
+        all_sum += l * (m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - all_max));
+      }
+      float* state = args.part_states + (part * COLUMNS + column) * 2;
+      state[0] = all_max, state[1] = all_sum;
+    }
+    sync_threads();
+  }
+}

@@ -1,0 +1,136 @@
+// The scores of a step.
+#pragma once
+#include "decode/warp_state.cuh"
+
+// cap tanh(s / cap) = cap - 2 cap / (e + 1), where e = exp(2 s / cap); `by` is 2 log2(e) / cap.
+DEVICE float soft_cap(float s, float cap, float by) {
+  const float e = exp2_approx(min_f32(s * by, 80.0f));
+  return fma_rn(-2.0f * cap, rcp_approx(e + 1.0f), cap);
+}
+
+typedef Codes<K_BITS, KS, false> KeyCodes;
+
+DEVICE void key_bytes(const KeyCodes& codes, int slice, Table table, u32& first, u32& second) {
+  code_bytes<K_KIND, K_BITS>(codes.low(slice), codes.high(slice), table, first, second);
+}
+
+// Queries as two signed bytes times levels as bytes.
+DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, QueryOperands& queries, const LevelTables& tables,
+                               int lane, StepScores& s) {
+  i32 c[NT][NG][4];
+#pragma unroll
+  for (int i = 0; i < QI; i++) {
+    queries.load_product(shared, i, lane);
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      u32 a0, a1, a2 = 0, a3 = 0;
+      key_bytes(codes[x], 2 * i, tables.key, a0, a1);
+      if (2 * i + 1 < KS) key_bytes(codes[x], 2 * i + 1, tables.key, a2, a3);
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
+        if (i == 0) mma_u8_s8_from(c[x][n], a0, a1, a2, a3, b0, b1, 0, 0, 0, 0);
+        else mma_u8_s8(c[x][n], a0, a1, a2, a3, b0, b1);
+      }
+    }
+  }
+#pragma unroll
+  for (int x = 0; x < NT; x++)
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) s[n][x][r] = (float)(128 * c[x][n][2 * r] + c[x][n][2 * r + 1]);
+}
+
+// Queries as halves (narrow: two of them) times levels as halves.
+DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, QueryOperands& queries,
+                                const LevelTables& tables, int lane, StepScores& s) {
+  float c[NT][NG][4];
+#pragma unroll
+  for (int i = 0; i < QI; i++) {
+    queries.load_product(shared, i, lane);
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      u32 a[4];
+      if constexpr (K_IN_PAIRS) {
+        u32 pair[4];
+        pair_halves<false>(codes[x], i, tables.key_levels, pair);
+        a[0] = pair[0], a[1] = pair[2], a[2] = pair[1], a[3] = pair[3];
+      } else code_halves<K_KIND, K_BITS, false>(codes[x].low(i), codes[x].high(i), tables.key, tables.key_levels, a);
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
+        if (i == 0) mma_f16_from_zero(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
+        else mma_f16(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
+      }
+    }
+  }
+#pragma unroll
+  for (int x = 0; x < NT; x++)
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int j = 0; j < OWN; j++) s[n * OWN + j][x][r] = WIDE ? c[x][n][2 * r + j] : c[x][n][2 * r] + c[x][n][2 * r + 1];
+}
+
+DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queries, const LevelTables& tables, int lane,
+                          StepScores& s) {
+  KeyCodes codes[NT];
+#pragma unroll
+  for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE, lane);
+  if constexpr (K_BYTES) multiply_key_bytes(codes, shared, queries, tables, lane, s);
+  else multiply_key_halves(codes, shared, queries, tables, lane, s);
+}
+
+// Takes the levels' offset off, multiplies by the keys' scales, adds their zeros.
+DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
+  const float cap_by = SOFTCAP ? 2.0f * LOG2E * rcp_approx(args.softcap) : 0.0f;
+  constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
+#pragma unroll
+  for (int x = 0; x < NT; x++) {
+    const u8* fields = slot + x * TILE + FIELDS_AT;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const u32 field = field_bits(fields, g + 8 * r);
+      const float scale = small_scale_of(field);
+      const float zero = K_KIND == UNIFORM ? small_zero_of(field_bits(fields + 32, g + 8 * r)) : 0;
+#pragma unroll
+      for (int c = 0; c < C; c++) {
+        float score = (KEY_OFFSET != 0 ? s[c][x][r] - KEY_OFFSET * columns.sum[c] : s[c][x][r]) * scale;
+        if (K_KIND == UNIFORM) score += zero * columns.sum[c];
+        if (!LATE_UNIT) score *= columns.unit[c];
+        if (SOFTCAP) score = soft_cap(score, args.softcap, cap_by);
+        s[c][x][r] = score;
+      }
+    }
+  }
+}
+
+// Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
+DEVICE void apply_mask(const u8* slot, int token0, bool clear, const ColumnState& columns, int lane, StepScores& s,
+                       u32& largest_fields) {
+  const int g = lane >> 2;
+  if (clear) {
+    constexpr int WORDS = 8 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);  // of a tile
+#pragma unroll
+    for (int i = 0; i < WORDS * NT; i += 32)
+      if (i + 32 <= WORDS * NT || i + lane < WORDS * NT)
+        largest_fields = max_u16x2(largest_fields,
+                                   *(const u32*)(slot + (i + lane) / WORDS * TILE + FIELDS_AT + 4 * ((i + lane) % WORDS)));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) {
+      const int x = i / 2, r = i & 1, token = token0 + 16 * x + g + 8 * r;
+      const u8* fields = slot + x * TILE + FIELDS_AT;
+      const bool bad = field_bits(fields, g + 8 * r) == INVALID_FIELD ||
+                       field_bits(fields + 32 * K_NUMBER_OF_FIELDS, g + 8 * r) == INVALID_FIELD;
+#pragma unroll
+      for (int c = 0; c < C; c++) {
+        const bool visible = token < columns.visible_end[c] && token >= columns.visible_begin[c];
+        s[c][x][r] = !visible ? MINUS_INFINITY : bad ? NOT_A_NUMBER : s[c][x][r];
+      }
+    }
+  }
+}

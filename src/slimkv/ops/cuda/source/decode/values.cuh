@@ -1,0 +1,153 @@
+// Values times probabilities.
+#pragma once
+#include "decode/softmax.cuh"
+
+typedef Codes<V_BITS, VS, true> ValueCodes;
+
+DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& first, u32& second) {
+  code_bytes<V_KIND, V_BITS>(codes.low(slice), codes.high(slice), table, first, second);
+}
+
+// The bytes of a word alternate between dimensions g and g + 8. Here they are put apart; two tiles are one operand.
+DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
+  u32 b[NG][NT];
+#pragma unroll
+  for (int n = 0; n < NG; n++)
+#pragma unroll
+    for (int x = 0; x < NT; x++) b[n][x] = prmt(w.p[n][x][0], w.p[n][x][1], 0x6420);
+#pragma unroll
+  for (int i = 0; i < VS; i++) {
+    i32 c[NG][4];
+#pragma unroll
+    for (int x = 0; x < NT; x += 2) {
+      u32 first, second, a0, a1, a2 = 0, a3 = 0;
+      value_bytes(codes[x], i, table, first, second);
+      a0 = prmt(first, second, 0x6420), a1 = prmt(first, second, 0x7531);
+      if (x + 1 < NT) {
+        value_bytes(codes[x + 1 < NT ? x + 1 : x], i, table, first, second);
+        a2 = prmt(first, second, 0x6420), a3 = prmt(first, second, 0x7531);
+      }
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        const u32 b0 = b[n][x], b1 = x + 1 < NT ? b[n][x + 1 < NT ? x + 1 : x] : 0;
+        if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b0, b1, 0, w.start[n], 0, w.start[n]);
+        else mma_u8_u8(c[n], a0, a1, a2, a3, b0, b1);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) acc.out[n][i][j] += (float)(256 * c[n][2 * j] + c[n][2 * j + 1]) * w.fold[n];
+  }
+}
+
+// Here they are used as they lie, once with probabilities in the even bytes and once in the odd ones; two slices are one
+// operand.
+DEVICE void add_value_bytes_as_stored(const ValueCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
+#pragma unroll
+  for (int i = 0; i < VS; i += 2) {
+    i32 even[NG][4], odd[NG][4];  // dimensions g of both slices, dimensions g + 8
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      u32 a0, a1 = 0, a2, a3 = 0;
+      value_bytes(codes[x], i, table, a0, a2);
+      if (i + 1 < VS) value_bytes(codes[x], i + 1, table, a1, a3);
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        const u32 b0 = w.p[n][x][0], b1 = w.p[n][x][1];
+        if (x == 0) {
+          mma_u8_u8_from(even[n], a0, a1, a2, a3, b0, b1, 0, w.start[n], 0, w.start[n]);
+          mma_u8_u8_from(odd[n], a0, a1, a2, a3, b0 << 8, b1 << 8, 0, w.start[n], 0, w.start[n]);
+        } else {
+          mma_u8_u8(even[n], a0, a1, a2, a3, b0, b1);
+          mma_u8_u8(odd[n], a0, a1, a2, a3, b0 << 8, b1 << 8);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        if (i + j >= VS) continue;
+        acc.out[n][i + j][0] += (float)(256 * even[n][2 * j] + even[n][2 * j + 1]) * w.fold[n];
+        acc.out[n][i + j][1] += (float)(256 * odd[n][2 * j] + odd[n][2 * j + 1]) * w.fold[n];
+      }
+  }
+}
+
+DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
+                             Accumulator& acc) {
+#pragma unroll
+  for (int i = 0; i < VS; i++) {
+    float c[NG][4];
+    if (WIDE)
+#pragma unroll
+      for (int n = 0; n < NG; n++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) c[n][j] = acc.out[n][i][j % (2 * OWN)];
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      u32 a[4];
+      if constexpr (V_IN_PAIRS) pair_halves<true>(codes[x], i, tables.value_levels, a);
+      else code_halves<V_KIND, V_BITS, true>(codes[x].low(i), codes[x].high(i), tables.value, tables.value_levels, a);
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        if (!WIDE && x == 0) mma_f16_from_zero(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
+        else mma_f16(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int j = 0; j < 2 * OWN; j++)
+        acc.out[n][i][j] = WIDE ? c[n][j] : acc.out[n][i][j] + (c[n][2 * j % 4] + c[n][(2 * j + 1) % 4]) * w.fold[n];
+  }
+}
+
+// Narrow, values by pairs: dimensions g and g + 8 of a token. As above they are used as they lie; two slices are one operand,
+// eight tokens a product.
+template <class PairCodes>
+DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
+                                      Accumulator& acc) {
+#pragma unroll
+  for (int i = 0; i < VS; i += 2) {
+    float even[NG][4], odd[NG][4];  // dimensions g of both slices, dimensions g + 8
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      u32 first[4], second[4] = {0, 0, 0, 0};
+      pair_halves<false>(codes[x], i, tables.value_levels, first);
+      if (i + 1 < VS) pair_halves<false>(codes[x], i + 1, tables.value_levels, second);
+#pragma unroll
+      for (int n = 0; n < NG; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const u32 p = w.p[n][x][r], a0 = first[2 * r], a1 = second[2 * r], a2 = first[2 * r + 1], a3 = second[2 * r + 1];
+          if (x == 0 && r == 0) {
+            mma_f16_from_zero(even[n], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
+            mma_f16_from_zero(odd[n], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
+          } else {
+            mma_f16(even[n], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
+            mma_f16(odd[n], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
+          }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        if (i + j >= VS) continue;
+        acc.out[n][i + j][0] += (even[n][2 * j] + even[n][2 * j + 1]) * w.fold[n];
+        acc.out[n][i + j][1] += (odd[n][2 * j] + odd[n][2 * j + 1]) * w.fold[n];
+      }
+  }
+}
+
+DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {
+  ValueCodes codes[NT];
+#pragma unroll
+  for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE + K_TILE, lane);
+  if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
+  else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
+  else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);
+  else add_value_halves(codes, w, tables, acc);
+}

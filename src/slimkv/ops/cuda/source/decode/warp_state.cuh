@@ -1,0 +1,81 @@
+// What a warp keeps in registers while it goes through the steps of a range.
+#pragma once
+#include "decode/queries.cuh"
+
+constexpr int C = NG * OWN;  // columns of a lane
+// Number c of a lane's columns in the block.
+DEVICE int own_column(int c, int t) { return c / OWN * GROUP + OWN * t + c % OWN; }
+
+// Narrow scores and their maximum are kept without the query's unit, which joins them inside the exponential. Wide ones
+// get it where they are used.
+constexpr bool LATE_UNIT = !SOFTCAP, MAX_WITHOUT_UNIT = !WIDE && LATE_UNIT;
+
+// How codes become levels.
+struct LevelTables {
+  Table key, value;  // in registers
+  LevelTable key_levels, value_levels;
+};
+
+// The queries' operands, unless they stay in shared memory.
+struct QueryOperands {
+  u32 q[NG][Q_IN_SHARED ? 1 : QI][2];
+
+  DEVICE_MEMBER void load(const u8* operands, int lane) {
+    if (!Q_IN_SHARED)
+#pragma unroll
+      for (int n = 0; n < NG; n++)
+#pragma unroll
+        for (int i = 0; i < QI; i++) load_operand(operands, n, i, lane, q[n][i]);
+  }
+  DEVICE_MEMBER void load_product(const u8* shared, int i, int lane) {
+    if (Q_IN_SHARED)
+#pragma unroll
+      for (int n = 0; n < NG; n++) load_operand(shared + QUERY_AT, n, i, lane, q[n][0]);
+  }
+};
+
+// What is known of a lane's columns, and which tokens all columns of the block see.
+struct ColumnState {
+  float unit[C], sum[C];
+  int visible_end[C], visible_begin[C];
+  int clear_end, clear_begin;
+
+  DEVICE_MEMBER void load(const DecodeArgs& args, const WorkRange& range, const u8* shared, int t) {
+    const int first_query = range.chunk * (COLUMNS / args.group_size);
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+      const float* column = (const float*)(shared + COLUMN_AT) + 2 * own_column(c, t);
+      unit[c] = column[0] * (args.scale < 0 ? -args.scale : args.scale);
+      if (unit[c] < 1e-30f) unit[c] = 1e-30f;  // zero times minus infinity would not be a number
+      sum[c] = column[1];
+      const int position = range.s.length - range.s.queries + first_query + own_column(c, t) / args.group_size;
+      visible_end[c] = args.causal ? min_i32(range.s.length, position + 1) : range.s.length;
+      visible_begin[c] = WINDOW ? position - args.sliding_window + 1 : 0;
+    }
+    const int last_query = min_i32(range.s.queries, first_query + COLUMNS / args.group_size) - 1;
+    clear_end = args.causal ? range.s.length - range.s.queries + first_query + 1 : range.s.length;
+    clear_begin = WINDOW ? range.s.length - range.s.queries + last_query - args.sliding_window + 1 : 0;
+  }
+};
+
+// The running softmax. Narrow: out[n][i][r] is dimension 16 i + g + 8 r of column n. Wide: out[n][i][2 r + j], column
+// 8 n + 2 t + j.
+struct Accumulator {
+  float out[NG][VS][2 * OWN], row_max[C], row_sum[C], shift[C];
+  u32 largest_fields;  // two at a time: 0xFFFF marks a token whose K or V was not a number
+
+  DEVICE_MEMBER void clear() {
+    largest_fields = 0;
+#pragma unroll
+    for (int c = 0; c < C; c++) row_max[c] = MINUS_INFINITY, row_sum[c] = 0, shift[c] = 0;
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int i = 0; i < VS; i++)
+#pragma unroll
+        for (int j = 0; j < 2 * OWN; j++) out[n][i][j] = 0;
+  }
+};
+
+// Scores of a step, then probabilities: of tokens g and g + 8 of each tile.
+typedef float StepScores[C][NT][2];

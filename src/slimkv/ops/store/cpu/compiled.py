@@ -1,0 +1,72 @@
+"""store on a CPU in one call of the compiled library: rotate, encode and pack each token, in threads for many."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from slimkv.ops.cpu.module import check_status, layout_tables, library
+from slimkv.ops.cpu.structures import CStoreCall, pages_of, vectors_of
+from slimkv.ops.store.api import StoreRequest
+from slimkv.spec import Kind
+
+_transposed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def supports(request: StoreRequest) -> str | None:
+    """Everything; a raw side takes its own dtype only."""
+    spec = request.layout.spec
+    for name, fmt, x in (("key", spec.key, request.key), ("value", spec.value, request.value)):
+        if fmt.kind == Kind.RAW and x.dtype != getattr(torch, fmt.raw_dtype):
+            return f"the raw format holds {fmt.raw_dtype} bit for bit, but the {name} is {x.dtype}"
+    return None
+
+
+def run(request: StoreRequest) -> None:
+    """See ``slimkv.ops.store_kv``."""
+    call, _kept = _call(request)
+    check_status(library().store(ctypes.addressof(call)), call)
+
+
+def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """``run`` for further K, V and slots of the same shapes, strides and dtypes, into the same pages."""
+    call, kept = _call(request)
+    address, key_of, value_of, function = ctypes.addressof(call), call.key, call.value, library().store
+
+    def launch(key: Tensor, value: Tensor, slots: Tensor) -> None:
+        slots = slots.contiguous()
+        key_of.data, value_of.data, call.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
+        call.threads = torch.get_num_threads()
+        status = function(address)
+        if status:
+            check_status(status, call)
+
+    launch.kept = kept  # type: ignore[attr-defined]
+    return launch
+
+
+def _call(request: StoreRequest) -> tuple[CStoreCall, tuple[object, ...]]:
+    """The call, and what must stay alive as long as it."""
+    tables = layout_tables(request.layout)
+    matrices = None if request.query_aware is None else _columns(request.query_aware)
+    slots = request.slot_mapping.contiguous()
+    call = CStoreCall(
+        layout=tables.address, pages=pages_of(request.pages), key=vectors_of(request.key),
+        value=vectors_of(request.value), slots=slots.data_ptr(), tokens=slots.shape[0],
+        wide_slots=slots.dtype == torch.int64, threads=torch.get_num_threads(),
+        query_aware=None if matrices is None else matrices.data_ptr(),
+    )  # fmt: skip
+    return call, (tables, matrices, slots)
+
+
+def _columns(matrices: Tensor) -> Tensor:
+    """int8 [heads, dim, dim] transposed: what an error corrects lies side by side."""
+    held = _transposed.get(matrices)
+    if held is None or held[0] != matrices._version:
+        held = matrices._version, matrices.mT.contiguous()
+        _transposed[matrices] = held
+    return held[1]

@@ -1,0 +1,84 @@
+"""Bytes of the recurrent states that hybrid models keep beside their KV cache, from a model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STATE_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent")
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """States of one sequence: so many layers, each of so many bytes."""
+
+    layers: int
+    layer_bytes: int
+
+    @property
+    def sequence_bytes(self) -> int:
+        """All layers."""
+        return self.layers * self.layer_bytes
+
+
+def state_shape(config: Mapping[str, Any], num_layers: int) -> StateShape | None:
+    """The states of a hybrid model; None for a model without any, or of a kind whose sizes are not known here."""
+    layers = _state_layers(config, num_layers)
+    numbers = _numbers(config) if layers else None
+    if numbers is None:
+        return None
+    convolution, recurrent = numbers
+    dtype = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")
+    return StateShape(layers, 2 * convolution + _DTYPE_BYTES.get(str(dtype), 2) * recurrent)
+
+
+def _state_layers(config: Mapping[str, Any], num_layers: int) -> int:
+    if config.get("model_type") == "falcon_h1":  # every layer has attention and a state side by side
+        return num_layers
+    if listed := config.get("layer_types") or config.get("layers_block_type"):
+        return sum(str(kind) in _STATE_TYPES for kind in listed)
+    if pattern := config.get("hybrid_override_pattern"):
+        return pattern.count("M")
+    if period := config.get("attn_layer_period"):
+        offset = config.get("attn_layer_offset") or 0
+        return sum(i % period != offset for i in range(num_layers))
+    return 0
+
+
+def _numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(numbers of the convolution's state, of the recurrence's) in one layer."""
+
+    def get(*names: str) -> int | None:
+        return next((int(config[name]) for name in names if config.get(name)), None)
+
+    if keys := get("linear_num_key_heads"):  # gated delta net
+        key_dim, value_dim, values = (
+            get("linear_key_head_dim"),
+            get("linear_value_head_dim"),
+            get("linear_num_value_heads"),
+        )
+        kernel = get("linear_conv_kernel_dim")
+        if not (key_dim and value_dim and values and kernel):
+            return None
+        return (kernel - 1) * (2 * keys * key_dim + values * value_dim), values * value_dim * key_dim
+    kernel, state = get("mamba_d_conv", "conv_kernel"), get("mamba_d_state", "ssm_state_size")
+    if not kernel or not state:
+        return None
+    heads, head_dim = get("mamba_n_heads", "mamba_num_heads"), get("mamba_d_head", "mamba_head_dim")
+    if heads and head_dim:  # Mamba 2
+        groups = get("mamba_n_groups", "n_groups") or 1
+        return (kernel - 1) * (heads * head_dim + 2 * groups * state), heads * head_dim * state
+    hidden, expand = get("hidden_size"), get("mamba_expand")
+    if hidden and expand:  # Mamba 1
+        return (kernel - 1) * hidden * expand, hidden * expand * state
+    return None
+
+
+def aligned_block_size(state_bytes: int, token_bytes: float, alignment: int) -> int:
+    """Tokens of a block whose bytes in one attention layer are at least those of one layer's state.
+
+    vLLM keeps states in blocks of the same pool, so it makes attention's blocks as large as a state.
+    """
+    return max(1, -(-state_bytes // int(token_bytes * alignment))) * alignment

@@ -1,0 +1,10 @@
+"""Packed pages that leave the process: what their bytes mean, and prompts in files.
+
+Nothing here knows an engine; each engine reads and writes its own cache in its own folder.
+"""
+
+from slimkv.wire.fingerprint import Fingerprint, LayerFingerprint
+from slimkv.wire.prompt_file import LayerPages, PromptCache
+from slimkv.wire.store import PromptStore, check_marker
+
+__all__ = ["Fingerprint", "LayerFingerprint", "LayerPages", "PromptCache", "PromptStore", "check_marker"]

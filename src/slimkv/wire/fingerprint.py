@@ -1,0 +1,205 @@
+"""``Fingerprint``: what the bytes of a packed cache mean. Equal fingerprints: one process may read another's pages.
+
+It holds everything that decoding needs and everything that decides which K and V were encoded: layout, formats, sizes,
+rotation, codebooks, the model with its weights. A calibration and the scale policies are not part of it: they choose
+other codes for the same vectors, and whoever decodes them needs to know neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from slimkv.codec.codebook import codebook
+from slimkv.codec.rotation import signed_hadamard
+from slimkv.errors import CorruptDataError, InputError
+from slimkv.spec import LAYOUT_VERSION, CodecSpec, Kind, PageLayout
+
+VERSION = 1
+_DIGEST = 64  # hex digits of a sha256
+
+
+@dataclass(frozen=True)
+class LayerFingerprint:
+    """What the pages of one layer hold."""
+
+    number: int  # in the model
+    format: str  # canonical, with the dtype of raw sides spelled out
+    num_kv_heads: int  # of the whole model, whatever ranks share them
+    key_dim: int
+    value_dim: int
+    window: int | None = None  # tokens that a sliding layer attends
+
+    @classmethod
+    def of(
+        cls, number: int, spec: CodecSpec, num_kv_heads: int, dtype: str, window: int | None = None
+    ) -> LayerFingerprint:
+        """Of a layer that stores ``spec`` in a model that computes in ``dtype``."""
+        plain = spec.with_raw_dtype(dtype)
+        return cls(number, plain.canonical_format, num_kv_heads, plain.key_dim, plain.value_dim, window)
+
+    def spec(self, seed: int) -> CodecSpec:
+        """The codec that reads these pages."""
+        return CodecSpec.parse(self.format, self.key_dim, self.value_dim, seed=seed)
+
+    def layout(self, seed: int, block_size: int) -> PageLayout:
+        """Where the bytes of its pages are."""
+        return PageLayout(self.spec(seed), block_size)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """See the module. Two are equal exactly when pages may be exchanged."""
+
+    layers: tuple[LayerFingerprint, ...]  # in order of their numbers
+    block_size: int  # tokens of a page
+    seed: int  # of the rotation
+    dtype: str  # what the model computes in
+    model: tuple[tuple[str, Any], ...]  # fields of the model's configuration, by name
+    weights: str  # sha256 that stands for the model's weights
+    layout_version: int = LAYOUT_VERSION
+    codebook: str = ""  # sha256 of the levels and rotations that decode the layers; filled in by ``of``
+
+    @classmethod
+    def of(
+        cls,
+        layers: Iterable[LayerFingerprint],
+        *,
+        block_size: int,
+        seed: int,
+        dtype: str,
+        model: Mapping[str, Any],
+        weights: str,
+    ) -> Fingerprint:
+        """Of a cache as this version of slimkv writes it."""
+        ordered = tuple(sorted(layers, key=lambda layer: layer.number))
+        if not ordered:
+            raise InputError("a fingerprint needs at least one layer that stores keys and values")
+        fields = tuple(sorted((name, _plain(value)) for name, value in model.items()))
+        return cls(ordered, block_size, seed, dtype, fields, weights, codebook=_tables_digest(ordered, seed))
+
+    def to_json(self) -> str:
+        """One line of JSON, the same for equal fingerprints."""
+        fields = {
+            "version": VERSION,
+            "layout_version": self.layout_version,
+            "codebook": self.codebook,
+            "block_size": self.block_size,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "weights": self.weights,
+            "model": dict(self.model),
+            "layers": [[x.number, x.format, x.num_kv_heads, x.key_dim, x.value_dim, x.window] for x in self.layers],
+        }
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Fingerprint:
+        """What ``to_json`` gave; ``where`` names its source in errors."""
+        try:
+            given = json.loads(text)
+            if given["version"] != VERSION:
+                raise InputError(
+                    f"{where} has a fingerprint of version {given['version']}; this slimkv reads version {VERSION}"
+                )
+            return cls(
+                tuple(LayerFingerprint(*layer) for layer in given["layers"]),
+                given["block_size"],
+                given["seed"],
+                given["dtype"],
+                tuple(sorted(given["model"].items())),
+                given["weights"],
+                given["layout_version"],
+                given["codebook"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise CorruptDataError(f"{where} holds no fingerprint of slimkv ({error!r})") from error
+
+    @property
+    def hash(self) -> str:
+        """sha256 of ``to_json``, in hex."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """``name is A, not B`` for everything in which ``other`` (B) is not this one (A)."""
+        out = [
+            f"{name.replace('_', ' ')} is {getattr(self, name)}, not {getattr(other, name)}"
+            for name in ("layout_version", "block_size", "seed", "dtype")
+            if getattr(self, name) != getattr(other, name)
+        ]
+        mine, theirs = dict(self.model), dict(other.model)
+        out += [
+            f"model {name} is {mine.get(name, 'absent')}, not {theirs.get(name, 'absent')}"
+            for name in sorted({*mine, *theirs})
+            if mine.get(name) != theirs.get(name)
+        ]
+        if self.weights != other.weights:
+            out.append(f"weights are {self.weights[:12]}, not {other.weights[:12]}")
+        out += _layer_differences(self.layers, other.layers)
+        if self.codebook != other.codebook and not out:
+            out.append(f"codebook is {self.codebook[:12]}, not {other.codebook[:12]}")
+        return out
+
+    def check_same(self, other: Fingerprint, what: str) -> None:
+        """Raises unless ``other``, an engine's fingerprint, is this one, which belongs to ``what``."""
+        if different := self.differences(other):
+            raise InputError(
+                f"{what} was written by another cache: its {'; its '.join(different)}. Its bytes mean something else "
+                "here: use the settings it was written with, or another place"
+            )
+
+
+def _layer_differences(mine: tuple[LayerFingerprint, ...], theirs: tuple[LayerFingerprint, ...]) -> list[str]:
+    numbers = [x.number for x in mine], [x.number for x in theirs]
+    if numbers[0] != numbers[1]:
+        return [f"layers with packed pages are {_short(numbers[0])}, not {_short(numbers[1])}"]
+    out = []
+    for name in ("format", "num_kv_heads", "key_dim", "value_dim", "window"):
+        changed = [(a, b) for a, b in zip(mine, theirs, strict=True) if getattr(a, name) != getattr(b, name)]
+        if changed:
+            first, second = changed[0]
+            more = f" (and {len(changed) - 1} more layers)" if len(changed) > 1 else ""
+            out.append(f"{name} of layer {first.number} is {getattr(first, name)}, not {getattr(second, name)}{more}")
+    return out
+
+
+def _short(numbers: list[int]) -> str:
+    return f"{len(numbers)} ({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON gives it back."""
+    return json.loads(json.dumps(value, sort_keys=True))
+
+
+def _tables_digest(layers: tuple[LayerFingerprint, ...], seed: int) -> str:
+    """sha256 of the levels and rotations of every kind of vector that the layers store."""
+    kinds = set()
+    for layer in layers:
+        spec = layer.spec(seed)
+        for side, dim in ((spec.key, spec.key_dim), (spec.value, spec.value_dim)):
+            kinds.add((side.bits if side.kind == Kind.LLOYD else 0, side.rotated, dim))
+    digest = hashlib.sha256()
+    for kind in sorted(kinds):
+        digest.update(_side_digest(*kind, seed).encode())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=256)
+def _side_digest(bits: int, rotated: bool, dim: int, seed: int) -> str:
+    digest = hashlib.sha256(f"{bits} {rotated} {dim}".encode())
+    if bits:
+        book = codebook(bits, dim)
+        digest.update(np.float32(book.unit).tobytes())
+        digest.update(book.levels_by_code.astype("<f4").tobytes())
+    if rotated:
+        digest.update(np.asarray(signed_hadamard(dim, seed)).astype("i1").tobytes())
+    return digest.hexdigest()

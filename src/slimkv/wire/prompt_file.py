@@ -1,0 +1,291 @@
+"""``PromptCache``: the pages of one prompt, and the safetensors file they are kept in.
+
+Tensors: ``tokens`` int64 [tokens] and, for every layer, ``layer.<number>.pages`` uint8 [blocks, num_kv_heads,
+page_bytes]. Metadata: the fingerprint, where each layer's pages begin, a chained hash per block, and a checksum over
+the whole file, in which the checksum's own digits count as zeros. Keys are stored as attention reads them: after rotary
+embedding, at positions 0, 1, 2, ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, UnsupportedError
+from slimkv.wire.fingerprint import Fingerprint, LayerFingerprint
+
+FORMAT, VERSION = "slimkv-prompt-cache", 1
+_TOKENS = "tokens"
+_CHECKSUM, _UNSIGNED = "sha256", "0" * 64
+_MOST_HEADER_BYTES = 100 << 20  # as safetensors
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """A layer's pages: those of the block that holds token ``first_token`` and of all blocks after it."""
+
+    pages: Tensor  # uint8 [blocks, num_kv_heads, page_bytes]
+    first_token: int = 0  # a sliding layer may have lost the tokens before its window
+
+
+@dataclass(frozen=True)
+class PromptHeader:
+    """What a file says of itself before its pages are read."""
+
+    path: Path
+    fingerprint: Fingerprint
+    num_tokens: int
+    first_tokens: Mapping[int, int]  # by layer
+    block_hashes: tuple[str, ...]
+    writer: str
+
+    def reusable_tokens(self, shared: int) -> int:
+        """How many of the first ``shared`` tokens every layer can serve, in whole blocks; 0 where one lost too much."""
+        size = self.fingerprint.block_size
+        tokens = min(shared, self.num_tokens) // size * size
+        for layer in self.fingerprint.layers:
+            if self.first_tokens[layer.number] > first_needed(layer, tokens):
+                return 0
+        return tokens
+
+
+@dataclass(frozen=True)
+class PromptCache:
+    """The tokens of a prompt and the pages of every layer, for all KV heads of the model."""
+
+    fingerprint: Fingerprint
+    tokens: tuple[int, ...]
+    layers: Mapping[int, LayerPages]
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise InputError("a prompt cache needs at least one token")
+        size = self.fingerprint.block_size
+        blocks = -(-len(self.tokens) // size)
+        if set(self.layers) != {layer.number for layer in self.fingerprint.layers}:
+            raise InputError("a prompt cache needs the pages of exactly the layers in its fingerprint")
+        for layer in self.fingerprint.layers:
+            given = self.layers[layer.number]
+            page = layer.layout(self.fingerprint.seed, size).page_bytes
+            wanted = (blocks - given.first_token // size, layer.num_kv_heads, page)
+            if given.pages.dtype != torch.uint8 or tuple(given.pages.shape) != wanted or given.first_token < 0:
+                raise InputError(
+                    f"layer {layer.number} has pages {given.pages.dtype} {list(given.pages.shape)} from token "
+                    f"{given.first_token} on; {len(self.tokens)} tokens need uint8 {list(wanted)}"
+                )
+            if given.first_token > first_needed(layer, len(self.tokens)):
+                raise InputError(
+                    f"layer {layer.number} lacks tokens before {given.first_token} that its attention still reads"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(layer.pages.numel() for layer in self.layers.values())
+
+    def save(self, path: str | Path, writer: str = "slimkv") -> Path:
+        """Writes the file beside its place and then moves it there; a reader sees all of it or none."""
+        path = Path(path)
+        about = {
+            "version": VERSION,
+            "fingerprint": json.loads(self.fingerprint.to_json()),
+            "first_tokens": {str(n): x.first_token for n, x in sorted(self.layers.items())},
+            "num_tokens": len(self.tokens),
+            "block_hashes": list(block_hashes(self.fingerprint, self.tokens)),
+            "writer": writer,
+            _CHECKSUM: _UNSIGNED,
+        }
+        header = {FORMAT: json.dumps(about, sort_keys=True, separators=(",", ":"))}  # one entry has one order
+        tensors = {_name(n): x.pages.detach().cpu().contiguous() for n, x in self.layers.items()}
+        tensors[_TOKENS] = torch.tensor(self.tokens, dtype=torch.int64)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        try:
+            _safetensors("save_file")(tensors, temporary, metadata=header)
+            _sign(Path(temporary))
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> PromptCache:
+        """The whole file, checked: every bit by its checksum, every block's hash by the tokens."""
+        header = read_header(path)
+        tokens, pages = read_pages(header)
+        found = {n: LayerPages(x, header.first_tokens[n]) for n, x in pages.items()}
+        return cls(header.fingerprint, tokens, found)
+
+
+def first_needed(layer: LayerFingerprint, tokens: int) -> int:
+    """The first position that the token after ``tokens`` others attends in a layer."""
+    return 0 if layer.window is None else max(0, tokens - layer.window + 1)
+
+
+def _name(layer: int) -> str:
+    return f"layer.{layer}.pages"
+
+
+def block_hashes(fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[str, ...]:
+    """A sha256 per block: of the hash before it (the fingerprint's for the first) and the block's tokens."""
+    ids = np.asarray(tokens, dtype="<i8")
+    last, out = bytes.fromhex(fingerprint.hash), []
+    for start in range(0, len(ids), fingerprint.block_size):
+        last = hashlib.sha256(last + ids[start : start + fingerprint.block_size].tobytes()).digest()
+        out.append(last.hex())
+    return tuple(out)
+
+
+def read_header(path: str | Path) -> PromptHeader:
+    """The metadata of a file; its checksum is not looked at."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"there is no prompt-cache file {path}")
+    about = _raw_header(path)[1]
+    if about.get("version") != VERSION:
+        raise UnsupportedError(
+            f"{path} is a prompt cache of version {about.get('version')}; this slimkv reads version {VERSION}"
+        )
+    try:
+        fingerprint = Fingerprint.from_json(json.dumps(about["fingerprint"]), str(path))
+        header = PromptHeader(
+            path,
+            fingerprint,
+            int(about["num_tokens"]),
+            {int(n): int(first) for n, first in about["first_tokens"].items()},
+            tuple(map(str, about["block_hashes"])),
+            str(about["writer"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, InputError | CorruptDataError):
+            raise
+        raise CorruptDataError(f"{path} is not a whole prompt cache ({error!r}); write it again") from error
+    if set(header.first_tokens) != {layer.number for layer in fingerprint.layers}:
+        raise CorruptDataError(f"{path} does not list the layers of its fingerprint; write it again")
+    return header
+
+
+def verify(path: str | Path) -> PromptHeader:
+    """Checks every bit of a file by its checksum, and its tokens by the chained hashes."""
+    header = read_header(path)
+    _check_sum(header.path)
+    _read(header, [_TOKENS], None)
+    return header
+
+
+def read_pages(
+    header: PromptHeader, heads: slice | None = None, layers: Sequence[int] | None = None, *, checked: bool = False
+) -> tuple[tuple[int, ...], dict[int, Tensor]]:
+    """The tokens and the pages [blocks, heads, page_bytes] by layer, of some KV heads and layers where given.
+
+    ``checked``: the caller has verified the checksum of this very file.
+    """
+    if not checked:
+        _check_sum(header.path)
+    wanted = [x.number for x in header.fingerprint.layers] if layers is None else list(layers)
+    tensors = _read(header, [_TOKENS, *map(_name, wanted)], heads)
+    return tuple(tensors[_TOKENS].tolist()), {n: tensors[_name(n)] for n in wanted}
+
+
+def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> dict[str, Tensor]:
+    """Tensors of a file, each with the shape that its fingerprint asks for."""
+    try:
+        with _safetensors("safe_open")(header.path, framework="pt") as file:
+            out = {
+                name: file.get_tensor(name) if name == _TOKENS or heads is None else file.get_slice(name)[:, heads]
+                for name in names
+            }
+    except (_safetensors("SafetensorError"), OSError, ValueError) as error:
+        raise CorruptDataError(f"{header.path} is not a whole prompt cache ({error}); write it again") from error
+    tokens = out[_TOKENS].tolist()
+    if len(tokens) != header.num_tokens or block_hashes(header.fingerprint, tokens) != header.block_hashes:
+        raise CorruptDataError(f"{header.path}: its tokens do not belong to its block hashes; write it again")
+    blocks = -(-len(tokens) // header.fingerprint.block_size)
+    for layer in header.fingerprint.layers:
+        pages = out.get(_name(layer.number))
+        if pages is None:
+            continue
+        page = layer.layout(header.fingerprint.seed, header.fingerprint.block_size).page_bytes
+        held = len(range(layer.num_kv_heads)[heads or slice(None)])
+        wanted = [blocks - header.first_tokens[layer.number] // header.fingerprint.block_size, held, page]
+        if list(pages.shape) != wanted or pages.dtype != torch.uint8:
+            raise CorruptDataError(f"{header.path}: layer {layer.number} has pages {list(pages.shape)}, not {wanted}")
+    return out
+
+
+# -- the checksum ------------------------------------------------------------------------------------------------------
+
+
+def _raw_header(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """The bytes of a safetensors header with its length in front, and what slimkv wrote into them."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+            raise CorruptDataError(f"{path} is not a whole prompt cache (it is truncated, or no safetensors file)")
+        text = file.read(length)
+    try:
+        said = json.loads(text)
+        metadata = said.get("__metadata__") or {}
+        if FORMAT not in metadata:
+            raise CorruptDataError(f"{path} is a safetensors file, but no prompt cache of slimkv")
+        about = json.loads(metadata[FORMAT])
+        if not isinstance(about, dict):
+            raise ValueError(f"{FORMAT} is a {type(about).__name__}")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CorruptDataError(f"{path} is not a whole prompt cache (its header is damaged: {error})") from error
+    return length.to_bytes(8, "little") + text, about
+
+
+def _digest(path: Path) -> tuple[str, str, int]:
+    """The file's checksum, the one written in it, and where that stands."""
+    header, about = _raw_header(path)
+    written = about.get(_CHECKSUM)
+    before = f'\\"{_CHECKSUM}\\":\\"'.encode()
+    if not isinstance(written, str) or len(written) != len(_UNSIGNED) or header.count(before + written.encode()) != 1:
+        raise CorruptDataError(f"{path} has no checksum; write it again")
+    where = header.index(before) + len(before)
+    digest = hashlib.sha256(header[:where] + _UNSIGNED.encode() + header[where + len(written) :])
+    with path.open("rb") as file:
+        file.seek(len(header))
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest(), written, where
+
+
+def _sign(path: Path) -> None:
+    """Puts the checksum in its place."""
+    digest, _, where = _digest(path)
+    with path.open("r+b") as file:
+        file.seek(where)
+        file.write(digest.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_sum(path: Path) -> None:
+    digest, written, _ = _digest(path)
+    if digest != written:
+        raise CorruptDataError(f"{path} was altered or is not whole: its checksum does not match; write it again")
+
+
+def _safetensors(name: str) -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingDependencyError("prompt-cache files need safetensors: pip install safetensors") from error
+    return getattr(safetensors, name, None) or getattr(safetensors.torch, name)

@@ -1,0 +1,141 @@
+"""Places that several processes share: a marker that says what the bytes there mean, and a folder of prompt caches."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from slimkv.errors import CorruptDataError, InputError, SlimKVError
+from slimkv.wire.fingerprint import Fingerprint
+from slimkv.wire.prompt_file import PromptCache, PromptHeader, block_hashes, verify
+
+MARKER = "slimkv-fingerprint.json"
+SUFFIX = ".safetensors"
+
+
+def check_marker(folder: str | Path, fingerprint: Fingerprint, *, self_describing: bool = False) -> None:
+    """Raises unless what is stored in ``folder`` has this fingerprint; marks a folder that is empty or does not exist.
+
+    A folder with contents and without a marker is refused: nobody knows what its bytes mean. Where every file in it
+    carries a fingerprint of its own (``self_describing``), it is marked as well.
+    """
+    folder = Path(folder)
+    marker = folder / MARKER
+    if not marker.exists():
+        foreign = folder.is_dir() and any(not p.name.startswith(f".{MARKER}") for p in folder.iterdir())
+        if foreign and not self_describing:
+            raise InputError(
+                f"{folder} holds a cache without a fingerprint ({MARKER}), so that nobody knows what its bytes mean: "
+                "use an empty folder"
+            )
+        _write_marker(marker, fingerprint)
+    read_marker(folder).check_same(fingerprint, str(folder))
+
+
+def read_marker(folder: str | Path) -> Fingerprint:
+    """The fingerprint of what is stored in ``folder``."""
+    marker = Path(folder) / MARKER
+    try:
+        text = marker.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CorruptDataError(f"{marker} cannot be read: {error}") from error
+    return Fingerprint.from_json(text, str(marker))
+
+
+def _write_marker(marker: Path, fingerprint: Fingerprint) -> None:
+    """The first process wins; others then compare themselves with it."""
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=marker.parent, prefix=f".{MARKER}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(fingerprint.to_json() + "\n")
+        os.chmod(temporary, 0o644)
+        with suppress(FileExistsError):
+            os.link(temporary, marker)
+    finally:
+        os.unlink(temporary)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A file whose first ``tokens`` tokens are those of a prompt, in whole blocks."""
+
+    header: PromptHeader
+    tokens: int
+
+
+class PromptStore:
+    """A folder of prompt-cache files of one fingerprint, found by the tokens they begin with.
+
+    Files that are damaged or belong to another cache are never matched; ``refused`` tells which and why.
+    """
+
+    def __init__(self, folder: str | Path, fingerprint: Fingerprint) -> None:
+        self.folder = Path(folder)
+        self.fingerprint = fingerprint
+        self.refused: dict[str, str] = {}
+        check_marker(self.folder, fingerprint, self_describing=True)
+        self._seen: dict[str, tuple[int, int]] = {}  # name: size, time
+        self._headers: dict[str, PromptHeader] = {}
+        self._by_hash: dict[str, dict[str, int]] = {}  # hash of a block: file, how many blocks it is from the start
+
+    def find(self, tokens: Sequence[int]) -> Match | None:
+        """The file that shares the most whole blocks with ``tokens``; None where none does."""
+        self.refresh()
+        size = self.fingerprint.block_size
+        hashes = block_hashes(self.fingerprint, tokens[: len(tokens) // size * size])
+        for count in range(len(hashes), 0, -1):
+            for name in self._by_hash.get(hashes[count - 1], {}):
+                header = self._headers[name]
+                if header.reusable_tokens(count * size) == count * size:
+                    return Match(header, count * size)
+        return None
+
+    def path_of(self, tokens: Sequence[int]) -> Path:
+        """Where a prompt's file is kept: under the hash of its last block."""
+        return self.folder / f"{block_hashes(self.fingerprint, tokens)[-1]}{SUFFIX}"
+
+    def save(self, cache: PromptCache, writer: str) -> Path:
+        """Writes a prompt's file, unless it is there."""
+        self.fingerprint.check_same(cache.fingerprint, "this prompt cache")
+        path = self.path_of(cache.tokens)
+        return path if path.exists() else cache.save(path, writer)
+
+    def refresh(self) -> None:
+        """Looks for files that came, went or changed; a new one is checked in full once."""
+        present = {}
+        for entry in os.scandir(self.folder):
+            if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
+                try:
+                    status = entry.stat()
+                except FileNotFoundError:
+                    continue
+                present[entry.name] = status.st_size, status.st_mtime_ns
+        for name in [n for n, seen in self._seen.items() if present.get(n) != seen]:
+            self._forget(name)
+        for name in present.keys() - self._seen.keys():
+            self._seen[name] = present[name]
+            self._add(name)
+
+    def _add(self, name: str) -> None:
+        try:
+            header = verify(self.folder / name)
+            header.fingerprint.check_same(self.fingerprint, name)
+        except SlimKVError as error:
+            self.refused[name] = str(error)
+            return
+        self._headers[name] = header
+        whole = header.num_tokens // self.fingerprint.block_size
+        for count, value in enumerate(header.block_hashes[:whole], 1):
+            self._by_hash.setdefault(value, {})[name] = count
+
+    def _forget(self, name: str) -> None:
+        self._seen.pop(name)
+        self.refused.pop(name, None)
+        header = self._headers.pop(name, None)
+        for value in header.block_hashes if header is not None else ():
+            self._by_hash.get(value, {}).pop(name, None)

@@ -1,0 +1,367 @@
+"""What users do to caches and models besides generating: copies, pickles, threads, nested contexts, odd arguments."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from tiny import LOSSLESS, generate, padded, tiny, tokens
+from transformers import DynamicCache
+
+import slimkv
+from slimkv.errors import InputError, UnsupportedError
+
+KINDS = ["llama", "gemma3"]
+
+
+def saved(cache):
+    """Through ``torch.save`` and back."""
+    buffer = io.BytesIO()
+    torch.save(cache, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "torch.save": saved}
+
+
+@torch.no_grad()
+def read(model, cache, ids, fused=True):
+    """Logits of one forward pass."""
+    if not fused:
+        return model(ids, past_key_values=cache).logits
+    with slimkv.attention(model):
+        return model(ids, past_key_values=cache).logits
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [{}, {"sink_tokens": 4, "recent_tokens": 8}], ids=["plain", "sink and recent"])
+def test_a_copy_goes_its_own_way(way, kind, window):
+    """The prompt-reuse pattern: one prefill, a copy per question."""
+    model, prompt = tiny(kind), tokens(1, 40)
+    cache = slimkv.SlimKVCache(model.config, "k6v6", block_size=16, **window)
+    read(model, cache, prompt)
+    questions = [tokens(1, 5, seed) for seed in (1, 2)]
+    expected = []
+    for question in questions:
+        fresh = slimkv.SlimKVCache(model.config, "k6v6", block_size=16, **window)
+        read(model, fresh, prompt)
+        expected.append(read(model, fresh, question))
+    for question, logits in zip(questions, expected, strict=True):
+        twin = COPIES[way](cache)
+        assert type(twin) is type(cache)
+        torch.testing.assert_close(read(model, twin, question), logits, rtol=0, atol=0)
+        assert cache.get_seq_length() == 40
+        assert twin.get_seq_length() == 45
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("used", [False, True], ids=["new", "reset"])
+def test_copies_of_an_empty_cache_share_nothing(way, used):
+    model = tiny("llama")
+    cache = slimkv.SlimKVCache(model.config, LOSSLESS)
+    if used:
+        read(model, cache, tokens(3, 20))
+        cache.reset()
+    twin = COPIES[way](cache)
+    for number, one in enumerate((cache, twin)):
+        ids = tokens(number + 1, 20, seed=number)
+        expected = read(model, DynamicCache(config=model.config), ids, fused=False)
+        torch.testing.assert_close(read(model, one, ids), expected, rtol=0, atol=1e-4)
+    assert (cache.size().batch, twin.size().batch) == (1, 2)
+
+
+def test_codecs_are_shared_by_copies():
+    model = tiny("llama")
+    cache = slimkv.SlimKVCache(model.config, "k4v4")
+    read(model, cache, tokens(1, 20))
+    twin = copy.deepcopy(cache)
+    assert twin.layers[0].pool.codec is cache.layers[0].pool.codec
+    assert twin.layers[0].pool.pages.data_ptr() != cache.layers[0].pool.pages.data_ptr()
+
+
+def test_iteration_gives_decoded_tensors():
+    model, ids = tiny("gemma3"), tokens(2, 30)
+    cache, stock = slimkv.SlimKVCache(model.config, LOSSLESS), DynamicCache(config=model.config)
+    for one in (cache, stock):
+        read(model, one, ids, fused=False)
+    for ours, theirs in zip(cache, stock, strict=True):
+        assert type(ours[0]) is torch.Tensor
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+# -- modes of torch --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_prefill_in_inference_mode_then_generate(kind, fused):
+    model, (ids, mask) = tiny(kind), padded(40)
+    expected = generate(model, ids, mask, DynamicCache(config=model.config), new=6)
+    cache = slimkv.SlimKVCache(model.config, LOSSLESS, block_size=16)
+    context = slimkv.attention(model) if fused else warnings.catch_warnings()
+    with context:
+        with torch.inference_mode():
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            model(ids[:, :30], attention_mask=mask[:, :30], position_ids=positions[:, :30], past_key_values=cache)
+        actual = generate(model, ids, mask, cache, new=6)
+        cache.reorder_cache(torch.tensor([2, 1, 0]))
+    assert torch.equal(actual.sequences, expected.sequences)
+
+
+def test_gradients_are_refused_not_dropped():
+    model, ids = tiny("llama"), tokens(1, 12)
+    for options in ({}, {"recent_tokens": 4}):
+        cache = slimkv.SlimKVCache(model.config, LOSSLESS, **options)
+        with pytest.raises(UnsupportedError, match="no_grad"):
+            model(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    for parameter in model.parameters():  # nothing asks for a gradient: nothing to refuse
+        parameter.requires_grad_(False)
+    model(ids, past_key_values=cache)
+
+
+def test_a_compiled_forward_gives_the_same_answer():
+    """torch.compile breaks its graph at the cache; the answer is that of the plain model."""
+    model, ids = tiny("llama"), tokens(1, 12)
+    compiled = torch.compile(model, backend="eager")
+    cache, stock = (slimkv.SlimKVCache(model.config, LOSSLESS), DynamicCache(config=model.config))
+    with torch.no_grad(), slimkv.attention(model):
+        for step in (ids, tokens(1, 1, 1), tokens(1, 1, 2)):
+            actual = compiled(step, past_key_values=cache).logits
+            expected = model(step, past_key_values=stock).logits
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    assert not cache.is_compileable
+
+
+def test_static_caches_are_not_mixed_in():
+    model = slimkv.enable(tiny("llama"), "k4v4")
+    with pytest.raises(UnsupportedError, match="cache_implementation='static'"):
+        model.generate(tokens(1, 8), cache_implementation="static", max_new_tokens=2)
+
+
+# -- contexts and threads --------------------------------------------------------------------------------------------
+
+
+def test_contexts_nest_and_count_their_own():
+    model, ids = tiny("llama", attention="eager"), tokens(1, 12)
+    cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes")
+    with slimkv.attention(model) as outer:
+        read(model, cache, ids)
+        assert model.config._attn_implementation == "slimkv"
+        with slimkv.attention(model) as inner, torch.no_grad():
+            model(ids, past_key_values=cache)
+        assert model.config._attn_implementation == "slimkv"
+    assert model.config._attn_implementation == "eager"
+    assert (outer.fused, inner.fused) == (6, 3)
+
+
+def test_contexts_may_end_in_any_order():
+    model = tiny("llama")
+    first, second = slimkv.attention(model), slimkv.attention(model)
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.config._attn_implementation == "slimkv"
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_do_not_count_for_one_another():
+    one, other, ids = tiny("llama"), tiny("llama"), tokens(1, 12)
+    with slimkv.attention(one) as counts, slimkv.attention(other) as others:
+        read(one, slimkv.SlimKVCache(one.config, LOSSLESS, fresh="codes"), ids)
+    assert (counts.fused, others.fused) == (3, 0)
+
+
+def test_a_thread_per_request():
+    model, count, errors = tiny("llama"), 4, []
+    expected = [generate(model, tokens(1, 20, i), None, DynamicCache(config=model.config), new=6) for i in range(count)]
+    fused = [0] * count
+    start = threading.Barrier(count)
+
+    def request(i: int) -> None:
+        try:
+            start.wait()
+            with slimkv.attention(model) as counts:
+                out = generate(model, tokens(1, 20, i), None, slimkv.SlimKVCache(model.config, LOSSLESS), new=6)
+            fused[i] = counts.fused
+            assert torch.equal(out.sequences, expected[i].sequences)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=request, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert fused == [3 * 5] * count
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_thread_that_generates_for_the_one_that_opened_the_context():
+    model, ids = tiny("llama"), tokens(1, 20)
+    cache = slimkv.SlimKVCache(model.config, LOSSLESS)
+    with slimkv.attention(model) as counts:
+        thread = threading.Thread(target=generate, args=(model, ids, None, cache), kwargs={"new": 4})
+        thread.start()
+        thread.join()
+    assert counts.fused == 3 * 3
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def filled(batch: int = 3):
+    """A cache and the stock one with the same tokens."""
+    model = tiny("llama")
+    caches = slimkv.SlimKVCache(model.config, LOSSLESS), DynamicCache(config=model.config)
+    for cache in caches:
+        read(model, cache, tokens(batch, 20), fused=False)
+    return model, *caches
+
+
+@pytest.mark.parametrize("given", [(2, 0), [2, 0], torch.tensor([2, 0]), (True, False, True), [-1, 0]])
+def test_sequences_are_chosen_by_any_sequence(given):
+    model, cache, stock = filled()
+    cache.batch_select_indices(given)
+    stock.batch_select_indices(torch.tensor(given) if not isinstance(given, torch.Tensor) else given)
+    step = tokens(2, 1)
+    torch.testing.assert_close(read(model, cache, step), read(model, stock, step, fused=False), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", [None, "all", [0.5], [[0, 1]], [3], [-4], [True]])
+def test_sequences_that_do_not_exist(given):
+    _, cache, _ = filled()
+    with pytest.raises(InputError, match=r"sequences|booleans"):
+        cache.batch_select_indices(given)
+    assert cache.size().batch == 3
+
+
+def test_arguments_of_the_wrong_kind():
+    _, cache, _ = filled()
+    for config in (None, {}, {"hidden_size": 64}, "llama", 3):
+        with pytest.raises(InputError, match="a model or its config"):
+            slimkv.SlimKVCache(config)
+    for repeats in (0, -1, 1.5, None):
+        with pytest.raises(InputError, match="repeated"):
+            cache.batch_repeat_interleave(repeats)
+    with pytest.raises(InputError, match="layers 0 to 2"):
+        cache.update(torch.zeros(3, 2, 1, 32), torch.zeros(3, 2, 1, 32), 7)
+    with pytest.raises(InputError, match="takes a model that generates"):
+        slimkv.enable(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_after_refused_numbers_the_cache_is_as_before(kind, layer):
+    model = tiny(kind)
+    cache, twin = (slimkv.SlimKVCache(model.config, "k4v4", block_size=16) for _ in range(2))
+    for one in (cache, twin):
+        read(model, one, tokens(2, 40))
+    bad = torch.full((2, 2, 1, 32), float("nan"))
+    for number in range(layer):
+        cache.update(torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32), number)
+    with pytest.raises(slimkv.SlimKVError, match="NaN"):
+        cache.update(bad, bad, layer)
+    assert [x.get_seq_length() for x in cache.layers] == [40] * 3
+    for step in (tokens(2, 1), tokens(2, 12)):
+        torch.testing.assert_close(read(model, cache, step), read(model, twin, step), rtol=0, atol=0)
+
+
+def test_what_cannot_be_taken_back_must_be_reset():
+    model = tiny("llama")
+    cache = slimkv.SlimKVCache(model.config, "k4v4", recent_tokens=4)
+    read(model, cache, tokens(1, 20))
+    cache.update(torch.randn(1, 2, 8, 32), torch.randn(1, 2, 8, 32), 0)
+    bad = torch.full((1, 2, 8, 32), float("nan"))
+    with pytest.raises(slimkv.SlimKVError, match="NaN"):
+        cache.update(bad, bad, 1)
+    with pytest.raises(InputError, match="reset the cache"):
+        read(model, cache, tokens(1, 1))
+    cache.reset()
+    read(model, cache, tokens(1, 20))
+
+
+@pytest.mark.parametrize(("format", "width"), [("krawbf16vrawbf16", 2), ("krawfp16vrawfp16", 2), ("raw", 4)])
+def test_a_raw_dtype_that_is_named_is_kept(format, width):
+    model = tiny("llama")  # float32
+    cache = slimkv.SlimKVCache(model.config, format)
+    read(model, cache, tokens(1, 64))
+    assert cache.size().allocated_bytes == 3 * 2 * 2 * 64 * 32 * width  # layers, K and V, heads, tokens, dims
+
+
+def test_a_cache_that_packs_nothing_says_so():
+    model = tiny("qwen3_next")
+    config = copy.deepcopy(model.config)
+    config.layer_types = ["linear_attention"] * 3
+    with pytest.warns(UserWarning, match="nothing is packed: .*linear_attention"):
+        slimkv.SlimKVCache(config, "k4v4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        slimkv.SlimKVCache(model.config, "k4v4")
+        slimkv.SlimKVCache(config, "raw")  # asked for
+
+
+# -- enable ----------------------------------------------------------------------------------------------------------
+
+
+def test_enable_packs_what_generate_keeps():
+    model, ids = tiny("llama"), tokens(1, 20)
+    stock = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert slimkv.enable(model, LOSSLESS, block_size=16) is model
+    out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, stock)
+    assert isinstance(out.past_key_values, slimkv.SlimKVCache)
+    assert model.config._attn_implementation == "slimkv"
+    for forbidden in ({"use_cache": False}, {"past_key_values": DynamicCache(config=model.config)}):
+        out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, **forbidden)
+        assert not isinstance(out.past_key_values, slimkv.SlimKVCache)
+    with pytest.raises(UnsupportedError, match="generate_batch"):
+        model.generate_batch([[5, 6, 7]])
+    slimkv.enable(model, "k4v4", fused=False)  # again: other settings
+    assert model.config._attn_implementation == "sdpa"
+    out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    assert out.past_key_values.layers[0].format == "k4v4"
+    assert slimkv.disable(slimkv.disable(model)) is model
+    assert "generate" not in vars(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), stock)
+
+
+def test_enable_works_in_a_pipeline():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, pipeline
+
+    words = {f"w{i}": i for i in range(97)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w3")
+    model = tiny("llama")
+    pipe = pipeline("text-generation", model=model, tokenizer=fast)
+    arguments = {"max_new_tokens": 6, "do_sample": False}
+    stock = pipe("w5 w9 w12 w44", **arguments)
+    caches = []
+    slimkv.enable(model, LOSSLESS)
+    update = slimkv.SlimKVCache.update
+    slimkv.SlimKVCache.update = lambda self, *args: (caches.append(self), update(self, *args))[1]
+    try:
+        assert pipe("w5 w9 w12 w44", **arguments) == stock
+    finally:
+        slimkv.SlimKVCache.update = update
+    assert caches
+    slimkv.disable(model)
+
+
+def test_enable_refuses_at_once():
+    with pytest.raises(slimkv.SlimKVError, match="k9v9"):
+        slimkv.enable(tiny("llama"), "k9v9")

@@ -1,0 +1,248 @@
+"""Which connectors may carry packed pages, and what else is checked when an engine starts; no engine runs here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.vllm import startup
+from slimkv.integrations.vllm.backend import SlimKVBackend
+from slimkv.integrations.vllm.compat import CONNECTORS, CROSS_LAYER_LAYOUT, FOLDER_KEYS, Rule
+from slimkv.integrations.vllm.connectors import (
+    check_connectors,
+    check_fingerprints,
+    engine_fingerprint,
+    wants_cross_layer_blocks,
+)
+from slimkv.integrations.vllm.page_sizes import backend_for_spec
+from slimkv.spec import CodecSpec
+from slimkv.wire import Fingerprint
+
+pytestmark = pytest.mark.vllm
+
+
+def attention(format: str = "k4v4", heads: int = 2, window: int | None = None):
+    spec = CodecSpec.parse(format, 64).with_raw_dtype("float32")
+    return SimpleNamespace(
+        attn_backend=SimpleNamespace(codec_spec=spec), num_kv_heads=heads, kv_sharing_target_layer_name=None,
+        impl=SimpleNamespace(sliding_window=window),
+    )  # fmt: skip
+
+
+def engine(name: str | None = None, layers=None, ranks: int = 1, **extra):
+    """What the checks look at of an engine's configuration."""
+    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra) if name else None
+    layers = layers or {f"model.layers.{i}.self_attn.attn": attention() for i in range(2)}
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(
+            is_mm_prefix_lm=False, is_hybrid=False, is_encoder_decoder=False, max_model_len=4096, dtype="torch.float32",
+            model="nowhere", hf_text_config={"model_type": "llama"}, get_total_num_kv_heads=lambda: 2,
+        ),
+        cache_config=SimpleNamespace(block_size=64, enable_prefix_caching=True, prefix_match_unit=None),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=ranks, pipeline_parallel_size=1, decode_context_parallel_size=1
+        ),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )  # fmt: skip
+
+
+def test_the_list_names_connectors_that_exist():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    assert CONNECTORS.keys() - KVConnectorFactory._registry.keys() == {"SlimKVPromptConnector"}
+    assert {n for n, (rule, _) in CONNECTORS.items() if rule is Rule.FOLDER} == FOLDER_KEYS.keys()
+    assert all(why for rule, why in CONNECTORS.values() if rule is Rule.REFUSED)
+
+
+def test_no_connector_and_host_memory_need_nothing():
+    for name in (None, "OffloadingConnector", "SimpleCPUOffloadConnector"):
+        check_connectors(engine(name))
+        check_fingerprints(engine(name), 64)
+
+
+@pytest.mark.parametrize("name", [n for n, (rule, _) in CONNECTORS.items() if rule is Rule.REFUSED])
+def test_refused_connectors_say_why(name):
+    with pytest.raises(UnsupportedError, match=f"{name} cannot carry slimkv's packed pages: it"):
+        check_connectors(engine(name))
+
+
+def test_an_unknown_connector_is_refused_unless_the_user_vouches_for_it():
+    with pytest.raises(UnsupportedError, match=r'(?s)does not know the KV connector Mine.*"slimkv_unchecked": true'):
+        check_connectors(engine("Mine"))
+    with pytest.raises(UnsupportedError, match="does not know"):
+        check_connectors(engine("Mine", slimkv_unchecked="no"))
+    check_connectors(engine("Mine", slimkv_unchecked=True))
+
+
+def test_the_children_of_a_multi_connector_are_checked():
+    good = {"kv_connector": "OffloadingConnector"}
+    bad = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": {}}
+    check_connectors(engine("MultiConnector", connectors=[good, good]))
+    with pytest.raises(UnsupportedError, match="LMCacheConnectorV1"):
+        check_connectors(engine("MultiConnector", connectors=[good, bad]))
+    nested = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [bad]}}
+    with pytest.raises(UnsupportedError, match="LMCacheConnectorV1"):
+        check_connectors(engine("MultiConnector", connectors=[nested]))
+
+
+def test_options_that_take_pages_apart_are_refused():
+    with pytest.raises(UnsupportedError, match="canonical_layout"):
+        check_connectors(engine("OffloadingConnector", canonical_layout=True))
+    with pytest.raises(InputError, match="'shared_storage_path'"):
+        check_connectors(engine("ExampleConnector"))
+
+
+def test_a_folder_is_marked_and_kept_to_its_fingerprint(tmp_path):
+    ours = {"shared_storage_path": str(tmp_path / "store"), "slimkv_weights": "a"}
+    check_fingerprints(engine("ExampleConnector", **ours), 64)
+    check_fingerprints(engine("ExampleConnector", **ours), 64)
+    for other, block, message in [
+        (engine("ExampleConnector", **ours), 32, "block size is 64, not 32"),
+        (engine("ExampleConnector", **{**ours, "slimkv_weights": "b"}), 64, "weights are"),
+        (engine("ExampleConnector", {"model.layers.0.attn": attention()}, **ours), 64, "layers with packed pages"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            check_fingerprints(other, block)
+
+
+def test_tiers_that_outlive_the_engine_carry_the_fingerprint(tmp_path):
+    tier = {"type": "fs", "root_dir": str(tmp_path / "tier")}
+    tiering = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "slimkv_weights": "a"}
+    check_fingerprints(engine("OffloadingConnector", **tiering), 64)
+    with pytest.raises(InputError, match="block size is 64, not 16"):
+        check_fingerprints(engine("OffloadingConnector", **tiering), 16)
+    remote = {**tiering, "secondary_tiers": [tier, {"type": "obj", "bucket": "b"}]}
+    with pytest.raises(InputError, match="slimkv_fingerprint"):
+        check_fingerprints(engine("OffloadingConnector", **remote), 64)
+
+
+@pytest.mark.parametrize("name", ["NixlConnector", "MooncakeConnector", "LMCacheMPConnector"])
+def test_peers_must_state_the_fingerprint(name):
+    bare = engine(name, slimkv_weights="a")
+    own = engine_fingerprint(bare, 64).hash
+    with pytest.raises(InputError, match=f'"slimkv_fingerprint": "{own}"'):
+        check_fingerprints(bare, 64)
+    check_fingerprints(engine(name, slimkv_weights="a", slimkv_fingerprint=own), 64)
+    with pytest.raises(InputError, match=f"slimkv_fingerprint is other, but this engine's fingerprint is {own}"):
+        check_fingerprints(engine(name, slimkv_weights="a", slimkv_fingerprint="other"), 64)
+
+
+def test_weights_that_nobody_knows_are_refused():
+    with pytest.raises(InputError, match="nowhere holds no weight files"):
+        engine_fingerprint(engine("NixlConnector"), 64)
+
+
+def test_ranks_have_one_fingerprint():
+    """Two ranks of one head each, and one rank of two: the same pages."""
+    whole = engine_fingerprint(engine("NixlConnector", slimkv_weights="a"), 64)
+    half = {f"model.layers.{i}.self_attn.attn": attention(heads=1) for i in range(2)}
+    assert engine_fingerprint(engine("NixlConnector", half, ranks=2, slimkv_weights="a"), 64) == whole
+    assert isinstance(whole, Fingerprint)
+    odd = {"model.layers.0.attn": attention(heads=2)}
+    with pytest.raises(UnsupportedError, match="run without tensor parallelism"):
+        engine_fingerprint(engine("NixlConnector", odd, ranks=2, slimkv_weights="a"), 64)
+    split = engine("NixlConnector", slimkv_weights="a")
+    split.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(UnsupportedError, match="pipeline"):
+        engine_fingerprint(split, 64)
+    twins = {"model.layers.0.attn": attention(), "draft.layers.0.attn": attention()}
+    with pytest.raises(UnsupportedError, match=r"layer number 0, and so has model\.layers\.0\.attn"):
+        engine_fingerprint(engine("NixlConnector", twins, slimkv_weights="a"), 64)
+
+
+def test_native_offload_gets_blocks_of_all_layers_side_by_side(monkeypatch):
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    assert wants_cross_layer_blocks(engine("OffloadingConnector"))
+    multi = engine("MultiConnector", connectors=[{"kv_connector": "OffloadingConnector"}])
+    assert wants_cross_layer_blocks(multi)
+    assert not wants_cross_layer_blocks(engine())
+    assert not wants_cross_layer_blocks(engine("NixlConnector"))
+    hybrid, large = engine("OffloadingConnector"), engine("OffloadingConnector")
+    hybrid.model_config.is_hybrid = True
+    large.cache_config.block_size = 256  # is cut into kernel blocks
+    assert not wants_cross_layer_blocks(hybrid)
+    assert not wants_cross_layer_blocks(large)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")
+    assert not wants_cross_layer_blocks(engine("OffloadingConnector")), "the user has chosen"
+
+
+def test_the_backend_then_accepts_that_layout_only():
+    spec = CodecSpec.parse("k4v4", 64)
+    names = [x.name for x in backend_for_spec(SlimKVBackend, spec).supported_kv_cache_layouts()]
+    assert names[0] == "LBHNC"
+    assert len(names) == 4
+    packed = backend_for_spec(SlimKVBackend, spec, cross_layer_blocks=True)
+    assert [x.name for x in packed.supported_kv_cache_layouts()] == [CROSS_LAYER_LAYOUT]
+
+
+def test_vllm_offloads_such_a_block_as_one_piece():
+    """vLLM's own registration: 32 copies a block with a layer's blocks together, one with a block's layers together."""
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker as offloading
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    layers, blocks, heads, tokens, size = 4, 6, 2, 64, 68
+    spec = FullAttentionSpec(
+        block_size=tokens, num_kv_heads=heads, head_size=64, dtype=torch.uint8, state_content_bytes=size
+    )
+    names = [f"model.layers.{i}.attn" for i in range(layers)]
+    pages = torch.zeros(layers * blocks * heads * tokens * size, dtype=torch.uint8)
+    together = pages.view(layers, blocks, heads, tokens, size), pages.view(blocks, layers, heads, tokens, size)
+    views = ([together[0][i] for i in range(layers)], [together[1][:, i] for i in range(layers)])
+    pieces = []
+    for view in views:
+        group = KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)
+        config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+        made = offloading.OffloadingConnectorWorker.__new__(offloading.OffloadingConnectorWorker)
+        made.kv_cache_config, made.vllm_config = config, None
+        made._init_worker = lambda found: pieces.append(found)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(offloading, "derive_canonical_mappings", lambda *a: {})
+            made.register_kv_caches(dict(zip(names, view, strict=True)))
+    page = heads * tokens * size
+    assert [[t.page_size_bytes for t in p.tensors] for p in pieces] == [[page] * layers, [layers * page]]
+    assert [len(p.group_data_refs[0]) for p in pieces] == [layers, 1], "copies for one block"
+
+
+def test_attention_both_ways_among_image_tokens_is_refused():
+    from vllm.config import ModelConfig
+
+    assert hasattr(ModelConfig, "is_mm_prefix_lm"), "what vLLM calls it"
+    gemma = engine()
+    gemma.model_config.is_mm_prefix_lm = True
+    with pytest.raises(UnsupportedError, match=r"(?s)attends both ways among the tokens of an image.*text only"):
+        startup.check_engine(gemma)
+
+
+def test_connectors_are_checked_when_the_first_layer_is_made():
+    with pytest.raises(UnsupportedError, match="LMCacheConnectorV1"):
+        startup.check_engine(engine("LMCacheConnectorV1"))
+
+
+@pytest.mark.parametrize(
+    ("block", "caching", "unit", "longest", "said"),
+    [
+        (64, True, None, 4096, None),
+        (1024, True, None, 4096, None),
+        (2112, True, None, 4096, "prompts that share fewer tokens share nothing"),
+        (2112, True, None, 2048, "never hits"),
+        (2112, True, 64, 4096, None),
+        (2112, False, None, 4096, None),
+    ],
+)
+def test_a_notice_where_blocks_make_prefix_caching_useless(block, caching, unit, longest, said):
+    hybrid = engine()
+    hybrid.cache_config = SimpleNamespace(block_size=block, enable_prefix_caching=caching, prefix_match_unit=unit)
+    hybrid.model_config.max_model_len = longest
+    notice = startup.prefix_caching_notice(hybrid)
+    if said is None:
+        assert notice is None
+    else:
+        assert said in notice
+        assert f"a block has {block} tokens" in notice
+        assert "--prefix-match-unit 64" in notice

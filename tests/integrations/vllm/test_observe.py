@@ -1,0 +1,112 @@
+"""Calibration inside vLLM: what its workers see is what transformers sees, and its file serves every engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from engines import environment, run_engine, slimkv
+
+from slimkv.calibration import Calibration
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+OBSERVE = """
+import sys
+from slimkv.integrations.vllm.observe import gather_calibration
+if __name__ == "__main__":
+    made = gather_calibration(
+        sys.argv[1], samples=(16, 128), skip_tokenizer_init=True, dtype="float32", max_model_len=512,
+        tensor_parallel_size=int(sys.argv[3]),
+    )
+    made.save(sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A Llama with random weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=1,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def observe(folder: str, target: Path, ranks: int) -> Calibration:
+    script = target.with_suffix(".py")
+    script.write_text(OBSERVE)
+    done = subprocess.run(
+        [sys.executable, str(script), folder, str(target), str(ranks)],
+        env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1" if ranks > 1 else "0"), capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert not done.returncode, done.stdout + done.stderr
+    return Calibration.load(target)
+
+
+@pytest.fixture(scope="module")
+def observed(folder, tmp_path_factory) -> Calibration:
+    return observe(folder, tmp_path_factory.mktemp("file") / "observed.safetensors", 1)
+
+
+def test_it_finds_what_transformers_finds(folder, observed):
+    import transformers
+
+    from slimkv.integrations.transformers.calibration.collect import gather_calibration
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    other = gather_calibration(model, costs=False, samples=(16, 128))
+    assert observed.identity == other.identity
+    assert observed.max_positions == other.max_positions == 2048
+    for number, layer in observed.layers.items():
+        want = other.layers[number]
+        assert layer.rotary.planes.tolist() == want.rotary.planes.tolist()
+        assert torch.allclose(layer.rotary.frequencies, want.rotary.frequencies, atol=1e-5)
+        # Other texts of the same model: close, and far from those of another head.
+        apart = (layer.query_moment - want.query_moment).norm(dim=(1, 2)) / want.query_moment.norm(dim=(1, 2))
+        swapped = (layer.query_moment - want.query_moment.flip(0)).norm() / want.query_moment.norm()
+        assert apart.max() < 0.5 * swapped
+
+
+def test_every_rank_sums_its_own_heads(folder, observed, tmp_path):
+    both = observe(folder, tmp_path / "two.safetensors", 2)
+    for number, layer in both.layers.items():
+        want = observed.layers[number].query_moment
+        assert layer.query_moment.shape == want.shape
+        assert (layer.query_moment - want).norm() < 0.2 * want.norm()
+
+
+def test_the_engine_takes_the_file_and_rounds_by_position(folder, observed):
+    """Long prompts, so that several ranges of positions are met, in chunks and while decoding."""
+    prompts = [[(5 * i + 7 * j * j) % 500 + 3 for j in range(100 + 150 * i)] for i in range(3)]
+    runs = [{"name": "a", "prompts": prompts, "max_tokens": 12}]
+    base = {"model": folder, "skip_tokenizer_init": True}
+    calibrated = run_engine({**base, **slimkv("k2v4", calibration=observed.name)}, runs)
+    again = run_engine({**base, **slimkv("k2v4", calibration=observed.name), "max_num_batched_tokens": 512}, runs)
+    plain = run_engine({**base, **slimkv("k2v4")}, runs)
+    assert plain["tokens"] != calibrated["tokens"], "two-bit keys show how they were rounded"
+    assert again["tokens"] == calibrated["tokens"], "a token's codes depend on its position, not on its chunk"
+
+
+def test_the_index_is_that_of_positions():
+    from slimkv.integrations.vllm.calibration import MatrixIndex
+
+    index = MatrixIndex((4, 8, 16), 32, torch.device("cpu"))
+    starts = torch.tensor([0, 1, 4, 9], dtype=torch.int32)  # a decode, 3 more tokens, a whole prompt
+    lengths = torch.tensor([12, 5, 5], dtype=torch.int32)
+    first = index.fill(starts, lengths, 9)
+    positions = [11, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert first[:9].tolist() == [sum(p >= edge for edge in (4, 8)) for p in positions]
+    assert index.fill(starts[:2], lengths[:1], 1).data_ptr() == first.data_ptr(), "captured graphs keep its address"

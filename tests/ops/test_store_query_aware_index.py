@@ -1,0 +1,86 @@
+"""store with several query-aware matrices: every token's bytes are those of its own matrix alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from store_cases import Case, build, expected, random_query_aware
+
+from slimkv import ops
+from slimkv.errors import InputError
+
+TINY = Case(heads=2, tokens=40)
+CASES = [replace(TINY, heads=1, slots="aligned"), replace(TINY, format="k5v3", dim=80, dtype="fp32", tokens=20)]
+INDEX = {
+    "mixed": lambda n: torch.arange(n) * 7 % 3,
+    "one": lambda n: torch.full((n,), 2),
+    "sorted": lambda n: torch.arange(n) * 3 // n,
+    "beyond": lambda n: torch.arange(n) % 9 - 3,  # clamped to the first and the last
+}
+
+
+def several(case: Case, codec, count: int = 3):
+    matrices = [random_query_aware(case.heads, codec).roll(i, 0) * (i + 1) // count for i in range(count)]
+    return torch.stack(matrices).to(torch.int8).contiguous()
+
+
+def with_each(case: Case, key, value, slots, pages, codec, matrices, index):
+    """Token by token groups: the reference with one matrix, on the slots of its tokens."""
+    want = pages.clone()
+    for number in range(len(matrices)):
+        mine = torch.where(index.clamp(0, len(matrices) - 1) == number, slots, -1)
+        want = expected(key, value, mine, want, codec, case.layout, matrices[number])
+    return want
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton", "triton, many"])
+@pytest.mark.parametrize("kind", INDEX)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_token_takes_its_own_matrix(case, kind, backend, device, monkeypatch):
+    if backend == "cpu":
+        device = torch.device("cpu")
+    if backend == "triton, many":  # a program takes matrices one after the other, as it does for a chunk
+        backend = "triton"
+        monkeypatch.setattr("slimkv.ops.store.triton.launch.FEW_VECTORS", 0)
+    key, value, slots, pages, codec = build(case, device)
+    matrices = several(case, codec)
+    index = INDEX[kind](case.tokens).to(torch.int32).to(device)
+    want = with_each(case, key, value, slots, pages, codec, matrices, index)
+    ops.store_kv(
+        key, value, pages, slots, codec=codec, layout=case.layout, query_aware=matrices, query_aware_index=index,
+        backend=backend,
+    )  # fmt: skip
+    assert torch.equal(pages, want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+def test_a_single_one_serves_all(backend, device):
+    if backend == "cpu":
+        device = torch.device("cpu")
+    key, value, slots, pages, codec = build(TINY, device)
+    matrices = several(TINY, codec, 1)
+    want = expected(key, value, slots, pages, codec, TINY.layout, matrices[0])
+    ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=matrices, backend=backend)
+    assert torch.equal(pages, want)
+
+
+def test_what_an_index_must_be(device):
+    key, value, slots, pages, codec = build(TINY, device)
+    matrices = several(TINY, codec)
+    good = torch.zeros(TINY.tokens, dtype=torch.int32, device=device)
+    for index, query_aware, message in (
+        (good.long(), matrices, "must be int32"),
+        (good[:-1], matrices, "must be int32"),
+        (good, None, "query_aware is None"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ops.store_kv(
+                key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=query_aware,
+                query_aware_index=index,
+            )  # fmt: skip
+    with pytest.raises(InputError, match="3 matrices by position: give query_aware_index"):
+        ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=matrices)
+    with pytest.raises(InputError, match="several of them"):
+        ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=matrices[:0])
