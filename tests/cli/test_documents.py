@@ -1,7 +1,8 @@
 """Every snippet of the documents runs: Python as it stands, commands on a small model. Links lead somewhere.
 
 A snippet that needs an engine or a GPU stands under ``<!-- needs: vllm -->`` (or another name); the engines' lanes run
-those of their guides, and here their arguments are still checked.
+those of their guides, and here their arguments are still checked. ``<!-- setup ... -->`` holds what a fragment takes as
+given; it runs before the Python of its page.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from slimkv import KVCacheConfig, models
+from slimkv import KVCacheConfig, SlimKVCache, attention, calibrate_model, models
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
 PAGES += [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 FENCE = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```(\w*)\n(.*?)```", re.S)
+SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.S)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # What the documents call by its name on a hub, and what is run in its place.
@@ -35,6 +38,7 @@ SMALLER = {
     "eval needle": ["--contexts", "96", "--depths", "0.5"],
     "eval generation": ["--new-tokens", "4"],
     "eval query-aware": ["--layer", "1"],
+    "eval positions": ["--windows", "1", "--tokens", "128"],
     "eval widths": ["--windows", "1", "--tokens", "64"],
 }
 
@@ -57,9 +61,11 @@ def commands() -> list[tuple[str | None, str]]:
     found: dict[str, str | None] = {}
     for path in PAGES:
         for need, language, text in snippets(path):
+            pending = ""
             for line in text.replace("\\\n", " ").splitlines() if language == "bash" else ():
-                command = line.split("  #")[0].split(" # ")[0].strip()
-                if command and not command.startswith("#"):
+                command = f"{pending} {line.split('  #')[0].split(' # ')[0]}".strip()
+                pending = command if command.count("'") % 2 else ""  # a quoted text goes on in the next line
+                if command and not pending and not command.startswith("#"):
                     found.setdefault(" ".join(command.split()), need)
     return [(need, command) for command, need in found.items()]
 
@@ -80,6 +86,8 @@ def test_python_runs(path, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     scope: dict = {}
+    for text in SETUP.findall(path.read_text(encoding="utf-8")):
+        exec(compile(text, f"{path} (setup)", "exec"), scope)
     for need, language, text in snippets(path):
         if language == "python" and need is None:
             if HUB_NAME in text:
@@ -103,14 +111,14 @@ def workplace(tiny_folder, tmp_path_factory):
     (folder / "wiki.test.raw").write_text(load_text(), encoding="utf-8")
     (folder / "path" / "to").mkdir(parents=True)
     (folder / "path" / "to" / "config.json").write_bytes((tiny_folder / "config.json").read_bytes())
-    from slimkv import calibrate_model
-
     model = models.load(str(tiny_folder)).model
-    import torch
-
     windows = torch.randint(0, 1000, (1, 64), generator=torch.Generator().manual_seed(0))
     for name in ("smollm2", "gemma3", "model"):
         calibrate_model(model, folder / f"{name}.safetensors", windows=windows, budget=4.25)
+    cache, ids = SlimKVCache(model, "k4v4"), windows[:, :32]
+    with attention(model), torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(folder / "prompt.safetensors", model, ids)
     return folder
 
 
@@ -119,11 +127,12 @@ def test_slimkv_commands_run(command, workplace, tiny_folder, monkeypatch):
     from slimkv.cli.app import app
 
     monkeypatch.chdir(workplace)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
     words = shlex.split(command)[1:]
     name = " ".join(words[:2]) if words[0] in ("eval", "bench") else words[0]
     words = [str(tiny_folder) if word in MODELS else word for word in words]
     if name in ("demo", "eval agreement", "eval perplexity", "eval needle", "eval generation", "eval layers",
-                "eval paths", "eval widths") and "--model" not in words:  # fmt: skip
+                "eval paths", "eval widths", "eval positions") and "--model" not in words:  # fmt: skip
         words += ["--model", str(tiny_folder)]
     if "auto" in words:
         words[words.index("auto")] = str(workplace / "model.safetensors")

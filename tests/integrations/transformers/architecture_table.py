@@ -53,7 +53,9 @@ def page(rows: list[dict[str, Any]], command: str, tolerance: float) -> str:
     failed = sorted((x for x in rows if x["stock"]), key=lambda x: x["name"].lower())
     counts = Counter(map(state, ran))
     summary = f"Of {len(rows)} classes, {len(ran)} run with the stock cache from a tiny configuration. Of these: "
-    summary += ", ".join(f"{counts[x]} {x}" for x in ("fused", "decoded", "stock", "refused", "wrong") if counts[x]) + "."
+    summary += (
+        ", ".join(f"{counts[x]} {x}" for x in ("fused", "decoded", "stock", "refused", "wrong") if counts[x]) + "."
+    )
     text = HEAD.format(version=transformers.__version__, command=command, tolerance=tolerance, summary=summary)
     text += "\n| class | kind | outcome | packed layers | calls fused / decoded | why not |\n" + "| --- " * 6 + "|\n"
     for row in ran:
@@ -61,7 +63,9 @@ def page(rows: list[dict[str, Any]], command: str, tolerance: float) -> str:
         calls = f"{fused['fused']} / {fused['decoded']}" if fused["result"] == "same" else ""
         reason = (row["cache"]["detail"] or fused["detail"]).replace("|", "\\|")
         text += f"| {row['name']} | {row['kind']} | {state(row)} | {fused['packed'] or ''} | {calls} | {reason} |\n"
-    text += "\n## Not compared\n\nStock transformers does not run these from the configuration that the test derives.\n\n"
+    text += (
+        "\n## Not compared\n\nStock transformers does not run these from the configuration that the test derives.\n\n"
+    )
     text += "| class | why |\n| --- | --- |\n"
     for row in failed:
         text += f"| {row['name']} | {row['stock'].replace('|', chr(92) + '|')} |\n"

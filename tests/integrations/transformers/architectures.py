@@ -91,7 +91,11 @@ EXACT: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 32},
     "mllama_text_model": {"cross_attention_layers": [1]},
-    "mllama_vision_model": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 3 * HIDDEN, "num_global_layers": 2},
+    "mllama_vision_model": {
+        "intermediate_layers_indices": [0, 2],
+        "vision_output_dim": 3 * HIDDEN,
+        "num_global_layers": 2,
+    },
     "paddleocr_vl_text": {"rope_parameters": SECTIONS},
     "qwen2_5_vl_vision": {"fullatt_block_indexes": [1, 3]},
     "qwen2_5_vl_text": {"rope_parameters": SECTIONS},
@@ -124,10 +128,16 @@ def overrides(default: Any, model_type: str) -> dict[str, Any]:
     """Small values for the fields of ``default``."""
     small: dict[str, Any] = {}
     special = FIRST_SPECIAL
-    fields = {name: value for name, value in vars(default).items() if not name.startswith("_") or name == "_sliding_window_pattern"}
+    fields = {
+        name: value
+        for name, value in vars(default).items()
+        if not name.startswith("_") or name == "_sliding_window_pattern"
+    }
     layers = getattr(default, "num_hidden_layers", None)
     layers = layers if isinstance(layers, int) else 0
-    kinds = next((list(fields[x]) for x in ("layer_types", "layers_block_type") if isinstance(fields.get(x), list)), None)
+    kinds = next(
+        (list(fields[x]) for x in ("layer_types", "layers_block_type") if isinstance(fields.get(x), list)), None
+    )
     chosen = _layer_choice(kinds, LAYERS) if kinds and len(kinds) >= LAYERS else None
     for name, value in fields.items():
         if name in default.sub_configs:
@@ -135,7 +145,9 @@ def overrides(default: Any, model_type: str) -> dict[str, Any]:
         if isinstance(value, list | tuple) and layers and len(value) == layers and layers > LAYERS:
             picked = [value[i] for i in chosen or range(LAYERS)]
             small[name] = type(value)(picked)
-        elif name.endswith(("token_id", "token_index", "_id")) and isinstance(value, int) and not isinstance(value, bool):
+        elif (
+            name.endswith(("token_id", "token_index", "_id")) and isinstance(value, int) and not isinstance(value, bool)
+        ):
             if name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
                 small[name] = {"pad": 0, "bos": 1, "eos": 2, "dec": 1}[name[:3]]
             elif value >= VOCAB:
