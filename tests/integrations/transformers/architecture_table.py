@@ -1,4 +1,4 @@
-"""Runs every class (or those named) and writes the outcomes: ``python architecture_table.py --rows rows.jsonl --page page.md``.
+"""Runs every class (or those named) and writes what becomes of it, as rows of JSON and as a page.
 
 Rows that are in the file already are not run again.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+SCRIPT = "tests/integrations/transformers/architecture_table.py"
 HEAD = """# Every architecture
 
 What becomes of the generating classes of transformers {version} when their keys and values are packed. This page is
@@ -96,7 +97,7 @@ def main() -> None:
                 file.write(json.dumps(rows[name]) + "\n")
             print(f"{name}: {rows[name]['stock'] or state(rows[name])} ({time.monotonic() - start:.1f} s)", flush=True)
     if options.page:
-        command = "python tests/integrations/transformers/architecture_table.py --rows rows.jsonl --page docs/architectures.md"
+        command = f"python {SCRIPT} --rows ROWS --page docs/guides/architectures.md"
         options.page.write_text(page([rows[x] for x in wanted], command, outcomes.TOLERANCE))
 
 

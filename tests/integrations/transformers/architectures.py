@@ -30,7 +30,11 @@ MAPPINGS = {
 # Rules for integers (and None, where a rule says so): the first pattern that matches the whole name decides.
 RULES: list[tuple[str, int]] = [
     (r"num_kv_shared_layers", 2),
-    (r"(.*_)?vocab_size(_per_layer_input)?|t2u_vocab_size|num_embeddings|codebook_size|encoder_hash_byte_group_vocab", VOCAB),
+    (
+        r"(.*_)?vocab_size(_per_layer_input)?|t2u_vocab_size|num_embeddings|codebook_size|"
+        r"encoder_hash_byte_group_vocab",
+        VOCAB,
+    ),
     (r"hidden_size_per_layer_input|laurel_rank|d_rel|gated_norm_rank", 16),
     (r"num_codebooks|num_quantizers|num_code_groups", 2),
     (r"linear_conv_kernel_dim|.*conv_kernel.*|.*d_conv|.*kernel_size|.*patch_size|patch_temporal|.*_stride", -1),
@@ -48,24 +52,49 @@ RULES: list[tuple[str, int]] = [
     (r"index_(head_dim|n_heads)", 16),
     (r"linear_(key|value)_head_dim|linear_head_dim|mamba_d_head|mamba_head_dim|mamba_headdim", 32),
     (r"linear_num(_key|_value)?_heads", 4),
-    (r"(.*_)?(num_key_value_heads|num_kv_heads|kv_n_heads|num_key_value_heads_.*|num_global_key_value_heads)", KV_HEADS),
+    (
+        r"(.*_)?(num_key_value_heads|num_kv_heads|kv_n_heads|num_key_value_heads_.*|"
+        r"num_global_key_value_heads)",
+        KV_HEADS,
+    ),
     (r"mamba_(n_heads|num_heads)|mamba_n_heads|n_mamba_heads", 8),
     (r"(.*_)?(num_attention_heads|attention_heads|n_heads?|num_heads|encoder_attention_heads|num_attn_heads)", HEADS),
-    (r"(.*_)?(head_dim|kv_channels|d_kv|dim_head|head_size)|qk_head_dim|v_head_dim|rotary_dim|query_pre_attn_scalar", HEAD_DIM),
+    (
+        r"(.*_)?(head_dim|kv_channels|d_kv|dim_head|head_size)|qk_head_dim|v_head_dim|rotary_dim|"
+        r"query_pre_attn_scalar",
+        HEAD_DIM,
+    ),
     (r"(mamba_)?(d_state|state_size)|ssm_state_size|mamba_d_state|mamba_dt_rank|time_step_rank|mamba_d_ssm", 16),
     (r"(mamba_)?chunk_size|attention_chunk_size|block_size|local_radius", 8),
     (r"(.*_)?sliding_window|sliding_window_size|attention_window|keep_window_size|conf_attention_.*", WINDOW),
     (r"sliding_window_pattern|global_attn_every_n_layers|attn_layer_period|_sliding_window_pattern", 2),
-    (r"(.*_)?(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(encoder|decoder)_layers|depth|layers|num_blocks|num_layers_per_stack)", LAYERS),
-    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|emb_dim|embedding_size|dim_model|(projection|proj|projector_input|projector_output|output|hidden|input)_dim|word_embed_proj_dim|hidden_size_global|conv_dim|output_channels|out_channels_vision|latent_channels)", HIDDEN),
-    (r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_target_positions|model_max_length|max_(encoder|decoder)_position_embeddings)", 512),
+    (
+        r"(.*_)?(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(encoder|"
+        r"decoder)_layers|depth|layers|num_blocks|num_layers_per_stack)",
+        LAYERS,
+    ),
+    (
+        r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|emb_dim|embedding_size|dim_model|(projection|proj|"
+        r"projector_input|projector_output|output|hidden|input)_dim|word_embed_proj_dim|"
+        r"hidden_size_global|conv_dim|output_channels|out_channels_vision|latent_channels)",
+        HIDDEN,
+    ),
+    (
+        r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_target_positions|"
+        r"model_max_length|max_(encoder|decoder)_position_embeddings)",
+        512,
+    ),
     (r"max_source_positions", 40),
     (r"num_mel_bins", 16),
     (r"num_position_embeddings", 64),
     (r"spatial_merge_size", 2),
-    (r"num_query_tokens|.*n_latents|.*num_latents|latent_query_num|image_seq_length|mm_tokens_per_image|num_image_tokens", 4),
+    (
+        r"num_query_tokens|.*n_latents|.*num_latents|latent_query_num|image_seq_length|"
+        r"mm_tokens_per_image|num_image_tokens",
+        4,
+    ),
     (r"relative_attention_num_buckets|position_bias_num_buckets", 8),
-]  # fmt: skip
+]
 UNSET = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "n_routed_experts": 4, "num_experts": 4}
 COMPILED = [(re.compile(pattern), value) for pattern, value in RULES]
 

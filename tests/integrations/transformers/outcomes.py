@@ -1,4 +1,4 @@
-"""What a lossless packed cache does to a model: the same answer as the stock cache, a refusal with its reason, or worse."""
+"""What a lossless packed cache does to a model: the stock answer, a refusal with its reason, or worse."""
 
 from __future__ import annotations
 

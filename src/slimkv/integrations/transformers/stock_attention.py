@@ -54,7 +54,7 @@ def stock_function(kind: type, implementation: str) -> Callable[..., Any] | None
     """What modules of ``kind`` call under the name ``implementation``; None where that cannot be told."""
     interface = next((x for x in _values(kind) if isinstance(x, AttentionInterface)), ALL_ATTENTION_FUNCTIONS)
     if implementation != EAGER:
-        return interface[implementation] if implementation in interface else None
+        return interface.get(implementation, None)
     names, scope, _ = _names(kind)
     found = [scope[name] for name in sorted(names) if "eager" in name and callable(scope.get(name))]
     return found[0] if len(found) == 1 else None
