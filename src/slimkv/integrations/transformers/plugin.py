@@ -62,7 +62,7 @@ def slimkv_attention(
         count("plain", config)
     key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in (key, value))
     arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-    function = stock_function(type(module), stock) if stock is not None else None
+    function = stock_function(type(module), stock) if stock is not None else None  # type: ignore[arg-type]
     if function is None:
         return _masked(module, query, key, value, attention_mask, **arguments), None
     if is_causal is None:

@@ -34,13 +34,13 @@ def _names(kind: Any) -> tuple[frozenset[str], dict[str, Any], frozenset[str]]:
 
 def follows_interface(module: torch.nn.Module) -> bool:
     """Whether ``module`` asks the attention interface for its attention, by the name in its config."""
-    names, _, _ = _names(type(module))
+    names, _, _ = _names(type(module))  # type: ignore[arg-type]
     return "_attn_implementation" in names and any(isinstance(x, AttentionInterface) for x in _values(type(module)))
 
 
 def chooses_by_name(module: torch.nn.Module) -> bool:
     """Whether ``module`` does something else where its attention is not called ``sdpa`` (masks, sparse indices)."""
-    names, _, strings = _names(type(module))
+    names, _, strings = _names(type(module))  # type: ignore[arg-type]
     return "_attn_implementation" in names and SDPA in strings
 
 

@@ -35,7 +35,7 @@ def run(request: StoreRequest) -> None:
 
 
 def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], None]:
-    """``run`` for further K, V, slots and matrix indices of the same shapes, strides and dtypes, into the same pages."""
+    """``run`` for further K, V, slots and indices of the same shapes, strides and dtypes, into the same pages."""
     call, kept = _call(request)
     address, key_of, value_of, function = ctypes.addressof(call), call.key, call.value, library().store
 
