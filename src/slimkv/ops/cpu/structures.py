@@ -116,6 +116,8 @@ class CStoreCall(Structure):
         ("wide_slots", c_int32),
         ("threads", c_int32),
         ("query_aware", c_void_p),
+        ("query_aware_index", c_void_p),
+        ("matrices", c_int64),
         ("fault", CFault),
     ]
 
@@ -210,7 +212,7 @@ class LayoutTables:
 
     def _keep(self, array: np.ndarray, dtype: type) -> int:
         """The address of ``array`` as ``dtype``, which is kept."""
-        copy = np.ascontiguousarray(array, dtype=dtype)
+        copy: np.ndarray = np.ascontiguousarray(array, dtype=dtype)
         self._kept.append(copy)
         return copy.ctypes.data
 

@@ -1,5 +1,5 @@
 // The codes of one 16-token tile, from the bytes of a page in shared memory to operands of the tensor cores.
-// Lanes, slices, planes and value numbers are those of docs/page-format.md.
+// Lanes, slices, planes and value numbers are those of docs/design/page-format.md.
 #pragma once
 #include "common/types.cuh"
 
