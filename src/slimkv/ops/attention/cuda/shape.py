@@ -93,6 +93,8 @@ def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> Amo
 def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amount: Amount) -> Shape | None:
     """The first shape that fits, by ``amount_of``."""
     most = max_columns(layout)
+    if group <= most // 2:
+        most //= 2  # of the most columns so many registers are output that fewer columns, more often, take less time
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
     cuts = (_SHORT if amount.short else _LONG)[columns]
     if columns == 4 and _level_table_bytes(layout, False):
