@@ -136,8 +136,8 @@ def bench_attend(options: Options, step: Step = silent) -> Report:
     """Runs the chosen cells under every chosen implementation."""
     device = options.torch_device()
     small = options.small or device.type != "cuda"
-    known = SMALL_ATTEND_CELLS if small else ATTEND_CELLS + (MORE_ATTEND_CELLS if options.cells else ())
-    cells = choose(known, options.cells, options.page)
+    usual = SMALL_ATTEND_CELLS if small else ATTEND_CELLS + (MORE_ATTEND_CELLS if options.cells else ())
+    cells = choose(usual, options.cells, options.page)
     backends = options.chosen_backends(device)
     compile_ahead(_compile, [(cell, backend, str(device)) for cell in cells for backend in backends], device, step)
     step("copy bandwidth")
