@@ -14,10 +14,10 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-slow test-vllm lint format clean setup help
+.PHONY: demo test test-slow test-vllm test-sglang lint format clean setup help
 
 help:
-	@echo "make demo | test | test-slow | test-vllm | lint | format | clean      (PYTHON=... uses your own environment)"
+	@echo "make demo | test | test-slow | test-vllm | test-sglang | lint | format | clean      (PYTHON=... uses your own environment)"
 
 setup: $(READY)
 
@@ -54,6 +54,23 @@ $(VLLM_VENV)/.ready: requirements/torch.txt requirements/vllm.txt requirements/v
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py -n 2 --dist loadfile
 
+# SGLang too. On a CPU it runs with torch_native attention and a stand-in for its kernel package, which a .pth file brings.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_PY := $(SGLANG_VENV)/bin/python
+
+$(SGLANG_VENV)/.ready: requirements/torch.txt requirements/sglang.txt requirements/sglang-cpu.txt pyproject.toml
+	$(BASE_PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt -r requirements/sglang.txt
+	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu.txt
+	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	printf '%s\nimport sglang_cpu_lane\n' "$(CURDIR)/tests/integrations/sglang/stand_in" > \
+		"$$($(SGLANG_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_cpu_lane.pth"
+	touch $@
+
+test-sglang: $(SGLANG_VENV)/.ready
+	OMP_NUM_THREADS=1 $(SGLANG_PY) -m pytest tests/integrations/sglang tests/bench/test_serve.py -n 2 --dist loadfile
+
 lint: $(READY)
 	$(PY) -m ruff check src tests
 	$(PY) -m ruff format --check src tests
@@ -65,5 +82,5 @@ format: $(READY)
 	$(PY) -m ruff format src tests
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(OUT) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(OUT) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

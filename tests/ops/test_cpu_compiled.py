@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import attention_cases
 import pytest
@@ -18,6 +19,7 @@ from slimkv.codec.rotation import block_size
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.attention.api import REGISTRY as ATTEND
 from slimkv.ops.cpu import isa, module
+from slimkv.ops.cpu.compiler import build_library
 from slimkv.ops.gather.api import REGISTRY as GATHER
 from slimkv.ops.store.api import REGISTRY as STORE
 
@@ -35,10 +37,24 @@ SIZES = [(64, None), (128, None), (16, 80), (96, 48), (80, 112), (256, None), (5
 BLOCKS = [1, 16, 32, 64, 128]
 
 
-@pytest.fixture(params=[s.name for s in isa.usable()])
+# With SIMDe (apt-get install libsimde-dev) the x86 kernels run on any machine, slowly.
+EMULATED = {
+    "simde_avx2": isa.InstructionSet("simde_avx2", (), frozenset(), ("-DSLIMKV_SIMDE",)),
+    "simde_avx512": isa.InstructionSet(
+        "simde_avx512", (), frozenset(), ("-DSLIMKV_SIMDE", "-DSLIMKV_SIMDE_AVX512", "-O1")
+    ),
+}
+
+
+@pytest.fixture(params=[*(s.name for s in isa.usable()), *(pytest.param(n, marks=pytest.mark.slow) for n in EMULATED)])
 def instruction_set(request, monkeypatch):
     """Every build that runs on this machine, one after the other."""
-    chosen = module.library(request.param)
+    if request.param not in EMULATED:
+        chosen = module.library(request.param)
+    elif Path("/usr/include/simde").is_dir():
+        chosen = module.Library(build_library(EMULATED[request.param]), request.param)
+    else:
+        pytest.skip("SIMDe is not installed: apt-get install libsimde-dev")
     for operation in ("store", "attention", "gather"):
         monkeypatch.setattr(f"slimkv.ops.{operation}.cpu.compiled.library", lambda: chosen)
     return request.param

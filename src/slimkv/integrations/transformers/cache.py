@@ -104,8 +104,8 @@ class SlimKVCache(Cache):
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         if not self.packed_layers and any(name != RAW for name in formats):
             warnings.warn(
-                f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, which "
-                "slimkv leaves as they are; the cache takes as much memory as the stock one",
+                f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, "
+                "which slimkv leaves as they are; the cache takes as much memory as the stock one",
                 stacklevel=2,
             )
 
@@ -162,7 +162,11 @@ class SlimKVCache(Cache):
             pair = [getattr(layer, name, None) for name in ("keys", "values")]
             key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in pair)
             window = getattr(layer, "window", None)
-            yield key, value, torch.tensor(window) if window is not None else getattr(layer, "_sliding_window_tensor", None)
+            yield (
+                key,
+                value,
+                torch.tensor(window) if window is not None else getattr(layer, "_sliding_window_tensor", None),
+            )
 
     @property
     def is_linear(self) -> list[bool]:

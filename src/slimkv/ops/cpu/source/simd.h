@@ -3,7 +3,7 @@
 
 #include "numbers.h"
 
-#if defined(SLIMKV_SIMDE)  // x86 intrinsics on another machine, for tests
+#if defined(SLIMKV_SIMDE)  // x86 intrinsics on another machine, for tests; a few it does not know
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
 #include <simde/x86/fma.h>
@@ -56,9 +56,9 @@ static inline VI splat_i(i32 x) { return x - (VI){}; }
 static inline VF to_float(VI v) { return __builtin_convertvector(v, VF); }
 // To the nearest integer; |v| < 2^23.
 static inline VI to_integer(VF v) {
-#if defined(SLIMKV_AVX512)
+#if defined(SLIMKV_AVX512) && !defined(SLIMKV_SIMDE)
   return (VI)_mm512_cvtps_epi32((__m512)v);
-#elif defined(SLIMKV_X86)
+#elif defined(SLIMKV_X86) && !defined(SLIMKV_AVX512)
   return (VI)_mm256_cvtps_epi32((__m256)v);
 #elif defined(SLIMKV_NEON)
   return (VI)vcvtnq_s32_f32((float32x4_t)v);
@@ -79,9 +79,9 @@ static inline VF greater(VF a, VF b) {
 
 // W signed bytes as floats.
 static inline VF bytes_to_float(const i8* p) {
-#if defined(SLIMKV_AVX512)
+#if defined(SLIMKV_AVX512) && !defined(SLIMKV_SIMDE)
   return to_float((VI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-#elif defined(SLIMKV_X86)
+#elif defined(SLIMKV_X86) && !defined(SLIMKV_AVX512)
   return to_float((VI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 #elif defined(SLIMKV_NEON)
   i32 four;
@@ -96,7 +96,7 @@ static inline VF bytes_to_float(const i8* p) {
 
 // The low bytes of 16 lanes.
 static inline void store_low_bytes(i8* p, const VI* v) {
-#if defined(SLIMKV_AVX512)
+#if defined(SLIMKV_AVX512) && !defined(SLIMKV_SIMDE)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v[0]));
 #elif defined(SLIMKV_NEON)
   const int16x8_t a = vuzp1q_s16((int16x8_t)v[0], (int16x8_t)v[1]), b = vuzp1q_s16((int16x8_t)v[2], (int16x8_t)v[3]);

@@ -41,6 +41,10 @@ static void store_token(const StoreCall& call, i64 token, i64 slot, i64 head, St
   const Layout& layout = *call.layout;
   const i64 key_dim = layout.key.dim;
   const i8* weights = call.query_aware == nullptr ? nullptr : call.query_aware + head * key_dim * key_dim;
+  if (weights != nullptr && call.query_aware_index != nullptr) {
+    const i64 asked = call.query_aware_index[token], last = call.matrices - 1;
+    weights += (asked < 0 ? 0 : asked > last ? last : asked) * call.pages.heads * key_dim * key_dim;
+  }
   encode(call.key, token, head, layout.key, weights, s.encode, s.key);
   encode(call.value, token, head, layout.value, nullptr, s.encode, s.value);
   memset(s.row, 0, (size_t)layout.row_bytes);

@@ -190,7 +190,7 @@ DEVICE Words4 ldg_cached(const void* p) {
   return r;
 }
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
-DEVICE float ldg_f32(const float* p) { return __ldg(p); }
+DEVICE u32 ldg_word(const void* p) { return __ldg((const u32*)p); }
 DEVICE i32 ldg_i32(const i32* p) { return __ldg(p); }
 
 // A grid may start while the one before it is still finishing; what that one wrote is there after the wait.
