@@ -116,6 +116,8 @@ class CStoreCall(Structure):
         ("wide_slots", c_int32),
         ("threads", c_int32),
         ("query_aware", c_void_p),
+        ("query_aware_index", c_void_p),
+        ("matrices", c_int64),
         ("fault", CFault),
     ]
 

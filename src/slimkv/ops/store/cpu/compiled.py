@@ -32,13 +32,15 @@ def run(request: StoreRequest) -> None:
     check_status(library().store(ctypes.addressof(call)), call)
 
 
-def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """``run`` for further K, V and slots of the same shapes, strides and dtypes, into the same pages."""
+def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], None]:
+    """``run`` for further K, V, slots and indices of the same shapes, strides and dtypes, into the same pages."""
     call, kept = _call(request)
     address, key_of, value_of, function = ctypes.addressof(call), call.key, call.value, library().store
 
-    def launch(key: Tensor, value: Tensor, slots: Tensor) -> None:
+    def launch(key: Tensor, value: Tensor, slots: Tensor, index: Tensor | None) -> None:
         slots = slots.contiguous()
+        if index is not None:
+            call.query_aware_index = index.data_ptr()
         key_of.data, value_of.data, call.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
         call.threads = torch.get_num_threads()
         status = function(address)
@@ -58,13 +60,14 @@ def _call(request: StoreRequest) -> tuple[CStoreCall, tuple[object, ...]]:
         layout=tables.address, pages=pages_of(request.pages), key=vectors_of(request.key),
         value=vectors_of(request.value), slots=slots.data_ptr(), tokens=slots.shape[0],
         wide_slots=slots.dtype == torch.int64, threads=torch.get_num_threads(),
-        query_aware=None if matrices is None else matrices.data_ptr(),
+        query_aware=None if matrices is None else matrices.data_ptr(), matrices=request.matrices,
+        query_aware_index=None if request.query_aware_index is None else request.query_aware_index.data_ptr(),
     )  # fmt: skip
     return call, (tables, matrices, slots)
 
 
 def _columns(matrices: Tensor) -> Tensor:
-    """int8 [heads, dim, dim] transposed: what an error corrects lies side by side."""
+    """int8 [..., heads, dim, dim] transposed: what an error corrects lies side by side."""
     held = _transposed.get(matrices)
     if held is None or held[0] != matrices._version:
         held = matrices._version, matrices.mT.contiguous()
