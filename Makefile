@@ -1,5 +1,5 @@
-# Two commands do everything on a machine with Python 3.11, gcc and make: `make demo` and `make test`.
-# Both build .venv first. To use an environment of your own (a CUDA build of torch, say): make test PYTHON=python
+# Three commands do everything on a machine with Python 3.11, gcc and make: `make demo`, `make test` and `make docs`.
+# They build their environments first. To use an environment of your own (a CUDA build of torch, say): make test PYTHON=python
 
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -14,10 +14,10 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-slow test-vllm lint format clean setup help
+.PHONY: demo docs test test-slow test-vllm test-sglang lint format clean setup help
 
 help:
-	@echo "make demo | test | test-slow | test-vllm | lint | format | clean      (PYTHON=... uses your own environment)"
+	@echo "make demo | test | docs | test-slow | test-vllm | test-sglang | lint | format | clean      (PYTHON=... uses your own environment)"
 
 setup: $(READY)
 
@@ -39,6 +39,18 @@ test: $(READY)
 test-slow: $(READY)
 	$(PY) -m pytest -m slow
 
+# The documentation's tools, in an environment of their own: they read the sources and need no torch.
+DOCS_VENV ?= .venv-docs
+
+$(DOCS_VENV)/.ready: requirements/docs.txt
+	$(BASE_PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	touch $@
+
+docs: $(DOCS_VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet --clean
+	@echo "the site is in site/index.html"
+
 # vLLM pins packages that the rest does not want, so it has an environment of its own.
 VLLM_VENV ?= .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
@@ -54,16 +66,35 @@ $(VLLM_VENV)/.ready: requirements/torch.txt requirements/vllm.txt requirements/v
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py -n 2 --dist loadfile
 
+# SGLang too. On a CPU it runs with torch_native attention and a stand-in for its kernel package, which a .pth file brings.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_PY := $(SGLANG_VENV)/bin/python
+
+$(SGLANG_VENV)/.ready: requirements/torch.txt requirements/sglang.txt requirements/sglang-cpu.txt pyproject.toml
+	$(BASE_PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt -r requirements/sglang.txt
+	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu.txt
+	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	printf '%s\nimport sglang_cpu_lane\n' "$(CURDIR)/tests/integrations/sglang/stand_in" > \
+		"$$($(SGLANG_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_cpu_lane.pth"
+	touch $@
+
+test-sglang: $(SGLANG_VENV)/.ready
+	OMP_NUM_THREADS=1 $(SGLANG_PY) -m pytest tests/integrations/sglang tests/bench/test_serve.py -n 2 --dist loadfile
+
+CODE := src tests examples benchmarks
+
 lint: $(READY)
-	$(PY) -m ruff check src tests
-	$(PY) -m ruff format --check src tests
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
 	$(PY) -m mypy
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()" --no-cache
 
 format: $(READY)
-	$(PY) -m ruff check --fix src tests
-	$(PY) -m ruff format src tests
+	$(PY) -m ruff check --fix $(CODE)
+	$(PY) -m ruff format $(CODE)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(OUT) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(DOCS_VENV) $(OUT) site build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,7 +12,6 @@ import slimkv
 from slimkv import models
 from slimkv.evals.agreement import measure_agreement
 from slimkv.evals.texts import load_text, token_windows
-from slimkv.integrations.transformers.calibration.samples import sampled_windows
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=models.DEFAULT, help="a packaged model, a folder, or a hub name")
@@ -22,8 +21,8 @@ parser.add_argument("--out", help="keep the calibration in this file")
 arguments = parser.parse_args()
 
 model, tokenizer, name = models.load(arguments.model)
-# 512 tokens are enough to see the effect; slimkv calibrate reads 8 windows of 1,024.
-calibration = slimkv.calibrate_model(model, arguments.out, windows=sampled_windows(model, 1, 512))
+# 512 tokens are enough to see the effect; slimkv calibrate has the model say 3,072.
+calibration = slimkv.calibrate_model(model, arguments.out, samples=(1, 512))
 
 text = token_windows(tokenizer, load_text(), arguments.windows, 256)
 report = measure_agreement(model, text, arguments.format.split(","), name=name, calibration=calibration)

@@ -1,5 +1,6 @@
 """What the documents say is what the code does."""
 
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -51,10 +52,18 @@ def test_the_bytes_table_of_the_readme():
             )
 
 
-def test_the_readmes_code_runs():
-    code = re.search(r"```python\n(.*?)```", text("README.md"), re.S)[1]
+def test_the_readmes_chart_and_figures_are_those_of_the_reports():
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
+    readme = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(readme)
+    assert readme.filled(text("README.md")) == text("README.md"), "run: python benchmarks/readme.py"
+    assert readme.chart() == text("docs/images/serving.svg"), "run: python benchmarks/readme.py"
+
+
+def test_the_codec_in_the_quick_start():
+    code = next(x for x in re.findall(r"```python\n(.*?)```", text("docs/guides/quickstart.md"), re.S) if "Codec" in x)
     scope: dict = {}
-    exec(compile(code, "README.md", "exec"), scope)
+    exec(compile(code, "quickstart.md", "exec"), scope)
     assert scope["packed"].shape == (8, 1024, 66)
     assert scope["restored"].shape == (8, 1024, 128)
     assert scope["restored"].dtype == torch.float32

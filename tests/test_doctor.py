@@ -55,24 +55,29 @@ def test_version_numbers(version, numbers):
     assert doctor._numbers(version)[:2] == numbers[:2]
 
 
-def fake_vllm(monkeypatch, returncode=0, stderr="", entry_points=("slimkv",)):
-    """An installed vLLM, whose import in another process ends like this."""
+def fake_engine(monkeypatch, engine, returncode=0, stderr="", entry_points=("slimkv",)):
+    """An installed engine, whose import in another process ends like this."""
     from types import SimpleNamespace
 
     done = SimpleNamespace(returncode=returncode, stderr=stderr)
     monkeypatch.setattr(doctor, "_package", lambda name, *_: doctor.Check(name, True, "0.32.0", ""))
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
     found = [SimpleNamespace(name=name) for name in entry_points]
-    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: found)
-    return doctor._vllm()
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: found if group == engine.group else [])
+    return doctor._plugin(engine)
 
 
-def test_whether_the_plugin_loads_in_vllm(monkeypatch):
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    assert fake_vllm(monkeypatch).works
-    failed = fake_vllm(monkeypatch, 1, "Traceback\nUnsupportedError: vLLM 0.40.0 is not known to slimkv")
+@pytest.mark.parametrize("engine", [doctor._VLLM, doctor._SGLANG], ids=lambda engine: engine.package)
+def test_whether_the_plugin_loads(engine, monkeypatch):
+    monkeypatch.delenv(engine.allowed, raising=False)
+    assert fake_engine(monkeypatch, engine).works
+    failed = fake_engine(monkeypatch, engine, 1, "Traceback\nUnsupportedError: 9.9.0 is not known to slimkv")
     assert not failed.works
-    assert failed.detail == "the plugin does not load: UnsupportedError: vLLM 0.40.0 is not known to slimkv"
-    assert "install slimkv with pip" in fake_vllm(monkeypatch, entry_points=()).detail
-    monkeypatch.setenv("VLLM_PLUGINS", "other")
-    assert "add slimkv to it" in fake_vllm(monkeypatch).detail
+    assert failed.detail == "the plugin does not load: UnsupportedError: 9.9.0 is not known to slimkv"
+    assert "install slimkv with pip" in fake_engine(monkeypatch, engine, entry_points=()).detail
+    monkeypatch.setenv(engine.allowed, "other")
+    assert "add slimkv to it" in fake_engine(monkeypatch, engine).detail
+    monkeypatch.setenv(engine.allowed, "other, slimkv")
+    assert fake_engine(monkeypatch, engine).works
+    monkeypatch.setenv(engine.allowed, "")
+    assert fake_engine(monkeypatch, engine).works == engine.empty_allows_all

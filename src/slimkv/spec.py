@@ -277,6 +277,11 @@ class PageLayout:
         return -(-self.content_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a page that belong to one token."""
+        return self.content_bytes // self.block_size
+
+    @property
     def bytes_per_token(self) -> float:
         """Allocated bytes per token and KV head."""
         return self.page_bytes / self.block_size

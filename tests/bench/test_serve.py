@@ -35,8 +35,30 @@ def test_systems(system, arguments):
 
 
 @pytest.mark.parametrize(
+    ("system", "arguments"),
+    [
+        ("fp8", {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}),
+        (
+            "k4v4:triton",
+            {
+                "attention_backend": "slimkv",
+                "page_size": 64,
+                "json_model_override_args": '{"slimkv": {"format": "k4v4", "backend": "triton"}}',
+            },
+        ),
+    ],
+)
+def test_systems_in_sglang(system, arguments, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cache_arguments(system, "sglang") == arguments
+
+
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"engine": "tgi"}, "unknown engine 'tgi'; known are vllm, sglang"),
+        ({"engine": "sglang", "systems": ("turboquant_2bit",)}, "unknown format"),
+        ({"engine": "sglang", "phases": ("offload",)}, "the phase offload and memory layouts .* are vLLM's"),
         ({"systems": ("k9v9",)}, "unknown format 'k9v9'"),
         ({"phases": ("sleep",)}, "unknown phase 'sleep'; known are decode, full, poisson, offload"),
         ({"shape": "huge"}, "unknown shape 'huge'"),
@@ -50,15 +72,16 @@ def test_wrong_settings(wrong, message):
         ServeSettings(**wrong)
 
 
-def test_a_plan_is_the_same_for_every_system_but_for_its_cache(tmp_path):
-    settings = ServeSettings()
+@pytest.mark.parametrize(("engine", "longest"), [("vllm", "max_model_len"), ("sglang", "context_length")])
+def test_a_plan_is_the_same_for_every_system_but_for_its_cache(engine, longest, tmp_path):
+    settings = ServeSettings(engine=engine)
     plans = [engine_plan(system, settings, tmp_path) for system in ("bf16", "k4v4")]
     for plan, system in zip(plans, ("bf16", "k4v4"), strict=True):
-        for name in cache_arguments(system):
-            del plan["engine"][name]
+        for name in cache_arguments(system, engine):
+            del plan["arguments"][name]
         del plan["system"]
     assert plans[0] == plans[1]
-    assert plans[0]["engine"]["max_model_len"] >= settings.context + settings.output
+    assert plans[0]["arguments"][longest] >= settings.context + settings.output
 
 
 def test_ratios_and_table():
@@ -108,24 +131,39 @@ def test_a_system_that_fails_leaves_the_others_their_numbers(tmp_path, monkeypat
     assert {p.name for p in (tmp_path / "kept").iterdir()} >= {"fp8.log", "k4v4.json", "k4v4.plan.json"}
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
-def test_a_small_run(tmp_path):
+def small_run(*more: str, **environment: str) -> dict:
     sizes = {"context": 512, "requests": 3, "output": 4, "most-requests": 4, "arrivals": 3, "rate": 20}
-    small = [format for name, size in sizes.items() for format in (f"--{name}", str(size))]
-    command = ["serve", "--systems", "bf16,k4v4", "--shape", "tiny", *small, "--eager", "--json"]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    command = ["serve", "--shape", "tiny", *small, "--eager", "--json", *more]
     done = subprocess.run(
         [sys.executable, "-m", "slimkv.bench", *command],
-        env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["over_bf16"]["k4v4"]["kv_tokens"] == pytest.approx(3.76, rel=0.01)
     for system in report["systems"].values():
         assert system["decode"]["requests"] == 3
+        assert system["decode"]["decode_tokens_per_second"] > 0
         assert system["decode"]["prefix_hit_share"] > 0.7
         assert system["full"]["requests"] == 4
         assert system["full"]["preemptions"] == 0
         assert 0 < system["poisson"]["time_to_first_token_p50"] <= system["poisson"]["time_to_first_token_p99"]
+    return report
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_a_small_run():
+    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    report = small_run("--systems", "bf16,k4v4", **on_cpu)
+    assert report["over_bf16"]["k4v4"]["kv_tokens"] == pytest.approx(3.76, rel=0.01)
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")
+def test_a_small_run_in_sglang():
+    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    report = small_run("--engine", "sglang", "--systems", "k4v4", "--memory", "0.2", **on_cpu)
+    assert report["systems"]["k4v4"]["block_size"] == 64

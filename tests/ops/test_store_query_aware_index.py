@@ -35,15 +35,7 @@ def with_each(case: Case, key, value, slots, pages, codec, matrices, index):
     return want
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "triton", "triton, many"])
-@pytest.mark.parametrize("kind", INDEX)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_token_takes_its_own_matrix(case, kind, backend, device, monkeypatch):
-    if backend == "cpu":
-        device = torch.device("cpu")
-    if backend == "triton, many":  # a program takes matrices one after the other, as it does for a chunk
-        backend = "triton"
-        monkeypatch.setattr("slimkv.ops.store.triton.launch.FEW_VECTORS", 0)
+def check(case: Case, kind: str, backend: str, device: torch.device) -> None:
     key, value, slots, pages, codec = build(case, device)
     matrices = several(case, codec)
     index = INDEX[kind](case.tokens).to(torch.int32).to(device)
@@ -55,10 +47,34 @@ def test_every_token_takes_its_own_matrix(case, kind, backend, device, monkeypat
     assert torch.equal(pages, want)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
-def test_a_single_one_serves_all(backend, device):
-    if backend == "cpu":
-        device = torch.device("cpu")
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_torch"])
+@pytest.mark.parametrize("kind", INDEX)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_token_takes_its_own_matrix(case, kind, backend):
+    check(case, kind, backend, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_triton_does_so_at_once_and_one_after_the_other(many, device, monkeypatch):
+    """Each matrix has programs of its own; where tokens are many, a program takes those that its tokens need."""
+    if many:
+        monkeypatch.setattr("slimkv.ops.store.triton.launch.FEW_VECTORS", 0)
+    check(replace(CASES[0], tokens=20), "mixed", "triton", device)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("kind", INDEX)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_in_every_case(case, kind, many, device, monkeypatch):
+    if many:
+        monkeypatch.setattr("slimkv.ops.store.triton.launch.FEW_VECTORS", 0)
+    check(case, kind, "triton", device)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_torch"])
+def test_a_single_one_serves_all(backend):
+    device = torch.device("cpu")
     key, value, slots, pages, codec = build(TINY, device)
     matrices = several(TINY, codec, 1)
     want = expected(key, value, slots, pages, codec, TINY.layout, matrices[0])

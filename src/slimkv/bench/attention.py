@@ -172,11 +172,11 @@ def bench_attend(options: Options, step: Step = silent) -> Report:
             peer = next(((c, t) for c, i, t in plain if i == backend and c is not cell and _same_shape(c, cell)), None)
             found: list[Baseline] = []
             if options.baselines:
-                known = next((b for c, b in shared if _same_shape(c, cell)), None)
-                if known is None:
-                    known = _baselines(cell, timer, ms, copy, step)
-                    shared.append((cell, known))
-                found = [b.against(ms) for b in known]
+                timed = next((b for c, b in shared if _same_shape(c, cell)), None)
+                if timed is None:
+                    timed = _baselines(cell, timer, ms, copy, step)
+                    shared.append((cell, timed))
+                found = [b.against(ms) for b in timed]
             rows.append(
                 Row(
                     cell=cell.name,

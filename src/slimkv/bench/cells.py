@@ -137,7 +137,9 @@ MORE_ATTEND_CELLS = (
         sliding_window=128,
     ),
     replace(_BIG, name="decode-16x4K-32q32kv-d96", batch=16, context=4096, num_kv_heads=32, head_dim=96),
-    replace(_BIG, name="decode-8x8K-16q8kv-d256-softcap", batch=8, context=8192, num_heads=16, head_dim=256, softcap=50),
+    replace(
+        _BIG, name="decode-8x8K-16q8kv-d256-softcap", batch=8, context=8192, num_heads=16, head_dim=256, softcap=50
+    ),
     replace(
         _BIG, name="decode-8x32K-16q8kv-d256-window4K", batch=8, num_heads=16, head_dim=256, sliding_window=4096
     ),

@@ -151,10 +151,11 @@ def _generate(given: dict[str, Any]) -> int:
 
 
 def _add_serve(commands: Any) -> None:
-    from slimkv.bench.serve import OFFLOAD, PHASES, SHAPES, ServeSettings
+    from slimkv.bench.serve import ENGINES, OFFLOAD, PHASES, SHAPES, ServeSettings
 
     what = "engines under load, stock caches beside slimkv's: tokens held, decoding, full memory, Poisson arrivals"
     parser, base = commands.add_parser("serve", help=what, description=what), ServeSettings()
+    parser.add_argument("--engine", choices=list(ENGINES), default=base.engine, help="which engine")
     parser.add_argument(
         "--systems", type=_comma_list, default=list(base.systems), help="bf16,fp8,turboquant_*, or slimkv's formats"
     )

@@ -1,4 +1,4 @@
-"""Serving through vLLM: the same load on stock caches and on slimkv's, one engine after another.
+"""Serving through vLLM or SGLang: the same load on stock caches and on slimkv's, one engine after another.
 
 Every engine gets the same share of the device's memory, a Llama-3.1-8B-shaped model with dummy weights and random
 tokens. Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or
@@ -27,8 +27,10 @@ from slimkv.errors import InputError
 from slimkv.spec import CodecSpec
 
 PHASES = ("decode", "full", "poisson")
+ENGINES = ("vllm", "sglang")
 OFFLOAD = "offload"  # only where asked for: it gives the engines host memory
-_STOCK = {"bf16": "auto", "fp8": "fp8"}
+_STOCK = {"vllm": {"bf16": "auto", "fp8": "fp8"}, "sglang": {"bf16": "auto", "fp8": "fp8_e4m3"}}
+_SGLANG_PAGE = 64
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -47,6 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 class ServeSettings:
     """What is served and how it is loaded."""
 
+    engine: str = "vllm"
     systems: tuple[str, ...] = ("bf16", "fp8", "k4v4")
     phases: tuple[str, ...] = PHASES
     shape: str = "llama-3.1-8b"
@@ -67,6 +70,8 @@ class ServeSettings:
     extra: tuple[tuple[str, Any], ...] = ()  # further engine arguments
 
     def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise InputError(f"unknown engine {self.engine!r}; known are {', '.join(ENGINES)}")
         if self.shape not in SHAPES:
             raise InputError(f"unknown shape {self.shape!r}; known are {', '.join(SHAPES)}")
         for phase in self.phases:
@@ -79,8 +84,10 @@ class ServeSettings:
             raise InputError(f"output must be at least 2 tokens for a time between tokens, not {self.output}")
         if not self.rate > 0:
             raise InputError(f"rate must be positive, not {self.rate}")
+        if self.engine == "sglang" and (OFFLOAD in self.phases or any("@" in system for system in self.systems)):
+            raise InputError(f"the phase {OFFLOAD} and memory layouts (@) are vLLM's; leave them out with SGLang")
         for system in self.systems:
-            cache_arguments(system)
+            cache_arguments(system, self.engine)
 
 
 @dataclass(frozen=True)
@@ -105,20 +112,30 @@ class ServeReport:
         path.write_text(self.to_json() + "\n", encoding="utf-8")
 
 
-def cache_arguments(system: str) -> dict[str, Any]:
+def cache_arguments(system: str, engine: str = "vllm") -> dict[str, Any]:
     """Engine arguments of a system's cache: a stock cache dtype by its name, or a format of slimkv.
 
     ``k4v4:triton`` is a format with one implementation of store and attend.
     """
-    system = system.partition("@")[0]
-    if system in _STOCK:
-        return {"kv_cache_dtype": _STOCK[system]}
-    if system.startswith("turboquant_"):
-        return {"kv_cache_dtype": system}
+    system, stock = system.partition("@")[0], _STOCK[engine]
+    if system in stock or (engine == "vllm" and system.startswith("turboquant_")):
+        cache = {"kv_cache_dtype": stock.get(system, system)}
+        return cache if engine == "vllm" else {**cache, "attention_backend": _sglang_attention()}
     format, _, backend = system.partition(":")
     CodecSpec.parse(format, 64)  # raises with the known formats
-    config = {"format": format, "backend": backend} if backend else {"format": format}
-    return {"attention_backend": "CUSTOM", "additional_config": {"slimkv": config}}
+    config = {"slimkv": {"format": format, "backend": backend} if backend else {"format": format}}
+    if engine == "vllm":
+        return {"attention_backend": "CUSTOM", "additional_config": config}
+    return {
+        "attention_backend": "slimkv", "page_size": _SGLANG_PAGE, "json_model_override_args": json.dumps(config),
+    }  # fmt: skip
+
+
+def _sglang_attention() -> str:
+    """SGLang's own best attention on this machine."""
+    if not torch.cuda.is_available():
+        return "torch_native"
+    return "fa3" if torch.cuda.get_device_capability()[0] == 9 else "flashinfer"
 
 
 def write_model(folder: Path, shape: str) -> None:
@@ -134,25 +151,44 @@ def write_model(folder: Path, shape: str) -> None:
 
 def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str, Any]:
     """What ``serve_engine`` runs."""
-    longest = settings.context + settings.output + 64
-    host: dict[str, Any] = {}
-    if OFFLOAD in settings.phases:
-        host = {"kv_offloading_size": settings.offload_gib, "kv_offloading_backend": "native"}
+    longest = min(settings.context + settings.output + 64, SHAPES[settings.shape]["max_position_embeddings"])
+    own = _vllm_arguments if settings.engine == "vllm" else _sglang_arguments
     layout = system.partition("@")[2]
     return {
+        "engine": settings.engine,
         "system": system,
         "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
-        "engine": {
-            "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-            "max_model_len": min(longest, SHAPES[settings.shape]["max_position_embeddings"]),
-            "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
-            "max_num_batched_tokens": settings.max_num_batched_tokens, "enforce_eager": settings.eager,
-            "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed,
-            **cache_arguments(system), **host, **dict(settings.extra),
+        "arguments": {
+            **own(settings, str(folder), longest), **cache_arguments(system, settings.engine), **dict(settings.extra),
         },
         "vocabulary": SHAPES[settings.shape]["vocab_size"],
         **{name: getattr(settings, name) for name in
-           ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed", "rounds")},
+           ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed", "rounds",
+            "max_num_seqs")},
+    }  # fmt: skip
+
+
+def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
+    host: dict[str, Any] = {}
+    if OFFLOAD in settings.phases:
+        host = {"kv_offloading_size": settings.offload_gib, "kv_offloading_backend": "native"}
+    return {
+        "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "max_model_len": longest, "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens, "enforce_eager": settings.eager,
+        "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed, **host,
+    }  # fmt: skip
+
+
+def _sglang_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
+    """Prefill runs without graphs, whose capture takes most of SGLang's start-up; metrics bring times per request."""
+    return {
+        "model_path": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "context_length": longest, "mem_fraction_static": settings.memory,
+        "max_running_requests": settings.max_num_seqs, "cuda_graph_max_bs_decode": settings.max_num_seqs,
+        "chunked_prefill_size": settings.max_num_batched_tokens, "disable_cuda_graph": settings.eager,
+        "disable_prefill_cuda_graph": True, "enable_metrics": True, "random_seed": settings.seed,
+        "log_level": "warning",
     }  # fmt: skip
 
 

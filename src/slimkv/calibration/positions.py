@@ -30,7 +30,7 @@ def position_edges(max_positions: int) -> tuple[int, ...]:
 
 def matrix_index(positions: Tensor, edges: tuple[int, ...]) -> Tensor:
     """positions int [tokens] -> the number of the range each is in, int32 [tokens]; beyond all: the last."""
-    return torch.bucketize(positions, _boundaries(edges, positions.device), right=True, out_int32=True)
+    return torch.bucketize(positions.long(), _boundaries(edges, positions.device), right=True, out_int32=True)
 
 
 @lru_cache(maxsize=64)

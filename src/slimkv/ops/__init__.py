@@ -1,7 +1,8 @@
-"""Operations on pages: store, attend, gather. Each has a reference and backends behind one public function."""
+"""Operations on pages: store, attend, gather, copy. Each has a reference and backends behind its public functions."""
 
 from slimkv.ops.attention.api import AttendOptions, attend
 from slimkv.ops.attention.workspace import workspace_bytes
+from slimkv.ops.copy.api import copy_tokens, read_tokens, write_tokens
 from slimkv.ops.gather.api import gather_kv
 from slimkv.ops.merge import merge_attention_states
 from slimkv.ops.plan import AttendPlan, StorePlan, plan_attend, plan_store
@@ -12,10 +13,13 @@ __all__ = [
     "AttendPlan",
     "StorePlan",
     "attend",
+    "copy_tokens",
     "gather_kv",
     "merge_attention_states",
     "plan_attend",
     "plan_store",
+    "read_tokens",
     "store_kv",
     "workspace_bytes",
+    "write_tokens",
 ]

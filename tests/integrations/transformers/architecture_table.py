@@ -1,4 +1,4 @@
-"""Runs every class (or those named) and writes the outcomes: ``python architecture_table.py --rows rows.jsonl --page page.md``.
+"""Runs every class (or those named) and writes what becomes of it, as rows of JSON and as a page.
 
 Rows that are in the file already are not run again.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+SCRIPT = "tests/integrations/transformers/architecture_table.py"
 HEAD = """# Every architecture
 
 What becomes of the generating classes of transformers {version} when their keys and values are packed. This page is
@@ -53,7 +54,9 @@ def page(rows: list[dict[str, Any]], command: str, tolerance: float) -> str:
     failed = sorted((x for x in rows if x["stock"]), key=lambda x: x["name"].lower())
     counts = Counter(map(state, ran))
     summary = f"Of {len(rows)} classes, {len(ran)} run with the stock cache from a tiny configuration. Of these: "
-    summary += ", ".join(f"{counts[x]} {x}" for x in ("fused", "decoded", "stock", "refused", "wrong") if counts[x]) + "."
+    summary += (
+        ", ".join(f"{counts[x]} {x}" for x in ("fused", "decoded", "stock", "refused", "wrong") if counts[x]) + "."
+    )
     text = HEAD.format(version=transformers.__version__, command=command, tolerance=tolerance, summary=summary)
     text += "\n| class | kind | outcome | packed layers | calls fused / decoded | why not |\n" + "| --- " * 6 + "|\n"
     for row in ran:
@@ -61,7 +64,9 @@ def page(rows: list[dict[str, Any]], command: str, tolerance: float) -> str:
         calls = f"{fused['fused']} / {fused['decoded']}" if fused["result"] == "same" else ""
         reason = (row["cache"]["detail"] or fused["detail"]).replace("|", "\\|")
         text += f"| {row['name']} | {row['kind']} | {state(row)} | {fused['packed'] or ''} | {calls} | {reason} |\n"
-    text += "\n## Not compared\n\nStock transformers does not run these from the configuration that the test derives.\n\n"
+    text += (
+        "\n## Not compared\n\nStock transformers does not run these from the configuration that the test derives.\n\n"
+    )
     text += "| class | why |\n| --- | --- |\n"
     for row in failed:
         text += f"| {row['name']} | {row['stock'].replace('|', chr(92) + '|')} |\n"
@@ -92,7 +97,7 @@ def main() -> None:
                 file.write(json.dumps(rows[name]) + "\n")
             print(f"{name}: {rows[name]['stock'] or state(rows[name])} ({time.monotonic() - start:.1f} s)", flush=True)
     if options.page:
-        command = "python tests/integrations/transformers/architecture_table.py --rows rows.jsonl --page docs/architectures.md"
+        command = f"python {SCRIPT} --rows ROWS --page docs/guides/architectures.md"
         options.page.write_text(page([rows[x] for x in wanted], command, outcomes.TOLERANCE))
 
 

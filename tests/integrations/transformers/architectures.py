@@ -30,7 +30,11 @@ MAPPINGS = {
 # Rules for integers (and None, where a rule says so): the first pattern that matches the whole name decides.
 RULES: list[tuple[str, int]] = [
     (r"num_kv_shared_layers", 2),
-    (r"(.*_)?vocab_size(_per_layer_input)?|t2u_vocab_size|num_embeddings|codebook_size|encoder_hash_byte_group_vocab", VOCAB),
+    (
+        r"(.*_)?vocab_size(_per_layer_input)?|t2u_vocab_size|num_embeddings|codebook_size|"
+        r"encoder_hash_byte_group_vocab",
+        VOCAB,
+    ),
     (r"hidden_size_per_layer_input|laurel_rank|d_rel|gated_norm_rank", 16),
     (r"num_codebooks|num_quantizers|num_code_groups", 2),
     (r"linear_conv_kernel_dim|.*conv_kernel.*|.*d_conv|.*kernel_size|.*patch_size|patch_temporal|.*_stride", -1),
@@ -48,24 +52,49 @@ RULES: list[tuple[str, int]] = [
     (r"index_(head_dim|n_heads)", 16),
     (r"linear_(key|value)_head_dim|linear_head_dim|mamba_d_head|mamba_head_dim|mamba_headdim", 32),
     (r"linear_num(_key|_value)?_heads", 4),
-    (r"(.*_)?(num_key_value_heads|num_kv_heads|kv_n_heads|num_key_value_heads_.*|num_global_key_value_heads)", KV_HEADS),
+    (
+        r"(.*_)?(num_key_value_heads|num_kv_heads|kv_n_heads|num_key_value_heads_.*|"
+        r"num_global_key_value_heads)",
+        KV_HEADS,
+    ),
     (r"mamba_(n_heads|num_heads)|mamba_n_heads|n_mamba_heads", 8),
     (r"(.*_)?(num_attention_heads|attention_heads|n_heads?|num_heads|encoder_attention_heads|num_attn_heads)", HEADS),
-    (r"(.*_)?(head_dim|kv_channels|d_kv|dim_head|head_size)|qk_head_dim|v_head_dim|rotary_dim|query_pre_attn_scalar", HEAD_DIM),
+    (
+        r"(.*_)?(head_dim|kv_channels|d_kv|dim_head|head_size)|qk_head_dim|v_head_dim|rotary_dim|"
+        r"query_pre_attn_scalar",
+        HEAD_DIM,
+    ),
     (r"(mamba_)?(d_state|state_size)|ssm_state_size|mamba_d_state|mamba_dt_rank|time_step_rank|mamba_d_ssm", 16),
     (r"(mamba_)?chunk_size|attention_chunk_size|block_size|local_radius", 8),
     (r"(.*_)?sliding_window|sliding_window_size|attention_window|keep_window_size|conf_attention_.*", WINDOW),
     (r"sliding_window_pattern|global_attn_every_n_layers|attn_layer_period|_sliding_window_pattern", 2),
-    (r"(.*_)?(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(encoder|decoder)_layers|depth|layers|num_blocks|num_layers_per_stack)", LAYERS),
-    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|emb_dim|embedding_size|dim_model|(projection|proj|projector_input|projector_output|output|hidden|input)_dim|word_embed_proj_dim|hidden_size_global|conv_dim|output_channels|out_channels_vision|latent_channels)", HIDDEN),
-    (r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_target_positions|model_max_length|max_(encoder|decoder)_position_embeddings)", 512),
+    (
+        r"(.*_)?(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(encoder|"
+        r"decoder)_layers|depth|layers|num_blocks|num_layers_per_stack)",
+        LAYERS,
+    ),
+    (
+        r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|emb_dim|embedding_size|dim_model|(projection|proj|"
+        r"projector_input|projector_output|output|hidden|input)_dim|word_embed_proj_dim|"
+        r"hidden_size_global|conv_dim|output_channels|out_channels_vision|latent_channels)",
+        HIDDEN,
+    ),
+    (
+        r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_target_positions|"
+        r"model_max_length|max_(encoder|decoder)_position_embeddings)",
+        512,
+    ),
     (r"max_source_positions", 40),
     (r"num_mel_bins", 16),
     (r"num_position_embeddings", 64),
     (r"spatial_merge_size", 2),
-    (r"num_query_tokens|.*n_latents|.*num_latents|latent_query_num|image_seq_length|mm_tokens_per_image|num_image_tokens", 4),
+    (
+        r"num_query_tokens|.*n_latents|.*num_latents|latent_query_num|image_seq_length|"
+        r"mm_tokens_per_image|num_image_tokens",
+        4,
+    ),
     (r"relative_attention_num_buckets|position_bias_num_buckets", 8),
-]  # fmt: skip
+]
 UNSET = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "n_routed_experts": 4, "num_experts": 4}
 COMPILED = [(re.compile(pattern), value) for pattern, value in RULES]
 
@@ -91,7 +120,11 @@ EXACT: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 32},
     "mllama_text_model": {"cross_attention_layers": [1]},
-    "mllama_vision_model": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 3 * HIDDEN, "num_global_layers": 2},
+    "mllama_vision_model": {
+        "intermediate_layers_indices": [0, 2],
+        "vision_output_dim": 3 * HIDDEN,
+        "num_global_layers": 2,
+    },
     "paddleocr_vl_text": {"rope_parameters": SECTIONS},
     "qwen2_5_vl_vision": {"fullatt_block_indexes": [1, 3]},
     "qwen2_5_vl_text": {"rope_parameters": SECTIONS},
@@ -124,10 +157,16 @@ def overrides(default: Any, model_type: str) -> dict[str, Any]:
     """Small values for the fields of ``default``."""
     small: dict[str, Any] = {}
     special = FIRST_SPECIAL
-    fields = {name: value for name, value in vars(default).items() if not name.startswith("_") or name == "_sliding_window_pattern"}
+    fields = {
+        name: value
+        for name, value in vars(default).items()
+        if not name.startswith("_") or name == "_sliding_window_pattern"
+    }
     layers = getattr(default, "num_hidden_layers", None)
     layers = layers if isinstance(layers, int) else 0
-    kinds = next((list(fields[x]) for x in ("layer_types", "layers_block_type") if isinstance(fields.get(x), list)), None)
+    kinds = next(
+        (list(fields[x]) for x in ("layer_types", "layers_block_type") if isinstance(fields.get(x), list)), None
+    )
     chosen = _layer_choice(kinds, LAYERS) if kinds and len(kinds) >= LAYERS else None
     for name, value in fields.items():
         if name in default.sub_configs:
@@ -135,7 +174,9 @@ def overrides(default: Any, model_type: str) -> dict[str, Any]:
         if isinstance(value, list | tuple) and layers and len(value) == layers and layers > LAYERS:
             picked = [value[i] for i in chosen or range(LAYERS)]
             small[name] = type(value)(picked)
-        elif name.endswith(("token_id", "token_index", "_id")) and isinstance(value, int) and not isinstance(value, bool):
+        elif (
+            name.endswith(("token_id", "token_index", "_id")) and isinstance(value, int) and not isinstance(value, bool)
+        ):
             if name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
                 small[name] = {"pad": 0, "bos": 1, "eos": 2, "dec": 1}[name[:3]]
             elif value >= VOCAB:

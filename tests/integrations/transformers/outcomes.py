@@ -1,4 +1,4 @@
-"""What a lossless packed cache does to a model: the same answer as the stock cache, a refusal with its reason, or worse."""
+"""What a lossless packed cache does to a model: the stock answer, a refusal with its reason, or worse."""
 
 from __future__ import annotations
 
@@ -76,7 +76,13 @@ def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> tuple[tor
     torch.manual_seed(0)
     given = {} if cache is None else {"past_key_values": cache}
     out = model.generate(
-        **inputs, **given, max_new_tokens=NEW, do_sample=False, use_cache=True, output_logits=True, return_dict_in_generate=True
+        **inputs,
+        **given,
+        max_new_tokens=NEW,
+        do_sample=False,
+        use_cache=True,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
     return out.sequences, torch.stack(out.logits).float()
 
@@ -110,7 +116,9 @@ def attempt(model: Any, inputs: dict[str, Any], tokens: torch.Tensor, logits: to
     except slimkv.SlimKVError as error:
         return Outcome(REFUSED, str(error).splitlines()[0])
     except Exception as error:
-        return Outcome(ERROR, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}")
+        return Outcome(
+            ERROR, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}"
+        )
     packed = sum(layer.is_initialized and layer.get_seq_length() > 0 for layer in cache.packed_layers)
     ran = {"fused": counts.fused, "decoded": counts.decoded} if counts is not None else {}
     difference = float((actual - logits).abs().max() / logits.abs().max())

@@ -53,6 +53,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "logprobs": logprobs,
         "blocks": config.cache_config.num_gpu_blocks,
         "block_size": config.cache_config.block_size,
+        "layout": getattr(config.cache_config, "kv_cache_layout", None),
         "layers": {
             name: [type(layer.impl).__name__, getattr(spec, "format", None)]
             for name, layer in config.compilation_config.static_forward_context.items()

@@ -110,3 +110,27 @@ def test_the_index_is_that_of_positions():
     positions = [11, 2, 3, 4, 0, 1, 2, 3, 4]
     assert first[:9].tolist() == [sum(p >= edge for edge in (4, 8)) for p in positions]
     assert index.fill(starts[:2], lengths[:1], 1).data_ptr() == first.data_ptr(), "captured graphs keep its address"
+
+
+def test_auto_says_what_to_run_and_takes_what_was_kept(folder, observed, tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    import transformers
+
+    from slimkv.calibration.cache import cached_path
+    from slimkv.config import KVCacheConfig
+    from slimkv.errors import InputError
+    from slimkv.integrations.vllm.calibration import load_calibration
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = SimpleNamespace(
+        model=folder, hf_text_config=transformers.AutoConfig.from_pretrained(folder), max_model_len=2048
+    )
+    settings = KVCacheConfig(calibration="auto")
+    with pytest.raises(InputError, match=f"slimkv calibrate {folder}"):
+        load_calibration(settings, model)
+    observed.save(cached_path(folder))
+    assert load_calibration(settings, model).layers.keys() == observed.layers.keys()
+    model.max_model_len = 4096
+    with pytest.warns(UserWarning, match="holds up to position 2,048"):
+        load_calibration(settings, model)

@@ -91,6 +91,13 @@ def test_streaming_gives_what_a_whole_answer_gives(server):
     assert "red" in whole.lower()
 
 
+def test_the_example_client_asks(server):
+    address, _ = server
+    script = Path(__file__).parents[3] / "examples" / "vllm_served.py"
+    done = subprocess.run([sys.executable, str(script), "--url", address], capture_output=True, text=True, check=True)
+    assert "red" in done.stdout.lower()
+
+
 def test_the_log_tells_how_many_tokens_fit(server):
     """SmolLM2: 30 layers and 3 KV heads of 68 bytes a token in 1 GiB."""
     _, log = server

@@ -513,6 +513,6 @@ DEVICE Words4 ldg_streaming(const void* p) {
   return r;
 }
 DEVICE Words4 ldg_cached(const void* p) { return ldg_streaming(p); }
-DEVICE float ldg_f32(const float* p) { return *p; }
+DEVICE u32 ldg_word(const void* p) { u32 x; memcpy(&x, p, 4); return x; }
 DEVICE i32 ldg_i32(const i32* p) { return *p; }
 

@@ -58,8 +58,8 @@ def _unpack(format: str, dim: int) -> Variant:
     return prefill.UNPACK, dict(prefill.unpack_defines(_layout(format, dim), prefill.SHAPES[dim])), "sm_90"
 
 
-def _prefill(dim: int, window: bool = False) -> Variant:
-    defines = prefill.attend_defines(_layout("k4v4", dim), prefill.SHAPES[dim], BF16, BF16, window)
+def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
+    defines = prefill.attend_defines(_layout("k4v4", dim), prefill.SHAPES[dim], BF16, BF16, window, softcap)
     return prefill.ATTEND, dict(defines), "sm_90a"
 
 
@@ -90,6 +90,9 @@ def variants() -> dict[str, Variant]:
         "prefill-d64": _prefill(64),
         "prefill-d128": _prefill(128),
         "prefill-window": _prefill(128, window=True),
+        "prefill-d256": _prefill(256),
+        "prefill-d256-softcap": _prefill(256, softcap=True),
+        "prefill-unpack-d256": _unpack("k4v4", 256),
     }
 
 

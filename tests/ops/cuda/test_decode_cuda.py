@@ -98,6 +98,7 @@ def as_if_long(monkeypatch):
     """More warps and larger steps, which the few tokens of a test would not choose."""
     monkeypatch.setattr(shape, "_SHORT_BYTES", 0)
     monkeypatch.setattr(shape, "_LITTLE_TOKENS", 0)
+    monkeypatch.setattr(shape, "_TINY_TOKENS", 0)
 
 
 @emulated
@@ -122,7 +123,8 @@ CUTS = [
 
 @emulated
 @pytest.mark.parametrize(("case", "device"), CUTS, ids=lambda x: str(x) if isinstance(x, Case) else "")
-def test_how_work_is_cut(case, device):
+def test_how_work_is_cut(case, device, monkeypatch):
+    monkeypatch.setattr(shape, "_TINY_TOKENS", 0)
     check_emulated(case, device)
 
 

@@ -57,6 +57,8 @@ EMULATED = [
     ),
     *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k3v8", "ku8vur3", "k6vfp8")),
     *(replace(LONG, group=group) for group in (1, 3, 6, 64)),
+    *(replace(LONG, dim=256, lens=(150,), queries=(34,), softcap=cap) for cap in (0.0, 3.0)),
+    replace(LONG, softcap=2.0, window=100, sinks=True),
     *(replace(LONG, page=page) for page in (32, 128)),
     *(
         replace(LONG, **{k: v})
@@ -108,7 +110,6 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only(side):
         (replace(LONG, dim=96), "head sizes 96/96 are not"),
         (replace(LONG, dim=128, value_dim=64), "head sizes 128/64 are not"),
         (replace(LONG, group=65), "65 query heads per KV head are more than 64"),
-        (replace(LONG, softcap=2.0), "softcap"),
         (replace(LONG, fresh=True), "fresh K and V"),
     ],
     ids=str,
@@ -122,11 +123,11 @@ def test_it_runs_on_hopper_only():
     assert not prefill_cuda.runs_on(CPU)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_it_compiles(dim, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout, shape = PageLayout(CodecSpec.parse("k4v4", dim), 16), prefill_cuda.SHAPES[dim]
-    to_attend = prefill_cuda.attend_defines(layout, shape, 1, 1, True)
+    to_attend = prefill_cuda.attend_defines(layout, shape, 1, 1, True, True)
     assert compile_kernels(prefill_cuda.ATTEND, to_attend, "sm_90a", tmp_path)[:4] == b"\x7fELF"
     to_unpack = prefill_cuda.unpack_defines(layout, shape)
     assert compile_kernels(prefill_cuda.UNPACK, to_unpack, "sm_90", tmp_path)[:4] == b"\x7fELF"
@@ -201,5 +202,7 @@ def test_it_is_what_hopper_gets_by_default(hopper, monkeypatch):
     monkeypatch.setattr(prefill_cuda, "attend_prefill", noting)
     check(BIG, hopper, backend="cuda")
     assert len(seen) == 1
-    check(replace(BIG, softcap=2.0), hopper, backend="cuda")  # the Triton kernels'
-    assert len(seen) == 1
+    check(replace(BIG, softcap=2.0), hopper, backend="cuda")
+    assert len(seen) == 2
+    check(replace(BIG, dim=96), hopper, backend="cuda")  # the Triton kernels'
+    assert len(seen) == 2

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -73,6 +73,8 @@ class SlimKVCache(Cache):
             its config), and kept on disk.
     """
 
+    encoder_decoder_class: ClassVar[type[SlimKVCache]]  # set where it is defined
+
     def __init__(
         self,
         config: Any,
@@ -104,17 +106,15 @@ class SlimKVCache(Cache):
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         if not self.packed_layers and any(name != RAW for name in formats):
             warnings.warn(
-                f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, which "
-                "slimkv leaves as they are; the cache takes as much memory as the stock one",
+                f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, "
+                "which slimkv leaves as they are; the cache takes as much memory as the stock one",
                 stacklevel=2,
             )
 
     def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> SlimKVCache:
         """For an encoder-decoder model, a cache that also holds the stock cache of its cross-attention."""
         if cls is SlimKVCache and getattr(_checked_config(config), "is_encoder_decoder", False):
-            from slimkv.integrations.transformers.encoder_decoder import EncoderDecoderSlimKVCache
-
-            cls = EncoderDecoderSlimKVCache
+            cls = cls.encoder_decoder_class
         return super().__new__(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -162,7 +162,11 @@ class SlimKVCache(Cache):
             pair = [getattr(layer, name, None) for name in ("keys", "values")]
             key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in pair)
             window = getattr(layer, "window", None)
-            yield key, value, torch.tensor(window) if window is not None else getattr(layer, "_sliding_window_tensor", None)
+            yield (
+                key,
+                value,
+                torch.tensor(window) if window is not None else getattr(layer, "_sliding_window_tensor", None),
+            )
 
     @property
     def is_linear(self) -> list[bool]:

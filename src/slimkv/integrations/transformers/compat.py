@@ -111,4 +111,6 @@ def refuse_without_cache(config: Any, model: Any) -> None:
     alone = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and "use_cache" not in takes
     if ("past_key_values" not in takes and (other or alone)) or not supports():
         instead = f"; what it keeps between steps is called {other}" if other else ""
-        raise UnsupportedError(f"{kind.__name__} takes no cache of keys and values, so there is nothing to pack{instead}")
+        raise UnsupportedError(
+            f"{kind.__name__} takes no cache of keys and values, so there is nothing to pack{instead}"
+        )

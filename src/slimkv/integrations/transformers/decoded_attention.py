@@ -70,11 +70,10 @@ def masked_attention(
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         causal = False
     if bias is not None:
-        hidden = torch.finfo(query.dtype).min
-        if mask is None:
-            mask = bias
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.where(mask, bias, torch.finfo(query.dtype).min)
         else:
-            mask = torch.where(mask, bias, hidden) if mask.dtype == torch.bool else mask + bias
+            mask = bias if mask is None else mask + bias
     if softcap or sinks is not None:
         out, _ = dense_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
         return out

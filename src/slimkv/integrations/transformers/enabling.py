@@ -33,8 +33,9 @@ _enabled: WeakKeyDictionary[torch.nn.Module, _Enabled] = WeakKeyDictionary()
 def enable(model: Any, format: str | KVCacheConfig = DEFAULT_FORMAT, *, fused: bool = True, **options: Any) -> Any:
     """Lets ``model.generate`` (and pipelines, which call it) use a packed cache; returns the model.
 
-    Every call of ``generate`` without a cache of its own gets a fresh ``SlimKVCache(model, format, **options)``. Calling
-    ``enable`` again changes the settings; ``disable`` ends it. Plain forward calls are not changed: give them a cache.
+    Every call of ``generate`` without a cache of its own gets a fresh ``SlimKVCache(model, format, **options)``.
+    Calling ``enable`` again changes the settings; ``disable`` ends it. Plain forward calls do not change: give them a
+    cache.
 
     Args:
         format: a format or a whole ``KVCacheConfig``, as for ``SlimKVCache``.
@@ -48,8 +49,7 @@ def enable(model: Any, format: str | KVCacheConfig = DEFAULT_FORMAT, *, fused: b
     disable(model)
     with _lock:
         _enabled[model] = _Enabled(format, options, switch_on(model) if fused else [])
-        model.generate = partial(_generate, model)
-        model.generate_batch = partial(_refuse, model, "generate_batch")
+        vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
     return model
 
 
@@ -87,6 +87,6 @@ def _refuse(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     if model not in _enabled:  # a copy of an enabled model
         return getattr(type(model), name)(model, *args, **kwargs)
     raise UnsupportedError(
-        f"{name} (continuous batching) keeps keys and values in a paged cache of its own, which slimkv does not pack: use "
-        "generate, or call slimkv.disable(model)"
+        f"{name} (continuous batching) keeps keys and values in a paged cache of its own, which slimkv does not pack: "
+        "use generate, or call slimkv.disable(model)"
     )

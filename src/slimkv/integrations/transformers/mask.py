@@ -1,8 +1,8 @@
 """The mask that goes with the attention, and what a mask means to pages.
 
-Fused attention takes causal order, a window and left padding as such, not as a mask. So before it runs, the mask must be
-known to be exactly that. A mask from transformers' own functions brings a note of how it was made; any other mask is
-read, number by number. Whatever is not recognised is obeyed on decoded keys and values.
+Fused attention takes causal order, a window and left padding as such, not as a mask. So before it runs, the mask must
+be known to be exactly that. A mask from transformers' own functions brings a note of how it was made; any other mask
+is read, number by number. Whatever is not recognised is obeyed on decoded keys and values.
 """
 
 from __future__ import annotations

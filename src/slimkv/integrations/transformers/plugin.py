@@ -62,7 +62,7 @@ def slimkv_attention(
         count("plain", config)
     key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in (key, value))
     arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-    function = stock_function(type(module), stock) if stock is not None else None
+    function = stock_function(type(module), stock) if stock is not None else None  # type: ignore[arg-type]
     if function is None:
         return _masked(module, query, key, value, attention_mask, **arguments), None
     if is_causal is None:
@@ -81,12 +81,12 @@ def _check_arguments(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         if name not in KNOWN_ARGUMENTS and value is not None and value is not False:
             if name == "cache":
                 raise UnsupportedError(
-                    "continuous batching (generate_batch) keeps keys and values in a paged cache of its own, which slimkv "
-                    "does not pack; use generate with a SlimKVCache, or leave slimkv.attention and slimkv.enable off"
+                    "continuous batching (generate_batch) keeps keys and values in a paged cache of its own, "
+                    "which slimkv does not pack; use generate with a SlimKVCache, or leave slimkv off"
                 )
             raise UnsupportedError(
-                f"{type(module).__name__} passes {name!r} to its attention, which {NAME} attention does not know; leave "
-                "slimkv.attention off for this model: a SlimKVCache also works with its own attention"
+                f"{type(module).__name__} passes {name!r} to its attention, which {NAME} attention does not know; "
+                "leave slimkv.attention off for this model: a SlimKVCache also works with its own attention"
             )
 
 

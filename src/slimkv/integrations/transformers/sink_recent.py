@@ -53,7 +53,11 @@ class SinkRecentKV:
 
     def refusal(self, pads: list[int] | None) -> str | None:
         """See ``LazyKV``."""
-        return "padding beside a high-precision window is masked on decoded keys and values" if pads and any(pads) else None
+        return (
+            "padding beside a high-precision window is masked on decoded keys and values"
+            if pads and any(pads)
+            else None
+        )
 
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
         """The packed part fused, the raw parts dense, joined by their log-sum-exps."""

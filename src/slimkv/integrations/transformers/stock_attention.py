@@ -15,9 +15,9 @@ EAGER, SDPA = "eager", "sdpa"
 
 
 @lru_cache(maxsize=4096)
-def _names(kind: type) -> tuple[frozenset[str], dict[str, Any], frozenset[str]]:
+def _names(kind: Any) -> tuple[frozenset[str], dict[str, Any], frozenset[str]]:
     """Names and string constants in the code of ``kind.forward``, and the globals it sees."""
-    function = inspect.unwrap(kind.forward) if hasattr(kind, "forward") else None
+    function: Any = inspect.unwrap(kind.forward) if hasattr(kind, "forward") else None
     code = getattr(function, "__code__", None)
     if code is None:
         return frozenset(), {}, frozenset()
@@ -34,27 +34,27 @@ def _names(kind: type) -> tuple[frozenset[str], dict[str, Any], frozenset[str]]:
 
 def follows_interface(module: torch.nn.Module) -> bool:
     """Whether ``module`` asks the attention interface for its attention, by the name in its config."""
-    names, _, _ = _names(type(module))
+    names, _, _ = _names(type(module))  # type: ignore[arg-type]
     return "_attn_implementation" in names and any(isinstance(x, AttentionInterface) for x in _values(type(module)))
 
 
 def chooses_by_name(module: torch.nn.Module) -> bool:
     """Whether ``module`` does something else where its attention is not called ``sdpa`` (masks, sparse indices)."""
-    names, _, strings = _names(type(module))
+    names, _, strings = _names(type(module))  # type: ignore[arg-type]
     return "_attn_implementation" in names and SDPA in strings
 
 
-def _values(kind: type) -> Iterator[Any]:
+def _values(kind: Any) -> Iterator[Any]:
     names, scope, _ = _names(kind)
     return (scope[name] for name in names if name in scope)
 
 
 @lru_cache(maxsize=4096)
-def stock_function(kind: type, implementation: str) -> Callable[..., Any] | None:
+def stock_function(kind: Any, implementation: str) -> Callable[..., Any] | None:
     """What modules of ``kind`` call under the name ``implementation``; None where that cannot be told."""
     interface = next((x for x in _values(kind) if isinstance(x, AttentionInterface)), ALL_ATTENTION_FUNCTIONS)
     if implementation != EAGER:
-        return interface[implementation] if implementation in interface else None
+        return interface.get(implementation, None)
     names, scope, _ = _names(kind)
     found = [scope[name] for name in sorted(names) if "eager" in name and callable(scope.get(name))]
     return found[0] if len(found) == 1 else None

@@ -106,8 +106,8 @@ def attention(model: Any) -> Iterator[Counts]:
     configs = switch_on(model)
     if not configs:
         warnings.warn(
-            f"the attention of {type(model).__name__} does not go through transformers' attention interface (or depends "
-            "on its name): it runs as it is, on decoded keys and values",
+            f"the attention of {type(model).__name__} does not go through transformers' attention interface (or "
+            "depends on its name): it runs as it is, on decoded keys and values",
             stacklevel=3,
         )
     context = _Context(frozenset(map(id, configs)), threading.get_ident())

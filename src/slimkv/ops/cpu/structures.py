@@ -212,7 +212,7 @@ class LayoutTables:
 
     def _keep(self, array: np.ndarray, dtype: type) -> int:
         """The address of ``array`` as ``dtype``, which is kept."""
-        copy = np.ascontiguousarray(array, dtype=dtype)
+        copy: np.ndarray = np.ascontiguousarray(array, dtype=dtype)
         self._kept.append(copy)
         return copy.ctypes.data
 

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -209,7 +210,7 @@ def _prepare(request: AttendRequest, device: Device) -> _Call:
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
     plan = _plan(
         device, layout, group, min(request.max_query_len, MAX_DECODE_QUERIES),
-        amount_of(device, layout, request.max_seq_len, sequences * num_kv_heads),
+        amount_of(device, layout, _seen_tokens(request), sequences * num_kv_heads),
         query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
@@ -247,7 +248,7 @@ def _prepare(request: AttendRequest, device: Device) -> _Call:
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, amount: tuple[bool, bool], q_dtype: torch.dtype,
+    device: Device, layout: PageLayout, group: int, queries: int, amount: tuple[bool, bool, bool], q_dtype: torch.dtype,
     out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
     shape = shape_for(device, layout, group, queries, *amount)
@@ -255,8 +256,8 @@ def _plan(
         return None
     spec = layout.spec
     args = Args(
-        key_table=_Table(*level_bytes(spec.key, spec.key_dim, shape.wide)),
-        value_table=_Table(*level_bytes(spec.value, spec.value_dim, shape.wide)),
+        key_table=_Table(*level_bytes(spec.key, spec.key_dim)),
+        value_table=_Table(*level_bytes(spec.value, spec.value_dim)),
         key_sign_bits=_SignBits(*sign_words(spec.key_dim, spec.seed)),
         value_sign_bits=_SignBits(*sign_words(spec.value_dim, spec.seed)),
         most_queries=MAX_DECODE_QUERIES,
@@ -277,8 +278,8 @@ def workspace_bytes(
     """Bytes that ``attend`` needs as ``workspace`` for these bounds."""
     about, need = device_of(device), 0
     for queries in range(1, min(max_query_len, MAX_DECODE_QUERIES) + 1):
-        for tokens, rows in ((0, 1), (1 << 20, 0), (1 << 20, 1 << 20)):
-            shape = shape_on(about, layout, group, queries, tokens, rows)
+        for amount in product((False, True), repeat=3):
+            shape = shape_for(about, layout, group, queries, *amount)
             if shape is not None:
                 items = most_items(total_queries, sequences, num_kv_heads, group, shape)
                 slots = items + about.multiprocessors * shape.resident
@@ -289,7 +290,13 @@ def workspace_bytes(
 def _shape(request: AttendRequest) -> Shape | None:
     device, queries = device_of(request.query.device), min(request.max_query_len, MAX_DECODE_QUERIES)
     rows = request.seq_lens.shape[0] * request.pages.shape[1]
-    return shape_on(device, request.layout, request.group, queries, request.max_seq_len, rows)
+    return shape_on(device, request.layout, request.group, queries, _seen_tokens(request), rows)
+
+
+def _seen_tokens(request: AttendRequest) -> int:
+    """Most tokens of a sequence that its queries see."""
+    window = request.options.sliding_window
+    return request.max_seq_len if window is None else min(request.max_seq_len, window + request.max_query_len)
 
 
 # -- the device --------------------------------------------------------------------------------------------------------

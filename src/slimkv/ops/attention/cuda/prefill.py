@@ -24,9 +24,8 @@ ROWS = 128  # of queries, times heads of a group, in a block
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
 _THREADS = 384
-_DIMS = (64, 128)
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
-_SignBits = ctypes.c_uint32 * 4
+_SignBits = ctypes.c_uint32 * 8
 
 
 class UnpackArgs(ctypes.Structure):
@@ -49,7 +48,7 @@ class AttendArgs(ctypes.Structure):
             "query", "keys", "values", "units", "lengths", "starts", "sinks", "out", "lse", "state",
         )),
         *((name, ctypes.c_int64) for name in ("query_stride", "query_head_stride", "out_stride", "out_head_stride")),
-        *((name, ctypes.c_float) for name in ("scale", "key_norm", "value_norm")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap", "key_norm", "value_norm")),
         ("key_sign_bits", _SignBits),
         ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
@@ -67,7 +66,7 @@ class Shape:
     stages: int  # tiles of K, and of V, in shared memory at a time
 
 
-SHAPES = {64: Shape(128, 2), 128: Shape(128, 2)}
+SHAPES = {64: Shape(128, 2), 128: Shape(128, 2), 256: Shape(64, 2)}
 
 # source, kernel, defines, grid, threads, shared memory, argument
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
@@ -79,14 +78,12 @@ def refusal(request: AttendRequest) -> str | None:
     for name, side in (("key", spec.key), ("value", spec.value)):
         if side.kind not in KIND_NUMBERS:
             return f"{name} format {side.name} is not unpacked by the CUDA prefill (Lloyd-Max, uniform and fp8 are)"
-    if spec.key_dim != spec.value_dim or spec.key_dim not in _DIMS:
-        return f"head sizes {spec.key_dim}/{spec.value_dim} are not 64/64 or 128/128"
+    if spec.key_dim != spec.value_dim or spec.key_dim not in SHAPES:
+        return f"head sizes {spec.key_dim}/{spec.value_dim} are not 64/64, 128/128 or 256/256"
     if request.layout.block_size < 16:
         return "blocks of less than 16 tokens"
     if request.group > MOST_GROUP:
         return f"{request.group} query heads per KV head are more than {MOST_GROUP}"
-    if request.options.softcap > 0:
-        return "a softcap"
     if request.fresh is not None:
         return "fresh K and V"
     return None
@@ -135,7 +132,8 @@ def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKS
         starts=unpack.starts, sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), state=units + 16 * rows * tiles,
         query_stride=query.stride(0), query_head_stride=query.stride(1), out_stride=out.stride(0),
-        out_head_stride=out.stride(1), scale=request.softmax_scale * LOG2E, key_norm=key.orthonormal,
+        out_head_stride=out.stride(1), scale=request.softmax_scale * LOG2E, softcap=options.softcap * LOG2E,
+        key_norm=key.orthonormal,
         value_norm=value.orthonormal, key_sign_bits=_signs(dim, spec.seed), value_sign_bits=_signs(dim, spec.seed),
         sequences=sequences, heads=num_kv_heads, group=group, most_queries=MAX_DECODE_QUERIES, causal=options.causal,
         window=options.sliding_window or 0, query_blocks=query_blocks,
@@ -144,8 +142,9 @@ def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKS
     )  # fmt: skip
     to_unpack = unpack_defines(layout, shape)
     to_attend = attend_defines(
-        layout, shape, DTYPE_NUMBERS[query.dtype], DTYPE_NUMBERS[out.dtype], options.sliding_window is not None
-    )
+        layout, shape, DTYPE_NUMBERS[query.dtype], DTYPE_NUMBERS[out.dtype], options.sliding_window is not None,
+        options.softcap > 0,
+    )  # fmt: skip
     for step in range(passes):
         unpack.first_tile = args.first_tile = step * tiles
         args.first_pass, args.last_pass = step == 0, step == passes - 1
@@ -182,12 +181,14 @@ def _levels_bytes(fmt: TensorFormat) -> int:
 
 
 @lru_cache(maxsize=256)
-def attend_defines(layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool) -> Defines:
+def attend_defines(
+    layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool
+) -> Defines:
     """What prefill/attend.cu is compiled with."""
     spec = layout.spec
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
-        "WINDOW": int(window), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated),
     })  # fmt: skip
 

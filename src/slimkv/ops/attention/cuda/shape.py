@@ -15,15 +15,19 @@ from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
 _SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 _LONG = {
     4: ((8, 12, 2, 1), (4, 12, 2, 1), (4, 8, 2, 1), (2, 12, 2, 1), (2, 8, 2, 1), *_SMALLER),
-    8: ((4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
+    8: ((8, 8, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
     16: ((4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
     32: ((2, 8, 2, 1), (1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1)),
 }
+# Levels from tables in shared memory: warps that wait for it.
+_LOOKED_UP = ((2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), *_SMALLER)
+# So little that every block has a step or two: as many warps as steps.
+_TINY = ((2, 4, 2, 1), (1, 4, 2, 1))
 # Many short sequences: smaller blocks, of which one computes while another changes its sequence.
 _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
 _LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
-_PAIR_WARPS = 8  # fewer would not keep up with memory anyway, and leave the large tables' room to the pages
+_TINY_TOKENS = 1 << 9
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,6 @@ class Shape:
     warps: int
     stages: int  # steps of a warp in shared memory at a time
     resident: int  # blocks of a multiprocessor
-    pairs: bool = False  # levels of 6 bits by pairs of codes, from a table of 128 KiB
 
     @property
     def columns(self) -> int:
@@ -65,30 +68,35 @@ def shape_on(
     return shape_for(device, layout, group, queries, *amount_of(device, layout, tokens, rows))
 
 
-def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> tuple[bool, bool]:
-    """All that a shape depends on of the tokens, which differ at every step: are sequences short, is all work little.
+def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> tuple[bool, bool, bool]:
+    """All that a shape depends on of the tokens, which differ at every step: are sequences short, is work little, tiny?
 
     A block of many warps with little to do for each of them leaves some idle at its end.
     """
     short = tokens * layout.page_bytes < _SHORT_BYTES * layout.block_size
-    return short, rows * tokens < _LITTLE_TOKENS * device.multiprocessors
+    each = rows * tokens / device.multiprocessors
+    return short, each < _LITTLE_TOKENS, each < _TINY_TOKENS
 
 
 @lru_cache(maxsize=1024)
-def shape_for(device: Device, layout: PageLayout, group: int, queries: int, short: bool, little: bool) -> Shape | None:
+def shape_for(
+    device: Device, layout: PageLayout, group: int, queries: int, short: bool, little: bool, tiny: bool
+) -> Shape | None:
     """The first shape that fits, by ``amount_of``."""
     most = max_columns(layout)
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
     cuts = (_SHORT if short else _LONG)[columns]
-    in_pairs = any(f.kind == Kind.LLOYD and f.bits == 6 for f in (layout.spec.key, layout.spec.value))
-    for pairs in (True, False) if in_pairs else (False,):
-        for tiles, warps, stages, resident in cuts:
-            if (little and not short and warps > 8) or (pairs and warps < _PAIR_WARPS):
-                continue
-            shape = Shape(max(1, columns // 8), columns > 4, tiles, warps, stages, resident, pairs)
-            shared = shared_bytes(layout, shape)
-            if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
-                return shape
+    if columns == 4 and _level_table_bytes(layout, False):
+        cuts = _LOOKED_UP
+    if tiny:
+        cuts = _TINY
+    for tiles, warps, stages, resident in cuts:
+        if little and not short and warps > 8:
+            continue
+        shape = Shape(max(1, columns // 8), columns > 4, tiles, warps, stages, resident)
+        shared = shared_bytes(layout, shape)
+        if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
+            return shape
     return None
 
 
@@ -99,23 +107,19 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     fields = 32 * (spec.key.field_count + spec.value.field_count)
     tile = 16 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
     slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim + 8))
-    key_bytes = _in_bytes(spec.key) and not shape.wide
-    query = 8 * shape.groups * spec.key_dim * (1 if key_bytes else 2)
-    products = spec.key_dim // 16 if not key_bytes else (spec.key_dim // 16 + 1) // 2
-    if shape.pairs and not shape.wide and products <= 16 and slot >= 4 * spec.key_dim + query:
-        query = 0  # they are made in the ring
+    query = 8 * shape.groups * spec.key_dim * (1 if _in_bytes(spec.key) and not shape.wide else 2)
     states = 8 * shape.columns * (1 + shape.warps)
-    return shape.warps * shape.stages * slot + _level_table_bytes(layout, shape) + query + states
+    return shape.warps * shape.stages * slot + _level_table_bytes(layout, shape.wide) + query + states
 
 
-def _level_table_bytes(layout: PageLayout, shape: Shape) -> int:
+def _level_table_bytes(layout: PageLayout, wide: bool) -> int:
     """Levels in shared memory, 4 bytes an entry for each lane; one table where K and V have the same levels."""
     spec = layout.spec
 
     def entries(fmt: TensorFormat) -> int:
-        if fmt.kind != Kind.LLOYD or fmt.bits <= 4:
+        if fmt.kind != Kind.LLOYD or (_in_bytes(fmt) and not wide):
             return 0
-        return 256 if fmt.bits == 5 else 1024 if fmt.bits == 6 and shape.pairs else 1 << fmt.bits
+        return 256 if fmt.bits <= 5 else 1 << fmt.bits  # up to 5 bits by pairs of codes
 
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
     return 128 * (entries(spec.key) + (0 if alike else entries(spec.value)))
@@ -145,8 +149,7 @@ def kernel_defines(
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "STAGES": shape.stages,
-        "MIN_BLOCKS": shape.resident, "PAIR_TABLES": int(shape.pairs),
-        "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip
 
@@ -160,17 +163,13 @@ def _words(entries: list[int]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def level_bytes(fmt: TensorFormat, dim: int, wide: bool) -> tuple[int, int]:
-    """Wide: twice the positive levels. Otherwise the bytes of codes: level + 63.5; at 4 bits what an exclusive or with
-    0xFF (positive) or 0x80 makes that of.
-    """
+def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
+    """The bytes of codes: level + 63.5; at 4 bits what an exclusive or with 0xFF (positive) or 0x80 makes that of."""
     if not _in_bytes(fmt) or fmt.bits > 4:
         return 0, 0
     if fmt.kind == Kind.UNIFORM:
         return _words(list(range(8)))
     levels = codebook(fmt.bits, dim).levels_by_code.tolist()
-    if wide:
-        return _words([int(2 * level) for level in levels[len(levels) // 2 :]])
     if fmt.bits == 4:
         return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
     return _words([int(level + 63.5) for level in levels])

@@ -40,11 +40,10 @@ struct StoreScratch {
 static void store_token(const StoreCall& call, i64 token, i64 slot, i64 head, StoreScratch& s) {
   const Layout& layout = *call.layout;
   const i64 key_dim = layout.key.dim;
-  const i8* weights = call.query_aware;
-  if (weights != nullptr) {
-    i64 matrix = call.query_aware_index == nullptr ? 0 : call.query_aware_index[token];
-    matrix = matrix < 0 ? 0 : matrix >= call.matrices ? call.matrices - 1 : matrix;
-    weights += (matrix * call.pages.heads + head) * key_dim * key_dim;
+  const i8* weights = call.query_aware == nullptr ? nullptr : call.query_aware + head * key_dim * key_dim;
+  if (weights != nullptr && call.query_aware_index != nullptr) {
+    const i64 asked = call.query_aware_index[token], last = call.matrices - 1;
+    weights += (asked < 0 ? 0 : asked > last ? last : asked) * call.pages.heads * key_dim * key_dim;
   }
   encode(call.key, token, head, layout.key, weights, s.encode, s.key);
   encode(call.value, token, head, layout.value, nullptr, s.encode, s.value);

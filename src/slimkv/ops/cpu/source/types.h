@@ -89,8 +89,7 @@ struct StoreCall {
   i64 tokens;
   i32 wide_slots;  // slots are int64, not int32
   i32 threads;
-  // [matrices, heads, key_dim, key_dim] transposed: [...][j][i] corrects i for the error of j; or null
-  const i8* query_aware;
+  const i8* query_aware;  // [matrices, heads, key_dim, key_dim] transposed: [j][i] corrects i for the error of j; or null
   const i32* query_aware_index;  // [tokens]: which of the matrices; or null for the first
   i64 matrices;
   Fault fault;

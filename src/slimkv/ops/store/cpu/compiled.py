@@ -18,8 +18,10 @@ _transposed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Everything; a raw side takes its own dtype only."""
+    """Everything but query-aware matrices by position; a raw side takes its own dtype only."""
     spec = request.layout.spec
+    if request.matrices > 1:
+        return f"it rounds keys with one query-aware matrix per head, not with {request.matrices} by position"
     for name, fmt, x in (("key", spec.key, request.key), ("value", spec.value, request.value)):
         if fmt.kind == Kind.RAW and x.dtype != getattr(torch, fmt.raw_dtype):
             return f"the raw format holds {fmt.raw_dtype} bit for bit, but the {name} is {x.dtype}"
@@ -40,6 +42,7 @@ def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | No
     def launch(key: Tensor, value: Tensor, slots: Tensor, index: Tensor | None) -> None:
         slots = slots.contiguous()
         if index is not None:
+            index = index.contiguous()
             call.query_aware_index = index.data_ptr()
         key_of.data, value_of.data, call.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
         call.threads = torch.get_num_threads()
@@ -56,14 +59,15 @@ def _call(request: StoreRequest) -> tuple[CStoreCall, tuple[object, ...]]:
     tables = layout_tables(request.layout)
     matrices = None if request.query_aware is None else _columns(request.query_aware)
     slots = request.slot_mapping.contiguous()
+    index = None if request.query_aware_index is None else request.query_aware_index.contiguous()
     call = CStoreCall(
         layout=tables.address, pages=pages_of(request.pages), key=vectors_of(request.key),
         value=vectors_of(request.value), slots=slots.data_ptr(), tokens=slots.shape[0],
         wide_slots=slots.dtype == torch.int64, threads=torch.get_num_threads(),
         query_aware=None if matrices is None else matrices.data_ptr(), matrices=request.matrices,
-        query_aware_index=None if request.query_aware_index is None else request.query_aware_index.data_ptr(),
+        query_aware_index=None if index is None else index.data_ptr(),
     )  # fmt: skip
-    return call, (tables, matrices, slots)
+    return call, (tables, matrices, slots, index)
 
 
 def _columns(matrices: Tensor) -> Tensor:

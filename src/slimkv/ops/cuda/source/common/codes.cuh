@@ -1,5 +1,5 @@
 // The codes of one 16-token tile, from the bytes of a page in shared memory to operands of the tensor cores.
-// Lanes, slices, planes and value numbers are those of docs/page-format.md.
+// Lanes, slices, planes and value numbers are those of docs/design/page-format.md.
 #pragma once
 #include "common/types.cuh"
 
@@ -89,14 +89,9 @@ template <int BITS, int S, bool TRANSPOSED> struct Codes {
     if (BITS > 4 && (REST & 1)) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << (REST >= 2 ? 2 : 0);
     return x;
   }
-  // 5 and 6 bits: the word with what is above the low nibbles, and where in its nibbles.
-  DEVICE_MEMBER u32 high_word(int s) const {
-    if (BITS == 5) return one.template word_of<TRANSPOSED>(base + one_offset(), lane, s);
-    return two.template word_of<TRANSPOSED>(base + Plane<FIRST, S>::BYTES, lane, s);
-  }
-  DEVICE_MEMBER static constexpr int high_shift(int s) {
-    return BITS == 5 ? Plane<1, S>::shift_of(s) : Plane<2, S>::shift_of(s);
-  }
+  // 5 bits: the word with the signs, and where in its nibbles.
+  DEVICE_MEMBER u32 sign_word(int s) const { return one.template word_of<TRANSPOSED>(base + one_offset(), lane, s); }
+  DEVICE_MEMBER static constexpr int sign_shift(int s) { return Plane<1, S>::shift_of(s); }
 };
 
 template <int S, bool TRANSPOSED> struct Codes<8, S, TRANSPOSED> {
@@ -112,17 +107,15 @@ template <int S, bool TRANSPOSED> struct Codes<8, S, TRANSPOSED> {
 // uniform codes.
 template <int KIND, int BITS> constexpr bool in_bytes() { return KIND == UNIFORM || (KIND == LLOYD && BITS <= 4); }
 
-// Two tables of four bytes. For bytes: up to 3 bits entry c is the byte of code c; at 4 bits it belongs to magnitude c and
-// is completed by the sign. For halves: entry c is twice magnitude c.
+// Two tables of four bytes: up to 3 bits entry c is the byte of code c; at 4 bits it belongs to magnitude c and is completed
+// by the sign.
 struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 
 // Levels in shared memory, a copy of every entry for each lane, so that lanes never wait for one another.
 struct LevelTable {
-  u32 address;  // of this lane's first entry; below 2^15
+  u32 address;  // of this lane's first entry
   // The entry whose number is byte i of the word; an entry's 128 bytes are what the byte is multiplied by.
-  DEVICE_MEMBER u32 at(u32 word, int i, u32 bits = 0) const {
-    return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), bits | address));
-  }
+  DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), address)); }
 };
 
 // Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
@@ -160,25 +153,15 @@ template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
 }
 // And what its numbers are multiplied by to be levels.
 template <int KIND, int BITS> constexpr float half_unit() {
-  return KIND == FP8 ? 256.0f : KIND == LLOYD && BITS <= 4 ? 8388608.0f : 1.0f;
+  return KIND == FP8 ? 256.0f : 1.0f;
 }
 
 // The numbers of a slice as an operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7), of which keys want the middle two the
-// other way round. Lloyd-Max of up to 4 bits: twice a magnitude (`table`, by magnitude) in the low byte and the sign in
-// the high one is a denormal number, 2^-23 times the level. Of more bits: one by one from a table in shared memory. FP8:
-// behind fp16's exponent the bits of e4m3 are the number over 256.
+// other way round. Lloyd-Max: one by one from a table in shared memory (of 6 bits and more; see below for fewer). FP8: behind
+// fp16's exponent the bits of e4m3 are the number over 256.
 template <int KIND, int BITS, bool TRANSPOSED>
 DEVICE void code_halves(u32 low, u32 high, Table table, const LevelTable& levels, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
-  if (KIND == LLOYD && BITS <= 4) {
-    const u32 magnitudes = low & 0x11111111u * ((1u << (BITS - 1)) - 1);
-    const u32 first = prmt(table.low, table.high, magnitudes);
-    const u32 second = prmt(table.low, table.high, (magnitudes >> 16));
-    const u32 even = ~(low << (8 - BITS)) & 0x80808080u, odd = ~(low << (4 - BITS)) & 0x80808080u;
-    a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
-    a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);
-    return;
-  }
   if (KIND == UNIFORM) {
     u32 first, second;
     code_bytes<KIND, BITS>(low, high, table, first, second);
@@ -211,9 +194,9 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const LevelTable& levels
 
 // ---- halves by pairs ----------------------------------------------------------------------------------------------
 
-// Lloyd-Max of 5 and 6 bits: a table with the magnitudes of two codes in every entry. Entry 256 h + b has those of the
-// nibbles of b (the lower one in its lower half), whose next bits, at 6 bits, are h's. The top bits of the codes are signs.
-template <int KIND, int BITS> constexpr int pair_entries() { return KIND != LLOYD ? 0 : BITS == 5 ? 256 : BITS == 6 ? 1024 : 0; }
+// Lloyd-Max of up to 5 bits: a table with the levels of two codes in every entry. Entry b has those of the nibbles of b, the
+// lower one in its lower half; of 5 bits their magnitudes, and the fifth bits are signs.
+constexpr int PAIR_ENTRIES = 256;
 
 // Nibbles of a word whose pairs are 16 bits apart: pair p is in nibbles p and p + 4. Pairs of values 0 and 1, 2 and 3, ..., or
 // with ACROSS 0 and 2, 1 and 3, 4 and 6, 5 and 7.
@@ -226,18 +209,18 @@ template <bool ACROSS> DEVICE u32 pairs_apart(u32 x) {
 // The four pairs of a slice.
 template <bool ACROSS, int BITS, int S, bool TRANSPOSED>
 DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED>& codes, int s, const LevelTable& levels, u32 (&pair)[4]) {
+  static_assert(BITS <= 5, "an entry of the table has two nibbles");
   u32 low = codes.low(s);
   if (ACROSS) {  // nibbles 1 and 2 change places, and 5 and 6
     const u32 both = (low ^ low >> 4) & 0x00F000F0u;
     low = low ^ both ^ both << 4;
   }
-  const u32 high = pairs_apart<ACROSS>(codes.high_word(s));
-  const u32 next = BITS == 6 ? (high & 0x5555u) | (high >> 15 & ~0x5555u) : 0;  // the two next bits of a pair side by side
-  const int at = codes.high_shift(s);
 #pragma unroll
-  for (int p = 0; p < 4; p++) {
-    const u32 magnitudes = levels.at(low, p, BITS == 6 ? next << (15 - 4 * p - at) & 0x18000u : 0);
-    pair[p] = magnitudes ^ (~(high << (BITS == 5 ? 15 - 4 * p - at : 14 - 4 * p - at)) & 0x80008000u);
+  for (int p = 0; p < 4; p++) pair[p] = levels.at(low, p);
+  if constexpr (BITS == 5) {
+    const u32 signs = pairs_apart<ACROSS>(codes.sign_word(s));
+#pragma unroll
+    for (int p = 0; p < 4; p++) pair[p] ^= ~(signs << (15 - 4 * p - codes.sign_shift(s))) & 0x80008000u;
   }
 }
 

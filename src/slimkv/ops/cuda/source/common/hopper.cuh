@@ -61,10 +61,14 @@ DEVICE void keep_before(float x, float y) {
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGISTERS_64 REGISTERS_32 "," "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGISTERS_128 REGISTERS_64 "," "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
+  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define HELD_4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define HELD_8(i) HELD_4(i), HELD_4(i + 4)
 #define HELD_32 HELD_8(0), HELD_8(8), HELD_8(16), HELD_8(24)
 #define HELD_64 HELD_32, HELD_8(32), HELD_8(40), HELD_8(48), HELD_8(56)
+
+#define HELD_128 HELD_64, HELD_8(64), HELD_8(72), HELD_8(80), HELD_8(88), HELD_8(96), HELD_8(104), HELD_8(112), HELD_8(120)
 
 template <int N> struct Wgmma;
 // shared_a: c [64, N] = (or, ADD, +=) A B, halves; operands of 64 x 16 and N x 16, 16 side by side.
@@ -84,6 +88,7 @@ template <int N> struct Wgmma;
   };
 SLIMKV_WGMMA(64, 32, "32", "33", "34", "35", "36", "37")
 SLIMKV_WGMMA(128, 64, "64", "65", "66", "67", "68", "69")
+SLIMKV_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")
 #endif
 
 // An operand in shared memory in rows of 128 bytes, of which 8 (1,024 bytes on their own boundary) have their 16-byte units

@@ -125,7 +125,7 @@ DEVICE u32 dp4a_u8(u32 a, u32 b, u32 c) { u32 r; asm("dp4a.u32.u32 %0, %1, %2, %
 DEVICE i32 dp4a_u8_s8(u32 a, u32 b, i32 c) { i32 r; asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEVICE i32 dp4a_s8(u32 a, u32 b, i32 c) { i32 r; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 
-// c += A B, A 16 x k row by row, B k x 8 column by column, in the lanes' fragments (see docs/page-format.md).
+// c += A B, A 16 x k row by row, B k x 8 column by column, in the lanes' fragments (see docs/design/page-format.md).
 #define SLIMKV_MMA(name, types)                                                                                        \
   DEVICE void name(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {                                         \
     asm("mma.sync.aligned.m16n8k32.row.col.s32." types ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"    \
@@ -190,7 +190,7 @@ DEVICE Words4 ldg_cached(const void* p) {
   return r;
 }
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
-DEVICE float ldg_f32(const float* p) { return __ldg(p); }
+DEVICE u32 ldg_word(const void* p) { return __ldg((const u32*)p); }
 DEVICE i32 ldg_i32(const i32* p) { return __ldg(p); }
 
 // A grid may start while the one before it is still finishing; what that one wrote is there after the wait.

@@ -19,10 +19,10 @@
 
 // Every entry is written for all lanes, 16 bytes at a time, by threads that start at different lanes.
 template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* table, const float* levels) {
-  constexpr int POSITIVE = 1 << (BITS - 1);
+  constexpr int FIRST = BITS == 5 ? 16 : 0, CODES = BITS < 4 ? 1 << BITS : 16;  // of what a nibble counts
   for (int i = thread_index(); i < ENTRIES; i += 32 * WARPS) {
-    u32 entry = f32_to_f16(levels[IN_PAIRS ? POSITIVE + (i & 15) + (i >> 4 & 16) : i]);
-    if (IN_PAIRS) entry |= f32_to_f16(levels[POSITIVE + (i >> 4 & 15) + (i >> 5 & 16)]) << 16;
+    u32 entry = f32_to_f16(levels[IN_PAIRS ? FIRST + i % CODES : i]);
+    if (IN_PAIRS) entry |= f32_to_f16(levels[FIRST + i / 16 % CODES]) << 16;
 #pragma unroll
     for (int k = 0; k < 8; k++) *(Words4*)(table + 128 * i + 16 * ((k + i) & 7)) = {entry, entry, entry, entry};
   }
@@ -30,9 +30,8 @@ template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* tabl
 
 // A permutation takes one operand of the kind that all lanes share; its table must not be one.
 DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
-  constexpr bool VALUES_FIRST = LEVEL_ENTRIES_V > LEVEL_ENTRIES_K;  // the largest table is at the beginning
-  u8* key_levels = VALUES_FIRST ? shared + 128 * LEVEL_ENTRIES_V : shared;
-  u8* value_levels = ONE_TABLE || VALUES_FIRST ? shared : shared + 128 * LEVEL_ENTRIES_K;
+  u8* key_levels = shared;
+  u8* value_levels = ONE_TABLE ? shared : shared + 128 * LEVEL_ENTRIES_K;
   fill_levels<K_BITS, LEVEL_ENTRIES_K, K_IN_PAIRS>(key_levels, args.key_levels);
   if (!ONE_TABLE) fill_levels<V_BITS, LEVEL_ENTRIES_V, V_IN_PAIRS>(value_levels, args.value_levels);
   const u32 signs = in_register(0x80808080u, lane);
@@ -79,15 +78,13 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
   begin_loading(range);
 
   while (true) {
-    u8* operands = QUERY_IN_RING ? shared + RINGS_AT + (filled % STAGES) * SLOT + 4 * KD : shared + QUERY_AT;
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS)
-        prepare_query(args, warp + i * WARPS, query[i], shared, operands, (float*)(ring + (filled % STAGES) * SLOT), lane);
+        prepare_query(args, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
     sync_threads();
     QueryOperands queries;
-    queries.load(operands, lane);
-    if (QUERY_IN_RING) sync_threads();  // before the slot is filled
+    queries.load(shared + QUERY_AT, lane);
     ColumnState columns;
     columns.load(args, range, shared, t);
     Accumulator acc;
@@ -120,7 +117,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
     cp_async_wait<0>();
 
     // -- what comes next is loaded while this range is finished; slot 0 is kept free for its results
-    left -= range.last - range.first;
+    left -= range.last - range.first + ITEM_COST;  // with what the next item takes
     WorkRange next = range;
     filled = 1;
     if (left > 0) {

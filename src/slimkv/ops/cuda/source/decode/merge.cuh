@@ -34,7 +34,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   const int per_chunk = COLUMNS / args.group_size, query = row - s.start, chunk = query / per_chunk;
   const int column = (query % per_chunk) * args.group_size + head % args.group_size;
   const int within = chunk * args.num_kv_heads + head / args.group_size, item = offset.items + within;
-  const int first = offset.positions + within * partition.positions(s.steps), first_block = first / partition.share;
+  const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = first / partition.share;
   const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / partition.share : first_block - 1;
   griddepcontrol_wait();
 

@@ -24,23 +24,30 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
   return s;
 }
 
+// What it costs to go on to another item, in steps of a block, and with the idle warps of its last steps.
+constexpr int ITEM_SWITCH_COST = WARPS + WARPS / 4, ITEM_COST = ITEM_SWITCH_COST + WARPS / 2;
+
 // An item is a KV head of a sequence (and of a chunk of its queries). Every block takes `share` positions, of which
-// there is one for every step. Where whole blocks for every item come out nearly as even, items are padded to such: a block
-// that goes on to another item waits for its queries and pages, and all others wait for that block.
+// there is one for every step and, before the first of them, ITEM_COST for what every item takes. Where whole blocks for
+// every item come out nearly as even, items are padded to such: a block that goes on to another item waits for its queries
+// and pages, and all others wait for that block.
 struct WorkPartition {
-  i32 steps;  // in all
+  i32 total;  // positions
   int share;
   bool padded;
-  DEVICE_MEMBER int positions(int steps) const { return padded ? (steps + share - 1) / share * share : steps; }
+  DEVICE_MEMBER int lead() const { return padded ? 0 : ITEM_COST; }  // positions before an item's steps
+  DEVICE_MEMBER int positions(int steps) const {
+    return padded ? (steps + share - 1) / share * share : steps ? steps + lead() : 0;
+  }
 };
 
-constexpr int ITEM_SWITCH_COST = WARPS + WARPS / 4;  // what it costs, in steps of a block
-
 DEVICE WorkPartition make_partition(i32 steps, i32 items, i32 longest, int blocks) {
+  const i32 total = steps + items * ITEM_COST;
+  const WorkPartition costs = {total, max_i32(1, (total + blocks - 1) / blocks), false};
+  if (items == 0 || items > blocks) return costs;
   const int even = max_i32(1, (steps + blocks - 1) / blocks);
-  if (items == 0 || items > blocks) return {steps, even, false};
   const int blocks_of_item = blocks / items, own = (longest + blocks_of_item - 1) / blocks_of_item;
-  return own <= even + ITEM_SWITCH_COST ? WorkPartition{steps, own, true} : WorkPartition{steps, even, false};
+  return own <= even + ITEM_SWITCH_COST ? WorkPartition{steps, own, true} : costs;
 }
 
 struct WorkTotals {
@@ -74,7 +81,10 @@ DEVICE WorkOffset offset_of(const DecodeArgs& args, int b, int blocks, int lane)
   for (int i = lane; i < args.num_seqs; i += 32) {
     const Sequence s = sequence_at(args, i);
     sums = add_sequence(sums, s, args.num_kv_heads);
-    if (i < b) positions += s.chunks * args.num_kv_heads * s.steps, items += s.chunks * args.num_kv_heads;
+    if (i < b) {
+      items += s.chunks * args.num_kv_heads;
+      positions += s.steps ? s.chunks * args.num_kv_heads * (s.steps + ITEM_COST) : 0;
+    }
   }
   sums = reduce_totals(sums);
   const WorkPartition partition = make_partition(sums.steps, sums.items, sums.longest, blocks);
@@ -143,8 +153,9 @@ DEVICE WorkRange first_range(const DecodeArgs& args, int lane, int& left) {
       range.chunk = within / args.num_kv_heads;
       range.head = within % args.num_kv_heads;
       range.item = items + within;
-      range.first = from - positions - within * one;
-      left = min_i32(partition.share, partition.padded ? range.s.steps - range.first : partition.steps - from);
+      const int inside = from - positions - within * one, before = max_i32(0, partition.lead() - inside);
+      range.first = max_i32(0, inside - partition.lead());
+      left = min_i32(partition.share, partition.padded ? range.s.steps - range.first : partition.total - from) - before;
       range.last = min_i32(range.s.steps, range.first + left);
       break;
     }

@@ -1,7 +1,7 @@
 // What the decode kernels are compiled for, where things are in shared memory, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED,
 // V_CORE (the pages),
-// NG, WIDE (the columns), NT, WARPS, STAGES, MIN_BLOCKS, PAIR_TABLES, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
+// NG, WIDE (the columns), NT, WARPS, STAGES, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
 // WINDOW, SOFTCAP (the options).
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
@@ -24,10 +24,10 @@ constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of 
 constexpr int FIELDS_AT = K_TILE + V_TILE, TILE = FIELDS_AT + 32 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);
 constexpr int OUT_ROW = VD + 8;  // floats; keeps the columns of a warp's result in different banks
 constexpr int SLOT = NT * TILE > 4 * GROUP * OUT_ROW ? NT * TILE : 4 * GROUP * OUT_ROW;
-// Tables of levels in shared memory, by pairs where they fit (PAIR_TABLES).
-constexpr int LEVEL_ENTRIES_K = K_KIND != LLOYD || K_BITS <= 4 ? 0 : K_BITS == 5 || (K_BITS == 6 && PAIR_TABLES) ? pair_entries<K_KIND, K_BITS>() : 1 << K_BITS;
-constexpr int LEVEL_ENTRIES_V = V_KIND != LLOYD || V_BITS <= 4 ? 0 : V_BITS == 5 || (V_BITS == 6 && PAIR_TABLES) ? pair_entries<V_KIND, V_BITS>() : 1 << V_BITS;
-constexpr bool K_IN_PAIRS = LEVEL_ENTRIES_K && LEVEL_ENTRIES_K != 1 << K_BITS, V_IN_PAIRS = LEVEL_ENTRIES_V && LEVEL_ENTRIES_V != 1 << V_BITS;
+// Tables of levels in shared memory, by pairs of codes up to 5 bits.
+constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES, V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES;
+constexpr int LEVEL_ENTRIES_K = K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : 1 << K_BITS;
+constexpr int LEVEL_ENTRIES_V = V_KIND != LLOYD || V_BYTES ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : 1 << V_BITS;
 constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
 constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
@@ -38,10 +38,8 @@ constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
 
 // Shared memory: levels of keys | levels of values | rings | queries | column constants | maxima and sums of the warps
 constexpr int RINGS_AT = LEVEL_BYTES;
-// The largest tables leave little room; then queries are made in a free slot of the ring, behind the rotation's scratch.
-constexpr bool QUERY_IN_RING = PAIR_TABLES && !WIDE && !Q_IN_SHARED && SLOT >= 4 * KD + QUERY_BYTES;
 constexpr int QUERY_AT = RINGS_AT + WARPS * STAGES * SLOT;
-constexpr int COLUMN_AT = QUERY_AT + (QUERY_IN_RING ? 0 : QUERY_BYTES);
+constexpr int COLUMN_AT = QUERY_AT + QUERY_BYTES;
 constexpr int STATE_AT = COLUMN_AT + 8 * COLUMNS;
 constexpr int SHARED_BYTES = STATE_AT + 8 * COLUMNS * WARPS;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");

@@ -30,7 +30,7 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const 
       for (int r = 0; r < 2; r++)
         highest[c] = max_f32(highest[c], WIDE ? fma_rn(s[c][x][r], LATE_UNIT ? 1024.0f * columns.unit[c] : 1024.0f, magnitude[x][r]) : s[c][x][r]);
     if (WIDE) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
-    moves = moves || highest[c] > acc.row_max[c];
+    moves = moves || highest[c] > acc.row_max[c] + columns.slack[c];
   }
   if (warp_any(moves)) {
 #pragma unroll

@@ -10,6 +10,10 @@ DEVICE int own_column(int c, int t) { return c / OWN * GROUP + OWN * t + c % OWN
 // get it where they are used.
 constexpr bool LATE_UNIT = !SOFTCAP, MAX_WITHOUT_UNIT = !WIDE && LATE_UNIT;
 
+// The maximum that exponents are taken from follows only when it has fallen behind by so many powers of two: then output is
+// seldom rescaled.
+constexpr float RESCALE_THRESHOLD = 8.0f;
+
 // How codes become levels.
 struct LevelTables {
   Table key, value;  // in registers
@@ -36,7 +40,7 @@ struct QueryOperands {
 
 // What is known of a lane's columns, and which tokens all columns of the block see.
 struct ColumnState {
-  float unit[C], sum[C];
+  float unit[C], sum[C], slack[C];
   int visible_end[C], visible_begin[C];
   int clear_end, clear_begin;
 
@@ -48,6 +52,7 @@ struct ColumnState {
       unit[c] = column[0] * (args.scale < 0 ? -args.scale : args.scale);
       if (unit[c] < 1e-30f) unit[c] = 1e-30f;  // zero times minus infinity would not be a number
       sum[c] = column[1];
+      slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / unit[c] : RESCALE_THRESHOLD;
       const int position = range.s.length - range.s.queries + first_query + own_column(c, t) / args.group_size;
       visible_end[c] = args.causal ? min_i32(range.s.length, position + 1) : range.s.length;
       visible_begin[c] = WINDOW ? position - args.sliding_window + 1 : 0;

@@ -118,6 +118,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     wgmma_wait<0>();
     wgmma_fence_operand(s);
     if (lane == 0) mbarrier_arrive(rings.keys_empty);
+    if (SOFTCAP) softmax.cap(s, unit, args.softcap);
     apply_mask();
     softmax.step(s, unit);
     rescale_output();
@@ -139,6 +140,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       wgmma_wait<1>();
       wgmma_fence_operand(s);
       if (lane == 0) mbarrier_arrive(rings.keys_empty + next);
+      if (SOFTCAP) softmax.cap(s, unit, args.softcap);
       apply_mask();
       softmax.step(s, unit);
       keep_before(softmax.row_sum[0], softmax.row_sum[1]);

@@ -11,7 +11,7 @@
 #include "common/intrinsics.cuh"
 
 constexpr int TILE_BYTES = 2 * STEP * D, HALF_TILE = 128 * STEP;
-static_assert((D == 64 || D == 128) && STEP % 16 == 0, "shape");
+static_assert((D == 64 || D == 128 || D == 256) && STEP % 16 == 0, "shape");
 
 // Where row `row` of a tile of `rows` has unit `unit` (16 bytes) of its 64 dimensions `half`.
 DEVICE int unit_at(int half, int row, int unit, int rows) {

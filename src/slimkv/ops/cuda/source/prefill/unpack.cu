@@ -1,5 +1,5 @@
 // Unpacks the pages of prefilled sequences, once, into the tiles that prefill.cu attends (prefill_shape.cuh).
-// A block has one tile of a KV head, a warp 16 of its tokens, whose codes its lanes hold as docs/page-format.md says: what
+// A block has one tile of a KV head, a warp 16 of its tokens, whose codes its lanes hold as docs/design/page-format.md says: what
 // a lane unpacks are whole 16-byte units of the tile. Tokens beyond the sequence become zeros.
 //
 // Compile-time: D, STEP, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.

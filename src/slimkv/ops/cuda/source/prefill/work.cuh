@@ -1,5 +1,5 @@
 // What prefill.cu is compiled for, where things are in shared memory, its argument, and what each block does.
-// Compile-time: D, STEP, STAGES, WINDOW, Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED, SHARED.
+// Compile-time: D, STEP, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED, SHARED.
 #pragma once
 #include "common/numbers.cuh"
 #include "prefill/tiles.cuh"
@@ -25,9 +25,10 @@ struct PrefillArgs {
   float* lse;    // or null
   float* state;  // between passes: [D / 2 + 4, blocks, 256]
   i64 query_stride, query_head_stride, out_stride, out_head_stride;
-  float scale;  // of scores, times log2(e)
+  float scale;    // of scores, times log2(e)
+  float softcap;  // times log2(e)
   float key_norm, value_norm;
-  u32 key_sign_bits[4], value_sign_bits[4];
+  u32 key_sign_bits[8], value_sign_bits[8];
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
   i32 query_blocks, section;  // of the grid: blocks of queries, and KV heads that are attended at the same time
   i32 first_tile, tiles;      // of this pass

@@ -11,7 +11,7 @@
 
 constexpr u32 LEAST_EXPONENT = 67;  // of float32: vectors below 2^-60 are zero
 
-// A word per lane for 4 / W slices, in groups of four, two and one words a lane (see docs/page-format.md).
+// A word per lane for 4 / W slices, in groups of four, two and one words a lane (see docs/design/page-format.md).
 DEVICE int fragment_word(int word, int lane, int words) {
   int quads = words & ~3, pairs = words & ~1;
   return word < quads ? (word >> 2) * 128 + lane * 4 + (word & 3)

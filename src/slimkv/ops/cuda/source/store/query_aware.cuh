@@ -32,25 +32,29 @@ template <class F> struct ScaledLevels {
   DEVICE_MEMBER float of(float x, u32 code) const { return levels[BY_CELL ? cell_of<F>(x) : code]; }
 };
 
-// What later slices' errors add to slice s, to memory.sums.
+// What later slices' errors add to slice s, to memory.sums. Errors that are not made yet are zeros, so every product may be
+// taken: all weights are on their way at the same time.
 template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memory, const u8* weights, int s, int lane) {
+  constexpr int STEPS = (F::D + 31) / 32, AT_ONCE = STEPS <= 4 ? STEPS : STEPS % 4 == 0 ? 4 : STEPS % 3 == 0 ? 3 : STEPS % 2 == 0 ? 2 : 1;
   int g = lane >> 2, t = lane & 3;
   i32 c[2][2][4] = {};
 #pragma unroll 1
-  for (int k = (s + 1) / 2; k < (F::D + 31) / 32; k++) {
-    u32 b[2][2];
+  for (int first = (s + 1) / 2 / AT_ONCE * AT_ONCE; first < STEPS; first += AT_ONCE) {
+    u32 b[AT_ONCE][2][2];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int column = 32 * k + 16 * (i & 1) + 4 * t;
-      b[i >> 1][i & 1] = F::D % 32 == 0 || column < F::D ? *(const u32*)(weights + (16 * s + 8 * (i >> 1) + g) * F::D + column) : 0;
+    for (int i = 0; i < 4 * AT_ONCE; i++) {
+      int k = first + i / 4, column = 32 * k + 16 * (i & 1) + 4 * t;
+      bool real = F::D % 32 == 0 || column < F::D;
+      b[i / 4][i >> 1 & 1][i & 1] = real ? ldg_word(weights + (16 * s + 8 * (i >> 1 & 1) + g) * F::D + column) : 0;
     }
 #pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
+    for (int i = 0; i < 2 * AT_ONCE; i++) {
+      int k = first + i / 2, tile = i & 1;
       const u8* row = memory.errors + (16 * tile + g) * memory.ERROR_STRIDE + 32 * k + 4 * t;
       u32 a0 = *(const u32*)row, a1 = *(const u32*)(row + 8 * memory.ERROR_STRIDE), a2 = 0, a3 = 0;
       if (F::D % 32 == 0 || 32 * k + 16 < F::D) a2 = *(const u32*)(row + 16), a3 = *(const u32*)(row + 8 * memory.ERROR_STRIDE + 16);
-      mma_s8_s8(c[tile][0], a0, a1, a2, a3, b[0][0], b[0][1]);
-      mma_s8_s8(c[tile][1], a0, a1, a2, a3, b[1][0], b[1][1]);
+      mma_s8_s8(c[tile][0], a0, a1, a2, a3, b[i / 2][0][0], b[i / 2][0][1]);
+      mma_s8_s8(c[tile][1], a0, a1, a2, a3, b[i / 2][1][0], b[i / 2][1][1]);
     }
   }
 #pragma unroll

@@ -1,0 +1,94 @@
+"""Lossless pages against SGLang's own attention, token by token: ``python benchmarks/sglang_tokens.py RESULT``.
+
+Each system runs in a process of its own, with a model shaped like Llama-3.1-8B and dummy weights. Where answers part,
+the result says how far apart the stock engine found its two best tokens there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from slimkv.bench.serve import SHAPES, ServeSettings, engine_plan, write_model
+
+LENGTHS = (3, 17, 64, 65, 128, 301, 512, 1000, 2049, 3001, 8200)
+REPEATS, OUTPUT = 3, 32
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    """Random tokens; the last third repeats the first, so that the radix cache answers it."""
+    source = random.Random(0)
+    fresh = [source.choices(range(3, vocabulary), k=length) for length in LENGTHS * (REPEATS - 1)]
+    return [*fresh, *fresh[: len(LENGTHS)]]
+
+
+def run_one(system: str, shape: str, eager: bool, target: Path) -> None:
+    """Answers of one system, with the two best tokens of every position."""
+    import sglang
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder, "model"), shape)
+        settings = ServeSettings(engine="sglang", systems=(system,), shape=shape, context=8300, eager=eager)
+        engine = sglang.Engine(**engine_plan(system, settings, Path(folder, "model"))["arguments"])
+        params = {"temperature": 0, "max_new_tokens": OUTPUT, "ignore_eos": True}
+        outputs = engine.generate(
+            input_ids=prompts(SHAPES[shape]["vocab_size"]),
+            sampling_params=params,
+            return_logprob=True,
+            top_logprobs_num=2,
+        )
+        target.write_text(json.dumps([answer(output) for output in outputs]))
+        engine.shutdown()
+
+
+def answer(output: dict[str, Any]) -> dict[str, Any]:
+    """Tokens, and by how much the best was better than the second best."""
+    best = output["meta_info"]["output_top_logprobs"]
+    return {
+        "tokens": output["output_ids"],
+        "gaps": [place[0][0] - place[1][0] for place in best],
+        "cached": output["meta_info"]["cached_tokens"],
+    }
+
+
+def compare(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many requests got the same tokens, and where the others part."""
+    partings = []
+    for number, (theirs, mine) in enumerate(zip(stock, ours, strict=True)):
+        places = [i for i, (a, b) in enumerate(zip(theirs["tokens"], mine["tokens"], strict=True)) if a != b]
+        if places:
+            partings.append({"request": number, "token": places[0], "stock_gap": theirs["gaps"][places[0]]})
+    return {"requests": len(stock), "same": len(stock) - len(partings), "partings": partings}
+
+
+def main() -> None:
+    """Runs both systems, or one of them in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--system", help="run one system here and write its answers")
+    parser.add_argument("--systems", default="bf16,raw", help="the stock one and slimkv's")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    given = parser.parse_args()
+    if given.system:
+        run_one(given.system, given.shape, given.eager, given.result)
+        return
+    answers = []
+    for system in given.systems.split(","):
+        target = given.result.with_suffix(f".{system}.json")
+        command = [sys.executable, __file__, str(target), "--system", system, "--shape", given.shape]
+        subprocess.run([*command, *(["--eager"] if given.eager else [])], check=True)
+        answers.append(json.loads(target.read_text()))
+    report = compare(*answers)
+    given.result.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

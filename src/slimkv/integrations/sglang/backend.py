@@ -1,0 +1,202 @@
+"""``SlimKVAttnBackend``: attention of SGLang's layers on slimkv's pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.sglang import refusals
+from slimkv.integrations.sglang.compat import AttentionBackend, HybridLinearKVPool, SWAKVPool
+from slimkv.integrations.sglang.metadata import BlockTables, GraphTables, Step, eager_step, verified_tokens
+from slimkv.integrations.sglang.pool import SlimKVPool
+
+
+class SlimKVAttnBackend(AttentionBackend):
+    """Prefill, decode and verification: writes codes through the pool, and attends the pool's pages."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        if model_runner.is_draft_worker:
+            raise InputError(
+                "the draft keeps a cache of its own in the model's dtype: name the backend that reads it, as in "
+                "--speculative-draft-attention-backend fa3"
+            )
+        refusals.check_layers(model_runner.model)
+        self.device = torch.device(model_runner.device)
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self._window_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
+        plain = self._plain_pools()
+        if isinstance(self.token_to_kv_pool, HybridLinearKVPool):
+            self.token_to_kv_pool.dtype = torch.uint8  # as its pages are: models ask this pool for its dtype
+        self._config = plain[0].plan.config
+        self._raw = self._config.reads_fresh_raw(shared_pages=True)
+        self._tables = BlockTables(
+            model_runner.req_to_token_pool.req_to_token, model_runner.page_size, self._window_pool,
+            plain[0].plan.position_edges,
+        )  # fmt: skip
+        self._graph: GraphTables | None = None
+        self._options: dict[int, ops.AttendOptions] = {}
+        self.forward_metadata: Step | None = None
+
+    def _plain_pools(self) -> list[SlimKVPool]:
+        """The pools behind SGLang's; raises unless they are slimkv's."""
+        pool = self.token_to_kv_pool
+        if isinstance(pool, SWAKVPool):
+            found = [pool.full_kv_pool, pool.swa_kv_pool]
+        elif isinstance(pool, HybridLinearKVPool):
+            found = [pool.full_kv_pool]
+        else:
+            found = [pool]
+        for one in found:
+            if not isinstance(one, SlimKVPool):
+                raise UnsupportedError(
+                    f"SGLang built a {type(one).__name__} where slimkv's pages should be: its hook on the pool's class "
+                    "did not take, or this model has a cache of another kind"
+                )
+        return found
+
+    # -- per step ----------------------------------------------------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Before a step outside a graph."""
+        self.forward_metadata = eager_step(forward_batch, self._tables) if forward_batch.batch_size else None
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Before graphs of up to so many requests and tokens are captured."""
+        self._graph = GraphTables(max_bs, max_num_tokens, self._tables, self.device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a graph is captured or replayed: nothing but which tables it reads."""
+        step, _ = self._graph_step(forward_batch)
+        self.forward_metadata = step
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Recorded at the head of the graph: brings its tables up to date."""
+        step, more = self._graph_step(forward_batch)
+        assert self._graph is not None
+        self._graph.fill(forward_batch, step, more)
+        self.forward_metadata = step
+
+    def _graph_step(self, batch: Any) -> tuple[Step, int]:
+        """The tables of a batch's graph, and how many tokens its lengths do not count yet."""
+        if self._graph is None:
+            raise UnsupportedError("SGLang captures a graph without init_cuda_graph_state")
+        if batch.forward_mode.is_decode_or_idle():
+            return self._graph.step(batch.batch_size, 1), 0
+        if batch.forward_mode.is_target_verify():
+            each = verified_tokens(batch)
+            return self._graph.step(batch.batch_size, each), each
+        raise UnsupportedError(
+            f"slimkv's graphs are of decode and of verification, not of {batch.forward_mode.name}: "
+            "use --disable-prefill-cuda-graph"
+        )
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of padding requests."""
+        return 1
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Chains are causal: nothing depends on what was drafted."""
+
+    # -- per layer ---------------------------------------------------------------------------------------------------
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
+        sinks: Tensor | None = None, **others: Any,
+    ) -> Tensor:  # fmt: skip
+        """One query of every request."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, others)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
+        sinks: Tensor | None = None, **others: Any,
+    ) -> Tensor:  # fmt: skip
+        """Prefill, with or without a prefix in the cache, mixed batches, and verification."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, others)
+
+    @torch.compiler.disable
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        batch: Any,
+        save_kv_cache: bool,
+        sinks: Tensor | None,
+        others: dict[str, Any],
+    ) -> Tensor:
+        """q [tokens, heads * dim] -> [tokens, heads * value_dim]; k, v [tokens, num_kv_heads, dim] are stored first."""
+        asked = [name for name, value in others.items() if value is not None and value is not False]
+        if asked:
+            raise UnsupportedError(f"slimkv does not know what this model asks of its attention: {', '.join(asked)}")
+        step = self.forward_metadata
+        assert step is not None
+        if save_kv_cache and k is not None and v is not None:
+            self._store(layer, step, batch.out_cache_loc, k, v)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        if query.shape[0] > step.num_queries:  # padding, which nothing else writes
+            out[step.num_queries :].zero_()
+        fresh = (k, v) if self._raw and k is not None and v is not None else None
+        self._attend(query, fresh, layer, step, sinks, out)
+        return out.view(out.shape[0], -1)
+
+    def _store(self, layer: Any, step: Step, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Writes the new tokens; prefill in pieces narrows ``slots`` to those of a piece, from the first on."""
+        pool, index, windowed = self._pool_of(layer.layer_id)
+        count = slots.shape[0]
+        if windowed:
+            assert step.window_slots is not None
+            slots = step.window_slots[:count]
+        ranges = None if step.matrix_index is None else step.matrix_index[:count]
+        pool.store(index, slots, key, value, ranges)
+
+    def _attend(
+        self, query: Tensor, fresh: tuple[Tensor, Tensor] | None, layer: Any, step: Step, sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        pool, index, windowed = self._pool_of(layer.layer_id)
+        pages, of, codec = pool.layer_pages(index)
+        table = step.window_table if windowed else step.block_table
+        assert table is not None
+        for part in step.parts:
+            rows, requests = part.rows, part.requests
+            ops.attend(
+                query[rows], pages, table[requests], step.seq_lens[requests], part.cu_seqlens_q, codec=codec,
+                layout=of.layout, max_query_len=part.max_query_len, max_seq_len=step.max_seq_len,
+                options=self._attend_options(layer, sinks),
+                fresh=None if fresh is None else (fresh[0][rows], fresh[1][rows]), out=out[rows],
+                backend=self._config.backend,
+            )  # fmt: skip
+
+    def _pool_of(self, layer_id: int) -> tuple[SlimKVPool, int, bool]:
+        """A layer's pool, its number there, and whether that is the pool of sliding-window layers."""
+        pool = self.token_to_kv_pool
+        if isinstance(pool, SWAKVPool):
+            index, windowed = pool.layers_mapping[layer_id]
+            return pool.swa_kv_pool if windowed else pool.full_kv_pool, index, windowed
+        if isinstance(pool, HybridLinearKVPool):
+            return pool.full_kv_pool, pool.full_attention_layer_id_mapping[layer_id], False
+        return pool, layer_id - pool.start_layer, False
+
+    def _attend_options(self, layer: Any, sinks: Tensor | None) -> ops.AttendOptions:
+        """What a layer asks of its attention. SGLang's windows do not count the query's own token."""
+        found = self._options.get(id(layer))
+        if found is None or found.sinks is not sinks:
+            window = layer.sliding_window_size
+            found = self._options[id(layer)] = ops.AttendOptions(
+                softmax_scale=float(layer.scaling),
+                sliding_window=window + 1 if window is not None and window > -1 else None,
+                softcap=float(layer.logit_cap or 0.0),
+                sinks=sinks,
+            )
+        return found
+
+    def support_triton(self) -> bool:
+        """SGLang's Triton helpers may run beside it on a GPU."""
+        return self.device.type == "cuda"

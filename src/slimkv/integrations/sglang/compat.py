@@ -1,0 +1,120 @@
+"""What differs between the supported SGLang versions (0.5.22 and later); nothing else looks at versions.
+
+Importing this module is the check: an installation that slimkv cannot work in is refused here, with its version.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST, installed_version, text, version_numbers
+
+NAME = "slimkv"  # of the attention backend
+VERSION = installed_version()
+
+logger = logging.getLogger("sglang.slimkv")
+
+try:
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, unwrap_write_loc
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.runtime_context import get_parallel
+
+    _NEEDED = {
+        AttentionBackend: ("init_forward_metadata_out_graph", "init_forward_metadata_in_graph"),
+        DefaultPoolConfigurator: ("_compute_cell_size",),
+        HybridSWAPoolConfigurator: ("_full_cell_bytes", "_swa_cell_bytes", "_recompute_cell_size"),
+        KVCacheConfigurator: ("_resolve_kv_pool_class",),
+        MHATokenToKVPool: ("_create_buffers", "_init_kv_copy_and_warmup", "move_kv_cache", "get_cpu_copy"),
+    }
+    for _class, _names in _NEEDED.items():
+        for _name in _names:
+            if not hasattr(_class, _name):
+                raise ImportError(f"{_class.__name__}.{_name}")
+    for _name in ("allocation_label", "post_capture_active"):
+        if _name not in inspect.signature(MHATokenToKVPool.__init__).parameters:
+            raise ImportError(f"MHATokenToKVPool({_name}=...)")
+except ImportError as error:
+    raise UnsupportedError(
+        f"SGLang {VERSION} is not known to slimkv (tested are {text(OLDEST)} to {text(NEWEST_TESTED)}): it lacks "
+        f"{error}; install a tested version"
+    ) from error
+
+if version_numbers(VERSION) > NEWEST_TESTED:
+    logger.warning(
+        "slimkv was tested in SGLang up to %s; this is %s. Its interfaces are the expected ones.",
+        text(NEWEST_TESTED),
+        VERSION,
+    )
+
+__all__ = [
+    "GPU_MEMORY_TYPE_KV_CACHE",
+    "NAME",
+    "AttentionBackend",
+    "AttentionType",
+    "HookRegistry",
+    "HybridLinearKVPool",
+    "MHATokenToKVPool",
+    "RadixAttention",
+    "SWAKVPool",
+    "attention_backends_of",
+    "attention_tp",
+    "check_hooks",
+    "context_parallel_sizes",
+    "full_attention_layers",
+    "is_switched_on",
+    "logger",
+    "server_options",
+    "unwrap_write_loc",
+]
+
+
+def server_options(server_args: Any) -> Any:
+    """The server's arguments after SGLang resolved their defaults."""
+    return resolved_view(server_args)
+
+
+def is_switched_on(server_args: Any) -> bool:
+    """Whether slimkv is the attention backend of prefill or decode."""
+    return NAME in attention_backends_of(server_options(server_args))
+
+
+def check_hooks(targets: tuple[str, ...]) -> None:
+    """Raises unless SGLang patched all of ``targets``; it logs a hook that fails and goes on."""
+    missing = [target for target in targets if target not in HookRegistry._patched]
+    if missing:
+        raise UnsupportedError(
+            f"SGLang did not take slimkv's hooks on {', '.join(missing)}; its log says why. Without them the cache "
+            "would have the wrong size"
+        )
+
+
+def attention_tp() -> tuple[int, int]:
+    """This process's rank among those that share the heads of attention, and how many there are."""
+    parallel = get_parallel()
+    return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
+
+
+def context_parallel_sizes() -> dict[str, int]:
+    """Ranks that share the tokens of a sequence, by SGLang's option."""
+    parallel = get_parallel()
+    return {"--dcp-size": int(parallel.attn_dcp_size), "--attn-cp-size": int(parallel.attn_cp_size)}
+
+
+def full_attention_layers(kvc: Any) -> list[int] | None:
+    """This stage's layers with a cache, where others are linear attention; None for a model without such layers."""
+    mambaish = mambaish_config(kvc.model_config)
+    if mambaish is None:
+        return None
+    stage = range(kvc.layer_info.start_layer, kvc.layer_info.end_layer)
+    return [layer for layer in mambaish.full_attention_layer_ids if layer in stage]

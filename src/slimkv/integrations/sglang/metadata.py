@@ -1,0 +1,200 @@
+"""What a step's layers share: block tables from SGLang's table of slots, lengths, and bounds the host knows.
+
+Nothing is read back from the device and nothing is done per request. SGLang puts requests that decode behind those that
+prefill; such a batch is attended in two parts, because parts whose keys are split to fill the device must be whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration.positions import matrix_index
+from slimkv.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive requests that are attended in one call."""
+
+    rows: slice  # of the batch's queries
+    requests: slice
+    cu_seqlens_q: Tensor  # int32 [requests + 1], from 0
+    max_query_len: int
+
+
+@dataclass
+class Step:
+    """One forward pass."""
+
+    block_table: Tensor  # int32 [requests, blocks]
+    window_table: Tensor | None  # the same tokens in the pool of sliding-window layers
+    seq_lens: Tensor  # int32 [requests], the new tokens included
+    max_seq_len: int
+    parts: tuple[Part, ...]
+    window_slots: Tensor | None = None  # int64 [tokens], where sliding-window layers write
+    matrix_index: Tensor | None = None  # int32 [tokens], the range of positions of each, where a calibration has them
+
+    @property
+    def num_queries(self) -> int:
+        """Rows of queries that belong to a request."""
+        return self.parts[-1].rows.stop if self.parts else 0
+
+
+@dataclass
+class BlockTables:
+    """Turns SGLang's slots into blocks.
+
+    ``req_to_token``: int32 [requests, positions], a token's slot; tokens of a page lie in consecutive slots.
+    """
+
+    req_to_token: Tensor
+    page_size: int
+    window_pool: Any = None  # SGLang's pool with sliding-window layers, or None
+    position_edges: tuple[int, ...] | None = None  # of a calibration's ranges
+    _first_slots: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._first_slots = self.req_to_token[:, :: self.page_size]
+
+    @property
+    def width(self) -> int:
+        """Blocks of the longest sequence there can be."""
+        return self._first_slots.shape[1]
+
+    def fill(self, requests: Tensor, table: Tensor, window_table: Tensor | None) -> None:
+        """Writes the blocks of ``requests`` to the tables [requests, blocks]. Can be captured in a graph.
+
+        Entries behind a sequence's end are old ones or zero: blocks that exist, of which nothing is read.
+        """
+        slots = self._first_slots[:, : table.shape[1]].index_select(0, requests).clamp_(min=0)
+        if window_table is not None:
+            mapping = self.window_pool.full_to_swa_index_mapping
+            window_slots = mapping[slots.clamp(max=mapping.numel() - 1).long()].clamp_(min=0)
+            window_table.copy_(window_slots // self.page_size)
+        table.copy_(slots // self.page_size)
+
+    def write_slots(self, out_cache_loc: Tensor) -> Tensor | None:
+        """Where sliding-window layers write the tokens that others write to ``out_cache_loc``."""
+        return None if self.window_pool is None else self.window_pool.translate_loc_from_full_to_swa(out_cache_loc)
+
+    def matrix_index(self, positions: Tensor | None) -> Tensor | None:
+        """positions int64 [tokens] -> the range each is in, int32 [tokens]; None without a calibration."""
+        if self.position_edges is None or positions is None:
+            return None
+        return matrix_index(positions, self.position_edges)
+
+
+def eager_step(batch: Any, tables: BlockTables) -> Step:
+    """The step of a batch that runs outside a graph."""
+    count, device = batch.batch_size, batch.seq_lens.device
+    seq_lens = batch.seq_lens[:count].to(torch.int32)
+    if batch.forward_mode.is_decode_or_idle():
+        lengths, longest = [1] * count, _longest(batch, tables)
+    elif batch.forward_mode.is_target_verify():
+        each = verified_tokens(batch)
+        seq_lens, lengths, longest = seq_lens + each, [each] * count, _longest(batch, tables, each)
+    else:
+        lengths, longest = list(batch.extend_seq_lens_cpu), _longest(batch, tables)
+    blocks = min(-(-longest // tables.page_size), tables.width)
+    table = torch.zeros(count, blocks, dtype=torch.int32, device=device)
+    window_table = torch.zeros_like(table) if tables.window_pool is not None else None
+    tables.fill(batch.req_pool_indices[:count], table, window_table)
+    slots = tables.write_slots(batch.out_cache_loc) if batch.out_cache_loc is not None else None
+    return Step(
+        table, window_table, seq_lens, min(longest, blocks * tables.page_size), _parts(lengths, device), slots,
+        tables.matrix_index(batch.positions),
+    )  # fmt: skip
+
+
+def verified_tokens(batch: Any) -> int:
+    """Queries of every request of a batch that verifies drafts."""
+    spec = batch.spec_info
+    if getattr(spec, "ragged_verify_layout", None) is not None:
+        raise UnsupportedError("slimkv verifies as many tokens of every request: unset SGLANG_RAGGED_VERIFY_MODE")
+    tokens = batch.positions.numel() if batch.input_ids is None else batch.input_ids.shape[0]
+    return tokens // batch.batch_size
+
+
+def _longest(batch: Any, tables: BlockTables, more: int = 0) -> int:
+    """An upper bound of the sequences' lengths that the host knows."""
+    if batch.seq_lens_cpu is None or batch.seq_lens_cpu.numel() == 0:
+        return tables.width * tables.page_size
+    return int(batch.seq_lens_cpu.max()) + more
+
+
+def _parts(lengths: list[int], device: torch.device) -> tuple[Part, ...]:
+    """One part, or two where requests with one query follow others."""
+    count = len(lengths)
+    prefills = count
+    while prefills and lengths[prefills - 1] == 1:
+        prefills -= 1
+    parts, first = [], 0
+    for requests in (slice(0, prefills), slice(prefills, count)):
+        own = lengths[requests]
+        if not own:
+            continue
+        starts = torch.tensor([0, *own], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        rows = slice(first, first + sum(own))
+        parts.append(Part(rows, requests, starts.to(device, non_blocking=True), max(own)))
+        first = rows.stop
+    return tuple(parts)
+
+
+class GraphTables:
+    """Tables at fixed addresses for steps that are captured in a CUDA graph and replayed."""
+
+    def __init__(self, max_requests: int, max_tokens: int, tables: BlockTables, device: torch.device) -> None:
+        self._tables = tables
+        self._block_table = torch.zeros(max_requests, tables.width, dtype=torch.int32, device=device)
+        self._window_table = torch.zeros_like(self._block_table) if tables.window_pool is not None else None
+        self._seq_lens = torch.ones(max_requests, dtype=torch.int32, device=device)
+        self._window_slots = self._matrix_index = None
+        if tables.window_pool is not None:
+            self._window_slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        if tables.position_edges is not None:
+            self._matrix_index = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._steps: dict[tuple[int, int], Step] = {}
+
+    def step(self, requests: int, queries: int) -> Step:
+        """The step of ``requests`` requests with ``queries`` queries each; the same object at capture and replay."""
+        key = (requests, queries)
+        if key not in self._steps:
+            device, tokens = self._seq_lens.device, requests * queries
+            starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device)
+            self._steps[key] = Step(
+                self._block_table[:requests],
+                _first(self._window_table, requests),
+                self._seq_lens[:requests],
+                self._tables.width * self._tables.page_size,
+                (Part(slice(0, tokens), slice(0, requests), starts, queries),),
+                _first(self._window_slots, tokens),
+                _first(self._matrix_index, tokens),
+            )
+        return self._steps[key]
+
+    def fill(self, batch: Any, step: Step, more: int) -> None:
+        """Brings ``step`` up to date from the batch's tensors on the device; recorded in the graph.
+
+        ``more``: tokens that the batch's lengths do not count yet.
+        """
+        count = step.seq_lens.shape[0]
+        step.seq_lens.copy_(batch.seq_lens[:count])
+        if more:
+            step.seq_lens.add_(more)
+        self._tables.fill(batch.req_pool_indices[:count], step.block_table, step.window_table)
+        if step.window_slots is not None and batch.out_cache_loc is not None:
+            slots = self._tables.write_slots(batch.out_cache_loc[: step.window_slots.shape[0]])
+            assert slots is not None
+            step.window_slots[: slots.shape[0]].copy_(slots)
+        if step.matrix_index is not None:
+            ranges = self._tables.matrix_index(batch.positions[: step.matrix_index.shape[0]])
+            assert ranges is not None
+            step.matrix_index[: ranges.shape[0]].copy_(ranges)
+
+
+def _first(buffer: Tensor | None, count: int) -> Tensor | None:
+    return None if buffer is None else buffer[:count]

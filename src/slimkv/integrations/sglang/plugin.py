@@ -1,0 +1,107 @@
+"""How SGLang finds slimkv: the ``sglang.srt.plugins`` entry point, run once in each of its processes.
+
+It names a backend and hooks a few methods, which do what they did while slimkv is not the attention backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slimkv.errors import SlimKVError
+
+NAME = "slimkv"  # of the attention backend
+DEFAULT_PAGE_SIZE = 64
+
+_CONFIGURATORS = "sglang.srt.model_executor.pool_configurator"
+_DEFAULT = f"{_CONFIGURATORS}.DefaultPoolConfigurator"
+_WINDOWED = f"{_CONFIGURATORS}.HybridSWAPoolConfigurator"
+_POOL_CLASS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
+# SGLang's methods, and the functions of slimkv's sizing around them.
+HOOKS = {
+    f"{_DEFAULT}.__init__": "default_init",
+    f"{_DEFAULT}._compute_cell_size": "cell_size",
+    f"{_WINDOWED}.__init__": "windowed_init",
+    f"{_WINDOWED}._full_cell_bytes": "full_cell_bytes",
+    f"{_WINDOWED}._swa_cell_bytes": "window_cell_bytes",
+    f"{_WINDOWED}._recompute_cell_size": "recompute_cell_size",
+}
+TARGETS = (*HOOKS, _POOL_CLASS)
+
+
+def register() -> None:
+    """Makes ``--attention-backend slimkv`` known, and sizes and builds its cache when it is chosen."""
+    from slimkv.integrations.sglang.versions import installed_version
+
+    installed_version()
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.layers.attention.attention_registry import HYBRID_GDN_SM100_BACKENDS, register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    add_attention_backend_choices([NAME])
+    HYBRID_GDN_SM100_BACKENDS.add(NAME)
+    register_attention_backend(NAME)(_create_backend)
+    register_resolution_hook("handle_attention_backend_compatibility")(_default_page_size)
+    register_resolution_hook("handle_other_validations")(_check_options)
+    for target, name in HOOKS.items():
+        HookRegistry.register(target, _lazy(name), HookType.AROUND)
+    HookRegistry.register(_POOL_CLASS, _pool_class, HookType.AROUND)
+
+
+def _is_chosen(server_args: Any) -> bool:
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+
+    return NAME in attention_backends_of(resolved_view(server_args))
+
+
+def _default_page_size(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """While SGLang resolves its arguments: the page size where none was given."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+
+    previous(server_args)
+    if _is_chosen(server_args) and resolved_view(server_args).page_size is None:
+        declare_resolution(server_args, NAME, page_size=DEFAULT_PAGE_SIZE)
+
+
+def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """While SGLang resolves its arguments: refuses, before it starts any process, what cannot work."""
+    previous(server_args)
+    if _is_chosen(server_args):
+        from slimkv.integrations.sglang import refusals, settings
+
+        settings.parse(server_args)
+        refusals.check_options(server_args)
+
+
+def _lazy(name: str) -> Callable[..., Any]:
+    """A function of ``slimkv.integrations.sglang.sizing`` that is imported at its first call."""
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from slimkv.integrations.sglang import sizing
+
+        return getattr(sizing, name)(original, *args, **kwargs)
+
+    around.__name__ = name
+    return around
+
+
+def _pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: type) -> type:
+    """Around ``KVCacheConfigurator._resolve_kv_pool_class``."""
+    from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks
+    from slimkv.integrations.sglang.pool import bind
+    from slimkv.integrations.sglang.sizing import packs, sized_plan
+
+    if not packs(kvc) or kind != "mha":
+        return original(kvc, kind=kind, default=default)
+    check_hooks(TARGETS)
+    if default is not MHATokenToKVPool:
+        raise SlimKVError(f"slimkv's pages take the place of SGLang's plain pool, not of {default.__name__}")
+    return bind(sized_plan(kvc), TARGETS)
+
+
+def _create_backend(runner: Any) -> Any:
+    """The backend of a model runner."""
+    from slimkv.integrations.sglang.backend import SlimKVAttnBackend
+
+    return SlimKVAttnBackend(runner)

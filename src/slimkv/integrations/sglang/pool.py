@@ -1,0 +1,226 @@
+"""``SlimKVPool``: the pages of SGLang's KV cache, in one slab of bytes with a row per layer and page.
+
+SGLang addresses tokens by slots and hands out whole pages of slots, so slot s is position s % page_size of block
+s // page_size. Block 0 takes what is written for padding.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.codec import Codec
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.sglang.calibration import query_aware_matrices
+from slimkv.integrations.sglang.compat import (
+    GPU_MEMORY_TYPE_KV_CACHE,
+    MHATokenToKVPool,
+    check_hooks,
+    unwrap_write_loc,
+)
+from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
+from slimkv.spec import CodecSpec
+
+
+@lru_cache(maxsize=64)
+def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
+    """Layers with the same formats share their tables."""
+    return Codec(spec, device)
+
+
+class SlimKVPool(MHATokenToKVPool):
+    """K and V of all layers as codes. A model's pool is a subclass that knows the model's plan (see ``bind``)."""
+
+    plan: ClassVar[CachePlan]
+    hooks: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, size: int, page_size: int, dtype: torch.dtype, **others: Any) -> None:
+        check_hooks(self.hooks)
+        if others.get("post_capture_active"):
+            raise UnsupportedError("slimkv allocates its pages before graphs are captured, not after")
+        if others.get("quant_method") is not None:
+            raise UnsupportedError("slimkv stores its own formats; SGLang is to quantise K and V in another one")
+        if page_size != self.plan.page_size:
+            raise InputError(f"SGLang builds pages of {page_size} tokens, but sized ones of {self.plan.page_size}")
+        super().__init__(size=size, page_size=page_size, dtype=dtype, **others)
+
+    def _create_buffers(self) -> None:
+        """Allocates the slab; SGLang calls it while it constructs the pool."""
+        # Models write K and V past set_kv_buffer into pools of their own dtype: this is none.
+        self.dtype = self.store_dtype = torch.uint8
+        self.k_scale_buffer = self.v_scale_buffer = None
+        self.native_k_scale_buffer = self.native_v_scale_buffer = None
+        self.dq_k_buffer = self.dq_v_buffer = None
+        self.layers: tuple[LayerPages, ...] = self.plan.groups[self.allocation_label]
+        self._check_shapes()
+        self.num_blocks = -(-(self.size + self.page_size) // self.page_size)
+        sizes = [self.num_blocks * pages.row_bytes for pages in self.layers]
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), self._memory():
+            self._slab = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
+        # SGLang divides memory by the bytes of a token, so these must be what a token takes here.
+        sized = self.plan.token_bytes(self.allocation_label) * self.num_blocks * self.page_size
+        if self._slab.nbytes != sized:
+            raise UnsupportedError(f"slimkv allocated {self._slab.nbytes} bytes where SGLang was told {sized}")
+        self._pages = tuple(
+            piece.view(self.num_blocks, pages.num_kv_heads, pages.layout.page_bytes)
+            for piece, pages in zip(self._slab.split(sizes), self.layers, strict=True)
+        )
+        self._codecs = tuple(shared_codec(pages.layout.spec, self._slab.device) for pages in self.layers)
+        self._query_aware = tuple(map(self._matrices, self.layers, self._codecs))
+
+    def _check_shapes(self) -> None:
+        """Raises unless SGLang builds the layers it sized."""
+        asked = (self.head_num, self.head_dim, self.v_head_dim)
+        if len(self.layers) != self.layer_num:
+            raise UnsupportedError(f"SGLang builds {self.layer_num} layers of cache, but sized {len(self.layers)}")
+        for pages in self.layers:
+            spec = pages.layout.spec
+            if (pages.num_kv_heads, spec.key_dim, spec.value_dim) != asked:
+                raise UnsupportedError(
+                    f"SGLang builds layer {pages.layer} with {asked[0]} KV heads of {asked[1]} and {asked[2]} "
+                    f"dimensions, but sized {pages.num_kv_heads} of {spec.key_dim} and {spec.value_dim}"
+                )
+
+    def _memory(self) -> Any:
+        return torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
+
+    def _matrices(self, pages: LayerPages, codec: Codec) -> Tensor | None:
+        calibration = self.plan.calibration
+        if calibration is None or pages.layer not in calibration.layers:
+            return None
+        return query_aware_matrices(calibration, pages.layer, codec, pages.num_kv_heads, self.plan.context)
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        """SGLang's copy of token rows does not apply; see ``move_kv_cache``."""
+        self._kv_copy_config = None
+
+    def _clear_buffers(self) -> None:
+        del self._slab, self._pages
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """The bytes of the slab; they are not split between K and V, so all are counted as K's."""
+        return self._slab.nbytes, 0
+
+    # -- reading and writing -----------------------------------------------------------------------------------------
+
+    def layer_pages(self, index: int) -> tuple[Tensor, LayerPages, Codec]:
+        """The pages of the pool's ``index``-th layer: uint8 [blocks, num_kv_heads, page_bytes]."""
+        return self._pages[index], self.layers[index], self._codecs[index]
+
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc_info: Any,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        layer_id_override: int | None = None,
+        dcp_kv_mask: Tensor | None = None,
+    ) -> None:
+        """cache_k, cache_v [tokens, num_kv_heads, dim] -> the slots of ``loc_info``.
+
+        Scales belong to caches of 8-bit floats and are not used, as in any other dtype.
+        """
+        if dcp_kv_mask is not None:
+            raise UnsupportedError("slimkv does not run under decode context parallelism; use --tp-size")
+        slots, _, _ = unwrap_write_loc(loc_info)
+        index = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
+        self.store(index, slots, cache_k, cache_v)
+
+    def store(self, index: int, slots: Tensor, key: Tensor, value: Tensor, matrix_index: Tensor | None = None) -> None:
+        """key, value [tokens, num_kv_heads, dim] of the pool's ``index``-th layer -> ``slots`` [tokens].
+
+        ``matrix_index``: int32 [tokens], the range of positions each token is in; a calibration that has several needs
+        it.
+        """
+        pages, of, codec = self.layer_pages(index)
+        matrices = self._query_aware[index]
+        several = matrices is not None and matrices.ndim == 4
+        ops.store_kv(
+            key, value, pages, slots, codec=codec, layout=of.layout, query_aware=matrices,
+            query_aware_index=matrix_index if several else None, backend=self.plan.config.backend,
+        )  # fmt: skip
+
+    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Copies single tokens between slots, in all layers."""
+        for pages, of in zip(self._pages, self.layers, strict=True):
+            ops.copy_tokens(pages, src_loc, tgt_loc, layout=of.layout)
+
+    def get_cpu_copy(self, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Any:
+        """The tokens in slots ``indices`` as rows on the host: per layer, pieces of one tensor each."""
+        torch.get_device_module(self.device).synchronize()
+        copies = []
+        for pages, of in zip(self._pages, self.layers, strict=True):
+            pieces = indices.split(self.cpu_offloading_chunk_size)
+            rows = (ops.read_tokens(pages, slots, layout=of.layout) for slots in pieces)
+            copies.append([[piece.to("cpu", non_blocking=True)] for piece in rows])
+        torch.get_device_module(self.device).synchronize()
+        return copies
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: Any, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> None:
+        """The inverse of ``get_cpu_copy``, into other slots."""
+        torch.get_device_module(self.device).synchronize()
+        for pages, of, copied in zip(self._pages, self.layers, kv_cache_cpu, strict=True):
+            for slots, (rows,) in zip(indices.split(self.cpu_offloading_chunk_size), copied, strict=True):
+                ops.write_tokens(rows.to(pages.device, non_blocking=True), pages, slots, layout=of.layout)
+        torch.get_device_module(self.device).synchronize()
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Addresses, bytes and bytes per page of every layer's rows."""
+        return (
+            [pages.data_ptr() for pages in self._pages],
+            [pages.nbytes for pages in self._pages],
+            [of.row_bytes for of in self.layers],
+        )
+
+    def get_v_head_dim(self) -> int:
+        """Dimensions of a value."""
+        return self.v_head_dim
+
+    def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
+        """The shapes that K and V would have unpacked."""
+        tokens = self.num_blocks * self.page_size
+        shapes = [torch.Size((tokens, self.head_num, dim)) for dim in (self.head_dim, self.v_head_dim)]
+        return shapes[0], shapes[1]
+
+    # -- what would bypass the codes ---------------------------------------------------------------------------------
+
+    def _refuse(self, layer_id: int) -> NoReturn:
+        raise UnsupportedError(
+            f"something asks for the K and V tensors of layer {layer_id}, but slimkv's cache holds codes that only its "
+            "own attention backend reads and only set_kv_buffer writes; see the traceback for who asks, and serve this "
+            "model or option with SGLang's own attention backend"
+        )
+
+    def get_key_buffer(self, layer_id: int) -> NoReturn:
+        """There is no tensor of keys."""
+        self._refuse(layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> NoReturn:
+        """There is no tensor of values."""
+        self._refuse(layer_id)
+
+    def get_kv_buffer(self, layer_id: int) -> NoReturn:
+        """There are no tensors of keys and values."""
+        self._refuse(layer_id)
+
+    def set_kv_buffer_prefix_valid(self, layer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        """Only drafts of blocks write in this way."""
+        self._refuse(layer.layer_id)
+
+    def get_device_pool_infos(self) -> NoReturn:
+        """Host pools of SGLang take K and V apart."""
+        raise UnsupportedError("slimkv's pages have no host pool in SGLang: leave out --enable-hierarchical-cache")
+
+
+def bind(plan: CachePlan, hooks: tuple[str, ...]) -> type[SlimKVPool]:
+    """The pool class for one model: SGLang constructs it with the arguments of its own pools."""
+    return type("SlimKVPool", (SlimKVPool,), {"plan": plan, "hooks": hooks, "__module__": __name__})

@@ -1,0 +1,155 @@
+"""What is refused at start-up, by name: options and layers that would bypass slimkv's pages or that it cannot serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.sglang.compat import (
+    NAME,
+    AttentionType,
+    RadixAttention,
+    attention_backends_of,
+    context_parallel_sizes,
+    server_options,
+)
+from slimkv.spec import BLOCK_SIZES, TILE_TOKENS
+
+PAGE_SIZES = tuple(size for size in BLOCK_SIZES if size >= TILE_TOKENS)
+CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")  # drafts whose verification is causal when topk is 1
+MAX_HEAD_DIM = 512  # what the kernels hold in registers
+
+_OWN_POOL = "it keeps K and V in pools of its own"
+_MOVES_KV = "it moves K and V as separate tensors of tokens"
+# Options that must be at these values, and why they may not be others.
+_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "enable_unified_memory": ((False, None), _OWN_POOL),
+    "enable_kv_cache_sharding": ((False, None), _OWN_POOL),
+    "enable_page_major_kv_layout": ((False, None), _OWN_POOL),
+    "prefill_only_disable_kv_cache": ((False, None), "there is no cache to pack"),
+    "enable_hierarchical_cache": ((False, None), _MOVES_KV),
+    "enable_hisparse": ((False, None), _MOVES_KV),
+    "enable_lmcache": ((False, None), _MOVES_KV),
+    "enable_flexkv": ((False, None), _MOVES_KV),
+    "enable_unified_cache_external_linker": ((False, None), _MOVES_KV),
+    "disaggregation_mode": (("null", None), _MOVES_KV),
+    "kv_canary": (("none", None), "it checks K and V as tensors of tokens"),
+    "enable_deterministic_inference": ((False, None), "keys are split by the shape of the batch"),
+    "enable_two_batch_overlap": ((False, None), "it is not tested with slimkv"),
+    "enable_pdmux": ((False, None), "it is not tested with slimkv"),
+    "enable_prefill_cp": ((False, None), "ranks would share the tokens of a sequence"),
+    "enable_mis": ((False, None), "several items of a prompt would not see one another"),
+    "dllm_algorithm": ((None,), "diffusion models attend both ways"),
+    "speculative_adaptive": ((False, None), "the number of verified tokens would change"),
+    "enable_nvidia_megakernel": ((False, None), "it bypasses the attention backend"),
+    "enable_amd_monokernel": ((False, None), "it bypasses the attention backend"),
+}
+
+
+def flag(name: str) -> str:
+    """``page_size`` -> ``--page-size``."""
+    return "--" + name.replace("_", "-")
+
+
+def check_options(server_args: Any) -> None:
+    """Raises for server arguments with which slimkv cannot serve."""
+    options = server_options(server_args)
+    prefill, decode = attention_backends_of(options)
+    if prefill != NAME or decode != NAME:
+        raise InputError(
+            f"slimkv's pages are read by slimkv's attention only: prefill is to use {prefill!r} and decode {decode!r}; "
+            f"use --attention-backend {NAME} and leave --prefill-attention-backend and --decode-attention-backend"
+        )
+    if options.page_size not in PAGE_SIZES:
+        raise InputError(
+            f"--page-size {options.page_size} does not fit slimkv's pages; use one of "
+            f"{', '.join(map(str, PAGE_SIZES))}, best 64"
+        )
+    if options.kv_cache_dtype not in CACHE_DTYPES:
+        raise InputError(
+            f"slimkv stores its own formats, so --kv-cache-dtype must be left at auto, not {options.kv_cache_dtype!r}"
+        )
+    for name, (accepted, reason) in _OPTIONS.items():
+        value = getattr(options, name, accepted[0])
+        if value not in accepted:
+            raise UnsupportedError(f"slimkv does not work with {flag(name)} ({value!r}): {reason}; leave it out")
+    _check_speculation(options)
+
+
+def _check_speculation(options: Any) -> None:
+    algorithm = options.speculative_algorithm
+    if algorithm is None:
+        return
+    if algorithm.upper() not in CHAINS:
+        raise UnsupportedError(
+            f"slimkv verifies chains of drafted tokens, not what --speculative-algorithm {algorithm} drafts; "
+            f"use one of {', '.join(CHAINS)} with --speculative-eagle-topk 1"
+        )
+    if (options.speculative_eagle_topk or 1) != 1:
+        raise UnsupportedError(
+            f"slimkv verifies chains of drafted tokens, not trees: --speculative-eagle-topk must be 1, "
+            f"not {options.speculative_eagle_topk}"
+        )
+    if options.speculative_draft_attention_backend in (None, NAME):
+        raise InputError(
+            "the draft keeps a cache of its own in the model's dtype: name the backend that reads it, as in "
+            "--speculative-draft-attention-backend fa3"
+        )
+
+
+def check_parallelism() -> None:
+    """Raises where several ranks would share the tokens of a sequence."""
+    for name, size in context_parallel_sizes().items():
+        if size > 1:
+            raise UnsupportedError(f"slimkv does not run under context parallelism ({name} {size}); use --tp-size")
+
+
+def check_model(kvc: Any) -> None:
+    """Raises for a model whose cache is of another kind than K and V of tokens."""
+    if kvc.use_mla_backend:
+        raise UnsupportedError(
+            "slimkv packs K and V, not the latents of multi-head latent attention; use SGLang's own attention backend"
+        )
+    if kvc.model_config.is_encoder_decoder:
+        raise UnsupportedError("slimkv does not serve encoder-decoder models in SGLang; use its own attention backend")
+    if kvc.post_capture_kv_active:
+        raise UnsupportedError(
+            "slimkv allocates its pages before graphs are captured: unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+        )
+
+
+def check_layers(model: Any) -> None:
+    """Raises for a layer that asks of its attention what slimkv does not do."""
+    for layer in attention_layers(model):
+        asked = _unsupported(layer)
+        if asked is not None:
+            raise UnsupportedError(
+                f"slimkv does not serve layer {layer.layer_id} of this model, which has {asked}; "
+                "use SGLang's own attention backend"
+            )
+
+
+def attention_layers(model: Any) -> Iterator[Any]:
+    """The layers of a model that keep K and V in the cache."""
+    return (layer for layer in model.modules() if isinstance(layer, RadixAttention))
+
+
+def _unsupported(layer: Any) -> str | None:
+    """What of a layer slimkv does not do."""
+    if layer.is_cross_attention:
+        return "cross attention"
+    if layer.attn_type != AttentionType.DECODER:
+        return f"attention of type {layer.attn_type.value}"
+    if layer.use_irope:
+        return "attention in chunks (use_irope)"
+    if layer.pos_encoding_mode != "NONE":
+        return f"position encoding inside attention ({layer.pos_encoding_mode})"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        return f"a soft cap by {layer.logit_capping_method}"
+    if layer.xai_temperature_len > 0:
+        return "a temperature by length (xai_temperature_len)"
+    if max(layer.qk_head_dim, layer.v_head_dim) > MAX_HEAD_DIM:
+        return f"heads of {layer.qk_head_dim} and {layer.v_head_dim} dimensions (up to {MAX_HEAD_DIM} are known)"
+    return None

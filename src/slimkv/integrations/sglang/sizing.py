@@ -1,0 +1,225 @@
+"""How many bytes a token takes: the formats of a model's layers, and what SGLang's configurators are told.
+
+One plan serves both: SGLang divides memory by its bytes, and the pool allocates from it. So what is sized is what is
+allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from slimkv.calibration import Calibration
+from slimkv.config import CALIBRATED, KVCacheConfig
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.sglang import refusals, settings
+from slimkv.integrations.sglang.calibration import chosen_format, load_calibration
+from slimkv.integrations.sglang.compat import attention_tp, full_attention_layers, is_switched_on
+from slimkv.spec import CodecSpec, PageLayout, page_layout
+
+FULL, WINDOW = "Full", "SWA"  # SGLang's labels of the two pools of a sliding-window model
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """The pages of one layer on this rank."""
+
+    layer: int  # its number in the model
+    layout: PageLayout
+    num_kv_heads: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one block: the pages of all heads, side by side."""
+        return self.num_kv_heads * self.layout.page_bytes
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The pages of every layer of a model's cache on this rank.
+
+    ``groups`` has one entry per pool that SGLang builds, by its label: None, or ``Full`` and ``SWA``.
+    """
+
+    config: KVCacheConfig
+    calibration: Calibration | None
+    page_size: int
+    context: int  # positions of the longest sequence
+    groups: dict[str | None, tuple[LayerPages, ...]]
+
+    def token_bytes(self, label: str | None) -> int:
+        """Bytes of one token in all layers of a pool."""
+        block = sum(pages.row_bytes for pages in self.groups[label])
+        assert block % self.page_size == 0, f"{block} bytes do not divide among {self.page_size} tokens"
+        return block // self.page_size
+
+    @cached_property
+    def position_edges(self) -> tuple[int, ...] | None:
+        """Where ranges of positions end whose keys are rounded alike; None without a calibration."""
+        return None if self.calibration is None else self.calibration.position_edges(self.context)
+
+    @cached_property
+    def layers(self) -> dict[int, LayerPages]:
+        """By the layers' numbers in the model."""
+        return {pages.layer: pages for group in self.groups.values() for pages in group}
+
+
+@dataclass(frozen=True)
+class _Shape:
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def make_plan(kvc: Any) -> CachePlan:
+    """The plan for SGLang's KV cache configurator; raises for what slimkv cannot serve."""
+    refusals.check_options(kvc.server_args)
+    refusals.check_parallelism()
+    refusals.check_model(kvc)
+    config = settings.parse(kvc.server_args)
+    calibration = load_calibration(config, kvc.model_config)
+    num_layers = kvc.model_config.hf_text_config.num_hidden_layers
+    config.check_layers(num_layers)
+    dtype = str(kvc.kv_cache_dtype).removeprefix("torch.")
+
+    def pages(layer: int, shape: _Shape) -> LayerPages:
+        format = config.format_of(layer, num_layers)
+        if format == CALIBRATED:
+            assert calibration is not None
+            format = chosen_format(calibration, layer)
+        spec = CodecSpec.parse(
+            format, shape.key_dim, shape.value_dim, key_policy=config.key_policy, value_policy=config.value_policy,
+            seed=config.seed,
+        ).with_raw_dtype(dtype)  # fmt: skip
+        return LayerPages(layer, page_layout(spec, kvc.page_size), shape.num_kv_heads)
+
+    groups = {
+        label: tuple(pages(layer, shape) for layer in layers) for label, (layers, shape) in _geometry(kvc).items()
+    }
+    return CachePlan(config, calibration, kvc.page_size, kvc.model_config.context_len, groups)
+
+
+def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:
+    """The layers and shapes of each pool that SGLang is going to build, as it will ask for them."""
+    model, (_, ranks), info = kvc.model_config, attention_tp(), kvc.layer_info
+    heads = model.get_num_kv_heads(ranks)
+    if kvc.is_hybrid_swa:
+        if not kvc.is_hybrid_swa_compress:  # both pools then have the shape of the full layers
+            full = window = _Shape(heads, model.head_dim, model.head_dim)
+        else:
+            full = _Shape(heads, model.head_dim, model.v_head_dim)
+            window = _Shape(model.get_swa_num_kv_heads(ranks), model.swa_head_dim, model.swa_v_head_dim)
+        return {
+            FULL: (list(info.full_attention_layer_ids), full),
+            WINDOW: (list(info.swa_attention_layer_ids), window),
+        }
+    hybrid = full_attention_layers(kvc)
+    if hybrid is not None:
+        return {None: (hybrid, _Shape(heads, model.head_dim, model.head_dim))}
+    layers = range(info.start_layer, info.start_layer + info.num_effective_layers)
+    return {None: (list(layers), _Shape(heads, model.head_dim, model.v_head_dim))}
+
+
+# -- hooks: what SGLang's configurators are told -----------------------------------------------------------------------
+
+_plans: list[tuple[Any, CachePlan]] = []  # of this process's configurators; they cannot be hashed
+
+
+def packs(kvc: Any) -> bool:
+    """Whether this configurator's cache is slimkv's: it is switched on, and this is not a draft's cache."""
+    return not kvc.is_draft_worker and is_switched_on(kvc.server_args)
+
+
+def plan_of(kvc: Any) -> CachePlan:
+    """The plan of a configurator; made once."""
+    for known, plan in _plans:
+        if known is kvc:
+            return plan
+    plan = make_plan(kvc)
+    _plans.append((kvc, plan))
+    return plan
+
+
+def sized_plan(kvc: Any) -> CachePlan:
+    """The plan with which SGLang divided memory; raises if it did so without asking."""
+    for known, plan in _plans:
+        if known is kvc:
+            return plan
+    raise UnsupportedError(
+        "SGLang sized its KV cache without asking slimkv how many bytes a token takes; this model or version sizes it "
+        "in a way slimkv does not know"
+    )
+
+
+def cell_size(original: Callable[..., int], configurator: Any, kvc: Any, num_layers: int) -> int:
+    """Around ``DefaultPoolConfigurator._compute_cell_size``: bytes of a token in all layers."""
+    if not packs(kvc):
+        return original(configurator, kvc, num_layers)
+    plan = plan_of(kvc)
+    if len(plan.groups[None]) != num_layers:
+        raise UnsupportedError(
+            f"SGLang counts {num_layers} layers with a cache where slimkv sees {len(plan.groups[None])}; "
+            "use its own attention backend for this model"
+        )
+    return plan.token_bytes(None)
+
+
+def default_init(original: Callable[..., None], configurator: Any, kvc: Any) -> None:
+    """Around ``DefaultPoolConfigurator.__init__``: a draft's cache is not packed, so its own bytes are added."""
+    original(configurator, kvc)
+    if packs(kvc) and _draft_layers(kvc):
+        configurator._cell_size = plan_of(kvc).token_bytes(None) + _draft_layers(kvc) * _unpacked_bytes(kvc)
+
+
+def _draft_layers(kvc: Any) -> int:
+    """Layers of a draft whose cache is as large as the model's, in tokens."""
+    if not (kvc.spec_algorithm.is_eagle() or kvc.spec_algorithm.is_standalone()):
+        return 0
+    return int(kvc.spec_aux_config.eagle_draft_num_layers or 0)
+
+
+def _unpacked_bytes(kvc: Any) -> int:
+    """Bytes of a token in one layer of a cache in the model's dtype."""
+    model, (_, ranks) = kvc.model_config, attention_tp()
+    return model.get_num_kv_heads(ranks) * (model.head_dim + model.v_head_dim) * kvc.kv_cache_dtype.itemsize
+
+
+_windowed: list[tuple[Any, CachePlan]] = []  # configurators of sliding-window models, which do not keep their own
+
+
+def windowed_init(original: Callable[..., None], configurator: Any, kvc: Any) -> None:
+    """Around ``HybridSWAPoolConfigurator.__init__``: remembers the plan for the methods below."""
+    if packs(kvc):
+        _windowed.append((configurator, plan_of(kvc)))
+    original(configurator, kvc)
+
+
+def _windowed_plan(configurator: Any) -> CachePlan | None:
+    return next((plan for known, plan in _windowed if known is configurator), None)
+
+
+def full_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
+    """Around ``HybridSWAPoolConfigurator._full_cell_bytes``: packed layers, and a draft's as SGLang counts them."""
+    plan = _windowed_plan(configurator)
+    if plan is None:
+        return original(configurator)
+    return plan.token_bytes(FULL) + configurator._full_per_token * configurator._draft_full_layers_num
+
+
+def window_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
+    """Around ``HybridSWAPoolConfigurator._swa_cell_bytes``."""
+    plan = _windowed_plan(configurator)
+    if plan is None:
+        return original(configurator)
+    return plan.token_bytes(WINDOW) + configurator._swa_per_token * configurator._draft_swa_layers_num
+
+
+def recompute_cell_size(original: Callable[..., None], configurator: Any) -> None:
+    """Around ``HybridSWAPoolConfigurator._recompute_cell_size``: without full layers it asks neither of the above."""
+    original(configurator)
+    plan = _windowed_plan(configurator)
+    if plan is not None and not plan.groups[FULL]:
+        unpacked = configurator._swa_per_token * configurator._swa_layers_num
+        configurator._cell_size += plan.token_bytes(WINDOW) - unpacked

@@ -1,0 +1,37 @@
+"""Which versions of SGLang slimkv works in. Light, since every process of SGLang imports it; see ``compat``."""
+
+from __future__ import annotations
+
+import re
+
+from slimkv.errors import MissingDependencyError
+
+OLDEST = (0, 5, 22)
+NEWEST_TESTED = (0, 5, 23)
+
+
+def version_numbers(version: str) -> tuple[int, int, int]:
+    """``0.5.23.post1`` -> (0, 5, 23); zeros for a text that does not start with numbers."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else (0, 0, 0)
+
+
+def text(version: tuple[int, int, int]) -> str:
+    """(0, 5, 23) -> ``0.5.23``."""
+    return ".".join(map(str, version))
+
+
+def installed_version() -> str:
+    """The version of SGLang; raises where it is absent or too old."""
+    try:
+        from sglang.version import __version__
+    except ImportError as error:
+        raise MissingDependencyError(
+            'the SGLang integration needs SGLang, which is not installed: pip install "slimkv[sglang]"'
+        ) from error
+    if version_numbers(__version__) < OLDEST:
+        raise MissingDependencyError(
+            f"slimkv works in SGLang {text(OLDEST)} and later, not in {__version__}: "
+            'pip install --upgrade "slimkv[sglang]"'
+        )
+    return __version__

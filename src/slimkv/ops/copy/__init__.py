@@ -1,0 +1,1 @@
+"""copy: single tokens between slots, and between slots and rows outside the pages."""

@@ -1,0 +1,99 @@
+"""copy: single tokens between slots, and between slots and rows outside the pages. Bytes move, nothing is decoded.
+
+A token owns whole bytes of its block's pages, and a layout says which. Its *row* is those bytes in the order of
+``slimkv.codec.pack``: uint8 [num_kv_heads, row_bytes]. Rows of one layout mean the same in every block and position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.errors import InputError
+from slimkv.ops.checks import check_pages
+from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
+from slimkv.spec import PageLayout
+
+
+@dataclass(frozen=True)
+class CopyRequest:
+    """The checked arguments of one move between slots and rows."""
+
+    pages: Tensor
+    slots: Tensor
+    rows: Tensor
+    layout: PageLayout
+    to_pages: bool
+
+
+REGISTRY = Registry(
+    "copy",
+    [
+        Backend("cpu", "slimkv.ops.copy.reference", cpu_unavailable_reason),
+        Backend("triton", "slimkv.ops.copy.triton.launch", triton_unavailable_reason),
+        Backend("reference", "slimkv.ops.copy.reference", anywhere),
+    ],
+)
+
+
+def read_tokens(pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: str | None = None) -> Tensor:
+    """The rows of the tokens in ``slots``.
+
+    Args:
+        pages: uint8 [blocks, num_kv_heads, page_bytes].
+        slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
+
+    Returns uint8 [tokens, num_kv_heads, row_bytes].
+    """
+    check_pages(pages, layout)
+    _check_slots("slots", slots, pages)
+    rows = torch.zeros(slots.shape[0], pages.shape[1], layout.row_bytes, dtype=torch.uint8, device=pages.device)
+    _run(CopyRequest(pages, slots, rows, layout, to_pages=False), backend)
+    return rows
+
+
+def write_tokens(rows: Tensor, pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: str | None = None) -> None:
+    """Writes rows that ``read_tokens`` gave to ``slots``, which must differ; negative slots are skipped.
+
+    rows: uint8 [tokens, num_kv_heads, row_bytes], contiguous, on the pages' device.
+    """
+    check_pages(pages, layout)
+    _check_slots("slots", slots, pages)
+    shape = (slots.shape[0], pages.shape[1], layout.row_bytes)
+    if rows.dtype != torch.uint8 or tuple(rows.shape) != shape or rows.device != pages.device:
+        raise InputError(
+            f"rows must be uint8 {list(shape)} on {pages.device}, not {rows.dtype} {list(rows.shape)} on {rows.device}"
+        )
+    _run(CopyRequest(pages, slots, rows.contiguous(), layout, to_pages=True), backend)
+
+
+def copy_tokens(
+    pages: Tensor, source: Tensor, target: Tensor, *, layout: PageLayout, backend: str | None = None
+) -> None:
+    """Copies the token in slot ``source[i]`` to slot ``target[i]``, as if all were read before any is written.
+
+    Args:
+        pages: uint8 [blocks, num_kv_heads, page_bytes].
+        source, target: int32 or int64 [tokens]; a pair with a negative slot is skipped. Targets must differ.
+    """
+    _check_slots("source", source, pages)
+    _check_slots("target", target, pages)
+    if source.shape != target.shape:
+        raise InputError(f"{source.shape[0]} source and {target.shape[0]} target slots do not pair up")
+    rows = read_tokens(pages, source, layout=layout, backend=backend)
+    write_tokens(rows, pages, target.where(source >= 0, -1), layout=layout, backend=backend)
+
+
+def _run(request: CopyRequest, backend: str | None) -> None:
+    if request.slots.shape[0]:
+        REGISTRY.select(request.pages.device, request, backend).load().run(request)
+
+
+def _check_slots(name: str, slots: Tensor, pages: Tensor) -> None:
+    if slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.device != pages.device:
+        raise InputError(
+            f"{name} must be int32 or int64 [tokens] on {pages.device}, "
+            f"not {slots.dtype} {list(slots.shape)} on {slots.device}"
+        )

@@ -1,0 +1,187 @@
+"""Every snippet of the documents runs: Python as it stands, commands on a small model. Links lead somewhere.
+
+A snippet that needs an engine or a GPU stands under ``<!-- needs: vllm -->`` (or another name); the engines' lanes run
+those of their guides, and here their arguments are still checked. ``<!-- setup ... -->`` holds what a fragment takes as
+given; it runs before the Python of its page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from slimkv import KVCacheConfig, SlimKVCache, attention, calibrate_model, models
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
+PAGES += [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
+FENCE = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```(\w*)\n(.*?)```", re.S)
+SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.S)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# What the documents call by its name on a hub, and what is run in its place.
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODELS = ("MODEL", "smollm2-135m-instruct", "gemma-3-270m", "path/to/model")
+# Fewer and shorter windows than the documents ask for: the last value of an option counts.
+SMALLER = {
+    "demo": [],
+    "calibrate": ["--windows", "1", "--tokens", "64"],
+    "eval agreement": ["--windows", "1", "--tokens", "64"],
+    "eval perplexity": ["--windows", "1", "--tokens", "64"],
+    "eval needle": ["--contexts", "96", "--depths", "0.5"],
+    "eval generation": ["--new-tokens", "4"],
+    "eval query-aware": ["--layer", "1"],
+    "eval positions": ["--windows", "1", "--tokens", "128"],
+    "eval widths": ["--windows", "1", "--tokens", "64"],
+}
+
+
+def snippets(path: Path) -> list[tuple[str | None, str, str]]:
+    """(what it needs, language, text) of every fenced block."""
+    return [(m[1], m[2], m[3]) for m in FENCE.finditer(path.read_text(encoding="utf-8"))]
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def python_pages() -> list[Path]:
+    return [p for p in PAGES if any(lang == "python" and need is None for need, lang, _ in snippets(p))]
+
+
+def commands() -> list[tuple[str | None, str]]:
+    """(what it needs, command) of every line of every shell block, without its comment; each once."""
+    found: dict[str, str | None] = {}
+    for path in PAGES:
+        for need, language, text in snippets(path):
+            pending = ""
+            for line in text.replace("\\\n", " ").splitlines() if language == "bash" else ():
+                command = f"{pending} {line.split('  #')[0].split(' # ')[0]}".strip()
+                pending = command if command.count("'") % 2 else ""  # a quoted text goes on in the next line
+                if command and not pending and not command.startswith("#"):
+                    found.setdefault(" ".join(command.split()), need)
+    return [(need, command) for command, need in found.items()]
+
+
+SLIMKV = [command for need, command in commands() if need is None and command.startswith("slimkv ")]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_blocks_say_their_language(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("```") == 2 * len(snippets(path)), "a fence is open, or has more than a language"
+    for _, language, body in snippets(path):
+        assert language in ("python", "bash", "text", "json"), (language, body[:80])
+
+
+@pytest.mark.parametrize("path", python_pages(), ids=named)
+def test_python_runs(path, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    for text in SETUP.findall(path.read_text(encoding="utf-8")):
+        exec(compile(text, f"{path} (setup)", "exec"), scope)
+    for need, language, text in snippets(path):
+        if language == "python" and need is None:
+            if HUB_NAME in text:
+                text = text.replace(HUB_NAME, str(models.folder(models.DEFAULT)))
+            text = _with_fewer_tokens(text)
+            exec(compile(text, str(path), "exec"), scope)
+
+
+def _with_fewer_tokens(text: str) -> str:
+    """Calibrating reads thousands of tokens; a test need not."""
+    small = "windows=__import__('torch').arange(64).reshape(1, 64)"
+    return re.sub(r"(calibrate_model\(model(?:, \"[^\"]*\")?)", rf"\1, {small}", text)
+
+
+@pytest.fixture(scope="module")
+def workplace(tiny_folder, tmp_path_factory):
+    """A folder with everything that the commands name: a model, its calibrations, a text."""
+    from slimkv.evals.texts import load_text
+
+    folder = tmp_path_factory.mktemp("documents")
+    (folder / "wiki.test.raw").write_text(load_text(), encoding="utf-8")
+    (folder / "path" / "to").mkdir(parents=True)
+    (folder / "path" / "to" / "config.json").write_bytes((tiny_folder / "config.json").read_bytes())
+    model = models.load(str(tiny_folder)).model
+    windows = torch.randint(0, 1000, (1, 64), generator=torch.Generator().manual_seed(0))
+    for name in ("smollm2", "gemma3", "model"):
+        calibrate_model(model, folder / f"{name}.safetensors", windows=windows, budget=4.25)
+    cache, ids = SlimKVCache(model, "k4v4"), windows[:, :32]
+    with attention(model), torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(folder / "prompt.safetensors", model, ids)
+    return folder
+
+
+@pytest.mark.parametrize("command", SLIMKV)
+def test_slimkv_commands_run(command, workplace, tiny_folder, monkeypatch):
+    from slimkv.cli.app import app
+
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
+    words = shlex.split(command)[1:]
+    name = " ".join(words[:2]) if words[0] in ("eval", "bench") else words[0]
+    words = [str(tiny_folder) if word in MODELS else word for word in words]
+    if name in ("demo", "eval agreement", "eval perplexity", "eval needle", "eval generation", "eval layers",
+                "eval paths", "eval widths", "eval positions") and "--model" not in words:  # fmt: skip
+        words += ["--model", str(tiny_folder)]
+    if "auto" in words:
+        words[words.index("auto")] = str(workplace / "model.safetensors")
+    if name == "demo":
+        words += ["--calibration", str(workplace / "model.safetensors")]
+    result = CliRunner().invoke(app, [*words, *SMALLER.get(name, [])])
+    assert result.exit_code == 0, f"{command}\n{result.output[-2000:]}"
+
+
+def test_other_commands_are_known_and_their_arguments_hold():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    for _, command in commands():
+        words = shlex.split(command)
+        if words[0] == "make":
+            assert words[1] in targets, command
+        elif words[:2] == ["pip", "install"]:
+            extras = re.search(r"\[(.*?)\]", words[2])
+            assert words[2].split("[")[0] == "slimkv", command
+            assert extras is None or set(extras[1].split(",")) <= set(EXTRAS), command
+        elif words[:2] == ["vllm", "serve"]:
+            assert words[words.index("--attention-backend") + 1] == "CUSTOM"
+            settings = json.loads(words[words.index("--additional-config") + 1])["slimkv"]
+            settings = {k: v for k, v in settings.items() if k != "calibration"}  # a file that does not exist here
+            KVCacheConfig.parse(settings)
+        elif words[0] == "python" and words[1] != "-m":
+            assert (ROOT / words[1]).is_file(), command
+        else:
+            assert words[0] in ("slimkv", "python", "cd", "pytest") or words[0].startswith((".ci", "--")), command
+
+
+def _anchors(path: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_links_lead_somewhere(path):
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), f"{named(path)} links to {target}"
+        assert ROOT in file.parents, f"{named(path)} links outside: {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in _anchors(file), f"{named(path)} links to {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
+    assert navigation == {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}

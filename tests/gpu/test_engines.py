@@ -1,0 +1,128 @@
+"""vLLM on a GPU, with CUDA graphs: speculation, hybrid models, host offload. Each engine runs in a process of its own.
+
+    python -m pytest tests/gpu/test_engines.py -s -k speculation
+
+``-s`` shows the prompts whose tokens part, with the gap between the two logits.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
+
+import transformers
+from engines import NGRAM, engine, long, model_folder, ragged, repeating, run, run_engine, slimkv
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
+
+GRAPHS = {"enforce_eager": False, "dtype": "bfloat16", "block_size": 64, "gpu_memory_utilization": 0.3}
+NEAR_TIE = 0.1  # nats between the two most likely tokens, within what bf16 products of another shape move
+
+
+def drafts() -> dict:
+    """SmolLM2 drafting for itself."""
+    return {"speculative_config": {"method": "draft_model", "model": model_folder(), "num_speculative_tokens": 3}}
+
+
+def partings(alone: dict, drafted: dict, name: str) -> dict[int, tuple[int, float]]:
+    """Prompt: the first token that differs, and how far apart its two candidates were."""
+    out = {}
+    for i, (one, other) in enumerate(zip(alone["tokens"][name], drafted["tokens"][name], strict=True)):
+        if one != other:
+            at = next(j for j, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+            known = alone["logprobs"][name][i][at]
+            chosen, taken = str(one[at]), str(other[at])
+            out[i] = at, known[chosen] - known.get(taken, float("-inf"))
+    return out
+
+
+@pytest.mark.parametrize("how", ["n-gram", "draft model"])
+def test_speculation_gives_the_tokens_it_gives_without(how):
+    """k4v4 with full CUDA graphs; a prompt counts where the stock cache itself gives the same tokens."""
+    speculation = NGRAM if how == "n-gram" else drafts()
+    prompts = [*ragged(), *long(), *repeating()]
+    plain = [{**run("a", prompts, 48), "logprobs": 5}]
+    found = {}
+    for system, cache in (("stock", {}), ("k4v4", slimkv("k4v4"))):
+        alone = run_engine(engine(**GRAPHS, **cache), plain)
+        drafted = run_engine(engine(**GRAPHS, **cache, **speculation), [run("a", prompts, 48)])
+        assert drafted["counters"]["a"]["vllm:spec_decode_num_accepted_tokens"] > 10
+        found[system] = partings(alone, drafted, "a")
+        print(f"{how}, {system}: {len(found[system])} of {len(prompts)} prompts part (token, gap): {found[system]}")
+    apart = {i: gap for i, (_, gap) in found["k4v4"].items() if i not in found["stock"]}
+    assert all(gap < NEAR_TIE for gap in apart.values()), apart
+
+
+def falcon_h1():
+    return transformers.FalconH1ForCausalLM(
+        transformers.FalconH1Config(
+            hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=64, vocab_size=512, max_position_embeddings=4096, mamba_d_ssm=512, mamba_n_heads=8,
+            mamba_d_head=64, mamba_d_state=64, mamba_n_groups=1, initializer_range=0.1, tie_word_embeddings=False,
+            eos_token_id=None, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def gpt_oss():
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=64, vocab_size=512, max_position_embeddings=4096, sliding_window=128, num_local_experts=4,
+            num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"] * 2, initializer_range=0.1,
+            eos_token_id=None, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def qwen3_next():
+    """Gated delta nets; their prefill needs nvidia-cutlass-dsl beside flashinfer."""
+    return transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(
+            hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=128, vocab_size=512, max_position_embeddings=4096, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=64, shared_expert_intermediate_size=64, linear_num_key_heads=2,
+            linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128, initializer_range=0.1,
+            eos_token_id=None, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [falcon_h1, qwen3_next, gpt_oss])
+def test_hybrids(make, tmp_path):
+    """fp32: lossless pages give the stock tokens; codes give the same three times, and a hit what the miss gave."""
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path)
+    prompts = [[(7 * i + 3 * j * j) % 500 + 3 for j in range(300 + 700 * i)] for i in range(3)]
+    base = {
+        "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_batched_tokens": 1024,
+        "gpu_memory_utilization": 0.3, "enable_prefix_caching": True, "block_size": None,
+    }  # fmt: skip
+    once = [run("a", prompts, 16)]
+    stock, raw = (run_engine({**base, **how}, once) for how in ({}, slimkv("raw")))
+    assert raw["tokens"] == stock["tokens"]
+    thrice = [run("miss", prompts, 16), run("hit", prompts, 16), run("afresh", prompts, 16, reset=True)]
+    for unit in ({}, {"prefix_match_unit": 64}):
+        codes = run_engine({**base, **unit, **slimkv("k4v4")}, thrice)
+        hits = codes["counters"]["hit"]["vllm:prefix_cache_hits"]
+        print(f"{make.__name__}: blocks of {codes['block_size']} tokens, {unit or 'by block'}: {hits:.0f} hits")
+        assert codes["tokens"]["miss"] == codes["tokens"]["hit"] == codes["tokens"]["afresh"]
+    assert hits > 0
+
+
+@pytest.mark.parametrize("layout", [None, "LBHNC"])
+def test_host_offload(layout):
+    """What comes back from host memory gives the tokens that it gave; blocks of all layers lie side by side."""
+    host = {"kv_offloading_size": 2, "kv_offloading_backend": "native"}
+    runs = [run("first", long(), 16), run("flush", ragged(), 4), run("back", long(), 16, reset=True)]
+    extra = {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}
+    result = run_engine(engine(**GRAPHS, **host, **slimkv("k4v4")), runs, **extra)
+    assert result["layout"] == (layout or "BLHNC")
+    assert result["tokens"]["back"] == result["tokens"]["first"]
+    assert result["counters"]["back"]["vllm:external_prefix_cache_hits"] > 0

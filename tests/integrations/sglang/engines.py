@@ -1,0 +1,146 @@
+"""Engines in processes of their own, and the prompts they are asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # small functions would be compiled for minutes
+}
+PAGE = 32
+BASE: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",  # what is left to compare is the cache, not the rounding of products
+    "attention_backend": "torch_native",
+    "context_length": 1024,
+    "max_running_requests": 32,
+    "chunked_prefill_size": 96,  # prompts longer than this come in chunks
+    "max_total_tokens": 6144,
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "random_seed": 0,
+    "log_level": "warning",
+}
+
+
+def override_args(format: str = "k4v4", more: dict[str, Any] | None = None, **settings: Any) -> str:
+    """What switches slimkv's settings on."""
+    return json.dumps({"slimkv": {"format": format, **settings}, **(more or {})})
+
+
+def slimkv(format: str = "k4v4", more: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    """The engine arguments that switch slimkv on."""
+    return {
+        "attention_backend": "slimkv",
+        "page_size": PAGE,
+        "json_model_override_args": override_args(format, more, **settings),
+    }
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """For a child process."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return {**inherited, **ENVIRONMENT, **extra}
+
+
+def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str) -> dict[str, Any]:
+    """Starts an engine, runs the batches and returns what ``scenario.py`` wrote; raises with its output on failure."""
+    with tempfile.TemporaryDirectory() as folder:
+        request, result = Path(folder, "request.json"), Path(folder, "result.json")
+        request.write_text(json.dumps({"engine": {**BASE, **engine}, "runs": runs}))
+        done = subprocess.run(
+            [sys.executable, str(HERE / "scenario.py"), str(request), str(result)],
+            env=environment(**extra), capture_output=True, text=True, timeout=900, check=False,
+        )  # fmt: skip
+        if done.returncode or not result.is_file():
+            raise EngineError(done.stdout + done.stderr)
+        return json.loads(result.read_text())
+
+
+class EngineError(RuntimeError):
+    """An engine that did not start or stopped; the text is what it printed."""
+
+
+@lru_cache(maxsize=1)
+def model_folder() -> str:
+    """SmolLM2-135M-Instruct."""
+    from slimkv import models
+
+    return str(models.folder(models.DEFAULT))
+
+
+@lru_cache(maxsize=1)
+def text_tokens() -> list[int]:
+    """A few thousand tokens of English."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    return tokenizer((ROOT / "LICENSE").read_text())["input_ids"]
+
+
+def piece(start: int, length: int) -> list[int]:
+    """Consecutive tokens of the text."""
+    return text_tokens()[start : start + length]
+
+
+def run(name: str, prompts: list[list[int]], max_tokens: int = 8, **how: bool) -> dict[str, Any]:
+    """One batch for ``run_engine``."""
+    return {"name": name, "prompts": prompts, "max_tokens": max_tokens, **how}
+
+
+def ragged() -> list[list[int]]:
+    """Prompts of 3 to 69 tokens."""
+    return [piece(40 * i, 3 + 11 * (i % 7)) for i in range(7)]
+
+
+def long() -> list[list[int]]:
+    """Prompts that come in several chunks; no length is a multiple of anything."""
+    return [piece(100, 301), piece(700, 203)]
+
+
+def prefixed() -> list[list[int]]:
+    """Requests that share six pages and a little more."""
+    return [piece(100, 6 * PAGE + 12) + piece(1500 + 20 * i, 9 + i) for i in range(3)]
+
+
+def many() -> list[list[int]]:
+    """32 prompts of 2 to 98 tokens."""
+    return [piece(37 * i, 2 + (29 * i) % 97) for i in range(32)]
+
+
+def crowd() -> list[list[int]]:
+    """8 prompts that do not fit a tiny cache once they have grown."""
+    return [piece(50 * i, 28) for i in range(8)]
+
+
+def engine(**arguments: Any) -> dict[str, Any]:
+    """Engine arguments with the model."""
+    return {"model_path": model_folder(), **arguments}
+
+
+def write_windowed_model(folder: Path) -> str:
+    """A small model with random weights whose layers see a window of 40 tokens, but for every fourth."""
+    types = ["sliding_attention", "full_attention"] * 2
+    config = {
+        "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "hidden_size": 128,
+        "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "vocab_size": 49152, "max_position_embeddings": 2048, "sliding_window": 40,
+        "sliding_window_pattern": 2, "layer_types": types, "layer_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "logit_scale": 1.0, "torch_dtype": "float32", "hidden_act": "silu", "attention_bias": False,
+        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_qk_norm": False,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)

@@ -1,0 +1,52 @@
+"""Runs one SGLang engine and writes what it gave as JSON: ``python scenario.py REQUEST RESULT``.
+
+The engine's scheduler is a process of its own, as it is for users: what it knows of slimkv comes through the plugin.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run_engine(request: dict[str, Any]) -> dict[str, Any]:
+    import sglang
+
+    engine = sglang.Engine(**request["engine"])
+    tokens: dict[str, list[list[int]]] = {}
+    cached: dict[str, list[int]] = {}
+    retracted: dict[str, int] = {}
+    try:
+        for run in request["runs"]:
+            if run.get("reset"):
+                engine.flush_cache()
+            params = {"temperature": 0, "max_new_tokens": run["max_tokens"], "ignore_eos": not run.get("may_end")}
+            batches = [[p] for p in run["prompts"]] if run.get("one_by_one") else [run["prompts"]]
+            outputs = [o for batch in batches for o in engine.generate(input_ids=batch, sampling_params=params)]
+            name = run["name"]
+            tokens[name] = [o["output_ids"] for o in outputs]
+            cached[name] = [o["meta_info"]["cached_tokens"] for o in outputs]
+            retracted[name] = sum(o["meta_info"]["num_retractions"] for o in outputs)
+        info = engine.get_server_info()
+        state = info["internal_states"][0]
+    finally:
+        engine.shutdown()
+    return {
+        "tokens": tokens,
+        "cached": cached,
+        "retracted": retracted,
+        "max_total_num_tokens": info["max_total_num_tokens"],
+        "page_size": info["page_size"],
+        "kv_gib": state["memory_usage"]["kvcache"],
+    }
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps(run_engine(request)))
+
+
+if __name__ == "__main__":
+    main()

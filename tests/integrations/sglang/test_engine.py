@@ -1,0 +1,124 @@
+"""The real SGLang engine: lossless pages against its own cache token for token, and what codes must not change."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from engines import PAGE, crowd, engine, long, many, prefixed, ragged, run, run_engine, slimkv
+
+from slimkv.spec import CodecSpec, PageLayout
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+TINY = 320  # tokens of cache, for 8 requests that grow to 56
+# SGLang then takes this share of the memory that is free, instead of a number of tokens.
+FROM_MEMORY = {"max_total_tokens": None, "mem_fraction_static": 0.2}
+
+
+def everything() -> list[dict]:
+    return [run("ragged", ragged()), run("long", long()), run("miss", prefixed()[:1]), run("hit", prefixed())]
+
+
+def growing() -> dict:
+    """Requests that may end early: for others SGLang keeps room for all the tokens they may have."""
+    return run("crowd", crowd(), 28, may_end=True)
+
+
+def both_ways() -> list[dict]:
+    return [run("together", many(), 4, reset=True), run("alone", many(), 4, one_by_one=True, reset=True)]
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return run_engine(engine(**FROM_MEMORY), [*everything(), growing()])
+
+
+@pytest.fixture(scope="module")
+def raw():
+    """With mixed batches: requests that decode beside chunks of prompts."""
+    return run_engine(engine(enable_mixed_chunk=True, **slimkv("raw")), [*everything(), *both_ways()])
+
+
+@pytest.fixture(scope="module")
+def codes():
+    """One engine: prompts that miss the radix cache, hit it, and miss it again; a batch together and one by one."""
+    runs = [run("miss", prefixed(), 12), run("hit", prefixed(), 12), run("again", prefixed(), 12, reset=True)]
+    return run_engine(engine(**slimkv("k4v4"), **FROM_MEMORY), [*runs, *both_ways()])
+
+
+def token_bytes(found: dict) -> float:
+    """SGLang keeps one page more than it hands out."""
+    return found["kv_gib"] * 2**30 / (found["max_total_num_tokens"] + found["page_size"])
+
+
+# -- lossless pages ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ragged", "long", "miss", "hit"])
+def test_lossless_pages_give_the_stock_tokens(raw, stock, name):
+    """Ragged and mixed batches, chunked prefill, the radix cache."""
+    assert raw["tokens"][name] == stock["tokens"][name]
+
+
+def test_lossless_pages_take_the_stock_memory(raw, stock):
+    assert token_bytes(raw) == pytest.approx(token_bytes(stock), rel=1e-3)
+
+
+def test_the_prefix_was_cached(raw):
+    assert min(raw["cached"]["hit"]) >= 6 * PAGE
+    assert all(count % PAGE == 0 for count in raw["cached"]["hit"])
+
+
+def test_a_batch_gives_what_its_requests_give_alone(raw):
+    """32 requests of ragged lengths."""
+    assert raw["tokens"]["together"] == raw["tokens"]["alone"]
+
+
+def test_retracted_requests_give_the_stock_tokens(stock):
+    """A cache too small for the batch: requests are taken back and their tokens computed again."""
+    tiny = {"max_total_tokens": TINY, "context_length": 128, "schedule_conservativeness": 0.01}
+    ours = run_engine(engine(**slimkv("raw"), disable_radix_cache=True, **tiny), [growing()])
+    assert ours["retracted"]["crowd"] > 0
+    assert stock["retracted"]["crowd"] == 0
+    assert ours["tokens"]["crowd"] == stock["tokens"]["crowd"]
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+def test_codes_hit_is_miss(codes):
+    """The second time every page but the last comes from the cache."""
+    assert min(codes["cached"]["hit"]) >= 6 * PAGE
+    assert codes["cached"]["again"][0] == 0
+    assert codes["tokens"]["hit"] == codes["tokens"]["miss"] == codes["tokens"]["again"]
+
+
+def test_the_cache_holds_as_many_more_tokens_as_advertised(codes, stock):
+    """In float32. How much memory is free depends on the machine, so the bytes of a token are compared too."""
+    assert token_bytes(codes) == pytest.approx(30 * 3 * 68, rel=1e-3), "30 layers, 3 KV heads of 68 bytes"
+    ratio = token_bytes(stock) / token_bytes(codes)
+    packed = PageLayout(CodecSpec.parse("k4v4", 64), PAGE)
+    assert ratio == pytest.approx(2 * packed.compression_ratio, rel=1e-3)
+    more = codes["max_total_num_tokens"] / stock["max_total_num_tokens"]
+    assert 0.6 * ratio < more < 1.6 * ratio, "sized by those bytes"
+
+
+def test_a_batch_of_codes_gives_what_its_requests_give_alone(codes):
+    """Products of other shapes round otherwise, and now and then a number falls on the other side of a boundary."""
+    pairs = list(zip(codes["tokens"]["together"], codes["tokens"]["alone"], strict=True))
+    assert len(pairs) == 32
+    assert [a[0] for a, _ in pairs] == [b[0] for _, b in pairs]
+    assert sum(a != b for a, b in pairs) <= 2
+
+
+def test_layers_have_formats_of_their_own():
+    layers = {"0": "raw", "-2--1": "raw", "4-6": "k6v4", "5": "turboquant_k8v4"}
+    found = run_engine(engine(**slimkv("k4v4", layers=layers)), [run("a", ragged()[:3], 4)])
+    formats = ["k4v4"] * 30
+    formats[0] = formats[28] = formats[29] = "krawfp32vrawfp32"
+    formats[4:7] = ["k6v4", "turboquant_k8v4", "k6v4"]
+    expected = sum(3 * PageLayout(CodecSpec.parse(format, 64), PAGE).bytes_per_token for format in formats)
+    assert token_bytes(found) == pytest.approx(expected, rel=1e-3)
+    assert all(len(tokens) == 4 for tokens in found["tokens"]["a"])

@@ -1,0 +1,118 @@
+"""``SlimKVPool`` without an engine: what SGLang asks of a pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from plans import DIM, HEADS, PAGE, make_plan, make_pool
+
+from slimkv import ops
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.sglang.pool import bind
+
+pytestmark = pytest.mark.sglang
+
+FORMATS = ["k4v4", "raw", "k5v3"]
+
+
+def filled(size: int = 8 * PAGE):
+    """A pool with random tokens in slots 16..96 of all layers."""
+    pool = make_pool(FORMATS, size)
+    slots = torch.arange(PAGE, 6 * PAGE)
+    torch.manual_seed(0)
+    for layer in range(len(FORMATS)):
+        key, value = torch.randn(2, len(slots), HEADS, DIM)
+        pool.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, key, value)
+    return pool, slots
+
+
+def decoded(pool, layer: int, slots: torch.Tensor) -> torch.Tensor:
+    pages, of, codec = pool.layer_pages(layer)
+    return torch.cat(ops.gather_kv(pages, slots, codec=codec, layout=of.layout, backend="reference"), -1)
+
+
+def test_bytes_are_those_of_the_plan():
+    pool = make_pool(FORMATS)
+    per_token = HEADS * (68 + 2 * DIM * 4 + 68)
+    assert pool.plan.token_bytes(None) == per_token
+    assert pool.get_kv_size_bytes() == (per_token * 9 * PAGE, 0), "one page more than was asked for, for padding"
+    addresses, sizes, items = pool.get_contiguous_buf_infos()
+    assert sum(sizes) == per_token * 9 * PAGE
+    assert [size // item for size, item in zip(sizes, items, strict=True)] == [9] * 3
+    assert addresses == [pool.layer_pages(layer)[0].data_ptr() for layer in range(3)]
+
+
+def test_raw_layers_give_back_what_was_stored():
+    pool = make_pool(["raw"])
+    key, value = torch.randn(2, 20, HEADS, DIM)
+    slots = torch.randperm(8 * PAGE)[:20]
+    pool.set_kv_buffer(SimpleNamespace(layer_id=0), slots, key, value)
+    assert torch.equal(decoded(pool, 0, slots), torch.cat([key, value], -1))
+
+
+def test_a_stage_of_a_pipeline_counts_its_layers_from_its_first():
+    pool = make_pool(["raw", "raw"], start_layer=7, end_layer=9)
+    key, value = torch.randn(2, 3, HEADS, DIM)
+    pool.set_kv_buffer(SimpleNamespace(layer_id=8), torch.arange(16, 19), key, value)
+    assert decoded(pool, 1, torch.arange(16, 19)).any()
+    assert not decoded(pool, 0, torch.arange(16, 19)).any()
+
+
+def test_moved_tokens_are_the_same_tokens():
+    pool, slots = filled()
+    source, target = slots[[3, 40, 17]], slots[[60, 4, 50]]
+    before = [decoded(pool, layer, source) for layer in range(3)]
+    pool.move_kv_cache(target, source)
+    for layer in range(3):
+        assert torch.equal(decoded(pool, layer, target), before[layer])
+
+
+def test_tokens_come_back_from_the_host_in_other_slots():
+    pool, slots = filled()
+    pool.cpu_offloading_chunk_size = 11
+    before = [decoded(pool, layer, slots) for layer in range(3)]
+    kept = pool.get_cpu_copy(slots)
+    assert [len(pieces) for pieces in kept] == [8, 8, 8]
+    for layer in range(3):
+        pool.layer_pages(layer)[0].fill_(0xA5)
+    elsewhere = torch.randperm(8 * PAGE)[: len(slots)] + PAGE
+    pool.load_cpu_copy(kept, elsewhere)
+    for layer in range(3):
+        assert torch.equal(decoded(pool, layer, elsewhere), before[layer])
+
+
+@pytest.mark.parametrize("name", ["get_key_buffer", "get_value_buffer", "get_kv_buffer"])
+def test_nobody_gets_tensors_to_write_past_the_codec(name):
+    """Models with fused kernels write into these; the pool's dtype keeps them from trying."""
+    pool = make_pool(["k4v4"])
+    assert pool.dtype == torch.uint8
+    with pytest.raises(UnsupportedError, match="asks for the K and V tensors of layer 0"):
+        getattr(pool, name)(0)
+
+
+def test_a_pool_of_other_shape_than_sized_is_refused():
+    with pytest.raises(UnsupportedError, match="sized 2 of 64 and 64"):
+        make_pool(["k4v4"], head_num=4)
+    with pytest.raises(UnsupportedError, match="builds 2 layers of cache, but sized 1"):
+        make_pool(["k4v4"], layer_num=2)
+    with pytest.raises(InputError, match="pages of 32 tokens, but sized ones of 16"):
+        bind(make_plan(["k4v4"]), ())(
+            64, page_size=32, dtype=torch.float32, head_num=HEADS, head_dim=DIM, layer_num=1, device="cpu",
+            enable_memory_saver=False,
+        )  # fmt: skip
+
+
+def test_post_capture_backing_is_refused():
+    with pytest.raises(UnsupportedError, match="before graphs are captured"):
+        make_pool(["k4v4"], post_capture_active=True)
+
+
+def test_a_hook_that_sglang_did_not_take_stops_the_pool():
+    hooked = bind(make_plan(["k4v4"]), ("sglang.srt.nowhere.Nothing.method",))
+    with pytest.raises(UnsupportedError, match=r"did not take slimkv's hooks on sglang\.srt\.nowhere\.Nothing\.method"):
+        hooked(64, page_size=PAGE, dtype=torch.float32)

@@ -1,0 +1,85 @@
+"""SGLang's OpenAI server with slimkv switched on, asked over HTTP as users ask it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("openai")
+
+import openai
+from engines import environment, model_folder, override_args
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """``python -m sglang.launch_server`` as the README writes it; yields its address and its log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", model_folder(), "--port", str(port), "--host",
+        "127.0.0.1", "--served-model-name", "smollm2", "--context-length", "1024", "--device", "cpu", "--dtype",
+        "bfloat16", "--attention-backend", "slimkv", "--page-size", "64", "--max-total-tokens", "4096",
+        "--json-model-override-args", override_args("k4v4"), "--skip-server-warmup",
+    ]  # fmt: skip
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, env=environment(), stdout=out, stderr=out, start_new_session=True) as process,
+    ):
+        try:
+            wait_until_ready(process, port, log)
+            yield f"http://127.0.0.1:{port}/v1", log
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def wait_until_ready(process, port, log):
+    for _ in range(1200):
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail(f"the server did not start:\n{log.read_text()[-5000:]}")
+
+
+def test_streaming_gives_what_a_whole_answer_gives(server):
+    address, _ = server
+    client = openai.OpenAI(base_url=address, api_key="none")
+    asked = {
+        "model": "smollm2", "max_tokens": 24, "temperature": 0, "seed": 0,
+        "messages": [{"role": "user", "content": "Name the three primary colours."}],
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    pieces = [
+        c.choices[0].delta.content or "" for c in client.chat.completions.create(**asked, stream=True) if c.choices
+    ]
+    assert len([p for p in pieces if p]) > 5, "a stream, not one piece"
+    assert "".join(pieces) == whole
+    assert "red" in whole.lower()
+
+
+def test_the_log_tells_the_size_of_the_cache(server):
+    """SmolLM2: 30 layers and 3 KV heads of 68 bytes a token, for 4,096 tokens and a page."""
+    _, log = server
+    line = next(x for x in log.read_text().splitlines() if "KV Cache is allocated" in x)
+    assert "dtype: torch.uint8, #tokens: 4096" in line
+    size = float(line.split("K size:")[1].split("GB")[0])
+    assert size == pytest.approx(30 * 3 * 68 * (4096 + 64) / 2**30, abs=0.006)

@@ -1,0 +1,50 @@
+"""What must stop the real SGLang engine while it starts."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from engines import EngineError, engine, run_engine, slimkv
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+# A plugin of somebody else's that makes one of slimkv's hooks fail, in every process.
+BREAKER = """
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+def register():
+    apply = HookRegistry._apply_target.__func__
+
+    def broken(cls, target, hooks):
+        if target.endswith("{name}"):
+            raise RuntimeError("broken on purpose")
+        return apply(cls, target, hooks)
+
+    HookRegistry._apply_target = classmethod(broken)
+"""
+
+
+def breaking_plugin(folder, name: str) -> str:
+    """A folder for PYTHONPATH from which SGLang loads a plugin that breaks the hook on ``name``."""
+    (folder / "breaker.py").write_text(BREAKER.format(name=name))
+    info = folder / "breaker-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breaker\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbreaker = breaker:register\n")
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def test_a_broken_hook(tmp_path):
+    """SGLang only logs it; slimkv does not go on with a cache of the wrong size."""
+    with pytest.raises(EngineError, match=r"did not take slimkv's hooks on .*PoolConfigurator\._compute_cell_size"):
+        run_engine(engine(**slimkv()), [], PYTHONPATH=breaking_plugin(tmp_path, "._compute_cell_size"))
+
+
+def test_a_wrong_setting_stops_the_engine_before_it_starts_a_process():
+    with pytest.raises(EngineError, match="slimkv has no setting 'formt'; did you mean 'format'") as failure:
+        run_engine(engine(**slimkv(formt="k4v4")), [])
+    assert "scheduler" not in str(failure.value).lower()
