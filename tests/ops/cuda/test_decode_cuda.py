@@ -88,6 +88,7 @@ LONG_CASES = [
     replace(LONG, page=32, format="k2v2"),
     replace(LONG, **EVERYTHING, format="k2v2"),
     replace(LONG, queries=(4, 2, 1)),
+    *(replace(LONG, group=8, format=f) for f in ("k4v4", "k5v3")),
     *(replace(LONG, format=f, queries=(8, 6, 1)) for f in ("k4v4", "k5v6")),
     replace(LONG, format="k6v6", dim=80),
 ]
