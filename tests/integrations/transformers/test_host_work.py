@@ -49,7 +49,7 @@ class Operations(TorchDispatchMode):
 def decode(kind: str, packed: bool) -> Operations:
     """STEPS steps of one token for two sequences with a mask, as ``generate`` calls the model."""
     model = tiny(kind, layers=LAYERS)
-    cache = SlimKVCache(model.config, "k4v4") if packed else DynamicCache(config=model.config)
+    cache = SlimKVCache(model.config, "k4v4", backend="cpu_torch") if packed else DynamicCache(config=model.config)
     with attention(model) if packed else contextlib.nullcontext():
         seen = 66  # the steps stay inside a block
         model(tokens(2, seen), attention_mask=torch.ones(2, seen), past_key_values=cache)
