@@ -145,8 +145,8 @@ def bench_attend(options: Options, step: Step = silent) -> Report:
     device = options.torch_device()
     small = options.small or device.type != "cuda"
     more = CPU_ATTEND_CELLS if device.type == "cpu" else () if small else MORE_ATTEND_CELLS
-    known = (SMALL_ATTEND_CELLS if small else ATTEND_CELLS) + (more if options.cells else ())
-    cells = choose(known, options.cells, options.page)
+    usual = (SMALL_ATTEND_CELLS if small else ATTEND_CELLS) + (more if options.cells else ())
+    cells = choose(usual, options.cells, options.page)
     backends = options.chosen_backends(device)
     compile_ahead(_compile, [(cell, backend, str(device)) for cell in cells for backend in backends], device, step)
     step("copy bandwidth")

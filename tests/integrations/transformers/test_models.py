@@ -138,3 +138,27 @@ def test_a_hole_in_the_padding_mask_is_obeyed():
     assert (counts.fused, counts.decoded) == (0, 3)
     shown = mask.bool()
     torch.testing.assert_close(actual[shown], expected[shown], rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral", "llama"])
+@pytest.mark.parametrize("padding", [False, True])
+def test_bidirectional_attention_keeps_its_mask(kind, padding):
+    """A config that says ``is_causal=False`` (as ``use_bidirectional_attention`` does): every token sees all others."""
+    model = tiny(kind)
+    model.config.is_causal = False
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    ids, mask = padded(40) if padding else (tokens(2, 40), torch.ones(2, 40, dtype=torch.int64))
+    stock = DynamicCache(config=model.config)
+    caches = [slimkv.SlimKVCache(model.config, LOSSLESS, fresh=fresh, block_size=16) for fresh in ("raw", "codes")]
+    shown = mask.bool()
+    for start, end in ((0, 20), (20, 21), (21, 40)):
+        arguments = {"attention_mask": mask[:, :end]}
+        with torch.no_grad():
+            expected = model(ids[:, start:end], past_key_values=stock, **arguments).logits
+            for cache in caches:
+                with slimkv.attention(model):
+                    actual = model(ids[:, start:end], past_key_values=cache, **arguments).logits
+                at = shown[:, start:end]
+                torch.testing.assert_close(actual[at], expected[at], rtol=0, atol=2e-5 * float(expected.abs().max()))

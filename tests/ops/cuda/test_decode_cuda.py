@@ -56,7 +56,7 @@ EMULATED = [
     replace(TINY, dim=256, format="k4v3", lens=(40,), queries=(1,)),
     replace(VERIFY, dim=192, value_dim=128),
     replace(TINY, dim=256, group=16, lens=(40,), queries=(1,)),
-    *(replace(TINY, group=group) for group in (1, 3, 6, 8, 16)),
+    *(replace(TINY, group=group) for group in (1, 3, 6, 8, 16, 20)),
     *(replace(TINY, page=page, lens=(2 * page + 3, page, 60), queries=(1, 1, 1)) for page in (32, 128)),
     *(replace(VERIFY, **{k: v}) for k, v in (("window", 5), ("softcap", 2.5), ("causal", False), ("scale", -0.3))),
     replace(VERIFY, **EVERYTHING),

@@ -12,17 +12,24 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.transformers.compat import FORWARD_ARGUMENTS, AttentionInterface, AttentionMaskInterface
+from slimkv.integrations.transformers.compat import (
+    ALL_ATTENTION_FUNCTIONS,
+    FORWARD_ARGUMENTS,
+    AttentionInterface,
+    AttentionMaskInterface,
+)
 from slimkv.integrations.transformers.decoded_attention import masked_attention
 from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates
 from slimkv.integrations.transformers.mask import Pattern, pattern_of, slimkv_mask
-from slimkv.integrations.transformers.stock_attention import EAGER, stock_function, switchable_configs
+from slimkv.integrations.transformers.stock_attention import EAGER, SDPA, stock_function, switchable_configs
 from slimkv.integrations.transformers.switching import NAME, count, stock_of
 from slimkv.ops import AttendOptions
 
 # What an attention function may be called with. Anything else that is set is refused: it may change the result.
 _HANDLED = {"position_bias", "output_attentions", "softcap", "s_aux", "sliding_window"}
 _NO_INFLUENCE = {"cache_position", "deterministic", "use_cache", "return_dict", "labels", "logits_to_keep"}
+# transformers' function for torch's attention has neither soft cap nor sinks: a model that uses it gets none anywhere.
+TORCH_ATTENTION = ALL_ATTENTION_FUNCTIONS[SDPA]
 KNOWN_ARGUMENTS = frozenset(_HANDLED | _NO_INFLUENCE | FORWARD_ARGUMENTS)
 
 
@@ -51,10 +58,12 @@ def slimkv_attention(
     _check_arguments(module, kwargs)
     config = getattr(module, "config", None)
     stock = stock_of(config)
+    function = stock_function(type(module), stock) if stock is not None else None  # type: ignore[arg-type]
     kv = _packed(key, value)
     if kv is not None:
         pattern = _pattern(module, query, kv, attention_mask, is_causal, stock)
-        options = _options(query, scaling, pattern, dropout, kwargs) if pattern is not None else None
+        asked = kwargs if function is not TORCH_ATTENTION else {**kwargs, "softcap": None, "s_aux": None}
+        options = _options(query, scaling, pattern, dropout, asked) if pattern is not None else None
         if pattern is not None and options is not None and kv.refusal(pattern.pads) is None:
             count("fused", config)
             return kv.attend(query, options, pattern.pads), None
@@ -62,7 +71,6 @@ def slimkv_attention(
         count("plain", config)
     key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in (key, value))
     arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-    function = stock_function(type(module), stock) if stock is not None else None  # type: ignore[arg-type]
     if function is None:
         return _masked(module, query, key, value, attention_mask, **arguments), None
     if is_causal is None:

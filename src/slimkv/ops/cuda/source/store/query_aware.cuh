@@ -35,7 +35,9 @@ template <class F> struct ScaledLevels {
 // What later slices' errors add to slice s, to memory.sums. Errors that are not made yet are zeros, so every product may be
 // taken: all weights are on their way at the same time.
 template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memory, const u8* weights, int s, int lane) {
-  constexpr int STEPS = (F::D + 31) / 32, AT_ONCE = STEPS <= 4 ? STEPS : STEPS % 4 == 0 ? 4 : STEPS % 3 == 0 ? 3 : STEPS % 2 == 0 ? 2 : 1;
+  // Blocks of more warps have no registers for that, and others to wait for.
+  constexpr int STEPS = (F::D + 31) / 32;
+  constexpr int AT_ONCE = WARPS > 2 ? 1 : STEPS <= 4 ? STEPS : STEPS % 4 == 0 ? 4 : STEPS % 3 == 0 ? 3 : STEPS % 2 == 0 ? 2 : 1;
   int g = lane >> 2, t = lane & 3;
   i32 c[2][2][4] = {};
 #pragma unroll 1
