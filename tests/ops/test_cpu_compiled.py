@@ -329,10 +329,11 @@ def test_gather_equals_the_reference(format):
                 arguments = {"codec": codec, "layout": case.layout, "rotated": rotated, "dtype": dtype}
                 expected = ops.gather_kv(pages, slots, **arguments, backend="reference")
                 found = ops.gather_kv(pages, slots, **arguments, backend="cpu")
-                steps = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+                steps = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+                least = 2**-24 if dtype == torch.float16 else 0.0  # of its subnormals
                 for e, f in zip(expected, found, strict=True):
                     size = e.float().norm(dim=-1, keepdim=True)
-                    assert ((f.float() - e.float()).abs() <= steps * size).all()
+                    assert ((f.float() - e.float()).abs() <= steps * size + least).all()
                     assert not f[slots < 0].any()
 
 
