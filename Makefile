@@ -48,7 +48,7 @@ $(DOCS_VENV)/.ready: requirements/docs.txt
 	touch $@
 
 docs: $(DOCS_VENV)/.ready
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --clean
 	@echo "the site is in site/index.html"
 
 # vLLM pins packages that the rest does not want, so it has an environment of its own.

@@ -21,7 +21,7 @@ parser.add_argument("--out", help="keep the calibration in this file")
 arguments = parser.parse_args()
 
 model, tokenizer, name = models.load(arguments.model)
-# 512 tokens are enough to see the effect; slimkv calibrate has the model say 3,072.
+# 512 tokens are enough to see the effect; slimkv calibrate has the model say 8,192.
 calibration = slimkv.calibrate_model(model, arguments.out, samples=(1, 512))
 
 text = token_windows(tokenizer, load_text(), arguments.windows, 256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,20 @@ from typer.testing import CliRunner
 from slimkv.bench import attention as attend
 from slimkv.bench import baselines, results
 from slimkv.bench import commands as plain
-from slimkv.bench.cells import ATTEND_CELLS, SMALL_ATTEND_CELLS, SMALL_STORE_CELLS, STORE_CELLS, AttendCell, choose
+from slimkv.bench.cells import (
+    ATTEND_CELLS,
+    MORE_ATTEND_CELLS,
+    SMALL_ATTEND_CELLS,
+    SMALL_STORE_CELLS,
+    STORE_CELLS,
+    AttendCell,
+    choose,
+)
 from slimkv.bench.options import Options
 from slimkv.bench.timing import Timer
 from slimkv.cli.app import app
 from slimkv.errors import InputError, SlimKVError
+from slimkv.ops.attention.api import AttendOptions
 
 CPU = torch.device("cpu")
 
@@ -37,7 +47,10 @@ def quick(monkeypatch):
     monkeypatch.setattr("slimkv.bench.store.copy_bandwidth", lambda device: 1e10)
 
 
-@pytest.mark.parametrize("cells", [ATTEND_CELLS, STORE_CELLS, SMALL_ATTEND_CELLS, SMALL_STORE_CELLS])
+ALL_CELLS = [ATTEND_CELLS + MORE_ATTEND_CELLS, STORE_CELLS, SMALL_ATTEND_CELLS, SMALL_STORE_CELLS]
+
+
+@pytest.mark.parametrize("cells", ALL_CELLS)
 def test_cells_have_names_of_their_own_and_fit_whole_pages(cells):
     assert len({cell.name for cell in cells}) == len(cells)
     for cell in cells:
@@ -56,7 +69,29 @@ def test_bytes_and_flops_of_a_cell():
     assert chunk.moved_bytes(2) == 8192 * 8 * (512 + 132)
 
 
+def test_a_ragged_cell_has_lengths_from_the_shortest_to_the_longest():
+    cell = next(c for c in MORE_ATTEND_CELLS if c.shortest is not None)
+    assert cell.lengths[0] == max(cell.lengths) == cell.context
+    assert min(cell.lengths) == cell.shortest
+    assert cell.read_tokens == sum(cell.lengths) < cell.batch * cell.context
+    windowed = next(c for c in MORE_ATTEND_CELLS if c.sliding_window == 128)
+    assert windowed.read_tokens == 128 * windowed.batch
+
+
+@pytest.mark.parametrize(
+    "options", [{"shortest": 64}, {"softcap": 3.0}, {"sliding_window": 100}, {"sinks": True}, {"queries": 3}], ids=str
+)
+def test_the_error_of_a_cell_knows_its_options(options):
+    cell = AttendCell("x", batch=3, context=256, num_heads=4, num_kv_heads=2, head_dim=64, page=16, **options)
+    torch.manual_seed(0)
+    case = attend.Case.create(cell, "cpu", CPU)
+    assert case.error() < 1e-3
+    if options.keys() & {"softcap", "sliding_window"}:  # it would notice one that is missing
+        assert replace(case, options=AttendOptions()).error() > 1e-2
+
+
 def test_choosing():
+    assert choose(ATTEND_CELLS, ["all"], None) == list(ATTEND_CELLS)
     names = [c.name for c in choose(ATTEND_CELLS, ["prefill-*", "decode-8x32K", "*8x32K"], 16)]
     assert names == ["prefill-2048q-1x32K", "decode-8x32K"]
     assert {c.page for c in choose(ATTEND_CELLS, [], 16)} == {16}

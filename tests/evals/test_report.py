@@ -141,7 +141,11 @@ def test_report_in_a_browser(report, tmp_path):
         " return r.width > 100 && r.height > 40 && r.right <= innerWidth ? 'ok' : 'BAD'; }).join(' ')"
         " + ' wide ' + (document.documentElement.scrollWidth > innerWidth);</script>"
     )
-    for size in ("1240,1800", "700,1800"):
+    dark = [*common, "--blink-settings=preferredColorScheme=0", f"--screenshot={shot}", page.as_uri()]
+    subprocess.run(dark, check=True, timeout=120, capture_output=True)
+    corners = [tuple(x[1:4]) for x in (raw, _pixels(shot.read_bytes())[2])]  # a PNG's first pixel is stored as it is
+    assert corners == [(0xF4, 0xF6, 0xFA), (0x11, 0x15, 0x1D)]
+    for size in ("1240,1800", "700,1800", "420,1800"):
         probe = tmp_path / "probe.html"
         probe.write_text(page.read_text().replace("</body>", script + "</body>"))
         sized = [f"--user-data-dir={profile}", f"--window-size={size}", "--dump-dom"]

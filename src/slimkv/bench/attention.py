@@ -13,7 +13,14 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.bench import baselines
 from slimkv.bench.baselines import DenseInputs, cell_options, compute_dtype, time_baseline
-from slimkv.bench.cells import ATTEND_CELLS, MORE_ATTEND_CELLS, SMALL_ATTEND_CELLS, AttendCell, choose
+from slimkv.bench.cells import (
+    ATTEND_CELLS,
+    CPU_ATTEND_CELLS,
+    MORE_ATTEND_CELLS,
+    SMALL_ATTEND_CELLS,
+    AttendCell,
+    choose,
+)
 from slimkv.bench.options import Options, Step, compile_ahead, silent
 from slimkv.bench.results import Baseline, Report, Row, make_report
 from slimkv.bench.timing import Timer, copy_bandwidth
@@ -117,6 +124,7 @@ def _baselines(cell: AttendCell, timer: Timer, ours_ms: float, copy: float, step
     inputs = DenseInputs.random(cell, timer.device)
     prepare: dict[str, tuple[int, Callable[[], baselines.Candidates]]] = {
         "sdpa": (cell.dense_bytes(inputs.key.element_size()), partial(baselines.sdpa, inputs)),
+        "sdpa_bf16": (cell.dense_bytes(2), partial(baselines.sdpa_bf16, inputs)),
         "fa3_bf16": (cell.dense_bytes(2), partial(baselines.fa3, inputs, False)),
         "fa3_fp8": (cell.dense_bytes(1), partial(baselines.fa3, inputs, True)),
         "vllm_4bit_nc": (cell.dense_bytes(1) // 2, partial(baselines.turboquant_attend, inputs)),
@@ -136,8 +144,9 @@ def bench_attend(options: Options, step: Step = silent) -> Report:
     """Runs the chosen cells under every chosen implementation."""
     device = options.torch_device()
     small = options.small or device.type != "cuda"
-    known = SMALL_ATTEND_CELLS if small else ATTEND_CELLS + (MORE_ATTEND_CELLS if options.cells else ())
-    cells = choose(known, options.cells, options.page)
+    more = CPU_ATTEND_CELLS if device.type == "cpu" else () if small else MORE_ATTEND_CELLS
+    usual = (SMALL_ATTEND_CELLS if small else ATTEND_CELLS) + (more if options.cells else ())
+    cells = choose(usual, options.cells, options.page)
     backends = options.chosen_backends(device)
     compile_ahead(_compile, [(cell, backend, str(device)) for cell in cells for backend in backends], device, step)
     step("copy bandwidth")

@@ -20,6 +20,7 @@ from slimkv.bench.results import Baseline
 from slimkv.bench.timing import Timer
 from slimkv.errors import UnsupportedError
 from slimkv.ops.attention.api import AttendOptions
+from slimkv.ops.cpu.isa import cpu_features
 
 Call = Callable[[], object]
 Candidates = Iterator[tuple[str, Call]]
@@ -85,6 +86,16 @@ def sdpa(inputs: DenseInputs) -> Candidates:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
     yield "contiguous K and V", call
+
+
+def sdpa_bf16(inputs: DenseInputs) -> Candidates:
+    """The same on bfloat16, on a CPU that computes in it; on a GPU ``sdpa`` does so already."""
+    if inputs.query.dtype == torch.bfloat16:
+        raise UnsupportedError("sdpa is in bfloat16 here")
+    if not {"bf16", "avx512_bf16", "amx_bf16"} & cpu_features():
+        raise UnsupportedError("this CPU has no bfloat16 arithmetic")
+    query, key, value = (x.bfloat16() for x in (inputs.query, inputs.key, inputs.value))
+    yield from sdpa(DenseInputs(inputs.cell, query, key, value))
 
 
 def _flash_attention_3() -> Any:
@@ -245,7 +256,7 @@ def time_baseline(
     """The fastest candidate, timed as ``Timer`` says, or the reason why there is none."""
     times: dict[str, float] = {}
     reasons: list[str] = []
-    if timer.device.type != "cuda" and name not in ("sdpa", "scatter", "copy"):
+    if timer.device.type != "cuda" and name not in ("sdpa", "sdpa_bf16", "scatter", "copy"):
         return Baseline(name, None, None, None, "needs a CUDA device")
     try:
         for detail, call in prepare():

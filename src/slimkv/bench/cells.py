@@ -186,6 +186,17 @@ SMALL_ATTEND_CELLS = (
     replace(_SMALL, name="rotation-off-2x512", format="ku4vu4"),
     replace(_SMALL, name="rotation-on-2x512", format="kur4vur4"),
 )
+# Named with --cells on a CPU: too long for a quick look.
+_CPU = AttendCell("", batch=1, context=16384, num_heads=8, num_kv_heads=2, head_dim=128, page=64)
+CPU_ATTEND_CELLS = (
+    replace(_CPU, name="decode-1x16K-8q2kv"),
+    replace(_CPU, name="decode-1x16K-8q2kv-k3v3", format="k3v3"),
+    replace(_CPU, name="decode-1x16K-8q2kv-k5v5", format="k5v5"),
+    replace(_CPU, name="decode-1x16K-8q2kv-fp8", format="fp8"),
+    replace(_CPU, name="decode-1x2K-9q3kv-d64", context=2048, num_heads=9, num_kv_heads=3, head_dim=64),
+    replace(_CPU, name="decode-8x1K-9q3kv-d64", batch=8, context=1024, num_heads=9, num_kv_heads=3, head_dim=64),
+    replace(_CPU, name="prefill-256q-1x2K", context=2048, queries=256),
+)
 _SMALL_CHUNK = StoreCell("", tokens=512, num_kv_heads=2, head_dim=64, page=16)
 SMALL_STORE_CELLS = (
     replace(_SMALL_CHUNK, name="chunk-512"),
@@ -195,6 +206,10 @@ SMALL_STORE_CELLS = (
     replace(_SMALL_CHUNK, name="chunk-512-query-aware-positions", query_aware=True, max_positions=512),
     replace(_SMALL_CHUNK, name="rotation-off-512", format="ku4vu4"),
     replace(_SMALL_CHUNK, name="rotation-on-512", format="kur4vur4"),
+)
+CPU_STORE_CELLS = (
+    StoreCell("decode-1-3kv-d64", tokens=1, num_kv_heads=3, head_dim=64, page=64, scattered=True),
+    StoreCell("chunk-2048-3kv-d64", tokens=2048, num_kv_heads=3, head_dim=64, page=64),
 )
 
 

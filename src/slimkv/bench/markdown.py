@@ -17,6 +17,7 @@ NAMES = {
     "fa3_fp8": "FA3 fp8",
     "vllm_4bit_nc": "vLLM `turboquant_4bit_nc`",
     "sdpa": "torch SDPA",
+    "sdpa_bf16": "torch SDPA on bf16",
     "copy": "a copy of as many bytes",
     "scatter": "torch `index_put`, bf16",
 }

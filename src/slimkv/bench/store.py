@@ -11,7 +11,7 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.bench import baselines
 from slimkv.bench.baselines import compute_dtype, time_baseline
-from slimkv.bench.cells import SMALL_STORE_CELLS, STORE_CELLS, StoreCell, choose
+from slimkv.bench.cells import CPU_STORE_CELLS, SMALL_STORE_CELLS, STORE_CELLS, StoreCell, choose
 from slimkv.bench.options import Options, Step, compile_ahead, silent
 from slimkv.bench.results import Baseline, Report, Row, make_report
 from slimkv.bench.timing import Timer, copy_bandwidth
@@ -96,7 +96,8 @@ def bench_store(options: Options, step: Step = silent) -> Report:
     """
     device = options.torch_device()
     small = options.small or device.type != "cuda"
-    cells = choose(SMALL_STORE_CELLS if small else STORE_CELLS, options.cells, options.page)
+    more = CPU_STORE_CELLS if device.type == "cpu" and options.cells else ()
+    cells = choose((SMALL_STORE_CELLS if small else STORE_CELLS) + more, options.cells, options.page)
     backends = options.chosen_backends(device)
     compile_ahead(_compile, [(cell, backend, str(device)) for cell in cells for backend in backends], device, step)
     step("copy bandwidth")

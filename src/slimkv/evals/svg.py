@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 560, 340
-LEFT, RIGHT, TOP, BOTTOM = 64, 96, 18, 46
+LEFT, TOP, BOTTOM = 64, 18, 46
+RIGHT = 96  # at least; the names of lines stand there
+_LETTER = 7.5  # of a name
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def _number(x: float) -> str:
 
 def _free_spot(x: float, y: float, label: str, taken: list[tuple[float, float, float]]) -> tuple[float, float, float]:
     """The label's place (left, baseline, right), moved down until it covers none of ``taken``."""
-    right = x + 7.5 * len(label)
+    right = x + _LETTER * len(label)
     while any(abs(y - other) < 13 and x < end and start < right for start, other, end in taken):
         y += 13
     return x, y, right
@@ -59,6 +61,7 @@ def chart(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> s
     xs, ys = [v for s in series for v in s.x], [v for s in series for v in s.y]
     if not xs or len(xs) != len(ys):
         raise ValueError(f"a chart needs points with an x and a y each, not {len(xs)} and {len(ys)}")
+    right = max([RIGHT, *(16 + _LETTER * len(s.name) for s in series if s.line)])
     spans = []
     for values, axis in ((xs, x_axis), (ys, y_axis)):
         low, high = min(values), max(values)
@@ -74,7 +77,7 @@ def chart(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> s
         return start + (at - low) / (high - low) * (end - start)
 
     def px(value: float) -> float:
-        return place(value, x_axis, spans[0], LEFT, WIDTH - RIGHT)
+        return place(value, x_axis, spans[0], LEFT, WIDTH - right)
 
     def py(value: float) -> float:
         return place(value, y_axis, spans[1], HEIGHT - BOTTOM, TOP)
@@ -89,12 +92,12 @@ def chart(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> s
         out.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>')
 
     for tick in _ticks(*spans[1], y_axis.log):
-        line(LEFT, WIDTH - RIGHT, py(tick), py(tick))
+        line(LEFT, WIDTH - right, py(tick), py(tick))
         text("tick", LEFT - 8, py(tick) + 4, "end", _number(tick) + y_axis.unit)
     for tick in _ticks(*spans[0], x_axis.log):
         line(px(tick), px(tick), TOP, HEIGHT - BOTTOM)
         text("tick", px(tick), HEIGHT - BOTTOM + 18, "middle", _number(tick) + x_axis.unit)
-    text("axis", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "middle", x_axis.title)
+    text("axis", (LEFT + WIDTH - right) / 2, HEIGHT - 8, "middle", x_axis.title)
     turned = f"translate(15 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"
     out.append(f'<text class="axis" transform="{turned}" text-anchor="middle">{escape(y_axis.title)}</text>')
     last_label, taken = -math.inf, list[tuple[float, float, float]]()
@@ -105,7 +108,7 @@ def chart(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> s
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             out.append(f'<polyline class="line {colour}" points="{path}"/>')
             last_label = max(points[-1][1] + 4, last_label + 14)  # names at the lines' ends must not overlap
-            text(f"name {colour}", WIDTH - RIGHT + 8, last_label, "start", one.name)
+            text(f"name {colour}", WIDTH - right + 8, last_label, "start", one.name)
         for (x, y), label in zip(points, one.labels or [""] * len(points), strict=True):
             circle = f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{3 if one.line else 5}">'
             out.append(f"{circle}<title>{escape(label or one.name)}</title></circle>")

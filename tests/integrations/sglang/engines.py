@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # small functions would be compiled for minutes
 }
 PAGE = 32
+LIMIT_SECONDS = 1200  # for one engine
 BASE: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",  # what is left to compare is the cache, not the rounding of products
@@ -60,12 +63,18 @@ def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str)
     with tempfile.TemporaryDirectory() as folder:
         request, result = Path(folder, "request.json"), Path(folder, "result.json")
         request.write_text(json.dumps({"engine": {**BASE, **engine}, "runs": runs}))
-        done = subprocess.run(
-            [sys.executable, str(HERE / "scenario.py"), str(request), str(result)],
-            env=environment(**extra), capture_output=True, text=True, timeout=900, check=False,
-        )  # fmt: skip
-        if done.returncode or not result.is_file():
-            raise EngineError(done.stdout + done.stderr)
+        command = [sys.executable, str(HERE / "scenario.py"), str(request), str(result)]
+        with subprocess.Popen(
+            command, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                printed, _ = process.communicate(timeout=LIMIT_SECONDS)
+            finally:  # the engine's own processes too
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode or not result.is_file():
+            raise EngineError(printed)
         return json.loads(result.read_text())
 
 

@@ -57,6 +57,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "layers": {
             name: [type(layer.impl).__name__, getattr(spec, "format", None)]
             for name, layer in config.compilation_config.static_forward_context.items()
+            if hasattr(layer, "attn_backend")  # not the recurrent ones
             for spec in [getattr(layer.attn_backend, "codec_spec", None)]
         },
     }

@@ -56,7 +56,7 @@ EMULATED = [
     replace(TINY, dim=256, format="k4v3", lens=(40,), queries=(1,)),
     replace(VERIFY, dim=192, value_dim=128),
     replace(TINY, dim=256, group=16, lens=(40,), queries=(1,)),
-    *(replace(TINY, group=group) for group in (1, 3, 6, 8, 16)),
+    *(replace(TINY, group=group) for group in (1, 3, 6, 8, 16, 20)),
     *(replace(TINY, page=page, lens=(2 * page + 3, page, 60), queries=(1, 1, 1)) for page in (32, 128)),
     *(replace(VERIFY, **{k: v}) for k, v in (("window", 5), ("softcap", 2.5), ("causal", False), ("scale", -0.3))),
     replace(VERIFY, **EVERYTHING),
@@ -88,6 +88,7 @@ LONG_CASES = [
     replace(LONG, page=32, format="k2v2"),
     replace(LONG, **EVERYTHING, format="k2v2"),
     replace(LONG, queries=(4, 2, 1)),
+    *(replace(LONG, group=8, format=f) for f in ("k4v4", "k5v3")),
     *(replace(LONG, format=f, queries=(8, 6, 1)) for f in ("k4v4", "k5v6")),
     replace(LONG, format="k6v6", dim=80),
 ]

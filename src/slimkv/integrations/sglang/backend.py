@@ -138,7 +138,7 @@ class SlimKVAttnBackend(AttentionBackend):
         assert step is not None
         if save_kv_cache and k is not None and v is not None:
             self._store(layer, step, batch.out_cache_loc, k, v)
-        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         if query.shape[0] > step.num_queries:  # padding, which nothing else writes
             out[step.num_queries :].zero_()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class SlimKVCache(Cache):
             its config), and kept on disk.
     """
 
-    for_encoder_decoder: type[SlimKVCache]  # set by its module, which builds on this one
+    encoder_decoder_class: ClassVar[type[SlimKVCache]]  # set where it is defined
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class SlimKVCache(Cache):
     def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> SlimKVCache:
         """For an encoder-decoder model, a cache that also holds the stock cache of its cross-attention."""
         if cls is SlimKVCache and getattr(_checked_config(config), "is_encoder_decoder", False):
-            cls = SlimKVCache.for_encoder_decoder
+            cls = cls.encoder_decoder_class
         return super().__new__(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -62,4 +62,5 @@ class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
 for _name in vars(EncoderDecoderCache).keys() & vars(Cache).keys():
     if _name not in vars(EncoderDecoderSlimKVCache) and _name not in vars(SlimKVCache):
         setattr(EncoderDecoderSlimKVCache, _name, vars(Cache)[_name])
-SlimKVCache.for_encoder_decoder = EncoderDecoderSlimKVCache
+
+SlimKVCache.encoder_decoder_class = EncoderDecoderSlimKVCache

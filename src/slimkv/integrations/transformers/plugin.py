@@ -58,7 +58,7 @@ def slimkv_attention(
     _check_arguments(module, kwargs)
     config = getattr(module, "config", None)
     stock = stock_of(config)
-    function = stock_function(type(module), stock) if stock is not None else None
+    function = stock_function(type(module), stock) if stock is not None else None  # type: ignore[arg-type]
     kv = _packed(key, value)
     if kv is not None:
         pattern = _pattern(module, query, kv, attention_mask, is_causal, stock)

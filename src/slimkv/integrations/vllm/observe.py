@@ -123,7 +123,7 @@ class Observer:
 def gather_calibration(
     model: str,
     *,
-    samples: tuple[int, int] = (3, 1024),
+    samples: tuple[int, int] = (8, 1024),
     seed: int = 0,
     max_positions: int | None = None,
     progress: Any = lambda what, done, total: None,

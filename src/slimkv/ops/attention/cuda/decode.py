@@ -21,6 +21,7 @@ from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest
 from slimkv.ops.attention.cuda import prefill
 from slimkv.ops.attention.cuda.shape import (
+    Amount,
     Device,
     Shape,
     amount_of,
@@ -248,10 +249,10 @@ def _prepare(request: AttendRequest, device: Device) -> _Call:
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, amount: tuple[bool, bool, bool], q_dtype: torch.dtype,
+    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, q_dtype: torch.dtype,
     out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    shape = shape_for(device, layout, group, queries, *amount)
+    shape = shape_for(device, layout, group, queries, amount)
     if shape is None:
         return None
     spec = layout.spec
@@ -278,8 +279,8 @@ def workspace_bytes(
     """Bytes that ``attend`` needs as ``workspace`` for these bounds."""
     about, need = device_of(device), 0
     for queries in range(1, min(max_query_len, MAX_DECODE_QUERIES) + 1):
-        for amount in product((False, True), repeat=3):
-            shape = shape_for(about, layout, group, queries, *amount)
+        for amount in product((False, True), repeat=4):
+            shape = shape_for(about, layout, group, queries, Amount(*amount))
             if shape is not None:
                 items = most_items(total_queries, sequences, num_kv_heads, group, shape)
                 slots = items + about.multiprocessors * shape.resident

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import core_size
@@ -15,14 +16,15 @@ from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
 _SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 _LONG = {
     4: ((8, 12, 2, 1), (4, 12, 2, 1), (4, 8, 2, 1), (2, 12, 2, 1), (2, 8, 2, 1), *_SMALLER),
-    8: ((8, 8, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
+    8: ((4, 12, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
     16: ((4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
     32: ((2, 8, 2, 1), (1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1)),
 }
 # Levels from tables in shared memory: warps that wait for it.
-_LOOKED_UP = ((2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), *_SMALLER)
-# So little that every block has a step or two: as many warps as steps.
-_TINY = ((2, 4, 2, 1), (1, 4, 2, 1))
+_LOOKED_UP = ((2, 16, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), *_SMALLER)
+# So little that every block has a step or two: of few heads small steps for many warps, of many heads blocks for all.
+_TINY = ((1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1))
+_TINY_AND_MANY = ((2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 # Many short sequences: smaller blocks, of which one computes while another changes its sequence.
 _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
@@ -56,6 +58,15 @@ class Device:
     shared_of_block: int
 
 
+class Amount(NamedTuple):
+    """Are sequences short, is all work little or tiny, are there more (sequence, KV head) than multiprocessors?"""
+
+    short: bool
+    little: bool
+    tiny: bool
+    many_rows: bool
+
+
 def max_columns(layout: PageLayout) -> int:
     """Columns of a block that its registers hold: the output of all of them."""
     return 32 if max(layout.spec.key_dim, layout.spec.value_dim) <= 128 else 16
@@ -65,33 +76,33 @@ def shape_on(
     device: Device, layout: PageLayout, group: int, queries: int, tokens: int, rows: int = 1 << 20
 ) -> Shape | None:
     """The first shape that fits: ``rows`` (sequence, KV head) of up to ``tokens`` tokens and ``queries`` queries."""
-    return shape_for(device, layout, group, queries, *amount_of(device, layout, tokens, rows))
+    return shape_for(device, layout, group, queries, amount_of(device, layout, tokens, rows))
 
 
-def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> tuple[bool, bool, bool]:
-    """All that a shape depends on of the tokens, which differ at every step: are sequences short, is work little, tiny?
+def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> Amount:
+    """All that a shape depends on of the tokens, which differ at every step.
 
     A block of many warps with little to do for each of them leaves some idle at its end.
     """
     short = tokens * layout.page_bytes < _SHORT_BYTES * layout.block_size
     each = rows * tokens / device.multiprocessors
-    return short, each < _LITTLE_TOKENS, each < _TINY_TOKENS
+    return Amount(short, each < _LITTLE_TOKENS, each < _TINY_TOKENS, rows > device.multiprocessors)
 
 
 @lru_cache(maxsize=1024)
-def shape_for(
-    device: Device, layout: PageLayout, group: int, queries: int, short: bool, little: bool, tiny: bool
-) -> Shape | None:
+def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amount: Amount) -> Shape | None:
     """The first shape that fits, by ``amount_of``."""
     most = max_columns(layout)
+    if group <= most // 2:
+        most //= 2  # of the most columns so many registers are output that fewer columns, more often, take less time
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
-    cuts = (_SHORT if short else _LONG)[columns]
+    cuts = (_SHORT if amount.short else _LONG)[columns]
     if columns == 4 and _level_table_bytes(layout, False):
         cuts = _LOOKED_UP
-    if tiny:
-        cuts = _TINY
+    if amount.tiny:
+        cuts = _TINY_AND_MANY if amount.many_rows else _TINY
     for tiles, warps, stages, resident in cuts:
-        if little and not short and warps > 8:
+        if amount.little and not amount.short and warps > 8:
             continue
         shape = Shape(max(1, columns // 8), columns > 4, tiles, warps, stages, resident)
         shared = shared_bytes(layout, shape)

@@ -32,7 +32,11 @@ static void parallel_for(i64 count, int threads, double work, const Body& body) 
   shared.count = count;
   shared.body = &body;
   const GompParallel team = gomp_parallel.load(std::memory_order_acquire);
+#if defined(SLIMKV_ALWAYS_THREADS)  // for tests under a sanitizer
+  const double least = 0;
+#else
   const double least = team != nullptr ? 2e4 : 1e6;  // below it, waking threads costs more than it saves
+#endif
   if (threads > count) threads = (int)count;
   if (threads <= 1 || work < least) {
     Shared::run(&shared);

@@ -142,7 +142,11 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
         (value.dtype, _in_vectors(value_place)),
         slots.dtype == torch.int64,
         tokens * heads < FEW_VECTORS,
-        request.query_aware is not None,
+        0
+        if request.query_aware is None
+        else 2
+        if request.query_aware_index is not None and request.matrices > 1
+        else 1,
     )
     args = StoreArgs.from_buffer_copy(plan.args)
     side = args.key
@@ -186,7 +190,7 @@ def _plan(
     value: tuple[torch.dtype, bool],
     long_slots: bool,
     few: bool,
-    shaped: bool,
+    shaped: int,  # 0: no, 1: with one matrix a head, 2: with several
 ) -> Plan:
     from slimkv.codec import Codec
 

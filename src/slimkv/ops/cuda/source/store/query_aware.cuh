@@ -35,7 +35,9 @@ template <class F> struct ScaledLevels {
 // What later slices' errors add to slice s, to memory.sums. Errors that are not made yet are zeros, so every product may be
 // taken: all weights are on their way at the same time.
 template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memory, const u8* weights, int s, int lane) {
-  constexpr int STEPS = (F::D + 31) / 32, AT_ONCE = STEPS <= 4 ? STEPS : STEPS % 4 == 0 ? 4 : STEPS % 3 == 0 ? 3 : STEPS % 2 == 0 ? 2 : 1;
+  // Blocks of more warps have no registers for that, and others to wait for.
+  constexpr int STEPS = (F::D + 31) / 32;
+  constexpr int AT_ONCE = WARPS > 2 ? 1 : STEPS <= 4 ? STEPS : STEPS % 4 == 0 ? 4 : STEPS % 3 == 0 ? 3 : STEPS % 2 == 0 ? 2 : 1;
   int g = lane >> 2, t = lane & 3;
   i32 c[2][2][4] = {};
 #pragma unroll 1
@@ -161,8 +163,11 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(co
                                                                                u8* shared, int number) {
   if (first >= args.tokens) return;
   int lane = thread_index() & 31, index = 0;
-  if (args.query_aware_index != nullptr) index = min_i32(max_i32(args.query_aware_index[min_i32(first + lane, args.tokens - 1)], 0), args.matrices - 1);
-  if (args.spread && !warp_any(index == only)) return;
+  constexpr bool SEVERAL = QUERY_AWARE > 1;
+  const bool spread = SEVERAL && args.spread;
+  if (SEVERAL && args.query_aware_index != nullptr)
+    index = min_i32(max_i32(args.query_aware_index[min_i32(first + lane, args.tokens - 1)], 0), args.matrices - 1);
+  if (spread && !warp_any(index == only)) return;
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
   QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * QueryAwareMemory<F>::BYTES);
@@ -176,18 +181,22 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(co
     if (lane >> 4 == tile) mine = scalars;
   }
   sync_warp();
-  int end = args.spread ? only + 1 : args.matrices;
+  const u8* weights = args.query_aware + (i64)head * F::D * F::D;
+  if constexpr (SEVERAL) {
+    int end = spread ? only + 1 : args.matrices;
 #pragma unroll 1
-  for (int matrix = args.spread ? only : 0; matrix < end; matrix++)  // 32 neighbours nearly always share one
-    if (warp_any(index == matrix))
-      round_query_aware<F>(memory, tables, levels, args.query_aware + matrix * args.matrix_stride + (i64)head * F::D * F::D, args.error_steps,
-                           args.spread || index == matrix, lane);
+    for (int matrix = spread ? only : 0; matrix < end; matrix++)  // 32 neighbours nearly always share one
+      if (warp_any(index == matrix))
+        round_query_aware<F>(memory, tables, levels, weights + matrix * args.matrix_stride, args.error_steps, spread || index == matrix, lane);
+  } else {
+    round_query_aware<F>(memory, tables, levels, weights, args.error_steps, true, lane);
+  }
 #pragma unroll 1
   for (int tile = 0; tile < 2; tile++) {
     int from = 16 * tile + (lane & 15);
     TokenScalars scalars = {shfl(mine.squared, from), shfl(mine.norm, from), 0.0f, shfl(mine.down, from),
                             shfl((u32)mine.zero, from) != 0, shfl((u32)mine.bad, from) != 0};
-    bool keep = !args.spread || shfl(index, from) == only;
+    bool keep = !spread || shfl(index, from) == only;
     if (first + 16 * tile < args.tokens)
       store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * tile, scalars, keep, tables, memory, tile, lane);
   }

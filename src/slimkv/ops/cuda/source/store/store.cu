@@ -1,8 +1,8 @@
 // K and V of new tokens to their slots, byte for byte as slimkv.codec has it: all that is summed are integers, everything else
 // single IEEE operations. Compiled for one layout and one pair of input types.
 //
-// Given: PAGE, WARPS, TILES_PER_BLOCK (1 or WARPS), BLOCKS (a multiprocessor should hold), LONG_SLOTS, QUERY_AWARE
-// (query-aware rounding of keys), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
+// Given: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, QUERY_AWARE
+// (query-aware rounding of keys: 1 with one matrix a head, 2 with several), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
 // ROTATED, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
 #include "store/direct.cuh"
 #include "store/lloyd.cuh"
@@ -58,7 +58,7 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
 KERNEL(32 * WARPS, MIN_BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
   if constexpr (QUERY_AWARE) {
-    int matrix = args.spread ? block_index_y() / args.heads : 0;
+    int matrix = QUERY_AWARE > 1 && args.spread ? block_index_y() / args.heads : 0;
     store_both<Key, Value>(args, block_index_y() - matrix * args.heads, matrix, memory);
   }
   else if (block_index_y() & 1) store_side<Value>(args.value, args, block_index_y() >> 1, memory);
