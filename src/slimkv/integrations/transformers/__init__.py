@@ -1,6 +1,5 @@
 """transformers: a packed cache, and attention that reads it."""
 
-from slimkv.integrations.transformers import encoder_decoder as _encoder_decoder  # noqa: F401
 from slimkv.integrations.transformers.cache import CacheSize, SlimKVCache
 from slimkv.integrations.transformers.enabling import disable, enable
 from slimkv.integrations.transformers.encoder_decoder import EncoderDecoderSlimKVCache
