@@ -21,7 +21,11 @@ SCRIPT = "tests/integrations/transformers/architecture_table.py"
 HEAD = """# Every architecture
 
 What becomes of the generating classes of transformers {version} when their keys and values are packed. This page is
-written by `{command}`; `make test-slow` runs the same comparison and fails on any line that is not one of these:
+written by
+
+`{command}`
+
+and `make test-slow` runs the same comparison, which fails on any line that is not one of these:
 
 | outcome | meaning |
 | --- | --- |

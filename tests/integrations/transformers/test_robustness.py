@@ -366,3 +366,38 @@ def test_enable_works_in_a_pipeline():
 def test_enable_refuses_at_once():
     with pytest.raises(slimkv.SlimKVError, match="k9v9"):
         slimkv.enable(tiny("llama"), "k9v9")
+
+
+# -- encoder-decoder models ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_encoder_decoder_caches_as_one_would_pass_them(name):
+    """Directly, or inside an ``EncoderDecoderCache``: self-attention is packed, cross-attention is not."""
+    from architectures import build
+    from outcomes import generate as answer
+    from outcomes import stock_answer
+    from transformers import EncoderDecoderCache
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build(name)
+        inputs, tokens_of, logits = stock_answer(model)
+        direct = slimkv.SlimKVCache(model.config, LOSSLESS)
+        wrapped = EncoderDecoderCache(slimkv.SlimKVCache(model.config, LOSSLESS), DynamicCache())
+        for cache in (direct, wrapped):
+            found = answer(model, inputs, cache)
+            assert torch.equal(found[0], tokens_of)
+            assert torch.equal(found[1], logits)
+            own = cache.self_attention_cache
+            assert all(layer.tokens for layer in own.packed_layers)
+            assert type(cache.cross_attention_cache) is DynamicCache
+            assert cache.cross_attention_cache.get_seq_length() == inputs["input_ids"].shape[1]
+        twin = copy.deepcopy(direct)
+        twin.batch_select_indices([0, 2])
+        twin.crop(-1)
+        assert (twin.get_seq_length(), direct.get_seq_length()) == (direct.get_seq_length() - 1, 19)
+        assert twin.cross_attention_cache.layers[0].keys.shape[0] == 2
+        assert len(next(iter(direct))) == 6
+        direct.reset()
+        assert torch.equal(answer(model, inputs, direct)[0], tokens_of)

@@ -1,11 +1,21 @@
 """transformers: a packed cache, and attention that reads it."""
 
-from slimkv.integrations.transformers import encoder_decoder as _encoder_decoder  # noqa: F401
 from slimkv.integrations.transformers.cache import CacheSize, SlimKVCache
 from slimkv.integrations.transformers.enabling import disable, enable
+from slimkv.integrations.transformers.encoder_decoder import EncoderDecoderSlimKVCache
 from slimkv.integrations.transformers.plugin import register, slimkv_attention
 from slimkv.integrations.transformers.switching import Counts, attention
 
-__all__ = ["CacheSize", "Counts", "SlimKVCache", "attention", "disable", "enable", "register", "slimkv_attention"]
+__all__ = [
+    "CacheSize",
+    "Counts",
+    "EncoderDecoderSlimKVCache",
+    "SlimKVCache",
+    "attention",
+    "disable",
+    "enable",
+    "register",
+    "slimkv_attention",
+]
 
 register()

@@ -42,6 +42,7 @@ class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence ``beam_idx[i]`` becomes sequence i."""
+        beam_idx = self._indices(beam_idx)
         SlimKVCache.reorder_cache(self, beam_idx)
         self.cross_attention_cache.reorder_cache(beam_idx)
 
@@ -52,8 +53,9 @@ class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keeps the sequences ``indices``."""
+        indices = self._indices(indices)
         SlimKVCache.batch_select_indices(self, indices)
-        self.cross_attention_cache.batch_select_indices(self._indices(indices))
+        self.cross_attention_cache.batch_select_indices(indices)
 
 
 # Where the stock class asks its self-attention cache, which is this very object, it is to behave as a plain cache.
