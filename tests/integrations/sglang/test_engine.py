@@ -13,8 +13,8 @@ from slimkv.spec import CodecSpec, PageLayout
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 TINY = 288  # tokens of cache: five requests are let in, and grow to more than that
+ROUNDING = 5e-3  # of the sizes that SGLang tells
 # SGLang then takes this share of the memory that is free, instead of a number of tokens.
-ROUNDING = 5e-3
 FROM_MEMORY = {"max_total_tokens": None, "mem_fraction_static": 0.2}
 
 
