@@ -19,11 +19,12 @@ def test_each_token_takes_its_own_matrix():
     key, value = torch.randn(2, tokens, 2, 64, generator=generator)
     index, layout = torch.arange(tokens, dtype=torch.int32) % 3, page_layout(codec.spec, 16)
     stored = {}
-    for backend in ("reference", None):
+    for backend in ("reference", "cpu", None):
         pages = torch.zeros(2, 2, layout.page_bytes, dtype=torch.uint8)
         ops.store_kv(
             key, value, pages, torch.arange(tokens), codec=codec, layout=layout, query_aware=matrices,
             query_aware_index=index, backend=backend,
         )  # fmt: skip
         stored[backend] = pages
+    assert torch.equal(stored["cpu"], stored["reference"])
     assert torch.equal(stored[None], stored["reference"])

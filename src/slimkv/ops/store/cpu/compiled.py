@@ -18,10 +18,8 @@ _transposed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Everything but query-aware matrices by position; a raw side takes its own dtype only."""
+    """Everything; a raw side takes its own dtype only."""
     spec = request.layout.spec
-    if request.matrices > 1:
-        return f"it rounds keys with one query-aware matrix per head, not with {request.matrices} by position"
     for name, fmt, x in (("key", spec.key, request.key), ("value", spec.value, request.value)):
         if fmt.kind == Kind.RAW and x.dtype != getattr(torch, fmt.raw_dtype):
             return f"the raw format holds {fmt.raw_dtype} bit for bit, but the {name} is {x.dtype}"
