@@ -33,6 +33,7 @@ MODELS = ("MODEL", "smollm2-135m-instruct", "gemma-3-270m", "path/to/model")
 SMALLER = {
     "demo": [],
     "calibrate": ["--windows", "1", "--tokens", "64"],
+    "bench generate": ["--context", "64", "--new-tokens", "4", "--rounds", "1"],
     "eval agreement": ["--windows", "1", "--tokens", "64"],
     "eval perplexity": ["--windows", "1", "--tokens", "64"],
     "eval needle": ["--contexts", "96", "--depths", "0.5"],
