@@ -141,7 +141,9 @@ def attention(
     model: Annotated[str | None, typer.Option(help="A model instead of synthetic samples: a name or a folder.")] = None,
     text: Annotated[Path | None, typer.Option(help="What the model reads: a text file.")] = None,
     tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 1024,
-    formats: Annotated[str, typer.Option("--format", help="Formats to compare.")] = "ku4vu4,kur4vur4,k4v4,turboquant_4bit_nc,fp8",
+    formats: Annotated[
+        str, typer.Option("--format", help="Formats to compare.")
+    ] = "ku4vu4,kur4vur4,k4v4,turboquant_4bit_nc,fp8",
     seeds: Annotated[int, typer.Option(help="Samples to average over.")] = 4,
     as_json: Json = False,
 ) -> None:
