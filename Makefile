@@ -14,10 +14,10 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo docs test test-slow test-vllm test-sglang lint format clean setup help
+.PHONY: demo docs test test-slow test-vllm test-vllm-extended test-sglang lint format clean setup help
 
 help:
-	@echo "make demo | test | docs | test-slow | test-vllm | test-sglang | lint | format | clean      (PYTHON=... uses your own environment)"
+	@echo "make demo | test | docs | test-slow | test-vllm | test-vllm-extended | test-sglang | lint | format | clean      (PYTHON=... uses your own environment)"
 
 setup: $(READY)
 
@@ -64,7 +64,11 @@ $(VLLM_VENV)/.ready: requirements/torch.txt requirements/vllm.txt requirements/v
 	touch $@
 
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py -m "not extended" -n 2 --dist loadfile
+
+# Hybrids, stores shared by processes, calibration inside the engine: many engines, for before a release.
+test-vllm-extended: $(VLLM_VENV)/.ready
+	$(VLLM_PY) -m pytest tests/integrations/vllm -m extended -n 2 --dist loadfile
 
 # SGLang too. On a CPU it runs with torch_native attention and a stand-in for its kernel package, which a .pth file brings.
 SGLANG_VENV ?= .venv-sglang

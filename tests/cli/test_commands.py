@@ -149,7 +149,7 @@ def test_doctor_fails_when_something_required_cannot_run(monkeypatch):
 def test_demo(tmp_path):
     result = run("demo", "--synthetic", "--out", str(tmp_path), "--head-dim", "64", "--json")
     report = json.loads(result.stdout)
-    sizes = [row["bytes_per_token"] for row in report["widths"]]
+    sizes = [row["bytes_per_token_per_head"] for row in report["widths"]]
     errors = [row["output_error"] for row in report["widths"]]
     assert sizes == sorted(sizes)
     assert errors == sorted(errors, reverse=True)

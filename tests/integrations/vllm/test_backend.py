@@ -145,6 +145,7 @@ def step(query_lens, seq_lens, few=1, padded=0, sharing=None):
     )  # fmt: skip
     builder = object.__new__(SlimKVMetadataBuilder)
     builder._stock, builder.reorder_batch_threshold, builder._sharing = None, few, sharing
+    builder._matrix_index = None
     return builder.build(0, common)
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from engines import ENVIRONMENT, environment, model_folder
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 ROOT = Path(__file__).parents[3]
 

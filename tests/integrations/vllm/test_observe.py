@@ -15,7 +15,7 @@ from engines import environment, run_engine, slimkv
 
 from slimkv.calibration import Calibration
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 OBSERVE = """
 import sys

@@ -16,7 +16,7 @@ from slimkv import SlimKVCache
 from slimkv.wire import PromptCache
 from slimkv.wire.store import MARKER
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 TOKENS = 64
 
