@@ -15,7 +15,7 @@ RUNS = {
     "generate.py": (["--new-tokens", "8"], "tokens in"),
     "chat.py": (["--new-tokens", "6"], "tokens were cached before"),
     "calibrate_and_compare.py": ([], "k4v4+cal"),
-    "plan_memory.py": ([], "k4v4           33,792         1,270,992         3.88x"),
+    "plan_memory.py": ([], "33,792         1,270,992         3.88x"),
     "own_engine.py": ([], "64 of 64 blocks free again"),
 }
 OF_VLLM = {"vllm_offline.py", "vllm_served.py"}
