@@ -63,8 +63,10 @@ $(VLLM_VENV)/.ready: requirements/torch.txt requirements/vllm.txt requirements/v
 	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
+VLLM_TESTS ?= "not extended"
+
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py -m "not extended" -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py -m $(VLLM_TESTS) -n 2 --dist loadfile
 
 # Hybrids, stores shared by processes, calibration inside the engine: many engines, for before a release.
 test-vllm-extended: $(VLLM_VENV)/.ready

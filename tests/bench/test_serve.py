@@ -153,6 +153,8 @@ def small_run(*more: str, **environment: str) -> dict:
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_a_small_run():
     on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -161,6 +163,7 @@ def test_a_small_run():
 
 
 @pytest.mark.sglang
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")
 def test_a_small_run_in_sglang():
