@@ -23,7 +23,7 @@ def check_engine(vllm_config: Any) -> None:
     """Raises for settings of the engine that packed pages cannot serve; called by the first layer that is made."""
     if not _first_time("engine", vllm_config):
         return
-    if vllm_config.model_config.is_mm_prefix_lm:
+    if vllm_config.model_config is not None and vllm_config.model_config.is_mm_prefix_lm:
         raise UnsupportedError(
             "this model attends both ways among the tokens of an image, and slimkv attends causally: serve it for text "
             "only (--language-model-only, or --limit-mm-per-prompt '{\"image\": 0}'), or with vLLM's own attention "
