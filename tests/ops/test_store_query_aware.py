@@ -101,7 +101,7 @@ def test_a_token_that_cannot_be_encoded_touches_no_other(device):
             "for lloyd keys; these are fp8: pass query_aware=None",
         ),
         ("ku4v4", torch.zeros(2, 64, 64, dtype=torch.int8), "these are u4"),
-        ("k4v4", torch.zeros(2, 64, 64), r"must be int8 \[2, 64, 64\] on cpu, not torch.float32"),
+        ("k4v4", torch.zeros(2, 64, 64), r"must be int8 \[2, 64, 64\], or several of them, on cpu, not torch.float32"),
         ("k4v4", torch.zeros(64, 64, dtype=torch.int8), r"not torch.int8 \[64, 64\]"),
         ("k4v4", torch.zeros(2, 64, 64, dtype=torch.int8).mT, "contiguous"),
     ],
