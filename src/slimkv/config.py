@@ -11,11 +11,13 @@ from typing import Any
 
 from slimkv.calibration import Calibration
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.formats import DEFAULT_LATENT_FORMAT, is_latent_format, known_latent_formats
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
 from slimkv.spec import DEFAULT_SEED, ScalePolicy, parse_format, parse_policy
 
 DEFAULT_FORMAT = "k4v4"
 CALIBRATED = "calibrated"
+RAW, RAW_LATENT = "raw", "craw"  # unquantised, in the dtype of the model
 AUTO = "auto"
 FRESH = ("auto", "codes", "raw")
 _DEFAULT_LAYER = "default"
@@ -40,8 +42,10 @@ class KVCacheConfig:
     An engine refuses by name what it cannot do.
 
     Attributes:
-        format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...);
-            ``calibrated``: each layer as the calibration chose for its budget.
+        format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...), or the
+            latents of a model with latent attention, as ``LatentSpec.parse`` reads it (``c4``, ``c4r8``, ``craw``);
+            ``auto``: 4 bits of whichever the model caches; ``calibrated``: each layer as the calibration chose for its
+            budget.
         layers: formats of single layers. A key is a layer's number (``0``, ``"0"``), counted from the end when negative
             (``-1``), a range with both ends (``"4-6"``, ``"-2--1"``), or ``"default"``, which is ``format``. Later
             entries win over earlier ones.
@@ -57,7 +61,7 @@ class KVCacheConfig:
         backend: the backend of store and attention by name; None is the best one for the device.
     """
 
-    format: str = DEFAULT_FORMAT
+    format: str = AUTO
     layers: Mapping[int | str, str] = field(default_factory=dict)
     fresh: str = AUTO
     sink_tokens: int = 0
@@ -94,7 +98,8 @@ class KVCacheConfig:
             hint = "; formats of single layers go into layers" if isinstance(format, Mapping) else ""
             raise InputError(f"{where} must be a format's name such as 'k4v4', not {format!r}{hint}")
         if format != CALIBRATED:
-            parse_format(format)
+            if format != AUTO and not is_latent_format(format):
+                parse_format(format)
         elif self.calibration is None:
             raise InputError(
                 f"{where} {CALIBRATED!r} takes the widths from a calibration made for a budget: run slimkv calibrate "
@@ -110,7 +115,7 @@ class KVCacheConfig:
         for where, format in self.layers.items():
             self._check_format(f"the format of layer {where}", format)
             if where == _DEFAULT_LAYER:
-                if self.format not in (DEFAULT_FORMAT, format):
+                if self.format not in (AUTO, format):
                     raise InputError(
                         f"format is {self.format!r} and layers has 'default': {format!r}; give one of them"
                     )
@@ -146,19 +151,25 @@ class KVCacheConfig:
 
     # -- what engines ask ----------------------------------------------------------------------------------------------
 
-    def format_of(self, layer: int | None, num_layers: int) -> str:
-        """The format of layer ``layer`` of a model of ``num_layers`` (None, or beyond them: ``format``)."""
+    def format_of(self, layer: int | None, num_layers: int, *, latent: bool = False) -> str:
+        """The format of layer ``layer`` of a model of ``num_layers`` (None, or beyond them: ``format``).
+
+        ``latent``: the layer caches latents. A format of the other kind is refused; a drafter's layer, which stands
+        beyond the model's and may be of another kind than they are, then takes its kind's default.
+        """
         found = self.format
         if layer is not None and 0 <= layer < num_layers:
             for where, format in self.layers.items():
                 if layer in _range(where, num_layers):
                     found = format
-        return found
+        elif layer is not None and layer >= num_layers and found != CALIBRATED and is_latent_format(found) != latent:
+            found = RAW if found in (RAW, RAW_LATENT) else AUTO
+        return _format_of_kind(found, latent)
 
-    def layer_formats(self, num_layers: int) -> list[str]:
+    def layer_formats(self, num_layers: int, *, latent: bool = False) -> list[str]:
         """One format per layer; raises where ``layers`` names one that the model does not have."""
         self.check_layers(num_layers)
-        return [self.format_of(i, num_layers) for i in range(num_layers)]
+        return [self.format_of(i, num_layers, latent=latent) for i in range(num_layers)]
 
     def check_layers(self, num_layers: int) -> None:
         """Raises unless every layer that is named exists in a model of ``num_layers`` layers."""
@@ -187,6 +198,29 @@ class KVCacheConfig:
 _DEFAULTS: dict[str, Any] = {
     f.name: f.default if not callable(f.default_factory) else f.default_factory() for f in fields(KVCacheConfig)
 }
+
+
+def _format_of_kind(format: str, latent: bool) -> str:
+    """``format`` for layers that cache latents, or K and V; raises where it is one of the others."""
+    if format == AUTO:
+        return DEFAULT_LATENT_FORMAT if latent else DEFAULT_FORMAT
+    if not latent:
+        if is_latent_format(format):
+            raise InputError(
+                f"format {format!r} is one of latents, and this model caches K and V: use {DEFAULT_FORMAT!r}, another "
+                f"format of K and V, or {AUTO!r}"
+            )
+        return format
+    if format == CALIBRATED:
+        raise UnsupportedError("slimkv does not calibrate latent attention: give a format of latents, such as 'c4'")
+    if format == RAW:
+        return RAW_LATENT
+    if not is_latent_format(format):
+        raise InputError(
+            f"format {format!r} is one of K and V, and this model caches latents: use {DEFAULT_LATENT_FORMAT!r}, "
+            f"another format of latents ({known_latent_formats()}), or {AUTO!r}"
+        )
+    return format
 
 
 def unknown_setting(name: object, known: list[str]) -> str:

@@ -151,7 +151,8 @@ def _generate(given: dict[str, Any]) -> int:
 
 
 def _add_serve(commands: Any) -> None:
-    from slimkv.bench.serve import ENGINES, OFFLOAD, PHASES, SHAPES, ServeSettings
+    from slimkv.bench.serve import ENGINES, OFFLOAD, PHASES, ServeSettings
+    from slimkv.bench.serve_shapes import SHAPES
 
     what = "engines under load, stock caches beside slimkv's: tokens held, decoding, full memory, Poisson arrivals"
     parser, base = commands.add_parser("serve", help=what, description=what), ServeSettings()
@@ -162,7 +163,9 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument(
         "--phases", type=_comma_list, default=list(base.phases), help=f"of {','.join((*PHASES, OFFLOAD))}"
     )
-    parser.add_argument("--shape", choices=list(SHAPES), default=base.shape, help="of the model")
+    parser.add_argument(
+        "--shape", default=base.shape, help=f"of the model: {', '.join(SHAPES)}, or a config.json or its folder"
+    )
     for name, help in SERVE_OPTIONS.items():
         default = getattr(base, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=help)
