@@ -11,14 +11,10 @@ from typing import Any
 
 from slimkv.calibration import Calibration
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.formats import DEFAULT_LATENT_FORMAT, is_latent_format, known_latent_formats
+from slimkv.formats import AUTO, CALIBRATED, RAW, RAW_LATENT, format_of_kind, is_latent_format
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
 from slimkv.spec import DEFAULT_SEED, ScalePolicy, parse_format, parse_policy
 
-DEFAULT_FORMAT = "k4v4"
-CALIBRATED = "calibrated"
-RAW, RAW_LATENT = "raw", "craw"  # unquantised, in the dtype of the model
-AUTO = "auto"
 FRESH = ("auto", "codes", "raw")
 _DEFAULT_LAYER = "default"
 _LAYERS = re.compile(r"(-?\d+)(?:-(-?\d+))?")
@@ -164,7 +160,7 @@ class KVCacheConfig:
                     found = format
         elif layer is not None and layer >= num_layers and found != CALIBRATED and is_latent_format(found) != latent:
             found = RAW if found in (RAW, RAW_LATENT) else AUTO
-        return _format_of_kind(found, latent)
+        return format_of_kind(found, latent)
 
     def layer_formats(self, num_layers: int, *, latent: bool = False) -> list[str]:
         """One format per layer; raises where ``layers`` names one that the model does not have."""
@@ -198,29 +194,6 @@ class KVCacheConfig:
 _DEFAULTS: dict[str, Any] = {
     f.name: f.default if not callable(f.default_factory) else f.default_factory() for f in fields(KVCacheConfig)
 }
-
-
-def _format_of_kind(format: str, latent: bool) -> str:
-    """``format`` for layers that cache latents, or K and V; raises where it is one of the others."""
-    if format == AUTO:
-        return DEFAULT_LATENT_FORMAT if latent else DEFAULT_FORMAT
-    if not latent:
-        if is_latent_format(format):
-            raise InputError(
-                f"format {format!r} is one of latents, and this model caches K and V: use {DEFAULT_FORMAT!r}, another "
-                f"format of K and V, or {AUTO!r}"
-            )
-        return format
-    if format == CALIBRATED:
-        raise UnsupportedError("slimkv does not calibrate latent attention: give a format of latents, such as 'c4'")
-    if format == RAW:
-        return RAW_LATENT
-    if not is_latent_format(format):
-        raise InputError(
-            f"format {format!r} is one of K and V, and this model caches latents: use {DEFAULT_LATENT_FORMAT!r}, "
-            f"another format of latents ({known_latent_formats()}), or {AUTO!r}"
-        )
-    return format
 
 
 def unknown_setting(name: object, known: list[str]) -> str:

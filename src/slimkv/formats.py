@@ -178,8 +178,12 @@ def _parse_part(part: str) -> TensorFormat:
     return lloyd(int(part[-1]))
 
 
+DEFAULT_FORMAT = "k4v4"
 # What is stored of a latent where nobody says: 4-bit codes, and the rope part in the dtype of the model.
 DEFAULT_LATENT_FORMAT = "c4"
+RAW, RAW_LATENT = "raw", "craw"  # unquantised, in the dtype of the model
+# Words that stand for a format: the default of what a model caches, and what a calibration chose for each layer.
+AUTO, CALIBRATED = "auto", "calibrated"
 
 
 def known_latent_formats() -> str:
@@ -203,3 +207,26 @@ def parse_latent_format(name: str) -> tuple[TensorFormat, TensorFormat]:
     if match := _LATENT.fullmatch(name.strip().lower()):
         return _parse_part(match[1]), _parse_part(match[2] or "raw")
     raise SpecError(f"unknown latent format {name!r}; known are {known_latent_formats()}")
+
+
+def format_of_kind(format: str, latent: bool) -> str:
+    """``format`` for layers that cache latents, or K and V; raises where it is one of the others."""
+    if format == AUTO:
+        return DEFAULT_LATENT_FORMAT if latent else DEFAULT_FORMAT
+    if not latent:
+        if is_latent_format(format):
+            raise SpecError(
+                f"format {format!r} is one of latents, and this model caches K and V: use {DEFAULT_FORMAT!r}, another "
+                f"format of K and V, or {AUTO!r}"
+            )
+        return format
+    if format == CALIBRATED:
+        raise SpecError("slimkv does not calibrate latent attention: give a format of latents, such as 'c4'")
+    if format == RAW:
+        return RAW_LATENT
+    if not is_latent_format(format):
+        raise SpecError(
+            f"format {format!r} is one of K and V, and this model caches latents: use {DEFAULT_LATENT_FORMAT!r}, "
+            f"another format of latents ({known_latent_formats()}), or {AUTO!r}"
+        )
+    return format

@@ -33,6 +33,7 @@ from slimkv.formats import (
     Kind,
     ScalePolicy,
     TensorFormat,
+    is_latent_format,
     parse_format,
     parse_latent_format,
     parse_policy,
@@ -167,6 +168,28 @@ class LatentSpec(CodecSpec):
         """One name for equal formats, however they were spelled: ``c4`` for ``c4rraw``."""
         rope = "" if self.rope == raw() else f"r{self.rope.name}"
         return f"c{self.latent.name}{rope}"
+
+
+def parse_spec(
+    format: str,
+    key_dim: int,
+    value_dim: int | None = None,
+    *,
+    key_policy: ScalePolicy | str | None = None,
+    value_policy: ScalePolicy | str | None = None,
+    seed: int = DEFAULT_SEED,
+) -> CodecSpec:
+    """``CodecSpec.parse``, or a ``LatentSpec`` for a format of latents (``c4``): the latent is K, its rope part V."""
+    if not is_latent_format(format):
+        policies = {"key_policy": key_policy, "value_policy": value_policy}
+        return CodecSpec.parse(format, key_dim, value_dim, seed=seed, **policies)
+    spec = LatentSpec.parse(format, key_dim, key_dim if value_dim is None else value_dim, seed=seed)
+    sides = {
+        name: replace(side, policy=parse_policy(policy))
+        for name, side, policy in (("key", spec.key, key_policy), ("value", spec.value, value_policy))
+        if policy is not None and side.kind == Kind.LLOYD
+    }
+    return replace(spec, **sides) if sides else spec
 
 
 @dataclass(frozen=True)
