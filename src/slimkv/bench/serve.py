@@ -25,7 +25,7 @@ import torch
 from slimkv.bench.results import run_facts
 from slimkv.bench.serve_shapes import shape_config, text_field
 from slimkv.errors import InputError
-from slimkv.spec import CodecSpec
+from slimkv.spec import parse_spec
 
 PHASES = ("decode", "full", "poisson")
 ENGINES = ("vllm", "sglang")
@@ -112,7 +112,7 @@ def cache_arguments(system: str, engine: str = "vllm") -> dict[str, Any]:
         cache = {"kv_cache_dtype": stock.get(format, format)}
         backend = backend or ("" if engine == "vllm" else _sglang_attention())
         return {**cache, "attention_backend": backend} if backend else cache
-    CodecSpec.parse(format, 64)  # raises with the known formats
+    parse_spec(format, 64)  # raises with the known formats
     config = {"slimkv": {"format": format, "backend": backend} if backend else {"format": format}}
     if engine == "vllm":
         return {"attention_backend": "CUSTOM", "additional_config": config}

@@ -58,7 +58,18 @@ class SlimKVMLABackend(PageShape, MLACommonBackend):
         return False
 
     @classmethod
-    def supports_combination(cls, *args: Any, use_sparse: bool = False, **kwargs: Any) -> str | None:
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        *others: Any,
+        **more: Any,
+    ) -> str | None:
         """A reason against this kind of layer, beside those vLLM finds itself."""
         return SPARSE if use_sparse else None
 
