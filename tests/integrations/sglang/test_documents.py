@@ -1,4 +1,4 @@
-"""Every snippet of the documents that needs SGLang. Servers are started in ``test_server.py``, with the same options."""
+"""Every snippet of the documents that needs SGLang. ``test_server.py`` starts the server."""
 
 from __future__ import annotations
 
