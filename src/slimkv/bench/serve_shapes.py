@@ -69,6 +69,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
         "n_shared_experts": 2, "num_experts_per_tok": 6, "vocab_size": 102400, "max_position_embeddings": 163840,
     },
+    "smollm2-135m": {
+        **_LLAMA, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 8192,
+        "rope_theta": 100000.0, "tie_word_embeddings": True,
+    },
     "tiny": {
         **_LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096,
