@@ -98,6 +98,17 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
   host::landings.push_back({shared, global, bytes, barrier});
 }
 DEVICE void fence_proxy_async() {}
+template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+  u64 mine[5] = {address, m0, m1, m2, m3};
+  host::Operands all = host::meet("stmatrix_x4", mine, 5);
+  const int lane = host::lane();
+  for (int m = 0; m < 4; m++) {
+    const u32 to = (u32)all[8 * m + lane / 4][0] + OFFSET + 4 * (lane % 4), word = (u32)mine[1 + m];
+    if (to % 4 || to + 4 > (u32)host::machine.shared_bytes) host::fail("a matrix beyond shared memory");
+    memcpy(host::machine.shared + to, &word, 4);
+  }
+  host::meet("stmatrix_x4", nullptr, 0);
+}
 DEVICE void bar_sync(int number, int threads) {
   const u64 generation = host::named[number].generation;
   host::meet_named(number, threads);

@@ -33,6 +33,13 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
 // Makes this thread's stores to shared memory visible to products and copies.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Four 8 x 8 matrices of 16-bit elements, each in the lanes' fragments, to rows of 16 bytes: lane 8 m + r has the address of row
+// r of matrix m, to which OFFSET is added.
+template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0 + %5], {%1, %2, %3, %4};"
+               :: "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3), "n"(OFFSET) : "memory");
+}
+
 // Barriers 1-15 of the block, of `threads` that either wait or only arrive.
 DEVICE void bar_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 DEVICE void bar_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory"); }

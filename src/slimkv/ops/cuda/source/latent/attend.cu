@@ -10,6 +10,7 @@
 
 constexpr float RESCALE_THRESHOLD = 8.0f;  // the reference of weights follows when it is behind by so many powers of two
 typedef float Scores[ROWS / 2];
+typedef float Output[CHUNKS][ROWS / 2];
 typedef WgmmaNarrow<ROWS, false> Halves;
 typedef WgmmaNarrow<ROWS, R_KIND == RAW && R_BF16> RopeNumbers;
 
@@ -28,22 +29,30 @@ struct Reader {
     const int token = token_of(tile);
     tokens.load(args.pages + page * args.page_stride, token % BLOCK_SIZE, rows.length - token, lane);
   }
+  DEVICE_MEMBER void prefetch(i32 page, int tile) const {
+    const int token = token_of(tile);
+    Tokens::prefetch(args.pages + page * args.page_stride, token % BLOCK_SIZE, rows.length - token, lane);
+  }
 };
+
+template <int N> struct Number { static constexpr int VALUE = N; };
+template <int CHUNK, class F> DEVICE void each_chunk(const F& f) {
+  if constexpr (CHUNK < CHUNKS) f(Number<CHUNK>()), each_chunk<CHUNK + 1>(f);
+}
 
 // Products of a warpgroup's tokens with the queries, while latents go to shared memory.
 DEVICE void start_scores(const Tokens& tokens, const LatentArgs& args, const LevelTable& levels, const RopeLevels& rope_levels,
                          u8* shared, int warp, int lane, Scores& s, Scores& r) {
-  const int g = lane >> 2, t = lane & 3;
-  u8* values = shared + VALUES_AT + warp * 2048;
+  const u32 to = operand_rows(shared_address(shared + VALUES_AT) + warp * 2048, lane);
   const u64 queries = smem_descriptor(shared_address(shared + QUERIES_AT), 16);
   const u64 rope_queries = smem_descriptor(shared_address(shared + ROPE_AT), 16);
-#pragma unroll
-  for (int chunk = 0; chunk < CHUNKS; chunk++) {
+  each_chunk<0>([&](auto number) {
+    constexpr int chunk = decltype(number)::VALUE;
     u32 a[4][4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       tokens.latent_operand(4 * chunk + i, args.table, levels, a[i]);
-      store_operand(values, 4 * chunk + i, a[i], g, t);
+      stmatrix_x4<chunk * TILE * 128>(to ^ 32 * i, a[i][0], a[i][1], a[i][2], a[i][3]);
     }
     wgmma_fence();
 #pragma unroll
@@ -51,7 +60,7 @@ DEVICE void start_scores(const Tokens& tokens, const LatentArgs& args, const Lev
       Halves::register_a(s, a[i][0], a[i][1], a[i][2], a[i][3], queries + ((chunk * ROWS * 128 + i * 32) >> 4));
     wgmma_commit();
     if (chunk) wgmma_wait<1>();
-  }
+  });
   u32 a[ROPE_SLICES][4];
 #pragma unroll
   for (int i = 0; i < ROPE_SLICES; i++) tokens.rope_operand(i, args.table, rope_levels, a[i]);
@@ -64,8 +73,7 @@ DEVICE void start_scores(const Tokens& tokens, const LatentArgs& args, const Lev
 
 // The running softmax of a lane's columns.
 struct Softmax {
-  float reference[COLUMNS], row_sum[COLUMNS], weight_sum[COLUMNS], rescale[COLUMNS];
-  bool behind;
+  float reference[COLUMNS], row_sum[COLUMNS], weight_sum[COLUMNS];
 
   DEVICE_MEMBER void clear() {
 #pragma unroll
@@ -100,23 +108,31 @@ struct Softmax {
     }
   }
 
-  // Scores to weights, scales of values included, in halves [row, token] at `to`. `most`: of the four warps.
-  DEVICE_MEMBER void weigh(Scores& s, const Fields& fields, const float* most, u8* to, int warp, int g, int t) {
+  // Scores to weights, scales of values included, in halves [row, token] at `to`; the output so far to their reference. `most`:
+  // of the four warps.
+  DEVICE_MEMBER void weigh(Scores& s, const Fields& fields, const float* most, u8* to, Output& o, int warp, int g, int t) {
     const float scale[2] = {marked_scale(fields.latent & 0xFFFF), marked_scale(fields.latent >> 16)};
-    behind = false;
 #pragma unroll
     for (int j = 0; j < COLUMNS / 2; j++) {
-      float shift[2];
+      float shift[2], by[2];
+      bool behind = false;
 #pragma unroll
       for (int b = 0; b < 2; b++) {
         const int c = 2 * j + b, n = 8 * j + 2 * t + b;
         const float wanted = max_f32(max_f32(most[n], most[ROWS + n]), max_f32(most[2 * ROWS + n], most[3 * ROWS + n]));
         const bool raise = wanted > reference[c] + RESCALE_THRESHOLD || (reference[c] == MINUS_INFINITY && wanted > MINUS_INFINITY);
-        rescale[c] = raise ? exp2_approx(reference[c] - wanted) : 1.0f;
+        by[b] = raise ? exp2_approx(reference[c] - wanted) : 1.0f;
         reference[c] = raise ? wanted : reference[c];
         behind = behind || raise;
-        row_sum[c] *= rescale[c], weight_sum[c] *= rescale[c];
         shift[b] = reference[c] == MINUS_INFINITY ? 0.0f : reference[c];
+      }
+      if (warp_any(behind)) {
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+          row_sum[2 * j + b] *= by[b], weight_sum[2 * j + b] *= by[b];
+#pragma unroll
+          for (int chunk = 0; chunk < CHUNKS; chunk++) o[chunk][4 * j + b] *= by[b], o[chunk][4 * j + 2 + b] *= by[b];
+        }
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -132,11 +148,10 @@ struct Softmax {
         *(u32*)(to + (8 * j + g) * 128 + (((2 * warp + i) ^ g) << 4) + 4 * t) = movmatrix_trans(pair);
       }
     }
-    behind = warp_any(behind);
   }
 };
 
-DEVICE void add_values(u8* shared, float (&o)[CHUNKS][ROWS / 2]) {
+DEVICE void add_values(u8* shared, Output& o) {
   const u64 values = smem_descriptor(shared_address(shared + VALUES_AT), TILE * 128);
   const u64 weights = smem_descriptor(shared_address(shared + WEIGHTS_AT), 16);
 #pragma unroll
@@ -163,7 +178,7 @@ DEVICE float total_of(float x, float* scratch, int n, int warp, int g) {
   return (scratch[n] + scratch[ROWS + n]) + (scratch[2 * ROWS + n] + scratch[3 * ROWS + n]);
 }
 
-DEVICE void store_part(const LatentArgs& args, const Rows& rows, const Softmax& softmax, float (&o)[CHUNKS][ROWS / 2],
+DEVICE void store_part(const LatentArgs& args, const Rows& rows, const Softmax& softmax, Output& o,
                        float* scratch, int warp, int g, int t) {
   const i64 part = ((i64)block_index() * args.splits + block_index_y()) * ROWS;
 #pragma unroll
@@ -196,10 +211,11 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
   const int clear_end = rows.visible_end(args, 0);
   const Reader reader = {args, rows, warp, lane};
   Tokens tokens;
-  i32 page = 0;
+  i32 page = 0, ahead = 0;  // of the next tile and of the one after it
   if (begin < end) {
     reader.load(tokens, reader.page_of(begin), begin);
-    page = reader.page_of(begin + 1);
+    page = reader.page_of(begin + 1), ahead = reader.page_of(begin + 2);
+    if (begin + 1 < end) reader.prefetch(page, begin + 1);
   }
   for (int n = warp; n < ROWS; n += 4) stage_query(args, rows, n, shared, lane);
   fence_proxy_async();
@@ -209,7 +225,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
   const RopeLevels rope_levels = {shared_address(shared + R_LEVELS_AT) + 4 * (lane % R_COPIES)};
   const Column* columns = (const Column*)(shared + COLUMNS_AT);
   float* most = (float*)(shared + MOST_AT);
-  float o[CHUNKS][ROWS / 2];
+  Output o;
   Softmax softmax;
   softmax.clear();
 #pragma unroll
@@ -223,23 +239,19 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
     for (int i = 0; i < ROWS / 2; i++) s[i] = columns[8 * (i / 4) + 2 * t + i % 2].start, r[i] = 0.0f;
     start_scores(tokens, args, levels, rope_levels, shared, warp, lane, s, r);
     const Fields fields = tokens.fields;
-    if (tile + 1 < end) {
-      reader.load(tokens, page, tile + 1);
-      page = reader.page_of(tile + 2);
-    }
+    if (tile + 2 < end) reader.prefetch(ahead, tile + 2);
     wgmma_wait<0>();
     wgmma_fence_operand(s);
     wgmma_fence_operand(r);
     softmax.score(s, r, columns, fields, reader.token_of(tile), (tile + 1) * TILE <= clear_end, most + warp * ROWS, g, t);
     sync_threads();
-    softmax.weigh(s, fields, most, shared + WEIGHTS_AT, warp, g, t);
+    softmax.weigh(s, fields, most, shared + WEIGHTS_AT, o, warp, g, t);
     fence_proxy_async();
     sync_threads();
-    if (softmax.behind)
-#pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; chunk++)
-#pragma unroll
-        for (int i = 0; i < ROWS / 2; i++) o[chunk][i] *= softmax.rescale[2 * (i / 4) + i % 2];
+    if (tile + 1 < end) {  // after the fence, which may wait for loads
+      reader.load(tokens, page, tile + 1);
+      page = ahead, ahead = reader.page_of(tile + 3);
+    }
     add_values(shared, o);
     sync_threads();
   }

@@ -31,6 +31,16 @@ struct Tokens {
     fields.latent = fields_of(page + L_FIELDS, place, left, lane >> 2);
     if (R_KIND != RAW) fields.rope = fields_of(page + R_FIELDS, place, left, lane >> 2);
   }
+  // What `load` is going to read of other 16 tokens, on its way to the L2 cache.
+  DEVICE_MEMBER static void prefetch(const u8* page, int place, int left, int lane) {
+    if (left <= 0) return;
+    const u8* latents = page + place / 16 * L_TILE;
+    const u8* ropes = page + R_CODES + place / 16 * R_TILE;
+#pragma unroll
+    for (int at = 0; at < L_TILE; at += 32 * 128)
+      if (at + 128 * lane < L_TILE) prefetch_l2(latents + at + 128 * lane);
+    if (128 * lane < R_TILE) prefetch_l2(ropes + 128 * lane);
+  }
   DEVICE_MEMBER static u32 fields_of(const u8* fields, int place, int left, int g) {
     const u32 low = g < left ? field_bits(fields, place + g) : 0, high = g + 8 < left ? field_bits(fields, place + g + 8) : 0;
     return low | high << 16;
@@ -79,12 +89,10 @@ struct Tokens {
   }
 };
 
-// An operand of slice s to the rows of values: rows are tokens, 64 dimensions side by side. `to`: of this warp's first token.
-DEVICE void store_operand(u8* to, int s, const u32 (&a)[4], int g, int t) {
-  u8* row = to + s / 4 * TILE * 128 + g * 128 + 4 * t;
-  const int low = (2 * (s % 4) ^ g) << 4, high = low ^ 16;
-  *(u32*)(row + low) = a[0], *(u32*)(row + 1024 + low) = a[1];
-  *(u32*)(row + high) = a[2], *(u32*)(row + 1024 + high) = a[3];
+// Where a lane's row of operands is among the rows of values (tokens x 64 dimensions) of its warp's 16 tokens; slice s of a
+// chunk is at this ^ 32 s.
+DEVICE u32 operand_rows(u32 values, int lane) {
+  return values + lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4);
 }
 
 // In units of powers of two: at least the base-2 logarithm of a field's scale, less one.
