@@ -20,6 +20,7 @@ from slimkv.integrations.vllm.mla.compat import (
 )
 from slimkv.integrations.vllm.mla.folding import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadata
+from slimkv.integrations.vllm.mla.warmup import compile_kernels
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
@@ -89,6 +90,10 @@ class SlimKVMLAImpl(MLACommonImpl):
         rotation = ops.latent_rotation(shared_codec(self._spec, torch.device("cpu")))
         if rotation is not None:
             self._folded.fold(layer, rotation)
+        weight = next(layer.kv_b_proj.parameters())
+        if weight.device.type != "cpu":  # nothing is compiled there
+            codec, dtype = shared_codec(self._spec, weight.device), self._config.model_config.dtype
+            compile_kernels(codec, self.num_heads, self.scale, dtype, self._config, self._settings.backend)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
