@@ -181,15 +181,13 @@ def parse_spec(
 ) -> CodecSpec:
     """``CodecSpec.parse``, or a ``LatentSpec`` for a format of latents (``c4``): the latent is K, its rope part V."""
     if not is_latent_format(format):
-        policies = {"key_policy": key_policy, "value_policy": value_policy}
-        return CodecSpec.parse(format, key_dim, value_dim, seed=seed, **policies)
+        return CodecSpec.parse(format, key_dim, value_dim, key_policy=key_policy, value_policy=value_policy, seed=seed)
     spec = LatentSpec.parse(format, key_dim, key_dim if value_dim is None else value_dim, seed=seed)
-    sides = {
-        name: replace(side, policy=parse_policy(policy))
-        for name, side, policy in (("key", spec.key, key_policy), ("value", spec.value, value_policy))
-        if policy is not None and side.kind == Kind.LLOYD
-    }
-    return replace(spec, **sides) if sides else spec
+    if key_policy is not None and spec.key.kind == Kind.LLOYD:
+        spec = replace(spec, key=replace(spec.key, policy=parse_policy(key_policy)))
+    if value_policy is not None and spec.value.kind == Kind.LLOYD:
+        spec = replace(spec, value=replace(spec.value, policy=parse_policy(value_policy)))
+    return spec
 
 
 @dataclass(frozen=True)

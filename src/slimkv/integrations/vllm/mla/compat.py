@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 
-def is_supported_spec(spec: object) -> bool:
+def is_supported_spec(spec: Any) -> bool:
     """Whether layers with this cache spec hold one latent per token; subclasses may hold something else."""
     return type(spec) is MLAAttentionSpec and not spec.non_causal_multi_token_decode
 

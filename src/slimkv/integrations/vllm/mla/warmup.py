@@ -42,7 +42,7 @@ def compile_kernels(
         ops.gather_latent(pages, slots, codec=codec, layout=layout, dtype=dtype)
         for length in sorted({longest, min(longest, max(_SHORT, queries))}):
             ops.attend_latent(
-                *(x[:, None].repeat(1, num_heads, 1) for x in (latent, rope)), pages,
+                latent[:, None].repeat(1, num_heads, 1), rope[:, None].repeat(1, num_heads, 1), pages,
                 torch.zeros(2, layout.blocks_for(length), dtype=torch.int32, device=device),
                 torch.full((2,), queries, dtype=torch.int32, device=device),
                 torch.arange(3, dtype=torch.int32, device=device) * queries, softmax_scale=softmax_scale, codec=codec,
