@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
@@ -155,6 +156,21 @@ def test_every_kind_of_step_is_run_once(drafted, steps):
     codec = Codec(LatentSpec.parse("c4r8", seed=100 + drafted))
     assert compile_kernels(codec, 4, 0.1, torch.float32, config, None) == steps
     assert compile_kernels(codec, 4, 0.1, torch.float32, config, None) == 0
+
+
+def test_nobody_else_writes_latents():
+    """A compiler pass would write them unpacked; a layer of another class might."""
+    config = VllmConfig()
+    config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = True
+    compat.forbid_fused_cache_updates(config)
+    assert config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla is False
+
+    class PaddedMLAAttention(compat.MLAAttention):
+        pass
+
+    with pytest.raises(UnsupportedError, match="not PaddedMLAAttention of this model"):
+        compat.check_layer(PaddedMLAAttention.__new__(PaddedMLAAttention))
+    compat.check_layer(compat.MLAAttention.__new__(compat.MLAAttention))
 
 
 def test_slots_of_a_contexts_chunk():

@@ -9,9 +9,10 @@ from functools import wraps
 from typing import Any
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.vllm.compat import NEWEST_TESTED, VERSION, version_numbers
+from slimkv.integrations.vllm.compat import NEWEST_TESTED, VERSION, logger, version_numbers
 
 OLDEST = (0, 32)
+FUSED_UPDATE = "fuse_rope_kvcache_cat_mla"
 
 if version_numbers(VERSION) < OLDEST:
     raise UnsupportedError(
@@ -60,6 +61,8 @@ __all__ = [
     "QueryLenSupport",
     "accumulate_mla_context_chunk",
     "call_after_loading",
+    "check_layer",
+    "forbid_fused_cache_updates",
     "init_mla_context_partial",
     "is_supported_spec",
 ]
@@ -68,6 +71,24 @@ __all__ = [
 def is_supported_spec(spec: Any) -> bool:
     """Whether layers with this cache spec hold one latent per token; subclasses may hold something else."""
     return type(spec) is MLAAttentionSpec and not spec.non_causal_multi_token_decode
+
+
+def check_layer(layer: Any) -> None:
+    """Raises for kinds of latent attention that may write or read the cache themselves."""
+    if type(layer) is not MLAAttention:
+        raise UnsupportedError(
+            f"slimkv knows vLLM's own latent attention ({MLAAttention.__name__}), not {type(layer).__name__} of this "
+            "model; serve it with vLLM's own attention backend"
+        )
+
+
+def forbid_fused_cache_updates(vllm_config: Any) -> None:
+    """Switches off the compiler pass that lets the kernel of rotary embeddings write unpacked latents to the cache."""
+    passes = vllm_config.compilation_config.pass_config
+    if getattr(passes, FUSED_UPDATE, None):
+        logger.info("slimkv: %s is switched off: latents are packed when they are stored.", FUSED_UPDATE)
+    if hasattr(passes, FUSED_UPDATE):
+        setattr(passes, FUSED_UPDATE, False)
 
 
 def call_after_loading() -> None:

@@ -16,6 +16,8 @@ from slimkv.integrations.vllm.mla.backend import SPARSE, SlimKVMLABackend
 from slimkv.integrations.vllm.mla.compat import (
     MLACommonImpl,
     accumulate_mla_context_chunk,
+    check_layer,
+    forbid_fused_cache_updates,
     init_mla_context_partial,
 )
 from slimkv.integrations.vllm.mla.folding import FoldedProjections
@@ -62,6 +64,7 @@ class SlimKVMLAImpl(MLACommonImpl):
             f"attention of type {attn_type}": None if attn_type == AttentionType.DECODER else attn_type,
         }
         _refuse(self._config, kv_cache_dtype, [name for name, value in asked.items() if value], mla)
+        forbid_fused_cache_updates(self._config)
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, **mla,
@@ -76,6 +79,7 @@ class SlimKVMLAImpl(MLACommonImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds the layer this belongs to and binds its backend class to the layer's format."""
         name, layer = find_layer(self._config, self)
+        check_layer(layer)
         dims = self.kv_lora_rank, self.qk_rope_head_dim
         spec, _ = layer_spec(self._settings, self._config, name, *dims, act_dtype, latent=True)
         assert isinstance(spec, LatentSpec)
