@@ -6,6 +6,8 @@ latent has the sizes that vLLM's CPU kernel knows.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +45,29 @@ def saved(make: Any, folder: Any) -> str:
     torch.manual_seed(0)
     make().eval().save_pretrained(folder)
     return str(folder)
+
+
+def with_drafting_layer(folder: str) -> str:
+    """Adds a layer for multi-token prediction (MTP) to a saved DeepSeek-V3: the last one again, with what it needs.
+
+    It drafts nonsense, which is what verification must see through.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path = Path(folder)
+    weights = load_file(path / "model.safetensors")
+    own, new = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    more = {name.replace(own, new): x.clone() for name, x in weights.items() if name.startswith(own)}
+    size = SIZES["hidden_size"]
+    more |= {f"{new}{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    more[f"{new}eh_proj.weight"] = 0.1 * torch.randn(size, 2 * size)
+    more[f"{new}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    more[f"{new}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file({**weights, **more}, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 1, "first_k_dense_replace": LAYERS + 1}
+    (path / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def transformers_tokens(folder: str, prompts: list[list[int]], count: int) -> list[list[int]]:

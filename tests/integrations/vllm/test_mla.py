@@ -7,7 +7,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from engines import NGRAM, model_folder, refusals, run, run_engine, slimkv
-from mla_models import LAYERS, PROMPTS, deepseek_v2, deepseek_v3, saved, transformers_tokens
+from mla_models import (
+    LAYERS,
+    PROMPTS,
+    deepseek_v2,
+    deepseek_v3,
+    saved,
+    transformers_tokens,
+    with_drafting_layer,
+)
 
 from slimkv.integrations.vllm.page_sizes import slot_bytes
 from slimkv.spec import LatentSpec
@@ -126,6 +134,22 @@ def test_low_rank_queries_and_interleaved_rope(tmp_path):
     ours = run_engine(base(v3, **slimkv("raw")), [run("ragged", PROMPTS, 12), run("long", LONG, 12)], **KEEP)
     assert ours["tokens"]["ragged"] == transformers_tokens(v3, PROMPTS, 12)
     assert ours["tokens"]["long"] == transformers_tokens(v3, LONG, 12)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("drafter", [{}, {"attention_backend": "CUSTOM"}], ids=["stock-drafter", "packed-drafter"])
+def test_a_drafting_layer_changes_nothing(tmp_path, drafter):
+    """Three tokens verified at once; the drafter's own latents are unpacked, or packed as the model's are."""
+    v3 = with_drafting_layer(saved(deepseek_v3, tmp_path))
+    runs = [run("ragged", PROMPTS, 16)]
+    plain = run_engine(base(v3, **slimkv("c4")), runs)
+    speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2, **drafter}}
+    drafted = run_engine(base(v3, **slimkv("c4"), **speculation), runs)
+    assert drafted["counters"]["ragged"]["vllm:spec_decode_num_drafts"] > 10
+    assert drafted["tokens"] == plain["tokens"]
+    kinds = [kind for kind, _ in drafted["layers"].values()]
+    assert kinds.count("SlimKVMLAImpl") == LAYERS + bool(drafter)
+    assert len(kinds) == LAYERS + 1
 
 
 def test_formats_of_the_other_kind_are_refused(folder):
