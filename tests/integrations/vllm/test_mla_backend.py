@@ -16,10 +16,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from slimkv import ops
 from slimkv.codec import Codec
 from slimkv.errors import SlimKVError, UnsupportedError
-from slimkv.integrations.vllm.mla import compat, impl
+from slimkv.integrations.vllm.mla import compat
 from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
 from slimkv.integrations.vllm.mla.folding import FoldedProjections, fold_key_projection, fold_value_projection
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadataBuilder, chunk_slots
+from slimkv.integrations.vllm.mla.refusals import refuse
 from slimkv.integrations.vllm.mla.warmup import compile_kernels
 from slimkv.integrations.vllm.page_sizes import backend_for_spec, slot_bytes
 from slimkv.spec import LatentSpec, page_layout
@@ -208,5 +209,5 @@ def engine(settings="c4", hybrid=False, **parallel):
 def test_what_a_model_or_engine_asks_in_vain(config, arguments, message):
     given = {"kv_cache_dtype": "auto", "asked": [], "mla": {}, **arguments}
     with pytest.raises(SlimKVError, match=message):
-        impl._refuse(config, **given)
-    impl._refuse(engine(), "auto", [], {"kv_lora_rank": 512, "indexer": None})
+        refuse(config, **given)
+    refuse(engine(), "auto", [], {"kv_lora_rank": 512, "indexer": None})

@@ -9,6 +9,7 @@ import torch
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm.compat import AttentionSpec, PageShape, with_packed_bytes
 from slimkv.integrations.vllm.mla.compat import MLACommonBackend, call_after_loading, is_supported_spec
+from slimkv.integrations.vllm.mla.refusals import SPARSE
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, KERNEL_BLOCKS, PREFERRED_BLOCK, slot_bytes
 from slimkv.spec import LatentSpec
 
@@ -86,9 +87,3 @@ class SlimKVMLABackend(PageShape, MLACommonBackend):
                 "process_weights_after_loading, so that slimkv does not know its format; use another load format"
             )
         return with_packed_bytes(spec, slot_bytes(cls.codec_spec))
-
-
-SPARSE = (
-    "slimkv packs dense latent attention (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash), not the sparse one of models "
-    "with an indexer (DeepSeek V3.2 and later); serve this model with vLLM's own attention backend"
-)

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
-from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm.compat import AttentionType, get_current_vllm_config
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec, shared_codec
-from slimkv.integrations.vllm.mla.backend import SPARSE, SlimKVMLABackend
 from slimkv.integrations.vllm.mla.compat import (
     MLACommonImpl,
     accumulate_mla_context_chunk,
@@ -22,8 +20,9 @@ from slimkv.integrations.vllm.mla.compat import (
 )
 from slimkv.integrations.vllm.mla.folding import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadata
+from slimkv.integrations.vllm.mla.refusals import refuse
 from slimkv.integrations.vllm.mla.warmup import compile_kernels
-from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec
+from slimkv.integrations.vllm.page_sizes import backend_for_spec
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
 from slimkv.spec import Kind, LatentSpec, PageLayout, page_layout
@@ -63,7 +62,7 @@ class SlimKVMLAImpl(MLACommonImpl):
             "a cache shared with another layer": kv_sharing_target_layer_name,
             f"attention of type {attn_type}": None if attn_type == AttentionType.DECODER else attn_type,
         }
-        _refuse(self._config, kv_cache_dtype, [name for name, value in asked.items() if value], mla)
+        refuse(self._config, kv_cache_dtype, [name for name, value in asked.items() if value], mla)
         forbid_fused_cache_updates(self._config)
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
@@ -71,6 +70,7 @@ class SlimKVMLAImpl(MLACommonImpl):
         )  # fmt: skip
         self.sliding_window = None  # of the fingerprint: every layer keeps all tokens
         self._spec: LatentSpec | None = None
+        self._unbound: Any = None  # the layer's backend before it knew a format
         self._folded = FoldedProjections()
         self._fresh_codes = not self._settings.reads_fresh_raw(shared_pages=True)
 
@@ -84,8 +84,9 @@ class SlimKVMLAImpl(MLACommonImpl):
         spec, _ = layer_spec(self._settings, self._config, name, *dims, act_dtype, latent=True)
         assert isinstance(spec, LatentSpec)
         self._spec = spec
+        self._unbound = self._unbound or layer.attn_backend  # weights may be loaded again
         layer.attn_backend = backend_for_spec(
-            SlimKVMLABackend, spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
+            self._unbound, spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
         )
 
     def absorbed_weights_ready(self, layer: Any) -> None:
@@ -200,43 +201,3 @@ def _is_lossless(spec: LatentSpec, dtype: torch.dtype) -> bool:
     """Whether what is stored of tokens computed in ``dtype`` is what they were."""
     name = str(dtype).removeprefix("torch.")
     return all(side.kind == Kind.RAW and side.raw_dtype == name for side in (spec.latent, spec.rope))
-
-
-def _refuse(vllm_config: Any, kv_cache_dtype: str, asked: list[str], mla: dict[str, Any]) -> None:
-    """Raises for what a model or an engine asks of latent attention and slimkv does not do."""
-    if mla.get("indexer") is not None or "topk_indices_buffer" in mla:
-        raise UnsupportedError(SPARSE)
-    if asked:
-        raise UnsupportedError(f"slimkv's latent attention has no {', '.join(asked)}")
-    unknown = set(mla) - KNOWN_ARGUMENTS
-    if unknown:
-        raise UnsupportedError(
-            f"slimkv does not know what this model asks of latent attention: {', '.join(sorted(unknown))}"
-        )
-    if kv_cache_dtype not in CACHE_DTYPES:
-        raise InputError(
-            f"slimkv stores its own formats, so kv_cache_dtype must be left at auto, not {kv_cache_dtype!r}"
-        )
-    if vllm_config.model_config.is_hybrid:
-        raise UnsupportedError(
-            "slimkv does not pack latent attention beside state-space or linear-attention layers: vLLM sizes the "
-            "blocks of such models for unpacked latents; serve this model with vLLM's own attention backend"
-        )
-    parallel = vllm_config.parallel_config
-    for name, size in (
-        ("decode context parallelism", parallel.decode_context_parallel_size),
-        ("prefill context parallelism", parallel.prefill_context_parallel_size),
-    ):
-        if size > 1:
-            raise UnsupportedError(f"slimkv's latent attention does not run under {name}; use tensor parallelism")
-    settings = parse(vllm_config.additional_config)
-    settings.refuse("latent attention", "calibration")
-
-
-# What vLLM tells an implementation of latent attention about the model.
-KNOWN_ARGUMENTS = frozenset(
-    {
-        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
-        "indexer", "q_pad_num_heads",
-    }
-)  # fmt: skip
