@@ -175,10 +175,11 @@ def attend_latent_kernel(
         else:
             exponent = tl.reshape(field_exponent(field), (BT,))
             p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
-            ph = (p * tl.where(valid, scale, 0.0)[:, None]).to(tl.float16)
+            seen = p != 0.0  # a scale may not be a number
+            ph = tl.where(seen, p * scale[:, None], 0.0).to(tl.float16)
             acc = tl.dot(tl.trans(k), ph, acc)
             if K_KIND == _UNIFORM:
-                w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
+                w = w * alpha + tl.sum(tl.where(seen, p * centre[:, None], 0.0), 0)
             elif PTX and K_KIND == _LLOYD and K_BITS <= 4:
                 w = w * alpha - _OFFSET * tl.sum(ph.to(tl.float32), 0)
 
