@@ -90,7 +90,8 @@ def test_verification_equals_one_by_one(backend, device):
     out = together.attend(backend=backend, out=out_of(together))
     for i in range(4):
         alone = replace(
-            together, case=replace(together.case, queries=(1,)), starts=torch.tensor([0, 1], dtype=torch.int32).to(device),
+            together, case=replace(together.case, queries=(1,)),
+            starts=torch.tensor([0, 1], dtype=torch.int32, device=device),
             query_latent=together.query_latent[i : i + 1], query_rope=together.query_rope[i : i + 1],
             seq_lens=together.seq_lens - 3 + i,
         )  # fmt: skip
@@ -163,11 +164,11 @@ def test_wrong_arguments_are_named(device):
     key_value = {"codec": Codec(spec, device), "layout": PageLayout(spec, 16)}
     with pytest.raises(InputError, match="k4v4 is a format of K and V"):
         ops.gather_latent(built.pages, built.slots(0), **key_value)
+    other = PageLayout(LatentSpec.parse("c4", 128, 32), 16)
     with pytest.raises(InputError, match="the layout is of c4 and the codec of c4r8"):
-        other = PageLayout(LatentSpec.parse("c4", 128, 32), 16)
         ops.gather_latent(built.pages, built.slots(0), codec=built.codec, layout=other)
+    two = built.pages.unsqueeze(1).expand(-1, 2, -1).contiguous()
     with pytest.raises(InputError, match="pages of 2 heads hold K and V"):
-        two = built.pages.unsqueeze(1).expand(-1, 2, -1).contiguous()
         ops.gather_latent(two, built.slots(0), codec=built.codec, layout=built.layout)
     with pytest.raises(InputError, match=r"latent must be \[tokens, 128\]"):
         ops.store_latent(

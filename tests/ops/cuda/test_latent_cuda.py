@@ -128,7 +128,7 @@ def test_a_step_fills_the_device():
         blocks, slots = batch * cut.row_tiles * cut.splits, 132 * cut.resident
         waves = -(-blocks // slots)
         assert cut.resident == 2
-        assert blocks >= 0.85 * waves * slots, (heads, batch, cut)
+        assert blocks >= (0.7 if batch == 1 else 0.85) * waves * slots, (heads, batch, cut)
     tiny = latent_cuda.cut_for(layout, 8, 1, 1, 64, H200)
     assert (tiny.splits, tiny.rows) == (1, 8)
 

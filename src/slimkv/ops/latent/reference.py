@@ -1,4 +1,4 @@
-"""attend_latent in plain torch: per sequence, decode the latents and rope parts as they are stored and take a softmax."""
+"""attend_latent in plain torch: per sequence, decode latents and rope parts as they are stored, take a softmax."""
 
 from __future__ import annotations
 

@@ -71,10 +71,14 @@ class Cut:
         return 4 * sequences * self.row_tiles * self.splits * self.rows * (latent_dim + 2)
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def supports(request: LatentRequest) -> str | None:
     """On Hopper: Lloyd-Max and fp8 latents of up to 512; rope parts raw (16 bits), fp8 or of 6 to 8 bits."""
-    device = request.pages.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+    if not runs_on(request.pages.device):
         return "it uses instructions of Hopper (compute capability 9.0) alone; use backend='triton'"
     return refusal(request)
 

@@ -37,8 +37,8 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _load_rope_queries(q_ptrs, row_valid, RD: tl.constexpr, RDP: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
                        BF16: tl.constexpr):  # fmt: skip
-    """The queries' rope parts [RDP, M] in the dtype of the stored ones, what that rounds off (bf16), their sums [M], and
-    the factors that undo the scaling [M]."""
+    """The queries' rope parts [RDP, M] in the dtype of the stored ones, what that rounds off, their sums [M], and the
+    factors that undo the scaling [M]."""
     dim = tl.arange(0, RDP)
     q = tl.load(q_ptrs[None, :] + dim[:, None], mask=row_valid[None, :] & (dim < RD)[:, None], other=0.0).to(tl.float32)
     down, up, _ = power_below(tl.max(tl.abs(q), 0))
