@@ -42,10 +42,22 @@ template <int CHUNK, class F> DEVICE void each_chunk(const F& f) {
 
 // Products of a warpgroup's tokens with the queries, while latents go to shared memory.
 DEVICE void start_scores(const Tokens& tokens, const LatentArgs& args, const LevelTable& levels, const RopeLevels& rope_levels,
-                         u8* shared, int warp, int lane, Scores& s, Scores& r) {
+                         const Scales& scales, u8* shared, int warp, int lane, Scores& s) {
   const u32 to = operand_rows(shared_address(shared + VALUES_AT) + warp * 2048, lane);
   const u64 queries = smem_descriptor(shared_address(shared + QUERIES_AT), 16);
   const u64 rope_queries = smem_descriptor(shared_address(shared + ROPE_AT), 16);
+  const Column* columns = (const Column*)(shared + COLUMNS_AT);
+  u32 rope[ROPE_SLICES][4];
+#pragma unroll
+  for (int i = 0; i < ROPE_SLICES; i++) tokens.rope_operand(i, args.table, rope_levels, rope[i]);
+#pragma unroll
+  for (int i = 0; i < ROWS / 2; i++) s[i] = 0.0f;
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < ROPE_SLICES; i++)
+    RopeNumbers::register_a(s, rope[i][0], rope[i][1], rope[i][2], rope[i][3],
+                            rope_queries + ((i / 4 * ROWS * 128 + i % 4 * 32) >> 4));
+  wgmma_commit();
   each_chunk<0>([&](auto number) {
     constexpr int chunk = decltype(number)::VALUE;
     u32 a[4][4];
@@ -54,6 +66,15 @@ DEVICE void start_scores(const Tokens& tokens, const LatentArgs& args, const Lev
       tokens.latent_operand(4 * chunk + i, args.table, levels, a[i]);
       stmatrix_x4<chunk * TILE * 128>(to ^ 32 * i, a[i][0], a[i][1], a[i][2], a[i][3]);
     }
+    if (chunk == 0) {  // the products of rope parts, in units of latents
+      wgmma_wait<0>();
+      wgmma_fence_operand(s);
+#pragma unroll
+      for (int i = 0; i < ROWS / 2; i++) {
+        const Column& column = columns[8 * (i / 4) + 2 * (lane & 3) + i % 2];
+        s[i] = s[i] * (scales.rope[i / 2 % 2] * column.rope) + column.start;
+      }
+    }
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -61,14 +82,6 @@ DEVICE void start_scores(const Tokens& tokens, const LatentArgs& args, const Lev
     wgmma_commit();
     if (chunk) wgmma_wait<1>();
   });
-  u32 a[ROPE_SLICES][4];
-#pragma unroll
-  for (int i = 0; i < ROPE_SLICES; i++) tokens.rope_operand(i, args.table, rope_levels, a[i]);
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < ROPE_SLICES; i++)
-    RopeNumbers::register_a(r, a[i][0], a[i][1], a[i][2], a[i][3], rope_queries + ((i / 4 * ROWS * 128 + i % 4 * 32) >> 4));
-  wgmma_commit();
 }
 
 // The running softmax of a lane's columns.
@@ -81,15 +94,9 @@ struct Softmax {
   }
 
   // Sums of products to scores, and the largest of this warp's tokens (with the exponent of their scale) to `most`.
-  DEVICE_MEMBER void score(Scores& s, const Scores& r, const Column* columns, const Fields& fields, int token, bool clear,
+  DEVICE_MEMBER void score(Scores& s, const Column* columns, const Fields& fields, const Scales& scales, int token, bool clear,
                            float* most, int g, int t) {
-    const u32 latent[2] = {fields.latent & 0xFFFF, fields.latent >> 16}, rope[2] = {fields.rope & 0xFFFF, fields.rope >> 16};
-    float latent_scale[2], rope_scale[2], exponent[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      latent_scale[i] = marked_scale(latent[i]), exponent[i] = exponent_of(latent[i]);
-      rope_scale[i] = R_KIND == RAW ? 1.0f : marked_scale(rope[i]);
-    }
+    const float exponent[2] = {exponent_of(fields.latent & 0xFFFF), exponent_of(fields.latent >> 16)};
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       const int n = 8 * (c / 2) + 2 * t + c % 2;
@@ -98,7 +105,7 @@ struct Softmax {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float& x = s[4 * (c / 2) + 2 * i + c % 2];
-        x = x * (latent_scale[i] * column.latent) + r[4 * (c / 2) + 2 * i + c % 2] * (rope_scale[i] * column.rope);
+        x *= scales.key[i] * column.unit;
         if (!clear && token + g + 8 * i >= column.visible_end) x = MINUS_INFINITY;
         top = max_f32(top, x + exponent[i]);
       }
@@ -110,8 +117,7 @@ struct Softmax {
 
   // Scores to weights, scales of values included, in halves [row, token] at `to`; the output so far to their reference. `most`:
   // of the four warps.
-  DEVICE_MEMBER void weigh(Scores& s, const Fields& fields, const float* most, u8* to, Output& o, int warp, int g, int t) {
-    const float scale[2] = {marked_scale(fields.latent & 0xFFFF), marked_scale(fields.latent >> 16)};
+  DEVICE_MEMBER void weigh(Scores& s, const Scales& scales, const float* most, u8* to, Output& o, int warp, int g, int t) {
 #pragma unroll
     for (int j = 0; j < COLUMNS / 2; j++) {
       float shift[2], by[2];
@@ -141,7 +147,7 @@ struct Softmax {
         for (int b = 0; b < 2; b++) {
           const float p = exp2_approx(s[4 * j + 2 * i + b] - shift[b]);
           row_sum[2 * j + b] += p;
-          w[b] = p > 0.0f ? p * scale[i] : p;  // what is not seen weighs nothing, even if it is not a number
+          w[b] = p > 0.0f ? p * scales.value[i] : p;  // what is not seen weighs nothing, even if it is not a number
         }
         const u32 pair = pack_f16x2(w[0], w[1]);
         if (OFFSET != 0.0f) weight_sum[2 * j] += f16_to_f32(pair & 0xFFFF), weight_sum[2 * j + 1] += f16_to_f32(pair >> 16);
@@ -234,18 +240,16 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
     for (int i = 0; i < ROWS / 2; i++) o[chunk][i] = 0.0f;
 
   for (int tile = begin; tile < end; tile++) {
-    Scores s, r;
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) s[i] = columns[8 * (i / 4) + 2 * t + i % 2].start, r[i] = 0.0f;
-    start_scores(tokens, args, levels, rope_levels, shared, warp, lane, s, r);
+    Scores s;
     const Fields fields = tokens.fields;
+    const Scales scales(fields);
+    start_scores(tokens, args, levels, rope_levels, scales, shared, warp, lane, s);
     if (tile + 2 < end) reader.prefetch(ahead, tile + 2);
     wgmma_wait<0>();
     wgmma_fence_operand(s);
-    wgmma_fence_operand(r);
-    softmax.score(s, r, columns, fields, reader.token_of(tile), (tile + 1) * TILE <= clear_end, most + warp * ROWS, g, t);
+    softmax.score(s, columns, fields, scales, reader.token_of(tile), (tile + 1) * TILE <= clear_end, most + warp * ROWS, g, t);
     sync_threads();
-    softmax.weigh(s, fields, most, shared + WEIGHTS_AT, o, warp, g, t);
+    softmax.weigh(s, scales, most, shared + WEIGHTS_AT, o, warp, g, t);
     fence_proxy_async();
     sync_threads();
     if (tile + 1 < end) {  // after the fence, which may wait for loads

@@ -20,8 +20,9 @@ static_assert(LD % 64 == 0 && LD <= 512 && (RD == 32 || RD == 64 || RD == 128), 
 static_assert(ROWS == 8 || ROWS == 16 || ROWS == 32, "rows");
 static_assert(R_KIND == RAW ? R_BITS == 16 : R_BITS >= 6, "the rope part");
 
-// What the product with the latents of a step starts from, what scores are multiplied by, and which tokens a row sees.
-struct __attribute__((aligned(16))) Column { float start, latent, rope; i32 visible_end; };
+// What the product with latents starts from beside that of rope parts, the unit of this in units of that, what makes scores of
+// the sum, and which tokens a row sees.
+struct __attribute__((aligned(16))) Column { float start, rope, unit; i32 visible_end; };
 
 constexpr int VALUES_AT = 0, QUERIES_AT = VALUES_AT + CHUNKS * TILE * 128;
 constexpr int ROPE_AT = QUERIES_AT + CHUNKS * ROWS * 128, WEIGHTS_AT = ROPE_AT + ROPE_CHUNKS * ROWS * 128;
