@@ -19,14 +19,17 @@ from slimkv.ops.latent.api import LatentRequest
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
 SOURCE = "latent/attend.cu"
-THREADS, TILE_TOKENS = 128, 64  # as shape.cuh has them
+GROUP_THREADS, GROUP_TOKENS, MERGE_THREADS, MERGERS = 128, 64, 512, 4  # as shape.cuh and attend.cu have them
 _RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
-_ROWS = (8, 16, 32)
+_ROWS = (8, 16, 32, 64)
+# 64 rows unpack for twice as many, but take two warpgroups in step and a multiprocessor to themselves; two blocks of 32
+# overlap, one unpacking while the other multiplies.
+MOST_ROWS = 32
 _RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
 _LEVEL_COPIES = 32  # of a latent's levels
-_LEAST_TILES, _MOST_SPLITS = 4, 64
+_LEAST_TILES, _MOST_SPLITS = 4, 256
 
 
 class _Table(ctypes.Structure):
@@ -53,7 +56,7 @@ class Args(ctypes.Structure):
     )  # fmt: skip
 
 
-Launcher = Callable[[str, Defines, tuple[int, int], int, Args], None]
+Launcher = Callable[[str, Defines, tuple[int, int], int, int, Args], None]
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,29 @@ class Cut:
     shared: int  # bytes of a block
     resident: int  # blocks of a multiprocessor
 
+    @property
+    def groups(self) -> int:
+        """Warpgroups of a block: two where the output of all rows does not fit the registers of one."""
+        return groups_of(self.rows)
+
     def workspace_bytes(self, sequences: int, latent_dim: int) -> int:
         """Bytes of the parts and of their states."""
         return 4 * sequences * self.row_tiles * self.splits * self.rows * (latent_dim + 2)
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def groups_of(rows: int) -> int:
+    """Warpgroups of a block of ``rows``."""
+    return 2 if rows > 32 else 1
+
+
 def supports(request: LatentRequest) -> str | None:
     """On Hopper: Lloyd-Max and fp8 latents of up to 512; rope parts raw (16 bits), fp8 or of 6 to 8 bits."""
-    device = request.pages.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+    if not runs_on(request.pages.device):
         return "it uses instructions of Hopper (compute capability 9.0) alone; use backend='triton'"
     return refusal(request)
 
@@ -127,10 +144,23 @@ def shared_bytes(layout: PageLayout, rows: int) -> int:
     """Shared memory of a block, as shape.cuh counts it."""
     spec = layout.spec
     chunks, rope_chunks = spec.key_dim // 64, -(-spec.value_dim // 64)
-    operands = 128 * (chunks * TILE_TOKENS + (chunks + rope_chunks + 1) * rows)
+    groups = groups_of(rows)
+    operands = 128 * (groups * chunks * GROUP_TOKENS + (chunks + rope_chunks + groups) * rows)
     rope_copies = 8 if rows < 32 else 4
     levels = 4 * (_LEVEL_COPIES * _level_entries(spec.key) + rope_copies * _level_entries(spec.value))
-    return operands + 32 * rows + levels + 1024
+    return operands + 16 * (1 + groups) * rows + levels + 1024
+
+
+def _rows_of_block(layout: PageLayout, wanted: int, device: Device) -> int:
+    """Rows of a block for ``wanted`` rows of a sequence, as many as fit."""
+    fit = [
+        rows
+        for rows in _ROWS
+        if rows <= MOST_ROWS
+        and shared_bytes(layout, rows) <= device.shared_of_block
+        and layout.spec.key_dim % (64 * groups_of(rows)) == 0
+    ]
+    return next((rows for rows in fit if rows >= wanted), fit[-1])
 
 
 def cut_for(
@@ -138,15 +168,16 @@ def cut_for(
 ) -> Cut:
     """The blocks for sequences of up to ``max_query_len`` queries and ``max_seq_len`` tokens."""
     wanted = heads * max_query_len
-    rows = next((r for r in _ROWS if r >= wanted), _ROWS[-1])
+    rows = _rows_of_block(layout, wanted, device)
     row_tiles = -(-wanted // rows)
     shared = shared_bytes(layout, rows)
-    resident = 2 if 2 * (shared + _RESERVED) <= device.shared_of_multiprocessor else 1
+    # Two warpgroups of a block take all registers.
+    resident = 2 if groups_of(rows) == 1 and 2 * (shared + _RESERVED) <= device.shared_of_multiprocessor else 1
     slots, blocks = device.multiprocessors * resident, sequences * row_tiles
-    tiles = max(1, -(-max_seq_len // TILE_TOKENS))
+    tiles = max(1, -(-max_seq_len // (GROUP_TOKENS * groups_of(rows))))
 
     def time(splits: int) -> int:  # in tiles, with what it takes to start a block and to merge its part
-        return -(-blocks * splits // slots) * (-(-tiles // splits) + _LEAST_TILES) + splits // 8
+        return -(-blocks * splits // slots) * (-(-tiles // splits) + _LEAST_TILES) + splits // 32
 
     most = min(_MOST_SPLITS, max(1, tiles // _LEAST_TILES), max(1, 2 * slots // blocks))
     return Cut(rows, row_tiles, min(range(1, most + 1), key=time), shared, resident)
@@ -158,7 +189,8 @@ def kernel_defines(
     """What latent/attend.cu is compiled with."""
     spec = layout.spec
     return {
-        "LD": spec.key_dim, "RD": spec.value_dim, "ROWS": cut.rows, "BLOCK_SIZE": layout.block_size,
+        "LD": spec.key_dim, "RD": spec.value_dim, "ROWS": cut.rows, "WARPGROUPS": cut.groups,
+        "BLOCK_SIZE": layout.block_size,
         "L_KIND": KIND_NUMBERS[spec.key.kind], "L_BITS": spec.key.bits, "L_FIELDS": layout.key.fields_offset,
         "R_KIND": KIND_NUMBERS.get(spec.value.kind, _RAW), "R_BITS": spec.value.bits,
         "R_CODES": layout.value.codes_offset, "R_FIELDS": layout.value.fields_offset,
@@ -179,7 +211,7 @@ def workspace_bytes(
     """Bytes that ``attend_latent`` needs as ``workspace`` for these bounds, whatever the lengths."""
     need = 0
     for queries in range(1, min(max_query_len, max(1, total_queries)) + 1):
-        rows = next((r for r in _ROWS if r >= heads * queries), _ROWS[-1])
+        rows = _rows_of_block(layout, heads * queries, device)
         row_tiles = -(-heads * queries // rows)
         most = min(_MOST_SPLITS, max(1, 4 * device.multiprocessors // (sequences * row_tiles)))
         need = max(need, Cut(rows, row_tiles, most, 0, 0).workspace_bytes(sequences, layout.spec.key_dim))
@@ -192,9 +224,9 @@ def run(request: LatentRequest) -> None:
         return
     device = request.pages.device
 
-    def launch(name: str, defines: Defines, grid: tuple[int, int], shared: int, args: Args) -> None:
+    def launch(name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args) -> None:
         module = load(SOURCE, defines, device, exactly=True)
-        module.kernel(name).launch(grid, THREADS, shared, args, device, overlap=True)
+        module.kernel(name).launch(grid, threads, shared, args, device, overlap=True)
 
     attend(request, device_of(device), launch)
 
@@ -223,8 +255,9 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
         heads=heads, row_tiles=cut.row_tiles, splits=cut.splits,
     )  # fmt: skip
     defines = _defines(layout, cut, query.dtype, rope.dtype, out.dtype)
-    launch("attend", defines, (sequences * cut.row_tiles, cut.splits), cut.shared, args)
-    launch("merge", defines, (sequences * cut.row_tiles * cut.rows, 1), 0, args)
+    items, merged = sequences * cut.row_tiles, 4 * MERGERS * (spec.key_dim + 1)
+    launch("attend", defines, (items, cut.splits), GROUP_THREADS * cut.groups, cut.shared, args)
+    launch("merge", defines, (items * cut.rows, 1), MERGE_THREADS, merged, args)
 
 
 def _workspace(request: LatentRequest, need: int) -> torch.Tensor:

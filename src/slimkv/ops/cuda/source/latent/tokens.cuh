@@ -19,7 +19,8 @@ struct Fields { u32 latent, rope; };
 
 struct Tokens {
   Codes<L_BITS, S, false> latent;
-  u32 rope[R_BITS % 8 ? 2 * ROPE_SLICES : ROPE_SLICES * R_BITS / 4];  // codes of 6 and 7 bits as bytes
+  static constexpr int ROPE_WORDS = R_BITS % 8 ? 2 * ROPE_SLICES : ROPE_SLICES * R_BITS / 4;  // codes of 6 and 7 bits as bytes
+  u32 rope[ROPE_WORDS];
   Fields fields;
 
   // 16 tokens of a page from `place` on, of which the sequence has `left`.
@@ -47,7 +48,7 @@ struct Tokens {
   }
   DEVICE_MEMBER void load_rope(const u8* tile, int lane) {
     if constexpr (R_BITS % 8 == 0) {
-      Plane<4, 8>::load_words<ROPE_SLICES * R_BITS / 4>(tile, lane, rope);
+      Plane<4, 8>::load_words<ROPE_WORDS>(tile, lane, rope);
     } else {
       Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
       codes.load(tile, lane);
@@ -98,3 +99,20 @@ DEVICE u32 operand_rows(u32 values, int lane) {
 // In units of powers of two: at least the base-2 logarithm of a field's scale, less one.
 DEVICE float exponent_of(u32 field) { return (float)((int)(field >> 10) - 40); }
 DEVICE float marked_scale(u32 field) { return field == INVALID_FIELD ? NOT_A_NUMBER : scale_of(field); }
+
+// Scales of tokens g and g + 8: of the latent as a value, as a key, and of the rope part in units of that.
+struct Scales {
+  float value[2], key[2], rope[2];
+
+  DEVICE_MEMBER explicit Scales(const Fields& fields) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      value[i] = marked_scale(fields.latent >> (16 * i) & 0xFFFF);
+      const float own = R_KIND == RAW ? 1.0f : marked_scale(fields.rope >> (16 * i) & 0xFFFF);
+      // A latent of zeros has a scale of zero; one that is small enough does as well, and the rope part can be told in it.
+      const float least = max_f32(max_f32(value[i], own * 8.6736174e-19f), 7.8886091e-31f);  // 2^-60, 2^-100
+      key[i] = value[i] == value[i] ? least : value[i];
+      rope[i] = own * rcp_approx(least);
+    }
+  }
+};
