@@ -121,7 +121,7 @@ def test_formats_by_layer_and_drafts_give_what_they_give_without(folder):
 @pytest.mark.extended
 def test_two_ranks_hold_the_same_latents(folder, packed):
     ours = run_engine(
-        base(folder, tensor_parallel_size=2, **slimkv()), [run("miss", SHARED, 12)],
+        base(folder, tensor_parallel_size=2, **slimkv("auto")), [run("miss", SHARED, 12)],
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
     )  # fmt: skip
     assert ours["tokens"]["miss"] == packed["tokens"]["miss"]
