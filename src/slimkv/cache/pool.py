@@ -21,7 +21,7 @@ class PagedPool:
     """uint8 pages [blocks, num_kv_heads, page_bytes], their allocator, and the three operations on them.
 
     ``query_aware``: int8 [num_kv_heads, key_dim, key_dim], or several of them by position, or None: how keys are
-    rounded; see ``slimkv.ops.store_kv``.
+    rounded; see ``slimkv.ops.store_kv``. ``query_aware_search``: how many roundings are tried where there is a matrix.
     """
 
     def __init__(
@@ -33,12 +33,14 @@ class PagedPool:
         device: torch.device | str = "cpu",
         backend: str | None = None,
         query_aware: Tensor | None = None,
+        query_aware_search: int = 0,
     ) -> None:
         self.layout = page_layout(spec, block_size)
         self.codec = Codec(spec, device)
         self.num_kv_heads = num_kv_heads
         self.backend = backend
         self.query_aware = query_aware
+        self.query_aware_search = query_aware_search
         self._plan: StorePlan | None = None
         self.allocator = BlockAllocator(blocks)
         self.pages = torch.zeros(blocks, num_kv_heads, self.layout.page_bytes, dtype=torch.uint8, device=device)
@@ -111,11 +113,12 @@ class PagedPool:
 
         See ``slimkv.ops.store_kv``.
         """
-        index = query_aware_index if self.query_aware is not None else None
-        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, self.query_aware, index):
+        matrices = self.query_aware
+        index, search = (None, 0) if matrices is None else (query_aware_index, self.query_aware_search)
+        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, matrices, index, search):
             self._plan = plan_store(
-                key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout,
-                query_aware=self.query_aware, query_aware_index=index, backend=self.backend,
+                key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, query_aware=matrices,
+                query_aware_index=index, query_aware_search=search, backend=self.backend,
             )  # fmt: skip
         self._plan.run(key, value, slot_mapping, index)
 
