@@ -31,7 +31,7 @@ FULL = [
     *COVERING,
     *(replace(TINY, format=f"k{b}v4", dim=dim, tokens=n) for b in range(1, 9) for dim in (64, 128) for n in (5, 700)),
     *(replace(TINY, dim=dim, slots=s) for dim in (16, 80, 112, 192, 256, 576) for s in ("aligned", "scattered")),
-    *(replace(TINY, policy="unbiased", format=format, dtype=dtype) for format in ("k3v3", "k6v2") for dtype in ("bf16", "fp32")),
+    *(replace(TINY, policy="unbiased", format=f, dtype=d) for f in ("k3v3", "k6v2") for d in ("bf16", "fp32")),
     replace(TINY, dim=128, heads=8, tokens=8192, slots="aligned", page=64),
 ]  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_other_numbers_are_refused_everywhere(search, backend):
 
 def test_a_search_needs_a_matrix():
     key, value, slots, pages, codec = build(TINY, CPU)
-    with pytest.raises(InputError, match="query_aware_search=4 tries several .* query_aware is None"):
+    with pytest.raises(InputError, match=r"query_aware_search=4 tries several .* query_aware is None"):
         ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware_search=4)
 
 

@@ -115,9 +115,9 @@ def searched_index(
     return best
 
 
-def check_search(search: int) -> int:
+def check_search(search: object) -> int:
     """``search``, if that many scales are known."""
-    if isinstance(search, bool) or search not in SEARCH_SCALES:
+    if isinstance(search, bool) or not isinstance(search, int) or search not in SEARCH_SCALES:
         known = " or ".join(map(str, SEARCH_SCALES))
         raise InputError(f"query_aware_search must be 0 (off), {known}, not {search!r}")
     return search

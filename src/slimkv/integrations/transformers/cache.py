@@ -178,6 +178,11 @@ class SlimKVCache(Cache):
         """The layers that are packed."""
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
 
+    @property
+    def matrix_index(self) -> MatrixIndex | None:
+        """What chooses the matrices of a calibration by position; None without one."""
+        return next((layer.settings.matrix_index for layer in self.packed_layers), None)
+
     # -- size ----------------------------------------------------------------------------------------------------------
 
     @property

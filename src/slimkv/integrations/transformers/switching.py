@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimkv.integrations.transformers.calibration.matrix_index import note_positions
 from slimkv.integrations.transformers.stock_attention import stock_implementation, switchable_configs
 
 NAME = "slimkv"
@@ -103,7 +104,7 @@ def attention(model: Any) -> Iterator[Counts]:
     Without it stock attention gets decoded tensors. Contexts may be nested, and threads may open them for one model
     at the same time; vision and audio towers keep their own attention.
     """
-    configs = switch_on(model)
+    configs, noting = switch_on(model), note_positions(model)
     if not configs:
         warnings.warn(
             f"the attention of {type(model).__name__} does not go through transformers' attention interface (or "
@@ -118,4 +119,5 @@ def attention(model: Any) -> Iterator[Counts]:
     finally:
         with _lock:
             _contexts[:] = [x for x in _contexts if x is not context]
+        noting.remove()
         switch_off(configs)

@@ -20,7 +20,13 @@ from slimkv.codec.quantize import (
     SHORT_FIXED_POINT_BITS,
     SHORT_NORM_STEP,
 )
-from slimkv.ops.store.triton.query_aware import crossing, crossing_of_product, indexed_levels, magnitude, searched_levels
+from slimkv.ops.store.triton.query_aware import (
+    crossing,
+    crossing_of_product,
+    indexed_levels,
+    magnitude,
+    searched_levels,
+)
 from slimkv.ops.triton.unpack import decode_signed, decode_unsigned
 
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
