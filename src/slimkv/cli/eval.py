@@ -98,12 +98,21 @@ def query_aware(
         if plot is not None:
             plot_query_aware(moment, plot)
     table = Table(title=f"squared error over plain rounding's; {source}")
-    columns = "bits", "seen by queries", "predicted", "plain scale", "second sweep", "five scales", "of the key"
+    columns = (
+        "bits",
+        "seen by queries",
+        "predicted",
+        "plain scale",
+        "second sweep",
+        "search 2",
+        "search 4",
+        "of the key",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     for row in report.rows:
-        numbers = row.query_aware, row.predicted, row.plain_scale, row.second_sweep, row.scale_search, row.isotropic
-        table.add_row(str(row.bits), *(f"{x:.3f}" for x in numbers))
+        found = row.query_aware, row.predicted, row.plain_scale, row.second_sweep, row.search_2, row.search_4
+        table.add_row(str(row.bits), *(f"{x:.3f}" for x in (*found, row.isotropic)))
     emit(report, as_json, table)
 
 
