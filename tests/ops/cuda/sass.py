@@ -47,10 +47,15 @@ def _decode(
 
 
 def _store(
-    format: str, dim: int = 128, dtype: torch.dtype = torch.bfloat16, few: bool = False, query_aware: bool = False
+    format: str,
+    dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    few: bool = False,
+    query_aware: bool = False,
+    search: int = 0,
 ) -> Variant:
     rows = (dtype, True)
-    plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, query_aware)
+    plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, int(query_aware), search)
     return store.SOURCE, dict(plan.defines), "sm_90"
 
 
@@ -85,6 +90,8 @@ def variants() -> dict[str, Variant]:
         "store-d96": _store("k3v2", 96),
         "store-query-aware": _store("k4v4", query_aware=True),
         "store-query-aware-few": _store("k4v4", few=True, query_aware=True),
+        "store-query-aware-search": _store("k4v4", query_aware=True, search=4),
+        "store-query-aware-search-few": _store("k4v4", few=True, query_aware=True, search=4),
         "prefill-unpack-k4v4": _unpack("k4v4", 128),
         "prefill-unpack-k5vu4": _unpack("k5vu4", 64),
         "prefill-d64": _prefill(64),

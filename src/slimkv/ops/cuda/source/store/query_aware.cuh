@@ -264,7 +264,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(co
     TokenScalars scalars = {shfl(mine.squared, from), shfl(mine.norm, from), 0.0f, shfl(mine.down, from),
                             shfl((u32)mine.zero, from) != 0, shfl((u32)mine.bad, from) != 0};
     bool keep = (!spread || shfl(index, from) == only) && (only_round < 0 || from / ROUND_TOKENS == only_round);
-    int scale = shfl(best, from);
+    int scale = SEARCH > 0 ? shfl(best, from) : 0;
     if (first + 16 * tile < args.tokens)
       store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * tile, scalars, keep, scale, tables, memory, tile, lane);
   }
