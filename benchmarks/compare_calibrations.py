@@ -4,7 +4,7 @@
     slimkv calibrate smollm2-135m-instruct --engine vllm --engine-options '{"dtype": "float32"}' -o vllm.safetensors
     python benchmarks/compare_calibrations.py transformers.safetensors vllm.safetensors --text wiki.test.raw --windows 8
 
-Prints the means after every window, each with its ratio to that of the first file; strict, as ``slimkv eval agreement``.
+Prints the means after every window, each with its ratio to the first file's. Strict, as ``slimkv eval agreement``.
 """
 
 from __future__ import annotations
