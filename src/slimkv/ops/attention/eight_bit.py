@@ -12,7 +12,7 @@ Sums are exact in int8 and float32 in e4m3. E is an integer, so that weights are
 are so small that e4m3 has no more bits for them): an implementation may let E follow the maximum as it likes. The
 denominator has the rounded weights, so that they always sum to 1.
 
-A value whose scale is 2^-16 of the largest of its tile of 128 tokens, or less, counts as zero.
+A value whose scale is below 2^-16 of the power of two above the largest of its tile of 128 tokens counts as zero.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch import Tensor
 from slimkv.codec import Codec
 from slimkv.codec.byte_levels import E4M3_LARGEST, MOST_BITS, byte_levels
 from slimkv.codec.pack import take_tokens
-from slimkv.codec.scale16 import decode_unsigned
+from slimkv.codec.scale16 import SMALLEST_NORMAL, decode_unsigned
 from slimkv.ops.attention.api import AttendRequest
 from slimkv.spec import CodecSpec, Kind, PageLayout
 
 LOG2E = math.log2(math.e)
 TILE = 128
-LEAST_VALUE = 2.0**-16  # of a tile's largest scale
+LEAST_VALUE = 2.0**-16  # of the power of two above a tile's largest scale
 TOP = 7  # the largest weight is in (2^(TOP - 1), 2^TOP]
 
 
@@ -72,11 +72,10 @@ def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor) -> 
     value_levels = byte_levels(spec.value.bits, spec.value_dim)
     key_scale, value_scale = decode_unsigned(key.fields[..., 0]), decode_unsigned(value.fields[..., 0])
     marked = key_scale.isnan() | value_scale.isnan()
-    scale = torch.where(marked, 0.0, value_scale) / value_levels.value_factor
-    # A tile's unit: the power of two at or above the largest scale.
+    scale = torch.where(marked, 0.0, value_scale)
     tiles = torch.nn.functional.pad(scale.T, (0, -len(slots) % TILE)).unflatten(1, (-1, TILE)).amax(-1)
-    mantissa, exponent = torch.frexp(tiles)
-    unit = torch.ldexp(torch.ones_like(tiles), exponent).where(mantissa > 0, 1.0)
+    unit = torch.ldexp(torch.ones_like(tiles), torch.frexp(tiles)[1])  # the power of two above a tile's largest scale
+    unit = unit.where(tiles > 0, SMALLEST_NORMAL)
     least = unit.repeat_interleave(TILE, 1)[:, : len(slots)].T * LEAST_VALUE
     zero = scale < least
     levels = torch.tensor(value_levels.value, dtype=torch.float32, device=device)[value.codes.long()]
@@ -84,7 +83,7 @@ def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor) -> 
         torch.tensor(key_levels.key, dtype=torch.float32, device=device)[key.codes.long()],
         torch.where(marked, torch.nan, key_scale * 0.5),
         torch.where(zero[..., None], 0.0, levels),
-        torch.where(zero, least, scale),
+        torch.where(zero, least, scale) / value_levels.value_factor,
     )
 
 

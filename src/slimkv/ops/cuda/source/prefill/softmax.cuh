@@ -2,6 +2,8 @@
 #pragma once
 #include "prefill/work.cuh"
 
+constexpr float MOST_WEIGHT = 8.0f, FRESH_WEIGHT = 6.0f;  // exponents of e4m3 weights: the most, and after a new reference
+
 struct Softmax {
   float factor[2];  // of this lane's rows g and g + 8
   float row_max[2];  // the reference that exponents are taken from: score plus the exponent of the values' unit
@@ -52,4 +54,61 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; r++) row_sum[r] = row_sum[r] * rescale[r] + (sum[r][0] + sum[r][1]) * unit.value_inverse;
   }
+
+#if E4M3_VALUES
+  // Scores to weights as e4m3, four in a word, in the order of the operand. The reference is an integer, which leaves mantissas
+  // as they are; a weight is at most 2^MOST_WEIGHT. The sum has the rounded weights, so that they sum to 1.
+  DEVICE_MEMBER void step_e4m3(float (&s)[N], const u8* numbers, int t, u32 (&p)[N / 4]) {
+    float by[2], shift[2];
+    float most[2][2] = {{MINUS_INFINITY, MINUS_INFINITY}, {MINUS_INFINITY, MINUS_INFINITY}};
+#pragma unroll
+    for (int r = 0; r < 2; r++) by[r] = SOFTCAP ? 1.0f : max_f32(factor[r], 1e-30f);  // zero times minus infinity: not a number
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+      const Words4 words = *(const Words4*)(numbers + token_number_at(LOG_VALUE_SCALE, 16 * j + 4 * t));
+      const float logs[4] = {as_float(words.x), as_float(words.y), as_float(words.z), as_float(words.w)};
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        const int i = 8 * j + k, r = i / 2 % 2;
+        s[i] = fma_rn(s[i], by[r], logs[2 * (k / 4) + k % 2]);
+        most[r][i % 2] = max_f32(most[r][i % 2], s[i]);
+      }
+    }
+    bool behind = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float m = max_f32(most[r][0], most[r][1]);
+      m = max_f32(m, shfl_xor(m, 1));
+      m = max_f32(m, shfl_xor(m, 2));
+      const bool raise = m > row_max[r] + MOST_WEIGHT;
+      const float wanted = -floor_of(FRESH_WEIGHT - m);  // m at or below, and an integer
+      rescale[r] = raise ? exp2_approx(row_max[r] - wanted) : 1.0f;
+      row_max[r] = raise ? wanted : row_max[r];
+      behind = behind || raise;
+      shift[r] = row_max[r] == MINUS_INFINITY ? 0.0f : -row_max[r];
+    }
+    needs_rescale = warp_any(behind);
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+      const Words4 words = *(const Words4*)(numbers + token_number_at(INVERSE_VALUE_SCALE, 16 * j + 4 * t));
+      const float inverse[4] = {as_float(words.x), as_float(words.y), as_float(words.z), as_float(words.w)};
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        u32 halves[2];
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          const int i = 8 * j + 4 * m + 2 * r;
+          halves[m] = pack_e4m3x2(exp2_approx(s[i] + shift[r]), exp2_approx(s[i + 1] + shift[r]));
+          const u32 rounded = unpack_e4m3x2(halves[m]);
+          sum[r] = fma_rn(f16_to_f32(rounded & 0xFFFF), inverse[2 * m], sum[r]);
+          sum[r] = fma_rn(f16_to_f32(rounded >> 16), inverse[2 * m + 1], sum[r]);
+        }
+        p[2 * j + r] = prmt(halves[0], halves[1], 0x5410);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_sum[r] = row_sum[r] * rescale[r] + sum[r];
+  }
+#endif
 };
