@@ -157,9 +157,6 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 #if INT8_KEYS
     Sums sums;
 #endif
-#if E4M3_VALUES
-    u32 next_p[N / 4];  // while products still read p
-#endif
     const u32 queries = shared_address(operand), keys = shared_address(rings.keys), values = shared_address(rings.values);
     const TileScale* tile_scales = args.tile_scales + ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile + w.tile;
     TileScale unit = *tile_scales;
@@ -177,10 +174,12 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 #pragma unroll
         for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
     };
-    auto pack = [&] {
+    // Once products do not read p any more.
+    auto pack = [&](int at) {
 #if E4M3_VALUES
-#pragma unroll
-      for (int i = 0; i < N / 4; i++) p[i] = next_p[i];
+      softmax.pack_e4m3(s, rings.keys + at * KEYS_BYTES, t, p);
+      sync_warp();
+      if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
 #else
 #pragma unroll
       for (int i = 0; i < N / 2; i++) p[i] = pack_f16x2(s[2 * i], s[2 * i + 1]);
@@ -210,9 +209,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       if (SOFTCAP) softmax.cap(s, unit, args.softcap);
       apply_mask();
 #if E4M3_VALUES
-      softmax.step_e4m3(s, numbers, t, next_p);
-      sync_warp();
-      if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
+      softmax.step_e4m3(s, numbers, t);
 #else
       softmax.step(s, unit);
 #endif
@@ -222,7 +219,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     wgmma_wait<0>();
     take(0);
     rescale_output();
-    pack();
+    pack(0);
     if (warpgroup == 1 && w.count > 1) bar_arrive(3, 256);
     int slot = 0;       // of values; keys are one further
     u32 parity = 0;
@@ -244,7 +241,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       wgmma_fence_operand(o);
       if (lane == 0) mbarrier_arrive(rings.values_empty + slot);
       rescale_output();
-      pack();
+      pack(next);
       slot = next, parity = next_parity;
     }
     mbarrier_wait(rings.values_full + slot, parity);

@@ -56,9 +56,8 @@ struct Softmax {
   }
 
 #if E4M3_VALUES
-  // Scores to weights as e4m3, four in a word, in the order of the operand. The reference is an integer, which leaves mantissas
-  // as they are; a weight is at most 2^MOST_WEIGHT. The sum has the rounded weights, so that they sum to 1.
-  DEVICE_MEMBER void step_e4m3(float (&s)[N], const u8* numbers, int t, u32 (&p)[N / 4]) {
+  // Scores to weights, at most 2^MOST_WEIGHT. The reference is an integer, which leaves mantissas as they are.
+  DEVICE_MEMBER void step_e4m3(float (&s)[N], const u8* numbers, int t) {
     float by[2], shift[2];
     float most[2][2] = {{MINUS_INFINITY, MINUS_INFINITY}, {MINUS_INFINITY, MINUS_INFINITY}};
 #pragma unroll
@@ -81,13 +80,19 @@ struct Softmax {
       m = max_f32(m, shfl_xor(m, 1));
       m = max_f32(m, shfl_xor(m, 2));
       const bool raise = m > row_max[r] + MOST_WEIGHT;
-      const float wanted = -floor_of(FRESH_WEIGHT - m);  // m at or below, and an integer
+      const float wanted = -floor_of(FRESH_WEIGHT - m);  // an integer, FRESH_WEIGHT below m or a little more
       rescale[r] = raise ? exp2_approx(row_max[r] - wanted) : 1.0f;
       row_max[r] = raise ? wanted : row_max[r];
       behind = behind || raise;
       shift[r] = row_max[r] == MINUS_INFINITY ? 0.0f : -row_max[r];
     }
     needs_rescale = warp_any(behind);
+#pragma unroll
+    for (int i = 0; i < N; i++) s[i] = exp2_approx(s[i] + shift[i / 2 % 2]);
+  }
+
+  // Weights as e4m3, four in a word, in the order of the operand. The sum has the rounded weights, so that they sum to 1.
+  DEVICE_MEMBER void pack_e4m3(const float (&s)[N], const u8* numbers, int t, u32 (&p)[N / 4]) {
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
@@ -99,7 +104,7 @@ struct Softmax {
 #pragma unroll
         for (int m = 0; m < 2; m++) {
           const int i = 8 * j + 4 * m + 2 * r;
-          halves[m] = pack_e4m3x2(exp2_approx(s[i] + shift[r]), exp2_approx(s[i + 1] + shift[r]));
+          halves[m] = pack_e4m3x2(s[i], s[i + 1]);
           const u32 rounded = unpack_e4m3x2(halves[m]);
           sum[r] = fma_rn(f16_to_f32(rounded & 0xFFFF), inverse[2 * m], sum[r]);
           sum[r] = fma_rn(f16_to_f32(rounded >> 16), inverse[2 * m + 1], sum[r]);
