@@ -74,6 +74,7 @@ class Shape:
     int8_keys: bool = False  # queries and keys as bytes (of Lloyd-Max codes of up to 4 bits); else halves
     e4m3_values: bool = False  # probabilities and values likewise
     from_magic: bool = True  # sums of bytes start at a float's bits, and are floats; else they are converted
+    promote: int = 8  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
 
     def keys_bytes(self, dim: int) -> int:
         """Of a tile of keys; as prefill/tiles.cuh counts."""
@@ -81,7 +82,7 @@ class Shape:
 
     def values_bytes(self, dim: int) -> int:
         """Of a tile of values."""
-        return (1 if self.e4m3_values else 2) * self.step * dim
+        return self.step * (dim + 8) if self.e4m3_values else 2 * self.step * dim
 
 
 SHAPES = {64: Shape(128, 2), 128: Shape(128, 2), 256: Shape(64, 2)}
@@ -198,7 +199,8 @@ def shared_bytes(dim: int, shape: Shape) -> int:
     """Shared memory of a block of ``attend``: queries, two rings of tiles, barriers; as prefill/work.cuh counts."""
     queries = 0 if shape.int8_keys else 2 * ROWS * dim
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
-    return queries + tiles + 32 * shape.stages + 1024
+    totals = 4 * ROWS * dim if shape.e4m3_values else 0
+    return queries + tiles + totals + 32 * shape.stages + 1024
 
 
 def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
@@ -249,7 +251,8 @@ def attend_defines(
     """What prefill/attend.cu is compiled with."""
     spec = layout.spec
     return Defines({
-        "D": spec.key_dim, "STEP": shape.step, **_byte_defines(shape), "FROM_MAGIC": int(shape.from_magic), "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
+        "D": spec.key_dim, "STEP": shape.step, **_byte_defines(shape), "FROM_MAGIC": int(shape.from_magic),
+        "PROMOTE": shape.promote, "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated),
     })  # fmt: skip

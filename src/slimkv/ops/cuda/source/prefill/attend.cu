@@ -15,6 +15,7 @@ struct Rings {
   u64* keys_empty;
   u64* values_full;
   u64* values_empty;
+  u8* totals;
 };
 
 // One thread: copies every tile, in the order in which they are used.
@@ -86,14 +87,43 @@ DEVICE void start_scores(float (&s)[N], u32 queries, u32 keys) {
 #endif
 
 #if E4M3_VALUES
-DEVICE void start_output(float (&o)[D / 2], const u32 (&p)[N / 4], u32 values) {
-  const u64 b = smem_descriptor(values, 16);
+DEVICE void start_output(float (&o)[D / 2], float (&digits)[4], const u32 (&p)[N / 4], u32 values) {
+  const u64 b = smem_descriptor(values, 16), last = smem_descriptor(values + STEP * D, 16);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < STEP / 32; k++)
     WgmmaBytes<D>::e4m3(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 32 >> 4));
+  WgmmaBytes<8>::e4m3_from<false>(digits, p[0], p[1], p[2], p[3], last);
+#pragma unroll
+  for (int k = 1; k < STEP / 32; k++)
+    WgmmaBytes<8>::e4m3_from<true>(digits, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], last + (k * 32 >> 4));
   wgmma_commit();
 }
+
+// Output so far, out of the way of the tensor cores' short sums: each thread's own, with the references it is relative to.
+struct Totals {
+  float* mine;  // every 1,024th float of shared memory, by fours
+  float row_max[2];
+
+  // o becomes the sum of both, relative to `now`.
+  DEVICE_MEMBER void add_to(float (&o)[D / 2], const float (&now)[2]) const {
+    float by[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) by[r] = row_max[r] == MINUS_INFINITY ? 0.0f : exp2_approx(row_max[r] - now[r]);
+#pragma unroll
+    for (int i = 0; i < D / 2; i += 4) {
+      const Words4 was = *(const Words4*)(mine + i * 256);
+      o[i] = fma_rn(as_float(was.x), by[0], o[i]), o[i + 1] = fma_rn(as_float(was.y), by[0], o[i + 1]);
+      o[i + 2] = fma_rn(as_float(was.z), by[1], o[i + 2]), o[i + 3] = fma_rn(as_float(was.w), by[1], o[i + 3]);
+    }
+  }
+  DEVICE_MEMBER void set(const float (&o)[D / 2], const float (&now)[2]) {
+#pragma unroll
+    for (int i = 0; i < D / 2; i += 4)
+      *(Words4*)(mine + i * 256) = {as_bits(o[i]), as_bits(o[i + 1]), as_bits(o[i + 2]), as_bits(o[i + 3])};
+    row_max[0] = now[0], row_max[1] = now[1];
+  }
+};
 #else
 DEVICE void start_output(float (&o)[D / 2], const u32 (&p)[N / 2], u32 values) {
   const u64 b = smem_descriptor(values, HALF_TILE);
@@ -157,9 +187,16 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 #if INT8_KEYS
     Sums sums;
 #endif
+#if E4M3_VALUES
+    float digits[4];
+    Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128), {MINUS_INFINITY, MINUS_INFINITY}};
+#endif
     const u32 queries = shared_address(operand), keys = shared_address(rings.keys), values = shared_address(rings.values);
     const TileScale* tile_scales = args.tile_scales + ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile + w.tile;
     TileScale unit = *tile_scales;
+#if E4M3_VALUES
+    float inverse = unit.value_inverse;  // of the tile whose products are under way
+#endif
     int tile = w.tile;
     auto apply_mask = [&] {
       if ((tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin)) return;
@@ -175,11 +212,9 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
         for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
     };
     // Once products do not read p any more.
-    auto pack = [&](int at) {
+    auto pack = [&] {
 #if E4M3_VALUES
-      softmax.pack_e4m3(s, rings.keys + at * KEYS_BYTES, t, p);
-      sync_warp();
-      if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
+      softmax.pack_e4m3(s, p);
 #else
 #pragma unroll
       for (int i = 0; i < N / 2; i++) p[i] = pack_f16x2(s[2 * i], s[2 * i + 1]);
@@ -190,6 +225,13 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       start_sums(sums, q, keys + at * KEYS_BYTES);
 #else
       start_scores(s, queries, keys + at * KEYS_BYTES);
+#endif
+    };
+    auto start_products = [&](int at) {
+#if E4M3_VALUES
+      start_output(o, digits, p, values + at * VALUES_BYTES);
+#else
+      start_output(o, p, values + at * VALUES_BYTES);
 #endif
     };
     // From products that have ended to probabilities.
@@ -210,6 +252,8 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       apply_mask();
 #if E4M3_VALUES
       softmax.step_e4m3(s, numbers, t);
+      sync_warp();
+      if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
 #else
       softmax.step(s, unit);
 #endif
@@ -219,7 +263,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     wgmma_wait<0>();
     take(0);
     rescale_output();
-    pack(0);
+    pack();
     if (warpgroup == 1 && w.count > 1) bar_arrive(3, 256);
     int slot = 0;       // of values; keys are one further
     u32 parity = 0;
@@ -232,22 +276,45 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       bar_sync(3 + warpgroup, 256);
       start(next);
       mbarrier_wait(rings.values_full + slot, parity);
-      start_output(o, p, values + slot * VALUES_BYTES);
+      start_products(slot);
       if (warpgroup == 0 || i + 1 < w.count) bar_arrive(4 - warpgroup, 256);
       wgmma_wait<1>();
       take(next);
+#if E4M3_VALUES
+      keep_before(s[0], s[N - 1]);
+#else
       keep_before(softmax.row_sum[0], softmax.row_sum[1]);
+#endif
       wgmma_wait<0>();
       wgmma_fence_operand(o);
       if (lane == 0) mbarrier_arrive(rings.values_empty + slot);
+#if E4M3_VALUES
+      wgmma_fence_operand(digits);
+      softmax.add_sums(digits, inverse, t);
+      inverse = unit.value_inverse;
+      softmax.row_sum[0] *= softmax.rescale[0], softmax.row_sum[1] *= softmax.rescale[1];
+#endif
       rescale_output();
-      pack(next);
+#if E4M3_VALUES
+      if (i % PROMOTE == 0) {
+        if (i > PROMOTE) totals.add_to(o, softmax.row_max);
+        totals.set(o, softmax.row_max);
+#pragma unroll
+        for (int k = 0; k < D / 2; k++) o[k] = 0.0f;
+      }
+#endif
+      pack();
       slot = next, parity = next_parity;
     }
     mbarrier_wait(rings.values_full + slot, parity);
-    start_output(o, p, values + slot * VALUES_BYTES);
+    start_products(slot);
     wgmma_wait<0>();
     wgmma_fence_operand(o);
+#if E4M3_VALUES
+    wgmma_fence_operand(digits);
+    softmax.add_sums(digits, inverse, t);
+    if (w.count > PROMOTE) totals.add_to(o, softmax.row_max);
+#endif
   }
 
   if (!args.last_pass) {
@@ -286,7 +353,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   const int lane = thread_index() & 31, part = shfl(thread_index() / 128, 0);
   u64* barriers = (u64*)(shared + BARRIERS_AT);
   const Rings rings = {shared + KEYS_AT,  shared + VALUES_AT,    barriers,
-                       barriers + STAGES, barriers + 2 * STAGES, barriers + 3 * STAGES};
+                       barriers + STAGES, barriers + 2 * STAGES, barriers + 3 * STAGES, shared + TOTALS_AT};
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(rings.keys_full + i, 1), mbarrier_init(rings.values_full + i, 1);

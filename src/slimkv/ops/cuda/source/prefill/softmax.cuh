@@ -91,29 +91,21 @@ struct Softmax {
     for (int i = 0; i < N; i++) s[i] = exp2_approx(s[i] + shift[i / 2 % 2]);
   }
 
-  // Weights as e4m3, four in a word, in the order of the operand. The sum has the rounded weights, so that they sum to 1.
-  DEVICE_MEMBER void pack_e4m3(const float (&s)[N], const u8* numbers, int t, u32 (&p)[N / 4]) {
-    float sum[2] = {0.0f, 0.0f};
+  // Weights as e4m3, four in a word, in the order of the operand.
+  DEVICE_MEMBER static void pack_e4m3(const float (&s)[N], u32 (&p)[N / 4]) {
 #pragma unroll
-    for (int j = 0; j < N / 8; j++) {
-      const Words4 words = *(const Words4*)(numbers + token_number_at(INVERSE_VALUE_SCALE, 16 * j + 4 * t));
-      const float inverse[4] = {as_float(words.x), as_float(words.y), as_float(words.z), as_float(words.w)};
+    for (int i = 0; i < N; i += 8)
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        u32 halves[2];
+      for (int r = 0; r < 2; r++)
+        p[i / 4 + r] = prmt(pack_e4m3x2(s[i + 2 * r], s[i + 2 * r + 1]), pack_e4m3x2(s[i + 4 + 2 * r], s[i + 5 + 2 * r]), 0x5410);
+  }
+
+  // What the products with a tile's digits add to the sums: those of the rounded weights, so that they sum to 1.
+  DEVICE_MEMBER void add_sums(const float (&digits)[4], float inverse, int t) {
+    const float first = t == 0 ? 1.0f : t == 1 ? 0.0009765625f : t == 2 ? 256.0f : 0.25f;
+    const float second = t == 0 ? 0.03125f : t == 2 ? 8.0f : 0.0f;
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-          const int i = 8 * j + 4 * m + 2 * r;
-          halves[m] = pack_e4m3x2(s[i], s[i + 1]);
-          const u32 rounded = unpack_e4m3x2(halves[m]);
-          sum[r] = fma_rn(f16_to_f32(rounded & 0xFFFF), inverse[2 * m], sum[r]);
-          sum[r] = fma_rn(f16_to_f32(rounded >> 16), inverse[2 * m + 1], sum[r]);
-        }
-        p[2 * j + r] = prmt(halves[0], halves[1], 0x5410);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++) row_sum[r] = row_sum[r] * rescale[r] + sum[r];
+    for (int r = 0; r < 2; r++) row_sum[r] = fma_rn(fma_rn(digits[2 * r], first, digits[2 * r + 1] * second), inverse, row_sum[r]);
   }
 #endif
 };

@@ -14,13 +14,15 @@
 // E4M3_VALUES: values are their levels as e4m3. A row of 128 bytes has a dimension (of the places above), tokens side by side
 // in the order in which pages have them, which is that in which lanes hold the scores of tokens in their natural order:
 //   place 16 w + 4 t + 2 m + b is token 16 w + 8 m + 2 t + b
-// Numbers of tokens come in that order too.
+// Numbers of tokens come in that order too. Behind the dimensions are eight rows that make the products sum the weights: digits
+// of unit / scale of each token, where unit is the power of two above the tile's largest scale and the quotient at most 2^16.
+// A quotient below 2^8 is row 0 + row 1 / 2^5 + row 2 / 2^10, another 2^8 times (row 4 + row 5 / 2^5 + row 6 / 2^10).
 #pragma once
 #include "common/intrinsics.cuh"
 
 constexpr int TOKEN_NUMBERS = E4M3_VALUES ? 4 : 2, HALF_TILE = 128 * STEP;
 constexpr int KEYS_BYTES = INT8_KEYS ? STEP * (D + 4 * TOKEN_NUMBERS) : 2 * STEP * D;
-constexpr int VALUES_BYTES = E4M3_VALUES ? STEP * D : 2 * STEP * D;
+constexpr int VALUES_BYTES = E4M3_VALUES ? STEP * (D + 8) : 2 * STEP * D;
 static_assert((D == 64 || D == 128 || D == 256) && STEP % 16 == 0, "shape");
 static_assert(!INT8_KEYS || (STEP == 128 && D <= 128), "rows of bytes");
 static_assert(INT8_KEYS || !E4M3_VALUES, "the scales of values are beside those of keys");
@@ -33,8 +35,7 @@ DEVICE int token_number_at(int which, int place) { return STEP * D + 4 * (which 
 enum TokenNumber {
   KEY_SCALE,        // of the integer product
   KEY_OFFSET,       // what MAGIC in the product adds, negative
-  LOG_VALUE_SCALE,  // base 2; E4M3_VALUES
-  INVERSE_VALUE_SCALE,
+  LOG_VALUE_SCALE,  // base 2; E4M3_VALUES, and one place more: tiles begin on boundaries of 1,024 bytes
 };
 // Sums of bytes are integers of less than 2^22. Added to the bits of this float they are its sum with them.
 constexpr u32 MAGIC = 0x4B400000u;
@@ -45,7 +46,8 @@ DEVICE int unit_at(int half, int row, int unit, int rows) {
   return half * 128 * rows + row * 128 + ((unit ^ (row & 7)) << 4);
 }
 
-// How a tile was scaled into fp16: a key is `key` times its halves, a value 2^value times them. 1 and 0 for bytes.
+// How a tile was scaled into fp16: a key is `key` times its halves, a value 2^value times them; 1 and 0 for bytes.
+// value_inverse: what makes the sum of weights times values' scales one of probabilities.
 struct __attribute__((aligned(16))) TileScale { float key, value, value_inverse, unused; };
 
 // A sequence, and how many before it are prefilled too.

@@ -119,9 +119,24 @@ DEVICE void store_token_numbers(const UnpackArgs& args, const u8* page, int begi
   const int at = 16 * warp + token_place(lane);
   *(float*)(keys + token_number_at(KEY_SCALE, at)) = key;
   *(float*)(keys + token_number_at(KEY_OFFSET, at)) = -MAGIC_FLOAT * key;
-  if (E4M3_VALUES) {
-    *(float*)(keys + token_number_at(LOG_VALUE_SCALE, at)) = log2_approx(value);
-    *(float*)(keys + token_number_at(INVERSE_VALUE_SCALE, at)) = div_rn(1.0f, value);
+  if (E4M3_VALUES) *(float*)(keys + token_number_at(LOG_VALUE_SCALE, at)) = log2_approx(value);
+}
+
+// The rows of digits (tiles.cuh), by lanes 0-15 of the warp. unit = 2^16 value_limit.
+DEVICE void store_digits(const u8* page, int begin, int length, int place, int warp, int lane, float value_limit, u8* values) {
+  if (lane >= 16) return;
+  float x = 0.0f;
+  if (begin + lane < length) x = div_rn(value_limit * 65536.0f, max_f32(value_scale_at(page, place + lane), value_limit));
+  const bool large = x >= 256.0f;
+  if (large) x *= 0.00390625f;
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    u32 digit = 0;
+    if (c % 4 < 3 && large == c / 4) {
+      digit = pack_e4m3x2(x, 0.0f) & 0xFF;
+      x = (x - f16_to_f32(unpack_e4m3x2(digit) & 0xFFFF)) * 32.0f;
+    }
+    values[STEP * D + c * STEP + ((warp ^ c) << 4) + token_place(lane)] = (u8)digit;
   }
 }
 
@@ -194,12 +209,13 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
   key_exponent -= LARGEST_EXPONENT, value_exponent -= LARGEST_EXPONENT;
   if (INT8_KEYS) key_exponent = 0;
   const float key_up = as_float((u32)(127 - key_exponent) << 23), value_up = as_float((u32)(127 - value_exponent) << 23);
-  const i64 row = ((i64)s.rank * args.num_kv_heads + head) * args.tiles + tile;
-  if (thread_index() == 0)
-    args.tile_scales[row] = {as_float((u32)(127 + key_exponent) << 23), (float)value_exponent, value_up, 0.0f};
-
   // 2^-16 of the power of two above the tile's largest scale, which is 2^(value_exponent - 2): smaller ones count as zero.
   const float value_limit = as_float((u32)(127 + value_exponent - 18) << 23);
+  const i64 row = ((i64)s.rank * args.num_kv_heads + head) * args.tiles + tile;
+  if (!E4M3_VALUES && thread_index() == 0)
+    args.tile_scales[row] = {as_float((u32)(127 + key_exponent) << 23), (float)value_exponent, value_up, 0.0f};
+  if (E4M3_VALUES && thread_index() == 0)
+    args.tile_scales[row] = {1.0f, 0.0f, div_rn(args.value_factor, value_limit * 65536.0f), 0.0f};
 
   // -- the numbers
   u8* keys = args.keys + row * KEYS_BYTES;
@@ -252,6 +268,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
       if (begin + at < s.length && value_scale_at(page, place + at) >= value_limit) real |= 0xFFu << (8 * i);
     }
     store_e4m3_values(args, value_codes, some, real, warp, lane, values);
+    store_digits(page, begin, s.length, place, warp, lane, value_limit, values);
   }
 #pragma unroll
   for (int h = 0; !E4M3_VALUES && h < D / 64; h++) {
