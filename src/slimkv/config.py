@@ -13,8 +13,10 @@ from slimkv.calibration import Calibration
 from slimkv.calibration.serving import AUTO
 from slimkv.codec.query_aware import check_search
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.ops.attention.api import EIGHT_BIT, PREFILL, SIXTEEN_BIT
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
-from slimkv.spec import DEFAULT_SEED, ScalePolicy, parse_format, parse_policy
+from slimkv.ops.attention.eight_bit import format_refusal
+from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy
 
 DEFAULT_FORMAT = "k4v4"
 CALIBRATED = "calibrated"
@@ -50,6 +52,10 @@ class KVCacheConfig:
             them later, so that a prefix-cache hit answers as the miss did. ``raw``: their unquantised K and V, which is
             closer to the stock cache and makes the answer depend on how a prompt was cut into chunks. ``auto``: codes
             where pages are shared between requests, raw in a private cache.
+        prefill: the arithmetic of passes of more than 32 new tokens. ``16bit``; ``8bit``: that of 8-bit tensor cores,
+            for Lloyd-Max codes of up to 4 bits on both sides and ``fresh`` other than raw, refused by name where it
+            cannot be; ``auto``: 8 bits where that was measured to be faster, in a cache whose pages are not shared
+            (a prefix-cache hit of which few tokens are left is not attended as a prefill, and must answer as the miss).
         sink_tokens, recent_tokens: so many of the first and last tokens are kept in the model's dtype.
         calibration: how keys are rounded: a file from ``slimkv calibrate`` or a loaded ``Calibration``; ``auto``: the
             one made before for exactly this model; None: to the nearest level.
@@ -63,6 +69,7 @@ class KVCacheConfig:
     format: str = DEFAULT_FORMAT
     layers: Mapping[int | str, str] = field(default_factory=dict)
     fresh: str = AUTO
+    prefill: str = AUTO
     sink_tokens: int = 0
     recent_tokens: int = 0
     calibration: Calibration | str | Path | None = None
@@ -77,6 +84,7 @@ class KVCacheConfig:
         object.__setattr__(self, "layers", self._checked_layers())
         if self.fresh not in FRESH:
             raise InputError(f"fresh must be one of {', '.join(FRESH)}, not {self.fresh!r}")
+        self._check_prefill()
         for name in ("sink_tokens", "recent_tokens", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -92,6 +100,15 @@ class KVCacheConfig:
         self._check_calibration()
         if self.backend is not None and self.backend not in ATTENTION.names:
             raise InputError(f"backend must be one of {', '.join(ATTENTION.names)}, not {self.backend!r}")
+
+    def _check_prefill(self) -> None:
+        if self.prefill not in PREFILL:
+            raise InputError(f"prefill must be one of {', '.join(PREFILL)}, not {self.prefill!r}")
+        if self.prefill == EIGHT_BIT and (self.fresh == "raw" or self.sink_tokens or self.recent_tokens):
+            raise InputError(
+                f"prefill='8bit' reads every token through its codes; fresh={self.fresh!r}, sink_tokens="
+                f"{self.sink_tokens} and recent_tokens={self.recent_tokens} mean that some are not: choose one"
+            )
 
     def _check_format(self, where: str, format: object) -> None:
         if not isinstance(format, str):
@@ -185,7 +202,16 @@ class KVCacheConfig:
 
     def reads_fresh_raw(self, shared_pages: bool) -> bool:
         """Whether new tokens see one another's unquantised K and V, where pages are (not) shared between requests."""
-        return self.fresh == "raw" or (self.fresh == AUTO and not shared_pages)
+        return self.fresh == "raw" or (self.fresh == AUTO and not shared_pages and self.prefill != EIGHT_BIT)
+
+    def prefill_of(self, spec: CodecSpec, shared_pages: bool) -> str:
+        """``AttendOptions.prefill`` of a layer stored as ``spec``, where pages are (not) shared between requests.
+
+        Raises ``UnsupportedError`` where ``8bit`` is asked for and the format has none.
+        """
+        if self.prefill == EIGHT_BIT and (reason := format_refusal(spec)) is not None:
+            raise UnsupportedError(f"prefill='8bit': {reason}; leave prefill at 'auto'")
+        return SIXTEEN_BIT if self.prefill == AUTO and shared_pages else self.prefill
 
     def refuse(self, engine: str, *names: str) -> None:
         """Raises ``UnsupportedError`` if one of the fields ``names`` is set, which ``engine`` cannot do."""

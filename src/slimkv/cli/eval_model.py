@@ -194,6 +194,7 @@ def agreement(
     serving: Serving = False,
     threads: Threads = None,
     device: Device = "cpu",
+    prefill: Annotated[str, typer.Option(help="Arithmetic of long passes: auto, 16bit, 8bit, or 16bit,8bit.")] = "auto",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
@@ -205,15 +206,16 @@ def agreement(
         ids = subject.windows(text, windows, tokens, offset=offset)
         report = measure_agreement(
             subject.model, ids, subject.formats, name=model, mode=_mode(serving), calibration=subject.calibration,
-            progress=subject.progress,
+            progress=subject.progress, prefill=comma_list(prefill, str),
         )  # fmt: skip
         if plot is not None:
             plot_quality(report.rows, plot)
     title = f"against the stock cache, {report.mode}, {model}; raw perplexity {report.raw_perplexity:.4f}"
-    table = _table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token")
+    table = _table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
     for row in report.rows:
         numbers = f"{row.top1:.2%}", f"{row.kl:.5f}", f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
-        table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}")
+        growth = "" if row.kl_growth is None else f"{row.kl_growth:+.2%}"
+        table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}", growth)
     _show(report, device, as_json, table)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
+from slimkv.config import AUTO
 from slimkv.evals.harness import (
     RAW,
     SERVING,
@@ -24,6 +25,7 @@ from slimkv.evals.harness import (
     check_mode,
     quiet,
     window_logits,
+    with_prefill,
 )  # fmt: skip
 from slimkv.evals.perplexity import scored_nll
 
@@ -34,13 +36,15 @@ _SLICE = 128  # positions compared at a time: a vocabulary is wide
 class AgreementRow:
     """One cache."""
 
-    format: str  # as it was asked for: k4v4, k4v4+cal, calibrated
+    format: str  # as it was asked for: k4v4, k4v4+cal, calibrated; k4v4@8bit where prefill differs between rows
     top1: float  # share of positions whose most likely token is the same
     kl: float  # mean KL(raw || packed), nats
     kl_99: float  # its 99th percentile over positions
     perplexity: float
     over_raw: float
     bytes_per_token: float  # see harness.bytes_per_token
+    prefill: str  # see KVCacheConfig
+    kl_growth: float | None  # over the row of the same format and the first prefill; None: there is one only
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,15 @@ def measure_agreement(
     chunk: int = 256,
     progress: Progress = quiet,
     calibration: Calibration | None = None,
+    prefill: Sequence[str] = (AUTO,),
 ) -> AgreementReport:
-    """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes."""
+    """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes.
+
+    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``).
+    """
     check_mode(mode)
     watch = Stopwatch()
-    kinds = cache_kinds(formats, calibration)
+    kinds = with_prefill(cache_kinds(formats, calibration), prefill)
     formats = [kind.name for kind in kinds]
     nll: dict[str, float] = dict.fromkeys([RAW, *formats], 0.0)
     same: dict[str, list[Tensor]] = {w: [] for w in formats}
@@ -112,7 +120,8 @@ def measure_agreement(
     scored = count * (tokens - 1)
     base = math.exp(nll[RAW] / scored)
     rows = []
-    for format in formats:
+    for number, kind in enumerate(kinds):
+        format, first = kind.name, kinds[number - number % len(prefill)].name
         kl, perplexity = torch.cat(divergence[format]), math.exp(nll[format] / scored)
         rows.append(
             AgreementRow(
@@ -123,6 +132,8 @@ def measure_agreement(
                 perplexity,
                 perplexity / base - 1,
                 size[format],
+                kind.prefill,
+                float(kl.mean() / torch.cat(divergence[first]).mean()) - 1 if len(prefill) > 1 else None,
             )
         )
     read = calibration.source if calibration is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimkv.calibration import Calibration
 from slimkv.codec.query_aware import check_search
-from slimkv.config import CALIBRATED
+from slimkv.config import AUTO, CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.spec import BF16_BYTES, parse_format
 
@@ -45,12 +45,14 @@ class CacheKind:
     format: str
     calibration: Calibration | None = None  # None: keys are rounded to the nearest level
     search: int = 0
+    prefill: str = AUTO  # see ``KVCacheConfig``
 
     def new(self, model: Any, mode: str) -> Any:
         """An empty cache of this kind."""
         if self.format == RAW:
             return new_cache(model, RAW, mode)
-        return new_cache(model, self.format, mode, calibration=self.calibration, query_aware_search=self.search)
+        options = {"calibration": self.calibration, "query_aware_search": self.search, "prefill": self.prefill}
+        return new_cache(model, self.format, mode, **options)
 
 
 STOCK = CacheKind(RAW, RAW)
@@ -97,6 +99,19 @@ def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[C
         if format != RAW:
             kinds.append(CacheKind(given, format, calibration if used else None, search))
     return kinds
+
+
+def with_prefill(kinds: Sequence[CacheKind], prefill: Sequence[str]) -> list[CacheKind]:
+    """Every kind in each arithmetic of ``prefill``, named ``k4v4@8bit`` where there are several."""
+    for given in prefill:
+        KVCacheConfig(prefill=given)  # raises for what it does not know
+    if not prefill or len(set(prefill)) < len(prefill):
+        raise InputError(f"prefill must name each arithmetic once, not {', '.join(prefill) or 'none'}")
+    return [
+        replace(kind, name=f"{kind.name}@{given}" if len(prefill) > 1 else kind.name, prefill=given)
+        for kind in kinds
+        for given in prefill
+    ]
 
 
 def new_cache(model: Any, format: str | dict[int | str, str], mode: str, **options: Any) -> Any:

@@ -152,6 +152,7 @@ class SlimKVImpl(AttentionImpl):
             sliding_window=self.sliding_window,
             softcap=self.logits_soft_cap or 0.0,
             sinks=self.sinks,
+            prefill=self._settings.prefill_of(self._spec, shared_pages=True),
         )
 
     def _calibrated_format(self, name: str) -> str:

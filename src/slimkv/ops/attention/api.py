@@ -19,6 +19,8 @@ from slimkv.spec import PageLayout
 
 MAX_DECODE_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
 MIN_TRITON_HEAD_DIM = 32
+EIGHT_BIT, SIXTEEN_BIT = "8bit", "16bit"
+PREFILL = ("auto", EIGHT_BIT, SIXTEEN_BIT)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class AttendOptions:
             ``causal``).
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         sinks: float [num_heads], a learned logit per head that joins the softmax's denominator.
+        prefill: the arithmetic of sequences with more than ``MAX_DECODE_QUERIES`` queries. ``16bit``: operands of 16
+            bits and more; ``8bit``: those of ``slimkv.ops.attention.eight_bit``, or the call fails with the reason;
+            ``auto``: 8 bits where a backend was measured to gain by it.
     """
 
     softmax_scale: float | None = None
@@ -39,6 +44,7 @@ class AttendOptions:
     sliding_window: int | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
+    prefill: str = SIXTEEN_BIT
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None and (self.sliding_window < 1 or not self.causal):
@@ -50,6 +56,8 @@ class AttendOptions:
             raise InputError(f"softcap must be 0 (off) or positive, not {self.softcap}")
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
             raise InputError(f"softmax_scale must be finite, not {self.softmax_scale}")
+        if self.prefill not in PREFILL:
+            raise InputError(f"prefill must be one of {', '.join(PREFILL)}, not {self.prefill!r}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,11 @@ class AttendRequest:
             if self.options.softmax_scale is not None
             else 1 / math.sqrt(self.layout.spec.key_dim)
         )
+
+    @property
+    def must_be_eight_bit(self) -> bool:
+        """Whether some sequence may be long enough for the prefill that ``prefill="8bit"`` asks for."""
+        return self.options.prefill == EIGHT_BIT and self.max_query_len > MAX_DECODE_QUERIES
 
     @property
     def group(self) -> int:
@@ -265,6 +278,16 @@ def refuses_split_arguments(request: AttendRequest) -> str | None:
         return f"it does not split keys as num_splits={request.num_splits} asks; leave num_splits at None"
     if request.workspace is not None and request.workspace.numel():
         return f"it needs no workspace, and was given one of {request.workspace.numel()} bytes; leave it at None"
+    return None
+
+
+def refuses_eight_bit(request: AttendRequest) -> str | None:
+    """Why a backend without 8-bit prefill cannot take the request, or None."""
+    if request.must_be_eight_bit:
+        return (
+            "it does not prefill in 8 bits; 'cuda' does on compute capability 9.0, 'reference' everywhere, or leave "
+            "prefill at 'auto'"
+        )
     return None
 
 

@@ -7,18 +7,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slimkv.ops.attention.api import AttendRequest, refuses_split_arguments
+from slimkv.ops.attention import eight_bit
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest, refuses_split_arguments
 from slimkv.ops.gather.reference import decode_slots
 
 
 def supports(request: AttendRequest) -> str | None:
     """Every format, size and option; keys are read in one go."""
-    return refuses_split_arguments(request)
+    return refuses_split_arguments(request) or (eight_bit.refusal(request) if request.must_be_eight_bit else None)
 
 
 def run(request: AttendRequest) -> None:
     """See ``slimkv.ops.attend``."""
-    each_sequence(request, _one_sequence)
+
+    def attend_one(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
+        long = rows.stop - rows.start > MAX_DECODE_QUERIES
+        (_in_eight_bits if long and request.must_be_eight_bit else _one_sequence)(request, sequence, length, rows)
+
+    each_sequence(request, attend_one)
 
 
 def each_sequence(request: AttendRequest, attend_one: Callable[[AttendRequest, int, int, slice], None]) -> None:
@@ -57,12 +63,28 @@ def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slic
         request.lse[rows] = lse.T.float()
 
 
-def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim]."""
+def _in_eight_bits(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
+    kv = eight_bit.operands(request.codec, request.layout, request.pages, _slots(request, sequence, length))
+    query = request.codec.rotate_query(request.query[rows])
+    out, lse = eight_bit.attend_sequence(
+        query, kv, visible(request, length, rows.stop - rows.start), request.softmax_scale, request.options.softcap,
+        request.options.sinks,
+    )  # fmt: skip
+    request.out[rows] = request.codec.unrotate_output(out).to(request.out.dtype)
+    if request.lse is not None:
+        request.lse[rows] = lse.T
+
+
+def _slots(request: AttendRequest, sequence: int, length: int) -> Tensor:
+    """Of a sequence's tokens: int64 [length]."""
     tokens = request.layout.block_size
     position = torch.arange(length, device=request.pages.device)
-    slots = request.block_table[sequence, position // tokens].long() * tokens + position % tokens
-    key, value = decode_slots(request.pages, slots, request.codec, request.layout, rotated=True)
+    return request.block_table[sequence, position // tokens].long() * tokens + position % tokens
+
+
+def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice) -> tuple[Tensor, Tensor]:
+    """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim]."""
+    key, value = decode_slots(request.pages, _slots(request, sequence, length), request.codec, request.layout, rotated=True)
     key, value = key.float(), value.float()
     if request.fresh is not None:
         count = min(rows.stop - rows.start, length)

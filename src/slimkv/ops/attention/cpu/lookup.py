@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimkv.ops.attention.api import AttendRequest, refuses_split_arguments
+from slimkv.ops.attention.api import AttendRequest, refuses_eight_bit, refuses_split_arguments
 from slimkv.ops.attention.reference import each_sequence, visible
 from slimkv.ops.cpu.block_decoder import Decoded, decode_side
 
@@ -14,7 +14,7 @@ FEW_QUERIES = 16  # up to here one pass over the scores; above, torch's blocked 
 
 def supports(request: AttendRequest) -> str | None:
     """Every format, size and option; keys are read in one go."""
-    return refuses_split_arguments(request)
+    return refuses_split_arguments(request) or refuses_eight_bit(request)
 
 
 def run(request: AttendRequest) -> None:
