@@ -48,7 +48,7 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's
 _DEFAULT_MODEL = "smollm2-135m-instruct"
 _SIZES = {
     "smoke": "Five caches and a little of everything, in minutes.",
-    "quick": "Ten caches, paired by bytes: within an hour.",
+    "quick": "Nine caches, paired by bytes, within an hour.",
     "full": "Every length the model allows, overnight.",
 }
 
@@ -94,6 +94,29 @@ def _add(name: str, told: str) -> None:
 
 for _name, _told in _SIZES.items():
     _add(_name, _told)
+
+
+@app.command("compare")
+def compare_runs(
+    a: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    b: Annotated[Path, typer.Argument(help="The folder of another.")],
+    out: Annotated[Path | None, typer.Option(help="Write the comparison here, as Markdown.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Two runs side by side: what differs between them, and every figure that both have."""
+    from rich.markdown import Markdown
+
+    from slimkv.cli.output import emit
+    from slimkv.suite import compare
+    from slimkv.suite.written import read_results
+
+    with user_errors():
+        found = compare.compare(read_results(a), read_results(b), str(a), str(b))
+        text = compare.as_markdown(found)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text, encoding="utf-8")
+    emit(compare.as_json(found), as_json, Markdown(text))
 
 
 def _list(text: str | None, convert: Any) -> tuple[Any, ...] | None:

@@ -17,9 +17,9 @@ AUTO, NO_CALIBRATION = "auto", "none"
 
 _FEW = ("fp8", "turboquant_4bit_nc", "k4v4", "k4v4+cal")
 # Pairs of about equal bytes: 8 bits, 6, 4 and 3.
-_PAIRS = ("fp8", "turboquant_k8v4", "k6v6+cal", "turboquant_4bit_nc", "k4v4", "k4v4+cal", "turboquant_3bit_nc", "k3v3",
+_PAIRS = ("fp8", "turboquant_k8v4", "k6v6+cal", "turboquant_4bit_nc", "k4v4", "k4v4+cal", "turboquant_3bit_nc",
           "k3v3+cal")  # fmt: skip
-_MANY = (*_PAIRS, "k8v8", "k6v6", "k5v5", "k5v5+cal", "turboquant_k3v4_nc", "k3v4+cal", "k2v2", "k2v2+cal")
+_MANY = (*_PAIRS, "k3v3", "k8v8", "k6v6", "k5v5", "k5v5+cal", "turboquant_k3v4_nc", "k3v4+cal", "k2v2", "k2v2+cal")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Size:
 _DEPTHS = (0.1, 0.5, 0.9)
 SIZES: dict[tuple[str, bool], Size] = {  # by name and whether there is a GPU
     (SMOKE, False): Size(_FEW, 4, 256, 512, (192,), (0.5,), (384,), 1, 4, 256, 8, 1, 8),
-    (QUICK, False): Size(_PAIRS, 8, 512, 2048, (512,), _DEPTHS, (512, 1024), 3, 8, 1024, 16, 1, 40),
+    (QUICK, False): Size(_PAIRS, 6, 384, 1536, (384,), (0.25, 0.75), (512, 1024), 2, 8, 512, 8, 1, 40),
     (FULL, False): Size(_MANY, 24, 1024, 8192, (512, 2048), _DEPTHS, (512, 1024, 2048, 4096), 12, 8, 4096, 32, 3, None),
     (SMOKE, True): Size(_FEW, 8, 1024, 4096, (1024,), (0.5,), (2048,), 2, 8, 4096, 32, 1, 32),
     (QUICK, True): Size(
