@@ -130,11 +130,16 @@ def _change(test: Document | None, shape: str) -> str:
     return f"{shape.format(test['difference'])}, {test['verdict']} (p {test['p_corrected']:.2g})"
 
 
+def markdown_table(document: Document) -> str:
+    """The rows of ``table_rows``."""
+    header, *rows = table_rows(document)
+    aligned = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join(_line(cells) for cells in (header, aligned, *rows))
+
+
 def as_markdown(document: Document) -> str:
     """The table, what it says in words, and how to get it again."""
-    header, *rows = table_rows(document)
-    lines = [f"# slimkv suite {document['suite']}: {document['model']}", ""]
-    lines += [_line(header), _line(["---"] + ["---:"] * (len(header) - 1)), *(_line(row) for row in rows), ""]
+    lines = [f"# slimkv suite {document['suite']}: {document['model']}", "", markdown_table(document), ""]
     lines += [f"- {told}" for told in words(document)]
     if document["failed"]:
         lines += ["", "Failed:", ""]
