@@ -9,15 +9,17 @@ OUT ?= out
 ifdef PYTHON
 PY := $(PYTHON)
 READY :=
+SUITE_READY :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+SUITE_READY := $(VENV)/.suite
 endif
 
-.PHONY: demo docs test test-slow test-vllm test-vllm-extended test-sglang lint format clean setup help
+.PHONY: demo docs test test-slow test-suite test-vllm test-vllm-extended test-sglang lint format clean setup help
 
 help:
-	@echo "make demo | test | docs | test-slow | test-vllm | test-vllm-extended | test-sglang | lint | format | clean      (PYTHON=... uses your own environment)"
+	@echo "make demo | test | docs | test-slow | test-suite | test-vllm | test-vllm-extended | test-sglang | lint | format | clean      (PYTHON=... uses your own environment)"
 
 setup: $(READY)
 
@@ -38,6 +40,14 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow
+
+# lm-evaluation-harness brings many packages, which only its own tests need.
+$(VENV)/.suite: $(READY) requirements/suite.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/suite.txt
+	touch $@
+
+test-suite: $(SUITE_READY)
+	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/suite/test_lm_eval.py
 
 # The documentation's tools, in an environment of their own: they read the sources and need no torch.
 DOCS_VENV ?= .venv-docs
