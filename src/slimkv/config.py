@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.serving import AUTO
 from slimkv.codec.query_aware import check_search
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.formats import AUTO, CALIBRATED, RAW, RAW_LATENT, format_of_kind, is_latent_format
 from slimkv.ops.attention.api import EIGHT_BIT, PREFILL, SIXTEEN_BIT
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
 from slimkv.ops.attention.eight_bit import format_refusal
 from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy
 
-DEFAULT_FORMAT = "k4v4"
-CALIBRATED = "calibrated"
 FRESH = ("auto", "codes", "raw")
 _DEFAULT_LAYER = "default"
 _LAYERS = re.compile(r"(-?\d+)(?:-(-?\d+))?")
@@ -43,8 +41,10 @@ class KVCacheConfig:
     An engine refuses by name what it cannot do.
 
     Attributes:
-        format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...);
-            ``calibrated``: each layer as the calibration chose for its budget.
+        format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...), or the
+            latents of a model with latent attention, as ``LatentSpec.parse`` reads it (``c4``, ``c4r8``, ``craw``);
+            ``auto``: 4 bits of whichever the model caches; ``calibrated``: each layer as the calibration chose for its
+            budget.
         layers: formats of single layers. A key is a layer's number (``0``, ``"0"``), counted from the end when negative
             (``-1``), a range with both ends (``"4-6"``, ``"-2--1"``), or ``"default"``, which is ``format``. Later
             entries win over earlier ones.
@@ -66,7 +66,7 @@ class KVCacheConfig:
         backend: the backend of store and attention by name; None is the best one for the device.
     """
 
-    format: str = DEFAULT_FORMAT
+    format: str = AUTO
     layers: Mapping[int | str, str] = field(default_factory=dict)
     fresh: str = AUTO
     prefill: str = AUTO
@@ -115,7 +115,8 @@ class KVCacheConfig:
             hint = "; formats of single layers go into layers" if isinstance(format, Mapping) else ""
             raise InputError(f"{where} must be a format's name such as 'k4v4', not {format!r}{hint}")
         if format != CALIBRATED:
-            parse_format(format)
+            if format != AUTO and not is_latent_format(format):
+                parse_format(format)
         elif self.calibration is None:
             raise InputError(
                 f"{where} {CALIBRATED!r} takes the widths from a calibration made for a budget: run slimkv calibrate "
@@ -131,7 +132,7 @@ class KVCacheConfig:
         for where, format in self.layers.items():
             self._check_format(f"the format of layer {where}", format)
             if where == _DEFAULT_LAYER:
-                if self.format not in (DEFAULT_FORMAT, format):
+                if self.format not in (AUTO, format):
                     raise InputError(
                         f"format is {self.format!r} and layers has 'default': {format!r}; give one of them"
                     )
@@ -179,19 +180,25 @@ class KVCacheConfig:
 
     # -- what engines ask ----------------------------------------------------------------------------------------------
 
-    def format_of(self, layer: int | None, num_layers: int) -> str:
-        """The format of layer ``layer`` of a model of ``num_layers`` (None, or beyond them: ``format``)."""
+    def format_of(self, layer: int | None, num_layers: int, *, latent: bool = False) -> str:
+        """The format of layer ``layer`` of a model of ``num_layers`` (None, or beyond them: ``format``).
+
+        ``latent``: the layer caches latents. A format of the other kind is refused; a drafter's layer, which stands
+        beyond the model's and may be of another kind than they are, then takes its kind's default.
+        """
         found = self.format
         if layer is not None and 0 <= layer < num_layers:
             for where, format in self.layers.items():
                 if layer in _range(where, num_layers):
                     found = format
-        return found
+        elif layer is not None and layer >= num_layers and found != CALIBRATED and is_latent_format(found) != latent:
+            found = RAW if found in (RAW, RAW_LATENT) else AUTO
+        return format_of_kind(found, latent)
 
-    def layer_formats(self, num_layers: int) -> list[str]:
+    def layer_formats(self, num_layers: int, *, latent: bool = False) -> list[str]:
         """One format per layer; raises where ``layers`` names one that the model does not have."""
         self.check_layers(num_layers)
-        return [self.format_of(i, num_layers) for i in range(num_layers)]
+        return [self.format_of(i, num_layers, latent=latent) for i in range(num_layers)]
 
     def check_layers(self, num_layers: int) -> None:
         """Raises unless every layer that is named exists in a model of ``num_layers`` layers."""

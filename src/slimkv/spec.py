@@ -33,7 +33,9 @@ from slimkv.formats import (
     Kind,
     ScalePolicy,
     TensorFormat,
+    is_latent_format,
     parse_format,
+    parse_latent_format,
     parse_policy,
     raw,
 )
@@ -123,6 +125,69 @@ class CodecSpec:
         fields = 8 * FIELD_BYTES * (self.key.field_count + self.value.field_count)
         codes = self.key.bits * self.key_dim + self.value.bits * self.value_dim
         return (codes + fields) / (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class LatentSpec(CodecSpec):
+    """The formats of a latent (MLA): what all heads share of a token, and its rope part.
+
+    The latent takes the place of K and the rope part that of V in codecs, pages and operations, with one KV head: a
+    token's scores come from both, and its values are the latent again.
+    """
+
+    @classmethod
+    def parse(  # type: ignore[override]  # a latent has other sizes than a head
+        cls, format: str, latent_dim: int = 512, rope_dim: int = 64, *, seed: int = DEFAULT_SEED
+    ) -> LatentSpec:
+        """Reads a format's name: ``c4`` (4-bit latent, raw rope part), ``c4r8``, ``c6r8``, ``craw``."""
+        latent, rope = parse_latent_format(format)
+        return cls(latent, rope, latent_dim, rope_dim, seed, format.strip().lower())
+
+    @property
+    def latent(self) -> TensorFormat:
+        """How the latent is stored."""
+        return self.key
+
+    @property
+    def rope(self) -> TensorFormat:
+        """How the rope part is stored."""
+        return self.value
+
+    @property
+    def latent_dim(self) -> int:
+        """Numbers of the latent: ``kv_lora_rank``."""
+        return self.key_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of the rope part: ``qk_rope_head_dim``."""
+        return self.value_dim
+
+    @property
+    def canonical_format(self) -> str:
+        """One name for equal formats, however they were spelled: ``c4`` for ``c4rraw``."""
+        rope = "" if self.rope == raw() else f"r{self.rope.name}"
+        return f"c{self.latent.name}{rope}"
+
+
+def parse_spec(
+    format: str,
+    key_dim: int,
+    value_dim: int | None = None,
+    *,
+    key_policy: ScalePolicy | str | None = None,
+    value_policy: ScalePolicy | str | None = None,
+    seed: int = DEFAULT_SEED,
+) -> CodecSpec:
+    """``CodecSpec.parse``, or a ``LatentSpec`` for a format of latents (``c4``): the latent is K, its rope part V."""
+    if not is_latent_format(format):
+        return CodecSpec.parse(format, key_dim, value_dim, key_policy=key_policy, value_policy=value_policy, seed=seed)
+    spec = LatentSpec.parse(format, key_dim, key_dim if value_dim is None else value_dim, seed=seed)
+    if key_policy is not None and spec.key.kind == Kind.LLOYD:
+        spec = replace(spec, key=replace(spec.key, policy=parse_policy(key_policy)))
+    if value_policy is not None and spec.value.kind == Kind.LLOYD:
+        spec = replace(spec, value=replace(spec.value, policy=parse_policy(value_policy)))
+    return spec
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from slimkv.calibration.cache import cached_calibration
 from slimkv.calibration.calibration import Calibration
 from slimkv.codec import Codec
 from slimkv.errors import InputError
-
-AUTO = "auto"
+from slimkv.formats import AUTO
 
 
 def served_calibration(

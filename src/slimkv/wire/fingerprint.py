@@ -19,7 +19,7 @@ import numpy as np
 from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.errors import CorruptDataError, InputError
-from slimkv.spec import LAYOUT_VERSION, CodecSpec, Kind, PageLayout
+from slimkv.spec import LAYOUT_VERSION, CodecSpec, Kind, PageLayout, parse_spec
 
 VERSION = 1
 _DIGEST = 64  # hex digits of a sha256
@@ -46,7 +46,7 @@ class LayerFingerprint:
 
     def spec(self, seed: int) -> CodecSpec:
         """The codec that reads these pages."""
-        return CodecSpec.parse(self.format, self.key_dim, self.value_dim, seed=seed)
+        return parse_spec(self.format, self.key_dim, self.value_dim, seed=seed)
 
     def layout(self, seed: int, block_size: int) -> PageLayout:
         """Where the bytes of its pages are."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
-from slimkv.config import CALIBRATED, DEFAULT_FORMAT, KVCacheConfig
+from slimkv.config import AUTO, CALIBRATED, RAW, RAW_LATENT, KVCacheConfig
 from slimkv.errors import InputError, SlimKVError
 from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
@@ -22,6 +22,7 @@ from slimkv.integrations.transformers.compat import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
+    caches_latents,
     layer_kinds,
     refuse_without_cache,
     stock_layer,
@@ -36,9 +37,9 @@ from slimkv.integrations.transformers.stateful_layers import (
     PackedIndexedLayer,
 )
 from slimkv.integrations.transformers.tables import TableSet
-from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout
+from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
 
-RAW = "raw"
+_STOCK_FORMATS = (RAW, RAW_LATENT)  # layers that stay as they are
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class SlimKVCache(Cache):
 
     Args:
         config: the model's config, or the model itself.
-        format: a format for all layers (``k4v4``, ``k5v4``, ``fp8``, ...), or a whole ``KVCacheConfig``.
+        format: a format for all layers (``k4v4``, ``k5v4``, ``fp8``, ...; ``c4``, ``c4r8``, ... where the model caches
+            latents), or a whole ``KVCacheConfig``. ``auto`` is 4 bits: ``k4v4``, or ``c4`` for latents.
         block_size: tokens per block: 16, 32, 64 or 128.
         offloading, offload_only_non_sliding: as in ``DynamicCache``: pages wait in CPU memory while not in use.
         fields: the other fields of ``KVCacheConfig``. ``raw`` layers are stock layers. ``fresh="auto"`` is ``raw``: a
@@ -78,7 +80,7 @@ class SlimKVCache(Cache):
     def __init__(
         self,
         config: Any,
-        format: str | KVCacheConfig = DEFAULT_FORMAT,
+        format: str | KVCacheConfig = AUTO,
         *,
         block_size: int = 64,
         offloading: bool = False,
@@ -94,7 +96,7 @@ class SlimKVCache(Cache):
         refuse_without_cache(config, model)
         known = find_calibration(self.settings.calibration, config, model)
         kinds = layer_kinds(config)
-        formats = _formats(self.settings, known, len(kinds))
+        formats = _formats(self.settings, known, len(kinds), caches_latents(config))
         _check_formats(config, formats, block_size)
         fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
         index = MatrixIndex(known) if known is not None else None
@@ -104,7 +106,7 @@ class SlimKVCache(Cache):
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
         ]
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        if not self.packed_layers and any(name != RAW for name in formats):
+        if not self.packed_layers and any(name not in _STOCK_FORMATS for name in formats):
             warnings.warn(
                 f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, "
                 "which slimkv leaves as they are; the cache takes as much memory as the stock one",
@@ -324,7 +326,7 @@ def _restored(kind: type[SlimKVCache]) -> SlimKVCache:
 def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSettings, number: int) -> Any:
     """The packed layer that does what the stock one for ``kind`` does, or that one itself."""
     stock = stock_layer(kind, arguments)
-    if format == RAW or kind == "cross_attention" or not isinstance(stock, DynamicLayer):
+    if format in _STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, DynamicLayer):
         return stock
     if isinstance(stock, LinearAttentionCacheLayerMixin):
         hybrid = PackedHybridSlidingLayer if "sliding_window" in arguments else PackedHybridLayer
@@ -350,9 +352,9 @@ def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
     return format
 
 
-def _formats(settings: KVCacheConfig, calibration: Calibration | None, num_layers: int) -> list[str]:
+def _formats(settings: KVCacheConfig, calibration: Calibration | None, num_layers: int, latent: bool) -> list[str]:
     """One format per layer."""
-    formats = settings.layer_formats(num_layers)
+    formats = settings.layer_formats(num_layers, latent=latent)
     if CALIBRATED not in formats:
         return formats
     if calibration is None or calibration.formats is None:
@@ -376,4 +378,4 @@ def _check_formats(config: Any, formats: list[str], block_size: int) -> None:
     if getattr(text, "kv_lora_rank", None) is not None or not isinstance(head_dim, int):
         head_dim = 64  # sizes differ between K and V, or by layer: checked when they are seen
     for format in dict.fromkeys(formats):
-        PageLayout(CodecSpec.parse(format, head_dim), block_size)
+        PageLayout(parse_spec(format, head_dim), block_size)

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from slimkv.config import DEFAULT_FORMAT, KVCacheConfig
+from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.transformers.cache import SlimKVCache
 from slimkv.integrations.transformers.calibration.matrix_index import note_positions
@@ -32,7 +32,7 @@ class _Enabled:
 _enabled: WeakKeyDictionary[torch.nn.Module, _Enabled] = WeakKeyDictionary()
 
 
-def enable(model: Any, format: str | KVCacheConfig = DEFAULT_FORMAT, *, fused: bool = True, **options: Any) -> Any:
+def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True, **options: Any) -> Any:
     """Lets ``model.generate`` (and pipelines, which call it) use a packed cache; returns the model.
 
     Every call of ``generate`` without a cache of its own gets a fresh ``SlimKVCache(model, format, **options)``.

@@ -243,7 +243,7 @@ def checked_request(
     options = options or AttendOptions()
     device = pages.device
     total, heads = _check_query(query, pages, layout)
-    _check_tables(block_table, seq_lens, cu_seqlens_q, device)
+    check_tables(block_table, seq_lens, cu_seqlens_q, device)
     if not 0 <= max_query_len <= total or max_seq_len > block_table.shape[1] * layout.block_size:
         raise InputError(
             f"max_query_len {max_query_len} must lie in 0..{total} and max_seq_len {max_seq_len} must fit "
@@ -313,7 +313,8 @@ def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> tuple[int,
     return shape[0], shape[1]
 
 
-def _check_tables(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
+def check_tables(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
+    """Raises unless the tables are int32 and describe the same sequences."""
     for name, x, ndim in (
         ("block_table", block_table, 2),
         ("seq_lens", seq_lens, 1),
