@@ -179,6 +179,35 @@ def attention(
     emit(result, as_json, first, second)
 
 
+@app.command()
+def latent(
+    formats: Annotated[
+        str, typer.Option("--format", help="Latent formats to compare.")
+    ] = "crawr8,crawrfp8,crawr6,crawr4,c4,c4r8,c4rfp8,c4r6,c4r4,c6,c6r8,c8r8",
+    latent_dim: Annotated[int, typer.Option(help="Numbers of the latent (kv_lora_rank).")] = 512,
+    rope_dim: Annotated[int, typer.Option(help="Numbers of the rope part (qk_rope_head_dim).")] = 64,
+    seeds: Annotated[int, typer.Option(help="Samples of each kind.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Error of latent attention (MLA) on made-up latents and rope parts, by format. No model is measured."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from slimkv.cli.output import emit
+    from slimkv.evals.latent import compare_latent_formats
+
+    with user_errors():
+        rows = compare_latent_formats(comma_list(formats, str), latent_dim, rope_dim, seeds)
+    table = Table(title=f"relative error, latents of {latent_dim} and rope parts of {rope_dim}, {seeds} samples of a kind")
+    for name in ("samples", "format", "bytes/token", "latent", "rope", "output", "latent only", "rope only"):
+        table.add_column(name, justify="left" if name in ("samples", "format") else "right")
+    for row in rows:
+        errors = row.latent, row.rope, row.output, row.output_latent_only, row.output_rope_only
+        table.add_row(row.kind, row.format, f"{row.bytes_per_token:g}", *(f"{e:.4f}" for e in errors))
+    emit([asdict(row) for row in rows], as_json, table)
+
+
 def _real_samples(model: str, text: Path | None, tokens: int) -> list[AttentionSample]:
     import torch
 

@@ -20,7 +20,7 @@ from slimkv.ops.checks import FLOATS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
 from slimkv.ops.cuda import cuda_unavailable_reason
 from slimkv.ops.registry import Backend, Registry, anywhere, triton_unavailable_reason
-from slimkv.spec import LatentSpec, PageLayout
+from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def _check_codec(codec: Codec) -> None:
         raise InputError(f"{codec.spec.format} is a format of K and V; latents take a LatentSpec, such as 'c4'")
 
 
-def _check_queries(latent: Tensor, rope: Tensor, spec: LatentSpec, device: torch.device) -> tuple[int, int]:
+def _check_queries(latent: Tensor, rope: Tensor, spec: CodecSpec, device: torch.device) -> tuple[int, int]:
     """Queries and their heads."""
     for name, x, dim in (("query_latent", latent, spec.key_dim), ("query_rope", rope, spec.value_dim)):
         if x.ndim != 3 or x.shape[2] != dim or x.stride(-1) != 1 or x.shape[:2] != latent.shape[:2]:

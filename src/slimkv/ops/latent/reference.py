@@ -1,4 +1,4 @@
-"""attend_latent in plain torch: per sequence, decode the latents and rope parts as they are stored and take a softmax."""
+"""attend_latent in plain torch: per sequence, decode latents and rope parts as they are stored, take a softmax."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ def attend_decoded(request: LatentRequest, decode: DecodeTokens) -> None:
         scores = (scores * request.softmax_scale).masked_fill(~seen, -torch.inf)
         lse = scores.logsumexp(-1)  # [heads, queries]
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])  # nothing seen: zeros
-        request.out[rows] = torch.einsum("hqk,kd->qhd", weights, latent).to(request.out.dtype)
+        # A token that is not a number has no weight that is one, and must not reach who does not see it.
+        value = latent.masked_fill(~latent.isfinite().all(-1, keepdim=True), 0)
+        request.out[rows] = torch.einsum("hqk,kd->qhd", weights, value).to(request.out.dtype)
         if request.lse is not None:
             request.lse[rows] = lse.T.float()

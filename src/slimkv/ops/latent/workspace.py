@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from slimkv.ops.attention.api import split_workspace_bytes
+from slimkv.ops.attention.cuda.decode import device_of
+from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.ops.latent.cuda import launch
 from slimkv.spec import PageLayout
 
 
@@ -23,4 +26,8 @@ def latent_workspace_bytes(
     ``total_queries`` counts the rows of the queries, padding included; ``num_splits`` is what ``attend_latent`` is
     given.
     """
-    return split_workspace_bytes(total_queries, num_heads, layout.spec.key_dim, num_splits)
+    need = split_workspace_bytes(total_queries, num_heads, layout.spec.key_dim, num_splits)
+    if cuda_unavailable_reason(device) is None and launch.runs_on(device):
+        cuda = launch.workspace_bytes(layout, total_queries, sequences, num_heads, max_query_len, device_of(device))
+        need = max(need, cuda)
+    return need

@@ -19,14 +19,14 @@ from slimkv.ops.latent.api import LatentRequest
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
 SOURCE = "latent/attend.cu"
-THREADS, TILE_TOKENS = 128, 64  # as shape.cuh has them
+THREADS, MERGERS, TILE_TOKENS = 128, 4, 64  # as shape.cuh and attend.cu have them
 _RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
 _ROWS = (8, 16, 32)
 _RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
 _LEVEL_COPIES = 32  # of a latent's levels
-_LEAST_TILES, _MOST_SPLITS = 4, 64
+_LEAST_TILES, _MOST_SPLITS = 4, 256
 
 
 class _Table(ctypes.Structure):
@@ -53,7 +53,7 @@ class Args(ctypes.Structure):
     )  # fmt: skip
 
 
-Launcher = Callable[[str, Defines, tuple[int, int], int, Args], None]
+Launcher = Callable[[str, Defines, tuple[int, int], int, int, Args], None]
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,14 @@ class Cut:
         return 4 * sequences * self.row_tiles * self.splits * self.rows * (latent_dim + 2)
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def supports(request: LatentRequest) -> str | None:
     """On Hopper: Lloyd-Max and fp8 latents of up to 512; rope parts raw (16 bits), fp8 or of 6 to 8 bits."""
-    device = request.pages.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+    if not runs_on(request.pages.device):
         return "it uses instructions of Hopper (compute capability 9.0) alone; use backend='triton'"
     return refusal(request)
 
@@ -146,7 +150,7 @@ def cut_for(
     tiles = max(1, -(-max_seq_len // TILE_TOKENS))
 
     def time(splits: int) -> int:  # in tiles, with what it takes to start a block and to merge its part
-        return -(-blocks * splits // slots) * (-(-tiles // splits) + _LEAST_TILES) + splits // 8
+        return -(-blocks * splits // slots) * (-(-tiles // splits) + _LEAST_TILES) + splits // 32
 
     most = min(_MOST_SPLITS, max(1, tiles // _LEAST_TILES), max(1, 2 * slots // blocks))
     return Cut(rows, row_tiles, min(range(1, most + 1), key=time), shared, resident)
@@ -192,9 +196,9 @@ def run(request: LatentRequest) -> None:
         return
     device = request.pages.device
 
-    def launch(name: str, defines: Defines, grid: tuple[int, int], shared: int, args: Args) -> None:
+    def launch(name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args) -> None:
         module = load(SOURCE, defines, device, exactly=True)
-        module.kernel(name).launch(grid, THREADS, shared, args, device, overlap=True)
+        module.kernel(name).launch(grid, threads, shared, args, device, overlap=True)
 
     attend(request, device_of(device), launch)
 
@@ -223,8 +227,9 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
         heads=heads, row_tiles=cut.row_tiles, splits=cut.splits,
     )  # fmt: skip
     defines = _defines(layout, cut, query.dtype, rope.dtype, out.dtype)
-    launch("attend", defines, (sequences * cut.row_tiles, cut.splits), cut.shared, args)
-    launch("merge", defines, (sequences * cut.row_tiles * cut.rows, 1), 0, args)
+    items, merged = sequences * cut.row_tiles, 4 * MERGERS * (spec.key_dim + 1)
+    launch("attend", defines, (items, cut.splits), THREADS, cut.shared, args)
+    launch("merge", defines, (items * cut.rows, 1), MERGERS * THREADS, merged, args)
 
 
 def _workspace(request: LatentRequest, need: int) -> torch.Tensor:

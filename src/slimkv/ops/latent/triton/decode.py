@@ -37,8 +37,8 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _load_rope_queries(q_ptrs, row_valid, RD: tl.constexpr, RDP: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
                        BF16: tl.constexpr):  # fmt: skip
-    """The queries' rope parts [RDP, M] in the dtype of the stored ones, what that rounds off (bf16), their sums [M], and
-    the factors that undo the scaling [M]."""
+    """The queries' rope parts [RDP, M] in the dtype of the stored ones, what that rounds off, their sums [M], and the
+    factors that undo the scaling [M]."""
     dim = tl.arange(0, RDP)
     q = tl.load(q_ptrs[None, :] + dim[:, None], mask=row_valid[None, :] & (dim < RD)[:, None], other=0.0).to(tl.float32)
     down, up, _ = power_below(tl.max(tl.abs(q), 0))
@@ -175,10 +175,11 @@ def attend_latent_kernel(
         else:
             exponent = tl.reshape(field_exponent(field), (BT,))
             p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
-            ph = (p * tl.where(valid, scale, 0.0)[:, None]).to(tl.float16)
+            seen = p != 0.0  # a scale may not be a number
+            ph = tl.where(seen, p * scale[:, None], 0.0).to(tl.float16)
             acc = tl.dot(tl.trans(k), ph, acc)
             if K_KIND == _UNIFORM:
-                w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
+                w = w * alpha + tl.sum(tl.where(seen, p * centre[:, None], 0.0), 0)
             elif PTX and K_KIND == _LLOYD and K_BITS <= 4:
                 w = w * alpha - _OFFSET * tl.sum(ph.to(tl.float32), 0)
 

@@ -33,7 +33,7 @@ class Shape:
 
 
 def supports(request: LatentRequest) -> str | None:
-    """Every format, with latents of 32 to 512 and rope parts from 32; blocks of at least a tile; any number of heads."""
+    """Every format and number of heads, with latents and rope parts of 32 to 512; blocks of at least a tile."""
     spec = request.layout.spec
     if request.layout.block_size == 1:
         return PLAIN_ROWS

@@ -259,11 +259,14 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
 }
 HOST_TESTABLE(attend, LatentArgs)
 
-// A block: one row of all parts, by 128 threads.
-KERNEL(THREADS, 8) merge(GRID_CONSTANT LatentArgs args) {
-  constexpr int OWN = (LD + THREADS - 1) / THREADS;
+// A block: one row of all parts. MERGERS groups of threads take turns with the parts, then the first adds up what they have.
+constexpr int MERGERS = 4, MERGE_THREADS = MERGERS * THREADS, OWN = (LD + THREADS - 1) / THREADS;
+
+KERNEL(MERGE_THREADS, 2) merge(GRID_CONSTANT LatentArgs args) {
+  SHARED_MEMORY(shared);
+  float* sums = (float*)shared;  // [MERGERS, LD + 1]: of values and of weights
   pdl_wait();
-  const int item = block_index() / ROWS, n = block_index() % ROWS, thread = thread_index();
+  const int item = block_index() / ROWS, n = block_index() % ROWS, thread = thread_index() % THREADS, group = thread_index() / THREADS;
   const Rows rows(args, item);
   if (n >= rows.count) return;
   const i64 first = (i64)item * args.splits * ROWS + n;
@@ -271,17 +274,29 @@ KERNEL(THREADS, 8) merge(GRID_CONSTANT LatentArgs args) {
 #pragma unroll
   for (int i = 0; i < OWN; i++) x[i] = 0.0f;
   for (int split = 0; split < args.splits; split++) highest = max_f32(highest, args.states[2 * (first + (i64)split * ROWS)]);
-  for (int split = 0; split < args.splits; split++) {
+#pragma unroll 4
+  for (int split = group; split < args.splits; split += MERGERS) {
     const i64 part = first + (i64)split * ROWS;
-    const float sum = args.states[2 * part + 1];
-    if (sum == 0.0f) continue;
-    const float reference = args.states[2 * part];
-    const float by = reference == MINUS_INFINITY ? 1.0f : exp2_approx(reference - highest);  // only if it is not a number
+    const float reference = args.states[2 * part], sum = args.states[2 * part + 1];
+    const float by = reference == MINUS_INFINITY ? 1.0f : exp2_approx(reference - highest);  // then there is nothing, or no number
     row_sum += sum * by;
 #pragma unroll
     for (int i = 0; i < OWN; i++)
       if (thread + THREADS * i < LD) x[i] += args.parts[part * LD + thread + THREADS * i] * by;
   }
+#pragma unroll
+  for (int i = 0; i < OWN; i++)
+    if (thread + THREADS * i < LD) sums[group * (LD + 1) + thread + THREADS * i] = x[i];
+  if (thread == 0) sums[group * (LD + 1) + LD] = row_sum;
+  sync_threads();
+  if (group) return;
+  auto total = [&](int d) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int m = 0; m < MERGERS; m++) sum += sums[m * (LD + 1) + d];
+    return sum;
+  };
+  row_sum = total(LD);
   const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
   const i64 query = rows.start + (rows.first + n) / args.heads, head = (rows.first + n) % args.heads;
   const i64 at = query * args.out_stride + head * args.out_head_stride;
@@ -289,8 +304,9 @@ KERNEL(THREADS, 8) merge(GRID_CONSTANT LatentArgs args) {
   for (int i = 0; i < OWN; i++) {
     const int d = thread + THREADS * i;
     if (d >= LD) continue;
-    if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = x[i] * inverse;
-    else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(x[i] * inverse) : f32_to_f16(x[i] * inverse));
+    const float y = total(d) * inverse;
+    if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = y;
+    else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(y) : f32_to_f16(y));
   }
   if (args.lse && thread == 0)
     args.lse[query * args.heads + head] = row_sum == 0.0f ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;

@@ -19,7 +19,8 @@ struct Fields { u32 latent, rope; };
 
 struct Tokens {
   Codes<L_BITS, S, false> latent;
-  u32 rope[R_BITS % 8 ? 2 * ROPE_SLICES : ROPE_SLICES * R_BITS / 4];  // codes of 6 and 7 bits as bytes
+  static constexpr int ROPE_WORDS = R_BITS % 8 ? 2 * ROPE_SLICES : ROPE_SLICES * R_BITS / 4;  // codes of 6 and 7 bits as bytes
+  u32 rope[ROPE_WORDS];
   Fields fields;
 
   // 16 tokens of a page from `place` on, of which the sequence has `left`.
@@ -47,7 +48,7 @@ struct Tokens {
   }
   DEVICE_MEMBER void load_rope(const u8* tile, int lane) {
     if constexpr (R_BITS % 8 == 0) {
-      Plane<4, 8>::load_words<ROPE_SLICES * R_BITS / 4>(tile, lane, rope);
+      Plane<4, 8>::load_words<ROPE_WORDS>(tile, lane, rope);
     } else {
       Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
       codes.load(tile, lane);
