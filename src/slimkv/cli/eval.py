@@ -199,7 +199,7 @@ def latent(
 
     with user_errors():
         rows = compare_latent_formats(comma_list(formats, str), latent_dim, rope_dim, seeds)
-    table = Table(title=f"relative error, latents of {latent_dim} and rope parts of {rope_dim}, {seeds} samples of a kind")
+    table = Table(title=f"relative error, latents of {latent_dim}, rope parts of {rope_dim}, {seeds} samples of a kind")
     for name in ("samples", "format", "bytes/token", "latent", "rope", "output", "latent only", "rope only"):
         table.add_column(name, justify="left" if name in ("samples", "format") else "right")
     for row in rows:

@@ -93,8 +93,8 @@ def measure_agreement(
 ) -> AgreementReport:
     """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes.
 
-    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is given the losses of every
-    window, those with the stock cache (``raw``) included.
+    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is given the losses of
+    every window, those with the stock cache (``raw``) included.
     """
     check_mode(mode)
     watch = Stopwatch()

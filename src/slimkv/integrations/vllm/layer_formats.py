@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from slimkv.codec import Codec
+from slimkv.calibration.serving import chosen_format
 from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.calibration import chosen_format, load_calibration
+from slimkv.integrations.vllm.calibration import load_calibration
 from slimkv.integrations.vllm.compat import layer_number
 from slimkv.spec import CodecSpec, parse_spec
 
