@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from slimkv.codec import Codec
 from slimkv.calibration.serving import chosen_format
+from slimkv.codec import Codec
 from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm.calibration import load_calibration
