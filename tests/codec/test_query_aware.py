@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -60,6 +61,13 @@ def test_a_search_lowers_it_further(bits):
         seen.append(torch.einsum("ni,ij,nj->", e, moment, e))
     assert seen[2] < seen[1] < seen[0]
     assert seen[2] < (0.97 if bits == 2 else 0.9) * seen[0]
+
+
+def test_scales_are_evenly_spaced_and_exact():
+    for count, scales in SEARCH_SCALES.items():
+        assert len(scales) == count
+        assert len({b - a for a, b in itertools.pairwise(scales)}) == 1
+        assert all(float(torch.tensor(x)) == x and float(torch.tensor(x) ** 2) == x**2 for x in scales)
 
 
 def test_the_best_scale_is_kept():

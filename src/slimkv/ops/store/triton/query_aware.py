@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 
 from slimkv.codec.quantize import ROUND_MAGIC
-from slimkv.codec.query_aware import LARGEST_BYTE, SEARCH_SCALES, WEIGHT_STEPS, scale_weight
+from slimkv.codec.query_aware import LARGEST_BYTE, SEARCH_SCALES, WEIGHT_STEPS
 
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
 _MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)  # of _MAGIC; adding n to the bits adds n to the number
 _LARGEST: tl.constexpr = tl.constexpr(float(LARGEST_BYTE))
 _WEIGHT_STEPS: tl.constexpr = tl.constexpr(WEIGHT_STEPS)
-_TWO_SCALES: tl.constexpr = tl.constexpr(SEARCH_SCALES[2])
-_FOUR_SCALES: tl.constexpr = tl.constexpr(SEARCH_SCALES[4])
-_TWO_WEIGHTS: tl.constexpr = tl.constexpr(tuple(map(scale_weight, SEARCH_SCALES[2])))
-_FOUR_WEIGHTS: tl.constexpr = tl.constexpr(tuple(map(scale_weight, SEARCH_SCALES[4])))
+_FIRST_OF_TWO: tl.constexpr = tl.constexpr(SEARCH_SCALES[2][0])
+_STEP_OF_TWO: tl.constexpr = tl.constexpr(SEARCH_SCALES[2][1] - SEARCH_SCALES[2][0])
+_FIRST_OF_FOUR: tl.constexpr = tl.constexpr(SEARCH_SCALES[4][0])
+_STEP_OF_FOUR: tl.constexpr = tl.constexpr(SEARCH_SCALES[4][1] - SEARCH_SCALES[4][0])
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -200,16 +200,18 @@ def searched_levels(standard, weights, bounds, levels, error_steps, D: tl.conste
     if SEARCH == 0:
         best, _ = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
     else:
+        FIRST: tl.constexpr = _FIRST_OF_TWO if SEARCH == 2 else _FIRST_OF_FOUR
+        STEP: tl.constexpr = _STEP_OF_TWO if SEARCH == 2 else _STEP_OF_FOUR
         best = standard
         least = tl.full((standard.shape[0],), float("inf"), tl.float32)
-        for i in tl.static_range(SEARCH):
-            scale: tl.constexpr = _TWO_SCALES[i] if SEARCH == 2 else _FOUR_SCALES[i]
-            weight: tl.constexpr = _TWO_WEIGHTS[i] if SEARCH == 2 else _FOUR_WEIGHTS[i]
+        scale = tl.full((), FIRST, tl.float32)
+        for _ in range(SEARCH):  # not unrolled: one try after the other keeps the registers of one
             found, cost = shaped_levels(standard * scale, weights, bounds, levels, error_steps, D, DP, BITS)
-            cost = cost * weight
+            cost = cost * tl.div_rn(scale * 0.0 + 1.0, scale * scale)
             better = cost < least
             best = tl.where(better[:, None], found, best)
             least = tl.where(better, cost, least)
+            scale += STEP
     return best
 
 
