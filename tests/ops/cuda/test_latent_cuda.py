@@ -79,6 +79,14 @@ def test_parts_and_workspace():
 
 
 @emulated
+def test_two_warpgroups(monkeypatch):
+    monkeypatch.setattr(latent_cuda, "MOST_ROWS", 64)
+    case = Case(heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32)
+    assert latent_cuda.cut_for(case.layout, 20, 2, 3, 224, H200).groups == 2
+    attend_and_check(case)
+
+
+@emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["c4", "c4r8"])
 @pytest.mark.parametrize("heads", [16, 128])

@@ -19,11 +19,14 @@ from slimkv.ops.latent.api import LatentRequest
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
 SOURCE = "latent/attend.cu"
-THREADS, MERGERS, TILE_TOKENS = 128, 4, 64  # as shape.cuh and attend.cu have them
+GROUP_THREADS, GROUP_TOKENS, MERGE_THREADS, MERGERS = 128, 64, 512, 4  # as shape.cuh and attend.cu have them
 _RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
-_ROWS = (8, 16, 32)
+_ROWS = (8, 16, 32, 64)
+# 64 rows unpack for twice as many, but take two warpgroups in step and a multiprocessor to themselves; two blocks of 32
+# overlap, one unpacking while the other multiplies.
+MOST_ROWS = 32
 _RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
 _LEVEL_COPIES = 32  # of a latent's levels
 _LEAST_TILES, _MOST_SPLITS = 4, 256
@@ -66,6 +69,11 @@ class Cut:
     shared: int  # bytes of a block
     resident: int  # blocks of a multiprocessor
 
+    @property
+    def groups(self) -> int:
+        """Warpgroups of a block: two where the output of all rows does not fit the registers of one."""
+        return groups_of(self.rows)
+
     def workspace_bytes(self, sequences: int, latent_dim: int) -> int:
         """Bytes of the parts and of their states."""
         return 4 * sequences * self.row_tiles * self.splits * self.rows * (latent_dim + 2)
@@ -74,6 +82,11 @@ class Cut:
 def runs_on(device: torch.device) -> bool:
     """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def groups_of(rows: int) -> int:
+    """Warpgroups of a block of ``rows``."""
+    return 2 if rows > 32 else 1
 
 
 def supports(request: LatentRequest) -> str | None:
@@ -131,10 +144,23 @@ def shared_bytes(layout: PageLayout, rows: int) -> int:
     """Shared memory of a block, as shape.cuh counts it."""
     spec = layout.spec
     chunks, rope_chunks = spec.key_dim // 64, -(-spec.value_dim // 64)
-    operands = 128 * (chunks * TILE_TOKENS + (chunks + rope_chunks + 1) * rows)
+    groups = groups_of(rows)
+    operands = 128 * (groups * chunks * GROUP_TOKENS + (chunks + rope_chunks + groups) * rows)
     rope_copies = 8 if rows < 32 else 4
     levels = 4 * (_LEVEL_COPIES * _level_entries(spec.key) + rope_copies * _level_entries(spec.value))
-    return operands + 32 * rows + levels + 1024
+    return operands + 16 * (1 + groups) * rows + levels + 1024
+
+
+def _rows_of_block(layout: PageLayout, wanted: int, device: Device) -> int:
+    """Rows of a block for ``wanted`` rows of a sequence, as many as fit."""
+    fit = [
+        rows
+        for rows in _ROWS
+        if rows <= MOST_ROWS
+        and shared_bytes(layout, rows) <= device.shared_of_block
+        and layout.spec.key_dim % (64 * groups_of(rows)) == 0
+    ]
+    return next((rows for rows in fit if rows >= wanted), fit[-1])
 
 
 def cut_for(
@@ -142,12 +168,13 @@ def cut_for(
 ) -> Cut:
     """The blocks for sequences of up to ``max_query_len`` queries and ``max_seq_len`` tokens."""
     wanted = heads * max_query_len
-    rows = next((r for r in _ROWS if r >= wanted), _ROWS[-1])
+    rows = _rows_of_block(layout, wanted, device)
     row_tiles = -(-wanted // rows)
     shared = shared_bytes(layout, rows)
-    resident = 2 if 2 * (shared + _RESERVED) <= device.shared_of_multiprocessor else 1
+    # Two warpgroups of a block take all registers.
+    resident = 2 if groups_of(rows) == 1 and 2 * (shared + _RESERVED) <= device.shared_of_multiprocessor else 1
     slots, blocks = device.multiprocessors * resident, sequences * row_tiles
-    tiles = max(1, -(-max_seq_len // TILE_TOKENS))
+    tiles = max(1, -(-max_seq_len // (GROUP_TOKENS * groups_of(rows))))
 
     def time(splits: int) -> int:  # in tiles, with what it takes to start a block and to merge its part
         return -(-blocks * splits // slots) * (-(-tiles // splits) + _LEAST_TILES) + splits // 32
@@ -162,7 +189,8 @@ def kernel_defines(
     """What latent/attend.cu is compiled with."""
     spec = layout.spec
     return {
-        "LD": spec.key_dim, "RD": spec.value_dim, "ROWS": cut.rows, "BLOCK_SIZE": layout.block_size,
+        "LD": spec.key_dim, "RD": spec.value_dim, "ROWS": cut.rows, "WARPGROUPS": cut.groups,
+        "BLOCK_SIZE": layout.block_size,
         "L_KIND": KIND_NUMBERS[spec.key.kind], "L_BITS": spec.key.bits, "L_FIELDS": layout.key.fields_offset,
         "R_KIND": KIND_NUMBERS.get(spec.value.kind, _RAW), "R_BITS": spec.value.bits,
         "R_CODES": layout.value.codes_offset, "R_FIELDS": layout.value.fields_offset,
@@ -183,7 +211,7 @@ def workspace_bytes(
     """Bytes that ``attend_latent`` needs as ``workspace`` for these bounds, whatever the lengths."""
     need = 0
     for queries in range(1, min(max_query_len, max(1, total_queries)) + 1):
-        rows = next((r for r in _ROWS if r >= heads * queries), _ROWS[-1])
+        rows = _rows_of_block(layout, heads * queries, device)
         row_tiles = -(-heads * queries // rows)
         most = min(_MOST_SPLITS, max(1, 4 * device.multiprocessors // (sequences * row_tiles)))
         need = max(need, Cut(rows, row_tiles, most, 0, 0).workspace_bytes(sequences, layout.spec.key_dim))
@@ -228,8 +256,8 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     )  # fmt: skip
     defines = _defines(layout, cut, query.dtype, rope.dtype, out.dtype)
     items, merged = sequences * cut.row_tiles, 4 * MERGERS * (spec.key_dim + 1)
-    launch("attend", defines, (items, cut.splits), THREADS, cut.shared, args)
-    launch("merge", defines, (items * cut.rows, 1), MERGERS * THREADS, merged, args)
+    launch("attend", defines, (items, cut.splits), GROUP_THREADS * cut.groups, cut.shared, args)
+    launch("merge", defines, (items * cut.rows, 1), MERGE_THREADS, merged, args)
 
 
 def _workspace(request: LatentRequest, need: int) -> torch.Tensor:

@@ -79,6 +79,7 @@ DEVICE void keep_before(float x, float y) {
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define HELD_4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define HELD_8(i) HELD_4(i), HELD_4(i + 4)
+#define HELD_ALL_32 HELD_32
 #define HELD_ALL_4 HELD_4(0)
 #define HELD_ALL_8 HELD_8(0)
 #define HELD_ALL_16 HELD_8(0), HELD_8(8)
@@ -159,6 +160,7 @@ template <int N, bool BF16> struct WgmmaNarrow;
 SLIMKV_WGMMA_NARROW_BOTH(8, 4, "4", "5", "6", "7", "8")
 SLIMKV_WGMMA_NARROW_BOTH(16, 8, "8", "9", "10", "11", "12")
 SLIMKV_WGMMA_NARROW_BOTH(32, 16, "16", "17", "18", "19", "20")
+SLIMKV_WGMMA_NARROW_BOTH(64, 32, "32", "33", "34", "35", "36")
 #endif
 
 // An operand in shared memory in rows of 128 bytes, of which 8 (1,024 bytes on their own boundary) have their 16-byte units

@@ -1,16 +1,17 @@
 // Attention of few queries on packed latents, for sm_90a: scores from latents and rope parts, values from the same latents.
 //
-// A block is one warpgroup: ROWS rows (queries x heads) of a sequence and one part of its tokens, 64 at a time. A warp has 16 of
+// A block has ROWS rows (queries x heads) of a sequence and one part of its tokens, 64 at a time for each warpgroup. A warp has 16 of
 // them, whose codes it holds in registers in the order of the operand that scores want, tokens x dimensions. What it makes of
 // them goes into the product at once and into shared memory, from where the product with the weights takes it transposed,
 // dimensions x tokens. Scores are [tokens, rows] and output [dimensions, rows], so that a lane has the same rows in both.
-// Two blocks share a multiprocessor: one unpacks while the other multiplies.
+// Two blocks share a multiprocessor: one unpacks while the other multiplies. Of many rows a block has two warpgroups, each with
+// the scores of its own tokens and half the dimensions of the output, and a multiprocessor to itself.
 #include "latent/queries.cuh"
 #include "latent/tokens.cuh"
 
 constexpr float RESCALE_THRESHOLD = 8.0f;  // the reference of weights follows when it is behind by so many powers of two
 typedef float Scores[ROWS / 2];
-typedef float Output[CHUNKS][ROWS / 2];
+typedef float Output[OWN_CHUNKS][ROWS / 2];  // the chunks of a warpgroup
 typedef WgmmaNarrow<ROWS, false> Halves;
 typedef WgmmaNarrow<ROWS, R_KIND == RAW && R_BF16> RopeNumbers;
 
@@ -42,17 +43,38 @@ template <int CHUNK, class F> DEVICE void each_chunk(const F& f) {
 
 // Products of a warpgroup's tokens with the queries, while latents go to shared memory.
 DEVICE void start_scores(const Tokens& tokens, const LatentArgs& args, const LevelTable& levels, const RopeLevels& rope_levels,
-                         u8* shared, int warp, int lane, Scores& s, Scores& r) {
-  const u32 to = operand_rows(shared_address(shared + VALUES_AT) + warp * 2048, lane);
+                         const Scales& scales, u8* shared, int warp, int lane, Scores& s) {
+  const u32 to = operand_rows(shared_address(shared + VALUES_AT) + warp / 4 * GROUP_VALUES + warp % 4 * 2048, lane);
   const u64 queries = smem_descriptor(shared_address(shared + QUERIES_AT), 16);
   const u64 rope_queries = smem_descriptor(shared_address(shared + ROPE_AT), 16);
+  const Column* columns = (const Column*)(shared + COLUMNS_AT);
+  u32 rope[ROPE_SLICES][4];
+#pragma unroll
+  for (int i = 0; i < ROPE_SLICES; i++) tokens.rope_operand(i, args.table, rope_levels, rope[i]);
+#pragma unroll
+  for (int i = 0; i < ROWS / 2; i++) s[i] = 0.0f;
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < ROPE_SLICES; i++)
+    RopeNumbers::register_a(s, rope[i][0], rope[i][1], rope[i][2], rope[i][3],
+                            rope_queries + ((i / 4 * ROWS * 128 + i % 4 * 32) >> 4));
+  wgmma_commit();
   each_chunk<0>([&](auto number) {
     constexpr int chunk = decltype(number)::VALUE;
     u32 a[4][4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       tokens.latent_operand(4 * chunk + i, args.table, levels, a[i]);
-      stmatrix_x4<chunk * TILE * 128>(to ^ 32 * i, a[i][0], a[i][1], a[i][2], a[i][3]);
+      stmatrix_x4<chunk * 64 * 128>(to ^ 32 * i, a[i][0], a[i][1], a[i][2], a[i][3]);
+    }
+    if (chunk == 0) {  // the products of rope parts, in units of latents
+      wgmma_wait<0>();
+      wgmma_fence_operand(s);
+#pragma unroll
+      for (int i = 0; i < ROWS / 2; i++) {
+        const Column& column = columns[8 * (i / 4) + 2 * (lane & 3) + i % 2];
+        s[i] = s[i] * (scales.rope[i / 2 % 2] * column.rope) + column.start;
+      }
     }
     wgmma_fence();
 #pragma unroll
@@ -61,14 +83,6 @@ DEVICE void start_scores(const Tokens& tokens, const LatentArgs& args, const Lev
     wgmma_commit();
     if (chunk) wgmma_wait<1>();
   });
-  u32 a[ROPE_SLICES][4];
-#pragma unroll
-  for (int i = 0; i < ROPE_SLICES; i++) tokens.rope_operand(i, args.table, rope_levels, a[i]);
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < ROPE_SLICES; i++)
-    RopeNumbers::register_a(r, a[i][0], a[i][1], a[i][2], a[i][3], rope_queries + ((i / 4 * ROWS * 128 + i % 4 * 32) >> 4));
-  wgmma_commit();
 }
 
 // The running softmax of a lane's columns.
@@ -81,15 +95,9 @@ struct Softmax {
   }
 
   // Sums of products to scores, and the largest of this warp's tokens (with the exponent of their scale) to `most`.
-  DEVICE_MEMBER void score(Scores& s, const Scores& r, const Column* columns, const Fields& fields, int token, bool clear,
+  DEVICE_MEMBER void score(Scores& s, const Column* columns, const Fields& fields, const Scales& scales, int token, bool clear,
                            float* most, int g, int t) {
-    const u32 latent[2] = {fields.latent & 0xFFFF, fields.latent >> 16}, rope[2] = {fields.rope & 0xFFFF, fields.rope >> 16};
-    float latent_scale[2], rope_scale[2], exponent[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      latent_scale[i] = marked_scale(latent[i]), exponent[i] = exponent_of(latent[i]);
-      rope_scale[i] = R_KIND == RAW ? 1.0f : marked_scale(rope[i]);
-    }
+    const float exponent[2] = {exponent_of(fields.latent & 0xFFFF), exponent_of(fields.latent >> 16)};
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       const int n = 8 * (c / 2) + 2 * t + c % 2;
@@ -98,7 +106,7 @@ struct Softmax {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float& x = s[4 * (c / 2) + 2 * i + c % 2];
-        x = x * (latent_scale[i] * column.latent) + r[4 * (c / 2) + 2 * i + c % 2] * (rope_scale[i] * column.rope);
+        x *= scales.key[i] * column.unit;
         if (!clear && token + g + 8 * i >= column.visible_end) x = MINUS_INFINITY;
         top = max_f32(top, x + exponent[i]);
       }
@@ -110,8 +118,7 @@ struct Softmax {
 
   // Scores to weights, scales of values included, in halves [row, token] at `to`; the output so far to their reference. `most`:
   // of the four warps.
-  DEVICE_MEMBER void weigh(Scores& s, const Fields& fields, const float* most, u8* to, Output& o, int warp, int g, int t) {
-    const float scale[2] = {marked_scale(fields.latent & 0xFFFF), marked_scale(fields.latent >> 16)};
+  DEVICE_MEMBER void weigh(Scores& s, const Scales& scales, const float* most, u8* to, Output& o, int warp, int g, int t) {
 #pragma unroll
     for (int j = 0; j < COLUMNS / 2; j++) {
       float shift[2], by[2];
@@ -119,7 +126,9 @@ struct Softmax {
 #pragma unroll
       for (int b = 0; b < 2; b++) {
         const int c = 2 * j + b, n = 8 * j + 2 * t + b;
-        const float wanted = max_f32(max_f32(most[n], most[ROWS + n]), max_f32(most[2 * ROWS + n], most[3 * ROWS + n]));
+        float wanted = most[n];
+#pragma unroll
+        for (int w = 1; w < WARPS; w++) wanted = max_f32(wanted, most[w * ROWS + n]);
         const bool raise = wanted > reference[c] + RESCALE_THRESHOLD || (reference[c] == MINUS_INFINITY && wanted > MINUS_INFINITY);
         by[b] = raise ? exp2_approx(reference[c] - wanted) : 1.0f;
         reference[c] = raise ? wanted : reference[c];
@@ -131,7 +140,7 @@ struct Softmax {
         for (int b = 0; b < 2; b++) {
           row_sum[2 * j + b] *= by[b], weight_sum[2 * j + b] *= by[b];
 #pragma unroll
-          for (int chunk = 0; chunk < CHUNKS; chunk++) o[chunk][4 * j + b] *= by[b], o[chunk][4 * j + 2 + b] *= by[b];
+          for (int chunk = 0; chunk < OWN_CHUNKS; chunk++) o[chunk][4 * j + b] *= by[b], o[chunk][4 * j + 2 + b] *= by[b];
         }
       }
 #pragma unroll
@@ -141,31 +150,32 @@ struct Softmax {
         for (int b = 0; b < 2; b++) {
           const float p = exp2_approx(s[4 * j + 2 * i + b] - shift[b]);
           row_sum[2 * j + b] += p;
-          w[b] = p > 0.0f ? p * scale[i] : p;  // what is not seen weighs nothing, even if it is not a number
+          w[b] = p > 0.0f ? p * scales.value[i] : p;  // what is not seen weighs nothing, even if it is not a number
         }
         const u32 pair = pack_f16x2(w[0], w[1]);
         if (OFFSET != 0.0f) weight_sum[2 * j] += f16_to_f32(pair & 0xFFFF), weight_sum[2 * j + 1] += f16_to_f32(pair >> 16);
-        *(u32*)(to + (8 * j + g) * 128 + (((2 * warp + i) ^ g) << 4) + 4 * t) = movmatrix_trans(pair);
+        *(u32*)(to + (8 * j + g) * 128 + (((2 * (warp % 4) + i) ^ g) << 4) + 4 * t) = movmatrix_trans(pair);
       }
     }
   }
 };
 
-DEVICE void add_values(u8* shared, Output& o) {
-  const u64 values = smem_descriptor(shared_address(shared + VALUES_AT), TILE * 128);
+DEVICE void add_values(u8* shared, Output& o, int group) {
+  const u64 values = smem_descriptor(shared_address(shared + VALUES_AT) + group * OWN_CHUNKS * 64 * 128, 64 * 128);
   const u64 weights = smem_descriptor(shared_address(shared + WEIGHTS_AT), 16);
 #pragma unroll
-  for (int chunk = 0; chunk < CHUNKS; chunk++) wgmma_fence_operand(o[chunk]);
+  for (int chunk = 0; chunk < OWN_CHUNKS; chunk++) wgmma_fence_operand(o[chunk]);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < TILE / 16; k++)
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk++)
-      Halves::transposed_a(o[chunk], values + ((chunk * TILE * 128 + k * 2048) >> 4), weights + (k * 32 >> 4));
+    for (int chunk = 0; chunk < OWN_CHUNKS; chunk++)
+      Halves::transposed_a(o[chunk], values + ((k / 4 * GROUP_VALUES + chunk * 64 * 128 + k % 4 * 2048) >> 4),
+                           weights + ((k / 4 * GROUP_WEIGHTS + k % 4 * 32) >> 4));
   wgmma_commit();
   wgmma_wait<0>();
 #pragma unroll
-  for (int chunk = 0; chunk < CHUNKS; chunk++) wgmma_fence_operand(o[chunk]);
+  for (int chunk = 0; chunk < OWN_CHUNKS; chunk++) wgmma_fence_operand(o[chunk]);
 }
 
 // The sum over all tokens of a block, of a lane's share of it.
@@ -175,7 +185,10 @@ DEVICE float total_of(float x, float* scratch, int n, int warp, int g) {
   sync_threads();
   if (g == 0) scratch[warp * ROWS + n] = x;
   sync_threads();
-  return (scratch[n] + scratch[ROWS + n]) + (scratch[2 * ROWS + n] + scratch[3 * ROWS + n]);
+  x = scratch[n];
+#pragma unroll
+  for (int w = 1; w < WARPS; w++) x += scratch[w * ROWS + n];
+  return x;
 }
 
 DEVICE void store_part(const LatentArgs& args, const Rows& rows, const Softmax& softmax, Output& o,
@@ -189,10 +202,10 @@ DEVICE void store_part(const LatentArgs& args, const Rows& rows, const Softmax& 
     if (n >= rows.count) continue;
     if (warp == 0 && g == 0) args.states[2 * (part + n)] = softmax.reference[c], args.states[2 * (part + n) + 1] = row_sum;
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk++)
+    for (int chunk = 0; chunk < OWN_CHUNKS; chunk++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        args.parts[(part + n) * LD + place_of(64 * chunk + 16 * warp + g + 8 * i)] =
+        args.parts[(part + n) * LD + place_of(64 * (warp / 4 * OWN_CHUNKS + chunk) + 16 * (warp % 4) + g + 8 * i)] =
             (o[chunk][4 * (c / 2) + 2 * i + c % 2] - less) * L_UNIT;
   }
 }
@@ -217,7 +230,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
     page = reader.page_of(begin + 1), ahead = reader.page_of(begin + 2);
     if (begin + 1 < end) reader.prefetch(page, begin + 1);
   }
-  for (int n = warp; n < ROWS; n += 4) stage_query(args, rows, n, shared, lane);
+  for (int n = warp; n < ROWS; n += WARPS) stage_query(args, rows, n, shared, lane);
   fence_proxy_async();
   sync_threads();
 
@@ -229,30 +242,28 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
   Softmax softmax;
   softmax.clear();
 #pragma unroll
-  for (int chunk = 0; chunk < CHUNKS; chunk++)
+  for (int chunk = 0; chunk < OWN_CHUNKS; chunk++)
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) o[chunk][i] = 0.0f;
 
   for (int tile = begin; tile < end; tile++) {
-    Scores s, r;
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) s[i] = columns[8 * (i / 4) + 2 * t + i % 2].start, r[i] = 0.0f;
-    start_scores(tokens, args, levels, rope_levels, shared, warp, lane, s, r);
+    Scores s;
     const Fields fields = tokens.fields;
+    const Scales scales(fields);
+    start_scores(tokens, args, levels, rope_levels, scales, shared, warp, lane, s);
     if (tile + 2 < end) reader.prefetch(ahead, tile + 2);
     wgmma_wait<0>();
     wgmma_fence_operand(s);
-    wgmma_fence_operand(r);
-    softmax.score(s, r, columns, fields, reader.token_of(tile), (tile + 1) * TILE <= clear_end, most + warp * ROWS, g, t);
+    softmax.score(s, columns, fields, scales, reader.token_of(tile), (tile + 1) * TILE <= clear_end, most + warp * ROWS, g, t);
     sync_threads();
-    softmax.weigh(s, fields, most, shared + WEIGHTS_AT, o, warp, g, t);
+    softmax.weigh(s, scales, most, shared + WEIGHTS_AT + warp / 4 * GROUP_WEIGHTS, o, warp, g, t);
     fence_proxy_async();
     sync_threads();
     if (tile + 1 < end) {  // after the fence, which may wait for loads
       reader.load(tokens, page, tile + 1);
       page = ahead, ahead = reader.page_of(tile + 3);
     }
-    add_values(shared, o);
+    add_values(shared, o, warp / 4);
     sync_threads();
   }
   store_part(args, rows, softmax, o, most, warp, g, t);
@@ -260,13 +271,13 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
 HOST_TESTABLE(attend, LatentArgs)
 
 // A block: one row of all parts. MERGERS groups of threads take turns with the parts, then the first adds up what they have.
-constexpr int MERGERS = 4, MERGE_THREADS = MERGERS * THREADS, OWN = (LD + THREADS - 1) / THREADS;
+constexpr int MERGERS = 4, MERGER = 128, MERGE_THREADS = MERGERS * MERGER, OWN = (LD + MERGER - 1) / MERGER;
 
 KERNEL(MERGE_THREADS, 2) merge(GRID_CONSTANT LatentArgs args) {
   SHARED_MEMORY(shared);
   float* sums = (float*)shared;  // [MERGERS, LD + 1]: of values and of weights
   pdl_wait();
-  const int item = block_index() / ROWS, n = block_index() % ROWS, thread = thread_index() % THREADS, group = thread_index() / THREADS;
+  const int item = block_index() / ROWS, n = block_index() % ROWS, thread = thread_index() % MERGER, group = thread_index() / MERGER;
   const Rows rows(args, item);
   if (n >= rows.count) return;
   const i64 first = (i64)item * args.splits * ROWS + n;
@@ -282,11 +293,11 @@ KERNEL(MERGE_THREADS, 2) merge(GRID_CONSTANT LatentArgs args) {
     row_sum += sum * by;
 #pragma unroll
     for (int i = 0; i < OWN; i++)
-      if (thread + THREADS * i < LD) x[i] += args.parts[part * LD + thread + THREADS * i] * by;
+      if (thread + MERGER * i < LD) x[i] += args.parts[part * LD + thread + MERGER * i] * by;
   }
 #pragma unroll
   for (int i = 0; i < OWN; i++)
-    if (thread + THREADS * i < LD) sums[group * (LD + 1) + thread + THREADS * i] = x[i];
+    if (thread + MERGER * i < LD) sums[group * (LD + 1) + thread + MERGER * i] = x[i];
   if (thread == 0) sums[group * (LD + 1) + LD] = row_sum;
   sync_threads();
   if (group) return;
@@ -302,7 +313,7 @@ KERNEL(MERGE_THREADS, 2) merge(GRID_CONSTANT LatentArgs args) {
   const i64 at = query * args.out_stride + head * args.out_head_stride;
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
-    const int d = thread + THREADS * i;
+    const int d = thread + MERGER * i;
     if (d >= LD) continue;
     const float y = total(d) * inverse;
     if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = y;

@@ -99,3 +99,20 @@ DEVICE u32 operand_rows(u32 values, int lane) {
 // In units of powers of two: at least the base-2 logarithm of a field's scale, less one.
 DEVICE float exponent_of(u32 field) { return (float)((int)(field >> 10) - 40); }
 DEVICE float marked_scale(u32 field) { return field == INVALID_FIELD ? NOT_A_NUMBER : scale_of(field); }
+
+// Scales of tokens g and g + 8: of the latent as a value, as a key, and of the rope part in units of that.
+struct Scales {
+  float value[2], key[2], rope[2];
+
+  DEVICE_MEMBER explicit Scales(const Fields& fields) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      value[i] = marked_scale(fields.latent >> (16 * i) & 0xFFFF);
+      const float own = R_KIND == RAW ? 1.0f : marked_scale(fields.rope >> (16 * i) & 0xFFFF);
+      // A latent of zeros has a scale of zero; one that is small enough does as well, and the rope part can be told in it.
+      const float least = max_f32(max_f32(value[i], own * 8.6736174e-19f), 7.8886091e-31f);  // 2^-60, 2^-100
+      key[i] = value[i] == value[i] ? least : value[i];
+      rope[i] = own * rcp_approx(least);
+    }
+  }
+};
