@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,10 +81,10 @@ def main() -> int:
         case = Case.create(cell, "cuda", device)
         request, launch = request_of(case), prefill.launcher(device)
         for name, shape in SHAPES.items():
-            ms = timer(lambda shape=shape: prefill.attend_prefill(request, launch, shape=shape))
+            ms = timer(partial(prefill.attend_prefill, request, launch, shape=shape))
             rows.append({"cell": cell.name, "shape": name, **asdict(shape), "ms": ms, "tflops": cell.flops / ms / 1e9})
             print(f"{cell.name:32} {name:24} {ms:8.3f} ms {rows[-1]['tflops']:7.0f} TFLOP/s", flush=True)
-        del case, request
+        del case, request, launch
         torch.cuda.empty_cache()
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")

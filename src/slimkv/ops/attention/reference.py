@@ -84,7 +84,9 @@ def _slots(request: AttendRequest, sequence: int, length: int) -> Tensor:
 
 def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice) -> tuple[Tensor, Tensor]:
     """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim]."""
-    key, value = decode_slots(request.pages, _slots(request, sequence, length), request.codec, request.layout, rotated=True)
+    key, value = decode_slots(
+        request.pages, _slots(request, sequence, length), request.codec, request.layout, rotated=True
+    )
     key, value = key.float(), value.float()
     if request.fresh is not None:
         count = min(rows.stop - rows.start, length)

@@ -157,7 +157,9 @@ def attend_prefill(
     query_blocks = total // (ROWS // group) + sequences
     blocks = query_blocks * num_kv_heads
     state_floats = blocks * 256 * (dim // 2 + 4) if passes > 1 else 0
-    space = torch.empty(key_bytes + value_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device)
+    space = torch.empty(
+        key_bytes + value_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device
+    )
     keys = space.data_ptr()
     units = keys + key_bytes + value_bytes
     key, value, spec = request.codec.key_tables, request.codec.value_tables, layout.spec

@@ -216,6 +216,9 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       }
     };
     auto rescale_output = [&] {
+#if E4M3_VALUES  // sums follow the output; elsewhere they are made with the probabilities
+      softmax.row_sum[0] *= softmax.rescale[0], softmax.row_sum[1] *= softmax.rescale[1];
+#endif
       if (softmax.needs_rescale)
 #pragma unroll
         for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
@@ -302,7 +305,6 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       wgmma_fence_operand(digits);
       softmax.add_sums(digits, inverse, t);
       inverse = unit.value_inverse;
-      softmax.row_sum[0] *= softmax.rescale[0], softmax.row_sum[1] *= softmax.rescale[1];
 #endif
       rescale_output();
 #if E4M3_VALUES
