@@ -32,6 +32,7 @@ class AttendCell:
     sliding_window: int | None = None
     softcap: float = 0.0
     sinks: bool = False
+    prefill: str = "16bit"
 
     @property
     def layout(self) -> PageLayout:
@@ -153,7 +154,21 @@ MORE_ATTEND_CELLS = (
     replace(
         _BIG, name="prefill-2048q-1x16K-d256", batch=1, context=16384, queries=2048, num_heads=16, head_dim=256
     ),
+    replace(_BIG, name="prefill-2048q-1x128K", batch=1, context=131072, queries=2048),
+    replace(_BIG, name="prefill-8192q-1x8K", batch=1, context=8192, queries=8192),
 )  # fmt: skip
+_PREFILLED = (
+    "prefill-2048q-1x32K",
+    "prefill-2048q-1x128K",
+    "prefill-8192q-1x8K",
+    "chunk-512q-16x8K",
+    "prefill-2048q-1x16K-d64",
+)
+MORE_ATTEND_CELLS += tuple(
+    replace(cell, name=f"{cell.name}-8bit", prefill="8bit")
+    for cell in ATTEND_CELLS + MORE_ATTEND_CELLS
+    if cell.name in _PREFILLED
+)
 
 _CHUNK = StoreCell("", tokens=8192)
 STORE_CELLS = (

@@ -44,12 +44,9 @@ def byte_levels(bits: int, dim: int) -> ByteLevels:
     book = codebook(bits, dim)
     positive = book.levels[len(book.levels) // 2 :]
     mass = positive_moments(positive / book.unit, dim)[0]
-    best = (np.inf, 1.0)
-    for top in np.arange(_LARGEST_LEVEL / 2, _LARGEST_LEVEL, 1 / 32):
-        factor = float(np.float32(top / positive[-1]))
-        error = (e4m3(positive * factor) / factor - positive) / book.unit
-        distortion = float((mass * error**2).sum())
-        if distortion < best[0] - 1e-10:  # clearly better, not better by the last bit of a machine's libm
-            best = (distortion, factor)
-    levels = book.levels_by_code
-    return ByteLevels(np.rint(2 * levels).astype(np.int64), e4m3(levels * best[1]), best[1], best[0])
+    factors = np.float32(np.arange(_LARGEST_LEVEL / 2, _LARGEST_LEVEL, 1 / 32) / positive[-1]).astype(np.float64)
+    errors = (e4m3(positive * factors[:, None]) / factors[:, None] - positive) / book.unit
+    distortions = (mass * errors**2).sum(1)
+    best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first; a machine's last bit decides nothing
+    levels, factor = book.levels_by_code, float(factors[best])
+    return ByteLevels(np.rint(2 * levels).astype(np.int64), e4m3(levels * factor), factor, float(distortions[best]))

@@ -188,13 +188,10 @@ template <int N> struct WgmmaBytes {
       c[at] = sum;
     });
   }
-  static void e4m3(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    e4m3_from<true>(c, a0, a1, a2, a3, b);
-  }
   // The tensor cores of sm_90 keep about 14 bits of such sums, and drop the others.
-  template <bool ADD> static void e4m3_from(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  static void e4m3(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
     each("e4m3", a0, a1, a2, a3, b, [&](int at, const u8* row, const u8* column) {
-      double sum = ADD ? c[at] : 0.0;
+      double sum = add ? c[at] : 0.0;
       for (int k = 0; k < 32; k++) sum += (double)e4m3_to_f32(row[k]) * e4m3_to_f32(column[k]);
       c[at] = as_float(as_bits((float)sum) & ~0x3FFu);
     });

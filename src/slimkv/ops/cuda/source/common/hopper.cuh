@@ -105,7 +105,7 @@ template <int N> struct Wgmma;
     }                                                                                                                  \
   };
 // Of bytes: c [64, N] (+)= A B, A 64 x 32 in the lanes' fragments, B N x 32, 32 side by side.
-// s8: signed, with c as integers; ADD: to what c holds, else from zero. e4m3: with c as floats, added (e4m3_from: or from zero).
+// s8: signed, with c as integers; ADD: to what c holds, else from zero. e4m3: with c as floats; add: likewise.
 // Sums of e4m3 keep 14 bits or so, whatever registers they are in: long ones need to be added up elsewhere.
 #define HELD_INTEGERS_4(i) "+r"(c[i]), "+r"(c[i + 1]), "+r"(c[i + 2]), "+r"(c[i + 3])
 #define HELD_INTEGERS_8(i) HELD_INTEGERS_4(i), HELD_INTEGERS_4(i + 4)
@@ -119,17 +119,17 @@ template <int N> struct WgmmaBytes;
                    "k32.s32.s8.s8 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p;\n}"               \
                    : HELD_INTEGERS_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD));                 \
     }                                                                                                                  \
-    DEVICE_MEMBER static void e4m3(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {                         \
+    DEVICE_MEMBER static void e4m3(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {                \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N             \
                    "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1;\n}"     \
-                   : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(1));                                 \
+                   : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));                               \
     }                                                                                                                  \
   };
 template <> struct WgmmaBytes<8> {
-  template <bool ADD> DEVICE_MEMBER static void e4m3_from(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  DEVICE_MEMBER static void e4m3(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\nwgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, p, 1, 1;\n}"
-                 : HELD_4(0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD));
+                 : HELD_4(0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
   }
 };
 SLIMKV_WGMMA_BYTES(64, 32, "32", "33", "34", "35", "36", "37")

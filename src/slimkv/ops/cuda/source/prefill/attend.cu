@@ -87,16 +87,15 @@ DEVICE void start_scores(float (&s)[N], u32 queries, u32 keys) {
 #endif
 
 #if E4M3_VALUES
-DEVICE void start_output(float (&o)[D / 2], float (&digits)[4], const u32 (&p)[N / 4], u32 values) {
+DEVICE void start_output(float (&o)[D / 2], float (&digits)[4], const u32 (&p)[N / 4], u32 values, bool add) {
   const u64 b = smem_descriptor(values, 16), last = smem_descriptor(values + STEP * D, 16);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < STEP / 32; k++)
-    WgmmaBytes<D>::e4m3(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 32 >> 4));
-  WgmmaBytes<8>::e4m3_from<false>(digits, p[0], p[1], p[2], p[3], last);
+    WgmmaBytes<D>::e4m3(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 32 >> 4), k > 0 || add);
 #pragma unroll
-  for (int k = 1; k < STEP / 32; k++)
-    WgmmaBytes<8>::e4m3_from<true>(digits, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], last + (k * 32 >> 4));
+  for (int k = 0; k < STEP / 32; k++)
+    WgmmaBytes<8>::e4m3(digits, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], last + (k * 32 >> 4), k > 0);
   wgmma_commit();
 }
 
@@ -105,23 +104,31 @@ struct Totals {
   float* mine;  // every 1,024th float of shared memory, by fours
   float row_max[2];
 
-  // o becomes the sum of both, relative to `now`.
-  DEVICE_MEMBER void add_to(float (&o)[D / 2], const float (&now)[2]) const {
-    float by[2];
+  DEVICE_MEMBER void clear() {
 #pragma unroll
-    for (int r = 0; r < 2; r++) by[r] = row_max[r] == MINUS_INFINITY ? 0.0f : exp2_approx(row_max[r] - now[r]);
+    for (int i = 0; i < D / 2; i += 4) *(Words4*)(mine + i * 256) = {0, 0, 0, 0};
+  }
+  DEVICE_MEMBER float factor(int r, float now) const { return row_max[r] == MINUS_INFINITY ? 0.0f : exp2_approx(row_max[r] - now); }
+  // Adds o, which is relative to `now`.
+  DEVICE_MEMBER void add(const float (&o)[D / 2], const float (&now)[2]) {
+    const float by[2] = {factor(0, now[0]), factor(1, now[1])};
 #pragma unroll
     for (int i = 0; i < D / 2; i += 4) {
-      const Words4 was = *(const Words4*)(mine + i * 256);
-      o[i] = fma_rn(as_float(was.x), by[0], o[i]), o[i + 1] = fma_rn(as_float(was.y), by[0], o[i + 1]);
-      o[i + 2] = fma_rn(as_float(was.z), by[1], o[i + 2]), o[i + 3] = fma_rn(as_float(was.w), by[1], o[i + 3]);
+      Words4 x = *(const Words4*)(mine + i * 256);
+      x.x = as_bits(fma_rn(as_float(x.x), by[0], o[i])), x.y = as_bits(fma_rn(as_float(x.y), by[0], o[i + 1]));
+      x.z = as_bits(fma_rn(as_float(x.z), by[1], o[i + 2])), x.w = as_bits(fma_rn(as_float(x.w), by[1], o[i + 3]));
+      *(Words4*)(mine + i * 256) = x;
     }
-  }
-  DEVICE_MEMBER void set(const float (&o)[D / 2], const float (&now)[2]) {
-#pragma unroll
-    for (int i = 0; i < D / 2; i += 4)
-      *(Words4*)(mine + i * 256) = {as_bits(o[i]), as_bits(o[i + 1]), as_bits(o[i + 2]), as_bits(o[i + 3])};
     row_max[0] = now[0], row_max[1] = now[1];
+  }
+  DEVICE_MEMBER void add_to(float (&o)[D / 2], const float (&now)[2]) const {
+    const float by[2] = {factor(0, now[0]), factor(1, now[1])};
+#pragma unroll
+    for (int i = 0; i < D / 2; i += 4) {
+      const Words4 x = *(const Words4*)(mine + i * 256);
+      o[i] = fma_rn(as_float(x.x), by[0], o[i]), o[i + 1] = fma_rn(as_float(x.y), by[0], o[i + 1]);
+      o[i + 2] = fma_rn(as_float(x.z), by[1], o[i + 2]), o[i + 3] = fma_rn(as_float(x.w), by[1], o[i + 3]);
+    }
   }
 };
 #else
@@ -189,7 +196,9 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 #endif
 #if E4M3_VALUES
     float digits[4];
+    bool add = true;  // what products find in o
     Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128), {MINUS_INFINITY, MINUS_INFINITY}};
+    if (w.count > PROMOTE) totals.clear();
 #endif
     const u32 queries = shared_address(operand), keys = shared_address(rings.keys), values = shared_address(rings.values);
     const TileScale* tile_scales = args.tile_scales + ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile + w.tile;
@@ -207,6 +216,9 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       }
     };
     auto rescale_output = [&] {
+#if E4M3_VALUES  // sums follow the output; elsewhere they are made with the probabilities
+      softmax.row_sum[0] *= softmax.rescale[0], softmax.row_sum[1] *= softmax.rescale[1];
+#endif
       if (softmax.needs_rescale)
 #pragma unroll
         for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
@@ -229,7 +241,8 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     };
     auto start_products = [&](int at) {
 #if E4M3_VALUES
-      start_output(o, digits, p, values + at * VALUES_BYTES);
+      start_output(o, digits, p, values + at * VALUES_BYTES, add);
+      add = true;
 #else
       start_output(o, p, values + at * VALUES_BYTES);
 #endif
@@ -292,15 +305,12 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       wgmma_fence_operand(digits);
       softmax.add_sums(digits, inverse, t);
       inverse = unit.value_inverse;
-      softmax.row_sum[0] *= softmax.rescale[0], softmax.row_sum[1] *= softmax.rescale[1];
 #endif
       rescale_output();
 #if E4M3_VALUES
       if (i % PROMOTE == 0) {
-        if (i > PROMOTE) totals.add_to(o, softmax.row_max);
-        totals.set(o, softmax.row_max);
-#pragma unroll
-        for (int k = 0; k < D / 2; k++) o[k] = 0.0f;
+        totals.add(o, softmax.row_max);
+        add = false;
       }
 #endif
       pack();
