@@ -63,7 +63,9 @@ def compare(a: Document, b: Document, name_a: str = "A", name_b: str = "B") -> C
         if key not in right:
             continue
         one, other = float(figure["value"]), float(right[key]["value"])
-        lines.append(Line(*key, one, other, other - one, tests.get(key, "same" if one == other else "")))
+        format, metric, task, length = key
+        word = tests.get(key, "same" if one == other else "")
+        lines.append(Line(format, metric, task, length, one, other, other - one, word))
     return Comparison(
         name_a, name_b, differs, tuple(lines), len(left.keys() - right.keys()), len(right.keys() - left.keys())
     )

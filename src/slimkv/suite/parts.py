@@ -61,6 +61,15 @@ def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[
     return kept
 
 
+def _window(bench: Workbench, tokens: int, what: str, notes: list[str]) -> int:
+    """Tokens of a window that the model's positions and the text allow."""
+    allowed = min(tokens, bench.text_tokens, bench.max_positions or tokens)
+    if allowed < tokens:
+        why = "the text" if allowed == bench.text_tokens else "the model's positions"
+        notes.append(f"{what}: {allowed:,} tokens in place of {tokens:,}, which {why} does not reach")
+    return allowed
+
+
 def _reading(settings: SuiteSettings, tokens: float) -> float:
     return tokens * len(settings.formats)
 
@@ -83,7 +92,12 @@ def _memory(bench: Workbench, notes: list[str]) -> list[Part]:
 
 def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, size = bench.settings, bench.settings.size
-    tokens = min([size.window_tokens, *([bench.max_positions] if bench.max_positions else [])])
+    tokens = _window(bench, size.window_tokens, "agreement", notes)
+    count = min(size.windows, bench.text_tokens // tokens)
+    if count < size.windows:
+        notes.append(
+            f"agreement: {count} windows in place of {size.windows}, the text is shorter; give a longer --text"
+        )
 
     def run(bench: Workbench, progress: Progress) -> Data:
         from slimkv.evals.agreement import measure_agreement
@@ -98,7 +112,7 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
             if format == RAW:
                 counts.extend(len(block) for block in blocks)
 
-        windows = token_windows(bench.tokenizer, bench.text, size.windows, tokens)
+        windows = token_windows(bench.tokenizer, bench.text, count, tokens)
         packed = [kind.name for kind in bench.kinds()[1:]]
         report = measure_agreement(
             bench.loaded.model, windows, packed, name=settings.model, progress=progress,
@@ -106,8 +120,8 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
         )  # fmt: skip
         return {**asdict(report), "block_losses": losses, "block_tokens": counts}
 
-    given = {"formats": settings.formats, "windows": size.windows, "tokens": tokens, "text": bench.text_digest}
-    weight = _reading(settings, size.windows * tokens)
+    given = {"formats": settings.formats, "windows": count, "tokens": tokens, "text": bench.text_digest}
+    weight = _reading(settings, count * tokens)
     return [Part("agreement", "agreement", "perplexity, agreement, KL divergence", given, weight, run)]
 
 
@@ -118,7 +132,7 @@ def _used(bench: Workbench, names: list[str]) -> Any:
 
 def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
     settings = bench.settings
-    tokens = min([settings.size.position_tokens, *([bench.max_positions] if bench.max_positions else [])])
+    tokens = _window(bench, settings.size.position_tokens, "positions", notes)
 
     def run(bench: Workbench, progress: Progress) -> Data:
         from slimkv.evals.positions import measure_positions
@@ -156,7 +170,11 @@ def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
         weight = _reading(settings, 4 * len(depths) * (context + 100))
         return Part(f"needle-{context}", "needle", f"needle grid at {context:,} tokens", given, weight, run)
 
-    return [at(context) for context in _fitting(bench, settings.size.needle_contexts, "needle", notes)]
+    fitting = _fitting(bench, settings.size.needle_contexts, "needle", notes)
+    if long := [context for context in fitting if context > bench.text_tokens]:
+        told = ", ".join(f"{context:,}" for context in long)
+        notes.append(f"needle: contexts of {told} tokens are left out, the text is shorter; give a longer --text")
+    return [at(context) for context in fitting if context not in long]
 
 
 def task_contexts(bench: Workbench, task: str, length: int) -> list[Any]:
