@@ -317,12 +317,19 @@ def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
 
 def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
     """Engines under load with a model of random weights: the memory and the speed are those of its shape."""
-    settings = bench.settings
+    from slimkv.bench.serve import DTYPES
+
+    settings, on_gpu = bench.settings, bench.settings.device != "cpu"
     plain = [f for f in settings.formats if f != RAW and not f.endswith(WITH_CALIBRATION)]
-    sizes: Data = {} if settings.device != "cpu" else {
-        "shape": "tiny", "context": 512, "requests": 3, "output": 8, "most_requests": 4, "arrivals": 6, "rate": 4.0,
-        "eager": True, "extra": (("dtype", settings.dtype),),
-    }  # fmt: skip
+    sizes: Data = {"dtype": settings.dtype}
+    if not on_gpu:
+        sizes |= {
+            "shape": "tiny", "context": 512, "requests": 3, "output": 8, "most_requests": 4, "arrivals": 6,
+            "rate": 4.0, "eager": True,
+        }  # fmt: skip
+        if dropped := [f for f in plain if f == "fp8" or f.startswith("turboquant")]:
+            notes.append(f"serve: {', '.join(dropped)} are vLLM's own caches, which need a GPU")
+        plain = [f for f in plain if f not in dropped]
 
     def of(system: str) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
@@ -341,4 +348,4 @@ def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
         title = f"vLLM under load: {system}"
         return Part(f"serve-{system}", "serve", title, {"system": system, **sizes}, 2 * _START, run)
 
-    return [of(system) for system in ("bf16", *plain)]
+    return [of(system) for system in (DTYPES[settings.dtype], *plain)]
