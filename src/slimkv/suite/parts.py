@@ -275,6 +275,7 @@ def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
         )  # fmt: skip
         model = bench.loaded.model
         report = asdict(time_generation(wanted, model, _used(bench, list(packed))))
+        del report["run"]  # the whole run has one
         cache_bytes = {}
         for kind in bench.kinds():
             cache_bytes[kind.name] = _one_token_bytes(model, kind)
