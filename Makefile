@@ -76,11 +76,11 @@ $(VLLM_VENV)/.ready: requirements/torch.txt requirements/vllm.txt requirements/v
 VLLM_TESTS ?= "not extended"
 
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py -m $(VLLM_TESTS) -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py tests/suite/test_vllm_engine.py -m $(VLLM_TESTS) -n 2 --dist loadfile
 
 # Hybrids, stores shared by processes, calibration inside the engine: many engines, for before a release.
 test-vllm-extended: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm -m extended -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/suite/test_vllm_engine.py -m extended -n 2 --dist loadfile
 
 # SGLang too. On a CPU it runs with torch_native attention and a stand-in for its kernel package, which a .pth file brings.
 SGLANG_VENV ?= .venv-sglang

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -89,3 +90,19 @@ def test_unknown_tasks_are_refused(tiny_folder, folder):
         evaluate(model, ("nonsense",), None, folder)
     with pytest.raises(InputError, match="no folder /nowhere"):
         evaluate(model, TASKS, None, "/nowhere")
+
+
+def test_the_guides_python(tiny_folder, folder, monkeypatch, capsys):
+    """As it stands, but for a small model and a task that needs no network."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "suite.md").read_text(encoding="utf-8")
+    code = re.search(r"<!-- needs: lm_eval -->\n```python\n(.*?)```", guide, re.S)[1]
+    assert 'tasks=["hellaswag"], limit=20' in code
+    code = code.replace("hellaswag", "slimkv_seasons").replace("limit=20", "limit=2")
+    manager, evaluate = TaskManager(include_path=folder, include_defaults=False), lm_eval.simple_evaluate
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **given: evaluate(**given, task_manager=manager))
+    monkeypatch.setattr(models, "default", lambda: models.load(str(tiny_folder)))
+    exec(compile(code, "suite.md", "exec"), {})
+    assert "slimkv_seasons" in capsys.readouterr().out

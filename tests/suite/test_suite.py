@@ -203,6 +203,24 @@ def test_two_runs_side_by_side(run, tiny_folder, tmp_path):
     assert "has no results.json" in refused.output
 
 
+def test_a_model_with_sliding_windows(tiny_folder, tmp_path):
+    """Windows that are full cannot be cropped: every question, and the second timing of decoding, has a copy."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=49152, head_dim=32, max_position_embeddings=256, sliding_window=48, pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = tmp_path / "model"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    for path in tiny_folder.glob("*token*"):
+        shutil.copy(path, model)
+    more = {**SLICE, "formats": ("k4v4",), "decode_context": 64, "parts": ("tasks", "generate")}
+    results = run_suite(make_settings("smoke", str(model), device="cpu", **more), tmp_path / "out")
+    assert results["failed"] == []
+    assert all(row["decode"]["tokens_per_second"] > 0 for row in results["summary"]["rows"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

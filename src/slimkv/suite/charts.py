@@ -25,6 +25,7 @@ svg .bar { fill: var(--accent); opacity: 0.85; } svg .bar.quiet { fill: var(--so
 .same-bytes td { border-top: 2px solid var(--soft); }
 .tag { font-size: 13px; padding: 1px 7px; border-radius: 9px; border: 1px solid var(--line); white-space: nowrap; }
 .tag.worse { color: #d9480f; border-color: #d9480f; } .tag.better { color: #2b8a3e; border-color: #2b8a3e; }
+#costs th, #costs td { padding: 7px 8px; font-size: 14.5px; }
 .failed { border-color: #d9480f; }
 ul.words { margin: 0; padding-left: 20px; }
 """

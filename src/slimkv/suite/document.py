@@ -25,8 +25,8 @@ def section(results: Document) -> str:
     lines = [
         f"### `{results['suite']}` on {results['model']}",
         "",
-        f"`{run['command']}`, {results['engine']} on {run['device']}, {run['cpu_threads']} threads, "
-        f"{results['seconds'] / 60:.0f} minutes, {run['date']}; {versions}. {size['windows']} windows of "
+        f"`{run['command']}`, {results['engine']} on {run['device']}, {_threads(run['cpu_threads'])}, "
+        f"{results['seconds'] / 60:.0f} minutes ({results['cpu_seconds'] / 60:.0f} of processor time), {run['date']}; {versions}. {size['windows']} windows of "
         f"{size['window_tokens']:,} tokens; {asked} questions in contexts of {lengths} tokens.",
         "",
         markdown_table(results),
@@ -34,6 +34,10 @@ def section(results: Document) -> str:
         *(f"- {line}" for line in words(results)),
     ]
     return "\n".join(lines)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count != 1 else ''}"
 
 
 def results_in(folder: Path) -> list[Document]:

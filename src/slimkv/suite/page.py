@@ -246,8 +246,8 @@ def _tiles(results: Document) -> str:
         and "answers_test" in row and row.get("smaller")
     ]  # fmt: skip
     if lossless:
-        best = max(lossless, key=lambda row: row["smaller"])
-        told = f"smaller than bf16: {best['format']}, answers {NOT_DISTINGUISHABLE} from raw"
+        best = max(lossless, key=lambda row: (row["smaller"], -row.get("kl", 0.0)))
+        told = f"smaller than bf16: {best['format']}, answers to the tasks {NOT_DISTINGUISHABLE} from raw"
         tiles.append(tile(f"{best['smaller']:.2f}x", told))
     for calibrated, other in (("k4v4+cal", "turboquant_4bit_nc"), ("k3v3+cal", "turboquant_3bit_nc")):
         if rows.get(calibrated, {}).get("kl") and rows.get(other, {}).get("kl"):

@@ -61,6 +61,15 @@ def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[
     return kept
 
 
+def _window(bench: Workbench, tokens: int, what: str, notes: list[str]) -> int:
+    """Tokens of a window that the model's positions and the text allow."""
+    allowed = min(tokens, bench.text_tokens, bench.max_positions or tokens)
+    if allowed < tokens:
+        why = "the text" if allowed == bench.text_tokens else "the model's positions"
+        notes.append(f"{what}: {allowed:,} tokens in place of {tokens:,}, which {why} does not reach")
+    return allowed
+
+
 def _reading(settings: SuiteSettings, tokens: float) -> float:
     return tokens * len(settings.formats)
 
@@ -83,7 +92,12 @@ def _memory(bench: Workbench, notes: list[str]) -> list[Part]:
 
 def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, size = bench.settings, bench.settings.size
-    tokens = min([size.window_tokens, *([bench.max_positions] if bench.max_positions else [])])
+    tokens = _window(bench, size.window_tokens, "agreement", notes)
+    count = min(size.windows, bench.text_tokens // tokens)
+    if count < size.windows:
+        notes.append(
+            f"agreement: {count} windows in place of {size.windows}, the text is shorter; give a longer --text"
+        )
 
     def run(bench: Workbench, progress: Progress) -> Data:
         from slimkv.evals.agreement import measure_agreement
@@ -98,7 +112,7 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
             if format == RAW:
                 counts.extend(len(block) for block in blocks)
 
-        windows = token_windows(bench.tokenizer, bench.text, size.windows, tokens)
+        windows = token_windows(bench.tokenizer, bench.text, count, tokens)
         packed = [kind.name for kind in bench.kinds()[1:]]
         report = measure_agreement(
             bench.loaded.model, windows, packed, name=settings.model, progress=progress,
@@ -106,8 +120,8 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
         )  # fmt: skip
         return {**asdict(report), "block_losses": losses, "block_tokens": counts}
 
-    given = {"formats": settings.formats, "windows": size.windows, "tokens": tokens, "text": bench.text_digest}
-    weight = _reading(settings, size.windows * tokens)
+    given = {"formats": settings.formats, "windows": count, "tokens": tokens, "text": bench.text_digest}
+    weight = _reading(settings, count * tokens)
     return [Part("agreement", "agreement", "perplexity, agreement, KL divergence", given, weight, run)]
 
 
@@ -118,7 +132,7 @@ def _used(bench: Workbench, names: list[str]) -> Any:
 
 def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
     settings = bench.settings
-    tokens = min([settings.size.position_tokens, *([bench.max_positions] if bench.max_positions else [])])
+    tokens = _window(bench, settings.size.position_tokens, "positions", notes)
 
     def run(bench: Workbench, progress: Progress) -> Data:
         from slimkv.evals.positions import measure_positions
@@ -156,7 +170,11 @@ def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
         weight = _reading(settings, 4 * len(depths) * (context + 100))
         return Part(f"needle-{context}", "needle", f"needle grid at {context:,} tokens", given, weight, run)
 
-    return [at(context) for context in _fitting(bench, settings.size.needle_contexts, "needle", notes)]
+    fitting = _fitting(bench, settings.size.needle_contexts, "needle", notes)
+    if long := [context for context in fitting if context > bench.text_tokens]:
+        told = ", ".join(f"{context:,}" for context in long)
+        notes.append(f"needle: contexts of {told} tokens are left out, the text is shorter; give a longer --text")
+    return [at(context) for context in fitting if context not in long]
 
 
 def task_contexts(bench: Workbench, task: str, length: int) -> list[Any]:
@@ -257,6 +275,7 @@ def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
         )  # fmt: skip
         model = bench.loaded.model
         report = asdict(time_generation(wanted, model, _used(bench, list(packed))))
+        del report["run"]  # the whole run has one
         cache_bytes = {}
         for kind in bench.kinds():
             cache_bytes[kind.name] = _one_token_bytes(model, kind)
@@ -299,12 +318,19 @@ def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
 
 def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
     """Engines under load with a model of random weights: the memory and the speed are those of its shape."""
-    settings = bench.settings
+    from slimkv.bench.serve import DTYPES
+
+    settings, on_gpu = bench.settings, bench.settings.device != "cpu"
     plain = [f for f in settings.formats if f != RAW and not f.endswith(WITH_CALIBRATION)]
-    sizes: Data = {} if settings.device != "cpu" else {
-        "shape": "tiny", "context": 512, "requests": 3, "output": 8, "most_requests": 4, "arrivals": 6, "rate": 4.0,
-        "eager": True, "extra": (("dtype", settings.dtype),),
-    }  # fmt: skip
+    sizes: Data = {"dtype": settings.dtype}
+    if not on_gpu:
+        sizes |= {
+            "shape": "tiny", "context": 512, "requests": 3, "output": 8, "most_requests": 4, "arrivals": 6,
+            "rate": 4.0, "eager": True,
+        }  # fmt: skip
+        if dropped := [f for f in plain if f == "fp8" or f.startswith("turboquant")]:
+            notes.append(f"serve: {', '.join(dropped)} are vLLM's own caches, which need a GPU")
+        plain = [f for f in plain if f not in dropped]
 
     def of(system: str) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
@@ -323,4 +349,4 @@ def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
         title = f"vLLM under load: {system}"
         return Part(f"serve-{system}", "serve", title, {"system": system, **sizes}, 2 * _START, run)
 
-    return [of(system) for system in ("bf16", *plain)]
+    return [of(system) for system in (DTYPES[settings.dtype], *plain)]

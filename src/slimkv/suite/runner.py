@@ -148,7 +148,7 @@ def run_suite(settings: SuiteSettings, folder: Path, watcher: Watcher | None = N
     bench = Workbench(settings, folder)
     bench.check()
     (folder / _KEPT).mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
+    begin, worked = time.monotonic(), time.process_time()
     parts, notes = plan_parts(bench)
     if not parts:
         raise InputError(f"nothing to measure: the parts {', '.join(settings.parts)} do not run with {settings.engine}")
@@ -169,10 +169,23 @@ def run_suite(settings: SuiteSettings, folder: Path, watcher: Watcher | None = N
     document = {
         "version": RESULTS_VERSION, "suite": settings.name, "model": settings.model, "engine": settings.engine,
         "settings": asdict(settings), "formats": list(bench.formats), "notes": notes,
-        "run": asdict(provenance(settings.device)), "seconds": round(time.monotonic() - begin, 1),
+        "run": asdict(provenance(settings.device, _command())), "seconds": round(time.monotonic() - begin, 1),
+        "cpu_seconds": round(time.process_time() - worked, 1),
         "failed": [r["name"] for r in records if r["status"] == FAILED], "parts": records,
     }  # fmt: skip
     return write_all(document, folder)
+
+
+def _command() -> str:
+    """How the run was called, without where its folder is: the result does not depend on it."""
+    words, out = provenance().command.split(" "), []
+    while words:
+        word = words.pop(0)
+        if word == "--out" and words:
+            words.pop(0)
+        elif word != "--json" and not word.startswith("--out="):
+            out.append(word)
+    return " ".join(out)
 
 
 def _unused(bench: Workbench, progress: Any) -> dict[str, Any]:

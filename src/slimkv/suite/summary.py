@@ -183,7 +183,7 @@ def _add_lm_eval(document: Document, rows: dict[str, Document]) -> None:
 def _add_serving(document: Document, rows: dict[str, Document]) -> None:
     for part in parts_of(document, "serve"):
         for system, found in part["systems"].items():
-            name = RAW if system == "bf16" else system
+            name = RAW if system in ("bf16", "fp32") else system
             if name in rows:
                 rows[name]["serving"] = {
                     "kv_tokens": found.get("kv_tokens"),

@@ -82,6 +82,11 @@ class Workbench:
         return load_text(self.settings.text)
 
     @cached_property
+    def text_tokens(self) -> int:
+        """Tokens of the text."""
+        return len(self.tokenizer(self.text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    @cached_property
     def tasks(self) -> TaskMaker:
         """Makes the synthetic tasks."""
         return TaskMaker(self.tokenizer, self.text)
