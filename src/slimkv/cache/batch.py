@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimkv.arguments import typed
 from slimkv.errors import InputError
 
 
@@ -23,6 +24,7 @@ class AttentionBatch:
     max_seq_len: int
 
     @classmethod
+    @typed
     def build(
         cls,
         blocks: Sequence[Sequence[int]],

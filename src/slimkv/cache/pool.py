@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
+from slimkv.arguments import typed
 from slimkv.cache.allocator import BlockAllocator
 from slimkv.cache.batch import AttentionBatch
 from slimkv.codec import Codec
@@ -24,6 +25,7 @@ class PagedPool:
     rounded; see ``slimkv.ops.store_kv``.
     """
 
+    @typed
     def __init__(
         self,
         spec: CodecSpec,
@@ -51,6 +53,7 @@ class PagedPool:
         """Bytes the pages occupy; equals ``layout.pool_bytes(blocks, num_kv_heads)``."""
         return self.pages.untyped_storage().nbytes()
 
+    @typed
     def grow(self, blocks: int) -> None:
         """Enlarges the pool to ``blocks`` blocks, keeping what is stored."""
         extra = blocks - self.allocator.count
@@ -66,6 +69,7 @@ class PagedPool:
         self.allocator = BlockAllocator(blocks)
         self._replace(fresh)
 
+    @typed
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
         """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
         pages, size = self.pages, self.layout.block_size
@@ -86,6 +90,7 @@ class PagedPool:
     def _replace(self, pages: Tensor) -> None:
         self.pages, self._plan = pages, None
 
+    @typed
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Copies whole blocks."""
         if len(source) != len(target):
@@ -119,6 +124,7 @@ class PagedPool:
             )  # fmt: skip
         self._plan.run(key, value, slot_mapping, index)
 
+    @typed
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -130,6 +136,7 @@ class PagedPool:
             **kwargs,
         )  # fmt: skip
 
+    @typed
     def gather(self, slots: Tensor, dtype: torch.dtype = torch.float32, rotated: bool = False) -> tuple[Tensor, Tensor]:
         """slots [tokens] -> dense K and V; see ``slimkv.ops.gather_kv``."""
         return ops.gather_kv(

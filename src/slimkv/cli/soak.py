@@ -27,6 +27,8 @@ def soak(
     cancelled: Annotated[float, typer.Option(help="Share of the requests whose client hangs up.")] = 0.3,
     cache_tokens: Annotated[int, typer.Option(help="Tokens of the KV cache: few, so that vLLM preempts.")] = 2048,
     max_model_len: Annotated[int, typer.Option(help="Tokens of one request at most.")] = 768,
+    answers: Annotated[int, typer.Option(help="Greedy answers that must not change.")] = 8,
+    request_seconds: Annotated[float, typer.Option(help="A request without an answer by then has failed.")] = 300.0,
     growth_mib: Annotated[float, typer.Option(help="MiB that memory may grow by after a third of the load.")] = 32.0,
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of the random load.")] = 0,
@@ -41,7 +43,7 @@ def soak(
     with user_errors():
         settings = SoakSettings(
             model, format, seconds, requests, concurrency, rate, cancelled, cache_tokens, max_model_len,
-            growth_mib=growth_mib, dtype=dtype, seed=seed,
+            answers=answers, request_seconds=request_seconds, growth_mib=growth_mib, dtype=dtype, seed=seed,
         )  # fmt: skip
         report = soak_server(settings, console(stderr=True).print, logs)
     if out is not None:

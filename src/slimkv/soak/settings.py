@@ -53,7 +53,7 @@ class SoakSettings:
     growth_mib: float = 32.0
     sample_seconds: float = 2.0
     request_seconds: float = 300.0
-    start_seconds: float = 600.0
+    start_seconds: float = 1200.0
     dtype: str = "float32"
     seed: int = 0
 

@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from slimkv.arguments import typed, typed_fields
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, check_pages
@@ -22,6 +23,7 @@ MIN_TRITON_HEAD_DIM = 32
 
 
 @dataclass(frozen=True)
+@typed_fields()
 class AttendOptions:
     """What a model asks of its attention beside the tensors.
 
@@ -150,6 +152,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@typed
 def attend(
     query: Tensor,
     pages: Tensor,

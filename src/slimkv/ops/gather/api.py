@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimkv.arguments import typed
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
@@ -39,6 +40,7 @@ REGISTRY = Registry(
 )
 
 
+@typed
 def gather_kv(
     pages: Tensor,
     slots: Tensor,
