@@ -45,7 +45,7 @@ class _Rule:
 
     def check(self, value: Any) -> None:
         if isinstance(value, self.classes):
-            if type(value) is bool and not self.takes_bool and object not in self.classes:
+            if type(value) is bool and not self.takes_bool:
                 self.refuse(value)
             if self.is_sequence and isinstance(value, _TEXTS):
                 self.refuse(value)
@@ -82,7 +82,7 @@ def _kinds(annotation: Any) -> tuple[Any, ...] | None:
         return (origin,)
     if annotation is None:
         return (type(None),)
-    if isinstance(annotation, type) and annotation is not object and origin is None:
+    if isinstance(annotation, type) and annotation not in (object, Any) and origin is None:
         return (annotation,)
     return None
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimkv.arguments import typed
 from slimkv.calibration import file
 from slimkv.calibration.identity import ModelIdentity
 from slimkv.calibration.positions import position_edges
@@ -46,6 +47,7 @@ class Calibration:
     # -- the file ------------------------------------------------------------------------------------------------------
 
     @classmethod
+    @typed
     def load(cls, path: str | Path) -> Calibration:
         """From a file; raises ``CorruptDataError`` if it is truncated or altered."""
         about, tensors = file.read(Path(path))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimkv.arguments import typed
+from slimkv.arguments import describe, typed
 from slimkv.codec import pack, quantize
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, codebook
 from slimkv.codec.quantize import Encoded, SideTables
@@ -176,9 +176,8 @@ class Codec:
 
     def _check(self, x: Tensor, dim: int, name: str) -> None:
         if x.ndim == 0 or x.shape[-1] != dim:
-            if x.ndim == 0:
-                raise InputError(f"{name} must be vectors of {dim} dimensions, not a single number")
-            raise InputError(f"{name} vectors have {x.shape[-1]} dimensions; this codec is for {dim}")
+            found = x.shape[-1] if x.ndim else 0
+            raise InputError(f"{name} vectors have {found} dimensions; this codec is for {dim}: {describe(x)}")
         if x.dtype not in FLOAT_DTYPES:
             raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
         if x.device != self.device:

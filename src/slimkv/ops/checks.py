@@ -12,6 +12,20 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 
 
+def check_slot_range(name: str, slots: Tensor, pages: Tensor, layout: PageLayout, least: int | None = None) -> None:
+    """Raises for a slot beyond the pages, or below ``least``; on a CPU, where looking costs no wait for a device."""
+    if slots.device.type != "cpu" or not slots.numel():
+        return
+    limit, found = pages.shape[0] * layout.block_size, int(slots.max())
+    if least is not None and int(slots.min()) < least:
+        raise InputError(f"{name} has slot {int(slots.min())}; slots here begin at {least}")
+    if found >= limit:
+        raise InputError(
+            f"{name} has slot {found}, beyond the pages' {limit} slots; slots are block * block_size + position, "
+            "negative ones are skipped"
+        )
+
+
 def check_pages(pages: Tensor, layout: PageLayout) -> None:
     """Raises unless ``pages`` is uint8 [blocks, num_kv_heads, page_bytes] of ``layout``."""
     shape, strides = pages.shape, pages.stride()

@@ -167,6 +167,8 @@ def plan_attend(
     backend: str | None = None,
 ) -> AttendPlan:
     """Prepares an ``attend`` of such queries for lengths up to what the block table holds; runs nothing."""
+    if block_table.ndim != 2:
+        raise InputError(f"block_table must be int32 with 2 axes, not {describe(block_table)}")
     request = checked_request(
         query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
         max_seq_len=block_table.shape[1] * layout.block_size, options=options,

@@ -96,6 +96,8 @@ class PromptCache:
     def save(self, path: str | Path, writer: str = "slimkv") -> Path:
         """Writes the file beside its place and then moves it there; a reader sees all of it or none."""
         path = Path(path)
+        if path.is_dir():
+            raise InputError(f"the path {str(path)!r} is a folder; a prompt cache is one file")
         about = {
             "version": VERSION,
             "fingerprint": json.loads(self.fingerprint.to_json()),
