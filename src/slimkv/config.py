@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from slimkv.arguments import describe
 from slimkv.calibration import Calibration
 from slimkv.codec.query_aware import check_search
 from slimkv.errors import InputError, UnsupportedError
@@ -171,7 +172,7 @@ class KVCacheConfig:
         if isinstance(given, str):
             return cls(format=given)
         if not isinstance(given, Mapping):
-            raise InputError(f"slimkv's settings are a format's name or a mapping of fields, not {given!r}")
+            raise InputError(f"slimkv's settings are a format's name or a mapping of fields, not {describe(given)}")
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
+from slimkv.arguments import describe, typed
 from slimkv.cache.allocator import BlockAllocator
 from slimkv.cache.batch import AttentionBatch
 from slimkv.codec import Codec
 from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError
+from slimkv.ops.checks import INTEGERS, check_slot_range
 from slimkv.ops.plan import StorePlan, plan_store
 from slimkv.spec import CodecSpec, page_layout
 
@@ -24,6 +26,7 @@ class PagedPool:
     rounded; see ``slimkv.ops.store_kv``. ``query_aware_search``: how many roundings are tried where there is a matrix.
     """
 
+    @typed
     def __init__(
         self,
         spec: CodecSpec,
@@ -35,6 +38,8 @@ class PagedPool:
         query_aware: Tensor | None = None,
         query_aware_search: int = 0,
     ) -> None:
+        if num_kv_heads < 1:
+            raise InputError(f"num_kv_heads must be at least 1, not {num_kv_heads}")
         self.layout = page_layout(spec, block_size)
         self.codec = Codec(spec, device)
         self.num_kv_heads = num_kv_heads
@@ -53,6 +58,7 @@ class PagedPool:
         """Bytes the pages occupy; equals ``layout.pool_bytes(blocks, num_kv_heads)``."""
         return self.pages.untyped_storage().nbytes()
 
+    @typed
     def grow(self, blocks: int) -> None:
         """Enlarges the pool to ``blocks`` blocks, keeping what is stored."""
         extra = blocks - self.allocator.count
@@ -68,9 +74,14 @@ class PagedPool:
         self.allocator = BlockAllocator(blocks)
         self._replace(fresh)
 
+    @typed
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
         """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
         pages, size = self.pages, self.layout.block_size
+        for name, slots in (("source", source), ("target", target)):
+            if slots.dtype not in INTEGERS or slots.ndim != 1 or slots.shape != source.shape:
+                raise InputError(f"{name} must be int32 or int64 {list(source.shape[:1])} slots, not {describe(slots)}")
+            check_slot_range(name, slots, pages, self.layout, least=0)
         offsets = page_tables(self.layout, pages.device).byte_offsets
         heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
 
@@ -88,10 +99,15 @@ class PagedPool:
     def _replace(self, pages: Tensor) -> None:
         self.pages, self._plan = pages, None
 
+    @typed
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Copies whole blocks."""
         if len(source) != len(target):
-            raise InputError(f"{len(source)} blocks cannot be copied onto {len(target)}")
+            raise InputError(f"source and target: {len(source)} blocks cannot be copied onto {len(target)}")
+        for name, blocks in (("source", source), ("target", target)):
+            for block in blocks:
+                if isinstance(block, bool) or not isinstance(block, int) or not 0 <= block < self.pages.shape[0]:
+                    raise InputError(f"{name} has block {block!r}; the pool has blocks 0 to {self.pages.shape[0] - 1}")
         if source:
             index = torch.tensor([source, target], device=self.pages.device)
             self.pages[index[1]] = self.pages[index[0]]
@@ -122,6 +138,7 @@ class PagedPool:
             )  # fmt: skip
         self._plan.run(key, value, slot_mapping, index)
 
+    @typed
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -133,6 +150,7 @@ class PagedPool:
             **kwargs,
         )  # fmt: skip
 
+    @typed
     def gather(self, slots: Tensor, dtype: torch.dtype = torch.float32, rotated: bool = False) -> tuple[Tensor, Tensor]:
         """slots [tokens] -> dense K and V; see ``slimkv.ops.gather_kv``."""
         return ops.gather_kv(

@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from slimkv.arguments import describe
+from slimkv.errors import InputError
 from slimkv.integrations.transformers.calibration.matrix_index import note_positions
 from slimkv.integrations.transformers.stock_attention import stock_implementation, switchable_configs
 
@@ -74,6 +78,8 @@ def switch_on(model: Any) -> list[Any]:
 
     May be called while it is on already, by any thread: the last ``switch_off`` puts back what was there.
     """
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise InputError(f"slimkv.attention takes a model of transformers, not {describe(model)}")
     with _lock:
         configs = switchable_configs(model)
         for config in configs:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimkv.arguments import typed
 from slimkv.codec import Codec
 from slimkv.codec.query_aware import check_searchable
 from slimkv.errors import InputError
@@ -49,6 +50,7 @@ REGISTRY = Registry(
 )
 
 
+@typed
 def store_kv(
     key: Tensor,
     value: Tensor,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slimkv.codec.pack import pack_rows, page_tables
 from slimkv.codec.quantize import Encoded
+from slimkv.ops.checks import check_slot_range
 from slimkv.ops.store.api import StoreRequest
 
 
@@ -17,6 +18,7 @@ def supports(request: StoreRequest) -> str | None:
 
 def run(request: StoreRequest) -> None:
     """See ``slimkv.ops.store.store``."""
+    check_slot_range("slot_mapping", request.slot_mapping, request.pages, request.layout)
     keep = request.slot_mapping >= 0
     slots = request.slot_mapping[keep].long()
     key = encode_keys(request, request.key[keep], keep)
