@@ -23,8 +23,9 @@ import torch
 
 from slimkv.ops.attention.cuda import decode, prefill, shape
 from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.latent.cuda import launch as latent
 from slimkv.ops.store.cuda import launch as store
-from slimkv.spec import CodecSpec, PageLayout
+from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
 H200 = shape.Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448)
 FP16, BF16, FP32 = 0, 1, 2
@@ -68,6 +69,12 @@ def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
     return prefill.ATTEND, dict(defines), "sm_90a"
 
 
+def _latent(format: str, heads: int) -> Variant:
+    layout, bf16 = PageLayout(LatentSpec.parse(format), 64), torch.bfloat16
+    cut = latent.cut_for(layout, heads, 1, 32, 32768, H200)
+    return latent.SOURCE, latent.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a"
+
+
 def variants() -> dict[str, Variant]:
     """What is compiled, by name."""
     return {
@@ -100,6 +107,7 @@ def variants() -> dict[str, Variant]:
         "prefill-d256": _prefill(256),
         "prefill-d256-softcap": _prefill(256, softcap=True),
         "prefill-unpack-d256": _unpack("k4v4", 256),
+        **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},
     }
 
 
