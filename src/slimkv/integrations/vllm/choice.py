@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+_switched_on: list[Any] = []  # the models of this process that slimkv serves
 _STOCK = {
     "CPU_ATTN": ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend"),
     "CPU_MLA": ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLABackend"),
@@ -29,8 +30,11 @@ def __getattr__(name: str) -> Any:
     if name == "CUSTOM":
         return _backend(config.model_config is not None and config.model_config.use_mla)
     if getattr(config.attention_config.backend, "name", None) == "CUSTOM":
+        _switched_on.append(config.model_config)
         return _backend(name != "CPU_ATTN")
-    if wanted(config.additional_config):
+    # A drafter chooses for itself: its config is a copy of the engine's with another backend.
+    drafts = config.speculative_config is not None and any(x is config.model_config for x in _switched_on)
+    if wanted(config.additional_config) and not drafts:
         raise InputError(f"the additional config has settings for slimkv, which is not switched on; use {EXAMPLE}")
     module, backend = _STOCK[name]
     return getattr(import_module(module), backend)
