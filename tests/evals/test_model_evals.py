@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slimkv.errors import InputError, SpecError
+from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.evals.agreement import compare_logits, measure_agreement
 from slimkv.evals.fused_vs_decoded import compare_paths
 from slimkv.evals.generation import compare_tokens, measure_generation
@@ -81,6 +81,22 @@ def test_agreement_counts(small, windows):
     assert rows[0].kl < 1e-8
     assert rows[0].kl < rows[1].kl < rows[2].kl
     assert rows[1].top1 > rows[2].top1
+
+
+def test_two_arithmetics_of_prefill_in_one_run(small, windows):
+    rows = measure_agreement(small.model, windows, ["k4v4", "k2v2"], prefill=["16bit", "8bit"]).rows
+    assert [row.format for row in rows] == ["k4v4@16bit", "k4v4@8bit", "k2v2@16bit", "k2v2@8bit"]
+    assert [row.prefill for row in rows] == ["16bit", "8bit"] * 2
+    assert [row.kl_growth for row in rows[::2]] == [0.0, 0.0]
+    for plain, bytes_ in zip(rows[::2], rows[1::2], strict=True):
+        assert bytes_.kl != plain.kl
+        assert bytes_.kl_growth == pytest.approx(bytes_.kl / plain.kl - 1)
+        assert abs(bytes_.kl_growth) < 0.5
+    assert measure_agreement(small.model, windows[:1], ["k2v2"]).rows[0].kl_growth is None
+    with pytest.raises(InputError, match="prefill must name each arithmetic once"):
+        measure_agreement(small.model, windows, ["k2v2"], prefill=["8bit", "8bit"])
+    with pytest.raises(UnsupportedError, match="key format 6 is not attended in 8 bits"):
+        measure_agreement(small.model, windows, ["k6v6"], prefill=["8bit"])
 
 
 @pytest.fixture(scope="module")

@@ -60,8 +60,13 @@ def _store(
     return store.SOURCE, dict(plan.defines), "sm_90"
 
 
-def _unpack(format: str, dim: int) -> Variant:
-    return prefill.UNPACK, dict(prefill.unpack_defines(_layout(format, dim), prefill.SHAPES[dim])), "sm_90"
+def _unpack(format: str, dim: int, cut: prefill.Shape | None = None) -> Variant:
+    return prefill.UNPACK, dict(prefill.unpack_defines(_layout(format, dim), cut or prefill.SHAPES[dim])), "sm_90"
+
+
+def _prefill_bytes(dim: int) -> Variant:
+    cut = prefill.EIGHT_BIT_SHAPES[dim]
+    return prefill.ATTEND, dict(prefill.attend_defines(_layout("k4v4", dim), cut, BF16, BF16, False, False)), "sm_90a"
 
 
 def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
@@ -108,6 +113,8 @@ def variants() -> dict[str, Variant]:
         "prefill-d256-softcap": _prefill(256, softcap=True),
         "prefill-unpack-d256": _unpack("k4v4", 256),
         **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},
+        **{f"prefill-bytes-d{dim}": _prefill_bytes(dim) for dim in prefill.EIGHT_BIT_SHAPES},
+        "prefill-bytes-unpack": _unpack("k4v4", 128, prefill.EIGHT_BIT_SHAPES[128]),
     }
 
 
