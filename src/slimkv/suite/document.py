@@ -27,8 +27,8 @@ def section(results: Document) -> str:
         f"### `{results['suite']}` on {results['model']}",
         "",
         f"`{run['command']}`, {results['engine']} on {run['device']}, {_threads(run['cpu_threads'])}, {took}, "
-        f"{run['date']}; {versions}. {size['windows']} windows of {size['window_tokens']:,} tokens; {asked} questions in "
-        f"contexts of {lengths} tokens.",
+        f"{run['date']}; {versions}. {size['windows']} windows of {size['window_tokens']:,} tokens; {asked} questions "
+        f"in contexts of {lengths} tokens.",
         "",
         markdown_table(results),
         "",
