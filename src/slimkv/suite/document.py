@@ -22,12 +22,13 @@ def section(results: Document) -> str:
     asked = next((row["answers"]["asked"] for row in results["summary"]["rows"] if "answers" in row), 0)
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lengths = " and ".join(f"{length:,}" for length in size["lengths"])
+    took = f"{results['seconds'] / 60:.0f} minutes ({results['cpu_seconds'] / 60:.0f} of processor time)"
     lines = [
         f"### `{results['suite']}` on {results['model']}",
         "",
-        f"`{run['command']}`, {results['engine']} on {run['device']}, {_threads(run['cpu_threads'])}, "
-        f"{results['seconds'] / 60:.0f} minutes ({results['cpu_seconds'] / 60:.0f} of processor time), {run['date']}; {versions}. {size['windows']} windows of "
-        f"{size['window_tokens']:,} tokens; {asked} questions in contexts of {lengths} tokens.",
+        f"`{run['command']}`, {results['engine']} on {run['device']}, {_threads(run['cpu_threads'])}, {took}, "
+        f"{run['date']}; {versions}. {size['windows']} windows of {size['window_tokens']:,} tokens; {asked} questions "
+        f"in contexts of {lengths} tokens.",
         "",
         markdown_table(results),
         "",
