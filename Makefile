@@ -70,7 +70,7 @@ test-vllm: $(VLLM_VENV)/.ready
 
 # Hybrids, stores shared by processes, calibration inside the engine: many engines, for before a release.
 test-vllm-extended: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm -m extended -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/soak -m extended -n 2 --dist loadfile
 
 # SGLang too. On a CPU it runs with torch_native attention and a stand-in for its kernel package, which a .pth file brings.
 SGLANG_VENV ?= .venv-sglang

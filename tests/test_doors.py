@@ -130,8 +130,13 @@ DOORS: dict[str, tuple[Any, Any]] = {
     "CodecSpec.parse": (
         CodecSpec.parse,
         lambda: {
-            "format": "k4v4", "head_dim": 32, "value_dim": None, "key_policy": None, "value_policy": None, "seed": 0,
-        },  # fmt: skip
+            "format": "k4v4",
+            "head_dim": 32,
+            "value_dim": None,
+            "key_policy": None,
+            "value_policy": None,
+            "seed": 0,
+        },
     ),
     "CodecSpec.with_raw_dtype": (CodecSpec.parse("raw", 32).with_raw_dtype, lambda: {"dtype": "float16"}),
     "PageLayout": (PageLayout, lambda: {"spec": SPEC, "block_size": 16}),
@@ -140,17 +145,26 @@ DOORS: dict[str, tuple[Any, Any]] = {
     "TensorFormat": (
         TensorFormat,
         lambda: {
-            "kind": SPEC.key.kind, "bits": 4, "rotated": True, "policy": SPEC.key.policy, "raw_dtype": "bfloat16",
-        },  # fmt: skip
+            "kind": SPEC.key.kind,
+            "bits": 4,
+            "rotated": True,
+            "policy": SPEC.key.policy,
+            "raw_dtype": "bfloat16",
+        },
     ),
     "KVCacheConfig": (KVCacheConfig, lambda: {f.name: getattr(KVCacheConfig(), f.name) for f in fields(KVCacheConfig)}),
     "KVCacheConfig.parse": (KVCacheConfig.parse, lambda: {"given": "k4v4"}),
     "PagedPool": (
         PagedPool,
         lambda: {
-            "spec": SPEC, "blocks": 3, "num_kv_heads": 2, "block_size": 16, "device": "cpu", "backend": None,
+            "spec": SPEC,
+            "blocks": 3,
+            "num_kv_heads": 2,
+            "block_size": 16,
+            "device": "cpu",
+            "backend": None,
             "query_aware": None,
-        },  # fmt: skip
+        },
     ),
     "PagedPool.store": (
         lambda **given: pool().store(**given),
@@ -183,9 +197,14 @@ DOORS: dict[str, tuple[Any, Any]] = {
     "gather_kv": (
         ops.gather_kv,
         lambda: {
-            "pages": pages(), "slots": torch.arange(3), "codec": CODEC, "layout": LAYOUT, "dtype": torch.float32,
-            "out": None, "backend": None,
-        },  # fmt: skip
+            "pages": pages(),
+            "slots": torch.arange(3),
+            "codec": CODEC,
+            "layout": LAYOUT,
+            "dtype": torch.float32,
+            "out": None,
+            "backend": None,
+        },
     ),
     "read_tokens": (
         ops.read_tokens,
@@ -194,22 +213,26 @@ DOORS: dict[str, tuple[Any, Any]] = {
     "write_tokens": (
         ops.write_tokens,
         lambda: {
-            "rows": torch.zeros(3, 2, LAYOUT.row_bytes, dtype=torch.uint8), "pages": pages(), "slots": torch.arange(3),
-            "layout": LAYOUT, "backend": None,
-        },  # fmt: skip
+            "rows": torch.zeros(3, 2, LAYOUT.row_bytes, dtype=torch.uint8),
+            "pages": pages(),
+            "slots": torch.arange(3),
+            "layout": LAYOUT,
+            "backend": None,
+        },
     ),
     "copy_tokens": (
         ops.copy_tokens,
         lambda: {
-            "pages": pages(), "source": torch.arange(3), "target": torch.arange(3) + 5, "layout": LAYOUT,
+            "pages": pages(),
+            "source": torch.arange(3),
+            "target": torch.arange(3) + 5,
+            "layout": LAYOUT,
             "backend": None,
-        },  # fmt: skip
+        },
     ),
     "plan_attend": (
         ops.plan_attend,
-        lambda: {
-            k: v for k, v in attend_arguments().items() if k in inspect.signature(ops.plan_attend).parameters
-        },  # fmt: skip
+        lambda: {k: v for k, v in attend_arguments().items() if k in inspect.signature(ops.plan_attend).parameters},
     ),
     "AttendPlan.run": (
         lambda **given: plan(ops.plan_attend, attend_arguments()).run(**given),
@@ -227,9 +250,15 @@ DOORS: dict[str, tuple[Any, Any]] = {
     "workspace_bytes": (
         ops.workspace_bytes,
         lambda: {
-            "layout": LAYOUT, "total_queries": 4, "sequences": 1, "num_heads": 4, "num_kv_heads": 2,
-            "max_query_len": 4, "num_splits": 2, "device": torch.device("cpu"),
-        },  # fmt: skip
+            "layout": LAYOUT,
+            "total_queries": 4,
+            "sequences": 1,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "max_query_len": 4,
+            "num_splits": 2,
+            "device": torch.device("cpu"),
+        },
     ),
     "Calibration.load": (slimkv.Calibration.load, lambda: {"path": __file__}),
     "SlimKVCache": (

@@ -76,9 +76,7 @@ class Calibration:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise CorruptDataError(f"{path}: {name} is {value!r}")
         identity = ModelIdentity.from_fields(about["model"])
-        return cls(
-            identity, layers, str(about["source"]), about["max_positions"], about["codec_seed"], formats, path
-        )
+        return cls(identity, layers, str(about["source"]), about["max_positions"], about["codec_seed"], formats, path)
 
     def save(self, path: str | Path) -> None:
         """To a file, at once or not at all."""
@@ -210,5 +208,7 @@ def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Te
     key_weight, value_weight = (x.double() if x is not None else None for x in weights)
     for weight in (key_weight, value_weight):
         if weight is not None and (weight.shape != (heads,) or not bool(weight.isfinite().all())):
-            raise CorruptDataError(f"{where} has weights {list(weight.shape)}, not one number for each of {heads} heads")
+            raise CorruptDataError(
+                f"{where} has weights {list(weight.shape)}, not one number for each of {heads} heads"
+            )
     return LayerStatistics(moment, value_dim, key_weight, value_weight, rotary, window)
