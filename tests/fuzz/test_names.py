@@ -40,7 +40,8 @@ WORDS = st.one_of(
     st.builds(lambda k, v: f"k{k}v{v}", st.integers(0, 10), st.integers(0, 10)),
 )
 ANYTHING = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), WORDS, st.binary(max_size=4), st.lists(st.integers(), max_size=3)
+    st.none(), st.booleans(), st.integers(), st.floats(), WORDS, st.binary(max_size=4),
+    st.lists(st.integers(), max_size=3),
 )  # fmt: skip
 FIELDS = [
     "format",
