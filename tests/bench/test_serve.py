@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from slimkv.bench import serve
-from slimkv.bench.serve import ServeSettings, bench_serve, cache_arguments, engine_plan, over_bf16, table_rows
+from slimkv.bench.serve import ServeSettings, bench_serve, cache_arguments, engine_plan, over_stock, table_rows
 from slimkv.bench.serve_engine import percentile
 from slimkv.errors import SlimKVError
 
@@ -85,11 +85,11 @@ def test_a_plan_is_the_same_for_every_system_but_for_its_cache(engine, longest, 
 
 
 def test_ratios_and_table():
-    ratios = over_bf16({"bf16": BF16, "k4v4": SLIM})["k4v4"]
+    ratios = over_stock({"bf16": BF16, "k4v4": SLIM})["k4v4"]
     assert ratios == pytest.approx(
         {"kv_tokens": 3.88, "decode_tokens_per_second": 1.5, "prefill_seconds": 1.1, "start_seconds_more": 2.5}
     )
-    assert over_bf16({"k4v4": SLIM}) == {}
+    assert over_stock({"k4v4": SLIM}) == {}
     report = serve.ServeReport(
         ServeSettings(), {"bf16": BF16, "k4v4": {"error": "exit code 1: x"}}, {}, "d", {}, "", ""
     )

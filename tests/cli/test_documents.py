@@ -17,12 +17,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from documents import PAGES, ROOT, commands, snippets
 from slimkv import KVCacheConfig, SlimKVCache, attention, calibrate_model, models
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
-PAGES += [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
-FENCE = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```(\w*)\n(.*?)```", re.S)
 SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.S)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -44,31 +41,12 @@ SMALLER = {
 }
 
 
-def snippets(path: Path) -> list[tuple[str | None, str, str]]:
-    """(what it needs, language, text) of every fenced block."""
-    return [(m[1], m[2], m[3]) for m in FENCE.finditer(path.read_text(encoding="utf-8"))]
-
-
 def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
 def python_pages() -> list[Path]:
     return [p for p in PAGES if any(lang == "python" and need is None for need, lang, _ in snippets(p))]
-
-
-def commands() -> list[tuple[str | None, str]]:
-    """(what it needs, command) of every line of every shell block, without its comment; each once."""
-    found: dict[str, str | None] = {}
-    for path in PAGES:
-        for need, language, text in snippets(path):
-            pending = ""
-            for line in text.replace("\\\n", " ").splitlines() if language == "bash" else ():
-                command = f"{pending} {line.split('  #')[0].split(' # ')[0]}".strip()
-                pending = command if command.count("'") % 2 else ""  # a quoted text goes on in the next line
-                if command and not pending and not command.startswith("#"):
-                    found.setdefault(" ".join(command.split()), need)
-    return [(need, command) for command, need in found.items()]
 
 
 SLIMKV = [command for need, command in commands() if need is None and command.startswith("slimkv ")]

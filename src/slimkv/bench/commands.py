@@ -151,18 +151,24 @@ def _generate(given: dict[str, Any]) -> int:
 
 
 def _add_serve(commands: Any) -> None:
-    from slimkv.bench.serve import ENGINES, OFFLOAD, PHASES, SHAPES, ServeSettings
+    from slimkv.bench.serve import DTYPES, ENGINES, OFFLOAD, PHASES, SHAPES, ServeSettings
 
     what = "engines under load, stock caches beside slimkv's: tokens held, decoding, full memory, Poisson arrivals"
     parser, base = commands.add_parser("serve", help=what, description=what), ServeSettings()
     parser.add_argument("--engine", choices=list(ENGINES), default=base.engine, help="which engine")
     parser.add_argument(
-        "--systems", type=_comma_list, default=list(base.systems), help="bf16,fp8,turboquant_*, or slimkv's formats"
+        "--systems",
+        type=_comma_list,
+        default=list(base.systems),
+        help="bf16,fp32,fp8,turboquant_*, or formats",
     )
     parser.add_argument(
         "--phases", type=_comma_list, default=list(base.phases), help=f"of {','.join((*PHASES, OFFLOAD))}"
     )
     parser.add_argument("--shape", choices=list(SHAPES), default=base.shape, help="of the model")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), default=base.dtype, help="of the model; float32 (system fp32) on most CPUs"
+    )
     for name, help in SERVE_OPTIONS.items():
         default = getattr(base, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=help)

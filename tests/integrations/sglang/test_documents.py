@@ -1,0 +1,47 @@
+"""Every snippet of the documents that needs SGLang. ``test_server.py`` starts the server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from engines import LIMIT_SECONDS, environment, model_folder
+
+from documents import PAGES, commands, snippets
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PYTHON = [
+    (path.name, text)
+    for path in PAGES
+    for need, language, text in snippets(path)
+    if need == "sglang" and language == "python"
+]
+SERVED = "python -m sglang.launch_server --model-path MODEL --attention-backend slimkv --page-size 64"
+
+
+def test_every_command_has_a_test():
+    found = {c for need, c in commands() if need == "sglang" or "sglang." in c}
+    assert SERVED in found
+    assert all(c.startswith("pip install ") for c in found - {SERVED}), found
+
+
+@pytest.mark.parametrize(("page", "snippet"), PYTHON)
+def test_python_runs(page, snippet, tmp_path):
+    assert 'model_path="MODEL"' in snippet, page
+    sizes = 'device="cpu", dtype="float32", context_length=256, max_total_tokens=1024, disable_cuda_graph=True'
+    snippet = snippet.replace('model_path="MODEL"', f"model_path={model_folder()!r}, {sizes}")
+    asked = "print(engine.generate('The capital of France is', {'temperature': 0, 'max_new_tokens': 4})['text'])"
+    body = "".join(f"    {line}\n" for line in [*snippet.splitlines(), asked, "engine.shutdown()"])
+    script = tmp_path / "snippet.py"
+    script.write_text(f"if __name__ == '__main__':\n{body}")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Paris" in done.stdout

@@ -1,0 +1,92 @@
+"""Every snippet of the documents that needs vLLM, as it stands but for a model and sizes that its CPU engine serves."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("openai")
+
+import openai
+import torch
+from engines import ENVIRONMENT, environment, model_folder
+from servers import serving
+
+from documents import PAGES, commands, snippets
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
+
+COMMANDS = [command for need, command in commands() if need == "vllm"]
+SERVED = [c for c in COMMANDS if c.startswith("vllm serve ")]
+CALIBRATED = [c for c in COMMANDS if c.startswith("slimkv calibrate ")]
+PYTHON = [
+    (path.name, text)
+    for path in PAGES
+    for need, language, text in snippets(path)
+    if need == "vllm" and language == "python"
+]
+
+
+def test_every_command_has_a_test():
+    others = set(COMMANDS) - set(SERVED) - set(CALIBRATED)
+    assert all(c.startswith(("pip install ", "python -m sglang.")) for c in others), others
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory):
+    from slimkv import calibrate_model, models
+
+    file = tmp_path_factory.mktemp("calibration") / "model.safetensors"
+    windows = torch.arange(64).reshape(1, 64)
+    calibrate_model(models.load(models.DEFAULT).model, file, windows=windows)
+    return str(file)
+
+
+@pytest.mark.parametrize("command", SERVED)
+def test_servers_answer(command, calibration, tmp_path):
+    command = command.replace("/var/cache/prompts", str(tmp_path / "prompts"))
+    words = shlex.split(command.replace("model.safetensors", calibration))
+    if "--kv-offloading-size" in words:
+        words[words.index("--kv-offloading-size") + 1] = "1"
+    assert words[2] == "MODEL"
+    with serving(tmp_path, *words[3:]) as (address, _):
+        client = openai.OpenAI(base_url=address, api_key="none", timeout=300)
+        answer = client.completions.create(
+            model="smollm2", prompt="The capital of France is", max_tokens=4, temperature=0
+        )
+        assert "Paris" in answer.choices[0].text
+
+
+@pytest.mark.parametrize("command", CALIBRATED)
+def test_calibrations_are_made(command, tmp_path):
+    words = shlex.split(command)
+    words[words.index("MODEL")] = model_folder()
+    options = words.index("--engine-options") + 1
+    words[options] = '{"dtype": "float32", "enforce_eager": true, "max_model_len": 512, "block_size": 32}'
+    small = ["--windows", "1", "--tokens", "64", "-o", str(tmp_path / "made.safetensors")]
+    done = subprocess.run(
+        [sys.executable, "-m", "slimkv", *words[1:], *small], env=environment(), capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert (tmp_path / "made.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("page", "snippet"), PYTHON)
+def test_python_runs(page, snippet, tmp_path):
+    assert 'LLM("MODEL",' in snippet, page
+    sizes = 'max_model_len=256, block_size=32, enforce_eager=True, dtype="float32",'
+    snippet = snippet.replace('LLM("MODEL",', f"LLM({model_folder()!r}, {sizes}")
+    body = "".join(f"    {line}\n" for line in snippet.splitlines())
+    script = tmp_path / "snippet.py"
+    script.write_text(f"if __name__ == '__main__':\n{body}    print(llm.generate('Hello')[0].outputs[0].text)\n")
+    done = subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=600,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
