@@ -80,7 +80,7 @@ test-vllm: $(VLLM_VENV)/.ready
 
 # Hybrids, stores shared by processes, calibration inside the engine: many engines, for before a release.
 test-vllm-extended: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm tests/suite/test_vllm_engine.py -m extended -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/suite/test_vllm_engine.py tests/soak -m extended -n 2 --dist loadfile
 
 # SGLang too. On a CPU it runs with torch_native attention and a stand-in for its kernel package, which a .pth file brings.
 SGLANG_VENV ?= .venv-sglang

@@ -136,7 +136,7 @@ DOORS: dict[str, tuple[Any, Any]] = {
             "key_policy": None,
             "value_policy": None,
             "seed": 0,
-        },  # fmt: skip
+        },
     ),
     "CodecSpec.with_raw_dtype": (CodecSpec.parse("raw", 32).with_raw_dtype, lambda: {"dtype": "float16"}),
     "PageLayout": (PageLayout, lambda: {"spec": SPEC, "block_size": 16}),
@@ -150,7 +150,7 @@ DOORS: dict[str, tuple[Any, Any]] = {
             "rotated": True,
             "policy": SPEC.key.policy,
             "raw_dtype": "bfloat16",
-        },  # fmt: skip
+        },
     ),
     "KVCacheConfig": (KVCacheConfig, lambda: {f.name: getattr(KVCacheConfig(), f.name) for f in fields(KVCacheConfig)}),
     "KVCacheConfig.parse": (KVCacheConfig.parse, lambda: {"given": "k4v4"}),
@@ -164,7 +164,7 @@ DOORS: dict[str, tuple[Any, Any]] = {
             "device": "cpu",
             "backend": None,
             "query_aware": None,
-        },  # fmt: skip
+        },
     ),
     "PagedPool.store": (
         lambda **given: pool().store(**given),
@@ -204,7 +204,7 @@ DOORS: dict[str, tuple[Any, Any]] = {
             "dtype": torch.float32,
             "out": None,
             "backend": None,
-        },  # fmt: skip
+        },
     ),
     "read_tokens": (
         ops.read_tokens,
@@ -218,7 +218,7 @@ DOORS: dict[str, tuple[Any, Any]] = {
             "slots": torch.arange(3),
             "layout": LAYOUT,
             "backend": None,
-        },  # fmt: skip
+        },
     ),
     "copy_tokens": (
         ops.copy_tokens,
@@ -228,13 +228,11 @@ DOORS: dict[str, tuple[Any, Any]] = {
             "target": torch.arange(3) + 5,
             "layout": LAYOUT,
             "backend": None,
-        },  # fmt: skip
+        },
     ),
     "plan_attend": (
         ops.plan_attend,
-        lambda: {
-            k: v for k, v in attend_arguments().items() if k in inspect.signature(ops.plan_attend).parameters
-        },  # fmt: skip
+        lambda: {k: v for k, v in attend_arguments().items() if k in inspect.signature(ops.plan_attend).parameters},
     ),
     "AttendPlan.run": (
         lambda **given: plan(ops.plan_attend, attend_arguments()).run(**given),
@@ -260,7 +258,7 @@ DOORS: dict[str, tuple[Any, Any]] = {
             "max_query_len": 4,
             "num_splits": 2,
             "device": torch.device("cpu"),
-        },  # fmt: skip
+        },
     ),
     "Calibration.load": (slimkv.Calibration.load, lambda: {"path": __file__}),
     "SlimKVCache": (

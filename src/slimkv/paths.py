@@ -22,8 +22,8 @@ def cache_dir(kind: str) -> Path:
 def unsafe_reason(folder: Path) -> str | None:
     """Why machine code must not be kept in ``folder``, or None: somebody else could put other code there.
 
-    The folder must belong to this user and be writable by nobody else; in the one above it, nobody else may rename. What
-    does not exist yet is judged when it has been made.
+    The folder must belong to this user and be writable by nobody else; in the one above it, nobody else may rename.
+    What does not exist yet is judged when it has been made.
     """
     if not hasattr(os, "geteuid"):
         return None

@@ -532,7 +532,9 @@ static void fuzz_attend(Random& r, const LoadedLayout& loaded, int threads) {
     const i64 s = r.below(c.sequences);
     const int what = (int)r.below(4);
     i32 wanted = OK;
-    if (what == 0 && c.queries(s) && c.fresh_from(s) > 0) {
+    bool seen = false;  // the last token that is read from pages, by any query
+    for (i64 q = 0; q < c.queries(s); q++) seen |= c.sees_from(s, q) < c.fresh_from(s) && c.sees_to(s, q) >= c.fresh_from(s);
+    if (what == 0 && seen && c.fresh_from(s) > 0) {
       const i64 last = (c.fresh_from(s) - 1) / layout.block_size;
       c.table[(size_t)(s * c.width + last)] = r.chance(0.5) ? (i32)c.pool.pages.blocks : r.chance(0.5) ? -1 : (i32)(r.next() | 0x80000000u);
       wanted = BAD_BLOCK;

@@ -1,8 +1,8 @@
 """Random calls of store, gather and attend through the public functions, on any device and backend.
 
 Pages lie between guard blocks, which must stay as they are. Tokens that no query sees are poisoned, which must change
-no bit of a result. Slots are in range or negative, as kernels on a GPU demand; ``beyond`` asks for others as well, which
-backends of the CPU refuse.
+no bit of a result. Slots are in range or negative, as kernels on a GPU demand; ``beyond`` asks for others as well,
+which backends of the CPU refuse.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Fuzzer:
         sequences = self.chance.randint(1, 3)
         width = self.chance.randint(1, 1 + 64 // size)
         lens = [self.chance.randint(0, width * size) for _ in range(sequences)]
-        counts = [self.chance.choice((0, 1, 1, 1, 2, 5, 40)) for _ in range(sequences)]
+        counts = [min(self.chance.choice((0, 1, 1, 1, 2, 5, 40)), max(length, 1)) for length in lens]
         table = torch.randint(0, blocks, (sequences, width), dtype=torch.int32, generator=self.generator)
         starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         window = self.chance.choice((None, None, 1, 7, 33))
@@ -187,10 +187,10 @@ class Fuzzer:
 
     def _fill(self) -> None:
         spec, slots = self.layout.spec, torch.arange(self.pages.shape[0] * self.layout.block_size, device=self.device)
-        sides = [
-            self._random(len(slots), self.heads, dim, dtype=getattr(torch, f.raw_dtype) if f.kind == Kind.RAW else DTYPES[0])
-            for f, dim in ((spec.key, spec.key_dim), (spec.value, spec.value_dim))
-        ]  # fmt: skip
+        sides = []
+        for form, dim in ((spec.key, spec.key_dim), (spec.value, spec.value_dim)):
+            dtype = getattr(torch, form.raw_dtype) if form.kind == Kind.RAW else torch.float32
+            sides.append(self._random(len(slots), self.heads, dim, dtype=dtype))
         ops.store_kv(*sides, self.pages, slots, codec=self.codec, layout=self.layout)
 
     def _seen(self, lens, counts, table, window) -> set[int]:

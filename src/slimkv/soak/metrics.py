@@ -10,12 +10,12 @@ _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(\{.*\})?\s+(\S+)\s*$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 # Reported name -> (name in the text, labels that must match). Samples of several engines are added up.
-GAUGES = {
+GAUGES: dict[str, tuple[str, dict[str, str]]] = {
     "running": ("vllm:num_requests_running", {}),
     "waiting": ("vllm:num_requests_waiting", {}),
     "kv_usage": ("vllm:kv_cache_usage_perc", {}),
 }
-COUNTERS = {
+COUNTERS: dict[str, tuple[str, dict[str, str]]] = {
     "stopped": ("vllm:request_success_total", {"finished_reason": "stop"}),
     "length": ("vllm:request_success_total", {"finished_reason": "length"}),
     "aborted": ("vllm:request_success_total", {"finished_reason": "abort"}),

@@ -64,9 +64,7 @@ def check_tables(request: AttendRequest, starts: list[int], lengths: list[int]) 
             window, size = request.options.sliding_window, request.layout.block_size
             first = 0 if window is None else max(length - count - window + 1, 0)
             last = length - count if request.fresh is not None else length
-            blocks = (
-                request.block_table[i, first // size : -(-last // size)] if last > 0 else request.block_table[i, :0]
-            )
+            blocks = request.block_table[i, first // size : -(-max(last, 0) // size)]
             bad = ((blocks < 0) | (blocks >= request.pages.shape[0])).nonzero().flatten()
             if len(bad):
                 at = int(bad[0])
@@ -113,15 +111,22 @@ def _slots(request: AttendRequest, sequence: int, length: int) -> Tensor:
     """Of a sequence's tokens: int64 [length]."""
     tokens = request.layout.block_size
     position = torch.arange(length, device=request.pages.device)
-    return request.block_table[sequence, position // tokens].long() * tokens + position % tokens
+    blocks = request.block_table[sequence, position // tokens].long()
+    return blocks.clamp(min=0) * tokens + position % tokens  # blocks before a window may be gone
 
 
 def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim]."""
-    key, value = decode_slots(
-        request.pages, _slots(request, sequence, length), request.codec, request.layout, rotated=True
-    )
-    key, value = key.float(), value.float()
+    """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim].
+
+    Tokens that no query sees are not read: their pages may be gone, and zero times NaN is no zero.
+    """
+    count, position = rows.stop - rows.start, torch.arange(length, device=request.pages.device)
+    read = visible(request, length, count).any(0)
+    if request.fresh is not None:
+        read &= position < length - count
+    slots = torch.where(read, _slots(request, sequence, length), 0)
+    key, value = decode_slots(request.pages, slots, request.codec, request.layout, rotated=True)
+    key, value = (x.float().masked_fill(~read[:, None, None], 0) for x in (key, value))
     if request.fresh is not None:
         count = min(rows.stop - rows.start, length)
         key[length - count :] = request.codec.rotate_query(request.fresh[0][rows][-count:])

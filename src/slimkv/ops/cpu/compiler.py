@@ -1,8 +1,8 @@
 """C++ to a shared library at first use, with the machine's own compiler: no torch headers, no build system.
 
 The library is kept on disk, keyed by all source text, the flags and the compiler; its name ends with a digest of its
-bytes, so that a damaged one is never loaded. It takes a few seconds once. A wheel that holds no machine code serves every
-platform that has a compiler; where there is none, the torch backends remain.
+bytes, so that a damaged one is never loaded. It takes a few seconds once. A wheel that holds no machine code serves
+every platform that has a compiler; where there is none, the torch backends remain.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _checked(nvrtc: Any, result: tuple) -> Any:
 
 
 def _read_cached(path: Path) -> bytes | None:
-    """The machine code in ``path`` if it is whole and nobody else could have put it there; else it is compiled again."""
+    """The machine code in ``path`` if it is whole and nobody else could have put it there; else None."""
     if unsafe_reason(path.parent) is not None:
         return None
     try:
