@@ -135,7 +135,7 @@ def _soak(server: Server, settings: SoakSettings, step: Callable[[str], None]) -
         checks.check_memory(memory, sampler.samples, settings),
         checks.check_blocks(at_rest, emptied),
         checks.check_metrics(sampler.samples, final, counts, beside),
-        checks.check_abused(final, counts, settings),
+        checks.check_abused(final, counts, settings, beside),
     ]
     if pauses:
         found.append(
