@@ -44,8 +44,8 @@ def byte_levels(bits: int, dim: int) -> ByteLevels:
     book = codebook(bits, dim)
     positive = book.levels[len(book.levels) // 2 :]
     mass = positive_moments(positive / book.unit, dim)[0]
-    candidates = np.arange(_LARGEST_LEVEL / 2, _LARGEST_LEVEL, 1 / 32) / positive[-1]
-    factors = candidates.astype(np.float32).astype(np.float64)
+    tops = np.arange(_LARGEST_LEVEL / 2, _LARGEST_LEVEL, 1 / 32)
+    factors = (tops / positive[-1]).astype(np.float32).astype(np.float64)
     errors = (e4m3(positive * factors[:, None]) / factors[:, None] - positive) / book.unit
     distortions = (mass * errors**2).sum(1)
     best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first; a machine's last bit decides nothing
