@@ -6,7 +6,7 @@ import pytest
 
 from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, SlimKVError, UnsupportedError
-from slimkv.spec import DEFAULT_SEED, ScalePolicy
+from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy
 
 
 def test_defaults_and_short_form():
@@ -28,6 +28,7 @@ def test_everything_at_once(tmp_path):
             "sink_tokens": 4,
             "recent_tokens": 64,
             "calibration": str(file),
+            "query_aware_search": 4,
             "key_policy": "unbiased",
             "value_policy": "plain",
             "seed": 7,
@@ -78,12 +79,19 @@ def test_layers_that_do_not_exist(layers, count):
         ({"layers": {"2": "k4"}}, "unknown format 'k4'"),
         ({"format": "k3v3", "layers": {"default": "k4v4"}}, "give one of them"),
         ({"fresh": "none"}, "fresh must be one of auto, codes, raw, not 'none'"),
+        ({"prefill": "4bit"}, "prefill must be one of auto, 8bit, 16bit, not '4bit'"),
+        ({"prefill": "8bit", "fresh": "raw"}, "reads every token through its codes"),
+        ({"prefill": "8bit", "recent_tokens": 4}, "reads every token through its codes"),
         ({"sink_tokens": -1}, "sink_tokens must be an integer of 0 or more, not -1"),
         ({"recent_tokens": True}, "recent_tokens must be an integer of 0 or more, not True"),
         ({"fresh": "codes", "sink_tokens": 4}, "choose one"),
         ({"key_policy": "best"}, "unknown scale policy 'best'"),
         ({"calibration": "nowhere.safetensors"}, "calibration must be an existing file"),
         ({"calibration": 3}, "calibration must be an existing file"),
+        ({"query_aware_search": 4}, "query_aware_search=4 tries roundings of a calibration, and there is none"),
+        ({"query_aware_search": 3, "calibration": "auto"}, "query_aware_search must be 0 (off), 2 or 4, not 3"),
+        ({"query_aware_search": True, "calibration": "auto"}, "query_aware_search must be 0 (off), 2 or 4, not True"),
+        ({"query_aware_search": 2, "calibration": "auto", "key_policy": "plain"}, "which key_policy='plain' has not"),
         ({"backend": "fast"}, "backend must be one of"),
     ],
 )
@@ -106,3 +114,14 @@ def test_an_engine_refuses_by_name():
 def test_something_else_altogether():
     with pytest.raises(InputError, match="a format's name or a mapping of fields, not 4"):
         KVCacheConfig.parse(4)
+
+
+def test_prefill_of_a_layer():
+    k4v4, k5v4 = CodecSpec.parse("k4v4", 64), CodecSpec.parse("k5v4", 64)
+    auto, eight = KVCacheConfig(), KVCacheConfig(prefill="8bit")
+    assert auto.prefill_of(k4v4, shared_pages=True) == "16bit"  # a hit answers as the miss did
+    assert auto.prefill_of(k4v4, shared_pages=False) == "auto"
+    assert eight.prefill_of(k4v4, shared_pages=True) == "8bit"
+    assert not eight.reads_fresh_raw(shared_pages=False)
+    with pytest.raises(UnsupportedError, match="prefill='8bit': key format 5 is not attended in 8 bits"):
+        eight.prefill_of(k5v4, shared_pages=False)

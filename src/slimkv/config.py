@@ -9,11 +9,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from slimkv.arguments import describe
 from slimkv.calibration import Calibration
+from slimkv.codec.query_aware import check_search
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import AUTO, CALIBRATED, RAW, RAW_LATENT, format_of_kind, is_latent_format
+from slimkv.ops.attention.api import EIGHT_BIT, PREFILL, SIXTEEN_BIT
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
-from slimkv.spec import DEFAULT_SEED, ScalePolicy, parse_format, parse_policy
+from slimkv.ops.attention.eight_bit import format_refusal
+from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy
 
 FRESH = ("auto", "codes", "raw")
 _DEFAULT_LAYER = "default"
@@ -49,9 +53,15 @@ class KVCacheConfig:
             them later, so that a prefix-cache hit answers as the miss did. ``raw``: their unquantised K and V, which is
             closer to the stock cache and makes the answer depend on how a prompt was cut into chunks. ``auto``: codes
             where pages are shared between requests, raw in a private cache.
+        prefill: the arithmetic of passes of more than 32 new tokens. ``16bit``; ``8bit``: that of 8-bit tensor cores,
+            for Lloyd-Max codes of up to 4 bits on both sides and ``fresh`` other than raw, refused by name where it
+            cannot be; ``auto``: 8 bits where that was measured to be faster, in a cache whose pages are not shared
+            (a prefix-cache hit of which few tokens are left is not attended as a prefill, and must answer as the miss).
         sink_tokens, recent_tokens: so many of the first and last tokens are kept in the model's dtype.
         calibration: how keys are rounded: a file from ``slimkv calibrate`` or a loaded ``Calibration``; ``auto``: the
             one made before for exactly this model; None: to the nearest level.
+        query_aware_search: 2 or 4: so many roundings of each key are tried with the calibration, and the best is kept:
+            less error for more time at every store. 0: one. What is stored is read as any other codes.
         key_policy, value_policy: scale policies of Lloyd-Max sides; None is the format's own.
         seed: of the rotation.
         backend: the backend of store and attention by name; None is the best one for the device.
@@ -60,9 +70,11 @@ class KVCacheConfig:
     format: str = AUTO
     layers: Mapping[int | str, str] = field(default_factory=dict)
     fresh: str = AUTO
+    prefill: str = AUTO
     sink_tokens: int = 0
     recent_tokens: int = 0
     calibration: Calibration | str | Path | None = None
+    query_aware_search: int = 0
     key_policy: ScalePolicy | str | None = None
     value_policy: ScalePolicy | str | None = None
     seed: int = DEFAULT_SEED
@@ -73,6 +85,7 @@ class KVCacheConfig:
         object.__setattr__(self, "layers", self._checked_layers())
         if self.fresh not in FRESH:
             raise InputError(f"fresh must be one of {', '.join(FRESH)}, not {self.fresh!r}")
+        self._check_prefill()
         for name in ("sink_tokens", "recent_tokens", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -88,6 +101,15 @@ class KVCacheConfig:
         self._check_calibration()
         if self.backend is not None and self.backend not in ATTENTION.names:
             raise InputError(f"backend must be one of {', '.join(ATTENTION.names)}, not {self.backend!r}")
+
+    def _check_prefill(self) -> None:
+        if self.prefill not in PREFILL:
+            raise InputError(f"prefill must be one of {', '.join(PREFILL)}, not {self.prefill!r}")
+        if self.prefill == EIGHT_BIT and (self.fresh == "raw" or self.sink_tokens or self.recent_tokens):
+            raise InputError(
+                f"prefill='8bit' reads every token through its codes; fresh={self.fresh!r}, sink_tokens="
+                f"{self.sink_tokens} and recent_tokens={self.recent_tokens} mean that some are not: choose one"
+            )
 
     def _check_format(self, where: str, format: object) -> None:
         if not isinstance(format, str):
@@ -123,6 +145,18 @@ class KVCacheConfig:
 
     def _check_calibration(self) -> None:
         given = self.calibration
+        if self.query_aware_search != 0 or isinstance(self.query_aware_search, bool):
+            search = check_search(self.query_aware_search)
+            if given is None:
+                raise InputError(
+                    f"query_aware_search={search} tries roundings of a calibration, and there is none: give "
+                    "calibration='auto' or a file from slimkv calibrate"
+                )
+            if self.key_policy == ScalePolicy.PLAIN:
+                raise InputError(
+                    f"query_aware_search={search} needs a scale that follows the codes, which key_policy='plain' has "
+                    f"not: use {ScalePolicy.NORM} or {ScalePolicy.UNBIASED}"
+                )
         if given is None or given == AUTO or isinstance(given, Calibration):
             return
         if not isinstance(given, (str, Path)) or not Path(given).is_file():
@@ -138,7 +172,7 @@ class KVCacheConfig:
         if isinstance(given, str):
             return cls(format=given)
         if not isinstance(given, Mapping):
-            raise InputError(f"slimkv's settings are a format's name or a mapping of fields, not {given!r}")
+            raise InputError(f"slimkv's settings are a format's name or a mapping of fields, not {describe(given)}")
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
@@ -176,7 +210,16 @@ class KVCacheConfig:
 
     def reads_fresh_raw(self, shared_pages: bool) -> bool:
         """Whether new tokens see one another's unquantised K and V, where pages are (not) shared between requests."""
-        return self.fresh == "raw" or (self.fresh == AUTO and not shared_pages)
+        return self.fresh == "raw" or (self.fresh == AUTO and not shared_pages and self.prefill != EIGHT_BIT)
+
+    def prefill_of(self, spec: CodecSpec, shared_pages: bool) -> str:
+        """``AttendOptions.prefill`` of a layer stored as ``spec``, where pages are (not) shared between requests.
+
+        Raises ``UnsupportedError`` where ``8bit`` is asked for and the format has none.
+        """
+        if self.prefill == EIGHT_BIT and (reason := format_refusal(spec)) is not None:
+            raise UnsupportedError(f"prefill='8bit': {reason}; leave prefill at 'auto'")
+        return SIXTEEN_BIT if self.prefill == AUTO and shared_pages else self.prefill
 
     def refuse(self, engine: str, *names: str) -> None:
         """Raises ``UnsupportedError`` if one of the fields ``names`` is set, which ``engine`` cannot do."""

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from slimkv.arguments import typed_fields
 from slimkv.errors import SpecError
 
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,), 16: (16,), 32: (32,)}
@@ -41,6 +42,7 @@ def parse_policy(name: str) -> ScalePolicy:
 
 
 @dataclass(frozen=True)
+@typed_fields(SpecError)
 class TensorFormat:
     """How K or V is stored: kind, width, and what belongs to the kind."""
 

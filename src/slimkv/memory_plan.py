@@ -104,7 +104,7 @@ class Plan:
 
 def parse_size(text: str) -> int:
     """``40GiB``, ``800 MB`` or plain bytes -> bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII) if isinstance(text, str) else None
     if not match or match[2].lower() not in _UNITS:
         raise InputError(
             f"cannot read the memory size {text!r}; write a number and one of B, kB, MB, GB, KiB, MiB, GiB, TiB"

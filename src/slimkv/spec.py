@@ -27,6 +27,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from slimkv.arguments import typed, typed_fields
 from slimkv.errors import SpecError
 from slimkv.formats import (
     PRESET_NAMES,
@@ -53,6 +54,7 @@ BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
+@typed_fields(SpecError)
 class CodecSpec:
     """The formats of K and V and the head sizes they are used with."""
 
@@ -74,6 +76,7 @@ class CodecSpec:
             raise SpecError(f"seed {self.seed} is not in 0 .. 2**63 - 1")
 
     @classmethod
+    @typed
     def parse(
         cls,
         format: str,
@@ -109,6 +112,7 @@ class CodecSpec:
         plain = replace(self.key, policy=ScalePolicy.NORM), replace(self.value, policy=ScalePolicy.NORM)
         return PRESET_NAMES.get(plain) or f"k{self.key.name}v{self.value.name}"
 
+    @typed
     def with_raw_dtype(self, dtype: str) -> CodecSpec:
         """The same spec with every ``raw`` side holding ``dtype``, what the model computes in.
 
@@ -291,6 +295,7 @@ def fragment_word(word: np.ndarray, lane: np.ndarray, words: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+@typed_fields(SpecError)
 class PageLayout:
     """The bytes of one block of ``block_size`` tokens of one KV head."""
 
@@ -356,10 +361,12 @@ class PageLayout:
         """bf16 bytes over allocated bytes."""
         return BF16_BYTES * (self.spec.key_dim + self.spec.value_dim) / self.bytes_per_token
 
+    @typed
     def pool_bytes(self, blocks: int, num_kv_heads: int) -> int:
         """Bytes of a pool of ``blocks`` blocks for ``num_kv_heads`` heads of one layer."""
         return blocks * num_kv_heads * self.page_bytes
 
+    @typed
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens."""
         return -(-tokens // self.block_size)

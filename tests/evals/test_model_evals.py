@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slimkv.errors import InputError, SpecError
+from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.evals.agreement import compare_logits, measure_agreement
 from slimkv.evals.fused_vs_decoded import compare_paths
 from slimkv.evals.generation import compare_tokens, measure_generation
@@ -79,6 +81,22 @@ def test_agreement_counts(small, windows):
     assert rows[0].kl < 1e-8
     assert rows[0].kl < rows[1].kl < rows[2].kl
     assert rows[1].top1 > rows[2].top1
+
+
+def test_two_arithmetics_of_prefill_in_one_run(small, windows):
+    rows = measure_agreement(small.model, windows, ["k4v4", "k2v2"], prefill=["16bit", "8bit"]).rows
+    assert [row.format for row in rows] == ["k4v4@16bit", "k4v4@8bit", "k2v2@16bit", "k2v2@8bit"]
+    assert [row.prefill for row in rows] == ["16bit", "8bit"] * 2
+    assert [row.kl_growth for row in rows[::2]] == [0.0, 0.0]
+    for plain, bytes_ in zip(rows[::2], rows[1::2], strict=True):
+        assert bytes_.kl != plain.kl
+        assert bytes_.kl_growth == pytest.approx(bytes_.kl / plain.kl - 1)
+        assert abs(bytes_.kl_growth) < 0.5
+    assert measure_agreement(small.model, windows[:1], ["k2v2"]).rows[0].kl_growth is None
+    with pytest.raises(InputError, match="prefill must name each arithmetic once"):
+        measure_agreement(small.model, windows, ["k2v2"], prefill=["8bit", "8bit"])
+    with pytest.raises(UnsupportedError, match="key format 6 is not attended in 8 bits"):
+        measure_agreement(small.model, windows, ["k6v6"], prefill=["8bit"])
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +197,22 @@ def test_texts_and_windows_refuse_by_name(small, tmp_path):
         token_windows(small.tokenizer, "abc", 0, 64)
     with pytest.raises(InputError, match="mode 'loose'"):
         new_cache(small.model, "k4v4", "loose")
+
+
+def test_searches_are_named_with_the_format():
+    known = SimpleNamespace()
+    kinds = cache_kinds(["k4v4", "k4v4+cal", "k3v3+cal+search4", "calibrated+search2"], known)
+    assert [(k.name, k.format, k.calibration is known, k.search) for k in kinds] == [
+        ("k4v4", "k4v4", False, 0),
+        ("k4v4+cal", "k4v4", True, 0),
+        ("k3v3+cal+search4", "k3v3", True, 4),
+        ("calibrated+search2", "calibrated", True, 2),
+    ]
+    for name, message in {
+        "k4v4+search4": "searches without a calibration; write k4v4+cal+search4",
+        "k4v4+cal+search3": "query_aware_search must be 0 (off), 2 or 4, not 3",
+        "k4v4+cal+search": "not ''",
+        "raw+cal+search4": "not a format that can be calibrated",
+    }.items():
+        with pytest.raises(InputError, match=re.escape(message)):
+            cache_kinds([name], known)

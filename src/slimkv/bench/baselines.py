@@ -57,7 +57,7 @@ class DenseInputs:
 def cell_options(cell: AttendCell, device: torch.device) -> AttendOptions:
     """What ``attend`` is called with in this cell."""
     sinks = torch.linspace(-1, 1, cell.num_heads, device=device) if cell.sinks else None
-    return AttendOptions(sliding_window=cell.sliding_window, softcap=cell.softcap, sinks=sinks)
+    return AttendOptions(sliding_window=cell.sliding_window, softcap=cell.softcap, sinks=sinks, prefill=cell.prefill)
 
 
 def _refuse_options(cell: AttendCell, *names: str) -> None:

@@ -98,12 +98,12 @@ def query_aware(
         if plot is not None:
             plot_query_aware(moment, plot)
     table = Table(title=f"squared error over plain rounding's; {source}")
-    columns = "bits", "seen by queries", "predicted", "plain scale", "second sweep", "five scales", "of the key"
-    for name in columns:
+    searches = "search 2", "search 4"
+    for name in ("bits", "seen by queries", "predicted", "plain scale", "second sweep", *searches, "of the key"):
         table.add_column(name, justify="right")
     for row in report.rows:
-        numbers = row.query_aware, row.predicted, row.plain_scale, row.second_sweep, row.scale_search, row.isotropic
-        table.add_row(str(row.bits), *(f"{x:.3f}" for x in numbers))
+        numbers = row.query_aware, row.predicted, row.plain_scale, row.second_sweep, row.search_2, row.search_4
+        table.add_row(str(row.bits), *(f"{x:.3f}" for x in (*numbers, row.isotropic)))
     emit(report, as_json, table)
 
 
@@ -199,9 +199,7 @@ def latent(
 
     with user_errors():
         rows = compare_latent_formats(comma_list(formats, str), latent_dim, rope_dim, seeds)
-    table = Table(
-        title=f"relative error, latents of {latent_dim} and rope parts of {rope_dim}, {seeds} samples of a kind"
-    )
+    table = Table(title=f"relative error, latents of {latent_dim}, rope parts of {rope_dim}, {seeds} samples of a kind")
     for name in ("samples", "format", "bytes/token", "latent", "rope", "output", "latent only", "rope only"):
         table.add_column(name, justify="left" if name in ("samples", "format") else "right")
     for row in rows:

@@ -98,7 +98,7 @@ def _solve_positive(bits: int, dim: int) -> np.ndarray:
     raise AssertionError(f"the codebook of {bits} bits for {dim} dimensions did not converge")
 
 
-def _positive_moments(levels: np.ndarray, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def positive_moments(levels: np.ndarray, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``_cell_moments`` of the cells around positive ``levels``, as parts of the whole positive half."""
     edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [min(np.sqrt(dim), 9.0)]])
     mass, first, second = _cell_moments(edges, dim)
@@ -112,12 +112,12 @@ def _on_byte_grid(levels: np.ndarray, dim: int) -> tuple[float, np.ndarray]:
         unit = top / levels[-1]
         rounded = np.clip(np.floor(levels * unit) + 0.5, 0.5, 63.5)
         stored = rounded / unit
-        mass, first, second = _positive_moments(stored, dim)
+        mass, first, second = positive_moments(stored, dim)
         distortion = float((second - 2 * stored * first + stored**2 * mass).sum())
         if distortion < best[0] - 1e-10:  # clearly better, not better by the last bit of a machine's libm
             best = (distortion, rounded)
     # With the levels fixed, the unit that centres them best; rounded so that it prints and stores exactly.
-    mass, first, _ = _positive_moments(best[1] * levels[-1] / best[1][-1], dim)
+    mass, first, _ = positive_moments(best[1] * levels[-1] / best[1][-1], dim)
     unit = float((mass * best[1] ** 2).sum() / (best[1] * first).sum())
     return float(np.float32(round(unit * 1024) / 1024)), best[1]
 

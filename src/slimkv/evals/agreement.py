@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
+from slimkv.config import AUTO
 from slimkv.evals.harness import (
     RAW,
     SERVING,
@@ -24,23 +25,27 @@ from slimkv.evals.harness import (
     check_mode,
     quiet,
     window_logits,
+    with_prefill,
 )  # fmt: skip
 from slimkv.evals.perplexity import scored_nll
 
 _SLICE = 128  # positions compared at a time: a vocabulary is wide
+Observe = Callable[[str, int, Tensor], None]  # format, window, negative log-likelihood of its tokens [tokens - 1]
 
 
 @dataclass(frozen=True)
 class AgreementRow:
     """One cache."""
 
-    format: str  # as it was asked for: k4v4, k4v4+cal, calibrated
+    format: str  # as it was asked for: k4v4, k4v4+cal, calibrated; k4v4@8bit where prefill differs between rows
     top1: float  # share of positions whose most likely token is the same
     kl: float  # mean KL(raw || packed), nats
     kl_99: float  # its 99th percentile over positions
     perplexity: float
     over_raw: float
     bytes_per_token: float  # see harness.bytes_per_token
+    prefill: str  # see KVCacheConfig
+    kl_growth: float | None  # over the row of the same format and the first prefill; None: there is one only
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,10 @@ def compare_logits(raw: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(same), torch.cat(divergence)
 
 
+def _unobserved(format: str, window: int, losses: Tensor) -> None:
+    """Nobody looks at single windows."""
+
+
 def measure_agreement(
     model: Any,
     windows: Tensor,
@@ -79,11 +88,17 @@ def measure_agreement(
     chunk: int = 256,
     progress: Progress = quiet,
     calibration: Calibration | None = None,
+    prefill: Sequence[str] = (AUTO,),
+    observe: Observe = _unobserved,
 ) -> AgreementReport:
-    """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes."""
+    """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes.
+
+    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is given the losses of
+    every window, those with the stock cache (``raw``) included.
+    """
     check_mode(mode)
     watch = Stopwatch()
-    kinds = cache_kinds(formats, calibration)
+    kinds = with_prefill(cache_kinds(formats, calibration), prefill)
     formats = [kind.name for kind in kinds]
     nll: dict[str, float] = dict.fromkeys([RAW, *formats], 0.0)
     same: dict[str, list[Tensor]] = {w: [] for w in formats}
@@ -100,7 +115,9 @@ def measure_agreement(
             cache = kind.new(model, mode)
             with attending(model, kind.format):
                 logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
-            nll[format] += float(scored_nll(logits, ids[0]).double().sum())
+            losses = scored_nll(logits, ids[0]).double()
+            observe(format, index, losses.cpu())
+            nll[format] += float(losses.sum())
             size[format] = bytes_per_token(cache)
             if format == RAW:
                 raw_logits = logits
@@ -112,7 +129,8 @@ def measure_agreement(
     scored = count * (tokens - 1)
     base = math.exp(nll[RAW] / scored)
     rows = []
-    for format in formats:
+    for number, kind in enumerate(kinds):
+        format, first = kind.name, kinds[number - number % len(prefill)].name
         kl, perplexity = torch.cat(divergence[format]), math.exp(nll[format] / scored)
         rows.append(
             AgreementRow(
@@ -123,6 +141,8 @@ def measure_agreement(
                 perplexity,
                 perplexity / base - 1,
                 size[format],
+                kind.prefill,
+                float(kl.mean() / torch.cat(divergence[first]).mean()) - 1 if len(prefill) > 1 else None,
             )
         )
     read = calibration.source if calibration is not None else None

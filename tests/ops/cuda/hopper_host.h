@@ -53,6 +53,12 @@ static int meet_named(int number, int threads) {
   return number;
 }
 
+static u8 byte_at(u32 address) {
+  address ^= (address >> 7 & 7) << 4;
+  if (address >= (u32)machine.shared_bytes) fail("an operand beyond shared memory");
+  return machine.shared[address];
+}
+
 static u32 half_at(u32 address) {
   address ^= (address >> 7 & 7) << 4;
   if (address + 2 > (u32)machine.shared_bytes) fail("an operand beyond shared memory");
@@ -71,6 +77,17 @@ static float across(u64 operand, int k, int column) {
   const u32 start = (u32)(operand & 0x3FFF) << 4, groups = (u32)(operand >> 32 & 0x3FFF) << 4;
   const u32 apart = (u32)(operand >> 16 & 0x3FFF) << 4;
   return f16_to_f32(half_at(start + column / 64 * apart + k / 8 * groups + k % 8 * 128 + column % 64 * 2));
+}
+
+// Byte (row, k) of an operand whose k lie side by side.
+static u8 byte_of(u64 operand, int row, int k) {
+  const u32 start = (u32)(operand & 0x3FFF) << 4, groups = (u32)(operand >> 32 & 0x3FFF) << 4;
+  return byte_at(start + row / 8 * groups + row % 8 * 128 + k);
+}
+// Bytes k of the rows g and g + 8 of an operand in fragments of 64 x 32.
+static void byte_rows(Operands all, int g, u8 (&rows)[2][32]) {
+  for (int r = 0; r < 2; r++)
+    for (int k = 0; k < 32; k++) rows[r][k] = (u8)(all[4 * g + k / 4 % 4][k / 16 * 2 + r] >> (8 * (k % 4)));
 }
 
 }  // namespace host
@@ -122,6 +139,7 @@ DEVICE void wgmma_fence() { host::meet("wgmma_fence", nullptr, 0); }
 DEVICE void wgmma_commit() {}
 template <int GROUPS> DEVICE void wgmma_wait() { host::meet("wgmma_wait", nullptr, 0); }
 template <int N> DEVICE void wgmma_fence_operand(float (&)[N]) {}
+template <int N> DEVICE void wgmma_fence_operand(u32 (&)[N]) {}
 DEVICE void keep_before(float, float) {}
 
 template <int N> struct Wgmma {
@@ -158,6 +176,36 @@ template <int N> struct Wgmma {
           for (int k = 0; k < 16; k++) sum += (double)rows[r][k] * column[k];
           c[i + 2 * r + j] = (float)sum;
         }
+      }
+  }
+};
+
+template <int N> struct WgmmaBytes {
+  template <bool ADD> static void s8(u32 (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    each("s8", a0, a1, a2, a3, b, [&](int at, const u8* row, const u8* column) {
+      u32 sum = ADD ? c[at] : 0;
+      for (int k = 0; k < 32; k++) sum += (u32)((int)(signed char)row[k] * (signed char)column[k]);
+      c[at] = sum;
+    });
+  }
+  // The tensor cores of sm_90 keep about 14 bits of such sums, and drop the others.
+  static void e4m3(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
+    each("e4m3", a0, a1, a2, a3, b, [&](int at, const u8* row, const u8* column) {
+      double sum = add ? c[at] : 0.0;
+      for (int k = 0; k < 32; k++) sum += (double)e4m3_to_f32(row[k]) * e4m3_to_f32(column[k]);
+      c[at] = as_float(as_bits((float)sum) & ~0x3FFu);
+    });
+  }
+
+ private:
+  template <class F> static void each(const char* where, u32 a0, u32 a1, u32 a2, u32 a3, u64 b, F product) {
+    u64 mine[4] = {a0, a1, a2, a3};
+    u8 rows[2][32], column[32];
+    host::byte_rows(host::meet(where, mine, 4), host::lane() / 4, rows);
+    for (int i = 0; i < N / 2; i += 4)
+      for (int j = 0; j < 2; j++) {
+        for (int k = 0; k < 32; k++) column[k] = host::byte_of(b, 2 * i + 2 * (host::lane() % 4) + j, k);
+        for (int r = 0; r < 2; r++) product(i + 2 * r + j, rows[r], column);
       }
   }
 };

@@ -382,6 +382,22 @@ DEVICE u32 f32_to_bf16(float x) {
   u32 bits = as_bits(x);
   return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
+DEVICE float e4m3_to_f32(u32 bits) {
+  const u32 exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if ((bits & 0x7F) == 0x7F) return NAN;
+  const float x = exponent ? ldexpf(8.0f + mantissa, (int)exponent - 10) : ldexpf((float)mantissa, -9);
+  return bits & 0x80 ? -x : x;
+}
+DEVICE u32 f32_to_e4m3(float x) {
+  const u32 bits = as_bits(x), sign = bits >> 24 & 0x80, m = bits & 0x7FFFFFFF;
+  if (m > 0x7F800000) return 0x7F;
+  if (m >= 0x43E00000) return sign | 0x7E;                               // 448 and more
+  if (m < 0x3C800000) return sign | (u32)rintf(as_float(m) * 512.0f);    // below 2^-6, in steps of 2^-9
+  const u32 rounded = (m + 0x7FFFF + (m >> 20 & 1) - (120u << 23)) >> 20;
+  return sign | (rounded < 0x7E ? rounded : 0x7E);
+}
+DEVICE u32 pack_e4m3x2(float low, float high) { return f32_to_e4m3(low) | f32_to_e4m3(high) << 8; }
+DEVICE u32 unpack_e4m3x2(u32 x) { return pack_f16x2(e4m3_to_f32(x & 0xFF), e4m3_to_f32(x >> 8 & 0xFF)); }
 // Pair by pair the larger magnitude, with the product of the signs.
 template <class F> DEVICE u32 larger_pairs(u32 a, u32 b, F to_float) {
   u32 r = 0;

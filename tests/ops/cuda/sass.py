@@ -48,15 +48,25 @@ def _decode(
 
 
 def _store(
-    format: str, dim: int = 128, dtype: torch.dtype = torch.bfloat16, few: bool = False, query_aware: bool = False
+    format: str,
+    dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    few: bool = False,
+    query_aware: bool = False,
+    search: int = 0,
 ) -> Variant:
     rows = (dtype, True)
-    plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, query_aware)
+    plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, int(query_aware), search)
     return store.SOURCE, dict(plan.defines), "sm_90"
 
 
-def _unpack(format: str, dim: int) -> Variant:
-    return prefill.UNPACK, dict(prefill.unpack_defines(_layout(format, dim), prefill.SHAPES[dim])), "sm_90"
+def _unpack(format: str, dim: int, cut: prefill.Shape | None = None) -> Variant:
+    return prefill.UNPACK, dict(prefill.unpack_defines(_layout(format, dim), cut or prefill.SHAPES[dim])), "sm_90"
+
+
+def _prefill_bytes(dim: int) -> Variant:
+    cut = prefill.EIGHT_BIT_SHAPES[dim]
+    return prefill.ATTEND, dict(prefill.attend_defines(_layout("k4v4", dim), cut, BF16, BF16, False, False)), "sm_90a"
 
 
 def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
@@ -92,6 +102,8 @@ def variants() -> dict[str, Variant]:
         "store-d96": _store("k3v2", 96),
         "store-query-aware": _store("k4v4", query_aware=True),
         "store-query-aware-few": _store("k4v4", few=True, query_aware=True),
+        "store-query-aware-search": _store("k4v4", query_aware=True, search=4),
+        "store-query-aware-search-few": _store("k4v4", few=True, query_aware=True, search=4),
         "prefill-unpack-k4v4": _unpack("k4v4", 128),
         "prefill-unpack-k5vu4": _unpack("k5vu4", 64),
         "prefill-d64": _prefill(64),
@@ -101,6 +113,8 @@ def variants() -> dict[str, Variant]:
         "prefill-d256-softcap": _prefill(256, softcap=True),
         "prefill-unpack-d256": _unpack("k4v4", 256),
         **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},
+        **{f"prefill-bytes-d{dim}": _prefill_bytes(dim) for dim in prefill.EIGHT_BIT_SHAPES},
+        "prefill-bytes-unpack": _unpack("k4v4", 128, prefill.EIGHT_BIT_SHAPES[128]),
     }
 
 

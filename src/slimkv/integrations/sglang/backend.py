@@ -13,6 +13,7 @@ from slimkv.integrations.sglang import refusals
 from slimkv.integrations.sglang.compat import AttentionBackend, HybridLinearKVPool, SWAKVPool
 from slimkv.integrations.sglang.metadata import BlockTables, GraphTables, Step, eager_step, verified_tokens
 from slimkv.integrations.sglang.pool import SlimKVPool
+from slimkv.ops.attention.api import SIXTEEN_BIT
 
 
 class SlimKVAttnBackend(AttentionBackend):
@@ -34,6 +35,9 @@ class SlimKVAttnBackend(AttentionBackend):
             self.token_to_kv_pool.dtype = torch.uint8  # as its pages are: models ask this pool for its dtype
         self._config = plain[0].plan.config
         self._raw = self._config.reads_fresh_raw(shared_pages=True)
+        self._prefill = SIXTEEN_BIT
+        for pages in (pages for one in plain for pages in one.layers):  # of the configuration alone, or refused
+            self._prefill = self._config.prefill_of(pages.layout.spec, shared_pages=True)
         self._tables = BlockTables(
             model_runner.req_to_token_pool.req_to_token, model_runner.page_size, self._window_pool,
             plain[0].plan.position_edges,
@@ -194,6 +198,7 @@ class SlimKVAttnBackend(AttentionBackend):
                 sliding_window=window + 1 if window is not None and window > -1 else None,
                 softcap=float(layer.logit_cap or 0.0),
                 sinks=sinks,
+                prefill=self._prefill,
             )
         return found
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe, typed
 from slimkv.calibration import Calibration
 from slimkv.config import AUTO, CALIBRATED, RAW, RAW_LATENT, KVCacheConfig
 from slimkv.errors import InputError, SlimKVError
@@ -133,6 +134,11 @@ class SlimKVCache(Cache):
             return _outside_the_graph(self, key_states, value_states, layer_idx, *args, **kwargs)
         if self._broken is not None:
             raise InputError(self._broken)
+        for name, x in (("key_states", key_states), ("value_states", value_states)):
+            if not isinstance(x, Tensor) or x.ndim != 4:
+                raise InputError(f"{name} must be a tensor [batch, num_kv_heads, tokens, dim], not {describe(x)}")
+        if type(layer_idx) is not int:
+            raise InputError(f"layer_idx must be a layer's number, not {describe(layer_idx)}")
         if not 0 <= layer_idx < len(self.layers):
             raise InputError(
                 f"layer {layer_idx} was given keys and values, but the config says that layers 0 to "
@@ -180,6 +186,11 @@ class SlimKVCache(Cache):
         """The layers that are packed."""
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
 
+    @property
+    def matrix_index(self) -> MatrixIndex | None:
+        """What chooses the matrices of a calibration by position; None without one."""
+        return next((layer.settings.matrix_index for layer in self.packed_layers), None)
+
     # -- size ----------------------------------------------------------------------------------------------------------
 
     @property
@@ -208,6 +219,7 @@ class SlimKVCache(Cache):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    @typed
     def save(self, path: str | Path, model: Any, input_ids: Any) -> Path:
         """Writes the cache of one sequence to a prompt-cache file, which other processes and engines can load.
 
@@ -219,6 +231,7 @@ class SlimKVCache(Cache):
         return save_prompt(self, path, model, input_ids)
 
     @classmethod
+    @typed
     def load(cls, path: str | Path, model: Any, input_ids: Any = None, **fields: Any) -> SlimKVCache:
         """The cache in a prompt-cache file, with the formats, seed and block size it was written with.
 
@@ -248,7 +261,7 @@ class SlimKVCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence ``repeats`` times."""
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise InputError(f"sequences can be repeated 1 time or more, not {repeats!r} times")
+            raise InputError(f"sequences can be repeated 1 time or more, not {describe(repeats)} times")
         for tables in self._tables:
             tables.select(torch.arange(tables.batch, device=tables.device).repeat_interleave(repeats))
         Cache.batch_repeat_interleave(self, repeats)
@@ -264,9 +277,9 @@ class SlimKVCache(Cache):
         try:
             indices = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"sequences are chosen by numbers or booleans, not {given!r}") from error
-        if indices.dim() != 1 or indices.is_floating_point() or indices.is_complex():
-            raise InputError(f"sequences are chosen by a list of numbers or booleans, not {given!r}")
+            raise InputError(f"sequences are chosen by numbers or booleans, not {describe(given)}") from error
+        if indices.dim() != 1 or indices.is_floating_point() or indices.is_complex() or indices.is_meta:
+            raise InputError(f"sequences are chosen by a list of numbers or booleans, not {describe(given)}")
         batch = next((tables.batch for tables in self._tables), None)
         if indices.dtype == torch.bool:
             if batch is not None and len(indices) != batch:
@@ -284,6 +297,8 @@ class SlimKVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens (0 or negative, as in transformers 5.22)."""
+        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
+            raise InputError(f"tokens_to_remove must be 0 or a negative integer, not {describe(tokens_to_remove)}")
         if tokens_to_remove > 0:
             raise InputError(
                 f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}; "

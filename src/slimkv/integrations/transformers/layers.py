@@ -95,9 +95,11 @@ class PackedLayer(CacheLayerMixin):
             self.tables = self.settings.tables.get(batch, self.device, self.window, self.partly)
             blocks, size, backend = self.tables.blocks, self.settings.block_size, self.settings.config.backend
             self.pool = PagedPool(spec, blocks, self.num_kv_heads, size, self.device, backend)
+            self.pool.query_aware_search = config.query_aware_search
         if self.settings.calibration is not None:
             self.pool.query_aware = self.settings.calibration.query_aware_matrices(self.number, self.pool.codec)
         self._plan: AttendPlan | None = None
+        self._prefill = config.prefill_of(spec, shared_pages=False)
         self.tables.join(self)
         self.is_initialized = True
 
@@ -169,6 +171,7 @@ class PackedLayer(CacheLayerMixin):
         return PagedKV(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, self.tokens - visible, visible,
             self.dtype, self.window, self.chunked, fresh, self.settings.config.backend, self.attend_codes,
+            self._prefill,
         )  # fmt: skip
 
     def attend_codes(self, query: Tensor, pages: Tensor, batch: AttentionBatch, options: AttendOptions) -> Tensor:

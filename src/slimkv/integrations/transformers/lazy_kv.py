@@ -51,6 +51,10 @@ class LazyKV(Protocol):
     def pads(self) -> list[int]:
         """Leading positions of each sequence that are known to be padding."""
 
+    @property
+    def prefill(self) -> str:
+        """The arithmetic of long passes: see ``AttendOptions``."""
+
     def dense(self) -> tuple[Tensor, Tensor]:
         """K and V, decoded: contiguous [batch, num_kv_heads, positions, dim]; zeros where there is padding."""
 
@@ -78,6 +82,7 @@ class PagedKV:
     fresh: tuple[Tensor, Tensor] | None  # K, V [batch, num_kv_heads, new, dim] of the new tokens
     backend: str | None  # of attend, by name; None: the best for the device
     attend_codes: AttendCodes  # the layer's
+    prefill: str  # see ``AttendOptions``
     _dense: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @property

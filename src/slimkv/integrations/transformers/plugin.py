@@ -24,6 +24,7 @@ from slimkv.integrations.transformers.mask import Pattern, pattern_of, slimkv_ma
 from slimkv.integrations.transformers.stock_attention import EAGER, SDPA, stock_function, switchable_configs
 from slimkv.integrations.transformers.switching import NAME, count, stock_of
 from slimkv.ops import AttendOptions
+from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES
 
 # What an attention function may be called with. Anything else that is set is refused: it may change the result.
 _HANDLED = {"position_bias", "output_attentions", "softcap", "s_aux", "sliding_window"}
@@ -63,10 +64,11 @@ def slimkv_attention(
     if kv is not None:
         pattern = _pattern(module, query, kv, attention_mask, is_causal, stock)
         asked = kwargs if function is not TORCH_ATTENTION else {**kwargs, "softcap": None, "s_aux": None}
-        options = _options(query, scaling, pattern, dropout, asked) if pattern is not None else None
+        options = _options(query, scaling, pattern, dropout, asked, kv.prefill) if pattern is not None else None
         if pattern is not None and options is not None and kv.refusal(pattern.pads) is None:
             count("fused", config)
             return kv.attend(query, options, pattern.pads), None
+        _check_decoding(kv)
     else:
         count("plain", config)
     key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in (key, value))
@@ -120,8 +122,17 @@ def _pattern(
     return None
 
 
+def _check_decoding(kv: LazyKV) -> None:
+    """Raises where attention would run on decoded keys and values, and 8 bits were asked for."""
+    if kv.prefill == EIGHT_BIT and kv.new > MAX_DECODE_QUERIES:
+        raise UnsupportedError(
+            "prefill='8bit' is for attention on pages, and this call's mask or arguments need decoded keys and values; "
+            "leave prefill at 'auto'"
+        )
+
+
 def _options(
-    query: Tensor, scaling: object, pattern: Pattern, dropout: float, kwargs: dict[str, Any]
+    query: Tensor, scaling: object, pattern: Pattern, dropout: float, kwargs: dict[str, Any], prefill: str
 ) -> AttendOptions | None:
     """The options of ``attend``; None where it does not have what is asked for."""
     if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
@@ -129,7 +140,7 @@ def _options(
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if not isinstance(scaling, int | float | None) or not isinstance(softcap, int | float | None):
         return None
-    plain = _plain_options(scaling, pattern.window, softcap or 0.0)
+    plain = _plain_options(scaling, pattern.window, softcap or 0.0, prefill)
     if sinks is None:
         return plain
     if sinks.numel() != query.shape[1]:
@@ -138,8 +149,8 @@ def _options(
 
 
 @lru_cache(maxsize=256)
-def _plain_options(scale: float | None, window: int | None, softcap: float) -> AttendOptions:
-    return AttendOptions(scale, True, window, softcap)
+def _plain_options(scale: float | None, window: int | None, softcap: float, prefill: str) -> AttendOptions:
+    return AttendOptions(scale, True, window, softcap, prefill=prefill)
 
 
 def _masked(

@@ -12,6 +12,7 @@ from slimkv import ops
 from slimkv.integrations.transformers.decoded_attention import dense_attention
 from slimkv.integrations.transformers.layers import RAW_FRESH_ABOVE, LayerSettings, PackedLayer, check_no_grad
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
+from slimkv.ops.attention.api import SIXTEEN_BIT
 from slimkv.ops.merge import merge_attention_states
 
 Pair = tuple[Tensor, Tensor]
@@ -28,6 +29,7 @@ class SinkRecentKV:
 
     first = 0
     window = None
+    prefill = SIXTEEN_BIT
 
     @property
     def positions(self) -> int:
@@ -146,7 +148,7 @@ class SinkRecentLayer(PackedLayer):
         step = self.tables.prefix(packed)
         return PagedKV(
             self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, 0, packed, self.dtype, None, False,
-            None, self.settings.config.backend, self.attend_codes,
+            None, self.settings.config.backend, self.attend_codes, SIXTEEN_BIT,
         )  # fmt: skip
 
     def _view(self, side: int) -> PackedStates | None:

@@ -132,6 +132,7 @@ class SlimKVImpl(AttentionImpl):
             sliding_window=self.sliding_window,
             softcap=self.logits_soft_cap or 0.0,
             sinks=self.sinks,
+            prefill=self._settings.prefill_of(self._spec, shared_pages=True),
         )
 
     # -- running -----------------------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class SlimKVImpl(AttentionImpl):
         ops.store_kv(
             key[:count], value[:count], pages, slot_mapping, codec=codec, layout=layout,
             query_aware=self._query_aware(codec), query_aware_index=self._matrix_index(layer, codec, count),
-            backend=self._settings.backend,
+            query_aware_search=self._search(codec), backend=self._settings.backend,
         )  # fmt: skip
 
     def _matrix_index(self, layer: Any, codec: Codec, count: int) -> Tensor | None:
@@ -184,6 +185,10 @@ class SlimKVImpl(AttentionImpl):
                 else query_aware_matrices(known, model, self._number, codec, self.num_kv_heads),
             )  # fmt: skip
         return self._matrices[0]
+
+    def _search(self, codec: Codec) -> int:
+        """How many roundings of a key are tried: none but one in layers that have no matrices."""
+        return 0 if self._query_aware(codec) is None else self._settings.query_aware_search
 
     def forward(
         self,
@@ -217,6 +222,7 @@ class SlimKVImpl(AttentionImpl):
                 self._options,
                 self._config,
                 self._query_aware(codec),
+                self._search(codec),
                 self._settings.backend,
             )
             return output.zero_()
@@ -243,8 +249,8 @@ class SlimKVImpl(AttentionImpl):
                     query[rows], key[rows], value[rows], pages, part.block_table, part.cu_seqlens_q, part.max_query_len,
                     part.shard, dcp_group(), codec=codec, layout=layout, options=self._options,
                     query_aware=self._query_aware(codec),
-                    query_aware_index=None if step.matrix_index is None else step.matrix_index[rows], raw=raw,
-                    out=output[rows], backend=self._settings.backend,
+                    query_aware_index=None if step.matrix_index is None else step.matrix_index[rows],
+                    query_aware_search=self._search(codec), raw=raw, out=output[rows], backend=self._settings.backend,
                 )  # fmt: skip
                 continue
             ops.attend(

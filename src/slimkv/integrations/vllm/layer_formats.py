@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from slimkv.calibration.serving import chosen_format
 from slimkv.codec import Codec
 from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.calibration import chosen_format, load_calibration
+from slimkv.integrations.vllm.calibration import load_calibration
 from slimkv.integrations.vllm.compat import layer_number
 from slimkv.spec import CodecSpec, parse_spec
 

@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe, typed, typed_fields
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, check_pages
@@ -19,9 +20,12 @@ from slimkv.spec import PageLayout
 
 MAX_DECODE_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
 MIN_TRITON_HEAD_DIM = 32
+EIGHT_BIT, SIXTEEN_BIT = "8bit", "16bit"
+PREFILL = ("auto", EIGHT_BIT, SIXTEEN_BIT)
 
 
 @dataclass(frozen=True)
+@typed_fields()
 class AttendOptions:
     """What a model asks of its attention beside the tensors.
 
@@ -32,6 +36,9 @@ class AttendOptions:
             ``causal``).
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         sinks: float [num_heads], a learned logit per head that joins the softmax's denominator.
+        prefill: the arithmetic of sequences with more than ``MAX_DECODE_QUERIES`` queries. ``16bit``: operands of 16
+            bits and more; ``8bit``: those of ``slimkv.ops.attention.eight_bit``, or the call fails with the reason;
+            ``auto``: 8 bits where a backend was measured to gain by it.
     """
 
     softmax_scale: float | None = None
@@ -39,6 +46,7 @@ class AttendOptions:
     sliding_window: int | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
+    prefill: str = SIXTEEN_BIT
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None and (self.sliding_window < 1 or not self.causal):
@@ -50,6 +58,8 @@ class AttendOptions:
             raise InputError(f"softcap must be 0 (off) or positive, not {self.softcap}")
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
             raise InputError(f"softmax_scale must be finite, not {self.softmax_scale}")
+        if self.prefill not in PREFILL:
+            raise InputError(f"prefill must be one of {', '.join(PREFILL)}, not {self.prefill!r}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,11 @@ class AttendRequest:
             if self.options.softmax_scale is not None
             else 1 / math.sqrt(self.layout.spec.key_dim)
         )
+
+    @property
+    def must_be_eight_bit(self) -> bool:
+        """Whether some sequence may be long enough for the prefill that ``prefill="8bit"`` asks for."""
+        return self.options.prefill == EIGHT_BIT and self.max_query_len > MAX_DECODE_QUERIES
 
     @property
     def group(self) -> int:
@@ -150,6 +165,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@typed
 def attend(
     query: Tensor,
     pages: Tensor,
@@ -237,6 +253,8 @@ def checked_request(
             "the block table's "
             f"{block_table.shape[1]} blocks of {layout.block_size}"
         )
+    if num_splits is not None and num_splits < 1:
+        raise InputError(f"num_splits must be at least 1, or None, not {num_splits}")
     if fresh is not None:
         _check_fresh(fresh, query, pages, layout)
     if options.sinks is not None and (options.sinks.shape != (heads,) or options.sinks.device != query.device):
@@ -265,6 +283,16 @@ def refuses_split_arguments(request: AttendRequest) -> str | None:
         return f"it does not split keys as num_splits={request.num_splits} asks; leave num_splits at None"
     if request.workspace is not None and request.workspace.numel():
         return f"it needs no workspace, and was given one of {request.workspace.numel()} bytes; leave it at None"
+    return None
+
+
+def refuses_eight_bit(request: AttendRequest) -> str | None:
+    """Why a backend without 8-bit prefill cannot take the request, or None."""
+    if request.must_be_eight_bit:
+        return (
+            "it does not prefill in 8 bits; 'cuda' does on compute capability 9.0, 'reference' everywhere, or leave "
+            "prefill at 'auto'"
+        )
     return None
 
 
@@ -310,6 +338,8 @@ def check_tables(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, de
 
 
 def _check_fresh(fresh: tuple[Tensor, Tensor], query: Tensor, pages: Tensor, layout: PageLayout) -> None:
+    if len(fresh) != 2 or not all(isinstance(x, Tensor) for x in fresh):
+        raise InputError(f"fresh must be a pair of tensors, K and V of the query tokens, not {describe(fresh)}")
     for name, x, dim in (("key", fresh[0], layout.spec.key_dim), ("value", fresh[1], layout.spec.value_dim)):
         if x.shape != (query.shape[0], pages.shape[1], dim) or x.device != query.device or x.stride(-1) != 1:
             raise InputError(

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slimkv.ops.attention.api import AttendRequest, refuses_split_arguments
+from slimkv.ops.attention.api import AttendRequest, refuses_eight_bit, refuses_split_arguments
 from slimkv.ops.cpu.module import check_status, layout_tables, library
 from slimkv.ops.cpu.structures import CAttendCall, CVectors, pages_of, vectors_of
 
 
 def supports(request: AttendRequest) -> str | None:
     """Every format, size and option; keys are split as the library chooses, whatever the number of threads."""
-    return refuses_split_arguments(request)
+    return refuses_split_arguments(request) or refuses_eight_bit(request)
 
 
 def run(request: AttendRequest) -> None:

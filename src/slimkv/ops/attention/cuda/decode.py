@@ -99,6 +99,10 @@ def supports(request: AttendRequest) -> str | None:
             "use backend='reference'"
         )
     refusal = _refusal(request.layout, request.group)
+    if refusal is None and request.must_be_eight_bit:
+        refusal = prefill.eight_bit_refusal(request)
+        if refusal is None and not prefill.runs_on(request.pages.device):
+            refusal = "it prefills in 8 bits on compute capability 9.0 only; use backend='reference'"
     if refusal is None and request.pages.device.type == "cuda" and _shape(request) is None:
         return f"{request.layout.spec.format} needs more shared memory than this device has; use backend='triton'"
     return refusal

@@ -13,8 +13,11 @@ from functools import lru_cache
 
 import torch
 
+from slimkv.codec.byte_levels import byte_levels
 from slimkv.codec.rotation import sign_words
-from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest
+from slimkv.ops.attention import eight_bit
+from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, AttendRequest
+from slimkv.ops.attention.cuda.shape import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
@@ -26,6 +29,7 @@ MOST_GROUP = 64
 _THREADS = 384
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 _SignBits = ctypes.c_uint32 * 8
+_Table = ctypes.c_uint32 * 3
 
 
 class UnpackArgs(ctypes.Structure):
@@ -37,6 +41,9 @@ class UnpackArgs(ctypes.Structure):
         )),
         *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
         *((name, ctypes.c_int32) for name in ("heads", "most_queries", "first_tile", "tiles")),
+        ("key_table", _Table),
+        ("value_table", _Table),
+        ("value_factor", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -64,9 +71,24 @@ class Shape:
 
     step: int  # tokens of a tile
     stages: int  # tiles of K, and of V, in shared memory at a time
+    int8_keys: bool = False  # queries and keys as bytes (of Lloyd-Max codes of up to 4 bits); else halves
+    e4m3_values: bool = False  # probabilities and values likewise
+    from_magic: bool = True  # sums of bytes start at a float's bits, and are floats; else they are converted
+    promote: int = 8  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
+
+    def keys_bytes(self, dim: int) -> int:
+        """Of a tile of keys; as prefill/tiles.cuh counts."""
+        return self.step * (dim + (16 if self.e4m3_values else 8)) if self.int8_keys else 2 * self.step * dim
+
+    def values_bytes(self, dim: int) -> int:
+        """Of a tile of values."""
+        return self.step * (dim + 8) if self.e4m3_values else 2 * self.step * dim
 
 
 SHAPES = {64: Shape(128, 2), 128: Shape(128, 2), 256: Shape(64, 2)}
+EIGHT_BIT_SHAPES = {64: Shape(128, 4, True, True), 128: Shape(128, 4, True, True)}
+# Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
+FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
 # source, kernel, defines, grid, threads, shared memory, argument
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
@@ -89,6 +111,22 @@ def refusal(request: AttendRequest) -> str | None:
     return None
 
 
+def eight_bit_refusal(request: AttendRequest) -> str | None:
+    """None for what is attended on 8-bit tensor cores, else the reason."""
+    reason = eight_bit.refusal(request) or refusal(request)
+    if reason is None and request.layout.spec.key_dim not in EIGHT_BIT_SHAPES:
+        sizes = " and ".join(map(str, EIGHT_BIT_SHAPES))
+        reason = f"head size {request.layout.spec.key_dim} is not prefilled in 8 bits; {sizes} are"
+    return reason
+
+
+def shape_of(request: AttendRequest) -> Shape:
+    """How a request that is not refused is cut: in 8 bits where it must be, or may be and gains."""
+    dim, wanted = request.layout.spec.key_dim, request.options.prefill
+    gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
+    return EIGHT_BIT_SHAPES[dim] if wanted == EIGHT_BIT or gains else SHAPES[dim]
+
+
 @lru_cache(maxsize=64)
 def runs_on(device: torch.device) -> bool:
     """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
@@ -97,38 +135,44 @@ def runs_on(device: torch.device) -> bool:
 
 def tiles_of_pass(layout: PageLayout, shape: Shape, rows: int, max_seq_len: int, budget: int = WORKSPACE_BYTES) -> int:
     """Tiles of each of ``rows`` (sequence, KV head) that the workspace holds at a time."""
-    fit = budget // (4 * shape.step * layout.spec.key_dim * rows)
+    dim = layout.spec.key_dim
+    fit = budget // ((shape.keys_bytes(dim) + shape.values_bytes(dim)) * rows)
     return max(1, min(fit, -(-max_seq_len // shape.step)))
 
 
-def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKSPACE_BYTES) -> None:
+def attend_prefill(
+    request: AttendRequest, launch: Launcher, budget: int = WORKSPACE_BYTES, shape: Shape | None = None
+) -> None:
     """The sequences of more than MAX_DECODE_QUERIES queries: two launches a pass."""
     query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
     (total, _, dim), num_kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     most_long = min(sequences, total // (MAX_DECODE_QUERIES + 1))
     if most_long == 0:
         return
-    shape, group, device, longest = SHAPES[dim], request.group, query.device, max(1, request.max_seq_len)
+    shape, group, device, longest = shape or shape_of(request), request.group, query.device, max(1, request.max_seq_len)
     rows = most_long * num_kv_heads
     tiles = tiles_of_pass(layout, shape, rows, longest, budget)
     passes = -(-longest // (tiles * shape.step))
-    side_bytes, query_blocks = 2 * rows * tiles * shape.step * dim, total // (ROWS // group) + sequences
+    key_bytes, value_bytes = (rows * tiles * n for n in (shape.keys_bytes(dim), shape.values_bytes(dim)))
+    query_blocks = total // (ROWS // group) + sequences
     blocks = query_blocks * num_kv_heads
     state_floats = blocks * 256 * (dim // 2 + 4) if passes > 1 else 0
-    space = torch.empty(2 * side_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device)
+    space = torch.empty(
+        key_bytes + value_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device
+    )
     keys = space.data_ptr()
-    units = keys + 2 * side_bytes
+    units = keys + key_bytes + value_bytes
     key, value, spec = request.codec.key_tables, request.codec.value_tables, layout.spec
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     unpack = UnpackArgs(
         pages=pages.data_ptr(), table=request.block_table.data_ptr(), lengths=request.seq_lens.data_ptr(),
         starts=request.cu_seqlens_q.data_ptr(), key_levels=key.levels.data_ptr(), value_levels=value.levels.data_ptr(),
-        keys=keys, values=keys + side_bytes, units=units, page_stride=pages.stride(0),
+        keys=keys, values=keys + key_bytes, units=units, page_stride=pages.stride(0),
         page_head_stride=pages.stride(1), table_stride=request.block_table.stride(0), heads=num_kv_heads,
-        most_queries=MAX_DECODE_QUERIES, tiles=tiles,
+        most_queries=MAX_DECODE_QUERIES, tiles=tiles, **_byte_tables(layout, shape),
     )  # fmt: skip
     args = AttendArgs(
-        query=query.data_ptr(), keys=keys, values=keys + side_bytes, units=units, lengths=unpack.lengths,
+        query=query.data_ptr(), keys=keys, values=keys + key_bytes, units=units, lengths=unpack.lengths,
         starts=unpack.starts, sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), state=units + 16 * rows * tiles,
         query_stride=query.stride(0), query_head_stride=query.stride(1), out_stride=out.stride(0),
@@ -137,7 +181,7 @@ def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKS
         value_norm=value.orthonormal, key_sign_bits=_signs(dim, spec.seed), value_sign_bits=_signs(dim, spec.seed),
         sequences=sequences, heads=num_kv_heads, group=group, most_queries=MAX_DECODE_QUERIES, causal=options.causal,
         window=options.sliding_window or 0, query_blocks=query_blocks,
-        section=max(1, min(num_kv_heads, _CACHED_BYTES // (4 * dim * most_long * tiles * shape.step))), tiles=tiles,
+        section=max(1, min(num_kv_heads, _CACHED_BYTES // ((key_bytes + value_bytes) // num_kv_heads))), tiles=tiles,
         aligned=all(x * out.element_size() % 16 == 0 for x in out.stride()[:2]) and out.data_ptr() % 16 == 0,
     )  # fmt: skip
     to_unpack = unpack_defines(layout, shape)
@@ -155,7 +199,25 @@ def attend_prefill(request: AttendRequest, launch: Launcher, budget: int = WORKS
 
 def shared_bytes(dim: int, shape: Shape) -> int:
     """Shared memory of a block of ``attend``: queries, two rings of tiles, barriers; as prefill/work.cuh counts."""
-    return 2 * ROWS * dim + 4 * shape.stages * shape.step * dim + 32 * shape.stages + 1024
+    queries = 0 if shape.int8_keys else 2 * ROWS * dim
+    tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
+    totals = 4 * ROWS * dim if shape.e4m3_values else 0
+    return queries + tiles + totals + 32 * shape.stages + 1024
+
+
+def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
+    """What ``unpack`` looks bytes up in."""
+    if not shape.int8_keys:
+        return {}
+    spec = layout.spec
+    tables: dict[str, object] = {"key_table": _Table(*level_bytes(spec.key, spec.key_dim), 0x80808080)}
+    if shape.e4m3_values:
+        levels = byte_levels(spec.value.bits, spec.value_dim)
+        magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
+        words = magnitudes.view(torch.uint8).tolist() + [0] * 8
+        low, high = (sum(byte << 8 * i for i, byte in enumerate(words[at : at + 4])) for at in (0, 4))
+        tables |= {"value_table": _Table(low, high, 0), "value_factor": levels.value_factor}
+    return tables
 
 
 @lru_cache(maxsize=256)
@@ -170,10 +232,14 @@ def unpack_defines(layout: PageLayout, shape: Shape) -> Defines:
         }
 
     return Defines({
-        "D": layout.spec.key_dim, "STEP": shape.step, "BLOCK_SIZE": layout.block_size,
+        "D": layout.spec.key_dim, "STEP": shape.step, **_byte_defines(shape), "BLOCK_SIZE": layout.block_size,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "SHARED": shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value),
     })  # fmt: skip
+
+
+def _byte_defines(shape: Shape) -> dict[str, int]:
+    return {"INT8_KEYS": int(shape.int8_keys), "E4M3_VALUES": int(shape.e4m3_values)}
 
 
 def _levels_bytes(fmt: TensorFormat) -> int:
@@ -187,7 +253,8 @@ def attend_defines(
     """What prefill/attend.cu is compiled with."""
     spec = layout.spec
     return Defines({
-        "D": spec.key_dim, "STEP": shape.step, "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
+        "D": spec.key_dim, "STEP": shape.step, **_byte_defines(shape), "FROM_MAGIC": int(shape.from_magic),
+        "PROMOTE": shape.promote, "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated),
     })  # fmt: skip

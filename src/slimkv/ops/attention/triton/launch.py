@@ -18,7 +18,13 @@ from torch import Tensor
 
 from slimkv.codec.codebook import codebook
 from slimkv.errors import InputError
-from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest, split_workspace_bytes
+from slimkv.ops.attention.api import (
+    MAX_DECODE_QUERIES,
+    MIN_TRITON_HEAD_DIM,
+    AttendRequest,
+    refuses_eight_bit,
+    split_workspace_bytes,
+)
 from slimkv.ops.attention.triton.decode import attend_kernel, merge_kernel
 from slimkv.ops.attention.triton.prefill import prefill_kernel, range_kernel, unpack_kernel
 from slimkv.ops.triton.unpack import KIND_NUMBER, PLAIN_ROWS, byte_table
@@ -44,6 +50,8 @@ class Shape:
 def supports(request: AttendRequest) -> str | None:
     """Every format and head size from 32 to 512; blocks of at least a tile; up to 64 query heads per KV head."""
     spec = request.layout.spec
+    if reason := refuses_eight_bit(request):
+        return reason
     if request.layout.block_size == 1:
         return PLAIN_ROWS
     if min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM:

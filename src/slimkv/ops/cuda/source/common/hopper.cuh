@@ -57,6 +57,10 @@ template <int N> DEVICE void wgmma_fence_operand(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i]) :: "memory");
 }
+template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i]) :: "memory");
+}
 
 // The compiler moves a wait up over arithmetic that does not need it. A branch on the arithmetic's results, never taken
 // (they are not negative), keeps the wait behind it.
@@ -100,6 +104,36 @@ template <int N> struct Wgmma;
                    : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(1));                                   \
     }                                                                                                                  \
   };
+// Of bytes: c [64, N] (+)= A B, A 64 x 32 in the lanes' fragments, B N x 32, 32 side by side.
+// s8: signed, with c as integers; ADD: to what c holds, else from zero. e4m3: with c as floats; add: likewise.
+// Sums of e4m3 keep 14 bits or so, whatever registers they are in: long ones need to be added up elsewhere.
+#define HELD_INTEGERS_4(i) "+r"(c[i]), "+r"(c[i + 1]), "+r"(c[i + 2]), "+r"(c[i + 3])
+#define HELD_INTEGERS_8(i) HELD_INTEGERS_4(i), HELD_INTEGERS_4(i + 4)
+#define HELD_INTEGERS_32 HELD_INTEGERS_8(0), HELD_INTEGERS_8(8), HELD_INTEGERS_8(16), HELD_INTEGERS_8(24)
+#define HELD_INTEGERS_64 HELD_INTEGERS_32, HELD_INTEGERS_8(32), HELD_INTEGERS_8(40), HELD_INTEGERS_8(48), HELD_INTEGERS_8(56)
+template <int N> struct WgmmaBytes;
+#define SLIMKV_WGMMA_BYTES(N, R, A0, A1, A2, A3, B, ADDS)                                                               \
+  template <> struct WgmmaBytes<N> {                                                                                 \
+    template <bool ADD> DEVICE_MEMBER static void s8(u32 (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {            \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N             \
+                   "k32.s32.s8.s8 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p;\n}"               \
+                   : HELD_INTEGERS_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD));                 \
+    }                                                                                                                  \
+    DEVICE_MEMBER static void e4m3(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {                \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N             \
+                   "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1;\n}"     \
+                   : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));                               \
+    }                                                                                                                  \
+  };
+template <> struct WgmmaBytes<8> {
+  DEVICE_MEMBER static void e4m3(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\nwgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, p, 1, 1;\n}"
+                 : HELD_4(0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
+  }
+};
+SLIMKV_WGMMA_BYTES(64, 32, "32", "33", "34", "35", "36", "37")
+SLIMKV_WGMMA_BYTES(128, 64, "64", "65", "66", "67", "68", "69")
 SLIMKV_WGMMA(64, 32, "32", "33", "34", "35", "36", "37")
 SLIMKV_WGMMA(128, 64, "64", "65", "66", "67", "68", "69")
 SLIMKV_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")

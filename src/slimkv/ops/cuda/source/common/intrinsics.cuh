@@ -82,6 +82,26 @@ DEVICE float tanh_of(float x) { return tanhf(x); }
 DEVICE float f16_to_f32(u32 bits) { float r; asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(r) : "r"(bits)); return r; }
 DEVICE u32 f32_to_f16(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
 DEVICE u32 pack_f16x2(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+// e4m3, rounded to the nearest even, at most 448: two numbers, in the low half of the word.
+DEVICE u32 pack_e4m3x2(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  u32 r;
+  asm("{.reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, %1, %2; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+#else
+  return 0;  // only kernels of sm_90a use it
+#endif
+}
+// The numbers of the low half, as halves.
+DEVICE u32 unpack_e4m3x2(u32 x) {
+#if __CUDA_ARCH__ >= 890
+  u32 r;
+  asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(r) : "r"(x));
+  return r;
+#else
+  return 0;
+#endif
+}
 DEVICE u32 f32_to_bf16(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.bf16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
 // Pair by pair the larger magnitude, with any sign; NaN if there is one.
 #if __CUDA_ARCH__ >= 860

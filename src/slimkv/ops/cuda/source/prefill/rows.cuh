@@ -21,6 +21,39 @@ DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
     }
 }
 
+#if INT8_KEYS
+// The row as signed bytes, in registers a[4 k + 2 h + r] of products k: the quad's lane t has the 16 dimensions of every 64 that
+// follow 16 t. Rounded to the nearest integer, the largest to 127. `bad`: 0, or not a number.
+DEVICE float prepare_row_int8(const PrefillArgs& args, bool valid, i64 at, u32 (&a)[D / 8], int r, int t, float& bad) {
+  float x[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const int dim = 64 * (i / 16) + 16 * t + i % 16;
+    x[i] = valid ? load_number(args.query, at + dim, Q_TYPE) : 0.0f;
+    if (args.scale < 0) x[i] = -x[i];
+    if (K_ROTATED) x[i] = signed_by(x[i] * args.key_norm, args.key_sign_bits[2 * (i / 16) + t / 2], 16 * (t & 1) + i % 16);
+  }
+  if (K_ROTATED) hadamard_of_quad(x, t);
+  float row_max = 0.0f;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) row_max = max_f32(row_max, as_float(as_bits(x[i]) & 0x7FFFFFFF));
+  row_max = max_f32(row_max, shfl_xor(row_max, 1));
+  row_max = max_f32(row_max, shfl_xor(row_max, 2));
+  const float up = row_max > 0.0f ? div_rn(127.0f, row_max) : 0.0f;
+#pragma unroll
+  for (int k = 0; k < D / 32; k++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 bytes[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        bytes[i] = as_bits(add_rn(mul_rn(x[k / 2 * 16 + 2 * (2 * (k % 2) + h) + i % 2 + 8 * (i / 2)], up), MAGIC_FLOAT));
+      a[4 * k + 2 * h + r] = prmt(prmt(bytes[0], bytes[1], 0x0040), prmt(bytes[2], bytes[3], 0x0040), 0x5410);
+    }
+  bad = x[0] * 0.0f;  // a row that is not a number, all of it once rotated, has no integers
+  return div_rn(row_max, 127.0f) * (args.scale < 0 ? -args.scale : args.scale);
+}
+#else
 // Row `row` of a warpgroup's queries to its operand, by the quad; what the row is to be multiplied by after the product.
 DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operand, int row, int t) {
   float x[OWN];
@@ -49,6 +82,7 @@ DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operan
   }
   return as_float(exponent << 23) * (args.scale < 0 ? -args.scale : args.scale);
 }
+#endif
 
 // A row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b): 16 dimensions side by side of each 64.
 DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool valid, int t) {

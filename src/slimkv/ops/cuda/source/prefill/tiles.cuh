@@ -1,5 +1,5 @@
 // What the prefill kernels share: the order of unpacked keys and values in device memory, and their sizes.
-// Compile-time: D (the head size, of keys and values), STEP (tokens of a tile).
+// Compile-time: D (the head size, of keys and values), STEP (tokens of a tile), INT8_KEYS, E4M3_VALUES.
 //
 // A tile is STEP tokens of one KV head, keys or values, as halves: for each 64 dimensions STEP rows of 128 bytes, in the
 // very order in which the tensor cores read shared memory (hopper.cuh), so that loading a tile is one copy. Dimensions are
@@ -7,18 +7,47 @@
 // Hadamard transform does not notice:
 //   keys: place 32 j + 8 t + 4 a + 2 b + c is dimension 32 j + 16 a + 8 b + 2 t + c        (j < D / 32, t < 4)
 //   values: place 64 h + 8 g + 2 s + b is dimension 64 h + 16 s + 8 b + g                  (h < D / 64, g < 8, s < 4)
+//
+// INT8_KEYS: keys are twice their levels, as bytes. A row of 128 bytes has a token, or at head size 64 token n and token
+// n + STEP / 2. Behind the rows are numbers of the tokens (struct TokenNumbers), which take their scales' part.
+//   place 64 j + 16 t + 4 s + 2 a + b is dimension 64 j + 16 s + 8 a + 2 t + b              (j < D / 64, t < 4, s < 4)
+// E4M3_VALUES: values are their levels as e4m3. A row of 128 bytes has a dimension (of the places above), tokens side by side
+// in the order in which pages have them, which is that in which lanes hold the scores of tokens in their natural order:
+//   place 16 w + 4 t + 2 m + b is token 16 w + 8 m + 2 t + b
+// Numbers of tokens come in that order too. Behind the dimensions are eight rows that make the products sum the weights: digits
+// of unit / scale of each token, where unit is the power of two above the tile's largest scale and the quotient at most 2^16.
+// A quotient below 2^8 is row 0 + row 1 / 2^5 + row 2 / 2^10, another 2^8 times (row 4 + row 5 / 2^5 + row 6 / 2^10).
 #pragma once
 #include "common/intrinsics.cuh"
 
-constexpr int TILE_BYTES = 2 * STEP * D, HALF_TILE = 128 * STEP;
+constexpr int TOKEN_NUMBERS = E4M3_VALUES ? 4 : 2, HALF_TILE = 128 * STEP;
+constexpr int KEYS_BYTES = INT8_KEYS ? STEP * (D + 4 * TOKEN_NUMBERS) : 2 * STEP * D;
+constexpr int VALUES_BYTES = E4M3_VALUES ? STEP * (D + 8) : 2 * STEP * D;
 static_assert((D == 64 || D == 128 || D == 256) && STEP % 16 == 0, "shape");
+static_assert(!INT8_KEYS || (STEP == 128 && D <= 128), "rows of bytes");
+static_assert(INT8_KEYS || !E4M3_VALUES, "the scales of values are beside those of keys");
+
+// Where a key's 16-byte unit `unit` of its row of bytes is, and the number `which` of the token at a place.
+DEVICE int key_row(int token) { return D == 64 ? token % (STEP / 2) : token; }
+DEVICE int key_unit(int token, int unit) { return D == 64 ? 4 * (token / (STEP / 2)) + unit : unit; }
+DEVICE int token_place(int token) { return token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2; }
+DEVICE int token_number_at(int which, int place) { return STEP * D + 4 * (which * STEP + place); }
+enum TokenNumber {
+  KEY_SCALE,        // of the integer product
+  KEY_OFFSET,       // what MAGIC in the product adds, negative
+  LOG_VALUE_SCALE,  // base 2; E4M3_VALUES, and one place more: tiles begin on boundaries of 1,024 bytes
+};
+// Sums of bytes are integers of less than 2^22. Added to the bits of this float they are its sum with them.
+constexpr u32 MAGIC = 0x4B400000u;
+constexpr float MAGIC_FLOAT = 12582912.0f;
 
 // Where row `row` of a tile of `rows` has unit `unit` (16 bytes) of its 64 dimensions `half`.
 DEVICE int unit_at(int half, int row, int unit, int rows) {
   return half * 128 * rows + row * 128 + ((unit ^ (row & 7)) << 4);
 }
 
-// How a tile was scaled into fp16: a key is `key` times its halves, a value 2^value times them.
+// How a tile was scaled into fp16: a key is `key` times its halves, a value 2^value times them; 1 and 0 for bytes.
+// value_inverse: what makes the sum of weights times values' scales one of probabilities.
 struct __attribute__((aligned(16))) TileScale { float key, value, value_inverse, unused; };
 
 // A sequence, and how many before it are prefilled too.

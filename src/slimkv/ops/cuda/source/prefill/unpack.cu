@@ -2,7 +2,7 @@
 // A block has one tile of a KV head, a warp 16 of its tokens, whose codes its lanes hold as docs/design/page-format.md says: what
 // a lane unpacks are whole 16-byte units of the tile. Tokens beyond the sequence become zeros.
 //
-// Compile-time: D, STEP, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.
+// Compile-time: D, STEP, INT8_KEYS, E4M3_VALUES, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
 #include "prefill/tiles.cuh"
@@ -24,6 +24,9 @@ struct UnpackArgs {
   TileScale* tile_scales;
   i64 page_stride, page_head_stride, table_stride;
   i32 num_kv_heads, max_decode_queries, first_tile, tiles;
+  Table key_table;    // INT8_KEYS: see code_bytes
+  Table value_table;  // E4M3_VALUES: the magnitudes of levels as e4m3
+  float value_factor;  // E4M3_VALUES: what levels were multiplied by
 };
 
 // An exponent that no number of a token exceeds: levels are below 2^8, uniform codes below 2^BITS, fp8 below 2^9.
@@ -61,6 +64,101 @@ DEVICE void numbers_of(const Codes& codes, int slice, const float* levels, float
     if (KIND == LLOYD) x[n] = levels[code];
     else if (KIND == UNIFORM) x[n] = as_float(0x4B000000u | code) - 8388608.0f;
     else x[n] = as_float((code & 0x80) << 24 | (code & 0x7F) << 20) * 1.3292279957849159e36f;  // 2^120: from e4m3's bias
+  }
+}
+
+// Keys as bytes, by the warp that has their codes: a lane's four dimensions of a slice are a word of the token's row.
+template <class Codes>
+DEVICE void store_int8_keys(const UnpackArgs& args, const Codes& codes, bool some, int begin, int length, int warp, int lane, u8* keys) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int j = 0; j < D / 64; j++) {
+    u32 words[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+    for (int s = 0; some && s < 4; s++) {
+      // Twice the level is 2 (level + 63.5) - 127 = (2 (level + 63.5) + 1) - 128.
+      code_bytes<K_KIND, K_BITS>(codes.low(4 * j + s), codes.high(4 * j + s), args.key_table, words[0][s], words[1][s]);
+      words[0][s] = words[0][s] << 1 ^ 0x81818181u, words[1][s] = words[1][s] << 1 ^ 0x81818181u;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int token = 16 * warp + g + 8 * i;
+      const bool real = begin + g + 8 * i < length;
+      Words4 unit = {words[i][0], words[i][1], words[i][2], words[i][3]};
+      if (!real) unit = {0, 0, 0, 0};
+      *(Words4*)(keys + unit_at(0, key_row(token), key_unit(token, 4 * j + t), STEP)) = unit;
+    }
+  }
+}
+
+// e4m3 of four codes, one in the low nibble of each byte pair of `select` (as prmt selects): magnitudes by code without its sign,
+// which is the code's top bit, set for positive levels.
+DEVICE u32 e4m3_of(u32 codes, const Table& table) {
+  constexpr u32 MAGNITUDE = (1u << (V_BITS - 1)) - 1;
+  const u32 magnitudes = prmt(table.low, table.high, codes & MAGNITUDE * 0x1111u);
+  const u32 signs = ~codes >> (V_BITS - 1) & 0x1111u;  // of the four nibbles; spread to the bytes' top bits
+  return magnitudes | (signs & 0x0001u) << 7 | (signs & 0x0010u) << 11 | (signs & 0x0100u) << 15 | (signs & 0x1000u) << 19;
+}
+
+// The scale of a token's value; 0 where K or V is marked.
+DEVICE float value_scale_at(const u8* page, int place) {
+  const bool bad = marked<K_KIND>(page + K_FIELDS, place) || marked<V_KIND>(page + V_FIELDS, place);
+  return bad ? 0.0f : scale_of(field_bits(page + V_FIELDS, place));
+}
+
+// What the scales of a token become (tiles.cuh), by lanes 0-15 of the warp. Values below `value_limit` count as zero.
+DEVICE void store_token_numbers(const UnpackArgs& args, const u8* page, int begin, int length, int place, int warp, int lane,
+                                float value_limit, u8* keys) {
+  if (lane >= 16) return;
+  float key = 0.0f, value = 1.0f;
+  if (begin + lane < length) {
+    const bool bad = marked<K_KIND>(page + K_FIELDS, place + lane) || marked<V_KIND>(page + V_FIELDS, place + lane);
+    key = bad ? NOT_A_NUMBER : scale_of(field_bits(page + K_FIELDS, place + lane)) * 0.5f;
+    if (E4M3_VALUES) value = div_rn(max_f32(value_scale_at(page, place + lane), value_limit), args.value_factor);
+  }
+  const int at = 16 * warp + token_place(lane);
+  *(float*)(keys + token_number_at(KEY_SCALE, at)) = key;
+  *(float*)(keys + token_number_at(KEY_OFFSET, at)) = -MAGIC_FLOAT * key;
+  if (E4M3_VALUES) *(float*)(keys + token_number_at(LOG_VALUE_SCALE, at)) = log2_approx(value);
+}
+
+// The rows of digits (tiles.cuh), by lanes 0-15 of the warp. unit = 2^16 value_limit.
+DEVICE void store_digits(const u8* page, int begin, int length, int place, int warp, int lane, float value_limit, u8* values) {
+  if (lane >= 16) return;
+  float x = 0.0f;
+  if (begin + lane < length) x = div_rn(value_limit * 65536.0f, max_f32(value_scale_at(page, place + lane), value_limit));
+  const bool large = x >= 256.0f;
+  if (large) x *= 0.00390625f;
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    u32 digit = 0;
+    if (c % 4 < 3 && large == c / 4) {
+      digit = pack_e4m3x2(x, 0.0f) & 0xFF;
+      x = (x - f16_to_f32(unpack_e4m3x2(digit) & 0xFFFF)) * 32.0f;
+    }
+    values[STEP * D + c * STEP + ((warp ^ c) << 4) + token_place(lane)] = (u8)digit;
+  }
+}
+
+// Values as e4m3: a lane's four tokens of a dimension are a word of the dimension's row. `real`: bytes of tokens to keep.
+template <class Codes>
+DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool some, u32 real, int warp, int lane, u8* values) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int s = 0; s < S; s++) {
+    u32 words[2] = {0, 0};
+    if (some) {
+      const u32 low = codes.low(s);  // number 4 m + 2 b + a of a slice: token 8 m + 2 t + b, dimension g + 8 a
+      const u32 even = low & 0x0F0F0F0Fu, odd = low >> 4 & 0x0F0F0F0Fu;
+      // Nibbles of the four tokens side by side.
+      words[0] = e4m3_of((even | even >> 4) & 0xFFu | ((even | even >> 4) >> 8 & 0xFF00u), args.value_table) & real;
+      words[1] = e4m3_of((odd | odd >> 4) & 0xFFu | ((odd | odd >> 4) >> 8 & 0xFF00u), args.value_table) & real;
+    }
+#pragma unroll
+    for (int a = 0; a < 2; a++) {
+      const int place = 64 * (s / 4) + 8 * g + 2 * (s % 4) + a;
+      *(u32*)(values + place * STEP + ((warp ^ (place & 7)) << 4) + 4 * t) = words[a];
+    }
   }
 }
 
@@ -109,14 +207,19 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
     value_exponent = max_i32(value_exponent, exponents[2 * i + 1]);
   }
   key_exponent -= LARGEST_EXPONENT, value_exponent -= LARGEST_EXPONENT;
+  if (INT8_KEYS) key_exponent = 0;
   const float key_up = as_float((u32)(127 - key_exponent) << 23), value_up = as_float((u32)(127 - value_exponent) << 23);
+  // 2^-16 of the power of two above the tile's largest scale, which is 2^(value_exponent - 2): smaller ones count as zero.
+  const float value_limit = as_float((u32)(127 + value_exponent - 18) << 23);
   const i64 row = ((i64)s.rank * args.num_kv_heads + head) * args.tiles + tile;
-  if (thread_index() == 0)
+  if (!E4M3_VALUES && thread_index() == 0)
     args.tile_scales[row] = {as_float((u32)(127 + key_exponent) << 23), (float)value_exponent, value_up, 0.0f};
+  if (E4M3_VALUES && thread_index() == 0)
+    args.tile_scales[row] = {1.0f, 0.0f, div_rn(args.value_factor, value_limit * 65536.0f), 0.0f};
 
   // -- the numbers
-  u8* keys = args.keys + row * TILE_BYTES;
-  u8* values = args.values + row * TILE_BYTES;
+  u8* keys = args.keys + row * KEYS_BYTES;
+  u8* values = args.values + row * VALUES_BYTES;
   float x[8], y[8];
   Field of_key[2], of_value[4];
   // What is not a number shows in the scores of those who see the token. In its values it would show everywhere: a hidden
@@ -134,8 +237,12 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
     if (marked<V_KIND>(page + V_FIELDS, at)) of_value[i] = {0.0f, 0.0f};
   }
 
+  if constexpr (INT8_KEYS) {
+    store_int8_keys(args, key_codes, some, begin, s.length, warp, lane, keys);
+    store_token_numbers(args, page, begin, s.length, place, warp, lane, value_limit, keys);
+  }
 #pragma unroll
-  for (int j = 0; j < S / 2; j++) {
+  for (int j = 0; !INT8_KEYS && j < S / 2; j++) {
     if (some) {
       numbers_of<K_KIND, K_BITS>(key_codes, 2 * j, key_levels, x);
       numbers_of<K_KIND, K_BITS>(key_codes, 2 * j + 1, key_levels, y);
@@ -153,8 +260,18 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
       *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 4 * (j % 2) + t, STEP)) = words;
     }
   }
+  if constexpr (E4M3_VALUES) {
+    u32 real = 0;
 #pragma unroll
-  for (int h = 0; h < D / 64; h++) {
+    for (int i = 0; i < 4; i++) {
+      const int at = 8 * (i / 2) + 2 * t + i % 2;
+      if (begin + at < s.length && value_scale_at(page, place + at) >= value_limit) real |= 0xFFu << (8 * i);
+    }
+    store_e4m3_values(args, value_codes, some, real, warp, lane, values);
+    store_digits(page, begin, s.length, place, warp, lane, value_limit, values);
+  }
+#pragma unroll
+  for (int h = 0; !E4M3_VALUES && h < D / 64; h++) {
     u32 words[4][4];
 #pragma unroll
     for (int k = 0; k < 4; k++) {

@@ -1,14 +1,15 @@
 // What prefill.cu is compiled for, where things are in shared memory, its argument, and what each block does.
-// Compile-time: D, STEP, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED, SHARED.
+// Compile-time: D, STEP, INT8_KEYS, E4M3_VALUES, FROM_MAGIC (of INT8_KEYS), PROMOTE (of E4M3_VALUES), STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED, SHARED.
 #pragma once
 #include "common/numbers.cuh"
 #include "prefill/tiles.cuh"
 
 constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 384, N = STEP / 2, OWN = D / 4;
-constexpr int QUERY_BYTES = 2 * GROUP_ROWS * D;
-// Shared memory, from a boundary of 1,024 bytes: queries of both warpgroups | ring of keys | ring of values | barriers
-constexpr int KEYS_AT = 2 * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * TILE_BYTES;
-constexpr int BARRIERS_AT = VALUES_AT + STAGES * TILE_BYTES;
+constexpr int QUERY_BYTES = INT8_KEYS ? 0 : 2 * GROUP_ROWS * D;  // as bytes they are in registers
+// Shared memory, from a boundary of 1,024 bytes: queries of both warpgroups | rings of keys and of values | totals | barriers
+constexpr int KEYS_AT = 2 * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
+constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // E4M3_VALUES: of the output
+constexpr int BARRIERS_AT = TOTALS_AT + (E4M3_VALUES ? 4 * ROWS * D : 0);
 constexpr int SHARED_BYTES = BARRIERS_AT + 4 * STAGES * 8 + 1024;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;

@@ -1,0 +1,128 @@
+"""What 8-bit prefill adds to the error of attention on codes, by layer, on a real model's queries, keys and values.
+
+    python benchmarks/eight_bit_error.py [--model NAME] [--text FILE] [--tokens 1024] [--layers 20] [--json FILE]
+
+Prints, plain and calibrated, the squared error against unquantised attention of each rounding, over the codes' own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv import models, ops
+from slimkv.calibration.positions import matrix_index
+from slimkv.codec import Codec
+from slimkv.evals.capture import capture_attention
+from slimkv.evals.synthetic import AttentionSample
+from slimkv.evals.texts import load_text, token_windows
+from slimkv.integrations.transformers.calibration.cached import auto_calibration
+from slimkv.ops.attention.eight_bit import LOG2E, TOP, operands, rounded_queries
+from slimkv.ops.gather.reference import decode_slots
+from slimkv.spec import CodecSpec, PageLayout
+
+# What is rounded: queries to int8, values and weights to e4m3; whether the denominator has the rounded weights.
+STEPS = {
+    "codes": (False, False, False, True),
+    "int8 queries": (True, False, False, True),
+    "and e4m3 values": (True, True, False, True),
+    "and e4m3 weights": (True, True, True, True),
+    "all, unrounded denominator": (True, True, True, False),
+}
+
+
+def layer_errors(
+    sample: AttentionSample, group: int, scale: float, window: int | None, stored: Any
+) -> dict[str, float]:
+    """Squared relative error of each of ``STEPS``; ``stored(key, value, codec, layout)`` gives the pages."""
+    key, value = (x[::group].transpose(0, 1).contiguous() for x in (sample.key, sample.value))
+    query, count = sample.query.transpose(0, 1), sample.key.shape[1]
+    spec = CodecSpec.parse("k4v4", key.shape[-1], value.shape[-1])
+    layout, codec = PageLayout(spec, 16), Codec(spec)
+    pages, slots = stored(key, value, codec, layout), torch.arange(count)
+    position = torch.arange(count)
+    hidden = position[None, :] > position[:, None]
+    if window is not None:
+        hidden |= position[None, :] <= position[:, None] - window
+
+    def scores(q: Tensor, k: Tensor) -> Tensor:
+        x = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], group)), k) * (scale * LOG2E)
+        return x.masked_fill(hidden, -torch.inf)
+
+    exact = torch.einsum("hgqk,khd->hgqd", torch.softmax(scores(query, key) / LOG2E, -1), value)
+    kv, (codes_key, codes_value) = (
+        operands(codec, layout, pages, slots),
+        decode_slots(pages, slots, codec, layout, True),
+    )
+    rotated = codec.rotate_query(query)
+    rows, row_scale = rounded_queries(rotated)
+    value_scale = kv.value_scale.T[:, None, None, :]
+    found = {}
+    for name, (int8_queries, e4m3_values, e4m3_weights, rounded_sum) in STEPS.items():
+        x = scores(rows * row_scale[..., None] if int8_queries else rotated, codes_key) + value_scale.log2()
+        plain = torch.exp2(x - torch.ceil(x.amax(-1, keepdim=True)) + TOP)
+        weights = plain.to(torch.float8_e4m3fn).float() if e4m3_weights else plain
+        total = ((weights if rounded_sum else plain) / value_scale).sum(-1, keepdim=True)
+        values = kv.value * kv.value_scale[..., None] if e4m3_values else codes_value
+        out = codec.unrotate_output(torch.einsum("hgqk,khd->hgqd", weights / value_scale, values) / total)
+        found[name] = float((out - exact).square().sum() / exact.square().sum())
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--text", default="shipped")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=1 << 20)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    models.quiet_loading()
+    loaded = models.load(options.model)
+    calibration = auto_calibration(loaded.model, progress=lambda *_: None)
+    ids = token_windows(loaded.tokenizer, load_text(options.text), 1, options.tokens, offset=0)
+    samples = capture_attention(loaded.model, ids, queries=options.tokens)[: options.layers]
+    edges = calibration.position_edges(options.tokens)
+    rows: dict[str, list[dict[str, float]]] = {"plain": [], "calibrated": []}
+    for number, sample in enumerate(samples):
+        attention = loaded.model.model.layers[number].self_attn
+        for kind, errors in rows.items():
+
+            def stored(
+                key: Tensor, value: Tensor, codec: Codec, layout: PageLayout, kind=kind, number=number
+            ) -> Tensor:
+                slots = torch.arange(key.shape[0], dtype=torch.int32)
+                matrices = calibration.query_aware_matrices(number, codec, positions=options.tokens)
+                matrices = matrices if kind == "calibrated" else None
+                several = matrices is not None and matrices.ndim == 4
+                index = matrix_index(slots.long(), edges).to(torch.int32) if several else None
+                pages = torch.zeros(layout.blocks_for(len(slots)), key.shape[1], layout.page_bytes, dtype=torch.uint8)
+                ops.store_kv(
+                    key, value, pages, slots, codec=codec, layout=layout, query_aware=matrices, query_aware_index=index
+                )
+                return pages
+
+            group = loaded.model.config.num_attention_heads // loaded.model.config.num_key_value_heads
+            errors.append(
+                layer_errors(sample, group, attention.scaling, getattr(attention, "sliding_window", None), stored)
+            )
+    report = {
+        kind: {name: sum(e[name] for e in errors) / sum(e["codes"] for e in errors) - 1 for name in STEPS}
+        for kind, errors in rows.items()
+    }
+    print(f"squared error over that of the codes, {options.model}, {len(samples)} layers, {options.tokens} tokens")
+    for name in list(STEPS)[1:]:
+        print(f"{name:28}", *(f"{kind} {report[kind][name]:+.2%}" for kind in rows), sep="  ")
+    if options.json:
+        written = {"model": options.model, "tokens": options.tokens, "over_codes": report, "squared_errors": rows}
+        options.json.write_text(json.dumps(written, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

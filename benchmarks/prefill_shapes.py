@@ -1,0 +1,95 @@
+"""Times every cut of the 8-bit prefill kernel beside the 16-bit one, each checked first, on a Hopper GPU.
+
+    python benchmarks/prefill_shapes.py [--json FILE] [--cells PATTERN ...]
+
+One process: a short case of every shape against the reference (the same arithmetic in torch) and twice for the same
+bits, then the times of all cells, as a table, with the error of each against float64 on the same codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from slimkv.bench.attention import Case
+from slimkv.bench.cells import ATTEND_CELLS, MORE_ATTEND_CELLS, AttendCell, choose
+from slimkv.bench.timing import Timer
+from slimkv.ops.attention import reference
+from slimkv.ops.attention.api import AttendRequest, checked_request
+from slimkv.ops.attention.cuda import prefill
+from slimkv.ops.attention.cuda.prefill import Shape
+
+SHAPES = {
+    "halves": Shape(128, 2),
+    **{f"bytes-{stages}": Shape(128, stages, True, True) for stages in (2, 3, 4)},
+    "bytes-4-converted": Shape(128, 4, True, True, from_magic=False),
+    **{f"bytes-4-promote{n}": Shape(128, 4, True, True, promote=n) for n in (4, 16, 1 << 20)},
+    "int8-keys-2": Shape(128, 2, True, False),
+    "int8-keys-3": Shape(128, 3, True, False),
+}
+CHECKED = AttendCell("", batch=2, context=4096, queries=300, num_heads=8, num_kv_heads=2)
+
+
+def request_of(case: Case) -> AttendRequest:
+    """What ``attend`` makes of the case."""
+    cell = case.cell
+    return checked_request(
+        case.query, case.pages, case.table, case.lens, case.starts, codec=case.codec, layout=cell.layout,
+        max_query_len=cell.queries, max_seq_len=cell.context, options=case.options,
+    )  # fmt: skip
+
+
+def check(name: str, shape: Shape, dim: int, device: torch.device) -> float:
+    """Largest relative error of a row against the reference; raises if it is not the same twice."""
+    torch.manual_seed(0)
+    wanted = "8bit" if shape.e4m3_values else "16bit"  # int8 keys beside exact values: against the exact reference
+    request = request_of(Case.create(replace(CHECKED, head_dim=dim, prefill=wanted), "cuda", device))
+    outs = []
+    for _ in range(2):
+        outs.append(torch.full_like(request.out, torch.nan))
+        prefill.attend_prefill(replace(request, out=outs[-1]), prefill.launcher(device), shape=shape)
+    if not torch.equal(*outs):
+        raise SystemExit(f"{name}, head size {dim}: not the same bits twice")
+    want = torch.empty_like(request.out, dtype=torch.float32)
+    reference.run(replace(request, out=want))
+    return float(((outs[0].float() - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--cells", nargs="*", default=[])
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    if not prefill.runs_on(device):
+        print("these kernels are for compute capability 9.0", file=sys.stderr)
+        return 2
+    for dim in (64, 128):
+        for name, shape in SHAPES.items():
+            print(f"{name:24} d{dim}: worst row {check(name, shape, dim, device):.1e}", flush=True)
+    eight_bit = tuple(cell for cell in ATTEND_CELLS + MORE_ATTEND_CELLS if cell.prefill == "8bit")
+    timer, rows = Timer(device), []
+    for cell in choose(eight_bit, options.cells, None):
+        torch.manual_seed(0)
+        case = Case.create(cell, "cuda", device)
+        request, launch = request_of(case), prefill.launcher(device)
+        for name, shape in SHAPES.items():
+            ms = timer(partial(prefill.attend_prefill, request, launch, shape=shape))
+            rows.append({"cell": cell.name, "shape": name, **asdict(shape), "ms": ms, "tflops": cell.flops / ms / 1e9})
+            print(f"{cell.name:32} {name:24} {ms:8.3f} ms {rows[-1]['tflops']:7.0f} TFLOP/s", flush=True)
+        del case, request, launch
+        torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Prefill in the arithmetic of 8-bit tensor cores: what it computes, in plain torch, and for which caches.
+
+For a query q and the tokens t of its sequence, with K and V as the codec stores them (rotated):
+
+    scores     x_t = (sum_d qi_d kb_td) * (scale of key t / 2) * (scale of q) * softmax_scale * log2(e)
+               qi: the rotated query as int8, its largest coordinate 127; kb: twice the key's levels, odd bytes, exact
+    weights    w_t = e4m3(2^(x_t - E) v_t), where v_t is the scale of value t and the integer E brings the largest
+               into (64, 128]
+    output     sum_t w_t ve_t / sum_t w_t / v_t, where ve_t are the value's levels as e4m3 numbers
+
+Sums are exact in int8 and float32 in e4m3. E is an integer, so that weights are rounded alike whatever E is (until they
+are so small that e4m3 has no more bits for them): an implementation may let E follow the maximum as it likes. The
+denominator has the rounded weights, so that they always sum to 1.
+
+A value whose scale is below 2^-16 of the power of two above the largest of its tile of 128 tokens counts as zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.codec.byte_levels import E4M3_LARGEST, MOST_BITS, byte_levels
+from slimkv.codec.pack import take_tokens
+from slimkv.codec.scale16 import SMALLEST_NORMAL, decode_unsigned
+from slimkv.ops.attention.api import AttendRequest
+from slimkv.spec import CodecSpec, Kind, PageLayout
+
+LOG2E = math.log2(math.e)
+TILE = 128
+LEAST_VALUE = 2.0**-16  # of the power of two above a tile's largest scale
+TOP = 7  # the largest weight is in (2^(TOP - 1), 2^TOP]
+
+
+def format_refusal(spec: CodecSpec) -> str | None:
+    """Why codes of this format are not attended in 8 bits, or None: Lloyd-Max of up to 4 bits are, on both sides."""
+    for name, side in (("key", spec.key), ("value", spec.value)):
+        if side.kind != Kind.LLOYD or side.bits > MOST_BITS:
+            return (
+                f"{name} format {side.name} is not attended in 8 bits; Lloyd-Max codes of 1 to {MOST_BITS} bits are "
+                "(k4v4, k3v4, ...)"
+            )
+    return None
+
+
+def refusal(request: AttendRequest) -> str | None:
+    """Why this request is not attended in 8 bits, or None."""
+    if request.fresh is not None:
+        return "fresh K and V are not attended in 8 bits: new tokens are read through their codes; leave fresh at None"
+    return format_refusal(request.layout.spec)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """K and V of a sequence as the tensor cores get them."""
+
+    key: Tensor  # float32 [tokens, num_kv_heads, key_dim]: integers, -127..127
+    key_scale: Tensor  # float32 [tokens, num_kv_heads]: a key is ``key`` times it; NaN where K or V is marked invalid
+    value: Tensor  # float32 [tokens, num_kv_heads, value_dim]: numbers of e4m3
+    value_scale: Tensor  # float32 [tokens, num_kv_heads], > 0: a value is ``value`` times it
+
+
+def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor) -> Operands:
+    """The tokens in ``slots``, int64 [tokens], which are the whole sequence from its first token on."""
+    spec, device = layout.spec, pages.device
+    key, value = take_tokens(layout, pages, slots)
+    key_levels = byte_levels(spec.key.bits, spec.key_dim)
+    value_levels = byte_levels(spec.value.bits, spec.value_dim)
+    key_scale, value_scale = decode_unsigned(key.fields[..., 0]), decode_unsigned(value.fields[..., 0])
+    marked = key_scale.isnan() | value_scale.isnan()
+    scale = torch.where(marked, 0.0, value_scale)
+    tiles = torch.nn.functional.pad(scale.T, (0, -len(slots) % TILE)).unflatten(1, (-1, TILE)).amax(-1)
+    unit = torch.ldexp(torch.ones_like(tiles), torch.frexp(tiles)[1])  # the power of two above a tile's largest scale
+    unit = unit.where(tiles > 0, SMALLEST_NORMAL)
+    least = unit.repeat_interleave(TILE, 1)[:, : len(slots)].T * LEAST_VALUE
+    zero = scale < least
+    levels = torch.tensor(value_levels.value, dtype=torch.float32, device=device)[value.codes.long()]
+    return Operands(
+        torch.tensor(key_levels.key, dtype=torch.float32, device=device)[key.codes.long()],
+        torch.where(marked, torch.nan, key_scale * 0.5),
+        torch.where(zero[..., None], 0.0, levels),
+        torch.where(zero, least, scale) / value_levels.value_factor,
+    )
+
+
+def rounded_queries(rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotated queries float32 [..., key_dim] -> integers of int8 (float32) and the scale [...] of each row."""
+    largest = rotated.abs().amax(-1)
+    up = torch.where(largest > 0, 127 / largest, 0.0)
+    return torch.round(rotated * up[..., None]), largest / 127
+
+
+def attend_sequence(
+    query: Tensor, kv: Operands, visible: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Rotated queries float32 [queries, num_heads, key_dim] on a sequence.
+
+    ``visible``: bool [queries, tokens]; ``sinks``: float [num_heads] or None. Returns the output float32 [queries,
+    num_heads, value_dim], still rotated, and the log-sum-exp [num_heads, queries].
+    """
+    count, heads, _ = query.shape
+    kv_heads = kv.key.shape[1]
+    rows, row_scale = rounded_queries(query)
+    rows = rows.unflatten(1, (kv_heads, -1))
+    sums = torch.einsum("qhgd,khd->hgqk", rows, kv.key)  # integers below 2^24: exact
+    x = sums * kv.key_scale.T[:, None, None, :]
+    x = x * (row_scale.T.unflatten(0, (kv_heads, -1))[..., None] * (scale * LOG2E))
+    if softcap:
+        x = softcap * LOG2E * torch.tanh(x / (softcap * LOG2E))
+    x = x.masked_fill(~visible, -torch.inf)
+    value_scale = kv.value_scale.T[:, None, None, :]
+    x = x + value_scale.log2()
+    reference = torch.ceil(x.nan_to_num(-torch.inf).amax(-1, keepdim=True)) - TOP
+    reference = torch.where(reference.isinf(), 0.0, reference)
+    weights = torch.exp2(x - reference).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn).float()
+    total = (weights / value_scale).sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp2(sinks.float().unflatten(0, (kv_heads, -1))[..., None, None] * LOG2E - reference)
+    out = torch.einsum("hgqk,khd->hgqd", weights, kv.value) / torch.where(total == 0, 1.0, total)
+    lse = (reference + total.log2()) / LOG2E
+    return out.flatten(0, 1).transpose(0, 1).reshape(count, heads, -1), lse.flatten(0, 1)[..., 0]

@@ -1,0 +1,211 @@
+"""Prefill on 8-bit tensor cores against the same arithmetic in torch: lane by lane on a CPU, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import host
+import pytest
+import torch
+from attention_cases import Built, Case, build
+from test_attention import poisoned_out, request_of, row_errors
+from test_prefill_cuda import BIG, CPU, LONG, hopper, launch  # noqa: F401 - a fixture
+
+from slimkv import ops
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest
+from slimkv.ops.attention.cuda import prefill as prefill_cuda
+from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.spec import CodecSpec, PageLayout
+
+emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
+BOUND = 5e-3  # of a row's relative error, against the reference
+# Where a weight lies between two numbers of e4m3, two implementations may round it differently: 1/16 of it at most.
+ODD_BOUND, MOST_ODD_ROWS = 4e-2, 0.002
+
+
+def request_in_bytes(built: Built, out: torch.Tensor, lse: torch.Tensor) -> AttendRequest:
+    request = request_of(built, out, lse)
+    return replace(request, options=replace(request.options, prefill="8bit"))
+
+
+def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, shape=None):
+    """Compares the sequences of many queries with the reference; rows of others must stay as they are."""
+    built = build(case, device)
+    out, lse = poisoned_out(case, built)
+    request = request_in_bytes(built, out, lse)
+    assert prefill_cuda.eight_bit_refusal(request) is None
+    prefill_cuda.attend_prefill(request, launch, budget, shape)
+    want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
+    ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
+    first = 0
+    for count in case.queries:
+        rows = slice(first, first + count)
+        first += count
+        if count <= MAX_DECODE_QUERIES:
+            assert out[rows].isnan().all(), "rows of another kernel were written"
+            continue
+        errors = row_errors(out[rows], want[rows].double()).flatten()
+        assert errors.max() <= ODD_BOUND
+        odd = int((errors > BOUND).sum())
+        assert odd <= MOST_ODD_ROWS * len(errors) + 0.5, f"{odd} of {len(errors)} rows, the worst {errors.max():.1e}"
+        empty = want_lse[rows] == -torch.inf
+        assert torch.equal(lse[rows] == -torch.inf, empty)
+        off = (lse[rows] - want_lse[rows])[~empty].abs() / (1 + want_lse[rows][~empty].abs())
+        assert not len(off) or off.quantile(1 - MOST_ODD_ROWS) <= 2e-3
+    assert out[first:].isnan().all(), "padding rows were written"
+    return out
+
+
+SHORT = replace(LONG, lens=(150,), queries=(33,))
+EMULATED = [
+    replace(LONG, lens=(170, 7, 40), queries=(34, 1, 40), format="k3v2", sinks=True),
+    replace(SHORT, dim=128, window=60, softcap=2.0),
+    replace(SHORT, dim=128, group=3, lens=(140,), causal=False, dtype="fp16", format="k4v1"),
+]
+MORE = [
+    LONG,
+    *(replace(SHORT, format=f) for f in ("k1v1", "k2v4", "k4v3", "k1v2")),
+    replace(SHORT, dim=128),
+    *(replace(SHORT, group=group) for group in (1, 6, 64)),
+    *(replace(SHORT, page=page) for page in (32, 128)),
+    *(replace(SHORT, **{k: v}) for k, v in (("window", 5), ("scale", -0.3), ("scale", 0.0), ("query_norm", 0.0))),
+    *(replace(SHORT, dtype=d, out_dtype=o) for d, o in (("fp32", "bf16"), ("bf16", "fp16"))),
+    replace(SHORT, strided=True, out_dtype="bf16", padding=5, slack=True),
+    replace(LONG, lens=(33, 200, 0, 128), queries=(33, 33, 40, 100), num_kv_heads=2),
+    replace(LONG, lens=(0, 0), queries=(40, 40), sinks=True),
+    replace(SHORT, value_norm=1e-6, dtype="fp32"),
+    replace(SHORT, value_norm=1e5, dtype="fp32"),
+    replace(SHORT, key_norm=1e3, peaked=True),
+]
+
+
+@emulated
+@pytest.mark.parametrize(
+    "case", [*EMULATED, *(pytest.param(case, marks=pytest.mark.slow, id=str(case)) for case in MORE)], ids=str
+)
+def test_attend(case):
+    attend_and_check(case)
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(128, 2, True, True, False), (128, 3, True, True, True)], ids=str)
+def test_shapes(shape):
+    """Fewer tiles in shared memory, and sums that are converted instead of being floats."""
+    for dim in (64, 128):
+        attend_and_check(replace(SHORT, dim=dim, lens=(600,)), shape=prefill_cuda.Shape(*shape))
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"window": 150}, {"causal": False, "sinks": True}], ids=str)
+def test_passes(options):
+    """A workspace of one tile, and of two."""
+    case, shape = replace(LONG, **options, lens=(300, 7, 260), num_kv_heads=2), prefill_cuda.EIGHT_BIT_SHAPES[64]
+    for tiles in (1, 2):
+        each = shape.keys_bytes(case.dim) + shape.values_bytes(case.dim)
+        attend_and_check(case, budget=tiles * each * 2 * case.num_kv_heads)
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_a_marked_token_gives_nan_to_who_sees_it_only(side):
+    built = build(replace(SHORT, lens=(160,), queries=(40,)), CPU)
+    block, place = divmod(int(built.positions(0)[140]), built.layout.block_size)  # query 20 of 40 stands there
+    field = getattr(built.layout, side).field_offset(0) + 2 * place
+    built.pages[block, :, field : field + 2] = 0xFF
+    out, lse = poisoned_out(built.case, built)
+    prefill_cuda.attend_prefill(request_in_bytes(built, out, lse), launch)
+    assert out[20:40].isnan().all()
+    assert out[:20].isfinite().all()
+
+
+@emulated
+@pytest.mark.slow
+def test_a_query_that_is_not_a_number_gives_nan_to_its_row_only():
+    built = build(SHORT, CPU)
+    built.query[3, 1, 7] = torch.nan
+    out, lse = poisoned_out(built.case, built)
+    prefill_cuda.attend_prefill(request_in_bytes(built, out, lse), launch)
+    bad = torch.zeros(out.shape[:2], dtype=torch.bool)
+    bad[3, 1] = True
+    assert torch.equal(out.isnan().all(-1), bad)
+    assert torch.equal(out.isnan().any(-1), bad)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (replace(SHORT, format="k5v4"), "key format 5 is not attended in 8 bits"),
+        (replace(SHORT, format="k4vu4"), "value format u4 is not attended in 8 bits"),
+        (replace(SHORT, dim=256), "head size 256 is not prefilled in 8 bits; 64 and 128 are"),
+        (replace(SHORT, fresh=True), "fresh K and V are not attended in 8 bits"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_do_is_named(case, reason):
+    built = build(case, CPU)
+    assert reason in prefill_cuda.eight_bit_refusal(request_in_bytes(built, *poisoned_out(case, built)))
+
+
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
+def test_it_compiles(dim, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    layout, shape = PageLayout(CodecSpec.parse("k4v4", dim), 16), prefill_cuda.EIGHT_BIT_SHAPES[dim]
+    to_attend = prefill_cuda.attend_defines(layout, shape, 1, 1, False, False)
+    code = compile_kernels(prefill_cuda.ATTEND, to_attend, "sm_90a", tmp_path)
+    assert code[:4] == b"\x7fELF"
+    to_unpack = prefill_cuda.unpack_defines(layout, shape)
+    assert compile_kernels(prefill_cuda.UNPACK, to_unpack, "sm_90", tmp_path)[:4] == b"\x7fELF"
+
+
+def test_shared_memory_fits_hopper():
+    for dim, shape in prefill_cuda.EIGHT_BIT_SHAPES.items():
+        assert prefill_cuda.shared_bytes(dim, shape) <= 227 << 10
+
+
+def test_eight_bits_are_taken_where_they_must_be_or_gain(monkeypatch):
+    built = build(SHORT, CPU)
+    request = request_of(built, *poisoned_out(SHORT, built))
+    auto, must = (replace(request, options=replace(request.options, prefill=p)) for p in ("auto", "8bit"))
+    bytes_, halves = prefill_cuda.EIGHT_BIT_SHAPES[64], prefill_cuda.SHAPES[64]
+    assert prefill_cuda.shape_of(request) == halves
+    assert prefill_cuda.shape_of(must) == bytes_
+    monkeypatch.setattr(prefill_cuda, "FASTER_IN_EIGHT_BITS", frozenset())
+    assert prefill_cuda.shape_of(auto) == halves
+    monkeypatch.setattr(prefill_cuda, "FASTER_IN_EIGHT_BITS", frozenset({64}))
+    assert prefill_cuda.shape_of(auto) == bytes_
+    fine = build(replace(SHORT, format="k5v4"), CPU)
+    request = request_of(fine, *poisoned_out(SHORT, fine))
+    assert prefill_cuda.shape_of(replace(request, options=auto.options)) == halves
+
+
+ON_A_GPU = [
+    BIG,
+    replace(BIG, dim=64),
+    *(replace(BIG, group=group) for group in (1, 3, 8, 64)),
+    *(replace(BIG, **{k: v}) for k, v in (("window", 300), ("causal", False), ("scale", -0.05), ("page", 128))),
+    *(replace(BIG, softcap=2.0, dim=dim) for dim in (64, 128)),
+    *(replace(BIG, format=f) for f in ("k1v1", "k2v3", "k3v4", "k4v2")),
+    replace(BIG, dtype="fp32", strided=True, padding=9, slack=True),
+    replace(BIG, lens=(0, 300, 33), queries=(40, 300, 33), sinks=True),
+    replace(BIG, lens=(9000, 2100), queries=(600, 2100)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_A_GPU, ids=str)
+def test_attend_on_a_gpu(case, hopper):  # noqa: F811
+    on_device = prefill_cuda.launcher(hopper)
+    got = attend_and_check(case, hopper, on_device)
+    again = attend_and_check(case, hopper, on_device)
+    assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
+
+
+@pytest.mark.gpu
+def test_passes_on_a_gpu(hopper):  # noqa: F811
+    shape = prefill_cuda.EIGHT_BIT_SHAPES[128]
+    each = shape.keys_bytes(128) + shape.values_bytes(128)
+    for tiles in (1, 3):
+        attend_and_check(BIG, hopper, prefill_cuda.launcher(hopper), tiles * each * 4 * BIG.num_kv_heads)
