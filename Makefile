@@ -9,15 +9,17 @@ OUT ?= out
 ifdef PYTHON
 PY := $(PYTHON)
 READY :=
+SUITE_READY :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+SUITE_READY := $(VENV)/.suite
 endif
 
-.PHONY: demo docs test test-slow test-vllm test-vllm-extended test-sglang lint format clean setup help
+.PHONY: demo docs test test-slow test-suite test-vllm test-vllm-extended test-sglang lint format clean setup help
 
 help:
-	@echo "make demo | test | docs | test-slow | test-vllm | test-vllm-extended | test-sglang | lint | format | clean      (PYTHON=... uses your own environment)"
+	@echo "make demo | test | docs | test-slow | test-suite | test-vllm | test-vllm-extended | test-sglang | lint | format | clean      (PYTHON=... uses your own environment)"
 
 setup: $(READY)
 
@@ -38,6 +40,14 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow
+
+# lm-evaluation-harness brings many packages, which only its own tests need.
+$(VENV)/.suite: $(READY) requirements/suite.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/suite.txt
+	touch $@
+
+test-suite: $(SUITE_READY)
+	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/suite/test_lm_eval.py
 
 # The documentation's tools, in an environment of their own: they read the sources and need no torch.
 DOCS_VENV ?= .venv-docs
@@ -66,11 +76,11 @@ $(VLLM_VENV)/.ready: requirements/torch.txt requirements/vllm.txt requirements/v
 VLLM_TESTS ?= "not extended"
 
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py -m $(VLLM_TESTS) -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py tests/suite/test_vllm_engine.py -m $(VLLM_TESTS) -n 2 --dist loadfile
 
 # Hybrids, stores shared by processes, calibration inside the engine: many engines, for before a release.
 test-vllm-extended: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm -m extended -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/suite/test_vllm_engine.py tests/soak -m extended -n 2 --dist loadfile
 
 # SGLang too. On a CPU it runs with torch_native attention and a stand-in for its kernel package, which a .pth file brings.
 SGLANG_VENV ?= .venv-sglang

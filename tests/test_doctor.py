@@ -55,11 +55,11 @@ def test_version_numbers(version, numbers):
     assert doctor._numbers(version)[:2] == numbers[:2]
 
 
-def fake_engine(monkeypatch, engine, returncode=0, stderr="", entry_points=("slimkv",)):
+def fake_engine(monkeypatch, engine, returncode=0, stderr="", entry_points=("slimkv",), stdout=""):
     """An installed engine, whose import in another process ends like this."""
     from types import SimpleNamespace
 
-    done = SimpleNamespace(returncode=returncode, stderr=stderr)
+    done = SimpleNamespace(returncode=returncode, stderr=stderr, stdout=stdout)
     monkeypatch.setattr(doctor, "_package", lambda name, *_: doctor.Check(name, True, "0.32.0", ""))
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
     found = [SimpleNamespace(name=name) for name in entry_points]
@@ -74,6 +74,9 @@ def test_whether_the_plugin_loads(engine, monkeypatch):
     failed = fake_engine(monkeypatch, engine, 1, "Traceback\nUnsupportedError: 9.9.0 is not known to slimkv")
     assert not failed.works
     assert failed.detail == "the plugin does not load: UnsupportedError: 9.9.0 is not known to slimkv"
+    noted = fake_engine(monkeypatch, engine, stdout="INFO starting\nslimkv: latent attention (MLA) too\n")
+    assert noted.works
+    assert noted.detail.endswith("; latent attention (MLA) too")
     assert "install slimkv with pip" in fake_engine(monkeypatch, engine, entry_points=()).detail
     monkeypatch.setenv(engine.allowed, "other")
     assert "add slimkv to it" in fake_engine(monkeypatch, engine).detail

@@ -7,6 +7,7 @@ from slimkv.cache import PagedPool
 from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.memory_plan import (
     FULL,
+    LATENT,
     NO_KV,
     SLIDING,
     LayerGroup,
@@ -114,6 +115,21 @@ def test_chunked_layers_are_bounded_by_the_chunk():
     assert LayerGroup(SLIDING, 1, 8, 128, 128, 8192) in shape_of(config).groups
 
 
+def test_latents_belong_to_all_heads():
+    """DeepSeek-V2-Lite: 27 layers of 512 + 64 numbers a token, whatever its 16 heads."""
+    shape = shape_of({**LLAMA, "num_hidden_layers": 27, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    assert shape.groups == (LayerGroup(LATENT, 27, 1, 512, 64),)
+    plan = make_plan(shape, None, 2**34)
+    assert {row.format: row.bytes_per_token for row in plan.formats} == {
+        "raw": 27 * 1152, "c8r8": 27 * 580, "c6r8": 27 * 452, "c4": 27 * 386, "c4r8": 27 * 324,
+    }  # fmt: skip
+    assert make_plan(shape, ["auto"], 2**34).formats[0].ratio_to_bf16 == pytest.approx(1152 / 386)
+    with pytest.raises(SpecError, match="'k4v4' is one of K and V, and this model caches latents: use 'c4'"):
+        make_plan(shape, ["k4v4"], 2**34)
+    with pytest.raises(SpecError, match="'c4' is one of latents, and this model caches K and V: use 'k4v4'"):
+        make_plan(shape_of(LLAMA), ["c4"], 2**34)
+
+
 def test_gpt2_names_and_multi_query():
     old = {"n_layer": 12, "n_head": 12, "n_embd": 768}
     assert shape_of(old).groups == (full(12, 12, 64),)
@@ -123,10 +139,11 @@ def test_gpt2_names_and_multi_query():
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
+        ({**LLAMA, "kv_lora_rank": 512}, InputError, "no qk_rope_head_dim"),
         (
-            {**LLAMA, "model_type": "deepseek_v3", "kv_lora_rank": 512},
+            {**LLAMA, "model_type": "deepseek_v32", "kv_lora_rank": 512, "index_topk": 2048},
             UnsupportedError,
-            "deepseek_v3 uses multi-head latent.*512",
+            "deepseek_v32 has sparse attention",
         ),
         ({"num_attention_heads": 8}, InputError, "no num_hidden_layers"),
         ({**LLAMA, "layer_types": ["full_attention"]}, InputError, "32 layers but.*lists 1"),

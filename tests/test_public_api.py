@@ -21,8 +21,9 @@ PUBLIC = [
     "calibrate_model", "disable", "enable", "models", "ops",
 ]  # fmt: skip
 OPS = [
-    "AttendOptions", "AttendPlan", "StorePlan", "attend", "copy_tokens", "gather_kv", "merge_attention_states",
-    "plan_attend", "plan_store", "read_tokens", "store_kv", "workspace_bytes", "write_tokens",
+    "AttendOptions", "AttendPlan", "StorePlan", "attend", "attend_latent", "copy_tokens", "gather_kv", "gather_latent",
+    "latent_rotation", "latent_workspace_bytes", "merge_attention_states", "plan_attend", "plan_store", "read_tokens",
+    "store_kv", "store_latent", "workspace_bytes", "write_tokens",
 ]  # fmt: skip
 
 

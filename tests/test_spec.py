@@ -5,8 +5,8 @@ import pytest
 
 from slimkv import CodecSpec, PageLayout, ScalePolicy
 from slimkv.errors import SpecError
-from slimkv.formats import Kind, TensorFormat, fp8, known_formats, lloyd, raw, uniform
-from slimkv.spec import BLOCK_SIZES, fragment_word
+from slimkv.formats import Kind, TensorFormat, fp8, is_latent_format, known_formats, lloyd, raw, uniform
+from slimkv.spec import BLOCK_SIZES, LatentSpec, fragment_word
 
 PARTS = {
     **{str(b): lloyd(b) for b in range(1, 9)},
@@ -235,3 +235,44 @@ def test_fragment_words_are_a_permutation_in_vectors_of_four(formats):
     for first in range(0, formats - formats % 4, 4):
         assert (place[first] % 4 == 0).all()
         assert (np.diff(place[first : first + 4], axis=0) == 1).all()
+
+
+# -- latents -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("format", "dims", "bytes_per_token"),
+    [
+        ("c4", (512, 64), 386), ("c4r8", (512, 64), 324), ("c6r8", (512, 64), 452), ("craw", (512, 64), 1152),
+        ("c4rfp8", (512, 64), 324), ("c4", (256, 32), 194), ("c3r8", (128, 32), 84), ("cu4ru8", (512, 64), 328),
+    ],
+)  # fmt: skip
+def test_bytes_of_latents(format, dims, bytes_per_token):
+    spec = LatentSpec.parse(format, *dims)
+    assert (spec.latent_dim, spec.rope_dim) == (spec.key_dim, spec.value_dim) == dims
+    for block in (16, 32, 64, 128):
+        assert PageLayout(spec, block).page_bytes == block * bytes_per_token
+
+
+@pytest.mark.parametrize("latent", PARTS)
+def test_every_latent_format_parses_and_round_trips(latent):
+    for rope in PARTS:
+        spec = LatentSpec.parse(f"c{latent}r{rope}")
+        assert (spec.latent, spec.rope) == (PARTS[latent], PARTS[rope])
+        assert spec.format == f"c{latent}r{rope}"
+        assert LatentSpec.parse(spec.canonical_format) == spec
+        assert is_latent_format(spec.format)
+    assert LatentSpec.parse(f"c{latent}").rope == raw()
+
+
+def test_latents_are_not_keys_and_values():
+    assert LatentSpec.parse("c4r8", 64, 64) != CodecSpec.parse("k4v8", 64)
+    assert LatentSpec.parse(" C4R8 ").format == "c4r8"
+    assert LatentSpec.parse("c4").with_raw_dtype("float32").format == "c4rrawfp32"
+    assert LatentSpec.parse("craw").with_raw_dtype("float16").canonical_format == "crawfp16rrawfp16"
+    assert not is_latent_format("k4v4")
+    for wrong in ("c9", "k4v4", "c4v4", "c4r", "c4r9", "", 4):
+        with pytest.raises(SpecError, match="c4"):
+            LatentSpec.parse(wrong)
+    with pytest.raises(SpecError, match="key head_dim 500"):
+        LatentSpec.parse("c4", 500)

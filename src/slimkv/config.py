@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from slimkv.arguments import describe
 from slimkv.calibration import Calibration
+from slimkv.codec.query_aware import check_search
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.formats import AUTO, CALIBRATED, RAW, RAW_LATENT, format_of_kind, is_latent_format
 from slimkv.ops.attention.api import EIGHT_BIT, PREFILL, SIXTEEN_BIT
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
 from slimkv.ops.attention.eight_bit import format_refusal
 from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy
 
-DEFAULT_FORMAT = "k4v4"
-CALIBRATED = "calibrated"
-AUTO = "auto"
 FRESH = ("auto", "codes", "raw")
 _DEFAULT_LAYER = "default"
 _LAYERS = re.compile(r"(-?\d+)(?:-(-?\d+))?")
@@ -42,8 +42,10 @@ class KVCacheConfig:
     An engine refuses by name what it cannot do.
 
     Attributes:
-        format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...);
-            ``calibrated``: each layer as the calibration chose for its budget.
+        format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...), or the
+            latents of a model with latent attention, as ``LatentSpec.parse`` reads it (``c4``, ``c4r8``, ``craw``);
+            ``auto``: 4 bits of whichever the model caches; ``calibrated``: each layer as the calibration chose for its
+            budget.
         layers: formats of single layers. A key is a layer's number (``0``, ``"0"``), counted from the end when negative
             (``-1``), a range with both ends (``"4-6"``, ``"-2--1"``), or ``"default"``, which is ``format``. Later
             entries win over earlier ones.
@@ -58,18 +60,21 @@ class KVCacheConfig:
         sink_tokens, recent_tokens: so many of the first and last tokens are kept in the model's dtype.
         calibration: how keys are rounded: a file from ``slimkv calibrate`` or a loaded ``Calibration``; ``auto``: the
             one made before for exactly this model; None: to the nearest level.
+        query_aware_search: 2 or 4: so many roundings of each key are tried with the calibration, and the best is kept:
+            less error for more time at every store. 0: one. What is stored is read as any other codes.
         key_policy, value_policy: scale policies of Lloyd-Max sides; None is the format's own.
         seed: of the rotation.
         backend: the backend of store and attention by name; None is the best one for the device.
     """
 
-    format: str = DEFAULT_FORMAT
+    format: str = AUTO
     layers: Mapping[int | str, str] = field(default_factory=dict)
     fresh: str = AUTO
     prefill: str = AUTO
     sink_tokens: int = 0
     recent_tokens: int = 0
     calibration: Calibration | str | Path | None = None
+    query_aware_search: int = 0
     key_policy: ScalePolicy | str | None = None
     value_policy: ScalePolicy | str | None = None
     seed: int = DEFAULT_SEED
@@ -111,7 +116,8 @@ class KVCacheConfig:
             hint = "; formats of single layers go into layers" if isinstance(format, Mapping) else ""
             raise InputError(f"{where} must be a format's name such as 'k4v4', not {format!r}{hint}")
         if format != CALIBRATED:
-            parse_format(format)
+            if format != AUTO and not is_latent_format(format):
+                parse_format(format)
         elif self.calibration is None:
             raise InputError(
                 f"{where} {CALIBRATED!r} takes the widths from a calibration made for a budget: run slimkv calibrate "
@@ -127,7 +133,7 @@ class KVCacheConfig:
         for where, format in self.layers.items():
             self._check_format(f"the format of layer {where}", format)
             if where == _DEFAULT_LAYER:
-                if self.format not in (DEFAULT_FORMAT, format):
+                if self.format not in (AUTO, format):
                     raise InputError(
                         f"format is {self.format!r} and layers has 'default': {format!r}; give one of them"
                     )
@@ -139,6 +145,18 @@ class KVCacheConfig:
 
     def _check_calibration(self) -> None:
         given = self.calibration
+        if self.query_aware_search != 0 or isinstance(self.query_aware_search, bool):
+            search = check_search(self.query_aware_search)
+            if given is None:
+                raise InputError(
+                    f"query_aware_search={search} tries roundings of a calibration, and there is none: give "
+                    "calibration='auto' or a file from slimkv calibrate"
+                )
+            if self.key_policy == ScalePolicy.PLAIN:
+                raise InputError(
+                    f"query_aware_search={search} needs a scale that follows the codes, which key_policy='plain' has "
+                    f"not: use {ScalePolicy.NORM} or {ScalePolicy.UNBIASED}"
+                )
         if given is None or given == AUTO or isinstance(given, Calibration):
             return
         if not isinstance(given, (str, Path)) or not Path(given).is_file():
@@ -154,7 +172,7 @@ class KVCacheConfig:
         if isinstance(given, str):
             return cls(format=given)
         if not isinstance(given, Mapping):
-            raise InputError(f"slimkv's settings are a format's name or a mapping of fields, not {given!r}")
+            raise InputError(f"slimkv's settings are a format's name or a mapping of fields, not {describe(given)}")
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
@@ -163,19 +181,25 @@ class KVCacheConfig:
 
     # -- what engines ask ----------------------------------------------------------------------------------------------
 
-    def format_of(self, layer: int | None, num_layers: int) -> str:
-        """The format of layer ``layer`` of a model of ``num_layers`` (None, or beyond them: ``format``)."""
+    def format_of(self, layer: int | None, num_layers: int, *, latent: bool = False) -> str:
+        """The format of layer ``layer`` of a model of ``num_layers`` (None, or beyond them: ``format``).
+
+        ``latent``: the layer caches latents. A format of the other kind is refused; a drafter's layer, which stands
+        beyond the model's and may be of another kind than they are, then takes its kind's default.
+        """
         found = self.format
         if layer is not None and 0 <= layer < num_layers:
             for where, format in self.layers.items():
                 if layer in _range(where, num_layers):
                     found = format
-        return found
+        elif layer is not None and layer >= num_layers and found != CALIBRATED and is_latent_format(found) != latent:
+            found = RAW if found in (RAW, RAW_LATENT) else AUTO
+        return format_of_kind(found, latent)
 
-    def layer_formats(self, num_layers: int) -> list[str]:
+    def layer_formats(self, num_layers: int, *, latent: bool = False) -> list[str]:
         """One format per layer; raises where ``layers`` names one that the model does not have."""
         self.check_layers(num_layers)
-        return [self.format_of(i, num_layers) for i in range(num_layers)]
+        return [self.format_of(i, num_layers, latent=latent) for i in range(num_layers)]
 
     def check_layers(self, num_layers: int) -> None:
         """Raises unless every layer that is named exists in a model of ``num_layers`` layers."""

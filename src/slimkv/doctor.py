@@ -143,7 +143,7 @@ class _Engine:
     group: str  # of its entry points
     allowed: str  # the environment's list of plugins it may load
     empty_allows_all: bool
-    loads: str  # a program that fails where the plugin cannot load
+    loads: str  # a program that fails where the plugin cannot load, and may print lines that begin with "slimkv: "
     usage: str
 
 
@@ -154,7 +154,13 @@ _VLLM = _Engine(
     "vllm.general_plugins",
     "VLLM_PLUGINS",
     False,
-    "from slimkv.integrations.vllm import backend, impl, metadata, plugin\nplugin.register()",
+    "from slimkv.integrations.vllm import backend, impl, metadata, plugin\n"
+    "plugin.register()\n"
+    "try:\n"
+    "    from slimkv.integrations.vllm.mla import backend, impl, metadata\n"
+    "    print('slimkv: latent attention (MLA) too')\n"
+    "except Exception as error:\n"
+    "    print(f'slimkv: not for latent attention (MLA): {error}')",
     "vllm serve MODEL --attention-backend CUSTOM",
 )
 _SGLANG = _Engine(
@@ -199,7 +205,9 @@ def _plugin(engine: _Engine) -> Check:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return fails(f"the plugin does not load: {last}")
-    return Check(engine.package, True, found.version, f"the plugin loads: {engine.usage}")
+    said = [line.removeprefix("slimkv: ") for line in done.stdout.splitlines() if line.startswith("slimkv: ")]
+    note = "".join(f"; {line}" for line in said)
+    return Check(engine.package, True, found.version, f"the plugin loads: {engine.usage}{note}")
 
 
 CHECKS: dict[str, Callable[[], Check]] = {

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from slimkv.arguments import typed_fields
 from slimkv.errors import SpecError
 
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,), 16: (16,), 32: (32,)}
@@ -41,6 +42,7 @@ def parse_policy(name: str) -> ScalePolicy:
 
 
 @dataclass(frozen=True)
+@typed_fields(SpecError)
 class TensorFormat:
     """How K or V is stored: kind, width, and what belongs to the kind."""
 
@@ -122,6 +124,7 @@ _PRESETS: dict[str, tuple[TensorFormat, TensorFormat]] = {
 PRESET_NAMES = {formats: name for name, formats in _PRESETS.items()}
 _PART = r"(?:[1-8]|u[2-8]|ur[2-8]|fp8|raw|rawbf16|rawfp16|rawfp32)"
 _PAIR = re.compile(rf"k({_PART})v({_PART})")
+_LATENT = re.compile(rf"c({_PART})(?:r({_PART}))?")
 _RAW_DTYPES_BY_NAME = {name: dtype for dtype, name in _RAW_NAMES.items()}
 # Names that are no longer accepted, and what to write instead.
 _REPLACED = {
@@ -175,3 +178,57 @@ def _parse_part(part: str) -> TensorFormat:
     if part.startswith("u"):
         return uniform(int(part[-1]), rotated=part.startswith("ur"))
     return lloyd(int(part[-1]))
+
+
+DEFAULT_FORMAT = "k4v4"
+# What is stored of a latent where nobody says: 4-bit codes, and the rope part in the dtype of the model.
+DEFAULT_LATENT_FORMAT = "c4"
+RAW, RAW_LATENT = "raw", "craw"  # unquantised, in the dtype of the model
+# Words that stand for a format: the default of what a model caches, and what a calibration chose for each layer.
+AUTO, CALIBRATED = "auto", "calibrated"
+
+
+def known_latent_formats() -> str:
+    """The accepted names of latent formats, in one line for error messages and help texts."""
+    return (
+        "c<L> or c<L>r<R> with L (the latent) and R (the rope part; raw without it) each one of 1-8 (Lloyd-Max), u2-u8 "
+        "(uniform), ur2-ur8 (uniform, rotated), fp8, raw (the dtype of the model), rawbf16, rawfp16, rawfp32: c4, "
+        "c4r8, c6r8, craw"
+    )
+
+
+def is_latent_format(name: str) -> bool:
+    """Whether ``name`` is one of a latent (``c4r8``), not of K and V (``k4v4``)."""
+    return isinstance(name, str) and _LATENT.fullmatch(name.strip().lower()) is not None
+
+
+def parse_latent_format(name: str) -> tuple[TensorFormat, TensorFormat]:
+    """The formats of the latent and of the rope part that ``name`` stands for, such as ``c4`` or ``c4r8``."""
+    if not isinstance(name, str):
+        raise SpecError(f"a latent format is a name such as 'c4', not {name!r}")
+    if match := _LATENT.fullmatch(name.strip().lower()):
+        return _parse_part(match[1]), _parse_part(match[2] or "raw")
+    raise SpecError(f"unknown latent format {name!r}; known are {known_latent_formats()}")
+
+
+def format_of_kind(format: str, latent: bool) -> str:
+    """``format`` for layers that cache latents, or K and V; raises where it is one of the others."""
+    if format == AUTO:
+        return DEFAULT_LATENT_FORMAT if latent else DEFAULT_FORMAT
+    if not latent:
+        if is_latent_format(format):
+            raise SpecError(
+                f"format {format!r} is one of latents, and this model caches K and V: use {DEFAULT_FORMAT!r}, another "
+                f"format of K and V, or {AUTO!r}"
+            )
+        return format
+    if format == CALIBRATED:
+        raise SpecError("slimkv does not calibrate latent attention: give a format of latents, such as 'c4'")
+    if format == RAW:
+        return RAW_LATENT
+    if not is_latent_format(format):
+        raise SpecError(
+            f"format {format!r} is one of K and V, and this model caches latents: use {DEFAULT_LATENT_FORMAT!r}, "
+            f"another format of latents ({known_latent_formats()}), or {AUTO!r}"
+        )
+    return format

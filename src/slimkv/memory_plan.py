@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.errors import InputError, SpecError, UnsupportedError
+from slimkv.formats import format_of_kind
 from slimkv.recurrent_state import StateShape, aligned_block_size, state_shape
-from slimkv.spec import CodecSpec, PageLayout
+from slimkv.spec import CodecSpec, PageLayout, parse_spec
 
-FULL, SLIDING, NO_KV = "full", "sliding", "no_kv"
+FULL, SLIDING, LATENT, NO_KV = "full", "sliding", "latent", "no_kv"
 BASELINE = "raw"
+DEFAULT_FORMATS = ("raw", "fp8", "k4v4", "k3v3", "k2v2")
+DEFAULT_LATENT_FORMATS = ("raw", "c8r8", "c6r8", "c4", "c4r8")
 USEFUL_MATCH = 1024  # tokens; where a block is larger, prompts seldom share one
 _BLOCK_ALIGNMENT, _STOCK_ALIGNMENT = 64, 16  # tokens by which vLLM rounds a hybrid model's blocks: slimkv's, its own
 _KIND_OF_TYPE = {
@@ -42,11 +45,11 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 class LayerGroup:
     """Layers that hold the same bytes."""
 
-    kind: str  # full, sliding, no_kv
+    kind: str  # full, sliding, latent, no_kv
     layers: int
     num_kv_heads: int
-    key_dim: int
-    value_dim: int
+    key_dim: int  # of latents: their own size
+    value_dim: int  # of latents: that of the rope part
     window: int | None = None  # tokens a sliding layer keeps
 
 
@@ -57,6 +60,7 @@ class ModelShape:
     name: str
     groups: tuple[LayerGroup, ...]
     state: StateShape | None = None  # of a hybrid model
+    latent: bool = False  # whether it caches latents (MLA) instead of K and V
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Plan:
 
 def parse_size(text: str) -> int:
     """``40GiB``, ``800 MB`` or plain bytes -> bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII) if isinstance(text, str) else None
     if not match or match[2].lower() not in _UNITS:
         raise InputError(
             f"cannot read the memory size {text!r}; write a number and one of B, kB, MB, GB, KiB, MiB, GiB, TiB"
@@ -128,16 +132,19 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     for nested in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(nested), Mapping):
             config = {**config, **config[nested]}
-    if config.get("kv_lora_rank"):
+    if config.get("index_topk") or config.get("compress_ratios"):
         raise UnsupportedError(
-            f"{name} uses multi-head latent attention (kv_lora_rank {config['kv_lora_rank']}): it caches one latent "
-            "per token instead of keys and values, which slimkv does not store yet; keep the engine's own cache for it"
+            f"{name} has sparse attention: its layers keep keys of an indexer or compressed tokens beside what they "
+            "attend, which this plan cannot count"
         )
     layers = _number(config, "num_hidden_layers", "n_layer", "num_layers")
     heads = _number(config, "num_attention_heads", "n_head")
     num_kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
     dim = config.get("head_dim") or _number(config, "hidden_size", "n_embd") // heads
     value_dim = config.get("v_head_dim") or dim
+    attends: tuple[str, tuple[int, int, int]] = (FULL, (int(num_kv_heads), int(dim), int(value_dim)))
+    if latent_dim := config.get("kv_lora_rank"):
+        attends = (LATENT, (1, int(latent_dim), _number(config, "qk_rope_head_dim")))
     shared = int(config.get("num_kv_shared_layers") or 0)
     types = _layer_types(config, layers)
     if len(types) != layers:
@@ -145,9 +152,9 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     types = types[: layers - shared] + [(NO_KV, None)] * shared  # the last layers read earlier layers' caches
     groups = []
     for (kind, window), count in sorted(Counter(types).items(), key=lambda item: str(item[0])):
-        stored = (0, 0, 0) if kind == NO_KV else (int(num_kv_heads), int(dim), int(value_dim))
-        groups.append(LayerGroup(kind, count, *stored, window))
-    return ModelShape(name, tuple(groups), state_shape(config, layers))
+        stored = (0, 0, 0) if kind == NO_KV else attends[1]
+        groups.append(LayerGroup(attends[0] if kind == FULL else kind, count, *stored, window))
+    return ModelShape(name, tuple(groups), state_shape(config, layers), attends[0] == LATENT)
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
@@ -202,10 +209,13 @@ def _group_blocks(group: LayerGroup, tokens: int, layout: PageLayout) -> int:
 def _layouts(shape: ModelShape, format: str, block_size: int) -> list[tuple[LayerGroup, PageLayout]]:
     """The groups that store anything, each with its layout."""
     return [
-        (group, PageLayout(CodecSpec.parse(format, group.key_dim, group.value_dim), block_size))
-        for group in shape.groups
-        if group.kind != NO_KV
+        (group, PageLayout(_spec(shape, group, format), block_size)) for group in shape.groups if group.kind != NO_KV
     ]
+
+
+def _spec(shape: ModelShape, group: LayerGroup, format: str) -> CodecSpec:
+    """What a group's layers store; raises for a format of K and V where the model caches latents, and the other way."""
+    return parse_spec(format_of_kind(format, shape.latent), group.key_dim, group.value_dim)
 
 
 def sequence_bytes(shape: ModelShape, format: str, tokens: int, block_size: int) -> int:
@@ -232,9 +242,14 @@ def _tokens_that_fit(shape: ModelShape, format: str, budget: int, block_size: in
 
 
 def make_plan(
-    shape: ModelShape, formats: Sequence[str], memory: int, *, sequences: int = 1, block_size: int = 16
+    shape: ModelShape, formats: Sequence[str] | None, memory: int, *, sequences: int = 1, block_size: int = 16
 ) -> Plan:
-    """Bytes and tokens of every format, with the bf16 cache (``raw``) as the measure."""
+    """Bytes and tokens of every format, with the bf16 cache (``raw``) as the measure.
+
+    ``formats`` None: some of the kind that the model caches.
+    """
+    if formats is None:
+        formats = DEFAULT_LATENT_FORMATS if shape.latent else DEFAULT_FORMATS
     if sequences < 1:
         raise InputError(f"sequences must be at least 1, not {sequences}")
     if not formats:
@@ -257,7 +272,7 @@ def make_plan(
                 tokens_per_sequence=tokens,
                 total_tokens=None if tokens is None else tokens * sequences,
                 tokens_ratio_to_bf16=tokens / base_tokens if tokens is not None and base_tokens else None,
-                groups=tuple(_group_plan(group, format, block_size) for group in shape.groups),
+                groups=tuple(_group_plan(shape, group, format, block_size) for group in shape.groups),
                 hybrid_block_size=_hybrid_block(shape, format),
             )
         )
@@ -274,13 +289,13 @@ def _hybrid_block(shape: ModelShape, format: str) -> int | None:
 
 
 def _bytes_per_token(shape: ModelShape, format: str, block_size: int) -> float:
-    return sum(_group_plan(group, format, block_size).bytes_per_token for group in shape.groups)
+    return sum(_group_plan(shape, group, format, block_size).bytes_per_token for group in shape.groups)
 
 
-def _group_plan(group: LayerGroup, format: str, block_size: int) -> GroupPlan:
+def _group_plan(shape: ModelShape, group: LayerGroup, format: str, block_size: int) -> GroupPlan:
     if group.kind == NO_KV:
         return GroupPlan(group.kind, group.layers, 0, None, 0.0, 0)
-    layout = PageLayout(CodecSpec.parse(format, group.key_dim, group.value_dim), block_size)
+    layout = PageLayout(_spec(shape, group, format), block_size)
     most = None
     if group.window is not None:
         most = layout.pool_bytes(window_blocks(group.window, block_size), group.num_kv_heads) * group.layers

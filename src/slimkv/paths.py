@@ -2,11 +2,71 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
+import tempfile
+from functools import cache
 from pathlib import Path
+
+_LOG = logging.getLogger("slimkv")
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_dir(kind: str) -> Path:
     """``$XDG_CACHE_HOME/slimkv/<kind>``, or ``~/.cache/slimkv/<kind>``; it need not exist."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "slimkv" / kind
+
+
+def unsafe_reason(folder: Path) -> str | None:
+    """Why machine code must not be kept in ``folder``, or None: somebody else could put other code there.
+
+    The folder must belong to this user and be writable by nobody else; in the one above it, nobody else may rename.
+    What does not exist yet is judged when it has been made.
+    """
+    if not hasattr(os, "geteuid"):
+        return None
+    me = os.geteuid()
+    for path, owners in ((folder.parent, (me, 0)), (folder, (me,))):
+        try:
+            about = path.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{path} cannot be looked at ({error.strerror})"
+        if not stat.S_ISDIR(about.st_mode):
+            return f"{path} is no folder"
+        if about.st_uid not in owners:
+            return f"{path} belongs to user {about.st_uid}, not to this one ({me})"
+        sticky = path != folder and about.st_mode & stat.S_ISVTX  # as /tmp: only owners rename
+        if about.st_mode & _OTHERS and not sticky:
+            return f"others may write to {path} (mode {stat.S_IMODE(about.st_mode):o}); use: chmod go-w {path}"
+    return None
+
+
+@cache
+def warn_unsafe(folder: Path, reason: str) -> None:
+    """Says once that a folder is not used, and why."""
+    _LOG.warning(
+        "compiled kernels are not kept in %s: %s. They are compiled again by every process until then", folder, reason
+    )
+
+
+def make_private(folder: Path) -> None:
+    """Makes ``folder`` and what it is in, closed to others; raises ``OSError`` where it cannot."""
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes beside ``path`` and renames, so that others see all of it or nothing; nothing is left where that fails."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

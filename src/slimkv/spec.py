@@ -27,13 +27,16 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from slimkv.arguments import typed, typed_fields
 from slimkv.errors import SpecError
 from slimkv.formats import (
     PRESET_NAMES,
     Kind,
     ScalePolicy,
     TensorFormat,
+    is_latent_format,
     parse_format,
+    parse_latent_format,
     parse_policy,
     raw,
 )
@@ -51,6 +54,7 @@ BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
+@typed_fields(SpecError)
 class CodecSpec:
     """The formats of K and V and the head sizes they are used with."""
 
@@ -72,6 +76,7 @@ class CodecSpec:
             raise SpecError(f"seed {self.seed} is not in 0 .. 2**63 - 1")
 
     @classmethod
+    @typed
     def parse(
         cls,
         format: str,
@@ -107,6 +112,7 @@ class CodecSpec:
         plain = replace(self.key, policy=ScalePolicy.NORM), replace(self.value, policy=ScalePolicy.NORM)
         return PRESET_NAMES.get(plain) or f"k{self.key.name}v{self.value.name}"
 
+    @typed
     def with_raw_dtype(self, dtype: str) -> CodecSpec:
         """The same spec with every ``raw`` side holding ``dtype``, what the model computes in.
 
@@ -123,6 +129,69 @@ class CodecSpec:
         fields = 8 * FIELD_BYTES * (self.key.field_count + self.value.field_count)
         codes = self.key.bits * self.key_dim + self.value.bits * self.value_dim
         return (codes + fields) / (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class LatentSpec(CodecSpec):
+    """The formats of a latent (MLA): what all heads share of a token, and its rope part.
+
+    The latent takes the place of K and the rope part that of V in codecs, pages and operations, with one KV head: a
+    token's scores come from both, and its values are the latent again.
+    """
+
+    @classmethod
+    def parse(  # type: ignore[override]  # a latent has other sizes than a head
+        cls, format: str, latent_dim: int = 512, rope_dim: int = 64, *, seed: int = DEFAULT_SEED
+    ) -> LatentSpec:
+        """Reads a format's name: ``c4`` (4-bit latent, raw rope part), ``c4r8``, ``c6r8``, ``craw``."""
+        latent, rope = parse_latent_format(format)
+        return cls(latent, rope, latent_dim, rope_dim, seed, format.strip().lower())
+
+    @property
+    def latent(self) -> TensorFormat:
+        """How the latent is stored."""
+        return self.key
+
+    @property
+    def rope(self) -> TensorFormat:
+        """How the rope part is stored."""
+        return self.value
+
+    @property
+    def latent_dim(self) -> int:
+        """Numbers of the latent: ``kv_lora_rank``."""
+        return self.key_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of the rope part: ``qk_rope_head_dim``."""
+        return self.value_dim
+
+    @property
+    def canonical_format(self) -> str:
+        """One name for equal formats, however they were spelled: ``c4`` for ``c4rraw``."""
+        rope = "" if self.rope == raw() else f"r{self.rope.name}"
+        return f"c{self.latent.name}{rope}"
+
+
+def parse_spec(
+    format: str,
+    key_dim: int,
+    value_dim: int | None = None,
+    *,
+    key_policy: ScalePolicy | str | None = None,
+    value_policy: ScalePolicy | str | None = None,
+    seed: int = DEFAULT_SEED,
+) -> CodecSpec:
+    """``CodecSpec.parse``, or a ``LatentSpec`` for a format of latents (``c4``): the latent is K, its rope part V."""
+    if not is_latent_format(format):
+        return CodecSpec.parse(format, key_dim, value_dim, key_policy=key_policy, value_policy=value_policy, seed=seed)
+    spec = LatentSpec.parse(format, key_dim, key_dim if value_dim is None else value_dim, seed=seed)
+    if key_policy is not None and spec.key.kind == Kind.LLOYD:
+        spec = replace(spec, key=replace(spec.key, policy=parse_policy(key_policy)))
+    if value_policy is not None and spec.value.kind == Kind.LLOYD:
+        spec = replace(spec, value=replace(spec.value, policy=parse_policy(value_policy)))
+    return spec
 
 
 @dataclass(frozen=True)
@@ -226,6 +295,7 @@ def fragment_word(word: np.ndarray, lane: np.ndarray, words: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+@typed_fields(SpecError)
 class PageLayout:
     """The bytes of one block of ``block_size`` tokens of one KV head."""
 
@@ -291,10 +361,12 @@ class PageLayout:
         """bf16 bytes over allocated bytes."""
         return BF16_BYTES * (self.spec.key_dim + self.spec.value_dim) / self.bytes_per_token
 
+    @typed
     def pool_bytes(self, blocks: int, num_kv_heads: int) -> int:
         """Bytes of a pool of ``blocks`` blocks for ``num_kv_heads`` heads of one layer."""
         return blocks * num_kv_heads * self.page_bytes
 
+    @typed
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens."""
         return -(-tokens // self.block_size)

@@ -23,6 +23,7 @@ from slimkv.bench.cells import (
     AttendCell,
     choose,
 )
+from slimkv.bench.latent import LATENT_CELLS, SMALL_LATENT_CELLS, LatentCase
 from slimkv.bench.options import Options
 from slimkv.bench.timing import Timer
 from slimkv.cli.app import app
@@ -47,7 +48,7 @@ def quick(monkeypatch):
     monkeypatch.setattr("slimkv.bench.store.copy_bandwidth", lambda device: 1e10)
 
 
-ALL_CELLS = [ATTEND_CELLS + MORE_ATTEND_CELLS, STORE_CELLS, SMALL_ATTEND_CELLS, SMALL_STORE_CELLS]
+ALL_CELLS = [ATTEND_CELLS + MORE_ATTEND_CELLS + LATENT_CELLS, STORE_CELLS, SMALL_ATTEND_CELLS, SMALL_STORE_CELLS]
 
 
 @pytest.mark.parametrize("cells", ALL_CELLS)
@@ -88,6 +89,22 @@ def test_the_error_of_a_cell_knows_its_options(options):
     assert case.error() < 1e-3
     if options.keys() & {"softcap", "sliding_window"}:  # it would notice one that is missing
         assert replace(case, options=AttendOptions()).error() > 1e-2
+
+
+@pytest.mark.parametrize("cell", SMALL_LATENT_CELLS, ids=lambda cell: cell.name)
+def test_cells_of_latents(cell):
+    torch.manual_seed(0)
+    assert LatentCase.create(cell, "cpu", CPU).error() < 1e-5
+    assert cell.dense_bytes(2) == 2 * 512 * 160 * 2
+    assert cell.flops == pytest.approx(2 * cell.queries * (512 - (cell.queries - 1) / 2) * 4 * 2 * (2 * 128 + 32))
+
+
+def test_latents_are_timed_when_asked_for():
+    report = attend.bench_attend(Options(device="cpu", cells=["mla-4h-2x512"]))
+    assert [row.format for row in report.rows] == ["c4"]
+    assert report.rows[0].baseline("flashmla_bf16").detail == "needs a CUDA device"
+    big = next(c for c in LATENT_CELLS if c.name == "mla-16h-32x32K")
+    assert big.packed_bytes == 32 * 32768 * 386
 
 
 def test_choosing():

@@ -11,7 +11,9 @@ import pytest
 from slimkv.bench import serve
 from slimkv.bench.serve import ServeSettings, bench_serve, cache_arguments, engine_plan, over_stock, table_rows
 from slimkv.bench.serve_engine import percentile
+from slimkv.bench.serve_shapes import SHAPES
 from slimkv.errors import SlimKVError
+from slimkv.memory_plan import read_config
 
 BF16 = {"kv_tokens": 100, "start_seconds": 10.0, "decode": {"decode_tokens_per_second": 50.0, "prefill_seconds": 2.0}}
 SLIM = {"kv_tokens": 388, "start_seconds": 12.5, "decode": {"decode_tokens_per_second": 75.0, "prefill_seconds": 2.2}}
@@ -23,6 +25,8 @@ SLIM = {"kv_tokens": 388, "start_seconds": 12.5, "decode": {"decode_tokens_per_s
         ("bf16", {"kv_cache_dtype": "auto"}),
         ("fp8", {"kv_cache_dtype": "fp8"}),
         ("turboquant_4bit_nc", {"kv_cache_dtype": "turboquant_4bit_nc"}),
+        ("bf16:FLASHMLA", {"kv_cache_dtype": "auto", "attention_backend": "FLASHMLA"}),
+        ("c4r8", {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "c4r8"}}}),
         ("k4v4", {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "k4v4"}}}),
         (
             "k4v4:triton",
@@ -82,6 +86,47 @@ def test_a_plan_is_the_same_for_every_system_but_for_its_cache(engine, longest, 
         del plan["system"]
     assert plans[0] == plans[1]
     assert plans[0]["arguments"][longest] >= settings.context + settings.output
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ("llama-3.1-8b", [("full", 32, 8, 128)]),
+        ("qwen2.5-7b", [("full", 28, 4, 128)]),
+        ("gemma-3", [("full", 8, 8, 256), ("sliding", 40, 8, 256)]),
+        ("gpt-oss-20b", [("full", 12, 8, 64), ("sliding", 12, 8, 64)]),
+        ("deepseek-v2-lite", [("latent", 27, 1, 512)]),
+    ],
+)
+def test_shapes_have_the_cache_of_their_models(shape, groups, tmp_path):
+    """The configuration that an engine is given, as ``slimkv plan`` reads it, and as a file of one's own."""
+    serve.write_model(tmp_path, shape)
+    found = [(g.kind, g.layers, g.num_kv_heads, g.key_dim) for g in read_config(tmp_path).groups]
+    assert found == groups
+    settings = ServeSettings(shape=str(tmp_path))
+    plan = engine_plan("bf16", settings, tmp_path)
+    assert plan["vocabulary"] == SHAPES[shape]["vocab_size"]
+    assert plan["arguments"]["max_model_len"] >= settings.context + settings.output
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transformers_reads_every_shape(shape, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    serve.write_model(tmp_path, shape)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert hasattr(transformers, config.architectures[0])
+    assert config.num_hidden_layers == SHAPES[shape]["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not JSON"), ("[1]", "does not name an architecture"), (None, "unknown shape")]
+)
+def test_a_shape_that_is_no_configuration(text, message, tmp_path):
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SlimKVError, match=message):
+        ServeSettings(shape=str(file))
 
 
 def test_ratios_and_table():

@@ -119,8 +119,12 @@ def test_plan_from_a_config(tmp_path):
     assert report["model"] == "gemma3_text"
     result = run("plan", "--config", str(tmp_path), "--layers", "3", code=2)
     assert "--layers" in result.output
-    (tmp_path / "config.json").write_text(json.dumps({**config, "kv_lora_rank": 512}))
-    assert "multi-head latent attention" in run("plan", "--config", str(tmp_path), code=2).output
+    latent = {**config, "layer_types": None, "sliding_window": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(latent))
+    report = json.loads(run("plan", "--config", str(tmp_path), "--json").stdout)
+    assert {g["kind"] for row in report["formats"] for g in row["groups"]} == {"latent"}
+    (tmp_path / "config.json").write_text(json.dumps({**latent, "index_topk": 2048}))
+    assert "sparse attention" in run("plan", "--config", str(tmp_path), code=2).output
 
 
 def test_doctor():

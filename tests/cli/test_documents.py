@@ -26,6 +26,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 # What the documents call by its name on a hub, and what is run in its place.
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODELS = ("MODEL", "smollm2-135m-instruct", "gemma-3-270m", "path/to/model")
+_SUITE = ["--parts", "memory,agreement", "--format", "k4v4", "--windows", "1", "--tokens", "48", "--device", "cpu"]
 # Fewer and shorter windows than the documents ask for: the last value of an option counts.
 SMALLER = {
     "demo": [],
@@ -38,6 +39,9 @@ SMALLER = {
     "eval query-aware": ["--layer", "1"],
     "eval positions": ["--windows", "1", "--tokens", "128"],
     "eval widths": ["--windows", "1", "--tokens", "64"],
+    "suite smoke": _SUITE,
+    "suite quick": _SUITE,
+    "suite full": _SUITE,
 }
 
 
@@ -108,7 +112,7 @@ def test_slimkv_commands_run(command, workplace, tiny_folder, monkeypatch):
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
     words = shlex.split(command)[1:]
-    name = " ".join(words[:2]) if words[0] in ("eval", "bench") else words[0]
+    name = " ".join(words[:2]) if words[0] in ("eval", "bench", "suite") else words[0]
     words = [str(tiny_folder) if word in MODELS else word for word in words]
     if name in ("demo", "eval agreement", "eval perplexity", "eval needle", "eval generation", "eval layers",
                 "eval paths", "eval widths", "eval positions") and "--model" not in words:  # fmt: skip

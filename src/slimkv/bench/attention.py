@@ -21,6 +21,14 @@ from slimkv.bench.cells import (
     AttendCell,
     choose,
 )
+from slimkv.bench.latent import (
+    LATENT_CELLS,
+    SMALL_LATENT_CELLS,
+    LatentCase,
+    LatentCell,
+    flash_attention_latent,
+    flashmla,
+)
 from slimkv.bench.options import Options, Step, compile_ahead, silent
 from slimkv.bench.results import Baseline, Report, Row, make_report
 from slimkv.bench.timing import Timer, copy_bandwidth
@@ -112,23 +120,46 @@ class Case:
         return float((self.attend()[rows].double() - exact).norm() / exact.norm())
 
 
+def _case(cell: AttendCell, backend: str, device: torch.device, compile_only: bool = False) -> Case | LatentCase:
+    if isinstance(cell, LatentCell):
+        return LatentCase.create(cell, backend, device, compile_only)
+    return Case.create(cell, backend, device, compile_only)
+
+
 def _compile(job: tuple[AttendCell, str, str]) -> None:
     """Compiles what a cell needs, in a process of its own."""
     cell, backend, device = job
-    case = Case.create(cell, backend, torch.device(device), compile_only=True)
+    case = _case(cell, backend, torch.device(device), compile_only=True)
     case.error()
     torch.cuda.synchronize()
 
 
-def _baselines(cell: AttendCell, timer: Timer, ours_ms: float, copy: float, step: Step) -> list[Baseline]:
-    inputs = DenseInputs.random(cell, timer.device)
-    prepare: dict[str, tuple[int, Callable[[], baselines.Candidates]]] = {
+Prepare = dict[str, tuple[int, Callable[[], baselines.Candidates]]]
+
+
+def _latent_baselines(cell: LatentCell, device: torch.device) -> Prepare:
+    return {
+        "flashmla_bf16": (cell.dense_bytes(2), partial(flashmla, cell, device, False)),
+        "flashmla_fp8": (cell.dense_bytes(1), partial(flashmla, cell, device, True)),
+        "flash_attn_mla_bf16": (cell.dense_bytes(2), partial(flash_attention_latent, cell, device)),
+    }
+
+
+def _dense_baselines(cell: AttendCell, device: torch.device) -> Prepare:
+    inputs = DenseInputs.random(cell, device)
+    return {
         "sdpa": (cell.dense_bytes(inputs.key.element_size()), partial(baselines.sdpa, inputs)),
         "sdpa_bf16": (cell.dense_bytes(2), partial(baselines.sdpa_bf16, inputs)),
         "fa3_bf16": (cell.dense_bytes(2), partial(baselines.fa3, inputs, False)),
         "fa3_fp8": (cell.dense_bytes(1), partial(baselines.fa3, inputs, True)),
         "vllm_4bit_nc": (cell.dense_bytes(1) // 2, partial(baselines.turboquant_attend, inputs)),
     }
+
+
+def _baselines(cell: AttendCell, timer: Timer, ours_ms: float, copy: float, step: Step) -> list[Baseline]:
+    prepare = (
+        _latent_baselines(cell, timer.device) if isinstance(cell, LatentCell) else _dense_baselines(cell, timer.device)
+    )
     found = []
     for name, (moved, candidates) in prepare.items():
         step(f"{cell.name}: {name}")
@@ -145,6 +176,7 @@ def bench_attend(options: Options, step: Step = silent) -> Report:
     device = options.torch_device()
     small = options.small or device.type != "cuda"
     more = CPU_ATTEND_CELLS if device.type == "cpu" else () if small else MORE_ATTEND_CELLS
+    more += SMALL_LATENT_CELLS if small else LATENT_CELLS
     usual = (SMALL_ATTEND_CELLS if small else ATTEND_CELLS) + (more if options.cells else ())
     cells = choose(usual, options.cells, options.page)
     backends = options.chosen_backends(device)
@@ -158,7 +190,7 @@ def bench_attend(options: Options, step: Step = silent) -> Report:
         for backend in backends:
             step(f"{cell.name}: {backend}")
             torch.manual_seed(0)
-            case = Case.create(cell, backend, device)
+            case = _case(cell, backend, device)
             error = case.error()
             if not error < 1:
                 raise SlimKVError(

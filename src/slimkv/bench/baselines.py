@@ -98,7 +98,8 @@ def sdpa_bf16(inputs: DenseInputs) -> Candidates:
     yield from sdpa(DenseInputs(inputs.cell, query, key, value))
 
 
-def _flash_attention_3() -> Any:
+def flash_attention_3() -> Any:
+    """vLLM's interface of FlashAttention-3; raises where it does not run."""
     from vllm.vllm_flash_attn import flash_attn_interface
 
     reason = flash_attn_interface.fa_version_unsupported_reason(3)
@@ -109,7 +110,7 @@ def _flash_attention_3() -> Any:
 
 def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
     """Paged FlashAttention-3 as vLLM calls it, with and without a precomputed schedule, in pages of 16 and 128."""
-    module, cell = _flash_attention_3(), inputs.cell
+    module, cell = flash_attention_3(), inputs.cell
     query, key, value = inputs.query, inputs.key, inputs.value
     device = query.device
     scales: dict[str, Tensor] = {}

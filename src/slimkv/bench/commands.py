@@ -151,7 +151,8 @@ def _generate(given: dict[str, Any]) -> int:
 
 
 def _add_serve(commands: Any) -> None:
-    from slimkv.bench.serve import DTYPES, ENGINES, OFFLOAD, PHASES, SHAPES, ServeSettings
+    from slimkv.bench.serve import DTYPES, ENGINES, OFFLOAD, PHASES, ServeSettings
+    from slimkv.bench.serve_shapes import SHAPES
 
     what = "engines under load, stock caches beside slimkv's: tokens held, decoding, full memory, Poisson arrivals"
     parser, base = commands.add_parser("serve", help=what, description=what), ServeSettings()
@@ -165,7 +166,9 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument(
         "--phases", type=_comma_list, default=list(base.phases), help=f"of {','.join((*PHASES, OFFLOAD))}"
     )
-    parser.add_argument("--shape", choices=list(SHAPES), default=base.shape, help="of the model")
+    parser.add_argument(
+        "--shape", default=base.shape, help=f"of the model: {', '.join(SHAPES)}, or a config.json or its folder"
+    )
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default=base.dtype, help="of the model; float32 (system fp32) on most CPUs"
     )

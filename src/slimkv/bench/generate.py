@@ -7,6 +7,7 @@ cropped and the same lengths are timed again, which shows what that preparation 
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from dataclasses import dataclass
@@ -15,8 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimkv.calibration import Calibration
 from slimkv.errors import InputError, MissingDependencyError
+from slimkv.evals.harness import SERVING, STOCK, CacheKind, attending, cache_kinds
 from slimkv.provenance import Provenance, provenance
+
+STOCK_NAME = "DynamicCache"
 
 
 @dataclass(frozen=True)
@@ -103,16 +108,6 @@ def random_llama(settings: GenerateSettings) -> Any:
     return model.eval()
 
 
-def _new_cache(model: Any, format: str) -> Any:
-    if format == "DynamicCache":
-        from transformers import DynamicCache
-
-        return DynamicCache(config=model.config)
-    from slimkv.integrations.transformers import SlimKVCache
-
-    return SlimKVCache(model.config, format)
-
-
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -128,9 +123,9 @@ class _Times:
 
 
 @torch.no_grad()
-def _one(model: Any, ids: Tensor, format: str, settings: GenerateSettings) -> tuple[_Times, Any]:
+def _one(model: Any, ids: Tensor, kind: CacheKind, settings: GenerateSettings) -> tuple[_Times, Any]:
     """Fills a cache with all of ``ids`` but the last, and decodes ``new_tokens`` twice: (times, the filled cache)."""
-    cache, context, new = _new_cache(model, format), ids.shape[1] - 1, settings.new_tokens
+    cache, context, new = kind.new(model, SERVING), ids.shape[1] - 1, settings.new_tokens
     _synchronize(model.device)
     start = time.perf_counter()
     for i in range(0, context, settings.prefill_chunk):
@@ -139,7 +134,7 @@ def _one(model: Any, ids: Tensor, format: str, settings: GenerateSettings) -> tu
     _synchronize(model.device)
     prefill = time.perf_counter() - start
 
-    def decode(given: Tensor, count: int) -> tuple[float, Tensor]:
+    def decode(given: Tensor, count: int) -> tuple[float, Tensor]:  # into whatever ``cache`` is then
         arguments = {"attention_mask": torch.ones_like(given), "past_key_values": cache, "do_sample": False}
         _synchronize(model.device)
         begin = time.perf_counter()
@@ -149,58 +144,71 @@ def _one(model: Any, ids: Tensor, format: str, settings: GenerateSettings) -> tu
 
     # The first steps allocate and, on a GPU, compile; they are not timed.
     _, more = decode(ids, 2)
+    full = not any(cache.is_sliding) and not any(getattr(cache, "is_linear", []))
+    kept = None if full else copy.deepcopy(cache)  # a full window, or a state, cannot be taken back
     step, _ = decode(more, new)
-    cache.crop(-new)
+    if kept is None:
+        cache.crop(-new)
+    else:
+        cache = kept
     step_again, _ = decode(more, new)
     return _Times(prefill, step, step_again), cache
 
 
-def time_generation(settings: GenerateSettings) -> GenerateReport:
-    """Prefills ``context`` tokens and times ``new_tokens`` steps of ``generate`` for every cache, in one process."""
-    from slimkv.integrations.transformers import attention
-
+def _load(settings: GenerateSettings) -> Any:
     if settings.model is None:
-        model = random_llama(settings)
-        limit = model.config.vocab_size
-    else:
-        from slimkv import models
+        return random_llama(settings)
+    from slimkv import models
 
-        model = models.load(settings.model, getattr(torch, settings.dtype), settings.device).model
-        model.generation_config.eos_token_id = None
-        limit = model.config.get_text_config().vocab_size
+    return models.load(settings.model, getattr(torch, settings.dtype), settings.device).model
+
+
+def _stock_size(cache: Any) -> tuple[int, float]:
+    """Bytes of a stock cache, and over those in bfloat16."""
+    held = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    size = sum(t.numel() * t.element_size() for t in held)
+    return size, size / sum(2 * t.numel() for t in held)
+
+
+def time_generation(
+    settings: GenerateSettings, model: Any = None, calibration: Calibration | None = None
+) -> GenerateReport:
+    """Prefills ``context`` tokens and times ``new_tokens`` steps of ``generate`` for every cache, in one process.
+
+    ``model``: a loaded one, in place of the one that the settings name. ``calibration``: for formats with ``+cal``.
+    """
+    if model is None:
+        model = _load(settings)
+    limit = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(settings.seed)
     # Lengths of one round end before those of the next begin.
     apart = settings.new_tokens + 4
     longest = settings.context + apart * (settings.rounds - 1) + 1
     ids = torch.randint(3, limit, (settings.batch, longest), generator=generator).to(model.device)
-    formats = ["DynamicCache", *settings.formats]
-    times: dict[str, list[_Times]] = {w: [] for w in formats}
+    kinds = {STOCK_NAME: STOCK, **{kind.name: kind for kind in cache_kinds(settings.formats, calibration)}}
+    times: dict[str, list[_Times]] = {name: [] for name in kinds}
     sizes: dict[str, tuple[int, float]] = {}
-    for number in range(settings.rounds):
-        given = ids[:, : settings.context + apart * number + 1]
-        for format in formats:
-            if format == "DynamicCache":
-                found, cache = _one(model, given, format, settings)
-                held = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-                size = sum(t.numel() * t.element_size() for t in held)
-                sizes[format] = size, size / sum(2 * t.numel() for t in held)
-            else:
-                with attention(model):
-                    found, cache = _one(model, given, format, settings)
-                sizes[format] = cache.nbytes, cache.size().ratio
-            times[format].append(found)
-            del cache
+    configured, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
+    try:
+        for number in range(settings.rounds):
+            given = ids[:, : settings.context + apart * number + 1]
+            for name, kind in kinds.items():
+                with attending(model, kind.format):
+                    found, cache = _one(model, given, kind, settings)
+                sizes[name] = _stock_size(cache) if kind is STOCK else (cache.nbytes, cache.size().ratio)
+                times[name].append(found)
+                del cache
+    finally:
+        model.generation_config.eos_token_id = configured
 
     def median(format: str, name: str) -> float:
         return statistics.median(getattr(t, name) for t in times[format])
 
     def speed(format: str, name: str) -> tuple[float, float, float]:
         step = median(format, name)
-        return settings.batch / step, 1000 * step, median("DynamicCache", name) / step
+        return settings.batch / step, 1000 * step, median(STOCK_NAME, name) / step
 
-    rows = [
-        GenerateRow(w, *speed(w, "step"), *speed(w, "step_again"), *sizes[w], median(w, "prefill")) for w in formats
-    ]
+    rows = [GenerateRow(w, *speed(w, "step"), *speed(w, "step_again"), *sizes[w], median(w, "prefill")) for w in kinds]
     return GenerateReport(settings, tuple(rows), provenance(model.device))
 
 

@@ -1,8 +1,8 @@
 """Serving through vLLM or SGLang: the same load on stock caches and on slimkv's, one engine after another.
 
-Every engine gets the same share of the device's memory, a Llama-3.1-8B-shaped model with dummy weights and random
-tokens. Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or
-``k4v4:triton`` for one implementation); ``k4v4@LBHNC`` names the memory layout as well.
+Every engine gets the same share of the device's memory, a model of one shape with dummy weights and random tokens.
+Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or ``k4v4:triton`` for
+one implementation); ``bf16:FLASHMLA`` names the stock attention backend, ``k4v4@LBHNC`` the memory layout as well.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from slimkv.bench.results import run_facts
+from slimkv.bench.serve_shapes import shape_config, text_field
 from slimkv.errors import InputError
-from slimkv.spec import CodecSpec
+from slimkv.spec import parse_spec
 
 PHASES = ("decode", "full", "poisson")
 ENGINES = ("vllm", "sglang")
@@ -35,23 +36,6 @@ _STOCK = {
 }
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # of the model, and the system that keeps its cache in the same
 _SGLANG_PAGE = 64
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-    },
-    "smollm2-135m": {
-        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 8192,
-        "rope_theta": 100000.0, "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096,
-        "rope_theta": 10000.0,
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,12 +66,11 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise InputError(f"unknown engine {self.engine!r}; known are {', '.join(ENGINES)}")
-        if self.shape not in SHAPES:
-            raise InputError(f"unknown shape {self.shape!r}; known are {', '.join(SHAPES)}")
+        shape_config(self.shape)  # raises with the known shapes
         if self.dtype not in DTYPES:
             raise InputError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         for name, system in DTYPES.items():
-            if system in self.systems and name != self.dtype:
+            if name != self.dtype and any(x.partition(":")[0] == system for x in self.systems):
                 raise InputError(f"the system {system} needs dtype {name}, not {self.dtype}")
         for phase in self.phases:
             if phase not in (*PHASES, OFFLOAD):
@@ -130,14 +113,16 @@ class ServeReport:
 def cache_arguments(system: str, engine: str = "vllm") -> dict[str, Any]:
     """Engine arguments of a system's cache: a stock cache dtype by its name, or a format of slimkv.
 
-    ``k4v4:triton`` is a format with one implementation of store and attend.
+    ``k4v4:triton`` is a format with one implementation of store and attend, ``bf16:FLASHMLA`` a stock cache with one
+    of the engine's own attention backends.
     """
     system, stock = system.partition("@")[0], _STOCK[engine]
-    if system in stock or (engine == "vllm" and system.startswith("turboquant_")):
-        cache = {"kv_cache_dtype": stock.get(system, system)}
-        return cache if engine == "vllm" else {**cache, "attention_backend": _sglang_attention()}
     format, _, backend = system.partition(":")
-    CodecSpec.parse(format, 64)  # raises with the known formats
+    if format in stock or (engine == "vllm" and format.startswith("turboquant_")):
+        cache = {"kv_cache_dtype": stock.get(format, format)}
+        backend = backend or ("" if engine == "vllm" else _sglang_attention())
+        return {**cache, "attention_backend": backend} if backend else cache
+    parse_spec(format, 64)  # raises with the known formats
     config = {"slimkv": {"format": format, "backend": backend} if backend else {"format": format}}
     if engine == "vllm":
         return {"attention_backend": "CUSTOM", "additional_config": config}
@@ -154,19 +139,15 @@ def _sglang_attention() -> str:
 
 
 def write_model(folder: Path, shape: str) -> None:
-    """A folder with nothing but a configuration: vLLM makes up the weights."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
-        "attention_bias": False, "mlp_bias": False, **SHAPES[shape],
-    }  # fmt: skip
+    """A folder with nothing but a configuration: the engine makes up the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "config.json").write_text(json.dumps(shape_config(shape), indent=2))
 
 
 def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str, Any]:
     """What ``serve_engine`` runs."""
-    longest = min(settings.context + settings.output + 64, SHAPES[settings.shape]["max_position_embeddings"])
+    shape = shape_config(settings.shape)
+    longest = min(settings.context + settings.output + 64, text_field(shape, "max_position_embeddings"))
     own = _vllm_arguments if settings.engine == "vllm" else _sglang_arguments
     layout = system.partition("@")[2]
     return {
@@ -176,7 +157,7 @@ def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str,
         "arguments": {
             **own(settings, str(folder), longest), **cache_arguments(system, settings.engine), **dict(settings.extra),
         },
-        "vocabulary": SHAPES[settings.shape]["vocab_size"],
+        "vocabulary": text_field(shape, "vocab_size"),
         **{name: getattr(settings, name) for name in
            ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed", "rounds",
             "max_num_seqs")},
@@ -283,7 +264,7 @@ def _environment() -> dict[str, str]:
 
 def over_stock(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Each system's numbers over those of the unquantised cache in the same run (start-up: more seconds)."""
-    stock = next((name for name in DTYPES.values() if name in systems), "")
+    stock = next((name for name in systems if name.partition(":")[0] in DTYPES.values()), "")
     base = systems.get(stock)
     if base is None:
         return {}

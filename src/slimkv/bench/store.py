@@ -48,6 +48,7 @@ def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[
         layout=cell.layout,
         query_aware=query_aware,
         query_aware_index=index,
+        query_aware_search=cell.search,
         backend=backend,
     )
     return call, (key, value, slots)

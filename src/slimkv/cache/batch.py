@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimkv.arguments import typed
 from slimkv.errors import InputError
 
 
@@ -23,6 +24,7 @@ class AttentionBatch:
     max_seq_len: int
 
     @classmethod
+    @typed
     def build(
         cls,
         blocks: Sequence[Sequence[int]],
@@ -34,7 +36,8 @@ class AttentionBatch:
         """From host-side lists: each sequence's blocks, its length with the new tokens, and how many tokens are new."""
         if not len(blocks) == len(seq_lens) == len(query_lens):
             raise InputError(
-                f"{len(blocks)} block lists, {len(seq_lens)} lengths and {len(query_lens)} query lengths do not match"
+                f"{len(blocks)} block lists, {len(seq_lens)} lengths and {len(query_lens)} query lengths do not match: "
+                "blocks, seq_lens and query_lens have one entry for each sequence"
             )
         for i, (owned, length, new) in enumerate(zip(blocks, seq_lens, query_lens, strict=True)):
             if not 0 <= new <= length or length > len(owned) * block_size:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
+from slimkv.arguments import describe, typed
 from slimkv.cache.allocator import BlockAllocator
 from slimkv.cache.batch import AttentionBatch
 from slimkv.codec import Codec
 from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError
+from slimkv.ops.checks import INTEGERS, check_slot_range
 from slimkv.ops.plan import StorePlan, plan_store
 from slimkv.spec import CodecSpec, page_layout
 
@@ -21,9 +23,10 @@ class PagedPool:
     """uint8 pages [blocks, num_kv_heads, page_bytes], their allocator, and the three operations on them.
 
     ``query_aware``: int8 [num_kv_heads, key_dim, key_dim], or several of them by position, or None: how keys are
-    rounded; see ``slimkv.ops.store_kv``.
+    rounded; see ``slimkv.ops.store_kv``. ``query_aware_search``: how many roundings are tried where there is a matrix.
     """
 
+    @typed
     def __init__(
         self,
         spec: CodecSpec,
@@ -33,12 +36,16 @@ class PagedPool:
         device: torch.device | str = "cpu",
         backend: str | None = None,
         query_aware: Tensor | None = None,
+        query_aware_search: int = 0,
     ) -> None:
+        if num_kv_heads < 1:
+            raise InputError(f"num_kv_heads must be at least 1, not {num_kv_heads}")
         self.layout = page_layout(spec, block_size)
         self.codec = Codec(spec, device)
         self.num_kv_heads = num_kv_heads
         self.backend = backend
         self.query_aware = query_aware
+        self.query_aware_search = query_aware_search
         self._plan: StorePlan | None = None
         self.allocator = BlockAllocator(blocks)
         self.pages = torch.zeros(blocks, num_kv_heads, self.layout.page_bytes, dtype=torch.uint8, device=device)
@@ -51,6 +58,7 @@ class PagedPool:
         """Bytes the pages occupy; equals ``layout.pool_bytes(blocks, num_kv_heads)``."""
         return self.pages.untyped_storage().nbytes()
 
+    @typed
     def grow(self, blocks: int) -> None:
         """Enlarges the pool to ``blocks`` blocks, keeping what is stored."""
         extra = blocks - self.allocator.count
@@ -66,9 +74,14 @@ class PagedPool:
         self.allocator = BlockAllocator(blocks)
         self._replace(fresh)
 
+    @typed
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
         """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
         pages, size = self.pages, self.layout.block_size
+        for name, slots in (("source", source), ("target", target)):
+            if slots.dtype not in INTEGERS or slots.ndim != 1 or slots.shape != source.shape:
+                raise InputError(f"{name} must be int32 or int64 {list(source.shape[:1])} slots, not {describe(slots)}")
+            check_slot_range(name, slots, pages, self.layout, least=0)
         offsets = page_tables(self.layout, pages.device).byte_offsets
         heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
 
@@ -86,10 +99,15 @@ class PagedPool:
     def _replace(self, pages: Tensor) -> None:
         self.pages, self._plan = pages, None
 
+    @typed
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Copies whole blocks."""
         if len(source) != len(target):
-            raise InputError(f"{len(source)} blocks cannot be copied onto {len(target)}")
+            raise InputError(f"source and target: {len(source)} blocks cannot be copied onto {len(target)}")
+        for name, blocks in (("source", source), ("target", target)):
+            for block in blocks:
+                if isinstance(block, bool) or not isinstance(block, int) or not 0 <= block < self.pages.shape[0]:
+                    raise InputError(f"{name} has block {block!r}; the pool has blocks 0 to {self.pages.shape[0] - 1}")
         if source:
             index = torch.tensor([source, target], device=self.pages.device)
             self.pages[index[1]] = self.pages[index[0]]
@@ -111,14 +129,16 @@ class PagedPool:
 
         See ``slimkv.ops.store_kv``.
         """
-        index = query_aware_index if self.query_aware is not None else None
-        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, self.query_aware, index):
+        matrices = self.query_aware
+        index, search = (None, 0) if matrices is None else (query_aware_index, self.query_aware_search)
+        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, matrices, index, search):
             self._plan = plan_store(
-                key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout,
-                query_aware=self.query_aware, query_aware_index=index, backend=self.backend,
+                key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, query_aware=matrices,
+                query_aware_index=index, query_aware_search=search, backend=self.backend,
             )  # fmt: skip
         self._plan.run(key, value, slot_mapping, index)
 
+    @typed
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -130,6 +150,7 @@ class PagedPool:
             **kwargs,
         )  # fmt: skip
 
+    @typed
     def gather(self, slots: Tensor, dtype: torch.dtype = torch.float32, rotated: bool = False) -> tuple[Tensor, Tensor]:
         """slots [tokens] -> dense K and V; see ``slimkv.ops.gather_kv``."""
         return ops.gather_kv(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimkv.arguments import typed
 from slimkv.calibration import file
 from slimkv.calibration.identity import ModelIdentity
 from slimkv.calibration.positions import position_edges
@@ -19,7 +20,7 @@ from slimkv.calibration.statistics import LayerStatistics, pack_moments, unpack_
 from slimkv.codec import Codec
 from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.errors import CorruptDataError, InputError
-from slimkv.spec import DEFAULT_SEED, Kind
+from slimkv.spec import DEFAULT_SEED, Kind, parse_format
 
 _MOMENT, _SCALE, _KEY_WEIGHT, _VALUE_WEIGHT = "query_moment", "query_scale", "key_weight", "value_weight"
 _PLANES, _FREQUENCIES = "rotary_planes", "rotary_frequencies"
@@ -46,23 +47,36 @@ class Calibration:
     # -- the file ------------------------------------------------------------------------------------------------------
 
     @classmethod
+    @typed
     def load(cls, path: str | Path) -> Calibration:
         """From a file; raises ``CorruptDataError`` if it is truncated or altered."""
         about, tensors = file.read(Path(path))
+        try:
+            return cls._from_file(about, tensors, str(path))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+            if isinstance(error, CorruptDataError):
+                raise
+            raise CorruptDataError(
+                f"{path} is no calibration that slimkv wrote ({error!r}); make it again with slimkv calibrate"
+            ) from error
+
+    @classmethod
+    def _from_file(cls, about: dict[str, Any], tensors: dict[str, Tensor], path: str) -> Calibration:
         layers = {
             int(number): _read_layer(f"{path}: layer {number}", number, sizes, tensors)
             for number, sizes in about["layers"].items()
         }
         formats = about["formats"]
-        return cls(
-            ModelIdentity.from_fields(about["model"]),
-            layers,
-            about["source"],
-            about["max_positions"],
-            about["codec_seed"],
-            {int(k): v for k, v in formats.items()} if formats is not None else None,
-            str(path),
-        )
+        if formats is not None:
+            formats = {int(number): format for number, format in formats.items()}
+            for format in formats.values():
+                parse_format(format)
+        for name, least in (("max_positions", 1), ("codec_seed", 0)):
+            value = about[name]
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise CorruptDataError(f"{path}: {name} is {value!r}")
+        identity = ModelIdentity.from_fields(about["model"])
+        return cls(identity, layers, str(about["source"]), about["max_positions"], about["codec_seed"], formats, path)
 
     def save(self, path: str | Path) -> None:
         """To a file, at once or not at all."""
@@ -175,12 +189,26 @@ def _matrices(statistics: LayerStatistics, heads: range, edges: tuple[int, ...],
 
 def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Tensor]) -> LayerStatistics:
     heads, key_dim, value_dim, window = sizes
+    for name, value in (("value_dim", value_dim), ("window", window)):
+        if not (isinstance(value, int) and value > 0) and not (name == "window" and value is None):
+            raise CorruptDataError(f"{where}: {name} is {value!r}")
     moment = unpack_moments(tensors[f"{_MOMENT}.{number}"], tensors[f"{_SCALE}.{number}"])
     if moment.shape != (heads, key_dim, key_dim):
         raise CorruptDataError(f"{where} has moments {list(moment.shape)}, not of {heads} heads")
+    if not bool(moment.isfinite().all()):
+        raise CorruptDataError(f"{where} has moments that are not finite")
     rotary = Rotary.none()
     if f"{_PLANES}.{number}" in tensors:
-        rotary = Rotary(tensors[f"{_PLANES}.{number}"].long(), tensors[f"{_FREQUENCIES}.{number}"])
+        planes, frequencies = tensors[f"{_PLANES}.{number}"].long(), tensors[f"{_FREQUENCIES}.{number}"].double()
+        fits = planes.shape == (len(frequencies), 2) and bool(((planes >= 0) & (planes < key_dim)).all())
+        if not fits or not bool(frequencies.isfinite().all()):
+            raise CorruptDataError(f"{where} has rotary planes that do not fit keys of {key_dim} dimensions")
+        rotary = Rotary(planes, frequencies)
     weights = (tensors.get(f"{name}.{number}") for name in (_KEY_WEIGHT, _VALUE_WEIGHT))
     key_weight, value_weight = (x.double() if x is not None else None for x in weights)
+    for weight in (key_weight, value_weight):
+        if weight is not None and (weight.shape != (heads,) or not bool(weight.isfinite().all())):
+            raise CorruptDataError(
+                f"{where} has weights {list(weight.shape)}, not one number for each of {heads} heads"
+            )
     return LayerStatistics(moment, value_dim, key_weight, value_weight, rotary, window)

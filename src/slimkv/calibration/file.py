@@ -52,7 +52,13 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CorruptDataError(
             f"{path} was altered: its checksum does not match; make it again with slimkv calibrate MODEL -o {path}"
         )
-    return json.loads(header["about"]), tensors
+    try:
+        about = json.loads(header["about"])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise CorruptDataError(f"{path} does not say what it holds ({error!r}); make it again") from error
+    if not isinstance(about, dict):
+        raise CorruptDataError(f"{path} does not say what it holds ({type(about).__name__}); make it again")
+    return about, tensors
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -72,7 +78,7 @@ def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -32,7 +32,7 @@ def calibrate(
     text: Annotated[
         str | None, typer.Option(help="Read a text (a file, a hub data set, shipped) instead of --ids.")
     ] = None,
-    windows: Annotated[int, typer.Option(help="How many windows the model reads.")] = 8,
+    windows: Annotated[int, typer.Option(help="How many windows the model reads.")] = 3,
     tokens: Annotated[int, typer.Option(help="Tokens per window.")] = 1024,
     seed: Annotated[int, typer.Option(help="Of the sampled or random token ids.")] = 0,
     budget: Annotated[

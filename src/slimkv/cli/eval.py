@@ -98,12 +98,12 @@ def query_aware(
         if plot is not None:
             plot_query_aware(moment, plot)
     table = Table(title=f"squared error over plain rounding's; {source}")
-    columns = "bits", "seen by queries", "predicted", "plain scale", "second sweep", "five scales", "of the key"
-    for name in columns:
+    searches = "search 2", "search 4"
+    for name in ("bits", "seen by queries", "predicted", "plain scale", "second sweep", *searches, "of the key"):
         table.add_column(name, justify="right")
     for row in report.rows:
-        numbers = row.query_aware, row.predicted, row.plain_scale, row.second_sweep, row.scale_search, row.isotropic
-        table.add_row(str(row.bits), *(f"{x:.3f}" for x in numbers))
+        numbers = row.query_aware, row.predicted, row.plain_scale, row.second_sweep, row.search_2, row.search_4
+        table.add_row(str(row.bits), *(f"{x:.3f}" for x in (*numbers, row.isotropic)))
     emit(report, as_json, table)
 
 
@@ -177,6 +177,35 @@ def attention(
         second.add_row(str(p.bits), p.policy, f"{p.keys:.4f}", f"{p.values:.4f}")
     result = {"formats": [asdict(row) for row in by_format], "policies": [asdict(p) for p in by_policy]}
     emit(result, as_json, first, second)
+
+
+@app.command()
+def latent(
+    formats: Annotated[
+        str, typer.Option("--format", help="Latent formats to compare.")
+    ] = "crawr8,crawrfp8,crawr6,crawr4,c4,c4r8,c4rfp8,c4r6,c4r4,c6,c6r8,c8r8",
+    latent_dim: Annotated[int, typer.Option(help="Numbers of the latent (kv_lora_rank).")] = 512,
+    rope_dim: Annotated[int, typer.Option(help="Numbers of the rope part (qk_rope_head_dim).")] = 64,
+    seeds: Annotated[int, typer.Option(help="Samples of each kind.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Error of latent attention (MLA) on made-up latents and rope parts, by format. No model is measured."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from slimkv.cli.output import emit
+    from slimkv.evals.latent import compare_latent_formats
+
+    with user_errors():
+        rows = compare_latent_formats(comma_list(formats, str), latent_dim, rope_dim, seeds)
+    table = Table(title=f"relative error, latents of {latent_dim}, rope parts of {rope_dim}, {seeds} samples of a kind")
+    for name in ("samples", "format", "bytes/token", "latent", "rope", "output", "latent only", "rope only"):
+        table.add_column(name, justify="left" if name in ("samples", "format") else "right")
+    for row in rows:
+        errors = row.latent, row.rope, row.output, row.output_latent_only, row.output_rope_only
+        table.add_row(row.kind, row.format, f"{row.bytes_per_token:g}", *(f"{e:.4f}" for e in errors))
+    emit([asdict(row) for row in rows], as_json, table)
 
 
 def _real_samples(model: str, text: Path | None, tokens: int) -> list[AttentionSample]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,7 @@ from slimkv.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
 
     from slimkv.calibration import Calibration
     from slimkv.evals.harness import Progress
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Option(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
 Formats = Annotated[
-    str, typer.Option("--format", help="Formats to measure: k4v4,k5v4; with a calibration also k4v4,k4v4+cal.")
+    str,
+    typer.Option("--format", help="Formats to measure: k4v4,k5v4; with a calibration also k4v4+cal, k4v4+cal+search4."),
 ]
 Text = Annotated[str, typer.Option(help="A file, a hub data set (name:config:split), or the shipped text.")]
 Offset = Annotated[int, typer.Option(help="Skip so many tokens of the text first.")]
@@ -65,12 +68,6 @@ def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progr
         bar.stop()
 
 
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    with progress_bar() as (_, move):
-        yield move
-
-
 def load_quietly(model: str, threads: int | None, device: str = "cpu") -> Loaded:
     """The model, without the progress bars of transformers, which would break the command's own."""
     import torch
@@ -104,6 +101,42 @@ def _formats(given: str, calibration: str | None) -> list[str]:
     return names
 
 
+@dataclass(frozen=True)
+class _Subject:
+    """What a command measures, loaded."""
+
+    model: Any
+    tokenizer: Any
+    formats: list[str]
+    calibration: Calibration | None
+    progress: Progress
+
+    def windows(self, text: str, count: int, tokens: int, stride: int | None = None, offset: int = 0) -> Tensor:
+        """Windows of a text, int64 [count, tokens]."""
+        from slimkv.evals.texts import load_text, token_windows
+
+        return token_windows(self.tokenizer, load_text(text), count, tokens, stride, offset)
+
+
+@contextmanager
+def _subject(
+    model: str, threads: int | None, device: str, formats: str | None = None, calibration: str | None = None
+) -> Iterator[_Subject]:
+    """The frame of every command: a progress bar, errors in one line, and the model with its calibration."""
+    with user_errors(), progress_bar() as (_, progress):
+        names = _formats(formats, calibration) if formats is not None else []
+        loaded = load_quietly(model, threads, device)
+        known = load_calibration(calibration, loaded, progress)
+        yield _Subject(loaded.model, loaded.tokenizer, names, known, progress)
+
+
+def _show(report: Any, device: str, as_json: bool, table: Table) -> None:
+    from slimkv.cli.output import emit
+    from slimkv.provenance import with_provenance
+
+    emit(with_provenance(report, device), as_json, table)
+
+
 def _mode(serving: bool) -> str:
     return "serving" if serving else "strict"
 
@@ -133,27 +166,21 @@ def perplexity(
     as_json: Json = False,
 ) -> None:
     """Perplexity of a model whose cache is packed, against the stock cache."""
-    from slimkv.cli.output import emit
     from slimkv.evals.model_plots import plot_quality
     from slimkv.evals.perplexity import measure_perplexity
-    from slimkv.evals.texts import load_text, token_windows
-    from slimkv.provenance import with_provenance
 
-    with user_errors(), _progress() as progress:
-        names = _formats(formats, calibration)
-        loaded = load_quietly(model, threads, device)
-        known = load_calibration(calibration, loaded, progress)
-        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, stride, offset)
+    with _subject(model, threads, device, formats, calibration) as subject:
+        ids = subject.windows(text, windows, tokens, stride, offset)
         report = measure_perplexity(
-            loaded.model, ids, names, name=model, mode=_mode(serving), stride=stride,
-            calibration=known, progress=progress,
+            subject.model, ids, subject.formats, name=model, mode=_mode(serving), stride=stride,
+            calibration=subject.calibration, progress=subject.progress,
         )  # fmt: skip
         if plot is not None:
             plot_quality(report.rows, plot)
     table = _table(f"perplexity, {report.mode}, {model}", "format", "perplexity", "over raw", "bytes/token")
     for row in report.rows:
         table.add_row(row.format, f"{row.perplexity:.4f}", f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}")
-    emit(with_provenance(report, device), as_json, table)
+    _show(report, device, as_json, table)
 
 
 def agreement(
@@ -172,20 +199,14 @@ def agreement(
     as_json: Json = False,
 ) -> None:
     """Top-1 agreement and KL divergence of predictions against the stock cache."""
-    from slimkv.cli.output import emit
     from slimkv.evals.agreement import measure_agreement
     from slimkv.evals.model_plots import plot_quality
-    from slimkv.evals.texts import load_text, token_windows
-    from slimkv.provenance import with_provenance
 
-    with user_errors(), _progress() as progress:
-        names = _formats(formats, calibration)
-        loaded = load_quietly(model, threads, device)
-        known = load_calibration(calibration, loaded, progress)
-        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, offset=offset)
+    with _subject(model, threads, device, formats, calibration) as subject:
+        ids = subject.windows(text, windows, tokens, offset=offset)
         report = measure_agreement(
-            loaded.model, ids, names, name=model, mode=_mode(serving), calibration=known,
-            progress=progress, prefill=comma_list(prefill, str),
+            subject.model, ids, subject.formats, name=model, mode=_mode(serving), calibration=subject.calibration,
+            progress=subject.progress, prefill=comma_list(prefill, str),
         )  # fmt: skip
         if plot is not None:
             plot_quality(report.rows, plot)
@@ -195,7 +216,7 @@ def agreement(
         numbers = f"{row.top1:.2%}", f"{row.kl:.5f}", f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
         growth = "" if row.kl_growth is None else f"{row.kl_growth:+.2%}"
         table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}", growth)
-    emit(with_provenance(report, device), as_json, table)
+    _show(report, device, as_json, table)
 
 
 def positions(
@@ -212,17 +233,13 @@ def positions(
     as_json: Json = False,
 ) -> None:
     """KL divergence and agreement by position in long windows, every token read through the codec."""
-    from slimkv.cli.output import emit
     from slimkv.evals.positions import measure_positions, plot_positions
-    from slimkv.evals.texts import load_text, token_windows
-    from slimkv.provenance import with_provenance
 
-    with user_errors(), _progress() as progress:
-        names = _formats(formats, calibration)
-        loaded = load_quietly(model, threads, device)
-        known = load_calibration(calibration, loaded, progress)
-        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, offset=offset)
-        report = measure_positions(loaded.model, ids, names, name=model, calibration=known, progress=progress)
+    with _subject(model, threads, device, formats, calibration) as subject:
+        ids = subject.windows(text, windows, tokens, offset=offset)
+        report = measure_positions(
+            subject.model, ids, subject.formats, name=model, calibration=subject.calibration, progress=subject.progress
+        )
         if plot is not None:
             plot_positions(report, plot)
     ranges = [f"{a:,}-{b:,}" for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
@@ -230,7 +247,7 @@ def positions(
     for row in report.rows:
         cells = (f"{kl:.4f} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
         table.add_row(row.format, *cells, f"{row.mean_kl:.4f}")
-    emit(with_provenance(report, device), as_json, table)
+    _show(report, device, as_json, table)
 
 
 def needle(
@@ -248,27 +265,22 @@ def needle(
     as_json: Json = False,
 ) -> None:
     """Needle in a haystack over depth and context."""
-    from slimkv.cli.output import emit
     from slimkv.evals.model_plots import plot_needle
     from slimkv.evals.needle import measure_needle
     from slimkv.evals.texts import load_text
-    from slimkv.provenance import with_provenance
 
-    with user_errors(), _progress() as progress:
-        names = _formats(formats, calibration)
-        loaded = load_quietly(model, threads, device)
-        known = load_calibration(calibration, loaded, progress)
+    with _subject(model, threads, device, formats, calibration) as subject:
         report = measure_needle(
-            loaded.model, loaded.tokenizer, load_text(text), names, contexts=comma_list(contexts, int),
-            depths=comma_list(depths, float), name=model, mode=_mode(not strict), progress=progress,
-            calibration=known, offset=offset,
+            subject.model, subject.tokenizer, load_text(text), subject.formats, contexts=comma_list(contexts, int),
+            depths=comma_list(depths, float), name=model, mode=_mode(not strict), progress=subject.progress,
+            calibration=subject.calibration, offset=offset,
         )  # fmt: skip
         if plot is not None:
             plot_needle(report, plot)
     table = _table(f"needles found, {report.mode}, {model}", "format", "context", "depth", "found")
     for cell in report.cells:
         table.add_row(cell.format, str(cell.context), f"{cell.depth:.0%}", f"{cell.found}/{cell.tried}")
-    emit(with_provenance(report, device), as_json, table)
+    _show(report, device, as_json, table)
 
 
 def generation(
@@ -285,19 +297,15 @@ def generation(
     as_json: Json = False,
 ) -> None:
     """Greedy text against the stock cache: where does it first differ?"""
-    from slimkv.cli.output import emit
     from slimkv.evals.generation import PROMPTS, measure_generation
     from slimkv.evals.model_plots import plot_generation
-    from slimkv.provenance import with_provenance
 
-    with user_errors(), _progress() as progress:
-        names = _formats(formats, calibration)
+    with user_errors():
         asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
-        loaded = load_quietly(model, threads, device)
-        known = load_calibration(calibration, loaded, progress)
+    with _subject(model, threads, device, formats, calibration) as subject:
         report = measure_generation(
-            loaded.model, loaded.tokenizer, names, prompts=asked, new_tokens=new_tokens, name=model,
-            mode=_mode(not strict), progress=progress, calibration=known,
+            subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens, name=model,
+            mode=_mode(not strict), progress=subject.progress, calibration=subject.calibration,
         )  # fmt: skip
         if plot is not None:
             plot_generation(report, plot)
@@ -305,7 +313,7 @@ def generation(
     for row in report.rows:
         first = "none" if row.first_divergence is None else f"token {row.first_divergence} of {row.tokens}"
         table.add_row(row.format, row.prompt[:40], first, f"{row.same:.0%}")
-    emit(with_provenance(report, device), as_json, table)
+    _show(report, device, as_json, table)
 
 
 def _lines(path: Path) -> list[str]:
@@ -329,23 +337,18 @@ def layers(
     as_json: Json = False,
 ) -> None:
     """Attention error of every layer on its own queries, keys and values."""
-    from slimkv.cli.output import emit
     from slimkv.evals.layers import measure_layers
     from slimkv.evals.model_plots import plot_layers
-    from slimkv.evals.texts import load_text, token_windows
-    from slimkv.provenance import with_provenance
 
-    with user_errors(), _progress() as progress:
-        names = _formats(formats, None)
-        loaded = load_quietly(model, threads, device)
-        ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens, offset=offset)
-        report = measure_layers(loaded.model, ids, names, name=model, progress=progress)
+    with _subject(model, threads, device, formats) as subject:
+        ids = subject.windows(text, 1, tokens, offset=offset)
+        report = measure_layers(subject.model, ids, subject.formats, name=model, progress=subject.progress)
         if plot is not None:
             plot_layers(report, plot)
     table = _table(f"relative error of attention output, {model}", "layer", *(row.format for row in report.rows))
     for number, errors in enumerate(zip(*(row.output for row in report.rows), strict=True)):
         table.add_row(str(number), *(f"{e:.4f}" for e in errors))
-    emit(with_provenance(report, device), as_json, table)
+    _show(report, device, as_json, table)
 
 
 def widths(
@@ -363,25 +366,22 @@ def widths(
 ) -> None:
     """Predicted against measured KL divergence, with keys or values of one layer packed at a time."""
     from slimkv.cli.options import widths as parse_widths
-    from slimkv.cli.output import emit
     from slimkv.evals.bit_allocation import measure_widths
     from slimkv.evals.model_plots import plot_widths
-    from slimkv.evals.texts import load_text, token_windows
-    from slimkv.provenance import with_provenance
 
-    with user_errors(), _progress() as progress:
-        loaded = load_quietly(model, threads, device)
-        known = load_calibration(calibration, loaded, progress)
-        assert known is not None
-        ids = token_windows(loaded.tokenizer, load_text(text), windows, tokens, offset=offset)
-        report = measure_widths(loaded.model, ids, known, parse_widths(bits), name=model, progress=progress)
+    with _subject(model, threads, device, calibration=calibration) as subject:
+        assert subject.calibration is not None
+        ids = subject.windows(text, windows, tokens, offset=offset)
+        report = measure_widths(
+            subject.model, ids, subject.calibration, parse_widths(bits), name=model, progress=subject.progress
+        )
         if plot is not None:
             plot_widths(report, plot)
     title = f"KL divergence by layer, {model}; correlation of logarithms {report.log_correlation:.2f}"
     table = _table(title, "layer", "side", "bits", "predicted", "measured")
     for row in report.rows:
         table.add_row(str(row.layer), row.side, str(row.bits), f"{row.predicted:.2e}", f"{row.kl:.2e}")
-    emit(with_provenance(report, device), as_json, table)
+    _show(report, device, as_json, table)
 
 
 def paths(
@@ -398,17 +398,13 @@ def paths(
     as_json: Json = False,
 ) -> None:
     """Attention on pages against stock attention on decoded keys and values: logits and greedy tokens."""
-    from slimkv.cli.output import emit
     from slimkv.evals.fused_vs_decoded import compare_paths
-    from slimkv.evals.texts import load_text, token_windows
-    from slimkv.provenance import with_provenance
 
-    with user_errors(), _progress() as progress:
-        loaded = load_quietly(model, threads, device)
-        ids = token_windows(loaded.tokenizer, load_text(text), 1, tokens, offset=offset)
+    with _subject(model, threads, device) as subject:
+        ids = subject.windows(text, 1, tokens, offset=offset)
         report = compare_paths(
-            loaded.model, ids, format, steps=steps, name=model, mode=_mode(serving), independent=independent,
-            progress=progress,
+            subject.model, ids, format, steps=steps, name=model, mode=_mode(serving), independent=independent,
+            progress=subject.progress,
         )  # fmt: skip
     table = _table(f"fused against decoded, {report.mode}, {model}, {format}", "what", "value")
     table.add_row("largest difference of logits", f"{report.largest_difference:.2e} of the largest logit")
@@ -419,4 +415,4 @@ def paths(
     )
     table.add_row(f"greedy tokens over {report.steps} steps", same)
     table.add_row("attention calls on pages / decoded", f"{report.fused_calls} / {report.decoded_calls}")
-    emit(with_provenance(report, device), as_json, table)
+    _show(report, device, as_json, table)

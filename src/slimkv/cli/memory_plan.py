@@ -21,7 +21,10 @@ def plan(
     num_kv_heads: Annotated[int | None, typer.Option(help="Without --config: KV heads per layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Without --config: head size.")] = None,
     memory: Annotated[str, typer.Option(help="Memory for the cache, such as 40GiB.")] = "16GiB",
-    formats: Annotated[str, typer.Option("--format", help="Formats, such as k4v4,k3v3.")] = "raw,fp8,k4v4,k3v3,k2v2",
+    formats: Annotated[
+        str | None,
+        typer.Option("--format", help="Formats, such as k4v4,k3v3, or c4,c4r8 of latents (MLA). Default: a choice."),
+    ] = None,
     sequences: Annotated[int, typer.Option(help="Sequences that share the memory.")] = 1,
     block: Annotated[int, typer.Option(help="Tokens per page: 1, 16, 32, 64 or 128.")] = 16,
     as_json: Json = False,
@@ -33,7 +36,8 @@ def plan(
     with user_errors():
         shape = _shape(config, layers, num_kv_heads, head_dim)
         budget = parse_size(memory)
-        result = make_plan(shape, comma_list(formats, str), budget, sequences=sequences, block_size=block)
+        wanted = None if formats is None else comma_list(formats, str)
+        result = make_plan(shape, wanted, budget, sequences=sequences, block_size=block)
     emit(result, as_json, *([] if as_json else _tables(result)))
 
 

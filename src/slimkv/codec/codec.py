@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe, typed
 from slimkv.codec import pack, quantize
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, codebook
 from slimkv.codec.quantize import Encoded, SideTables
+from slimkv.codec.query_aware import check_searchable
 from slimkv.codec.rotation import block_size, signed_hadamard
 from slimkv.errors import InputError
 from slimkv.spec import CodecSpec, Kind, PageLayout, ScalePolicy, TensorFormat
@@ -70,6 +72,7 @@ class Codec:
     attention on the vectors themselves.
     """
 
+    @typed
     def __init__(self, spec: CodecSpec, device: torch.device | str = "cpu") -> None:
         self.spec = spec
         self.device = _indexed(device)
@@ -84,35 +87,50 @@ class Codec:
         return f"Codec({self.spec.format}, {dims}, device={self.device})"
 
     @classmethod
+    @typed
     def from_format(
         cls, format: str, head_dim: int, value_dim: int | None = None, device: torch.device | str = "cpu"
     ) -> Codec:
         """``Codec(CodecSpec.parse(word, head_dim, value_dim), device)``."""
         return cls(CodecSpec.parse(format, head_dim, value_dim), device)
 
+    @typed
     def to(self, device: torch.device | str) -> Codec:
         """This codec with its tensors on ``device`` (itself if they are there already)."""
         target = _indexed(device)
         return self if target == self.device else Codec(self.spec, target)
 
+    @typed
     def compression_ratio(self, block_size: int = 16) -> float:
         """bf16 bytes over the bytes that pages of ``block_size`` tokens allocate."""
         return PageLayout(self.spec, block_size).compression_ratio
 
     # -- encode: vectors to codes ------------------------------------------------------------------------------------
 
-    def encode_key(self, x: Tensor, *, query_aware: Tensor | None = None, mark_invalid: bool = False) -> Encoded:
+    @typed
+    def encode_key(
+        self,
+        x: Tensor,
+        *,
+        query_aware: Tensor | None = None,
+        query_aware_search: int = 0,
+        mark_invalid: bool = False,
+    ) -> Encoded:
         """[..., key_dim] -> ``Encoded``.
 
         ``query_aware``: from ``slimkv.codec.query_aware.query_aware_matrix``, int8 broadcastable to [..., key_dim,
         key_dim]
         (one matrix per KV head beside x [..., num_kv_heads, key_dim]); for ``lloyd`` keys. Decoding does not need it.
+        ``query_aware_search``: how many roundings are tried for each vector, the best is kept; 0 tries none but one.
 
         Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector; with ``mark_invalid`` such
         vectors are marked the way kernels mark them instead.
         """
-        return self._encode(x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid, query_aware)
+        return self._encode(
+            x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid, query_aware, query_aware_search
+        )
 
+    @typed
     def encode_value(self, x: Tensor, *, mark_invalid: bool = False) -> Encoded:
         """[..., value_dim] -> ``Encoded``; see ``encode_key``."""
         return self._encode(x, self.spec.value, self.spec.value_dim, self.value_tables, "value", mark_invalid)
@@ -126,16 +144,18 @@ class Codec:
         name: str,
         mark: bool,
         query_aware: Tensor | None = None,
+        search: int = 0,
     ) -> Encoded:
         self._check(x, dim, name)
         if query_aware is not None:
             self._check_query_aware(query_aware, fmt, x)
+        check_searchable(search, query_aware is not None, fmt)
         if fmt.kind == Kind.RAW:
             return quantize.encode_raw(x, fmt)
         short = quantize.becomes_short(fmt, x.dtype, dim)
         x = x.float().contiguous()
         if fmt.kind == Kind.LLOYD:
-            encoded = quantize.encode_lloyd(x, fmt, tables, query_aware, short)
+            encoded = quantize.encode_lloyd(x, fmt, tables, query_aware, short, search)
         elif fmt.kind == Kind.UNIFORM:
             encoded = quantize.encode_uniform(x, fmt, tables)
         else:
@@ -168,8 +188,9 @@ class Codec:
             raise InputError(f"query_aware is on {query_aware.device}, the keys on {x.device}")
 
     def _check(self, x: Tensor, dim: int, name: str) -> None:
-        if x.shape[-1] != dim:
-            raise InputError(f"{name} vectors have {x.shape[-1]} dimensions; this codec is for {dim}")
+        if x.ndim == 0 or x.shape[-1] != dim:
+            found = x.shape[-1] if x.ndim else 0
+            raise InputError(f"{name} vectors have {found} dimensions; this codec is for {dim}: {describe(x)}")
         if x.dtype not in FLOAT_DTYPES:
             raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
         if x.device != self.device:
@@ -179,6 +200,7 @@ class Codec:
 
     # -- decode: codes to vectors ------------------------------------------------------------------------------------
 
+    @typed
     def decode_key(self, encoded: Encoded, *, rotated: bool = False) -> Tensor:
         """``Encoded`` -> float32 [..., key_dim] (the raw dtype for raw).
 
@@ -186,6 +208,7 @@ class Codec:
         """
         return self._decode(encoded, self.spec.key, self.key_tables, self.key_rotation, rotated)
 
+    @typed
     def decode_value(self, encoded: Encoded, *, rotated: bool = False) -> Tensor:
         """``Encoded`` -> float32 [..., value_dim]; see ``decode_key``."""
         return self._decode(encoded, self.spec.value, self.value_tables, self.value_rotation, rotated)
@@ -205,34 +228,42 @@ class Codec:
 
     # -- whole vectors to bytes --------------------------------------------------------------------------------------
 
+    @typed
     def pack_key(self, x: Tensor) -> Tensor:
         """K [..., key_dim] -> uint8 [..., bytes]: codes, then fields, one row per vector."""
         return pack.pack_vectors(self._rows.key, self.encode_key(x))
 
+    @typed
     def pack_value(self, x: Tensor) -> Tensor:
         """V [..., value_dim] -> uint8 [..., bytes]."""
         return pack.pack_vectors(self._rows.value, self.encode_value(x))
 
+    @typed
     def unpack_key(self, rows: Tensor) -> Tensor:
         """The rows of ``pack_key`` -> float32 [..., key_dim] in the original space (the raw dtype for raw)."""
         return self.decode_key(pack.unpack_vectors(self._rows.key, rows))
 
+    @typed
     def unpack_value(self, rows: Tensor) -> Tensor:
         """The rows of ``pack_value`` -> float32 [..., value_dim] in the original space."""
         return self.decode_value(pack.unpack_vectors(self._rows.value, rows))
 
     # -- queries and outputs -----------------------------------------------------------------------------------------
 
+    @typed
     def rotate_query(self, q: Tensor) -> Tensor:
         """Queries [..., key_dim] -> float32 in the space the keys are stored in."""
         self._check(q, self.spec.key_dim, "query")
         return q.float() @ self.key_rotation if self.spec.key.rotated else q.float()
 
+    @typed
     def rotate_value(self, value: Tensor) -> Tensor:
         """Values [..., value_dim] -> float32 in the space they are stored in."""
         self._check(value, self.spec.value_dim, "value")
         return value.float() @ self.value_rotation if self.spec.value.rotated else value.float()
 
+    @typed
     def unrotate_output(self, out: Tensor) -> Tensor:
         """Attention output [..., value_dim] in the space the values are stored in -> float32 in the original space."""
+        self._check(out, self.spec.value_dim, "out")
         return out.float() @ self.value_rotation.T if self.spec.value.rotated else out.float()

@@ -156,9 +156,10 @@ def pack_vectors(side: SideLayout, encoded: Encoded) -> Tensor:
 def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
     """The inverse of ``pack_vectors``."""
     pieces, width = _vector_pieces(side, rows.device)
-    if rows.dtype != torch.uint8 or rows.shape[-1] != width:
+    if rows.dtype != torch.uint8 or rows.ndim == 0 or rows.shape[-1] != width:
         raise InputError(
-            f"packed {side.format.name} vectors are uint8 rows of {width} bytes, not {rows.dtype} of {rows.shape[-1]}"
+            f"packed {side.format.name} vectors are uint8 rows of {width} bytes, not {rows.dtype} of "
+            f"{rows.shape[-1] if rows.ndim else 1}"
         )
     fields_start = width - FIELD_BYTES * side.format.field_count
     first_bytes = torch.arange(fields_start, width, FIELD_BYTES, device=rows.device)

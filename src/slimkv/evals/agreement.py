@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from slimkv.evals.harness import (
 from slimkv.evals.perplexity import scored_nll
 
 _SLICE = 128  # positions compared at a time: a vocabulary is wide
+Observe = Callable[[str, int, Tensor], None]  # format, window, negative log-likelihood of its tokens [tokens - 1]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,10 @@ def compare_logits(raw: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(same), torch.cat(divergence)
 
 
+def _unobserved(format: str, window: int, losses: Tensor) -> None:
+    """Nobody looks at single windows."""
+
+
 def measure_agreement(
     model: Any,
     windows: Tensor,
@@ -84,10 +89,12 @@ def measure_agreement(
     progress: Progress = quiet,
     calibration: Calibration | None = None,
     prefill: Sequence[str] = (AUTO,),
+    observe: Observe = _unobserved,
 ) -> AgreementReport:
     """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes.
 
-    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``).
+    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is given the losses of
+    every window, those with the stock cache (``raw``) included.
     """
     check_mode(mode)
     watch = Stopwatch()
@@ -108,7 +115,9 @@ def measure_agreement(
             cache = kind.new(model, mode)
             with attending(model, kind.format):
                 logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
-            nll[format] += float(scored_nll(logits, ids[0]).double().sum())
+            losses = scored_nll(logits, ids[0]).double()
+            observe(format, index, losses.cpu())
+            nll[format] += float(losses.sum())
             size[format] = bytes_per_token(cache)
             if format == RAW:
                 raw_logits = logits

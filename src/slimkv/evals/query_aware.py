@@ -1,4 +1,4 @@
-"""Query-aware rounding by itself: the error that queries see, with it and without, and what a search would add."""
+"""Query-aware rounding by itself: the error that queries see, with it and without, and what a search adds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from slimkv.errors import InputError
 from slimkv.evals.plots import figure
 from slimkv.spec import CodecSpec, ScalePolicy
 
-SCALES = (0.94, 0.97, 1.0, 1.03, 1.06)
-
 
 @dataclass(frozen=True)
 class RoundingRow:
@@ -29,7 +27,8 @@ class RoundingRow:
     plain_scale: float  # the same with the scale policy ``plain``
     predicted: float  # the same, from the matrix alone
     second_sweep: float  # if every coordinate were rounded again, knowing the errors of all others
-    scale_search: float  # if the best of five scales were taken for every vector
+    search_2: float  # with the best of two roundings of every vector
+    search_4: float  # of four
     isotropic: float  # of the key itself: what queries of no preferred direction would see
     isotropic_predicted: float
 
@@ -77,7 +76,8 @@ def measure_query_aware(
                 _seen(_errors(other, keys, query_aware), moment) / base,
                 float(torch.trace(inverse @ seen @ inverse.mT) / torch.trace(seen)),
                 _seen(_second_sweep(codec, keys, query_aware, damped), moment) / base,
-                _seen(_scale_search(codec, keys, query_aware, damped), moment) / base,
+                _seen(_errors(codec, keys, query_aware, 2), moment) / base,
+                _seen(_errors(codec, keys, query_aware, 4), moment) / base,
                 float(shaped.square().sum() / plain.square().sum()),
                 float(isotropic_cost(query_aware)),
             )
@@ -85,9 +85,10 @@ def measure_query_aware(
     return RoundingReport(source, dim, vectors, tuple(rows))
 
 
-def _errors(codec: Codec, keys: Tensor, query_aware: Tensor | None) -> Tensor:
+def _errors(codec: Codec, keys: Tensor, query_aware: Tensor | None, search: int = 0) -> Tensor:
     """Errors of keys, in units of their own norm: float64 [vectors, dim]."""
-    error = codec.decode_key(codec.encode_key(keys, query_aware=query_aware)) - keys
+    encoded = codec.encode_key(keys, query_aware=query_aware, query_aware_search=search)
+    error = codec.decode_key(encoded) - keys
     return (error / keys.norm(dim=-1, keepdim=True)).double()
 
 
@@ -121,21 +122,6 @@ def _second_sweep(codec: Codec, keys: Tensor, query_aware: Tensor, damped: Tenso
         target = (standard[:, i] - pull).float()
         chosen[:, i] = levels[torch.bucketize(target, boundaries)].double()
     return _errors_of_levels(codec, standard, chosen.float())
-
-
-def _scale_search(codec: Codec, keys: Tensor, query_aware: Tensor, damped: Tensor) -> Tensor:
-    """The vector is rounded under each of ``SCALES``; the best is kept."""
-    standard, levels, boundaries = _standard(codec, keys)
-    rotation = codec.key_rotation.double()
-    best, least = torch.zeros(0), torch.full((len(keys),), torch.inf, dtype=torch.float64)
-    for scale in SCALES:
-        index = query_aware_index(standard * scale, levels, boundaries, query_aware, codec.key_tables.error_steps)
-        error = _errors_of_levels(codec, standard, levels[index])
-        turned = error @ rotation
-        cost = torch.einsum("ni,ij,nj->n", turned, damped, turned)
-        best = torch.where((cost < least)[:, None], error, best) if len(best) else error
-        least = torch.minimum(cost, least)
-    return best
 
 
 def plot_query_aware(moment: Tensor, path: Path, bits: int = 4, vectors: int = 500) -> None:

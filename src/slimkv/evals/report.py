@@ -9,62 +9,14 @@ from pathlib import Path
 
 from slimkv.evals.agreement import AgreementReport
 from slimkv.evals.harness import WITH_CALIBRATION
+from slimkv.evals.page import document, tile
 from slimkv.evals.questions import Answer, Question
 from slimkv.evals.showcase import Showcase
 from slimkv.evals.svg import Axis, Series, chart
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6879; --line: #dfe4ec; --card: #ffffff; --page: #f4f6fa;
-  --accent: #1f6feb; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6eaf2; --soft: #9aa5b8; --line: #303848; --card: #1a202c;
-  --page: #11151d; --accent: #6ea8ff; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 40px 24px 64px; }
-h1 { font-size: 30px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -0.02em; overflow-wrap: anywhere; }
-h2 { font-size: 19px; margin: 40px 0 12px; }
-.sub, footer { color: var(--soft); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; margin: 26px 0 0; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 18px 20px; }
-.big { font-size: 28px; font-weight: 650; letter-spacing: -0.02em; color: var(--accent); }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(320px, 100%), 1fr)); gap: 14px; }
-.pair h3, .plots h3 { margin: 0 0 8px; font-size: 15px; }
-.pair p { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 14px; }
-.scroll { overflow-x: auto; }
-.small { font-size: 14px; }
-.pair .small { margin-top: 10px; }
-.plots .small { margin: 0 0 8px; }
-.after { margin-top: 14px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 7px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; font-weight: 600; }
-th { color: var(--soft); font-weight: 500; font-size: 14px; }
-svg { width: 100%; height: auto; display: block; }
-svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-svg .grid { stroke: var(--line); stroke-width: 1; }
-svg .line { fill: none; stroke-width: 2.2; }
-svg .name { font-weight: 600; stroke: none; }
-footer { margin-top: 40px; font-size: 14px; overflow-wrap: anywhere; }
-@media (max-width: 520px) { main { padding: 24px 14px 40px; } .card { padding: 14px; } }
-"""
-_COLOURS = ("#1f6feb", "#e8590c", "#2b8a3e", "#9c36b5", "#c92a2a", "#0b7285", "#b08900", "#5c677d")
-
-
-def _style() -> str:
-    rules = [
-        f"svg .line.c{i} {{ stroke: {c}; }} svg circle.c{i}, svg text.name.c{i} {{ fill: {c}; }}"
-        for i, c in enumerate(_COLOURS)
-    ]
-    return _STYLE + "\n".join(rules)
-
 
 def _size(count: float) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
-
-
-def _tile(big: str, small: str) -> str:
-    return f'<div class="card"><div class="big">{escape(big)}</div><div class="sub">{escape(small)}</div></div>'
 
 
 def _answer(answer: Answer, stock: Answer) -> str:
@@ -125,7 +77,7 @@ def _tiles(showcase: Showcase) -> str:
     rows = {r.format: r for r in showcase.quality.rows}
     best = rows[showcase.best]
     tiles = [
-        _tile(
+        tile(
             f"{showcase.quality.raw_bytes_per_token / best.bytes_per_token:.2f}x smaller",
             f"{best.format}: {best.bytes_per_token:,.0f} bytes per token; bfloat16: "
             f"{showcase.quality.raw_bytes_per_token:,.0f}",
@@ -134,8 +86,8 @@ def _tiles(showcase: Showcase) -> str:
     for other in ("k4v4", "turboquant_4bit_nc"):
         if other in rows and other != best.format and best.kl > 0:
             told = f"the KL divergence of {best.format} over that of {other} ({rows[other].bytes_per_token:,.0f} bytes)"
-            tiles.append(_tile(f"{best.kl / rows[other].kl:.2f}x", told))
-    tiles.append(_tile(f"{best.top1:.1%}", f"same next token as the stock cache ({showcase.quality.mode})"))
+            tiles.append(tile(f"{best.kl / rows[other].kl:.2f}x", told))
+    tiles.append(tile(f"{best.top1:.1%}", f"same next token as the stock cache ({showcase.quality.mode})"))
     return "".join(tiles)
 
 
@@ -170,11 +122,7 @@ def html(showcase: Showcase) -> str:
         note = f"A text of {showcase.long.context_tokens:,} tokens says it once, half way."
         questions += _question("A question about a long text", showcase.long, note) + _long_table(showcase.long)
     questions += _question("A short question", showcase.short, f"({showcase.short.context_tokens} tokens)")
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>slimkv on {escape(showcase.model)}</title><style>{_style()}</style></head>
-<body><main>
-<h1>slimkv on {escape(showcase.model)}</h1>
+    body = f"""<h1>slimkv on {escape(showcase.model)}</h1>
 <div class="sub">{escape(run.device)}, {run.cpu_threads} threads, {escape(run.date)}</div>
 <div class="tiles">{_tiles(showcase)}</div>
 <div class="plots after">{plots}</div>
@@ -182,9 +130,8 @@ def html(showcase: Showcase) -> str:
 {_quality_table(showcase.quality)}
 {questions}
 <footer>Calibrated on {escape(showcase.calibration)}. Command: {escape(run.command)}. {escape(versions)}.
-{showcase.seconds:.0f} seconds.</footer>
-</main></body></html>
-"""
+{showcase.seconds:.0f} seconds.</footer>"""
+    return document(f"slimkv on {showcase.model}", body)
 
 
 def write_report(showcase: Showcase, folder: Path) -> tuple[Path, Path]:

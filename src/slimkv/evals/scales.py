@@ -48,6 +48,8 @@ def compare_scale_formats(
     head_dim: int = 128, widths: Sequence[int] = (2, 4, 6, 7, 8), norms: Sequence[float] = (1e-6, 1e-4, 6.5e4, 1e8)
 ) -> list[ScaleFormatResult]:
     """Every candidate format on the same random directions."""
+    for bits in widths:
+        CodecSpec.parse(f"k{bits}v{bits}", head_dim)  # refuses what it cannot make
     x = torch.randn(4096, head_dim, generator=torch.Generator().manual_seed(0))
     x = x / x.norm(dim=-1, keepdim=True) * torch.exp2(torch.rand(4096, 1, generator=torch.Generator().manual_seed(1)))
     exact = {bits: _errors(x, bits, SCALE_FORMATS["float32"]) for bits in {*widths, 4}}

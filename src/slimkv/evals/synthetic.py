@@ -37,7 +37,8 @@ class AttentionSample:
     causal: bool = False
 
 
-def _student(shape: tuple[int, ...], freedom: int, generator: torch.Generator) -> Tensor:
+def student(shape: tuple[int, ...], freedom: int, generator: torch.Generator) -> Tensor:
+    """Numbers of Student's t distribution with variance 1, or nearly so."""
     normal = torch.randn(shape, generator=generator)
     chi = torch.randn((*shape, freedom), generator=generator).square().mean(-1)
     return normal / chi.sqrt() * math.sqrt((freedom - 2) / freedom)
@@ -73,12 +74,12 @@ def heavy_tailed(
     spread, outlier = _channels(heads, dim, generator)
     gain = torch.where(outlier, _uniform((heads, 1, dim), *CHANNEL_GAIN, generator), 1.0)
     sign = torch.where(torch.rand(heads, 1, dim, generator=generator) < 0.5, -1.0, 1.0)
-    noise = _student((heads, tokens, dim), TAIL_FREEDOM, generator)
+    noise = student((heads, tokens, dim), TAIL_FREEDOM, generator)
     key = spread * (torch.where(outlier, 0.25 * noise + sign, noise) * gain)
     key = key * _token_gain(heads, tokens, KEY_TOKEN_GAIN, generator)
 
     value_spread, _ = _channels(heads, dim, generator)
-    value = value_spread * _student((heads, tokens, dim), TAIL_FREEDOM, generator)
+    value = value_spread * student((heads, tokens, dim), TAIL_FREEDOM, generator)
     value = value * _token_gain(heads, tokens, VALUE_TOKEN_GAIN, generator)
     value[:, 0] *= 0.1
 

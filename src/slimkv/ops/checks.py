@@ -12,13 +12,31 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 
 
+def check_slot_range(name: str, slots: Tensor, pages: Tensor, layout: PageLayout, least: int | None = None) -> None:
+    """Raises for a slot beyond the pages, or below ``least``; on a CPU, where looking costs no wait for a device."""
+    if slots.device.type != "cpu" or not slots.numel():
+        return
+    limit, found = pages.shape[0] * layout.block_size, int(slots.max())
+    if least is not None and int(slots.min()) < least:
+        raise InputError(f"{name} has slot {int(slots.min())}; slots here begin at {least}")
+    if found >= limit:
+        raise InputError(
+            f"{name} has slot {found}, beyond the pages' {limit} slots; slots are block * block_size + position, "
+            "negative ones are skipped"
+        )
+
+
 def check_pages(pages: Tensor, layout: PageLayout) -> None:
     """Raises unless ``pages`` is uint8 [blocks, num_kv_heads, page_bytes] of ``layout``."""
     shape, strides = pages.shape, pages.stride()
+    if pages.device.type == "meta":
+        raise InputError("pages are on the meta device, which holds no bytes; use a CPU or a GPU")
     if pages.dtype != torch.uint8 or len(shape) != 3 or shape[2] != layout.page_bytes or strides[2] != 1:
         raise InputError(
             f"pages must be uint8 [blocks, num_kv_heads, {layout.page_bytes}] with a contiguous last axis, "
             f"not {pages.dtype} {list(pages.shape)} with strides {list(pages.stride())}"
         )
+    if shape[1] == 0:
+        raise InputError(f"pages must have at least one KV head, not {list(shape)}")
     if (strides[0] | strides[1] | pages.data_ptr()) % 16:
         raise InputError(f"pages must start at multiples of 16 bytes; the pages' strides are {list(pages.stride())}")

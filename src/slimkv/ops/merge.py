@@ -5,8 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe, typed
+from slimkv.errors import InputError
 
+
+@typed
 def merge_attention_states(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
     """float32 [..., dim] from (output [..., dim], log-sum-exp [...]) of each; ``other`` may have seen no key."""
+    for name, given in (("one", one), ("other", other)):
+        if len(given) != 2 or not all(isinstance(x, Tensor) for x in given):
+            raise InputError(f"{name} must be a pair of tensors, an output and its log-sum-exp, not {describe(given)}")
+        if given[0].shape[:-1] != given[1].shape or given[0].shape != one[0].shape:
+            raise InputError(
+                f"{name} has an output {list(given[0].shape)} and a log-sum-exp {list(given[1].shape)}; outputs are "
+                f"alike and have one dimension more than log-sum-exps"
+            )
     share = torch.sigmoid(other[1] - one[1])[..., None]  # the other's weight in the softmax
     return other[0].float() * share + one[0].float() * (1 - share)

@@ -2,7 +2,8 @@
 
 ``plan_attend`` and ``plan_store`` check and prepare a call. ``run`` then repeats it with other queries and lengths, or
 other vectors and slots, of the same shapes. Whoever owns a plan asks ``fits`` before a step that may differ, and makes
-a new plan where it does. A plan points to the pages it was made for: drop it when they move.
+a new plan where it does. A plan points to the pages it was made for: drop it when they move. It holds the arguments of
+its last run, so one thread at a time may run it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe, typed
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
@@ -32,7 +34,10 @@ Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 
 def _geometry(x: Tensor) -> Geometry:
     """What a prepared launch depends on beside the address, which must be as aligned as it was."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+    try:
+        return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+    except (AttributeError, RuntimeError) as error:
+        raise InputError(f"a plan takes tensors with memory of their own, not {describe(x)}") from error
 
 
 def _say(geometry: Geometry) -> str:
@@ -69,12 +74,20 @@ class AttendPlan:
 
         Lengths may be as long as the block table. ``out``: contiguous, of the query's dtype; allocated when None.
         """
+        if not isinstance(seq_lens, Tensor):
+            raise InputError(f"seq_lens must be a tensor, not {describe(seq_lens)}")
         if self._query != _geometry(query):
             raise InputError(f"the plan is for queries like {_say(self._query)}, not {_say(_geometry(query))}")
-        if seq_lens.shape != self.block_table.shape[:1] or seq_lens.dtype != torch.int32:
-            wanted = list(self.block_table.shape[:1])
+        table = self.block_table
+        if (
+            seq_lens.shape != table.shape[:1]
+            or seq_lens.dtype != torch.int32
+            or seq_lens.device != table.device
+            or not seq_lens.is_contiguous()
+        ):
             raise InputError(
-                f"seq_lens must be int32 {wanted} for this plan, not {seq_lens.dtype} {list(seq_lens.shape)}"
+                f"seq_lens must be contiguous int32 {list(table.shape[:1])} on {table.device} for this plan, not "
+                f"{seq_lens.dtype} {list(seq_lens.shape)} with strides {list(seq_lens.stride())} on {seq_lens.device}"
             )
         if out is None:
             out = query.new_empty(self._out[0])
@@ -90,6 +103,7 @@ class StorePlan:
 
     pages: Tensor
     query_aware: Tensor | None
+    query_aware_search: int
     _key: Geometry
     _value: Geometry
     _slots: torch.dtype
@@ -104,13 +118,17 @@ class StorePlan:
         slot_mapping: Tensor,
         query_aware: Tensor | None,
         query_aware_index: Tensor | None = None,
+        query_aware_search: int = 0,
     ) -> bool:
         """Whether ``run`` may take these vectors for ``pages`` and ``query_aware``, the very same objects."""
-        same = self.pages is pages and self.query_aware is query_aware
+        same = self.pages is pages and self.query_aware is query_aware and self.query_aware_search == query_aware_search
         return same and self._takes(key, value, slot_mapping, query_aware_index)
 
     def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None) -> None:
         """key, value [tokens, num_kv_heads, dim], slot_mapping and the index [tokens]: see ``store_kv``."""
+        for name, x in (("slot_mapping", slot_mapping), ("query_aware_index", query_aware_index)):
+            if not isinstance(x, Tensor) and not (x is None and name == "query_aware_index"):
+                raise InputError(f"{name} must be a tensor, not {describe(x)}")
         if not self._takes(key, value, slot_mapping, query_aware_index):
             index = "an int32" if self._indexed else "no"
             raise InputError(
@@ -123,16 +141,20 @@ class StorePlan:
     def _takes(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None) -> bool:
         if (index is not None) != self._indexed:
             return False
-        if index is not None and (index.dtype != torch.int32 or index.shape != key.shape[:1]):
+        if index is not None and (
+            index.dtype != torch.int32 or index.shape != key.shape[:1] or index.device != self._key[3]
+        ):
             return False
         return (
             self._key == _geometry(key)
             and self._value == _geometry(value)
             and slot_mapping.shape == key.shape[:1]
             and slot_mapping.dtype == self._slots
+            and slot_mapping.device == self._key[3]
         )
 
 
+@typed
 def plan_attend(
     query: Tensor,
     pages: Tensor,
@@ -147,6 +169,8 @@ def plan_attend(
     backend: str | None = None,
 ) -> AttendPlan:
     """Prepares an ``attend`` of such queries for lengths up to what the block table holds; runs nothing."""
+    if block_table.ndim != 2:
+        raise InputError(f"block_table must be int32 with 2 axes, not {describe(block_table)}")
     request = checked_request(
         query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
         max_seq_len=block_table.shape[1] * layout.block_size, options=options,
@@ -162,6 +186,7 @@ def plan_attend(
     return AttendPlan(pages, block_table, cu_seqlens_q, options, _geometry(query), _geometry(request.out), prepared)
 
 
+@typed
 def plan_store(
     key: Tensor,
     value: Tensor,
@@ -172,12 +197,13 @@ def plan_store(
     layout: PageLayout,
     query_aware: Tensor | None = None,
     query_aware_index: Tensor | None = None,
+    query_aware_search: int = 0,
     backend: str | None = None,
 ) -> StorePlan:
     """Prepares a ``store_kv`` of such vectors; stores nothing."""
     request = checked_store(
         key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware,
-        query_aware_index=query_aware_index,
+        query_aware_index=query_aware_index, query_aware_search=query_aware_search,
     )  # fmt: skip
     module = STORE.select(pages.device, request, backend).load()
     nothing = slot_mapping[:0]
@@ -188,7 +214,9 @@ def plan_store(
 
     prepared = _prepared(module, request) or launch
     indexed = query_aware_index is not None
-    return StorePlan(pages, query_aware, _geometry(key), _geometry(value), slot_mapping.dtype, indexed, prepared)
+    return StorePlan(
+        pages, query_aware, query_aware_search, _geometry(key), _geometry(value), slot_mapping.dtype, indexed, prepared
+    )
 
 
 def _prepared(module: Any, request: Any) -> Launch | None:

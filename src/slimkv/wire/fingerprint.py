@@ -19,7 +19,7 @@ import numpy as np
 from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.errors import CorruptDataError, InputError
-from slimkv.spec import LAYOUT_VERSION, CodecSpec, Kind, PageLayout
+from slimkv.spec import LAYOUT_VERSION, CodecSpec, Kind, PageLayout, parse_spec
 
 VERSION = 1
 _DIGEST = 64  # hex digits of a sha256
@@ -46,7 +46,7 @@ class LayerFingerprint:
 
     def spec(self, seed: int) -> CodecSpec:
         """The codec that reads these pages."""
-        return CodecSpec.parse(self.format, self.key_dim, self.value_dim, seed=seed)
+        return parse_spec(self.format, self.key_dim, self.value_dim, seed=seed)
 
     def layout(self, seed: int, block_size: int) -> PageLayout:
         """Where the bytes of its pages are."""
@@ -108,7 +108,7 @@ class Fingerprint:
                 raise InputError(
                     f"{where} has a fingerprint of version {given['version']}; this slimkv reads version {VERSION}"
                 )
-            return cls(
+            found = cls(
                 tuple(LayerFingerprint(*layer) for layer in given["layers"]),
                 given["block_size"],
                 given["seed"],
@@ -118,10 +118,28 @@ class Fingerprint:
                 given["layout_version"],
                 given["codebook"],
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            found._check_fields()
+            return found
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             if isinstance(error, InputError):
                 raise
             raise CorruptDataError(f"{where} holds no fingerprint of slimkv ({error!r})") from error
+
+    def _check_fields(self) -> None:
+        """Raises ``ValueError`` for what no cache can have written."""
+        numbers = [layer.number for layer in self.layers]
+        if not numbers or numbers != sorted(set(numbers)):
+            raise ValueError(f"layers {numbers} are not numbered in order")
+        for name, value in (("seed", self.seed), ("layout_version", self.layout_version), ("a layer", numbers[0])):
+            _check_count(name, value, 0)
+        for name in ("dtype", "weights", "codebook"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {getattr(self, name)!r}")
+        for layer in self.layers:
+            _check_count("num_kv_heads", layer.num_kv_heads, 1)
+            if layer.window is not None:
+                _check_count("window", layer.window, 1)
+            layer.layout(self.seed, self.block_size)
 
     @property
     def hash(self) -> str:
@@ -155,6 +173,11 @@ class Fingerprint:
                 f"{what} was written by another cache: its {'; its '.join(different)}. Its bytes mean something else "
                 "here: use the settings it was written with, or another place"
             )
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}")
 
 
 def _layer_differences(mine: tuple[LayerFingerprint, ...], theirs: tuple[LayerFingerprint, ...]) -> list[str]:

@@ -96,6 +96,8 @@ class PromptCache:
     def save(self, path: str | Path, writer: str = "slimkv") -> Path:
         """Writes the file beside its place and then moves it there; a reader sees all of it or none."""
         path = Path(path)
+        if path.is_dir():
+            raise InputError(f"the path {str(path)!r} is a folder; a prompt cache is one file")
         about = {
             "version": VERSION,
             "fingerprint": json.loads(self.fingerprint.to_json()),
@@ -169,7 +171,7 @@ def read_header(path: str | Path) -> PromptHeader:
             tuple(map(str, about["block_hashes"])),
             str(about["writer"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, InputError | CorruptDataError):
             raise
         raise CorruptDataError(f"{path} is not a whole prompt cache ({error!r}); write it again") from error
@@ -210,6 +212,10 @@ def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> di
             }
     except (_safetensors("SafetensorError"), OSError, ValueError) as error:
         raise CorruptDataError(f"{header.path} is not a whole prompt cache ({error}); write it again") from error
+    if out[_TOKENS].dtype != torch.int64 or out[_TOKENS].dim() != 1:
+        raise CorruptDataError(
+            f"{header.path}: its tokens are {out[_TOKENS].dtype} {list(out[_TOKENS].shape)}, not int64 [tokens]"
+        )
     tokens = out[_TOKENS].tolist()
     if len(tokens) != header.num_tokens or block_hashes(header.fingerprint, tokens) != header.block_hashes:
         raise CorruptDataError(f"{header.path}: its tokens do not belong to its block hashes; write it again")
@@ -245,7 +251,7 @@ def _raw_header(path: Path) -> tuple[bytes, dict[str, Any]]:
         about = json.loads(metadata[FORMAT])
         if not isinstance(about, dict):
             raise ValueError(f"{FORMAT} is a {type(about).__name__}")
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:  # brackets may be nested without end
         raise CorruptDataError(f"{path} is not a whole prompt cache (its header is damaged: {error})") from error
     return length.to_bytes(8, "little") + text, about
 

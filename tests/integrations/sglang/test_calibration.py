@@ -11,7 +11,7 @@ pytest.importorskip("sglang")
 
 from plans import DIM, HEADS, PAGE, make_batch
 
-from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity
+from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity, serving
 from slimkv.calibration.rotary import Rotary
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError
@@ -49,7 +49,7 @@ def make_calibration(turning: bool = False, **changed: int) -> Calibration:
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
     monkeypatch.setattr(ours, "attention_tp", lambda: (0, 1))
-    ours._load.cache_clear()
+    serving._load.cache_clear()
 
 
 def test_a_file_of_this_model(tmp_path):
@@ -67,7 +67,7 @@ def test_a_file_of_another_model_is_refused(tmp_path):
 
 def test_auto_is_the_one_kept_for_the_models_files(monkeypatch):
     asked = []
-    monkeypatch.setattr(ours, "cached_calibration", lambda name: asked.append(name) or make_calibration())
+    monkeypatch.setattr(serving, "cached_calibration", lambda name: asked.append(name) or make_calibration())
     assert ours.load_calibration(KVCacheConfig(calibration="auto"), MODEL).identity == ModelIdentity.of(CONFIG)
     assert asked == ["a-folder"]
 
@@ -80,9 +80,9 @@ def test_a_longer_context_is_warned_of():
 
 def test_widths_come_from_the_calibration():
     chosen = make_calibration().with_formats({0: "k5v4"})
-    assert ours.chosen_format(chosen, 0) == "k5v4"
+    assert serving.chosen_format(chosen, 0) == "k5v4"
     with pytest.raises(InputError, match="chose none for layer 1"):
-        ours.chosen_format(chosen, 1)
+        serving.chosen_format(chosen, 1)
 
 
 @pytest.mark.parametrize(("rank", "ranks", "held"), [(0, 1, 2), (0, 2, 1), (1, 2, 1), (3, 4, 1)])
@@ -96,9 +96,10 @@ def test_a_rank_has_the_matrices_of_its_own_heads(rank, ranks, held, monkeypatch
     assert torch.equal(matrices, everything[first : first + held])
 
 
-def calibrated_pool(calibration: Calibration | None):
+def calibrated_pool(calibration: Calibration | None, search: int = 0):
     layers = tuple(LayerPages(i, page_layout(CodecSpec.parse("k3v4", DIM), PAGE), HEADS) for i in range(3))
-    plan = CachePlan(KVCacheConfig("k3v4"), calibration, PAGE, CONTEXT, {None: layers})
+    config = KVCacheConfig("k3v4", calibration=calibration, query_aware_search=search)
+    plan = CachePlan(config, calibration, PAGE, CONTEXT, {None: layers})
     return bind(plan, ())(
         4 * PAGE, page_size=PAGE, dtype=torch.float32, head_num=HEADS, head_dim=DIM, layer_num=3, device="cpu",
         enable_memory_saver=False,
@@ -116,6 +117,17 @@ def test_the_pool_stores_with_them():
         stored.append([pool.layer_pages(layer)[0].clone() for layer in range(3)])
     plain, calibrated = stored
     assert [torch.equal(a, b) for a, b in zip(plain, calibrated, strict=True)] == [False, False, True]
+
+
+def test_the_pool_searches_where_there_are_matrices():
+    key, value = torch.randn(2, 16, HEADS, DIM, generator=torch.Generator().manual_seed(0))
+    stored = []
+    for search in (0, 4):
+        pool = calibrated_pool(make_calibration(), search)
+        for layer in range(3):
+            pool.set_kv_buffer(SimpleNamespace(layer_id=layer), torch.arange(PAGE, 2 * PAGE), key, value)
+        stored.append([pool.layer_pages(layer)[0].clone() for layer in range(3)])
+    assert [torch.equal(a, b) for a, b in zip(*stored, strict=True)] == [False, False, True]
 
 
 def test_tokens_are_rounded_by_their_positions():

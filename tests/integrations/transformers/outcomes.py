@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from architectures import FIRST_SPECIAL, build, classes
-from tiny import LOSSLESS
+from tiny import LOSSLESS, LOSSLESS_LATENT
 
 import slimkv
+from slimkv.integrations.transformers.compat import caches_latents
 
 PROMPT, NEW = 20, 6
 TOLERANCE = 2e-4  # of the largest logit: two orders of summation, never another mask
@@ -110,7 +111,7 @@ def attempt(model: Any, inputs: dict[str, Any], tokens: torch.Tensor, logits: to
     """The same question with a packed cache."""
     counts = None
     try:
-        cache = slimkv.SlimKVCache(model, LOSSLESS)
+        cache = slimkv.SlimKVCache(model, LOSSLESS_LATENT if caches_latents(model.config) else LOSSLESS)
         with slimkv.attention(model) if fused else nullcontext() as counts:
             actual_tokens, actual = generate(model, inputs, cache)
     except slimkv.SlimKVError as error:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from tiny import SHAPE, generate, tiny, tokens
 
-from slimkv import SlimKVCache
+from slimkv import SlimKVCache, attention
 from slimkv.calibration.positions import matrix_index, position_edges
 from slimkv.calibration.rotary import Rotary
 from slimkv.errors import UnsupportedError
@@ -117,7 +117,15 @@ def calibration(model):
     return gather_calibration(model, tokens(2, 96), costs=False)
 
 
-@pytest.mark.parametrize("options", [{"fresh": "codes"}, {"sink_tokens": 4, "recent_tokens": 8}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fresh": "codes"},
+        {"sink_tokens": 4, "recent_tokens": 8},
+        {"fresh": "codes", "query_aware_search": 4},
+        {"sink_tokens": 4, "query_aware_search": 2},
+    ],
+)
 def test_keys_take_the_matrix_of_their_position(model, calibration, options):
     """However a context is cut into passes, a token's codes are those of its own position's matrix."""
     ids = tokens(2, 300)
@@ -134,10 +142,49 @@ def test_keys_take_the_matrix_of_their_position(model, calibration, options):
     assert index.unique().tolist() == [0, 1, 2]
     got = layer.keys.decoded()
     packed = slice(options.get("sink_tokens", 0), 300 - options.get("recent_tokens", 0))
-    for position in range(300)[packed]:
-        key = keys[:, :, position]
-        want = codec.decode_key(codec.encode_key(key, query_aware=matrices[index[position]]))
-        assert torch.allclose(got[:, :, position], want, atol=1e-5), position
+    search = options.get("query_aware_search", 0)
+    for number in range(3):
+        own = (index[packed] == number).nonzero().flatten() + packed.start
+        encoded = codec.encode_key(keys[:, :, own], query_aware=matrices[number][:, None], query_aware_search=search)
+        assert torch.allclose(got[:, :, own], codec.decode_key(encoded), atol=1e-5), number
+
+
+@pytest.mark.parametrize("fresh", ["codes", "raw"])
+@pytest.mark.parametrize("given", [True, False])
+def test_left_padding_counts_as_in_the_model(model, calibration, fresh, given):
+    """Keys take the matrices of the model's position ids: given ones skip the padding, its own do not."""
+    ids, mask = tokens(2, 280), torch.ones(2, 280, dtype=torch.int64)
+    mask[0, :140] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0) if given else torch.arange(280).expand(2, -1)
+    cache = SlimKVCache(model.config, "k4v4", calibration=calibration, fresh=fresh)
+    exact = transformers.DynamicCache(config=model.config)
+    with torch.no_grad(), attention(model):
+        for part in (slice(0, 276), slice(276, 280)):
+            asked = {"position_ids": positions[:, part]} if given else {}
+            model(input_ids=ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache, **asked)
+            model(input_ids=ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=exact, **asked)
+    layer = cache.layers[0]
+    codec, keys, got = layer.pool.codec, exact.layers[0].keys, layer.keys.decoded()
+    matrices = calibration.query_aware_matrices(0, codec)
+    index = matrix_index(positions.reshape(-1), calibration.position_edges()).reshape(2, -1)
+    for row, first in enumerate((140, 0)):
+        for number in index[row, first:].unique().tolist():
+            own = (index[row, first:] == number).nonzero().flatten() + first
+            encoded = codec.encode_key(keys[row, :, own], query_aware=matrices[number][:, None])
+            assert torch.allclose(got[row, :, own], codec.decode_key(encoded), atol=1e-5), (row, number)
+
+
+def test_a_batch_with_padding_stores_the_bytes_of_each_alone(model, calibration):
+    """``generate`` with left padding: the codes of a prompt are those of the prompt by itself."""
+    ids, mask = tokens(2, 200), torch.ones(2, 200, dtype=torch.int64)
+    mask[0, :90] = 0
+    together, alone = (SlimKVCache(model.config, "k4v4", calibration=calibration, fresh="codes") for _ in range(2))
+    with attention(model):
+        generate(model, ids, mask, together, new=2)
+        generate(model, ids[:1, 90:], mask[:1, 90:], alone, new=2)
+    for layer, own in zip(together.layers, alone.layers, strict=True):
+        got, want = (layer.keys.decoded()[0, :, 90:200], own.keys.decoded()[0, :, :110])
+        assert (got != want).float().mean() < 0.01  # what other sums of a batch round elsewhere
 
 
 def test_a_longer_context_is_warned_of_once(model, calibration):

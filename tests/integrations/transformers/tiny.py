@@ -8,6 +8,7 @@ import torch
 import transformers
 
 LOSSLESS = "krawfp32vrawfp32"
+LOSSLESS_LATENT = "crawfp32rrawfp32"
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,

@@ -20,9 +20,34 @@ COUNTERS = (
 )
 
 
+def keep_chunks() -> None:
+    """vLLM's CPU build switches chunked prefill and prefix caching off for latent attention; slimkv needs neither off.
+
+    Its own CPU kernel for latents does, unless the CPU has AMX.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        wanted = (
+            (scheduler, "enable_chunked_prefill", scheduler.enable_chunked_prefill),
+            (scheduler, "max_num_batched_tokens", scheduler.max_num_batched_tokens),
+            (cache, "enable_prefix_caching", cache.enable_prefix_caching),
+        )
+        original(cls, vllm_config)
+        for owner, name, value in wanted:
+            setattr(owner, name, value)
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
 def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
+    if os.environ.get("KEEP_CHUNKS"):
+        keep_chunks()
     llm = LLM(**request["engine"])
     tokens: dict[str, list[list[int]]] = {}
     after: dict[str, dict[str, float]] = {}

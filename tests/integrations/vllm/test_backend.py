@@ -20,6 +20,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from slimkv import ops
+from slimkv.codec import Codec
+from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm import compat, metadata
 from slimkv.integrations.vllm.backend import SlimKVBackend
@@ -193,6 +196,26 @@ def test_graphs_hold_uniform_batches(monkeypatch):
     assert SlimKVMetadataBuilder.get_cudagraph_support(shared, full()) == AttentionCGSupport.NEVER
     config = type("Config", (), {"speculative_config": type("S", (), {"num_speculative_tokens": 3})()})()
     assert SlimKVMetadataBuilder.get_varlen_cudagraph_max_query_len(config, full()) == 4
+
+
+@pytest.mark.parametrize("search", [0, 4])
+def test_a_layer_stores_as_its_settings_say(search):
+    """The search of the settings where the layer has matrices, none where it has not."""
+    settings = {"format": "k4v4", "calibration": "auto", "query_aware_search": search}
+    with set_current_vllm_config(VllmConfig(additional_config={"slimkv": settings})):
+        layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
+    layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 16, 2, 64, generator=generator)
+    queries = torch.randn(2, 256, 64, generator=generator) * torch.logspace(0, -2, 64)
+    codec, layout, slots = Codec(layer._spec), PageLayout(layer._spec, 16), torch.arange(16)
+    for matrices in (query_aware_matrix(queries.mT @ queries, codec.key_rotation), None):
+        layer._matrices = (matrices,)
+        got, want = torch.zeros(2, 1, 2, layout.page_bytes, dtype=torch.uint8)
+        layer.do_kv_cache_update(None, key, value, got.view(1, 2, 16, -1), slots)
+        used = search if matrices is not None else 0
+        ops.store_kv(key, value, want, slots, codec=codec, layout=layout, query_aware=matrices, query_aware_search=used)
+        assert torch.equal(got, want)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

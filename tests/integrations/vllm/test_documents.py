@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 COMMANDS = [command for need, command in commands() if need == "vllm"]
 SERVED = [c for c in COMMANDS if c.startswith("vllm serve ")]
 CALIBRATED = [c for c in COMMANDS if c.startswith("slimkv calibrate ")]
+MEASURED = [c for c in COMMANDS if c.startswith("slimkv suite ")]
+SOAKED = [c for c in COMMANDS if c.startswith("slimkv soak ")]
 PYTHON = [
     (path.name, text)
     for path in PAGES
@@ -33,7 +35,7 @@ PYTHON = [
 
 
 def test_every_command_has_a_test():
-    others = set(COMMANDS) - set(SERVED) - set(CALIBRATED)
+    others = set(COMMANDS) - set(SERVED) - set(CALIBRATED) - set(MEASURED) - set(SOAKED)
     assert all(c.startswith(("pip install ", "python -m sglang.")) for c in others), others
 
 
@@ -75,6 +77,31 @@ def test_calibrations_are_made(command, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert (tmp_path / "made.safetensors").is_file()
+
+
+@pytest.mark.parametrize("command", MEASURED)
+def test_the_suite_runs(command, tmp_path):
+    words = shlex.split(command)
+    words[words.index("MODEL")] = model_folder()
+    small = ["--parts", "memory,tasks", "--format", "k4v4", "--lengths", "192", "--contexts", "1", "--questions", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "slimkv", *words[1:], *small, "--device", "cpu", "--out", str(tmp_path / "out")],
+        env=environment(), capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+@pytest.mark.parametrize("command", SOAKED)
+def test_soaks_pass(command, tmp_path):
+    small = "--seconds 30 --concurrency 6 --max-model-len 192 --cache-tokens 384 --answers 2 --growth-mib 500"
+    words = [*shlex.split(command)[1:], *small.split(), "--request-seconds", "600"]
+    done = subprocess.run(
+        [sys.executable, "-m", "slimkv", *words], env=environment(), cwd=tmp_path, capture_output=True, text=True,
+        timeout=1200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (tmp_path / "soak.json").is_file()
 
 
 @pytest.mark.parametrize(("page", "snippet"), PYTHON)

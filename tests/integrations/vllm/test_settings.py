@@ -6,7 +6,7 @@ import pytest
 
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, SlimKVError
-from slimkv.integrations.vllm.plugin import BACKEND, ON_CPU
+from slimkv.integrations.vllm.plugin import CHOICE, ON_CPU
 from slimkv.integrations.vllm.settings import parse, wanted
 
 
@@ -50,6 +50,6 @@ def test_the_plugin_names_what_exists():
 
     (entry,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "slimkv"]
     assert entry.value == "slimkv.integrations.vllm.plugin:register"
-    for path in (BACKEND, ON_CPU):
-        module, _, name = path.rpartition(".")
-        assert name in Path(find_spec(module).origin).read_text()
+    text = Path(find_spec(CHOICE).origin).read_text()
+    for name in ("CUSTOM", *ON_CPU):
+        assert f'"{name}"' in text

@@ -67,7 +67,7 @@ def test_each_rank_rounds_by_its_own_heads(folder, tmp_path):
     ],
 )
 def test_which_heads_a_rank_holds(total, held, ranks, heads):
-    from slimkv.integrations.vllm.calibration import rank_heads
+    from slimkv.calibration.serving import rank_heads
 
     found = [rank_heads(total, held, rank, ranks) for rank in range(ranks)]
     assert [(s.start, s.stop) for s in found] == heads

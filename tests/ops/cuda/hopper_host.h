@@ -68,9 +68,10 @@ static u32 half_at(u32 address) {
 }
 
 // Element (row, k) of an operand whose k lie side by side, and (k, column) of one whose columns do.
-static float side_by_side(u64 operand, int row, int k) {
+static float number_of(u32 bits, bool bf16) { return bf16 ? as_float(bits << 16) : f16_to_f32(bits); }
+static float side_by_side(u64 operand, int row, int k, bool bf16 = false) {
   const u32 start = (u32)(operand & 0x3FFF) << 4, groups = (u32)(operand >> 32 & 0x3FFF) << 4;
-  return f16_to_f32(half_at(start + row / 8 * groups + row % 8 * 128 + 2 * k));
+  return number_of(half_at(start + row / 8 * groups + row % 8 * 128 + 2 * k), bf16);
 }
 static float across(u64 operand, int k, int column) {
   const u32 start = (u32)(operand & 0x3FFF) << 4, groups = (u32)(operand >> 32 & 0x3FFF) << 4;
@@ -114,6 +115,17 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
   host::landings.push_back({shared, global, bytes, barrier});
 }
 DEVICE void fence_proxy_async() {}
+template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+  u64 mine[5] = {address, m0, m1, m2, m3};
+  host::Operands all = host::meet("stmatrix_x4", mine, 5);
+  const int lane = host::lane();
+  for (int m = 0; m < 4; m++) {
+    const u32 to = (u32)all[8 * m + lane / 4][0] + OFFSET + 4 * (lane % 4), word = (u32)mine[1 + m];
+    if (to % 4 || to + 4 > (u32)host::machine.shared_bytes) host::fail("a matrix beyond shared memory");
+    memcpy(host::machine.shared + to, &word, 4);
+  }
+  host::meet("stmatrix_x4", nullptr, 0);
+}
 DEVICE void bar_sync(int number, int threads) {
   const u64 generation = host::named[number].generation;
   host::meet_named(number, threads);
@@ -195,5 +207,37 @@ template <int N> struct WgmmaBytes {
         for (int k = 0; k < 32; k++) column[k] = host::byte_of(b, 2 * i + 2 * (host::lane() % 4) + j, k);
         for (int r = 0; r < 2; r++) product(i + 2 * r + j, rows[r], column);
       }
+  }
+};
+
+template <int N, bool BF16> struct WgmmaNarrow {
+  static void add(float (&c)[N / 2], const float (&rows)[2][16], u64 b) {
+    for (int i = 0; i < N / 2; i += 4)
+      for (int j = 0; j < 2; j++) {
+        float column[16];
+        for (int k = 0; k < 16; k++) column[k] = host::side_by_side(b, 2 * i + 2 * (host::lane() % 4) + j, k, BF16);
+        for (int r = 0; r < 2; r++) {
+          double sum = c[i + 2 * r + j];
+          for (int k = 0; k < 16; k++) sum += (double)rows[r][k] * column[k];
+          c[i + 2 * r + j] = (float)sum;
+        }
+      }
+  }
+  static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    u64 mine[4] = {a0, a1, a2, a3};
+    host::Operands all = host::meet("register_a", mine, 4);
+    float rows[2][16];
+    for (int r = 0; r < 2; r++)
+      for (int k = 0; k < 16; k++)
+        rows[r][k] = host::number_of(
+            (u32)(all[host::lane() / 4 * 4 + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF, BF16);
+    add(c, rows, b);
+  }
+  static void transposed_a(float (&c)[N / 2], u64 a, u64 b) {
+    const int lane = host::lane(), warp = host::machine.current / 32 % 4;
+    float rows[2][16];
+    for (int r = 0; r < 2; r++)
+      for (int k = 0; k < 16; k++) rows[r][k] = host::across(a, k, 16 * warp + lane / 4 + 8 * r);
+    add(c, rows, b);
   }
 };

@@ -23,8 +23,9 @@ import torch
 
 from slimkv.ops.attention.cuda import decode, prefill, shape
 from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.latent.cuda import launch as latent
 from slimkv.ops.store.cuda import launch as store
-from slimkv.spec import CodecSpec, PageLayout
+from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
 H200 = shape.Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448)
 FP16, BF16, FP32 = 0, 1, 2
@@ -47,10 +48,15 @@ def _decode(
 
 
 def _store(
-    format: str, dim: int = 128, dtype: torch.dtype = torch.bfloat16, few: bool = False, query_aware: bool = False
+    format: str,
+    dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    few: bool = False,
+    query_aware: bool = False,
+    search: int = 0,
 ) -> Variant:
     rows = (dtype, True)
-    plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, query_aware)
+    plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, int(query_aware), search)
     return store.SOURCE, dict(plan.defines), "sm_90"
 
 
@@ -66,6 +72,12 @@ def _prefill_bytes(dim: int) -> Variant:
 def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
     defines = prefill.attend_defines(_layout("k4v4", dim), prefill.SHAPES[dim], BF16, BF16, window, softcap)
     return prefill.ATTEND, dict(defines), "sm_90a"
+
+
+def _latent(format: str, heads: int) -> Variant:
+    layout, bf16 = PageLayout(LatentSpec.parse(format), 64), torch.bfloat16
+    cut = latent.cut_for(layout, heads, 1, 32, 32768, H200)
+    return latent.SOURCE, latent.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a"
 
 
 def variants() -> dict[str, Variant]:
@@ -90,6 +102,8 @@ def variants() -> dict[str, Variant]:
         "store-d96": _store("k3v2", 96),
         "store-query-aware": _store("k4v4", query_aware=True),
         "store-query-aware-few": _store("k4v4", few=True, query_aware=True),
+        "store-query-aware-search": _store("k4v4", query_aware=True, search=4),
+        "store-query-aware-search-few": _store("k4v4", few=True, query_aware=True, search=4),
         "prefill-unpack-k4v4": _unpack("k4v4", 128),
         "prefill-unpack-k5vu4": _unpack("k5vu4", 64),
         "prefill-d64": _prefill(64),
@@ -98,6 +112,7 @@ def variants() -> dict[str, Variant]:
         "prefill-d256": _prefill(256),
         "prefill-d256-softcap": _prefill(256, softcap=True),
         "prefill-unpack-d256": _unpack("k4v4", 256),
+        **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},
         **{f"prefill-bytes-d{dim}": _prefill_bytes(dim) for dim in prefill.EIGHT_BIT_SHAPES},
         "prefill-bytes-unpack": _unpack("k4v4", 128, prefill.EIGHT_BIT_SHAPES[128]),
     }

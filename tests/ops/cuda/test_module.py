@@ -56,6 +56,17 @@ def test_a_launch_takes_the_arguments_as_they_are_and_the_devices_stream(kernel,
     assert driver.launched == [(71, "function", 5)]
 
 
+def test_launches_on_two_streams_share_no_configuration(kernel, driver, monkeypatch):
+    """Two threads, each with a current stream of its own, launch one kernel."""
+    used = []
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda config, *rest: used.append(config) or (Result.SUCCESS,))
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream)
+        kernel.launch((1, 1), 32, 0, Args(5), torch.device("cuda", 0))
+    assert [config.hStream for config in used] == [1, 2, 1]
+    assert used[0] is used[2]
+
+
 def test_a_bound_launch_keeps_its_arguments_and_sees_what_they_become(kernel, driver):
     args = Args(5)
     launch = kernel.bound((1, 1), 32, 0, args, torch.device("cuda", 0))

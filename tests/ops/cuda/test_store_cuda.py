@@ -18,6 +18,7 @@ from store_cases import (
 from test_store import COVERING, MATRIX, assert_same_bytes
 from test_store_query_aware import COVERING as QUERY_AWARE
 from test_store_query_aware import FULL as ALL_QUERY_AWARE
+from test_store_query_aware_search import FULL as ALL_SEARCHED
 
 from slimkv import Codec
 from slimkv.codec.codebook import codebook
@@ -27,6 +28,13 @@ from slimkv.spec import Kind
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
+SEARCHED = [
+    (Case(heads=1, tokens=40), 4),
+    (Case(heads=1, tokens=40, slots="aligned", format="k5v3", dtype="fp32"), 2),
+    (Case(dim=80, heads=2, tokens=11, format="k2v4"), 4),
+    (Case(dim=96, value_dim=48, heads=1, tokens=17, strided=True, policy="unbiased", format="k3v3"), 2),
+    (Case(dim=128, heads=1, tokens=33, format="k8v4", dtype="fp16"), 4),
+]
 
 
 def emulate(request: StoreRequest) -> None:
@@ -43,12 +51,12 @@ def taken(case: Case) -> bool:
     )
 
 
-def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU) -> None:
+def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU, search: int = 0) -> None:
     key, value, slots, pages, codec = build(case, device)
     query_aware = random_query_aware(case.heads, codec) if shaped else None
-    want = expected(key, value, slots, pages, codec, case.layout, query_aware)
+    want = expected(key, value, slots, pages, codec, case.layout, query_aware, search)
     assert not torch.equal(want, pages)
-    request = StoreRequest(key, value, pages, slots, codec, case.layout, query_aware)
+    request = StoreRequest(key, value, pages, slots, codec, case.layout, query_aware, query_aware_search=search)
     assert store_cuda.supports(request) is None
     run(request)
     assert_same_bytes(pages, want, case.layout)
@@ -99,7 +107,7 @@ def test_query_aware_rounding_of_many_tokens(dim, monkeypatch):
     check(Case(dim=dim, heads=2, tokens=72, slots="aligned"), shaped=True)
 
 
-def check_index(run, device: torch.device, tokens: int = 40) -> None:
+def check_index(run, device: torch.device, tokens: int = 40, search: int = 0) -> None:
     """Tokens of one warp with different matrices, with the same, and the last warp not full."""
     case = Case(heads=2, tokens=tokens)
     for index in (torch.arange(tokens) * 7 % 5 - 1, torch.full((tokens,), 2)):
@@ -109,22 +117,42 @@ def check_index(run, device: torch.device, tokens: int = 40) -> None:
         want = pages.clone()
         for number in range(3):
             mine = torch.where(index.clamp(0, 2) == number, slots, -1)
-            want = expected(key, value, mine, want, codec, case.layout, matrices[number])
-        run(StoreRequest(key, value, pages, slots, codec, case.layout, matrices.contiguous(), index))
+            want = expected(key, value, mine, want, codec, case.layout, matrices[number], search)
+        run(StoreRequest(key, value, pages, slots, codec, case.layout, matrices.contiguous(), index, search))
         assert torch.equal(pages, want)
 
 
+@pytest.mark.parametrize("search", [0, 4])
 @pytest.mark.parametrize("few", [True, False])
-def test_every_token_takes_its_own_matrix(few, monkeypatch):
+def test_every_token_takes_its_own_matrix(few, search, monkeypatch):
     """Whether each matrix has blocks of its own or a warp takes them one after the other."""
     monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
-    check_index(emulate, CPU)
+    check_index(emulate, CPU, search=search)
 
 
 @pytest.mark.gpu
-def test_every_token_takes_its_own_matrix_on_a_gpu(device):
+@pytest.mark.parametrize("search", [0, 2, 4])
+def test_every_token_takes_its_own_matrix_on_a_gpu(search, device):
     for tokens in (7, 40, 3000):
-        check_index(store_cuda.run, device, tokens)
+        check_index(store_cuda.run, device, tokens, search)
+
+
+@emulated
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize(("case", "search"), SEARCHED)
+def test_a_search_is_the_codecs(case, search, few, monkeypatch):
+    """Whether rounds have blocks of their own or a warp takes them one after the other."""
+    monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
+    check(case, shaped=True, search=search)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("search", [2, 4])
+@pytest.mark.parametrize("case", named(ALL_SEARCHED))
+def test_a_search_on_a_gpu(case, search, few, device, monkeypatch):
+    monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
+    check(case, True, store_cuda.run, device, search)
 
 
 @emulated

@@ -144,7 +144,9 @@ class SlimKVPool(MHATokenToKVPool):
         several = matrices is not None and matrices.ndim == 4
         ops.store_kv(
             key, value, pages, slots, codec=codec, layout=of.layout, query_aware=matrices,
-            query_aware_index=matrix_index if several else None, backend=self.plan.config.backend,
+            query_aware_index=matrix_index if several else None,
+            query_aware_search=0 if matrices is None else self.plan.config.query_aware_search,
+            backend=self.plan.config.backend,
         )  # fmt: skip
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:

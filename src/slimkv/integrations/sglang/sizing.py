@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from slimkv.calibration import Calibration
+from slimkv.calibration.serving import chosen_format
 from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang import refusals, settings
-from slimkv.integrations.sglang.calibration import chosen_format, load_calibration
+from slimkv.integrations.sglang.calibration import load_calibration
 from slimkv.integrations.sglang.compat import attention_tp, full_attention_layers, is_switched_on
 from slimkv.spec import CodecSpec, PageLayout, page_layout
 

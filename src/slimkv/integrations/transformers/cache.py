@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe, typed
 from slimkv.calibration import Calibration
-from slimkv.config import CALIBRATED, DEFAULT_FORMAT, KVCacheConfig
+from slimkv.config import AUTO, CALIBRATED, RAW, RAW_LATENT, KVCacheConfig
 from slimkv.errors import InputError, SlimKVError
 from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
@@ -22,6 +23,7 @@ from slimkv.integrations.transformers.compat import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
+    caches_latents,
     layer_kinds,
     refuse_without_cache,
     stock_layer,
@@ -36,9 +38,9 @@ from slimkv.integrations.transformers.stateful_layers import (
     PackedIndexedLayer,
 )
 from slimkv.integrations.transformers.tables import TableSet
-from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout
+from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
 
-RAW = "raw"
+_STOCK_FORMATS = (RAW, RAW_LATENT)  # layers that stay as they are
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class SlimKVCache(Cache):
 
     Args:
         config: the model's config, or the model itself.
-        format: a format for all layers (``k4v4``, ``k5v4``, ``fp8``, ...), or a whole ``KVCacheConfig``.
+        format: a format for all layers (``k4v4``, ``k5v4``, ``fp8``, ...; ``c4``, ``c4r8``, ... where the model caches
+            latents), or a whole ``KVCacheConfig``. ``auto`` is 4 bits: ``k4v4``, or ``c4`` for latents.
         block_size: tokens per block: 16, 32, 64 or 128.
         offloading, offload_only_non_sliding: as in ``DynamicCache``: pages wait in CPU memory while not in use.
         fields: the other fields of ``KVCacheConfig``. ``raw`` layers are stock layers. ``fresh="auto"`` is ``raw``: a
@@ -78,7 +81,7 @@ class SlimKVCache(Cache):
     def __init__(
         self,
         config: Any,
-        format: str | KVCacheConfig = DEFAULT_FORMAT,
+        format: str | KVCacheConfig = AUTO,
         *,
         block_size: int = 64,
         offloading: bool = False,
@@ -94,7 +97,7 @@ class SlimKVCache(Cache):
         refuse_without_cache(config, model)
         known = find_calibration(self.settings.calibration, config, model)
         kinds = layer_kinds(config)
-        formats = _formats(self.settings, known, len(kinds))
+        formats = _formats(self.settings, known, len(kinds), caches_latents(config))
         _check_formats(config, formats, block_size)
         fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
         index = MatrixIndex(known) if known is not None else None
@@ -104,7 +107,7 @@ class SlimKVCache(Cache):
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
         ]
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        if not self.packed_layers and any(name != RAW for name in formats):
+        if not self.packed_layers and any(name not in _STOCK_FORMATS for name in formats):
             warnings.warn(
                 f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, "
                 "which slimkv leaves as they are; the cache takes as much memory as the stock one",
@@ -131,6 +134,11 @@ class SlimKVCache(Cache):
             return _outside_the_graph(self, key_states, value_states, layer_idx, *args, **kwargs)
         if self._broken is not None:
             raise InputError(self._broken)
+        for name, x in (("key_states", key_states), ("value_states", value_states)):
+            if not isinstance(x, Tensor) or x.ndim != 4:
+                raise InputError(f"{name} must be a tensor [batch, num_kv_heads, tokens, dim], not {describe(x)}")
+        if type(layer_idx) is not int:
+            raise InputError(f"layer_idx must be a layer's number, not {describe(layer_idx)}")
         if not 0 <= layer_idx < len(self.layers):
             raise InputError(
                 f"layer {layer_idx} was given keys and values, but the config says that layers 0 to "
@@ -178,6 +186,11 @@ class SlimKVCache(Cache):
         """The layers that are packed."""
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
 
+    @property
+    def matrix_index(self) -> MatrixIndex | None:
+        """What chooses the matrices of a calibration by position; None without one."""
+        return next((layer.settings.matrix_index for layer in self.packed_layers), None)
+
     # -- size ----------------------------------------------------------------------------------------------------------
 
     @property
@@ -206,6 +219,7 @@ class SlimKVCache(Cache):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    @typed
     def save(self, path: str | Path, model: Any, input_ids: Any) -> Path:
         """Writes the cache of one sequence to a prompt-cache file, which other processes and engines can load.
 
@@ -217,6 +231,7 @@ class SlimKVCache(Cache):
         return save_prompt(self, path, model, input_ids)
 
     @classmethod
+    @typed
     def load(cls, path: str | Path, model: Any, input_ids: Any = None, **fields: Any) -> SlimKVCache:
         """The cache in a prompt-cache file, with the formats, seed and block size it was written with.
 
@@ -246,7 +261,7 @@ class SlimKVCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence ``repeats`` times."""
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise InputError(f"sequences can be repeated 1 time or more, not {repeats!r} times")
+            raise InputError(f"sequences can be repeated 1 time or more, not {describe(repeats)} times")
         for tables in self._tables:
             tables.select(torch.arange(tables.batch, device=tables.device).repeat_interleave(repeats))
         Cache.batch_repeat_interleave(self, repeats)
@@ -262,9 +277,9 @@ class SlimKVCache(Cache):
         try:
             indices = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"sequences are chosen by numbers or booleans, not {given!r}") from error
-        if indices.dim() != 1 or indices.is_floating_point() or indices.is_complex():
-            raise InputError(f"sequences are chosen by a list of numbers or booleans, not {given!r}")
+            raise InputError(f"sequences are chosen by numbers or booleans, not {describe(given)}") from error
+        if indices.dim() != 1 or indices.is_floating_point() or indices.is_complex() or indices.is_meta:
+            raise InputError(f"sequences are chosen by a list of numbers or booleans, not {describe(given)}")
         batch = next((tables.batch for tables in self._tables), None)
         if indices.dtype == torch.bool:
             if batch is not None and len(indices) != batch:
@@ -282,6 +297,8 @@ class SlimKVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens (0 or negative, as in transformers 5.22)."""
+        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
+            raise InputError(f"tokens_to_remove must be 0 or a negative integer, not {describe(tokens_to_remove)}")
         if tokens_to_remove > 0:
             raise InputError(
                 f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}; "
@@ -319,7 +336,7 @@ def _restored(kind: type[SlimKVCache]) -> SlimKVCache:
 def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSettings, number: int) -> Any:
     """The packed layer that does what the stock one for ``kind`` does, or that one itself."""
     stock = stock_layer(kind, arguments)
-    if format == RAW or kind == "cross_attention" or not isinstance(stock, DynamicLayer):
+    if format in _STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, DynamicLayer):
         return stock
     if isinstance(stock, LinearAttentionCacheLayerMixin):
         hybrid = PackedHybridSlidingLayer if "sliding_window" in arguments else PackedHybridLayer
@@ -345,9 +362,9 @@ def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
     return format
 
 
-def _formats(settings: KVCacheConfig, calibration: Calibration | None, num_layers: int) -> list[str]:
+def _formats(settings: KVCacheConfig, calibration: Calibration | None, num_layers: int, latent: bool) -> list[str]:
     """One format per layer."""
-    formats = settings.layer_formats(num_layers)
+    formats = settings.layer_formats(num_layers, latent=latent)
     if CALIBRATED not in formats:
         return formats
     if calibration is None or calibration.formats is None:
@@ -371,4 +388,4 @@ def _check_formats(config: Any, formats: list[str], block_size: int) -> None:
     if getattr(text, "kv_lora_rank", None) is not None or not isinstance(head_dim, int):
         head_dim = 64  # sizes differ between K and V, or by layer: checked when they are seen
     for format in dict.fromkeys(formats):
-        PageLayout(CodecSpec.parse(format, head_dim), block_size)
+        PageLayout(parse_spec(format, head_dim), block_size)

@@ -64,6 +64,7 @@ __all__ = [
     "EncoderDecoderCache",
     "LinearAttentionCacheLayerMixin",
     "LinearAttentionLayer",
+    "caches_latents",
     "layer_kinds",
     "refuse_without_cache",
     "sdpa_mask",
@@ -97,6 +98,16 @@ def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any]]]:
 def stock_layer(kind: str, arguments: dict[str, Any]) -> Any:
     """The layer that ``DynamicCache`` has for ``kind``."""
     return DynamicLayer() if kind == "cross_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments)
+
+
+def caches_latents(config: Any) -> bool:
+    """Whether a model caches one latent and one rope part per token instead of K and V of its heads.
+
+    Models with ``kv_lora_rank`` hand them to their cache in place of K and V; those with an indexer since 5.19.
+    """
+    text = config.get_text_config(decoder=True)
+    indexed = getattr(text, "index_topk", None) is not None
+    return getattr(text, "kv_lora_rank", None) is not None and (not indexed or _version() >= (5, 19))
 
 
 def refuse_without_cache(config: Any, model: Any) -> None:

@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from slimkv.config import DEFAULT_FORMAT, KVCacheConfig
+from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.transformers.cache import SlimKVCache
+from slimkv.integrations.transformers.calibration.matrix_index import note_positions
 from slimkv.integrations.transformers.switching import switch_off, switch_on
 
 _lock = threading.Lock()
@@ -25,12 +26,13 @@ class _Enabled:
     format: str | KVCacheConfig
     options: dict[str, Any]
     configs: list[Any]  # whose attention was switched
+    noting: Any  # the handle of ``note_positions``
 
 
 _enabled: WeakKeyDictionary[torch.nn.Module, _Enabled] = WeakKeyDictionary()
 
 
-def enable(model: Any, format: str | KVCacheConfig = DEFAULT_FORMAT, *, fused: bool = True, **options: Any) -> Any:
+def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True, **options: Any) -> Any:
     """Lets ``model.generate`` (and pipelines, which call it) use a packed cache; returns the model.
 
     Every call of ``generate`` without a cache of its own gets a fresh ``SlimKVCache(model, format, **options)``.
@@ -48,7 +50,7 @@ def enable(model: Any, format: str | KVCacheConfig = DEFAULT_FORMAT, *, fused: b
     SlimKVCache(model, format, **options)  # refuses now what it would refuse in the first generate
     disable(model)
     with _lock:
-        _enabled[model] = _Enabled(format, options, switch_on(model) if fused else [])
+        _enabled[model] = _Enabled(format, options, switch_on(model) if fused else [], note_positions(model))
         vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
     return model
 
@@ -59,6 +61,7 @@ def disable(model: Any) -> Any:
         record = _enabled.pop(model, None) if isinstance(model, torch.nn.Module) else None
         if record is not None:
             switch_off(record.configs)
+            record.noting.remove()
             for name in ("generate", "generate_batch"):
                 vars(model).pop(name, None)
     return model

@@ -13,13 +13,14 @@ from slimkv.cache import AttentionBatch, PagedPool
 from slimkv.calibration import Calibration
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import CacheLayerMixin
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
 from slimkv.integrations.transformers.tables import Step, TableSet, lasting
 from slimkv.ops import AttendOptions
 from slimkv.ops.plan import AttendPlan, plan_attend
-from slimkv.spec import CodecSpec, Kind
+from slimkv.spec import Kind, parse_spec
 
 RAW_FRESH_ABOVE = 8  # serving: up to this many new tokens (decoding, verifying a draft) attention reads codes only
 
@@ -80,7 +81,8 @@ class PackedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, self.num_kv_heads = key_states.shape[:2]
         config = self.settings.config
-        spec = CodecSpec.parse(
+        self._check_kind(key_states)
+        spec = parse_spec(
             self.format,
             key_states.shape[-1],
             value_states.shape[-1],
@@ -93,12 +95,21 @@ class PackedLayer(CacheLayerMixin):
             self.tables = self.settings.tables.get(batch, self.device, self.window, self.partly)
             blocks, size, backend = self.tables.blocks, self.settings.block_size, self.settings.config.backend
             self.pool = PagedPool(spec, blocks, self.num_kv_heads, size, self.device, backend)
+            self.pool.query_aware_search = config.query_aware_search
         if self.settings.calibration is not None:
             self.pool.query_aware = self.settings.calibration.query_aware_matrices(self.number, self.pool.codec)
         self._plan: AttendPlan | None = None
         self._prefill = config.prefill_of(spec, shared_pages=False)
         self.tables.join(self)
         self.is_initialized = True
+
+    def _check_kind(self, key_states: Tensor) -> None:
+        """Raises where a format of latents meets K and V of several heads."""
+        if is_latent_format(self.format) and key_states.shape[1] != 1:
+            raise UnsupportedError(
+                f"format {self.format!r} is one of latents, and layer {self.number} of this model caches K and V of "
+                f"{key_states.shape[1]} heads: use a format of K and V, such as 'k4v4'"
+            )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores K and V [batch, num_kv_heads, new, dim]; returns what attention is to read.

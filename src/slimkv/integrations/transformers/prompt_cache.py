@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe
 from slimkv.cache import PagedPool
 from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError, UnsupportedError
@@ -47,7 +48,7 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
     tokens = _one_sequence(input_ids)
     if count == 0 or len(tokens) < count:
         raise InputError(f"the cache holds {count} tokens, input_ids has {len(tokens)}: give all that the cache holds")
-    config = getattr(model, "config", model)
+    config = _config(model)
     layers: dict[int, LayerPages] = {}
     marks = []
     dtype = None
@@ -69,15 +70,26 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
 
 
 def _one_sequence(input_ids: Any) -> list[int]:
-    ids = torch.as_tensor(input_ids)
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"input_ids must be token numbers, not {describe(input_ids)}") from error
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
-    if ids.dim() != 1 or ids.is_floating_point():
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.is_meta:
         raise InputError(
-            f"input_ids has shape {list(ids.shape)}: a file holds one sequence; keep one with "
+            f"input_ids is {describe(ids)}, with shape {list(ids.shape)}: a file holds one sequence; keep one with "
             "cache.batch_select_indices"
         )
     return ids.tolist()
+
+
+def _config(model: Any) -> Any:
+    """The config of a model, or the config that was given."""
+    config = getattr(model, "config", model)
+    if not hasattr(config, "get_text_config"):
+        raise InputError(f"a prompt cache belongs to a model of transformers or its config, not {describe(model)}")
+    return config
 
 
 def _name(dtype: Any) -> str:
@@ -136,7 +148,7 @@ def load_prompt(
     """A cache with the file's formats, filled with its pages; see ``SlimKVCache.load``."""
     prompt = PromptCache.load(path)
     mark = prompt.fingerprint
-    config = getattr(model, "config", model)
+    config = _config(model)
     own = Fingerprint.of(
         mark.layers,
         block_size=mark.block_size,

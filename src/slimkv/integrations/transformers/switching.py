@@ -9,6 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from slimkv.arguments import describe
+from slimkv.errors import InputError
+from slimkv.integrations.transformers.calibration.matrix_index import note_positions
 from slimkv.integrations.transformers.stock_attention import stock_implementation, switchable_configs
 
 NAME = "slimkv"
@@ -73,6 +78,8 @@ def switch_on(model: Any) -> list[Any]:
 
     May be called while it is on already, by any thread: the last ``switch_off`` puts back what was there.
     """
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise InputError(f"slimkv.attention takes a model of transformers, not {describe(model)}")
     with _lock:
         configs = switchable_configs(model)
         for config in configs:
@@ -103,7 +110,7 @@ def attention(model: Any) -> Iterator[Counts]:
     Without it stock attention gets decoded tensors. Contexts may be nested, and threads may open them for one model
     at the same time; vision and audio towers keep their own attention.
     """
-    configs = switch_on(model)
+    configs, noting = switch_on(model), note_positions(model)
     if not configs:
         warnings.warn(
             f"the attention of {type(model).__name__} does not go through transformers' attention interface (or "
@@ -118,4 +125,5 @@ def attention(model: Any) -> Iterator[Counts]:
     finally:
         with _lock:
             _contexts[:] = [x for x in _contexts if x is not context]
+        noting.remove()
         switch_off(configs)

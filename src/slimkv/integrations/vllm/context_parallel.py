@@ -110,6 +110,7 @@ def attend_shards(
     options: ops.AttendOptions,
     query_aware: Tensor | None,
     query_aware_index: Tensor | None,
+    query_aware_search: int,
     raw: bool,
     out: Tensor,
     backend: str | None,
@@ -129,7 +130,7 @@ def attend_shards(
     ops.store_kv(
         key, value, fresh_pages, tables.new_slots, codec=codec, layout=own, query_aware=query_aware,
         query_aware_index=query_aware_index if query_aware is not None and query_aware.ndim == 4 else None,
-        backend=backend,
+        query_aware_search=query_aware_search, backend=backend,
     )  # fmt: skip
     new = ops.attend(
         query, fresh_pages, tables.new_table, tables.new_lens, cu_seqlens_q, codec=codec, layout=own,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,31 +9,25 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.codec import Codec
-from slimkv.config import CALIBRATED, KVCacheConfig
+from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.calibration import chosen_format, load_calibration, query_aware_matrices
+from slimkv.integrations.vllm.calibration import load_calibration, query_aware_matrices
 from slimkv.integrations.vllm.compat import (
     AttentionImpl,
     AttentionType,
     dcp_group,
     get_current_vllm_config,
-    layer_number,
     stock_backend,
 )
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
+from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec, shared_codec
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import profile_run
 from slimkv.spec import CodecSpec, PageLayout, page_layout
-
-
-@lru_cache(maxsize=64)
-def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
-    """Layers with the same formats share their tables."""
-    return Codec(spec, device)
 
 
 class SlimKVImpl(AttentionImpl):
@@ -122,27 +115,15 @@ class SlimKVImpl(AttentionImpl):
         if self._stock is not None:
             self._stock.process_weights_after_loading(act_dtype)
             return
-        layers = self._config.compilation_config.static_forward_context
-        name, layer = next(((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self), (None, None))
-        if name is None or layer is None:
-            raise UnsupportedError("vLLM does not list the layer of this attention, so that its format is not known")
-        layers_in_model = self._config.model_config.hf_text_config.num_hidden_layers
-        self._settings.check_layers(layers_in_model)
-        number = layer_number(self.kv_sharing_target_layer_name or name)
-        # A drafter's layers are numbered from behind the model's, and no calibration knows them.
-        self._number = number if number is not None and number < layers_in_model else None
-        format = self._settings.format_of(number, layers_in_model)
-        if format == CALIBRATED:
-            format = self._calibrated_format(name)
-        dtype = str(act_dtype if act_dtype.is_floating_point else self._config.model_config.dtype)
-        self._spec = CodecSpec.parse(
-            format,
+        name, layer = find_layer(self._config, self)
+        self._spec, self._number = layer_spec(
+            self._settings,
+            self._config,
+            self.kv_sharing_target_layer_name or name,
             self.head_size,
             layer.head_size_v if hasattr(layer, "head_size_v") else None,
-            key_policy=self._settings.key_policy,
-            value_policy=self._settings.value_policy,
-            seed=self._settings.seed,
-        ).with_raw_dtype(dtype.removeprefix("torch."))
+            act_dtype,
+        )
         layer.attn_backend = backend_for_spec(
             layer.attn_backend, self._spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
         )
@@ -153,12 +134,6 @@ class SlimKVImpl(AttentionImpl):
             sinks=self.sinks,
             prefill=self._settings.prefill_of(self._spec, shared_pages=True),
         )
-
-    def _calibrated_format(self, name: str) -> str:
-        calibration = load_calibration(self._settings, self._config.model_config)
-        if self._number is None or calibration is None:
-            raise InputError(f"slimkv: the calibration knows no layer {name}; give its format by name")
-        return chosen_format(calibration, self._number)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -187,7 +162,7 @@ class SlimKVImpl(AttentionImpl):
         ops.store_kv(
             key[:count], value[:count], pages, slot_mapping, codec=codec, layout=layout,
             query_aware=self._query_aware(codec), query_aware_index=self._matrix_index(layer, codec, count),
-            backend=self._settings.backend,
+            query_aware_search=self._search(codec), backend=self._settings.backend,
         )  # fmt: skip
 
     def _matrix_index(self, layer: Any, codec: Codec, count: int) -> Tensor | None:
@@ -210,6 +185,10 @@ class SlimKVImpl(AttentionImpl):
                 else query_aware_matrices(known, model, self._number, codec, self.num_kv_heads),
             )  # fmt: skip
         return self._matrices[0]
+
+    def _search(self, codec: Codec) -> int:
+        """How many roundings of a key are tried: none but one in layers that have no matrices."""
+        return 0 if self._query_aware(codec) is None else self._settings.query_aware_search
 
     def forward(
         self,
@@ -243,6 +222,7 @@ class SlimKVImpl(AttentionImpl):
                 self._options,
                 self._config,
                 self._query_aware(codec),
+                self._search(codec),
                 self._settings.backend,
             )
             return output.zero_()
@@ -269,8 +249,8 @@ class SlimKVImpl(AttentionImpl):
                     query[rows], key[rows], value[rows], pages, part.block_table, part.cu_seqlens_q, part.max_query_len,
                     part.shard, dcp_group(), codec=codec, layout=layout, options=self._options,
                     query_aware=self._query_aware(codec),
-                    query_aware_index=None if step.matrix_index is None else step.matrix_index[rows], raw=raw,
-                    out=output[rows], backend=self._settings.backend,
+                    query_aware_index=None if step.matrix_index is None else step.matrix_index[rows],
+                    query_aware_search=self._search(codec), raw=raw, out=output[rows], backend=self._settings.backend,
                 )  # fmt: skip
                 continue
             ops.attend(

@@ -22,8 +22,8 @@ from slimkv.calibration.gather import (
     rotary_of_layer,
 )  # fmt: skip
 from slimkv.calibration.rotary import Rotary
+from slimkv.calibration.serving import rank_heads
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.calibration import rank_heads
 from slimkv.integrations.vllm.compat import AttentionType, forward_metadata, layer_number, tensor_parallel_rank
 
 FRAGMENT = 128  # tokens that are sampled in a row
@@ -123,7 +123,7 @@ class Observer:
 def gather_calibration(
     model: str,
     *,
-    samples: tuple[int, int] = (8, 1024),
+    samples: tuple[int, int] = (3, 1024),
     seed: int = 0,
     max_positions: int | None = None,
     progress: Any = lambda what, done, total: None,

@@ -5,8 +5,8 @@ It names slimkv's classes and imports none of them, so that an installed slimkv 
 
 from __future__ import annotations
 
-BACKEND = "slimkv.integrations.vllm.backend.SlimKVBackend"
-ON_CPU = "slimkv.integrations.vllm.cpu.CPU_ATTN"
+CHOICE = "slimkv.integrations.vllm.choice"  # whose names are the classes for the engine at hand
+ON_CPU = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 
 def register() -> None:
@@ -14,7 +14,9 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    register_backend(AttentionBackendEnum.CUSTOM, f"{CHOICE}.CUSTOM")
     if current_platform.is_cpu():
-        # There vLLM takes its CPU backend whatever was chosen, but looks up its class by this name.
-        register_backend(AttentionBackendEnum.CPU_ATTN, ON_CPU)
+        # There vLLM takes its CPU backends whatever was chosen, but looks up their classes by these names.
+        for name in ON_CPU:
+            if name in AttentionBackendEnum.__members__:
+                register_backend(AttentionBackendEnum[name], f"{CHOICE}.{name}")

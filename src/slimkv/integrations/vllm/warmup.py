@@ -27,6 +27,7 @@ def profile_run(
     options: ops.AttendOptions,
     config: Any,
     query_aware: Tensor | None,
+    query_aware_search: int,
     backend: str | None,
 ) -> None:
     """Stores and attends as many new tokens as ``query`` has rows, for each kind of layer and each new largest number.
@@ -39,7 +40,7 @@ def profile_run(
     block = block if block in KERNEL_BLOCKS else PREFERRED_BLOCK
     signature = (
         codec.spec, num_kv_heads, query.shape[1:], query.dtype, options.sliding_window, options.softcap, block, backend,
-        query_aware is None,
+        query_aware is None, query_aware_search,
     )  # fmt: skip
     tokens, before = query.shape[0], _largest.get(signature, 0)
     if tokens <= before:
@@ -48,14 +49,14 @@ def profile_run(
     longest = max(config.model_config.max_model_len, tokens)
     layout = PageLayout(codec.spec, block)
     pages = torch.zeros(1, num_kv_heads, layout.page_bytes, dtype=torch.uint8, device=query.device)
-    _step(torch.ones_like(query), 1, longest, pages, codec, layout, options, query_aware, backend)
+    _step(torch.ones_like(query), 1, longest, pages, codec, layout, options, query_aware, query_aware_search, backend)
     if before:
         return
     drafted = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
     for queries in {1, 1 + (drafted or 0)}:
         for length in {longest, min(longest, max(_SHORT, queries))}:
             few = query.new_ones(2 * queries, *query.shape[1:])
-            _step(few, 2, length, pages, codec, layout, options, query_aware, backend)
+            _step(few, 2, length, pages, codec, layout, options, query_aware, query_aware_search, backend)
 
 
 def _step(
@@ -67,6 +68,7 @@ def _step(
     layout: PageLayout,
     options: ops.AttendOptions,
     query_aware: Tensor | None,
+    query_aware_search: int,
     backend: str | None,
 ) -> None:
     """``sequences`` requests that share the rows of ``query`` as new tokens, all in the one page there is."""
@@ -83,7 +85,7 @@ def _step(
         index = torch.zeros(tokens, dtype=torch.int32, device=device)
     ops.store_kv(
         key, value, pages, slots, codec=codec, layout=layout, query_aware=query_aware, query_aware_index=index,
-        backend=backend,
+        query_aware_search=query_aware_search, backend=backend,
     )  # fmt: skip
     ops.attend(
         query, pages, table, lengths, starts, codec=codec, layout=layout, max_query_len=each, max_seq_len=longest,

@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe, typed, typed_fields
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, check_pages
@@ -24,6 +25,7 @@ PREFILL = ("auto", EIGHT_BIT, SIXTEEN_BIT)
 
 
 @dataclass(frozen=True)
+@typed_fields()
 class AttendOptions:
     """What a model asks of its attention beside the tensors.
 
@@ -163,6 +165,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@typed
 def attend(
     query: Tensor,
     pages: Tensor,
@@ -243,13 +246,15 @@ def checked_request(
     options = options or AttendOptions()
     device = pages.device
     total, heads = _check_query(query, pages, layout)
-    _check_tables(block_table, seq_lens, cu_seqlens_q, device)
+    check_tables(block_table, seq_lens, cu_seqlens_q, device)
     if not 0 <= max_query_len <= total or max_seq_len > block_table.shape[1] * layout.block_size:
         raise InputError(
             f"max_query_len {max_query_len} must lie in 0..{total} and max_seq_len {max_seq_len} must fit "
             "the block table's "
             f"{block_table.shape[1]} blocks of {layout.block_size}"
         )
+    if num_splits is not None and num_splits < 1:
+        raise InputError(f"num_splits must be at least 1, or None, not {num_splits}")
     if fresh is not None:
         _check_fresh(fresh, query, pages, layout)
     if options.sinks is not None and (options.sinks.shape != (heads,) or options.sinks.device != query.device):
@@ -313,7 +318,8 @@ def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> tuple[int,
     return shape[0], shape[1]
 
 
-def _check_tables(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
+def check_tables(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
+    """Raises unless the tables are int32 and describe the same sequences."""
     for name, x, ndim in (
         ("block_table", block_table, 2),
         ("seq_lens", seq_lens, 1),
@@ -332,6 +338,8 @@ def _check_tables(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, d
 
 
 def _check_fresh(fresh: tuple[Tensor, Tensor], query: Tensor, pages: Tensor, layout: PageLayout) -> None:
+    if len(fresh) != 2 or not all(isinstance(x, Tensor) for x in fresh):
+        raise InputError(f"fresh must be a pair of tensors, K and V of the query tokens, not {describe(fresh)}")
     for name, x, dim in (("key", fresh[0], layout.spec.key_dim), ("value", fresh[1], layout.spec.value_dim)):
         if x.shape != (query.shape[0], pages.shape[1], dim) or x.device != query.device or x.stride(-1) != 1:
             raise InputError(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slimkv.errors import InputError
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest, refuses_split_arguments
 from slimkv.ops.gather.reference import decode_slots
@@ -30,6 +31,7 @@ def run(request: AttendRequest) -> None:
 def each_sequence(request: AttendRequest, attend_one: Callable[[AttendRequest, int, int, slice], None]) -> None:
     """``attend_one(request, sequence, length, rows)`` for each sequence with queries and keys; fills in the rest."""
     starts, lengths = request.cu_seqlens_q.tolist(), request.seq_lens.tolist()
+    check_tables(request, starts, lengths)
     for sequence, length in enumerate(lengths):
         rows = slice(starts[sequence], starts[sequence + 1])
         if rows.stop == rows.start:
@@ -40,6 +42,36 @@ def each_sequence(request: AttendRequest, attend_one: Callable[[AttendRequest, i
         request.out[rows] = 0
         if request.lse is not None:
             request.lse[rows] = request.lse_without_keys
+
+
+def check_tables(request: AttendRequest, starts: list[int], lengths: list[int]) -> None:
+    """Raises for starts, lengths and blocks that lie outside the query, the block table and the pages."""
+    total, room = request.query.shape[0], request.block_table.shape[1] * request.layout.block_size
+    if starts[0] < 0:
+        raise InputError(f"cu_seqlens_q[0] is {starts[0]}; it must ascend from 0")
+    for i, length in enumerate(lengths):
+        count = starts[i + 1] - starts[i]
+        if count < 0 or starts[i + 1] > total:
+            raise InputError(
+                f"cu_seqlens_q[{i + 1}] is {starts[i + 1]}; it must ascend from 0 and stay within the {total} rows of "
+                "query"
+            )
+        if count == 0:
+            continue
+        if not 0 <= length <= room:
+            raise InputError(f"seq_lens[{i}] is {length}; the block table has room for 0 to {room} tokens")
+        if request.pages.device.type == "cpu" and length:
+            window, size = request.options.sliding_window, request.layout.block_size
+            first = 0 if window is None else max(length - count - window + 1, 0)
+            last = length - count if request.fresh is not None else length
+            blocks = request.block_table[i, first // size : -(-max(last, 0) // size)]
+            bad = ((blocks < 0) | (blocks >= request.pages.shape[0])).nonzero().flatten()
+            if len(bad):
+                at = int(bad[0])
+                raise InputError(
+                    f"block_table[{i}, {first // size + at}] is {int(blocks[at])}; the pages have blocks 0 to "
+                    f"{request.pages.shape[0] - 1}"
+                )
 
 
 def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
@@ -79,15 +111,22 @@ def _slots(request: AttendRequest, sequence: int, length: int) -> Tensor:
     """Of a sequence's tokens: int64 [length]."""
     tokens = request.layout.block_size
     position = torch.arange(length, device=request.pages.device)
-    return request.block_table[sequence, position // tokens].long() * tokens + position % tokens
+    blocks = request.block_table[sequence, position // tokens].long()
+    return blocks.clamp(min=0) * tokens + position % tokens  # blocks before a window may be gone
 
 
 def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim]."""
-    key, value = decode_slots(
-        request.pages, _slots(request, sequence, length), request.codec, request.layout, rotated=True
-    )
-    key, value = key.float(), value.float()
+    """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim].
+
+    Tokens that no query sees are not read: their pages may be gone, and zero times NaN is no zero.
+    """
+    count, position = rows.stop - rows.start, torch.arange(length, device=request.pages.device)
+    read = visible(request, length, count).any(0)
+    if request.fresh is not None:
+        read &= position < length - count
+    slots = torch.where(read, _slots(request, sequence, length), 0)
+    key, value = decode_slots(request.pages, slots, request.codec, request.layout, rotated=True)
+    key, value = (x.float().masked_fill(~read[:, None, None], 0) for x in (key, value))
     if request.fresh is not None:
         count = min(rows.stop - rows.start, length)
         key[length - count :] = request.codec.rotate_query(request.fresh[0][rows][-count:])

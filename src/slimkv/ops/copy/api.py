@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimkv.arguments import typed
 from slimkv.errors import InputError
 from slimkv.ops.checks import check_pages
 from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
@@ -38,6 +39,7 @@ REGISTRY = Registry(
 )
 
 
+@typed
 def read_tokens(pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: str | None = None) -> Tensor:
     """The rows of the tokens in ``slots``.
 
@@ -54,6 +56,7 @@ def read_tokens(pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: st
     return rows
 
 
+@typed
 def write_tokens(rows: Tensor, pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: str | None = None) -> None:
     """Writes rows that ``read_tokens`` gave to ``slots``, which must differ; negative slots are skipped.
 
@@ -69,6 +72,7 @@ def write_tokens(rows: Tensor, pages: Tensor, slots: Tensor, *, layout: PageLayo
     _run(CopyRequest(pages, slots, rows.contiguous(), layout, to_pages=True), backend)
 
 
+@typed
 def copy_tokens(
     pages: Tensor, source: Tensor, target: Tensor, *, layout: PageLayout, backend: str | None = None
 ) -> None:

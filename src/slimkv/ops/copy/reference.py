@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from slimkv.codec.pack import page_tables
+from slimkv.ops.checks import check_slot_range
 from slimkv.ops.copy.api import CopyRequest
 
 
@@ -15,6 +16,7 @@ def supports(request: CopyRequest) -> str | None:
 
 def run(request: CopyRequest) -> None:
     """See ``slimkv.ops.copy.api``."""
+    check_slot_range("slots", request.slots, request.pages, request.layout)
     pages, layout = request.pages, request.layout
     kept = (request.slots >= 0).nonzero().flatten()
     slots = request.slots[kept].long()

@@ -32,8 +32,12 @@ class Decoded:
 
     def first(self, tokens: int) -> Decoded:
         """The first ``tokens`` tokens, as views."""
-        scale, zero = (None if x is None else x[:, :tokens] for x in (self.scale, self.zero))
-        return Decoded(self.numbers[:, :tokens], self.order, scale, zero)
+        return self.part(0, tokens)
+
+    def part(self, begin: int, end: int) -> Decoded:
+        """The tokens from ``begin`` to ``end``, as views."""
+        scale, zero = (None if x is None else x[:, begin:end] for x in (self.scale, self.zero))
+        return Decoded(self.numbers[:, begin:end], self.order, scale, zero)
 
     def values(self) -> Tensor:
         """x, in the order of its dimensions: float32 [num_kv_heads, tokens, dim]."""

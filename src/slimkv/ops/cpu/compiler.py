@@ -1,11 +1,13 @@
 """C++ to a shared library at first use, with the machine's own compiler: no torch headers, no build system.
 
-The library is kept on disk, keyed by all source text, the flags and the compiler. It takes a few seconds once. A wheel
-that holds no machine code serves every platform that has a compiler; where there is none, the torch backends remain.
+The library is kept on disk, keyed by all source text, the flags and the compiler; its name ends with a digest of its
+bytes, so that a damaged one is never loaded. It takes a few seconds once. A wheel that holds no machine code serves
+every platform that has a compiler; where there is none, the torch backends remain.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import shutil
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from slimkv.errors import SlimKVError
 from slimkv.ops.cpu.isa import InstructionSet
-from slimkv.paths import cache_dir
+from slimkv.paths import cache_dir, make_private, unsafe_reason, warn_unsafe, write_whole
 
 MAIN = "slimkv_cpu.cpp"
 COMPILERS = ("c++", "g++", "clang++")
@@ -60,36 +62,65 @@ def build_library(isa: InstructionSet, extra_flags: tuple[str, ...] = (), cache:
     key = hashlib.sha256()
     for part in (*sorted(texts), *(texts[name] for name in sorted(texts)), *flags, str(program), str(made.st_mtime_ns)):
         key.update(part.encode() + b"\0")
-    path = (cache or cache_dir("cpu")) / f"{isa.name}-{key.hexdigest()[:32]}.so"
-    if not path.is_file():
-        path = _compile(compiler, texts, flags, path)
-    return path
+    folder, stem = cache or cache_dir("cpu"), f"{isa.name}-{key.hexdigest()[:32]}"
+    return _find(folder, stem) or _keep(_compile(compiler, texts, flags), folder, stem)
 
 
-def _compile(compiler: str, texts: dict[str, str], flags: tuple[str, ...], path: Path) -> Path:
-    """Compiles beside ``path`` and renames, so that other processes see all of it or nothing.
+def _find(folder: Path, stem: str) -> Path | None:
+    """The library that is kept in ``folder``, if it is whole and nobody else could have put it there."""
+    if unsafe_reason(folder) is not None:
+        return None
+    return next((path for path in sorted(folder.glob(f"{stem}-*.so")) if path.name == _name(stem, path)), None)
 
-    Returns ``path``, or a file in a temporary folder where the cache cannot be written.
-    """
-    with tempfile.TemporaryDirectory(prefix="slimkv-cpu-") as folder:
-        for name, text in texts.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
-        built = Path(folder) / "library.so"
-        command = [compiler, *flags, str(Path(folder) / MAIN), "-o", str(built)]
+
+def _name(stem: str, library: Path | bytes) -> str:
+    """The name of a library with these bytes; of none where they cannot be read."""
+    try:
+        content = library if isinstance(library, bytes) else library.read_bytes()
+    except OSError:
+        return ""
+    return f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+
+
+def _keep(content: bytes, folder: Path, stem: str) -> Path:
+    """Where the library is now: in ``folder``, or in a temporary one where that is unsafe, read-only or full."""
+    name = _name(stem, content)
+    reason = unsafe_reason(folder)
+    if reason is None:
         try:
+            make_private(folder)
+            reason = unsafe_reason(folder)  # somebody may have been quicker
+            if reason is None:
+                write_whole(folder / name, content)
+                return folder / name
+        except OSError as error:
+            reason = f"it cannot be written ({error.strerror or error})"
+    warn_unsafe(folder, reason)
+    try:
+        kept = Path(tempfile.mkdtemp(prefix="slimkv-cpu-"))
+        atexit.register(shutil.rmtree, kept, ignore_errors=True)
+        write_whole(kept / name, content)
+        return kept / name
+    except OSError as error:
+        raise CompileError(
+            f"the compiled CPU kernels can be kept neither in {folder} ({reason}) nor in {tempfile.gettempdir()} "
+            f"({error.strerror or error}); free some space or set XDG_CACHE_HOME or TMPDIR to a folder of your own"
+        ) from error
+
+
+def _compile(compiler: str, texts: dict[str, str], flags: tuple[str, ...]) -> bytes:
+    """The library's bytes."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="slimkv-cpu-") as folder:
+            for name, text in texts.items():
+                (Path(folder) / name).write_text(text, encoding="utf-8")
+            built = Path(folder) / "library.so"
+            command = [compiler, *flags, str(Path(folder) / MAIN), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CompileError(f"{compiler} could not be run on the CPU kernels: {error}") from error
-        if done.returncode:
-            raise CompileError(f"{compiler} could not compile the CPU kernels with {' '.join(flags)}:\n{done.stderr}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, beside = tempfile.mkstemp(dir=path.parent, suffix=".so")
-            os.close(descriptor)
-        except OSError:  # a read-only home: the library lives as long as the process may need it
-            kept = Path(tempfile.mkdtemp(prefix="slimkv-cpu-")) / path.name
-            shutil.copyfile(built, kept)
-            return kept
-        shutil.copyfile(built, beside)
-        os.replace(beside, path)
-        return path
+            if done.returncode:
+                raise CompileError(
+                    f"{compiler} could not compile the CPU kernels with {' '.join(flags)}:\n{done.stderr}"
+                )
+            return built.read_bytes()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"{compiler} could not be run on the CPU kernels: {error}") from error

@@ -6,14 +6,12 @@ Machine code is kept on disk, keyed by all source text, the options, the compile
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from slimkv.errors import SlimKVError
-from slimkv.paths import cache_dir
+from slimkv.paths import cache_dir, make_private, unsafe_reason, warn_unsafe, write_whole
 
 _MAGIC = b"slimkv-cubin-1\n"
 
@@ -89,7 +87,9 @@ def _checked(nvrtc: Any, result: tuple) -> Any:
 
 
 def _read_cached(path: Path) -> bytes | None:
-    """The machine code in ``path`` if it is whole; anything else is compiled again."""
+    """The machine code in ``path`` if it is whole and nobody else could have put it there; else None."""
+    if unsafe_reason(path.parent) is not None:
+        return None
     try:
         content = path.read_bytes()
     except OSError:
@@ -99,11 +99,15 @@ def _read_cached(path: Path) -> bytes | None:
 
 
 def _write_cached(path: Path, code: bytes) -> None:
-    """Written beside and renamed, so that other processes see all of it or nothing; a read-only home is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(_MAGIC + hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
-    except OSError:
-        return
+    """Others see all of it or nothing. A folder that is unsafe, read-only or full is no error: it is said once."""
+    reason = unsafe_reason(path.parent)
+    if reason is None:
+        try:
+            make_private(path.parent)
+            reason = unsafe_reason(path.parent)  # somebody may have been quicker
+            if reason is None:
+                write_whole(path, _MAGIC + hashlib.sha256(code).digest() + code)
+                return
+        except OSError as error:
+            reason = f"it cannot be written ({error.strerror or error})"
+    warn_unsafe(path.parent, reason)

@@ -49,11 +49,15 @@ class Kernel:
         With ``overlap`` its blocks may start while the kernel before it in the stream is finishing (where the hardware
         can); it must then wait for that kernel itself before it reads what it wrote.
         """
-        key = (grid, threads, shared, overlap)
+        # A configuration for each stream: threads that launch on streams of their own share this kernel.
+        stream = torch._C._cuda_getCurrentRawStream(_index(device))
+        key = (grid, threads, shared, overlap, stream)
         config = self._configs.get(key)
         if config is None:
-            config = self._configs[key] = self._config(grid, threads, shared, overlap)
-        self._start(config, ctypes.pointer(args), _index(device))
+            config = self._config(grid, threads, shared, overlap)
+            config.hStream = stream
+            self._configs[key] = config
+        self._queue(config, ctypes.pointer(args))
 
     def bound(
         self,
@@ -64,13 +68,16 @@ class Kernel:
         device: torch.device,
         overlap: bool = False,
     ) -> Callable[[], None]:
-        """A call that does what ``launch`` does, with what ``args`` then holds."""
+        """A call that does what ``launch`` does, with what ``args`` then holds; for one thread at a time."""
         config = self._config(grid, threads, shared, overlap)
         return partial(self._start, config, ctypes.pointer(args), _index(device))
 
     def _start(self, config: Any, args: Any, index: int) -> None:
         # What torch's own compiler asks: current_stream() makes an object on the way to the same number.
         config.hStream = torch._C._cuda_getCurrentRawStream(index)
+        self._queue(config, args)
+
+    def _queue(self, config: Any, args: Any) -> None:
         result = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(args), 0)
         if result[0]:
             _checked(self._driver, result, self.name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe, typed
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
@@ -39,6 +40,7 @@ REGISTRY = Registry(
 )
 
 
+@typed
 def gather_kv(
     pages: Tensor,
     slots: Tensor,
@@ -68,6 +70,8 @@ def gather_kv(
             f"not {slots.dtype} {list(slots.shape)} on {slots.device}"
         )
     shapes = [(len(slots), pages.shape[1], dim) for dim in (layout.spec.key_dim, layout.spec.value_dim)]
+    if out is not None and (len(out) != 2 or not all(isinstance(x, Tensor) for x in out)):
+        raise InputError(f"out must be a pair of tensors, for K and V, not {describe(out)}")
     key, value = out if out is not None else (torch.empty(s, dtype=dtype, device=pages.device) for s in shapes)
     for name, x, shape in (("key", key, shapes[0]), ("value", value, shapes[1])):
         if tuple(x.shape) != shape or x.stride(-1) != 1 or x.dtype not in FLOATS:

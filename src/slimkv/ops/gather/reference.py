@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.codec.pack import take_tokens
+from slimkv.ops.checks import check_slot_range
 from slimkv.ops.gather.api import GatherRequest
 from slimkv.spec import PageLayout
 
@@ -18,6 +19,7 @@ def supports(request: GatherRequest) -> str | None:
 
 def run(request: GatherRequest) -> None:
     """See ``slimkv.ops.gather.gather``."""
+    check_slot_range("slots", request.slots, request.pages, request.layout)
     key, value = decode_slots(
         request.pages, request.slots.clamp(min=0).long(), request.codec, request.layout, request.rotated
     )

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimkv.arguments import typed
 from slimkv.codec import Codec
+from slimkv.codec.query_aware import check_searchable
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
@@ -28,6 +30,7 @@ class StoreRequest:
     layout: PageLayout
     query_aware: Tensor | None = None
     query_aware_index: Tensor | None = None
+    query_aware_search: int = 0
 
     @property
     def matrices(self) -> int:
@@ -47,6 +50,7 @@ REGISTRY = Registry(
 )
 
 
+@typed
 def store_kv(
     key: Tensor,
     value: Tensor,
@@ -57,6 +61,7 @@ def store_kv(
     layout: PageLayout,
     query_aware: Tensor | None = None,
     query_aware_index: Tensor | None = None,
+    query_aware_search: int = 0,
     backend: str | None = None,
 ) -> None:
     """Encodes and writes new tokens.
@@ -70,6 +75,8 @@ def store_kv(
             moved to where no query looks. None rounds to the nearest.
         query_aware_index: int32 [tokens]: which of several matrices rounds each token's key; an index beyond the last
             takes the last, a negative one the first. Needed where there are several.
+        query_aware_search: 2 or 4: so many query-aware roundings of each key are tried, and the one kept whose error
+            queries see least; up to so many times the work. 0: one. The codes are read as any others.
         backend: an implementation's name; by default the best one for the device.
 
     A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
@@ -77,7 +84,7 @@ def store_kv(
     """
     request = checked_request(
         key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware,
-        query_aware_index=query_aware_index,
+        query_aware_index=query_aware_index, query_aware_search=query_aware_search,
     )  # fmt: skip
     REGISTRY.select(pages.device, request, backend).load().run(request)
 
@@ -92,6 +99,7 @@ def checked_request(
     layout: PageLayout,
     query_aware: Tensor | None = None,
     query_aware_index: Tensor | None = None,
+    query_aware_search: int = 0,
 ) -> StoreRequest:
     """The arguments of ``store_kv``, checked."""
     check_pages(pages, layout)
@@ -121,7 +129,10 @@ def checked_request(
         )
     if query_aware_index is not None:
         _check_index(query_aware_index, query_aware, slot_mapping)
-    return StoreRequest(key, value, pages, slot_mapping, codec, layout, query_aware, query_aware_index)
+    check_searchable(query_aware_search, query_aware is not None, spec.key)
+    return StoreRequest(
+        key, value, pages, slot_mapping, codec, layout, query_aware, query_aware_index, query_aware_search
+    )
 
 
 def _check_query_aware(query_aware: Tensor, pages: Tensor, layout: PageLayout) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slimkv.codec.pack import pack_rows, page_tables
 from slimkv.codec.quantize import Encoded
+from slimkv.ops.checks import check_slot_range
 from slimkv.ops.store.api import StoreRequest
 
 
@@ -17,6 +18,7 @@ def supports(request: StoreRequest) -> str | None:
 
 def run(request: StoreRequest) -> None:
     """See ``slimkv.ops.store.store``."""
+    check_slot_range("slot_mapping", request.slot_mapping, request.pages, request.layout)
     keep = request.slot_mapping >= 0
     slots = request.slot_mapping[keep].long()
     key = encode_keys(request, request.key[keep], keep)
@@ -26,21 +28,21 @@ def run(request: StoreRequest) -> None:
 
 def encode_keys(request: StoreRequest, key: Tensor, keep: Tensor) -> Encoded:
     """The keys [tokens, num_kv_heads, key_dim] of the rows ``keep`` (bool) of a request, each with its own matrix."""
-    matrices, index = request.query_aware, request.query_aware_index
+    matrices, index, search = request.query_aware, request.query_aware_index, request.query_aware_search
     if matrices is None or matrices.ndim == 3:
-        return request.codec.encode_key(key, query_aware=matrices)
+        return request.codec.encode_key(key, query_aware=matrices, query_aware_search=search)
     if index is None:
-        return request.codec.encode_key(key, query_aware=matrices[0])
+        return request.codec.encode_key(key, query_aware=matrices[0], query_aware_search=search)
     index = index[keep].clamp(0, len(matrices) - 1)
     codes, fields = [], []
     order = index.argsort(stable=True)
     numbers, counts = index.unique(return_counts=True)  # ascending, as the order
     for number, rows in zip(numbers.tolist(), order.split(counts.tolist()), strict=True):
-        encoded = request.codec.encode_key(key[rows], query_aware=matrices[number])
+        encoded = request.codec.encode_key(key[rows], query_aware=matrices[number], query_aware_search=search)
         codes.append(encoded.codes)
         fields.append(encoded.fields)
     if not codes:
-        return request.codec.encode_key(key, query_aware=matrices[0])
+        return request.codec.encode_key(key, query_aware=matrices[0], query_aware_search=search)
     back = order.argsort()
     return Encoded(torch.cat(codes)[back], torch.cat(fields)[back])
 

@@ -389,6 +389,15 @@ def as_values(cube):
 
 
 @triton.jit
+def values_as_keys(cube):
+    """[32, NT, SP, 2, 2, 2] of values -> [16 NT, 16 SP]: tokens and dimensions in order."""
+    NT: tl.constexpr = cube.shape[1]
+    SP: tl.constexpr = cube.shape[2]
+    split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
+    return tl.reshape(tl.permute(split, (2, 6, 1, 5, 3, 4, 0)), (16 * NT, 16 * SP))
+
+
+@triton.jit
 def fragment_order(i):
     """Which element of 16 stands at place i % 16 in fragment order: a lane's 2t, 2t+1, 2t+8, 2t+9 follow each other."""
     return i // 16 * 16 + (i // 2 % 2) * 8 + (i // 4 % 4) * 2 + i % 2

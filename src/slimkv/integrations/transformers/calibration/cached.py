@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from slimkv.calibration import Calibration, ModelIdentity
+from slimkv.calibration.serving import AUTO
 from slimkv.errors import InputError, SlimKVError
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.integrations.transformers.calibration.samples import Progress, silent
 from slimkv.paths import cache_dir
 
-AUTO = "auto"
 _RECIPE = "sampled"  # what calibrations are made on, in their names: others are not found again
 _SAMPLES = 64  # numbers of each weight that enter the fingerprint
 

@@ -19,19 +19,44 @@ class MatrixIndex:
         self._calibration = calibration
         self._edges = calibration.position_edges()
         self._last: tuple[tuple[Any, ...], Tensor] | None = None
+        self._noted: tuple[int, Tensor] | None = None
+
+    def note(self, first: int, position_ids: Tensor | None) -> None:
+        """The model's position ids int [batch or 1, new] of the pass that begins after ``first`` tokens; None: forget.
+
+        They are what queries and keys are turned by, padding or not.
+        """
+        known = position_ids is not None and position_ids.ndim == 2
+        self._noted = (first, position_ids) if known and position_ids is not None else None
+        self._last = None
 
     def __call__(self, first: int, new: int, pads: list[int], device: torch.device) -> Tensor:
-        """Of ``new`` tokens per sequence from position ``first`` on, after ``pads`` of padding: int32 [batch * new].
+        """Of ``new`` tokens per sequence from the ``first``-th on, after ``pads`` of padding: int32 [batch * new].
 
-        Padding is known only when attention runs: the first layer's first tokens are taken for later by that much.
+        Without a note, positions are counted from the end of what is known to be padding, as ``generate`` counts them.
+        In the first pass that is nothing yet: padding is known only when attention runs.
         """
         self._calibration.warn_beyond(first + new - min(pads))
+        if (noted := self._noted_positions(first, new, len(pads))) is not None:
+            key: tuple[Any, ...] = ("noted", first, new, device)
+            if self._last is None or self._last[0] != key:
+                self._last = key, matrix_index(noted.to(device), self._edges)
+            return self._last[1]
         ends = {self._number(position - pad) for pad in set(pads) for position in (first, first + new - 1)}
         same = len(ends) == 1
         key = (min(ends), len(pads), new, device) if same else (first, tuple(pads), new, device)
         if self._last is None or self._last[0] != key:
             self._last = key, self._same(key) if same else self._made(first, new, pads, device)
         return self._last[1]
+
+    def _noted_positions(self, first: int, new: int, batch: int) -> Tensor | None:
+        """int [batch * new] from the note; None where it does not hold these tokens."""
+        if self._noted is None:
+            return None
+        start, ids = self._noted
+        if not start <= first <= first + new <= start + ids.shape[1] or ids.shape[0] not in (1, batch):
+            return None
+        return ids[:, first - start : first - start + new].expand(batch, new).reshape(-1)
 
     def _number(self, position: int) -> int:
         return min(bisect_right(self._edges, max(position, 0)), len(self._edges) - 1)
@@ -44,3 +69,19 @@ class MatrixIndex:
         positions = torch.arange(first, first + new, device=device)
         own = (positions[None, :] - torch.tensor(pads, device=device)[:, None]).clamp(min=0)
         return matrix_index(own.reshape(-1), self._edges)
+
+
+def note_positions(model: Any) -> Any:
+    """Lets calibrated caches know the position ids of every pass of ``model``; returns a handle with ``remove``."""
+    return model.register_forward_pre_hook(_note, with_kwargs=True)
+
+
+def _note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache, ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
+    index = getattr(cache, "matrix_index", None)
+    if isinstance(index, MatrixIndex):
+        new = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        first = cache.get_seq_length()  # type: ignore[union-attr]
+        if ids is None and isinstance(new, Tensor):  # models count from what is cached on
+            ids = torch.arange(first, first + new.shape[1], device=new.device)[None]
+        index.note(first, ids)

@@ -23,12 +23,17 @@ def run(request: AttendRequest) -> None:
 
 
 def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
-    first = _first_block(request, length, rows.stop - rows.start)
+    seen = _first_seen(request, length, rows.stop - rows.start)
+    first = seen // request.layout.block_size
     blocks = request.block_table[sequence, first : request.layout.blocks_for(length)]
+    if request.fresh is not None:
+        blocks = blocks.clamp(0, request.pages.shape[0] - 1)  # those of the new tokens, which are not read
     pages = request.pages.index_select(0, blocks)
-    length -= first * request.layout.block_size  # what is left of the sequence: distances stay what they are
-    key = decode_side(pages, request.layout, request.codec, transposed=False).first(length)
-    value = decode_side(pages, request.layout, request.codec, transposed=True).first(length)
+    # What is left of the sequence: distances stay what they are. A token that nobody sees may hold a NaN.
+    skip, length = seen - first * request.layout.block_size, length - first * request.layout.block_size
+    key = decode_side(pages, request.layout, request.codec, transposed=False).part(skip, length)
+    value = decode_side(pages, request.layout, request.codec, transposed=True).part(skip, length)
+    length -= skip
     query = request.codec.rotate_query(request.query[rows])  # [queries, heads, dim]
     options, count = request.options, rows.stop - rows.start
     special = (
@@ -43,11 +48,11 @@ def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slic
     request.out[rows] = request.codec.unrotate_output(out).to(request.out.dtype)
 
 
-def _first_block(request: AttendRequest, length: int, queries: int) -> int:
-    """The first block that the window of the earliest query reaches."""
+def _first_seen(request: AttendRequest, length: int, queries: int) -> int:
+    """The first token that the window of the earliest query reaches."""
     if request.options.sliding_window is None:
         return 0
-    return max(length - queries - request.options.sliding_window + 1, 0) // request.layout.block_size
+    return max(length - queries - request.options.sliding_window + 1, 0)
 
 
 def _fresh(request: AttendRequest, rows: slice, side: int) -> Tensor:

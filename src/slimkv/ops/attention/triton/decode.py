@@ -62,7 +62,7 @@ def power_below(top):
 
 
 @triton.jit
-def _softmax_columns(s, top, m, z, acc):
+def softmax_columns(s, top, m, z, acc):
     """One step of the online softmax on scores s [BT, M] whose reference maximum is top [M], acc [VDP, M].
 
     Returns the probabilities, the state rescaled to the new maximum, and the factor that did so.
@@ -100,7 +100,7 @@ def _keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.
 
 
 @triton.jit
-def _load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, KD: tl.constexpr, KDP: tl.constexpr,
+def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, KD: tl.constexpr, KDP: tl.constexpr,
                   K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_ROTATED: tl.constexpr,
                   ROTATE_BLOCK: tl.constexpr):  # fmt: skip
     """The queries, rotated once and scaled column by column into the keys' dtype.
@@ -162,7 +162,7 @@ def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, vali
     BT: tl.constexpr = 16 * NT
     value_base = page + V_CODES + inside * (2 * VD * V_BITS)
     if V_KIND == _RAW:
-        p, m, z, acc, alpha = _softmax_columns(s, tl.max(s, 0), m, z, acc)
+        p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
         v = as_values(raw_numbers(value_base, tile_valid, V_BITS, V_BF16, VD // 16, VS))
         present = token0 + fragment_order(tl.arange(0, BT)) < length
         v = tl.where(present[None, :], v, 0.0).to(v.dtype)
@@ -171,7 +171,7 @@ def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, vali
         v_field = load_field((page + V_FIELDS)[:, None], field_at, valid_tiles)
         v_scale = tl.reshape(decode_unsigned(v_field), (BT,))
         exponent = tl.reshape(field_exponent(v_field), (BT,))
-        p, m, z, acc, alpha = _softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
+        p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
         ph = (p * tl.where(valid, v_scale, 0.0)[:, None]).to(tl.float16)
         low, high = load_code_words(value_base, tile_valid, V_BITS, VD // 16, VS, True)
         v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX))
@@ -213,7 +213,7 @@ def _add_fresh(fresh0, m, z, acc, qh, row_scale, row_valid, position, fresh_k_pt
     v_at = fresh_v_ptr + at * fresh_v_stride
     v = tl.load(v_at[None, :] + v_dim[:, None], mask=present[None, :] & (v_dim < VD)[:, None], other=0.0).to(tl.float32)
     v_down, v_up, v_exponent = power_below(tl.max(tl.abs(v), 0))
-    p, m, z, acc, _ = _softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, z, acc)
+    p, m, z, acc, _ = softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, z, acc)
     acc = tl.dot((v * v_down[None, :]).to(tl.float16), (p * v_up[:, None]).to(tl.float16), acc)
     return m, z, acc
 
@@ -274,7 +274,7 @@ def attend_kernel(
     per_part = tl.cdiv(steps, SPLITS)
     step_end = tl.minimum((part + 1) * per_part, steps)
     q_ptrs = q_ptr + q_row * q_stride + q_head * q_head_stride
-    qh, q_sum, up = _load_queries(
+    qh, q_sum, up = load_queries(
         q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, K_KIND, K_BITS, K_BF16, K_ROTATED, ROTATE_BLOCK
     )
     row_scale = up * scale_log2

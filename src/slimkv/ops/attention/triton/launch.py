@@ -85,7 +85,8 @@ def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
 
 
 @lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors ``device`` has (a few, where it is none)."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -94,29 +95,31 @@ def _multiprocessors(device: torch.device) -> int:
 def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
     """How many parts to cut the keys into so that the programs fill the device in one wave, or in two."""
     steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
-    slots = _multiprocessors(device) * shape.resident
+    slots = multiprocessors(device) * shape.resident
     wanted = slots // max(1, programs) or 2 * slots // max(1, programs)
     return max(1, min(wanted, steps, _MAX_SPLITS))
 
 
 @lru_cache(maxsize=64)
-def _byte_table(fmt: TensorFormat, dim: int) -> tuple[int, int]:
+def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
+    """The look-up table of Lloyd-Max levels of up to 4 bits; zeros where kernels use none."""
     if fmt.kind != Kind.LLOYD or fmt.bits > 4:
         return 0, 0
     return byte_table(codebook(fmt.bits, dim).levels_by_code.tolist(), fmt.bits)
 
 
-def _padded(dim: int) -> int:
+def padded_slices(dim: int) -> int:
+    """Slices of 16 numbers, padded to a power of two."""
     return triton.next_power_of_2(dim // 16)
 
 
 @lru_cache(maxsize=256)
-def _format_constants(layout: PageLayout) -> dict[str, Any]:
+def format_constants(layout: PageLayout) -> dict[str, Any]:
     """What every kernel that reads pages must know about them."""
     spec = layout.spec
     return {
         "BLOCK_SIZE": layout.block_size, "KD": spec.key_dim, "VD": spec.value_dim,
-        "KS": _padded(spec.key_dim), "VS": _padded(spec.value_dim),
+        "KS": padded_slices(spec.key_dim), "VS": padded_slices(spec.value_dim),
         "K_KIND": KIND_NUMBER[spec.key.kind], "K_BITS": spec.key.bits, "K_BF16": spec.key.raw_dtype == "bfloat16",
         "K_FIELDS": layout.key.fields_offset,
         "V_KIND": KIND_NUMBER[spec.value.kind], "V_BITS": spec.value.bits, "V_BF16": spec.value.raw_dtype == "bfloat16",
@@ -184,7 +187,7 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
     attend_kernel[(blocks, num_kv_heads, num_splits)](
         query, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, sinks, *fresh,
         out, lse, part, part_lse,
-        k.signs, v.signs, k.levels, v.levels, *_byte_table(spec.key, spec.key_dim), *_byte_table(spec.value,
+        k.signs, v.signs, k.levels, v.levels, *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value,
         spec.value_dim),
         sequences, most_queries, query.stride(0), query.stride(1), request.pages.stride(0), request.pages.stride(1),
         request.block_table.stride(0), out.stride(0), out.stride(1),
@@ -195,7 +198,7 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
         K_ROTATED=spec.key.rotated, ONE_BLOCK=one_block, CAUSAL=options.causal,
         WINDOW=options.sliding_window is not None,
         SOFTCAP=options.softcap > 0, FRESH=request.fresh is not None, ROTATE_BLOCK=16, STAGES=shape.stages,
-        **_format_constants(layout), **flags, num_warps=shape.warps, num_stages=shape.stages,
+        **format_constants(layout), **flags, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if num_splits > 1:
         rows = 4 if total * heads >= 1024 else 1
@@ -204,8 +207,8 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
             part, part_lse, request.cu_seqlens_q, sinks, out, lse, v.signs, v.orthonormal, sequences, out.stride(0),
             out.stride(1),
             Q_HEADS=heads, ROWS=rows, PARTS=parts, SPLITS=num_splits, VD=spec.value_dim,
-            VDP=16 * _padded(spec.value_dim),
-            NB=min(128, 16 * _padded(spec.value_dim)) if rows == 4 else 32, **flags, num_warps=4,
+            VDP=16 * padded_slices(spec.value_dim),
+            NB=min(128, 16 * padded_slices(spec.value_dim)) if rows == 4 else 32, **flags, num_warps=4,
         )  # fmt: skip
 
 
@@ -243,7 +246,7 @@ def _dense_exponents(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Te
             top = torch.where(real, fresh[side].abs().amax((1, 2)).float(), 0.0).nan_to_num().amax()
             exponents[..., side] = torch.frexp(top)[1].clamp(min=-39)
     constants = {
-        name: _format_constants(request.layout)[name]
+        name: format_constants(request.layout)[name]
         for name in ("BLOCK_SIZE", "K_KIND", "K_BITS", "K_FIELDS", "V_KIND", "V_BITS", "V_FIELDS")
     }
     tokens = 1024
@@ -307,11 +310,11 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
         unpack_kernel[(triton.cdiv(chunk, 64), num_kv_heads, sequences)](
             request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, rank, exponents, *fresh,
             dense_k, dense_v,
-            k.levels, v.levels, *_byte_table(spec.key, spec.key_dim), *_byte_table(spec.value, spec.value_dim),
+            k.levels, v.levels, *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value, spec.value_dim),
             MAX_DECODE_QUERIES, chunk, step * chunk, request.pages.stride(0), request.pages.stride(1),
             request.block_table.stride(0),
             fresh[0].stride(0), fresh[0].stride(1), fresh[1].stride(0), fresh[1].stride(1),
-            HEADS=num_kv_heads, NT=4, FRESH=request.fresh is not None, **_format_constants(layout), num_warps=4,
+            HEADS=num_kv_heads, NT=4, FRESH=request.fresh is not None, **format_constants(layout), num_warps=4,
         )  # fmt: skip
         prefill_kernel[(total // block_q + sequences, num_kv_heads)](
             query, dense_k, dense_v, request.seq_lens, request.cu_seqlens_q, rank, exponents,
@@ -322,7 +325,8 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
             request.softmax_scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal,
             options.sliding_window or 0,
             HEADS=num_kv_heads, GROUP=request.group, BLOCK_Q=block_q, M=rows, BN=tokens_per_step,
-            KD=spec.key_dim, VD=spec.value_dim, KDP=16 * _padded(spec.key_dim), VDP=16 * _padded(spec.value_dim),
+            KD=spec.key_dim, VD=spec.value_dim, KDP=16 * padded_slices(spec.key_dim),
+            VDP=16 * padded_slices(spec.value_dim),
             K_ROTATED=spec.key.rotated, V_ROTATED=spec.value.rotated, FIRST=step == 0, LAST=step == passes - 1,
             CAUSAL=options.causal, WINDOW=options.sliding_window is not None, SOFTCAP=options.softcap > 0,
             SINKS=options.sinks is not None,

@@ -372,6 +372,32 @@ static WeightDigits weight_digits(TileMemory& m, i64 r, int tokens) {
 }
 #endif
 
+// The tokens of a chunk [first, first + count) that a row sees; empty where it sees none.
+static Seen seen_by(const Attention& a, const RowTile& tile, i64 r, i64 first, int count) {
+  const i64 row = tile.first + r, from = a.sees_from(tile.sequence, row) - first, to = a.sees_to(tile.sequence, row) - first;
+  const int begin = from > count ? count : from > 0 ? (int)from : 0, end = to < begin ? begin : to < count ? (int)to : count;
+  return {begin, end};
+}
+
+// Weights by V's floats. A row that sees a part of the chunk takes that part: a weight of zero would not hide a NaN.
+static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 first, int count) {
+  const int rows = (int)(tile.end - tile.first), dim = a.value.side->dim;
+  bool whole = true;
+  for (int r = 0; r < rows && whole; r++) {
+    const Seen seen = seen_by(a, tile, r, first, count);
+    whole = seen.begin == 0 && seen.end == count;
+  }
+  if (whole) {
+    weighted_float(m.scores, rows, m.value_floats, dim, count, dim, m.rescale, state.out, dim);
+    return;
+  }
+  for (int r = 0; r < rows; r++) {
+    const Seen seen = seen_by(a, tile, r, first, count);
+    if (seen.end > seen.begin)
+      weighted_float(m.scores + r * CHUNK + seen.begin, 1, m.value_floats + seen.begin * dim, dim, seen.end - seen.begin, dim, m.rescale + r, state.out + (i64)r * dim, dim);
+  }
+}
+
 // out = out * rescale + weights v, for the rows that see something of the chunk.
 static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 first, int count, bool fresh) {
   const Side& side = *a.value.side;
@@ -381,7 +407,7 @@ static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m,
       load_fresh(a, a.value, true, tile, first, count, m.value_floats, dim);
     else
       load_floats(a, a.value, tile, first, count, m.value_floats, dim);
-    weighted_float(m.scores, rows, m.value_floats, dim, count, dim, m.rescale, state.out, dim);
+    weighted_rows(a, tile, m, state, first, count);
     return;
   }
   const int whole = (count + TILE - 1) / TILE * TILE;
@@ -422,7 +448,9 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
   }
   memset(state.out, 0, sizeof(float) * rows * dim);
   prepare_queries(a, tile, m);
-  i64 first = key_begin / TILE * TILE;  // tiles are unpacked whole
+  // Tiles of codes are unpacked whole. What is read token by token begins where it is seen: a page of one token before
+  // it may belong to somebody else.
+  i64 first = a.key.bytes || a.value.bytes ? key_begin / TILE * TILE : key_begin;
   if (first < fresh_from && key_begin >= fresh_from) first = key_begin;
   while (first < key_end) {
     const bool fresh = first >= fresh_from;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from slimkv.ops.checks import check_slot_range
 from slimkv.ops.cpu.block_decoder import decode_side
 from slimkv.ops.gather.api import GatherRequest
 
@@ -15,6 +16,7 @@ def supports(request: GatherRequest) -> str | None:
 
 def run(request: GatherRequest) -> None:
     """See ``slimkv.ops.gather.gather``."""
+    check_slot_range("slots", request.slots, request.pages, request.layout)
     tokens, slots = request.layout.block_size, request.slots.long()
     absent = slots < 0
     blocks, inside = torch.unique(slots.clamp(min=0) // tokens, return_inverse=True)

@@ -6,6 +6,7 @@ import torch
 
 from slimkv.codec.pack import pack_rows
 from slimkv.codec.quantize import Encoded
+from slimkv.ops.checks import check_slot_range
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.reference import encode_keys, write_rows
 
@@ -17,6 +18,7 @@ def supports(request: StoreRequest) -> str | None:
 
 def run(request: StoreRequest) -> None:
     """See ``slimkv.ops.store.store``."""
+    check_slot_range("slot_mapping", request.slot_mapping, request.pages, request.layout)
     key, value, slots = request.key, request.value, request.slot_mapping
     keep = slots >= 0
     if not bool(keep.all()):

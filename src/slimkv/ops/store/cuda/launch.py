@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
 from slimkv.codec.quantize import becomes_short
+from slimkv.codec.query_aware import SEARCH_SCALES, scale_weight
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBERS
 from slimkv.ops.cuda.module import Defines, load
@@ -69,6 +70,9 @@ class StoreArgs(ctypes.Structure):
         ("matrices", ctypes.c_int32),
         ("heads", ctypes.c_int32),
         ("spread", ctypes.c_int32),
+        ("search_scales", ctypes.c_float * 4),
+        ("search_weights", ctypes.c_float * 4),
+        ("spread_rounds", ctypes.c_int32),
     ]
 
 
@@ -147,6 +151,7 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
         else 2
         if request.query_aware_index is not None and request.matrices > 1
         else 1,
+        request.query_aware_search,
     )
     args = StoreArgs.from_buffer_copy(plan.args)
     side = args.key
@@ -163,6 +168,9 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
             args.heads, args.spread = heads, int(tokens * heads < FEW_VECTORS)
     blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
     if request.query_aware is not None:
+        if request.query_aware_search and tokens * heads < FEW_VECTORS:  # a step of decoding waits for every round
+            args.spread_rounds = 1
+            blocks *= request.query_aware_search
         # Neighbours in a chunk share a matrix; those of a decode step do not, and have blocks enough to take one each.
         return plan, (blocks, heads * (args.matrices if args.spread else 1)), args
     if plan.resident:  # all run at the same time, and every warp has as many tiles as the others, or one fewer
@@ -191,11 +199,14 @@ def _plan(
     long_slots: bool,
     few: bool,
     shaped: int,  # 0: no, 1: with one matrix a head, 2: with several
+    search: int = 0,
 ) -> Plan:
     from slimkv.codec import Codec
 
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
+    for i, scale in enumerate(SEARCH_SCALES.get(search, ())):
+        args.search_scales[i], args.search_weights[i] = scale, scale_weight(scale)
     defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots)})
     warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if shaped else _WARPS, 0
     shaping = warps  # as many again store values
@@ -254,6 +265,7 @@ def _plan(
         "TILES_PER_BLOCK": tiles_per_block,
         "MIN_BLOCKS": blocks,
         "QUERY_AWARE": int(shaped),
+        "SEARCH": search,
     }
     resident = 0
     if lean and tiles_per_block > 1:

@@ -159,8 +159,8 @@ template <int KIND, int BITS> constexpr float half_unit() {
 // The numbers of a slice as an operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7), of which keys want the middle two the
 // other way round. Lloyd-Max: one by one from a table in shared memory (of 6 bits and more; see below for fewer). FP8: behind
 // fp16's exponent the bits of e4m3 are the number over 256.
-template <int KIND, int BITS, bool TRANSPOSED>
-DEVICE void code_halves(u32 low, u32 high, Table table, const LevelTable& levels, u32 (&a)[4]) {
+template <int KIND, int BITS, bool TRANSPOSED, class Levels>
+DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
   if (KIND == UNIFORM) {
     u32 first, second;

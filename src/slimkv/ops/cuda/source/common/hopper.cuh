@@ -33,6 +33,13 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
 // Makes this thread's stores to shared memory visible to products and copies.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Four 8 x 8 matrices of 16-bit elements, each in the lanes' fragments, to rows of 16 bytes: lane 8 m + r has the address of row
+// r of matrix m, to which OFFSET is added.
+template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0 + %5], {%1, %2, %3, %4};"
+               :: "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3), "n"(OFFSET) : "memory");
+}
+
 // Barriers 1-15 of the block, of `threads` that either wait or only arrive.
 DEVICE void bar_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 DEVICE void bar_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
@@ -61,6 +68,9 @@ DEVICE void keep_before(float x, float y) {
   if (x < 0.0f || y < 0.0f) asm volatile("nanosleep.u32 1;");
 }
 
+#define REGISTERS_4 "%0,%1,%2,%3"
+#define REGISTERS_8 REGISTERS_4 ",%4,%5,%6,%7"
+#define REGISTERS_16 REGISTERS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGISTERS_64 REGISTERS_32 "," "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
@@ -69,6 +79,10 @@ DEVICE void keep_before(float x, float y) {
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define HELD_4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define HELD_8(i) HELD_4(i), HELD_4(i + 4)
+#define HELD_ALL_32 HELD_32
+#define HELD_ALL_4 HELD_4(0)
+#define HELD_ALL_8 HELD_8(0)
+#define HELD_ALL_16 HELD_8(0), HELD_8(8)
 #define HELD_32 HELD_8(0), HELD_8(8), HELD_8(16), HELD_8(24)
 #define HELD_64 HELD_32, HELD_8(32), HELD_8(40), HELD_8(48), HELD_8(56)
 
@@ -123,6 +137,30 @@ SLIMKV_WGMMA_BYTES(128, 64, "64", "65", "66", "67", "68", "69")
 SLIMKV_WGMMA(64, 32, "32", "33", "34", "35", "36", "37")
 SLIMKV_WGMMA(128, 64, "64", "65", "66", "67", "68", "69")
 SLIMKV_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")
+
+template <int N, bool BF16> struct WgmmaNarrow;
+// c += A B of few columns, of halves or (BF16) of bfloat16; B is N x 16, 16 side by side. register_a: A in the lanes'
+// fragments. transposed_a: A is 16 x 64, 64 side by side, and its transpose is multiplied.
+#define SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, BF16, TYPE)                                                     \
+  template <> struct WgmmaNarrow<N, BF16> {                                                                            \
+    DEVICE_MEMBER static void register_a(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {                       \
+      asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R              \
+                   "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", 1, 1, 1, 0;\n}"                                    \
+                   : HELD_ALL_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                       \
+    }                                                                                                                  \
+    DEVICE_MEMBER static void transposed_a(float (&c)[R], u64 a, u64 b) {                                              \
+      asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R              \
+                   "}, %" A0 ", %" A1 ", 1, 1, 1, 1, 0;\n}"                                                          \
+                   : HELD_ALL_##R : "l"(a), "l"(b));                                                                   \
+    }                                                                                                                  \
+  };
+#define SLIMKV_WGMMA_NARROW_BOTH(N, R, A0, A1, A2, A3, B)           \
+  SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, false, "f16")        \
+  SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, true, "bf16")
+SLIMKV_WGMMA_NARROW_BOTH(8, 4, "4", "5", "6", "7", "8")
+SLIMKV_WGMMA_NARROW_BOTH(16, 8, "8", "9", "10", "11", "12")
+SLIMKV_WGMMA_NARROW_BOTH(32, 16, "16", "17", "18", "19", "20")
+SLIMKV_WGMMA_NARROW_BOTH(64, 32, "32", "33", "34", "35", "36")
 #endif
 
 // An operand in shared memory in rows of 128 bytes, of which 8 (1,024 bytes on their own boundary) have their 16-byte units

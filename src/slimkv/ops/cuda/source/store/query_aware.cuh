@@ -1,8 +1,13 @@
-// Query-aware rounding of keys (see slimkv.codec.rounding): coordinates from the last to the first, each corrected for the
+// Query-aware rounding of keys (see slimkv.codec.query_aware): coordinates from the last to the first, each corrected for the
 // errors made so far. A warp takes 32 tokens. Errors of later slices correct a slice by products of bytes on the tensor
 // cores; within a slice every lane has a token of its own, and its 16 coordinates one after the other.
+//
+// A search under SEARCH scales has as many lanes for each token, next to each other, and takes the warp's tokens in SEARCH
+// rounds of 32 / SEARCH. Each lane is a row of its own, with errors of its own; codes are bytes of the token's word.
 #pragma once
 #include "store/lloyd.cuh"
+
+constexpr int ROUNDS = SEARCH > 0 ? SEARCH : 1;
 
 template <class F> struct QueryAwareMemory {
   static constexpr int STRIDE = 36;               // of a dimension's 32 tokens, in words: no two lanes meet in a bank
@@ -64,17 +69,25 @@ template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memor
     memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
 }
 
-// Replaces the coordinates of 32 tokens by codes; of those that are not ``mine`` (the lane's), nothing changes.
-template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* weights,
-                                           float error_steps, bool mine, int lane) {
+// Replaces the coordinates of a token for each lane, whose column is ``token``, by codes; of those that are not ``mine``,
+// nothing changes. With a search the coordinates are taken times ``scale`` and the codes are byte number ``lane`` % SEARCH;
+// returns the sum of squared distances from the targets.
+template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* weights,
+                                            float error_steps, float scale, int token, bool mine, int lane) {
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
+  float cost = 0.0f;
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
     sum_later_slices<F>(memory, weights, s, lane);
-    sync_warp();
     const u8* row = weights + 16 * s * (F::D + 1);
-    float* own = memory.numbers + 16 * s * memory.STRIDE + lane;
+    float* own = memory.numbers + 16 * s * memory.STRIDE + token;
+    float scaled[16];  // before another lane of this token puts a code there
+    if constexpr (SEARCH > 0) {
+#pragma unroll
+      for (int n = 0; n < 16; n++) scaled[n] = mul_rn(own[n * memory.STRIDE], scale);
+    }
+    sync_warp();
     u32 errors[4] = {};
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
@@ -84,17 +97,71 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
       if (n < 7) total = dp4a_s8(errors[1], w.y, total);
       if (n < 11) total = dp4a_s8(errors[2], w.z, total);
       if (n < 15) total = dp4a_s8(errors[3], w.w, total);
-      float x = own[n * memory.STRIDE];
-      float target = min_f32(max_f32(fma_rn(i32_to_f32_rn(total), -back, x), -LIMIT), LIMIT);
-      u32 code = code_of<F>(target, tables);
-      float error = min_f32(max_f32(fma_rn(x, -error_steps, levels.of(target, code)), -127.0f), 127.0f);
+      float x = SEARCH > 0 ? scaled[n] : own[n * memory.STRIDE];
+      float target = fma_rn(i32_to_f32_rn(total), -back, x), within = min_f32(max_f32(target, -LIMIT), LIMIT);
+      u32 code = code_of<F>(within, tables);
+      float level = levels.of(within, code);
+      float error = min_f32(max_f32(fma_rn(x, -error_steps, level), -127.0f), 127.0f);
       u32 byte = as_bits(add_rn(error, 12582912.0f));
       errors[n / 4] = prmt(errors[n / 4], byte, n % 4 == 0 ? 0x3214 : n % 4 == 1 ? 0x3240 : n % 4 == 2 ? 0x3410 : 0x4210);
-      if (mine) own[n * memory.STRIDE] = as_float(code);
+      if constexpr (SEARCH > 0) {
+        float distance = fma_rn(target, -error_steps, level);
+        cost = add_rn(cost, mul_rn(distance, distance));
+        if (mine) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)code;
+      } else if (mine) own[n * memory.STRIDE] = as_float(code);
     }
     if (mine) *(Words4*)(memory.errors + lane * memory.ERROR_STRIDE + 16 * s) = {errors[0], errors[1], errors[2], errors[3]};
     sync_warp();
   }
+  return cost;
+}
+
+// With every matrix that the lanes' tokens ask for; see round_query_aware. index: which one the lane's token takes; only:
+// the one that it is for where matrices are spread over blocks.
+template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels,
+                                                    const StoreArgs& args, int head, int index, int only, float scale, int token, int lane) {
+  const u8* weights = args.query_aware + (i64)head * F::D * F::D;
+  if constexpr (QUERY_AWARE == 1) return round_query_aware<F>(memory, tables, levels, weights, args.error_steps, scale, token, true, lane);
+  float cost = 0.0f;
+  int end = args.spread ? only + 1 : args.matrices;
+#pragma unroll 1
+  for (int matrix = args.spread ? only : 0; matrix < end; matrix++) {  // 32 neighbours nearly always share one
+    if (!warp_any(index == matrix)) continue;
+    bool mine = args.spread || index == matrix;
+    float found = round_query_aware<F>(memory, tables, levels, weights + matrix * args.matrix_stride, args.error_steps, scale, token, mine, lane);
+    if (mine) cost = found;
+  }
+  return cost;
+}
+
+template <class F> DEVICE void clear_errors(const QueryAwareMemory<F>& memory, int lane) {
+  for (int i = lane; i < memory.ERRORS / 16; i += 32) ((Words4*)memory.errors)[i] = {0, 0, 0, 0};
+}
+
+// The rounds of a search, or the one numbered ``only_round``; returns the number of the best scale of token ``lane``, the
+// first one of equals.
+template <class F> DEVICE int search_scales(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const StoreArgs& args,
+                                            int head, int index, int only, int only_round, int lane) {
+  constexpr int TOKENS = 32 / ROUNDS;
+  int best = 0, own = lane % ROUNDS;
+  float scale = args.search_scales[own], weight = args.search_weights[own];
+#pragma unroll 1
+  for (int round = only_round < 0 ? 0 : only_round; round < (only_round < 0 ? ROUNDS : only_round + 1); round++) {
+    int token = round * TOKENS + lane / ROUNDS;
+    clear_errors<F>(memory, lane);
+    sync_warp();
+    float cost = mul_rn(round_with_matrices<F>(memory, tables, levels, args, head, shfl(index, token), only, scale, token, lane), weight);
+    int number = own;
+#pragma unroll
+    for (int step = 1; step < ROUNDS; step *= 2) {
+      float other = shfl_xor(cost, step);
+      int its = shfl_xor(number, step);
+      if (other < cost || (other == cost && its < number)) cost = other, number = its;
+    }
+    number = shfl(number, lane % TOKENS * ROUNDS);
+    if (lane / TOKENS == round) best = number;
+  }
+  return best;
 }
 
 // Digits and scalars of a tile of 16 tokens.
@@ -122,7 +189,7 @@ template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, cons
 }
 
 template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(const SideArgs& side, const StoreArgs& args, int head, int first,
-                                                                                 TokenScalars scalars, bool keep, const LloydTables<F>& tables,
+                                                                                 TokenScalars scalars, bool keep, int best, const LloydTables<F>& tables,
                                                                                  const QueryAwareMemory<F>& memory, int tile, int lane) {
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
   if (!keep) slots.slot = -1;
@@ -131,6 +198,10 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
   LevelSums<F> sums;
   Digits<F> digits;
   if constexpr (F::POLICY == UNBIASED) prepare_tile<F>(side, args, head, first, lane, digits);
+  int shift[2] = {};  // of the best scale's code, in the words of the lane's tokens
+  if constexpr (SEARCH > 0)
+#pragma unroll
+    for (int j = 0; j < 2; j++) shift[j] = 8 * shfl(best, token_of<F>(lane, j));
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
     typename Digits<F>::Sum exact[F::GROUPS][8] = {};
@@ -143,6 +214,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
 #pragma unroll
       for (int n = 0; n < 8; n++) {
         code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
+        if constexpr (SEARCH > 0) code[n] = code[n] >> shift[token_number<F>(n)] & ((1 << F::BITS) - 1);  // those of other rounds are no codes
         rotated[n] = integer_of<F>(exact[q][n]);
       }
       put_slice<F>(codes, sums, slice, i * F::GROUPS + q, code, rotated, tables, side);
@@ -158,10 +230,12 @@ template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, con
   ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
 }
 
-// Encodes and writes 32 tokens of one head, or where matrices are spread over blocks those of them that take matrix ``only``, with a warp and the ``number``-th part of the block's memory.
-template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only, int first,
+// Encodes and writes 32 tokens of one head, with a warp and the ``number``-th part of the block's memory: where matrices are
+// spread over blocks those of them that take matrix ``only``, and where rounds are those of ``only_round``.
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only, int only_round, int first,
                                                                                u8* shared, int number) {
-  if (first >= args.tokens) return;
+  constexpr int ROUND_TOKENS = 32 / ROUNDS;
+  if (first + max_i32(only_round, 0) * ROUND_TOKENS >= args.tokens) return;
   int lane = thread_index() & 31, index = 0;
   constexpr bool SEVERAL = QUERY_AWARE > 1;
   const bool spread = SEVERAL && args.spread;
@@ -171,7 +245,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(co
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
   QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * QueryAwareMemory<F>::BYTES);
-  for (int i = lane; i < memory.ERRORS / 16; i += 32) ((Words4*)memory.errors)[i] = {0, 0, 0, 0};
+  if constexpr (SEARCH == 0) clear_errors<F>(memory, lane);
   TokenScalars mine;
 #pragma unroll 1
   for (int tile = 0; tile < 2; tile++) {
@@ -181,23 +255,17 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(co
     if (lane >> 4 == tile) mine = scalars;
   }
   sync_warp();
-  const u8* weights = args.query_aware + (i64)head * F::D * F::D;
-  if constexpr (SEVERAL) {
-    int end = spread ? only + 1 : args.matrices;
-#pragma unroll 1
-    for (int matrix = spread ? only : 0; matrix < end; matrix++)  // 32 neighbours nearly always share one
-      if (warp_any(index == matrix))
-        round_query_aware<F>(memory, tables, levels, weights + matrix * args.matrix_stride, args.error_steps, spread || index == matrix, lane);
-  } else {
-    round_query_aware<F>(memory, tables, levels, weights, args.error_steps, true, lane);
-  }
+  int best = 0;
+  if constexpr (SEARCH > 0) best = search_scales<F>(memory, tables, levels, args, head, index, only, only_round, lane);
+  else round_with_matrices<F>(memory, tables, levels, args, head, index, only, 1.0f, lane, lane);
 #pragma unroll 1
   for (int tile = 0; tile < 2; tile++) {
     int from = 16 * tile + (lane & 15);
     TokenScalars scalars = {shfl(mine.squared, from), shfl(mine.norm, from), 0.0f, shfl(mine.down, from),
                             shfl((u32)mine.zero, from) != 0, shfl((u32)mine.bad, from) != 0};
-    bool keep = !spread || shfl(index, from) == only;
+    bool keep = (!spread || shfl(index, from) == only) && (only_round < 0 || from / ROUND_TOKENS == only_round);
+    int scale = SEARCH > 0 ? shfl(best, from) : 0;
     if (first + 16 * tile < args.tokens)
-      store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * tile, scalars, keep, tables, memory, tile, lane);
+      store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * tile, scalars, keep, scale, tables, memory, tile, lane);
   }
 }

@@ -2,7 +2,7 @@
 // single IEEE operations. Compiled for one layout and one pair of input types.
 //
 // Given: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, QUERY_AWARE
-// (query-aware rounding of keys: 1 with one matrix a head, 2 with several), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
+// (query-aware rounding of keys: 1 with one matrix a head, 2 with several), SEARCH (how many scales are tried for it, or 0), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
 // ROTATED, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
 #include "store/direct.cuh"
 #include "store/lloyd.cuh"
@@ -40,9 +40,11 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
   cp_async_wait<0>();
   sync_threads();
   int warp = shfl(thread_index() >> 5, 0);  // as above: no warp takes both ways
-  int first = 32 * (block_index() * HALF + warp % HALF);
-  if (warp < HALF) return store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, first, memory, warp);
-  if (matrix > 0) return;
+  bool spread = SEARCH > 0 && args.spread_rounds;
+  int block = spread ? block_index() / ROUNDS : block_index(), round = spread ? block_index() % ROUNDS : -1;
+  int first = 32 * (block * HALF + warp % HALF);
+  if (warp < HALF) return store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, round, first, memory, warp);
+  if (matrix > 0 || round > 0) return;
 #pragma unroll 1
   for (int end = first + 32; first < end && first < args.tokens; first += 16) {
     if constexpr (TABLES) {
@@ -54,7 +56,8 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
 }
 
 // Grid: tiles (or, of many, any number of blocks) by twice the heads, keys and values in turn; with query-aware rounding
-// WARPS tiles by the heads, and where few tokens have different matrices, again for each matrix.
+// WARPS tiles by the heads, and where few tokens have different matrices, again for each matrix. A search of few tokens has
+// SEARCH blocks for each of these, one for each round.
 KERNEL(32 * WARPS, MIN_BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
   if constexpr (QUERY_AWARE) {

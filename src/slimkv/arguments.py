@@ -1,0 +1,147 @@
+"""Arguments of public functions are what their annotations say, or an ``InputError`` names the one that is not.
+
+``@typed`` reads a function's annotations once. Kinds (tensors, integers, names, ...) are checked there; shapes, values
+and devices are the function's own matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from slimkv.errors import InputError, SlimKVError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C", bound=type)
+_NAMES: dict[Any, str] = {
+    int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None",
+    torch.Tensor: "a tensor", torch.device: "a device", torch.dtype: "a dtype", Path: "a path", tuple: "a tuple",
+    list: "a list", Mapping: "a mapping", Sequence: "a sequence",
+}  # fmt: skip
+# What an annotation admits beside its own class.
+_ALSO: dict[Any, tuple[type, ...]] = {int: (np.integer,), float: (int, np.integer, np.floating), bool: (np.bool_,)}
+_TEXTS = (str, bytes)
+
+
+class _Rule:
+    """What one argument may be."""
+
+    def __init__(self, name: str, kinds: tuple[Any, ...], error: type[SlimKVError]) -> None:
+        self.name, self.error = name, error
+        self.classes = tuple(c for kind in kinds for c in (kind, *_ALSO.get(kind, ())))
+        self.takes_bool = bool in kinds
+        self.is_device = torch.device in kinds
+        self.is_sequence = Sequence in kinds and str not in kinds
+        self.wanted = " or ".join(_NAMES.get(kind, kind.__name__) for kind in kinds)
+
+    def check(self, value: Any) -> None:
+        if isinstance(value, self.classes):
+            if type(value) is bool and not self.takes_bool:
+                self.refuse(value)
+            if self.is_sequence and isinstance(value, _TEXTS):
+                self.refuse(value)
+            if self.is_device and isinstance(value, str):
+                self.check_device(value)
+            return
+        self.refuse(value)
+
+    def check_device(self, value: str) -> None:
+        try:
+            torch.device(value)
+        except RuntimeError as error:
+            raise self.error(f"{self.name} is {value!r}, which is no device: {str(error).splitlines()[0]}") from error
+
+    def refuse(self, value: Any) -> None:
+        raise self.error(f"{self.name} must be {self.wanted}, not {describe(value)}")
+
+
+def describe(value: Any) -> str:
+    """``value`` in a message: tensors by dtype, shape and device, everything else as it prints, cut short."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}"
+    text = repr(value)
+    return f"{text[:80]}... ({type(value).__name__})" if len(text) > 80 else f"{text} ({type(value).__name__})"
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...] | None:
+    """The classes that an annotation admits, None for one that says nothing that can be checked."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        parts = [_kinds(part) for part in typing.get_args(annotation)]
+        return None if any(part is None for part in parts) else tuple(kind for part in parts for kind in part or ())
+    if origin in (tuple, list, Mapping, Sequence):
+        return (origin,)
+    if annotation is None:
+        return (type(None),)
+    if isinstance(annotation, type) and annotation not in (object, Any) and origin is None:
+        return (annotation,)
+    return None
+
+
+def _rules(annotations: dict[str, Any], scope: dict[str, Any], error: type[SlimKVError]) -> Iterator[_Rule]:
+    for name, annotation in annotations.items():
+        if isinstance(annotation, str):
+            try:
+                annotation = eval(annotation, scope)  # our own source, with names of its own module
+            except (NameError, TypeError):  # a name for type checkers only
+                continue
+        kinds = _kinds(annotation)
+        if kinds is not None and name != "return":
+            yield _Rule(name, kinds, error)
+
+
+def typed(function: _F) -> _F:
+    """Refuses arguments of the wrong kind by name. What has no annotation, or one without classes, is left alone."""
+    names = list(inspect.signature(function).parameters)
+    state: dict[str, Any] = {}
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        rules = state.get("rules")
+        if rules is None:
+            found = _rules(function.__annotations__, function.__globals__, InputError)
+            rules = state["rules"] = {rule.name: rule for rule in found}
+        for name, value in zip(names, args, strict=False):
+            rule = rules.get(name)
+            if rule is not None:
+                rule.check(value)
+        for name, value in kwargs.items():
+            rule = rules.get(name)
+            if rule is not None:
+                rule.check(value)
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def typed_fields(error: type[SlimKVError] = InputError) -> Callable[[_C], _C]:
+    """For dataclasses: fields of the wrong kind are refused by name, before ``__post_init__`` looks at their values."""
+
+    def decorate(cls: _C) -> _C:
+        own = cls.__dict__.get("__post_init__")
+        state: dict[str, Any] = {}
+
+        def check(self: Any) -> None:
+            rules = state.get("rules")
+            if rules is None:
+                module = vars(inspect.getmodule(cls))
+                annotations = {f.name: f.type for f in fields(cls)}
+                rules = state["rules"] = list(_rules(annotations, module, error))
+            for rule in rules:
+                rule.check(getattr(self, rule.name))
+            if own is not None:
+                own(self)
+
+        cls.__post_init__ = check  # type: ignore[attr-defined]
+        return cls
+
+    return decorate

@@ -1,0 +1,51 @@
+"""Which backend vLLM gets by a name: ``CUSTOM``, or on a CPU one of vLLM's own names.
+
+vLLM looks these names up when a layer is made, with the engine's config at hand. ``CUSTOM`` is slimkv's backend for K
+and V, or for latents where the model attends those. A CPU's names are slimkv's backends where the user chose CUSTOM,
+and vLLM's own otherwise.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_switched_on: list[Any] = []  # the models of this process that slimkv serves
+_STOCK = {
+    "CPU_ATTN": ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend"),
+    "CPU_MLA": ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLABackend"),
+    "AMX_MLA": ("vllm.v1.attention.backends.mla.amx_mla", "AMXMLABackend"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name != "CUSTOM" and name not in _STOCK:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.config import get_current_vllm_config
+
+    from slimkv.errors import InputError
+    from slimkv.integrations.vllm.settings import EXAMPLE, wanted
+
+    config = get_current_vllm_config()
+    if name == "CUSTOM":
+        return _backend(config.model_config is not None and config.model_config.use_mla)
+    if getattr(config.attention_config.backend, "name", None) == "CUSTOM":
+        _switched_on.append(config.model_config)
+        return _backend(name != "CPU_ATTN")
+    # A drafter chooses for itself: its config is a copy of the engine's with another backend.
+    drafts = config.speculative_config is not None and any(x is config.model_config for x in _switched_on)
+    if wanted(config.additional_config) and not drafts:
+        raise InputError(f"the additional config has settings for slimkv, which is not switched on; use {EXAMPLE}")
+    module, backend = _STOCK[name]
+    return getattr(import_module(module), backend)
+
+
+def _backend(latent: bool) -> Any:
+    """slimkv's backend for latents, or for K and V."""
+    if latent:
+        from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
+
+        return SlimKVMLABackend
+    from slimkv.integrations.vllm.backend import SlimKVBackend
+
+    return SlimKVBackend

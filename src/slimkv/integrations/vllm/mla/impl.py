@@ -1,0 +1,203 @@
+"""``SlimKVMLAImpl``: one layer's latent attention in vLLM. Writes codes of latents and attends them there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.integrations.vllm.compat import AttentionType, get_current_vllm_config
+from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
+from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec, shared_codec
+from slimkv.integrations.vllm.mla.compat import (
+    MLACommonImpl,
+    accumulate_mla_context_chunk,
+    check_layer,
+    forbid_fused_cache_updates,
+    init_mla_context_partial,
+)
+from slimkv.integrations.vllm.mla.folding import FoldedProjections
+from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadata
+from slimkv.integrations.vllm.mla.refusals import refuse
+from slimkv.integrations.vllm.mla.warmup import compile_kernels
+from slimkv.integrations.vllm.page_sizes import backend_for_spec
+from slimkv.integrations.vllm.settings import parse
+from slimkv.integrations.vllm.startup import check_engine
+from slimkv.spec import Kind, LatentSpec, PageLayout, page_layout
+
+
+class SlimKVMLAImpl(MLACommonImpl):
+    """Latent attention of one layer.
+
+    Decoding and verification attend packed pages with absorbed queries. Prefill expands latents into K and V, as vLLM
+    does, those of the context after they were decoded into vLLM's workspace.
+    """
+
+    supports_dcp = False
+    supports_pcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla: Any,
+    ) -> None:
+        self._config = get_current_vllm_config()
+        self._settings = parse(self._config.additional_config)
+        check_engine(self._config)
+        asked = {
+            "ALiBi": alibi_slopes,
+            "a sliding window": sliding_window,
+            "a soft cap": logits_soft_cap,
+            "a cache shared with another layer": kv_sharing_target_layer_name,
+            f"attention of type {attn_type}": None if attn_type == AttentionType.DECODER else attn_type,
+        }
+        refuse(self._config, kv_cache_dtype, [name for name, value in asked.items() if value], mla)
+        forbid_fused_cache_updates(self._config)
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, **mla,
+        )  # fmt: skip
+        self.sliding_window = None  # of the fingerprint: every layer keeps all tokens
+        self._spec: LatentSpec | None = None
+        self._unbound: Any = None  # the layer's backend before it knew a format
+        self._folded = FoldedProjections()
+        self._fresh_codes = not self._settings.reads_fresh_raw(shared_pages=True)
+
+    # -- after the weights are there: the layer's name, hence its format ---------------------------------------------
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Finds the layer this belongs to and binds its backend class to the layer's format."""
+        name, layer = find_layer(self._config, self)
+        check_layer(layer)
+        dims = self.kv_lora_rank, self.qk_rope_head_dim
+        spec, _ = layer_spec(self._settings, self._config, name, *dims, act_dtype, latent=True)
+        assert isinstance(spec, LatentSpec)
+        self._spec = spec
+        self._unbound = self._unbound or layer.attn_backend  # weights may be loaded again
+        layer.attn_backend = backend_for_spec(
+            self._unbound, spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
+        )
+
+    def absorbed_weights_ready(self, layer: Any) -> None:
+        """Folds the rotation of the latent into the projections that the layer has absorbed."""
+        assert self._spec is not None
+        rotation = ops.latent_rotation(shared_codec(self._spec, torch.device("cpu")))
+        if rotation is not None:
+            self._folded.fold(layer, rotation)
+        weight = next(layer.kv_b_proj.parameters())
+        if weight.device.type != "cpu":  # nothing is compiled there
+            codec, dtype = shared_codec(self._spec, weight.device), self._config.model_config.dtype
+            compile_kernels(codec, self.num_heads, self.scale, dtype, self._config, self._settings.backend)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, PageLayout]:
+        """vLLM's uint8 [blocks, tokens, bytes] -> pages [blocks, page_bytes] and their layout."""
+        assert self._spec is not None
+        blocks, tokens, size = kv_cache.shape
+        return kv_cache.view(blocks, tokens * size), page_layout(self._spec, tokens)
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        """kv_c_normed [tokens, latent_dim], k_pe [tokens, 1, rope_dim] -> their slots; padding has negative slots."""
+        if kv_cache.numel() == 0:  # while memory is being measured there is no cache
+            return
+        assert self._spec is not None
+        pages, layout = self._pages(kv_cache)
+        slots = slot_mapping.flatten()
+        ops.store_latent(
+            kv_c_normed[: len(slots)], k_pe[: len(slots)], pages, slots, codec=shared_codec(self._spec, pages.device),
+            layout=layout, backend=self._settings.backend,
+        )  # fmt: skip
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Absorbed queries ([tokens, heads, latent_dim], [tokens, heads, rope_dim]) -> [tokens, heads, latent_dim].
+
+        Queries and output are in the space the latents are stored in: the layer's projections are folded.
+        """
+        assert self._spec is not None
+        latent, rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        pages, layout = self._pages(kv_c_and_k_pe_cache)
+        step = attn_metadata.decode
+        out = ops.attend_latent(
+            latent, rope, pages, step.block_table, step.seq_lens, step.cu_seqlens_q, softmax_scale=self.scale,
+            codec=shared_codec(self._spec, pages.device), layout=layout, max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len, query_is_rotated=True, output_is_rotated=True,
+            backend=self._settings.backend,
+        )  # fmt: skip
+        return out, None
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: SlimKVMLAMetadata,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Prefill; with ``fresh: codes`` the new tokens see of one another what later requests see of them."""
+        assert self._spec is not None
+        if self._fresh_codes and not _is_lossless(self._spec, kv_c_normed.dtype):
+            pages, layout = self._pages(kv_c_and_k_pe_cache)
+            first = attn_metadata.num_decode_tokens
+            slots = attn_metadata.slot_mapping[first : first + len(kv_c_normed)]
+            kv_c_normed, rope = ops.gather_latent(
+                pages, slots, codec=shared_codec(self._spec, pages.device), layout=layout, dtype=kv_c_normed.dtype
+            )
+            k_pe = rope.unsqueeze(1)
+        super().forward_mha(
+            q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=output_scale
+        )
+
+    def _compute_prefill_context(
+        self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: SlimKVMLAMetadata, k_scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of prefill's queries on what is cached: chunks of it are decoded into vLLM's workspace."""
+        assert self._spec is not None
+        assert attn_metadata.prefill is not None
+        context, backend = attn_metadata.prefill.chunked_context, attn_metadata.prefill.prefill_backend
+        pages, layout = self._pages(kv_c_and_k_pe_cache)
+        codec = shared_codec(self._spec, pages.device)
+        total: tuple[Tensor, Tensor] | None = None
+        for chunk, slots in zip(context.chunks, attn_metadata.context_slots, strict=True):
+            latent, rope = context.workspace[: len(slots)].split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+            ops.gather_latent(pages, slots, codec=codec, layout=layout, out=(latent, rope))
+            expanded = self.kv_b_proj(latent)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+            key, value = expanded.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+            part = backend.run_prefill_context_chunk(
+                chunk=chunk, q=q[chunk.token_slice], k=self._concat_k_nope_k_pe(key, rope.unsqueeze(1)), v=value
+            )
+            if total is None:
+                total = init_mla_context_partial(context, *part, num_tokens=q.shape[0])
+            accumulate_mla_context_chunk(chunk, *part, *total)
+        assert total is not None
+        return total
+
+
+def _is_lossless(spec: LatentSpec, dtype: torch.dtype) -> bool:
+    """Whether what is stored of tokens computed in ``dtype`` is what they were."""
+    name = str(dtype).removeprefix("torch.")
+    return all(side.kind == Kind.RAW and side.raw_dtype == name for side in (spec.latent, spec.rope))

@@ -1,0 +1,97 @@
+"""What the layers of a step share: vLLM's metadata of latent attention, and where the context's tokens are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from slimkv.integrations.vllm.compat import AttentionCGSupport, CommonAttentionMetadata
+from slimkv.integrations.vllm.mla.compat import (
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from slimkv.integrations.vllm.startup import check_cache
+
+
+@dataclass
+class SlimKVMLADecodeMetadata(MLACommonDecodeMetadata):
+    """The requests that decode or verify: few queries each, attended on packed pages."""
+
+    cu_seqlens_q: Tensor  # int32 [requests + 1]
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass
+class SlimKVMLAMetadata(MLACommonMetadata):
+    """One step."""
+
+    context_slots: list[Tensor] = field(default_factory=list)  # int64 [tokens], for each chunk of prefill's context
+
+
+class SlimKVMLAMetadataBuilder(MLACommonMetadataBuilder):
+    """Builds a step's metadata."""
+
+    # A graph holds bounds and addresses only: batches of equal short queries, speculative ones included.
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[Any] = QueryLenSupport.VARLEN
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, SlimKVMLAMetadata)
+        check_cache(vllm_config, kv_cache_spec.block_size)
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        """A graph follows the device's query lengths up to the bound it was captured with."""
+        speculative = vllm_config.speculative_config
+        drafted = speculative.num_speculative_tokens if speculative is not None else 0
+        return 1 + (drafted or 0)
+
+    def _build_decode(
+        self,
+        block_table_tensor: Tensor,
+        seq_lens_device: Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: Tensor | None,
+        **kwargs: Any,
+    ) -> SlimKVMLADecodeMetadata:
+        return SlimKVMLADecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            cu_seqlens_q=query_start_loc_device,
+            max_query_len=min(max_query_len, num_decode_tokens),
+            max_seq_len=min(max_seq_len, block_table_tensor.shape[1] * self.page_size),
+        )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Any:
+        """The step's metadata from what vLLM's scheduler decided."""
+        step = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if step.prefill is not None and step.prefill.chunked_context is not None:
+            step.context_slots = [
+                chunk_slots(step.prefill.block_table[chunk.request_slice], chunk, self.page_size)
+                for chunk in step.prefill.chunked_context.chunks
+            ]
+        return step
+
+
+def chunk_slots(block_table: Tensor, chunk: Any, block_size: int) -> Tensor:
+    """Slots, int64 [num_context_tokens], of the tokens of a chunk, one request after another.
+
+    ``block_table`` int32 [requests, blocks] has the chunk's requests; each brings the tokens from ``chunk.starts`` on.
+    """
+    request = chunk.token_to_seq.long()
+    row = torch.arange(len(request), device=block_table.device)
+    position = row - chunk.cu_seq_lens[request] + chunk.starts[request]
+    return block_table[request, position // block_size].long() * block_size + position % block_size

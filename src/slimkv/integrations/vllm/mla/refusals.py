@@ -1,0 +1,52 @@
+"""What latent attention in slimkv does not do, refused by name while the engine starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES
+from slimkv.integrations.vllm.settings import parse
+
+SPARSE = (
+    "slimkv packs dense latent attention (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash), not the sparse one of models "
+    "with an indexer (DeepSeek V3.2 and later); serve this model with vLLM's own attention backend"
+)
+# What vLLM tells an implementation of latent attention about the model.
+KNOWN_ARGUMENTS = frozenset(
+    {
+        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
+        "indexer", "q_pad_num_heads",
+    }
+)  # fmt: skip
+
+
+def refuse(vllm_config: Any, kv_cache_dtype: str, asked: list[str], mla: dict[str, Any]) -> None:
+    """Raises for what a model or an engine asks of latent attention and slimkv does not do."""
+    if mla.get("indexer") is not None or "topk_indices_buffer" in mla:
+        raise UnsupportedError(SPARSE)
+    if asked:
+        raise UnsupportedError(f"slimkv's latent attention has no {', '.join(asked)}")
+    unknown = set(mla) - KNOWN_ARGUMENTS
+    if unknown:
+        raise UnsupportedError(
+            f"slimkv does not know what this model asks of latent attention: {', '.join(sorted(unknown))}"
+        )
+    if kv_cache_dtype not in CACHE_DTYPES:
+        raise InputError(
+            f"slimkv stores its own formats, so kv_cache_dtype must be left at auto, not {kv_cache_dtype!r}"
+        )
+    if vllm_config.model_config.is_hybrid:
+        raise UnsupportedError(
+            "slimkv does not pack latent attention beside state-space or linear-attention layers: vLLM sizes the "
+            "blocks of such models for unpacked latents; serve this model with vLLM's own attention backend"
+        )
+    parallel = vllm_config.parallel_config
+    for name, size in (
+        ("decode context parallelism", parallel.decode_context_parallel_size),
+        ("prefill context parallelism", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            raise UnsupportedError(f"slimkv's latent attention does not run under {name}; use tensor parallelism")
+    settings = parse(vllm_config.additional_config)
+    settings.refuse("latent attention", "calibration")

@@ -1,0 +1,53 @@
+"""Each kind of step once, on a throw-away page, while the engine loads: so no request waits for a compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slimkv import ops
+from slimkv.codec import Codec
+from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS, PREFERRED_BLOCK
+from slimkv.spec import LatentSpec, page_layout
+
+_SHORT = 128  # tokens; kernels may be cut differently for short sequences
+_seen: set[tuple[Any, ...]] = set()
+
+
+def compile_kernels(
+    codec: Codec, num_heads: int, softmax_scale: float, dtype: torch.dtype, config: Any, backend: str | None
+) -> int:
+    """Stores, gathers and attends latents as the engine will; returns how many steps were run.
+
+    A kind of layer is run once per process: one query a sequence and as many as are verified, short and long.
+    """
+    spec, device = codec.spec, codec.device
+    assert isinstance(spec, LatentSpec)
+    block = config.cache_config.block_size
+    block = block if block in KERNEL_BLOCKS else PREFERRED_BLOCK
+    kind = (spec, num_heads, dtype, device, block, backend)
+    if kind in _seen:
+        return 0
+    _seen.add(kind)
+    layout = page_layout(spec, block)
+    pages = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
+    drafted = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
+    longest, steps = config.model_config.max_model_len, 0
+    for queries in sorted({1, 1 + (drafted or 0)}):
+        rows = 2 * queries
+        latent, rope = (torch.ones(rows, dim, dtype=dtype, device=device) for dim in (spec.latent_dim, spec.rope_dim))
+        slots = torch.arange(rows, device=device) % block
+        ops.store_latent(latent, rope, pages, slots, codec=codec, layout=layout, backend=backend)
+        ops.gather_latent(pages, slots, codec=codec, layout=layout, dtype=dtype)
+        for length in sorted({longest, min(longest, max(_SHORT, queries))}):
+            ops.attend_latent(
+                latent[:, None].repeat(1, num_heads, 1), rope[:, None].repeat(1, num_heads, 1), pages,
+                torch.zeros(2, layout.blocks_for(length), dtype=torch.int32, device=device),
+                torch.full((2,), queries, dtype=torch.int32, device=device),
+                torch.arange(3, dtype=torch.int32, device=device) * queries, softmax_scale=softmax_scale, codec=codec,
+                layout=layout, max_query_len=queries, max_seq_len=length, query_is_rotated=True, output_is_rotated=True,
+                backend=backend,
+            )  # fmt: skip
+            steps += 1
+    return steps

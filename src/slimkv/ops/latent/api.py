@@ -1,0 +1,276 @@
+"""attend_latent: absorbed queries and pages of latents -> attention output, for decode and verification.
+
+A token's scores are q_latent . latent + q_rope . rope, and its value is the latent again, for all heads. With the
+rotation of the latent folded into the projections around attention (``latent_rotation``), nothing is rotated here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.ops.attention.api import check_tables
+from slimkv.ops.checks import FLOATS, check_pages
+from slimkv.ops.cpu.module import compiled_unavailable_reason
+from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.ops.registry import Backend, Registry, anywhere, triton_unavailable_reason
+from slimkv.spec import CodecSpec, LatentSpec, PageLayout
+
+
+@dataclass(frozen=True)
+class LatentRequest:
+    """The checked arguments of one ``attend_latent``, with queries of the latent and the output in its stored space."""
+
+    query_latent: Tensor  # [total_queries, num_heads, latent_dim]
+    query_rope: Tensor  # [total_queries, num_heads, rope_dim], not rotated
+    pages: Tensor  # uint8 [blocks, 1, page_bytes]
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    max_query_len: int
+    max_seq_len: int
+    softmax_scale: float
+    codec: Codec
+    layout: PageLayout
+    out: Tensor
+    lse: Tensor | None
+    workspace: Tensor | None
+    num_splits: int | None
+
+    @property
+    def stored_query_rope(self) -> Tensor:
+        """The queries of the rope part in the space it is stored in."""
+        return self.codec.rotate_value(self.query_rope) if self.layout.spec.value.rotated else self.query_rope
+
+
+REGISTRY = Registry(
+    "attend_latent",
+    [
+        Backend("cpu", "slimkv.ops.latent.cpu", compiled_unavailable_reason),
+        Backend("cuda", "slimkv.ops.latent.cuda.launch", cuda_unavailable_reason),
+        Backend("triton", "slimkv.ops.latent.triton.launch", triton_unavailable_reason),
+        Backend("reference", "slimkv.ops.latent.reference", anywhere),
+    ],
+)
+
+
+def latent_rotation(codec: Codec) -> Tensor | None:
+    """The rotation R, float32 [latent_dim, latent_dim], that takes a latent (as a row) to its stored space.
+
+    None where the latent is stored as it is. Folding it into the absorbed projections once, W_UK' = W_UK R on the way
+    in and W_UV' = R^T W_UV on the way out, makes ``query_is_rotated`` and ``output_is_rotated`` true.
+    """
+    _check_codec(codec)
+    return codec.key_rotation if codec.spec.key.rotated else None
+
+
+@overload
+def attend_latent(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    softmax_scale: float,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    max_seq_len: int,
+    query_is_rotated: bool = False,
+    output_is_rotated: bool = False,
+    out: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def attend_latent(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    softmax_scale: float,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    max_seq_len: int,
+    query_is_rotated: bool = False,
+    output_is_rotated: bool = False,
+    out: Tensor | None = None,
+    return_lse: Literal[True],
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attend_latent(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    softmax_scale: float,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    max_seq_len: int,
+    query_is_rotated: bool = False,
+    output_is_rotated: bool = False,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of absorbed queries on packed latents.
+
+    Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and
+    stand at its last positions, each seeing what is before it and itself. Decode is one query per sequence.
+
+    Args:
+        query_latent: [total_queries, num_heads, latent_dim], the queries after the absorbed up-projection of keys;
+            float16, bfloat16 or float32.
+        query_rope: [total_queries, num_heads, rope_dim], their rope part as the model computes it.
+        pages: uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
+        block_table: int32 [sequences, max_blocks].
+        seq_lens: int32 [sequences]; 0 gives zero output.
+        cu_seqlens_q: int32 [sequences + 1], ascending from 0 to total_queries (rows beyond it are left untouched).
+        softmax_scale: multiplies the scores; of the model, which knows the head size before absorption.
+        max_query_len, max_seq_len: host-side upper bounds, so that no value is read back from the device.
+        query_is_rotated: ``query_latent`` is in the space the latent is stored in (``latent_rotation`` is folded into
+            the projection before). For formats that are stored unrotated it makes no difference.
+        output_is_rotated: leave the output in that space.
+        out: [total_queries, num_heads, latent_dim] to write into (default: of the query's dtype).
+        return_lse: return the natural log-sum-exp, float32 [total_queries, num_heads], beside the output.
+        lse: where it is written, returned or not; ``return_lse`` alone allocates it.
+        workspace: uint8, at least ``latent_workspace_bytes(...)``; without it one is allocated.
+        num_splits: how many parts a sequence's keys are cut into, by backends that let the caller choose (``triton``).
+        backend: a backend's name; by default the best one that takes the request.
+
+    Returns out, or (out, lse) with ``return_lse``.
+    """
+    if lse is None and return_lse:
+        lse = torch.empty(query_latent.shape[:2], dtype=torch.float32, device=query_latent.device)
+    request = checked_request(
+        query_latent, query_rope, pages, block_table, seq_lens, cu_seqlens_q, softmax_scale=softmax_scale, codec=codec,
+        layout=layout, max_query_len=max_query_len, max_seq_len=max_seq_len, out=out, lse=lse, workspace=workspace,
+        num_splits=num_splits,
+    )  # fmt: skip
+    rotated, out = codec.spec.key.rotated, request.out
+    if rotated and not query_is_rotated:
+        request = replace(request, query_latent=codec.rotate_query(query_latent))
+    if rotated and not output_is_rotated:
+        request = replace(request, out=torch.empty(out.shape, dtype=torch.float32, device=out.device))
+    REGISTRY.select(pages.device, request, backend).load().run(request)
+    if request.out is not out:
+        _write_rows(out, request.out @ codec.key_rotation.T, request.cu_seqlens_q)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def _write_rows(out: Tensor, result: Tensor, cu_seqlens_q: Tensor) -> None:
+    """The rows of ``result`` that belong to a sequence; none is read back to the host."""
+    real = torch.arange(out.shape[0], device=out.device) < cu_seqlens_q[-1]
+    out.copy_(torch.where(real[:, None, None], result.to(out.dtype), out))
+
+
+def checked_request(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    softmax_scale: float,
+    codec: Codec,
+    layout: PageLayout,
+    max_query_len: int,
+    max_seq_len: int,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    num_splits: int | None = None,
+) -> LatentRequest:
+    """The arguments of ``attend_latent``, checked; ``out`` is allocated where it is missing."""
+    pages = latent_pages(pages, codec, layout)
+    device, spec = pages.device, layout.spec
+    total, heads = _check_queries(query_latent, query_rope, spec, device)
+    check_tables(block_table, seq_lens, cu_seqlens_q, device)
+    if not 0 <= max_query_len <= total or max_seq_len > block_table.shape[1] * layout.block_size:
+        raise InputError(
+            f"max_query_len {max_query_len} or max_seq_len {max_seq_len} does not fit {total} queries and a table of "
+            f"{block_table.shape[1]} blocks"
+        )
+    if not math.isfinite(softmax_scale):
+        raise InputError(f"softmax_scale must be finite, not {softmax_scale}")
+    if num_splits is not None and num_splits < 1:
+        raise InputError(f"num_splits must be at least 1, not {num_splits}")
+    shape = (total, heads, spec.key_dim)
+    if out is None:
+        out = query_latent.new_empty(shape)
+    elif tuple(out.shape) != shape or out.stride(-1) != 1 or out.device != device or out.dtype not in FLOATS:
+        raise InputError(
+            f"out must be float {list(shape)} on {device} with a contiguous last axis, not {out.dtype} "
+            f"{list(out.shape)} on {out.device}"
+        )
+    if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
+        raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
+    return LatentRequest(
+        query_latent, query_rope, pages, block_table, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, softmax_scale,
+        codec, layout, out, lse, workspace, num_splits,
+    )  # fmt: skip
+
+
+def latent_pages(pages: Tensor, codec: Codec, layout: PageLayout) -> Tensor:
+    """``pages`` as uint8 [blocks, 1, page_bytes], checked."""
+    _check_codec(codec)
+    if layout.spec != codec.spec:
+        raise InputError(f"the layout is of {layout.spec.format} and the codec of {codec.spec.format}")
+    pages = pages.unsqueeze(1) if pages.ndim == 2 else pages
+    check_pages(pages, layout)
+    if pages.shape[1] != 1:
+        raise InputError(f"latents have one head; pages of {pages.shape[1]} heads hold K and V")
+    return pages
+
+
+def _check_codec(codec: Codec) -> None:
+    if not isinstance(codec.spec, LatentSpec):
+        raise InputError(f"{codec.spec.format} is a format of K and V; latents take a LatentSpec, such as 'c4'")
+
+
+def _check_queries(latent: Tensor, rope: Tensor, spec: CodecSpec, device: torch.device) -> tuple[int, int]:
+    """Queries and their heads."""
+    for name, x, dim in (("query_latent", latent, spec.key_dim), ("query_rope", rope, spec.value_dim)):
+        if x.ndim != 3 or x.shape[2] != dim or x.stride(-1) != 1 or x.shape[:2] != latent.shape[:2]:
+            raise InputError(
+                f"{name} must be [queries, heads, {dim}] with a contiguous last axis, not {list(x.shape)} beside a "
+                f"query_latent of {list(latent.shape)}"
+            )
+        if x.dtype not in FLOATS:
+            raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
+        if x.device != device:
+            raise InputError(f"{name} is on {x.device}, the pages on {device}")
+    return latent.shape[0], latent.shape[1]

@@ -1,0 +1,62 @@
+"""attend_latent in plain torch: per sequence, decode latents and rope parts as they are stored, take a softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.ops.gather.reference import decode_slots
+from slimkv.ops.latent.api import LatentRequest
+from slimkv.spec import PageLayout
+
+# pages, slots, codec, layout -> latents and rope parts in their stored spaces
+DecodeTokens = Callable[[Tensor, Tensor, Codec, PageLayout], tuple[Tensor, Tensor]]
+
+
+def supports(request: LatentRequest) -> str | None:
+    """Every format and size; keys are read in one go."""
+    if request.num_splits is not None:
+        return f"it does not split keys as num_splits={request.num_splits} asks; leave num_splits at None"
+    return None
+
+
+def run(request: LatentRequest) -> None:
+    """See ``slimkv.ops.attend_latent``."""
+    attend_decoded(request, _decode)
+
+
+def _decode(pages: Tensor, slots: Tensor, codec: Codec, layout: PageLayout) -> tuple[Tensor, Tensor]:
+    return decode_slots(pages, slots, codec, layout, rotated=True)
+
+
+def attend_decoded(request: LatentRequest, decode: DecodeTokens) -> None:
+    """Attention on what ``decode`` makes of each sequence's tokens: [tokens, 1, dim] each."""
+    starts, lengths, query_rope = request.cu_seqlens_q.tolist(), request.seq_lens.tolist(), request.stored_query_rope
+    tokens, device = request.layout.block_size, request.pages.device
+    for sequence, length in enumerate(lengths):
+        rows = slice(starts[sequence], starts[sequence + 1])
+        count = rows.stop - rows.start
+        if count == 0:
+            continue
+        if length <= 0:
+            request.out[rows] = 0
+            if request.lse is not None:
+                request.lse[rows] = -torch.inf
+            continue
+        position = torch.arange(length, device=device)
+        slots = request.block_table[sequence, position // tokens].long() * tokens + position % tokens
+        latent, rope = (x[:, 0].float() for x in decode(request.pages, slots, request.codec, request.layout))
+        scores = torch.einsum("qhd,kd->hqk", request.query_latent[rows].float(), latent)
+        scores = scores + torch.einsum("qhd,kd->hqk", query_rope[rows].float(), rope)
+        seen = position[None, :] <= torch.arange(length - count, length, device=device)[:, None]
+        scores = (scores * request.softmax_scale).masked_fill(~seen, -torch.inf)
+        lse = scores.logsumexp(-1)  # [heads, queries]
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])  # nothing seen: zeros
+        # A token that is not a number has no weight that is one, and must not reach who does not see it.
+        value = latent.masked_fill(~latent.isfinite().all(-1, keepdim=True), 0)
+        request.out[rows] = torch.einsum("hqk,kd->qhd", weights, value).to(request.out.dtype)
+        if request.lse is not None:
+            request.lse[rows] = lse.T.float()

@@ -1,0 +1,90 @@
+"""store_latent and gather_latent: latents of new tokens to their slots, and slots to dense latents.
+
+A latent has the place of a key and its rope part that of a value, so these are ``store_kv`` and ``gather_kv``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.ops.gather.api import gather_kv
+from slimkv.ops.latent.api import latent_pages
+from slimkv.ops.store.api import store_kv
+from slimkv.spec import PageLayout
+
+
+def store_latent(
+    latent: Tensor,
+    rope: Tensor,
+    pages: Tensor,
+    slot_mapping: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    backend: str | None = None,
+) -> None:
+    """Encodes and writes new tokens.
+
+    Args:
+        latent: [tokens, latent_dim], after its RMS norm; float16, bfloat16 or float32, last axis contiguous.
+        rope: [tokens, rope_dim] or [tokens, 1, rope_dim], after the rotary embedding.
+        pages: uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
+        slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
+        backend: one of ``store_kv``; by default the best one for the device.
+
+    A NaN or Inf raises in the reference; a kernel marks that token, so that whoever attends it gets NaN.
+    """
+    pages = latent_pages(pages, codec, layout)
+    if latent.ndim != 2 or rope.ndim not in (2, 3) or (rope.ndim == 3 and rope.shape[1] != 1):
+        raise InputError(
+            f"latent must be [tokens, {codec.spec.key_dim}] and rope [tokens, {codec.spec.value_dim}], "
+            f"not {list(latent.shape)} and {list(rope.shape)}"
+        )
+    rope = rope if rope.ndim == 3 else rope.unsqueeze(1)
+    store_kv(latent.unsqueeze(1), rope, pages, slot_mapping, codec=codec, layout=layout, backend=backend)
+
+
+def gather_latent(
+    pages: Tensor,
+    slots: Tensor,
+    *,
+    codec: Codec,
+    layout: PageLayout,
+    dtype: torch.dtype = torch.float32,
+    rotated: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decodes the tokens in ``slots``.
+
+    Args:
+        pages: uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
+        slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
+        dtype: of the result when ``out`` is not given.
+        rotated: leave both parts in the space they are stored in.
+        out: latent [tokens, latent_dim] and rope [tokens, rope_dim] to write into; rows may be strided.
+        backend: one of ``gather_kv``; by default the best one for the device.
+
+    Returns latent [tokens, latent_dim] and rope [tokens, rope_dim].
+    """
+    pages = latent_pages(pages, codec, layout)
+    if out is None:
+        dims = codec.spec.key_dim, codec.spec.value_dim
+        out = (
+            torch.empty(len(slots), dims[0], dtype=dtype, device=pages.device),
+            torch.empty(len(slots), dims[1], dtype=dtype, device=pages.device),
+        )
+    latent, rope = out
+    if latent.ndim != 2 or rope.ndim != 2:
+        raise InputError(
+            f"out must be [tokens, {codec.spec.key_dim}] and [tokens, {codec.spec.value_dim}], "
+            f"not {list(latent.shape)} and {list(rope.shape)}"
+        )
+    gather_kv(
+        pages, slots, codec=codec, layout=layout, rotated=rotated, out=(latent.unsqueeze(1), rope.unsqueeze(1)),
+        backend=backend,
+    )  # fmt: skip
+    return latent, rope

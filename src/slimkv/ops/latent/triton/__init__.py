@@ -1,0 +1,1 @@
+"""Latent attention with Triton: the kernels and their launcher."""

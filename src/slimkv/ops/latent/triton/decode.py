@@ -1,0 +1,200 @@
+"""The Triton kernel of attend_latent: scores from latents and rope parts, values from the same latents.
+
+A step's latents are unpacked once, as keys [tokens, dimensions]: scores take them as they are, the output takes their
+transpose. Scores live in base 2; a latent's scale multiplies its score and, again, its probability, which is kept at
+most 2 in fp16 by taking the running maximum over score + log2(scale).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slimkv.ops.attention.triton.decode import load_queries, power_below, softmax_columns
+from slimkv.ops.triton import unpack
+from slimkv.ops.triton.rotate import dot
+from slimkv.ops.triton.unpack import (
+    as_keys,
+    decode_signed,
+    decode_unsigned,
+    field_exponent,
+    fragment_order,
+    load_code_words,
+    load_field,
+    numbers,
+    raw_numbers,
+    uniform_centre,
+    values_as_keys,
+)
+
+_LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
+_RAW: tl.constexpr = tl.constexpr(unpack.RAW)
+_OFFSET: tl.constexpr = tl.constexpr(unpack.VALUE_OFFSET)
+_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _load_rope_queries(q_ptrs, row_valid, RD: tl.constexpr, RDP: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+                       BF16: tl.constexpr):  # fmt: skip
+    """The queries' rope parts [RDP, M] in the dtype of the stored ones, what that rounds off, their sums [M], and the
+    factors that undo the scaling [M]."""
+    dim = tl.arange(0, RDP)
+    q = tl.load(q_ptrs[None, :] + dim[:, None], mask=row_valid[None, :] & (dim < RD)[:, None], other=0.0).to(tl.float32)
+    down, up, _ = power_below(tl.max(tl.abs(q), 0))
+    q *= down[None, :]
+    if KIND == _RAW and BITS == 32:
+        qh = q
+    elif KIND == _RAW and BF16:
+        qh = q.to(tl.bfloat16)
+    else:
+        qh = q.to(tl.float16)
+    rest = (q - qh.to(tl.float32)).to(qh.dtype)
+    return qh, rest, tl.sum(qh.to(tl.float32), 0), up
+
+
+@triton.jit
+def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_sum, levels, table0, table1,
+                 BLOCK_SIZE: tl.constexpr, RD: tl.constexpr, RS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+                 BF16: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr, BT: tl.constexpr, M: tl.constexpr,
+                 EXACT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """What the rope parts of a step's tokens add to the scores: float32 [BT, M], before the queries' factors."""
+    base = page + CODES + inside * (2 * RD * BITS)
+    zero = tl.zeros([BT, M], tl.float32)
+    if KIND == _RAW:
+        k = values_as_keys(raw_numbers(base, tile_valid, BITS, BF16, RD // 16, RS))
+        k = tl.where(tl.reshape(valid_tiles, (BT,))[:, None], k, 0.0).to(k.dtype)
+        s = dot(k, qh, zero)
+        if BF16 and BITS == 16 and not EXACT:  # the queries have more digits than bf16
+            s = dot(k, rest, s)
+    else:
+        low, high = load_code_words(base, tile_valid, BITS, RD // 16, RS, True)
+        s = tl.dot(values_as_keys(numbers(low, high, levels, table0, table1, KIND, BITS, True, PTX)), qh)
+        if PTX and KIND == _LLOYD and BITS <= 4:
+            s -= _OFFSET * q_sum[None, :]
+        scale = tl.reshape(decode_unsigned(load_field((page + FIELDS)[:, None], field_at, valid_tiles)), (BT,))
+        s *= scale[:, None]
+        if KIND == _UNIFORM:
+            zeros = load_field((page + FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
+            centre = tl.reshape(decode_signed(zeros), (BT,)) + scale * uniform_centre(BITS)
+            s += centre[:, None] * q_sum[None, :]
+    return s
+
+
+@triton.jit(do_not_specialize=["row_tiles", "heads"])
+def attend_latent_kernel(
+    q_ptr, rope_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr,
+    latent_signs, latent_levels, rope_levels, latent_table0, latent_table1, rope_table0, rope_table1,
+    row_tiles, heads, blocks, q_stride, q_head_stride, rope_stride, rope_head_stride, block_stride, table_stride,
+    out_stride, out_head_stride, scale_log2,
+    M: tl.constexpr, NT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KD: tl.constexpr, KS: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr,
+    K_FIELDS: tl.constexpr,
+    VD: tl.constexpr, VS: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr,
+    V_CODES: tl.constexpr, V_FIELDS: tl.constexpr, LSE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One program: M rows (query, head) of one sequence, one of SPLITS parts of its tokens. K is the latent, V the
+    rope part."""
+    sequence = tl.program_id(0) // row_tiles
+    first = tl.program_id(0) % row_tiles * M
+    part = tl.program_id(1)
+    BT: tl.constexpr = 16 * NT
+    KDP: tl.constexpr = 16 * KS
+    TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // 16
+    start = tl.load(starts_ptr + sequence)
+    queries = tl.load(starts_ptr + sequence + 1) - start
+    if first >= queries * heads:
+        return
+    length = tl.load(lens_ptr + sequence)
+    row = first + tl.arange(0, M)
+    query = row // heads
+    head = row % heads
+    row_valid = query < queries
+    q_row = (start + query).to(tl.int64)
+    position = length - queries + query
+    end = tl.minimum(length, length - queries + (first + M - 1) // heads + 1)
+    clear_end = length - queries + first // heads + 1
+    steps = tl.cdiv(tl.maximum(end, 0), BT)
+    per_part = tl.cdiv(steps, SPLITS)
+    step_end = tl.minimum((part + 1) * per_part, steps)
+
+    qh, q_sum, up = load_queries(
+        q_ptr + q_row * q_stride + head * q_head_stride, row_valid, latent_signs, 1.0, M, KD, KDP, K_KIND, K_BITS,
+        K_BF16, False, 16,
+    )  # fmt: skip
+    rh, r_rest, r_sum, r_up = _load_rope_queries(
+        rope_ptr + q_row * rope_stride + head * rope_head_stride, row_valid, VD, 16 * VS, V_KIND, V_BITS, V_BF16
+    )
+    latent_factor = up * scale_log2
+    rope_factor = r_up * scale_log2
+    m = tl.full([M], float("-inf"), tl.float32)
+    z = tl.zeros([M], tl.float32)
+    w = tl.zeros([M], tl.float32)  # what an offset of all numbers of latents adds to the output
+    acc = tl.zeros([KDP, M], tl.float32)
+
+    for step in range(part * per_part, step_end):
+        token0 = step * BT
+        token = token0 + tl.arange(0, BT)
+        tile = token0 // 16 + tl.arange(0, NT)
+        tile_valid = tile * 16 < length
+        block = tl.load(table_ptr + sequence * table_stride + tile // TILES_PER_BLOCK, mask=tile_valid, other=0)
+        tile_valid = tile_valid & (block >= 0) & (block < blocks)
+        page = pages_ptr + block.to(tl.int64) * block_stride
+        inside = (tile % TILES_PER_BLOCK).to(tl.int64)
+        field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
+        valid = token < length
+        valid_tiles = tl.reshape(valid, (NT, 16)) & tile_valid[:, None]
+        base = page + inside * (2 * KD * K_BITS)
+        if K_KIND == _RAW:
+            k = as_keys(raw_numbers(base, tile_valid, K_BITS, K_BF16, KD // 16, KS))
+            k = tl.where(valid[:, None], k, 0.0).to(k.dtype)
+            s = dot(k, qh, tl.zeros([BT, M], tl.float32))
+        else:
+            low, high = load_code_words(base, tile_valid, K_BITS, KD // 16, KS, False)
+            # made as values are: their offset is small enough to be summed over many tokens
+            k = as_keys(numbers(low, high, latent_levels, latent_table0, latent_table1, K_KIND, K_BITS, True, PTX))
+            field = load_field((page + K_FIELDS)[:, None], field_at, valid_tiles)
+            scale = tl.reshape(decode_unsigned(field), (BT,))
+            s = tl.dot(k, qh)
+            if PTX and K_KIND == _LLOYD and K_BITS <= 4:
+                s -= _OFFSET * q_sum[None, :]
+            s *= scale[:, None]
+            if K_KIND == _UNIFORM:
+                zeros = load_field((page + K_FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
+                centre = tl.reshape(decode_signed(zeros), (BT,)) + scale * uniform_centre(K_BITS)
+                s += centre[:, None] * q_sum[None, :]
+        s = s * latent_factor[None, :] + rope_factor[None, :] * _rope_scores(
+            page, inside, field_at, tile_valid, valid_tiles, rh, r_rest, r_sum, rope_levels, rope_table0, rope_table1,
+            BLOCK_SIZE, VD, VS, V_KIND, V_BITS, V_BF16, V_CODES, V_FIELDS, BT, M, EXACT, PTX,
+        )  # fmt: skip
+        if token0 + BT > clear_end:
+            s = tl.where(valid[:, None] & (token[:, None] <= position[None, :]), s, float("-inf"))
+        if K_KIND == _RAW:
+            p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
+            acc = dot(tl.trans(k), p.to(k.dtype), acc)
+        else:
+            exponent = tl.reshape(field_exponent(field), (BT,))
+            p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
+            seen = p != 0.0  # a scale may not be a number
+            ph = tl.where(seen, p * scale[:, None], 0.0).to(tl.float16)
+            acc = tl.dot(tl.trans(k), ph, acc)
+            if K_KIND == _UNIFORM:
+                w = w * alpha + tl.sum(tl.where(seen, p * centre[:, None], 0.0), 0)
+            elif PTX and K_KIND == _LLOYD and K_BITS <= 4:
+                w = w * alpha - _OFFSET * tl.sum(ph.to(tl.float32), 0)
+
+    empty = z == 0
+    safe = tl.where(empty, 1.0, z)
+    acc = (acc + w[None, :]) / safe[None, :]
+    dim = fragment_order(tl.arange(0, KDP))
+    mask = row_valid[None, :] & (dim < KD)[:, None]
+    if SPLITS == 1:
+        out_ptrs = out_ptr + q_row * out_stride + head * out_head_stride
+        tl.store(out_ptrs[None, :] + dim[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        if LSE:
+            lse = tl.where(empty, float("-inf"), (m + tl.log2(safe)) * _LN2)
+            tl.store(lse_ptr + q_row * heads + head, lse, mask=row_valid)
+    else:
+        at = (q_row * heads + head) * SPLITS + part
+        tl.store(part_ptr + at[None, :] * KD + dim[:, None], acc, mask=mask)
+        tl.store(part_lse_ptr + at, tl.where(empty, float("-inf"), m + tl.log2(safe)), mask=row_valid)

@@ -1,0 +1,112 @@
+"""attend_latent with Triton: chooses block shapes and num_splits; launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from slimkv.errors import InputError
+from slimkv.ops.attention.api import MIN_TRITON_HEAD_DIM, split_workspace_bytes
+from slimkv.ops.attention.triton.decode import merge_kernel
+from slimkv.ops.attention.triton.launch import format_constants, level_bytes, multiprocessors, padded_slices
+from slimkv.ops.latent.api import LatentRequest
+from slimkv.ops.latent.triton.decode import attend_latent_kernel
+from slimkv.ops.triton.unpack import PLAIN_ROWS
+from slimkv.spec import PageLayout
+
+_LOG2E = math.log2(math.e)
+_MAX_SPLITS = 128
+_LARGEST_DIM = 512
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The block shape of one launch."""
+
+    rows: int  # (query, head) pairs of a program
+    tiles: int  # 16-token tiles per step
+    warps: int
+
+
+def supports(request: LatentRequest) -> str | None:
+    """Every format and number of heads, with latents and rope parts of 32 to 512; blocks of at least a tile."""
+    spec = request.layout.spec
+    if request.layout.block_size == 1:
+        return PLAIN_ROWS
+    if min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM or max(spec.key_dim, spec.value_dim) > _LARGEST_DIM:
+        return (
+            f"it takes latents and rope parts of {MIN_TRITON_HEAD_DIM} to {_LARGEST_DIM}, not {spec.key_dim} and "
+            f"{spec.value_dim}; use backend='reference'"
+        )
+    return None
+
+
+def launch_shape(layout: PageLayout, rows: int) -> Shape:
+    """The block shape for sequences of up to ``rows`` (query, head) pairs: what a program holds in registers."""
+    wide = layout.spec.key.bits == 32  # float32 products are made of three
+    if rows <= 16:
+        return Shape(16, 1 if wide else 2, 4)
+    return Shape(32, 1 if wide else 2, 8)
+
+
+def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
+    """How many parts to cut the tokens into so that the programs fill the device, two on a multiprocessor."""
+    steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
+    wanted = max(1, 2 * multiprocessors(device) // max(1, programs))
+    return min(wanted, steps, _MAX_SPLITS)
+
+
+def run(request: LatentRequest) -> None:
+    """See ``slimkv.ops.attend_latent``: one launch, and one to merge when the tokens are split."""
+    query, out, layout, spec = request.query_latent, request.out, request.layout, request.layout.spec
+    total, heads = query.shape[:2]
+    sequences = request.seq_lens.shape[0]
+    if total == 0 or request.max_query_len == 0:
+        return
+    shape = launch_shape(layout, request.max_query_len * heads)
+    row_tiles = triton.cdiv(request.max_query_len * heads, shape.rows)
+    num_splits = request.num_splits or choose_splits(sequences * row_tiles, request.max_seq_len, shape, query.device)
+    part, part_lse = _part_views(request, num_splits)
+    rope = request.stored_query_rope
+    lse = request.lse if request.lse is not None else part_lse
+    k, v = request.codec.key_tables, request.codec.value_tables
+    attend_latent_kernel[(sequences * row_tiles, num_splits)](
+        query, rope, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, out, lse, part,
+        part_lse, k.signs, k.levels, v.levels, *level_bytes(spec.key, spec.key_dim),
+        *level_bytes(spec.value, spec.value_dim), row_tiles, heads, request.pages.shape[0], query.stride(0),
+        query.stride(1), rope.stride(0), rope.stride(1), request.pages.stride(0), request.block_table.stride(0),
+        out.stride(0), out.stride(1), request.softmax_scale * _LOG2E,
+        M=shape.rows, NT=shape.tiles, SPLITS=num_splits, LSE=request.lse is not None,
+        EXACT=rope.dtype == torch.bfloat16, **format_constants(layout), num_warps=shape.warps,
+    )  # fmt: skip
+    if num_splits > 1:
+        rows = 4 if total * heads >= 1024 else 1
+        dim = 16 * padded_slices(spec.key_dim)
+        merge_kernel[(triton.cdiv(total * heads, rows),)](
+            part, part_lse, request.cu_seqlens_q, query, out, lse, k.signs, 1.0, sequences, out.stride(0),
+            out.stride(1), Q_HEADS=heads, ROWS=rows, PARTS=min(16 // rows, triton.next_power_of_2(num_splits)),
+            SPLITS=num_splits, VD=spec.key_dim, VDP=dim, NB=32, V_ROTATED=False, SINKS=False,
+            LSE=request.lse is not None, num_warps=4,
+        )  # fmt: skip
+
+
+def _part_views(request: LatentRequest, num_splits: int) -> tuple[Tensor, Tensor]:
+    """float32 views: partial outputs and their log-sum-exps."""
+    if num_splits == 1:
+        return request.out, request.out
+    total, heads = request.query_latent.shape[:2]
+    need = split_workspace_bytes(total, heads, request.layout.spec.key_dim, num_splits)
+    space = request.workspace
+    if space is None:
+        space = torch.empty(need, dtype=torch.uint8, device=request.pages.device)
+    elif space.dtype != torch.uint8 or space.numel() < need or not space.is_contiguous() or space.data_ptr() % 16:
+        raise InputError(
+            f"the workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {space.numel()}"
+        )
+    numbers = space[:need].view(torch.float32)
+    count = total * heads * num_splits * request.layout.spec.key_dim
+    return numbers[:count], numbers[count:]

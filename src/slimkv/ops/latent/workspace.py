@@ -1,0 +1,33 @@
+"""How much memory ``attend_latent`` needs beside its arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from slimkv.ops.attention.api import split_workspace_bytes
+from slimkv.ops.attention.cuda.decode import device_of
+from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.ops.latent.cuda import launch
+from slimkv.spec import PageLayout
+
+
+def latent_workspace_bytes(
+    layout: PageLayout,
+    *,
+    total_queries: int,
+    sequences: int,
+    num_heads: int,
+    max_query_len: int,
+    num_splits: int,
+    device: torch.device,
+) -> int:
+    """Bytes of a ``workspace`` that is enough for any backend of ``attend_latent`` on ``device``, within these bounds.
+
+    ``total_queries`` counts the rows of the queries, padding included; ``num_splits`` is what ``attend_latent`` is
+    given.
+    """
+    need = split_workspace_bytes(total_queries, num_heads, layout.spec.key_dim, num_splits)
+    if cuda_unavailable_reason(device) is None and launch.runs_on(device):
+        cuda = launch.workspace_bytes(layout, total_queries, sequences, num_heads, max_query_len, device_of(device))
+        need = max(need, cuda)
+    return need

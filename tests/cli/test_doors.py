@@ -1,0 +1,71 @@
+"""Every option of every command gets what it cannot read: one line, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from slimkv.cli.app import app
+
+
+def commands(group: typer.Typer, path: tuple[str, ...] = ()):
+    """(path, function) of every command."""
+    for command in group.registered_commands:
+        yield (*path, command.name or command.callback.__name__.replace("_", "-")), command.callback
+    for inner in group.registered_groups:
+        yield from commands(inner.typer_instance, (*path, inner.name or inner.typer_instance.info.name))
+
+
+def numbers(function):
+    """The options of a command that are numbers."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    for name in inspect.signature(function).parameters:
+        kind, *details = typing.get_args(hints[name]) or (hints[name],)
+        if {int, float} & {kind, *typing.get_args(kind)}:
+            for info in details:
+                if isinstance(info, typer.models.OptionInfo):
+                    yield info.param_decls[0] if info.param_decls else "--" + name.replace("_", "-")
+
+
+def options():
+    """Numbers that are none, and options that do not exist."""
+    for path, function in commands(app):
+        if path[0] != "bench":  # it has its own parser
+            yield (*path, "--no-such-option", "1")
+            for option in numbers(function):
+                for value in ("wrong", "", "1e"):
+                    yield (*path, option, value)
+
+
+BAD = [
+    *options(),
+    *(("bench", name, "--no-such-option") for name in ("attend", "store", "generate", "serve")),
+    ("bench", "attend", "--cells", "wrong"), ("bench", "serve", "--engine", "wrong"), ("bench", "wrong"), ("wrong",),
+    ("soak", "--seconds", "-1"), ("soak", "--seconds", "nan"), ("soak", "--requests", "0"), ("soak", "--format", "x"),
+    ("soak", "--cancelled", "2"), ("soak", "--cache-tokens", "5"), ("soak", "--max-model-len", "3"),
+    ("soak", "--growth-mib", "inf"), ("soak", "--concurrency", "-3"), ("soak", "--rate", "0"),
+    ("plan", "--config", "/nowhere"), ("plan", "--layers", "0", "--num-kv-heads", "2", "--head-dim", "64"),
+    ("plan", "--layers", "2", "--num-kv-heads", "2", "--head-dim", "7"),
+    ("plan", "--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", "--block", "5"),
+    ("plan", "--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", "--sequences", "0"),
+    ("eval", "distortion", "--bits", "-4"), ("eval", "distortion", "--bits", "9"),
+    ("eval", "scales", "--head-dim", "-16"), ("eval", "attention", "--format", "k9v9"), ("doctor", "--require", "x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", BAD, ids=" ".join)
+def test_mistakes(words):
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_every_command_is_walked():
+    paths = [path for path, _ in commands(app)]
+    assert len(paths) > 20
+    assert [path for path in paths if not any(words[: len(path)] == path for words in BAD)] == []
+    assert sum(words[-1] == "wrong" for words in BAD) > 40, "numbers of every command"

@@ -1,0 +1,11 @@
+"""Fuzzing. ``SLIMKV_FUZZ=10`` asks for ten times as many cases, drawn anew; without it the cases are always the same.
+
+``make test`` runs the short tests here, ``make test-slow`` the long ones.
+"""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent / "wire", HERE.parent / "ops", HERE.parent / "integrations" / "transformers"):
+    sys.path.insert(0, str(folder))

@@ -1,0 +1,121 @@
+"""Models that cache latents: one latent and one rope part per token, in place of the K and V of heads."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from tiny import LOSSLESS_LATENT
+from transformers import DynamicCache
+
+import slimkv
+from slimkv.errors import SlimKVError
+from slimkv.integrations.transformers.compat import caches_latents
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 128, "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 128, "max_position_embeddings": 256,
+    "initializer_range": 0.2, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+IDS = torch.randint(1, 128, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(params=["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def model(request):
+    config = transformers.AutoConfig.for_model(request.param, **SIZES, q_lora_rank=None)
+    torch.manual_seed(1)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def answer(model, cache, new=8):
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    out = model.generate(
+        IDS, attention_mask=mask, past_key_values=cache, max_new_tokens=new, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("fresh", ["codes", "raw"])
+def test_lossless_pages_give_the_stock_answer(model, fresh):
+    tokens, logits = answer(model, DynamicCache(config=model.config))
+    cache = slimkv.SlimKVCache(model, LOSSLESS_LATENT, fresh=fresh, block_size=16)
+    ours, our_logits = answer(model, cache)
+    assert len(cache.packed_layers) == 2
+    assert torch.equal(ours, tokens)
+    torch.testing.assert_close(our_logits, logits, rtol=0, atol=2e-4 * float(logits.abs().max()))
+
+
+def test_the_default_is_four_bits_with_the_rope_part_as_it_is(model):
+    cache = slimkv.SlimKVCache(model)
+    answer(model, cache)
+    assert {layer.format for layer in cache.packed_layers} == {"c4"}
+    spec = cache.packed_layers[0].pool.layout.spec
+    assert (spec.latent.bits, spec.rope.bits, spec.latent_dim, spec.rope_dim) == (4, 32, 128, 32)
+
+
+def test_memory_and_closeness(model):
+    """Bytes are those of the pages; codes of more bits come closer."""
+    stock = answer(model, DynamicCache(config=model.config))[1]
+    errors = []
+    for format in ("c8r8", "c6r8", "c3r8"):
+        cache = slimkv.SlimKVCache(model, format, fresh="codes", block_size=16)
+        errors.append(float((answer(model, cache)[1][0] - stock[0]).norm() / stock[0].norm()))
+        spec = cache.packed_layers[0].pool.layout.spec
+        per_token = (128 * spec.latent.bits + 32 * 8) // 8 + 4
+        layer = cache.packed_layers[0]
+        assert layer.nbytes == layer.pool.pages.shape[0] * 16 * per_token
+    assert errors[0] < errors[1] < errors[2]
+    assert errors[0] < 0.03
+
+
+def test_layers_of_their_own_formats_and_stock_ones(model):
+    cache = slimkv.SlimKVCache(model, "c6r8", layers={0: "raw"})
+    answer(model, cache)
+    assert [getattr(layer, "format", "stock") for layer in cache.layers] == ["stock", "c6r8"]
+
+
+def test_decoding_in_one_go_or_token_by_token(model):
+    """With codes for new tokens too, the cut of the prompt does not matter."""
+    whole, pieces = (slimkv.SlimKVCache(model, "c4", fresh="codes", block_size=16) for _ in range(2))
+    with torch.no_grad():
+        last = model(IDS, past_key_values=whole).logits[:, -1]
+        for part in IDS.split([7, 1, 20, 12], dim=1):
+            again = model(part, past_key_values=pieces).logits[:, -1]
+    torch.testing.assert_close(again, last, rtol=0, atol=1e-4 * float(last.abs().max()))
+    copied = copy.deepcopy(pieces)
+    copied.crop(-3)
+    assert copied.get_seq_length() == pieces.get_seq_length() - 3
+
+
+def test_a_prompt_cache_file_of_latents(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    cache = slimkv.SlimKVCache(model, "c4r8", block_size=16)
+    with torch.no_grad():
+        model(IDS[:1], past_key_values=cache)
+        file = cache.save(tmp_path / "prompt.safetensors", model, IDS[:1])
+        again = slimkv.SlimKVCache.load(file, model)
+        next_token = torch.tensor([[5]])
+        ours, theirs = (model(next_token, past_key_values=x).logits for x in (cache, again))
+    assert {layer.format for layer in again.packed_layers} == {"c4r8"}
+    assert torch.equal(ours, theirs)
+
+
+def test_formats_of_the_other_kind_are_refused(model):
+    assert caches_latents(model.config)
+    with pytest.raises(SlimKVError, match="'k4v4' is one of K and V, and this model caches latents: use 'c4'"):
+        slimkv.SlimKVCache(model, "k4v4")
+    with pytest.raises(SlimKVError, match="'fp8' is one of K and V"):
+        slimkv.SlimKVCache(model, "c4", layers={1: "fp8"})
+    plain = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    with pytest.raises(SlimKVError, match="'c4' is one of latents, and this model caches K and V: use 'k4v4'"):
+        slimkv.SlimKVCache(plain, "c4")

@@ -1,0 +1,213 @@
+"""Latent attention's answers to vLLM without an engine: sizes, the fold, slots of context, refusals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from slimkv import ops
+from slimkv.codec import Codec
+from slimkv.errors import SlimKVError, UnsupportedError
+from slimkv.integrations.vllm.mla import compat
+from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
+from slimkv.integrations.vllm.mla.folding import FoldedProjections, fold_key_projection, fold_value_projection
+from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadataBuilder, chunk_slots
+from slimkv.integrations.vllm.mla.refusals import refuse
+from slimkv.integrations.vllm.mla.warmup import compile_kernels
+from slimkv.integrations.vllm.page_sizes import backend_for_spec, slot_bytes
+from slimkv.spec import LatentSpec, page_layout
+
+pytestmark = pytest.mark.vllm
+
+
+def latents(block_size=64, **more):
+    return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, **more)
+
+
+@pytest.mark.parametrize(("format", "size"), [("c4", 386), ("c4r8", 324), ("c6r8", 452), ("craw", 1152), ("c3r4", 228)])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_a_page_has_the_bytes_of_the_layout(format, size, block_size):
+    spec = LatentSpec.parse(format)
+    packed = backend_for_spec(SlimKVMLABackend, spec).customize_spec(latents(block_size))
+    assert slot_bytes(spec) == size
+    assert packed.page_size_bytes == size * block_size == page_layout(spec, block_size).page_bytes
+    assert backend_for_spec(SlimKVMLABackend, spec).customize_spec(packed) == packed
+
+
+def test_layers_it_does_not_know_are_refused():
+    bound = backend_for_spec(SlimKVMLABackend, LatentSpec.parse("c4"))
+    with pytest.raises(UnsupportedError, match="FullAttentionSpec"):
+        bound.customize_spec(FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedError, match="process_weights_after_loading"):
+        SlimKVMLABackend.customize_spec(latents())
+
+
+def test_what_it_tells_vllm():
+    assert SlimKVMLABackend.is_mla()
+    assert not SlimKVMLABackend.is_sparse()
+    assert SlimKVMLABackend.supports_head_size(576)
+    assert not SlimKVMLABackend.supports_dcp()
+    assert not SlimKVMLABackend.supports_pcp()
+    assert [SlimKVMLABackend.get_preferred_block_size(n) for n in (16, 64, 128, 48)] == [64, 64, 128, 64]
+    assert SlimKVMLAMetadataBuilder._cudagraph_support == AttentionCGSupport.UNIFORM_BATCH
+    asked = {
+        "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "use_mla": True,
+        "has_sink": False, "use_mm_prefix": False, "use_per_head_quant_scales": False, "device_capability": None,
+        "attn_type": "decoder",
+    }  # fmt: skip
+    assert SlimKVMLABackend.validate_configuration(**asked, use_sparse=False) == []
+    reasons = " ".join(SlimKVMLABackend.validate_configuration(**asked, use_sparse=True, use_dcp=True))
+    assert "DeepSeek V3.2 and later" in reasons
+    assert "DCP not supported" in reasons
+    assert "non-MLA not supported" in SlimKVMLABackend.validate_configuration(
+        **{**asked, "use_mla": False}, use_sparse=False
+    )
+
+
+@pytest.mark.parametrize("format", ["c4", "cur4r8", "c6r8"])
+def test_folded_projections_attend_as_the_plain_ones(format):
+    """Decoding with folded projections and no rotation is decoding with plain ones and rotations."""
+    torch.manual_seed(0)
+    heads, nope, value, tokens = 3, 24, 40, 50
+    spec = LatentSpec.parse(format).with_raw_dtype("float32")
+    codec, layout = Codec(spec), page_layout(spec, 16)
+    pages = torch.zeros(4, layout.page_bytes, dtype=torch.uint8)
+    latent, rope = torch.randn(tokens, 512), torch.randn(tokens, 64)
+    ops.store_latent(latent, rope, pages, torch.arange(tokens), codec=codec, layout=layout)
+    w_uk, w_uv = torch.randn(heads, nope, 512) / 23, torch.randn(heads, 512, value) / 23
+    query, query_rope = torch.randn(2, heads, nope), torch.randn(2, heads, 64)
+    tables = (
+        torch.arange(4, dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32),
+        torch.tensor([0, 2], dtype=torch.int32),
+    )  # fmt: skip
+    bounds = {"softmax_scale": 0.1, "codec": codec, "layout": layout, "max_query_len": 2, "max_seq_len": tokens}
+
+    def attend(w_uk, w_uv, rotated):
+        absorbed = torch.einsum("qhp,hpl->qhl", query, w_uk)
+        how = {"query_is_rotated": rotated, "output_is_rotated": rotated}
+        out = ops.attend_latent(absorbed, query_rope, pages, *tables, **bounds, **how)
+        return torch.einsum("qhl,hlv->qhv", out, w_uv)
+
+    rotation = ops.latent_rotation(codec)
+    folded = fold_key_projection(w_uk, rotation), fold_value_projection(w_uv, rotation)
+    torch.testing.assert_close(attend(*folded, True), attend(w_uk, w_uv, False), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_loaded_again_are_folded_again_in_place():
+    """And a weight that they were views of, which prefill reads, stays as it is."""
+    rotation = ops.latent_rotation(Codec(LatentSpec.parse("c4")))
+    shared = torch.randn(2 * (8 + 8), 512)
+
+    def load(layer):  # as vLLM does: views at first, copies into what is there later
+        k, v = shared.T.view(512, 2, 16).split([8, 8], dim=-1)
+        for name, new in (("W_UV", v.transpose(0, 1)), ("W_UK_T", k.permute(1, 2, 0))):
+            if hasattr(layer, name):
+                getattr(layer, name).data.copy_(new)
+            else:
+                setattr(layer, name, torch.nn.Parameter(new, requires_grad=False))
+        return k.permute(1, 2, 0).clone(), v.transpose(0, 1).clone()
+
+    layer, folded, before = torch.nn.Module(), FoldedProjections(), shared.clone()
+    for _ in range(3):
+        plain_k, plain_v = load(layer)
+        folded.fold(layer, rotation)
+        torch.testing.assert_close(layer.W_UK_T.data, plain_k @ rotation)
+        torch.testing.assert_close(layer.W_UV.data, rotation.T @ plain_v)
+        assert torch.equal(shared, before)
+        places = layer.W_UK_T.data_ptr(), layer.W_UV.data_ptr()
+        before = shared.normal_().clone()
+    load(layer)
+    folded.fold(layer, rotation)
+    assert (layer.W_UK_T.data_ptr(), layer.W_UV.data_ptr()) == places
+
+
+def test_projections_in_other_weights_are_refused():
+    layer = torch.nn.Module()
+    layer.layer_name = "model.layers.0.self_attn"
+    with pytest.raises(UnsupportedError, match=r"model.layers.0.self_attn into other weights than W_UK_T.*'craw'"):
+        FoldedProjections().fold(layer, torch.eye(512))
+
+
+def test_the_layer_tells_its_implementation_when_projections_are_ready(monkeypatch):
+    told = []
+    monkeypatch.setattr(compat.MLAAttention, "process_weights_after_loading", lambda self, dtype: told.append("layer"))
+    compat.call_after_loading()
+    compat.call_after_loading()  # once is enough
+    ours = SimpleNamespace(impl=SimpleNamespace(absorbed_weights_ready=lambda layer: told.append(layer)))
+    compat.MLAAttention.process_weights_after_loading(ours, torch.bfloat16)
+    compat.MLAAttention.process_weights_after_loading(SimpleNamespace(impl=None), torch.bfloat16)
+    assert told == ["layer", ours, "layer"]
+
+
+@pytest.mark.parametrize(("drafted", "steps"), [(0, 2), (3, 4)])
+def test_every_kind_of_step_is_run_once(drafted, steps):
+    """One query and four, short and long."""
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16), model_config=SimpleNamespace(max_model_len=1000),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafted) if drafted else None,
+    )  # fmt: skip
+    codec = Codec(LatentSpec.parse("c4r8", seed=100 + drafted))
+    assert compile_kernels(codec, 4, 0.1, torch.float32, config, None) == steps
+    assert compile_kernels(codec, 4, 0.1, torch.float32, config, None) == 0
+
+
+def test_nobody_else_writes_latents():
+    """A compiler pass would write them unpacked; a layer of another class might."""
+    config = VllmConfig()
+    config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = True
+    compat.forbid_fused_cache_updates(config)
+    assert config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla is False
+
+    class PaddedMLAAttention(compat.MLAAttention):
+        pass
+
+    with pytest.raises(UnsupportedError, match="not PaddedMLAAttention of this model"):
+        compat.check_layer(PaddedMLAAttention.__new__(PaddedMLAAttention))
+    compat.check_layer(compat.MLAAttention.__new__(compat.MLAAttention))
+
+
+def test_slots_of_a_contexts_chunk():
+    """Two requests: positions 32 to 36 of one, 0 to 2 of the other."""
+    table = torch.tensor([[9, 4, 7], [2, 5, 0]], dtype=torch.int32)
+    chunk = SimpleNamespace(
+        token_to_seq=torch.tensor([0] * 5 + [1] * 3, dtype=torch.int32),
+        cu_seq_lens=torch.tensor([0, 5, 8], dtype=torch.int32), starts=torch.tensor([14, 0], dtype=torch.int32),
+    )  # fmt: skip
+    assert chunk_slots(table, chunk, 16).tolist() == [9 * 16 + 14, 9 * 16 + 15, 64, 65, 66, 32, 33, 34]
+
+
+def engine(settings="c4", hybrid=False, **parallel):
+    sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **parallel}
+    return SimpleNamespace(
+        additional_config={"slimkv": settings}, model_config=SimpleNamespace(is_hybrid=hybrid),
+        parallel_config=SimpleNamespace(**sizes),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (engine(), {"mla": {"indexer": object()}}, "DeepSeek V3.2 and later"),
+        (engine(), {"mla": {"topk_indices_buffer": None}}, "sparse"),
+        (engine(), {"mla": {"sinks": 1}}, "does not know what this model asks of latent attention: sinks"),
+        (engine(), {"asked": ["a sliding window"]}, "latent attention has no a sliding window"),
+        (engine(), {"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be left at auto, not 'fp8'"),
+        (engine(hybrid=True), {}, "beside state-space or linear-attention layers"),
+        (engine(decode_context_parallel_size=2), {}, "does not run under decode context parallelism"),
+        (engine(prefill_context_parallel_size=2), {}, "does not run under prefill context parallelism"),
+        (engine({"calibration": "auto"}), {}, "latent attention does not support calibration='auto'"),
+    ],
+)
+def test_what_a_model_or_engine_asks_in_vain(config, arguments, message):
+    given = {"kv_cache_dtype": "auto", "asked": [], "mla": {}, **arguments}
+    with pytest.raises(SlimKVError, match=message):
+        refuse(config, **given)
+    refuse(engine(), "auto", [], {"kv_lora_rank": 512, "indexer": None})

@@ -1,0 +1,206 @@
+"""attend_latent in CUDA against float64 on the same codes: lane by lane on a CPU, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import host
+import pytest
+import torch
+from latent_cases import DTYPES, Built, Case, build, check
+
+from slimkv import ops
+from slimkv.errors import InputError
+from slimkv.ops.attention.cuda.shape import Device
+from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.latent.cuda import launch as latent_cuda
+from slimkv.spec import LatentSpec, PageLayout
+
+emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
+CPU = torch.device("cpu")
+H200 = Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448)
+SMALL = replace(H200, multiprocessors=3)
+
+
+def launch(name, defines, grid, threads, shared, args) -> None:
+    library = host.compile(Path(latent_cuda.SOURCE), defines)
+    host.launch(library, name, grid=grid, threads=threads, shared=shared, args=args)
+
+
+def stored_space(built: Built) -> Built:
+    """The case with queries of the latent in its stored space, as a backend gets them."""
+    rotation = ops.latent_rotation(built.codec)
+    if rotation is None:
+        return built
+    return replace(built, query_latent=(built.query_latent.float() @ rotation).to(built.query_latent.dtype))
+
+
+def attend_and_check(case: Case, device: Device = H200, workspace: torch.Tensor | None = None) -> torch.Tensor:
+    """Attends on the emulated GPU, in float32 queries where the rope part allows it."""
+    built = build(case, CPU)
+    rotation = ops.latent_rotation(built.codec)
+    own = stored_space(replace(built, query_latent=built.query_latent.float()))
+    out = torch.full((*built.query_latent.shape[:2], case.latent_dim), torch.nan, dtype=DTYPES[case.out_dtype])
+    lse = torch.full(built.query_latent.shape[:2], torch.nan)
+    request = replace(own.request(out, lse), workspace=workspace)
+    assert latent_cuda.refusal(request) is None
+    latent_cuda.attend(request, device, launch)
+    check(built, out if rotation is None else out.float() @ rotation.T, lse, 2e-2 if case.out_dtype == "bf16" else 5e-3)
+    return out
+
+
+EMULATED = [
+    Case(lens=(150, 0, 66), queries=(3, 1, 2), padding=2, heads=5),
+    Case(format="c4", heads=16, page=64),
+    Case(format="c2r6", lens=(70,), queries=(1,), heads=1, rope_dim=64),
+    Case(format="c6r7", lens=(70,), queries=(1,), heads=8),
+    Case(format="c3", dtype="fp16", out_dtype="fp16", lens=(20,), queries=(1,), heads=8),
+    Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, latent_dim=192),
+    Case(format="c8r8", lens=(2,), queries=(4,), out_dtype="bf16", page=128),
+    Case(peaked=True, scale=1.0, lens=(130,), queries=(1,)),
+]
+
+
+@emulated
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_attend(case):
+    attend_and_check(case)
+
+
+@emulated
+def test_parts_and_workspace():
+    case = Case(format="c4", heads=16, page=64, lens=(700, 3), queries=(1, 1))
+    need = latent_cuda.workspace_bytes(case.layout, 2, 2, 16, 1, H200)
+    attend_and_check(case, workspace=torch.empty(need, dtype=torch.uint8))
+    with pytest.raises(InputError, match="the workspace must be contiguous uint8 of at least"):
+        attend_and_check(case, workspace=torch.empty(64, dtype=torch.uint8))
+    attend_and_check(replace(case, lens=(70, 3)), SMALL)
+
+
+@emulated
+def test_two_warpgroups(monkeypatch):
+    monkeypatch.setattr(latent_cuda, "MOST_ROWS", 64)
+    case = Case(heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32)
+    assert latent_cuda.cut_for(case.layout, 20, 2, 3, 224, H200).groups == 2
+    attend_and_check(case)
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["c4", "c4r8"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_the_size_of_deepseek(format, heads):
+    attend_and_check(Case(format=format, latent_dim=512, rope_dim=64, heads=heads, lens=(200, 33), page=64), SMALL)
+
+
+@emulated
+def test_a_marked_token_gives_nan_to_who_sees_it_only():
+    for side in ("key", "value"):
+        built = build(Case(lens=(70,), queries=(3,)), CPU)
+        block, place = divmod(int(built.slots(0)[68]), built.case.page)
+        field = getattr(built.layout, side).field_offset(0) + 2 * place
+        built.pages[block, field : field + 2] = 0xFF
+        out = torch.full((3, 4, 128), torch.nan)
+        latent_cuda.attend(stored_space(built).request(out), H200, launch)
+        assert out[0].isfinite().all()
+        assert out[1:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case(format="cu4"), "latent format u4 is not one of its formats"),
+        (Case(format="c4r4"), "rope format 4 is not one of its formats"),
+        (Case(format="craw"), "latent format rawbf16"),
+        (Case(latent_dim=96), "a latent of 96 with a rope part of 32 is not one of its sizes"),
+        (Case(rope_dim=48), "a latent of 128 with a rope part of 48 is not one of its sizes"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_do_is_named(case, reason):
+    built = build(case, CPU)
+    assert reason in latent_cuda.refusal(built.request(torch.empty(2, 4, case.latent_dim)))
+
+
+def test_a_bfloat16_rope_part_wants_bfloat16_queries():
+    built = build(Case(format="c4"), CPU)
+    request = replace(built, query_rope=built.query_rope.float()).request(torch.empty(2, 4, 128))
+    assert "takes bfloat16 query_rope, not torch.float32" in latent_cuda.refusal(request)
+
+
+def test_a_step_fills_the_device():
+    layout = PageLayout(LatentSpec.parse("c4"), 64)
+    for heads, batch, tokens in ((16, 32, 32768), (16, 8, 131072), (64, 32, 16384), (128, 32, 16384), (16, 1, 131072)):
+        cut = latent_cuda.cut_for(layout, heads, 1, batch, tokens, H200)
+        blocks, slots = batch * cut.row_tiles * cut.splits, 132 * cut.resident
+        waves = -(-blocks // slots)
+        assert cut.resident == 2
+        assert blocks >= (0.7 if batch == 1 else 0.85) * waves * slots, (heads, batch, cut)
+    tiny = latent_cuda.cut_for(layout, 8, 1, 1, 64, H200)
+    assert (tiny.splits, tiny.rows) == (1, 8)
+
+
+def test_the_workspace_suffices_whatever_the_lengths():
+    layout = PageLayout(LatentSpec.parse("c4"), 64)
+    for heads in (8, 16, 128):
+        for queries in (1, 2, 4):
+            for batch in (1, 3, 40, 300):
+                need = latent_cuda.workspace_bytes(layout, batch * queries, batch, heads, queries, H200)
+                for tokens in (64, 5000, 131072):
+                    for fewer in range(1, queries + 1):
+                        cut = latent_cuda.cut_for(layout, heads, fewer, batch, tokens, H200)
+                        assert cut.workspace_bytes(batch, 512) <= need
+
+
+@pytest.mark.parametrize("format", ["c4", "c4r8", "c6r8"])
+def test_it_compiles(format):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    layout = PageLayout(LatentSpec.parse(format), 64)
+    cut = latent_cuda.cut_for(layout, 16, 1, 32, 32768, H200)
+    bf16 = torch.bfloat16
+    code = compile_kernels(latent_cuda.SOURCE, latent_cuda.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a")
+    assert code.startswith(b"\x7fELF")
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+BIG = Case(latent_dim=512, rope_dim=64, heads=16, lens=(3000, 64, 700), queries=(1, 1, 1), page=64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        *EMULATED,
+        *(replace(BIG, heads=heads, format=f) for heads in (8, 16, 64, 128) for f in ("c4", "c4r8", "c6r8")),
+        replace(BIG, queries=(4, 4, 4)),
+        replace(BIG, page=16, lens=(40000,), queries=(1,)),
+        replace(BIG, heavy=True),
+    ],
+    ids=str,
+)
+def test_attend_on_a_gpu(case, device):
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs Hopper")
+    built = build(case, device)
+    out = torch.full((*built.query_latent.shape[:2], case.latent_dim), torch.nan, dtype=DTYPES[case.out_dtype])
+    lse = torch.full(built.query_latent.shape[:2], torch.nan, device=device)
+    out = out.to(device)
+    built.attend(out=out, lse=lse, backend="cuda")
+    check(built, out, lse, 2e-2 if case.out_dtype == "bf16" else 5e-3)
+
+
+@pytest.mark.gpu
+def test_verification_equals_one_by_one_on_a_gpu(device):
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs Hopper")
+    together = build(replace(BIG, lens=(3000,), queries=(4,)), device)
+    out = together.attend(backend="cuda").float()
+    for i in range(4):
+        alone = replace(
+            together, case=replace(together.case, queries=(1,)), seq_lens=together.seq_lens - 3 + i,
+            starts=torch.tensor([0, 1], dtype=torch.int32, device=device),
+            query_latent=together.query_latent[i : i + 1], query_rope=together.query_rope[i : i + 1],
+        )  # fmt: skip
+        torch.testing.assert_close(alone.attend(backend="cuda")[0].float(), out[i], atol=1e-2, rtol=0)

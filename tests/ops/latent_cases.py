@@ -1,0 +1,152 @@
+"""Cases of attend_latent: what is stored and asked, and the answer in float64 on the same codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from slimkv import Codec, PageLayout, ops
+from slimkv.ops.latent.api import LatentRequest, checked_request
+from slimkv.spec import LatentSpec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRECISION = 5e-3  # relative, against float64
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of ``lens`` tokens with ``queries`` queries each, in blocks that lie anywhere among garbage."""
+
+    format: str = "c4r8"
+    latent_dim: int = 128
+    rope_dim: int = 32
+    heads: int = 4
+    lens: tuple[int, ...] = (70, 5)
+    queries: tuple[int, ...] = (1, 1)
+    page: int = 16
+    dtype: str = "bf16"
+    out_dtype: str = "fp32"
+    scale: float = 0.1
+    padding: int = 0  # rows beyond the last query
+    peaked: bool = False  # one token has nearly all weight
+    heavy: bool = False  # heavy-tailed latents
+
+    def __str__(self) -> str:
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return "-".join(f"{name}={value}" for name, value in changed).replace(" ", "") or "plain"
+
+    @property
+    def layout(self) -> PageLayout:
+        """The pages."""
+        spec = LatentSpec.parse(self.format, self.latent_dim, self.rope_dim)
+        return PageLayout(spec.with_raw_dtype(str(DTYPES[self.dtype]).removeprefix("torch.")), self.page)
+
+
+@dataclass(frozen=True)
+class Built:
+    """The tensors of a case."""
+
+    case: Case
+    codec: Codec
+    layout: PageLayout
+    latent: Tensor
+    rope: Tensor
+    pages: Tensor  # [blocks, page_bytes], garbage where no token is
+    table: Tensor  # garbage beyond the blocks of a sequence
+    seq_lens: Tensor
+    starts: Tensor
+    query_latent: Tensor
+    query_rope: Tensor
+
+    def slots(self, sequence: int) -> Tensor:
+        """Where the tokens of a sequence are."""
+        position = torch.arange(self.case.lens[sequence], device=self.pages.device)
+        return self.table[sequence, position // self.case.page].long() * self.case.page + position % self.case.page
+
+    def request(self, out: Tensor, lse: Tensor | None = None) -> LatentRequest:
+        """What a backend gets: queries and output in the stored space."""
+        return checked_request(
+            self.query_latent, self.query_rope, self.pages, self.table, self.seq_lens, self.starts, codec=self.codec,
+            layout=self.layout, softmax_scale=self.case.scale, max_query_len=max(self.case.queries),
+            max_seq_len=self.table.shape[1] * self.case.page, out=out, lse=lse,
+        )  # fmt: skip
+
+    def attend(self, **options) -> Tensor | tuple[Tensor, Tensor]:
+        """The public call."""
+        return ops.attend_latent(
+            self.query_latent, self.query_rope, self.pages, self.table, self.seq_lens, self.starts, codec=self.codec,
+            layout=self.layout, softmax_scale=self.case.scale, max_query_len=max(self.case.queries),
+            max_seq_len=self.table.shape[1] * self.case.page, **options,
+        )  # fmt: skip
+
+    @cached_property
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp in float64, with queries and output in the original space; NaN in rows of padding."""
+        rows = self.query_latent.shape[0]
+        out = torch.full((rows, self.case.heads, self.case.latent_dim), torch.nan, dtype=torch.float64)
+        lse = torch.full((rows, self.case.heads), torch.nan, dtype=torch.float64)
+        for sequence, (length, count) in enumerate(zip(self.case.lens, self.case.queries, strict=True)):
+            own = slice(int(self.starts[sequence]), int(self.starts[sequence]) + count)
+            latent, rope = ops.gather_latent(
+                self.pages, self.slots(sequence), codec=self.codec, layout=self.layout, backend="reference"
+            )
+            scores = torch.einsum("qhd,kd->qhk", self.query_latent[own].double(), latent.double())
+            scores += torch.einsum("qhd,kd->qhk", self.query_rope[own].double(), rope.double())
+            seen = torch.arange(length)[None] <= torch.arange(length - count, length)[:, None]
+            scores = (scores * self.case.scale).cpu().masked_fill(~seen[:, None], -torch.inf)
+            lse[own] = scores.logsumexp(-1)
+            weights = torch.exp(scores - lse[own].masked_fill(lse[own] == -torch.inf, 0)[..., None])
+            out[own] = torch.einsum("qhk,kd->qhd", weights, latent.double().cpu())
+        return out, lse
+
+
+def build(case: Case, device: torch.device, seed: int = 0) -> Built:
+    """Stores random latents and makes random queries."""
+    generator = torch.Generator().manual_seed(seed)
+    layout, dtype = case.layout, DTYPES[case.dtype]
+    codec = Codec(layout.spec, device)
+    per_sequence = [layout.blocks_for(length) for length in case.lens]
+    blocks, width = sum(per_sequence) + 3, max(per_sequence) + 1
+    order = torch.randperm(blocks, generator=generator).to(torch.int32)
+    table = torch.full((len(case.lens), width), 2**30, dtype=torch.int32)  # never to be followed
+    for sequence, count in enumerate(per_sequence):
+        table[sequence, :count], order = order[:count], order[count:]
+    pages = torch.randint(0, 256, (blocks, layout.page_bytes), dtype=torch.uint8, generator=generator).to(device)
+    tokens, rows = sum(case.lens), sum(case.queries) + case.padding
+    latent = torch.randn(tokens, case.latent_dim, generator=generator)
+    if case.heavy:
+        latent = latent * torch.randn(tokens, case.latent_dim, generator=generator).abs() ** 3
+    latent = latent / latent.square().mean(-1, keepdim=True).sqrt()  # RMS-normed, as models have it
+    rope = 3 * torch.randn(tokens, case.rope_dim, generator=generator)
+    query_latent = torch.randn(rows, case.heads, case.latent_dim, generator=generator)
+    query_rope = torch.randn(rows, case.heads, case.rope_dim, generator=generator)
+    if case.peaked:
+        query_latent[0, 0] = 20 * latent[3]
+    starts = torch.tensor([0, *case.queries]).cumsum(0).to(torch.int32)
+    built = Built(
+        case, codec, layout, *(x.to(device, dtype) for x in (latent, rope)), pages, table.to(device),
+        torch.tensor(case.lens, dtype=torch.int32, device=device), starts.to(device),
+        *(x.to(device, dtype) for x in (query_latent, query_rope)),
+    )  # fmt: skip
+    slots = torch.cat([built.slots(i) for i in range(len(case.lens))])
+    ops.store_latent(
+        built.latent, built.rope, pages, slots, codec=codec, layout=layout,
+        backend="reference" if device.type == "cpu" else "triton",
+    )  # fmt: skip
+    return built
+
+
+def check(built: Built, out: Tensor, lse: Tensor | None = None, precision: float = PRECISION) -> None:
+    """Against float64; rows of padding must be as they were: NaN."""
+    exact, exact_lse = built.exact
+    count = sum(built.case.queries)
+    assert out[count:].isnan().all()
+    got, want = out[:count].double().cpu(), exact[:count]
+    error = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-3)
+    assert error.max() <= precision, f"{error.max():.1e}"
+    if lse is not None:
+        assert lse[count:].isnan().all()
+        torch.testing.assert_close(lse[:count].double().cpu(), exact_lse[:count], atol=precision, rtol=5e-4)

@@ -1,0 +1,352 @@
+"""Bad input at every public door: each argument of each public function gets what it cannot take.
+
+The answer is a ``SlimKVError`` that names the argument or what was given, or a result where the value happens to be
+fine. Anything else (an ``AttributeError`` from within, an ``IndexError``, a crash) is a fault of the door.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tempfile
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import slimkv
+from slimkv import AttentionBatch, Codec, CodecSpec, KVCacheConfig, PagedPool, PageLayout, TensorFormat, ops
+from slimkv.errors import SlimKVError
+from slimkv.ops import AttendOptions
+
+SPEC = CodecSpec.parse("k4v4", 32)
+LAYOUT = PageLayout(SPEC, 16)
+META = torch.device("meta")
+
+
+class Strange:
+    """Something nobody expects."""
+
+    def __repr__(self) -> str:
+        return "<something strange>"
+
+
+# A few of everything. Numbers that would ask for terabytes are left out: nobody refuses a large machine.
+VALUES = [None, "wrong", "", 2.5, float("nan"), -1, 0, True, [], {}, (), Strange(), b"bytes", torch.float64, 3 + 0j]
+TENSORS = [
+    torch.tensor(1.0), torch.zeros(0), torch.zeros(3, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.bool),
+    torch.zeros(5, 2, 32), torch.zeros(5, 2, 32, dtype=torch.int8), torch.zeros(5, 2, 64)[..., ::2],
+    torch.zeros(4, 2, 32, device=META), torch.zeros(4, dtype=torch.int64, device=META),
+    torch.full((4,), 10**6, dtype=torch.int64), torch.full((1, 2), 10**6, dtype=torch.int32),
+    torch.full((1,), -5, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)[::2],
+]  # fmt: skip
+
+
+def pages() -> torch.Tensor:
+    return torch.zeros(3, 2, LAYOUT.page_bytes, dtype=torch.uint8)
+
+
+def batch() -> AttentionBatch:
+    return AttentionBatch.build([[0, 1]], [20], [4], 16, "cpu")
+
+
+def attend_arguments() -> dict[str, Any]:
+    made = batch()
+    return {
+        "query": torch.zeros(4, 4, 32), "pages": pages(), "block_table": made.block_table, "seq_lens": made.seq_lens,
+        "cu_seqlens_q": made.cu_seqlens_q, "codec": Codec(SPEC), "layout": LAYOUT, "max_query_len": 4,
+        "max_seq_len": 20, "options": None, "fresh": None, "out": None, "lse": None, "workspace": None,
+        "num_splits": None, "backend": None,
+    }  # fmt: skip
+
+
+def store_arguments() -> dict[str, Any]:
+    kv = torch.zeros(4, 2, 32)
+    return {
+        "key": kv, "value": kv.clone(), "pages": pages(), "slot_mapping": torch.arange(4), "codec": Codec(SPEC),
+        "layout": LAYOUT, "query_aware": None, "query_aware_index": None, "backend": None,
+    }  # fmt: skip
+
+
+def pool() -> PagedPool:
+    return PagedPool(SPEC, 3, 2, 16)
+
+
+@cache
+def model():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64, head_dim=16, max_position_embeddings=64, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def cache_of_a_model(batch: int = 2):
+    made = slimkv.SlimKVCache(model().config, "k4v4", block_size=16)
+    for layer in range(2):
+        made.update(torch.zeros(batch, 1, 3, 16), torch.zeros(batch, 1, 3, 16), layer)
+    return made
+
+
+@cache
+def prompt_file() -> Path:
+    return cache_of_a_model(1).save(Path(tempfile.mkdtemp()) / "prompt", model(), [1, 2, 3])
+
+
+def plan(function, arguments: dict[str, Any]):
+    return function(**{k: v for k, v in arguments.items() if k in inspect.signature(function).parameters})
+
+
+CODEC = Codec(SPEC)
+ENCODED = CODEC.encode_key(torch.zeros(2, 32))
+# name: (what is called, arguments that are fine)
+DOORS: dict[str, tuple[Any, Any]] = {
+    "Codec": (Codec, lambda: {"spec": SPEC, "device": "cpu"}),
+    "Codec.from_format": (
+        Codec.from_format,
+        lambda: {"format": "k4v4", "head_dim": 32, "value_dim": None, "device": "cpu"},
+    ),
+    "Codec.to": (CODEC.to, lambda: {"device": "cpu"}),
+    "Codec.compression_ratio": (CODEC.compression_ratio, lambda: {"block_size": 16}),
+    "Codec.encode_key": (CODEC.encode_key, lambda: {"x": torch.zeros(2, 32), "query_aware": None}),
+    "Codec.encode_value": (CODEC.encode_value, lambda: {"x": torch.zeros(2, 32)}),
+    "Codec.decode_key": (CODEC.decode_key, lambda: {"encoded": ENCODED}),
+    "Codec.decode_value": (CODEC.decode_value, lambda: {"encoded": ENCODED}),
+    "Codec.pack_key": (CODEC.pack_key, lambda: {"x": torch.zeros(2, 32)}),
+    "Codec.pack_value": (CODEC.pack_value, lambda: {"x": torch.zeros(2, 32)}),
+    "Codec.unpack_key": (CODEC.unpack_key, lambda: {"rows": torch.zeros(2, 18, dtype=torch.uint8)}),
+    "Codec.unpack_value": (CODEC.unpack_value, lambda: {"rows": torch.zeros(2, 18, dtype=torch.uint8)}),
+    "Codec.rotate_query": (CODEC.rotate_query, lambda: {"q": torch.zeros(2, 32)}),
+    "Codec.rotate_value": (CODEC.rotate_value, lambda: {"value": torch.zeros(2, 32)}),
+    "Codec.unrotate_output": (CODEC.unrotate_output, lambda: {"out": torch.zeros(2, 32)}),
+    "CodecSpec": (
+        CodecSpec,
+        lambda: {"key": SPEC.key, "value": SPEC.value, "key_dim": 32, "value_dim": 32, "seed": 0},
+    ),
+    "CodecSpec.parse": (
+        CodecSpec.parse,
+        lambda: {
+            "format": "k4v4",
+            "head_dim": 32,
+            "value_dim": None,
+            "key_policy": None,
+            "value_policy": None,
+            "seed": 0,
+        },
+    ),
+    "CodecSpec.with_raw_dtype": (CodecSpec.parse("raw", 32).with_raw_dtype, lambda: {"dtype": "float16"}),
+    "PageLayout": (PageLayout, lambda: {"spec": SPEC, "block_size": 16}),
+    "PageLayout.pool_bytes": (LAYOUT.pool_bytes, lambda: {"blocks": 2, "num_kv_heads": 2}),
+    "PageLayout.blocks_for": (LAYOUT.blocks_for, lambda: {"tokens": 5}),
+    "TensorFormat": (
+        TensorFormat,
+        lambda: {
+            "kind": SPEC.key.kind,
+            "bits": 4,
+            "rotated": True,
+            "policy": SPEC.key.policy,
+            "raw_dtype": "bfloat16",
+        },
+    ),
+    "KVCacheConfig": (KVCacheConfig, lambda: {f.name: getattr(KVCacheConfig(), f.name) for f in fields(KVCacheConfig)}),
+    "KVCacheConfig.parse": (KVCacheConfig.parse, lambda: {"given": "k4v4"}),
+    "PagedPool": (
+        PagedPool,
+        lambda: {
+            "spec": SPEC,
+            "blocks": 3,
+            "num_kv_heads": 2,
+            "block_size": 16,
+            "device": "cpu",
+            "backend": None,
+            "query_aware": None,
+        },
+    ),
+    "PagedPool.store": (
+        lambda **given: pool().store(**given),
+        lambda: {k: store_arguments()[k] for k in ("key", "value", "slot_mapping", "query_aware_index")},
+    ),
+    "PagedPool.attend": (
+        lambda **given: pool().attend(**given),
+        lambda: {"query": torch.zeros(4, 4, 32), "batch": batch(), "options": None},
+    ),
+    "PagedPool.gather": (
+        lambda **given: pool().gather(**given),
+        lambda: {"slots": torch.arange(3), "dtype": torch.float32},
+    ),
+    "PagedPool.grow": (lambda **given: pool().grow(**given), lambda: {"blocks": 5}),
+    "PagedPool.copy_blocks": (lambda **given: pool().copy_blocks(**given), lambda: {"source": [0], "target": [1]}),
+    "PagedPool.move_tokens": (
+        lambda **given: pool().move_tokens(**given),
+        lambda: {"source": torch.tensor([0]), "target": torch.tensor([1])},
+    ),
+    "AttentionBatch.build": (
+        AttentionBatch.build,
+        lambda: {"blocks": [[0, 1]], "seq_lens": [20], "query_lens": [4], "block_size": 16, "device": "cpu"},
+    ),
+    "AttendOptions": (
+        AttendOptions,
+        lambda: {"softmax_scale": None, "causal": True, "sliding_window": None, "softcap": 0.0, "sinks": None},
+    ),
+    "attend": (ops.attend, attend_arguments),
+    "store_kv": (ops.store_kv, store_arguments),
+    "gather_kv": (
+        ops.gather_kv,
+        lambda: {
+            "pages": pages(),
+            "slots": torch.arange(3),
+            "codec": CODEC,
+            "layout": LAYOUT,
+            "dtype": torch.float32,
+            "out": None,
+            "backend": None,
+        },
+    ),
+    "read_tokens": (
+        ops.read_tokens,
+        lambda: {"pages": pages(), "slots": torch.arange(3), "layout": LAYOUT, "backend": None},
+    ),
+    "write_tokens": (
+        ops.write_tokens,
+        lambda: {
+            "rows": torch.zeros(3, 2, LAYOUT.row_bytes, dtype=torch.uint8),
+            "pages": pages(),
+            "slots": torch.arange(3),
+            "layout": LAYOUT,
+            "backend": None,
+        },
+    ),
+    "copy_tokens": (
+        ops.copy_tokens,
+        lambda: {
+            "pages": pages(),
+            "source": torch.arange(3),
+            "target": torch.arange(3) + 5,
+            "layout": LAYOUT,
+            "backend": None,
+        },
+    ),
+    "plan_attend": (
+        ops.plan_attend,
+        lambda: {k: v for k, v in attend_arguments().items() if k in inspect.signature(ops.plan_attend).parameters},
+    ),
+    "AttendPlan.run": (
+        lambda **given: plan(ops.plan_attend, attend_arguments()).run(**given),
+        lambda: {"query": torch.zeros(4, 4, 32), "seq_lens": batch().seq_lens, "out": None},
+    ),
+    "plan_store": (ops.plan_store, store_arguments),
+    "StorePlan.run": (
+        lambda **given: plan(ops.plan_store, store_arguments()).run(**given),
+        lambda: {k: store_arguments()[k] for k in ("key", "value", "slot_mapping", "query_aware_index")},
+    ),
+    "merge_attention_states": (
+        ops.merge_attention_states,
+        lambda: {name: (torch.zeros(3, 2, 8), torch.zeros(3, 2)) for name in ("one", "other")},
+    ),
+    "workspace_bytes": (
+        ops.workspace_bytes,
+        lambda: {
+            "layout": LAYOUT,
+            "total_queries": 4,
+            "sequences": 1,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "max_query_len": 4,
+            "num_splits": 2,
+            "device": torch.device("cpu"),
+        },
+    ),
+    "Calibration.load": (slimkv.Calibration.load, lambda: {"path": __file__}),
+    "SlimKVCache": (
+        lambda **given: slimkv.SlimKVCache(**given),
+        lambda: {"config": model().config, "format": "k4v4", "block_size": 16, "fresh": "codes", "calibration": None},
+    ),
+    "SlimKVCache.update": (
+        lambda **given: cache_of_a_model().update(**given),
+        lambda: {"key_states": torch.zeros(2, 1, 3, 16), "value_states": torch.zeros(2, 1, 3, 16), "layer_idx": 0},
+    ),
+    "SlimKVCache.crop": (lambda **given: cache_of_a_model().crop(**given), lambda: {"tokens_to_remove": -1}),
+    "SlimKVCache.reorder_cache": (
+        lambda **given: cache_of_a_model().reorder_cache(**given),
+        lambda: {"beam_idx": torch.tensor([1, 0])},
+    ),
+    "SlimKVCache.batch_repeat_interleave": (
+        lambda **given: cache_of_a_model().batch_repeat_interleave(**given),
+        lambda: {"repeats": 2},
+    ),
+    "SlimKVCache.batch_select_indices": (
+        lambda **given: cache_of_a_model().batch_select_indices(**given),
+        lambda: {"indices": torch.tensor([1])},
+    ),
+    "SlimKVCache.load": (
+        lambda **given: slimkv.SlimKVCache.load(**given),
+        lambda: {"path": prompt_file(), "model": model(), "input_ids": None},
+    ),
+    "SlimKVCache.save": (
+        lambda **given: cache_of_a_model(1).save(**given),
+        lambda: {"path": prompt_file(), "model": model(), "input_ids": [1, 2, 3]},
+    ),
+    "attention": (
+        lambda **given: slimkv.attention(**given).__enter__().__exit__(None, None, None),
+        lambda: {"model": model()},
+    ),
+    "enable": (lambda **given: slimkv.enable(**given), lambda: {"model": model(), "format": "k4v4"}),
+    "disable": (slimkv.disable, lambda: {"model": model()}),
+    "models.load": (slimkv.models.load, lambda: {"name_or_path": "nowhere", "device": "cpu"}),
+    "models.folder": (slimkv.models.folder, lambda: {"name": "nowhere"}),
+}
+
+
+def say(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}"
+    return repr(value)
+
+
+def told(message: str, argument: str, value: object) -> bool:
+    """Whether a message names the argument (any word of it) or what was given."""
+    words = {argument, argument.replace("_", " "), *argument.split("_")} - {"", "x", "q"}
+    words |= {" file ."} if isinstance(value, str) and not value else set()
+    if isinstance(value, torch.Tensor):
+        words |= {str(value.dtype), str(list(value.shape)), str(value.device)}
+        words |= {str(value.tolist())} if value.device.type == "cpu" else set()
+    else:
+        words |= {repr(value), str(value), type(value).__name__}
+    return any(re.search(re.escape(word), message, re.IGNORECASE) for word in words if word)
+
+
+@pytest.mark.parametrize("name", list(DOORS))
+def test_every_argument_is_refused_by_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some take a path, and write there
+    function, good = DOORS[name]
+    problems = []
+    for argument in good():
+        for value in [*VALUES, *TENSORS]:
+            if isinstance(value, str) and argument == "name_or_path":
+                continue  # it would be looked up on a hub
+            given = {**good(), argument: value}
+            try:
+                function(**given)
+            except SlimKVError as error:
+                if len(str(error)) < 15 or not told(str(error), argument, value):
+                    problems.append(f"{argument}={say(value)}: {error} (does not say what was wrong)")
+            except Exception as error:  # the test is about which kinds come out
+                problems.append(f"{argument}={say(value)}: {type(error).__name__}: {str(error)[:150]}")
+    assert not problems, f"{name}\n" + "\n".join(problems)
+
+
+def test_every_public_function_is_a_door():
+    """Every public callable, and every operation, is walked above."""
+    walked = {name.split(".")[0] for name in DOORS}
+    for name in slimkv.__all__:
+        held = getattr(slimkv, name)
+        if isinstance(held, type) and issubclass(held, Exception):
+            continue
+        if callable(held) and name not in ("Calibration", "Encoded", "ScalePolicy", "calibrate_model"):
+            assert name in walked, name
+    for name in ops.__all__:
+        assert name in walked, name
