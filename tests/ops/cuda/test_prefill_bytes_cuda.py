@@ -19,13 +19,22 @@ from slimkv.spec import CodecSpec, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 BOUND = 5e-3  # of a row's relative error, against the reference
-# Where a weight lies between two numbers of e4m3, two implementations may round it differently: 1/16 of it at most.
+# Two implementations may round differently what lies between two numbers: a coordinate of the rotated query, which
+# moves all of a row's weights a little (such rows are known and held to the wider bound only), or one of its weights.
+TIE = 1e-4
 ODD_BOUND, MOST_ODD_ROWS = 4e-2, 0.002
 
 
 def request_in_bytes(built: Built, out: torch.Tensor, lse: torch.Tensor) -> AttendRequest:
     request = request_of(built, out, lse)
     return replace(request, options=replace(request.options, prefill="8bit"))
+
+
+def _near_a_tie(built: Built, rows: slice) -> torch.Tensor:
+    """bool [rows * heads]: whether a coordinate of the query, in units of its int8 scale, is next to a half."""
+    rotated = built.codec.rotate_query(built.query[rows])
+    scaled = rotated * (127 / rotated.abs().amax(-1, keepdim=True).clamp(min=1e-30))
+    return ((scaled - scaled.floor() - 0.5).abs() < TIE).any(-1).flatten()
 
 
 def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, shape=None):
@@ -46,7 +55,7 @@ def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.
             continue
         errors = row_errors(out[rows], want[rows].double()).flatten()
         assert errors.max() <= ODD_BOUND
-        odd = int((errors > BOUND).sum())
+        odd = int((errors[~_near_a_tie(built, rows)] > BOUND).sum())
         assert odd <= MOST_ODD_ROWS * len(errors) + 0.5, f"{odd} of {len(errors)} rows, the worst {errors.max():.1e}"
         empty = want_lse[rows] == -torch.inf
         assert torch.equal(lse[rows] == -torch.inf, empty)
