@@ -177,7 +177,7 @@ def machine(examples: int, steps: int) -> None:
 
 
 def test_states():
-    machine(25, 30)
+    machine(12, 30)
 
 
 @pytest.mark.slow

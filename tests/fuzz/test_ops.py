@@ -26,7 +26,7 @@ def run(cases: int, backends: tuple[str, ...], **options) -> None:
 
 
 def test_backends_of_the_cpu():
-    run(count(150), CPU, beyond=True)
+    run(count(100), CPU, beyond=True)
 
 
 def test_triton_on_a_sample():
