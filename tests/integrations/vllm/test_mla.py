@@ -138,10 +138,7 @@ def test_low_rank_queries_and_interleaved_rope(tmp_path):
 
 @pytest.mark.extended
 def test_a_drafting_layer_changes_nothing(tmp_path):
-    """Three tokens verified at once; the drafter's own latents are packed too.
-
-    In chunks: without them vLLM's scheduler never finishes a prompt of a model that drafts like this.
-    """
+    """Three tokens verified at once; the drafter's own latents are packed too."""
     v3 = with_drafting_layer(saved(deepseek_v3, tmp_path))
     runs = [run("ragged", PROMPTS, 16)]
     speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2, "attention_backend": "CUSTOM"}}

@@ -184,11 +184,12 @@ def test_slots_of_a_contexts_chunk():
     assert chunk_slots(table, chunk, 16).tolist() == [9 * 16 + 14, 9 * 16 + 15, 64, 65, 66, 32, 33, 34]
 
 
-def engine(settings="c4", hybrid=False, **parallel):
+def engine(settings="c4", hybrid=False, connector=None, **parallel):
     sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **parallel}
     return SimpleNamespace(
         additional_config={"slimkv": settings}, model_config=SimpleNamespace(is_hybrid=hybrid),
         parallel_config=SimpleNamespace(**sizes),
+        kv_transfer_config=connector and SimpleNamespace(kv_connector=connector, kv_connector_extra_config={}),
     )  # fmt: skip
 
 
@@ -203,6 +204,7 @@ def engine(settings="c4", hybrid=False, **parallel):
         (engine(hybrid=True), {}, "beside state-space or linear-attention layers"),
         (engine(decode_context_parallel_size=2), {}, "does not run under decode context parallelism"),
         (engine(prefill_context_parallel_size=2), {}, "does not run under prefill context parallelism"),
+        (engine(connector="OffloadingConnector"), {}, "not moved by KV connectors, and this engine has Offloading"),
         (engine({"calibration": "auto"}), {}, "latent attention does not support calibration='auto'"),
     ],
 )
