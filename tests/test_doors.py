@@ -18,12 +18,13 @@ import pytest
 import torch
 
 import slimkv
-from slimkv import AttentionBatch, Codec, CodecSpec, KVCacheConfig, PagedPool, PageLayout, TensorFormat, ops
+from slimkv import AttentionBatch, Codec, CodecSpec, KVCacheConfig, LatentSpec, PagedPool, PageLayout, TensorFormat, ops
 from slimkv.errors import SlimKVError
 from slimkv.ops import AttendOptions
 
 SPEC = CodecSpec.parse("k4v4", 32)
 LAYOUT = PageLayout(SPEC, 16)
+LATENTS = PageLayout(LatentSpec.parse("c4r8", 64, 32), 16)
 META = torch.device("meta")
 
 
@@ -60,6 +61,21 @@ def attend_arguments() -> dict[str, Any]:
         "cu_seqlens_q": made.cu_seqlens_q, "codec": Codec(SPEC), "layout": LAYOUT, "max_query_len": 4,
         "max_seq_len": 20, "options": None, "fresh": None, "out": None, "lse": None, "workspace": None,
         "num_splits": None, "backend": None,
+    }  # fmt: skip
+
+
+def latent_pages() -> torch.Tensor:
+    return torch.zeros(3, 1, LATENTS.page_bytes, dtype=torch.uint8)
+
+
+def attend_latent_arguments() -> dict[str, Any]:
+    made = batch()
+    return {
+        "query_latent": torch.zeros(4, 4, 64), "query_rope": torch.zeros(4, 4, 32), "pages": latent_pages(),
+        "block_table": made.block_table, "seq_lens": made.seq_lens, "cu_seqlens_q": made.cu_seqlens_q,
+        "softmax_scale": 0.1, "codec": Codec(LATENTS.spec), "layout": LATENTS, "max_query_len": 4, "max_seq_len": 20,
+        "query_is_rotated": False, "output_is_rotated": False, "out": None, "return_lse": False, "lse": None,
+        "workspace": None, "num_splits": None, "backend": None,
     }  # fmt: skip
 
 
@@ -242,6 +258,46 @@ DOORS: dict[str, tuple[Any, Any]] = {
     "StorePlan.run": (
         lambda **given: plan(ops.plan_store, store_arguments()).run(**given),
         lambda: {k: store_arguments()[k] for k in ("key", "value", "slot_mapping", "query_aware_index")},
+    ),
+    "LatentSpec.parse": (LatentSpec.parse, lambda: {"format": "c4", "latent_dim": 64, "rope_dim": 32}),
+    "latent_rotation": (ops.latent_rotation, lambda: {"codec": Codec(LATENTS.spec)}),
+    "attend_latent": (ops.attend_latent, attend_latent_arguments),
+    "store_latent": (
+        ops.store_latent,
+        lambda: {
+            "latent": torch.zeros(4, 64),
+            "rope": torch.zeros(4, 32),
+            "pages": latent_pages(),
+            "slot_mapping": torch.arange(4),
+            "codec": Codec(LATENTS.spec),
+            "layout": LATENTS,
+            "backend": None,
+        },
+    ),
+    "gather_latent": (
+        ops.gather_latent,
+        lambda: {
+            "pages": latent_pages(),
+            "slots": torch.arange(3),
+            "codec": Codec(LATENTS.spec),
+            "layout": LATENTS,
+            "dtype": torch.float32,
+            "rotated": False,
+            "out": None,
+            "backend": None,
+        },
+    ),
+    "latent_workspace_bytes": (
+        ops.latent_workspace_bytes,
+        lambda: {
+            "layout": LATENTS,
+            "total_queries": 4,
+            "sequences": 1,
+            "num_heads": 4,
+            "max_query_len": 4,
+            "num_splits": 2,
+            "device": torch.device("cpu"),
+        },
     ),
     "merge_attention_states": (
         ops.merge_attention_states,

@@ -16,9 +16,9 @@ import slimkv
 SOURCE = Path(slimkv.__file__).parent
 PUBLIC = [
     "AttentionBatch", "Calibration", "Codec", "CodecSpec", "CorruptDataError", "Encoded", "InputError",
-    "KVCacheConfig", "MissingDependencyError", "OutOfPagesError", "PageLayout", "PagedPool", "ScalePolicy",
-    "SlimKVCache", "SlimKVError", "SpecError", "TensorFormat", "UnsupportedError", "__version__", "attention",
-    "calibrate_model", "disable", "enable", "models", "ops",
+    "KVCacheConfig", "LatentSpec", "MissingDependencyError", "OutOfPagesError", "PageLayout", "PagedPool",
+    "ScalePolicy", "SlimKVCache", "SlimKVError", "SpecError", "TensorFormat", "UnsupportedError", "__version__",
+    "attention", "calibrate_model", "disable", "enable", "models", "ops",
 ]  # fmt: skip
 OPS = [
     "AttendOptions", "AttendPlan", "StorePlan", "attend", "attend_latent", "copy_tokens", "gather_kv", "gather_latent",

@@ -13,7 +13,7 @@ from slimkv.errors import (
     SpecError,
     UnsupportedError,
 )
-from slimkv.spec import CodecSpec, PageLayout, ScalePolicy, TensorFormat
+from slimkv.spec import CodecSpec, LatentSpec, PageLayout, ScalePolicy, TensorFormat
 
 if TYPE_CHECKING:
     from slimkv import models, ops
@@ -34,6 +34,7 @@ __all__ = [
     "Encoded",
     "InputError",
     "KVCacheConfig",
+    "LatentSpec",
     "MissingDependencyError",
     "OutOfPagesError",
     "PageLayout",

@@ -145,7 +145,7 @@ class KVCacheConfig:
 
     def _check_calibration(self) -> None:
         given = self.calibration
-        if self.query_aware_search != 0 or isinstance(self.query_aware_search, bool):
+        if type(self.query_aware_search) is not int or self.query_aware_search != 0:
             search = check_search(self.query_aware_search)
             if given is None:
                 raise InputError(

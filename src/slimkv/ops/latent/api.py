@@ -13,6 +13,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from slimkv.arguments import typed
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import check_tables
@@ -60,6 +61,7 @@ REGISTRY = Registry(
 )
 
 
+@typed
 def latent_rotation(codec: Codec) -> Tensor | None:
     """The rotation R, float32 [latent_dim, latent_dim], that takes a latent (as a row) to its stored space.
 
@@ -120,6 +122,7 @@ def attend_latent(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@typed
 def attend_latent(
     query_latent: Tensor,
     query_rope: Tensor,

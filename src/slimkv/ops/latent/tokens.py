@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe, typed
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.gather.api import gather_kv
@@ -16,6 +17,7 @@ from slimkv.ops.store.api import store_kv
 from slimkv.spec import PageLayout
 
 
+@typed
 def store_latent(
     latent: Tensor,
     rope: Tensor,
@@ -38,15 +40,18 @@ def store_latent(
     A NaN or Inf raises in the reference; a kernel marks that token, so that whoever attends it gets NaN.
     """
     pages = latent_pages(pages, codec, layout)
-    if latent.ndim != 2 or rope.ndim not in (2, 3) or (rope.ndim == 3 and rope.shape[1] != 1):
+    dims = codec.spec.key_dim, codec.spec.value_dim
+    shapes = latent.shape, rope.flatten(1, 2).shape if rope.ndim == 3 else rope.shape
+    if any(len(shape) != 2 or shape[1] != dim for shape, dim in zip(shapes, dims, strict=True)):
         raise InputError(
-            f"latent must be [tokens, {codec.spec.key_dim}] and rope [tokens, {codec.spec.value_dim}], "
+            f"latent must be [tokens, {dims[0]}] and rope [tokens, {dims[1]}], "
             f"not {list(latent.shape)} and {list(rope.shape)}"
         )
     rope = rope if rope.ndim == 3 else rope.unsqueeze(1)
     store_kv(latent.unsqueeze(1), rope, pages, slot_mapping, codec=codec, layout=layout, backend=backend)
 
 
+@typed
 def gather_latent(
     pages: Tensor,
     slots: Tensor,
@@ -71,6 +76,10 @@ def gather_latent(
     Returns latent [tokens, latent_dim] and rope [tokens, rope_dim].
     """
     pages = latent_pages(pages, codec, layout)
+    if slots.ndim != 1:
+        raise InputError(f"slots must be int32 or int64 [tokens], not {describe(slots)}")
+    if out is not None and (len(out) != 2 or not all(isinstance(x, Tensor) for x in out)):
+        raise InputError(f"out must be a pair of tensors, for latents and rope parts, not {describe(out)}")
     if out is None:
         dims = codec.spec.key_dim, codec.spec.value_dim
         out = (

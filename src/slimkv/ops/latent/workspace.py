@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from slimkv.arguments import typed
 from slimkv.ops.attention.api import split_workspace_bytes
 from slimkv.ops.attention.cuda.decode import device_of
 from slimkv.ops.cuda import cuda_unavailable_reason
@@ -11,6 +12,7 @@ from slimkv.ops.latent.cuda import launch
 from slimkv.spec import PageLayout
 
 
+@typed
 def latent_workspace_bytes(
     layout: PageLayout,
     *,
