@@ -38,8 +38,7 @@ def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[
     key, value, slots, pages = _inputs(cell, device)
     codec = Codec(cell.layout.spec, device)
     query_aware, index = _query_aware(cell, codec) if cell.query_aware else (None, None)
-    call = partial(
-        ops.store_kv,
+    plan = ops.plan_store(
         key,
         value,
         pages,
@@ -51,7 +50,7 @@ def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[
         query_aware_search=cell.search,
         backend=backend,
     )
-    return call, (key, value, slots)
+    return partial(plan.run, key, value, slots, index), (key, value, slots)  # as engines do, step after step
 
 
 def _writer(key: Tensor, value: Tensor) -> Callable[[], object]:
