@@ -64,3 +64,10 @@ def test_a_matrix_for_each_range_of_positions(calibration):
     assert torch.equal(one, query_aware_matrix(moment, codec.key_rotation))
     # What queries see of errors at the end of the range: its own matrix is better than that of its beginning.
     assert not torch.equal(got[0], got[-1])
+
+
+def test_matrices_made_under_inference_mode_count_their_versions(calibration):
+    """They are kept for later passes, and backends keep what they derive from them while they do not change."""
+    with torch.inference_mode():
+        codec = Codec(CodecSpec.parse("k4v4", calibration.statistics(0).key_dim))
+        assert not calibration.query_aware_matrices(0, codec).is_inference()

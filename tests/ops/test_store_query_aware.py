@@ -111,3 +111,16 @@ def test_matrices_that_do_not_fit_are_refused(format, query_aware, message):
     key, value, slots, pages, codec = build(case, torch.device("cpu"))
     with pytest.raises(InputError, match=message):
         ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, query_aware=query_aware)
+
+
+def test_everything_under_inference_mode():
+    """As engines run: the matrices, too, are then tensors that do not count their versions."""
+    with torch.inference_mode():
+        key, value, slots, pages, codec = build(TINY, torch.device("cpu"))
+        query_aware = random_query_aware(TINY.heads, codec)
+        assert query_aware.is_inference()
+        want = expected(key, value, slots, pages, codec, TINY.layout, query_aware)
+        for backend in ("cpu", "cpu_torch"):
+            written, call = pages.clone(), {"codec": codec, "layout": TINY.layout, "query_aware": query_aware}
+            ops.store_kv(key, value, written, slots, **call, backend=backend)
+            assert torch.equal(written, want), backend

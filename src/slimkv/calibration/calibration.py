@@ -170,7 +170,8 @@ class Calibration:
         edges = edges if by_position else edges[-1:]
         key = (layer, codec.spec.seed, codec.device, edges, chosen)
         if key not in self._matrices:
-            self._matrices[key] = _matrices(statistics, chosen, edges, codec).to(codec.device).contiguous()
+            with torch.inference_mode(False):  # they outlive the pass that first needs them, and backends watch them
+                self._matrices[key] = _matrices(statistics, chosen, edges, codec).to(codec.device).contiguous()
         return self._matrices[key]
 
     def with_formats(self, formats: Mapping[int, str], seed: int = DEFAULT_SEED) -> Calibration:

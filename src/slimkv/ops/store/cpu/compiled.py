@@ -72,7 +72,12 @@ def _call(request: StoreRequest) -> tuple[CStoreCall, tuple[object, ...]]:
 
 
 def _columns(matrices: Tensor) -> Tensor:
-    """int8 [..., heads, dim, dim] transposed: what an error corrects lies side by side."""
+    """int8 [..., heads, dim, dim] transposed: what an error corrects lies side by side.
+
+    Kept while the matrices do not change; those made under ``inference_mode`` do not tell: transposed each time.
+    """
+    if matrices.is_inference():
+        return matrices.mT.contiguous()
     held = _transposed.get(matrices)
     if held is None or held[0] != matrices._version:
         held = matrices._version, matrices.mT.contiguous()
