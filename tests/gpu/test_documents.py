@@ -6,8 +6,11 @@ import importlib.util
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
 
 from documents import commands
 
@@ -22,8 +25,12 @@ SMALLER = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run(command):
+def test_commands_run(command, tmp_path):
     words = shlex.split(command)
+    if words[:2] == ["vllm", "serve"]:
+        pytest.importorskip("vllm")
+        _serve(words, tmp_path)
+        return
     if words[0] == "bash":
         pytest.skip("a script of measurements, not a snippet to try")
     words = ["bench", *words[3:]] if words[:3] == ["python", "-m", "slimkv.bench"] else words[1:]
@@ -34,3 +41,15 @@ def test_commands_run(command):
         [sys.executable, "-m", "slimkv", *words, *SMALLER[words[1]]], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+
+
+def _serve(words: list[str], folder: Path) -> None:
+    import openai
+    from servers import serving
+
+    if "--kv-offloading-size" in words:
+        words[words.index("--kv-offloading-size") + 1] = "1"
+    with serving(folder, *words[3:]) as (address, _):
+        client = openai.OpenAI(base_url=address, api_key="none", timeout=300)
+        asked = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        assert "Paris" in client.completions.create(**asked).choices[0].text

@@ -53,8 +53,6 @@ def calibration(tmp_path_factory):
 def test_servers_answer(command, calibration, tmp_path):
     command = command.replace("/var/cache/prompts", str(tmp_path / "prompts"))
     words = shlex.split(command.replace("model.safetensors", calibration))
-    if "--kv-offloading-size" in words:
-        words[words.index("--kv-offloading-size") + 1] = "1"
     assert words[2] == "MODEL"
     with serving(tmp_path, *words[3:]) as (address, _):
         client = openai.OpenAI(base_url=address, api_key="none", timeout=300)
@@ -69,7 +67,7 @@ def test_calibrations_are_made(command, tmp_path):
     words = shlex.split(command)
     words[words.index("MODEL")] = model_folder()
     options = words.index("--engine-options") + 1
-    words[options] = '{"dtype": "float32", "enforce_eager": true, "max_model_len": 512, "block_size": 32}'
+    words[options] = '{"dtype": "float32", "block_size": 32}'
     small = ["--windows", "1", "--tokens", "64", "-o", str(tmp_path / "made.safetensors")]
     done = subprocess.run(
         [sys.executable, "-m", "slimkv", *words[1:], *small], env=environment(), capture_output=True, text=True,
