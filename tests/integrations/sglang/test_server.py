@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 
 import pytest
 
@@ -17,15 +13,16 @@ pytest.importorskip("openai")
 import openai
 from engines import environment, model_folder, override_args
 
+from server_process import running
+from slimkv.soak.server import free_port
+
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """``python -m sglang.launch_server`` as the README writes it; yields its address and its log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
         sys.executable, "-m", "sglang.launch_server", "--model-path", model_folder(), "--port", str(port), "--host",
@@ -33,31 +30,8 @@ def server(tmp_path_factory):
         "float32", "--attention-backend", "slimkv", "--page-size", "64", "--max-total-tokens", "4096",
         "--json-model-override-args", override_args("k4v4"), "--skip-server-warmup",
     ]  # fmt: skip
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, env=environment(), stdout=out, stderr=out, start_new_session=True) as process,
-    ):
-        try:
-            wait_until_ready(process, port, log)
-            yield f"http://127.0.0.1:{port}/v1", log
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def wait_until_ready(process, port, log):
-    for _ in range(1200):
-        if process.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"the server did not start:\n{log.read_text()[-5000:]}")
+    with running(command, environment(), port, log, signal.SIGTERM) as address:
+        yield address, log
 
 
 def test_streaming_gives_what_a_whole_answer_gives(server):

@@ -26,19 +26,58 @@ from slimkv.integrations.vllm.page_sizes import (
 from slimkv.spec import CodecSpec
 
 
-class SlimKVBackend(PageShape, AttentionBackend):
-    """Attention on packed pages. A layer's class is a subclass that knows its format (``backend_for_spec``)."""
+class PackedBackend(PageShape):
+    """What backends of packed K and V and of packed latents answer alike."""
 
     accept_output_buffer: bool = True
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = CACHE_DTYPES
     codec_spec: ClassVar[CodecSpec | None] = None
+    held: ClassVar[str] = "cache"  # what layers keep, in messages
 
     @staticmethod
     def get_name() -> str:
         """The name vLLM knows it by."""
         return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Tokens per block that the kernels take; vLLM cuts larger blocks into these."""
+        return list(KERNEL_BLOCKS)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Where the user asks for no block size."""
+        return max(default_block_size, PREFERRED_BLOCK) if default_block_size in KERNEL_BLOCKS else PREFERRED_BLOCK
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Tokens are split by the shape of the batch, so no."""
+        return False
+
+    @staticmethod
+    def is_supported_spec(spec: AttentionSpec) -> bool:
+        """Whether slimkv knows how layers with this kind of cache use it."""
+        return is_supported_spec(spec)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """How many bytes of cache a token of this layer takes."""
+        if spec.state_content_bytes is not None:
+            return spec
+        if not cls.is_supported_spec(spec):
+            raise UnsupportedError(f"slimkv does not know how layers with a {type(spec).__name__} use their {cls.held}")
+        if cls.codec_spec is None:
+            raise UnsupportedError(
+                "vLLM asks for the cache of a layer whose weights it has not loaded through "
+                "process_weights_after_loading, so that slimkv does not know its format; use another load format"
+            )
+        return with_packed_bytes(spec, slot_bytes(cls.codec_spec))
+
+
+class SlimKVBackend(PackedBackend, AttentionBackend):
+    """Attention on packed pages. A layer's class is a subclass that knows its format (``backend_for_spec``)."""
 
     @staticmethod
     def get_impl_cls() -> Any:
@@ -53,16 +92,6 @@ class SlimKVBackend(PageShape, AttentionBackend):
         from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
 
         return SlimKVMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Tokens per block that the kernels take; vLLM cuts larger blocks into these."""
-        return list(KERNEL_BLOCKS)
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Where the user asks for no block size."""
-        return max(default_block_size, PREFERRED_BLOCK) if default_block_size in KERNEL_BLOCKS else PREFERRED_BLOCK
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -85,20 +114,6 @@ class SlimKVBackend(PageShape, AttentionBackend):
         return True
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Keys are split by the shape of the batch, so no."""
-        return False
-
-    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """How many bytes of cache a token of this layer takes."""
-        if spec.state_content_bytes is not None or is_delegated(spec):
-            return spec
-        if not is_supported_spec(spec):
-            raise UnsupportedError(f"slimkv does not know how layers with a {type(spec).__name__} use their cache")
-        if cls.codec_spec is None:
-            raise UnsupportedError(
-                "vLLM asks for the cache of a layer whose weights it has not loaded through "
-                "process_weights_after_loading, so that slimkv does not know its format; use another load format"
-            )
-        return with_packed_bytes(spec, slot_bytes(cls.codec_spec))
+        """See ``PackedBackend``; what vLLM's own backend runs keeps its size."""
+        return spec if is_delegated(spec) else super().customize_spec(spec)
