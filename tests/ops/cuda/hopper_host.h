@@ -188,6 +188,16 @@ template <int N> struct WgmmaBytes {
       c[at] = sum;
     });
   }
+  template <bool ADD> static void s8_shared(u32 (&c)[N / 2], u64 a, u64 b) {
+    const int lane = host::lane(), warp = host::machine.current / 32 % 4;
+    for (int i = 0; i < N / 2; i++) {
+      const int row = 16 * warp + lane / 4 + 8 * (i / 2 % 2), column = 2 * (i / 4 * 4) + 2 * (lane % 4) + i % 2;
+      u32 sum = ADD ? c[i] : 0;
+      for (int k = 0; k < 32; k++)
+        sum += (u32)((int)(signed char)host::byte_of(a, row, k) * (signed char)host::byte_of(b, column, k));
+      c[i] = sum;
+    }
+  }
   // The tensor cores of sm_90 keep about 14 bits of such sums, and drop the others.
   static void e4m3(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
     each("e4m3", a0, a1, a2, a3, b, [&](int at, const u8* row, const u8* column) {

@@ -397,6 +397,7 @@ DEVICE u32 f32_to_e4m3(float x) {
   return sign | (rounded < 0x7E ? rounded : 0x7E);
 }
 DEVICE u32 pack_e4m3x2(float low, float high) { return f32_to_e4m3(low) | f32_to_e4m3(high) << 8; }
+DEVICE u32 pack_e4m3x4(float a, float b, float c, float d) { return pack_e4m3x2(a, b) | pack_e4m3x2(c, d) << 16; }
 DEVICE u32 unpack_e4m3x2(u32 x) { return pack_f16x2(e4m3_to_f32(x & 0xFF), e4m3_to_f32(x >> 8 & 0xFF)); }
 // Pair by pair the larger magnitude, with the product of the signs.
 template <class F> DEVICE u32 larger_pairs(u32 a, u32 b, F to_float) {

@@ -78,7 +78,7 @@ class Shape:
 
     def keys_bytes(self, dim: int) -> int:
         """Of a tile of keys; as prefill/tiles.cuh counts."""
-        return self.step * (dim + (16 if self.e4m3_values else 8)) if self.int8_keys else 2 * self.step * dim
+        return self.step * (dim + 8) if self.int8_keys else 2 * self.step * dim
 
     def values_bytes(self, dim: int) -> int:
         """Of a tile of values."""
@@ -199,7 +199,7 @@ def attend_prefill(
 
 def shared_bytes(dim: int, shape: Shape) -> int:
     """Shared memory of a block of ``attend``: queries, two rings of tiles, barriers; as prefill/work.cuh counts."""
-    queries = 0 if shape.int8_keys else 2 * ROWS * dim
+    queries = ROWS * (128 if shape.int8_keys else 2 * dim)
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
     totals = 4 * ROWS * dim if shape.e4m3_values else 0
     return queries + tiles + totals + 32 * shape.stages + 1024

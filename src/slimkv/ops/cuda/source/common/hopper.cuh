@@ -119,6 +119,23 @@ template <int N> struct WgmmaBytes;
                    "k32.s32.s8.s8 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p;\n}"               \
                    : HELD_INTEGERS_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD));                 \
     }                                                                                                                  \
+    template <bool ADD> DEVICE_MEMBER static void s8_shared(u32 (&c)[R], u64 a, u64 b) {                              \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N               \
+                   "k32.s32.s8.s8 {" REGISTERS_##R "}, %" A0 ", %" A1 ", p;\n}"                                        \
+                   : HELD_INTEGERS_##R : "l"(a), "l"(b), "n"((int)ADD));                                               \
+    }                                                                                                                  \
+    DEVICE_MEMBER static void e4m3(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {                \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N             \
+                   "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1;\n}"     \
+                   : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));                               \
+    }                                                                                                                  \
+  };
+#define REGISTERS_36 REGISTERS_32 ",%32,%33,%34,%35"
+#define REGISTERS_68 REGISTERS_64 ",%64,%65,%66,%67"
+#define HELD_36 HELD_32, HELD_4(32)
+#define HELD_68 HELD_64, HELD_4(64)
+#define SLIMKV_WGMMA_E4M3(N, R, A0, A1, A2, A3, B, ADDS)                                                               \
+  template <> struct WgmmaBytes<N> {                                                                                 \
     DEVICE_MEMBER static void e4m3(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {                \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N             \
                    "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1;\n}"     \
@@ -134,6 +151,8 @@ template <> struct WgmmaBytes<8> {
 };
 SLIMKV_WGMMA_BYTES(64, 32, "32", "33", "34", "35", "36", "37")
 SLIMKV_WGMMA_BYTES(128, 64, "64", "65", "66", "67", "68", "69")
+SLIMKV_WGMMA_E4M3(72, 36, "36", "37", "38", "39", "40", "41")
+SLIMKV_WGMMA_E4M3(136, 68, "68", "69", "70", "71", "72", "73")
 SLIMKV_WGMMA(64, 32, "32", "33", "34", "35", "36", "37")
 SLIMKV_WGMMA(128, 64, "64", "65", "66", "67", "68", "69")
 SLIMKV_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")

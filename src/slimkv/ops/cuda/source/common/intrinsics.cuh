@@ -92,6 +92,17 @@ DEVICE u32 pack_e4m3x2(float low, float high) {
   return 0;  // only kernels of sm_90a use it
 #endif
 }
+// Four, the first in the lowest byte.
+DEVICE u32 pack_e4m3x4(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+  u32 r;
+  asm("{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; cvt.rn.satfinite.e4m3x2.f32 y, %4, %3; mov.b32 %0, {x, y};}"
+      : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+#else
+  return 0;
+#endif
+}
 // The numbers of the low half, as halves.
 DEVICE u32 unpack_e4m3x2(u32 x) {
 #if __CUDA_ARCH__ >= 890

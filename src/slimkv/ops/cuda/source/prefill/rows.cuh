@@ -21,10 +21,11 @@ DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
     }
 }
 
-#if INT8_KEYS
-// The row as signed bytes, in registers a[4 k + 2 h + r] of products k: the quad's lane t has the 16 dimensions of every 64 that
-// follow 16 t. Rounded to the nearest integer, the largest to 127. `bad`: 0, or not a number.
-DEVICE float prepare_row_int8(const PrefillArgs& args, bool valid, i64 at, u32 (&a)[D / 8], int r, int t, float& bad) {
+#if EIGHT_BIT
+// Row `row` of a warpgroup's queries to its operand as signed bytes, by the quad, whose lane t has the 16 dimensions of every 64
+// that follow 16 t; what the row is to be multiplied by after the product. Rounded to the nearest integer, the largest to 127.
+// `bad`: 0, or not a number.
+DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operand, int row, int t, float& bad) {
   float x[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
@@ -48,14 +49,15 @@ DEVICE float prepare_row_int8(const PrefillArgs& args, bool valid, i64 at, u32 (
 #pragma unroll
       for (int i = 0; i < 4; i++)
         bytes[i] = as_bits(add_rn(mul_rn(x[k / 2 * 16 + 2 * (2 * (k % 2) + h) + i % 2 + 8 * (i / 2)], up), MAGIC_FLOAT));
-      a[4 * k + 2 * h + r] = prmt(prmt(bytes[0], bytes[1], 0x0040), prmt(bytes[2], bytes[3], 0x0040), 0x5410);
+      *(u32*)(operand + unit_at(0, row, 2 * k + h, GROUP_ROWS) + 4 * t) =
+          prmt(prmt(bytes[0], bytes[1], 0x0040), prmt(bytes[2], bytes[3], 0x0040), 0x5410);
     }
   bad = x[0] * 0.0f;  // a row that is not a number, all of it once rotated, has no integers
   return div_rn(row_max, 127.0f) * (args.scale < 0 ? -args.scale : args.scale);
 }
 #else
 // Row `row` of a warpgroup's queries to its operand, by the quad; what the row is to be multiplied by after the product.
-DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operand, int row, int t) {
+DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operand, int row, int t, float&) {
   float x[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++) {

@@ -20,12 +20,12 @@
 #pragma once
 #include "common/intrinsics.cuh"
 
-constexpr int TOKEN_NUMBERS = E4M3_VALUES ? 4 : 2, HALF_TILE = 128 * STEP;
+constexpr int TOKEN_NUMBERS = 2, HALF_TILE = 128 * STEP;
 constexpr int KEYS_BYTES = INT8_KEYS ? STEP * (D + 4 * TOKEN_NUMBERS) : 2 * STEP * D;
 constexpr int VALUES_BYTES = E4M3_VALUES ? STEP * (D + 8) : 2 * STEP * D;
 static_assert((D == 64 || D == 128 || D == 256) && STEP % 16 == 0, "shape");
 static_assert(!INT8_KEYS || (STEP == 128 && D <= 128), "rows of bytes");
-static_assert(INT8_KEYS || !E4M3_VALUES, "the scales of values are beside those of keys");
+static_assert(INT8_KEYS == E4M3_VALUES, "the scales of values are beside those of keys");
 
 // Where a key's 16-byte unit `unit` of its row of bytes is, and the number `which` of the token at a place.
 DEVICE int key_row(int token) { return D == 64 ? token % (STEP / 2) : token; }
@@ -33,12 +33,10 @@ DEVICE int key_unit(int token, int unit) { return D == 64 ? 4 * (token / (STEP /
 DEVICE int token_place(int token) { return token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2; }
 DEVICE int token_number_at(int which, int place) { return STEP * D + 4 * (which * STEP + place); }
 enum TokenNumber {
-  KEY_SCALE,        // of the integer product
-  KEY_OFFSET,       // what MAGIC in the product adds, negative
-  LOG_VALUE_SCALE,  // base 2; E4M3_VALUES, and one place more: tiles begin on boundaries of 1,024 bytes
+  KEY_SCALE,    // of the integer product
+  VALUE_SCALE,  // of the value's numbers
 };
-// Sums of bytes are integers of less than 2^22. Added to the bits of this float they are its sum with them.
-constexpr u32 MAGIC = 0x4B400000u;
+// Added to a number below 2^22 it leaves the nearest integer in the lowest bits.
 constexpr float MAGIC_FLOAT = 12582912.0f;
 
 // Where row `row` of a tile of `rows` has unit `unit` (16 bytes) of its 64 dimensions `half`.

@@ -114,12 +114,11 @@ DEVICE void store_token_numbers(const UnpackArgs& args, const u8* page, int begi
   if (begin + lane < length) {
     const bool bad = marked<K_KIND>(page + K_FIELDS, place + lane) || marked<V_KIND>(page + V_FIELDS, place + lane);
     key = bad ? NOT_A_NUMBER : scale_of(field_bits(page + K_FIELDS, place + lane)) * 0.5f;
-    if (E4M3_VALUES) value = div_rn(max_f32(value_scale_at(page, place + lane), value_limit), args.value_factor);
+    value = div_rn(max_f32(value_scale_at(page, place + lane), value_limit), args.value_factor);
   }
   const int at = 16 * warp + token_place(lane);
   *(float*)(keys + token_number_at(KEY_SCALE, at)) = key;
-  *(float*)(keys + token_number_at(KEY_OFFSET, at)) = -MAGIC_FLOAT * key;
-  if (E4M3_VALUES) *(float*)(keys + token_number_at(LOG_VALUE_SCALE, at)) = log2_approx(value);
+  *(float*)(keys + token_number_at(VALUE_SCALE, at)) = value;
 }
 
 // The rows of digits (tiles.cuh), by lanes 0-15 of the warp. unit = 2^16 value_limit.

@@ -3,9 +3,10 @@
 #pragma once
 #include "common/numbers.cuh"
 #include "prefill/tiles.cuh"
+#define EIGHT_BIT (INT8_KEYS && E4M3_VALUES)
 
 constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 384, N = STEP / 2, OWN = D / 4;
-constexpr int QUERY_BYTES = INT8_KEYS ? 0 : 2 * GROUP_ROWS * D;  // as bytes they are in registers
+constexpr int QUERY_BYTES = GROUP_ROWS * (INT8_KEYS ? 128 : 2 * D);  // of a warpgroup
 // Shared memory, from a boundary of 1,024 bytes: queries of both warpgroups | rings of keys and of values | totals | barriers
 constexpr int KEYS_AT = 2 * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
 constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // E4M3_VALUES: of the output
@@ -13,6 +14,20 @@ constexpr int BARRIERS_AT = TOTALS_AT + (E4M3_VALUES ? 4 * ROWS * D : 0);
 constexpr int SHARED_BYTES = BARRIERS_AT + 4 * STAGES * 8 + 1024;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
+
+// Tiles on their way through shared memory, their barriers, and where the output is added up.
+struct Rings {
+  u8* keys;
+  u8* values;
+  u64* keys_full;
+  u64* keys_empty;
+  u64* values_full;
+  u64* values_empty;
+  u8* totals;
+};
+
+// The tokens that the two rows of a lane see.
+struct Visible { int begin[2], end[2]; };
 
 struct PrefillArgs {
   const void* query;
@@ -44,6 +59,20 @@ struct Work {
   int tile, count;   // the last tile and how many there are
   int clear_begin, clear_end;  // tokens that all queries see
 };
+
+// A row of a block: whose it is. None is not valid.
+struct Row {
+  int of_sequence;  // query
+  i64 query;
+  int head;
+  bool valid;
+};
+
+DEVICE Row row_of(const PrefillArgs& args, const Work& w, int warpgroup, int row) {
+  const int of_block = GROUP_ROWS * warpgroup + row, query = w.first + of_block / args.group_size;
+  return {query, (i64)w.s.start + query, w.head * args.group_size + of_block % args.group_size,
+          of_block < ROWS / args.group_size * args.group_size && query < w.s.queries};
+}
 
 DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;

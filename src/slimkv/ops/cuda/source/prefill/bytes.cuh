@@ -1,0 +1,268 @@
+// The tiles of a block on 8-bit tensor cores: int8 scores, e4m3 weights and the output of the rows of a warpgroup.
+#pragma once
+#include "common/hopper.cuh"
+#include "prefill/work.cuh"
+#ifndef RINGS_IN_TURN
+#define RINGS_IN_TURN 1
+#endif
+#ifndef FUSED
+#define FUSED 0
+#endif
+#ifndef FAST
+#define FAST 1
+#endif
+#ifndef KNOCK
+#define KNOCK 0
+#endif
+
+constexpr int OUTPUTS = D / 2 + (FUSED ? 4 : 0);
+constexpr float MOST_WEIGHT = 8.0f, FRESH_WEIGHT = 6.0f;  // exponents of weights: the most, and after a new reference
+// Sums of bytes, in parts of as many tokens as a row of keys has dimensions.
+constexpr int PARTS = STEP / D > 0 ? STEP / D : 1;
+struct Sums {
+  u32 part[PARTS][N / PARTS];
+  DEVICE_MEMBER float at(int i, u32 none) const { return i32_to_f32_rn((i32)(part[i / (N / PARTS)][i % (N / PARTS)] + none)); }
+};
+
+DEVICE void start_sums(Sums& s, u32 queries, u32 keys) {
+  const u64 a = smem_descriptor(queries, 16);
+  wgmma_fence();
+#pragma unroll
+  for (int h = 0; h < PARTS; h++) {
+    const u64 b = smem_descriptor(keys + h * D, 16);
+    WgmmaBytes<STEP / PARTS>::template s8_shared<false>(s.part[h], a, b);
+#pragma unroll
+    for (int k = 1; k < D / 32; k++)
+      WgmmaBytes<STEP / PARTS>::template s8_shared<true>(s.part[h], a + (k * 32 >> 4), b + (k * 32 >> 4));
+  }
+  wgmma_commit();
+}
+
+DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)[N / 4], u32 values, bool add) {
+  const u64 b = smem_descriptor(values, 16), last = smem_descriptor(values + STEP * D, 16);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < STEP / 32; k++)
+    WgmmaBytes<2 * OUTPUTS>::e4m3(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 32 >> 4), k > 0 || add);
+  if (!FUSED && !(KNOCK & 1))
+#pragma unroll
+    for (int k = 0; k < STEP / 32; k++)
+      WgmmaBytes<8>::e4m3(digits, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], last + (k * 32 >> 4), k > 0);
+  wgmma_commit();
+}
+
+// Output so far, out of the way of the tensor cores' short sums: each thread's own, with the references it is relative to.
+struct Totals {
+  float* mine;  // every 1,024th float of shared memory, by fours
+  float row_max[2];
+
+  DEVICE_MEMBER void clear() {
+#pragma unroll
+    for (int i = 0; i < D / 2; i += 4) *(Words4*)(mine + i * 256) = {0, 0, 0, 0};
+  }
+  DEVICE_MEMBER float factor(int r, float now) const { return row_max[r] == MINUS_INFINITY ? 0.0f : exp2_approx(row_max[r] - now); }
+  // Adds o, which is relative to `now`.
+  DEVICE_MEMBER void add(const float (&o)[OUTPUTS], const float (&now)[2]) {
+    const float by[2] = {factor(0, now[0]), factor(1, now[1])};
+#pragma unroll
+    for (int i = 0; i < D / 2; i += 4) {
+      Words4 x = *(const Words4*)(mine + i * 256);
+      x.x = as_bits(fma_rn(as_float(x.x), by[0], o[i])), x.y = as_bits(fma_rn(as_float(x.y), by[0], o[i + 1]));
+      x.z = as_bits(fma_rn(as_float(x.z), by[1], o[i + 2])), x.w = as_bits(fma_rn(as_float(x.w), by[1], o[i + 3]));
+      *(Words4*)(mine + i * 256) = x;
+    }
+    row_max[0] = now[0], row_max[1] = now[1];
+  }
+  DEVICE_MEMBER void add_to(float (&o)[OUTPUTS], const float (&now)[2]) const {
+    const float by[2] = {factor(0, now[0]), factor(1, now[1])};
+#pragma unroll
+    for (int i = 0; i < D / 2; i += 4) {
+      const Words4 x = *(const Words4*)(mine + i * 256);
+      o[i] = fma_rn(as_float(x.x), by[0], o[i]), o[i + 1] = fma_rn(as_float(x.y), by[0], o[i + 1]);
+      o[i + 2] = fma_rn(as_float(x.z), by[1], o[i + 2]), o[i + 3] = fma_rn(as_float(x.w), by[1], o[i + 3]);
+    }
+  }
+};
+
+// The running softmax of the rows of a lane.
+struct Softmax {
+  float factor[2];   // of this lane's rows g and g + 8
+  float row_max[2];  // the reference that exponents are taken from, an integer: mantissas of weights do not depend on it
+  float row_sum[2];  // of this lane's share of the row, relative to it
+  float rescale[2];  // what the output so far is to be multiplied by
+
+  // Score i of a tile, relative to `from`, whose key has this scale.
+  DEVICE_MEMBER float score(const Sums& sums, int i, float key, float from, float softcap, u32 none) const {
+    const int r = i / 2 % 2;
+    const float x = sums.at(i, none) * key;
+    if (!SOFTCAP) return fma_rn(x, factor[r], from);
+    // cap tanh(x / cap) = cap - 2 cap / (e + 1), where e = exp(2 x / cap)
+    const float e = exp2_approx(min_f32(x * (factor[r] * 2.0f * LOG2E * rcp_approx(softcap)), 80.0f));
+    return fma_rn(-2.0f * softcap, rcp_approx(e + 1.0f), softcap) + from;
+  }
+
+  DEVICE_MEMBER bool hidden(const Visible& visible, int tile, int i, int t) const {
+    const int token = tile * STEP + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
+    return token >= visible.end[r] || (WINDOW && token < visible.begin[r]);
+  }
+
+  // The reference follows the maximum when a weight would be above 2^MOST_WEIGHT, which is seldom; whether some row's did.
+  DEVICE_MEMBER bool follow(const Sums& sums, const u8* numbers, const Visible& visible, int tile, int t, float softcap, u32 none) {
+    float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+      const Words4 a = *(const Words4*)(numbers + token_number_at(KEY_SCALE, 16 * j + 4 * t));
+      const Words4 b = *(const Words4*)(numbers + token_number_at(VALUE_SCALE, 16 * j + 4 * t));
+      const float key[4] = {as_float(a.x), as_float(a.y), as_float(a.z), as_float(a.w)};
+      const float value[4] = {as_float(b.x), as_float(b.y), as_float(b.z), as_float(b.w)};
+      float logs[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) logs[k] = log2_approx(value[k]);
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
+        const float x = score(sums, i, key[token], logs[token], softcap, none);
+        most[i / 2 % 2] = max_f32(most[i / 2 % 2], hidden(visible, tile, i, t) ? MINUS_INFINITY : x);
+      }
+    }
+    bool behind = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float m = max_f32(most[r], shfl_xor(most[r], 1));
+      m = max_f32(m, shfl_xor(m, 2));
+      const bool raise = m > row_max[r] + MOST_WEIGHT;
+      const float wanted = -floor_of(FRESH_WEIGHT - m);  // FRESH_WEIGHT below m or a little more
+      rescale[r] = raise ? exp2_approx(row_max[r] - wanted) : 1.0f;
+      row_max[r] = raise ? wanted : row_max[r];
+      behind = behind || raise;
+    }
+    return warp_any(behind);
+  }
+
+  // Weights as e4m3, four in a word, in the order of the operand. Whether some weight of the lane is 2^8 or more, or not a number,
+  // as all are of a row that has no reference yet.
+  template <bool MASKED>
+  DEVICE_MEMBER bool weigh(const Sums& sums, const u8* numbers, const Visible& visible, int tile, int t, float softcap, u32 (&p)[N / 4]) const {
+    u32 large = 0;
+    const float from[2] = {-row_max[0], -row_max[1]};
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+      const Words4 a = *(const Words4*)(numbers + token_number_at(KEY_SCALE, 16 * j + 4 * t));
+      const Words4 b = *(const Words4*)(numbers + token_number_at(VALUE_SCALE, 16 * j + 4 * t));
+      const float key[4] = {as_float(a.x), as_float(a.y), as_float(a.z), as_float(a.w)};
+      const float value[4] = {as_float(b.x), as_float(b.y), as_float(b.z), as_float(b.w)};
+      float w[8];
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
+        w[k] = exp2_approx(score(sums, i, key[token], from[k / 2 % 2], softcap, 0)) * value[token];
+        if (MASKED && hidden(visible, tile, i, t)) w[k] = 0.0f;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        p[2 * j + r] = pack_e4m3x4(w[2 * r], w[2 * r + 1], w[4 + 2 * r], w[5 + 2 * r]);
+        large |= p[2 * j + r] + 0x08080808u;  // bit 7 of a byte of 0x78 (2^8) or more
+      }
+    }
+    return large & 0x80808080u;
+  }
+
+  // What the products with a tile's digits add to the sums: those of the rounded weights, so that they sum to 1.
+  DEVICE_MEMBER void add_sums(const float* digits, float inverse, int t) {
+    const float first = t == 0 ? 1.0f : t == 1 ? 0.0009765625f : t == 2 ? 256.0f : 0.25f;
+    const float second = t == 0 ? 0.03125f : t == 2 ? 8.0f : 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_sum[r] = fma_rn(fma_rn(digits[2 * r], first, digits[2 * r + 1] * second), inverse, row_sum[r]);
+  }
+};
+
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries, Softmax& softmax,
+                         float (&o)[OUTPUTS], int warpgroup, int lane) {
+  const int t = lane & 3;
+  Sums sums;
+  u32 p[N / 4], next_p[N / 4];
+  float digits[4];
+  bool add = true;  // what products find in o
+  Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128), {MINUS_INFINITY, MINUS_INFINITY}};
+  if (w.count > PROMOTE) totals.clear();
+  const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
+  const TileScale* tile_scales = args.tile_scales + ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile + w.tile;
+  float inverse = tile_scales->value_inverse;  // of the tile whose products are under way
+  int tile = w.tile;
+  bool needs_rescale;
+  const u32 none = (u32)args.num_seqs >> 31;
+  // From products that have ended to weights.
+  auto take = [&](int at, bool follow, u32 (&to)[N / 4]) {
+    const u8* numbers = rings.keys + at * KEYS_BYTES;
+#pragma unroll
+    for (int h = 0; h < PARTS; h++) wgmma_fence_operand(sums.part[h]);
+    const bool clear = (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
+    needs_rescale = false;
+    if ((KNOCK & 2) && !follow) { softmax.template weigh<false>(sums, numbers, visible, tile, t, args.softcap, to); }
+    else if (!FAST || follow || !clear || warp_any(softmax.template weigh<false>(sums, numbers, visible, tile, t, args.softcap, to))) {
+      needs_rescale = softmax.follow(sums, numbers + none, visible, tile, t, args.softcap, none);
+      softmax.template weigh<true>(sums, numbers, visible, tile, t, args.softcap, to);
+    }
+    sync_warp();
+    if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
+  };
+  auto rescale_output = [&] {
+    if (!needs_rescale) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) softmax.row_sum[r] *= softmax.rescale[r];
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
+  };
+  auto add_sums = [&] {
+    if (FUSED) {
+      softmax.add_sums(o + D / 2, inverse, t);
+#pragma unroll
+      for (int i = D / 2; i < OUTPUTS; i++) o[i] = 0.0f;
+    } else {
+      wgmma_fence_operand(digits);
+      softmax.add_sums(digits, inverse, t);
+    }
+  };
+  mbarrier_wait(rings.keys_full, 0);
+  start_sums(sums, queries, keys);
+  wgmma_wait<0>();
+  take(0, true, p);
+  rescale_output();
+  if (RINGS_IN_TURN && warpgroup == 1 && w.count > 1) bar_arrive(3, 256);
+  int slot = 0;       // of values; keys are one further
+  u32 parity = 0;
+  for (int i = 1; i < w.count; i++) {
+    const int next = slot + 1 == STAGES ? 0 : slot + 1;
+    const u32 next_parity = next ? parity : parity ^ 1;
+    const float next_inverse = tile_scales[-i].value_inverse;
+    tile--;
+    mbarrier_wait(rings.keys_full + next, next_parity);
+    if (RINGS_IN_TURN) bar_sync(3 + warpgroup, 256);
+    start_sums(sums, queries, keys + next * KEYS_BYTES);
+    mbarrier_wait(rings.values_full + slot, parity);
+    start_output(o, digits, p, values + slot * VALUES_BYTES, add);
+    add = true;
+    if (RINGS_IN_TURN && (warpgroup == 0 || i + 1 < w.count)) bar_arrive(4 - warpgroup, 256);
+    wgmma_wait<1>();
+    take(next, false, next_p);
+    wgmma_wait<0>();
+    wgmma_fence_operand(o);
+    if (lane == 0) mbarrier_arrive(rings.values_empty + slot);
+    add_sums();
+    inverse = next_inverse;
+    rescale_output();
+    if (!(KNOCK & 4) && i % PROMOTE == 0) {
+      totals.add(o, softmax.row_max);
+      add = false;
+    }
+#pragma unroll
+    for (int k = 0; k < N / 4; k++) p[k] = next_p[k] | none;
+    slot = next, parity = next_parity;
+  }
+  mbarrier_wait(rings.values_full + slot, parity);
+  start_output(o, digits, p, values + slot * VALUES_BYTES, add);
+  wgmma_wait<0>();
+  wgmma_fence_operand(o);
+  add_sums();
+  if (w.count > PROMOTE) totals.add_to(o, softmax.row_max);
+}
