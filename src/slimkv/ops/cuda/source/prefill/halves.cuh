@@ -1,7 +1,13 @@
 // The tiles of a block on 16-bit tensor cores: scores, softmax and output of the rows of a warpgroup.
 #pragma once
+#ifndef STREAM
+#define STREAM 1
+#endif
+#if !STREAM
+#include "prefill/halves_old.cuh"
+#else
 #include "common/hopper.cuh"
-#include "prefill/softmax.cuh"
+#include "prefill/work.cuh"
 
 constexpr int OUTPUTS = D / 2;
 
@@ -25,47 +31,111 @@ DEVICE void start_output(float (&o)[D / 2], const u32 (&p)[N / 2], u32 values) {
   wgmma_commit();
 }
 
+// The running softmax of the rows of a lane.
+struct Softmax {
+  float factor[2];   // of this lane's rows g and g + 8
+  float row_max[2];  // the reference that exponents are taken from: score plus the exponent of the values' unit
+  float row_sum[2];  // of this lane's share of the row, relative to it
+  float rescale[2];  // what the output so far is to be multiplied by
+
+  // A score, relative to `from`.
+  DEVICE_MEMBER float score(float s, int r, const TileScale& unit, float from, float softcap) const {
+    if (!SOFTCAP) return fma_rn(s, factor[r] * unit.key, from);
+    // cap tanh(x / cap) = cap - 2 cap / (e + 1), where e = exp(2 x / cap)
+    const float e = exp2_approx(min_f32(s * (factor[r] * unit.key * 2.0f * LOG2E * rcp_approx(softcap)), 80.0f));
+    return fma_rn(-2.0f * softcap, rcp_approx(e + 1.0f), softcap) + from;
+  }
+
+  DEVICE_MEMBER static bool hidden(const Visible& visible, int tile, int i, int t) {
+    const int token = tile * STEP + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
+    return token >= visible.end[r] || (WINDOW && token < visible.begin[r]);
+  }
+
+  // The reference follows the maximum when it has fallen behind by RESCALE_THRESHOLD powers of two, so that the output is
+  // seldom rescaled; whether some row's did.
+  DEVICE_MEMBER bool follow(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t, float softcap) {
+    float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const float x = score(s[i], i / 2 % 2, unit, unit.value, softcap);
+      most[i / 2 % 2] = max_f32(most[i / 2 % 2], hidden(visible, tile, i, t) ? MINUS_INFINITY : x);
+    }
+    bool behind = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float m = max_f32(most[r], shfl_xor(most[r], 1));
+      m = max_f32(m, shfl_xor(m, 2));
+      const bool raise = m > row_max[r] + RESCALE_THRESHOLD;
+      rescale[r] = raise ? exp2_approx(row_max[r] - m) : 1.0f;
+      row_max[r] = raise ? m : row_max[r];
+      behind = behind || raise;
+    }
+    return warp_any(behind);
+  }
+
+  // Probabilities times the values' unit, as halves, and their sums. Whether some of the lane's is 2^8 or more, or not a number,
+  // as all are of a row that has no reference yet.
+  template <bool MASKED>
+  DEVICE_MEMBER bool weigh(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t, float softcap,
+                           u32 (&p)[N / 2], float (&sum)[2]) const {
+    const float from[2] = {unit.value - row_max[0], unit.value - row_max[1]};
+    float sums[2][2] = {{0, 0}, {0, 0}};
+    u32 large = 0;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const int r = i / 2 % 2;
+      float w[2];
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        w[k] = exp2_approx(score(s[i + k], r, unit, from[r], softcap));
+        if (MASKED && hidden(visible, tile, i + k, t)) w[k] = 0.0f;
+        sums[r][k] += w[k];
+      }
+      p[i / 2] = pack_f16x2(w[0], w[1]);
+      large |= p[i / 2] + 0x24002400u;  // the top bit of a half of 0x5C00 (2^8) or more
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) sum[r] = sums[r][0] + sums[r][1];
+    return large & 0x80008000u;
+  }
+};
+
 DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries, Softmax& softmax,
                          float (&o)[OUTPUTS], int warpgroup, int lane) {
   const int t = lane & 3;
   float s[N];
-  u32 p[N / 2];
+  u32 p[N / 2], next_p[N / 2];
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
+  const u32 none = (u32)args.num_seqs >> 31;
   const TileScale* tile_scales = args.tile_scales + ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile + w.tile;
   TileScale unit = *tile_scales;
   int tile = w.tile;
-  auto apply_mask = [&] {
-    if ((tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin)) return;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      const int token = tile * STEP + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
-      if (token >= visible.end[r] || (WINDOW && token < visible.begin[r])) s[i] = MINUS_INFINITY;
-    }
-  };
-  auto rescale_output = [&] {
-    if (softmax.needs_rescale)
-#pragma unroll
-      for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
-  };
-  // Once products do not read p any more.
-  auto pack = [&] {
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) p[i] = pack_f16x2(s[2 * i], s[2 * i + 1]);
-  };
+  bool needs_rescale;
   // From products that have ended to probabilities.
-  auto take = [&](int at) {
+  auto take = [&](int at, bool follow, u32 (&to)[N / 2]) {
     wgmma_fence_operand(s);
     if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
-    if (SOFTCAP) softmax.cap(s, unit, args.softcap);
-    apply_mask();
-    softmax.step(s, unit);
+    const bool clear = (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
+    float sum[2];
+    needs_rescale = false;
+    if (follow || !clear || warp_any(softmax.template weigh<false>(s, unit, visible, tile, t, args.softcap, to, sum))) {
+      needs_rescale = softmax.follow(s, unit, visible, tile, t, args.softcap);
+      softmax.template weigh<true>(s, unit, visible, tile, t, args.softcap, to, sum);
+      if (needs_rescale) softmax.row_sum[0] *= softmax.rescale[0], softmax.row_sum[1] *= softmax.rescale[1];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) softmax.row_sum[r] += sum[r] * unit.value_inverse;
+  };
+  auto rescale_output = [&] {
+    if (needs_rescale)
+#pragma unroll
+      for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
   };
   mbarrier_wait(rings.keys_full, 0);
   start_scores(s, queries, keys);
   wgmma_wait<0>();
-  take(0);
+  take(0, true, p);
   rescale_output();
-  pack();
   if (warpgroup == 1 && w.count > 1) bar_arrive(3, 256);
   int slot = 0;       // of values; keys are one further
   u32 parity = 0;
@@ -81,13 +151,13 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     start_output(o, p, values + slot * VALUES_BYTES);
     if (warpgroup == 0 || i + 1 < w.count) bar_arrive(4 - warpgroup, 256);
     wgmma_wait<1>();
-    take(next);
-    keep_before(softmax.row_sum[0], softmax.row_sum[1]);
+    take(next, false, next_p);
     wgmma_wait<0>();
     wgmma_fence_operand(o);
     if (lane == 0) mbarrier_arrive(rings.values_empty + slot);
     rescale_output();
-    pack();
+#pragma unroll
+    for (int k = 0; k < N / 2; k++) p[k] = next_p[k] | none;
     slot = next, parity = next_parity;
   }
   mbarrier_wait(rings.values_full + slot, parity);
@@ -95,3 +165,4 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   wgmma_wait<0>();
   wgmma_fence_operand(o);
 }
+#endif
