@@ -138,11 +138,18 @@ def test_shared_memory_fits_hopper():
         assert prefill_cuda.shared_bytes(dim, shape) <= 227 << 10
 
 
-def test_tiles_of_a_pass():
+def test_how_passes_are_cut():
     layout, shape = PageLayout(CodecSpec.parse("k4v4", 128), 16), prefill_cuda.Shape(128, 2)
-    assert prefill_cuda.tiles_of_pass(layout, shape, 8, 1000) == 8
-    assert prefill_cuda.tiles_of_pass(layout, shape, 8, 1 << 20) == 512  # 256 MiB of 64 KiB tiles, for 8 heads
-    assert prefill_cuda.tiles_of_pass(layout, shape, 1 << 20, 1 << 20) == 1
+
+    def cut(sequences, blocks, max_seq_len):
+        return prefill_cuda.cut_passes(layout, shape, prefill_cuda.Batch(sequences, 8, blocks, max_seq_len), 132)
+
+    assert cut(1, 1, 1000) == (1, 8)
+    assert cut(1, 64, 1 << 20) == (1, 512)  # 256 MiB of 64 KiB tiles, for 8 heads
+    assert cut(1 << 17, 1 << 17, 1 << 20) == (1 << 17, 1)
+    assert cut(32, 64, 8192) == (8, 64)  # whole sequences, two blocks of each: 128 of 132 multiprocessors are busy
+    assert cut(16, 256, 8704) == (6, 68)  # three times rather than 7, 7 and 2
+    assert cut(16, 32, 32768) == (16, 32)  # two whole sequences would be 32 blocks
 
 
 BIG = replace(

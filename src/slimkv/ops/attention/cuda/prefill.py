@@ -40,7 +40,7 @@ class UnpackArgs(ctypes.Structure):
             "pages", "table", "lengths", "starts", "key_levels", "value_levels", "keys", "values", "units",
         )),
         *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
-        *((name, ctypes.c_int32) for name in ("heads", "most_queries", "first_tile", "tiles")),
+        *((name, ctypes.c_int32) for name in ("heads", "most_queries", "first_tile", "tiles", "first_rank", "ranks")),
         ("key_table", _Table),
         ("value_table", _Table),
         ("value_factor", ctypes.c_float),
@@ -59,8 +59,8 @@ class AttendArgs(ctypes.Structure):
         ("key_sign_bits", _SignBits),
         ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "query_blocks", "section", "first_tile",
-            "tiles", "first_pass", "last_pass", "aligned",
+            "sequences", "heads", "group", "most_queries", "causal", "window", "items", "query_blocks", "section",
+            "first_tile", "tiles", "first_rank", "ranks", "first_pass", "last_pass", "aligned",
         )),
     )  # fmt: skip
 
@@ -71,22 +71,20 @@ class Shape:
 
     step: int  # tokens of a tile
     stages: int  # tiles of K, and of V, in shared memory at a time
-    int8_keys: bool = False  # queries and keys as bytes (of Lloyd-Max codes of up to 4 bits); else halves
-    e4m3_values: bool = False  # probabilities and values likewise
-    from_magic: bool = True  # sums of bytes start at a float's bits, and are floats; else they are converted
+    eight_bit: bool = False  # queries and keys as int8, weights and values as e4m3; else halves
     promote: int = 8  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
 
     def keys_bytes(self, dim: int) -> int:
         """Of a tile of keys; as prefill/tiles.cuh counts."""
-        return self.step * (dim + 8) if self.int8_keys else 2 * self.step * dim
+        return self.step * (dim + 8) if self.eight_bit else 2 * self.step * dim
 
     def values_bytes(self, dim: int) -> int:
         """Of a tile of values."""
-        return self.step * (dim + 8) if self.e4m3_values else 2 * self.step * dim
+        return self.step * (dim + 8) if self.eight_bit else 2 * self.step * dim
 
 
 SHAPES = {64: Shape(128, 2), 128: Shape(128, 2), 256: Shape(64, 2)}
-EIGHT_BIT_SHAPES = {64: Shape(128, 4, True, True), 128: Shape(128, 4, True, True)}
+EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
@@ -133,11 +131,36 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def tiles_of_pass(layout: PageLayout, shape: Shape, rows: int, max_seq_len: int, budget: int = WORKSPACE_BYTES) -> int:
-    """Tiles of each of ``rows`` (sequence, KV head) that the workspace holds at a time."""
-    dim = layout.spec.key_dim
-    fit = budget // ((shape.keys_bytes(dim) + shape.values_bytes(dim)) * rows)
-    return max(1, min(fit, -(-max_seq_len // shape.step)))
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What of a request its passes depend on."""
+
+    sequences: int  # that are prefilled, at most
+    num_kv_heads: int
+    blocks: int  # of queries of a KV head, over all sequences
+    max_seq_len: int
+
+
+def cut_passes(
+    layout: PageLayout, shape: Shape, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
+) -> tuple[int, int]:
+    """How many sequences, and how many tiles of each, the workspace holds at a time.
+
+    Whole sequences have nothing to hand on. They are taken if there are enough of them to keep the device busy.
+    """
+    dim, longest = layout.spec.key_dim, -(-batch.max_seq_len // shape.step)
+    tile = (shape.keys_bytes(dim) + shape.values_bytes(dim)) * batch.num_kv_heads
+    whole = min(batch.sequences, budget // (tile * longest))
+    if whole and whole * batch.num_kv_heads * batch.blocks >= 0.9 * multiprocessors * batch.sequences:
+        return -(-batch.sequences // -(-batch.sequences // whole)), longest
+    if whole == batch.sequences:
+        return whole, longest
+    return batch.sequences, max(1, min(budget // (tile * batch.sequences), longest))
 
 
 def attend_prefill(
@@ -150,13 +173,13 @@ def attend_prefill(
     if most_long == 0:
         return
     shape, group, device, longest = shape or shape_of(request), request.group, query.device, max(1, request.max_seq_len)
-    rows = most_long * num_kv_heads
-    tiles = tiles_of_pass(layout, shape, rows, longest, budget)
-    passes = -(-longest // (tiles * shape.step))
+    query_blocks, multiprocessors = total // (ROWS // group) + sequences, _multiprocessors(device)
+    batch = Batch(most_long, num_kv_heads, query_blocks - sequences, longest)
+    ranks, tiles = cut_passes(layout, shape, batch, multiprocessors, budget)
+    rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
     key_bytes, value_bytes = (rows * tiles * n for n in (shape.keys_bytes(dim), shape.values_bytes(dim)))
-    query_blocks = total // (ROWS // group) + sequences
-    blocks = query_blocks * num_kv_heads
-    state_floats = blocks * 256 * (dim // 2 + 4) if passes > 1 else 0
+    items = query_blocks * num_kv_heads
+    state_floats = items * 256 * (dim // 2 + 4) if passes > 1 else 0
     space = torch.empty(
         key_bytes + value_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device
     )
@@ -169,7 +192,7 @@ def attend_prefill(
         starts=request.cu_seqlens_q.data_ptr(), key_levels=key.levels.data_ptr(), value_levels=value.levels.data_ptr(),
         keys=keys, values=keys + key_bytes, units=units, page_stride=pages.stride(0),
         page_head_stride=pages.stride(1), table_stride=request.block_table.stride(0), heads=num_kv_heads,
-        most_queries=MAX_DECODE_QUERIES, tiles=tiles, **_byte_tables(layout, shape),
+        most_queries=MAX_DECODE_QUERIES, tiles=tiles, ranks=ranks, **_byte_tables(layout, shape),
     )  # fmt: skip
     args = AttendArgs(
         query=query.data_ptr(), keys=keys, values=keys + key_bytes, units=units, lengths=unpack.lengths,
@@ -180,7 +203,7 @@ def attend_prefill(
         key_norm=key.orthonormal,
         value_norm=value.orthonormal, key_sign_bits=_signs(dim, spec.seed), value_sign_bits=_signs(dim, spec.seed),
         sequences=sequences, heads=num_kv_heads, group=group, most_queries=MAX_DECODE_QUERIES, causal=options.causal,
-        window=options.sliding_window or 0, query_blocks=query_blocks,
+        window=options.sliding_window or 0, items=items, query_blocks=query_blocks, ranks=ranks,
         section=max(1, min(num_kv_heads, _CACHED_BYTES // ((key_bytes + value_bytes) // num_kv_heads))), tiles=tiles,
         aligned=all(x * out.element_size() % 16 == 0 for x in out.stride()[:2]) and out.data_ptr() % 16 == 0,
     )  # fmt: skip
@@ -189,35 +212,39 @@ def attend_prefill(
         layout, shape, DTYPE_NUMBERS[query.dtype], DTYPE_NUMBERS[out.dtype], options.sliding_window is not None,
         options.softcap > 0,
     )  # fmt: skip
-    for step in range(passes):
-        unpack.first_tile = args.first_tile = step * tiles
-        args.first_pass, args.last_pass = step == 0, step == passes - 1
-        threads = 2 * shape.step
-        launch(UNPACK, "unpack", to_unpack, (tiles * num_kv_heads, sequences), threads, to_unpack["SHARED"], unpack)
-        launch(ATTEND, "attend", to_attend, (blocks, 1), _THREADS, to_attend["SHARED"], args)
+    for first_rank in range(0, most_long, ranks):
+        unpack.first_rank = args.first_rank = first_rank
+        for step in range(passes):
+            unpack.first_tile = args.first_tile = step * tiles
+            args.first_pass, args.last_pass = step == 0, step == passes - 1
+            grid, threads = (tiles * num_kv_heads, sequences), 2 * shape.step
+            launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
+            grid = (min(items, multiprocessors), 1)
+            launch(ATTEND, "attend", to_attend, grid, _THREADS, to_attend["SHARED"], args)
 
 
 def shared_bytes(dim: int, shape: Shape) -> int:
-    """Shared memory of a block of ``attend``: queries, two rings of tiles, barriers; as prefill/work.cuh counts."""
-    queries = ROWS * (128 if shape.int8_keys else 2 * dim)
+    """Shared memory of a block of ``attend``: queries, rings of tiles and their scales, totals, barriers; as prefill/work.cuh counts."""
+    queries = ROWS * (128 if shape.eight_bit else 2 * dim)
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
-    totals = 4 * ROWS * dim if shape.e4m3_values else 0
-    return queries + tiles + totals + 32 * shape.stages + 1024
+    totals = 4 * ROWS * dim if shape.eight_bit else 0
+    return queries + tiles + totals + 48 * shape.stages + 1024
 
 
 def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
     """What ``unpack`` looks bytes up in."""
-    if not shape.int8_keys:
+    if not shape.eight_bit:
         return {}
     spec = layout.spec
-    tables: dict[str, object] = {"key_table": _Table(*level_bytes(spec.key, spec.key_dim), 0x80808080)}
-    if shape.e4m3_values:
-        levels = byte_levels(spec.value.bits, spec.value_dim)
-        magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
-        words = magnitudes.view(torch.uint8).tolist() + [0] * 8
-        low, high = (sum(byte << 8 * i for i, byte in enumerate(words[at : at + 4])) for at in (0, 4))
-        tables |= {"value_table": _Table(low, high, 0), "value_factor": levels.value_factor}
-    return tables
+    levels = byte_levels(spec.value.bits, spec.value_dim)
+    magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
+    words = magnitudes.view(torch.uint8).tolist() + [0] * 8
+    low, high = (sum(byte << 8 * i for i, byte in enumerate(words[at : at + 4])) for at in (0, 4))
+    return {
+        "key_table": _Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
+        "value_table": _Table(low, high, 0),
+        "value_factor": levels.value_factor,
+    }
 
 
 @lru_cache(maxsize=256)
@@ -232,14 +259,10 @@ def unpack_defines(layout: PageLayout, shape: Shape) -> Defines:
         }
 
     return Defines({
-        "D": layout.spec.key_dim, "STEP": shape.step, **_byte_defines(shape), "BLOCK_SIZE": layout.block_size,
+        "D": layout.spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "BLOCK_SIZE": layout.block_size,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "SHARED": shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value),
     })  # fmt: skip
-
-
-def _byte_defines(shape: Shape) -> dict[str, int]:
-    return {"INT8_KEYS": int(shape.int8_keys), "E4M3_VALUES": int(shape.e4m3_values)}
 
 
 def _levels_bytes(fmt: TensorFormat) -> int:
@@ -253,8 +276,7 @@ def attend_defines(
     """What prefill/attend.cu is compiled with."""
     spec = layout.spec
     return Defines({
-        "D": spec.key_dim, "STEP": shape.step, **_byte_defines(shape), "FROM_MAGIC": int(shape.from_magic),
-        "PROMOTE": shape.promote, "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
+        "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote, "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated),
     })  # fmt: skip

@@ -12,22 +12,25 @@
 #include "prefill/halves.cuh"
 #endif
 
-// One thread: copies every tile, in the order in which they are used.
-DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings) {
+// One thread: copies every tile, in the order in which they are used. `copied`: how many of keys, and of values, were before.
+DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, int copied) {
   const i64 row = ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile;
-  auto copy = [&](int i, const u8* from, u8* ring, u64* full, u64* empty, int bytes) {
-    const int slot = i % STAGES;
-    if (i >= STAGES) mbarrier_wait(empty + slot, (i / STAGES - 1) & 1);
-    mbarrier_arrive_expect_tx(full + slot, bytes);
-    cp_async_bulk(ring + slot * bytes, from + (row + w.tile - i) * bytes, bytes, full + slot);
+  auto copy = [&](int i, const u8* from, u8* ring, u64* full, u64* empty, int bytes, bool scale) {
+    const int n = copied + i, slot = n % STAGES;
+    const i64 tile = row + tile_at(w, i);
+    if (n >= STAGES) mbarrier_wait(empty + slot, (n / STAGES - 1) & 1);
+    mbarrier_arrive_expect_tx(full + slot, bytes + (scale ? 16 : 0));
+    cp_async_bulk(ring + slot * bytes, from + tile * bytes, bytes, full + slot);
+    if (scale) cp_async_bulk((void*)(rings.scales + slot), args.tile_scales + tile, 16, full + slot);
   };
   for (int i = 0; i <= w.count; i++) {
-    if (i < w.count) copy(i, args.keys, rings.keys, rings.keys_full, rings.keys_empty, KEYS_BYTES);
-    if (i > 0) copy(i - 1, args.values, rings.values, rings.values_full, rings.values_empty, VALUES_BYTES);
+    if (i < w.count) copy(i, args.keys, rings.keys, rings.keys_full, rings.keys_empty, KEYS_BYTES, !EIGHT_BIT);
+    if (i > 0) copy(i - 1, args.values, rings.values, rings.values_full, rings.values_empty, VALUES_BYTES, EIGHT_BIT);
   }
 }
 
-DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
+DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, Place& place, u8* operand, int item, int warpgroup,
+                        int lane) {
   const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
   Visible visible;
   Softmax softmax;
@@ -45,8 +48,8 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
   bar_sync(1 + warpgroup, 128);
 
   float o[OUTPUTS];
-  const i64 state_stride = (i64)block_count() * 256;
-  float* state = args.state + (i64)block_index() * 256 + thread_index() - 128;
+  const i64 state_stride = (i64)args.items * 256;
+  float* state = args.state + (i64)item * 256 + thread_index() - 128;
 #pragma unroll
   for (int i = D / 2; i < OUTPUTS; i++) o[i] = 0.0f;
   if (args.first_pass) {
@@ -60,7 +63,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       softmax.row_max[r] = state[(D / 2 + r) * state_stride], softmax.row_sum[r] = state[(D / 2 + 2 + r) * state_stride];
   }
 
-  if (w.count > 0) attend_tiles(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
+  if (w.count > 0) attend_tiles(args, w, rings, place, visible, shared_address(operand), softmax, o, warpgroup, lane);
 
   if (!args.last_pass) {
 #pragma unroll
@@ -100,7 +103,8 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   const int lane = thread_index() & 31, part = shfl(thread_index() / 128, 0);
   u64* barriers = (u64*)(shared + BARRIERS_AT);
   const Rings rings = {shared + KEYS_AT,  shared + VALUES_AT,    barriers,
-                       barriers + STAGES, barriers + 2 * STAGES, barriers + 3 * STAGES, shared + TOTALS_AT};
+                       barriers + STAGES, barriers + 2 * STAGES, barriers + 3 * STAGES, shared + TOTALS_AT,
+                       (const TileScale*)(shared + SCALES_AT)};
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(rings.keys_full + i, 1), mbarrier_init(rings.values_full + i, 1);
@@ -111,13 +115,39 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   sync_threads();
   pdl_wait();
   Work w;
-  if (!find_work(args, lane, w)) return;
+#ifndef PERSISTENT
+#define PERSISTENT 1
+#endif
+#if PERSISTENT
   if (part == 0) {
     setmaxnreg_dec<24>();
-    if (thread_index() == 0) copy_tiles(args, w, rings);
+    if (thread_index() >= 32) return;
+    int copied = 0;
+    for (int round = 0, item; (item = item_at(round)) < args.items; round++) {
+      if (!find_work(args, item, lane, w)) continue;
+      if (thread_index() == 0) copy_tiles(args, w, rings, copied);
+      copied += w.count;
+    }
   } else {
     setmaxnreg_inc<240>();
-    attend_rows(args, w, rings, shared + (part - 1) * QUERY_BYTES, part - 1, lane);
+    Place place = {0, 0};
+    for (int round = 0, item; (item = item_at(round)) < args.items; round++) {
+      const bool found = find_work(args, item, lane, w);
+      w.count = shfl(w.count, 0), w.tile = shfl(w.tile, 0), w.clear_end = shfl(w.clear_end, 0);
+      if (warp_any(found))
+        attend_rows(args, w, rings, place, shared + (part - 1) * QUERY_BYTES, item, part - 1, lane);
+    }
   }
+#else
+  if (!find_work(args, block_index(), lane, w)) return;
+  if (part == 0) {
+    setmaxnreg_dec<24>();
+    if (thread_index() == 0) copy_tiles(args, w, rings, 0);
+  } else {
+    setmaxnreg_inc<240>();
+    Place place = {0, 0};
+    attend_rows(args, w, rings, place, shared + (part - 1) * QUERY_BYTES, block_index(), part - 1, lane);
+  }
+#endif
 }
 HOST_TESTABLE(attend, PrefillArgs)

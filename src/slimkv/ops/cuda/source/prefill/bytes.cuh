@@ -2,21 +2,13 @@
 #pragma once
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
-#ifndef RINGS_IN_TURN
-#define RINGS_IN_TURN 1
-#endif
-#ifndef FUSED
-#define FUSED 0
-#endif
-#ifndef FAST
-#define FAST 1
-#endif
-#ifndef KNOCK
-#define KNOCK 0
-#endif
 
-constexpr int OUTPUTS = D / 2 + (FUSED ? 4 : 0);
-constexpr float MOST_WEIGHT = 8.0f, FRESH_WEIGHT = 6.0f;  // exponents of weights: the most, and after a new reference
+constexpr int OUTPUTS = D / 2;
+// Weights, by their exponents. The largest of e4m3 is what 432 and more are rounded to. A tile with one of those is weighed again,
+// from a reference that brings its largest below 2^FRESH_WEIGHT. LARGE ones are good, but the next tile's may not be: the reference
+// is raised by LIFT for it.
+constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 6.0f, LIFT = 3.0f;
+constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u, TOP_BITS = 0x80808080u;  // to bit 7 of a byte: from 0x7E, from 2^7
 // Sums of bytes, in parts of as many tokens as a row of keys has dimensions.
 constexpr int PARTS = STEP / D > 0 ? STEP / D : 1;
 struct Sums {
@@ -38,16 +30,16 @@ DEVICE void start_sums(Sums& s, u32 queries, u32 keys) {
   wgmma_commit();
 }
 
+// Two sums over the tokens of a tile: of the values, and of the digits behind them.
 DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)[N / 4], u32 values, bool add) {
   const u64 b = smem_descriptor(values, 16), last = smem_descriptor(values + STEP * D, 16);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < STEP / 32; k++)
-    WgmmaBytes<2 * OUTPUTS>::e4m3(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 32 >> 4), k > 0 || add);
-  if (!FUSED && !(KNOCK & 1))
+    WgmmaBytes<D>::e4m3(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 32 >> 4), k > 0 || add);
 #pragma unroll
-    for (int k = 0; k < STEP / 32; k++)
-      WgmmaBytes<8>::e4m3(digits, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], last + (k * 32 >> 4), k > 0);
+  for (int k = 0; k < STEP / 32; k++)
+    WgmmaBytes<8>::e4m3(digits, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], last + (k * 32 >> 4), k > 0);
   wgmma_commit();
 }
 
@@ -87,7 +79,7 @@ struct Totals {
 // The running softmax of the rows of a lane.
 struct Softmax {
   float factor[2];   // of this lane's rows g and g + 8
-  float row_max[2];  // the reference that exponents are taken from, an integer: mantissas of weights do not depend on it
+  float row_max[2];  // the reference that exponents are taken from, an integer: it leaves mantissas as they are
   float row_sum[2];  // of this lane's share of the row, relative to it
   float rescale[2];  // what the output so far is to be multiplied by
 
@@ -106,7 +98,7 @@ struct Softmax {
     return token >= visible.end[r] || (WINDOW && token < visible.begin[r]);
   }
 
-  // The reference follows the maximum when a weight would be above 2^MOST_WEIGHT, which is seldom; whether some row's did.
+  // Raises the reference of rows whose largest weight would be too large; whether some row's was.
   DEVICE_MEMBER bool follow(const Sums& sums, const u8* numbers, const Visible& visible, int tile, int t, float softcap, u32 none) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
@@ -130,17 +122,17 @@ struct Softmax {
     for (int r = 0; r < 2; r++) {
       float m = max_f32(most[r], shfl_xor(most[r], 1));
       m = max_f32(m, shfl_xor(m, 2));
-      const bool raise = m > row_max[r] + MOST_WEIGHT;
-      const float wanted = -floor_of(FRESH_WEIGHT - m);  // FRESH_WEIGHT below m or a little more
-      rescale[r] = raise ? exp2_approx(row_max[r] - wanted) : 1.0f;
+      const bool raise = m >= row_max[r] + MOST_WEIGHT;
+      const float wanted = -floor_of(FRESH_WEIGHT - m);  // an integer, FRESH_WEIGHT below m or a little more
+      if (raise) rescale[r] *= exp2_approx(row_max[r] - wanted);
       row_max[r] = raise ? wanted : row_max[r];
       behind = behind || raise;
     }
     return warp_any(behind);
   }
 
-  // Weights as e4m3, four in a word, in the order of the operand. Whether some weight of the lane is 2^8 or more, or not a number,
-  // as all are of a row that has no reference yet.
+  // Weights as e4m3, four in a word, in the order of the operand. Whether some of the lane's are LARGE, or not a number, as all are
+  // of a row that has no reference yet.
   template <bool MASKED>
   DEVICE_MEMBER bool weigh(const Sums& sums, const u8* numbers, const Visible& visible, int tile, int t, float softcap, u32 (&p)[N / 4]) const {
     u32 large = 0;
@@ -161,10 +153,31 @@ struct Softmax {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         p[2 * j + r] = pack_e4m3x4(w[2 * r], w[2 * r + 1], w[4 + 2 * r], w[5 + 2 * r]);
-        large |= p[2 * j + r] + 0x08080808u;  // bit 7 of a byte of 0x78 (2^8) or more
+        large |= p[2 * j + r] + TO_LARGE;
       }
     }
-    return large & 0x80808080u;
+    return large & TOP_BITS;
+  }
+
+  // Whether some weight of the warp is the most there is, or not a number.
+  DEVICE_MEMBER static bool too_large(const u32 (&p)[N / 4]) {
+    u32 most = 0;
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) most |= p[i] + TO_MOST;
+    return warp_any(most & TOP_BITS);
+  }
+
+  // By how much the references are to be raised for the next tile.
+  DEVICE_MEMBER static void find_lift(const u32 (&p)[N / 4], float (&lift)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      u32 large = 0;
+#pragma unroll
+      for (int j = 0; j < N / 8; j++) large |= p[2 * j + r] + TO_LARGE;
+      large |= shfl_xor(large, 1);
+      large |= shfl_xor(large, 2);
+      lift[r] = large & TOP_BITS ? LIFT : 0.0f;
+    }
   }
 
   // What the products with a tile's digits add to the sums: those of the rounded weights, so that they sum to 1.
@@ -176,35 +189,50 @@ struct Softmax {
   }
 };
 
-DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries, Softmax& softmax,
-                         float (&o)[OUTPUTS], int warpgroup, int lane) {
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, Place& place, const Visible& visible, u32 queries,
+                         Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
   const int t = lane & 3;
   Sums sums;
   u32 p[N / 4], next_p[N / 4];
-  float digits[4];
+  float digits[4], lift[2] = {0.0f, 0.0f};
   bool add = true;  // what products find in o
+  bool lifted = false, needs_rescale;
   Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128), {MINUS_INFINITY, MINUS_INFINITY}};
   if (w.count > PROMOTE) totals.clear();
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
-  const TileScale* tile_scales = args.tile_scales + ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile + w.tile;
-  float inverse = tile_scales->value_inverse;  // of the tile whose products are under way
-  int tile = w.tile;
-  bool needs_rescale;
+  // Zero, which the compiler does not know: what has it added is computed again, and copied, instead of being held in registers,
+  // or written to those that products read.
   const u32 none = (u32)args.num_seqs >> 31;
   // From products that have ended to weights.
-  auto take = [&](int at, bool follow, u32 (&to)[N / 4]) {
+  auto take = [&](int tile, int at, bool first, u32 (&to)[N / 4]) {
     const u8* numbers = rings.keys + at * KEYS_BYTES;
 #pragma unroll
     for (int h = 0; h < PARTS; h++) wgmma_fence_operand(sums.part[h]);
     const bool clear = (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
-    needs_rescale = false;
-    if ((KNOCK & 2) && !follow) { softmax.template weigh<false>(sums, numbers, visible, tile, t, args.softcap, to); }
-    else if (!FAST || follow || !clear || warp_any(softmax.template weigh<false>(sums, numbers, visible, tile, t, args.softcap, to))) {
-      needs_rescale = softmax.follow(sums, numbers + none, visible, tile, t, args.softcap, none);
-      softmax.template weigh<true>(sums, numbers, visible, tile, t, args.softcap, to);
+    needs_rescale = lifted;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      softmax.row_max[r] += lift[r];
+      softmax.rescale[r] = lift[r] > 0.0f ? 1.0f / (1 << (int)LIFT) : 1.0f;
+      lift[r] = 0.0f;
+    }
+    lifted = false;
+    const bool weighed = !first && clear;
+    if (!weighed || warp_any(softmax.template weigh<false>(sums, numbers, visible, tile, t, args.softcap, to))) {
+      if (!weighed || softmax.too_large(to)) {
+        needs_rescale |= softmax.follow(sums, numbers + none, visible, tile, t, args.softcap, none);
+        softmax.template weigh<true>(sums, numbers, visible, tile, t, args.softcap, to);
+      }
+      softmax.find_lift(to, lift);
+      lifted = warp_any(lift[0] + lift[1] > 0.0f);
     }
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
+  };
+  auto add_sums = [&] {
+    softmax.add_sums(digits, rings.scales[place.slot].value_inverse, t);
+    sync_warp();
+    if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
   };
   auto rescale_output = [&] {
     if (!needs_rescale) return;
@@ -213,56 +241,39 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
 #pragma unroll
     for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
   };
-  auto add_sums = [&] {
-    if (FUSED) {
-      softmax.add_sums(o + D / 2, inverse, t);
-#pragma unroll
-      for (int i = D / 2; i < OUTPUTS; i++) o[i] = 0.0f;
-    } else {
-      wgmma_fence_operand(digits);
-      softmax.add_sums(digits, inverse, t);
-    }
-  };
-  mbarrier_wait(rings.keys_full, 0);
-  start_sums(sums, queries, keys);
+  mbarrier_wait(rings.keys_full + place.slot, place.parity);
+  start_sums(sums, queries, keys + place.slot * KEYS_BYTES);
   wgmma_wait<0>();
-  take(0, true, p);
+  take(tile_at(w, 0), place.slot, true, p);
   rescale_output();
-  if (RINGS_IN_TURN && warpgroup == 1 && w.count > 1) bar_arrive(3, 256);
-  int slot = 0;       // of values; keys are one further
-  u32 parity = 0;
   for (int i = 1; i < w.count; i++) {
-    const int next = slot + 1 == STAGES ? 0 : slot + 1;
-    const u32 next_parity = next ? parity : parity ^ 1;
-    const float next_inverse = tile_scales[-i].value_inverse;
-    tile--;
-    mbarrier_wait(rings.keys_full + next, next_parity);
-    if (RINGS_IN_TURN) bar_sync(3 + warpgroup, 256);
-    start_sums(sums, queries, keys + next * KEYS_BYTES);
-    mbarrier_wait(rings.values_full + slot, parity);
-    start_output(o, digits, p, values + slot * VALUES_BYTES, add);
+    const Place next = place.next();  // of keys, which are one further than values
+    mbarrier_wait(rings.keys_full + next.slot, next.parity);
+    start_sums(sums, queries, keys + next.slot * KEYS_BYTES);
+    mbarrier_wait(rings.values_full + place.slot, place.parity);
+    start_output(o, digits, p, values + place.slot * VALUES_BYTES, add);
     add = true;
-    if (RINGS_IN_TURN && (warpgroup == 0 || i + 1 < w.count)) bar_arrive(4 - warpgroup, 256);
     wgmma_wait<1>();
-    take(next, false, next_p);
+    take(tile_at(w, i), next.slot, false, next_p);
     wgmma_wait<0>();
     wgmma_fence_operand(o);
-    if (lane == 0) mbarrier_arrive(rings.values_empty + slot);
+    wgmma_fence_operand(digits);
     add_sums();
-    inverse = next_inverse;
     rescale_output();
-    if (!(KNOCK & 4) && i % PROMOTE == 0) {
+    if (i % PROMOTE == 0) {
       totals.add(o, softmax.row_max);
       add = false;
     }
 #pragma unroll
-    for (int k = 0; k < N / 4; k++) p[k] = next_p[k] | none;
-    slot = next, parity = next_parity;
+    for (int k = 0; k < N / 4; k++) p[k] = next_p[k] + none;
+    place = next;
   }
-  mbarrier_wait(rings.values_full + slot, parity);
-  start_output(o, digits, p, values + slot * VALUES_BYTES, add);
+  mbarrier_wait(rings.values_full + place.slot, place.parity);
+  start_output(o, digits, p, values + place.slot * VALUES_BYTES, add);
   wgmma_wait<0>();
   wgmma_fence_operand(o);
+  wgmma_fence_operand(digits);
   add_sums();
   if (w.count > PROMOTE) totals.add_to(o, softmax.row_max);
+  place = place.next();
 }

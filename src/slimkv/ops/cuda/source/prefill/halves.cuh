@@ -1,11 +1,8 @@
 // The tiles of a block on 16-bit tensor cores: scores, softmax and output of the rows of a warpgroup.
 #pragma once
-#ifndef STREAM
-#define STREAM 1
+#ifndef IN_TURN
+#define IN_TURN 1
 #endif
-#if !STREAM
-#include "prefill/halves_old.cuh"
-#else
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
@@ -100,20 +97,20 @@ struct Softmax {
   }
 };
 
-DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries, Softmax& softmax,
-                         float (&o)[OUTPUTS], int warpgroup, int lane) {
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, Place& place, const Visible& visible, u32 queries,
+                         Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
   const int t = lane & 3;
   float s[N];
   u32 p[N / 2], next_p[N / 2];
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
+  // Zero, which the compiler does not know: without it, it would write to the registers that products read.
   const u32 none = (u32)args.num_seqs >> 31;
-  const TileScale* tile_scales = args.tile_scales + ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile + w.tile;
-  TileScale unit = *tile_scales;
-  int tile = w.tile;
   bool needs_rescale;
   // From products that have ended to probabilities.
-  auto take = [&](int at, bool follow, u32 (&to)[N / 2]) {
+  auto take = [&](int tile, int at, bool follow, u32 (&to)[N / 2]) {
     wgmma_fence_operand(s);
+    const TileScale unit = rings.scales[at];
+    sync_warp();
     if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
     const bool clear = (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
     float sum[2];
@@ -131,38 +128,34 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
 #pragma unroll
       for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
   };
-  mbarrier_wait(rings.keys_full, 0);
-  start_scores(s, queries, keys);
+  mbarrier_wait(rings.keys_full + place.slot, place.parity);
+  start_scores(s, queries, keys + place.slot * KEYS_BYTES);
   wgmma_wait<0>();
-  take(0, true, p);
+  take(tile_at(w, 0), place.slot, true, p);
   rescale_output();
-  if (warpgroup == 1 && w.count > 1) bar_arrive(3, 256);
-  int slot = 0;       // of values; keys are one further
-  u32 parity = 0;
+  if (IN_TURN && warpgroup == 1 && w.count > 1) bar_arrive(3, 256);
   for (int i = 1; i < w.count; i++) {
-    const int next = slot + 1 == STAGES ? 0 : slot + 1;
-    const u32 next_parity = next ? parity : parity ^ 1;
-    unit = tile_scales[-i];
-    tile--;
-    mbarrier_wait(rings.keys_full + next, next_parity);
-    bar_sync(3 + warpgroup, 256);
-    start_scores(s, queries, keys + next * KEYS_BYTES);
-    mbarrier_wait(rings.values_full + slot, parity);
-    start_output(o, p, values + slot * VALUES_BYTES);
-    if (warpgroup == 0 || i + 1 < w.count) bar_arrive(4 - warpgroup, 256);
+    const Place next = place.next();  // of keys, which are one further than values
+    mbarrier_wait(rings.keys_full + next.slot, next.parity);
+    if (IN_TURN) bar_sync(3 + warpgroup, 256);
+    start_scores(s, queries, keys + next.slot * KEYS_BYTES);
+    mbarrier_wait(rings.values_full + place.slot, place.parity);
+    start_output(o, p, values + place.slot * VALUES_BYTES);
+    if (IN_TURN && (warpgroup == 0 || i + 1 < w.count)) bar_arrive(4 - warpgroup, 256);
     wgmma_wait<1>();
-    take(next, false, next_p);
+    take(tile_at(w, i), next.slot, false, next_p);
     wgmma_wait<0>();
     wgmma_fence_operand(o);
-    if (lane == 0) mbarrier_arrive(rings.values_empty + slot);
+    if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
     rescale_output();
 #pragma unroll
-    for (int k = 0; k < N / 2; k++) p[k] = next_p[k] | none;
-    slot = next, parity = next_parity;
+    for (int k = 0; k < N / 2; k++) p[k] = next_p[k] + none;
+    place = next;
   }
-  mbarrier_wait(rings.values_full + slot, parity);
-  start_output(o, p, values + slot * VALUES_BYTES);
+  mbarrier_wait(rings.values_full + place.slot, place.parity);
+  start_output(o, p, values + place.slot * VALUES_BYTES);
   wgmma_wait<0>();
   wgmma_fence_operand(o);
+  if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
+  place = place.next();
 }
-#endif

@@ -1,5 +1,5 @@
 // What the prefill kernels share: the order of unpacked keys and values in device memory, and their sizes.
-// Compile-time: D (the head size, of keys and values), STEP (tokens of a tile), INT8_KEYS, E4M3_VALUES.
+// Compile-time: D (the head size, of keys and values), STEP (tokens of a tile), EIGHT_BIT.
 //
 // A tile is STEP tokens of one KV head, keys or values, as halves: for each 64 dimensions STEP rows of 128 bytes, in the
 // very order in which the tensor cores read shared memory (hopper.cuh), so that loading a tile is one copy. Dimensions are
@@ -8,10 +8,10 @@
 //   keys: place 32 j + 8 t + 4 a + 2 b + c is dimension 32 j + 16 a + 8 b + 2 t + c        (j < D / 32, t < 4)
 //   values: place 64 h + 8 g + 2 s + b is dimension 64 h + 16 s + 8 b + g                  (h < D / 64, g < 8, s < 4)
 //
-// INT8_KEYS: keys are twice their levels, as bytes. A row of 128 bytes has a token, or at head size 64 token n and token
+// EIGHT_BIT: keys are twice their levels, as bytes. A row of 128 bytes has a token, or at head size 64 token n and token
 // n + STEP / 2. Behind the rows are numbers of the tokens (struct TokenNumbers), which take their scales' part.
 //   place 64 j + 16 t + 4 s + 2 a + b is dimension 64 j + 16 s + 8 a + 2 t + b              (j < D / 64, t < 4, s < 4)
-// E4M3_VALUES: values are their levels as e4m3. A row of 128 bytes has a dimension (of the places above), tokens side by side
+// EIGHT_BIT: values are their levels as e4m3. A row of 128 bytes has a dimension (of the places above), tokens side by side
 // in the order in which pages have them, which is that in which lanes hold the scores of tokens in their natural order:
 //   place 16 w + 4 t + 2 m + b is token 16 w + 8 m + 2 t + b
 // Numbers of tokens come in that order too. Behind the dimensions are eight rows that make the products sum the weights: digits
@@ -21,11 +21,10 @@
 #include "common/intrinsics.cuh"
 
 constexpr int TOKEN_NUMBERS = 2, HALF_TILE = 128 * STEP;
-constexpr int KEYS_BYTES = INT8_KEYS ? STEP * (D + 4 * TOKEN_NUMBERS) : 2 * STEP * D;
-constexpr int VALUES_BYTES = E4M3_VALUES ? STEP * (D + 8) : 2 * STEP * D;
+constexpr int KEYS_BYTES = EIGHT_BIT ? STEP * (D + 4 * TOKEN_NUMBERS) : 2 * STEP * D;
+constexpr int VALUES_BYTES = EIGHT_BIT ? STEP * (D + 8) : 2 * STEP * D;
 static_assert((D == 64 || D == 128 || D == 256) && STEP % 16 == 0, "shape");
-static_assert(!INT8_KEYS || (STEP == 128 && D <= 128), "rows of bytes");
-static_assert(INT8_KEYS == E4M3_VALUES, "the scales of values are beside those of keys");
+static_assert(!EIGHT_BIT || (STEP == 128 && D <= 128), "rows of bytes");
 
 // Where a key's 16-byte unit `unit` of its row of bytes is, and the number `which` of the token at a place.
 DEVICE int key_row(int token) { return D == 64 ? token % (STEP / 2) : token; }

@@ -2,7 +2,7 @@
 // A block has one tile of a KV head, a warp 16 of its tokens, whose codes its lanes hold as docs/design/page-format.md says: what
 // a lane unpacks are whole 16-byte units of the tile. Tokens beyond the sequence become zeros.
 //
-// Compile-time: D, STEP, INT8_KEYS, E4M3_VALUES, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.
+// Compile-time: D, STEP, EIGHT_BIT, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
 #include "prefill/tiles.cuh"
@@ -23,10 +23,10 @@ struct UnpackArgs {
   u8* values;
   TileScale* tile_scales;
   i64 page_stride, page_head_stride, table_stride;
-  i32 num_kv_heads, max_decode_queries, first_tile, tiles;
-  Table key_table;    // INT8_KEYS: see code_bytes
-  Table value_table;  // E4M3_VALUES: the magnitudes of levels as e4m3
-  float value_factor;  // E4M3_VALUES: what levels were multiplied by
+  i32 num_kv_heads, max_decode_queries, first_tile, tiles, first_rank, ranks;
+  Table key_table;    // EIGHT_BIT: see code_bytes
+  Table value_table;  // EIGHT_BIT: the magnitudes of levels as e4m3
+  float value_factor;  // EIGHT_BIT: what levels were multiplied by
 };
 
 // An exponent that no number of a token exceeds: levels are below 2^8, uniform codes below 2^BITS, fp8 below 2^9.
@@ -91,15 +91,6 @@ DEVICE void store_int8_keys(const UnpackArgs& args, const Codes& codes, bool som
   }
 }
 
-// e4m3 of four codes, one in the low nibble of each byte pair of `select` (as prmt selects): magnitudes by code without its sign,
-// which is the code's top bit, set for positive levels.
-DEVICE u32 e4m3_of(u32 codes, const Table& table) {
-  constexpr u32 MAGNITUDE = (1u << (V_BITS - 1)) - 1;
-  const u32 magnitudes = prmt(table.low, table.high, codes & MAGNITUDE * 0x1111u);
-  const u32 signs = ~codes >> (V_BITS - 1) & 0x1111u;  // of the four nibbles; spread to the bytes' top bits
-  return magnitudes | (signs & 0x0001u) << 7 | (signs & 0x0010u) << 11 | (signs & 0x0100u) << 15 | (signs & 0x1000u) << 19;
-}
-
 // The scale of a token's value; 0 where K or V is marked.
 DEVICE float value_scale_at(const u8* page, int place) {
   const bool bad = marked<K_KIND>(page + K_FIELDS, place) || marked<V_KIND>(page + V_FIELDS, place);
@@ -142,16 +133,18 @@ DEVICE void store_digits(const u8* page, int begin, int length, int place, int w
 // Values as e4m3: a lane's four tokens of a dimension are a word of the dimension's row. `real`: bytes of tokens to keep.
 template <class Codes>
 DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool some, u32 real, int warp, int lane, u8* values) {
+  constexpr u32 MAGNITUDE = (1u << (V_BITS - 1)) - 1;
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int s = 0; s < S; s++) {
     u32 words[2] = {0, 0};
     if (some) {
-      const u32 low = codes.low(s);  // number 4 m + 2 b + a of a slice: token 8 m + 2 t + b, dimension g + 8 a
-      const u32 even = low & 0x0F0F0F0Fu, odd = low >> 4 & 0x0F0F0F0Fu;
-      // Nibbles of the four tokens side by side.
-      words[0] = e4m3_of((even | even >> 4) & 0xFFu | ((even | even >> 4) >> 8 & 0xFF00u), args.value_table) & real;
-      words[1] = e4m3_of((odd | odd >> 4) & 0xFFu | ((odd | odd >> 4) >> 8 & 0xFF00u), args.value_table) & real;
+      // Number 4 m + 2 b + a of a slice is token 8 m + 2 t + b, dimension g + 8 a: nibbles of a dimension's four tokens side by side.
+      const u32 low = codes.low(s), both = (low ^ low >> 4) & 0x00F000F0u;
+      const u32 magnitudes = prmt(low ^ both ^ both << 4, 0, 0x3120) & MAGNITUDE * 0x11111111u;
+      // By the code without its sign, which is the top bit, set for positive levels.
+      words[0] = (prmt(args.value_table.low, args.value_table.high, magnitudes) | (~(low << (8 - V_BITS)) & 0x80808080u)) & real;
+      words[1] = (prmt(args.value_table.low, args.value_table.high, magnitudes >> 16) | (~(low << (4 - V_BITS)) & 0x80808080u)) & real;
     }
 #pragma unroll
     for (int a = 0; a < 2; a++) {
@@ -167,8 +160,8 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
   const int sequence = block_index_y(), tile = block_index() / args.num_kv_heads, head = block_index() % args.num_kv_heads;
   pdl_wait();
   const PrefillSequence s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence, args.max_decode_queries, lane);
-  const int first = (args.first_tile + tile) * STEP;
-  if (s.queries <= args.max_decode_queries || first >= s.length) return;
+  const int first = (args.first_tile + tile) * STEP, rank = s.rank - args.first_rank;
+  if (s.queries <= args.max_decode_queries || first >= s.length || rank < 0 || rank >= args.ranks) return;
   i32* exponents = (i32*)shared;  // of the warps' keys and values
   float* key_levels = (float*)shared + 2 * WARPS;
   float* value_levels = key_levels + LEVELS_K;
@@ -206,14 +199,14 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
     value_exponent = max_i32(value_exponent, exponents[2 * i + 1]);
   }
   key_exponent -= LARGEST_EXPONENT, value_exponent -= LARGEST_EXPONENT;
-  if (INT8_KEYS) key_exponent = 0;
+  if (EIGHT_BIT) key_exponent = 0;
   const float key_up = as_float((u32)(127 - key_exponent) << 23), value_up = as_float((u32)(127 - value_exponent) << 23);
   // 2^-16 of the power of two above the tile's largest scale, which is 2^(value_exponent - 2): smaller ones count as zero.
   const float value_limit = as_float((u32)(127 + value_exponent - 18) << 23);
-  const i64 row = ((i64)s.rank * args.num_kv_heads + head) * args.tiles + tile;
-  if (!E4M3_VALUES && thread_index() == 0)
+  const i64 row = ((i64)rank * args.num_kv_heads + head) * args.tiles + tile;
+  if (!EIGHT_BIT && thread_index() == 0)
     args.tile_scales[row] = {as_float((u32)(127 + key_exponent) << 23), (float)value_exponent, value_up, 0.0f};
-  if (E4M3_VALUES && thread_index() == 0)
+  if (EIGHT_BIT && thread_index() == 0)
     args.tile_scales[row] = {1.0f, 0.0f, div_rn(args.value_factor, value_limit * 65536.0f), 0.0f};
 
   // -- the numbers
@@ -236,12 +229,12 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
     if (marked<V_KIND>(page + V_FIELDS, at)) of_value[i] = {0.0f, 0.0f};
   }
 
-  if constexpr (INT8_KEYS) {
+  if constexpr (EIGHT_BIT) {
     store_int8_keys(args, key_codes, some, begin, s.length, warp, lane, keys);
     store_token_numbers(args, page, begin, s.length, place, warp, lane, value_limit, keys);
   }
 #pragma unroll
-  for (int j = 0; !INT8_KEYS && j < S / 2; j++) {
+  for (int j = 0; !EIGHT_BIT && j < S / 2; j++) {
     if (some) {
       numbers_of<K_KIND, K_BITS>(key_codes, 2 * j, key_levels, x);
       numbers_of<K_KIND, K_BITS>(key_codes, 2 * j + 1, key_levels, y);
@@ -259,7 +252,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
       *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 4 * (j % 2) + t, STEP)) = words;
     }
   }
-  if constexpr (E4M3_VALUES) {
+  if constexpr (EIGHT_BIT) {
     u32 real = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -270,7 +263,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
     store_digits(page, begin, s.length, place, warp, lane, value_limit, values);
   }
 #pragma unroll
-  for (int h = 0; !E4M3_VALUES && h < D / 64; h++) {
+  for (int h = 0; !EIGHT_BIT && h < D / 64; h++) {
     u32 words[4][4];
 #pragma unroll
     for (int k = 0; k < 4; k++) {

@@ -1,19 +1,30 @@
 // What prefill.cu is compiled for, where things are in shared memory, its argument, and what each block does.
-// Compile-time: D, STEP, INT8_KEYS, E4M3_VALUES, FROM_MAGIC (of INT8_KEYS), PROMOTE (of E4M3_VALUES), STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED, SHARED.
+// Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED, SHARED.
 #pragma once
 #include "common/numbers.cuh"
 #include "prefill/tiles.cuh"
-#define EIGHT_BIT (INT8_KEYS && E4M3_VALUES)
 
 constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 384, N = STEP / 2, OWN = D / 4;
-constexpr int QUERY_BYTES = GROUP_ROWS * (INT8_KEYS ? 128 : 2 * D);  // of a warpgroup
-// Shared memory, from a boundary of 1,024 bytes: queries of both warpgroups | rings of keys and of values | totals | barriers
+constexpr int QUERY_BYTES = GROUP_ROWS * (EIGHT_BIT ? 128 : 2 * D);  // of a warpgroup
+// Shared memory, from a boundary of 1,024 bytes: queries of both warpgroups | rings of keys and of values | totals | barriers | ring of tiles' scales
 constexpr int KEYS_AT = 2 * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
-constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // E4M3_VALUES: of the output
-constexpr int BARRIERS_AT = TOTALS_AT + (E4M3_VALUES ? 4 * ROWS * D : 0);
-constexpr int SHARED_BYTES = BARRIERS_AT + 4 * STAGES * 8 + 1024;
+constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // EIGHT_BIT: of the output
+constexpr int BARRIERS_AT = TOTALS_AT + (EIGHT_BIT ? 4 * ROWS * D : 0);
+constexpr int SCALES_AT = BARRIERS_AT + 4 * STAGES * 8;
+constexpr int SHARED_BYTES = SCALES_AT + 16 * STAGES + 1024;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
+
+// A place in a ring of tiles, and the parity of the phase in which it is filled.
+struct Place {
+  int slot;
+  u32 parity;
+
+  DEVICE_MEMBER Place next() const {
+    const int after = slot + 1 == STAGES ? 0 : slot + 1;
+    return {after, after ? parity : parity ^ 1};
+  }
+};
 
 // Tiles on their way through shared memory, their barriers, and where the output is added up.
 struct Rings {
@@ -24,6 +35,7 @@ struct Rings {
   u64* values_full;
   u64* values_empty;
   u8* totals;
+  const TileScale* scales;  // come with keys as halves, and with values as bytes
 };
 
 // The tokens that the two rows of a lane see.
@@ -46,8 +58,10 @@ struct PrefillArgs {
   float key_norm, value_norm;
   u32 key_sign_bits[8], value_sign_bits[8];
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
-  i32 query_blocks, section;  // of the grid: blocks of queries, and KV heads that are attended at the same time
+  i32 items;                  // blocks of queries of a KV head
+  i32 query_blocks, section;  // of them: blocks of queries, and KV heads that are attended at the same time
   i32 first_tile, tiles;      // of this pass
+  i32 first_rank, ranks;      // likewise: sequences, of those that are prefilled
   i32 first_pass, last_pass;
   i32 aligned;  // whether 16 bytes of output can be stored at a time
 };
@@ -74,11 +88,11 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int warpgroup, int row
           of_block < ROWS / args.group_size * args.group_size && query < w.s.queries};
 }
 
-DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
+DEVICE bool find_work(const PrefillArgs& args, int item, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
   // Sections of few heads share their keys and values in the L2 cache; long rows of a causal mask come first in each.
-  const int per_section = args.section * args.query_blocks, section = block_index() / per_section;
-  const int inside = block_index() - section * per_section;
+  const int per_section = args.section * args.query_blocks, section = item / per_section;
+  const int inside = item - section * per_section;
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
   const int block = args.query_blocks - 1 - inside / heads;
   w.head = section * args.section + inside % heads;
@@ -92,6 +106,8 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence, args.max_decode_queries, lane);
   w.first = (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
   if (w.first >= w.s.queries || w.s.queries <= args.max_decode_queries) return false;
+  w.s.rank -= args.first_rank;
+  if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
   const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, w.s.queries);
   const int end = args.causal ? before + last : w.s.length;
   w.clear_end = args.causal ? before + w.first + 1 : w.s.length;
@@ -102,4 +118,13 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   w.tile = high - 1;
   w.count = max_i32(0, high - low);
   return true;
+}
+
+// Tile number i of a block. The last one is second, if there are others: its mask leaves rows with few tokens, whose maximum says
+// little of what follows.
+DEVICE int tile_at(const Work& w, int i) { return w.tile - (i < 2 && w.count > 1 ? 1 - i : i); }
+
+// What a block does one after another: from the first items in both directions, so that long ones fall to all blocks alike.
+DEVICE int item_at(int round) {
+  return round * block_count() + (round & 1 ? block_count() - 1 - block_index() : block_index());
 }
