@@ -140,7 +140,6 @@ DEVICE void wgmma_commit() {}
 template <int GROUPS> DEVICE void wgmma_wait() { host::meet("wgmma_wait", nullptr, 0); }
 template <int N> DEVICE void wgmma_fence_operand(float (&)[N]) {}
 template <int N> DEVICE void wgmma_fence_operand(u32 (&)[N]) {}
-DEVICE void keep_before(float, float) {}
 
 template <int N> struct Wgmma {
   template <bool ADD> static void shared_a(float (&c)[N / 2], u64 a, u64 b) {
@@ -181,14 +180,7 @@ template <int N> struct Wgmma {
 };
 
 template <int N> struct WgmmaBytes {
-  template <bool ADD> static void s8(u32 (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    each("s8", a0, a1, a2, a3, b, [&](int at, const u8* row, const u8* column) {
-      u32 sum = ADD ? c[at] : 0;
-      for (int k = 0; k < 32; k++) sum += (u32)((int)(signed char)row[k] * (signed char)column[k]);
-      c[at] = sum;
-    });
-  }
-  template <bool ADD> static void s8_shared(u32 (&c)[N / 2], u64 a, u64 b) {
+  template <bool ADD> static void s8(u32 (&c)[N / 2], u64 a, u64 b) {
     const int lane = host::lane(), warp = host::machine.current / 32 % 4;
     for (int i = 0; i < N / 2; i++) {
       const int row = 16 * warp + lane / 4 + 8 * (i / 2 % 2), column = 2 * (i / 4 * 4) + 2 * (lane % 4) + i % 2;

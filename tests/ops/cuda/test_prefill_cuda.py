@@ -90,6 +90,13 @@ def test_passes(options):
 
 
 @emulated
+def test_passes_over_sequences():
+    """A workspace of one whole sequence, with one that is not prefilled between two that are."""
+    case = replace(LONG, lens=(150, 7, 130), queries=(33, 1, 40), num_kv_heads=4)
+    attend_and_check(case, budget=4 * 2 * 128 * case.dim * case.num_kv_heads)
+
+
+@emulated
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_a_marked_token_gives_nan_to_who_sees_it_only(side):
     built = build(replace(LONG, format="kur4vu4"), CPU)

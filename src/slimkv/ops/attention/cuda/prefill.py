@@ -1,7 +1,7 @@
 """Prefill with CUDA C++ on Hopper: pages are unpacked into tiles in the order of the tensor cores, and attended there.
 
-Two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). A context longer than the workspace takes
-several passes, which hand on the state of the softmax.
+Two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). More than the workspace holds takes several
+passes: over the sequences, or over a part of all contexts at a time, which hand on the state of the softmax.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AttendArgs(ctypes.Structure):
         ("key_sign_bits", _SignBits),
         ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "items", "query_blocks", "section",
+            "sequences", "heads", "group", "most_queries", "causal", "window", "query_blocks", "section",
             "first_tile", "tiles", "first_rank", "ranks", "first_pass", "last_pass", "aligned",
         )),
     )  # fmt: skip
@@ -72,7 +72,7 @@ class Shape:
     step: int  # tokens of a tile
     stages: int  # tiles of K, and of V, in shared memory at a time
     eight_bit: bool = False  # queries and keys as int8, weights and values as e4m3; else halves
-    promote: int = 8  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
+    promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
 
     def keys_bytes(self, dim: int) -> int:
         """Of a tile of keys; as prefill/tiles.cuh counts."""
@@ -173,13 +173,13 @@ def attend_prefill(
     if most_long == 0:
         return
     shape, group, device, longest = shape or shape_of(request), request.group, query.device, max(1, request.max_seq_len)
-    query_blocks, multiprocessors = total // (ROWS // group) + sequences, _multiprocessors(device)
+    query_blocks = total // (ROWS // group) + sequences
     batch = Batch(most_long, num_kv_heads, query_blocks - sequences, longest)
-    ranks, tiles = cut_passes(layout, shape, batch, multiprocessors, budget)
+    ranks, tiles = cut_passes(layout, shape, batch, _multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
     key_bytes, value_bytes = (rows * tiles * n for n in (shape.keys_bytes(dim), shape.values_bytes(dim)))
-    items = query_blocks * num_kv_heads
-    state_floats = items * 256 * (dim // 2 + 4) if passes > 1 else 0
+    blocks = query_blocks * num_kv_heads
+    state_floats = blocks * 256 * (dim // 2 + 4) if passes > 1 else 0
     space = torch.empty(
         key_bytes + value_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device
     )
@@ -203,7 +203,7 @@ def attend_prefill(
         key_norm=key.orthonormal,
         value_norm=value.orthonormal, key_sign_bits=_signs(dim, spec.seed), value_sign_bits=_signs(dim, spec.seed),
         sequences=sequences, heads=num_kv_heads, group=group, most_queries=MAX_DECODE_QUERIES, causal=options.causal,
-        window=options.sliding_window or 0, items=items, query_blocks=query_blocks, ranks=ranks,
+        window=options.sliding_window or 0, query_blocks=query_blocks, ranks=ranks,
         section=max(1, min(num_kv_heads, _CACHED_BYTES // ((key_bytes + value_bytes) // num_kv_heads))), tiles=tiles,
         aligned=all(x * out.element_size() % 16 == 0 for x in out.stride()[:2]) and out.data_ptr() % 16 == 0,
     )  # fmt: skip
@@ -219,12 +219,11 @@ def attend_prefill(
             args.first_pass, args.last_pass = step == 0, step == passes - 1
             grid, threads = (tiles * num_kv_heads, sequences), 2 * shape.step
             launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
-            grid = (min(items, multiprocessors), 1)
-            launch(ATTEND, "attend", to_attend, grid, _THREADS, to_attend["SHARED"], args)
+            launch(ATTEND, "attend", to_attend, (blocks, 1), _THREADS, to_attend["SHARED"], args)
 
 
 def shared_bytes(dim: int, shape: Shape) -> int:
-    """Shared memory of a block of ``attend``: queries, rings of tiles and their scales, totals, barriers; as prefill/work.cuh counts."""
+    """Shared memory of a block of ``attend``: queries, rings of tiles, totals, barriers; as prefill/work.cuh counts."""
     queries = ROWS * (128 if shape.eight_bit else 2 * dim)
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
     totals = 4 * ROWS * dim if shape.eight_bit else 0
@@ -259,8 +258,9 @@ def unpack_defines(layout: PageLayout, shape: Shape) -> Defines:
         }
 
     return Defines({
-        "D": layout.spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "BLOCK_SIZE": layout.block_size,
-        "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
+        "D": layout.spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit),
+        "BLOCK_SIZE": layout.block_size, "V_CODES": layout.value.codes_offset, **side("K", layout.key),
+        **side("V", layout.value),
         "SHARED": shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value),
     })  # fmt: skip
 
@@ -276,7 +276,8 @@ def attend_defines(
     """What prefill/attend.cu is compiled with."""
     spec = layout.spec
     return Defines({
-        "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote, "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
+        "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
+        "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated),
     })  # fmt: skip

@@ -62,12 +62,6 @@ template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i]) :: "memory");
 }
 
-// The compiler moves a wait up over arithmetic that does not need it. A branch on the arithmetic's results, never taken
-// (they are not negative), keeps the wait behind it.
-DEVICE void keep_before(float x, float y) {
-  if (x < 0.0f || y < 0.0f) asm volatile("nanosleep.u32 1;");
-}
-
 #define REGISTERS_4 "%0,%1,%2,%3"
 #define REGISTERS_8 REGISTERS_4 ",%4,%5,%6,%7"
 #define REGISTERS_16 REGISTERS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -104,8 +98,9 @@ template <int N> struct Wgmma;
                    : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(1));                                   \
     }                                                                                                                  \
   };
-// Of bytes: c [64, N] (+)= A B, A 64 x 32 in the lanes' fragments, B N x 32, 32 side by side.
-// s8: signed, with c as integers; ADD: to what c holds, else from zero. e4m3: with c as floats; add: likewise.
+// Of bytes: c [64, N] (+)= A B, B N x 32, 32 side by side.
+// s8: signed, with c as integers, A likewise in shared memory; ADD: to what c holds, else from zero. e4m3: with c as floats, A 64 x 32
+// in the lanes' fragments; add: likewise.
 // Sums of e4m3 keep 14 bits or so, whatever registers they are in: long ones need to be added up elsewhere.
 #define HELD_INTEGERS_4(i) "+r"(c[i]), "+r"(c[i + 1]), "+r"(c[i + 2]), "+r"(c[i + 3])
 #define HELD_INTEGERS_8(i) HELD_INTEGERS_4(i), HELD_INTEGERS_4(i + 4)
@@ -114,28 +109,11 @@ template <int N> struct Wgmma;
 template <int N> struct WgmmaBytes;
 #define SLIMKV_WGMMA_BYTES(N, R, A0, A1, A2, A3, B, ADDS)                                                               \
   template <> struct WgmmaBytes<N> {                                                                                 \
-    template <bool ADD> DEVICE_MEMBER static void s8(u32 (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {            \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N             \
-                   "k32.s32.s8.s8 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p;\n}"               \
-                   : HELD_INTEGERS_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD));                 \
-    }                                                                                                                  \
-    template <bool ADD> DEVICE_MEMBER static void s8_shared(u32 (&c)[R], u64 a, u64 b) {                              \
+    template <bool ADD> DEVICE_MEMBER static void s8(u32 (&c)[R], u64 a, u64 b) {                                     \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N               \
                    "k32.s32.s8.s8 {" REGISTERS_##R "}, %" A0 ", %" A1 ", p;\n}"                                        \
                    : HELD_INTEGERS_##R : "l"(a), "l"(b), "n"((int)ADD));                                               \
     }                                                                                                                  \
-    DEVICE_MEMBER static void e4m3(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {                \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N             \
-                   "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1;\n}"     \
-                   : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));                               \
-    }                                                                                                                  \
-  };
-#define REGISTERS_36 REGISTERS_32 ",%32,%33,%34,%35"
-#define REGISTERS_68 REGISTERS_64 ",%64,%65,%66,%67"
-#define HELD_36 HELD_32, HELD_4(32)
-#define HELD_68 HELD_64, HELD_4(64)
-#define SLIMKV_WGMMA_E4M3(N, R, A0, A1, A2, A3, B, ADDS)                                                               \
-  template <> struct WgmmaBytes<N> {                                                                                 \
     DEVICE_MEMBER static void e4m3(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {                \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N             \
                    "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1;\n}"     \
@@ -151,8 +129,6 @@ template <> struct WgmmaBytes<8> {
 };
 SLIMKV_WGMMA_BYTES(64, 32, "32", "33", "34", "35", "36", "37")
 SLIMKV_WGMMA_BYTES(128, 64, "64", "65", "66", "67", "68", "69")
-SLIMKV_WGMMA_E4M3(72, 36, "36", "37", "38", "39", "40", "41")
-SLIMKV_WGMMA_E4M3(136, 68, "68", "69", "70", "71", "72", "73")
 SLIMKV_WGMMA(64, 32, "32", "33", "34", "35", "36", "37")
 SLIMKV_WGMMA(128, 64, "64", "65", "66", "67", "68", "69")
 SLIMKV_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")

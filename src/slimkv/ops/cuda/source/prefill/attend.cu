@@ -2,8 +2,8 @@
 //
 // A block has 128 rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last to
 // the first. One warp copies tiles into two rings of shared memory; two warpgroups of 64 rows each multiply and keep scores,
-// probabilities and output in registers. A warpgroup starts the scores of the next tile before the softmax of this one,
-// and the two take turns in starting products, so that one's softmax runs beside the other's products.
+// probabilities and output in registers. A warpgroup starts the scores of the next tile and the output of this one before the softmax
+// of the next, which the output's products run beside.
 #include "common/hopper.cuh"
 #include "prefill/rows.cuh"
 #if EIGHT_BIT
@@ -12,13 +12,13 @@
 #include "prefill/halves.cuh"
 #endif
 
-// One thread: copies every tile, in the order in which they are used. `copied`: how many of keys, and of values, were before.
-DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, int copied) {
+// One thread: copies every tile, in the order in which they are used.
+DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings) {
   const i64 row = ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile;
   auto copy = [&](int i, const u8* from, u8* ring, u64* full, u64* empty, int bytes, bool scale) {
-    const int n = copied + i, slot = n % STAGES;
+    const int slot = i % STAGES;
     const i64 tile = row + tile_at(w, i);
-    if (n >= STAGES) mbarrier_wait(empty + slot, (n / STAGES - 1) & 1);
+    if (i >= STAGES) mbarrier_wait(empty + slot, (i / STAGES - 1) & 1);
     mbarrier_arrive_expect_tx(full + slot, bytes + (scale ? 16 : 0));
     cp_async_bulk(ring + slot * bytes, from + tile * bytes, bytes, full + slot);
     if (scale) cp_async_bulk((void*)(rings.scales + slot), args.tile_scales + tile, 16, full + slot);
@@ -29,8 +29,7 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
   }
 }
 
-DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, Place& place, u8* operand, int item, int warpgroup,
-                        int lane) {
+DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
   const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
   Visible visible;
   Softmax softmax;
@@ -48,8 +47,8 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
   bar_sync(1 + warpgroup, 128);
 
   float o[OUTPUTS];
-  const i64 state_stride = (i64)args.items * 256;
-  float* state = args.state + (i64)item * 256 + thread_index() - 128;
+  const i64 state_stride = (i64)block_count() * 256;
+  float* state = args.state + (i64)block_index() * 256 + thread_index() - 128;
 #pragma unroll
   for (int i = D / 2; i < OUTPUTS; i++) o[i] = 0.0f;
   if (args.first_pass) {
@@ -63,7 +62,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       softmax.row_max[r] = state[(D / 2 + r) * state_stride], softmax.row_sum[r] = state[(D / 2 + 2 + r) * state_stride];
   }
 
-  if (w.count > 0) attend_tiles(args, w, rings, place, visible, shared_address(operand), softmax, o, warpgroup, lane);
+  if (w.count > 0) attend_tiles(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
 
   if (!args.last_pass) {
 #pragma unroll
@@ -115,39 +114,13 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   sync_threads();
   pdl_wait();
   Work w;
-#ifndef PERSISTENT
-#define PERSISTENT 1
-#endif
-#if PERSISTENT
+  if (!find_work(args, lane, w)) return;
   if (part == 0) {
     setmaxnreg_dec<24>();
-    if (thread_index() >= 32) return;
-    int copied = 0;
-    for (int round = 0, item; (item = item_at(round)) < args.items; round++) {
-      if (!find_work(args, item, lane, w)) continue;
-      if (thread_index() == 0) copy_tiles(args, w, rings, copied);
-      copied += w.count;
-    }
+    if (thread_index() == 0) copy_tiles(args, w, rings);
   } else {
     setmaxnreg_inc<240>();
-    Place place = {0, 0};
-    for (int round = 0, item; (item = item_at(round)) < args.items; round++) {
-      const bool found = find_work(args, item, lane, w);
-      w.count = shfl(w.count, 0), w.tile = shfl(w.tile, 0), w.clear_end = shfl(w.clear_end, 0);
-      if (warp_any(found))
-        attend_rows(args, w, rings, place, shared + (part - 1) * QUERY_BYTES, item, part - 1, lane);
-    }
+    attend_rows(args, w, rings, shared + (part - 1) * QUERY_BYTES, part - 1, lane);
   }
-#else
-  if (!find_work(args, block_index(), lane, w)) return;
-  if (part == 0) {
-    setmaxnreg_dec<24>();
-    if (thread_index() == 0) copy_tiles(args, w, rings, 0);
-  } else {
-    setmaxnreg_inc<240>();
-    Place place = {0, 0};
-    attend_rows(args, w, rings, place, shared + (part - 1) * QUERY_BYTES, block_index(), part - 1, lane);
-  }
-#endif
 }
 HOST_TESTABLE(attend, PrefillArgs)

@@ -22,10 +22,10 @@ DEVICE void start_sums(Sums& s, u32 queries, u32 keys) {
 #pragma unroll
   for (int h = 0; h < PARTS; h++) {
     const u64 b = smem_descriptor(keys + h * D, 16);
-    WgmmaBytes<STEP / PARTS>::template s8_shared<false>(s.part[h], a, b);
+    WgmmaBytes<STEP / PARTS>::template s8<false>(s.part[h], a, b);
 #pragma unroll
     for (int k = 1; k < D / 32; k++)
-      WgmmaBytes<STEP / PARTS>::template s8_shared<true>(s.part[h], a + (k * 32 >> 4), b + (k * 32 >> 4));
+      WgmmaBytes<STEP / PARTS>::template s8<true>(s.part[h], a + (k * 32 >> 4), b + (k * 32 >> 4));
   }
   wgmma_commit();
 }
@@ -189,7 +189,7 @@ struct Softmax {
   }
 };
 
-DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, Place& place, const Visible& visible, u32 queries,
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries,
                          Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
   const int t = lane & 3;
   Sums sums;
@@ -199,6 +199,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   bool lifted = false, needs_rescale;
   Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128), {MINUS_INFINITY, MINUS_INFINITY}};
   if (w.count > PROMOTE) totals.clear();
+  Place place = {0, 0};  // of values
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
   // Zero, which the compiler does not know: what has it added is computed again, and copied, instead of being held in registers,
   // or written to those that products read.
@@ -275,5 +276,4 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   wgmma_fence_operand(digits);
   add_sums();
   if (w.count > PROMOTE) totals.add_to(o, softmax.row_max);
-  place = place.next();
 }

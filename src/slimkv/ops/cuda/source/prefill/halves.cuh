@@ -1,8 +1,5 @@
 // The tiles of a block on 16-bit tensor cores: scores, softmax and output of the rows of a warpgroup.
 #pragma once
-#ifndef IN_TURN
-#define IN_TURN 1
-#endif
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
@@ -97,11 +94,12 @@ struct Softmax {
   }
 };
 
-DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, Place& place, const Visible& visible, u32 queries,
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries,
                          Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
   const int t = lane & 3;
   float s[N];
   u32 p[N / 2], next_p[N / 2];
+  Place place = {0, 0};  // of values
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
   // Zero, which the compiler does not know: without it, it would write to the registers that products read.
   const u32 none = (u32)args.num_seqs >> 31;
@@ -133,15 +131,15 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   wgmma_wait<0>();
   take(tile_at(w, 0), place.slot, true, p);
   rescale_output();
-  if (IN_TURN && warpgroup == 1 && w.count > 1) bar_arrive(3, 256);
+  if (warpgroup == 1 && w.count > 1) bar_arrive(3, 256);
   for (int i = 1; i < w.count; i++) {
     const Place next = place.next();  // of keys, which are one further than values
     mbarrier_wait(rings.keys_full + next.slot, next.parity);
-    if (IN_TURN) bar_sync(3 + warpgroup, 256);
+    bar_sync(3 + warpgroup, 256);
     start_scores(s, queries, keys + next.slot * KEYS_BYTES);
     mbarrier_wait(rings.values_full + place.slot, place.parity);
     start_output(o, p, values + place.slot * VALUES_BYTES);
-    if (IN_TURN && (warpgroup == 0 || i + 1 < w.count)) bar_arrive(4 - warpgroup, 256);
+    if (warpgroup == 0 || i + 1 < w.count) bar_arrive(4 - warpgroup, 256);
     wgmma_wait<1>();
     take(tile_at(w, i), next.slot, false, next_p);
     wgmma_wait<0>();
@@ -156,6 +154,4 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   start_output(o, p, values + place.slot * VALUES_BYTES);
   wgmma_wait<0>();
   wgmma_fence_operand(o);
-  if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
-  place = place.next();
 }

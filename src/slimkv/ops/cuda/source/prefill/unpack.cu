@@ -159,6 +159,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   const int sequence = block_index_y(), tile = block_index() / args.num_kv_heads, head = block_index() % args.num_kv_heads;
   pdl_wait();
+  if (sequence < args.first_rank) return;  // its rank is no higher
   const PrefillSequence s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence, args.max_decode_queries, lane);
   const int first = (args.first_tile + tile) * STEP, rank = s.rank - args.first_rank;
   if (s.queries <= args.max_decode_queries || first >= s.length || rank < 0 || rank >= args.ranks) return;

@@ -1,5 +1,6 @@
-// What prefill.cu is compiled for, where things are in shared memory, its argument, and what each block does.
-// Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED, SHARED.
+// What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
+// Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
+// K_ROTATED, V_ROTATED, SHARED.
 #pragma once
 #include "common/numbers.cuh"
 #include "prefill/tiles.cuh"
@@ -58,8 +59,7 @@ struct PrefillArgs {
   float key_norm, value_norm;
   u32 key_sign_bits[8], value_sign_bits[8];
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
-  i32 items;                  // blocks of queries of a KV head
-  i32 query_blocks, section;  // of them: blocks of queries, and KV heads that are attended at the same time
+  i32 query_blocks, section;  // of the grid: blocks of queries, and KV heads that are attended at the same time
   i32 first_tile, tiles;      // of this pass
   i32 first_rank, ranks;      // likewise: sequences, of those that are prefilled
   i32 first_pass, last_pass;
@@ -88,11 +88,11 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int warpgroup, int row
           of_block < ROWS / args.group_size * args.group_size && query < w.s.queries};
 }
 
-DEVICE bool find_work(const PrefillArgs& args, int item, int lane, Work& w) {
+DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
   // Sections of few heads share their keys and values in the L2 cache; long rows of a causal mask come first in each.
-  const int per_section = args.section * args.query_blocks, section = item / per_section;
-  const int inside = item - section * per_section;
+  const int per_section = args.section * args.query_blocks, section = block_index() / per_section;
+  const int inside = block_index() - section * per_section;
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
   const int block = args.query_blocks - 1 - inside / heads;
   w.head = section * args.section + inside % heads;
@@ -123,8 +123,3 @@ DEVICE bool find_work(const PrefillArgs& args, int item, int lane, Work& w) {
 // Tile number i of a block. The last one is second, if there are others: its mask leaves rows with few tokens, whose maximum says
 // little of what follows.
 DEVICE int tile_at(const Work& w, int i) { return w.tile - (i < 2 && w.count > 1 ? 1 - i : i); }
-
-// What a block does one after another: from the first items in both directions, so that long ones fall to all blocks alike.
-DEVICE int item_at(int round) {
-  return round * block_count() + (round & 1 ? block_count() - 1 - block_index() : block_index());
-}
