@@ -32,7 +32,11 @@ def main() -> int:
     options = parser.parse_args()
     device = torch.zeros(0, device="cuda").device
     fuzzer = Fuzzer(
-        device, tuple(options.backends.split(",")), tuple(options.formats.split(",")), dims=(64, 128), blocks=(16, 64),
+        device,
+        tuple(options.backends.split(",")),
+        tuple(options.formats.split(",")),
+        dims=(64, 128),
+        blocks=(16, 64),
         gather_backends=("triton",),
     )
     begin = time.monotonic()
