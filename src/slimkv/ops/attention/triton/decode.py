@@ -156,8 +156,8 @@ def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scal
 
 
 @triton.jit
-def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length, value_levels,
-                value_table0, value_table1, BLOCK_SIZE: tl.constexpr, NT: tl.constexpr, VD: tl.constexpr,
+def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
+                value_levels, value_table0, value_table1, BLOCK_SIZE: tl.constexpr, NT: tl.constexpr, VD: tl.constexpr,
                 VS: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr,
                 V_CODES: tl.constexpr, V_FIELDS: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """One step of the online softmax with a step's values: scores s [BT, M] -> m, z, w [M] and acc [VDP, M]."""
@@ -319,7 +319,8 @@ def attend_kernel(
             s = tl.where(visible, s, float("-inf"))
         m, z, w, acc = _add_values(
             s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
-            value_levels, value_table0, value_table1, BLOCK_SIZE, NT, VD, VS, V_KIND, V_BITS, V_BF16, V_CODES, V_FIELDS, PTX,
+            value_levels, value_table0, value_table1, BLOCK_SIZE, NT, VD, VS, V_KIND, V_BITS, V_BF16, V_CODES, V_FIELDS,
+            PTX,
         )  # fmt: skip
 
     acc += w[None, :]

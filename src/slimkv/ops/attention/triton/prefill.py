@@ -195,9 +195,8 @@ def unpack_kernel(
             tl.float32
         )
         v_field_at = (in_block * 16)[:, None] + fragment_order(tl.arange(0, 16))[None, :]
-        scale, zero = _fields(
-            page, v_field_at, tl.reshape((v_token < length) & (v_token >= seen_from), (NT, 16)), V_FIELDS, BLOCK_SIZE, V_KIND, V_BITS
-        )
+        v_keep = tl.reshape((v_token < length) & (v_token >= seen_from), (NT, 16))
+        scale, zero = _fields(page, v_field_at, v_keep, V_FIELDS, BLOCK_SIZE, V_KIND, V_BITS)
         if PTX and V_KIND == _LLOYD and V_BITS <= 4:
             v -= _VALUE_OFFSET
         v = (v * scale[None, :] + zero[None, :]) * v_up
