@@ -63,7 +63,5 @@ def test_a_tokenizer_that_spells_is_refused():
         return {"input_ids": list(text)}
 
     models.check_tokenizer(words, "gemma-3-270m", "5.22.2")
-    with pytest.raises(
-        UnsupportedError, match=r"5\.17\.0 reads the tokenizer of gemma-3-270m wrongly: 43"
-    ):
+    with pytest.raises(UnsupportedError, match=r"5\.17\.0 reads the tokenizer of gemma-3-270m wrongly: 43"):
         models.check_tokenizer(letters, "gemma-3-270m", "5.17.0")

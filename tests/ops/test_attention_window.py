@@ -15,7 +15,8 @@ SIZE, LENGTH, WINDOW, DIM = 16, 61, 9, 32
 @pytest.mark.parametrize("format", ["k4v4", "k8v5", "fp8", "ku4vu4", "raw"])
 @pytest.mark.parametrize("queries", [1, 3, 30])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_what_no_query_sees_changes_no_bit(format, queries, backend):
+@pytest.mark.parametrize("poison", [0xFF, 0xF0])  # scales that are not numbers, and large ones
+def test_what_no_query_sees_changes_no_bit(format, queries, backend, poison):
     if backend == "triton":
         pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(queries)
@@ -28,7 +29,7 @@ def test_what_no_query_sees_changes_no_bit(format, queries, backend):
     hidden = torch.arange(LENGTH - queries - WINDOW + 1)
     poisoned = pages.clone()
     offsets = page_tables(layout, pages.device).byte_offsets[hidden % SIZE]
-    poisoned[(hidden // SIZE)[:, None], 0, offsets] = 0xFF  # scales that are not numbers
+    poisoned[(hidden // SIZE)[:, None], 0, offsets] = poison
     query = torch.randn(queries, 2, DIM, generator=generator)
     outs = [
         ops.attend(
