@@ -56,7 +56,7 @@ class Size:
 _DEPTHS = (0.1, 0.5, 0.9)
 SIZES: dict[tuple[str, bool], Size] = {  # by name and whether there is a GPU
     (SMOKE, False): Size(_FEW, 4, 256, 512, (192,), (0.5,), (384,), 1, 4, 256, 8, 1, 8),
-    (QUICK, False): Size(_PAIRS, 6, 384, 1536, (384,), (0.25, 0.75), (512, 1024), 2, 8, 512, 8, 1, 40),
+    (QUICK, False): Size(_PAIRS, 6, 384, 1536, (384,), (0.25, 0.75), (512, 1024), 2, 8, 512, 8, 3, 40),
     (FULL, False): Size(_MANY, 24, 1024, 8192, (512, 2048), _DEPTHS, (512, 1024, 2048, 4096), 12, 8, 4096, 32, 3, None),
     (SMOKE, True): Size(_FEW, 8, 1024, 4096, (1024,), (0.5,), (2048,), 2, 8, 4096, 32, 1, 32),
     (QUICK, True): Size(
