@@ -81,6 +81,7 @@ def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.
             assert out[rows].isnan().all(), "rows of another kernel were written"
             continue
         errors = row_errors(out[rows], want[rows].double())
+        assert errors.isfinite().all()
         odd = (errors > BOUND).nonzero().tolist()
         assert len(odd) <= 0.1 * errors.numel() + 1, f"{len(odd)} of {errors.numel()} rows, worst {errors.max():.1e}"
         if odd:
