@@ -61,7 +61,10 @@ struct Thread {
 #endif
 };
 
+struct Team { int arrived; bool any, result; u64 generation; };
+
 struct Machine {
+  Team teams[16];
   Thread threads[MOST_THREADS];
   u64 operands[2][MOST_THREADS][8];
   u8* stacks = nullptr;
@@ -171,6 +174,7 @@ static bool run_block() {
   memset(machine.shared, POISON, machine.shared_bytes);
   memset(machine.shared + machine.shared_bytes, GUARD, GUARD_BYTES);
   for (int i = 0; i < machine.count; i++) start(i);
+  for (Team& team : machine.teams) team = {0, false, false, 0};
   for (;;) {
     bool moved = false;
     for (int k = 0; k < machine.count; k++) {
@@ -318,6 +322,19 @@ DEVICE void sync_threads() {
   host::to_scheduler();
 }
 DEVICE void sync_warp() { host::meet("sync_warp", nullptr, 0); }
+DEVICE bool team_any(bool p, int number, int threads) {
+  if (number < 1 || number > 15) host::fail("there is no barrier %d", number);
+  host::Team& team = host::machine.teams[number];
+  const u64 generation = team.generation;
+  team.any = team.any || p;
+  if (++team.arrived == threads) team = {0, false, team.any, generation + 1};
+  for (int polls = 0; team.generation == generation; polls++) {
+    if (polls > 1000000) host::fail("waits for its team for ever");
+    host::to_scheduler();  // it stays runnable and looks again
+  }
+  return team.result;
+}
+DEVICE void sync_team(int number, int threads) { team_any(false, number, threads); }
 
 DEVICE float as_float(u32 x) { float r; memcpy(&r, &x, 4); return r; }
 DEVICE u32 as_bits(float x) { u32 r; memcpy(&r, &x, 4); return r; }

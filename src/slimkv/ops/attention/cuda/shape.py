@@ -42,6 +42,7 @@ class Shape:
     warps: int
     stages: int  # steps of a warp in shared memory at a time
     resident: int  # blocks of a multiprocessor
+    team: int = 1  # warps that share values
 
     @property
     def columns(self) -> int:
@@ -117,9 +118,12 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     spec = layout.spec
     fields = 32 * (spec.key.field_count + spec.value.field_count)
     tile = 16 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
-    slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim + 8))
-    query = 8 * shape.groups * spec.key_dim * (1 if _in_bytes(spec.key) and not shape.wide else 2)
-    states = 8 * shape.columns * (1 + shape.warps)
+    if shape.team > 1 and 256 * shape.groups > 2 * spec.key_dim * spec.key.bits:
+        tile += 256 * shape.groups  # probabilities that do not fit in the place of key codes
+    slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim // shape.team + 8))
+    slices = spec.key_dim // 16
+    query = 256 * shape.groups * (-(-slices // 2) if _in_bytes(spec.key) and not shape.wide else slices)
+    states = shape.columns * (8 + (8 if shape.team == 1 else 12) * shape.warps)
     return shape.warps * shape.stages * slot + _level_table_bytes(layout, shape.wide) + query + states
 
 
@@ -159,7 +163,7 @@ def kernel_defines(
     return Defines({
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
-        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "STAGES": shape.stages,
+        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "TEAM": shape.team, "STAGES": shape.stages,
         "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip

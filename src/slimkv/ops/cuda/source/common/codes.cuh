@@ -6,14 +6,19 @@
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
 // A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for what is left over.
-template <int W, int S> struct Plane {
+// A lane holds all of its words, or those of one of several equal PARTS of the slices, which then begins a word.
+template <int W, int S, int PARTS = 1> struct Plane {
   static constexpr int PER_WORD = 4 / W;
-  static constexpr int WORDS = S / PER_WORD;
+  static constexpr int WORDS = S / PER_WORD / PARTS;
   static constexpr int TAIL = S % PER_WORD;
   static constexpr int BYTES = 32 * S * W;
+  static_assert(PARTS == 1 || S % (PER_WORD * PARTS) == 0, "a part is whole words");
   u32 words[at_least_one(WORDS)];
 
-  DEVICE_MEMBER void load(const u8* plane, int lane) { load_words<WORDS>(plane, lane, words); }
+  DEVICE_MEMBER void load(const u8* plane, int lane, int part) {
+    if constexpr (PARTS == 1) load_words<WORDS>(plane, lane, words);
+    else load_words_of_part<WORDS, PARTS>(plane, lane, part, words);
+  }
 
   // Value n of slice s in the low W bits of nibble n.
   template <bool TRANSPOSED>
@@ -56,25 +61,43 @@ template <int W, int S> struct Plane {
     }
     if (N > PAIRS) w[PAIRS] = *(const u32*)(plane + 128 * PAIRS + 4 * lane);
   }
+
+  // Words N part, N part + 1, ... of a plane of N PARTS.
+  template <int N, int PARTS_> DEVICE_MEMBER static void load_words_of_part(const u8* plane, int lane, int part, u32 (&w)[at_least_one(N)]) {
+    constexpr int QUADS = N * PARTS_ & ~3, PAIRS = N * PARTS_ & ~1;
+    if constexpr (N % 4 == 0) {
+      load_words<N>(plane + 128 * N * part, lane, w);
+    } else if constexpr (N == 2 && QUADS == N * PARTS_) {
+      const Words2 x = *(const Words2*)(plane + 512 * (part / 2) + 16 * lane + 8 * (part % 2));
+      w[0] = x.x, w[1] = x.y;
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; j++) {
+        const int i = N * part + j;
+        w[j] = *(const u32*)(plane + (i < QUADS ? 512 * (i / 4) + 16 * lane + 4 * (i % 4)
+                                      : i < PAIRS ? 128 * QUADS + 8 * lane + 4 * (i - QUADS) : 128 * PAIRS + 4 * lane));
+      }
+    }
+  }
 };
 
 // All planes of a tile's codes. low(s) and high(s): up to 4 bits, nibble n of low is code n; 5-7 bits, low nibbles and
 // what is above them; 8 bits, the bytes of codes 0-3 and 4-7.
-template <int BITS, int S, bool TRANSPOSED> struct Codes {
+template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   static_assert(BITS >= 1 && BITS <= 7, "bits");
   static constexpr int FIRST = BITS >= 4 ? 4 : (BITS >= 2 ? 2 : 1);
   static constexpr int REST = BITS - FIRST;  // 0..3: a plane of 2 and/or one of 1
-  Plane<FIRST, S> first;
-  Plane<2, S> two;
-  Plane<1, S> one;
+  Plane<FIRST, S, PARTS> first;
+  Plane<2, S, REST >= 2 ? PARTS : 1> two;
+  Plane<1, S, REST & 1 ? PARTS : 1> one;
   const u8* base;
   int lane;
 
-  DEVICE_MEMBER void load(const u8* tile, int lane_) {
+  DEVICE_MEMBER void load(const u8* tile, int lane_, int part = 0) {
     base = tile, lane = lane_;
-    first.load(base, lane);
-    if (REST >= 2) two.load(base + Plane<FIRST, S>::BYTES, lane);
-    if (REST & 1) one.load(base + one_offset(), lane);
+    first.load(base, lane, part);
+    if (REST >= 2) two.load(base + Plane<FIRST, S>::BYTES, lane, part);
+    if (REST & 1) one.load(base + one_offset(), lane, part);
   }
   DEVICE_MEMBER static constexpr int one_offset() { return Plane<FIRST, S>::BYTES + (REST >= 2 ? Plane<2, S>::BYTES : 0); }
 
@@ -91,14 +114,14 @@ template <int BITS, int S, bool TRANSPOSED> struct Codes {
   }
   // 5 bits: the word with the signs, and where in its nibbles.
   DEVICE_MEMBER u32 sign_word(int s) const { return one.template word_of<TRANSPOSED>(base + one_offset(), lane, s); }
-  DEVICE_MEMBER static constexpr int sign_shift(int s) { return Plane<1, S>::shift_of(s); }
+  DEVICE_MEMBER static constexpr int sign_shift(int s) { return Plane<1, S, REST & 1 ? PARTS : 1>::shift_of(s); }
 };
 
-template <int S, bool TRANSPOSED> struct Codes<8, S, TRANSPOSED> {
-  u32 words[2 * S];
-  DEVICE_MEMBER void load(const u8* tile, int lane) { Plane<4, 2 * S>::template load_words<2 * S>(tile, lane, words); }
-  DEVICE_MEMBER u32 low(int s) const { return words[2 * s]; }
-  DEVICE_MEMBER u32 high(int s) const { return words[2 * s + 1]; }
+template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PARTS> {
+  Plane<4, 2 * S, PARTS> plane;
+  DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
+  DEVICE_MEMBER u32 low(int s) const { return plane.words[2 * s]; }
+  DEVICE_MEMBER u32 high(int s) const { return plane.words[2 * s + 1]; }
 };
 
 // ---- bytes for the integer tensor cores --------------------------------------------------------------------------
@@ -207,8 +230,8 @@ template <bool ACROSS> DEVICE u32 pairs_apart(u32 x) {
 }
 
 // The four pairs of a slice.
-template <bool ACROSS, int BITS, int S, bool TRANSPOSED>
-DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED>& codes, int s, const LevelTable& levels, u32 (&pair)[4]) {
+template <bool ACROSS, int BITS, int S, bool TRANSPOSED, int PARTS>
+DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, const LevelTable& levels, u32 (&pair)[4]) {
   static_assert(BITS <= 5, "an entry of the table has two nibbles");
   u32 low = codes.low(s);
   if (ACROSS) {  // nibbles 1 and 2 change places, and 5 and 6

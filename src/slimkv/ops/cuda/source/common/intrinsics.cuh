@@ -30,6 +30,14 @@ DEVICE int block_index_y() { return blockIdx.y; }
 DEVICE int block_count() { return gridDim.x; }
 DEVICE void sync_threads() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
+// The same for some warps of a block, which are `threads` and use a number of their own, from 1 on.
+DEVICE void sync_team(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
+DEVICE bool team_any(bool p, int number, int threads) {
+  u32 r;
+  asm volatile("{.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;}"
+               : "=r"(r) : "r"((u32)p), "r"(number), "r"(threads) : "memory");
+  return r;
+}
 
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 as_bits(float x) { return __float_as_uint(x); }

@@ -4,7 +4,7 @@
 
 // Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
 DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
-                          u8* shared, u8* ring, int warp, int lane) {
+                          const Team& team, u8* shared, u8* ring, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   float* states = (float*)(shared + STATE_AT);
   const bool marked = warp_any(acc.largest_fields >> 16 == INVALID_FIELD || (acc.largest_fields & 0xFFFF) == INVALID_FIELD);
@@ -14,10 +14,19 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
     if (MAX_WITHOUT_UNIT && acc.row_max[c] != MINUS_INFINITY) acc.row_max[c] *= columns.unit[c];
 #pragma unroll
     for (int d = 4; d < 32; d <<= 1) acc.row_sum[c] += shfl_xor(acc.row_sum[c], d), acc.shift[c] += shfl_xor(acc.shift[c], d);
-    float* state = states + 2 * (warp * COLUMNS + own_column(c, t));
-    if (g == 0) state[0] = acc.row_max[c], state[1] = acc.row_sum[c];
+    float* state = states + STATE_WORDS * (warp * COLUMNS + own_column(c, t));
+    if (g == 0) {
+      state[0] = acc.row_max[c], state[1] = acc.row_sum[c];
+      if (TEAM > 1) state[2] = acc.shift[c];
+    }
   }
   sync_threads();
+  if (TEAM > 1 && V_KIND == UNIFORM)
+#pragma unroll
+    for (int c = 0; c < C; c++) {  // of the tokens of the whole team
+      acc.shift[c] = 0;
+      for (int w = 0; w < TEAM; w++) acc.shift[c] += states[STATE_WORDS * ((team.number * TEAM + w) * COLUMNS + own_column(c, t)) + 2];
+    }
   const i64 part = (i64)range.item + block_index();
 #pragma unroll
   for (int n = 0; n < NG; n++) {
@@ -25,11 +34,11 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
     for (int j = 0; j < OWN; j++) {
       const int c = n * OWN + j;
       float highest = MINUS_INFINITY;
-      for (int w = 0; w < WARPS; w++) highest = max_f32(highest, states[2 * (w * COLUMNS + own_column(c, t))]);
+      for (int w = 0; w < WARPS; w++) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - highest);
       float* mine = (float*)ring + (OWN * t + j) * OUT_ROW;
 #pragma unroll
-      for (int i = 0; i < VS; i++)
+      for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
         for (int r = 0; r < 2; r++)
           mine[16 * i + g + 8 * r] = (acc.out[n][i][WIDE ? 2 * r + j : r] * VALUE_UNIT + acc.shift[c]) * factor;
@@ -39,15 +48,17 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       const int column = i / VD, d = i % VD;
       float x = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) x += ((const float*)(shared + RINGS_AT + w * STAGES * SLOT))[column * OUT_ROW + d];
+      for (int w = 0; w < WARPS; w += TEAM)
+        x += ((const float*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT))[column * OUT_ROW + d % (16 * OUT_SLICES)];
       args.parts[(part * COLUMNS + GROUP * n + column) * VD + d] = x;
     }
     if (thread_index() < GROUP) {
       const int column = GROUP * n + thread_index();
       float all_max = MINUS_INFINITY, all_sum = 0;
-      for (int w = 0; w < WARPS; w++) all_max = max_f32(all_max, states[2 * (w * COLUMNS + column)]);
+      for (int w = 0; w < WARPS; w++) all_max = max_f32(all_max, states[STATE_WORDS * (w * COLUMNS + column)]);
       for (int w = 0; w < WARPS; w++) {
-        const float m = states[2 * (w * COLUMNS + column)], l = states[2 * (w * COLUMNS + column) + 1];
+        const float* state = states + STATE_WORDS * (w * COLUMNS + column);
+        const float m = state[0], l = state[1];
         all_sum += l * (m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - all_max));
       }
       float* state = args.part_states + (part * COLUMNS + column) * 2;

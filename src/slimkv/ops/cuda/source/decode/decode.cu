@@ -54,6 +54,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
 
   // -- loading ahead: the queries travel at the same time as the first pages
   u8* ring = shared + RINGS_AT + warp * STAGES * SLOT;
+  const Team team = {warp / TEAM, warp % TEAM};
   Loader loader;
   loader.ring = ring;
   loader.lane = lane;
@@ -91,30 +92,47 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
     acc.clear();
 
     int taken = filled - (STAGES - 1);
-    for (int step = range.first + warp; step < range.last; step += WARPS) {
+    for (int step = range.first + warp; step - team.member < range.last; step += WARPS) {
+      const bool real = TEAM == 1 || step < range.last;  // warps of a team take as many steps
       cp_async_wait<STAGES - 2>();
       sync_warp();
-      const int ahead = step + (STAGES - 1) * WARPS;
-      if (ahead < range.last) loader.copy(ahead, filled % STAGES);
-      cp_async_commit();
-      filled++;
-      loader.look_up(min_i32(ahead + WARPS, range.last - 1));
-      const u8* slot = ring + (taken % STAGES) * SLOT;
-      taken++;
+      auto load_ahead = [&] {
+        const int ahead = step + (STAGES - 1) * WARPS;
+        if (ahead < range.last) loader.copy(ahead, filled % STAGES);
+        cp_async_commit();
+        filled++;
+        loader.look_up(min_i32(ahead + WARPS, range.last - 1));
+      };
+      if (TEAM == 1) load_ahead();
+      u8* slot = ring + (taken % STAGES) * SLOT;
       const int token0 = range.s.begin + step * STEP;
       const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
       StepScores s;
       Probabilities weights;
-      multiply_keys(slot, shared, queries, tables, lane, s);
-      scale_scores(args, slot, columns, g, s);
-      apply_mask(slot, token0, clear, columns, lane, s, acc.largest_fields);
-      update_max(slot, columns, g, s, acc);
-      exponentials(slot, columns, g, s, acc);
-      pack_probabilities(s, weights);
-      add_values(slot, weights, tables, lane, acc);
-      sync_warp();  // before this slot is filled again
+      if (real) {
+        multiply_keys(slot, shared, queries, tables, lane, s);
+        scale_scores(args, slot, columns, g, s);
+        apply_mask(slot, token0, clear, columns, lane, s, acc.largest_fields);
+      }
+      update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
+      if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
+      if (real) {
+        exponentials(slot, columns, g, s, acc);
+        pack_probabilities(s, weights);
+      }
+      if constexpr (TEAM == 1) {
+        add_values(slot, weights, tables, lane, acc);
+        sync_warp();  // before this slot is filled again
+      } else {
+        if (real) publish(weights, slot, lane);
+        team.sync();
+        add_values_of_team(slot - team.member * STAGES * SLOT, min_i32(TEAM, range.last - (step - team.member)), team, tables, lane,
+                           acc);
+      }
+      taken++;
     }
     cp_async_wait<0>();
+    team.sync();  // before rings are filled again
 
     // -- what comes next is loaded while this range is finished; slot 0 is kept free for its results
     left -= range.last - range.first + ITEM_COST;  // with what the next item takes
@@ -124,7 +142,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
       next = next_range(args, range, left);
       begin_loading(next);
     }
-    combine_warps(args, range, columns, acc, shared, ring, warp, lane);
+    combine_warps(args, range, columns, acc, team, shared, ring, warp, lane);
     if (left <= 0) return;
     range = next;
   }

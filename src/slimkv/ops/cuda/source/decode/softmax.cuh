@@ -11,7 +11,9 @@ struct Probabilities {
 
 // The running maximum moves rarely. Wide: of the score and the logarithm of the value's scale, so that their product stays
 // within what halves hold. A field is about 1024 times that logarithm, plus 40.
-DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc) {
+// A team has one reference; `real`: this warp has scores. `maxima`: of the team's warps, when it moves.
+DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t, const StepScores& s, bool real, const Team& team,
+                       float* maxima, Accumulator& acc) {
   float magnitude[NT][2];
   if (WIDE)
 #pragma unroll
@@ -30,21 +32,29 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const 
       for (int r = 0; r < 2; r++)
         highest[c] = max_f32(highest[c], WIDE ? fma_rn(s[c][x][r], LATE_UNIT ? 1024.0f * columns.unit[c] : 1024.0f, magnitude[x][r]) : s[c][x][r]);
     if (WIDE) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
+    if (TEAM > 1 && !real) highest[c] = MINUS_INFINITY;
     moves = moves || highest[c] > acc.row_max[c] + columns.slack[c];
   }
-  if (warp_any(moves)) {
+  if (team.any(moves)) {
 #pragma unroll
     for (int c = 0; c < C; c++) {
-      float higher = highest[c];
 #pragma unroll
-      for (int d = 4; d < 32; d <<= 1) higher = max_f32(higher, shfl_xor(higher, d));
-      higher = max_f32(higher, acc.row_max[c]);
+      for (int d = 4; d < 32; d <<= 1) highest[c] = max_f32(highest[c], shfl_xor(highest[c], d));
+      if (TEAM > 1 && g == 0) maxima[(team.number * TEAM + team.member) * COLUMNS + own_column(c, t)] = highest[c];
+    }
+    team.sync();
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+      float higher = max_f32(highest[c], acc.row_max[c]);
+      if (TEAM > 1)
+#pragma unroll
+        for (int w = 0; w < TEAM; w++) higher = max_f32(higher, maxima[(team.number * TEAM + w) * COLUMNS + own_column(c, t)]);
       const float base = MAX_WITHOUT_UNIT ? columns.unit[c] : 1.0f;
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
       acc.row_max[c] = higher;
       acc.row_sum[c] *= factor, acc.shift[c] *= factor;
 #pragma unroll
-      for (int i = 0; i < VS; i++)
+      for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
         for (int r = 0; r < 2; r++) acc.out[c / OWN][i][WIDE ? 2 * r + c % OWN : r] *= factor;
     }

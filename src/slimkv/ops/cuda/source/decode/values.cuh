@@ -142,6 +142,41 @@ DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probab
   }
 }
 
+// What a warp leaves for its team.
+DEVICE void publish(const Probabilities& w, u8* slot, int lane) {
+#pragma unroll
+  for (int n = 0; n < NG; n++)
+#pragma unroll
+    for (int x = 0; x < NT; x++) *(Words2*)(slot + x * TILE + WEIGHTS_AT + 256 * n + 8 * lane) = {w.p[n][x][0], w.p[n][x][1]};
+}
+
+// This warp's part of the values of a step of the team: `count` of its warps have tokens.
+DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, const LevelTables& tables, int lane,
+                               Accumulator& acc) {
+#pragma unroll
+  for (int w = 0; w < TEAM; w++) {
+    if (w >= count) break;
+    Codes<V_BITS, VS, true, TEAM> codes[NT];
+#pragma unroll
+    for (int x = 0; x < NT; x++) codes[x].load(slots + w * STAGES * SLOT + x * TILE + K_TILE, lane, team.member);
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      const u8* weights = slots + w * STAGES * SLOT + x * TILE + WEIGHTS_AT;
+      Words2 p[NG];
+#pragma unroll
+      for (int n = 0; n < NG; n++) p[n] = *(const Words2*)(weights + 256 * n + 8 * lane);
+#pragma unroll
+      for (int i = 0; i < OUT_SLICES; i++) {
+        u32 a[4];
+        if constexpr (V_IN_PAIRS) pair_halves<true>(codes[x], i, tables.value_levels, a);
+        else code_halves<V_KIND, V_BITS, true>(codes[x].low(i), codes[x].high(i), tables.value, tables.value_levels, a);
+#pragma unroll
+        for (int n = 0; n < NG; n++) mma_f16(acc.out[n][i], a[0], a[1], a[2], a[3], p[n].x, p[n].y);
+      }
+    }
+  }
+}
+
 DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {
   ValueCodes codes[NT];
 #pragma unroll

@@ -64,9 +64,9 @@ struct ColumnState {
 };
 
 // The running softmax. Narrow: out[n][i][r] is dimension 16 i + g + 8 r of column n. Wide: out[n][i][2 r + j], column
-// 8 n + 2 t + j.
+// 8 n + 2 t + j. In a team, of the slices from OUT_SLICES times the warp's place on.
 struct Accumulator {
-  float out[NG][VS][2 * OWN], row_max[C], row_sum[C], shift[C];
+  float out[NG][OUT_SLICES][2 * OWN], row_max[C], row_sum[C], shift[C];
   u32 largest_fields;  // two at a time: 0xFFFF marks a token whose K or V was not a number
 
   DEVICE_MEMBER void clear() {
@@ -76,10 +76,17 @@ struct Accumulator {
 #pragma unroll
     for (int n = 0; n < NG; n++)
 #pragma unroll
-      for (int i = 0; i < VS; i++)
+      for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
         for (int j = 0; j < 2 * OWN; j++) out[n][i][j] = 0;
   }
+};
+
+// The place of a warp among those that share values.
+struct Team {
+  int number, member;
+  DEVICE_MEMBER void sync() const { if (TEAM > 1) sync_team(1 + number, 32 * TEAM); }
+  DEVICE_MEMBER bool any(bool p) const { return TEAM > 1 ? team_any(p, 1 + number, 32 * TEAM) : warp_any(p); }
 };
 
 // Scores of a step, then probabilities: of tokens g and g + 8 of each tile.
