@@ -350,6 +350,8 @@ DEVICE u32 prmt(u32 a, u32 b, u32 s) {
   return r;
 }
 
+DEVICE u32 bit_select(u32 mask, u32 a, u32 b) { return (mask & a) | (~mask & b); }
+
 DEVICE float mul_rn(float a, float b) { return a * b; }
 DEVICE float add_rn(float a, float b) { return a + b; }
 DEVICE float sub_rn(float a, float b) { return a - b; }
@@ -526,7 +528,8 @@ DEVICE void mma_f16_from_zero(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32
 DEVICE void mma_bf16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_bf16", bf16_to_f32, c, a0, a1, a2, a3, b0, b1); }
 
 DEVICE u32 shared_address(const void* p) { return (u32)(static_cast<const u8*>(p) - host::machine.shared); }
-DEVICE u32 ld_shared_constant(u32 address) {
+template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
+  address += OFFSET;
   u32 x;
   if (address % 4 || address + 4 > (u32)host::machine.shared_bytes) host::fail("a load beyond shared memory, or not aligned");
   memcpy(&x, host::machine.shared + address, 4);

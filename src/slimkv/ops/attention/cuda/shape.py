@@ -134,10 +134,18 @@ def _level_table_bytes(layout: PageLayout, wide: bool) -> int:
     def entries(fmt: TensorFormat) -> int:
         if fmt.kind != Kind.LLOYD or (_in_bytes(fmt) and not wide):
             return 0
-        return 256 if fmt.bits <= 5 else 1 << fmt.bits  # up to 5 bits by pairs of codes
+        # up to 5 bits by pairs of codes; of 6 bits all bytes that have them, as low and as high halves
+        return 512 if fmt.bits == 6 and apart(wide) else 256 if fmt.bits <= 6 else 1 << fmt.bits
 
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
     return 128 * (entries(spec.key) + (0 if alike else entries(spec.value)))
+
+
+APART = True
+
+
+def apart(wide: bool) -> bool:
+    return APART and not wide
 
 
 def _in_bytes(fmt: TensorFormat) -> bool:
@@ -165,7 +173,7 @@ def kernel_defines(
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "TEAM": shape.team, "STAGES": shape.stages,
         "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
-        "WINDOW": int(window), "SOFTCAP": int(softcap),
+        "APART": int(apart(shape.wide)), "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip
 
 

@@ -85,6 +85,8 @@ template <int W, int S, int PARTS = 1> struct Plane {
 // what is above them; 8 bits, the bytes of codes 0-3 and 4-7.
 template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   static_assert(BITS >= 1 && BITS <= 7, "bits");
+  static constexpr int WIDTH = BITS;
+  static constexpr bool VALUES = TRANSPOSED;
   static constexpr int FIRST = BITS >= 4 ? 4 : (BITS >= 2 ? 2 : 1);
   static constexpr int REST = BITS - FIRST;  // 0..3: a plane of 2 and/or one of 1
   Plane<FIRST, S, PARTS> first;
@@ -112,16 +114,37 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
     if (BITS > 4 && (REST & 1)) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << (REST >= 2 ? 2 : 0);
     return x;
   }
+  // 5-7 bits: bytes whose low nibbles are those of the codes at even and odd places, and whose high ones are what is above
+  // them. At 6 bits their highest two bits are anything: a look-up has an entry for each of their values.
+  DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const {
+    const u32 nibbles = low(s), mask = 0x0F0F0F0Fu;
+    if (BITS == 6 && s < decltype(two)::WORDS * decltype(two)::PER_WORD) {
+      const u32 above = two.words[s / 2];
+      pair[0] = bit_select(mask, nibbles, above << (s % 2 ? 2 : 4));
+      pair[1] = bit_select(mask, nibbles >> 4, above >> (s % 2 ? 2 : 0));
+    } else {
+      const u32 above = high(s);
+      pair[0] = bit_select(mask, nibbles, above << 4);
+      pair[1] = bit_select(mask, nibbles >> 4, above);
+    }
+  }
+  DEVICE_MEMBER static constexpr int word_of_byte(int n) { return n % 2; }
+  DEVICE_MEMBER static constexpr int place_of_byte(int n) { return n / 2; }
   // 5 bits: the word with the signs, and where in its nibbles.
   DEVICE_MEMBER u32 sign_word(int s) const { return one.template word_of<TRANSPOSED>(base + one_offset(), lane, s); }
   DEVICE_MEMBER static constexpr int sign_shift(int s) { return Plane<1, S, REST & 1 ? PARTS : 1>::shift_of(s); }
 };
 
 template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PARTS> {
+  static constexpr int WIDTH = 8;
+  static constexpr bool VALUES = TRANSPOSED;
   Plane<4, 2 * S, PARTS> plane;
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
   DEVICE_MEMBER u32 low(int s) const { return plane.words[2 * s]; }
   DEVICE_MEMBER u32 high(int s) const { return plane.words[2 * s + 1]; }
+  DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const { pair[0] = low(s), pair[1] = high(s); }
+  DEVICE_MEMBER static constexpr int word_of_byte(int n) { return n / 4; }
+  DEVICE_MEMBER static constexpr int place_of_byte(int n) { return n % 4; }
 };
 
 // ---- bytes for the integer tensor cores --------------------------------------------------------------------------
@@ -138,7 +161,9 @@ struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 struct LevelTable {
   u32 address;  // of this lane's first entry
   // The entry whose number is byte i of the word; an entry's 128 bytes are what the byte is multiplied by.
-  DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), address)); }
+  template <int OFFSET = 0> DEVICE_MEMBER u32 at(u32 word, int i) const {
+    return ld_shared_constant<OFFSET>(dp4a_u8(word, 0x80u << (8 * i), address));
+  }
 };
 
 // Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
@@ -212,6 +237,39 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u3
       const u32 word = words[m / 4];
       to = prmt(levels.at(word, m % 4), levels.at(word, n % 4), 0x5410);
     }
+  }
+}
+
+// ---- halves one by one --------------------------------------------------------------------------------------------
+
+// How many entries a table of 6-8 bits has.
+constexpr int level_entries(int bits) { return bits == 6 ? 256 : 1 << bits; }
+
+// Lloyd-Max of 6 bits and more: the low halves of an operand's words and, from a second table behind the first, the high ones, with
+// zeros for each other. The operand is their sum, and so are the products: what adds up costs less than what puts together.
+template <class C>
+DEVICE void apart_halves(const C& codes, int s, const LevelTable& levels, u32 (&low)[4], u32 (&high)[4]) {
+  constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
+  u32 words[2];
+  codes.bytes(s, words);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int m = (i & 1) + 4 * (i >> 1), n = m + 2, to = i == 1 ? ODD : i == 2 ? NEXT : i;
+    low[to] = levels.at(words[C::word_of_byte(m)], C::place_of_byte(m));
+    high[to] = levels.template at<128 * level_entries(C::WIDTH)>(words[C::word_of_byte(n)], C::place_of_byte(n));
+  }
+}
+
+// Whole operands.
+template <class C> DEVICE void joined_halves(const C& codes, int s, const LevelTable& levels, u32 (&a)[4]) {
+  constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
+  u32 words[2];
+  codes.bytes(s, words);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int m = (i & 1) + 4 * (i >> 1), n = m + 2;
+    a[i == 1 ? ODD : i == 2 ? NEXT : i] = prmt(levels.at(words[C::word_of_byte(m)], C::place_of_byte(m)),
+                                               levels.at(words[C::word_of_byte(n)], C::place_of_byte(n)), 0x5410);
   }
 }
 

@@ -44,6 +44,8 @@ DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
 
 // Byte i of the result is byte s_i of (a, b); with bit 3 of s_i set, the sign of that byte eight times.
 DEVICE u32 prmt(u32 a, u32 b, u32 s) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s)); return r; }
+// The bits of a where the mask has ones, those of b elsewhere: one instruction, which compilers do not find for a constant mask.
+DEVICE u32 bit_select(u32 mask, u32 a, u32 b) { u32 r; asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(r) : "r"(mask), "r"(a), "r"(b)); return r; }
 
 // Single IEEE operations, never contracted.
 DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
@@ -196,7 +198,11 @@ DEVICE int read_laneid() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)
 // Memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // A word of a table that does not change any more.
-DEVICE u32 ld_shared_constant(u32 address) { u32 r; asm("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address)); return r; }
+template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
+  u32 r;
+  asm("ld.shared.u32 %0, [%1+%2];" : "=r"(r) : "r"(address), "n"(OFFSET));
+  return r;
+}
 DEVICE void cp_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global) : "memory");
 }

@@ -18,10 +18,11 @@
 #include "decode/values.cuh"
 
 // Every entry is written for all lanes, 16 bytes at a time, by threads that start at different lanes.
-template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* table, const float* levels) {
+template <int BITS, int ENTRIES, bool IN_PAIRS, bool APART_> DEVICE void fill_levels(u8* table, const float* levels) {
   constexpr int FIRST = BITS == 5 ? 16 : 0, CODES = BITS < 4 ? 1 << BITS : 16;  // of what a nibble counts
   for (int i = thread_index(); i < ENTRIES; i += 32 * WARPS) {
-    u32 entry = f32_to_f16(levels[IN_PAIRS ? FIRST + i % CODES : i]);
+    u32 entry = f32_to_f16(levels[IN_PAIRS ? FIRST + i % CODES : i % (1 << BITS)]);
+    if (APART_ && i >= ENTRIES / 2) entry <<= 16;
     if (IN_PAIRS) entry |= f32_to_f16(levels[FIRST + i / 16 % CODES]) << 16;
 #pragma unroll
     for (int k = 0; k < 8; k++) *(Words4*)(table + 128 * i + 16 * ((k + i) & 7)) = {entry, entry, entry, entry};
@@ -32,8 +33,8 @@ template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* tabl
 DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
   u8* key_levels = shared;
   u8* value_levels = ONE_TABLE ? shared : shared + 128 * LEVEL_ENTRIES_K;
-  fill_levels<K_BITS, LEVEL_ENTRIES_K, K_IN_PAIRS>(key_levels, args.key_levels);
-  if (!ONE_TABLE) fill_levels<V_BITS, LEVEL_ENTRIES_V, V_IN_PAIRS>(value_levels, args.value_levels);
+  fill_levels<K_BITS, LEVEL_ENTRIES_K, K_IN_PAIRS, K_APART>(key_levels, args.key_levels);
+  if (!ONE_TABLE) fill_levels<V_BITS, LEVEL_ENTRIES_V, V_IN_PAIRS, V_APART>(value_levels, args.value_levels);
   const u32 signs = in_register(0x80808080u, lane);
   const Table key_table = {in_register(args.key_table.low, lane), in_register(args.key_table.high, lane), signs};
   const Table value_table = ONE_TABLE ? key_table

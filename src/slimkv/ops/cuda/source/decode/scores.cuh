@@ -51,8 +51,10 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
     queries.load_product(shared, i, lane);
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      u32 a[4];
-      if constexpr (K_IN_PAIRS) {
+      u32 a[4], upper[4];
+      if constexpr (K_APART) apart_halves(codes[x], i, tables.key_levels, a, upper);
+      else if constexpr (K_KIND == LLOYD && K_BITS > 5) joined_halves(codes[x], i, tables.key_levels, a);
+      else if constexpr (K_IN_PAIRS) {
         u32 pair[4];
         pair_halves<false>(codes[x], i, tables.key_levels, pair);
         a[0] = pair[0], a[1] = pair[2], a[2] = pair[1], a[3] = pair[3];
@@ -62,6 +64,7 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
         const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
         if (i == 0) mma_f16_from_zero(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
         else mma_f16(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
+        if constexpr (K_APART) mma_f16(c[x][n], upper[0], upper[1], upper[2], upper[3], b0, b1);
       }
     }
   }

@@ -34,8 +34,11 @@ constexpr int OUT_ROW = 16 * OUT_SLICES + 8;  // floats; keeps the columns of a 
 constexpr int SLOT = NT * TILE > 4 * GROUP * OUT_ROW ? NT * TILE : 4 * GROUP * OUT_ROW;
 // Tables of levels in shared memory, by pairs of codes up to 5 bits.
 constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES, V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES;
-constexpr int LEVEL_ENTRIES_K = K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : 1 << K_BITS;
-constexpr int LEVEL_ENTRIES_V = V_KIND != LLOYD || V_BYTES ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : 1 << V_BITS;
+constexpr bool K_APART = APART && K_KIND == LLOYD && K_BITS == 6, V_APART = APART && V_KIND == LLOYD && V_BITS == 6;
+constexpr int LEVEL_ENTRIES_K =
+    K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : level_entries(K_BITS) * (K_APART ? 2 : 1);
+constexpr int LEVEL_ENTRIES_V =
+    V_KIND != LLOYD || V_BYTES ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : level_entries(V_BITS) * (V_APART ? 2 : 1);
 constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
 static_assert(TEAM == 1 || (WIDE && VS % TEAM == 0 && WARPS % TEAM == 0), "teams share wide values");

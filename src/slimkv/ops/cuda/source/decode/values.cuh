@@ -8,6 +8,13 @@ DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& fi
   code_bytes<V_KIND, V_BITS>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
+// Operands of pairs of tokens.
+template <class C> DEVICE void value_halves(const C& codes, int slice, const LevelTables& tables, u32 (&a)[4]) {
+  if constexpr (V_IN_PAIRS) pair_halves<true>(codes, slice, tables.value_levels, a);
+  else if constexpr (V_KIND == LLOYD && V_BITS > 5) joined_halves(codes, slice, tables.value_levels, a);
+  else code_halves<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), tables.value, tables.value_levels, a);
+}
+
 // The bytes of a word alternate between dimensions g and g + 8. Here they are put apart; two tiles are one operand.
 DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
   u32 b[NG][NT];
@@ -87,13 +94,14 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
         for (int j = 0; j < 4; j++) c[n][j] = acc.out[n][i][j % (2 * OWN)];
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      u32 a[4];
-      if constexpr (V_IN_PAIRS) pair_halves<true>(codes[x], i, tables.value_levels, a);
-      else code_halves<V_KIND, V_BITS, true>(codes[x].low(i), codes[x].high(i), tables.value, tables.value_levels, a);
+      u32 a[4], upper[4];
+      if constexpr (V_APART) apart_halves(codes[x], i, tables.value_levels, a, upper);
+      else value_halves(codes[x], i, tables, a);
 #pragma unroll
       for (int n = 0; n < NG; n++) {
         if (!WIDE && x == 0) mma_f16_from_zero(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
         else mma_f16(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
+        if constexpr (V_APART) mma_f16(c[n], upper[0], upper[1], upper[2], upper[3], w.p[n][x][0], w.p[n][x][1]);
       }
     }
 #pragma unroll
@@ -168,8 +176,7 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
 #pragma unroll
       for (int i = 0; i < OUT_SLICES; i++) {
         u32 a[4];
-        if constexpr (V_IN_PAIRS) pair_halves<true>(codes[x], i, tables.value_levels, a);
-        else code_halves<V_KIND, V_BITS, true>(codes[x].low(i), codes[x].high(i), tables.value, tables.value_levels, a);
+        value_halves(codes[x], i, tables, a);
 #pragma unroll
         for (int n = 0; n < NG; n++) mma_f16(acc.out[n][i], a[0], a[1], a[2], a[3], p[n].x, p[n].y);
       }
