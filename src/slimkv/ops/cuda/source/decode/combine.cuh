@@ -41,7 +41,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
         for (int r = 0; r < 2; r++)
-          mine[16 * i + g + 8 * r] = (acc.out[n][i][WIDE ? 2 * r + j : r] * VALUE_UNIT + acc.shift[c]) * factor;
+          mine[16 * i + g + 8 * r] = (acc.number(n, i, r, j) * VALUE_UNIT + acc.shift[c]) * factor;
     }
     sync_threads();
     for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS) {

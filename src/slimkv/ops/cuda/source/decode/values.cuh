@@ -85,13 +85,7 @@ DEVICE void add_value_bytes_as_stored(const ValueCodes (&codes)[NT], const Proba
 DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
                              Accumulator& acc) {
 #pragma unroll
-  for (int i = 0; i < VS; i++) {
-    float c[NG][4];
-    if (WIDE)
-#pragma unroll
-      for (int n = 0; n < NG; n++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) c[n][j] = acc.out[n][i][j % (2 * OWN)];
+  for (int i = 0; i < VS; i++)
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 a[4], upper[4];
@@ -99,17 +93,10 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
       else value_halves(codes[x], i, tables, a);
 #pragma unroll
       for (int n = 0; n < NG; n++) {
-        if (!WIDE && x == 0) mma_f16_from_zero(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
-        else mma_f16(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
-        if constexpr (V_APART) mma_f16(c[n], upper[0], upper[1], upper[2], upper[3], w.p[n][x][0], w.p[n][x][1]);
+        mma_f16(acc.out[n][i], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
+        if constexpr (V_APART) mma_f16(acc.out[n][i], upper[0], upper[1], upper[2], upper[3], w.p[n][x][0], w.p[n][x][1]);
       }
     }
-#pragma unroll
-    for (int n = 0; n < NG; n++)
-#pragma unroll
-      for (int j = 0; j < 2 * OWN; j++)
-        acc.out[n][i][j] = WIDE ? c[n][j] : acc.out[n][i][j] + (c[n][2 * j % 4] + c[n][(2 * j + 1) % 4]) * w.fold[n];
-  }
 }
 
 // Narrow, values by pairs: dimensions g and g + 8 of a token. As above they are used as they lie; two slices are one operand,
@@ -118,8 +105,7 @@ template <class PairCodes>
 DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
                                       Accumulator& acc) {
 #pragma unroll
-  for (int i = 0; i < VS; i += 2) {
-    float even[NG][4], odd[NG][4];  // dimensions g of both slices, dimensions g + 8
+  for (int i = 0; i < VS; i += 2)
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 first[4], second[4] = {0, 0, 0, 0};
@@ -130,24 +116,10 @@ DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probab
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const u32 p = w.p[n][x][r], a0 = first[2 * r], a1 = second[2 * r], a2 = first[2 * r + 1], a3 = second[2 * r + 1];
-          if (x == 0 && r == 0) {
-            mma_f16_from_zero(even[n], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
-            mma_f16_from_zero(odd[n], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
-          } else {
-            mma_f16(even[n], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
-            mma_f16(odd[n], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
-          }
+          mma_f16(acc.out[n][i], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
+          mma_f16(acc.out[n][i + 1], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
         }
     }
-#pragma unroll
-    for (int n = 0; n < NG; n++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        if (i + j >= VS) continue;
-        acc.out[n][i + j][0] += (even[n][2 * j] + even[n][2 * j + 1]) * w.fold[n];
-        acc.out[n][i + j][1] += (odd[n][2 * j] + odd[n][2 * j + 1]) * w.fold[n];
-      }
-  }
 }
 
 // What a warp leaves for its team.
