@@ -369,6 +369,10 @@ DEVICE i32 f32_to_i32_rz(float x) {
   return (i32)x;
 }
 DEVICE u32 ceil_product(float a, float b, int zero) { return (u32)(i64)(ceil(ldexp((double)a * (double)b, 149)) + zero); }
+DEVICE u32 ceil_product_or_zero(float a, float b, int zero) {
+  const double cell = ceil(ldexp((double)a * (double)b, 149)) + zero;
+  return cell > 0 ? (u32)(i64)cell : 0;
+}
 DEVICE float floor_of(float x) { return floorf(x); }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE float min_f32(float a, float b) { return fminf(a, b); }

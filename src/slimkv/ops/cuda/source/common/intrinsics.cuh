@@ -76,6 +76,11 @@ DEVICE u32 ceil_product(float a, float b, int zero) {
   float r; asm("fma.rp.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(__uint_as_float(zero)));
   return __float_as_uint(r);
 }
+// The same, at least 0.
+DEVICE u32 ceil_product_or_zero(float a, float b, int zero) {
+  float r; asm("fma.rp.sat.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(__uint_as_float(zero)));
+  return __float_as_uint(r);
+}
 DEVICE float floor_of(float x) { return floorf(x); }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE float min_f32(float a, float b) { return fminf(a, b); }
