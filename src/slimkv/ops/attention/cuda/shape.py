@@ -43,6 +43,7 @@ class Shape:
     stages: int  # steps of a warp in shared memory at a time
     resident: int  # blocks of a multiprocessor
     team: int = 1  # warps that share values
+    bulk: bool = False  # copies by the copy engine
 
     @property
     def columns(self) -> int:
@@ -124,7 +125,8 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     slices = spec.key_dim // 16
     query = 256 * shape.groups * (-(-slices // 2) if _in_bytes(spec.key) and not shape.wide else slices)
     states = shape.columns * (8 + (8 if shape.team == 1 else 12) * shape.warps)
-    return shape.warps * shape.stages * slot + _level_table_bytes(layout, shape.wide) + query + states
+    barriers = 8 * shape.warps * shape.stages if shape.bulk else 0
+    return shape.warps * shape.stages * slot + _level_table_bytes(layout, shape.wide) + query + states + barriers
 
 
 def _level_table_bytes(layout: PageLayout, wide: bool) -> int:
@@ -171,7 +173,7 @@ def kernel_defines(
     return Defines({
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
-        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "TEAM": shape.team, "STAGES": shape.stages,
+        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "TEAM": shape.team, "STAGES": shape.stages, "BULK": int(shape.bulk),
         "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "APART": int(apart(shape.wide)), "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip

@@ -54,11 +54,10 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
   const LevelTables tables = load_tables(args, shared, lane);
 
   // -- loading ahead: the queries travel at the same time as the first pages
-  u8* ring = shared + RINGS_AT + warp * STAGES * SLOT;
   const Team team = {warp / TEAM, warp % TEAM};
   Loader loader;
-  loader.ring = ring;
-  loader.lane = lane;
+  loader.init(shared, warp, lane);
+  u8* const ring = loader.ring;
   int filled = 0;  // steps copied so far; slot = number % STAGES
   constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
@@ -71,8 +70,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
       const int step = p.first + warp + i * WARPS;
-      if (step < p.last) loader.copy(step, filled % STAGES);
-      cp_async_commit();
+      loader.copy(step, filled % STAGES, step < p.last);
       filled++;
       loader.look_up(min_i32(step + WARPS, p.last - 1));
     }
@@ -84,6 +82,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS)
         prepare_query(args, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
+    if (BULK) fence_proxy_async();  // rings were written to
     sync_threads();
     QueryOperands queries;
     queries.load(shared + QUERY_AT, lane);
@@ -95,12 +94,10 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
     int taken = filled - (STAGES - 1);
     for (int step = range.first + warp; step - team.member < range.last; step += WARPS) {
       const bool real = TEAM == 1 || step < range.last;  // warps of a team take as many steps
-      cp_async_wait<STAGES - 2>();
-      sync_warp();
+      loader.wait(taken % STAGES, real);
       auto load_ahead = [&] {
         const int ahead = step + (STAGES - 1) * WARPS;
-        if (ahead < range.last) loader.copy(ahead, filled % STAGES);
-        cp_async_commit();
+        loader.copy(ahead, filled % STAGES, ahead < range.last);
         filled++;
         loader.look_up(min_i32(ahead + WARPS, range.last - 1));
       };
@@ -126,13 +123,14 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
         sync_warp();  // before this slot is filled again
       } else {
         if (real) publish(weights, slot, lane);
+        if (BULK) fence_proxy_async();  // before the copy engine writes there again
         team.sync();
         add_values_of_team(slot - team.member * STAGES * SLOT, min_i32(TEAM, range.last - (step - team.member)), team, tables, lane,
                            acc);
       }
       taken++;
     }
-    cp_async_wait<0>();
+    if (!BULK) cp_async_wait<0>();
     team.sync();  // before rings are filled again
 
     // -- what comes next is loaded while this range is finished; slot 0 is kept free for its results

@@ -82,7 +82,7 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
                           StepScores& s) {
   KeyCodes codes[NT];
 #pragma unroll
-  for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE, lane);
+  for (int x = 0; x < NT; x++) codes[x].load(slot + x * K_TILE, lane);
   if constexpr (K_BYTES) multiply_key_bytes(codes, shared, queries, tables, lane, s);
   else multiply_key_halves(codes, shared, queries, tables, lane, s);
 }
@@ -93,12 +93,12 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
 #pragma unroll
   for (int x = 0; x < NT; x++) {
-    const u8* fields = slot + x * TILE + FIELDS_AT;
+    const u8* fields = slot + FIELDS_AT + 32 * x;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const u32 field = field_bits(fields, g + 8 * r);
       const float scale = small_scale_of(field);
-      const float zero = K_KIND == UNIFORM ? small_zero_of(field_bits(fields + 32, g + 8 * r)) : 0;
+      const float zero = K_KIND == UNIFORM ? small_zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)) : 0;
 #pragma unroll
       for (int c = 0; c < C; c++) {
         float score = (KEY_OFFSET != 0 ? s[c][x][r] - KEY_OFFSET * columns.sum[c] : s[c][x][r]) * scale;
@@ -116,19 +116,18 @@ DEVICE void apply_mask(const u8* slot, int token0, bool clear, const ColumnState
                        u32& largest_fields) {
   const int g = lane >> 2;
   if (clear) {
-    constexpr int WORDS = 8 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);  // of a tile
+    constexpr int WORDS = FIELDS * FIELD_STRIDE / 4;
 #pragma unroll
-    for (int i = 0; i < WORDS * NT; i += 32)
-      if (i + 32 <= WORDS * NT || i + lane < WORDS * NT)
-        largest_fields = max_u16x2(largest_fields,
-                                   *(const u32*)(slot + (i + lane) / WORDS * TILE + FIELDS_AT + 4 * ((i + lane) % WORDS)));
+    for (int i = 0; i < WORDS; i += 32)
+      if (i + 32 <= WORDS || i + lane < WORDS)
+        largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + FIELDS_AT + 4 * (i + lane)));
   } else {
 #pragma unroll
     for (int i = 0; i < 2 * NT; i++) {
       const int x = i / 2, r = i & 1, token = token0 + 16 * x + g + 8 * r;
-      const u8* fields = slot + x * TILE + FIELDS_AT;
+      const u8* fields = slot + FIELDS_AT + 32 * x;
       const bool bad = field_bits(fields, g + 8 * r) == INVALID_FIELD ||
-                       field_bits(fields + 32 * K_NUMBER_OF_FIELDS, g + 8 * r) == INVALID_FIELD;
+                       field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r) == INVALID_FIELD;
 #pragma unroll
       for (int c = 0; c < C; c++) {
         const bool visible = token < columns.visible_end[c] && token >= columns.visible_begin[c];

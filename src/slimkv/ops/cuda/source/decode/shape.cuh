@@ -1,7 +1,7 @@
 // What the decode kernels are compiled for, where things are in shared memory, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED,
 // V_CORE (the pages),
-// NG, WIDE (the columns), NT, WARPS, TEAM, STAGES, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
+// NG, WIDE (the columns), NT, WARPS, TEAM, STAGES, BULK, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
 // WINDOW, SOFTCAP (the options).
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
@@ -24,14 +24,17 @@ constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS
 // Narrow values: are their bytes regrouped, which halves the products, or used as they lie, which saves permutations?
 constexpr bool V_REGROUPED = WARPS > 4;
 constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
-// A tile in the ring: key codes, value codes, then 32 bytes of each field. What a warp leaves for its team takes the place of
-// the key codes, or is behind the fields.
-constexpr int FIELDS_AT = K_TILE + V_TILE, FIELDS_END = FIELDS_AT + 32 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);
-constexpr int WEIGHT_BYTES = TEAM > 1 ? 256 * NG : 0, WEIGHTS_AT = WEIGHT_BYTES <= K_TILE ? 0 : FIELDS_END;
-constexpr int TILE = FIELDS_END + (WEIGHTS_AT ? WEIGHT_BYTES : 0);
+// A step in the ring: key codes, value codes, then the fields one after the other, of all tiles. What a warp leaves for its team
+// takes the place of a tile's key codes, or is behind the fields.
+constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS, FIELD_STRIDE = 32 * NT;
+constexpr int VALUES_AT = NT * K_TILE, FIELDS_AT = VALUES_AT + NT * V_TILE, FIELDS_END = FIELDS_AT + FIELDS * FIELD_STRIDE;
+constexpr int WEIGHT_BYTES = TEAM > 1 ? 256 * NG : 0;  // of a tile
+constexpr bool WEIGHTS_BEHIND = WEIGHT_BYTES > K_TILE;
+constexpr int WEIGHTS_AT = WEIGHTS_BEHIND ? FIELDS_END : 0, WEIGHT_STRIDE = WEIGHTS_BEHIND ? WEIGHT_BYTES : K_TILE;
+constexpr int STEP_BYTES = FIELDS_END + (WEIGHTS_BEHIND ? NT * WEIGHT_BYTES : 0);
 constexpr int OUT_SLICES = VS / TEAM;         // of the output that a warp has
 constexpr int OUT_ROW = 16 * OUT_SLICES + 8;  // floats; keeps the columns of a warp's result in different banks
-constexpr int SLOT = NT * TILE > 4 * GROUP * OUT_ROW ? NT * TILE : 4 * GROUP * OUT_ROW;
+constexpr int SLOT = STEP_BYTES > 4 * GROUP * OUT_ROW ? STEP_BYTES : 4 * GROUP * OUT_ROW;
 // Tables of levels in shared memory, by pairs of codes up to 5 bits.
 constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES, V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES;
 constexpr bool K_APART = APART && K_KIND == LLOYD && K_BITS == 6, V_APART = APART && V_KIND == LLOYD && V_BITS == 6;
@@ -51,12 +54,13 @@ constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
 constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
 
 // Shared memory: levels of keys | levels of values | rings | queries | column constants | maxima, sums and, in teams,
-// shifts of the warps
+// shifts of the warps | barriers of the rings' slots
 constexpr int RINGS_AT = LEVEL_BYTES;
 constexpr int QUERY_AT = RINGS_AT + WARPS * STAGES * SLOT;
 constexpr int COLUMN_AT = QUERY_AT + QUERY_BYTES;
 constexpr int STATE_AT = COLUMN_AT + 8 * COLUMNS;
-constexpr int SHARED_BYTES = STATE_AT + 4 * STATE_WORDS * COLUMNS * WARPS;
+constexpr int BARRIERS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WARPS;
+constexpr int SHARED_BYTES = BARRIERS_AT + (BULK ? 8 * WARPS * STAGES : 0);
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 
 struct DecodeArgs {

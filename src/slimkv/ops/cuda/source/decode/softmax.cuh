@@ -20,7 +20,7 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t,
     for (int x = 0; x < NT; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        magnitude[x][r] = (float)(i32)field_bits(slot + x * TILE + FIELDS_AT + 32 * K_NUMBER_OF_FIELDS, g + 8 * r);
+        magnitude[x][r] = (float)(i32)field_bits(slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x, g + 8 * r);
   float highest[C];
   bool moves = false;
 #pragma unroll
@@ -70,7 +70,7 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
     const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? acc.row_max[c] * base : acc.row_max[c];
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      const u8* fields = slot + x * TILE + FIELDS_AT + 32 * K_NUMBER_OF_FIELDS;
+      const u8* fields = slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float e = exp2_approx(fma_rn(s[c][x][r], base, -reference));
@@ -78,7 +78,7 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
         acc.row_sum[c] += e;
         s[c][x][r] = e * scale;
         if (V_KIND == UNIFORM) {
-          const float zero = zero_of(field_bits(fields + 32, g + 8 * r));
+          const float zero = zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r));
           acc.shift[c] += e > 0 ? e * (WIDE ? zero - half_offset<V_KIND, V_BITS, true>() * scale : zero) : 0;
         }
       }

@@ -127,7 +127,7 @@ DEVICE void publish(const Probabilities& w, u8* slot, int lane) {
 #pragma unroll
   for (int n = 0; n < NG; n++)
 #pragma unroll
-    for (int x = 0; x < NT; x++) *(Words2*)(slot + x * TILE + WEIGHTS_AT + 256 * n + 8 * lane) = {w.p[n][x][0], w.p[n][x][1]};
+    for (int x = 0; x < NT; x++) *(Words2*)(slot + WEIGHTS_AT + x * WEIGHT_STRIDE + 256 * n + 8 * lane) = {w.p[n][x][0], w.p[n][x][1]};
 }
 
 // This warp's part of the values of a step of the team: `count` of its warps have tokens.
@@ -138,10 +138,10 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
     if (w >= count) break;
     Codes<V_BITS, VS, true, TEAM> codes[NT];
 #pragma unroll
-    for (int x = 0; x < NT; x++) codes[x].load(slots + w * STAGES * SLOT + x * TILE + K_TILE, lane, team.member);
+    for (int x = 0; x < NT; x++) codes[x].load(slots + w * STAGES * SLOT + VALUES_AT + x * V_TILE, lane, team.member);
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      const u8* weights = slots + w * STAGES * SLOT + x * TILE + WEIGHTS_AT;
+      const u8* weights = slots + w * STAGES * SLOT + WEIGHTS_AT + x * WEIGHT_STRIDE;
       Words2 p[NG];
 #pragma unroll
       for (int n = 0; n < NG; n++) p[n] = *(const Words2*)(weights + 256 * n + 8 * lane);
@@ -159,7 +159,7 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
 DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {
   ValueCodes codes[NT];
 #pragma unroll
-  for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE + K_TILE, lane);
+  for (int x = 0; x < NT; x++) codes[x].load(slot + VALUES_AT + x * V_TILE, lane);
   if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
   else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);
