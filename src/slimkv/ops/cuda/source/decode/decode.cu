@@ -58,7 +58,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
   Loader loader;
   loader.init(shared, warp, lane);
   u8* const ring = loader.ring;
-  int filled = 0;  // steps copied so far; slot = number % STAGES
+  int filled = 0;  // steps copied so far; slot = number % STAGES, if there are several
   constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
   auto begin_loading = [&](const WorkRange& p) {
@@ -67,6 +67,12 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
       if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
     loader.open(args, p);
     loader.look_up(min_i32(p.first + warp, p.last - 1));
+    if constexpr (STAGES == 1) {
+      const int step = p.first + warp;
+      loader.copy<true, false>(step, 0, step < p.last);
+      loader.copy<false, true>(step, 0, step < p.last);
+      loader.look_up(min_i32(step + WARPS, p.last - 1));
+    }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
       const int step = p.first + warp + i * WARPS;
@@ -101,7 +107,8 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
         filled++;
         loader.look_up(min_i32(ahead + WARPS, range.last - 1));
       };
-      if (TEAM == 1) load_ahead();
+      if (TEAM == 1 && STAGES > 1) load_ahead();
+      const int next_step = step + WARPS;  // with one slot
       u8* slot = ring + (taken % STAGES) * SLOT;
       const int token0 = range.s.begin + step * STEP;
       const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
@@ -110,7 +117,12 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
       if (real) {
         multiply_keys(slot, shared, queries, tables, lane, s);
         scale_scores(args, slot, columns, g, s);
+        if (STAGES == 1) loader.wait_for_all();
         apply_mask(slot, token0, clear, columns, lane, s, acc.largest_fields);
+        if constexpr (STAGES == 1) {
+          sync_warp();
+          loader.copy<true, false>(next_step, 0, next_step < range.last);
+        }
       }
       update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
       if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
@@ -121,6 +133,10 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
       if constexpr (TEAM == 1) {
         add_values(slot, weights, tables, lane, acc);
         sync_warp();  // before this slot is filled again
+        if constexpr (STAGES == 1) {
+          loader.copy<false, true>(next_step, 0, next_step < range.last);
+          loader.look_up(min_i32(next_step + WARPS, range.last - 1));
+        }
       } else {
         if (real) publish(weights, slot, lane);
         if (BULK) fence_proxy_async();  // before the copy engine writes there again
@@ -130,7 +146,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
       }
       taken++;
     }
-    if (!BULK) cp_async_wait<0>();
+    loader.wait_for_all();
     team.sync();  // before rings are filled again
 
     // -- what comes next is loaded while this range is finished; slot 0 is kept free for its results
@@ -139,10 +155,11 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
     filled = 1;
     if (left > 0) {
       next = next_range(args, range, left);
-      begin_loading(next);
+      if (STAGES > 1) begin_loading(next);
     }
     combine_warps(args, range, columns, acc, team, shared, ring, warp, lane);
     if (left <= 0) return;
+    if (STAGES == 1) begin_loading(next);
     range = next;
   }
 }

@@ -1,5 +1,6 @@
 // Copies the steps of a range into a warp's ring of shared memory, ahead of their use: by one lane and the copy engine, which
-// reports to a barrier of the slot (BULK), or by all lanes.
+// reports to a barrier of the slot (BULK), or by all lanes. With one slot (STAGES = 1) keys are copied while values are
+// multiplied and the other way round: half the memory, half as far ahead.
 #pragma once
 #include "common/hopper.cuh"
 #include "decode/schedule.cuh"
@@ -42,8 +43,8 @@ struct Loader {
     for (int i = 0; i < PAGES; i++) ids[i] = ldg_i32(table + min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + i, last_page));
   }
 
-  // If there is such a step.
-  DEVICE_MEMBER void copy(int step, int slot, bool real) const {
+  // If there is such a step: its keys, its values, or both.
+  template <bool KEYS = true, bool VALUES = true> DEVICE_MEMBER void copy(int step, int slot, bool real) const {
     if (real && (!BULK || lane == 0)) {
       if (BULK) mbarrier_arrive_expect_tx(barriers + slot, FIELDS_END);
 #pragma unroll
@@ -58,9 +59,9 @@ struct Loader {
         if constexpr (WHOLE) {
           cp_async_bulk(to, page, FIELDS_END, barriers + slot);
         } else {
-          copy_piece<TILES * K_TILE>(to + i * TILES * K_TILE, page + inside * K_TILE, slot);
-          copy_piece<TILES * V_TILE>(to + VALUES_AT + i * TILES * V_TILE, page + V_CODES + inside * V_TILE, slot);
-          copy_fields<32 * TILES>(to + FIELDS_AT + 32 * TILES * i, page + 32 * inside, slot);
+          if (KEYS) copy_piece<TILES * K_TILE>(to + i * TILES * K_TILE, page + inside * K_TILE, slot);
+          if (VALUES) copy_piece<TILES * V_TILE>(to + VALUES_AT + i * TILES * V_TILE, page + V_CODES + inside * V_TILE, slot);
+          copy_fields<32 * TILES, KEYS ? 0 : K_NUMBER_OF_FIELDS, VALUES ? FIELDS : K_NUMBER_OF_FIELDS>(to + FIELDS_AT + 32 * TILES * i, page + 32 * inside, slot);
         }
       }
     }
@@ -70,7 +71,7 @@ struct Loader {
   // For the copy to this slot, the oldest one, if it is of a real step.
   DEVICE_MEMBER void wait(int slot, bool real) {
     if (!BULK) {
-      cp_async_wait<STAGES - 2>();
+      cp_async_wait<STAGES == 1 ? 1 : STAGES - 2>();
     } else if (real) {
       mbarrier_wait(barriers + slot, phases >> slot & 1);
       phases ^= 1u << slot;
@@ -78,27 +79,35 @@ struct Loader {
     sync_warp();
   }
 
+  DEVICE_MEMBER void wait_for_all() const {
+    if (!BULK) {
+      cp_async_wait<0>();
+      sync_warp();
+    }
+  }
+
   template <int BYTES> DEVICE_MEMBER void copy_piece(u8* to, const u8* from, int slot) const {
     if (BULK) {
       cp_async_bulk(to, from, BYTES, barriers + slot);
     } else {
+      to += 16 * lane, from += 16 * lane;
 #pragma unroll
       for (int i = 0; i < BYTES; i += 512)
-        if (i + 512 <= BYTES || i + 16 * lane < BYTES) cp_async_16(to + i + 16 * lane, from + i + 16 * lane);
+        if (i + 512 <= BYTES || i + 16 * lane < BYTES) cp_async_16(to + i, from + i);
     }
   }
 
-  // BYTES of each field.
-  template <int BYTES> DEVICE_MEMBER void copy_fields(u8* to, const u8* page, int slot) const {
+  // BYTES of each field from FIRST to END.
+  template <int BYTES, int FIRST, int END> DEVICE_MEMBER void copy_fields(u8* to, const u8* page, int slot) const {
     if (BULK) {
 #pragma unroll
-      for (int f = 0; f < FIELDS; f++) cp_async_bulk(to + f * FIELD_STRIDE, page + field_offset(f), BYTES, barriers + slot);
+      for (int f = FIRST; f < END; f++) cp_async_bulk(to + f * FIELD_STRIDE, page + field_offset(f), BYTES, barriers + slot);
     } else {
-      constexpr int EACH = BYTES / 16;  // lanes
+      constexpr int EACH = BYTES / 16, LANES = EACH * (END - FIRST);
 #pragma unroll
-      for (int i = 0; i < EACH * FIELDS; i += 32) {
-        const int f = (i + lane) / EACH, at = 16 * ((i + lane) % EACH);
-        if (i + 32 <= EACH * FIELDS || i + lane < EACH * FIELDS) cp_async_16(to + f * FIELD_STRIDE + at, page + field_offset(f) + at);
+      for (int i = 0; i < LANES; i += 32) {
+        const int f = FIRST + (i + lane) / EACH, at = 16 * ((i + lane) % EACH);
+        if (i + 32 <= LANES || i + lane < LANES) cp_async_16(to + f * FIELD_STRIDE + at, page + field_offset(f) + at);
       }
     }
   }
