@@ -540,6 +540,9 @@ template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
   return x;
 }
 DEVICE void cp_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }
+template <int OFFSET> DEVICE void cp_async_16_behind(u32 shared, const void* global) {
+  host::begin_copy(host::machine.shared + shared + OFFSET, static_cast<const u8*>(global) + OFFSET, 16);
+}
 DEVICE void cp_async_16_or_zero(bool real, void* shared, const void* global) {
   static const Words4 zeros = {0, 0, 0, 0};
   cp_async_16(shared, real ? global : &zeros);

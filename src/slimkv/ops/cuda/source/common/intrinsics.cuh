@@ -211,6 +211,10 @@ template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
 DEVICE void cp_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global) : "memory");
 }
+// The same OFFSET bytes behind both addresses, which then costs no additions.
+template <int OFFSET> DEVICE void cp_async_16_behind(u32 shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0 + %2], [%1 + %2], 16;" :: "r"(shared), "l"(global), "n"(OFFSET) : "memory");
+}
 // 16 zeros where there is nothing to copy; the address is then not used.
 DEVICE void cp_async_16_or_zero(bool real, void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(shared_address(shared)), "l"(global), "r"(real ? 16 : 0) : "memory");

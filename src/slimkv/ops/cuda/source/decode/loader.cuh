@@ -87,14 +87,12 @@ struct Loader {
   }
 
   template <int BYTES> DEVICE_MEMBER void copy_piece(u8* to, const u8* from, int slot) const {
-    if (BULK) {
-      cp_async_bulk(to, from, BYTES, barriers + slot);
-    } else {
-      to += 16 * lane, from += 16 * lane;
-#pragma unroll
-      for (int i = 0; i < BYTES; i += 512)
-        if (i + 512 <= BYTES || i + 16 * lane < BYTES) cp_async_16(to + i, from + i);
-    }
+    if constexpr (BULK) cp_async_bulk(to, from, BYTES, barriers + slot);
+    else copy_lines<BYTES, 0>(shared_address(to) + 16 * lane, from + 16 * lane);
+  }
+  template <int BYTES, int AT> DEVICE_MEMBER void copy_lines(u32 to, const u8* from) const {
+    if (AT + 512 <= BYTES || AT + 16 * lane < BYTES) cp_async_16_behind<AT>(to, from);
+    if constexpr (AT + 512 < BYTES) copy_lines<BYTES, AT + 512>(to, from);
   }
 
   // BYTES of each field from FIRST to END.
