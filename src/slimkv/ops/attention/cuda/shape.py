@@ -124,7 +124,7 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim // shape.team + 8))
     slices = spec.key_dim // 16
     query = 256 * shape.groups * (-(-slices // 2) if _in_bytes(spec.key) and not shape.wide else slices)
-    states = shape.columns * (8 + (8 if shape.team == 1 else 12) * shape.warps)
+    states = shape.columns * (16 + (8 if shape.team == 1 else 12) * shape.warps)
     barriers = 8 * shape.warps * shape.stages if shape.bulk else 0
     return shape.warps * shape.stages * slot + _level_table_bytes(layout, shape.wide) + query + states + barriers
 

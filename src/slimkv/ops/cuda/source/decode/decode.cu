@@ -87,7 +87,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS)
-        prepare_query(args, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
+        prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
     if (BULK) fence_proxy_async();  // rings were written to
     sync_threads();
     QueryOperands queries;
@@ -118,7 +118,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
         multiply_keys(slot, shared, queries, tables, lane, s);
         scale_scores(args, slot, columns, g, s);
         if (STAGES == 1) loader.wait_for_all();
-        apply_mask(slot, token0, clear, columns, lane, s, acc.largest_fields);
+        apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
         if constexpr (STAGES == 1) {
           sync_warp();
           loader.copy<true, false>(next_step, 0, next_step < range.last);

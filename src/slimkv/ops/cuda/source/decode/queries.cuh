@@ -24,9 +24,17 @@ DEVICE int operand_offset(int row, int word) {
 }
 constexpr int NEXT_ROW = 32;  // bytes
 
-// One warp: rotates the query of column c and leaves it in `operands` in their order, its unit and the sum of its
-// coordinates in `shared`.
-DEVICE void prepare_query(const DecodeArgs& args, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
+// What is known of a column of the block: what makes its products scores (without the softmax's scale), the sum of its query's
+// coordinates, and which tokens it sees.
+struct Column {
+  float unit, sum;
+  int visible_begin, visible_end;
+};
+DEVICE Column* column_at(u8* shared, int c) { return (Column*)(shared + COLUMN_AT) + c; }
+DEVICE const Column* column_at(const u8* shared, int c) { return (const Column*)(shared + COLUMN_AT) + c; }
+
+// One warp: rotates the query of column c and leaves it in `operands` in their order, and the rest in `shared`.
+DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
   if (K_ROTATED) rotate<KD, K_CORE>(y, args.key_sign_bits, (const u16*)args.key_signs, args.key_norm, scratch, lane);
   float row_max = 0.0f;
   bool finite = true;
@@ -69,9 +77,9 @@ DEVICE void prepare_query(const DecodeArgs& args, int c, float (&y)[QN], u8* sha
 #pragma unroll
   for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (lane == 0) {
-    float* column = (float*)(shared + COLUMN_AT) + 2 * c;
-    column[0] = finite ? row_max / largest * KEY_UNIT : NOT_A_NUMBER;
-    column[1] = sum;
+    const int position = range.s.length - range.s.queries + range.chunk * (COLUMNS / args.group_size) + c / args.group_size;
+    *column_at(shared, c) = {finite ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum, WINDOW ? position - args.sliding_window + 1 : 0,
+                             args.causal ? min_i32(range.s.length, position + 1) : range.s.length};
   }
 }
 

@@ -112,8 +112,7 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
 }
 
 // Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
-DEVICE void apply_mask(const u8* slot, int token0, bool clear, const ColumnState& columns, int lane, StepScores& s,
-                       u32& largest_fields) {
+DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s, u32& largest_fields) {
   const int g = lane >> 2;
   if (clear) {
     constexpr int WORDS = FIELDS * FIELD_STRIDE / 4;
@@ -122,16 +121,21 @@ DEVICE void apply_mask(const u8* slot, int token0, bool clear, const ColumnState
       if (i + 32 <= WORDS || i + lane < WORDS)
         largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + FIELDS_AT + 4 * (i + lane)));
   } else {
+    u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < 2 * NT; i++) {
-      const int x = i / 2, r = i & 1, token = token0 + 16 * x + g + 8 * r;
-      const u8* fields = slot + FIELDS_AT + 32 * x;
-      const bool bad = field_bits(fields, g + 8 * r) == INVALID_FIELD ||
-                       field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r) == INVALID_FIELD;
+      const u8* fields = slot + FIELDS_AT + 32 * (i / 2);
+      const int token = g + 8 * (i & 1);
+      if (field_bits(fields, token) == INVALID_FIELD || field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD) bad |= 1u << i;
+    }
 #pragma unroll
-      for (int c = 0; c < C; c++) {
-        const bool visible = token < columns.visible_end[c] && token >= columns.visible_begin[c];
-        s[c][x][r] = !visible ? MINUS_INFINITY : bad ? NOT_A_NUMBER : s[c][x][r];
+    for (int c = 0; c < C; c++) {
+      const Column* column = column_at(shared, own_column(c, lane & 3));
+      const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
+#pragma unroll
+      for (int i = 0; i < 2 * NT; i++) {
+        const int x = i / 2, r = i & 1, token = token0 + 16 * x + g + 8 * r;
+        s[c][x][r] = token >= end || token < begin ? MINUS_INFINITY : bad >> i & 1 ? NOT_A_NUMBER : s[c][x][r];
       }
     }
   }

@@ -22,7 +22,11 @@ constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE &&
 constexpr int K_TILE = 2 * KD * K_BITS, V_TILE = 2 * VD * V_BITS;
 constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS = V_KIND == UNIFORM ? 2 : 1;
 // Narrow values: are their bytes regrouped, which halves the products, or used as they lie, which saves permutations?
+#ifdef TRY_AS_STORED
+constexpr bool V_REGROUPED = false;
+#else
 constexpr bool V_REGROUPED = WARPS > 4;
+#endif
 constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
 // A step in the ring: key codes, value codes, then the fields one after the other, of all tiles. What a warp leaves for its team
 // takes the place of a tile's key codes, or is behind the fields.
@@ -47,7 +51,11 @@ constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTR
 static_assert(STAGES > 1 || (TEAM == 1 && !BULK), "keys and values of a step are two copies");
 static_assert(TEAM == 1 || (WIDE && VS % TEAM == 0 && WARPS % TEAM == 0), "teams share wide values");
 constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
-constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are better spent on the output
+#ifdef TRY_Q_SHARED
+constexpr bool Q_IN_SHARED = NG * QI >= 16;
+#else
+constexpr bool Q_IN_SHARED = NG * QI > 16;
+#endif                // registers are better spent on the output
 constexpr int QUERY_BYTES = 256 * NG * QI;
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
@@ -59,7 +67,7 @@ constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
 constexpr int RINGS_AT = LEVEL_BYTES;
 constexpr int QUERY_AT = RINGS_AT + WARPS * STAGES * SLOT;
 constexpr int COLUMN_AT = QUERY_AT + QUERY_BYTES;
-constexpr int STATE_AT = COLUMN_AT + 8 * COLUMNS;
+constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
 constexpr int BARRIERS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WARPS;
 constexpr int SHARED_BYTES = BARRIERS_AT + (BULK ? 8 * WARPS * STAGES : 0);
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");

@@ -43,24 +43,20 @@ struct QueryOperands {
   }
 };
 
-// What is known of a lane's columns, and which tokens all columns of the block see.
+// What every step needs of a lane's columns, and which tokens all columns of the block see.
 struct ColumnState {
   float unit[C], sum[C], slack[C];
-  int visible_end[C], visible_begin[C];
   int clear_end, clear_begin;
 
   DEVICE_MEMBER void load(const DecodeArgs& args, const WorkRange& range, const u8* shared, int t) {
     const int first_query = range.chunk * (COLUMNS / args.group_size);
 #pragma unroll
     for (int c = 0; c < C; c++) {
-      const float* column = (const float*)(shared + COLUMN_AT) + 2 * own_column(c, t);
-      unit[c] = column[0] * (args.scale < 0 ? -args.scale : args.scale);
+      const Column column = *column_at(shared, own_column(c, t));
+      unit[c] = column.unit * (args.scale < 0 ? -args.scale : args.scale);
       if (unit[c] < 1e-30f) unit[c] = 1e-30f;  // zero times minus infinity would not be a number
-      sum[c] = column[1];
+      sum[c] = column.sum;
       slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / unit[c] : RESCALE_THRESHOLD;
-      const int position = range.s.length - range.s.queries + first_query + own_column(c, t) / args.group_size;
-      visible_end[c] = args.causal ? min_i32(range.s.length, position + 1) : range.s.length;
-      visible_begin[c] = WINDOW ? position - args.sliding_window + 1 : 0;
     }
     const int last_query = min_i32(range.s.queries, first_query + COLUMNS / args.group_size) - 1;
     clear_end = args.causal ? range.s.length - range.s.queries + first_query + 1 : range.s.length;
