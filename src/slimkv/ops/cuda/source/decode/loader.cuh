@@ -1,6 +1,6 @@
-// Copies the steps of a range into a warp's ring of shared memory, ahead of their use: by one lane and the copy engine, which
-// reports to a barrier of the slot (BULK), or by all lanes. With one slot (STAGES = 1) keys are copied while values are
-// multiplied and the other way round: half the memory, half as far ahead.
+// Copies the steps of a range into a warp's ring of shared memory, ahead of their use. A step that is a page is one piece: one
+// lane and the copy engine, which reports to a barrier of the slot (BULK). Others are copied by all lanes. With one slot
+// (STAGES = 1) keys are copied while values are multiplied and the other way round: half the memory, half as far ahead.
 #pragma once
 #include "common/hopper.cuh"
 #include "decode/schedule.cuh"
@@ -45,27 +45,26 @@ struct Loader {
 
   // If there is such a step: its keys, its values, or both.
   template <bool KEYS = true, bool VALUES = true> DEVICE_MEMBER void copy(int step, int slot, bool real) const {
-    if (real && (!BULK || lane == 0)) {
-      if (BULK) mbarrier_arrive_expect_tx(barriers + slot, FIELDS_END);
-#pragma unroll
-      for (int i = 0; i < PAGES; i++) {
-        const u8* page = pages + ids[i] * page_stride;
-        const int inside = PAGES > 1 ? 0 : (begin_tile + NT * step) % (BLOCK_SIZE / 16);
-        constexpr int TILES = NT / PAGES;
-        u8* to = ring + slot * SLOT;
-        // A whole page may be one piece.
-        constexpr bool WHOLE = BULK && NT == BLOCK_SIZE / 16 && V_CODES == NT * K_TILE && K_FIELDS == V_CODES + NT * V_TILE &&
-                               V_FIELDS == K_FIELDS + FIELD_STRIDE * K_NUMBER_OF_FIELDS;
-        if constexpr (WHOLE) {
-          cp_async_bulk(to, page, FIELDS_END, barriers + slot);
-        } else {
-          if (KEYS) copy_piece<TILES * K_TILE>(to + i * TILES * K_TILE, page + inside * K_TILE, slot);
-          if (VALUES) copy_piece<TILES * V_TILE>(to + VALUES_AT + i * TILES * V_TILE, page + V_CODES + inside * V_TILE, slot);
-          copy_fields<32 * TILES, KEYS ? 0 : K_NUMBER_OF_FIELDS, VALUES ? FIELDS : K_NUMBER_OF_FIELDS>(to + FIELDS_AT + 32 * TILES * i, page + 32 * inside, slot);
-        }
+    u8* to = ring + slot * SLOT;
+    if constexpr (BULK) {
+      if (real && lane == 0) {
+        mbarrier_arrive_expect_tx(barriers + slot, FIELDS_END);
+        cp_async_bulk(to, pages + ids[0] * page_stride, FIELDS_END, barriers + slot);
       }
+    } else {
+      if (real)
+#pragma unroll
+        for (int i = 0; i < PAGES; i++) {
+          const u8* page = pages + ids[i] * page_stride;
+          const int inside = PAGES > 1 ? 0 : (begin_tile + NT * step) % (BLOCK_SIZE / 16);
+          constexpr int TILES = NT / PAGES;
+          if (KEYS) copy_piece<TILES * K_TILE>(to + i * TILES * K_TILE, page + inside * K_TILE);
+          if (VALUES) copy_piece<TILES * V_TILE>(to + VALUES_AT + i * TILES * V_TILE, page + V_CODES + inside * V_TILE);
+          constexpr int FIRST = KEYS ? 0 : K_NUMBER_OF_FIELDS, END = VALUES ? FIELDS : K_NUMBER_OF_FIELDS;
+          copy_fields<32 * TILES, FIRST, END>(to + FIELDS_AT + 32 * TILES * i, page + 32 * inside);
+        }
+      cp_async_commit();
     }
-    if (!BULK) cp_async_commit();
   }
 
   // For the copy to this slot, the oldest one, if it is of a real step.
@@ -86,9 +85,8 @@ struct Loader {
     }
   }
 
-  template <int BYTES> DEVICE_MEMBER void copy_piece(u8* to, const u8* from, int slot) const {
-    if constexpr (BULK) cp_async_bulk(to, from, BYTES, barriers + slot);
-    else copy_lines<BYTES, 0>(shared_address(to) + 16 * lane, from + 16 * lane);
+  template <int BYTES> DEVICE_MEMBER void copy_piece(u8* to, const u8* from) const {
+    copy_lines<BYTES, 0>(shared_address(to) + 16 * lane, from + 16 * lane);
   }
   template <int BYTES, int AT> DEVICE_MEMBER void copy_lines(u32 to, const u8* from) const {
     if (AT + 512 <= BYTES || AT + 16 * lane < BYTES) cp_async_16_behind<AT>(to, from);
@@ -96,17 +94,12 @@ struct Loader {
   }
 
   // BYTES of each field from FIRST to END.
-  template <int BYTES, int FIRST, int END> DEVICE_MEMBER void copy_fields(u8* to, const u8* page, int slot) const {
-    if (BULK) {
+  template <int BYTES, int FIRST, int END> DEVICE_MEMBER void copy_fields(u8* to, const u8* page) const {
+    constexpr int EACH = BYTES / 16, LANES = EACH * (END - FIRST);
 #pragma unroll
-      for (int f = FIRST; f < END; f++) cp_async_bulk(to + f * FIELD_STRIDE, page + field_offset(f), BYTES, barriers + slot);
-    } else {
-      constexpr int EACH = BYTES / 16, LANES = EACH * (END - FIRST);
-#pragma unroll
-      for (int i = 0; i < LANES; i += 32) {
-        const int f = FIRST + (i + lane) / EACH, at = 16 * ((i + lane) % EACH);
-        if (i + 32 <= LANES || i + lane < LANES) cp_async_16(to + f * FIELD_STRIDE + at, page + field_offset(f) + at);
-      }
+    for (int i = 0; i < LANES; i += 32) {
+      const int f = FIRST + (i + lane) / EACH, at = 16 * ((i + lane) % EACH);
+      if (i + 32 <= LANES || i + lane < LANES) cp_async_16(to + f * FIELD_STRIDE + at, page + field_offset(f) + at);
     }
   }
   DEVICE_MEMBER static int field_offset(int f) {

@@ -22,11 +22,7 @@ constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE &&
 constexpr int K_TILE = 2 * KD * K_BITS, V_TILE = 2 * VD * V_BITS;
 constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS = V_KIND == UNIFORM ? 2 : 1;
 // Narrow values: are their bytes regrouped, which halves the products, or used as they lie, which saves permutations?
-#ifdef TRY_AS_STORED
-constexpr bool V_REGROUPED = false;
-#else
 constexpr bool V_REGROUPED = WARPS > 4;
-#endif
 constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
 // A step in the ring: key codes, value codes, then the fields one after the other, of all tiles. What a warp leaves for its team
 // takes the place of a tile's key codes, or is behind the fields.
@@ -41,21 +37,20 @@ constexpr int OUT_ROW = 16 * OUT_SLICES + 8;  // floats; keeps the columns of a 
 constexpr int SLOT = STEP_BYTES > 4 * GROUP * OUT_ROW ? STEP_BYTES : 4 * GROUP * OUT_ROW;
 // Tables of levels in shared memory, by pairs of codes up to 5 bits.
 constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES, V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES;
-constexpr bool K_APART = APART && K_KIND == LLOYD && K_BITS == 6, V_APART = APART && V_KIND == LLOYD && V_BITS == 6;
+// Of 6 bits low and high halves apart, where that does not multiply products of many columns.
+constexpr bool K_APART = !WIDE && K_KIND == LLOYD && K_BITS == 6, V_APART = !WIDE && V_KIND == LLOYD && V_BITS == 6;
 constexpr int LEVEL_ENTRIES_K =
     K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : level_entries(K_BITS) * (K_APART ? 2 : 1);
 constexpr int LEVEL_ENTRIES_V =
     V_KIND != LLOYD || V_BYTES ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : level_entries(V_BITS) * (V_APART ? 2 : 1);
 constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
+static_assert(!BULK || (NT == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
+                        V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS), "a step is a page, in the ring as it is there");
 static_assert(STAGES > 1 || (TEAM == 1 && !BULK), "keys and values of a step are two copies");
 static_assert(TEAM == 1 || (WIDE && VS % TEAM == 0 && WARPS % TEAM == 0), "teams share wide values");
 constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
-#ifdef TRY_Q_SHARED
-constexpr bool Q_IN_SHARED = NG * QI >= 16;
-#else
-constexpr bool Q_IN_SHARED = NG * QI > 16;
-#endif                // registers are better spent on the output
+constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are better spent on the output
 constexpr int QUERY_BYTES = 256 * NG * QI;
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
