@@ -12,8 +12,8 @@ from slimkv.ops.cuda.constants import KIND_NUMBERS
 from slimkv.ops.cuda.module import Defines
 from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout, SideLayout, TensorFormat
 
-# (tiles, warps, stages, resident) from best to smallest, by columns. Warps come in fours: one for each scheduler. With one
-# stage, keys are copied while values are multiplied and the other way round.
+# (tiles, warps, stages, resident) from best to smallest, by columns. Warps come in fours: one for each scheduler.
+# With one stage, keys are copied while values are multiplied and the other way round.
 _SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 _LONG = {
     4: ((8, 12, 2, 1), (4, 12, 2, 1), (4, 8, 2, 1), (2, 12, 2, 1), (2, 8, 2, 1), *_SMALLER),
@@ -124,7 +124,7 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
 
 
 def team_of(layout: PageLayout) -> int:
-    """Warps that share the values of many columns, each with whole words of every plane; 1: they cannot, or need not."""
+    """Warps that share the values of many columns, each with whole words of every plane; 1: they cannot."""
     spec = layout.spec
     slices, planes = spec.value_dim // SLICE_DIMS, layout.value.planes
     words = [4 // plane.bits for plane in planes if plane.bits <= 4] or [1]
@@ -197,7 +197,8 @@ def kernel_defines(
     return Defines({
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
-        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "TEAM": shape.team, "STAGES": shape.stages, "BULK": int(shape.bulk),
+        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps,
+        "TEAM": shape.team, "STAGES": shape.stages, "BULK": int(shape.bulk),
         "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip
