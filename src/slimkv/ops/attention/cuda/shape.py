@@ -48,6 +48,7 @@ class Shape:
     resident: int  # blocks of a multiprocessor
     team: int = 1  # warps that share values
     bulk: bool = False  # a step is a page, which the copy engine copies
+    apart: bool = False  # low and high halves of 6-bit levels have tables of their own
 
     @property
     def columns(self) -> int:
@@ -104,7 +105,7 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         most //= 2  # of the most columns so many registers are output that fewer columns, more often, take less time
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
     cuts = (_SHORT if amount.short else _LONG)[columns]
-    if columns == 4 and _level_table_bytes(layout, False):
+    if columns == 4 and _level_table_bytes(layout, False, False):
         cuts = _LOOKED_UP
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
@@ -114,12 +115,14 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         if stages == 1 and not _is_power_of_two(layout.spec.key_dim):
             continue  # other rotations take a free slot
         bulk = device.copy_engine and stages > 1 and 16 * tiles == layout.block_size and _in_one_piece(layout)
-        shape = Shape(
-            max(1, columns // 8), columns > 4, tiles, warps, stages, resident, team if columns == 32 else 1, bulk
-        )
-        shared = shared_bytes(layout, shape)
-        if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
-            return shape
+        for apart in (True, False) if columns == 4 and not amount.little and _has_six_bits(layout) else (False,):
+            shape = Shape(
+                max(1, columns // 8), columns > 4, tiles, warps, stages, resident, team if columns == 32 else 1,
+                bulk, apart,
+            )  # fmt: skip
+            shared = shared_bytes(layout, shape)
+            if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
+                return shape
     return None
 
 
@@ -129,6 +132,10 @@ def team_of(layout: PageLayout) -> int:
     slices, planes = spec.value_dim // SLICE_DIMS, layout.value.planes
     words = [4 // plane.bits for plane in planes if plane.bits <= 4] or [1]
     return 2 if max_columns(layout) == 32 and slices % (2 * max(words)) == 0 else 1
+
+
+def _has_six_bits(layout: PageLayout) -> bool:
+    return any(fmt.kind == Kind.LLOYD and fmt.bits == 6 for fmt in (layout.spec.key, layout.spec.value))
 
 
 def _in_one_piece(layout: PageLayout) -> bool:
@@ -157,18 +164,19 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     query = 256 * shape.groups * (-(-slices // 2) if _in_bytes(spec.key) and not shape.wide else slices)
     states = shape.columns * (16 + (8 if shape.team == 1 else 12) * shape.warps)
     barriers = 8 * shape.warps * shape.stages if shape.bulk else 0
-    return shape.warps * shape.stages * slot + _level_table_bytes(layout, shape.wide) + query + states + barriers
+    tables = _level_table_bytes(layout, shape.wide, shape.apart)
+    return shape.warps * shape.stages * slot + tables + query + states + barriers
 
 
-def _level_table_bytes(layout: PageLayout, wide: bool) -> int:
+def _level_table_bytes(layout: PageLayout, wide: bool, apart: bool) -> int:
     """Levels in shared memory, 4 bytes an entry for each lane; one table where K and V have the same levels."""
     spec = layout.spec
 
     def entries(fmt: TensorFormat) -> int:
         if fmt.kind != Kind.LLOYD or (_in_bytes(fmt) and not wide):
             return 0
-        # Up to 5 bits by pairs of codes; of 6 bits all bytes that have them, for few columns as low and as high halves.
-        return 512 if fmt.bits == 6 and not wide else 256 if fmt.bits <= 6 else 1 << fmt.bits
+        # Up to 5 bits by pairs of codes; of 6 bits, apart, all bytes that have them, as low and as high halves.
+        return 512 if fmt.bits == 6 and apart else 256 if fmt.bits <= 5 else 1 << fmt.bits
 
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
     return 128 * (entries(spec.key) + (0 if alike else entries(spec.value)))
@@ -198,7 +206,7 @@ def kernel_defines(
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps,
-        "TEAM": shape.team, "STAGES": shape.stages, "BULK": int(shape.bulk),
+        "TEAM": shape.team, "STAGES": shape.stages, "BULK": int(shape.bulk), "APART": int(shape.apart),
         "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip

@@ -115,10 +115,10 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
     return x;
   }
   // 5-7 bits: bytes whose low nibbles are those of the codes at even and odd places, and whose high ones are what is above
-  // them. At 6 bits their highest two bits are anything: a look-up has an entry for each of their values.
-  DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const {
+  // them. ANYTHING_ABOVE: at 6 bits their highest two bits are anything, and a look-up has an entry for each of their values.
+  template <bool ANYTHING_ABOVE> DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const {
     const u32 nibbles = low(s), mask = 0x0F0F0F0Fu;
-    if (BITS == 6 && s < decltype(two)::WORDS * decltype(two)::PER_WORD) {
+    if (ANYTHING_ABOVE && BITS == 6 && s < decltype(two)::WORDS * decltype(two)::PER_WORD) {
       const u32 above = two.words[s / 2];
       pair[0] = bit_select(mask, nibbles, above << (s % 2 ? 2 : 4));
       pair[1] = bit_select(mask, nibbles >> 4, above >> (s % 2 ? 2 : 0));
@@ -142,7 +142,7 @@ template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PART
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
   DEVICE_MEMBER u32 low(int s) const { return plane.words[2 * s]; }
   DEVICE_MEMBER u32 high(int s) const { return plane.words[2 * s + 1]; }
-  DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const { pair[0] = low(s), pair[1] = high(s); }
+  template <bool> DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const { pair[0] = low(s), pair[1] = high(s); }
   DEVICE_MEMBER static constexpr int word_of_byte(int n) { return n / 4; }
   DEVICE_MEMBER static constexpr int place_of_byte(int n) { return n % 4; }
 };
@@ -242,29 +242,27 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u3
 
 // ---- halves one by one --------------------------------------------------------------------------------------------
 
-// How many entries a table of 6-8 bits has.
-constexpr int level_entries(int bits) { return bits == 6 ? 256 : 1 << bits; }
-
-// Lloyd-Max of 6 bits and more: the low halves of an operand's words and, from a second table behind the first, the high ones, with
+// Lloyd-Max of 6 bits: the low halves of an operand's words and, from a second table behind the first, the high ones, with
 // zeros for each other. The operand is their sum, and so are the products: what adds up costs less than what puts together.
+constexpr int APART_ENTRIES = 256;  // of each table
 template <class C>
 DEVICE void apart_halves(const C& codes, int s, const LevelTable& levels, u32 (&low)[4], u32 (&high)[4]) {
   constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
   u32 words[2];
-  codes.bytes(s, words);
+  codes.template bytes<true>(s, words);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int m = (i & 1) + 4 * (i >> 1), n = m + 2, to = i == 1 ? ODD : i == 2 ? NEXT : i;
     low[to] = levels.at(words[C::word_of_byte(m)], C::place_of_byte(m));
-    high[to] = levels.template at<128 * level_entries(C::WIDTH)>(words[C::word_of_byte(n)], C::place_of_byte(n));
+    high[to] = levels.template at<128 * APART_ENTRIES>(words[C::word_of_byte(n)], C::place_of_byte(n));
   }
 }
 
-// Whole operands.
+// Whole operands, of 6-8 bits.
 template <class C> DEVICE void joined_halves(const C& codes, int s, const LevelTable& levels, u32 (&a)[4]) {
   constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
   u32 words[2];
-  codes.bytes(s, words);
+  codes.template bytes<false>(s, words);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int m = (i & 1) + 4 * (i >> 1), n = m + 2;

@@ -1,7 +1,7 @@
 // What the decode kernels are compiled for, where things are in shared memory, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED,
 // V_CORE (the pages),
-// NG, WIDE (the columns), NT, WARPS, TEAM, STAGES, BULK, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
+// NG, WIDE (the columns), NT, WARPS, TEAM, STAGES, BULK, APART, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
 // WINDOW, SOFTCAP (the options).
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
@@ -37,12 +37,12 @@ constexpr int OUT_ROW = 16 * OUT_SLICES + 8;  // floats; keeps the columns of a 
 constexpr int SLOT = STEP_BYTES > 4 * GROUP * OUT_ROW ? STEP_BYTES : 4 * GROUP * OUT_ROW;
 // Tables of levels in shared memory, by pairs of codes up to 5 bits.
 constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES, V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES;
-// Of 6 bits low and high halves apart, where that does not multiply products of many columns.
-constexpr bool K_APART = !WIDE && K_KIND == LLOYD && K_BITS == 6, V_APART = !WIDE && V_KIND == LLOYD && V_BITS == 6;
+static_assert(!APART || !WIDE, "halves apart are twice the products");
+constexpr bool K_APART = APART && K_KIND == LLOYD && K_BITS == 6, V_APART = APART && V_KIND == LLOYD && V_BITS == 6;
 constexpr int LEVEL_ENTRIES_K =
-    K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : level_entries(K_BITS) * (K_APART ? 2 : 1);
+    K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : K_APART ? 2 * APART_ENTRIES : 1 << K_BITS;
 constexpr int LEVEL_ENTRIES_V =
-    V_KIND != LLOYD || V_BYTES ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : level_entries(V_BITS) * (V_APART ? 2 : 1);
+    V_KIND != LLOYD || V_BYTES ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : V_APART ? 2 * APART_ENTRIES : 1 << V_BITS;
 constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
 static_assert(!BULK || (NT == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
