@@ -23,8 +23,8 @@ H200 = Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_bl
 SMALL = replace(H200, multiprocessors=3)
 
 
-def launch(name, defines, grid, threads, shared, args) -> None:
-    library = host.compile(Path(latent_cuda.SOURCE), defines)
+def launch(source, name, defines, grid, threads, shared, args) -> None:
+    library = host.compile(Path(source), defines)
     host.launch(library, name, grid=grid, threads=threads, shared=shared, args=args)
 
 

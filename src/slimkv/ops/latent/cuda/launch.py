@@ -16,6 +16,7 @@ from slimkv.ops.attention.cuda.shape import Device, level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.latent.api import LatentRequest
+from slimkv.ops.latent.cuda import narrow
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
 SOURCE = "latent/attend.cu"
@@ -27,6 +28,7 @@ _ROWS = (8, 16, 32, 64)
 # 64 rows unpack for twice as many, but take two warpgroups in step and a multiprocessor to themselves; two blocks of 32
 # overlap, one unpacking while the other multiplies.
 MOST_ROWS = 32
+MOST_NARROW = 16
 _RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
 _LEVEL_COPIES = 32  # of a latent's levels
 _LEAST_TILES, _MOST_SPLITS = 4, 256
@@ -52,11 +54,11 @@ class Args(ctypes.Structure):
         ("rope_norm", ctypes.c_float),
         ("table", _Table),
         ("rope_sign_bits", ctypes.c_uint32 * 4),
-        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits")),
+        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits", "sequences", "blocks")),
     )  # fmt: skip
 
 
-Launcher = Callable[[str, Defines, tuple[int, int], int, int, Args], None]
+Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, Args], None]
 
 
 @dataclass(frozen=True)
@@ -183,21 +185,45 @@ def cut_for(
     return Cut(rows, row_tiles, min(range(1, most + 1), key=time), shared, resident)
 
 
-def kernel_defines(
-    layout: PageLayout, cut: Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
+def _common_defines(
+    layout: PageLayout, query: torch.dtype, rope: torch.dtype, out: torch.dtype
 ) -> dict[str, int]:
-    """What latent/attend.cu is compiled with."""
     spec = layout.spec
     return {
-        "LD": spec.key_dim, "RD": spec.value_dim, "ROWS": cut.rows, "WARPGROUPS": cut.groups,
-        "BLOCK_SIZE": layout.block_size,
+        "LD": spec.key_dim, "RD": spec.value_dim, "BLOCK_SIZE": layout.block_size,
         "L_KIND": KIND_NUMBERS[spec.key.kind], "L_BITS": spec.key.bits, "L_FIELDS": layout.key.fields_offset,
         "R_KIND": KIND_NUMBERS.get(spec.value.kind, _RAW), "R_BITS": spec.value.bits,
         "R_CODES": layout.value.codes_offset, "R_FIELDS": layout.value.fields_offset,
         "R_BF16": int(spec.value.raw_dtype == "bfloat16"), "R_ROTATED": int(spec.value.rotated),
         "Q_TYPE": DTYPE_NUMBERS[query], "ROPE_TYPE": DTYPE_NUMBERS[rope], "OUT_TYPE": DTYPE_NUMBERS[out],
-        "RESIDENT": cut.resident, "SHARED": cut.shared,
     }  # fmt: skip
+
+
+def kernel_defines(
+    layout: PageLayout, cut: Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
+) -> dict[str, int]:
+    """What latent/attend.cu is compiled with."""
+    return _common_defines(layout, query, rope, out) | {
+        "ROWS": cut.rows, "WARPGROUPS": cut.groups, "RESIDENT": cut.resident, "SHARED": cut.shared,
+    }  # fmt: skip
+
+
+def narrow_defines(
+    layout: PageLayout, cut: narrow.Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
+) -> dict[str, int]:
+    """What latent/narrow.cu is compiled with."""
+    v = cut.variant
+    return _common_defines(layout, query, rope, out) | {
+        "STAGES": cut.stages, "SHARED": cut.shared, "RESIDENT": cut.resident, "V_SHARED": v.shared_values,
+        "Q_REGISTERS": v.query_registers, "MOVE_EARLY": v.move_early, **narrow.EXTRA,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _narrow_defines(
+    layout: PageLayout, cut: narrow.Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
+) -> Defines:
+    return Defines(narrow_defines(layout, cut, query, rope, out))
 
 
 @lru_cache(maxsize=512)
@@ -209,7 +235,8 @@ def workspace_bytes(
     layout: PageLayout, total_queries: int, sequences: int, heads: int, max_query_len: int, device: Device
 ) -> int:
     """Bytes that ``attend_latent`` needs as ``workspace`` for these bounds, whatever the lengths."""
-    need = 0
+    few = narrow.cut_for(layout, device)
+    need = 4 * (sequences + few.blocks) * narrow.ROWS * (layout.spec.key_dim + 2)
     for queries in range(1, min(max_query_len, max(1, total_queries)) + 1):
         rows = _rows_of_block(layout, heads * queries, device)
         row_tiles = -(-heads * queries // rows)
@@ -224,8 +251,10 @@ def run(request: LatentRequest) -> None:
         return
     device = request.pages.device
 
-    def launch(name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args) -> None:
-        module = load(SOURCE, defines, device, exactly=True)
+    def launch(
+        source: str, name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args
+    ) -> None:
+        module = load(source, defines, device, exactly=True)
         module.kernel(name).launch(grid, threads, shared, args, device, overlap=True)
 
     attend(request, device_of(device), launch)
@@ -233,31 +262,51 @@ def run(request: LatentRequest) -> None:
 
 def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     """One launch that attends and one that merges."""
-    query, rope, out, layout = request.query_latent, request.query_rope, request.out, request.layout
-    spec, heads, sequences = layout.spec, query.shape[1], request.seq_lens.shape[0]
+    layout, heads, sequences = request.layout, request.query_latent.shape[1], request.seq_lens.shape[0]
+    dim, dtypes = layout.spec.key_dim, (request.query_latent.dtype, request.query_rope.dtype, request.out.dtype)
+    wanted = heads * request.max_query_len
+    if wanted <= MOST_NARROW:
+        few = narrow.cut_for(layout, device)
+        row_tiles = -(-wanted // narrow.ROWS)
+        items = sequences * row_tiles
+        rows = (items + few.blocks) * narrow.ROWS
+        args = _args(request, _workspace(request, 4 * rows * (dim + 2)), rows)
+        args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, few.blocks
+        defines = _narrow_defines(layout, few, *dtypes)
+        launch(narrow.SOURCE, "attend", defines, (few.blocks, 1), narrow.THREADS, few.shared, args)
+        launch(
+            narrow.SOURCE, "merge", defines, (items * narrow.ROWS, 1), MERGE_THREADS, 4 * MERGERS * (dim + 1), args
+        )
+        return
     cut = cut_for(layout, heads, request.max_query_len, sequences, request.max_seq_len, device)
-    workspace = _workspace(request, cut.workspace_bytes(sequences, spec.key_dim))
     parts = sequences * cut.row_tiles * cut.splits * cut.rows
+    args = _args(request, _workspace(request, cut.workspace_bytes(sequences, dim)), parts)
+    args.row_tiles, args.splits = cut.row_tiles, cut.splits
+    defines = _defines(layout, cut, *dtypes)
+    items, merged = sequences * cut.row_tiles, 4 * MERGERS * (dim + 1)
+    launch(SOURCE, "attend", defines, (items, cut.splits), GROUP_THREADS * cut.groups, cut.shared, args)
+    launch(SOURCE, "merge", defines, (items * cut.rows, 1), MERGE_THREADS, merged, args)
+
+
+def _args(request: LatentRequest, workspace: torch.Tensor, rows: int) -> Args:
+    """Arguments with ``rows`` rows of parts in the workspace, without what is cut."""
+    query, rope, out, spec = request.query_latent, request.query_rope, request.out, request.layout.spec
     latent, rope_tables = request.codec.key_tables, request.codec.value_tables
-    args = Args(
+    return Args(
         query=query.data_ptr(), rope=rope.data_ptr(), pages=request.pages.data_ptr(),
         block_table=request.block_table.data_ptr(), seq_lens=request.seq_lens.data_ptr(),
         cu_seqlens_q=request.cu_seqlens_q.data_ptr(), latent_levels=latent.levels.data_ptr(),
         rope_levels=rope_tables.levels.data_ptr(), out=out.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), parts=workspace.data_ptr(),
-        states=workspace.data_ptr() + 4 * parts * spec.key_dim,
+        states=workspace.data_ptr() + 4 * rows * spec.key_dim,
         query_stride=query.stride(0), query_head_stride=query.stride(1), rope_stride=rope.stride(0),
         rope_head_stride=rope.stride(1), page_stride=request.pages.stride(0),
         table_stride=request.block_table.stride(0), out_stride=out.stride(0), out_head_stride=out.stride(1),
         scale=request.softmax_scale * LOG2E, rope_norm=rope_tables.orthonormal,
         table=_Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
         rope_sign_bits=(ctypes.c_uint32 * 4)(*sign_words(spec.value_dim, spec.seed)),
-        heads=heads, row_tiles=cut.row_tiles, splits=cut.splits,
+        heads=query.shape[1],
     )  # fmt: skip
-    defines = _defines(layout, cut, query.dtype, rope.dtype, out.dtype)
-    items, merged = sequences * cut.row_tiles, 4 * MERGERS * (spec.key_dim + 1)
-    launch("attend", defines, (items, cut.splits), GROUP_THREADS * cut.groups, cut.shared, args)
-    launch("merge", defines, (items * cut.rows, 1), MERGE_THREADS, merged, args)
 
 
 def _workspace(request: LatentRequest, need: int) -> torch.Tensor:
