@@ -195,6 +195,17 @@ template <int N> struct Wgmma {
   }
 };
 
+DEVICE void wgmma_bf16_shared_a(float (&c)[32], u64 a, u64 b) {
+  const int lane = host::lane(), warp = host::machine.current / 32 % 4;
+  for (int i = 0; i < 32; i++) {
+    double sum = c[i];
+    for (int k = 0; k < 16; k++)
+      sum += (double)host::side_by_side(a, 16 * warp + lane / 4 + 8 * (i / 2 % 2), k, true) *
+             host::side_by_side(b, 2 * (i & ~3) + 2 * (lane % 4) + i % 2, k, true);
+    c[i] = (float)sum;
+  }
+}
+
 template <int N> struct WgmmaBytes {
   template <bool ADD> static void s8(u32 (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     each("s8", a0, a1, a2, a3, b, [&](int at, const u8* row, const u8* column) {

@@ -420,6 +420,10 @@ DEVICE u32 max_u16x2(u32 a, u32 b) {
   u32 low = (a & 0xFFFF) > (b & 0xFFFF) ? a : b, high = a >> 16 > b >> 16 ? a : b;
   return (low & 0xFFFF) | (high & 0xFFFF0000u);
 }
+DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {  // products of halves are exact in float32
+  auto one = [&](int i) { return f16_to_f32(a >> i & 0xFFFF) * f16_to_f32(b >> i & 0xFFFF) + f16_to_f32(c >> i & 0xFFFF); };
+  return pack_f16x2(one(0), one(16));
+}
 DEVICE u32 sub_f16x2(u32 a, u32 b) {  // a difference of two halves is exact in float32, or far from a tie
   return pack_f16x2(f16_to_f32(a & 0xFFFF) - f16_to_f32(b & 0xFFFF), f16_to_f32(a >> 16) - f16_to_f32(b >> 16));
 }

@@ -1,10 +1,9 @@
-"""attend_latent with CUDA C++ for Hopper: how the kernel (source/latent/attend.cu) is cut, compiled and launched."""
+"""attend_latent with CUDA C++ for Hopper: how its kernels (source/latent) are chosen, compiled and launched."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,22 +15,13 @@ from slimkv.ops.attention.cuda.shape import Device, level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.latent.api import LatentRequest
-from slimkv.ops.latent.cuda import narrow
-from slimkv.spec import Kind, PageLayout, TensorFormat
+from slimkv.ops.latent.cuda import narrow, wide
+from slimkv.spec import Kind, PageLayout
 
-SOURCE = "latent/attend.cu"
-GROUP_THREADS, GROUP_TOKENS, MERGE_THREADS, MERGERS = 128, 64, 512, 4  # as shape.cuh and attend.cu have them
+MERGE_THREADS, MERGERS = 512, 4  # as merge.cuh has them
 _RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
-_ROWS = (8, 16, 32, 64)
-# 64 rows unpack for twice as many, but take two warpgroups in step and a multiprocessor to themselves; two blocks of 32
-# overlap, one unpacking while the other multiplies.
-MOST_ROWS = 32
-MOST_NARROW = 16
-_RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
-_LEVEL_COPIES = 32  # of a latent's levels
-_LEAST_TILES, _MOST_SPLITS = 4, 256
 
 
 class _Table(ctypes.Structure):
@@ -39,7 +29,7 @@ class _Table(ctypes.Structure):
 
 
 class Args(ctypes.Structure):
-    """The kernels' argument; shape.cuh says what each is."""
+    """The kernels' argument; args.cuh says what each is."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
@@ -54,41 +44,16 @@ class Args(ctypes.Structure):
         ("rope_norm", ctypes.c_float),
         ("table", _Table),
         ("rope_sign_bits", ctypes.c_uint32 * 4),
-        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits", "sequences", "blocks")),
+        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "sequences", "blocks")),
     )  # fmt: skip
 
 
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, Args], None]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a request is cut into blocks."""
-
-    rows: int  # (query, head) pairs of a block
-    row_tiles: int  # blocks for the rows of a sequence
-    splits: int  # parts of a sequence's tokens
-    shared: int  # bytes of a block
-    resident: int  # blocks of a multiprocessor
-
-    @property
-    def groups(self) -> int:
-        """Warpgroups of a block: two where the output of all rows does not fit the registers of one."""
-        return groups_of(self.rows)
-
-    def workspace_bytes(self, sequences: int, latent_dim: int) -> int:
-        """Bytes of the parts and of their states."""
-        return 4 * sequences * self.row_tiles * self.splits * self.rows * (latent_dim + 2)
-
-
 def runs_on(device: torch.device) -> bool:
     """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def groups_of(rows: int) -> int:
-    """Warpgroups of a block of ``rows``."""
-    return 2 if rows > 32 else 1
 
 
 def supports(request: LatentRequest) -> str | None:
@@ -137,59 +102,27 @@ def _format_refusal(layout: PageLayout) -> str | None:
     return None
 
 
-def _level_entries(fmt: TensorFormat) -> int:
-    """Levels that a kernel looks up in shared memory: those of up to 4 bits are made by byte permutations."""
-    return 1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > 4 else 0
+Cut = narrow.Cut | wide.Cut
 
 
-def shared_bytes(layout: PageLayout, rows: int) -> int:
-    """Shared memory of a block, as shape.cuh counts it."""
-    spec = layout.spec
-    chunks, rope_chunks = spec.key_dim // 64, -(-spec.value_dim // 64)
-    groups = groups_of(rows)
-    operands = 128 * (groups * chunks * GROUP_TOKENS + (chunks + rope_chunks + groups) * rows)
-    rope_copies = 8 if rows < 32 else 4
-    levels = 4 * (_LEVEL_COPIES * _level_entries(spec.key) + rope_copies * _level_entries(spec.value))
-    return operands + 16 * (1 + groups) * rows + levels + 1024
+@lru_cache(maxsize=512)
+def cut_for(layout: PageLayout, rows: int, device: Device) -> Cut:
+    """The kernel for sequences of up to ``rows`` (query, head) pairs."""
+    many = wide.cut_for(layout, device) if rows > narrow.ROWS else None
+    return many or narrow.cut_for(layout, device)
 
 
-def _rows_of_block(layout: PageLayout, wanted: int, device: Device) -> int:
-    """Rows of a block for ``wanted`` rows of a sequence, as many as fit."""
-    fit = [
-        rows
-        for rows in _ROWS
-        if rows <= MOST_ROWS
-        and shared_bytes(layout, rows) <= device.shared_of_block
-        and layout.spec.key_dim % (64 * groups_of(rows)) == 0
-    ]
-    return next((rows for rows in fit if rows >= wanted), fit[-1])
+def part_rows(cut: Cut, rows: int, sequences: int) -> int:
+    """Rows of all parts: every item has one, and every block may begin another."""
+    return (sequences * -(-rows // cut.ROWS) + cut.blocks) * cut.ROWS
 
 
-def cut_for(
-    layout: PageLayout, heads: int, max_query_len: int, sequences: int, max_seq_len: int, device: Device
-) -> Cut:
-    """The blocks for sequences of up to ``max_query_len`` queries and ``max_seq_len`` tokens."""
-    wanted = heads * max_query_len
-    rows = _rows_of_block(layout, wanted, device)
-    row_tiles = -(-wanted // rows)
-    shared = shared_bytes(layout, rows)
-    # Two warpgroups of a block take all registers.
-    resident = 2 if groups_of(rows) == 1 and 2 * (shared + _RESERVED) <= device.shared_of_multiprocessor else 1
-    slots, blocks = device.multiprocessors * resident, sequences * row_tiles
-    tiles = max(1, -(-max_seq_len // (GROUP_TOKENS * groups_of(rows))))
-
-    def time(splits: int) -> int:  # in tiles, with what it takes to start a block and to merge its part
-        return -(-blocks * splits // slots) * (-(-tiles // splits) + _LEAST_TILES) + splits // 32
-
-    most = min(_MOST_SPLITS, max(1, tiles // _LEAST_TILES), max(1, 2 * slots // blocks))
-    return Cut(rows, row_tiles, min(range(1, most + 1), key=time), shared, resident)
-
-
-def _common_defines(
-    layout: PageLayout, query: torch.dtype, rope: torch.dtype, out: torch.dtype
+def kernel_defines(
+    layout: PageLayout, cut: Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
 ) -> dict[str, int]:
+    """What a kernel is compiled with."""
     spec = layout.spec
-    return {
+    return cut.defines | {
         "LD": spec.key_dim, "RD": spec.value_dim, "BLOCK_SIZE": layout.block_size,
         "L_KIND": KIND_NUMBERS[spec.key.kind], "L_BITS": spec.key.bits, "L_FIELDS": layout.key.fields_offset,
         "R_KIND": KIND_NUMBERS.get(spec.value.kind, _RAW), "R_BITS": spec.value.bits,
@@ -197,33 +130,6 @@ def _common_defines(
         "R_BF16": int(spec.value.raw_dtype == "bfloat16"), "R_ROTATED": int(spec.value.rotated),
         "Q_TYPE": DTYPE_NUMBERS[query], "ROPE_TYPE": DTYPE_NUMBERS[rope], "OUT_TYPE": DTYPE_NUMBERS[out],
     }  # fmt: skip
-
-
-def kernel_defines(
-    layout: PageLayout, cut: Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
-) -> dict[str, int]:
-    """What latent/attend.cu is compiled with."""
-    return _common_defines(layout, query, rope, out) | {
-        "ROWS": cut.rows, "WARPGROUPS": cut.groups, "RESIDENT": cut.resident, "SHARED": cut.shared,
-    }  # fmt: skip
-
-
-def narrow_defines(
-    layout: PageLayout, cut: narrow.Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
-) -> dict[str, int]:
-    """What latent/narrow.cu is compiled with."""
-    v = cut.variant
-    return _common_defines(layout, query, rope, out) | {
-        "STAGES": cut.stages, "SHARED": cut.shared, "RESIDENT": cut.resident, "V_SHARED": v.shared_values,
-        "Q_REGISTERS": v.query_registers, "MOVE_EARLY": v.move_early, **narrow.EXTRA,
-    }  # fmt: skip
-
-
-@lru_cache(maxsize=512)
-def _narrow_defines(
-    layout: PageLayout, cut: narrow.Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
-) -> Defines:
-    return Defines(narrow_defines(layout, cut, query, rope, out))
 
 
 @lru_cache(maxsize=512)
@@ -235,14 +141,11 @@ def workspace_bytes(
     layout: PageLayout, total_queries: int, sequences: int, heads: int, max_query_len: int, device: Device
 ) -> int:
     """Bytes that ``attend_latent`` needs as ``workspace`` for these bounds, whatever the lengths."""
-    few = narrow.cut_for(layout, device)
-    need = 4 * (sequences + few.blocks) * narrow.ROWS * (layout.spec.key_dim + 2)
+    need = 0
     for queries in range(1, min(max_query_len, max(1, total_queries)) + 1):
-        rows = _rows_of_block(layout, heads * queries, device)
-        row_tiles = -(-heads * queries // rows)
-        most = min(_MOST_SPLITS, max(1, 4 * device.multiprocessors // (sequences * row_tiles)))
-        need = max(need, Cut(rows, row_tiles, most, 0, 0).workspace_bytes(sequences, layout.spec.key_dim))
-    return need
+        rows = heads * queries
+        need = max(need, part_rows(cut_for(layout, rows, device), rows, sequences))
+    return 4 * need * (layout.spec.key_dim + 2)
 
 
 def run(request: LatentRequest) -> None:
@@ -263,29 +166,15 @@ def run(request: LatentRequest) -> None:
 def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     """One launch that attends and one that merges."""
     layout, heads, sequences = request.layout, request.query_latent.shape[1], request.seq_lens.shape[0]
-    dim, dtypes = layout.spec.key_dim, (request.query_latent.dtype, request.query_rope.dtype, request.out.dtype)
-    wanted = heads * request.max_query_len
-    if wanted <= MOST_NARROW:
-        few = narrow.cut_for(layout, device)
-        row_tiles = -(-wanted // narrow.ROWS)
-        items = sequences * row_tiles
-        rows = (items + few.blocks) * narrow.ROWS
-        args = _args(request, _workspace(request, 4 * rows * (dim + 2)), rows)
-        args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, few.blocks
-        defines = _narrow_defines(layout, few, *dtypes)
-        launch(narrow.SOURCE, "attend", defines, (few.blocks, 1), narrow.THREADS, few.shared, args)
-        launch(
-            narrow.SOURCE, "merge", defines, (items * narrow.ROWS, 1), MERGE_THREADS, 4 * MERGERS * (dim + 1), args
-        )
-        return
-    cut = cut_for(layout, heads, request.max_query_len, sequences, request.max_seq_len, device)
-    parts = sequences * cut.row_tiles * cut.splits * cut.rows
-    args = _args(request, _workspace(request, cut.workspace_bytes(sequences, dim)), parts)
-    args.row_tiles, args.splits = cut.row_tiles, cut.splits
-    defines = _defines(layout, cut, *dtypes)
-    items, merged = sequences * cut.row_tiles, 4 * MERGERS * (dim + 1)
-    launch(SOURCE, "attend", defines, (items, cut.splits), GROUP_THREADS * cut.groups, cut.shared, args)
-    launch(SOURCE, "merge", defines, (items * cut.rows, 1), MERGE_THREADS, merged, args)
+    dim, wanted = layout.spec.key_dim, heads * request.max_query_len
+    cut = cut_for(layout, wanted, device)
+    rows, row_tiles = part_rows(cut, wanted, sequences), -(-wanted // cut.ROWS)
+    args = _args(request, _workspace(request, 4 * rows * (dim + 2)), rows)
+    args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, cut.blocks
+    defines = _defines(layout, cut, request.query_latent.dtype, request.query_rope.dtype, request.out.dtype)
+    launch(cut.SOURCE, "attend", defines, (cut.blocks, 1), cut.THREADS, cut.shared, args)
+    merged = 4 * MERGERS * (dim + 1)
+    launch(cut.SOURCE, "merge", defines, (sequences * row_tiles * cut.ROWS, 1), MERGE_THREADS, merged, args)
 
 
 def _args(request: LatentRequest, workspace: torch.Tensor, rows: int) -> Args:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from slimkv.ops.attention.cuda.shape import Device
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
-SOURCE = "latent/narrow.cu"
-THREADS, ROWS, STEP = 128, 16, 32  # as narrow.cu has them
-_WARPS, _LEVEL_COPIES, _ROPE_COPIES = 4, 32, 8
+ROWS = 16
+_STEP, _WARPS, _LEVEL_COPIES, _ROPE_COPIES = 32, 4, 32, 8  # as narrow.cu has them
 _RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
 
 
@@ -38,6 +38,19 @@ class Cut:
     resident: int  # blocks of a multiprocessor
     variant: Variant = field(default_factory=Variant)
 
+    SOURCE: ClassVar[str] = "latent/narrow.cu"
+    THREADS: ClassVar[int] = 128
+    ROWS: ClassVar[int] = ROWS
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """What the kernel is compiled with beside the format."""
+        v = self.variant
+        return {
+            "STAGES": self.stages, "SHARED": self.shared, "RESIDENT": self.resident, "V_SHARED": v.shared_values,
+            "Q_REGISTERS": v.query_registers, "MOVE_EARLY": v.move_early, **EXTRA,
+        }  # fmt: skip
+
 
 def _level_entries(fmt: TensorFormat) -> int:
     return 1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > 4 else 0
@@ -48,7 +61,7 @@ def shared_bytes(layout: PageLayout, stages: int, variant: Variant) -> int:
     spec = layout.spec
     slices, rope_slices = spec.key_dim // 16, spec.value_dim // 16
     tile = 4 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits)
-    stage = tile + 2 * STEP * (1 if spec.value.kind == Kind.RAW else 2)
+    stage = tile + 2 * _STEP * (1 if spec.value.kind == Kind.RAW else 2)
     levels = 4 * (_LEVEL_COPIES * _level_entries(spec.key) + _ROPE_COPIES * _level_entries(spec.value))
     scores = 4 * _WARPS * 512 + 1024 + 4 * _WARPS * ROWS + 16 * ROWS + 64
     values = 2 * slices * 512 if variant.shared_values else 0

@@ -110,6 +110,11 @@ template <int N> struct Wgmma;
                    : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(1));                                   \
     }                                                                                                                  \
   };
+// The same of bfloat16: c [64, 64] += A B.
+DEVICE void wgmma_bf16_shared_a(float (&c)[32], u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 0, 0;"
+               : HELD_32 : "l"(a), "l"(b));
+}
 // Of bytes: c [64, N] (+)= A B, A 64 x 32 in the lanes' fragments, B N x 32, 32 side by side.
 // s8: signed, with c as integers; ADD: to what c holds, else from zero. e4m3: with c as floats; add: likewise.
 // Sums of e4m3 keep 14 bits or so, whatever registers they are in: long ones need to be added up elsewhere.

@@ -6,23 +6,15 @@
 // over its own dimensions; they are added up in shared memory, 8 tokens by each warp, which makes weights of them for all.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
-#include "common/rotation.cuh"
-#include "latent/args.cuh"
 
-constexpr int RAW = 3;  // beside the kinds of types.cuh: the rope part only
 constexpr int ROWS = 16, WARPS = 4, THREADS = 128, STEP = 32, ITEM_COST = 4;
-#include "latent/schedule.cuh"
+#include "latent/codes.cuh"
+#include "latent/merge.cuh"
+#include "latent/queries.cuh"
 
-constexpr int S = LD / 16, OWN = S / WARPS, ROPE_SLICES = RD / 16;  // slices of 16 dimensions; of a warp
-constexpr int L_TILE = 2 * LD * L_BITS, R_TILE = 2 * RD * R_BITS;   // bytes of 16 tokens
-constexpr bool IN_BYTES = L_KIND == LLOYD && L_BITS <= 4;  // levels made by byte permutations, with an offset of one half
-constexpr bool BF16_ROPE = R_KIND == RAW && R_BF16;
-constexpr float OFFSET = IN_BYTES ? 0.5f : 0.0f, L_UNIT = half_unit<L_KIND, L_BITS>(), R_UNIT = R_KIND == FP8 ? 256.0f : 1.0f;
-constexpr int L_LEVELS = L_KIND == LLOYD && !IN_BYTES ? 1 << L_BITS : 0, R_LEVELS = R_KIND == LLOYD ? 1 << R_BITS : 0;
+constexpr int OWN = S / WARPS;  // slices of a warp
 constexpr int L_COPIES = 32, R_COPIES = 8;  // of a level, so that lanes seldom wait for one another
 constexpr int GRAIN = BLOCK_SIZE % STEP ? 16 : STEP;  // tokens that lie side by side
-static_assert(LD % 64 == 0 && LD <= 512 && (RD == 32 || RD == 64 || RD == 128), "sizes");
-static_assert(R_KIND == RAW ? R_BITS == 16 : R_BITS >= 6, "the rope part");
 
 struct __attribute__((aligned(16))) Row { float start, unit, rope_unit; i32 visible_end; };
 
@@ -38,72 +30,27 @@ constexpr int BARRIERS_AT = ROWS_AT + 16 * ROWS, VALUES_AT = ALIAS ? QUERIES_AT 
 constexpr int L_LEVELS_AT = RING_AT + STAGES * STAGE;
 constexpr int R_LEVELS_AT = L_LEVELS_AT + 4 * L_COPIES * L_LEVELS, ALL = R_LEVELS_AT + 4 * R_COPIES * R_LEVELS;
 static_assert(ALL == SHARED, "the launcher counts shared memory as this file does");
-constexpr float RESCALE_THRESHOLD = 8.0f;  // the reference of weights follows when it is behind by so many powers of two
 
 // ---- queries ------------------------------------------------------------------------------------------------------
 
-// Where dimension d of a latent stands among the operands' columns, and the other way round: code_halves makes pairs of
-// dimensions 8 apart.
-DEVICE int place_of(int d) { return IN_BYTES ? d : (d & ~9) | (d & 1) << 3 | (d >> 3 & 1); }
-
-// The exponent, as floats have it, of the largest of a row's numbers.
-template <int DIM> DEVICE int exponent_of_row(const float (&x)[DIM / 32]) {
-  float most = 0.0f;
-#pragma unroll
-  for (int i = 0; i < DIM / 32; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
-#pragma unroll
-  for (int d = 16; d; d >>= 1) most = max_f32(most, shfl_xor(most, d));
-  return min_i32(max_i32((int)(as_bits(most) >> 23), 1), 253);
-}
-
-// Numbers lane, lane + 32, ... of row n to fragments at `to`; what the operand is to be multiplied by. `sum`: of the operand.
-template <int DIM, bool PERMUTED, bool BF16>
-DEVICE float stage_row(const float (&x)[DIM / 32], u8* to, int n, int lane, float& sum) {
-  const int exponent = exponent_of_row<DIM>(x);
-  const float down = BF16 ? 1.0f : as_float((u32)(254 - exponent) << 23);
-  sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < DIM / 32; i++) {
-    const int d = lane + 32 * i, at = PERMUTED ? place_of(d) : d, k = at % 16;
-    const u32 bits = BF16 ? f32_to_bf16(x[i]) : f32_to_f16(x[i] * down);
-    *(u16*)(to + at / 16 * 512 + (4 * (n % 8) + k % 8 / 2) * 16 + (n / 8 + 2 * (k / 8)) * 4 + k % 2 * 2) = (u16)bits;
-    sum += BF16 ? as_float(bits << 16) : f16_to_f32(bits);
-  }
+// Row n of a block, by one warp, to fragments. Rows beyond the last are zeros and see nothing.
+DEVICE void stage_query(const LatentArgs& args, const Item& item, int n, u8* shared, int lane) {
+  const Query query(args, item, n, lane);
+  auto place = [&](int at) { return at / 16 * 512 + (4 * (n % 8) + at % 8 / 2) * 16 + (n / 8 + 2 * (at % 16 / 8)) * 4 + at % 2 * 2; };
+  float sum = 0.0f;
+  query.latent_operand([&](int at, u32 bits) {
+    *(u16*)(shared + QUERIES_AT + place(at)) = (u16)bits;
+    sum += f16_to_f32(bits);
+  });
+  query.rope_operand([&](int at, u32 bits) { *(u16*)(shared + ROPE_AT + place(at)) = (u16)bits; });
 #pragma unroll
   for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
-  return BF16 ? 1.0f : as_float((u32)exponent << 23);
-}
-
-// Row n of a block, by one warp. Rows beyond the last are zeros and see nothing.
-DEVICE void stage_query(const LatentArgs& args, const Item& item, int n, u8* shared, int lane) {
-  const bool real = n < item.count;
-  const i64 query = item.start + (item.first + n) / args.heads, head = (item.first + n) % args.heads;
-  float x[LD / 32], y[RD / 32], sum, rope_sum;
-#pragma unroll
-  for (int i = 0; i < LD / 32; i++)
-    x[i] = real ? load_number(args.query, query * args.query_stride + head * args.query_head_stride + lane + 32 * i, Q_TYPE) : 0.0f;
-#pragma unroll
-  for (int i = 0; i < RD / 32; i++)
-    y[i] = real ? load_number(args.rope, query * args.rope_stride + head * args.rope_head_stride + lane + 32 * i, ROPE_TYPE) : 0.0f;
-  if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, args.rope_norm, nullptr, lane);
-  const float latent = stage_row<LD, true, false>(x, shared + QUERIES_AT, n, lane, sum) * L_UNIT;
-  const float rope = stage_row<RD, false, BF16_ROPE>(y, shared + ROPE_AT, n, lane, rope_sum) * R_UNIT;
   if (lane == 0)
-    ((Row*)(shared + ROWS_AT))[n] = {-OFFSET * sum, latent * args.scale, rope * args.scale, real ? item.visible_end(args, n) : 0};
+    ((Row*)(shared + ROWS_AT))[n] = {-OFFSET * sum, query.latent_unit() * args.scale, query.rope_unit() * args.scale,
+                                     query.real ? item.visible_end(args, n) : 0};
 }
 
 // ---- codes --------------------------------------------------------------------------------------------------------
-
-struct RopeLevels {
-  u32 address;
-  DEVICE_MEMBER u32 at(u32 word, int i) const {
-    return ld_shared_constant(dp4a_u8(word, (u32)(4 * R_COPIES) << (8 * i), address));
-  }
-};
-
-template <int COUNT, int COPIES> DEVICE void fill_levels(const float* levels, u8* to) {
-  for (int i = thread_index(); i < COUNT * COPIES; i += THREADS) ((u32*)to)[i] = f32_to_f16(levels[i / COPIES]);
-}
 
 // Word i of a lane, of N in a plane.
 template <int N> DEVICE u32 plane_word(const u8* plane, int lane, int i) {
@@ -132,25 +79,8 @@ template <int BITS, int SLICES> DEVICE void read_codes(const u8* tile, int lane,
   }
 }
 
-// Codes of a slice, as four matrices of 8 tokens x 8 dimensions: tokens 0-7 and 8-15 of the first dimensions, then of the others.
-DEVICE void latent_matrices(u32 low, u32 high, Table table, const LevelTable& levels, u32 (&a)[4]) {
-#ifdef ABLATE_UNPACK
-  a[0] = low & 0x3FFF3FFF, a[1] = low & 0x3BFF3BFF, a[2] = low & 0x37FF37FF, a[3] = low & 0x33FF33FF;
-  return;
-#endif
-  if constexpr (IN_BYTES) {
-    u32 first, second;
-    code_bytes<LLOYD, L_BITS>(low, high, table, first, second);
-    const u32 base = 0x64646464u, less = 0x643F643Fu;  // 1024 + level + 63.5, less 1087
-    a[0] = sub_f16x2(prmt(first, base, 0x4140), less), a[2] = sub_f16x2(prmt(first, base, 0x4342), less);
-    a[1] = sub_f16x2(prmt(second, base, 0x4140), less), a[3] = sub_f16x2(prmt(second, base, 0x4342), less);
-  } else {
-    code_halves<L_KIND, L_BITS, false>(low, high, table, levels, a);
-  }
-}
-
 // Slice s of the rope parts of 8 tokens (the first or, `half`, the last of 16), which pages have dimensions x tokens.
-DEVICE void rope_operand(const u8* tile, int s, int half, Table table, const RopeLevels& levels, int lane, u32 (&b)[2]) {
+DEVICE void rope_operand(const u8* tile, int s, int half, Table table, const RopeLevels<R_COPIES>& levels, int lane, u32 (&b)[2]) {
   if constexpr (R_KIND == RAW) {
     const Words2 w = *(const Words2*)(tile + 512 * s + 16 * lane + 8 * half);  // a token's dimensions g and g + 8
     b[0] = prmt(w.x, w.y, 0x5410), b[1] = prmt(w.x, w.y, 0x7632);
@@ -171,7 +101,6 @@ DEVICE void rope_operand(const u8* tile, int s, int half, Table table, const Rop
   b[0] = movmatrix_trans(b[0]), b[1] = movmatrix_trans(b[1]);
 }
 
-DEVICE float marked_scale(u32 field) { return field == INVALID_FIELD ? NOT_A_NUMBER : scale_of(field); }
 // In units of powers of two: at least the base-2 logarithm of a field's scale, less one.
 DEVICE float exponent_of(u32 field) { return as_float(0x4B000000u | field >> 10) - 8388648.0f; }
 
@@ -246,8 +175,8 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
   SHARED_MEMORY(shared);
   const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   u64* const full = (u64*)(shared + BARRIERS_AT);
-  fill_levels<L_LEVELS, L_COPIES>(args.latent_levels, shared + L_LEVELS_AT);
-  fill_levels<R_LEVELS, R_COPIES>(args.rope_levels, shared + R_LEVELS_AT);
+  fill_levels<L_LEVELS, L_COPIES, THREADS>(args.latent_levels, shared + L_LEVELS_AT);
+  fill_levels<R_LEVELS, R_COPIES, THREADS>(args.rope_levels, shared + R_LEVELS_AT);
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) mbarrier_init(full + i, 1);
     fence_mbarrier_init();
@@ -255,7 +184,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
   pdl_wait();
   sync_threads();
   const LevelTable levels = {shared_address(shared + L_LEVELS_AT) + 4 * lane};
-  const RopeLevels rope_levels = {shared_address(shared + R_LEVELS_AT) + 4 * (lane % R_COPIES)};
+  const RopeLevels<R_COPIES> rope_levels = {shared_address(shared + R_LEVELS_AT) + 4 * (lane % R_COPIES)};
   u8* const values = shared + VALUES_AT + warp * (2 * OWN * 512) + 16 * lane;
   const Words4* const scores = (const Words4*)(shared + SCORES_AT);
   float* const most = (float*)(shared + MOST_AT);
@@ -469,62 +398,3 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
   }
 }
 HOST_TESTABLE(attend, LatentArgs)
-
-// A block: one row of all parts. MERGERS groups of threads take turns with the parts, then the first adds up what they have.
-constexpr int MERGERS = 4, MERGER = 128, MERGE_THREADS = MERGERS * MERGER, OWN_DIMS = (LD + MERGER - 1) / MERGER;
-
-KERNEL(MERGE_THREADS, 2) merge(GRID_CONSTANT LatentArgs args) {
-  SHARED_MEMORY(shared);
-  float* sums = (float*)shared;  // [MERGERS, LD + 1]: of values and of weights
-  pdl_wait();
-  const int number = block_index() / ROWS, n = block_index() % ROWS, thread = thread_index() % MERGER, group = thread_index() / MERGER;
-  const int sequence = number / args.row_tiles, tile = number % args.row_tiles;
-  const Item item(args, sequence, tile);
-  if (n >= item.count) return;
-  const Share share = share_of(args, sequence, thread_index() & 31);
-  const Extent extent = extent_of(args, sequence);
-  const int from = share.before + tile * extent.item() + ITEM_COST;
-  const int low = from / share.size, high = extent.steps ? (from + extent.steps - 1) / share.size + 1 : low;  // blocks
-  float highest = MINUS_INFINITY, row_sum = 0.0f, x[OWN_DIMS];
-#pragma unroll
-  for (int i = 0; i < OWN_DIMS; i++) x[i] = 0.0f;
-  auto part_of = [&](int block) { return (i64)(number + block) * ROWS + n; };
-  for (int block = low; block < high; block++) highest = max_f32(highest, args.states[2 * part_of(block)]);
-#pragma unroll 4
-  for (int block = low + group; block < high; block += MERGERS) {
-    const i64 part = part_of(block);
-    const float reference = args.states[2 * part], sum = args.states[2 * part + 1];
-    const float by = reference == MINUS_INFINITY ? 1.0f : exp2_approx(reference - highest);  // then there is nothing, or no number
-    row_sum += sum * by;
-#pragma unroll
-    for (int i = 0; i < OWN_DIMS; i++)
-      if (thread + MERGER * i < LD) x[i] += args.parts[part * LD + thread + MERGER * i] * by;
-  }
-#pragma unroll
-  for (int i = 0; i < OWN_DIMS; i++)
-    if (thread + MERGER * i < LD) sums[group * (LD + 1) + thread + MERGER * i] = x[i];
-  if (thread == 0) sums[group * (LD + 1) + LD] = row_sum;
-  sync_threads();
-  if (group) return;
-  auto total = [&](int d) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int m = 0; m < MERGERS; m++) sum += sums[m * (LD + 1) + d];
-    return sum;
-  };
-  row_sum = total(LD);
-  const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-  const i64 query = item.start + (item.first + n) / args.heads, head = (item.first + n) % args.heads;
-  const i64 at = query * args.out_stride + head * args.out_head_stride;
-#pragma unroll
-  for (int i = 0; i < OWN_DIMS; i++) {
-    const int d = thread + MERGER * i;
-    if (d >= LD) continue;
-    const float y = total(d) * inverse;
-    if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = y;
-    else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(y) : f32_to_f16(y));
-  }
-  if (args.lse && thread == 0)
-    args.lse[query * args.heads + head] = row_sum == 0.0f ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;
-}
-HOST_TESTABLE(merge, LatentArgs)

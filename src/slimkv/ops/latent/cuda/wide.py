@@ -1,0 +1,46 @@
+"""How the kernel of many rows (source/latent/wide.cu) is cut: one block for every multiprocessor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from slimkv.ops.attention.cuda.shape import Device
+from slimkv.spec import Kind, PageLayout
+
+_STAGES = 2
+_LATENT_DIMS = (128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How requests of a kind are compiled and launched."""
+
+    shared: int  # bytes of a block
+    blocks: int  # of the grid
+
+    SOURCE: ClassVar[str] = "latent/wide.cu"
+    THREADS: ClassVar[int] = 384  # as wide.cu has them
+    ROWS: ClassVar[int] = 64
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """What the kernel is compiled with beside the format."""
+        return {"SHARED": self.shared}
+
+
+def shared_bytes(layout: PageLayout) -> int:
+    """Shared memory of a block, as wide.cu counts it."""
+    spec = layout.spec
+    stage = 8192 * (spec.key_dim // 64 + -(-spec.value_dim // 64))
+    levels = 4 << spec.value.bits if spec.value.kind == Kind.LLOYD else 0
+    return (1 + _STAGES) * stage + 8192 + 16 * Cut.ROWS + _STAGES * (64 + 16) + 32 + levels
+
+
+def cut_for(layout: PageLayout, device: Device) -> Cut | None:
+    """None where it does not fit: latents that want a table of levels, or that are too large."""
+    spec, need = layout.spec, shared_bytes(layout)
+    table = spec.key.kind == Kind.LLOYD and spec.key.bits > 4
+    if table or spec.key_dim not in _LATENT_DIMS or need > device.shared_of_block:
+        return None
+    return Cut(need, device.multiprocessors)
