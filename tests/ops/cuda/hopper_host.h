@@ -195,17 +195,6 @@ template <int N> struct Wgmma {
   }
 };
 
-DEVICE void wgmma_bf16_shared_a(float (&c)[32], u64 a, u64 b) {
-  const int lane = host::lane(), warp = host::machine.current / 32 % 4;
-  for (int i = 0; i < 32; i++) {
-    double sum = c[i];
-    for (int k = 0; k < 16; k++)
-      sum += (double)host::side_by_side(a, 16 * warp + lane / 4 + 8 * (i / 2 % 2), k, true) *
-             host::side_by_side(b, 2 * (i & ~3) + 2 * (lane % 4) + i % 2, k, true);
-    c[i] = (float)sum;
-  }
-}
-
 template <int N> struct WgmmaBytes {
   template <bool ADD> static void s8(u32 (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     each("s8", a0, a1, a2, a3, b, [&](int at, const u8* row, const u8* column) {
@@ -257,6 +246,13 @@ template <int N, bool BF16> struct WgmmaNarrow {
       for (int k = 0; k < 16; k++)
         rows[r][k] = host::number_of(
             (u32)(all[host::lane() / 4 * 4 + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF, BF16);
+    add(c, rows, b);
+  }
+  static void shared_a(float (&c)[N / 2], u64 a, u64 b) {
+    const int lane = host::lane(), warp = host::machine.current / 32 % 4;
+    float rows[2][16];
+    for (int r = 0; r < 2; r++)
+      for (int k = 0; k < 16; k++) rows[r][k] = host::side_by_side(a, 16 * warp + lane / 4 + 8 * r, k, BF16);
     add(c, rows, b);
   }
   static void transposed_a(float (&c)[N / 2], u64 a, u64 b) {

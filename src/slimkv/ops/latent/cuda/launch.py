@@ -18,7 +18,7 @@ from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.cuda import narrow, wide
 from slimkv.spec import Kind, PageLayout
 
-MERGE_THREADS, MERGERS = 512, 4  # as merge.cuh has them
+_MERGE_THREADS, _MERGE_DIMS = 256, 128  # as merge.cuh has them
 _RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
@@ -108,13 +108,13 @@ Cut = narrow.Cut | wide.Cut
 @lru_cache(maxsize=512)
 def cut_for(layout: PageLayout, rows: int, device: Device) -> Cut:
     """The kernel for sequences of up to ``rows`` (query, head) pairs."""
-    many = wide.cut_for(layout, device) if rows > narrow.ROWS else None
-    return many or narrow.cut_for(layout, device)
+    many = wide.cut_for(layout, device) if rows > narrow.MOST_ROWS else None
+    return many or narrow.cut_for(layout, rows, device)
 
 
 def part_rows(cut: Cut, rows: int, sequences: int) -> int:
-    """Rows of all parts: every item has one, and every block may begin another."""
-    return (sequences * -(-rows // cut.ROWS) + cut.blocks) * cut.ROWS
+    """Rows of all parts: of every item, and of those that blocks begin."""
+    return cut.parts * (sequences * -(-rows // cut.rows) + cut.blocks) * cut.rows
 
 
 def kernel_defines(
@@ -168,13 +168,13 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     layout, heads, sequences = request.layout, request.query_latent.shape[1], request.seq_lens.shape[0]
     dim, wanted = layout.spec.key_dim, heads * request.max_query_len
     cut = cut_for(layout, wanted, device)
-    rows, row_tiles = part_rows(cut, wanted, sequences), -(-wanted // cut.ROWS)
+    rows, row_tiles = part_rows(cut, wanted, sequences), -(-wanted // cut.rows)
     args = _args(request, _workspace(request, 4 * rows * (dim + 2)), rows)
     args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, cut.blocks
     defines = _defines(layout, cut, request.query_latent.dtype, request.query_rope.dtype, request.out.dtype)
-    launch(cut.SOURCE, "attend", defines, (cut.blocks, 1), cut.THREADS, cut.shared, args)
-    merged = 4 * MERGERS * (dim + 1)
-    launch(cut.SOURCE, "merge", defines, (sequences * row_tiles * cut.ROWS, 1), MERGE_THREADS, merged, args)
+    launch(cut.source, "attend", defines, (cut.blocks, 1), cut.threads, cut.shared, args)
+    grid = (sequences * row_tiles * cut.rows, -(-dim // _MERGE_DIMS))
+    launch(cut.source, "merge", defines, grid, _MERGE_THREADS, 16 * _MERGE_THREADS, args)
 
 
 def _args(request: LatentRequest, workspace: torch.Tensor, rows: int) -> Args:

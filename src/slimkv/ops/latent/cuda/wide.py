@@ -19,9 +19,10 @@ class Cut:
     shared: int  # bytes of a block
     blocks: int  # of the grid
 
-    SOURCE: ClassVar[str] = "latent/wide.cu"
-    THREADS: ClassVar[int] = 384  # as wide.cu has them
-    ROWS: ClassVar[int] = 64
+    source: ClassVar[str] = "latent/wide.cu"
+    threads: ClassVar[int] = 384  # as wide.cu has them
+    rows: ClassVar[int] = 64
+    parts: ClassVar[int] = 1  # that a block leaves of an item
 
     @property
     def defines(self) -> dict[str, int]:
@@ -34,7 +35,7 @@ def shared_bytes(layout: PageLayout) -> int:
     spec = layout.spec
     stage = 8192 * (spec.key_dim // 64 + -(-spec.value_dim // 64))
     levels = 4 << spec.value.bits if spec.value.kind == Kind.LLOYD else 0
-    return (1 + _STAGES) * stage + 8192 + 16 * Cut.ROWS + _STAGES * (64 + 16) + 32 + levels
+    return (1 + _STAGES) * stage + 8192 + 16 * Cut.rows + _STAGES * (64 + 16) + 32 + levels
 
 
 def cut_for(layout: PageLayout, device: Device) -> Cut | None:

@@ -110,11 +110,6 @@ template <int N> struct Wgmma;
                    : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(1));                                   \
     }                                                                                                                  \
   };
-// The same of bfloat16: c [64, 64] += A B.
-DEVICE void wgmma_bf16_shared_a(float (&c)[32], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 0, 0;"
-               : HELD_32 : "l"(a), "l"(b));
-}
 // Of bytes: c [64, N] (+)= A B, A 64 x 32 in the lanes' fragments, B N x 32, 32 side by side.
 // s8: signed, with c as integers; ADD: to what c holds, else from zero. e4m3: with c as floats; add: likewise.
 // Sums of e4m3 keep 14 bits or so, whatever registers they are in: long ones need to be added up elsewhere.
@@ -151,13 +146,18 @@ SLIMKV_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")
 
 template <int N, bool BF16> struct WgmmaNarrow;
 // c += A B of few columns, of halves or (BF16) of bfloat16; B is N x 16, 16 side by side. register_a: A in the lanes'
-// fragments. transposed_a: A is 16 x 64, 64 side by side, and its transpose is multiplied.
+// fragments. shared_a: A is 64 x 16, 16 side by side. transposed_a: A is 16 x 64, 64 side by side, and its transpose is multiplied.
 #define SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, BF16, TYPE)                                                     \
   template <> struct WgmmaNarrow<N, BF16> {                                                                            \
     DEVICE_MEMBER static void register_a(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {                       \
       asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R              \
                    "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", 1, 1, 1, 0;\n}"                                    \
                    : HELD_ALL_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                       \
+    }                                                                                                                  \
+    DEVICE_MEMBER static void shared_a(float (&c)[R], u64 a, u64 b) {                                                  \
+      asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R              \
+                   "}, %" A0 ", %" A1 ", 1, 1, 1, 0, 0;\n}"                                                          \
+                   : HELD_ALL_##R : "l"(a), "l"(b));                                                                   \
     }                                                                                                                  \
     DEVICE_MEMBER static void transposed_a(float (&c)[R], u64 a, u64 b) {                                              \
       asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R              \

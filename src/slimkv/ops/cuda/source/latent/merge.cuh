@@ -3,61 +3,58 @@
 #include "latent/format.cuh"
 #include "latent/schedule.cuh"
 
-// A block: one row of all parts. MERGERS groups of threads take turns with the parts, then the first adds up what they have.
-constexpr int MERGERS = 4, MERGER = 128, MERGE_THREADS = MERGERS * MERGER, OWN_DIMS = (LD + MERGER - 1) / MERGER;
+// A block: 128 dimensions of one row. Its warps take turns with the parts, then all of them are added up.
+constexpr int MERGERS = 8, MERGE_THREADS = 32 * MERGERS, MERGE_DIMS = 128;
 
-KERNEL(MERGE_THREADS, 2) merge(GRID_CONSTANT LatentArgs args) {
+KERNEL(MERGE_THREADS, 4) merge(GRID_CONSTANT LatentArgs args) {
   SHARED_MEMORY(shared);
-  float* sums = (float*)shared;  // [MERGERS, LD + 1]: of values and of weights
-  pdl_wait();
-  const int number = block_index() / ROWS, n = block_index() % ROWS, thread = thread_index() % MERGER, group = thread_index() / MERGER;
+  Words4* const sums = (Words4*)shared;  // [merger, lane]
+  const int number = block_index() / ROWS, n = block_index() % ROWS, warp = thread_index() / 32, lane = thread_index() & 31;
   const int sequence = number / args.row_tiles, tile = number % args.row_tiles;
+  // What says who did what is there before any part is: the kernel before this one has waited for it.
   const Item item(args, sequence, tile);
-  if (n >= item.count) return;
-  const Share share = share_of(args, sequence, thread_index() & 31);
+  const Share share = share_of(args, sequence, lane);
   const Extent extent = extent_of(args, sequence);
-  const int from = share.before + tile * extent.item() + ITEM_COST;
-  const int low = from / share.size, high = extent.steps ? (from + extent.steps - 1) / share.size + 1 : low;  // blocks
-  float highest = MINUS_INFINITY, row_sum = 0.0f, x[OWN_DIMS];
+  const int from = share.before + tile * extent.item() + ITEM_COST, low = PARTS * (from / share.size);
+  const int count = extent.steps ? PARTS * ((from + extent.steps - 1) / share.size + 1) - low : 0;
+  pdl_wait();
+  if (n >= item.count) return;
+  const i64 first = (i64)(PARTS * number + low) * ROWS + n;
+  auto part_of = [&](int i) { return first + (i64)i * ROWS; };
+  // Without a reference there is nothing, or no number.
+  auto factor_of = [&](float reference, float highest) { return reference == MINUS_INFINITY ? 1.0f : exp2_approx(reference - highest); };
+
+  float highest = MINUS_INFINITY, row_sum = 0.0f;
+  for (int i = lane; i < count; i += 32) highest = max_f32(highest, args.states[2 * part_of(i)]);
 #pragma unroll
-  for (int i = 0; i < OWN_DIMS; i++) x[i] = 0.0f;
-  auto part_of = [&](int block) { return (i64)(number + block) * ROWS + n; };
-  for (int block = low; block < high; block++) highest = max_f32(highest, args.states[2 * part_of(block)]);
+  for (int d = 16; d; d >>= 1) highest = max_f32(highest, shfl_xor(highest, d));
+  for (int i = lane; i < count; i += 32) row_sum += args.states[2 * part_of(i) + 1] * factor_of(args.states[2 * part_of(i)], highest);
+#pragma unroll
+  for (int d = 16; d; d >>= 1) row_sum += shfl_xor(row_sum, d);
+
+  const int dim = MERGE_DIMS * block_index_y() + 4 * lane;
+  float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (dim < LD) {
 #pragma unroll 4
-  for (int block = low + group; block < high; block += MERGERS) {
-    const i64 part = part_of(block);
-    const float reference = args.states[2 * part], sum = args.states[2 * part + 1];
-    const float by = reference == MINUS_INFINITY ? 1.0f : exp2_approx(reference - highest);  // then there is nothing, or no number
-    row_sum += sum * by;
-#pragma unroll
-    for (int i = 0; i < OWN_DIMS; i++)
-      if (thread + MERGER * i < LD) x[i] += args.parts[part * LD + thread + MERGER * i] * by;
+    for (int i = warp; i < count; i += MERGERS) {
+      const Words4 part = *(const Words4*)(args.parts + part_of(i) * LD + dim);
+      const float by = factor_of(args.states[2 * part_of(i)], highest);
+      x[0] += as_float(part.x) * by, x[1] += as_float(part.y) * by, x[2] += as_float(part.z) * by, x[3] += as_float(part.w) * by;
+    }
   }
-#pragma unroll
-  for (int i = 0; i < OWN_DIMS; i++)
-    if (thread + MERGER * i < LD) sums[group * (LD + 1) + thread + MERGER * i] = x[i];
-  if (thread == 0) sums[group * (LD + 1) + LD] = row_sum;
+  sums[32 * warp + lane] = {as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])};
   sync_threads();
-  if (group) return;
-  auto total = [&](int d) {
-    float sum = 0.0f;
+  const int own = MERGE_DIMS * block_index_y() + thread_index();
+  if (thread_index() >= MERGE_DIMS || own >= LD) return;
+  float y = 0.0f;
 #pragma unroll
-    for (int m = 0; m < MERGERS; m++) sum += sums[m * (LD + 1) + d];
-    return sum;
-  };
-  row_sum = total(LD);
-  const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+  for (int m = 0; m < MERGERS; m++) y += ((const float*)sums)[MERGE_DIMS * m + thread_index()];
+  y *= row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
   const i64 query = item.start + (item.first + n) / args.heads, head = (item.first + n) % args.heads;
-  const i64 at = query * args.out_stride + head * args.out_head_stride;
-#pragma unroll
-  for (int i = 0; i < OWN_DIMS; i++) {
-    const int d = thread + MERGER * i;
-    if (d >= LD) continue;
-    const float y = total(d) * inverse;
-    if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = y;
-    else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(y) : f32_to_f16(y));
-  }
-  if (args.lse && thread == 0)
+  const i64 at = query * args.out_stride + head * args.out_head_stride + own;
+  if (OUT_TYPE == FLOAT32) ((float*)args.out)[at] = y;
+  else ((u16*)args.out)[at] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(y) : f32_to_f16(y));
+  if (args.lse && own == 0)
     args.lse[query * args.heads + head] = row_sum == 0.0f ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;
 }
 HOST_TESTABLE(merge, LatentArgs)

@@ -1,7 +1,8 @@
 // Who does what: the steps of all items, one after the other, are partitioned evenly over the blocks, whatever the sequences'
 // lengths. An item is a tile of rows of one sequence.
 //
-// Whoever includes this has ROWS (rows of an item), STEP (tokens) and ITEM_COST (what an item takes beside its steps, in steps).
+// Whoever includes this has ROWS (rows of an item), STEP (tokens), ITEM_COST (what an item takes beside its steps, in steps) and
+// PARTS (that a block leaves of an item).
 #pragma once
 #include "latent/args.cuh"
 
@@ -57,10 +58,10 @@ DEVICE Share share_of(const LatentArgs& args, int sequence, int lane) {
   return {max_i32(ITEM_COST + 1, (total + args.blocks - 1) / args.blocks), before};
 }
 
-// Steps of an item that a block takes. Its results go to slot `part`.
+// Steps of an item that a block takes. Its results go to slot `part` and those behind it.
 struct Range {
   int sequence, tile, first, last;
-  DEVICE_MEMBER int part(const LatentArgs& args, int block) const { return sequence * args.row_tiles + tile + block; }
+  DEVICE_MEMBER int part(const LatentArgs& args, int block) const { return PARTS * (sequence * args.row_tiles + tile + block); }
 };
 
 // The ranges of a block, one after the other.

@@ -32,7 +32,12 @@ struct Tokens {
   // 16 tokens of a page from `place` on, of which the sequence has `left`.
   DEVICE_MEMBER void load(const u8* page, int place, int left, int lane) {
     fields = rope_fields = 0;
-    if (left <= 0) return;
+    if (left <= 0) {  // codes that tables have
+      latent = {};
+#pragma unroll
+      for (int i = 0; i < ROPE_WORDS; i++) rope[i] = 0;
+      return;
+    }
     latent.load(page + place / 16 * L_TILE, lane);
     load_rope(page + R_CODES + place / 16 * R_TILE, lane);
     fields = fields_of(page + L_FIELDS, place, left, lane >> 2);
@@ -47,6 +52,8 @@ struct Tokens {
     for (int at = 0; at < L_TILE; at += 32 * 128)
       if (at + 128 * lane < L_TILE) prefetch_l2(latents + at + 128 * lane);
     if (128 * lane < R_TILE) prefetch_l2(ropes + 128 * lane);
+    if (lane == 31) prefetch_l2(page + L_FIELDS + 2 * place);
+    if (R_KIND != RAW && lane == 30) prefetch_l2(page + R_FIELDS + 2 * place);
   }
   DEVICE_MEMBER static u32 fields_of(const u8* fields, int place, int left, int g) {
     const u32 low = g < left ? field_bits(fields, place + g) : 0, high = g + 8 < left ? field_bits(fields, place + g + 8) : 0;

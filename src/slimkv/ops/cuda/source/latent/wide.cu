@@ -8,20 +8,21 @@
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 
-constexpr int ROWS = 64, STEP = 64, THREADS = 384, ITEM_COST = 3, STAGES = 2;
+constexpr int ROWS = 64, STEP = 64, THREADS = 384, ITEM_COST = 4, PARTS = 1, STAGES = 2;
 #include "latent/merge.cuh"
 #include "latent/queries.cuh"
-#include "latent/tokens.cuh"
+#include "latent/producer.cuh"
 
-constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64, CHUNK = 64 * 128;  // bytes of 64 dimensions of 64 rows or tokens
 constexpr int HALF = LD / 2;  // dimensions of a warpgroup
-constexpr int R_COPIES = 1, PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
+constexpr int L_COPIES = 1, R_COPIES = 1;
+#ifndef WIDE_PRODUCER
+#define WIDE_PRODUCER 88
+#endif
+constexpr int PRODUCER_REGISTERS = WIDE_PRODUCER, CONSUMER_REGISTERS = (504 - WIDE_PRODUCER) / 2 / 8 * 8;
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "what fits");
 
-struct __attribute__((aligned(16))) Row { float unit, rope; i32 visible_end; i32 unused; };
-
 // Shared memory. Weights: [16 tokens, lane]; references and rows take turns.
-constexpr int QUERIES_AT = 0, STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK, RING_AT = QUERIES_AT + STAGE;
+constexpr int QUERIES_AT = 0, RING_AT = QUERIES_AT + STAGE;
 constexpr int WEIGHTS_AT = RING_AT + STAGES * STAGE, ROWS_AT = WEIGHTS_AT + 4 * 128 * 16, UNITS_AT = ROWS_AT + 16 * ROWS;
 constexpr int BARRIERS_AT = UNITS_AT + STAGES * 4 * 16, WALK_AT = BARRIERS_AT + 16 * STAGES, R_LEVELS_AT = WALK_AT + 32, ALL = R_LEVELS_AT + 4 * R_COPIES * R_LEVELS;
 static_assert(ALL == SHARED, "the launcher counts shared memory as this file does");
@@ -29,66 +30,6 @@ constexpr int WEIGHTS_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the secon
 
 typedef float Output[HALF / 2];
 typedef u32 Weights[4][4];  // an operand for every 16 tokens
-
-// Row n of a block, by one warp.
-DEVICE void stage_query(const LatentArgs& args, const Item& item, int n, u8* shared, int lane) {
-  const Query query(args, item, n, lane);
-  const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
-  auto place = [&](int at) { return at / 64 * CHUNK + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
-  query.latent_operand([&](int at, u32 bits) { *(u16*)(shared + QUERIES_AT + place(at)) = (u16)(bits ^ sign); });
-  query.rope_operand([&](int at, u32 bits) { *(u16*)(shared + QUERIES_AT + CHUNKS * CHUNK + place(at)) = (u16)(bits ^ sign); });
-  const float latent = query.latent_unit();
-  if (lane == 0)
-    ((Row*)(shared + ROWS_AT))[n] = {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), query.rope_unit() / latent,
-                                     query.real ? item.visible_end(args, n) : 0, 0};
-}
-
-// Tiles of a block are numbered, whatever their item.
-DEVICE int stage_of(int number) { return number % STAGES; }
-DEVICE u32 parity_of(int number) { return number / STAGES & 1; }
-
-DEVICE void unpack_tiles(const LatentArgs& args, u8* shared, u64* full, u64* empty, int warp, int lane) {
-  const LevelTable levels = {0};
-  const RopeLevels<R_COPIES> rope_levels = {shared_address(shared + R_LEVELS_AT)};
-  int number = 0;
-  Walk walk(args, block_index(), lane);
-  Range range;
-  while (walk.next(args, range)) {
-    const Item item(args, range.sequence, range.tile);
-    const int last = min_i32(range.last, item.steps(args));
-    const i32* table = args.block_table + (i64)item.sequence * args.table_stride;
-    auto token_of = [&](int tile) { return tile * STEP + 16 * warp; };
-    auto page_of = [&](int tile) { return token_of(tile) < item.length ? ldg_i32(table + token_of(tile) / BLOCK_SIZE) : 0; };
-    Tokens tokens;
-    auto load = [&](i32 page, int tile) {
-      tokens.load(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
-    };
-    auto prefetch = [&](i32 page, int tile) {
-      Tokens::prefetch(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
-    };
-    i32 page = 0, ahead = 0;  // of the next tile and of the one after it
-    if (range.first < last) {
-      load(page_of(range.first), range.first);
-      page = page_of(range.first + 1), ahead = page_of(range.first + 2);
-      if (range.first + 1 < last) prefetch(page, range.first + 1);
-    }
-    for (int tile = range.first; tile < last; tile++, number++) {
-      const int stage = stage_of(number);
-      if (tile + 2 < last) prefetch(ahead, tile + 2);
-      mbarrier_wait(empty + stage, parity_of(number) ^ 1);
-      const u32 to = shared_address(shared + RING_AT) + stage * STAGE + warp * 2048;
-      const Units units = tokens.unpack(args.table, levels, rope_levels, to, to + CHUNKS * CHUNK, lane);
-      if (lane == 0) ((Units*)(shared + UNITS_AT))[stage * 4 + warp] = units;
-      fence_proxy_async();
-      sync_warp();
-      if (lane == 0) mbarrier_arrive(full + stage);
-      if (tile + 1 < last) {
-        load(page, tile + 1);
-        page = ahead, ahead = page_of(tile + 3);
-      }
-    }
-  }
-}
 
 template <bool B> struct Bool { static constexpr bool VALUE = B; };
 
@@ -120,8 +61,7 @@ struct Consumer {
 #pragma unroll
     for (int k = 0; k < ROPE_SLICES; k++) {
       const int at = ((CHUNKS + k / 4) * CHUNK + k % 4 * 32) >> 4;
-      if (BF16_ROPE) wgmma_bf16_shared_a(s, queries + at, keys + at);
-      else Wgmma<64>::shared_a<true>(s, queries + at, keys + at);
+      WgmmaNarrow<64, BF16_ROPE>::shared_a(s, queries + at, keys + at);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -250,7 +190,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
     if (thread_index() == 0) *kept = walk;
     const Item item(args, range.sequence, range.tile);
     const int count = min_i32(range.last, item.steps(args)) - range.first, clear_end = item.visible_end(args, 0);
-    for (int n = 4 * group + warp; n < ROWS; n += 8) stage_query(args, item, n, shared, lane);
+    for (int n = 4 * group + warp; n < ROWS; n += 8) stage_query<ROWS>(args, item, n, shared + QUERIES_AT, (Row*)(shared + ROWS_AT), lane);
     fence_proxy_async();
     bar_sync(CONSUMERS, 256);
     own.take_rows(warp);
@@ -261,9 +201,9 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 
     auto release = [&](int tile) {
       wgmma_fence_operand(o);
-      if (lane == 0) mbarrier_arrive(empty + stage_of(before + tile));
+      if (lane == 0) mbarrier_arrive(empty + (before + tile) % STAGES);
     };
-    auto stage_at = [&](int tile) { return stage_of(before + tile); };
+    auto stage_at = [&](int tile) { return (before + tile) % STAGES; };
     auto await_others = [&] {
       float by[2];
       const bool behind = own.take_reference(by);
@@ -277,7 +217,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       float s[32], by[2];
       Weights p;
       if (AFTER_OTHER) await_others();
-      mbarrier_wait(full + stage_at(tile), parity_of(before + tile));
+      mbarrier_wait(full + stage_at(tile), (u32)((before + tile) / STAGES & 1));
       own.start_scores(s, stage_at(tile), units);
       Weights others;
       if (AFTER_OTHER) {
@@ -347,7 +287,9 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   sync_threads();
   if (warp >= 8) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    unpack_tiles(args, shared, full, empty, warp - 8, lane);
+    const LevelTable levels = {0};
+    const RopeLevels<R_COPIES> rope_levels = {shared_address(shared + R_LEVELS_AT)};
+    Producer<1, STAGES>(args, shared + RING_AT, (Units*)(shared + UNITS_AT), full, empty, 0, warp - 8, lane).run(levels, rope_levels);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     attend_tiles(args, shared, full, empty, warp / 4, lane);
