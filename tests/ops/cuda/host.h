@@ -26,6 +26,7 @@ typedef long long i64;
 #define KERNEL(threads, blocks) static void
 #define GRID_CONSTANT const
 #define SHARED_MEMORY(name) u8* const name = host::machine.shared
+#define SHARED_OPERANDS(name) SHARED_MEMORY(name)
 #define HOST_TESTABLE(name, Args)                                                                                  \
   static void host_entry_of_##name(const void* args) { name(*static_cast<const Args*>(args)); }                 \
   extern "C" int host_launch_##name(int x, int y, int threads, int shared, const void* args, int args_bytes) {  \

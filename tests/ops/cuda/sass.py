@@ -76,8 +76,8 @@ def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
 
 def _latent(format: str, heads: int) -> Variant:
     layout, bf16 = PageLayout(LatentSpec.parse(format), 64), torch.bfloat16
-    cut = latent.cut_for(layout, heads, 1, 32, 32768, H200)
-    return latent.SOURCE, latent.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a"
+    cut = latent.cut_for(layout, heads, H200)
+    return cut.source, latent.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a"
 
 
 def variants() -> dict[str, Variant]:

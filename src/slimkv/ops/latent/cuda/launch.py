@@ -169,7 +169,8 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     dim, wanted = layout.spec.key_dim, heads * request.max_query_len
     cut = cut_for(layout, wanted, device)
     rows, row_tiles = part_rows(cut, wanted, sequences), -(-wanted // cut.rows)
-    args = _args(request, _workspace(request, 4 * rows * (dim + 2)), rows)
+    workspace = _workspace(request, 4 * rows * (dim + 2))  # alive until both are launched
+    args = _args(request, workspace, rows)
     args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, cut.blocks
     defines = _defines(layout, cut, request.query_latent.dtype, request.query_rope.dtype, request.out.dtype)
     launch(cut.source, "attend", defines, (cut.blocks, 1), cut.threads, cut.shared, args)

@@ -18,6 +18,7 @@ static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
 #define DEVICE static __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define SHARED_MEMORY(name) extern __shared__ __align__(16) u8 name[]
+#define SHARED_OPERANDS(name) extern __shared__ __align__(1024) u8 name[]  // on the boundary of exchanged rows (hopper.cuh)
 #define GRID_CONSTANT const __grid_constant__
 #define HOST_TESTABLE(name, Args)  // what the tests launch
 

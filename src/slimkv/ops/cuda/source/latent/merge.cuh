@@ -7,8 +7,8 @@
 constexpr int MERGERS = 8, MERGE_THREADS = 32 * MERGERS, MERGE_DIMS = 128;
 
 KERNEL(MERGE_THREADS, 4) merge(GRID_CONSTANT LatentArgs args) {
-  SHARED_MEMORY(shared);
-  Words4* const sums = (Words4*)shared;  // [merger, lane]
+  SHARED_MEMORY(scratch);
+  Words4* const sums = (Words4*)scratch;  // [merger, lane]
   const int number = block_index() / ROWS, n = block_index() % ROWS, warp = thread_index() / 32, lane = thread_index() & 31;
   const int sequence = number / args.row_tiles, tile = number % args.row_tiles;
   // What says who did what is there before any part is: the kernel before this one has waited for it.

@@ -215,7 +215,7 @@ template <int PAIR> DEVICE void attend_tiles(const LatentArgs& args, u8* shared,
 }
 
 KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
-  SHARED_MEMORY(shared);
+  SHARED_OPERANDS(shared);
   const int lane = thread_index() & 31, warp = shfl(thread_index() / 32, 0);
   u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + PAIRS;
   fill_levels<L_LEVELS, L_COPIES, THREADS>(args.latent_levels, shared + L_LEVELS_AT);

@@ -275,7 +275,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 }
 
 KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
-  SHARED_MEMORY(shared);
+  SHARED_OPERANDS(shared);
   const int lane = thread_index() & 31, warp = shfl(thread_index() / 32, 0);
   u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + STAGES;
   fill_levels<R_LEVELS, R_COPIES, THREADS>(args.rope_levels, shared + R_LEVELS_AT);
