@@ -16,6 +16,7 @@ from slimkv.errors import InputError
 from slimkv.ops.attention.cuda.shape import Device
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.latent.cuda import launch as latent_cuda
+from slimkv.ops.latent.cuda import split
 from slimkv.spec import LatentSpec, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
@@ -78,18 +79,26 @@ def test_attend(case):
 @emulated
 @pytest.mark.parametrize("case", MANY_ROWS, ids=str)
 def test_attend_many_rows(case):
-    assert latent_cuda.cut_for(case.layout, case.heads * max(case.queries), H200).rows == 64
+    assert latent_cuda.even_cut(case.layout, case.heads * max(case.queries), H200).rows == 64
     attend_and_check(case, SMALL)
 
 
 @emulated
-@pytest.mark.parametrize("heads", [8, 24])
-def test_parts_and_workspace(heads):
-    case = Case(format="c4", heads=heads, page=64, lens=(700, 3, 130), queries=(1, 1, 1))
+@pytest.mark.parametrize(("format", "heads"), [("c4", 8), ("c4", 24), ("c6", 8)])
+def test_parts_and_workspace(format, heads):
+    case = Case(format=format, heads=heads, page=64, lens=(700, 3, 130), queries=(1, 1, 1))
     need = latent_cuda.workspace_bytes(case.layout, 3, 3, heads, 1, SMALL)
     attend_and_check(case, SMALL, workspace=torch.empty(need, dtype=torch.uint8))
     with pytest.raises(InputError, match="the workspace must be contiguous uint8 of at least"):
         attend_and_check(case, SMALL, workspace=torch.empty(64, dtype=torch.uint8))
+
+
+@emulated
+def test_two_warpgroups(monkeypatch):
+    monkeypatch.setattr(split, "MOST_ROWS", 64)
+    case = Case(format="c5r8", heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32)
+    assert split.cut_for(case.layout, 20, 2, 3, 224, H200).groups == 2
+    attend_and_check(case)
 
 
 @emulated
@@ -135,33 +144,47 @@ def test_a_bfloat16_rope_part_wants_bfloat16_queries():
     assert "takes bfloat16 query_rope, not torch.float32" in latent_cuda.refusal(request)
 
 
-def test_the_kernel_follows_the_rows():
-    layout = PageLayout(LatentSpec.parse("c4"), 64)
-    assert [latent_cuda.cut_for(layout, rows, H200).rows for rows in (1, 8, 9, 16, 17, 64, 512)] == [
-        8, 8, 16, 16, 64, 64, 64,
-    ]  # fmt: skip
-    for format in ("c6r8", "c8r8"):  # tables of levels leave no room for many rows
-        assert latent_cuda.cut_for(PageLayout(LatentSpec.parse(format), 64), 128, H200).rows == 16
-    for format in ("c1r6", "c4", "c4r8", "c4rfp8", "c8r8", "cfp8r8"):
-        for latent, rope, rows in product((64, 320, 512), (32, 64, 128), (8, 16, 128)):
-            spec = LatentSpec.parse(format, latent, rope)
-            assert latent_cuda.cut_for(PageLayout(spec, 64), rows, H200).shared <= H200.shared_of_block, (spec, rows)
+def test_the_kernel_follows_rows_and_format():
+    def rows_of(format: str, rows: int, *dims: int) -> int | None:
+        cut = latent_cuda.even_cut(PageLayout(LatentSpec.parse(format, *dims), 64), rows, H200)
+        assert cut is None or cut.shared <= H200.shared_of_block
+        return cut and cut.rows
+
+    for format in ("c1r6", "c4", "c4r8", "c4rfp8", "cfp8r8"):
+        assert [rows_of(format, rows) for rows in (1, 8, 16, 17, 64, 512)] == [16, 16, 16, 64, 64, 64]
+        assert [rows_of(format, rows, 320, 128) for rows in (16, 17)] == [16, None]
+        assert rows_of(format, 64, 512, 128) is None
+    assert [rows_of("c6r8", rows) for rows in (8, 64)] == [None, None]
+
+
+def test_equal_parts_fill_the_device():
+    layout = PageLayout(LatentSpec.parse("c6r8"), 64)
+    for heads, batch, tokens in ((16, 32, 32768), (64, 32, 16384), (128, 32, 16384), (16, 1, 131072)):
+        cut = split.cut_for(layout, heads, 1, batch, tokens, H200)
+        blocks, slots = batch * cut.row_tiles * cut.splits, 132 * cut.resident
+        assert cut.resident == 2
+        assert blocks >= (0.7 if batch == 1 else 0.85) * -(-blocks // slots) * slots, (heads, batch, cut)
 
 
 def test_the_workspace_suffices_whatever_the_lengths():
-    layout = PageLayout(LatentSpec.parse("c4"), 64)
-    for heads, queries, batch in product((8, 16, 128), (1, 2, 4), (1, 3, 300)):
+    for format, heads, queries, batch in product(("c4", "c6r8"), (8, 128), (1, 3), (1, 3, 300)):
+        layout = PageLayout(LatentSpec.parse(format), 64)
         need = latent_cuda.workspace_bytes(layout, batch * queries, batch, heads, queries, H200)
-        for fewer in range(1, queries + 1):
-            cut = latent_cuda.cut_for(layout, heads * fewer, H200)
-            assert 4 * latent_cuda.part_rows(cut, heads * fewer, batch) * (512 + 2) <= need
+        for fewer, tokens in product(range(1, queries + 1), (64, 5000, 131072)):
+            cut = latent_cuda.even_cut(layout, heads * fewer, H200)
+            if cut is None:
+                own = split.cut_for(layout, heads, fewer, batch, tokens, H200).workspace_bytes(batch, 512)
+            else:
+                own = 4 * latent_cuda.even_rows(cut, heads * fewer, batch) * (512 + 2)
+            assert own <= need
 
 
 @pytest.mark.parametrize("format", ["c4", "c4r8", "c6r8"])
 def test_it_compiles(format):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout = PageLayout(LatentSpec.parse(format), 64)
-    cut = latent_cuda.cut_for(layout, 64 if format == "c4r8" else 16, H200)
+    rows = 64 if format == "c4r8" else 16
+    cut = latent_cuda.even_cut(layout, rows, H200) or split.cut_for(layout, rows, 1, 32, 32768, H200)
     bf16 = torch.bfloat16
     code = compile_kernels(cut.source, latent_cuda.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a")
     assert code.startswith(b"\x7fELF")

@@ -15,7 +15,7 @@ from slimkv.ops.attention.cuda.shape import Device, level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.latent.api import LatentRequest
-from slimkv.ops.latent.cuda import narrow, wide
+from slimkv.ops.latent.cuda import narrow, split, wide
 from slimkv.spec import Kind, PageLayout
 
 _MERGE_THREADS, _MERGE_DIMS = 256, 128  # as merge.cuh has them
@@ -44,10 +44,11 @@ class Args(ctypes.Structure):
         ("rope_norm", ctypes.c_float),
         ("table", _Table),
         ("rope_sign_bits", ctypes.c_uint32 * 4),
-        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "sequences", "blocks")),
+        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits", "sequences", "blocks")),
     )  # fmt: skip
 
 
+Cut = narrow.Cut | wide.Cut | split.Cut
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, Args], None]
 
 
@@ -102,19 +103,15 @@ def _format_refusal(layout: PageLayout) -> str | None:
     return None
 
 
-Cut = narrow.Cut | wide.Cut
-
-
 @lru_cache(maxsize=512)
-def cut_for(layout: PageLayout, rows: int, device: Device) -> Cut:
-    """The kernel for sequences of up to ``rows`` (query, head) pairs."""
-    many = wide.cut_for(layout, device) if rows > narrow.MOST_ROWS else None
-    return many or narrow.cut_for(layout, rows, device)
+def even_cut(layout: PageLayout, rows: int, device: Device) -> narrow.Cut | wide.Cut | None:
+    """The kernel with an even partition for sequences of up to ``rows`` (query, head) pairs, if one takes them."""
+    return narrow.cut_for(layout, device) if rows <= narrow.Cut.rows else wide.cut_for(layout, device)
 
 
-def part_rows(cut: Cut, rows: int, sequences: int) -> int:
-    """Rows of all parts: of every item, and of those that blocks begin."""
-    return cut.parts * (sequences * -(-rows // cut.rows) + cut.blocks) * cut.rows
+def even_rows(cut: narrow.Cut | wide.Cut, rows: int, sequences: int) -> int:
+    """Rows of all its parts: every item has one, and every block may begin another."""
+    return (sequences * -(-rows // cut.rows) + cut.blocks) * cut.rows
 
 
 def kernel_defines(
@@ -141,11 +138,16 @@ def workspace_bytes(
     layout: PageLayout, total_queries: int, sequences: int, heads: int, max_query_len: int, device: Device
 ) -> int:
     """Bytes that ``attend_latent`` needs as ``workspace`` for these bounds, whatever the lengths."""
-    need = 0
+    need, dim = 0, layout.spec.key_dim
     for queries in range(1, min(max_query_len, max(1, total_queries)) + 1):
         rows = heads * queries
-        need = max(need, part_rows(cut_for(layout, rows, device), rows, sequences))
-    return 4 * need * (layout.spec.key_dim + 2)
+        cut = even_cut(layout, rows, device)
+        if cut is None:
+            own = split.workspace_bytes(layout, rows, sequences, device)
+        else:
+            own = 4 * even_rows(cut, rows, sequences) * (dim + 2)
+        need = max(need, own)
+    return need
 
 
 def run(request: LatentRequest) -> None:
@@ -165,17 +167,37 @@ def run(request: LatentRequest) -> None:
 
 def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     """One launch that attends and one that merges."""
-    layout, heads, sequences = request.layout, request.query_latent.shape[1], request.seq_lens.shape[0]
-    dim, wanted = layout.spec.key_dim, heads * request.max_query_len
-    cut = cut_for(layout, wanted, device)
-    rows, row_tiles = part_rows(cut, wanted, sequences), -(-wanted // cut.rows)
-    workspace = _workspace(request, 4 * rows * (dim + 2))  # alive until both are launched
-    args = _args(request, workspace, rows)
+    rows = request.query_latent.shape[1] * request.max_query_len
+    cut = even_cut(request.layout, rows, device)
+    if cut is None:
+        _attend_split(request, device, launch)
+        return
+    sequences, dim = request.seq_lens.shape[0], request.layout.spec.key_dim
+    parts, row_tiles = even_rows(cut, rows, sequences), -(-rows // cut.rows)
+    workspace = _workspace(request, 4 * parts * (dim + 2))  # alive until both are launched
+    args = _args(request, workspace, parts)
     args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, cut.blocks
-    defines = _defines(layout, cut, request.query_latent.dtype, request.query_rope.dtype, request.out.dtype)
+    defines = _defines(request.layout, cut, *_dtypes(request))
     launch(cut.source, "attend", defines, (cut.blocks, 1), cut.threads, cut.shared, args)
     grid = (sequences * row_tiles * cut.rows, -(-dim // _MERGE_DIMS))
     launch(cut.source, "merge", defines, grid, _MERGE_THREADS, 16 * _MERGE_THREADS, args)
+
+
+def _attend_split(request: LatentRequest, device: Device, launch: Launcher) -> None:
+    layout, heads, sequences = request.layout, request.query_latent.shape[1], request.seq_lens.shape[0]
+    dim = layout.spec.key_dim
+    cut = split.cut_for(layout, heads, request.max_query_len, sequences, request.max_seq_len, device)
+    workspace = _workspace(request, cut.workspace_bytes(sequences, dim))
+    args = _args(request, workspace, sequences * cut.row_tiles * cut.splits * cut.rows)
+    args.row_tiles, args.splits = cut.row_tiles, cut.splits
+    defines = _defines(layout, cut, *_dtypes(request))
+    items, merged = sequences * cut.row_tiles, 4 * split.MERGERS * (dim + 1)
+    launch(cut.source, "attend", defines, (items, cut.splits), split.GROUP_THREADS * cut.groups, cut.shared, args)
+    launch(cut.source, "merge", defines, (items * cut.rows, 1), split.MERGE_THREADS, merged, args)
+
+
+def _dtypes(request: LatentRequest) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    return request.query_latent.dtype, request.query_rope.dtype, request.out.dtype
 
 
 def _args(request: LatentRequest, workspace: torch.Tensor, rows: int) -> Args:

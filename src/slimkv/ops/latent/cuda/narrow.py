@@ -1,4 +1,4 @@
-"""How the kernel of few rows (source/latent/narrow.cu) is cut: one block for every multiprocessor."""
+"""How the kernel of few rows (source/latent/narrow.cu) is cut: a grid that fills the device, whatever the lengths."""
 
 from __future__ import annotations
 
@@ -8,41 +8,55 @@ from typing import ClassVar
 from slimkv.ops.attention.cuda.shape import Device
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
-MOST_ROWS = 16
-_PAIRS, _LEVEL_COPIES, _ROPE_COPIES = 2, 32, 8  # as narrow.cu has them
+_STEP, _WARPS, _ROPE_COPIES = 32, 4, 8  # as narrow.cu has them
+_MOST_RESIDENT = 2  # blocks of a multiprocessor, which have all of its registers
+_MOST_STAGES, _LEAST_STAGES = 4, 2
+_RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
 
 
 @dataclass(frozen=True)
 class Cut:
     """How requests of a kind are compiled and launched."""
 
-    rows: int  # (query, head) pairs of a block
+    stages: int  # of the ring
     shared: int  # bytes of a block
+    resident: int  # blocks of a multiprocessor
     blocks: int  # of the grid
 
     source: ClassVar[str] = "latent/narrow.cu"
-    threads: ClassVar[int] = 256 * _PAIRS
-    parts: ClassVar[int] = _PAIRS  # that a block leaves of an item
+    threads: ClassVar[int] = 32 * _WARPS
+    rows: ClassVar[int] = 16
 
     @property
     def defines(self) -> dict[str, int]:
         """What the kernel is compiled with beside the format."""
-        return {"ROWS": self.rows, "SHARED": self.shared}
+        return {"STAGES": self.stages, "SHARED": self.shared, "RESIDENT": self.resident}
 
 
-def _level_bytes(fmt: TensorFormat, copies: int) -> int:
-    return 4 * copies << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > 4 else 0
+def wants_table(fmt: TensorFormat) -> bool:
+    """Whether its levels are looked up: those of up to 4 bits are made by byte permutations."""
+    return fmt.kind == Kind.LLOYD and fmt.bits > 4
 
 
-def shared_bytes(layout: PageLayout, rows: int) -> int:
+def shared_bytes(layout: PageLayout, stages: int) -> int:
     """Shared memory of a block, as narrow.cu counts it."""
     spec = layout.spec
-    chunks = spec.key_dim // 64 + -(-spec.value_dim // 64)
-    levels = _level_bytes(spec.key, _LEVEL_COPIES) + _level_bytes(spec.value, _ROPE_COPIES)
-    return chunks * (_PAIRS * 8192 + 128 * rows) + _PAIRS * (144 * rows + 80) + 16 * rows + levels
+    queries = 32 * (spec.key_dim + spec.value_dim)
+    scores = 4 * _WARPS * 512 + 1024 + 4 * _WARPS * Cut.rows + 16 * Cut.rows + 64
+    fields = 2 * _STEP * (1 if spec.value.kind == Kind.RAW else 2)
+    stage = _STEP * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
+    levels = 4 * _ROPE_COPIES << spec.value.bits if wants_table(spec.value) else 0
+    return queries + scores + stages * stage + levels
 
 
-def cut_for(layout: PageLayout, rows: int, device: Device) -> Cut:
-    """Blocks of 8 or 16 rows, whichever is enough."""
-    own = 8 if rows <= 8 else MOST_ROWS
-    return Cut(own, shared_bytes(layout, own), device.multiprocessors)
+def cut_for(layout: PageLayout, device: Device) -> Cut | None:
+    """As many blocks as fit a multiprocessor, then as many stages; None for latents that want a table of levels."""
+    if wants_table(layout.spec.key):
+        return None
+    for resident in range(_MOST_RESIDENT, 0, -1):
+        room = min(device.shared_of_block, device.shared_of_multiprocessor // resident - _RESERVED)
+        for stages in range(_MOST_STAGES, _LEAST_STAGES - 1, -1):
+            need = shared_bytes(layout, stages)
+            if need <= room:
+                return Cut(stages, need, resident, device.multiprocessors * resident)
+    return None

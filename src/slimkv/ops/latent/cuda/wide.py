@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from slimkv.ops.attention.cuda.shape import Device
-from slimkv.spec import Kind, PageLayout
+from slimkv.ops.latent.cuda.narrow import wants_table
+from slimkv.spec import PageLayout
 
 _STAGES = 2
 _LATENT_DIMS = (128, 256, 512)
@@ -22,7 +23,6 @@ class Cut:
     source: ClassVar[str] = "latent/wide.cu"
     threads: ClassVar[int] = 384  # as wide.cu has them
     rows: ClassVar[int] = 64
-    parts: ClassVar[int] = 1  # that a block leaves of an item
 
     @property
     def defines(self) -> dict[str, int]:
@@ -34,14 +34,13 @@ def shared_bytes(layout: PageLayout) -> int:
     """Shared memory of a block, as wide.cu counts it."""
     spec = layout.spec
     stage = 8192 * (spec.key_dim // 64 + -(-spec.value_dim // 64))
-    levels = 4 << spec.value.bits if spec.value.kind == Kind.LLOYD else 0
+    levels = 4 << spec.value.bits if wants_table(spec.value) else 0
     return (1 + _STAGES) * stage + 8192 + 16 * Cut.rows + _STAGES * (64 + 16) + 32 + levels
 
 
 def cut_for(layout: PageLayout, device: Device) -> Cut | None:
     """None where it does not fit: latents that want a table of levels, or that are too large."""
     spec, need = layout.spec, shared_bytes(layout)
-    table = spec.key.kind == Kind.LLOYD and spec.key.bits > 4
-    if table or spec.key_dim not in _LATENT_DIMS or need > device.shared_of_block:
+    if wants_table(spec.key) or spec.key_dim not in _LATENT_DIMS or need > device.shared_of_block:
         return None
     return Cut(need, device.multiprocessors)

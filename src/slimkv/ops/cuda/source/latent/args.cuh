@@ -19,5 +19,5 @@ struct LatentArgs {
   float scale, rope_norm;  // of scores, in powers of two; of the rotation
   Table table;
   u32 rope_sign_bits[4];
-  i32 heads, row_tiles, sequences, blocks;
+  i32 heads, row_tiles, splits, sequences, blocks;
 };

@@ -17,10 +17,6 @@ template <int COUNT, int COPIES, int THREADS> DEVICE void fill_levels(const floa
 // A slice of 16 tokens as four matrices of 8 tokens x 8 dimensions: tokens 0-7 and 8-15 of its first dimensions, then of the
 // others. With OFFSET.
 DEVICE void latent_matrices(u32 low, u32 high, Table table, const LevelTable& levels, u32 (&a)[4]) {
-#ifdef ABLATE_UNPACK
-  a[0] = low & 0x3FFF3FFF, a[1] = low & 0x3BFF3BFF, a[2] = low & 0x37FF37FF, a[3] = low & 0x33FF33FF;
-  return;
-#endif
   if constexpr (IN_BYTES) {
     u32 first, second;
     code_bytes<LLOYD, L_BITS>(low, high, table, first, second);

@@ -6,19 +6,18 @@
 constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64, CHUNK = 64 * 128;  // bytes of 64 dimensions of 64 tokens
 constexpr int STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;
 
-// One of GROUPS warpgroups, which take turns with the tiles of a range and have OWN stages each.
-template <int GROUPS, int OWN> struct Producer {
+template <int STAGES> struct Producer {
   const LatentArgs& args;
   u8* const ring;
   Units* const units;  // [stage, warp]
   u64 *const full, *const empty;
-  const int group, warp, lane;
+  const int warp, lane;
 
-  DEVICE_MEMBER Producer(const LatentArgs& args_, u8* ring_, Units* units_, u64* full_, u64* empty_, int group_, int warp_, int lane_)
-      : args(args_), ring(ring_), units(units_), full(full_), empty(empty_), group(group_), warp(warp_), lane(lane_) {}
+  DEVICE_MEMBER Producer(const LatentArgs& args_, u8* ring_, Units* units_, u64* full_, u64* empty_, int warp_, int lane_)
+      : args(args_), ring(ring_), units(units_), full(full_), empty(empty_), warp(warp_), lane(lane_) {}
 
   template <class Rope> DEVICE_MEMBER void run(const LevelTable& levels, const Rope& rope_levels) const {
-    int number = 0;  // of the warpgroup's tiles
+    int number = 0;  // of the block's tiles
     Walk walk(args, block_index(), lane);
     Range range;
     while (walk.next(args, range)) {
@@ -34,34 +33,26 @@ template <int GROUPS, int OWN> struct Producer {
       auto prefetch = [&](i32 page, int tile) {
         Tokens::prefetch(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
       };
-      const int first = range.first + group;
+      const int first = range.first;
       i32 page = 0, ahead = 0;  // of the next tile and of the one after it
       if (first < last) {
         load(page_of(first), first);
-        page = page_of(first + GROUPS), ahead = page_of(first + 2 * GROUPS);
-        if (first + GROUPS < last) prefetch(page, first + GROUPS);
+        page = page_of(first + 1), ahead = page_of(first + 2);
+        if (first + 1 < last) prefetch(page, first + 1);
       }
-      for (int tile = first; tile < last; tile += GROUPS, number++) {
-        const int stage = group * OWN + number % OWN;
-        if (tile + 2 * GROUPS < last) prefetch(ahead, tile + 2 * GROUPS);
-        mbarrier_wait(empty + stage, (u32)(number / OWN & 1) ^ 1);
+      for (int tile = first; tile < last; tile++, number++) {
+        const int stage = number % STAGES;
+        if (tile + 2 < last) prefetch(ahead, tile + 2);
+        mbarrier_wait(empty + stage, (u32)(number / STAGES & 1) ^ 1);
         const u32 to = shared_address(ring) + stage * STAGE + warp * 2048;
-#ifdef ABLATE_UNPACK
-        Units own = {1.0f, 0.0f, 1.0f, 0.0f};
-        u32 any = tokens.fields;
-#pragma unroll
-        for (int i = 0; i < 32; i++) any |= tokens.latent.low(i);
-        if (any == 0x12345678u) own.unit = 2.0f;
-#else
         const Units own = tokens.unpack(args.table, levels, rope_levels, to, to + CHUNKS * CHUNK, lane);
-#endif
         if (lane == 0) units[stage * 4 + warp] = own;
         fence_proxy_async();  // it may wait for loads: the next ones come behind it
         sync_warp();
         if (lane == 0) mbarrier_arrive(full + stage);
-        if (tile + GROUPS < last) {
-          load(page, tile + GROUPS);
-          page = ahead, ahead = page_of(tile + 3 * GROUPS);
+        if (tile + 1 < last) {
+          load(page, tile + 1);
+          page = ahead, ahead = page_of(tile + 3);
         }
       }
     }

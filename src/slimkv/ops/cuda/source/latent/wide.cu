@@ -14,11 +14,9 @@ constexpr int ROWS = 64, STEP = 64, THREADS = 384, ITEM_COST = 4, PARTS = 1, STA
 #include "latent/producer.cuh"
 
 constexpr int HALF = LD / 2;  // dimensions of a warpgroup
-constexpr int L_COPIES = 1, R_COPIES = 1;
-#ifndef WIDE_PRODUCER
-#define WIDE_PRODUCER 88
-#endif
-constexpr int PRODUCER_REGISTERS = WIDE_PRODUCER, CONSUMER_REGISTERS = (504 - WIDE_PRODUCER) / 2 / 8 * 8;
+constexpr int R_COPIES = 1;
+// A rope part in 16 bits takes a producer more registers than one in codes.
+constexpr int PRODUCER_REGISTERS = R_KIND == RAW ? 104 : 88, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "what fits");
 
 // Shared memory. Weights: [16 tokens, lane]; references and rows take turns.
@@ -289,7 +287,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     const LevelTable levels = {0};
     const RopeLevels<R_COPIES> rope_levels = {shared_address(shared + R_LEVELS_AT)};
-    Producer<1, STAGES>(args, shared + RING_AT, (Units*)(shared + UNITS_AT), full, empty, 0, warp - 8, lane).run(levels, rope_levels);
+    Producer<STAGES>(args, shared + RING_AT, (Units*)(shared + UNITS_AT), full, empty, warp - 8, lane).run(levels, rope_levels);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     attend_tiles(args, shared, full, empty, warp / 4, lane);
