@@ -66,7 +66,7 @@ MANY_ROWS = [
     Case(heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
     Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, heads=24),
     Case(format="c3", dtype="fp16", out_dtype="fp16", lens=(20,), queries=(3,), heads=8),
-    Case(peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=65),
+    Case(peaked=True, scale=0.3, lens=(130,), queries=(1,), heads=65),
 ]
 
 

@@ -47,21 +47,3 @@ struct Query {
     for (int i = 0; i < RD / 32; i++) put(lane + 32 * i, BF16_ROPE ? f32_to_bf16(y[i]) : f32_to_f16(y[i] * down));
   }
 };
-
-// What makes scores of products of latents, the unit of rope parts in units of those, and which tokens a row sees.
-struct __attribute__((aligned(16))) Row { float unit, rope; i32 visible_end; i32 unused; };
-
-// Row n of a block of ROWS, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's. Rows
-// beyond the last are zeros and see nothing.
-template <int BLOCK_ROWS>
-DEVICE void stage_query(const LatentArgs& args, const Item& item, int n, u8* to, Row* rows, int lane) {
-  const Query query(args, item, n, lane);
-  const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
-  auto place = [&](int at) { return at / 64 * BLOCK_ROWS * 128 + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
-  query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); });
-  query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); });
-  const float latent = query.latent_unit();
-  if (lane == 0)
-    rows[n] = {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), query.rope_unit() / latent,
-               query.real ? item.visible_end(args, n) : 0, 0};
-}

@@ -29,6 +29,23 @@ constexpr int WEIGHTS_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the secon
 typedef float Output[HALF / 2];
 typedef u32 Weights[4][4];  // an operand for every 16 tokens
 
+// What makes scores of products of latents, the unit of rope parts in units of those, and which tokens a row sees.
+struct __attribute__((aligned(16))) Row { float unit, rope; i32 visible_end; i32 unused; };
+
+// Row n of a block, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's. Rows beyond the
+// last are zeros and see nothing.
+DEVICE void stage_query(const LatentArgs& args, const Item& item, int n, u8* to, Row* rows, int lane) {
+  const Query query(args, item, n, lane);
+  const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
+  auto place = [&](int at) { return at / 64 * ROWS * 128 + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
+  query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); });
+  query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); });
+  const float latent = query.latent_unit();
+  if (lane == 0)
+    rows[n] = {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), query.rope_unit() / latent,
+               query.real ? item.visible_end(args, n) : 0, 0};
+}
+
 template <bool B> struct Bool { static constexpr bool VALUE = B; };
 
 // A warpgroup's rows, scores and half of the output. A lane has rows g and g + 8 of its warp's 16.
@@ -188,7 +205,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
     if (thread_index() == 0) *kept = walk;
     const Item item(args, range.sequence, range.tile);
     const int count = min_i32(range.last, item.steps(args)) - range.first, clear_end = item.visible_end(args, 0);
-    for (int n = 4 * group + warp; n < ROWS; n += 8) stage_query<ROWS>(args, item, n, shared + QUERIES_AT, (Row*)(shared + ROWS_AT), lane);
+    for (int n = 4 * group + warp; n < ROWS; n += 8) stage_query(args, item, n, shared + QUERIES_AT, (Row*)(shared + ROWS_AT), lane);
     fence_proxy_async();
     bar_sync(CONSUMERS, 256);
     own.take_rows(warp);
