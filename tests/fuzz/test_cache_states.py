@@ -121,7 +121,7 @@ class Caches(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2), repeats=st.integers(1, 3))
     def repeat(self, which, repeats):
         pair = self.pick(which)
-        if pair.batch and pair.batch * repeats <= MOST_SEQUENCES:
+        if pair.tokens and pair.batch * repeats <= MOST_SEQUENCES:  # an empty stock cache stays as it is
             pair.each(lambda one: one.batch_repeat_interleave(repeats))
             pair.batch *= repeats
             pair.check()
@@ -129,7 +129,7 @@ class Caches(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2), data=st.data())
     def select(self, which, data):
         pair = self.pick(which)
-        if pair.batch:
+        if pair.tokens:  # an empty stock cache stays as it is
             index = data.draw(st.lists(st.integers(0, pair.batch - 1), min_size=1, max_size=MOST_SEQUENCES))
             pair.each(lambda one: one.batch_select_indices(torch.tensor(index)))
             pair.batch = len(index)

@@ -19,7 +19,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 COMMANDS = [command for need, command in commands() if need == "gpu"]
 SERVING = ["--shape", "tiny", "--context", "512", "--requests", "2", "--arrivals", "2", "--memory", "0.2", "--eager"]
 SMALLER = {
-    "serve": [*SERVING, "--output", "4", "--most-requests", "2", "--rounds", "1", "--offload-gib", "1"],
+    "serve": [
+        *SERVING,
+        "--output",
+        "4",
+        "--most-requests",
+        "2",
+        "--rounds",
+        "1",
+        "--offload-gib",
+        "1",
+        "--short-context",
+        "256",
+    ],
     "generate": ["--context", "256", "--new-tokens", "4", "--rounds", "1", "--layers", "2"],
 }
 

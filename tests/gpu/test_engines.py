@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,16 @@ from engines import NGRAM, engine, long, model_folder, ragged, repeating, run, r
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
-GRAPHS = {"enforce_eager": False, "dtype": "bfloat16", "block_size": 64, "gpu_memory_utilization": 0.3}
+# A fixed size of the cache: engines that measure free memory cannot start beside each other.
+MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 << 30}
+GRAPHS = {"enforce_eager": False, "dtype": "bfloat16", "block_size": 64, **MEMORY}
 NEAR_TIE = 0.1  # nats between the two most likely tokens, within what bf16 products of another shape move
+
+
+def together(*engines: tuple[dict, list[dict]]) -> list[dict]:
+    """Results of engines with their runs, all at the same time."""
+    with ThreadPoolExecutor(len(engines)) as pool:
+        return list(pool.map(lambda each: run_engine(*each), engines))
 
 
 def drafts() -> dict:
@@ -47,11 +56,14 @@ def test_speculation_gives_the_tokens_it_gives_without(how):
     """k4v4 with full CUDA graphs; a prompt counts where the stock cache itself gives the same tokens."""
     speculation = NGRAM if how == "n-gram" else drafts()
     prompts = [*ragged(), *long(), *repeating()]
-    plain = [{**run("a", prompts, 48), "logprobs": 5}]
+    plain, drafting = [{**run("a", prompts, 48), "logprobs": 5}], [run("a", prompts, 48)]
+    systems = {"stock": {}, "k4v4": slimkv("k4v4")}
+    results = together(
+        *((engine(**GRAPHS, **cache), plain) for cache in systems.values()),
+        *((engine(**GRAPHS, **cache, **speculation), drafting) for cache in systems.values()),
+    )
     found = {}
-    for system, cache in (("stock", {}), ("k4v4", slimkv("k4v4"))):
-        alone = run_engine(engine(**GRAPHS, **cache), plain)
-        drafted = run_engine(engine(**GRAPHS, **cache, **speculation), [run("a", prompts, 48)])
+    for system, alone, drafted in zip(systems, results[:2], results[2:], strict=True):
         assert drafted["counters"]["a"]["vllm:spec_decode_num_accepted_tokens"] > 10
         found[system] = partings(alone, drafted, "a")
         print(f"{how}, {system}: {len(found[system])} of {len(prompts)} prompts part (token, gap): {found[system]}")
@@ -102,14 +114,17 @@ def test_hybrids(make, tmp_path):
     prompts = [[(7 * i + 3 * j * j) % 500 + 3 for j in range(300 + 700 * i)] for i in range(3)]
     base = {
         "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_batched_tokens": 1024,
-        "gpu_memory_utilization": 0.3, "enable_prefix_caching": True, "block_size": None,
+        "enable_prefix_caching": True, "block_size": None, **MEMORY,
     }  # fmt: skip
     once = [run("a", prompts, 16)]
-    stock, raw = (run_engine({**base, **how}, once) for how in ({}, slimkv("raw")))
-    assert raw["tokens"] == stock["tokens"]
     thrice = [run("miss", prompts, 16), run("hit", prompts, 16), run("afresh", prompts, 16, reset=True)]
-    for unit in ({}, {"prefix_match_unit": 64}):
-        codes = run_engine({**base, **unit, **slimkv("k4v4")}, thrice)
+    units = ({}, {"prefix_match_unit": 64})
+    stock, raw, *packed = together(
+        *(({**base, **how}, once) for how in ({}, slimkv("raw"))),
+        *(({**base, **unit, **slimkv("k4v4")}, thrice) for unit in units),
+    )
+    assert raw["tokens"] == stock["tokens"]
+    for unit, codes in zip(units, packed, strict=True):
         hits = codes["counters"]["hit"]["vllm:prefix_cache_hits"]
         print(f"{make.__name__}: blocks of {codes['block_size']} tokens, {unit or 'by block'}: {hits:.0f} hits")
         assert codes["tokens"]["miss"] == codes["tokens"]["hit"] == codes["tokens"]["afresh"]

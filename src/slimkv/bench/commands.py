@@ -29,6 +29,7 @@ SERVE_OPTIONS = {
     "seed": "of prompts and arrivals",
     "limit_seconds": "for one system",
     "offload_gib": "host memory of the offload phase",
+    "short_context": "tokens of a second prompt of the offload phase; 0: none",
     "rounds": "of the offload phase; the median counts",
 }
 GENERATE_OPTIONS = {

@@ -60,6 +60,7 @@ class ServeSettings:
     seed: int = 0
     limit_seconds: int = 600  # for one system
     offload_gib: float = 40.0  # host memory of the offload phase
+    short_context: int = 0  # of a second prompt of the offload phase; 0: none
     rounds: int = 5  # of the offload phase
     extra: tuple[tuple[str, Any], ...] = ()  # further engine arguments
 
@@ -78,6 +79,8 @@ class ServeSettings:
         for name in ("requests", "context", "output", "arrivals", "max_num_seqs", "max_num_batched_tokens", "rounds"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.short_context <= self.context:
+            raise InputError(f"short_context must be 0 to {self.context}, the context; not {self.short_context}")
         if self.output < 2:
             raise InputError(f"output must be at least 2 tokens for a time between tokens, not {self.output}")
         if not self.rate > 0:
@@ -160,7 +163,7 @@ def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str,
         "vocabulary": text_field(shape, "vocab_size"),
         **{name: getattr(settings, name) for name in
            ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed", "rounds",
-            "max_num_seqs")},
+            "short_context", "max_num_seqs")},
     }  # fmt: skip
 
 
@@ -273,6 +276,7 @@ def over_stock(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]
         "decode_tokens_per_second": ("decode", "decode_tokens_per_second"),
         "prefill_seconds": ("decode", "prefill_seconds"),
         "offload_host_seconds": ("offload", "host_seconds"),
+        "offload_short_host_seconds": ("offload", "short", "host_seconds"),
         "offload_load_bytes": ("offload", "load_bytes"),
         "offload_load_seconds": ("offload", "load_seconds"),
         "full_requests": ("full", "requests"),
@@ -314,6 +318,8 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("recompute s", ("offload", "recompute_seconds"), "{:.3f}"),
     ("from host s", ("offload", "host_seconds"), "{:.3f}"),
     ("in cache s", ("offload", "cached_seconds"), "{:.3f}"),
+    ("short: recompute s", ("offload", "short", "recompute_seconds"), "{:.3f}"),
+    ("from host s", ("offload", "short", "host_seconds"), "{:.3f}"),
     ("copy s", ("offload", "load_seconds"), "{:.4f}"),
     ("TTFT p50 s", ("poisson", "time_to_first_token_p50"), "{:.3f}"),
     ("TTFT p99 s", ("poisson", "time_to_first_token_p99"), "{:.3f}"),

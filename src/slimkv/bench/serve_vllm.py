@@ -61,11 +61,17 @@ class VLLMLoad(Load):
         return [Answer(counts[n], first[n], last[n]) for n in range(len(arrivals))]
 
     def phase_offload(self) -> dict[str, Any]:
+        """Times of the plan's prompt, and of a shorter one under ``short`` where the plan has it."""
+        short = self.plan["short_context"]
+        shorter = {"short": self._offload(short)} if short else {}
+        return {**self._offload(self.plan["context"]), **shorter}
+
+    def _offload(self, context: int) -> dict[str, Any]:
         """Time to the first token of one prompt: computed, from host memory, and from the device's own cache.
 
         Emptying the prefix cache leaves what the host holds; a short request before it lets copies to the host finish.
         """
-        prompt = [self.prompt(20_000, self.plan["context"])]
+        prompt = [self.prompt(20_000, context)]
         recompute, first = self._timed(prompt)
         seconds: dict[str, list[float]] = {"host": [], "cached": [], "bytes": [], "copy": [], "hits": []}
         names = {
@@ -88,7 +94,7 @@ class VLLMLoad(Load):
             same = same and outputs == first
         middle = {key: statistics.median(values) for key, values in seconds.items()}
         return {
-            "context": self.plan["context"],
+            "context": context,
             "layout": self.llm.llm_engine.vllm_config.cache_config.kv_cache_layout,
             "recompute_seconds": recompute,
             "host_seconds": middle["host"],

@@ -73,10 +73,10 @@ def calibrate(
         )
     if engine_options is not None and engine != VLLM:
         raise typer.BadParameter(f"--engine-options are for --engine {VLLM}")
-    watch = Stopwatch()
+    watch, started = Stopwatch(), None
     with user_errors():
         if engine == VLLM:
-            made = _gather_in_vllm(model, windows, tokens, seed, max_positions, engine_options)
+            made, started = _gather_in_vllm(model, windows, tokens, seed, max_positions, engine_options)
         else:
             made = _gather(model, text, ids, (windows, tokens), seed, max_positions, chooses, threads, device)
         solution = None
@@ -86,7 +86,7 @@ def calibrate(
             made = made.with_formats(solution.formats)
         out = out if out is not None else _kept(model)
         made.save(out)
-    result = _result(model, made, solution, out, watch.seconds)
+    result = _result(model, made, solution, out, watch.seconds, started)
     emit(result, as_json, *([] if as_json else _shown(result, solution)))
 
 
@@ -122,20 +122,30 @@ def _gather(
 
 def _gather_in_vllm(
     name: str, windows: int, tokens: int, seed: int, max_positions: int | None, options: str | None
-) -> Calibration:
+) -> tuple[Calibration, float]:
+    """The calibration, and the seconds until vLLM was up."""
     import json
 
     from slimkv import models
+    from slimkv.evals.harness import Stopwatch
     from slimkv.integrations.vllm.observe import gather_calibration
 
     given = json.loads(options) if options else {}
     if not isinstance(given, dict):
         raise typer.BadParameter(f"--engine-options must be a JSON object, not {options}")
     source = str(models.folder(name)) if name in models.PACKAGED else name
+    watch, started = Stopwatch(), [0.0]
     with progress_bar() as (_, progress):
-        return gather_calibration(
-            source, samples=(windows, tokens), seed=seed, max_positions=max_positions, progress=progress, **given
+
+        def told(what: str, done: int, total: int) -> None:
+            if done == 1:  # the first step after the engine's start
+                started[0] = watch.seconds
+            progress(what, done, total)
+
+        made = gather_calibration(
+            source, samples=(windows, tokens), seed=seed, max_positions=max_positions, progress=told, **given
         )
+    return made, started[0]
 
 
 def _kept(name: str) -> Path:
@@ -145,7 +155,9 @@ def _kept(name: str) -> Path:
     return cached_path(str(models.folder(name)) if name in models.PACKAGED else name)
 
 
-def _result(model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float) -> dict[str, Any]:
+def _result(
+    model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float, started: float | None
+) -> dict[str, Any]:
     from slimkv.calibration.predict import logit_noise
 
     gains = []
@@ -163,6 +175,7 @@ def _result(model: str, made: Calibration, solution: Solution | None, out: Path,
         "max_positions": made.max_positions,
         "widths": None if solution is None else _widths(solution),
         "seconds": seconds,
+        "engine_start_seconds": started,  # of these, until the engine was up
     }
 
 
@@ -188,7 +201,8 @@ def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
     table.add_row("file", f"{result['file_bytes']:,} bytes")
     table.add_row("squared error that queries see", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's")
     table.add_row("holds up to position", f"{result['max_positions']:,}")
-    table.add_row("time", f"{result['seconds']:.1f} s")
+    started = result["engine_start_seconds"]
+    table.add_row("time", f"{result['seconds']:.1f} s" + (f", {started:.1f} s to start vLLM" if started else ""))
     if solution is None:
         return [table]
     widths = Table(title="widths per layer")

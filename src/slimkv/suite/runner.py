@@ -18,7 +18,7 @@ import slimkv
 from slimkv.errors import InputError
 from slimkv.provenance import device_name, provenance
 from slimkv.suite.parts import Part, plan_parts
-from slimkv.suite.settings import SuiteSettings
+from slimkv.suite.settings import SuiteSettings, lighter
 from slimkv.suite.workbench import Workbench
 
 RESULTS_VERSION = 1
@@ -147,9 +147,12 @@ def run_suite(settings: SuiteSettings, folder: Path, watcher: Watcher | None = N
     _check_folder(folder)
     bench = Workbench(settings, folder)
     bench.check()
+    settings, less = lighter(settings, bench.parameters)
+    bench = Workbench(settings, folder)
     (folder / _KEPT).mkdir(parents=True, exist_ok=True)
     begin, worked = time.monotonic(), time.process_time()
     parts, notes = plan_parts(bench)
+    notes = [*less, *notes]
     if not parts:
         raise InputError(f"nothing to measure: the parts {', '.join(settings.parts)} do not run with {settings.engine}")
     calibrating = Part("calibration", "calibration", "calibration", {}, 6000 if bench.wants_calibration else 0, _unused)

@@ -56,7 +56,7 @@ class Size:
 _DEPTHS = (0.1, 0.5, 0.9)
 SIZES: dict[tuple[str, bool], Size] = {  # by name and whether there is a GPU
     (SMOKE, False): Size(_FEW, 4, 256, 512, (192,), (0.5,), (384,), 1, 4, 256, 8, 1, 8),
-    (QUICK, False): Size(_PAIRS, 6, 384, 1536, (384,), (0.25, 0.75), (512, 1024), 2, 8, 512, 8, 1, 40),
+    (QUICK, False): Size(_PAIRS, 6, 384, 1536, (384,), (0.25, 0.75), (512, 1024), 2, 8, 512, 8, 3, 40),
     (FULL, False): Size(_MANY, 24, 1024, 8192, (512, 2048), _DEPTHS, (512, 1024, 2048, 4096), 12, 8, 4096, 32, 3, None),
     (SMOKE, True): Size(_FEW, 8, 1024, 4096, (1024,), (0.5,), (2048,), 2, 8, 4096, 32, 1, 32),
     (QUICK, True): Size(
@@ -68,6 +68,7 @@ SIZES: dict[tuple[str, bool], Size] = {  # by name and whether there is a GPU
     ),
 }  # fmt: skip
 NAMES = (SMOKE, QUICK, FULL)
+CPU_PARAMETERS = 150_000_000  # of a model that a CPU takes through the sizes as they are
 PARTS = ("memory", "agreement", "positions", "needle", "tasks", "lm-eval", "generate", "attend", "serve")
 
 
@@ -136,3 +137,20 @@ def make_settings(name: str, model: str, *, device: str | None = None, **changes
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def lighter(settings: SuiteSettings, parameters: int) -> tuple[SuiteSettings, list[str]]:
+    """Settings for a model of so many parameters, and what was changed: on a CPU a larger one reads less.
+
+    Sizes whose counts a user has chosen, ``full`` and GPUs are left alone."""
+    size, share = settings.size, CPU_PARAMETERS / max(parameters, 1)
+    usual = replace(SIZES[settings.name, False], formats=size.formats)
+    if not settings.device.startswith("cpu") or settings.name == FULL or size != usual or share > 0.75:
+        return settings, []
+    less = {
+        "windows": max(2, round(size.windows * share)), "contexts": max(1, round(size.contexts * share)),
+        "position_tokens": max(512, int(size.position_tokens * share) // 256 * 256),
+    }  # fmt: skip
+    told = ", ".join(f"{name} {value} in place of {getattr(size, name)}" for name, value in less.items())
+    note = f"a CPU and {parameters / 1e6:,.0f} million parameters: {told}; name one of them to choose it yourself"
+    return replace(settings, size=replace(size, **less)), [note]

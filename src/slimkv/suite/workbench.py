@@ -71,6 +71,15 @@ class Workbench:
 
         return AutoConfig.from_pretrained(self.model_source)
 
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model; tied ones count once."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return sum(p.numel() for p in AutoModelForCausalLM.from_config(self.config).parameters())
+
     @property
     def max_positions(self) -> int | None:
         """Tokens that the model's positions allow; None where its configuration does not say."""

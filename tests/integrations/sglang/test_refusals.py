@@ -133,7 +133,7 @@ def test_plain_layers_are_served():
 def test_settings_come_from_the_model_override_args():
     config = settings.parse(resolved(page_size=32, json_model_override_args=override_args("k5v4", fresh="raw")))
     assert (config.format, config.fresh) == ("k5v4", "raw")
-    assert settings.parse(SimpleNamespace(json_model_override_args="{}")).format == "k4v4"
+    assert settings.parse(SimpleNamespace(json_model_override_args="{}")).format == "auto"
     assert settings.parse(SimpleNamespace(json_model_override_args='{"slimkv": "k6v4"}')).format == "k6v4"
 
 

@@ -48,7 +48,7 @@ class Model(SimpleNamespace):
 def make_kvc(settings: str | None = None, **others: Any) -> SimpleNamespace:
     model = Model(
         head_dim=64, v_head_dim=64, swa_head_dim=128, swa_v_head_dim=128, is_encoder_decoder=False, context_len=2048,
-        hf_text_config=SimpleNamespace(num_hidden_layers=6),
+        hf_text_config=SimpleNamespace(num_hidden_layers=6), model_path="model",
     )  # fmt: skip
     info = {"start_layer": 0, "end_layer": 6, "num_effective_layers": 6}
     windows = {"full_attention_layer_ids": [1, 3, 5], "swa_attention_layer_ids": [0, 2, 4]}

@@ -11,6 +11,7 @@ import torch
 from attention_cases import Case, build
 from test_attention import check, check_rows, poisoned_out, request_of
 
+from slimkv.codec.pack import page_tables
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.cuda.compiler import compile_kernels
@@ -101,6 +102,27 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only(side):
     assert out[20:40].isnan().all()
     assert out[:20].isfinite().all()
     assert out[41:].isfinite().all()
+
+
+@emulated
+@pytest.mark.parametrize(("format", "softcap"), [("k4v4", 0.0), ("kur4vu4", 20.0), ("fp8", 0.0)])
+@pytest.mark.parametrize("poison", [0xFF, 0xF0])  # scales that are not numbers, and large ones
+def test_what_no_query_sees_changes_no_bit(format, softcap, poison):
+    """Not even through the power of two that the numbers of a tile share."""
+    case = replace(LONG, format=format, softcap=softcap, window=9, lens=(140,), queries=(33,))
+    outs = []
+    for poisoned in (False, True):
+        built = build(case, CPU)
+        if poisoned:
+            hidden = built.positions(0)[: 140 - 33 - 9 + 1]
+            size = built.layout.block_size
+            offsets = page_tables(built.layout, CPU).byte_offsets[hidden % size]
+            built.pages[(hidden // size)[:, None], 0, offsets] = poison
+        out, lse = poisoned_out(case, built)
+        prefill_cuda.attend_prefill(request_of(built, out, lse), launch)
+        outs.append(out)
+    assert outs[0].isfinite().all()
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize(

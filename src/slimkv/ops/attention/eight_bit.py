@@ -64,15 +64,18 @@ class Operands:
     value_scale: Tensor  # float32 [tokens, num_kv_heads], > 0: a value is ``value`` times it
 
 
-def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor) -> Operands:
-    """The tokens in ``slots``, int64 [tokens], which are the whole sequence from its first token on."""
+def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor, seen_from: int = 0) -> Operands:
+    """The tokens in ``slots``, int64 [tokens], which are the whole sequence from its first token on.
+
+    What lies before ``seen_from``, which no query sees, counts for nothing."""
     spec, device = layout.spec, pages.device
     key, value = take_tokens(layout, pages, slots)
     key_levels = byte_levels(spec.key.bits, spec.key_dim)
     value_levels = byte_levels(spec.value.bits, spec.value_dim)
     key_scale, value_scale = decode_unsigned(key.fields[..., 0]), decode_unsigned(value.fields[..., 0])
     marked = key_scale.isnan() | value_scale.isnan()
-    scale = torch.where(marked, 0.0, value_scale)
+    hidden = torch.arange(len(slots), device=device)[:, None] < seen_from
+    scale = torch.where(marked | hidden, 0.0, value_scale)
     tiles = torch.nn.functional.pad(scale.T, (0, -len(slots) % TILE)).unflatten(1, (-1, TILE)).amax(-1)
     unit = torch.ldexp(torch.ones_like(tiles), torch.frexp(tiles)[1])  # the power of two above a tile's largest scale
     unit = unit.where(tiles > 0, SMALLEST_NORMAL)

@@ -96,7 +96,10 @@ def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slic
 
 
 def _in_eight_bits(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
-    kv = eight_bit.operands(request.codec, request.layout, request.pages, _slots(request, sequence, length))
+    window = request.options.sliding_window
+    seen_from = 0 if window is None else max(0, length - (rows.stop - rows.start) - window + 1)
+    slots = _slots(request, sequence, length)
+    kv = eight_bit.operands(request.codec, request.layout, request.pages, slots, seen_from)
     query = request.codec.rotate_query(request.query[rows])
     out, lse = eight_bit.attend_sequence(
         query, kv, visible(request, length, rows.stop - rows.start), request.softmax_scale, request.options.softcap,

@@ -26,6 +26,7 @@ ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
 ROWS = 128  # of queries, times heads of a group, in a block
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
+_NO_WINDOW = 1 << 30  # tokens: longer than any sequence
 _THREADS = 384
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 _SignBits = ctypes.c_uint32 * 8
@@ -40,7 +41,7 @@ class UnpackArgs(ctypes.Structure):
             "pages", "table", "lengths", "starts", "key_levels", "value_levels", "keys", "values", "units",
         )),
         *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
-        *((name, ctypes.c_int32) for name in ("heads", "most_queries", "first_tile", "tiles")),
+        *((name, ctypes.c_int32) for name in ("heads", "most_queries", "first_tile", "tiles", "window")),
         ("key_table", _Table),
         ("value_table", _Table),
         ("value_factor", ctypes.c_float),
@@ -169,7 +170,8 @@ def attend_prefill(
         starts=request.cu_seqlens_q.data_ptr(), key_levels=key.levels.data_ptr(), value_levels=value.levels.data_ptr(),
         keys=keys, values=keys + key_bytes, units=units, page_stride=pages.stride(0),
         page_head_stride=pages.stride(1), table_stride=request.block_table.stride(0), heads=num_kv_heads,
-        most_queries=MAX_DECODE_QUERIES, tiles=tiles, **_byte_tables(layout, shape),
+        most_queries=MAX_DECODE_QUERIES, tiles=tiles, window=options.sliding_window or _NO_WINDOW,
+        **_byte_tables(layout, shape),
     )  # fmt: skip
     args = AttendArgs(
         query=query.data_ptr(), keys=keys, values=keys + key_bytes, units=units, lengths=unpack.lengths,

@@ -77,16 +77,18 @@ def softmax_columns(s, top, m, z, acc):
 @triton.jit
 def _keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
                   WINDOW: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
-    """Which keys a block of queries reads: begin (a multiple of BT), end, the end of those that are packed.
+    """Which keys a block of queries reads: begin (a multiple of BT), end, the end of those that are packed, and the
+    first that one of its queries sees: blocks before it may be of another sequence by now.
 
     Also the first and end of the keys that every query of the block sees, where no mask is needed.
     """
     end = length
-    begin = 0
+    seen_from = 0
     if CAUSAL:
         end = tl.minimum(length, length - queries + first + BLOCK_Q)
     if WINDOW:
-        begin = tl.maximum(0, length - queries + first - window + 1) // BT * BT
+        seen_from = tl.maximum(0, length - queries + first - window + 1)
+    begin = seen_from // BT * BT
     packed_end = end
     if FRESH:
         packed_end = tl.maximum(tl.minimum(end, length - queries), 0)
@@ -96,7 +98,7 @@ def _keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.
         clear_end = tl.minimum(packed_end, length - queries + first + 1)
     if WINDOW:
         clear_begin = length - queries + tl.minimum(first + BLOCK_Q, queries) - window
-    return begin, end, packed_end, clear_begin, clear_end
+    return begin, end, packed_end, seen_from, clear_begin, clear_end
 
 
 @triton.jit
@@ -154,8 +156,8 @@ def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scal
 
 
 @triton.jit
-def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, length, value_levels,
-                value_table0, value_table1, BLOCK_SIZE: tl.constexpr, NT: tl.constexpr, VD: tl.constexpr,
+def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
+                value_levels, value_table0, value_table1, BLOCK_SIZE: tl.constexpr, NT: tl.constexpr, VD: tl.constexpr,
                 VS: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr,
                 V_CODES: tl.constexpr, V_FIELDS: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """One step of the online softmax with a step's values: scores s [BT, M] -> m, z, w [M] and acc [VDP, M]."""
@@ -164,7 +166,8 @@ def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, vali
     if V_KIND == _RAW:
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
         v = as_values(raw_numbers(value_base, tile_valid, V_BITS, V_BF16, VD // 16, VS))
-        present = token0 + fragment_order(tl.arange(0, BT)) < length
+        v_token = token0 + fragment_order(tl.arange(0, BT))
+        present = (v_token < length) & (v_token >= seen_from)
         v = tl.where(present[None, :], v, 0.0).to(v.dtype)
         acc = dot(v, in_fragment_order(p.to(v.dtype)), acc)
     else:
@@ -267,7 +270,7 @@ def attend_kernel(
     q_row = (start + query).to(tl.int64)
     position = length - queries + query  # of each row's query in its sequence
 
-    begin, end, packed_end, clear_begin, clear_end = _keys_to_read(
+    begin, end, packed_end, seen_from, clear_begin, clear_end = _keys_to_read(
         length, queries, first, window, BLOCK_Q, BT, CAUSAL, WINDOW, FRESH
     )
     steps = tl.cdiv(tl.maximum(packed_end - begin, 0), BT)
@@ -297,6 +300,8 @@ def attend_kernel(
         # each tile's fields are 16 consecutive numbers
         field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
         valid = token < length
+        if WINDOW:
+            valid = valid & (token >= seen_from)
         valid_tiles = tl.reshape(valid, (NT, 16))
         s = _scores(
             page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, key_table0, key_table1,
@@ -313,8 +318,9 @@ def attend_kernel(
                 visible = visible & (token[:, None] > position[None, :] - window)
             s = tl.where(visible, s, float("-inf"))
         m, z, w, acc = _add_values(
-            s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, length, value_levels,
-            value_table0, value_table1, BLOCK_SIZE, NT, VD, VS, V_KIND, V_BITS, V_BF16, V_CODES, V_FIELDS, PTX,
+            s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
+            value_levels, value_table0, value_table1, BLOCK_SIZE, NT, VD, VS, V_KIND, V_BITS, V_BF16, V_CODES, V_FIELDS,
+            PTX,
         )  # fmt: skip
 
     acc += w[None, :]

@@ -60,14 +60,21 @@ def _side_exponent(
     return top - _BIAS
 
 
-@triton.jit(do_not_specialize=["most_queries"])
+@triton.jit
+def first_seen(length, queries, window):
+    """The first token that a query of the sequence sees. What lies before it may be of another sequence by now."""
+    return tl.maximum(0, length - queries - window + 1)
+
+
+@triton.jit(do_not_specialize=["most_queries", "window"])
 def range_kernel(
-    pages_ptr, table_ptr, lens_ptr, starts_ptr, exponent_ptr, most_queries, block_stride, page_stride, table_stride,
+    pages_ptr, table_ptr, lens_ptr, starts_ptr, exponent_ptr, most_queries, window, block_stride, page_stride,
+    table_stride,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr,
     K_FIELDS: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Raises exponent[sequence, head, side] to bound the numbers of TOKENS tokens."""
+    """Raises exponent[sequence, head, side] to bound the numbers of TOKENS tokens, of those that a query sees."""
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     queries = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
@@ -75,7 +82,7 @@ def range_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if (queries <= most_queries) | (tl.program_id(0) * TOKENS >= length):
         return
-    mask = token < length
+    mask = (token < length) & (token >= first_seen(length, queries, window))
     block_id = tl.load(table_ptr + sequence * table_stride + token // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
     page = pages_ptr + block_id * block_stride + head * page_stride
     at = exponent_ptr + (sequence * HEADS + head) * 2
@@ -107,12 +114,12 @@ def _fields(
     return scale, zero
 
 
-@triton.jit(do_not_specialize=["most_queries"])
+@triton.jit(do_not_specialize=["most_queries", "window"])
 def unpack_kernel(
     pages_ptr, table_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, fresh_k_ptr, fresh_v_ptr, dense_k_ptr,
     dense_v_ptr,
     key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
-    most_queries, chunk, first_token, block_stride, page_stride, table_stride,
+    most_queries, window, chunk, first_token, block_stride, page_stride, table_stride,
     fresh_k_stride, fresh_k_head_stride, fresh_v_stride, fresh_v_head_stride,
     HEADS: tl.constexpr, NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
     KS: tl.constexpr,
@@ -121,7 +128,9 @@ def unpack_kernel(
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr, V_CODES: tl.constexpr, V_FIELDS: tl.constexpr,
     FRESH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program: 16 NT tokens of a head of a sequence -> dense K and V [rank, head, token, dim], in stored space."""
+    """One program: 16 NT tokens of a head of a sequence -> dense K and V [rank, head, token, dim], in stored space.
+
+    Tokens before the window of every query become zeros: a weight of zero would not hide what is not finite."""
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     BT: tl.constexpr = 16 * NT
@@ -141,7 +150,9 @@ def unpack_kernel(
     page = pages_ptr + block_id * block_stride + head * page_stride
     in_block = (tile % (BLOCK_SIZE // 16)).to(tl.int64)
     field_at = (in_block * 16)[:, None] + tl.arange(0, 16)[None, :]
-    tile_tokens = tl.reshape(token0 + tl.arange(0, BT) < length, (NT, 16))
+    seen_from = first_seen(length, queries, window)
+    token = token0 + tl.arange(0, BT)
+    tile_tokens = tl.reshape((token < length) & (token >= seen_from), (NT, 16))
     out_row = (rank * HEADS + head) * chunk + inside0
 
     k_up = _dense_scale(exponent_ptr, sequence, head, 0, HEADS, False)
@@ -149,7 +160,6 @@ def unpack_kernel(
 
     # -- keys: [tokens, dimensions in fragment order]
     dim = fragment_order(tl.arange(0, 16 * KS))
-    token = token0 + tl.arange(0, BT)
     if K_KIND == _RAW:
         k = as_keys(raw_numbers(page + in_block * (2 * KD * K_BITS), tile_valid, K_BITS, K_BF16, KD // 16, KS))
     else:
@@ -165,6 +175,7 @@ def unpack_kernel(
         mask = (fresh & (token < length))[:, None] & (dim < KD)[None, :]
         raw = tl.load(fresh_k_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
         k = tl.where(fresh[:, None], (raw.to(tl.float32) * k_up).to(k.dtype), k)
+    k = tl.where((token >= seen_from)[:, None], k, 0.0)
     to = dense_k_ptr + (out_row + tl.arange(0, BT))[:, None] * KD + dim[None, :]
     tl.store(to, k.to(dense_k_ptr.dtype.element_ty), mask=(token < length)[:, None] & (dim < KD)[None, :])
 
@@ -184,9 +195,8 @@ def unpack_kernel(
             tl.float32
         )
         v_field_at = (in_block * 16)[:, None] + fragment_order(tl.arange(0, 16))[None, :]
-        scale, zero = _fields(
-            page, v_field_at, tl.reshape(v_token < length, (NT, 16)), V_FIELDS, BLOCK_SIZE, V_KIND, V_BITS
-        )
+        v_keep = tl.reshape((v_token < length) & (v_token >= seen_from), (NT, 16))
+        scale, zero = _fields(page, v_field_at, v_keep, V_FIELDS, BLOCK_SIZE, V_KIND, V_BITS)
         if PTX and V_KIND == _LLOYD and V_BITS <= 4:
             v -= _VALUE_OFFSET
         v = (v * scale[None, :] + zero[None, :]) * v_up
@@ -196,6 +206,7 @@ def unpack_kernel(
         mask = (fresh & (v_token < length))[None, :] & (v_dim < VD)[:, None]
         raw = tl.load(fresh_v_ptr + at[None, :] + v_dim[:, None], mask=mask, other=0.0)
         v = tl.where(fresh[None, :], (raw.to(tl.float32) * v_up).to(v.dtype), v)
+    v = tl.where((v_token >= seen_from)[None, :], v, 0.0)
     to = dense_v_ptr + (out_row + place)[None, :] * VD + v_dim[:, None]
     tl.store(to, v.to(dense_v_ptr.dtype.element_ty), mask=(v_token < length)[None, :] & (v_dim < VD)[:, None])
 

@@ -1,6 +1,7 @@
 // Unpacks the pages of prefilled sequences, once, into the tiles that prefill.cu attends (prefill_shape.cuh).
 // A block has one tile of a KV head, a warp 16 of its tokens, whose codes its lanes hold as docs/design/page-format.md says: what
-// a lane unpacks are whole 16-byte units of the tile. Tokens beyond the sequence become zeros.
+// a lane unpacks are whole 16-byte units of the tile. Tokens that no query sees, beyond the sequence or before every window,
+// become zeros: their pages may hold anything.
 //
 // Compile-time: D, STEP, INT8_KEYS, E4M3_VALUES, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.
 #include "common/numbers.cuh"
@@ -23,10 +24,16 @@ struct UnpackArgs {
   u8* values;
   TileScale* tile_scales;
   i64 page_stride, page_head_stride, table_stride;
-  i32 num_kv_heads, max_decode_queries, first_tile, tiles;
+  i32 num_kv_heads, max_decode_queries, first_tile, tiles, sliding_window;  // of tokens; longer than any sequence where there is none
   Table key_table;    // INT8_KEYS: see code_bytes
   Table value_table;  // E4M3_VALUES: the magnitudes of levels as e4m3
   float value_factor;  // E4M3_VALUES: what levels were multiplied by
+};
+
+// The tokens of a sequence that its queries see.
+struct Seen {
+  int begin, end;
+  DEVICE_MEMBER bool has(int token) const { return token >= begin && token < end; }
 };
 
 // An exponent that no number of a token exceeds: levels are below 2^8, uniform codes below 2^BITS, fp8 below 2^9.
@@ -69,7 +76,7 @@ DEVICE void numbers_of(const Codes& codes, int slice, const float* levels, float
 
 // Keys as bytes, by the warp that has their codes: a lane's four dimensions of a slice are a word of the token's row.
 template <class Codes>
-DEVICE void store_int8_keys(const UnpackArgs& args, const Codes& codes, bool some, int begin, int length, int warp, int lane, u8* keys) {
+DEVICE void store_int8_keys(const UnpackArgs& args, const Codes& codes, bool some, int begin, Seen seen, int warp, int lane, u8* keys) {
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int j = 0; j < D / 64; j++) {
@@ -83,7 +90,7 @@ DEVICE void store_int8_keys(const UnpackArgs& args, const Codes& codes, bool som
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int token = 16 * warp + g + 8 * i;
-      const bool real = begin + g + 8 * i < length;
+      const bool real = seen.has(begin + g + 8 * i);
       Words4 unit = {words[i][0], words[i][1], words[i][2], words[i][3]};
       if (!real) unit = {0, 0, 0, 0};
       *(Words4*)(keys + unit_at(0, key_row(token), key_unit(token, 4 * j + t), STEP)) = unit;
@@ -107,11 +114,11 @@ DEVICE float value_scale_at(const u8* page, int place) {
 }
 
 // What the scales of a token become (tiles.cuh), by lanes 0-15 of the warp. Values below `value_limit` count as zero.
-DEVICE void store_token_numbers(const UnpackArgs& args, const u8* page, int begin, int length, int place, int warp, int lane,
+DEVICE void store_token_numbers(const UnpackArgs& args, const u8* page, int begin, Seen seen, int place, int warp, int lane,
                                 float value_limit, u8* keys) {
   if (lane >= 16) return;
   float key = 0.0f, value = 1.0f;
-  if (begin + lane < length) {
+  if (seen.has(begin + lane)) {
     const bool bad = marked<K_KIND>(page + K_FIELDS, place + lane) || marked<V_KIND>(page + V_FIELDS, place + lane);
     key = bad ? NOT_A_NUMBER : scale_of(field_bits(page + K_FIELDS, place + lane)) * 0.5f;
     if (E4M3_VALUES) value = div_rn(max_f32(value_scale_at(page, place + lane), value_limit), args.value_factor);
@@ -123,10 +130,10 @@ DEVICE void store_token_numbers(const UnpackArgs& args, const u8* page, int begi
 }
 
 // The rows of digits (tiles.cuh), by lanes 0-15 of the warp. unit = 2^16 value_limit.
-DEVICE void store_digits(const u8* page, int begin, int length, int place, int warp, int lane, float value_limit, u8* values) {
+DEVICE void store_digits(const u8* page, int begin, Seen seen, int place, int warp, int lane, float value_limit, u8* values) {
   if (lane >= 16) return;
   float x = 0.0f;
-  if (begin + lane < length) x = div_rn(value_limit * 65536.0f, max_f32(value_scale_at(page, place + lane), value_limit));
+  if (seen.has(begin + lane)) x = div_rn(value_limit * 65536.0f, max_f32(value_scale_at(page, place + lane), value_limit));
   const bool large = x >= 256.0f;
   if (large) x *= 0.00390625f;
 #pragma unroll
@@ -178,6 +185,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
 
   // -- the codes of 16 tokens, which lie in one page
   const int begin = first + 16 * warp, place = begin % BLOCK_SIZE;
+  const Seen seen = {max_i32(0, s.length - s.queries - args.sliding_window + 1), s.length};
   const bool some = begin < s.length;
   const i32 page_id = ldg_i32(args.block_table + (i64)sequence * args.table_stride + (some ? begin : first) / BLOCK_SIZE);
   const u8* page = args.pages + page_id * args.page_stride + head * args.page_head_stride;
@@ -190,7 +198,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
 
   // -- one power of two for the keys of the whole tile, and one for the values
   i32 key_exponent = -FIELD_BIAS, value_exponent = -FIELD_BIAS;
-  if (begin + lane % 16 < s.length) {
+  if (seen.has(begin + lane % 16)) {
     key_exponent = exponent_of<K_KIND, K_BITS>(page + K_FIELDS, place + lane % 16);
     value_exponent = exponent_of<V_KIND, V_BITS>(page + V_FIELDS, place + lane % 16);
   }
@@ -238,8 +246,8 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
   }
 
   if constexpr (INT8_KEYS) {
-    store_int8_keys(args, key_codes, some, begin, s.length, warp, lane, keys);
-    store_token_numbers(args, page, begin, s.length, place, warp, lane, value_limit, keys);
+    store_int8_keys(args, key_codes, some, begin, seen, warp, lane, keys);
+    store_token_numbers(args, page, begin, seen, place, warp, lane, value_limit, keys);
   }
 #pragma unroll
   for (int j = 0; !INT8_KEYS && j < S / 2; j++) {
@@ -251,7 +259,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
     for (int i = 0; i < 2; i++) {
       const Field f = of_key[i];
       Words4 words = {0, 0, 0, 0};
-      if (begin + g + 8 * i < s.length) {
+      if (seen.has(begin + g + 8 * i)) {
         words.x = pack_f16x2(x[4 * i] * f.scale + f.zero, x[4 * i + 1] * f.scale + f.zero);
         words.y = pack_f16x2(x[4 * i + 2] * f.scale + f.zero, x[4 * i + 3] * f.scale + f.zero);
         words.z = pack_f16x2(y[4 * i] * f.scale + f.zero, y[4 * i + 1] * f.scale + f.zero);
@@ -265,10 +273,10 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int at = 8 * (i / 2) + 2 * t + i % 2;
-      if (begin + at < s.length && value_scale_at(page, place + at) >= value_limit) real |= 0xFFu << (8 * i);
+      if (seen.has(begin + at) && value_scale_at(page, place + at) >= value_limit) real |= 0xFFu << (8 * i);
     }
     store_e4m3_values(args, value_codes, some, real, warp, lane, values);
-    store_digits(page, begin, s.length, place, warp, lane, value_limit, values);
+    store_digits(page, begin, seen, place, warp, lane, value_limit, values);
   }
 #pragma unroll
   for (int h = 0; !E4M3_VALUES && h < D / 64; h++) {
@@ -279,7 +287,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const Field f = of_value[i];
-        const bool real = begin + 2 * t + 8 * (i / 2) + i % 2 < s.length;
+        const bool real = seen.has(begin + 2 * t + 8 * (i / 2) + i % 2);
         words[i][k] = real ? pack_f16x2(x[2 * i] * f.scale + f.zero, x[2 * i + 1] * f.scale + f.zero) : 0;
       }
     }

@@ -1,0 +1,43 @@
+"""Tokens before every query's window may be anything: their blocks may already belong to another sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slimkv import Codec, CodecSpec, PageLayout, ops
+from slimkv.codec.pack import page_tables
+from slimkv.ops import AttendOptions
+
+SIZE, LENGTH, WINDOW, DIM = 16, 61, 9, 32
+
+
+@pytest.mark.parametrize("format", ["k4v4", "k8v5", "fp8", "ku4vu4", "raw"])
+@pytest.mark.parametrize("queries", [1, 3, 30])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("poison", [0xFF, 0xF0])  # scales that are not numbers, and large ones
+def test_what_no_query_sees_changes_no_bit(format, queries, backend, poison):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(queries)
+    layout = PageLayout(CodecSpec.parse(format, DIM), SIZE)
+    codec = Codec(layout.spec, torch.device("cpu"))
+    raw = getattr(torch, layout.spec.key.raw_dtype) if format == "raw" else torch.float32
+    key, value = (torch.randn(LENGTH, 1, DIM, generator=generator).to(raw) for _ in range(2))
+    pages = torch.zeros(-(-LENGTH // SIZE), 1, layout.page_bytes, dtype=torch.uint8)
+    ops.store_kv(key, value, pages, torch.arange(LENGTH), codec=codec, layout=layout, backend="reference")
+    hidden = torch.arange(LENGTH - queries - WINDOW + 1)
+    poisoned = pages.clone()
+    offsets = page_tables(layout, pages.device).byte_offsets[hidden % SIZE]
+    poisoned[(hidden // SIZE)[:, None], 0, offsets] = poison
+    query = torch.randn(queries, 2, DIM, generator=generator)
+    outs = [
+        ops.attend(
+            query, each, torch.arange(len(pages), dtype=torch.int32)[None], torch.tensor([LENGTH], dtype=torch.int32),
+            torch.tensor([0, queries], dtype=torch.int32), codec=codec, layout=layout, max_query_len=queries,
+            max_seq_len=LENGTH, options=AttendOptions(sliding_window=WINDOW), backend=backend,
+        )
+        for each in (pages, poisoned)
+    ]  # fmt: skip
+    assert outs[0].isfinite().all()
+    assert torch.equal(*outs)
