@@ -126,21 +126,6 @@ template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m
   }
   host::meet("stmatrix_x4", nullptr, 0);
 }
-DEVICE void ldmatrix_x4_trans(u32 address, u32 (&m)[4]) {
-  u64 mine = address;
-  host::Operands all = host::meet("ldmatrix_x4_trans", &mine, 1);
-  const int lane = host::lane();
-  for (int i = 0; i < 4; i++) {
-    u16 pair[2];  // column lane / 4 of rows 2 (lane % 4) and the next
-    for (int r = 0; r < 2; r++) {
-      const u32 from = (u32)all[8 * i + 2 * (lane % 4) + r][0] + 2 * (lane / 4);
-      if (from + 2 > (u32)host::machine.shared_bytes) host::fail("a matrix beyond shared memory");
-      memcpy(&pair[r], host::machine.shared + from, 2);
-    }
-    m[i] = pair[0] | (u32)pair[1] << 16;
-  }
-  host::meet("ldmatrix_x4_trans", nullptr, 0);
-}
 DEVICE void bar_sync(int number, int threads) {
   const u64 generation = host::named[number].generation;
   host::meet_named(number, threads);

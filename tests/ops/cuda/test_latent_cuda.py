@@ -117,7 +117,7 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only():
         field = getattr(built.layout, side).field_offset(0) + 2 * place
         built.pages[block, field : field + 2] = 0xFF
         out = torch.full((3, heads, 128), torch.nan)
-        latent_cuda.attend(stored_space(built).request(out), H200, launch)
+        latent_cuda.attend(stored_space(built).request(out), SMALL, launch)
         assert out[0].isfinite().all()
         assert out[1:].isnan().all()
 
@@ -162,7 +162,6 @@ def test_equal_parts_fill_the_device():
     for heads, batch, tokens in ((16, 32, 32768), (64, 32, 16384), (128, 32, 16384), (16, 1, 131072)):
         cut = split.cut_for(layout, heads, 1, batch, tokens, H200)
         blocks, slots = batch * cut.row_tiles * cut.splits, 132 * cut.resident
-        assert cut.resident == 2
         assert blocks >= (0.7 if batch == 1 else 0.85) * -(-blocks // slots) * slots, (heads, batch, cut)
 
 

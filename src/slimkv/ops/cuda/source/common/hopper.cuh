@@ -40,12 +40,6 @@ template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m
                :: "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3), "n"(OFFSET) : "memory");
 }
 
-// And back, each turned around: m[i] is the lane's fragment of the transpose of matrix i.
-DEVICE void ldmatrix_x4_trans(u32 address, u32 (&m)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
-}
-
 // Barriers 1-15 of the block, of `threads` that either wait or only arrive.
 DEVICE void bar_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 DEVICE void bar_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
