@@ -147,7 +147,7 @@ def lighter(settings: SuiteSettings, parameters: int) -> tuple[SuiteSettings, li
     usual = replace(SIZES[settings.name, False], formats=size.formats)
     if not settings.device.startswith("cpu") or settings.name == FULL or size != usual or share > 0.75:
         return settings, []
-    less = {
+    less: dict[str, Any] = {
         "windows": max(2, round(size.windows * share)), "contexts": max(1, round(size.contexts * share)),
         "position_tokens": max(512, int(size.position_tokens * share) // 256 * 256),
     }  # fmt: skip

@@ -94,7 +94,9 @@ static void byte_rows(Operands all, int g, u8 (&rows)[2][32]) {
 
 DEVICE void mbarrier_init(u64* barrier, int count) {
   *reinterpret_cast<host::Barrier*>(barrier) = {(u16)count, (u16)count, 0};
-  host::landings.clear();
+  std::vector<host::Landing>& all = host::landings;  // of a launch that failed
+  for (size_t i = all.size(); i-- > 0;)
+    if (all[i].barrier == barrier) all.erase(all.begin() + i);
   for (host::Named& n : host::named) n = {0, 0};
 }
 DEVICE void fence_mbarrier_init() {}

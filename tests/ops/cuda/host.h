@@ -62,7 +62,10 @@ struct Thread {
 #endif
 };
 
+struct Team { int arrived; bool any, result; u64 generation; };
+
 struct Machine {
+  Team teams[16];
   Thread threads[MOST_THREADS];
   u64 operands[2][MOST_THREADS][8];
   u8* stacks = nullptr;
@@ -172,6 +175,7 @@ static bool run_block() {
   memset(machine.shared, POISON, machine.shared_bytes);
   memset(machine.shared + machine.shared_bytes, GUARD, GUARD_BYTES);
   for (int i = 0; i < machine.count; i++) start(i);
+  for (Team& team : machine.teams) team = {0, false, false, 0};
   for (;;) {
     bool moved = false;
     for (int k = 0; k < machine.count; k++) {
@@ -319,6 +323,19 @@ DEVICE void sync_threads() {
   host::to_scheduler();
 }
 DEVICE void sync_warp() { host::meet("sync_warp", nullptr, 0); }
+DEVICE bool team_any(bool p, int number, int threads) {
+  if (number < 1 || number > 15) host::fail("there is no barrier %d", number);
+  host::Team& team = host::machine.teams[number];
+  const u64 generation = team.generation;
+  team.any = team.any || p;
+  if (++team.arrived == threads) team = {0, false, team.any, generation + 1};
+  for (int polls = 0; team.generation == generation; polls++) {
+    if (polls > 1000000) host::fail("waits for its team for ever");
+    host::to_scheduler();  // it stays runnable and looks again
+  }
+  return team.result;
+}
+DEVICE void sync_team(int number, int threads) { team_any(false, number, threads); }
 
 DEVICE float as_float(u32 x) { float r; memcpy(&r, &x, 4); return r; }
 DEVICE u32 as_bits(float x) { u32 r; memcpy(&r, &x, 4); return r; }
@@ -333,6 +350,8 @@ DEVICE u32 prmt(u32 a, u32 b, u32 s) {
   }
   return r;
 }
+
+DEVICE u32 bit_select(u32 mask, u32 a, u32 b) { return (mask & a) | (~mask & b); }
 
 DEVICE float mul_rn(float a, float b) { return a * b; }
 DEVICE float add_rn(float a, float b) { return a + b; }
@@ -351,6 +370,10 @@ DEVICE i32 f32_to_i32_rz(float x) {
   return (i32)x;
 }
 DEVICE u32 ceil_product(float a, float b, int zero) { return (u32)(i64)(ceil(ldexp((double)a * (double)b, 149)) + zero); }
+DEVICE u32 ceil_product_or_zero(float a, float b, int zero) {
+  const double cell = ceil(ldexp((double)a * (double)b, 149)) + zero;
+  return cell > 0 ? (u32)(i64)cell : 0;
+}
 DEVICE float floor_of(float x) { return floorf(x); }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE float min_f32(float a, float b) { return fminf(a, b); }
@@ -514,13 +537,17 @@ DEVICE void mma_f16_from_zero(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32
 DEVICE void mma_bf16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_bf16", bf16_to_f32, c, a0, a1, a2, a3, b0, b1); }
 
 DEVICE u32 shared_address(const void* p) { return (u32)(static_cast<const u8*>(p) - host::machine.shared); }
-DEVICE u32 ld_shared_constant(u32 address) {
+template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
+  address += OFFSET;
   u32 x;
   if (address % 4 || address + 4 > (u32)host::machine.shared_bytes) host::fail("a load beyond shared memory, or not aligned");
   memcpy(&x, host::machine.shared + address, 4);
   return x;
 }
 DEVICE void cp_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }
+template <int OFFSET> DEVICE void cp_async_16_behind(u32 shared, const void* global) {
+  host::begin_copy(host::machine.shared + shared + OFFSET, static_cast<const u8*>(global) + OFFSET, 16);
+}
 DEVICE void cp_async_16_or_zero(bool real, void* shared, const void* global) {
   static const Words4 zeros = {0, 0, 0, 0};
   cp_async_16(shared, real ? global : &zeros);

@@ -28,7 +28,7 @@ from slimkv.ops.latent.cuda import split
 from slimkv.ops.store.cuda import launch as store
 from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
-H200 = shape.Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448)
+H200 = shape.Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448, copy_engine=True)
 FP16, BF16, FP32 = 0, 1, 2
 DECODE_FORMATS = ("k4v4", "k2v2", "k3v3", "k5v5", "k6v6", "k6v4", "k7v7", "kfp8vu4", "ku4vu4", "k8v8")
 Variant = tuple[str, dict[str, int], str]  # source, defines, architecture

@@ -20,7 +20,7 @@ from slimkv.spec import CodecSpec, Kind, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
-SMALL_GPU = shape.Device(multiprocessors=3, shared_of_multiprocessor=233472, shared_of_block=232448)
+SMALL_GPU = shape.Device(multiprocessors=3, shared_of_multiprocessor=233472, shared_of_block=232448, copy_engine=True)
 OLD_GPU = shape.Device(multiprocessors=2, shared_of_multiprocessor=102400, shared_of_block=101376)
 
 
@@ -86,10 +86,17 @@ LONG_CASES = [
     *(replace(LONG, format=f) for f in ("k5v5", "k6v6", "k6v5", "k8v7")),
     *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k2v2")),
     replace(LONG, page=32, format="k2v2"),
+    *(
+        replace(LONG, page=64, format=f, queries=q)
+        for f in ("k4v4", "ku4vu8")
+        for q in ((1, 1, 1), (4, 2, 1), (8, 6, 1))
+    ),
     replace(LONG, **EVERYTHING, format="k2v2"),
     replace(LONG, queries=(4, 2, 1)),
     *(replace(LONG, group=8, format=f) for f in ("k4v4", "k5v3")),
-    *(replace(LONG, format=f, queries=(8, 6, 1)) for f in ("k4v4", "k5v6")),
+    *(replace(LONG, format=f, queries=(8, 6, 1)) for f in ("k4v4", "k5v6", "k5v5", "k2vur8")),
+    replace(LONG, dim=96, queries=(8, 6, 1), **EVERYTHING),
+    replace(LONG, dim=128, format="k6v6"),
     replace(LONG, format="k6v6", dim=80),
 ]
 

@@ -312,7 +312,10 @@ def device_of(device: torch.device) -> Device:
     """Numbers of a CUDA device."""
     about: Any = torch.cuda.get_device_properties(device)
     return Device(
-        about.multi_processor_count, about.shared_memory_per_multiprocessor, about.shared_memory_per_block_optin
+        about.multi_processor_count,
+        about.shared_memory_per_multiprocessor,
+        about.shared_memory_per_block_optin,
+        copy_engine=about.major >= 9,
     )
 
 

@@ -10,18 +10,22 @@ from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import core_size
 from slimkv.ops.cuda.constants import KIND_NUMBERS
 from slimkv.ops.cuda.module import Defines
-from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
+from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout, SideLayout, TensorFormat
 
 # (tiles, warps, stages, resident) from best to smallest, by columns. Warps come in fours: one for each scheduler.
+# With one stage, keys are copied while values are multiplied and the other way round.
 _SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 _LONG = {
     4: ((8, 12, 2, 1), (4, 12, 2, 1), (4, 8, 2, 1), (2, 12, 2, 1), (2, 8, 2, 1), *_SMALLER),
     8: ((4, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
     16: ((4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
-    32: ((2, 8, 2, 1), (1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1)),
+    32: ((4, 8, 2, 1), (2, 8, 3, 1), (2, 8, 2, 1), (1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1)),
 }
 # Levels from tables in shared memory: warps that wait for it.
-_LOOKED_UP = ((2, 16, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), *_SMALLER)
+_LOOKED_UP = (
+    *((4, 12, 1, 1), (2, 16, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (2, 12, 1, 1), (2, 8, 1, 1)),
+    *_SMALLER,
+)
 # So little that every block has a step or two: of few heads small steps for many warps, of many heads blocks for all.
 _TINY = ((1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1))
 _TINY_AND_MANY = ((2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
@@ -42,6 +46,9 @@ class Shape:
     warps: int
     stages: int  # steps of a warp in shared memory at a time
     resident: int  # blocks of a multiprocessor
+    team: int = 1  # warps that share values
+    bulk: bool = False  # a step is a page, which the copy engine copies
+    apart: bool = False  # low and high halves of 6-bit levels have tables of their own
 
     @property
     def columns(self) -> int:
@@ -56,6 +63,7 @@ class Device:
     multiprocessors: int
     shared_of_multiprocessor: int
     shared_of_block: int
+    copy_engine: bool = False
 
 
 class Amount(NamedTuple):
@@ -92,23 +100,55 @@ def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> Amo
 @lru_cache(maxsize=1024)
 def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amount: Amount) -> Shape | None:
     """The first shape that fits, by ``amount_of``."""
-    most = max_columns(layout)
-    if group <= most // 2:
+    most, team = max_columns(layout), team_of(layout)
+    if group <= most // 2 and team == 1:
         most //= 2  # of the most columns so many registers are output that fewer columns, more often, take less time
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
     cuts = (_SHORT if amount.short else _LONG)[columns]
-    if columns == 4 and _level_table_bytes(layout, False):
+    if columns == 4 and _level_table_bytes(layout, False, False):
         cuts = _LOOKED_UP
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
     for tiles, warps, stages, resident in cuts:
         if amount.little and not amount.short and warps > 8:
             continue
-        shape = Shape(max(1, columns // 8), columns > 4, tiles, warps, stages, resident)
-        shared = shared_bytes(layout, shape)
-        if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
-            return shape
+        if stages == 1 and not _is_power_of_two(layout.spec.key_dim):
+            continue  # other rotations take a free slot
+        bulk = device.copy_engine and stages > 1 and 16 * tiles == layout.block_size and _in_one_piece(layout)
+        for apart in (True, False) if columns == 4 and not amount.little and _has_six_bits(layout) else (False,):
+            shape = Shape(
+                max(1, columns // 8), columns > 4, tiles, warps, stages, resident, team if columns == 32 else 1,
+                bulk, apart,
+            )  # fmt: skip
+            shared = shared_bytes(layout, shape)
+            if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
+                return shape
     return None
+
+
+def team_of(layout: PageLayout) -> int:
+    """Warps that share the values of many columns, each with whole words of every plane; 1: they cannot."""
+    spec = layout.spec
+    slices, planes = spec.value_dim // SLICE_DIMS, layout.value.planes
+    words = [4 // plane.bits for plane in planes if plane.bits <= 4] or [1]
+    return 2 if max_columns(layout) == 32 and slices % (2 * max(words)) == 0 else 1
+
+
+def _has_six_bits(layout: PageLayout) -> bool:
+    return any(fmt.kind == Kind.LLOYD and fmt.bits == 6 for fmt in (layout.spec.key, layout.spec.value))
+
+
+def _in_one_piece(layout: PageLayout) -> bool:
+    """Whether key codes, value codes and fields follow each other without a gap."""
+    key, value, tokens = layout.key, layout.value, layout.block_size
+    values_at = tokens * key.dim * key.format.bits // 8
+    fields_at = values_at + tokens * value.dim * value.format.bits // 8
+    after_keys = fields_at + key.format.field_count * FIELD_BYTES * tokens
+    return (value.codes_offset, key.fields_offset, value.fields_offset) == (values_at, fields_at, after_keys)
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
 
 
 @lru_cache(maxsize=1024)
@@ -117,20 +157,26 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     spec = layout.spec
     fields = 32 * (spec.key.field_count + spec.value.field_count)
     tile = 16 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
-    slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim + 8))
-    query = 8 * shape.groups * spec.key_dim * (1 if _in_bytes(spec.key) and not shape.wide else 2)
-    states = 8 * shape.columns * (1 + shape.warps)
-    return shape.warps * shape.stages * slot + _level_table_bytes(layout, shape.wide) + query + states
+    if shape.team > 1 and 256 * shape.groups > 2 * spec.key_dim * spec.key.bits:
+        tile += 256 * shape.groups  # probabilities that do not fit in the place of key codes
+    slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim // shape.team + 8))
+    slices = spec.key_dim // 16
+    query = 256 * shape.groups * (-(-slices // 2) if _in_bytes(spec.key) and not shape.wide else slices)
+    states = shape.columns * (16 + (8 if shape.team == 1 else 12) * shape.warps)
+    barriers = 8 * shape.warps * shape.stages if shape.bulk else 0
+    tables = _level_table_bytes(layout, shape.wide, shape.apart)
+    return shape.warps * shape.stages * slot + tables + query + states + barriers
 
 
-def _level_table_bytes(layout: PageLayout, wide: bool) -> int:
+def _level_table_bytes(layout: PageLayout, wide: bool, apart: bool) -> int:
     """Levels in shared memory, 4 bytes an entry for each lane; one table where K and V have the same levels."""
     spec = layout.spec
 
     def entries(fmt: TensorFormat) -> int:
         if fmt.kind != Kind.LLOYD or (_in_bytes(fmt) and not wide):
             return 0
-        return 256 if fmt.bits <= 5 else 1 << fmt.bits  # up to 5 bits by pairs of codes
+        # Up to 5 bits by pairs of codes; of 6 bits, apart, all bytes that have them, as low and as high halves.
+        return 512 if fmt.bits == 6 and apart else 256 if fmt.bits <= 5 else 1 << fmt.bits
 
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
     return 128 * (entries(spec.key) + (0 if alike else entries(spec.value)))
@@ -159,7 +205,8 @@ def kernel_defines(
     return Defines({
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
-        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps, "STAGES": shape.stages,
+        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps,
+        "TEAM": shape.team, "STAGES": shape.stages, "BULK": int(shape.bulk), "APART": int(shape.apart),
         "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip

@@ -212,6 +212,7 @@ def _plan(
     shaping = warps  # as many again store values
     tables: list[Tensor] = []
     together = few and not shaped
+    shared_weights = bool(shaped) and few and layout.spec.key_dim <= 192  # beyond, small GPUs have no room for it
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
@@ -251,7 +252,8 @@ def _plan(
             used = len(tensors[1]) + 8 * len(tensors[2])
             if shaped and prefix == "K":
                 levels = len(tensors[1]) if side.format.bits <= 4 else 1 << side.format.bits
-                used = -(-(used + 4 * levels) // 16) * 16 + shaping * _shaped_bytes(side.dim)
+                matrix = side.dim * (side.dim + 16) if shared_weights else 0
+                used = -(-(used + 4 * levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim) + matrix)
             used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
             shared = shared + used if shaped else max(shared, used)
         warps = 2 * shaping if shaped else max(warps, split)
@@ -265,6 +267,7 @@ def _plan(
         "TILES_PER_BLOCK": tiles_per_block,
         "MIN_BLOCKS": blocks,
         "QUERY_AWARE": int(shaped),
+        "SHARED_WEIGHTS": int(shared_weights),
         "SEARCH": search,
     }
     resident = 0

@@ -6,14 +6,19 @@
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
 // A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for what is left over.
-template <int W, int S> struct Plane {
+// A lane holds all of its words, or those of one of several equal PARTS of the slices, which then begins a word.
+template <int W, int S, int PARTS = 1> struct Plane {
   static constexpr int PER_WORD = 4 / W;
-  static constexpr int WORDS = S / PER_WORD;
+  static constexpr int WORDS = S / PER_WORD / PARTS;
   static constexpr int TAIL = S % PER_WORD;
   static constexpr int BYTES = 32 * S * W;
+  static_assert(PARTS == 1 || S % (PER_WORD * PARTS) == 0, "a part is whole words");
   u32 words[at_least_one(WORDS)];
 
-  DEVICE_MEMBER void load(const u8* plane, int lane) { load_words<WORDS>(plane, lane, words); }
+  DEVICE_MEMBER void load(const u8* plane, int lane, int part) {
+    if constexpr (PARTS == 1) load_words<WORDS>(plane, lane, words);
+    else load_words_of_part<WORDS, PARTS>(plane, lane, part, words);
+  }
 
   // Value n of slice s in the low W bits of nibble n.
   template <bool TRANSPOSED>
@@ -56,25 +61,45 @@ template <int W, int S> struct Plane {
     }
     if (N > PAIRS) w[PAIRS] = *(const u32*)(plane + 128 * PAIRS + 4 * lane);
   }
+
+  // Words N part, N part + 1, ... of a plane of N PARTS.
+  template <int N, int PARTS_> DEVICE_MEMBER static void load_words_of_part(const u8* plane, int lane, int part, u32 (&w)[at_least_one(N)]) {
+    constexpr int QUADS = N * PARTS_ & ~3, PAIRS = N * PARTS_ & ~1;
+    if constexpr (N % 4 == 0) {
+      load_words<N>(plane + 128 * N * part, lane, w);
+    } else if constexpr (N == 2 && QUADS == N * PARTS_) {
+      const Words2 x = *(const Words2*)(plane + 512 * (part / 2) + 16 * lane + 8 * (part % 2));
+      w[0] = x.x, w[1] = x.y;
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; j++) {
+        const int i = N * part + j;
+        w[j] = *(const u32*)(plane + (i < QUADS ? 512 * (i / 4) + 16 * lane + 4 * (i % 4)
+                                      : i < PAIRS ? 128 * QUADS + 8 * lane + 4 * (i - QUADS) : 128 * PAIRS + 4 * lane));
+      }
+    }
+  }
 };
 
 // All planes of a tile's codes. low(s) and high(s): up to 4 bits, nibble n of low is code n; 5-7 bits, low nibbles and
 // what is above them; 8 bits, the bytes of codes 0-3 and 4-7.
-template <int BITS, int S, bool TRANSPOSED> struct Codes {
+template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   static_assert(BITS >= 1 && BITS <= 7, "bits");
+  static constexpr int WIDTH = BITS;
+  static constexpr bool VALUES = TRANSPOSED;
   static constexpr int FIRST = BITS >= 4 ? 4 : (BITS >= 2 ? 2 : 1);
   static constexpr int REST = BITS - FIRST;  // 0..3: a plane of 2 and/or one of 1
-  Plane<FIRST, S> first;
-  Plane<2, S> two;
-  Plane<1, S> one;
+  Plane<FIRST, S, PARTS> first;
+  Plane<2, S, REST >= 2 ? PARTS : 1> two;
+  Plane<1, S, REST & 1 ? PARTS : 1> one;
   const u8* base;
   int lane;
 
-  DEVICE_MEMBER void load(const u8* tile, int lane_) {
+  DEVICE_MEMBER void load(const u8* tile, int lane_, int part = 0) {
     base = tile, lane = lane_;
-    first.load(base, lane);
-    if (REST >= 2) two.load(base + Plane<FIRST, S>::BYTES, lane);
-    if (REST & 1) one.load(base + one_offset(), lane);
+    first.load(base, lane, part);
+    if (REST >= 2) two.load(base + Plane<FIRST, S>::BYTES, lane, part);
+    if (REST & 1) one.load(base + one_offset(), lane, part);
   }
   DEVICE_MEMBER static constexpr int one_offset() { return Plane<FIRST, S>::BYTES + (REST >= 2 ? Plane<2, S>::BYTES : 0); }
 
@@ -89,16 +114,37 @@ template <int BITS, int S, bool TRANSPOSED> struct Codes {
     if (BITS > 4 && (REST & 1)) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << (REST >= 2 ? 2 : 0);
     return x;
   }
+  // 5-7 bits: bytes whose low nibbles are those of the codes at even and odd places, and whose high ones are what is above
+  // them. ANYTHING_ABOVE: at 6 bits their highest two bits are anything, and a look-up has an entry for each of their values.
+  template <bool ANYTHING_ABOVE> DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const {
+    const u32 nibbles = low(s), mask = 0x0F0F0F0Fu;
+    if (ANYTHING_ABOVE && BITS == 6 && s < decltype(two)::WORDS * decltype(two)::PER_WORD) {
+      const u32 above = two.words[s / 2];
+      pair[0] = bit_select(mask, nibbles, above << (s % 2 ? 2 : 4));
+      pair[1] = bit_select(mask, nibbles >> 4, above >> (s % 2 ? 2 : 0));
+    } else {
+      const u32 above = high(s);
+      pair[0] = bit_select(mask, nibbles, above << 4);
+      pair[1] = bit_select(mask, nibbles >> 4, above);
+    }
+  }
+  DEVICE_MEMBER static constexpr int word_of_byte(int n) { return n % 2; }
+  DEVICE_MEMBER static constexpr int place_of_byte(int n) { return n / 2; }
   // 5 bits: the word with the signs, and where in its nibbles.
   DEVICE_MEMBER u32 sign_word(int s) const { return one.template word_of<TRANSPOSED>(base + one_offset(), lane, s); }
-  DEVICE_MEMBER static constexpr int sign_shift(int s) { return Plane<1, S>::shift_of(s); }
+  DEVICE_MEMBER static constexpr int sign_shift(int s) { return Plane<1, S, REST & 1 ? PARTS : 1>::shift_of(s); }
 };
 
-template <int S, bool TRANSPOSED> struct Codes<8, S, TRANSPOSED> {
-  u32 words[2 * S];
-  DEVICE_MEMBER void load(const u8* tile, int lane) { Plane<4, 2 * S>::template load_words<2 * S>(tile, lane, words); }
-  DEVICE_MEMBER u32 low(int s) const { return words[2 * s]; }
-  DEVICE_MEMBER u32 high(int s) const { return words[2 * s + 1]; }
+template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PARTS> {
+  static constexpr int WIDTH = 8;
+  static constexpr bool VALUES = TRANSPOSED;
+  Plane<4, 2 * S, PARTS> plane;
+  DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
+  DEVICE_MEMBER u32 low(int s) const { return plane.words[2 * s]; }
+  DEVICE_MEMBER u32 high(int s) const { return plane.words[2 * s + 1]; }
+  template <bool> DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const { pair[0] = low(s), pair[1] = high(s); }
+  DEVICE_MEMBER static constexpr int word_of_byte(int n) { return n / 4; }
+  DEVICE_MEMBER static constexpr int place_of_byte(int n) { return n % 4; }
 };
 
 // ---- bytes for the integer tensor cores --------------------------------------------------------------------------
@@ -115,7 +161,9 @@ struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 struct LevelTable {
   u32 address;  // of this lane's first entry
   // The entry whose number is byte i of the word; an entry's 128 bytes are what the byte is multiplied by.
-  DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), address)); }
+  template <int OFFSET = 0> DEVICE_MEMBER u32 at(u32 word, int i) const {
+    return ld_shared_constant<OFFSET>(dp4a_u8(word, 0x80u << (8 * i), address));
+  }
 };
 
 // Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
@@ -192,6 +240,37 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u3
   }
 }
 
+// ---- halves one by one --------------------------------------------------------------------------------------------
+
+// Lloyd-Max of 6 bits: the low halves of an operand's words and, from a second table behind the first, the high ones, with
+// zeros for each other. The operand is their sum, and so are the products: what adds up costs less than what puts together.
+constexpr int APART_ENTRIES = 256;  // of each table
+template <class C>
+DEVICE void apart_halves(const C& codes, int s, const LevelTable& levels, u32 (&low)[4], u32 (&high)[4]) {
+  constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
+  u32 words[2];
+  codes.template bytes<true>(s, words);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int m = (i & 1) + 4 * (i >> 1), n = m + 2, to = i == 1 ? ODD : i == 2 ? NEXT : i;
+    low[to] = levels.at(words[C::word_of_byte(m)], C::place_of_byte(m));
+    high[to] = levels.template at<128 * APART_ENTRIES>(words[C::word_of_byte(n)], C::place_of_byte(n));
+  }
+}
+
+// Whole operands, of 6-8 bits.
+template <class C> DEVICE void joined_halves(const C& codes, int s, const LevelTable& levels, u32 (&a)[4]) {
+  constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
+  u32 words[2];
+  codes.template bytes<false>(s, words);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int m = (i & 1) + 4 * (i >> 1), n = m + 2;
+    a[i == 1 ? ODD : i == 2 ? NEXT : i] = prmt(levels.at(words[C::word_of_byte(m)], C::place_of_byte(m)),
+                                               levels.at(words[C::word_of_byte(n)], C::place_of_byte(n)), 0x5410);
+  }
+}
+
 // ---- halves by pairs ----------------------------------------------------------------------------------------------
 
 // Lloyd-Max of up to 5 bits: a table with the levels of two codes in every entry. Entry b has those of the nibbles of b, the
@@ -207,8 +286,8 @@ template <bool ACROSS> DEVICE u32 pairs_apart(u32 x) {
 }
 
 // The four pairs of a slice.
-template <bool ACROSS, int BITS, int S, bool TRANSPOSED>
-DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED>& codes, int s, const LevelTable& levels, u32 (&pair)[4]) {
+template <bool ACROSS, int BITS, int S, bool TRANSPOSED, int PARTS>
+DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, const LevelTable& levels, u32 (&pair)[4]) {
   static_assert(BITS <= 5, "an entry of the table has two nibbles");
   u32 low = codes.low(s);
   if (ACROSS) {  // nibbles 1 and 2 change places, and 5 and 6

@@ -31,12 +31,22 @@ DEVICE int block_index_y() { return blockIdx.y; }
 DEVICE int block_count() { return gridDim.x; }
 DEVICE void sync_threads() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
+// The same for some warps of a block, which are `threads` and use a number of their own, from 1 on.
+DEVICE void sync_team(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
+DEVICE bool team_any(bool p, int number, int threads) {
+  u32 r;
+  asm volatile("{.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;}"
+               : "=r"(r) : "r"((u32)p), "r"(number), "r"(threads) : "memory");
+  return r;
+}
 
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
 
 // Byte i of the result is byte s_i of (a, b); with bit 3 of s_i set, the sign of that byte eight times.
 DEVICE u32 prmt(u32 a, u32 b, u32 s) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s)); return r; }
+// The bits of a where the mask has ones, those of b elsewhere: one instruction, which compilers do not find for a constant mask.
+DEVICE u32 bit_select(u32 mask, u32 a, u32 b) { u32 r; asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(r) : "r"(mask), "r"(a), "r"(b)); return r; }
 
 // Single IEEE operations, never contracted.
 DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
@@ -65,6 +75,11 @@ DEVICE i32 f32_to_i32_rz(float x) { return __float2int_rz(x); }
 // denormal numbers, whose bits are integers.
 DEVICE u32 ceil_product(float a, float b, int zero) {
   float r; asm("fma.rp.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(__uint_as_float(zero)));
+  return __float_as_uint(r);
+}
+// The same, at least 0.
+DEVICE u32 ceil_product_or_zero(float a, float b, int zero) {
+  float r; asm("fma.rp.sat.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(__uint_as_float(zero)));
   return __float_as_uint(r);
 }
 DEVICE float floor_of(float x) { return floorf(x); }
@@ -190,9 +205,17 @@ DEVICE int read_laneid() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)
 // Memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // A word of a table that does not change any more.
-DEVICE u32 ld_shared_constant(u32 address) { u32 r; asm("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address)); return r; }
+template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
+  u32 r;
+  asm("ld.shared.u32 %0, [%1+%2];" : "=r"(r) : "r"(address), "n"(OFFSET));
+  return r;
+}
 DEVICE void cp_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global) : "memory");
+}
+// The same OFFSET bytes behind both addresses, which then costs no additions.
+template <int OFFSET> DEVICE void cp_async_16_behind(u32 shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0 + %2], [%1 + %2], 16;" :: "r"(shared), "l"(global), "n"(OFFSET) : "memory");
 }
 // 16 zeros where there is nothing to copy; the address is then not used.
 DEVICE void cp_async_16_or_zero(bool real, void* shared, const void* global) {

@@ -1,10 +1,22 @@
-// The results of a block's warps together, written as one part of the workspace.
+// The results of a block's warps together: the output of an item of which it has had all keys, else a part of the workspace.
 #pragma once
+#include "decode/output.cuh"
 #include "decode/warp_state.cuh"
+
+// The maximum and the sum of a column over the block's warps.
+DEVICE void sum_of_warps(const float* states, int column, float& all_max, float& all_sum) {
+  all_max = MINUS_INFINITY, all_sum = 0;
+  for (int w = 0; w < WARPS; w++) all_max = max_f32(all_max, states[STATE_WORDS * (w * COLUMNS + column)]);
+  for (int w = 0; w < WARPS; w++) {
+    const float* state = states + STATE_WORDS * (w * COLUMNS + column);
+    const float m = state[0], l = state[1];
+    all_sum += l * (m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - all_max));
+  }
+}
 
 // Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
 DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
-                          u8* shared, u8* ring, int warp, int lane) {
+                          const Team& team, u8* shared, u8* ring, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   float* states = (float*)(shared + STATE_AT);
   const bool marked = warp_any(acc.largest_fields >> 16 == INVALID_FIELD || (acc.largest_fields & 0xFFFF) == INVALID_FIELD);
@@ -14,44 +26,62 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
     if (MAX_WITHOUT_UNIT && acc.row_max[c] != MINUS_INFINITY) acc.row_max[c] *= columns.unit[c];
 #pragma unroll
     for (int d = 4; d < 32; d <<= 1) acc.row_sum[c] += shfl_xor(acc.row_sum[c], d), acc.shift[c] += shfl_xor(acc.shift[c], d);
-    float* state = states + 2 * (warp * COLUMNS + own_column(c, t));
-    if (g == 0) state[0] = acc.row_max[c], state[1] = acc.row_sum[c];
+    float* state = states + STATE_WORDS * (warp * COLUMNS + own_column(c, t));
+    if (g == 0) {
+      state[0] = acc.row_max[c], state[1] = acc.row_sum[c];
+      if (TEAM > 1) state[2] = acc.shift[c];
+    }
   }
   sync_threads();
+  if (TEAM > 1 && V_KIND == UNIFORM)
+#pragma unroll
+    for (int c = 0; c < C; c++) {  // of the tokens of the whole team
+      acc.shift[c] = 0;
+      for (int w = 0; w < TEAM; w++) acc.shift[c] += states[STATE_WORDS * ((team.number * TEAM + w) * COLUMNS + own_column(c, t)) + 2];
+    }
   const i64 part = (i64)range.item + block_index();
+  const bool whole = WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
 #pragma unroll
   for (int n = 0; n < NG; n++) {
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
       const int c = n * OWN + j;
       float highest = MINUS_INFINITY;
-      for (int w = 0; w < WARPS; w++) highest = max_f32(highest, states[2 * (w * COLUMNS + own_column(c, t))]);
+      for (int w = 0; w < WARPS; w++) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - highest);
       float* mine = (float*)ring + (OWN * t + j) * OUT_ROW;
 #pragma unroll
-      for (int i = 0; i < VS; i++)
+      for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
         for (int r = 0; r < 2; r++)
-          mine[16 * i + g + 8 * r] = (acc.out[n][i][WIDE ? 2 * r + j : r] * VALUE_UNIT + acc.shift[c]) * factor;
+          mine[16 * i + g + 8 * r] = (acc.number(n, i, r, j) * VALUE_UNIT + acc.shift[c]) * factor;
     }
     sync_threads();
-    for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS) {
-      const int column = i / VD, d = i % VD;
+    auto sum_at = [&](int column, int d) {
       float x = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) x += ((const float*)(shared + RINGS_AT + w * STAGES * SLOT))[column * OUT_ROW + d];
-      args.parts[(part * COLUMNS + GROUP * n + column) * VD + d] = x;
-    }
-    if (thread_index() < GROUP) {
-      const int column = GROUP * n + thread_index();
-      float all_max = MINUS_INFINITY, all_sum = 0;
-      for (int w = 0; w < WARPS; w++) all_max = max_f32(all_max, states[2 * (w * COLUMNS + column)]);
-      for (int w = 0; w < WARPS; w++) {
-        const float m = states[2 * (w * COLUMNS + column)], l = states[2 * (w * COLUMNS + column) + 1];
-        all_sum += l * (m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - all_max));
+      for (int w = 0; w < WARPS; w += TEAM)
+        x += ((const float*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT))[column * OUT_ROW + d % (16 * OUT_SLICES)];
+      return x;
+    };
+    if (whole) {
+      for (int i = warp; i < GROUP; i += WARPS) {
+        const int column = GROUP * n + i, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + column / args.group_size;
+        if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
+        float all_max, all_sum, x[VN];
+        sum_of_warps(states, column, all_max, all_sum);
+#pragma unroll
+        for (int j = 0; j < VN; j++) x[j] = lane + 32 * j < VD ? sum_at(i, lane + 32 * j) : 0.0f;
+        write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
       }
-      float* state = args.part_states + (part * COLUMNS + column) * 2;
-      state[0] = all_max, state[1] = all_sum;
+    } else {
+      for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS)
+        args.parts[(part * COLUMNS + GROUP * n + i / VD) * VD + i % VD] = sum_at(i / VD, i % VD);
+      if (thread_index() < GROUP) {
+        const int column = GROUP * n + thread_index();
+        float* state = args.part_states + (part * COLUMNS + column) * 2;
+        sum_of_warps(states, column, state[0], state[1]);
+      }
     }
     sync_threads();
   }

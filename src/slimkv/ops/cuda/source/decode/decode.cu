@@ -18,10 +18,11 @@
 #include "decode/values.cuh"
 
 // Every entry is written for all lanes, 16 bytes at a time, by threads that start at different lanes.
-template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* table, const float* levels) {
+template <int BITS, int ENTRIES, bool IN_PAIRS, bool APART_> DEVICE void fill_levels(u8* table, const float* levels) {
   constexpr int FIRST = BITS == 5 ? 16 : 0, CODES = BITS < 4 ? 1 << BITS : 16;  // of what a nibble counts
   for (int i = thread_index(); i < ENTRIES; i += 32 * WARPS) {
-    u32 entry = f32_to_f16(levels[IN_PAIRS ? FIRST + i % CODES : i]);
+    u32 entry = f32_to_f16(levels[IN_PAIRS ? FIRST + i % CODES : i % (1 << BITS)]);
+    if (APART_ && i >= ENTRIES / 2) entry <<= 16;
     if (IN_PAIRS) entry |= f32_to_f16(levels[FIRST + i / 16 % CODES]) << 16;
 #pragma unroll
     for (int k = 0; k < 8; k++) *(Words4*)(table + 128 * i + 16 * ((k + i) & 7)) = {entry, entry, entry, entry};
@@ -32,8 +33,8 @@ template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* tabl
 DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
   u8* key_levels = shared;
   u8* value_levels = ONE_TABLE ? shared : shared + 128 * LEVEL_ENTRIES_K;
-  fill_levels<K_BITS, LEVEL_ENTRIES_K, K_IN_PAIRS>(key_levels, args.key_levels);
-  if (!ONE_TABLE) fill_levels<V_BITS, LEVEL_ENTRIES_V, V_IN_PAIRS>(value_levels, args.value_levels);
+  fill_levels<K_BITS, LEVEL_ENTRIES_K, K_IN_PAIRS, K_APART>(key_levels, args.key_levels);
+  if (!ONE_TABLE) fill_levels<V_BITS, LEVEL_ENTRIES_V, V_IN_PAIRS, V_APART>(value_levels, args.value_levels);
   const u32 signs = in_register(0x80808080u, lane);
   const Table key_table = {in_register(args.key_table.low, lane), in_register(args.key_table.high, lane), signs};
   const Table value_table = ONE_TABLE ? key_table
@@ -53,11 +54,11 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
   const LevelTables tables = load_tables(args, shared, lane);
 
   // -- loading ahead: the queries travel at the same time as the first pages
-  u8* ring = shared + RINGS_AT + warp * STAGES * SLOT;
+  const Team team = {warp / TEAM, warp % TEAM};
   Loader loader;
-  loader.ring = ring;
-  loader.lane = lane;
-  int filled = 0;  // steps copied so far; slot = number % STAGES
+  loader.init(shared, warp, lane);
+  u8* const ring = loader.ring;
+  int filled = 0;  // steps copied so far; slot = number % STAGES, if there are several
   constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
   auto begin_loading = [&](const WorkRange& p) {
@@ -66,11 +67,16 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
       if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
     loader.open(args, p);
     loader.look_up(min_i32(p.first + warp, p.last - 1));
+    if constexpr (STAGES == 1) {
+      const int step = p.first + warp;
+      loader.copy<true, false>(step, 0, step < p.last);
+      loader.copy<false, true>(step, 0, step < p.last);
+      loader.look_up(min_i32(step + WARPS, p.last - 1));
+    }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
       const int step = p.first + warp + i * WARPS;
-      if (step < p.last) loader.copy(step, filled % STAGES);
-      cp_async_commit();
+      loader.copy(step, filled % STAGES, step < p.last);
       filled++;
       loader.look_up(min_i32(step + WARPS, p.last - 1));
     }
@@ -81,7 +87,8 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS)
-        prepare_query(args, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
+        prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
+    if (BULK) fence_proxy_async();  // rings were written to
     sync_threads();
     QueryOperands queries;
     queries.load(shared + QUERY_AT, lane);
@@ -91,30 +98,56 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
     acc.clear();
 
     int taken = filled - (STAGES - 1);
-    for (int step = range.first + warp; step < range.last; step += WARPS) {
-      cp_async_wait<STAGES - 2>();
-      sync_warp();
-      const int ahead = step + (STAGES - 1) * WARPS;
-      if (ahead < range.last) loader.copy(ahead, filled % STAGES);
-      cp_async_commit();
-      filled++;
-      loader.look_up(min_i32(ahead + WARPS, range.last - 1));
-      const u8* slot = ring + (taken % STAGES) * SLOT;
-      taken++;
+    for (int step = range.first + warp; step - team.member < range.last; step += WARPS) {
+      const bool real = TEAM == 1 || step < range.last;  // warps of a team take as many steps
+      loader.wait(taken % STAGES, real);
+      auto load_ahead = [&] {
+        const int ahead = step + (STAGES - 1) * WARPS;
+        loader.copy(ahead, filled % STAGES, ahead < range.last);
+        filled++;
+        loader.look_up(min_i32(ahead + WARPS, range.last - 1));
+      };
+      if (TEAM == 1 && STAGES > 1) load_ahead();
+      const int next_step = step + WARPS;  // with one slot
+      u8* slot = ring + (taken % STAGES) * SLOT;
       const int token0 = range.s.begin + step * STEP;
       const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
       StepScores s;
       Probabilities weights;
-      multiply_keys(slot, shared, queries, tables, lane, s);
-      scale_scores(args, slot, columns, g, s);
-      apply_mask(slot, token0, clear, columns, lane, s, acc.largest_fields);
-      update_max(slot, columns, g, s, acc);
-      exponentials(slot, columns, g, s, acc);
-      pack_probabilities(s, weights);
-      add_values(slot, weights, tables, lane, acc);
-      sync_warp();  // before this slot is filled again
+      if (real) {
+        multiply_keys(slot, shared, queries, tables, lane, s);
+        scale_scores(args, slot, columns, g, s);
+        if (STAGES == 1) loader.wait_for_all();
+        apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
+        if constexpr (STAGES == 1) {
+          sync_warp();
+          loader.copy<true, false>(next_step, 0, next_step < range.last);
+        }
+      }
+      update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
+      if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
+      if (real) {
+        exponentials(slot, columns, g, s, acc);
+        pack_probabilities(s, weights);
+      }
+      if constexpr (TEAM == 1) {
+        add_values(slot, weights, tables, lane, acc);
+        sync_warp();  // before this slot is filled again
+        if constexpr (STAGES == 1) {
+          loader.copy<false, true>(next_step, 0, next_step < range.last);
+          loader.look_up(min_i32(next_step + WARPS, range.last - 1));
+        }
+      } else {
+        if (real) publish(weights, slot, lane);
+        if (BULK) fence_proxy_async();  // before the copy engine writes there again
+        team.sync();
+        add_values_of_team(slot - team.member * STAGES * SLOT, min_i32(TEAM, range.last - (step - team.member)), team, tables, lane,
+                           acc);
+      }
+      taken++;
     }
-    cp_async_wait<0>();
+    loader.wait_for_all();
+    team.sync();  // before rings are filled again
 
     // -- what comes next is loaded while this range is finished; slot 0 is kept free for its results
     left -= range.last - range.first + ITEM_COST;  // with what the next item takes
@@ -122,10 +155,11 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
     filled = 1;
     if (left > 0) {
       next = next_range(args, range, left);
-      begin_loading(next);
+      if (STAGES > 1) begin_loading(next);
     }
-    combine_warps(args, range, columns, acc, shared, ring, warp, lane);
+    combine_warps(args, range, columns, acc, team, shared, ring, warp, lane);
     if (left <= 0) return;
+    if (STAGES == 1) begin_loading(next);
     range = next;
   }
 }

@@ -1,5 +1,8 @@
-// Copies the steps of a range into a warp's ring of shared memory, ahead of their use.
+// Copies the steps of a range into a warp's ring of shared memory, ahead of their use. A step that is a page is one piece: one
+// lane and the copy engine, which reports to a barrier of the slot (BULK). Others are copied by all lanes. With one slot
+// (STAGES = 1) keys are copied while values are multiplied and the other way round: half the memory, half as far ahead.
 #pragma once
+#include "common/hopper.cuh"
 #include "decode/schedule.cuh"
 
 struct Loader {
@@ -7,8 +10,24 @@ struct Loader {
   const i32* table;
   i64 page_stride;
   u8* ring;
+  u64* barriers;
+  u32 phases;  // of the slots' barriers, a bit for each
   int lane, last_page, begin_tile;
   i32 ids[PAGES];  // the pages of the next step to be copied
+
+  DEVICE_MEMBER void init(u8* shared, int warp, int lane_) {
+    ring = shared + RINGS_AT + warp * STAGES * SLOT;
+    barriers = (u64*)(shared + BARRIERS_AT) + warp * STAGES;
+    lane = lane_;
+    phases = 0;
+    if (BULK) {
+      if (lane == 0)
+#pragma unroll
+        for (int i = 0; i < STAGES; i++) mbarrier_init(barriers + i, 1);
+      fence_mbarrier_init();
+      sync_warp();
+    }
+  }
 
   DEVICE_MEMBER void open(const DecodeArgs& args, const WorkRange& p) {
     page_stride = args.page_stride;
@@ -24,33 +43,66 @@ struct Loader {
     for (int i = 0; i < PAGES; i++) ids[i] = ldg_i32(table + min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + i, last_page));
   }
 
-  DEVICE_MEMBER void copy(int step, int slot) const {
-#pragma unroll
-    for (int i = 0; i < PAGES; i++) {
-      const u8* page = pages + ids[i] * page_stride;
-      const int inside = PAGES > 1 ? 0 : (begin_tile + NT * step) % (BLOCK_SIZE / 16);
-      constexpr int TILES = NT / PAGES;
-      u8* to = ring + slot * SLOT + i * TILES * TILE;
-      const u8* keys = page + inside * K_TILE + 16 * lane;
-      const u8* values = page + V_CODES + inside * V_TILE + 16 * lane;
-      // 32 bytes of each field and tile: two lanes each
-      constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS;
-      const int field = lane / 2;
-      const u8* fields = page + 32 * inside + 16 * (lane & 1) +
-                         (field < K_NUMBER_OF_FIELDS ? K_FIELDS + 2 * BLOCK_SIZE * field
-                                                     : V_FIELDS + 2 * BLOCK_SIZE * (field - K_NUMBER_OF_FIELDS));
-#pragma unroll
-      for (int x = 0; x < TILES; x++) {
-        copy_lines<K_TILE>(to + x * TILE, keys + x * K_TILE);
-        copy_lines<V_TILE>(to + x * TILE + K_TILE, values + x * V_TILE);
-        if (lane < 2 * FIELDS) cp_async_16(to + x * TILE + FIELDS_AT + 16 * lane, fields + 32 * x);
+  // If there is such a step: its keys, its values, or both.
+  template <bool KEYS = true, bool VALUES = true> DEVICE_MEMBER void copy(int step, int slot, bool real) const {
+    u8* to = ring + slot * SLOT;
+    if constexpr (BULK) {
+      if (real && lane == 0) {
+        mbarrier_arrive_expect_tx(barriers + slot, FIELDS_END);
+        cp_async_bulk(to, pages + ids[0] * page_stride, FIELDS_END, barriers + slot);
       }
+    } else {
+      if (real)
+#pragma unroll
+        for (int i = 0; i < PAGES; i++) {
+          const u8* page = pages + ids[i] * page_stride;
+          const int inside = PAGES > 1 ? 0 : (begin_tile + NT * step) % (BLOCK_SIZE / 16);
+          constexpr int TILES = NT / PAGES;
+          if (KEYS) copy_piece<TILES * K_TILE>(to + i * TILES * K_TILE, page + inside * K_TILE);
+          if (VALUES) copy_piece<TILES * V_TILE>(to + VALUES_AT + i * TILES * V_TILE, page + V_CODES + inside * V_TILE);
+          constexpr int FIRST = KEYS ? 0 : K_NUMBER_OF_FIELDS, END = VALUES ? FIELDS : K_NUMBER_OF_FIELDS;
+          copy_fields<32 * TILES, FIRST, END>(to + FIELDS_AT + 32 * TILES * i, page + 32 * inside);
+        }
+      cp_async_commit();
     }
   }
 
-  template <int BYTES> DEVICE_MEMBER void copy_lines(u8* to, const u8* from) const {
+  // For the copy to this slot, the oldest one, if it is of a real step.
+  DEVICE_MEMBER void wait(int slot, bool real) {
+    if (!BULK) {
+      cp_async_wait<STAGES == 1 ? 1 : STAGES - 2>();
+    } else if (real) {
+      mbarrier_wait(barriers + slot, phases >> slot & 1);
+      phases ^= 1u << slot;
+    }
+    sync_warp();
+  }
+
+  DEVICE_MEMBER void wait_for_all() const {
+    if (!BULK) {
+      cp_async_wait<0>();
+      sync_warp();
+    }
+  }
+
+  template <int BYTES> DEVICE_MEMBER void copy_piece(u8* to, const u8* from) const {
+    copy_lines<BYTES, 0>(shared_address(to) + 16 * lane, from + 16 * lane);
+  }
+  template <int BYTES, int AT> DEVICE_MEMBER void copy_lines(u32 to, const u8* from) const {
+    if (AT + 512 <= BYTES || AT + 16 * lane < BYTES) cp_async_16_behind<AT>(to, from);
+    if constexpr (AT + 512 < BYTES) copy_lines<BYTES, AT + 512>(to, from);
+  }
+
+  // BYTES of each field from FIRST to END.
+  template <int BYTES, int FIRST, int END> DEVICE_MEMBER void copy_fields(u8* to, const u8* page) const {
+    constexpr int EACH = BYTES / 16, LANES = EACH * (END - FIRST);
 #pragma unroll
-    for (int i = 0; i < BYTES; i += 512)
-      if (i + 512 <= BYTES || i + 16 * lane < BYTES) cp_async_16(to + i + 16 * lane, from + i);
+    for (int i = 0; i < LANES; i += 32) {
+      const int f = FIRST + (i + lane) / EACH, at = 16 * ((i + lane) % EACH);
+      if (i + 32 <= LANES || i + lane < LANES) cp_async_16(to + f * FIELD_STRIDE + at, page + field_offset(f) + at);
+    }
+  }
+  DEVICE_MEMBER static int field_offset(int f) {
+    return f < K_NUMBER_OF_FIELDS ? K_FIELDS + 2 * BLOCK_SIZE * f : V_FIELDS + 2 * BLOCK_SIZE * (f - K_NUMBER_OF_FIELDS);
   }
 };

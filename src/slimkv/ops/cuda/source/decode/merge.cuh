@@ -1,11 +1,9 @@
-// Puts the parts of a (query, head) together, adds the sink, divides, rotates back and writes the output. `merge_split`
-// warps share the parts of one, so that few rows with many parts do not wait for one load after the other. Blocks are
+// Puts the parts of a (query, head) together and writes its output, unless a single block has done that. `merge_split` warps share the parts of one, so that few rows with many parts do not wait for one load after the other. Blocks are
 // small: they fit beside those of `attend` and have looked everything up when the last of these is done.
 #pragma once
-#include "common/rotation.cuh"
-#include "decode/schedule.cuh"
+#include "decode/output.cuh"
 
-constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4, VN = (VD + 31) / 32;
+constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
 
 struct MergedState {
   float highest, row_sum, x[VN];
@@ -37,6 +35,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = first / partition.share;
   const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / partition.share : first_block - 1;
   griddepcontrol_wait();
+  if (WHOLE_ITEMS && split == 1 && first_block == last_block) return;
 
   MergedState merged;
   merged.highest = MINUS_INFINITY, merged.row_sum = 0;
@@ -72,28 +71,6 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
       merged.add(theirs[VD], theirs[VD + 1], v);
     }
   }
-  if (head >= query_heads) return;
-  float highest = merged.highest, row_sum = merged.row_sum, factor = 1.0f;
-  if (args.sinks) {
-    const float sink = args.sinks[head] * LOG2E, above = max_f32(highest, sink);
-    factor = highest == MINUS_INFINITY ? 0.0f : exp2_approx(highest - above);
-    row_sum = row_sum * (row_sum == row_sum ? factor : 1.0f) + exp2_approx(sink - above);
-    highest = above;
-  }
-  const float inverse = row_sum == 0 ? 0.0f : factor / row_sum;
-  float x[VN];
-#pragma unroll
-  for (int i = 0; i < VN; i++) x[i] = merged.x[i] * inverse;
-  if (V_ROTATED) unrotate<VD, V_CORE>(x, args.value_sign_bits, (const u16*)args.value_signs, args.value_norm, mine, lane);
-  const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
-#pragma unroll
-  for (int i = 0; i < VN; i++) {
-    const int d = lane + 32 * i;
-    if (d >= VD) continue;
-    if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = x[i];
-    else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(x[i]) : f32_to_f16(x[i]));
-  }
-  if (args.lse && lane == 0)
-    args.lse[(i64)row * query_heads + head] = row_sum == 0 ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;
+  if (head < query_heads) write_row(args, row, head, merged.highest, merged.row_sum, merged.x, mine, lane);
 }
 HOST_TESTABLE(merge, DecodeArgs)

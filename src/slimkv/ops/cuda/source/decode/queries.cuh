@@ -18,9 +18,23 @@ DEVICE void load_query(const DecodeArgs& args, const WorkRange& range, int c, fl
   }
 }
 
-// One warp: rotates the query of column c and leaves it in `operands` in their order, its unit and the sum of its
-// coordinates in `shared`.
-DEVICE void prepare_query(const DecodeArgs& args, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
+// Where word `word` of a column of the products is in the queries' operands: a lane's two words of a product side by side.
+DEVICE int operand_offset(int row, int word) {
+  return 8 * (32 * (row / 8 * QI + word / 8) + 4 * (row % 8) + word % 4) + word % 8 / 4 * 4;
+}
+constexpr int NEXT_ROW = 32;  // bytes
+
+// What is known of a column of the block: what makes its products scores (without the softmax's scale), the sum of its query's
+// coordinates, and which tokens it sees.
+struct Column {
+  float unit, sum;
+  int visible_begin, visible_end;
+};
+DEVICE Column* column_at(u8* shared, int c) { return (Column*)(shared + COLUMN_AT) + c; }
+DEVICE const Column* column_at(const u8* shared, int c) { return (const Column*)(shared + COLUMN_AT) + c; }
+
+// One warp: rotates the query of column c and leaves it in `operands` in their order, and the rest in `shared`.
+DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
   if (K_ROTATED) rotate<KD, K_CORE>(y, args.key_sign_bits, (const u16*)args.key_signs, args.key_norm, scratch, lane);
   float row_max = 0.0f;
   bool finite = true;
@@ -46,32 +60,32 @@ DEVICE void prepare_query(const DecodeArgs& args, int c, float (&y)[QN], u8* sha
       const i32 n = (i32)as_bits(x + 12582912.0f) - 0x4B400000;
       const i32 high = (n + 64) >> 7;
       const int in_slice = d % 16, word = d / 16 * 4 + in_slice % 8 / 2, byte = (in_slice & 1) + 2 * (in_slice / 8);
-      u8* to = operands + row * KD + 4 * word + byte;
+      u8* to = operands + operand_offset(row, word) + byte;
       to[0] = (u8)high;
-      to[KD] = (u8)(n - 128 * high);
+      to[NEXT_ROW] = (u8)(n - 128 * high);
       sum += (float)n;
     } else {
       const u32 high = f32_to_f16(x);
       // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
       const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
-      u16* to = (u16*)operands + row * KD + d / 16 * 16 + place;
+      u16* to = (u16*)(operands + operand_offset(row, d / 16 * 8 + place / 2)) + place % 2;
       to[0] = (u16)high;
       sum += f16_to_f32(high);
-      if (!WIDE) to[KD] = (u16)f32_to_f16(x - f16_to_f32(high));
+      if (!WIDE) to[NEXT_ROW / 2] = (u16)f32_to_f16(x - f16_to_f32(high));
     }
   }
 #pragma unroll
   for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (lane == 0) {
-    float* column = (float*)(shared + COLUMN_AT) + 2 * c;
-    column[0] = finite ? row_max / largest * KEY_UNIT : NOT_A_NUMBER;
-    column[1] = sum;
+    const int position = range.s.length - range.s.queries + range.chunk * (COLUMNS / args.group_size) + c / args.group_size;
+    *column_at(shared, c) = {finite ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum, WINDOW ? position - args.sliding_window + 1 : 0,
+                             args.causal ? min_i32(range.s.length, position + 1) : range.s.length};
   }
 }
 
 // The queries' part of product i of group n: two slices of bytes, or one of halves.
 DEVICE void load_operand(const u8* operands, int n, int i, int lane, u32 (&q)[2]) {
-  const u32* words = (const u32*)operands + (8 * n + lane / 4) * (K_BYTES ? KD / 4 : KD / 2) + 8 * i + lane % 4;
-  q[0] = words[0];
-  q[1] = !K_BYTES || 2 * i + 1 < KS ? words[4] : 0;
+  const Words2 words = *(const Words2*)(operands + 8 * (32 * (n * QI + i) + lane));
+  q[0] = words.x;
+  q[1] = !K_BYTES || 2 * i + 1 < KS ? words.y : 0;
 }

@@ -51,8 +51,10 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
     queries.load_product(shared, i, lane);
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      u32 a[4];
-      if constexpr (K_IN_PAIRS) {
+      u32 a[4], upper[4];
+      if constexpr (K_APART) apart_halves(codes[x], i, tables.key_levels, a, upper);
+      else if constexpr (K_KIND == LLOYD && K_BITS > 5) joined_halves(codes[x], i, tables.key_levels, a);
+      else if constexpr (K_IN_PAIRS) {
         u32 pair[4];
         pair_halves<false>(codes[x], i, tables.key_levels, pair);
         a[0] = pair[0], a[1] = pair[2], a[2] = pair[1], a[3] = pair[3];
@@ -62,6 +64,7 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
         const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
         if (i == 0) mma_f16_from_zero(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
         else mma_f16(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
+        if constexpr (K_APART) mma_f16(c[x][n], upper[0], upper[1], upper[2], upper[3], b0, b1);
       }
     }
   }
@@ -79,7 +82,7 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
                           StepScores& s) {
   KeyCodes codes[NT];
 #pragma unroll
-  for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE, lane);
+  for (int x = 0; x < NT; x++) codes[x].load(slot + x * K_TILE, lane);
   if constexpr (K_BYTES) multiply_key_bytes(codes, shared, queries, tables, lane, s);
   else multiply_key_halves(codes, shared, queries, tables, lane, s);
 }
@@ -90,12 +93,12 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
 #pragma unroll
   for (int x = 0; x < NT; x++) {
-    const u8* fields = slot + x * TILE + FIELDS_AT;
+    const u8* fields = slot + FIELDS_AT + 32 * x;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const u32 field = field_bits(fields, g + 8 * r);
       const float scale = small_scale_of(field);
-      const float zero = K_KIND == UNIFORM ? small_zero_of(field_bits(fields + 32, g + 8 * r)) : 0;
+      const float zero = K_KIND == UNIFORM ? small_zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)) : 0;
 #pragma unroll
       for (int c = 0; c < C; c++) {
         float score = (KEY_OFFSET != 0 ? s[c][x][r] - KEY_OFFSET * columns.sum[c] : s[c][x][r]) * scale;
@@ -109,27 +112,30 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
 }
 
 // Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
-DEVICE void apply_mask(const u8* slot, int token0, bool clear, const ColumnState& columns, int lane, StepScores& s,
-                       u32& largest_fields) {
+DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s, u32& largest_fields) {
   const int g = lane >> 2;
   if (clear) {
-    constexpr int WORDS = 8 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);  // of a tile
+    constexpr int WORDS = FIELDS * FIELD_STRIDE / 4;
 #pragma unroll
-    for (int i = 0; i < WORDS * NT; i += 32)
-      if (i + 32 <= WORDS * NT || i + lane < WORDS * NT)
-        largest_fields = max_u16x2(largest_fields,
-                                   *(const u32*)(slot + (i + lane) / WORDS * TILE + FIELDS_AT + 4 * ((i + lane) % WORDS)));
+    for (int i = 0; i < WORDS; i += 32)
+      if (i + 32 <= WORDS || i + lane < WORDS)
+        largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + FIELDS_AT + 4 * (i + lane)));
   } else {
+    u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < 2 * NT; i++) {
-      const int x = i / 2, r = i & 1, token = token0 + 16 * x + g + 8 * r;
-      const u8* fields = slot + x * TILE + FIELDS_AT;
-      const bool bad = field_bits(fields, g + 8 * r) == INVALID_FIELD ||
-                       field_bits(fields + 32 * K_NUMBER_OF_FIELDS, g + 8 * r) == INVALID_FIELD;
+      const u8* fields = slot + FIELDS_AT + 32 * (i / 2);
+      const int token = g + 8 * (i & 1);
+      if (field_bits(fields, token) == INVALID_FIELD || field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD) bad |= 1u << i;
+    }
 #pragma unroll
-      for (int c = 0; c < C; c++) {
-        const bool visible = token < columns.visible_end[c] && token >= columns.visible_begin[c];
-        s[c][x][r] = !visible ? MINUS_INFINITY : bad ? NOT_A_NUMBER : s[c][x][r];
+    for (int c = 0; c < C; c++) {
+      const Column* column = column_at(shared, own_column(c, lane & 3));
+      const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
+#pragma unroll
+      for (int i = 0; i < 2 * NT; i++) {
+        const int x = i / 2, r = i & 1, token = token0 + 16 * x + g + 8 * r;
+        s[c][x][r] = token >= end || token < begin ? MINUS_INFINITY : bad >> i & 1 ? NOT_A_NUMBER : s[c][x][r];
       }
     }
   }

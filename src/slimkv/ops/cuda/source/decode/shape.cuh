@@ -1,12 +1,16 @@
 // What the decode kernels are compiled for, where things are in shared memory, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED,
 // V_CORE (the pages),
-// NG, WIDE (the columns), NT, WARPS, STAGES, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
+// NG, WIDE (the columns), NT, WARPS, TEAM, STAGES, BULK, APART, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
 // WINDOW, SOFTCAP (the options).
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
 // group each of 4 columns takes two of them, a high and a low byte (or half): lane 4 g + t finds both of column t side by
 // side. In a wide group there are 8 columns of halves, of which that lane has 2 t and 2 t + 1.
+//
+// The output of many columns fills the registers of a warp. Then TEAM warps go together: each has scores of tokens of its
+// own, as ever, and leaves their probabilities in shared memory; of the values each multiplies a part of the dimensions, for
+// the tokens of the whole team. Nothing is unpacked twice.
 #pragma once
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
@@ -20,28 +24,47 @@ constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS
 // Narrow values: are their bytes regrouped, which halves the products, or used as they lie, which saves permutations?
 constexpr bool V_REGROUPED = WARPS > 4;
 constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
-// A tile in the ring: key codes, value codes, then 32 bytes of each field.
-constexpr int FIELDS_AT = K_TILE + V_TILE, TILE = FIELDS_AT + 32 * (K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS);
-constexpr int OUT_ROW = VD + 8;  // floats; keeps the columns of a warp's result in different banks
-constexpr int SLOT = NT * TILE > 4 * GROUP * OUT_ROW ? NT * TILE : 4 * GROUP * OUT_ROW;
+// A step in the ring: key codes, value codes, then the fields one after the other, of all tiles. What a warp leaves for its team
+// takes the place of a tile's key codes, or is behind the fields.
+constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS, FIELD_STRIDE = 32 * NT;
+constexpr int VALUES_AT = NT * K_TILE, FIELDS_AT = VALUES_AT + NT * V_TILE, FIELDS_END = FIELDS_AT + FIELDS * FIELD_STRIDE;
+constexpr int WEIGHT_BYTES = TEAM > 1 ? 256 * NG : 0;  // of a tile
+constexpr bool WEIGHTS_BEHIND = WEIGHT_BYTES > K_TILE;
+constexpr int WEIGHTS_AT = WEIGHTS_BEHIND ? FIELDS_END : 0, WEIGHT_STRIDE = WEIGHTS_BEHIND ? WEIGHT_BYTES : K_TILE;
+constexpr int STEP_BYTES = FIELDS_END + (WEIGHTS_BEHIND ? NT * WEIGHT_BYTES : 0);
+constexpr int OUT_SLICES = VS / TEAM;         // of the output that a warp has
+constexpr int OUT_ROW = 16 * OUT_SLICES + 8;  // floats; keeps the columns of a warp's result in different banks
+constexpr int SLOT = STEP_BYTES > 4 * GROUP * OUT_ROW ? STEP_BYTES : 4 * GROUP * OUT_ROW;
 // Tables of levels in shared memory, by pairs of codes up to 5 bits.
 constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES, V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES;
-constexpr int LEVEL_ENTRIES_K = K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : 1 << K_BITS;
-constexpr int LEVEL_ENTRIES_V = V_KIND != LLOYD || V_BYTES ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : 1 << V_BITS;
+static_assert(!APART || !WIDE, "halves apart are twice the products");
+constexpr bool K_APART = APART && K_KIND == LLOYD && K_BITS == 6, V_APART = APART && V_KIND == LLOYD && V_BITS == 6;
+constexpr int LEVEL_ENTRIES_K =
+    K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : K_APART ? 2 * APART_ENTRIES : 1 << K_BITS;
+constexpr int LEVEL_ENTRIES_V =
+    V_KIND != LLOYD || V_BYTES ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : V_APART ? 2 * APART_ENTRIES : 1 << V_BITS;
 constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
+static_assert(!BULK || (NT == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
+                        V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS), "a step is a page, in the ring as it is there");
+static_assert(STAGES > 1 || (TEAM == 1 && !BULK), "keys and values of a step are two copies");
+static_assert(TEAM == 1 || (WIDE && VS % TEAM == 0 && WARPS % TEAM == 0), "teams share wide values");
 constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
 constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are better spent on the output
-constexpr int QUERY_BYTES = 8 * NG * KD * (K_BYTES ? 1 : 2);
+constexpr int QUERY_BYTES = 256 * NG * QI;
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
 
-// Shared memory: levels of keys | levels of values | rings | queries | column constants | maxima and sums of the warps
+constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
+
+// Shared memory: levels of keys | levels of values | rings | queries | column constants | maxima, sums and, in teams,
+// shifts of the warps | barriers of the rings' slots
 constexpr int RINGS_AT = LEVEL_BYTES;
 constexpr int QUERY_AT = RINGS_AT + WARPS * STAGES * SLOT;
 constexpr int COLUMN_AT = QUERY_AT + QUERY_BYTES;
-constexpr int STATE_AT = COLUMN_AT + 8 * COLUMNS;
-constexpr int SHARED_BYTES = STATE_AT + 8 * COLUMNS * WARPS;
+constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
+constexpr int BARRIERS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WARPS;
+constexpr int SHARED_BYTES = BARRIERS_AT + (BULK ? 8 * WARPS * STAGES : 0);
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 
 struct DecodeArgs {

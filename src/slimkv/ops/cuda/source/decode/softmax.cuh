@@ -5,20 +5,22 @@
 // Probabilities times their values' scales, as the products take them.
 struct Probabilities {
   u32 p[NG][NT][2];
-  float fold[NG];  // narrow: what makes products with them numbers again
-  i32 start[NG];   // narrow: minus the levels' offset, 63.5, times the sum of the probabilities
+  float fold[NG];  // bytes: what makes products with them numbers again
+  i32 start[NG];   // bytes: minus the levels' offset, 63.5, times the sum of the probabilities
 };
 
-// The running maximum moves rarely. Wide: of the score and the logarithm of the value's scale, so that their product stays
-// within what halves hold. A field is about 1024 times that logarithm, plus 40.
-DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc) {
+// The running maximum moves rarely. Values as halves: of the score and the logarithm of the value's scale, so that their product
+// stays within what halves hold. A field is about 1024 times that logarithm, plus 40.
+// A team has one reference; `real`: this warp has scores. `maxima`: of the team's warps, when it moves.
+DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t, const StepScores& s, bool real, const Team& team,
+                       float* maxima, Accumulator& acc) {
   float magnitude[NT][2];
-  if (WIDE)
+  if (OUT_IN_PRODUCTS)
 #pragma unroll
     for (int x = 0; x < NT; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        magnitude[x][r] = (float)(i32)field_bits(slot + x * TILE + FIELDS_AT + 32 * K_NUMBER_OF_FIELDS, g + 8 * r);
+        magnitude[x][r] = (float)(i32)field_bits(slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x, g + 8 * r);
   float highest[C];
   bool moves = false;
 #pragma unroll
@@ -28,25 +30,34 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const 
     for (int x = 0; x < NT; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        highest[c] = max_f32(highest[c], WIDE ? fma_rn(s[c][x][r], LATE_UNIT ? 1024.0f * columns.unit[c] : 1024.0f, magnitude[x][r]) : s[c][x][r]);
-    if (WIDE) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
+        highest[c] = max_f32(highest[c], OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], LATE_UNIT ? 1024.0f * columns.unit[c] : 1024.0f, magnitude[x][r]) : s[c][x][r]);
+    if (OUT_IN_PRODUCTS) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
+    if (TEAM > 1 && !real) highest[c] = MINUS_INFINITY;
     moves = moves || highest[c] > acc.row_max[c] + columns.slack[c];
   }
-  if (warp_any(moves)) {
+  if (team.any(moves)) {
 #pragma unroll
     for (int c = 0; c < C; c++) {
-      float higher = highest[c];
 #pragma unroll
-      for (int d = 4; d < 32; d <<= 1) higher = max_f32(higher, shfl_xor(higher, d));
-      higher = max_f32(higher, acc.row_max[c]);
+      for (int d = 4; d < 32; d <<= 1) highest[c] = max_f32(highest[c], shfl_xor(highest[c], d));
+      if (TEAM > 1 && g == 0) maxima[(team.number * TEAM + team.member) * COLUMNS + own_column(c, t)] = highest[c];
+    }
+    team.sync();
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+      float higher = max_f32(highest[c], acc.row_max[c]);
+      if (TEAM > 1)
+#pragma unroll
+        for (int w = 0; w < TEAM; w++) higher = max_f32(higher, maxima[(team.number * TEAM + w) * COLUMNS + own_column(c, t)]);
       const float base = MAX_WITHOUT_UNIT ? columns.unit[c] : 1.0f;
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
       acc.row_max[c] = higher;
       acc.row_sum[c] *= factor, acc.shift[c] *= factor;
+      float(&out)[sizeof(acc.out[0]) / sizeof(acc.out[0][0])][OUT_NUMBERS] = acc.out[c / OWN];
 #pragma unroll
-      for (int i = 0; i < VS; i++)
+      for (int i = 0; i < (int)(sizeof(out) / sizeof(out[0])); i++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) acc.out[c / OWN][i][WIDE ? 2 * r + c % OWN : r] *= factor;
+        for (int j = WIDE ? c % OWN : 0; j < OUT_NUMBERS; j += OWN) out[i][j] *= factor;
     }
   }
 }
@@ -59,7 +70,7 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
     const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? acc.row_max[c] * base : acc.row_max[c];
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      const u8* fields = slot + x * TILE + FIELDS_AT + 32 * K_NUMBER_OF_FIELDS;
+      const u8* fields = slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float e = exp2_approx(fma_rn(s[c][x][r], base, -reference));
@@ -67,7 +78,7 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
         acc.row_sum[c] += e;
         s[c][x][r] = e * scale;
         if (V_KIND == UNIFORM) {
-          const float zero = zero_of(field_bits(fields + 32, g + 8 * r));
+          const float zero = zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r));
           acc.shift[c] += e > 0 ? e * (WIDE ? zero - half_offset<V_KIND, V_BITS, true>() * scale : zero) : 0;
         }
       }
@@ -75,37 +86,42 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
   }
 }
 
-// Narrow: relative to the largest of the step, as two unsigned bytes or two halves.
-DEVICE void split_probabilities(const StepScores& s, int n, Probabilities& w) {
+// Narrow bytes: relative to the largest of the step, as two unsigned bytes.
+DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
   float largest = 1e-30f;
 #pragma unroll
   for (int x = 0; x < NT; x++) largest = max_f32(largest, max_f32(s[n][x][0], s[n][x][1]));
 #pragma unroll
   for (int d = 4; d < 32; d <<= 1) largest = max_f32(largest, shfl_xor(largest, d));
-  const float up = (V_BYTES ? 65535.0f : 1.0f) * rcp_approx(largest);
-  w.fold[n] = largest * (V_BYTES ? 1.0f / 65535.0f : 1.0f);
+  const float up = 65535.0f * rcp_approx(largest);
+  w.fold[n] = largest * (1.0f / 65535.0f);
   u32 all = 0;
 #pragma unroll
   for (int x = 0; x < NT; x++)
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      if (V_BYTES) {  // high byte, 0, low byte, 0
-        const u32 bits = as_bits(s[n][x][r] * up + 8388608.0f);
-        all += bits;
-        w.p[n][x][r] = movmatrix_trans(prmt(bits, 0, 0x4041));
-      } else {
-        const float e = s[n][x][r] * up;
-        const u32 high = f32_to_f16(e);
-        w.p[n][x][r] = movmatrix_trans(high | f32_to_f16(e - f16_to_f32(high)) << 16);
-      }
+    for (int r = 0; r < 2; r++) {  // high byte, 0, low byte, 0
+      const u32 bits = as_bits(s[n][x][r] * up + 8388608.0f);
+      all += bits;
+      w.p[n][x][r] = movmatrix_trans(prmt(bits, 0, 0x4041));
     }
   w.start[n] = 0;
-  if (V_BYTES && V_KIND == LLOYD) {  // the levels' offset comes off in integers
-    all -= 2 * NT * 0x4B000000u;     // what a float of 2^23 has above the integer
+  if (V_KIND == LLOYD) {          // the levels' offset comes off in integers
+    all -= 2 * NT * 0x4B000000u;  // what a float of 2^23 has above the integer
 #pragma unroll
     for (int d = 4; d < 32; d <<= 1) all += shfl_xor(all, d);
     w.start[n] = -(i32)((127 * all) >> 1);
   }
+}
+
+// Narrow halves: two of them.
+DEVICE void split_into_halves(const StepScores& s, int n, Probabilities& w) {
+#pragma unroll
+  for (int x = 0; x < NT; x++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const u32 high = f32_to_f16(s[n][x][r]);
+      w.p[n][x][r] = movmatrix_trans(high | f32_to_f16(s[n][x][r] - f16_to_f32(high)) << 16);
+    }
 }
 
 DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
@@ -116,8 +132,7 @@ DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
       for (int x = 0; x < NT; x++)
 #pragma unroll
         for (int r = 0; r < 2; r++) w.p[n][x][r] = movmatrix_trans(pack_f16x2(s[n * OWN][x][r], s[n * OWN + OWN - 1][x][r]));
-    } else {
-      split_probabilities(s, n, w);
-    }
+    } else if (V_BYTES) split_into_bytes(s, n, w);
+    else split_into_halves(s, n, w);
   }
 }

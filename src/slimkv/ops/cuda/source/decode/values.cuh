@@ -8,6 +8,13 @@ DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& fi
   code_bytes<V_KIND, V_BITS>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
+// Operands of pairs of tokens.
+template <class C> DEVICE void value_halves(const C& codes, int slice, const LevelTables& tables, u32 (&a)[4]) {
+  if constexpr (V_IN_PAIRS) pair_halves<true>(codes, slice, tables.value_levels, a);
+  else if constexpr (V_KIND == LLOYD && V_BITS > 5) joined_halves(codes, slice, tables.value_levels, a);
+  else code_halves<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), tables.value, tables.value_levels, a);
+}
+
 // The bytes of a word alternate between dimensions g and g + 8. Here they are put apart; two tiles are one operand.
 DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
   u32 b[NG][NT];
@@ -78,30 +85,18 @@ DEVICE void add_value_bytes_as_stored(const ValueCodes (&codes)[NT], const Proba
 DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
                              Accumulator& acc) {
 #pragma unroll
-  for (int i = 0; i < VS; i++) {
-    float c[NG][4];
-    if (WIDE)
-#pragma unroll
-      for (int n = 0; n < NG; n++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) c[n][j] = acc.out[n][i][j % (2 * OWN)];
+  for (int i = 0; i < VS; i++)
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      u32 a[4];
-      if constexpr (V_IN_PAIRS) pair_halves<true>(codes[x], i, tables.value_levels, a);
-      else code_halves<V_KIND, V_BITS, true>(codes[x].low(i), codes[x].high(i), tables.value, tables.value_levels, a);
+      u32 a[4], upper[4];
+      if constexpr (V_APART) apart_halves(codes[x], i, tables.value_levels, a, upper);
+      else value_halves(codes[x], i, tables, a);
 #pragma unroll
       for (int n = 0; n < NG; n++) {
-        if (!WIDE && x == 0) mma_f16_from_zero(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
-        else mma_f16(c[n], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
+        mma_f16(acc.out[n][i], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
+        if constexpr (V_APART) mma_f16(acc.out[n][i], upper[0], upper[1], upper[2], upper[3], w.p[n][x][0], w.p[n][x][1]);
       }
     }
-#pragma unroll
-    for (int n = 0; n < NG; n++)
-#pragma unroll
-      for (int j = 0; j < 2 * OWN; j++)
-        acc.out[n][i][j] = WIDE ? c[n][j] : acc.out[n][i][j] + (c[n][2 * j % 4] + c[n][(2 * j + 1) % 4]) * w.fold[n];
-  }
 }
 
 // Narrow, values by pairs: dimensions g and g + 8 of a token. As above they are used as they lie; two slices are one operand,
@@ -110,8 +105,7 @@ template <class PairCodes>
 DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
                                       Accumulator& acc) {
 #pragma unroll
-  for (int i = 0; i < VS; i += 2) {
-    float even[NG][4], odd[NG][4];  // dimensions g of both slices, dimensions g + 8
+  for (int i = 0; i < VS; i += 2)
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 first[4], second[4] = {0, 0, 0, 0};
@@ -122,30 +116,50 @@ DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probab
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const u32 p = w.p[n][x][r], a0 = first[2 * r], a1 = second[2 * r], a2 = first[2 * r + 1], a3 = second[2 * r + 1];
-          if (x == 0 && r == 0) {
-            mma_f16_from_zero(even[n], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
-            mma_f16_from_zero(odd[n], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
-          } else {
-            mma_f16(even[n], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
-            mma_f16(odd[n], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
-          }
+          mma_f16(acc.out[n][i], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
+          mma_f16(acc.out[n][i + 1], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
         }
     }
+}
+
+// What a warp leaves for its team.
+DEVICE void publish(const Probabilities& w, u8* slot, int lane) {
 #pragma unroll
-    for (int n = 0; n < NG; n++)
+  for (int n = 0; n < NG; n++)
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        if (i + j >= VS) continue;
-        acc.out[n][i + j][0] += (even[n][2 * j] + even[n][2 * j + 1]) * w.fold[n];
-        acc.out[n][i + j][1] += (odd[n][2 * j] + odd[n][2 * j + 1]) * w.fold[n];
+    for (int x = 0; x < NT; x++) *(Words2*)(slot + WEIGHTS_AT + x * WEIGHT_STRIDE + 256 * n + 8 * lane) = {w.p[n][x][0], w.p[n][x][1]};
+}
+
+// This warp's part of the values of a step of the team: `count` of its warps have tokens.
+DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, const LevelTables& tables, int lane,
+                               Accumulator& acc) {
+#pragma unroll
+  for (int w = 0; w < TEAM; w++) {
+    if (w >= count) break;
+    Codes<V_BITS, VS, true, TEAM> codes[NT];
+#pragma unroll
+    for (int x = 0; x < NT; x++) codes[x].load(slots + w * STAGES * SLOT + VALUES_AT + x * V_TILE, lane, team.member);
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      const u8* weights = slots + w * STAGES * SLOT + WEIGHTS_AT + x * WEIGHT_STRIDE;
+      Words2 p[NG];
+#pragma unroll
+      for (int n = 0; n < NG; n++) p[n] = *(const Words2*)(weights + 256 * n + 8 * lane);
+#pragma unroll
+      for (int i = 0; i < OUT_SLICES; i++) {
+        u32 a[4];
+        value_halves(codes[x], i, tables, a);
+#pragma unroll
+        for (int n = 0; n < NG; n++) mma_f16(acc.out[n][i], a[0], a[1], a[2], a[3], p[n].x, p[n].y);
       }
+    }
   }
 }
 
 DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {
   ValueCodes codes[NT];
 #pragma unroll
-  for (int x = 0; x < NT; x++) codes[x].load(slot + x * TILE + K_TILE, lane);
+  for (int x = 0; x < NT; x++) codes[x].load(slot + VALUES_AT + x * V_TILE, lane);
   if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
   else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);

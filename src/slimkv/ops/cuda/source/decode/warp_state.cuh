@@ -8,7 +8,12 @@ DEVICE int own_column(int c, int t) { return c / OWN * GROUP + OWN * t + c % OWN
 
 // Narrow scores and their maximum are kept without the query's unit, which joins them inside the exponential. Wide ones
 // get it where they are used.
-constexpr bool LATE_UNIT = !SOFTCAP, MAX_WITHOUT_UNIT = !WIDE && LATE_UNIT;
+constexpr bool LATE_UNIT = !SOFTCAP, MAX_WITHOUT_UNIT = !WIDE && V_BYTES && LATE_UNIT;
+// Values as bytes: probabilities are relative to the largest of a step, and the output is multiplied and added step by step. Values
+// as halves: the output stays in the products' accumulators, and the maximum counts the values' scales.
+constexpr bool OUT_IN_PRODUCTS = WIDE || !V_BYTES;
+constexpr bool V_AS_STORED = !WIDE && V_IN_PAIRS;
+constexpr int OUT_NUMBERS = OUT_IN_PRODUCTS ? 4 : 2;
 
 // The maximum that exponents are taken from follows only when it has fallen behind by so many powers of two: then output is
 // seldom rescaled.
@@ -38,24 +43,20 @@ struct QueryOperands {
   }
 };
 
-// What is known of a lane's columns, and which tokens all columns of the block see.
+// What every step needs of a lane's columns, and which tokens all columns of the block see.
 struct ColumnState {
   float unit[C], sum[C], slack[C];
-  int visible_end[C], visible_begin[C];
   int clear_end, clear_begin;
 
   DEVICE_MEMBER void load(const DecodeArgs& args, const WorkRange& range, const u8* shared, int t) {
     const int first_query = range.chunk * (COLUMNS / args.group_size);
 #pragma unroll
     for (int c = 0; c < C; c++) {
-      const float* column = (const float*)(shared + COLUMN_AT) + 2 * own_column(c, t);
-      unit[c] = column[0] * (args.scale < 0 ? -args.scale : args.scale);
+      const Column column = *column_at(shared, own_column(c, t));
+      unit[c] = column.unit * (args.scale < 0 ? -args.scale : args.scale);
       if (unit[c] < 1e-30f) unit[c] = 1e-30f;  // zero times minus infinity would not be a number
-      sum[c] = column[1];
+      sum[c] = column.sum;
       slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / unit[c] : RESCALE_THRESHOLD;
-      const int position = range.s.length - range.s.queries + first_query + own_column(c, t) / args.group_size;
-      visible_end[c] = args.causal ? min_i32(range.s.length, position + 1) : range.s.length;
-      visible_begin[c] = WINDOW ? position - args.sliding_window + 1 : 0;
     }
     const int last_query = min_i32(range.s.queries, first_query + COLUMNS / args.group_size) - 1;
     clear_end = args.causal ? range.s.length - range.s.queries + first_query + 1 : range.s.length;
@@ -63,11 +64,21 @@ struct ColumnState {
   }
 };
 
-// The running softmax. Narrow: out[n][i][r] is dimension 16 i + g + 8 r of column n. Wide: out[n][i][2 r + j], column
-// 8 n + 2 t + j.
+// The running softmax. Of bytes out[n][i][r] is dimension 16 i + g + 8 r of column n. Wide: out[n][i][2 r + j], column
+// 8 n + 2 t + j. In a team, of the slices from OUT_SLICES times the warp's place on. Narrow halves: the sum of out[n][i][2 r] and
+// out[n][i][2 r + 1], or, of values as they are stored, dimensions g of slices i and i + 1 in out[n][i] and g + 8 in out[n][i + 1].
 struct Accumulator {
-  float out[NG][VS][2 * OWN], row_max[C], row_sum[C], shift[C];
+  float out[NG][V_AS_STORED ? (OUT_SLICES + 1) / 2 * 2 : OUT_SLICES][OUT_NUMBERS], row_max[C], row_sum[C], shift[C];
   u32 largest_fields;  // two at a time: 0xFFFF marks a token whose K or V was not a number
+
+  // Dimension 16 i + g + 8 r of the lane's column OWN n + j.
+  DEVICE_MEMBER float number(int n, int i, int r, int j) const {
+    if (!OUT_IN_PRODUCTS) return out[n][i][r];
+    if (WIDE) return out[n][i][(2 * r + j) % OUT_NUMBERS];
+    const float(&pair)[OUT_NUMBERS] = out[n][V_AS_STORED ? i / 2 * 2 + r : i];
+    const int at = 2 * (V_AS_STORED ? i % 2 : r) % OUT_NUMBERS;
+    return pair[at] + pair[at + 1];
+  }
 
   DEVICE_MEMBER void clear() {
     largest_fields = 0;
@@ -76,10 +87,17 @@ struct Accumulator {
 #pragma unroll
     for (int n = 0; n < NG; n++)
 #pragma unroll
-      for (int i = 0; i < VS; i++)
+      for (int i = 0; i < (int)(sizeof(out[n]) / sizeof(out[n][0])); i++)
 #pragma unroll
-        for (int j = 0; j < 2 * OWN; j++) out[n][i][j] = 0;
+        for (int j = 0; j < OUT_NUMBERS; j++) out[n][i][j] = 0;
   }
+};
+
+// The place of a warp among those that share values.
+struct Team {
+  int number, member;
+  DEVICE_MEMBER void sync() const { if (TEAM > 1) sync_team(1 + number, 32 * TEAM); }
+  DEVICE_MEMBER bool any(bool p) const { return TEAM > 1 ? team_any(p, 1 + number, 32 * TEAM) : warp_any(p); }
 };
 
 // Scores of a step, then probabilities: of tokens g and g + 8 of each tile.

@@ -30,10 +30,13 @@ template <class F> struct LloydTables {
 // Cells belong to their upper edge.
 template <class F> DEVICE u32 cell_of(float x) { return ceil_product(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
 
+// The same of numbers below all cells too, which are in the first.
+template <class F> DEVICE u32 cell_from_below(float x) { return ceil_product_or_zero(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
+
 // The code of a coordinate in the codebook's units. Boundaries of up to 4 bits are edges of cells, and a value on an edge
 // belongs to the cell below it, as the tie rule wants; of wider codes a cell has at most one boundary.
-template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
-  u32 index = tables.cells[cell_of<F>(x)];
+template <class F> DEVICE u32 code_of_cell(u32 cell, float x, const LloydTables<F>& tables) {
+  u32 index = tables.cells[cell];
   if constexpr (F::BITS > 4) {
     index += x > tables.bounds[index] ? 1 : 0;
     constexpr u32 HALF = 1 << (F::BITS - 1);
@@ -41,6 +44,8 @@ template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
   }
   return index;
 }
+
+template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) { return code_of_cell<F>(cell_of<F>(x), x, tables); }
 
 // What the scale needs of a lane's tokens: sums of squared levels, or of products with them.
 template <class F> struct LevelSums {

@@ -1,6 +1,8 @@
 // Query-aware rounding of keys (see slimkv.codec.query_aware): coordinates from the last to the first, each corrected for the
 // errors made so far. A warp takes 32 tokens. Errors of later slices correct a slice by products of bytes on the tensor
-// cores; within a slice every lane has a token of its own, and its 16 coordinates one after the other.
+// cores; within a slice every lane has a token of its own, and its 16 coordinates one after the other. That is one long chain
+// of dependent steps, so a second warp does what it can beside it: it rotates and packs 16 of the 32 tokens, and stores values
+// while the first one rounds.
 //
 // A search under SEARCH scales has as many lanes for each token, next to each other, and takes the warp's tokens in SEARCH
 // rounds of 32 / SEARCH. Each lane is a row of its own, with errors of its own; codes are bytes of the token's word.
@@ -9,15 +11,27 @@
 
 constexpr int ROUNDS = SEARCH > 0 ? SEARCH : 1;
 
+template <class F> constexpr int WEIGHT_STRIDE = F::D + (SHARED_WEIGHTS ? 16 : 0);  // bytes of a matrix's row, where it is read
+DEVICE Words4 load_weights(const u8* p) { return SHARED_WEIGHTS ? *(const Words4*)p : ldg_cached(p); }
+DEVICE u32 load_weight_word(const u8* p) { return SHARED_WEIGHTS ? *(const u32*)p : ldg_word(p); }
+
 template <class F> struct QueryAwareMemory {
   static constexpr int STRIDE = 36;               // of a dimension's 32 tokens, in words: no two lanes meet in a bank
   static constexpr int ERROR_STRIDE = F::D + 16;  // of a token's errors, in bytes
   static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = 32 * ERROR_STRIDE;
-  static constexpr int BYTES = NUMBERS + SUMS + ERRORS;
+  static constexpr int WEIGHTS = SHARED_WEIGHTS ? F::D * WEIGHT_STRIDE<F> : 0, BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS;
   float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;       // [16][STRIDE]: corrections of a slice by later ones, in steps
   u8* errors;      // [32][ERROR_STRIDE]: signed bytes, zero as long as they are not made
-  DEVICE_MEMBER QueryAwareMemory(u8* memory) : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), errors(memory + NUMBERS + SUMS) {}
+  u8* weights;     // [D][WEIGHT_STRIDE]: the matrix, where few tokens would wait for it
+  DEVICE_MEMBER QueryAwareMemory(u8* memory)
+      : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), errors(memory + NUMBERS + SUMS), weights(memory + NUMBERS + SUMS + ERRORS) {}
+  DEVICE_MEMBER void copy_weights(const u8* from, int thread, int threads) const {
+#pragma unroll 1
+    for (int i = thread; i < F::D * F::D / 16; i += threads)
+      cp_async_16(weights + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
+    cp_async_commit();
+  }
 };
 
 // The levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next
@@ -34,7 +48,7 @@ template <class F> struct ScaledLevels {
     for (int i = thread; i < COUNT; i += threads)
       levels[i] = mul_rn(i32_to_f32_rn(side.levels[BY_CELL ? side.cells[i] : i]), mul_rn(error_steps, 1.0f / 128));
   }
-  DEVICE_MEMBER float of(float x, u32 code) const { return levels[BY_CELL ? cell_of<F>(x) : code]; }
+  DEVICE_MEMBER float of(float x, u32 code) const { return levels[BY_CELL ? cell_from_below<F>(x) : code]; }
 };
 
 // What later slices' errors add to slice s, to memory.sums. Errors that are not made yet are zeros, so every product may be
@@ -52,7 +66,7 @@ template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memor
     for (int i = 0; i < 4 * AT_ONCE; i++) {
       int k = first + i / 4, column = 32 * k + 16 * (i & 1) + 4 * t;
       bool real = F::D % 32 == 0 || column < F::D;
-      b[i / 4][i >> 1 & 1][i & 1] = real ? ldg_word(weights + (16 * s + 8 * (i >> 1 & 1) + g) * F::D + column) : 0;
+      b[i / 4][i >> 1 & 1][i & 1] = real ? load_weight_word(weights + (16 * s + 8 * (i >> 1 & 1) + g) * WEIGHT_STRIDE<F> + column) : 0;
     }
 #pragma unroll
     for (int i = 0; i < 2 * AT_ONCE; i++) {
@@ -80,7 +94,7 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
     sum_later_slices<F>(memory, weights, s, lane);
-    const u8* row = weights + 16 * s * (F::D + 1);
+    const u8* row = weights + 16 * s * (WEIGHT_STRIDE<F> + 1);
     float* own = memory.numbers + 16 * s * memory.STRIDE + token;
     float scaled[16];  // before another lane of this token puts a code there
     if constexpr (SEARCH > 0) {
@@ -88,28 +102,39 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       for (int n = 0; n < 16; n++) scaled[n] = mul_rn(own[n * memory.STRIDE], scale);
     }
     sync_warp();
-    u32 errors[4] = {};
+    u32 errors[4] = {};  // without the newest, which is a float
+    float newest = 0.0f;
+    u32 newest_byte = 0;
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
-      Words4 w = ldg_cached(row + n * F::D);
-      i32 total = memory.sums[n * memory.STRIDE + lane];
-      if (n < 3) total = dp4a_s8(errors[0], w.x, total);
-      if (n < 7) total = dp4a_s8(errors[1], w.y, total);
-      if (n < 11) total = dp4a_s8(errors[2], w.z, total);
-      if (n < 15) total = dp4a_s8(errors[3], w.w, total);
+      Words4 w = load_weights(row + n * WEIGHT_STRIDE<F>);
+      i32 older = memory.sums[n * memory.STRIDE + lane];
+      if (n < 14) older = dp4a_s8(errors[3], w.w, older);
+      if (n < 10) older = dp4a_s8(errors[2], w.z, older);
+      if (n < 6) older = dp4a_s8(errors[1], w.y, older);
+      if (n < 2) older = dp4a_s8(errors[0], w.x, older);
+      // Only the newest error is waited for: its product joins a float that is an integer below 2^24.
+      float total = i32_to_f32_rn(older);
+      if (n < 15) {
+        const u32 word = n < 3 ? w.x : n < 7 ? w.y : n < 11 ? w.z : w.w;
+        total = fma_rn(newest, i32_to_f32_rn((i32)(word << (24 - 8 * ((n + 1) % 4))) >> 24), total);
+        errors[(n + 1) / 4 % 4] = prmt(errors[(n + 1) / 4 % 4], newest_byte, n % 4 == 3 ? 0x3214 : n % 4 == 0 ? 0x3240 : n % 4 == 1 ? 0x3410 : 0x4210);
+      }
       float x = SEARCH > 0 ? scaled[n] : own[n * memory.STRIDE];
-      float target = fma_rn(i32_to_f32_rn(total), -back, x), within = min_f32(max_f32(target, -LIMIT), LIMIT);
-      u32 code = code_of<F>(within, tables);
+      float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
+      u32 code = code_of_cell<F>(cell_from_below<F>(within), within, tables);
       float level = levels.of(within, code);
       float error = min_f32(max_f32(fma_rn(x, -error_steps, level), -127.0f), 127.0f);
-      u32 byte = as_bits(add_rn(error, 12582912.0f));
-      errors[n / 4] = prmt(errors[n / 4], byte, n % 4 == 0 ? 0x3214 : n % 4 == 1 ? 0x3240 : n % 4 == 2 ? 0x3410 : 0x4210);
+      const float rounded = add_rn(error, 12582912.0f);
+      newest = sub_rn(rounded, 12582912.0f);
+      newest_byte = as_bits(rounded);
       if constexpr (SEARCH > 0) {
         float distance = fma_rn(target, -error_steps, level);
         cost = add_rn(cost, mul_rn(distance, distance));
         if (mine) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)code;
       } else if (mine) own[n * memory.STRIDE] = as_float(code);
     }
+    errors[0] = prmt(errors[0], newest_byte, 0x3214);
     if (mine) *(Words4*)(memory.errors + lane * memory.ERROR_STRIDE + 16 * s) = {errors[0], errors[1], errors[2], errors[3]};
     sync_warp();
   }
@@ -121,6 +146,7 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
 template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels,
                                                     const StoreArgs& args, int head, int index, int only, float scale, int token, int lane) {
   const u8* weights = args.query_aware + (i64)head * F::D * F::D;
+  if constexpr (SHARED_WEIGHTS) return round_query_aware<F>(memory, tables, levels, memory.weights, args.error_steps, scale, token, true, lane);
   if constexpr (QUERY_AWARE == 1) return round_query_aware<F>(memory, tables, levels, weights, args.error_steps, scale, token, true, lane);
   float cost = 0.0f;
   int end = args.spread ? only + 1 : args.matrices;
@@ -230,42 +256,47 @@ template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, con
   ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
 }
 
-// Encodes and writes 32 tokens of one head, with a warp and the ``number``-th part of the block's memory: where matrices are
-// spread over blocks those of them that take matrix ``only``, and where rounds are those of ``only_round``.
-template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only, int only_round, int first,
-                                                                               u8* shared, int number) {
+// Encodes and writes 32 keys of one head with two warps and the ``number``-th part of the block's memory: where matrices are
+// spread over blocks those of them that take matrix ``only``, and where rounds are those of ``only_round``. Each warp has a tile
+// of 16; warp 0 rounds all of them, while warp 1 does ``meanwhile``.
+template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only, int only_round,
+                                                                                          int first, u8* shared, int number, int warp, Work meanwhile) {
   constexpr int ROUND_TOKENS = 32 / ROUNDS;
-  if (first + max_i32(only_round, 0) * ROUND_TOKENS >= args.tokens) return;
   int lane = thread_index() & 31, index = 0;
   constexpr bool SEVERAL = QUERY_AWARE > 1;
   const bool spread = SEVERAL && args.spread;
-  if (SEVERAL && args.query_aware_index != nullptr)
+  bool none = first + max_i32(only_round, 0) * ROUND_TOKENS >= args.tokens;
+  if (!none && SEVERAL && args.query_aware_index != nullptr)
     index = min_i32(max_i32(args.query_aware_index[min_i32(first + lane, args.tokens - 1)], 0), args.matrices - 1);
-  if (spread && !warp_any(index == only)) return;
+  if (none || (spread && !warp_any(index == only))) {  // the same for both
+    if (warp) meanwhile();
+    return;
+  }
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
   QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * QueryAwareMemory<F>::BYTES);
-  if constexpr (SEARCH == 0) clear_errors<F>(memory, lane);
-  TokenScalars mine;
-#pragma unroll 1
-  for (int tile = 0; tile < 2; tile++) {
+  if constexpr (SHARED_WEIGHTS)
+    memory.copy_weights(args.query_aware + (i64)head * F::D * F::D + (SEVERAL ? only * args.matrix_stride : 0), 32 * warp + lane, 64);
+  if (SEARCH == 0 && warp == 0) clear_errors<F>(memory, lane);
+  TokenScalars scalars;
+  {
     Digits<F> digits;
-    TokenScalars scalars = prepare_tile<F>(side, args, head, first + 16 * tile, lane, digits);
-    coordinates_of_tile<F>(digits, scalars, side, memory, tile, lane);
-    if (lane >> 4 == tile) mine = scalars;
+    scalars = prepare_tile<F>(side, args, head, first + 16 * warp, lane, digits);
+    coordinates_of_tile<F>(digits, scalars, side, memory, warp, lane);
   }
-  sync_warp();
-  int best = 0;
-  if constexpr (SEARCH > 0) best = search_scales<F>(memory, tables, levels, args, head, index, only, only_round, lane);
-  else round_with_matrices<F>(memory, tables, levels, args, head, index, only, 1.0f, lane, lane);
-#pragma unroll 1
-  for (int tile = 0; tile < 2; tile++) {
-    int from = 16 * tile + (lane & 15);
-    TokenScalars scalars = {shfl(mine.squared, from), shfl(mine.norm, from), 0.0f, shfl(mine.down, from),
-                            shfl((u32)mine.zero, from) != 0, shfl((u32)mine.bad, from) != 0};
-    bool keep = (!spread || shfl(index, from) == only) && (only_round < 0 || from / ROUND_TOKENS == only_round);
-    int scale = SEARCH > 0 ? shfl(best, from) : 0;
-    if (first + 16 * tile < args.tokens)
-      store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * tile, scalars, keep, scale, tables, memory, tile, lane);
-  }
+  if constexpr (SHARED_WEIGHTS) cp_async_wait<0>();
+  sync_team(1 + number, 64);
+  if (warp == 0) {
+    if constexpr (SEARCH > 0) {
+      const int best = search_scales<F>(memory, tables, levels, args, head, index, only, only_round, lane);
+      sync_warp();
+      memory.sums[lane] = best;
+    } else round_with_matrices<F>(memory, tables, levels, args, head, index, only, 1.0f, lane, lane);
+  } else meanwhile();
+  sync_team(1 + number, 64);
+  const int from = 16 * warp + (lane & 15);
+  const bool keep = (!spread || shfl(index, from) == only) && (only_round < 0 || from / ROUND_TOKENS == only_round);
+  const int best = SEARCH > 0 ? memory.sums[from] : 0;
+  if (first + 16 * warp < args.tokens)
+    store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * warp, scalars, keep, best, tables, memory, warp, lane);
 }

@@ -2,7 +2,7 @@
 // single IEEE operations. Compiled for one layout and one pair of input types.
 //
 // Given: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, QUERY_AWARE
-// (query-aware rounding of keys: 1 with one matrix a head, 2 with several), SEARCH (how many scales are tried for it, or 0), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
+// (query-aware rounding of keys: 1 with one matrix a head, 2 with several), SHARED_WEIGHTS (is its matrix copied to shared memory?), SEARCH (how many scales are tried for it, or 0), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
 // ROTATED, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
 #include "store/direct.cuh"
 #include "store/lloyd.cuh"
@@ -28,31 +28,33 @@ template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs&
   }
 }
 
-// Query-aware rounding of keys is one long chain of dependent steps: the block's other half stores values meanwhile.
-// A warp takes 32 tokens of its side.
+// Pairs of warps take 32 tokens each (see query_aware.cuh), keys and values.
 template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, int matrix, u8* memory) {
   constexpr int HALF = WARPS / 2;
   constexpr bool TABLES = V::KIND == LLOYD;
   u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + HALF * QueryAwareMemory<K>::BYTES;
   fill_query_aware_tables<K>(args.key, args, memory, 32 * WARPS);
   if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
+  prefetch_rotation<K>(args.key, thread_index(), 32 * WARPS);
   pdl_wait();
   cp_async_wait<0>();
   sync_threads();
   int warp = shfl(thread_index() >> 5, 0);  // as above: no warp takes both ways
   bool spread = SEARCH > 0 && args.spread_rounds;
   int block = spread ? block_index() / ROUNDS : block_index(), round = spread ? block_index() % ROUNDS : -1;
-  int first = 32 * (block * HALF + warp % HALF);
-  if (warp < HALF) return store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, round, first, memory, warp);
-  if (matrix > 0 || round > 0) return;
+  int pair = warp % HALF, first = 32 * (block * HALF + pair);
+  auto values = [&] {
+    if (matrix > 0 || round > 0) return;
 #pragma unroll 1
-  for (int end = first + 32; first < end && first < args.tokens; first += 16) {
-    if constexpr (TABLES) {
-      u32 raw[V::CHUNKS][2][V::RAW];
-      load_rows<V>(args.value, head, first, args.tokens, thread_index() & 31, raw);
-      store_lloyd_rows<V, BLOCK_SIZE, SlotNumber>(raw, args.value, args, head, first, 0, Slots(), value_memory, thread_index() & 31);
-    } else store_direct<V, BLOCK_SIZE, SlotNumber>(args.value, args, head, first);
-  }
+    for (int at = first; at < first + 32 && at < args.tokens; at += 16) {
+      if constexpr (TABLES) {
+        u32 raw[V::CHUNKS][2][V::RAW];
+        load_rows<V>(args.value, head, at, args.tokens, thread_index() & 31, raw);
+        store_lloyd_rows<V, BLOCK_SIZE, SlotNumber>(raw, args.value, args, head, at, 0, Slots(), value_memory, thread_index() & 31);
+      } else store_direct<V, BLOCK_SIZE, SlotNumber>(args.value, args, head, at);
+    }
+  };
+  store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, round, first, memory, pair, warp / HALF, values);
 }
 
 // Grid: tiles (or, of many, any number of blocks) by twice the heads, keys and values in turn; with query-aware rounding

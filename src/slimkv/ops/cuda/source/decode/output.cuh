@@ -1,0 +1,36 @@
+// A row of the output: adds the sink, divides, rotates back and writes.
+#pragma once
+#include "common/rotation.cuh"
+#include "decode/schedule.cuh"
+
+constexpr int VN = (VD + 31) / 32;
+// Blocks that have all keys of an item write its output themselves, where the rotation takes no shared memory.
+constexpr bool WHOLE_ITEMS = !V_ROTATED || (POWER_OF_TWO(VD) && VD >= 32);
+
+// One warp; x: dimensions lane + 32 i of the sum, relative to `highest`, a power of two. scratch: VD floats of the warp's own.
+DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, float row_sum, const float (&sums)[VN], float* scratch,
+                      int lane) {
+  float factor = 1.0f;
+  if (args.sinks) {
+    const float sink = args.sinks[head] * LOG2E, above = max_f32(highest, sink);
+    factor = highest == MINUS_INFINITY ? 0.0f : exp2_approx(highest - above);
+    row_sum = row_sum * (row_sum == row_sum ? factor : 1.0f) + exp2_approx(sink - above);
+    highest = above;
+  }
+  const float inverse = row_sum == 0 ? 0.0f : factor / row_sum;
+  float x[VN];
+#pragma unroll
+  for (int i = 0; i < VN; i++) x[i] = sums[i] * inverse;
+  if (V_ROTATED) unrotate<VD, V_CORE>(x, args.value_sign_bits, (const u16*)args.value_signs, args.value_norm, scratch, lane);
+  const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
+#pragma unroll
+  for (int i = 0; i < VN; i++) {
+    const int d = lane + 32 * i;
+    if (d >= VD) continue;
+    if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = x[i];
+    else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(x[i]) : f32_to_f16(x[i]));
+  }
+  if (args.lse && lane == 0)
+    args.lse[(i64)row * args.num_kv_heads * args.group_size + head] =
+        row_sum == 0 ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;
+}
