@@ -41,7 +41,7 @@ STORE = [
 ]
 LATENT = [  # few rows and many, whole tiles and less, several items of a block
     LatentCase(format="c4", latent_dim=512, rope_dim=64, heads=16, lens=(300, 5, 64), queries=(1, 1, 1), page=64),
-    LatentCase(format="c4r8", latent_dim=512, rope_dim=64, heads=40, lens=(300, 5, 64), queries=(2, 1, 1), page=16),
+    LatentCase(format="c4r8", latent_dim=512, rope_dim=64, heads=25, lens=(300, 5, 64), queries=(2, 1, 1), page=16),
     LatentCase(format="c6r7", lens=(70, 0, 33), queries=(3, 1, 2)),
 ]
 

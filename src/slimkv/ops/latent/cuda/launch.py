@@ -106,7 +106,7 @@ def _format_refusal(layout: PageLayout) -> str | None:
 @lru_cache(maxsize=512)
 def even_cut(layout: PageLayout, rows: int, device: Device) -> narrow.Cut | wide.Cut | None:
     """The kernel with an even partition for sequences of up to ``rows`` (query, head) pairs, if one takes them."""
-    return narrow.cut_for(layout, device) if rows <= narrow.Cut.rows else wide.cut_for(layout, device)
+    return narrow.cut_for(layout, device) if rows <= narrow.Cut.rows else wide.cut_for(layout, rows, device)
 
 
 def even_rows(cut: narrow.Cut | wide.Cut, rows: int, sequences: int) -> int:

@@ -38,8 +38,11 @@ def shared_bytes(layout: PageLayout) -> int:
     return (1 + _STAGES) * stage + 8192 + 16 * Cut.rows + _STAGES * (64 + 16) + 32 + levels
 
 
-def cut_for(layout: PageLayout, device: Device) -> Cut | None:
-    """None where it does not fit: latents that want a table of levels, or that are too large."""
+def cut_for(layout: PageLayout, rows: int, device: Device) -> Cut | None:
+    """None where it does not fit (latents that want a table of levels, or that are too large) or not pay."""
+    # 64 rows here take as long as 51 in blocks of 32 (see split.py), of which some rows would fill fewer.
+    if 8 * -(-rows // Cut.rows) > 5 * -(-rows // 32):
+        return None
     spec, need = layout.spec, shared_bytes(layout)
     if wants_table(spec.key) or spec.key_dim not in _LATENT_DIMS or need > device.shared_of_block:
         return None
