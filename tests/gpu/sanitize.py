@@ -17,6 +17,8 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent.parent / "ops"), str(Path(__file__).parent.parent.parent / "src")]
 
 from attention_cases import Case, build, exact  # noqa: E402
+from latent_cases import Case as LatentCase  # noqa: E402
+from latent_cases import build as build_latent  # noqa: E402
 from store_cases import Case as StoreCase  # noqa: E402
 from store_cases import build as build_store  # noqa: E402
 from store_cases import expected  # noqa: E402
@@ -37,6 +39,24 @@ STORE = [
     StoreCase(format="turboquant_k8v4", dim=112, value_dim=48, page=64, slots="unaligned"),
     StoreCase(tokens=2100, dim=64, heads=1, slots="aligned", page=128),
 ]
+LATENT = [  # few rows and many, whole tiles and less, several items of a block
+    LatentCase(format="c4", latent_dim=512, rope_dim=64, heads=16, lens=(300, 5, 64), queries=(1, 1, 1), page=64),
+    LatentCase(format="c4r8", latent_dim=512, rope_dim=64, heads=25, lens=(300, 5, 64), queries=(2, 1, 1), page=16),
+    LatentCase(format="c6r7", lens=(70, 0, 33), queries=(3, 1, 2)),
+]
+
+
+def latent_errors(device: torch.device) -> list[float]:
+    """Largest relative error of every case of latents, where the device has their kernels."""
+    errors = []
+    for case in LATENT:
+        built = build_latent(case, device)
+        out = built.attend(backend="cuda" if torch.cuda.get_device_capability(device) == (9, 0) else "triton")
+        want, _ = built.exact
+        off = (out.double().cpu() - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-9)
+        print(f"latent {case}: relative error {off.max():.1e}")
+        errors.append(float(off.max()))
+    return errors
 
 
 def main() -> int:
@@ -63,6 +83,7 @@ def main() -> int:
             off = (out[rows].double() - want[rows]).norm(dim=-1) / want[rows].norm(dim=-1).clamp(min=1e-9)
             print(f"attend {case} {backend}: relative error {off.max():.1e}")
             wrong += not off.max() < 1e-2
+    wrong += sum(not error < 2e-2 for error in latent_errors(device))
     torch.cuda.synchronize()
     return min(wrong, 1)
 

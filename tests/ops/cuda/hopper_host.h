@@ -237,6 +237,13 @@ template <int N, bool BF16> struct WgmmaNarrow {
             (u32)(all[host::lane() / 4 * 4 + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF, BF16);
     add(c, rows, b);
   }
+  static void shared_a(float (&c)[N / 2], u64 a, u64 b) {
+    const int lane = host::lane(), warp = host::machine.current / 32 % 4;
+    float rows[2][16];
+    for (int r = 0; r < 2; r++)
+      for (int k = 0; k < 16; k++) rows[r][k] = host::side_by_side(a, 16 * warp + lane / 4 + 8 * r, k, BF16);
+    add(c, rows, b);
+  }
   static void transposed_a(float (&c)[N / 2], u64 a, u64 b) {
     const int lane = host::lane(), warp = host::machine.current / 32 % 4;
     float rows[2][16];

@@ -26,6 +26,7 @@ typedef long long i64;
 #define KERNEL(threads, blocks) static void
 #define GRID_CONSTANT const
 #define SHARED_MEMORY(name) u8* const name = host::machine.shared
+#define SHARED_OPERANDS(name) SHARED_MEMORY(name)
 #define HOST_TESTABLE(name, Args)                                                                                  \
   static void host_entry_of_##name(const void* args) { name(*static_cast<const Args*>(args)); }                 \
   extern "C" int host_launch_##name(int x, int y, int threads, int shared, const void* args, int args_bytes) {  \
@@ -443,6 +444,10 @@ DEVICE u32 mul_bf16x2(u32 a, u32 b) { return times_pairs(a, b, bf16_to_f32, f32_
 DEVICE u32 max_u16x2(u32 a, u32 b) {
   u32 low = (a & 0xFFFF) > (b & 0xFFFF) ? a : b, high = a >> 16 > b >> 16 ? a : b;
   return (low & 0xFFFF) | (high & 0xFFFF0000u);
+}
+DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {  // products of halves are exact in float32
+  auto one = [&](int i) { return f16_to_f32(a >> i & 0xFFFF) * f16_to_f32(b >> i & 0xFFFF) + f16_to_f32(c >> i & 0xFFFF); };
+  return pack_f16x2(one(0), one(16));
 }
 DEVICE u32 sub_f16x2(u32 a, u32 b) {  // a difference of two halves is exact in float32, or far from a tie
   return pack_f16x2(f16_to_f32(a & 0xFFFF) - f16_to_f32(b & 0xFFFF), f16_to_f32(a >> 16) - f16_to_f32(b >> 16));

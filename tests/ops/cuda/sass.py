@@ -24,6 +24,7 @@ import torch
 from slimkv.ops.attention.cuda import decode, prefill, shape
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.latent.cuda import launch as latent
+from slimkv.ops.latent.cuda import split
 from slimkv.ops.store.cuda import launch as store
 from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
@@ -76,8 +77,8 @@ def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
 
 def _latent(format: str, heads: int) -> Variant:
     layout, bf16 = PageLayout(LatentSpec.parse(format), 64), torch.bfloat16
-    cut = latent.cut_for(layout, heads, 1, 32, 32768, H200)
-    return latent.SOURCE, latent.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a"
+    cut = latent.even_cut(layout, heads, H200) or split.cut_for(layout, heads, 1, 32, 32768, H200)
+    return cut.source, latent.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a"
 
 
 def variants() -> dict[str, Variant]:

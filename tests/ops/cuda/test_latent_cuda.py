@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import host
@@ -15,6 +16,7 @@ from slimkv.errors import InputError
 from slimkv.ops.attention.cuda.shape import Device
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.latent.cuda import launch as latent_cuda
+from slimkv.ops.latent.cuda import split
 from slimkv.spec import LatentSpec, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
@@ -23,8 +25,8 @@ H200 = Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_bl
 SMALL = replace(H200, multiprocessors=3)
 
 
-def launch(name, defines, grid, threads, shared, args) -> None:
-    library = host.compile(Path(latent_cuda.SOURCE), defines)
+def launch(source, name, defines, grid, threads, shared, args) -> None:
+    library = host.compile(Path(source), defines)
     host.launch(library, name, grid=grid, threads=threads, shared=shared, args=args)
 
 
@@ -60,6 +62,12 @@ EMULATED = [
     Case(format="c8r8", lens=(2,), queries=(4,), out_dtype="bf16", page=128),
     Case(peaked=True, scale=1.0, lens=(130,), queries=(1,)),
 ]
+MANY_ROWS = [
+    Case(heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
+    Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, heads=40),
+    Case(format="c3", dtype="fp16", out_dtype="fp16", lens=(20,), queries=(5,), heads=8),
+    Case(peaked=True, scale=0.3, lens=(130,), queries=(1,), heads=98),
+]
 
 
 @emulated
@@ -69,20 +77,27 @@ def test_attend(case):
 
 
 @emulated
-def test_parts_and_workspace():
-    case = Case(format="c4", heads=16, page=64, lens=(700, 3), queries=(1, 1))
-    need = latent_cuda.workspace_bytes(case.layout, 2, 2, 16, 1, H200)
-    attend_and_check(case, workspace=torch.empty(need, dtype=torch.uint8))
+@pytest.mark.parametrize("case", MANY_ROWS, ids=str)
+def test_attend_many_rows(case):
+    assert latent_cuda.even_cut(case.layout, case.heads * max(case.queries), H200).rows == 64
+    attend_and_check(case, SMALL)
+
+
+@emulated
+@pytest.mark.parametrize(("format", "heads"), [("c4", 8), ("c4", 40), ("c6", 8)])
+def test_parts_and_workspace(format, heads):
+    case = Case(format=format, heads=heads, page=64, lens=(700, 3, 130), queries=(1, 1, 1))
+    need = latent_cuda.workspace_bytes(case.layout, 3, 3, heads, 1, SMALL)
+    attend_and_check(case, SMALL, workspace=torch.empty(need, dtype=torch.uint8))
     with pytest.raises(InputError, match="the workspace must be contiguous uint8 of at least"):
-        attend_and_check(case, workspace=torch.empty(64, dtype=torch.uint8))
-    attend_and_check(replace(case, lens=(70, 3)), SMALL)
+        attend_and_check(case, SMALL, workspace=torch.empty(64, dtype=torch.uint8))
 
 
 @emulated
 def test_two_warpgroups(monkeypatch):
-    monkeypatch.setattr(latent_cuda, "MOST_ROWS", 64)
-    case = Case(heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32)
-    assert latent_cuda.cut_for(case.layout, 20, 2, 3, 224, H200).groups == 2
+    monkeypatch.setattr(split, "MOST_ROWS", 64)
+    case = Case(format="c5r8", heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32)
+    assert split.cut_for(case.layout, 20, 2, 3, 224, H200).groups == 2
     attend_and_check(case)
 
 
@@ -96,13 +111,13 @@ def test_the_size_of_deepseek(format, heads):
 
 @emulated
 def test_a_marked_token_gives_nan_to_who_sees_it_only():
-    for side in ("key", "value"):
-        built = build(Case(lens=(70,), queries=(3,)), CPU)
+    for side, heads in product(("key", "value"), (4, 20)):
+        built = build(Case(lens=(70,), queries=(3,), heads=heads), CPU)
         block, place = divmod(int(built.slots(0)[68]), built.case.page)
         field = getattr(built.layout, side).field_offset(0) + 2 * place
         built.pages[block, field : field + 2] = 0xFF
-        out = torch.full((3, 4, 128), torch.nan)
-        latent_cuda.attend(stored_space(built).request(out), H200, launch)
+        out = torch.full((3, heads, 128), torch.nan)
+        latent_cuda.attend(stored_space(built).request(out), SMALL, launch)
         assert out[0].isfinite().all()
         assert out[1:].isnan().all()
 
@@ -129,37 +144,49 @@ def test_a_bfloat16_rope_part_wants_bfloat16_queries():
     assert "takes bfloat16 query_rope, not torch.float32" in latent_cuda.refusal(request)
 
 
-def test_a_step_fills_the_device():
-    layout = PageLayout(LatentSpec.parse("c4"), 64)
-    for heads, batch, tokens in ((16, 32, 32768), (16, 8, 131072), (64, 32, 16384), (128, 32, 16384), (16, 1, 131072)):
-        cut = latent_cuda.cut_for(layout, heads, 1, batch, tokens, H200)
+def test_the_kernel_follows_rows_and_format():
+    def rows_of(format: str, rows: int, *dims: int) -> int | None:
+        cut = latent_cuda.even_cut(PageLayout(LatentSpec.parse(format, *dims), 64), rows, H200)
+        assert cut is None or cut.shared <= H200.shared_of_block
+        return cut and cut.rows
+
+    for format in ("c1r6", "c4", "c4r8", "c4rfp8", "cfp8r8"):
+        rows = (1, 16, 17, 32, 33, 64, 65, 96, 97, 128, 512)
+        assert [rows_of(format, n) for n in rows] == [16, 16, None, None, 64, 64, None, None, 64, 64, 64]
+        assert [rows_of(format, n, 320, 128) for n in (16, 64)] == [16, None]
+        assert rows_of(format, 64, 512, 128) is None
+    assert [rows_of("c6r8", rows) for rows in (8, 64)] == [None, None]
+
+
+def test_equal_parts_fill_the_device():
+    layout = PageLayout(LatentSpec.parse("c6r8"), 64)
+    for heads, batch, tokens in ((16, 32, 32768), (64, 32, 16384), (128, 32, 16384), (16, 1, 131072)):
+        cut = split.cut_for(layout, heads, 1, batch, tokens, H200)
         blocks, slots = batch * cut.row_tiles * cut.splits, 132 * cut.resident
-        waves = -(-blocks // slots)
-        assert cut.resident == 2
-        assert blocks >= (0.7 if batch == 1 else 0.85) * waves * slots, (heads, batch, cut)
-    tiny = latent_cuda.cut_for(layout, 8, 1, 1, 64, H200)
-    assert (tiny.splits, tiny.rows) == (1, 8)
+        assert blocks >= (0.7 if batch == 1 else 0.85) * -(-blocks // slots) * slots, (heads, batch, cut)
 
 
 def test_the_workspace_suffices_whatever_the_lengths():
-    layout = PageLayout(LatentSpec.parse("c4"), 64)
-    for heads in (8, 16, 128):
-        for queries in (1, 2, 4):
-            for batch in (1, 3, 40, 300):
-                need = latent_cuda.workspace_bytes(layout, batch * queries, batch, heads, queries, H200)
-                for tokens in (64, 5000, 131072):
-                    for fewer in range(1, queries + 1):
-                        cut = latent_cuda.cut_for(layout, heads, fewer, batch, tokens, H200)
-                        assert cut.workspace_bytes(batch, 512) <= need
+    for format, heads, queries, batch in product(("c4", "c6r8"), (8, 128), (1, 3), (1, 3, 300)):
+        layout = PageLayout(LatentSpec.parse(format), 64)
+        need = latent_cuda.workspace_bytes(layout, batch * queries, batch, heads, queries, H200)
+        for fewer, tokens in product(range(1, queries + 1), (64, 5000, 131072)):
+            cut = latent_cuda.even_cut(layout, heads * fewer, H200)
+            if cut is None:
+                own = split.cut_for(layout, heads, fewer, batch, tokens, H200).workspace_bytes(batch, 512)
+            else:
+                own = 4 * latent_cuda.even_rows(cut, heads * fewer, batch) * (512 + 2)
+            assert own <= need
 
 
 @pytest.mark.parametrize("format", ["c4", "c4r8", "c6r8"])
 def test_it_compiles(format):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout = PageLayout(LatentSpec.parse(format), 64)
-    cut = latent_cuda.cut_for(layout, 16, 1, 32, 32768, H200)
+    rows = 64 if format == "c4r8" else 16
+    cut = latent_cuda.even_cut(layout, rows, H200) or split.cut_for(layout, rows, 1, 32, 32768, H200)
     bf16 = torch.bfloat16
-    code = compile_kernels(latent_cuda.SOURCE, latent_cuda.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a")
+    code = compile_kernels(cut.source, latent_cuda.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a")
     assert code.startswith(b"\x7fELF")
 
 

@@ -1,10 +1,9 @@
-"""attend_latent with CUDA C++ for Hopper: how the kernel (source/latent/attend.cu) is cut, compiled and launched."""
+"""attend_latent with CUDA C++ for Hopper: how its kernels (source/latent) are chosen, compiled and launched."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,20 +15,13 @@ from slimkv.ops.attention.cuda.shape import Device, level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.latent.api import LatentRequest
-from slimkv.spec import Kind, PageLayout, TensorFormat
+from slimkv.ops.latent.cuda import narrow, split, wide
+from slimkv.spec import Kind, PageLayout
 
-SOURCE = "latent/attend.cu"
-GROUP_THREADS, GROUP_TOKENS, MERGE_THREADS, MERGERS = 128, 64, 512, 4  # as shape.cuh and attend.cu have them
+_MERGE_THREADS, _MERGE_DIMS = 256, 128  # as merge.cuh has them
 _RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
-_ROWS = (8, 16, 32, 64)
-# 64 rows unpack for twice as many, but take two warpgroups in step and a multiprocessor to themselves; two blocks of 32
-# overlap, one unpacking while the other multiplies.
-MOST_ROWS = 32
-_RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
-_LEVEL_COPIES = 32  # of a latent's levels
-_LEAST_TILES, _MOST_SPLITS = 4, 256
 
 
 class _Table(ctypes.Structure):
@@ -37,7 +29,7 @@ class _Table(ctypes.Structure):
 
 
 class Args(ctypes.Structure):
-    """The kernels' argument; shape.cuh says what each is."""
+    """The kernels' argument; args.cuh says what each is."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
@@ -52,41 +44,17 @@ class Args(ctypes.Structure):
         ("rope_norm", ctypes.c_float),
         ("table", _Table),
         ("rope_sign_bits", ctypes.c_uint32 * 4),
-        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits")),
+        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits", "sequences", "blocks")),
     )  # fmt: skip
 
 
-Launcher = Callable[[str, Defines, tuple[int, int], int, int, Args], None]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a request is cut into blocks."""
-
-    rows: int  # (query, head) pairs of a block
-    row_tiles: int  # blocks for the rows of a sequence
-    splits: int  # parts of a sequence's tokens
-    shared: int  # bytes of a block
-    resident: int  # blocks of a multiprocessor
-
-    @property
-    def groups(self) -> int:
-        """Warpgroups of a block: two where the output of all rows does not fit the registers of one."""
-        return groups_of(self.rows)
-
-    def workspace_bytes(self, sequences: int, latent_dim: int) -> int:
-        """Bytes of the parts and of their states."""
-        return 4 * sequences * self.row_tiles * self.splits * self.rows * (latent_dim + 2)
+Cut = narrow.Cut | wide.Cut | split.Cut
+Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, Args], None]
 
 
 def runs_on(device: torch.device) -> bool:
     """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def groups_of(rows: int) -> int:
-    """Warpgroups of a block of ``rows``."""
-    return 2 if rows > 32 else 1
 
 
 def supports(request: LatentRequest) -> str | None:
@@ -135,68 +103,29 @@ def _format_refusal(layout: PageLayout) -> str | None:
     return None
 
 
-def _level_entries(fmt: TensorFormat) -> int:
-    """Levels that a kernel looks up in shared memory: those of up to 4 bits are made by byte permutations."""
-    return 1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > 4 else 0
+@lru_cache(maxsize=512)
+def even_cut(layout: PageLayout, rows: int, device: Device) -> narrow.Cut | wide.Cut | None:
+    """The kernel with an even partition for sequences of up to ``rows`` (query, head) pairs, if one takes them."""
+    return narrow.cut_for(layout, device) if rows <= narrow.Cut.rows else wide.cut_for(layout, rows, device)
 
 
-def shared_bytes(layout: PageLayout, rows: int) -> int:
-    """Shared memory of a block, as shape.cuh counts it."""
-    spec = layout.spec
-    chunks, rope_chunks = spec.key_dim // 64, -(-spec.value_dim // 64)
-    groups = groups_of(rows)
-    operands = 128 * (groups * chunks * GROUP_TOKENS + (chunks + rope_chunks + groups) * rows)
-    rope_copies = 8 if rows < 32 else 4
-    levels = 4 * (_LEVEL_COPIES * _level_entries(spec.key) + rope_copies * _level_entries(spec.value))
-    return operands + 16 * (1 + groups) * rows + levels + 1024
-
-
-def _rows_of_block(layout: PageLayout, wanted: int, device: Device) -> int:
-    """Rows of a block for ``wanted`` rows of a sequence, as many as fit."""
-    fit = [
-        rows
-        for rows in _ROWS
-        if rows <= MOST_ROWS
-        and shared_bytes(layout, rows) <= device.shared_of_block
-        and layout.spec.key_dim % (64 * groups_of(rows)) == 0
-    ]
-    return next((rows for rows in fit if rows >= wanted), fit[-1])
-
-
-def cut_for(
-    layout: PageLayout, heads: int, max_query_len: int, sequences: int, max_seq_len: int, device: Device
-) -> Cut:
-    """The blocks for sequences of up to ``max_query_len`` queries and ``max_seq_len`` tokens."""
-    wanted = heads * max_query_len
-    rows = _rows_of_block(layout, wanted, device)
-    row_tiles = -(-wanted // rows)
-    shared = shared_bytes(layout, rows)
-    # Two warpgroups of a block take all registers.
-    resident = 2 if groups_of(rows) == 1 and 2 * (shared + _RESERVED) <= device.shared_of_multiprocessor else 1
-    slots, blocks = device.multiprocessors * resident, sequences * row_tiles
-    tiles = max(1, -(-max_seq_len // (GROUP_TOKENS * groups_of(rows))))
-
-    def time(splits: int) -> int:  # in tiles, with what it takes to start a block and to merge its part
-        return -(-blocks * splits // slots) * (-(-tiles // splits) + _LEAST_TILES) + splits // 32
-
-    most = min(_MOST_SPLITS, max(1, tiles // _LEAST_TILES), max(1, 2 * slots // blocks))
-    return Cut(rows, row_tiles, min(range(1, most + 1), key=time), shared, resident)
+def even_rows(cut: narrow.Cut | wide.Cut, rows: int, sequences: int) -> int:
+    """Rows of all its parts: every item has one, and every block may begin another."""
+    return (sequences * -(-rows // cut.rows) + cut.blocks) * cut.rows
 
 
 def kernel_defines(
     layout: PageLayout, cut: Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
 ) -> dict[str, int]:
-    """What latent/attend.cu is compiled with."""
+    """What a kernel is compiled with."""
     spec = layout.spec
-    return {
-        "LD": spec.key_dim, "RD": spec.value_dim, "ROWS": cut.rows, "WARPGROUPS": cut.groups,
-        "BLOCK_SIZE": layout.block_size,
+    return cut.defines | {
+        "LD": spec.key_dim, "RD": spec.value_dim, "BLOCK_SIZE": layout.block_size,
         "L_KIND": KIND_NUMBERS[spec.key.kind], "L_BITS": spec.key.bits, "L_FIELDS": layout.key.fields_offset,
         "R_KIND": KIND_NUMBERS.get(spec.value.kind, _RAW), "R_BITS": spec.value.bits,
         "R_CODES": layout.value.codes_offset, "R_FIELDS": layout.value.fields_offset,
         "R_BF16": int(spec.value.raw_dtype == "bfloat16"), "R_ROTATED": int(spec.value.rotated),
         "Q_TYPE": DTYPE_NUMBERS[query], "ROPE_TYPE": DTYPE_NUMBERS[rope], "OUT_TYPE": DTYPE_NUMBERS[out],
-        "RESIDENT": cut.resident, "SHARED": cut.shared,
     }  # fmt: skip
 
 
@@ -209,12 +138,15 @@ def workspace_bytes(
     layout: PageLayout, total_queries: int, sequences: int, heads: int, max_query_len: int, device: Device
 ) -> int:
     """Bytes that ``attend_latent`` needs as ``workspace`` for these bounds, whatever the lengths."""
-    need = 0
+    need, dim = 0, layout.spec.key_dim
     for queries in range(1, min(max_query_len, max(1, total_queries)) + 1):
-        rows = _rows_of_block(layout, heads * queries, device)
-        row_tiles = -(-heads * queries // rows)
-        most = min(_MOST_SPLITS, max(1, 4 * device.multiprocessors // (sequences * row_tiles)))
-        need = max(need, Cut(rows, row_tiles, most, 0, 0).workspace_bytes(sequences, layout.spec.key_dim))
+        rows = heads * queries
+        cut = even_cut(layout, rows, device)
+        if cut is None:
+            own = split.workspace_bytes(layout, rows, sequences, device)
+        else:
+            own = 4 * even_rows(cut, rows, sequences) * (dim + 2)
+        need = max(need, own)
     return need
 
 
@@ -224,8 +156,10 @@ def run(request: LatentRequest) -> None:
         return
     device = request.pages.device
 
-    def launch(name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args) -> None:
-        module = load(SOURCE, defines, device, exactly=True)
+    def launch(
+        source: str, name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args
+    ) -> None:
+        module = load(source, defines, device, exactly=True)
         module.kernel(name).launch(grid, threads, shared, args, device, overlap=True)
 
     attend(request, device_of(device), launch)
@@ -233,31 +167,58 @@ def run(request: LatentRequest) -> None:
 
 def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     """One launch that attends and one that merges."""
-    query, rope, out, layout = request.query_latent, request.query_rope, request.out, request.layout
-    spec, heads, sequences = layout.spec, query.shape[1], request.seq_lens.shape[0]
-    cut = cut_for(layout, heads, request.max_query_len, sequences, request.max_seq_len, device)
-    workspace = _workspace(request, cut.workspace_bytes(sequences, spec.key_dim))
-    parts = sequences * cut.row_tiles * cut.splits * cut.rows
+    rows = request.query_latent.shape[1] * request.max_query_len
+    cut = even_cut(request.layout, rows, device)
+    if cut is None:
+        _attend_split(request, device, launch)
+        return
+    sequences, dim = request.seq_lens.shape[0], request.layout.spec.key_dim
+    parts, row_tiles = even_rows(cut, rows, sequences), -(-rows // cut.rows)
+    workspace = _workspace(request, 4 * parts * (dim + 2))  # alive until both are launched
+    args = _args(request, workspace, parts)
+    args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, cut.blocks
+    defines = _defines(request.layout, cut, *_dtypes(request))
+    launch(cut.source, "attend", defines, (cut.blocks, 1), cut.threads, cut.shared, args)
+    grid = (sequences * row_tiles * cut.rows, -(-dim // _MERGE_DIMS))
+    launch(cut.source, "merge", defines, grid, _MERGE_THREADS, 16 * _MERGE_THREADS, args)
+
+
+def _attend_split(request: LatentRequest, device: Device, launch: Launcher) -> None:
+    layout, heads, sequences = request.layout, request.query_latent.shape[1], request.seq_lens.shape[0]
+    dim = layout.spec.key_dim
+    cut = split.cut_for(layout, heads, request.max_query_len, sequences, request.max_seq_len, device)
+    workspace = _workspace(request, cut.workspace_bytes(sequences, dim))
+    args = _args(request, workspace, sequences * cut.row_tiles * cut.splits * cut.rows)
+    args.row_tiles, args.splits = cut.row_tiles, cut.splits
+    defines = _defines(layout, cut, *_dtypes(request))
+    items, merged = sequences * cut.row_tiles, 4 * split.MERGERS * (dim + 1)
+    launch(cut.source, "attend", defines, (items, cut.splits), split.GROUP_THREADS * cut.groups, cut.shared, args)
+    launch(cut.source, "merge", defines, (items * cut.rows, 1), split.MERGE_THREADS, merged, args)
+
+
+def _dtypes(request: LatentRequest) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    return request.query_latent.dtype, request.query_rope.dtype, request.out.dtype
+
+
+def _args(request: LatentRequest, workspace: torch.Tensor, rows: int) -> Args:
+    """Arguments with ``rows`` rows of parts in the workspace, without what is cut."""
+    query, rope, out, spec = request.query_latent, request.query_rope, request.out, request.layout.spec
     latent, rope_tables = request.codec.key_tables, request.codec.value_tables
-    args = Args(
+    return Args(
         query=query.data_ptr(), rope=rope.data_ptr(), pages=request.pages.data_ptr(),
         block_table=request.block_table.data_ptr(), seq_lens=request.seq_lens.data_ptr(),
         cu_seqlens_q=request.cu_seqlens_q.data_ptr(), latent_levels=latent.levels.data_ptr(),
         rope_levels=rope_tables.levels.data_ptr(), out=out.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), parts=workspace.data_ptr(),
-        states=workspace.data_ptr() + 4 * parts * spec.key_dim,
+        states=workspace.data_ptr() + 4 * rows * spec.key_dim,
         query_stride=query.stride(0), query_head_stride=query.stride(1), rope_stride=rope.stride(0),
         rope_head_stride=rope.stride(1), page_stride=request.pages.stride(0),
         table_stride=request.block_table.stride(0), out_stride=out.stride(0), out_head_stride=out.stride(1),
         scale=request.softmax_scale * LOG2E, rope_norm=rope_tables.orthonormal,
         table=_Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
         rope_sign_bits=(ctypes.c_uint32 * 4)(*sign_words(spec.value_dim, spec.seed)),
-        heads=heads, row_tiles=cut.row_tiles, splits=cut.splits,
+        heads=query.shape[1],
     )  # fmt: skip
-    defines = _defines(layout, cut, query.dtype, rope.dtype, out.dtype)
-    items, merged = sequences * cut.row_tiles, 4 * MERGERS * (spec.key_dim + 1)
-    launch("attend", defines, (items, cut.splits), GROUP_THREADS * cut.groups, cut.shared, args)
-    launch("merge", defines, (items * cut.rows, 1), MERGE_THREADS, merged, args)
 
 
 def _workspace(request: LatentRequest, need: int) -> torch.Tensor:

@@ -135,13 +135,18 @@ SLIMKV_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")
 
 template <int N, bool BF16> struct WgmmaNarrow;
 // c += A B of few columns, of halves or (BF16) of bfloat16; B is N x 16, 16 side by side. register_a: A in the lanes'
-// fragments. transposed_a: A is 16 x 64, 64 side by side, and its transpose is multiplied.
+// fragments. shared_a: A is 64 x 16, 16 side by side. transposed_a: A is 16 x 64, 64 side by side, and its transpose is multiplied.
 #define SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, BF16, TYPE)                                                     \
   template <> struct WgmmaNarrow<N, BF16> {                                                                            \
     DEVICE_MEMBER static void register_a(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {                       \
       asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R              \
                    "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", 1, 1, 1, 0;\n}"                                    \
                    : HELD_ALL_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                       \
+    }                                                                                                                  \
+    DEVICE_MEMBER static void shared_a(float (&c)[R], u64 a, u64 b) {                                                  \
+      asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R              \
+                   "}, %" A0 ", %" A1 ", 1, 1, 1, 0, 0;\n}"                                                          \
+                   : HELD_ALL_##R : "l"(a), "l"(b));                                                                   \
     }                                                                                                                  \
     DEVICE_MEMBER static void transposed_a(float (&c)[R], u64 a, u64 b) {                                              \
       asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R              \

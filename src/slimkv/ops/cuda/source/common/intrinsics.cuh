@@ -18,6 +18,7 @@ static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
 #define DEVICE static __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define SHARED_MEMORY(name) extern __shared__ __align__(16) u8 name[]
+#define SHARED_OPERANDS(name) extern __shared__ __align__(1024) u8 name[]  // on the boundary of exchanged rows (hopper.cuh)
 #define GRID_CONSTANT const __grid_constant__
 #define HOST_TESTABLE(name, Args)  // what the tests launch
 
@@ -149,6 +150,7 @@ DEVICE u32 max_u16x2(u32 a, u32 b) {
   return max(a & 0xFFFFu, b & 0xFFFFu) | max(a, b) & 0xFFFF0000u;  // the larger word has the larger high half
 #endif
 }
+DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEVICE u32 sub_f16x2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 
 // Within a warp.

@@ -5,7 +5,7 @@
 // RESIDENT (blocks of a multiprocessor), SHARED.
 #pragma once
 #include "common/hopper.cuh"
-#include "common/codes.cuh"
+#include "latent/args.cuh"
 #include "common/numbers.cuh"
 
 constexpr int RAW = 3;  // beside the kinds of types.cuh: the rope part only
@@ -32,26 +32,6 @@ constexpr int COLUMNS_AT = WEIGHTS_AT + WARPGROUPS * GROUP_WEIGHTS, MOST_AT = CO
 constexpr int L_LEVELS_AT = MOST_AT + 4 * WARPS * ROWS;
 constexpr int R_LEVELS_AT = L_LEVELS_AT + 4 * L_COPIES * L_LEVELS, ALL = R_LEVELS_AT + 4 * R_COPIES * R_LEVELS;
 static_assert(ALL + 1024 == SHARED, "the launcher counts shared memory as this file does");
-
-struct LatentArgs {
-  const void* query;  // [queries, heads, LD], in the latent's stored space
-  const void* rope;   // [queries, heads, RD], not rotated
-  const u8* pages;
-  const i32* block_table;
-  const i32* seq_lens;
-  const i32* cu_seqlens_q;
-  const float* latent_levels;  // by code
-  const float* rope_levels;
-  void* out;
-  float* lse;
-  float* parts;   // [sequence, row tile, split, ROWS, LD]: sums of values
-  float* states;  // [sequence, row tile, split, ROWS, 2]: the reference of their weights and the sum of weights
-  i64 query_stride, query_head_stride, rope_stride, rope_head_stride, page_stride, table_stride, out_stride, out_head_stride;
-  float scale, rope_norm;  // of scores, in powers of two; of the rotation
-  Table table;
-  u32 rope_sign_bits[4];
-  i32 heads, row_tiles, splits;
-};
 
 // Rows of a block: (query, head) pairs first .. of a sequence.
 struct Rows {

@@ -6,8 +6,8 @@
 // dimensions x tokens. Scores are [tokens, rows] and output [dimensions, rows], so that a lane has the same rows in both.
 // Two blocks share a multiprocessor: one unpacks while the other multiplies. Of many rows a block has two warpgroups, each with
 // the scores of its own tokens and half the dimensions of the output, and a multiprocessor to itself.
-#include "latent/queries.cuh"
-#include "latent/tokens.cuh"
+#include "latent_split/queries.cuh"
+#include "latent_split/tokens.cuh"
 
 constexpr float RESCALE_THRESHOLD = 8.0f;  // the reference of weights follows when it is behind by so many powers of two
 typedef float Scores[ROWS / 2];

@@ -1,0 +1,60 @@
+// A warpgroup that unpacks tiles of 64 tokens into stages of shared memory, for others that multiply.
+#pragma once
+#include "latent/schedule.cuh"
+#include "latent/tokens.cuh"
+
+constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64, CHUNK = 64 * 128;  // bytes of 64 dimensions of 64 tokens
+constexpr int STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;
+
+template <int STAGES> struct Producer {
+  const LatentArgs& args;
+  u8* const ring;
+  Units* const units;  // [stage, warp]
+  u64 *const full, *const empty;
+  const int warp, lane;
+
+  DEVICE_MEMBER Producer(const LatentArgs& args_, u8* ring_, Units* units_, u64* full_, u64* empty_, int warp_, int lane_)
+      : args(args_), ring(ring_), units(units_), full(full_), empty(empty_), warp(warp_), lane(lane_) {}
+
+  template <class Rope> DEVICE_MEMBER void run(const LevelTable& levels, const Rope& rope_levels) const {
+    int number = 0;  // of the block's tiles
+    Walk walk(args, block_index(), lane);
+    Range range;
+    while (walk.next(args, range)) {
+      const Item item(args, range.sequence, range.tile);
+      const int last = min_i32(range.last, item.steps(args));
+      const i32* table = args.block_table + (i64)item.sequence * args.table_stride;
+      auto token_of = [&](int tile) { return tile * 64 + 16 * warp; };
+      auto page_of = [&](int tile) { return token_of(tile) < item.length ? ldg_i32(table + token_of(tile) / BLOCK_SIZE) : 0; };
+      Tokens tokens;
+      auto load = [&](i32 page, int tile) {
+        tokens.load(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
+      };
+      auto prefetch = [&](i32 page, int tile) {
+        Tokens::prefetch(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
+      };
+      const int first = range.first;
+      i32 page = 0, ahead = 0;  // of the next tile and of the one after it
+      if (first < last) {
+        load(page_of(first), first);
+        page = page_of(first + 1), ahead = page_of(first + 2);
+        if (first + 1 < last) prefetch(page, first + 1);
+      }
+      for (int tile = first; tile < last; tile++, number++) {
+        const int stage = number % STAGES;
+        if (tile + 2 < last) prefetch(ahead, tile + 2);
+        mbarrier_wait(empty + stage, (u32)(number / STAGES & 1) ^ 1);
+        const u32 to = shared_address(ring) + stage * STAGE + warp * 2048;
+        const Units own = tokens.unpack(args.table, levels, rope_levels, to, to + CHUNKS * CHUNK, lane);
+        if (lane == 0) units[stage * 4 + warp] = own;
+        fence_proxy_async();  // it may wait for loads: the next ones come behind it
+        sync_warp();
+        if (lane == 0) mbarrier_arrive(full + stage);
+        if (tile + 1 < last) {
+          load(page, tile + 1);
+          page = ahead, ahead = page_of(tile + 3);
+        }
+      }
+    }
+  }
+};
