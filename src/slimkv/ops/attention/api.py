@@ -19,6 +19,7 @@ from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_rea
 from slimkv.spec import PageLayout
 
 MAX_DECODE_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
+NO_WINDOW = 1 << 30  # tokens: a window longer than any sequence
 MIN_TRITON_HEAD_DIM = 32
 EIGHT_BIT, SIXTEEN_BIT = "8bit", "16bit"
 PREFILL = ("auto", EIGHT_BIT, SIXTEEN_BIT)

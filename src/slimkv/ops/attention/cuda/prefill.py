@@ -16,7 +16,7 @@ import torch
 from slimkv.codec.byte_levels import byte_levels
 from slimkv.codec.rotation import sign_words
 from slimkv.ops.attention import eight_bit
-from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, AttendRequest
+from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
 from slimkv.ops.attention.cuda.shape import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
@@ -26,7 +26,6 @@ ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
 ROWS = 128  # of queries, times heads of a group, in a block
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
-_NO_WINDOW = 1 << 30  # tokens: longer than any sequence
 _THREADS = 384
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 _SignBits = ctypes.c_uint32 * 8
@@ -195,7 +194,7 @@ def attend_prefill(
         starts=request.cu_seqlens_q.data_ptr(), key_levels=key.levels.data_ptr(), value_levels=value.levels.data_ptr(),
         keys=keys, values=keys + key_bytes, units=units, page_stride=pages.stride(0),
         page_head_stride=pages.stride(1), table_stride=request.block_table.stride(0), heads=num_kv_heads,
-        most_queries=MAX_DECODE_QUERIES, tiles=tiles, ranks=ranks, window=options.sliding_window or _NO_WINDOW,
+        most_queries=MAX_DECODE_QUERIES, tiles=tiles, ranks=ranks, window=options.sliding_window or NO_WINDOW,
         **_byte_tables(layout, shape),
     )  # fmt: skip
     args = AttendArgs(

@@ -21,6 +21,7 @@ from slimkv.errors import InputError
 from slimkv.ops.attention.api import (
     MAX_DECODE_QUERIES,
     MIN_TRITON_HEAD_DIM,
+    NO_WINDOW,
     AttendRequest,
     refuses_eight_bit,
     split_workspace_bytes,
@@ -32,7 +33,6 @@ from slimkv.spec import Kind, PageLayout, TensorFormat
 
 _LOG2E = math.log2(math.e)
 _MAX_SPLITS = 256
-_NO_WINDOW = 1 << 30  # tokens: longer than any sequence
 PREFILL_BYTES = 256 << 20  # what unpacked K and V may take; a longer context takes several passes
 
 
@@ -253,7 +253,7 @@ def _dense_exponents(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Te
     tokens = 1024
     range_kernel[(triton.cdiv(request.max_seq_len, tokens), *shape[1::-1])](
         request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, exponents, MAX_DECODE_QUERIES,
-        request.options.sliding_window or _NO_WINDOW, request.pages.stride(0), request.pages.stride(1),
+        request.options.sliding_window or NO_WINDOW, request.pages.stride(0), request.pages.stride(1),
         request.block_table.stride(0), HEADS=shape[1], TOKENS=tokens, **constants,
     )  # fmt: skip
     return exponents
@@ -312,7 +312,7 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
             request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, rank, exponents, *fresh,
             dense_k, dense_v,
             k.levels, v.levels, *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value, spec.value_dim),
-            MAX_DECODE_QUERIES, options.sliding_window or _NO_WINDOW, chunk, step * chunk, request.pages.stride(0),
+            MAX_DECODE_QUERIES, options.sliding_window or NO_WINDOW, chunk, step * chunk, request.pages.stride(0),
             request.pages.stride(1), request.block_table.stride(0),
             fresh[0].stride(0), fresh[0].stride(1), fresh[1].stride(0), fresh[1].stride(1),
             HEADS=num_kv_heads, NT=4, FRESH=request.fresh is not None, **format_constants(layout), num_warps=4,

@@ -1,18 +1,10 @@
 // A row of queries from global memory to operands: halves scaled by a power of two (bfloat16 beside a rope part that is).
 #pragma once
 #include "common/rotation.cuh"
-#include "latent/format.cuh"
+#include "latent/codes.cuh"
 #include "latent/schedule.cuh"
 
-// The exponent, as floats have it, of the largest of a row's numbers. What is smaller than 2^-67 counts as that.
-template <int DIM> DEVICE int exponent_of_row(const float (&x)[DIM / 32]) {
-  float most = 0.0f;
-#pragma unroll
-  for (int i = 0; i < DIM / 32; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
-#pragma unroll
-  for (int d = 16; d; d >>= 1) most = max_f32(most, shfl_xor(most, d));
-  return min_i32(max_i32((int)(as_bits(most) >> 23), 60), 253);
-}
+constexpr int LEAST = 60;  // exponent: what is smaller than 2^-67 counts as that
 
 // Row n of an item, by one warp; rows beyond the last are zeros.
 struct Query {
@@ -30,7 +22,7 @@ struct Query {
     for (int i = 0; i < RD / 32; i++) y[i] = real ? load_number(args.rope, rope_at + 32 * i, ROPE_TYPE) : 0.0f;
     if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, args.rope_norm, nullptr, lane);
     // What is 2^40 times smaller than the rope part of the query makes no difference, and one unit fits in the other's range.
-    rope_exponent = exponent_of_row<RD>(y), exponent = max_i32(exponent_of_row<LD>(x), rope_exponent - 40);
+    rope_exponent = exponent_of_row<RD, LEAST>(y), exponent = max_i32(exponent_of_row<LD, LEAST>(x), rope_exponent - 40);
   }
   // What operands are to be multiplied by.
   DEVICE_MEMBER float latent_unit() const { return as_float((u32)exponent << 23) * L_UNIT; }

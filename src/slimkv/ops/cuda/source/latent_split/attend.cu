@@ -9,7 +9,6 @@
 #include "latent_split/queries.cuh"
 #include "latent_split/tokens.cuh"
 
-constexpr float RESCALE_THRESHOLD = 8.0f;  // the reference of weights follows when it is behind by so many powers of two
 typedef float Scores[ROWS / 2];
 typedef float Output[OWN_CHUNKS][ROWS / 2];  // the chunks of a warpgroup
 typedef WgmmaNarrow<ROWS, false> Halves;
@@ -42,7 +41,7 @@ template <int CHUNK, class F> DEVICE void each_chunk(const F& f) {
 }
 
 // Products of a warpgroup's tokens with the queries, while latents go to shared memory.
-DEVICE void start_scores(const Tokens& tokens, const LatentArgs& args, const LevelTable& levels, const RopeLevels& rope_levels,
+DEVICE void start_scores(const Tokens& tokens, const LatentArgs& args, const LevelTable& levels, const RopeLevels<R_COPIES>& rope_levels,
                          const Scales& scales, u8* shared, int warp, int lane, Scores& s) {
   const u32 to = operand_rows(shared_address(shared + VALUES_AT) + warp / 4 * GROUP_VALUES + warp % 4 * 2048, lane);
   const u64 queries = smem_descriptor(shared_address(shared + QUERIES_AT), 16);
@@ -214,8 +213,8 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
   SHARED_MEMORY(memory);
   u8* shared = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
   const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
-  fill_levels<L_LEVELS, L_COPIES>(args.latent_levels, shared + L_LEVELS_AT);
-  fill_levels<R_LEVELS, R_COPIES>(args.rope_levels, shared + R_LEVELS_AT);
+  fill_levels<L_LEVELS, L_COPIES, THREADS>(args.latent_levels, shared + L_LEVELS_AT);
+  fill_levels<R_LEVELS, R_COPIES, THREADS>(args.rope_levels, shared + R_LEVELS_AT);
   pdl_wait();
   const Rows rows(args, block_index());
   if (rows.count <= 0) return;
@@ -235,7 +234,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
   sync_threads();
 
   const LevelTable levels = {shared_address(shared + L_LEVELS_AT) + 4 * lane};
-  const RopeLevels rope_levels = {shared_address(shared + R_LEVELS_AT) + 4 * (lane % R_COPIES)};
+  const RopeLevels<R_COPIES> rope_levels = {shared_address(shared + R_LEVELS_AT) + 4 * (lane % R_COPIES)};
   const Column* columns = (const Column*)(shared + COLUMNS_AT);
   float* most = (float*)(shared + MOST_AT);
   Output o;

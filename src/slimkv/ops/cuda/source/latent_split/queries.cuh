@@ -2,17 +2,8 @@
 // that is), 16 dimensions side by side.
 #pragma once
 #include "common/rotation.cuh"
+#include "latent/codes.cuh"
 #include "latent_split/shape.cuh"
-
-// The exponent, as floats have it, of the largest of a row's numbers.
-template <int DIM> DEVICE int exponent_of_row(const float (&x)[DIM / 32]) {
-  float most = 0.0f;
-#pragma unroll
-  for (int i = 0; i < DIM / 32; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
-#pragma unroll
-  for (int d = 16; d; d >>= 1) most = max_f32(most, shfl_xor(most, d));
-  return min_i32(max_i32((int)(as_bits(most) >> 23), 1), 253);
-}
 
 // Numbers lane, lane + 32, ... of a row to its operand at `to`; what the operand is to be multiplied by. `sum`: of the operand.
 template <int DIM, bool PERMUTED, bool BF16>
@@ -44,7 +35,7 @@ DEVICE void stage_query(const LatentArgs& args, const Rows& rows, int n, u8* sha
     y[i] = real ? load_number(args.rope, query * args.rope_stride + head * args.rope_head_stride + lane + 32 * i, ROPE_TYPE) : 0.0f;
   if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, args.rope_norm, nullptr, lane);
   // What is 2^40 times smaller than the rope part of the query makes no difference, and one unit fits in the other's range.
-  const int rope_exponent = exponent_of_row<RD>(y), exponent = max_i32(exponent_of_row<LD>(x), rope_exponent - 40);
+  const int rope_exponent = exponent_of_row<RD, 1>(y), exponent = max_i32(exponent_of_row<LD, 1>(x), rope_exponent - 40);
   const float latent = stage_row<LD, true, false>(x, exponent, shared + QUERIES_AT, n, lane, sum) * L_UNIT;
   const float rope = stage_row<RD, false, R_KIND == RAW && R_BF16>(y, rope_exponent, shared + ROPE_AT, n, lane, rope_sum) * R_UNIT;
   if (lane == 0)

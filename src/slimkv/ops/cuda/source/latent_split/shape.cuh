@@ -1,25 +1,17 @@
 // What the kernel of latents is compiled for, its arguments, and where things are in shared memory.
 //
-// Compile-time: LD, RD (numbers of the latent and of the rope part), ROWS and WARPGROUPS (rows and warpgroups of a block), BLOCK_SIZE (tokens of a page), L_KIND, L_BITS,
-// L_FIELDS (the latent in a page), R_KIND, R_BITS, R_CODES, R_FIELDS, R_BF16, R_ROTATED (the rope part), Q_TYPE, ROPE_TYPE, OUT_TYPE,
-// RESIDENT (blocks of a multiprocessor), SHARED.
+// Compile-time: what latent/format.cuh names, ROWS and WARPGROUPS (rows and warpgroups of a block), RESIDENT (blocks of a
+// multiprocessor), SHARED.
 #pragma once
 #include "common/hopper.cuh"
 #include "latent/args.cuh"
-#include "common/numbers.cuh"
+#include "latent/format.cuh"
 
-constexpr int RAW = 3;  // beside the kinds of types.cuh: the rope part only
-constexpr int THREADS = 128 * WARPGROUPS, WARPS = 4 * WARPGROUPS, TILE = 64 * WARPGROUPS, S = LD / 16, CHUNKS = LD / 64;
-constexpr int OWN_CHUNKS = CHUNKS / WARPGROUPS, ROPE_SLICES = RD / 16, ROPE_CHUNKS = (RD + 63) / 64;
-constexpr int L_TILE = 2 * LD * L_BITS, R_TILE = 2 * RD * R_BITS;  // bytes of 16 tokens
-constexpr bool IN_BYTES = L_KIND == LLOYD && L_BITS <= 4;  // levels made by byte permutations, with an offset of one half
-constexpr float OFFSET = IN_BYTES ? 0.5f : 0.0f, L_UNIT = half_unit<L_KIND, L_BITS>(), R_UNIT = R_KIND == FP8 ? 256.0f : 1.0f;
-constexpr int L_LEVELS = L_KIND == LLOYD && !IN_BYTES ? 1 << L_BITS : 0, R_LEVELS = R_KIND == LLOYD ? 1 << R_BITS : 0;
+constexpr int THREADS = 128 * WARPGROUPS, WARPS = 4 * WARPGROUPS, TILE = 64 * WARPGROUPS, CHUNKS = LD / 64;
+constexpr int OWN_CHUNKS = CHUNKS / WARPGROUPS, ROPE_CHUNKS = (RD + 63) / 64;
 constexpr int L_COPIES = 32, R_COPIES = ROWS < 32 ? 8 : 4;  // of a level, so that lanes seldom wait for one another
 constexpr int COLUMNS = ROWS / 4;  // of a lane: 8 j + 2 t and 8 j + 2 t + 1
-static_assert(LD % 64 == 0 && LD <= 512 && (RD == 32 || RD == 64 || RD == 128), "sizes");
 static_assert((WARPGROUPS == 1 && (ROWS == 8 || ROWS == 16 || ROWS == 32)) || (WARPGROUPS == 2 && ROWS == 64 && LD % 128 == 0), "rows");
-static_assert(R_KIND == RAW ? R_BITS == 16 : R_BITS >= 6, "the rope part");
 
 // What the product with latents starts from beside that of rope parts, the unit of this in units of that, what makes scores of
 // the sum, and which tokens a row sees.
@@ -50,7 +42,3 @@ struct Rows {
     return max_i32(min_i32(length, length - queries + (first + n) / args.heads + 1), 0);
   }
 };
-
-// Where dimension d of a latent stands among the operands' columns, and the other way round: code_halves makes pairs of
-// dimensions 8 apart.
-DEVICE int place_of(int d) { return IN_BYTES ? d : (d & ~9) | (d & 1) << 3 | (d >> 3 & 1); }

@@ -76,6 +76,17 @@ struct Totals {
   }
 };
 
+// Scales of four tokens of a tile.
+struct TokenScales {
+  float key[4], value[4];
+  DEVICE_MEMBER TokenScales(const u8* numbers, int at) {
+    const Words4 a = *(const Words4*)(numbers + token_number_at(KEY_SCALE, at));
+    const Words4 b = *(const Words4*)(numbers + token_number_at(VALUE_SCALE, at));
+    key[0] = as_float(a.x), key[1] = as_float(a.y), key[2] = as_float(a.z), key[3] = as_float(a.w);
+    value[0] = as_float(b.x), value[1] = as_float(b.y), value[2] = as_float(b.z), value[3] = as_float(b.w);
+  }
+};
+
 // The running softmax of the rows of a lane.
 struct Softmax {
   float factor[2];   // of this lane's rows g and g + 8
@@ -93,28 +104,20 @@ struct Softmax {
     return fma_rn(-2.0f * softcap, rcp_approx(e + 1.0f), softcap) + from;
   }
 
-  DEVICE_MEMBER bool hidden(const Visible& visible, int tile, int i, int t) const {
-    const int token = tile * STEP + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
-    return token >= visible.end[r] || (WINDOW && token < visible.begin[r]);
-  }
-
   // Raises the reference of rows whose largest weight would be too large; whether some row's was.
   DEVICE_MEMBER bool follow(const Sums& sums, const u8* numbers, const Visible& visible, int tile, int t, float softcap, u32 none) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
-      const Words4 a = *(const Words4*)(numbers + token_number_at(KEY_SCALE, 16 * j + 4 * t));
-      const Words4 b = *(const Words4*)(numbers + token_number_at(VALUE_SCALE, 16 * j + 4 * t));
-      const float key[4] = {as_float(a.x), as_float(a.y), as_float(a.z), as_float(a.w)};
-      const float value[4] = {as_float(b.x), as_float(b.y), as_float(b.z), as_float(b.w)};
+      const TokenScales of(numbers, 16 * j + 4 * t);
       float logs[4];
 #pragma unroll
-      for (int k = 0; k < 4; k++) logs[k] = log2_approx(value[k]);
+      for (int k = 0; k < 4; k++) logs[k] = log2_approx(of.value[k]);
 #pragma unroll
       for (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
-        const float x = score(sums, i, key[token], logs[token], softcap, none);
-        most[i / 2 % 2] = max_f32(most[i / 2 % 2], hidden(visible, tile, i, t) ? MINUS_INFINITY : x);
+        const float x = score(sums, i, of.key[token], logs[token], softcap, none);
+        most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile, i, t) ? MINUS_INFINITY : x);
       }
     }
     bool behind = false;
@@ -139,16 +142,13 @@ struct Softmax {
     const float from[2] = {-row_max[0], -row_max[1]};
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
-      const Words4 a = *(const Words4*)(numbers + token_number_at(KEY_SCALE, 16 * j + 4 * t));
-      const Words4 b = *(const Words4*)(numbers + token_number_at(VALUE_SCALE, 16 * j + 4 * t));
-      const float key[4] = {as_float(a.x), as_float(a.y), as_float(a.z), as_float(a.w)};
-      const float value[4] = {as_float(b.x), as_float(b.y), as_float(b.z), as_float(b.w)};
+      const TokenScales of(numbers, 16 * j + 4 * t);
       float w[8];
 #pragma unroll
       for (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
-        w[k] = exp2_approx(score(sums, i, key[token], from[k / 2 % 2], softcap, 0)) * value[token];
-        if (MASKED && hidden(visible, tile, i, t)) w[k] = 0.0f;
+        w[k] = exp2_approx(score(sums, i, of.key[token], from[k / 2 % 2], softcap, 0)) * of.value[token];
+        if (MASKED && visible.hides(tile, i, t)) w[k] = 0.0f;
       }
 #pragma unroll
       for (int r = 0; r < 2; r++) {

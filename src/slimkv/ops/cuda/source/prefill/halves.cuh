@@ -40,11 +40,6 @@ struct Softmax {
     return fma_rn(-2.0f * softcap, rcp_approx(e + 1.0f), softcap) + from;
   }
 
-  DEVICE_MEMBER static bool hidden(const Visible& visible, int tile, int i, int t) {
-    const int token = tile * STEP + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
-    return token >= visible.end[r] || (WINDOW && token < visible.begin[r]);
-  }
-
   // The reference follows the maximum when it has fallen behind by RESCALE_THRESHOLD powers of two, so that the output is
   // seldom rescaled; whether some row's did.
   DEVICE_MEMBER bool follow(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t, float softcap) {
@@ -52,7 +47,7 @@ struct Softmax {
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const float x = score(s[i], i / 2 % 2, unit, unit.value, softcap);
-      most[i / 2 % 2] = max_f32(most[i / 2 % 2], hidden(visible, tile, i, t) ? MINUS_INFINITY : x);
+      most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile, i, t) ? MINUS_INFINITY : x);
     }
     bool behind = false;
 #pragma unroll
@@ -82,7 +77,7 @@ struct Softmax {
 #pragma unroll
       for (int k = 0; k < 2; k++) {
         w[k] = exp2_approx(score(s[i + k], r, unit, from[r], softcap));
-        if (MASKED && hidden(visible, tile, i + k, t)) w[k] = 0.0f;
+        if (MASKED && visible.hides(tile, i + k, t)) w[k] = 0.0f;
         sums[r][k] += w[k];
       }
       p[i / 2] = pack_f16x2(w[0], w[1]);

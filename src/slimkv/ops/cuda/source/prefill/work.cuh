@@ -40,7 +40,14 @@ struct Rings {
 };
 
 // The tokens that the two rows of a lane see.
-struct Visible { int begin[2], end[2]; };
+struct Visible {
+  int begin[2], end[2];
+  // Whether a lane's score i of a tile is of a token that its row does not see.
+  DEVICE_MEMBER bool hides(int tile, int i, int t) const {
+    const int token = tile * STEP + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
+    return token >= end[r] || (WINDOW && token < begin[r]);
+  }
+};
 
 struct PrefillArgs {
   const void* query;
