@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.cache import AttentionBatch
-from slimkv.codec.pack import take_tokens
+from slimkv.codec.pack import page_tables, take_tokens
 from slimkv.codec.quantize import SideTables
 from slimkv.codec.rotation import block_size
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
@@ -122,6 +122,12 @@ class Built:
         position = torch.arange(self.case.lens[sequence], device=self.pages.device)
         tokens = self.layout.block_size
         return self.batch.block_table[sequence, position // tokens].long() * tokens + position % tokens
+
+    def poison(self, slots: Tensor, byte: int) -> None:
+        """Writes ``byte`` to every byte of tokens, int64 [tokens], of all heads."""
+        size = self.layout.block_size
+        offsets = page_tables(self.layout, self.pages.device).byte_offsets[slots % size]
+        self.pages.transpose(0, 1)[:, (slots // size)[:, None], offsets] = byte
 
 
 def build(case: Case, device: torch.device, seed: int = 0) -> Built:

@@ -11,7 +11,6 @@ import torch
 from attention_cases import Case, build
 from test_attention import check, check_rows, poisoned_out, request_of
 
-from slimkv.codec.pack import page_tables
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.cuda.compiler import compile_kernels
@@ -121,10 +120,7 @@ def test_what_no_query_sees_changes_no_bit(format, softcap, poison):
     for poisoned in (False, True):
         built = build(case, CPU)
         if poisoned:
-            hidden = built.positions(0)[: 140 - 33 - 9 + 1]
-            size = built.layout.block_size
-            offsets = page_tables(built.layout, CPU).byte_offsets[hidden % size]
-            built.pages[(hidden // size)[:, None], 0, offsets] = poison
+            built.poison(built.positions(0)[: 140 - 33 - 9 + 1], poison)
         out, lse = poisoned_out(case, built)
         prefill_cuda.attend_prefill(request_of(built, out, lse), launch)
         outs.append(out)

@@ -11,7 +11,6 @@ from attention_cases import build
 from test_attention import poisoned_out, request_of
 from test_decode_cuda import CPU, SMALL_GPU, TINY, launch
 
-from slimkv.codec.pack import page_tables
 from slimkv.ops.attention.cuda import decode as attend_cuda
 
 
@@ -24,10 +23,7 @@ def test_what_no_query_sees_changes_no_bit(format, queries, poison):
     for poisoned in (False, True):
         built = build(case, CPU)
         if poisoned:
-            hidden = built.positions(0)[: 140 - queries - 9 + 1]
-            size = built.layout.block_size
-            offsets = page_tables(built.layout, CPU).byte_offsets[hidden % size]
-            built.pages[(hidden // size)[:, None], 0, offsets] = poison
+            built.poison(built.positions(0)[: 140 - queries - 9 + 1], poison)
         out, lse = poisoned_out(case, built)
         attend_cuda.attend_packed(request_of(built, out, lse), SMALL_GPU, launch)
         outs.append(out)
