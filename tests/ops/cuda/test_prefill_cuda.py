@@ -25,14 +25,14 @@ def launch(source, name, defines, grid, threads, shared, args) -> None:
 
 
 def attend_and_check(
-    case: Case, device: torch.device = CPU, launch=launch, budget: int = prefill_cuda.WORKSPACE_BYTES
+    case: Case, device: torch.device = CPU, launch=launch, budget: int = prefill_cuda.WORKSPACE_BYTES, shape=None
 ) -> torch.Tensor:
     """Attends the sequences of many queries and compares them; rows of others must stay as they are."""
     built = build(case, device)
     out, lse = poisoned_out(case, built)
     request = request_of(built, out, lse)
     assert prefill_cuda.refusal(request) is None
-    prefill_cuda.attend_prefill(request, launch, budget)
+    prefill_cuda.attend_prefill(request, launch, budget, shape)
     check_rows(built, out, lse, lambda count: count > MAX_DECODE_QUERIES)  # shorter sequences are another kernel's
     return out
 
@@ -78,6 +78,12 @@ EMULATED = [
 @pytest.mark.parametrize("case", EMULATED, ids=str)
 def test_attend(case):
     attend_and_check(case)
+
+
+@emulated
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_attend_fused(case):
+    attend_and_check(case, shape=prefill_cuda.FUSED_SHAPES[case.dim])
 
 
 @emulated

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
-from slimkv.codec.byte_levels import byte_levels
+from slimkv.codec.byte_levels import MOST_BITS, byte_levels
 from slimkv.codec.rotation import sign_words
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
@@ -64,6 +65,10 @@ class AttendArgs(ctypes.Structure):
             "sequences", "heads", "group", "most_queries", "causal", "window", "query_blocks", "section",
             "first_tile", "tiles", "first_rank", "ranks", "first_pass", "last_pass", "aligned",
         )),
+        *((name, ctypes.c_void_p) for name in ("pages", "table", "key_levels", "value_levels")),
+        *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
+        ("key_table", _Table),
+        ("value_table", _Table),
     )  # fmt: skip
 
 
@@ -75,6 +80,8 @@ class Shape:
     stages: int  # tiles of K, and of V, in shared memory at a time
     eight_bit: bool = False  # queries and keys as int8, weights and values as e4m3; else halves
     promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
+    fused: bool = False  # a warpgroup of ``attend`` unpacks tiles; else ``unpack`` does, into the workspace
+    producer_registers: int = 24  # of a thread that fetches tiles
 
     def keys_bytes(self, dim: int) -> int:
         """Of a tile of keys; as prefill/tiles.cuh counts."""
@@ -86,6 +93,11 @@ class Shape:
 
 
 SHAPES = {64: Shape(128, 2), 128: Shape(128, 2), 256: Shape(64, 2)}
+FUSED_SHAPES = {
+    64: Shape(128, 2, fused=True, producer_registers=104),
+    128: Shape(128, 2, fused=True, producer_registers=88),
+    256: Shape(64, 2, fused=True, producer_registers=88),
+}
 EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
@@ -168,53 +180,59 @@ def cut_passes(
 def attend_prefill(
     request: AttendRequest, launch: Launcher, budget: int = WORKSPACE_BYTES, shape: Shape | None = None
 ) -> None:
-    """The sequences of more than MAX_DECODE_QUERIES queries: two launches a pass."""
-    query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
-    (total, _, dim), num_kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
+    """The sequences of more than MAX_DECODE_QUERIES queries: one launch if fused, else two a pass."""
+    total, sequences = request.query.shape[0], request.seq_lens.shape[0]
     most_long = min(sequences, total // (MAX_DECODE_QUERIES + 1))
     if most_long == 0:
         return
-    shape, group, device, longest = shape or shape_of(request), request.group, query.device, max(1, request.max_seq_len)
-    query_blocks = total // (ROWS // group) + sequences
-    batch = Batch(most_long, num_kv_heads, query_blocks - sequences, longest)
+    shape, options = shape or shape_of(request), request.options
+    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    args = _attend_args(request, sinks)
+    to_attend = attend_defines(
+        request.layout, shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
+        options.sliding_window is not None, options.softcap > 0,
+    )  # fmt: skip
+
+    def attend() -> None:
+        blocks = args.query_blocks * args.heads
+        launch(ATTEND, "attend", to_attend, (blocks, 1), _THREADS, to_attend["SHARED"], args)
+
+    if shape.fused:
+        args.tiles, args.ranks, args.section = -(-max(1, request.max_seq_len) // shape.step), most_long, args.heads
+        args.first_pass = args.last_pass = 1
+        attend()
+    else:
+        _attend_in_passes(request, args, shape, most_long, budget, launch, attend)
+
+
+def _attend_in_passes(
+    request: AttendRequest, args: AttendArgs, shape: Shape, most_long: int, budget: int, launch: Launcher,
+    attend: Callable[[], None],
+) -> None:  # fmt: skip
+    """Unpacks what the workspace holds and attends it, time after time."""
+    pages, layout, device, num_kv_heads = request.pages, request.layout, request.query.device, request.pages.shape[1]
+    longest, sequences, dim = max(1, request.max_seq_len), args.sequences, layout.spec.key_dim
+    batch = Batch(most_long, num_kv_heads, args.query_blocks - sequences, longest)
     ranks, tiles = cut_passes(layout, shape, batch, _multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
     key_bytes, value_bytes = (rows * tiles * n for n in (shape.keys_bytes(dim), shape.values_bytes(dim)))
-    blocks = query_blocks * num_kv_heads
-    state_floats = blocks * 256 * (dim // 2 + 4) if passes > 1 else 0
+    state_floats = args.query_blocks * num_kv_heads * 256 * (dim // 2 + 4) if passes > 1 else 0
     space = torch.empty(
         key_bytes + value_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device
     )
-    keys = space.data_ptr()
-    units = keys + key_bytes + value_bytes
-    key, value, spec = request.codec.key_tables, request.codec.value_tables, layout.spec
-    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    args.keys, args.values = space.data_ptr(), space.data_ptr() + key_bytes
+    args.units = args.values + value_bytes
+    args.state = args.units + 16 * rows * tiles
+    args.section = max(1, min(num_kv_heads, _CACHED_BYTES // ((key_bytes + value_bytes) // num_kv_heads)))
+    args.tiles, args.ranks = tiles, ranks
     unpack = UnpackArgs(
-        pages=pages.data_ptr(), table=request.block_table.data_ptr(), lengths=request.seq_lens.data_ptr(),
-        starts=request.cu_seqlens_q.data_ptr(), key_levels=key.levels.data_ptr(), value_levels=value.levels.data_ptr(),
-        keys=keys, values=keys + key_bytes, units=units, page_stride=pages.stride(0),
-        page_head_stride=pages.stride(1), table_stride=request.block_table.stride(0), heads=num_kv_heads,
-        most_queries=MAX_DECODE_QUERIES, tiles=tiles, ranks=ranks, window=options.sliding_window or NO_WINDOW,
-        **_byte_tables(layout, shape),
-    )  # fmt: skip
-    args = AttendArgs(
-        query=query.data_ptr(), keys=keys, values=keys + key_bytes, units=units, lengths=unpack.lengths,
-        starts=unpack.starts, sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
-        lse=None if request.lse is None else request.lse.data_ptr(), state=units + 16 * rows * tiles,
-        query_stride=query.stride(0), query_head_stride=query.stride(1), out_stride=out.stride(0),
-        out_head_stride=out.stride(1), scale=request.softmax_scale * LOG2E, softcap=options.softcap * LOG2E,
-        key_norm=key.orthonormal,
-        value_norm=value.orthonormal, key_sign_bits=_signs(dim, spec.seed), value_sign_bits=_signs(dim, spec.seed),
-        sequences=sequences, heads=num_kv_heads, group=group, most_queries=MAX_DECODE_QUERIES, causal=options.causal,
-        window=options.sliding_window or 0, query_blocks=query_blocks, ranks=ranks,
-        section=max(1, min(num_kv_heads, _CACHED_BYTES // ((key_bytes + value_bytes) // num_kv_heads))), tiles=tiles,
-        aligned=all(x * out.element_size() % 16 == 0 for x in out.stride()[:2]) and out.data_ptr() % 16 == 0,
+        pages=args.pages, table=args.table, lengths=args.lengths, starts=args.starts, key_levels=args.key_levels,
+        value_levels=args.value_levels, keys=args.keys, values=args.values, units=args.units,
+        page_stride=args.page_stride, page_head_stride=args.page_head_stride, table_stride=args.table_stride,
+        heads=num_kv_heads, most_queries=MAX_DECODE_QUERIES, tiles=tiles, ranks=ranks,
+        window=request.options.sliding_window or NO_WINDOW, **_byte_tables(layout, shape),
     )  # fmt: skip
     to_unpack = unpack_defines(layout, shape)
-    to_attend = attend_defines(
-        layout, shape, DTYPE_NUMBERS[query.dtype], DTYPE_NUMBERS[out.dtype], options.sliding_window is not None,
-        options.softcap > 0,
-    )  # fmt: skip
     for first_rank in range(0, most_long, ranks):
         unpack.first_rank = args.first_rank = first_rank
         for step in range(passes):
@@ -222,11 +240,54 @@ def attend_prefill(
             args.first_pass, args.last_pass = step == 0, step == passes - 1
             grid, threads = (tiles * num_kv_heads, sequences), 2 * shape.step
             launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
-            launch(ATTEND, "attend", to_attend, (blocks, 1), _THREADS, to_attend["SHARED"], args)
+            attend()
+
+
+def _attend_args(request: AttendRequest, sinks: Tensor | None) -> AttendArgs:
+    """All but what depends on where unpacked tiles are, and which."""
+    query, out, pages, options, spec = (
+        request.query, request.out, request.pages, request.options, request.layout.spec,
+    )  # fmt: skip
+    key, value, sequences = request.codec.key_tables, request.codec.value_tables, request.seq_lens.shape[0]
+    return AttendArgs(
+        query=query.data_ptr(), lengths=request.seq_lens.data_ptr(), starts=request.cu_seqlens_q.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
+        lse=None if request.lse is None else request.lse.data_ptr(), query_stride=query.stride(0),
+        query_head_stride=query.stride(1), out_stride=out.stride(0), out_head_stride=out.stride(1),
+        scale=request.softmax_scale * LOG2E, softcap=options.softcap * LOG2E, key_norm=key.orthonormal,
+        value_norm=value.orthonormal, key_sign_bits=_signs(spec.key_dim, spec.seed),
+        value_sign_bits=_signs(spec.value_dim, spec.seed), sequences=sequences, heads=pages.shape[1],
+        group=request.group, most_queries=MAX_DECODE_QUERIES, causal=options.causal,
+        window=options.sliding_window or 0, query_blocks=query.shape[0] // (ROWS // request.group) + sequences,
+        aligned=all(x * out.element_size() % 16 == 0 for x in out.stride()[:2]) and out.data_ptr() % 16 == 0,
+        pages=pages.data_ptr(), table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
+        value_levels=value.levels.data_ptr(), page_stride=pages.stride(0), page_head_stride=pages.stride(1),
+        table_stride=request.block_table.stride(0), key_table=_magnitudes(spec.key, spec.key_dim),
+        value_table=_magnitudes(spec.value, spec.value_dim),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _magnitudes(fmt: TensorFormat, dim: int) -> ctypes.Array[ctypes.c_uint32]:
+    """Twice the magnitudes of levels of up to 4 bits, as bytes."""
+    if fmt.kind != Kind.LLOYD or fmt.bits > MOST_BITS:
+        return _Table()
+    key = byte_levels(fmt.bits, dim).key
+    low, high = _words(key[len(key) // 2 :].tolist())
+    return _Table(low, high, 0)
+
+
+def _words(entries: list[int]) -> tuple[int, int]:
+    """Up to 8 bytes, as two words."""
+    low, high = (int.from_bytes(bytes(entries + [0] * 8)[at : at + 4], "little") for at in (0, 4))
+    return low, high
 
 
 def shared_bytes(dim: int, shape: Shape) -> int:
-    """Shared memory of a block of ``attend``: queries, rings of tiles, totals, barriers; as prefill/work.cuh counts."""
+    """Shared memory of a block of ``attend``: queries, rings of tiles, totals, barriers; as prefill/work.cuh counts.
+
+    Beside the levels of formats that are looked up.
+    """
     queries = ROWS * (128 if shape.eight_bit else 2 * dim)
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
     totals = 4 * ROWS * dim if shape.eight_bit else 0
@@ -240,8 +301,7 @@ def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
     spec = layout.spec
     levels = byte_levels(spec.value.bits, spec.value_dim)
     magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
-    words = magnitudes.view(torch.uint8).tolist() + [0] * 8
-    low, high = (sum(byte << 8 * i for i, byte in enumerate(words[at : at + 4])) for at in (0, 4))
+    low, high = _words(magnitudes.view(torch.uint8).tolist())
     return {
         "key_table": _Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
         "value_table": _Table(low, high, 0),
@@ -252,7 +312,13 @@ def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
 @lru_cache(maxsize=256)
 def unpack_defines(layout: PageLayout, shape: Shape) -> Defines:
     """What prefill/unpack.cu is compiled with."""
+    return Defines({
+        "D": layout.spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), **_page_defines(layout),
+        "SHARED": shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value),
+    })  # fmt: skip
 
+
+def _page_defines(layout: PageLayout) -> dict[str, int]:
     def side(prefix: str, s: SideLayout) -> dict[str, int]:
         return {
             f"{prefix}_KIND": KIND_NUMBERS[s.format.kind],
@@ -260,12 +326,8 @@ def unpack_defines(layout: PageLayout, shape: Shape) -> Defines:
             f"{prefix}_FIELDS": s.fields_offset,
         }
 
-    return Defines({
-        "D": layout.spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit),
-        "BLOCK_SIZE": layout.block_size, "V_CODES": layout.value.codes_offset, **side("K", layout.key),
-        **side("V", layout.value),
-        "SHARED": shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value),
-    })  # fmt: skip
+    pages = {"BLOCK_SIZE": layout.block_size, "V_CODES": layout.value.codes_offset}
+    return pages | side("K", layout.key) | side("V", layout.value)
 
 
 def _levels_bytes(fmt: TensorFormat) -> int:
@@ -277,12 +339,17 @@ def attend_defines(
     layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool
 ) -> Defines:
     """What prefill/attend.cu is compiled with."""
-    spec = layout.spec
+    spec, shared, pages = layout.spec, shared_bytes(layout.spec.key_dim, shape), {}
+    if shape.fused:
+        entries = [1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > MOST_BITS else 0 for fmt in (spec.key, spec.value)]
+        alike = spec.key == spec.value
+        pages = _page_defines(layout) | {"K_LEVELS": entries[0], "V_LEVELS": entries[1], "ONE_TABLE": int(alike)}
+        shared += 128 * (entries[0] if alike else sum(entries))
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
-        "STAGES": shape.stages, "SHARED": shared_bytes(spec.key_dim, shape),
-        "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
-        "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated),
+        "FUSED": int(shape.fused), "PRODUCER_REGISTERS": shape.producer_registers, "STAGES": shape.stages,
+        "SHARED": shared, "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated), **pages,
     })  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 // Attention of many queries a sequence on unpacked keys and values (tiles.cuh), for sm_90a.
 //
 // A block has 128 rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last to
-// the first. One warp copies tiles into two rings of shared memory; two warpgroups of 64 rows each multiply and keep scores,
-// probabilities and output in registers. A warpgroup starts the scores of the next tile and the output of this one before the softmax
+// the first. One warp copies tiles into two rings of shared memory, or (FUSED) a warpgroup unpacks them there from their pages;
+// two warpgroups of 64 rows each multiply and keep scores, probabilities and output in registers. A warpgroup starts the scores of the next tile and the output of this one before the softmax
 // of the next, which the output's products run beside.
 #include "common/hopper.cuh"
 #include "prefill/rows.cuh"
@@ -11,6 +11,9 @@
 #else
 #include "prefill/halves.cuh"
 #endif
+#if FUSED
+#include "prefill/producer.cuh"
+#else
 
 // One thread: copies every tile, in the order in which they are used.
 DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings) {
@@ -28,6 +31,7 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
     if (i > 0) copy(i - 1, args.values, rings.values, rings.values_full, rings.values_empty, VALUES_BYTES, EIGHT_BIT);
   }
 }
+#endif
 
 DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
   const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
@@ -106,20 +110,30 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
                        (const TileScale*)(shared + SCALES_AT)};
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(rings.keys_full + i, 1), mbarrier_init(rings.values_full + i, 1);
+      mbarrier_init(rings.keys_full + i, FUSED ? 4 : 1), mbarrier_init(rings.values_full + i, FUSED ? 4 : 1);
       mbarrier_init(rings.keys_empty + i, 8), mbarrier_init(rings.values_empty + i, 8);
     }
     fence_mbarrier_init();
   }
+#if FUSED
+  fill_levels(args.key_levels, shared + LEVELS_AT, K_LEVELS);
+  fill_levels(args.value_levels, shared + LEVELS_AT + 128 * (ONE_TABLE ? 0 : K_LEVELS), ONE_TABLE ? 0 : V_LEVELS);
+  const LevelTable key_levels = {shared_address(shared + LEVELS_AT) + 4 * lane};
+  const LevelTable value_levels = {key_levels.address + 128 * (ONE_TABLE ? 0 : K_LEVELS)};
+#endif
   sync_threads();
   pdl_wait();
   Work w;
   if (!find_work(args, lane, w)) return;
   if (part == 0) {
-    setmaxnreg_dec<24>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+#if FUSED
+    Producer{args, w, rings, key_levels, value_levels, shfl(thread_index() / 32, 0), lane}.run();
+#else
     if (thread_index() == 0) copy_tiles(args, w, rings);
+#endif
   } else {
-    setmaxnreg_inc<240>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     attend_rows(args, w, rings, shared + (part - 1) * QUERY_BYTES, part - 1, lane);
   }
 }

@@ -79,47 +79,44 @@ DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operan
   for (int j = 0; j < D / 32; j++) {
     u32 words[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) words[i] = pack_f16x2(x[8 * j + 2 * i] * down, x[8 * j + 2 * i + 1] * down);
-    *(Words4*)(operand + unit_at(j / 2, row, 4 * (j % 2) + t, GROUP_ROWS)) = {words[0], words[1], words[2], words[3]};
+    for (int i = 0; i < 4; i++) words[i] = pack_f16x2(x[8 * j + i] * down, x[8 * j + 4 + i] * down);
+    *(Words4*)(operand + unit_at(j / 2, row, 2 * t + j % 2, GROUP_ROWS)) = {words[0], words[1], words[2], words[3]};
   }
   return as_float(exponent << 23) * (args.scale < 0 ? -args.scale : args.scale);
 }
 #endif
 
-// A row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b): 16 dimensions side by side of each 64.
+// A row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b): twice 8 dimensions side by side of each 64.
 DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool valid, int t) {
   if (V_ROTATED) hadamard_of_quad(x, t);
   if (!valid) return;
 #pragma unroll
-  for (int h = 0; h < D / 64; h++) {
-    float y[16];
+  for (int h = 0; h < D / 32; h++) {
+    const int first = 32 * (t / 2) + 16 * (h % 2) + 8 * (t % 2);  // of 64
+    float y[8];
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-      y[i] = x[2 * (8 * h + i % 8) + i / 8];
-      if (V_ROTATED) y[i] = signed_by(y[i] * args.value_norm, args.value_sign_bits[2 * h + t / 2], 16 * (t & 1) + i);
+    for (int i = 0; i < 8; i++) {
+      y[i] = x[2 * (8 * (h / 2) + i) + h % 2];
+      if (V_ROTATED) y[i] = signed_by(y[i] * args.value_norm, args.value_sign_bits[2 * (h / 2) + t / 2], first % 32 + i);
     }
-    const i64 to = at + 64 * h + 16 * t;
+    const i64 to = at + 64 * (h / 2) + first;
     if (OUT_TYPE == FLOAT32) {
 #pragma unroll
-      for (int i = 0; i < 16; i += 4)
+      for (int i = 0; i < 8; i += 4)
         if (args.aligned)
           *(Words4*)((float*)args.out + to + i) = {as_bits(y[i]), as_bits(y[i + 1]), as_bits(y[i + 2]), as_bits(y[i + 3])};
         else
 #pragma unroll
           for (int k = i; k < i + 4; k++) ((float*)args.out)[to + k] = y[k];
     } else {
+      u32 words[4];
 #pragma unroll
-      for (int i = 0; i < 16; i += 8) {
-        u32 words[4];
+      for (int k = 0; k < 4; k++)
+        words[k] = OUT_TYPE == FLOAT16 ? pack_f16x2(y[2 * k], y[2 * k + 1]) : f32_to_bf16(y[2 * k]) | f32_to_bf16(y[2 * k + 1]) << 16;
+      if (args.aligned) *(Words4*)((u16*)args.out + to) = {words[0], words[1], words[2], words[3]};
+      else
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-          words[k] = OUT_TYPE == FLOAT16 ? pack_f16x2(y[i + 2 * k], y[i + 2 * k + 1])
-                                   : f32_to_bf16(y[i + 2 * k]) | f32_to_bf16(y[i + 2 * k + 1]) << 16;
-        if (args.aligned) *(Words4*)((u16*)args.out + to + i) = {words[0], words[1], words[2], words[3]};
-        else
-#pragma unroll
-          for (int k = 0; k < 8; k++) ((u16*)args.out)[to + i + k] = (u16)(words[k / 2] >> (16 * (k % 2)));
-      }
+        for (int k = 0; k < 8; k++) ((u16*)args.out)[to + k] = (u16)(words[k / 2] >> (16 * (k % 2)));
     }
   }
 }

@@ -156,7 +156,7 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
     }
 #pragma unroll
     for (int a = 0; a < 2; a++) {
-      const int place = 64 * (s / 4) + 8 * g + 2 * (s % 4) + a;
+      const int place = 64 * (s / 4) + 8 * g + 4 * (s % 4 / 2) + 2 * a + s % 2;
       *(u32*)(values + place * STEP + ((warp ^ (place & 7)) << 4) + 4 * t) = words[a];
     }
   }
@@ -254,12 +254,12 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
       const Field f = of_key[i];
       Words4 words = {0, 0, 0, 0};
       if (seen.has(begin + g + 8 * i)) {
-        words.x = pack_f16x2(x[4 * i] * f.scale + f.zero, x[4 * i + 1] * f.scale + f.zero);
-        words.y = pack_f16x2(x[4 * i + 2] * f.scale + f.zero, x[4 * i + 3] * f.scale + f.zero);
-        words.z = pack_f16x2(y[4 * i] * f.scale + f.zero, y[4 * i + 1] * f.scale + f.zero);
-        words.w = pack_f16x2(y[4 * i + 2] * f.scale + f.zero, y[4 * i + 3] * f.scale + f.zero);
+        words.x = pack_f16x2(x[4 * i] * f.scale + f.zero, y[4 * i] * f.scale + f.zero);
+        words.y = pack_f16x2(x[4 * i + 1] * f.scale + f.zero, y[4 * i + 1] * f.scale + f.zero);
+        words.z = pack_f16x2(x[4 * i + 2] * f.scale + f.zero, y[4 * i + 2] * f.scale + f.zero);
+        words.w = pack_f16x2(x[4 * i + 3] * f.scale + f.zero, y[4 * i + 3] * f.scale + f.zero);
       }
-      *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 4 * (j % 2) + t, STEP)) = words;
+      *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 2 * t + j % 2, STEP)) = words;
     }
   }
   if constexpr (EIGHT_BIT) {
@@ -276,13 +276,18 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
   for (int h = 0; !EIGHT_BIT && h < D / 64; h++) {
     u32 words[4][4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      if (some) numbers_of<V_KIND, V_BITS>(value_codes, 4 * h + k, value_levels, x);
+    for (int k = 0; k < 2; k++) {
+      if (some) {
+        numbers_of<V_KIND, V_BITS>(value_codes, 4 * h + 2 * k, value_levels, x);
+        numbers_of<V_KIND, V_BITS>(value_codes, 4 * h + 2 * k + 1, value_levels, y);
+      }
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const Field f = of_value[i];
         const bool real = seen.has(begin + 2 * t + 8 * (i / 2) + i % 2);
-        words[i][k] = real ? pack_f16x2(x[2 * i] * f.scale + f.zero, x[2 * i + 1] * f.scale + f.zero) : 0;
+#pragma unroll
+        for (int b = 0; b < 2; b++)
+          words[i][2 * k + b] = real ? pack_f16x2(x[2 * i + b] * f.scale + f.zero, y[2 * i + b] * f.scale + f.zero) : 0;
       }
     }
 #pragma unroll

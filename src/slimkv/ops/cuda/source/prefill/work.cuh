@@ -1,9 +1,14 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
-// Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
-// K_ROTATED, V_ROTATED, SHARED.
+// Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
+// K_ROTATED, V_ROTATED, PRODUCER_REGISTERS, SHARED; FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
 #pragma once
+#include "common/codes.cuh"
 #include "common/numbers.cuh"
 #include "prefill/tiles.cuh"
+
+#if !FUSED
+constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1;
+#endif
 
 constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 384, N = STEP / 2, OWN = D / 4;
 constexpr int QUERY_BYTES = GROUP_ROWS * (EIGHT_BIT ? 128 : 2 * D);  // of a warpgroup
@@ -12,9 +17,12 @@ constexpr int KEYS_AT = 2 * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYT
 constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // EIGHT_BIT: of the output
 constexpr int BARRIERS_AT = TOTALS_AT + (EIGHT_BIT ? 4 * ROWS * D : 0);
 constexpr int SCALES_AT = BARRIERS_AT + 4 * STAGES * 8;
-constexpr int SHARED_BYTES = SCALES_AT + 16 * STAGES + 1024;
+constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // FUSED: of formats that are looked up
+constexpr int SHARED_BYTES = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS)) + 1024;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
+constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 16 * 8;  // of 504 a thread of each warpgroup, by eights
+constexpr int NO_WINDOW = 1 << 30;
 
 // A place in a ring of tiles, and the parity of the phase in which it is filled.
 struct Place {
@@ -71,12 +79,19 @@ struct PrefillArgs {
   i32 first_rank, ranks;      // likewise: sequences, of those that are prefilled
   i32 first_pass, last_pass;
   i32 aligned;  // whether 16 bytes of output can be stored at a time
+  // FUSED, instead of keys, values and their scales:
+  const u8* pages;
+  const i32* block_table;
+  const float* key_levels;  // by code
+  const float* value_levels;
+  i64 page_stride, page_head_stride, table_stride;
+  Table key_table, value_table;  // twice the magnitudes of levels of up to 4 bits
 };
 
 // What a block does.
 struct Work {
   PrefillSequence s;
-  int head, first;   // query
+  int sequence, head, first;   // query
   int tile, count;   // the last tile and how many there are
   int clear_begin, clear_end;  // tokens that all queries see
 };
@@ -109,7 +124,7 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
     if (ldg_i32(args.cu_seqlens_q + middle) / queries_of_block + middle <= block) left = middle + 1;
     else right = middle;
   }
-  const int sequence = left - 1;
+  const int sequence = w.sequence = left - 1;
   w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence, args.max_decode_queries, lane);
   w.first = (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
   if (w.first >= w.s.queries || w.s.queries <= args.max_decode_queries) return false;

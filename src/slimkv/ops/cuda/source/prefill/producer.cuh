@@ -1,0 +1,287 @@
+// A warpgroup that unpacks tiles from their pages into the rings of shared memory, for others that multiply (FUSED).
+//
+// A warp has 16 GROUPS tokens of each tile, whose codes its lanes hold as docs/design/page-format.md says; what a lane unpacks are
+// whole 16-byte units of the tile (tiles.cuh). Every warp looks at the fields of all tokens for itself: they tell the powers of two
+// of the tile.
+// Compile-time: BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages).
+#pragma once
+#include "common/codes.cuh"
+#include "common/hopper.cuh"
+#include "prefill/work.cuh"
+
+constexpr int S = D / 16, GROUPS = STEP / 64, PER_LANE = STEP / 32, FIELD_BIAS = 40;
+constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
+
+// How the codes of a format become halves: numbers of a token are its scale times those of `halves` plus, of uniform codes, its zero.
+template <int KIND, int BITS> struct Format {
+  static constexpr bool BY_MAGNITUDE = KIND == LLOYD && BITS <= 4, LOOKED_UP = KIND == LLOYD && BITS > 4;
+  // The exponent of the largest scale of a tile, as a half: of its largest number if codes are uniform.
+  static constexpr int TOP = LOOKED_UP ? 7 : KIND == FP8 ? 14 : 15;
+  // Powers of two that `halves` leaves out: twice a level is a denormal number, fp8 has 2^8 less.
+  static constexpr int BELOW = BY_MAGNITUDE ? 23 : KIND == FP8 ? 8 : 0;
+
+  // 8 codes of a token: nibble i of `low` and what is above it of `high` (of 8 bits: even and odd codes). Word n has codes n and n + 4.
+  DEVICE_MEMBER static void halves(u32 low, u32 high, const Table& table, const LevelTable& levels, u32 scale, u32 zero, u32 (&a)[4]) {
+    if constexpr (BY_MAGNITUDE) {
+      const u32 magnitudes = low & ((1u << (BITS - 1)) - 1) * 0x11111111u;
+      const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, magnitudes >> 16);
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        constexpr int SIGN = 16 - BITS;  // bits from the sign of code 0 to that of a half
+        const u32 signs = SIGN >= 4 * n ? low << (SIGN - 4 * n) : low >> (4 * n - SIGN);
+        // The permutation's sign mode makes zeros of bytes that have no top bit.
+        a[n] = mul_f16x2(prmt(first, second, 0xC480u + 0x1111u * n) | (~signs & 0x80008000u), scale);
+      }
+    } else {
+      u32 codes[2] = {low, high};  // bytes of codes 0, 2, 4, 6 and of 1, 3, 5, 7
+      if (BITS < 8) {
+        codes[0] = BITS > 4 ? bit_select(0x0F0F0F0Fu, low, high << 4) : low & 0x0F0F0F0Fu;
+        codes[1] = BITS > 4 ? bit_select(0x0F0F0F0Fu, low >> 4, high) : low >> 4 & 0x0F0F0F0Fu;
+      }
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const u32 of = codes[n % 2];
+        const int at = n / 2;
+        if (KIND == LLOYD) {
+          a[n] = mul_f16x2(prmt(levels.at(of, at), levels.at(of, at + 2), 0x5410), scale);
+        } else if (KIND == UNIFORM) {  // behind an exponent: 1024 and the code
+          const u32 x = prmt(of, 0x64646464u, 0x4240u + 0x0101u * at);
+          a[n] = fma_f16x2(sub_f16x2(x, 0x64006400u), scale, zero);
+        } else {
+          const u32 x = prmt(of, 0, 0x2404u + 0x1010u * at);
+          a[n] = mul_f16x2((x & 0x80008000u) | (x >> 1 & 0x3F803F80u), scale);
+        }
+      }
+    }
+  }
+};
+typedef Format<K_KIND, K_BITS> KeyFormat;
+typedef Format<V_KIND, V_BITS> ValueFormat;
+
+// The fields of PER_LANE tokens, two in a word: scales and zeros of keys and of values. As they are in pages, then as halves.
+struct Fields {
+  u32 key[PER_LANE / 2], value[PER_LANE / 2], key_zero[PER_LANE / 2], value_zero[PER_LANE / 2];
+
+  DEVICE_MEMBER static void load_side(const u8* fields, int place, u32 (&to)[PER_LANE / 2]) {
+    if constexpr (PER_LANE == 4) {
+      const Words2 x = *(const Words2*)(fields + 2 * place);
+      to[0] = x.x, to[1] = x.y;
+    } else {
+      to[0] = *(const u32*)(fields + 2 * place);
+    }
+  }
+  DEVICE_MEMBER void load(const u8* page, int place) {
+    load_side(page + K_FIELDS, place, key);
+    load_side(page + V_FIELDS, place, value);
+    if (K_KIND == UNIFORM) load_side(page + K_FIELDS + 2 * BLOCK_SIZE, place, key_zero);
+    if (V_KIND == UNIFORM) load_side(page + V_FIELDS + 2 * BLOCK_SIZE, place, value_zero);
+  }
+};
+
+DEVICE u32 half_of(u32 word, int i) { return i % 2 ? word >> 16 : word & 0xFFFF; }
+
+// An exponent, with FIELD_BIAS, from the fields of a token: of its scale, or one that its numbers stay below.
+template <int KIND, int BITS> DEVICE u32 exponent_of(u32 scale, u32 zero) {
+  if (KIND != UNIFORM) return scale >> 10;
+  return (u32)max_i32((int)(scale >> 10) + BITS, (int)((zero & 0x7FFF) >> 9)) + 2;
+}
+
+// Levels as halves, an entry for each lane (LevelTable).
+DEVICE void fill_levels(const float* levels, u8* to, int entries) {
+  for (int i = thread_index(); i < 32 * entries; i += THREADS) ((u32*)to)[i] = f32_to_f16(levels[i / 32]);
+}
+
+struct Producer {
+  const PrefillArgs& args;
+  const Work& w;
+  const Rings& rings;
+  LevelTable key_levels, value_levels;
+  int warp, lane;
+
+  DEVICE_MEMBER i32 page_of(int tile) const {
+    const int token = tile * STEP + PER_LANE * lane;
+    return token < w.s.length ? ldg_i32(args.block_table + (i64)w.sequence * args.table_stride + token / BLOCK_SIZE) : 0;
+  }
+  DEVICE_MEMBER const u8* page_at(i32 page) const { return args.pages + page * args.page_stride + w.head * args.page_head_stride; }
+
+  // Fields as they are to halves in units of the tile, which is what is returned. Of tokens that nobody sees all is zero: their
+  // pages may hold anything. What is not a number shows in the scores of those who see the token. In its values it would show
+  // everywhere: a hidden token's probability is 0, and 0 times that is not 0.
+  DEVICE_MEMBER TileScale scale(Fields& f, int tile) const {
+    const int first = tile * STEP, begin = max_i32(0, w.s.length - w.s.queries - (WINDOW ? args.sliding_window - 1 : NO_WINDOW));
+    u32 bad = 0, exponents = 0;  // bit by bit; of keys in the low half
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      const int token = first + PER_LANE * lane + i;
+      const bool real = token >= begin && token < w.s.length;
+      u32 key = half_of(f.key[i / 2], i), value = half_of(f.value[i / 2], i), key_zero = 0, value_zero = 0;
+      bool marked = key == INVALID_FIELD || value == INVALID_FIELD;
+      if (K_KIND == UNIFORM) key_zero = half_of(f.key_zero[i / 2], i), marked = marked || key_zero == INVALID_FIELD;
+      if (V_KIND == UNIFORM) value_zero = half_of(f.value_zero[i / 2], i), marked = marked || value_zero == INVALID_FIELD;
+      if (marked && real) bad |= 1u << i;
+      if (marked || !real) {
+        const u32 others = i % 2 ? 0x0000FFFFu : 0xFFFF0000u;
+        f.key[i / 2] &= others, f.value[i / 2] &= others;
+        if (K_KIND == UNIFORM) f.key_zero[i / 2] &= others;
+        if (V_KIND == UNIFORM) f.value_zero[i / 2] &= others;
+        key = value = key_zero = value_zero = 0;
+      }
+      exponents = max_u16x2(exponents, exponent_of<K_KIND, K_BITS>(key, key_zero) | exponent_of<V_KIND, V_BITS>(value, value_zero) << 16);
+    }
+#pragma unroll
+    for (int d = 16; d; d >>= 1) exponents = max_u16x2(exponents, shfl_xor(exponents, d));
+    const int key_exponent = (int)(exponents & 0xFFFF) - FIELD_BIAS, value_exponent = (int)(exponents >> 16) - FIELD_BIAS;
+    const float key_up = as_float((u32)(127 + KeyFormat::TOP - key_exponent) << 23);
+    const float value_up = as_float((u32)(127 + ValueFormat::TOP - value_exponent) << 23);
+#pragma unroll
+    for (int i = 0; i < PER_LANE / 2; i++) {
+      f.key[i] = pack_f16x2(scale_of(f.key[i] & 0xFFFF) * key_up, scale_of(f.key[i] >> 16) * key_up);
+      f.value[i] = pack_f16x2(scale_of(f.value[i] & 0xFFFF) * value_up, scale_of(f.value[i] >> 16) * value_up);
+      if (K_KIND == UNIFORM) f.key_zero[i] = pack_f16x2(zero_of(f.key_zero[i] & 0xFFFF) * key_up, zero_of(f.key_zero[i] >> 16) * key_up);
+      if (V_KIND == UNIFORM)
+        f.value_zero[i] = pack_f16x2(zero_of(f.value_zero[i] & 0xFFFF) * value_up, zero_of(f.value_zero[i] >> 16) * value_up);
+      if (bad) f.key[i] |= (bad >> (2 * i) & 1) * 0x7FFFu | (bad >> (2 * i + 1) & 1) * 0x7FFF0000u;
+    }
+    const int key_unit = key_exponent - KeyFormat::TOP + KeyFormat::BELOW;
+    const int value_unit = value_exponent - ValueFormat::TOP + ValueFormat::BELOW;
+    return {as_float((u32)(127 + key_unit) << 23), (float)value_unit, as_float((u32)(127 - value_unit) << 23), 0.0f};
+  }
+
+  // Twice the half that belongs to token `token` of this warp.
+  DEVICE_MEMBER u32 field_at(const u32 (&halves)[PER_LANE / 2], int token) const {
+    const int from = 8 * warp + token / PER_LANE;
+    const u32 low = shfl(halves[0], from), high = PER_LANE == 4 ? shfl(halves[PER_LANE / 2 - 1], from) : 0;
+    return prmt(low, high, 0x1010u + 0x2222u * (u32)(token % PER_LANE));
+  }
+
+  DEVICE_MEMBER void store_keys(const Codes<K_BITS, S, false> (&codes)[GROUPS], const Fields& f, u8* keys) const {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int q = 0; q < GROUPS; q++) {
+      u32 scale[2], zero[2] = {0, 0};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        scale[i] = field_at(f.key, 16 * q + g + 8 * i);
+        if (K_KIND == UNIFORM) zero[i] = field_at(f.key_zero, 16 * q + g + 8 * i);
+      }
+#pragma unroll
+      for (int j = 0; j < S / 2; j++) {
+        const u32 low[2] = {codes[q].low(2 * j), codes[q].low(2 * j + 1)}, high[2] = {codes[q].high(2 * j), codes[q].high(2 * j + 1)};
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          u32 a[4];
+          if constexpr (K_BITS == 8) {
+            const u32 first = i ? high[0] : low[0], second = i ? high[1] : low[1];
+            KeyFormat::halves(prmt(first, second, 0x6420), prmt(first, second, 0x7531), args.key_table, key_levels, scale[i], zero[i], a);
+          } else {
+            const u32 token = i ? 0x7632 : 0x5410;
+            KeyFormat::halves(prmt(low[0], low[1], token), K_BITS > 4 ? prmt(high[0], high[1], token) : 0, args.key_table, key_levels,
+                              scale[i], zero[i], a);
+          }
+          *(Words4*)(keys + unit_at(j / 2, 16 * (GROUPS * warp + q) + g + 8 * i, 2 * t + j % 2, STEP)) = {a[0], a[1], a[2], a[3]};
+        }
+      }
+    }
+  }
+
+  // Of four words with the codes of four tokens, byte by byte, those of each token.
+  DEVICE_MEMBER static void turn(u32 (&x)[4]) {
+    const u32 low[2] = {prmt(x[0], x[1], 0x5140), prmt(x[2], x[3], 0x5140)}, high[2] = {prmt(x[0], x[1], 0x7362), prmt(x[2], x[3], 0x7362)};
+    x[0] = prmt(low[0], low[1], 0x5140), x[1] = prmt(low[0], low[1], 0x7362);
+    x[2] = prmt(high[0], high[1], 0x5140), x[3] = prmt(high[0], high[1], 0x7362);
+  }
+
+  DEVICE_MEMBER void store_values(const Codes<V_BITS, S, true> (&codes)[GROUPS], const Fields& f, u8* values) const {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int q = 0; q < GROUPS; q++) {
+      u32 scale[4], zero[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int token = 16 * q + 8 * (i / 2) + 2 * t + i % 2;
+        scale[i] = field_at(f.value, token);
+        if (V_KIND == UNIFORM) zero[i] = field_at(f.value_zero, token);
+      }
+#pragma unroll
+      for (int h = 0; h < D / 64; h++) {
+        u32 low[4], high[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) low[k] = codes[q].low(4 * h + k), high[k] = codes[q].high(4 * h + k);
+        if constexpr (V_BITS < 8) {
+          turn(low);
+          if (V_BITS > 4) turn(high);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          u32 a[4];
+          if constexpr (V_BITS == 8) {
+            const u32 token = i % 2 ? 0x7632 : 0x5410;
+            const u32 even = i / 2 ? prmt(high[0], high[2], token) : prmt(low[0], low[2], token);
+            const u32 odd = i / 2 ? prmt(high[1], high[3], token) : prmt(low[1], low[3], token);
+            ValueFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.value_table, value_levels, scale[i], zero[i], a);
+          } else {
+            ValueFormat::halves(low[i], high[i], args.value_table, value_levels, scale[i], zero[i], a);
+          }
+          *(Words4*)(values + unit_at(h, 16 * (GROUPS * warp + q) + 2 * t + 8 * (i / 2) + i % 2, g, STEP)) = {a[0], a[1], a[2], a[3]};
+        }
+      }
+    }
+  }
+
+  DEVICE_MEMBER void run() const {
+    Codes<K_BITS, S, false> key_codes[GROUPS];
+    Codes<V_BITS, S, true> value_codes[GROUPS];
+    Fields next;
+    auto load_fields = [&](i32 page, int tile) { next.load(page_at(page), (tile * STEP + PER_LANE * lane) % BLOCK_SIZE); };
+    // Codes of this warp's 16 tokens q: their page, and which 16 of it.
+    auto from = [&](i32 page, int tile, int q, int& place) {
+      place = (tile * STEP + 16 * (GROUPS * warp + q)) % BLOCK_SIZE / 16;
+      return page_at(shfl(page, 8 * warp + 16 / PER_LANE * q));
+    };
+    auto load_keys = [&](i32 page, int tile) {
+#pragma unroll
+      for (int q = 0; q < GROUPS; q++) {
+        int place;
+        const u8* p = from(page, tile, q, place);
+        key_codes[q].load(p + place * K_TILE, lane);
+      }
+    };
+    auto load_values = [&](i32 page, int tile) {
+#pragma unroll
+      for (int q = 0; q < GROUPS; q++) {
+        int place;
+        const u8* p = from(page, tile, q, place);
+        value_codes[q].load(p + V_CODES + place * V_TILE, lane);
+      }
+    };
+    if (w.count == 0) return;
+    i32 page = page_of(tile_at(w, 0));
+    load_fields(page, tile_at(w, 0));
+    load_keys(page, tile_at(w, 0));
+    load_values(page, tile_at(w, 0));
+    page = w.count > 1 ? page_of(tile_at(w, 1)) : 0;  // of the next tile
+    Place place = {0, 0};
+    for (int i = 0; i < w.count; i++) {
+      const bool more = i + 1 < w.count;
+      const int after = tile_at(w, i + 1);
+      Fields fields = next;
+      const TileScale unit = scale(fields, tile_at(w, i));
+      if (more) load_fields(page, after);
+      mbarrier_wait(rings.keys_empty + place.slot, place.parity ^ 1);
+      if (warp == 0 && lane == 0) ((TileScale*)rings.scales)[place.slot] = unit;
+      store_keys(key_codes, fields, rings.keys + place.slot * KEYS_BYTES);
+      fence_proxy_async();  // it may wait for loads: the next ones come behind it
+      sync_warp();
+      if (lane == 0) mbarrier_arrive(rings.keys_full + place.slot);
+      if (more) load_keys(page, after);
+      mbarrier_wait(rings.values_empty + place.slot, place.parity ^ 1);
+      store_values(value_codes, fields, rings.values + place.slot * VALUES_BYTES);
+      fence_proxy_async();
+      sync_warp();
+      if (lane == 0) mbarrier_arrive(rings.values_full + place.slot);
+      if (more) load_values(page, after);
+      if (i + 2 < w.count) page = page_of(tile_at(w, i + 2));
+      place = place.next();
+    }
+  }
+};
