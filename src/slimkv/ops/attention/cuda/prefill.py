@@ -27,7 +27,6 @@ ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
 ROWS = 128  # of queries, times heads of a group, in a block
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
-_THREADS = 384
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 _SignBits = ctypes.c_uint32 * 8
 _Table = ctypes.c_uint32 * 3
@@ -81,7 +80,8 @@ class Shape:
     eight_bit: bool = False  # queries and keys as int8, weights and values as e4m3; else halves
     promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
     fused: bool = False  # a warpgroup of ``attend`` unpacks tiles; else ``unpack`` does, into the workspace
-    producer_registers: int = 24  # of a thread that fetches tiles
+    producers: int = 1  # warpgroups that fetch tiles
+    producer_registers: int = 24  # of each of their threads
 
     def keys_bytes(self, dim: int) -> int:
         """Of a tile of keys; as prefill/tiles.cuh counts."""
@@ -195,7 +195,7 @@ def attend_prefill(
 
     def attend() -> None:
         blocks = args.query_blocks * args.heads
-        launch(ATTEND, "attend", to_attend, (blocks, 1), _THREADS, to_attend["SHARED"], args)
+        launch(ATTEND, "attend", to_attend, (blocks, 1), 256 + 128 * shape.producers, to_attend["SHARED"], args)
 
     if shape.fused:
         args.tiles, args.ranks, args.section = -(-max(1, request.max_seq_len) // shape.step), most_long, args.heads
@@ -347,7 +347,7 @@ def attend_defines(
         shared += 128 * (entries[0] if alike else sum(entries))
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
-        "FUSED": int(shape.fused), "PRODUCER_REGISTERS": shape.producer_registers, "STAGES": shape.stages,
+        "FUSED": int(shape.fused), "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers, "STAGES": shape.stages,
         "SHARED": shared, "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated), **pages,
     })  # fmt: skip

@@ -52,7 +52,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 
   float o[OUTPUTS];
   const i64 state_stride = (i64)block_count() * 256;
-  float* state = args.state + (i64)block_index() * 256 + thread_index() - 128;
+  float* state = args.state + (i64)block_index() * 256 + thread_index() - 128 * PRODUCERS;
 #pragma unroll
   for (int i = D / 2; i < OUTPUTS; i++) o[i] = 0.0f;
   if (args.first_pass) {
@@ -110,7 +110,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
                        (const TileScale*)(shared + SCALES_AT)};
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(rings.keys_full + i, FUSED ? 4 : 1), mbarrier_init(rings.values_full + i, FUSED ? 4 : 1);
+      mbarrier_init(rings.keys_full + i, FUSED ? 4 * PRODUCERS : 1), mbarrier_init(rings.values_full + i, FUSED ? 4 * PRODUCERS : 1);
       mbarrier_init(rings.keys_empty + i, 8), mbarrier_init(rings.values_empty + i, 8);
     }
     fence_mbarrier_init();
@@ -125,7 +125,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   pdl_wait();
   Work w;
   if (!find_work(args, lane, w)) return;
-  if (part == 0) {
+  if (part < PRODUCERS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
 #if FUSED
     Producer{args, w, rings, key_levels, value_levels, shfl(thread_index() / 32, 0), lane}.run();
@@ -134,7 +134,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
 #endif
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    attend_rows(args, w, rings, shared + (part - 1) * QUERY_BYTES, part - 1, lane);
+    attend_rows(args, w, rings, shared + (part - PRODUCERS) * QUERY_BYTES, part - PRODUCERS, lane);
   }
 }
 HOST_TESTABLE(attend, PrefillArgs)

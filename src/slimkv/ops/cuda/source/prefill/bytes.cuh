@@ -197,7 +197,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   float digits[4], lift[2] = {0.0f, 0.0f};
   bool add = true;  // what products find in o
   bool lifted = false, needs_rescale;
-  Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128), {MINUS_INFINITY, MINUS_INFINITY}};
+  Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128 * PRODUCERS), {MINUS_INFINITY, MINUS_INFINITY}};
   if (w.count > PROMOTE) totals.clear();
   Place place = {0, 0};  // of values
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);

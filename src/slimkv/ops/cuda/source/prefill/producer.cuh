@@ -1,4 +1,4 @@
-// A warpgroup that unpacks tiles from their pages into the rings of shared memory, for others that multiply (FUSED).
+// Warpgroups that unpack tiles from their pages into the rings of shared memory, for others that multiply (FUSED).
 //
 // A warp has 16 GROUPS tokens of each tile, whose codes its lanes hold as docs/design/page-format.md says; what a lane unpacks are
 // whole 16-byte units of the tile (tiles.cuh). Every warp looks at the fields of all tokens for itself: they tell the powers of two
@@ -9,7 +9,9 @@
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-constexpr int S = D / 16, GROUPS = STEP / 64, PER_LANE = STEP / 32, FIELD_BIAS = 40;
+constexpr int S = D / 16, GROUPS = STEP / 64 / PRODUCERS, PER_LANE = STEP / 32;
+// Of the exponents of fields: what is taken off them, what FIELD_UNIT has, and what they count as at least, so that nothing overflows.
+constexpr int FIELD_BIAS = 40, FIELD_SHIFT = 87, LEAST_FIELD = 16;
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 
 // How the codes of a format become halves: numbers of a token are its scale times those of `halves` plus, of uniform codes, its zero.
@@ -76,15 +78,43 @@ struct Fields {
     if (K_KIND == UNIFORM) load_side(page + K_FIELDS + 2 * BLOCK_SIZE, place, key_zero);
     if (V_KIND == UNIFORM) load_side(page + V_FIELDS + 2 * BLOCK_SIZE, place, value_zero);
   }
+
+  // Of two tokens, bit by bit, whether one of their fields says that it is not a number.
+  DEVICE_MEMBER u32 marks(int i) const {
+    auto of = [](u32 x) { return ((x & 0xFFFF) == INVALID_FIELD ? 1u : 0u) | (x >> 16 == INVALID_FIELD ? 2u : 0u); };
+    u32 found = of(key[i]) | of(value[i]);
+    if (K_KIND == UNIFORM) found |= of(key_zero[i]);
+    if (V_KIND == UNIFORM) found |= of(value_zero[i]);
+    return found;
+  }
+  DEVICE_MEMBER void clear(int i, u32 others) {
+    key[i] &= others, value[i] &= others;
+    if (K_KIND == UNIFORM) key_zero[i] &= others;
+    if (V_KIND == UNIFORM) value_zero[i] &= others;
+  }
+
+  // The largest exponent of a side's scales, in the low half; of uniform codes one that numbers stay below.
+  template <int KIND, int BITS> DEVICE_MEMBER static u32 exponent(const u32 (&scales)[PER_LANE / 2], const u32 (&zeros)[PER_LANE / 2]) {
+    u32 most = 0, most_zero = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE / 2; i++) {
+      most = max_u16x2(most, scales[i]);
+      if (KIND == UNIFORM) most_zero = max_u16x2(most_zero, zeros[i] & 0x7FFF7FFFu);
+    }
+    most = max_u16x2(most, most >> 16) >> 10 & 63;
+    if (KIND != UNIFORM) return most;
+    most_zero = max_u16x2(most_zero, most_zero >> 16) >> 9 & 63;
+    return (u32)max_i32((int)most + BITS, (int)most_zero) + 2;
+  }
+  DEVICE_MEMBER u32 exponents() const {
+    return exponent<K_KIND, K_BITS>(key, key_zero) | exponent<V_KIND, V_BITS>(value, value_zero) << 16;
+  }
 };
 
-DEVICE u32 half_of(u32 word, int i) { return i % 2 ? word >> 16 : word & 0xFFFF; }
+// Two fields, times `up`, which has the fields' unit in it, as halves.
+DEVICE u32 half_scales(u32 x, float up) { return pack_f16x2(small_scale_of(x & 0xFFFF) * up, small_scale_of(x >> 16) * up); }
+DEVICE u32 half_zeros(u32 x, float up) { return pack_f16x2(small_zero_of(x & 0xFFFF) * up, small_zero_of(x >> 16) * up); }
 
-// An exponent, with FIELD_BIAS, from the fields of a token: of its scale, or one that its numbers stay below.
-template <int KIND, int BITS> DEVICE u32 exponent_of(u32 scale, u32 zero) {
-  if (KIND != UNIFORM) return scale >> 10;
-  return (u32)max_i32((int)(scale >> 10) + BITS, (int)((zero & 0x7FFF) >> 9)) + 2;
-}
 
 // Levels as halves, an entry for each lane (LevelTable).
 DEVICE void fill_levels(const float* levels, u8* to, int entries) {
@@ -104,44 +134,46 @@ struct Producer {
   }
   DEVICE_MEMBER const u8* page_at(i32 page) const { return args.pages + page * args.page_stride + w.head * args.page_head_stride; }
 
-  // Fields as they are to halves in units of the tile, which is what is returned. Of tokens that nobody sees all is zero: their
-  // pages may hold anything. What is not a number shows in the scores of those who see the token. In its values it would show
-  // everywhere: a hidden token's probability is 0, and 0 times that is not 0.
-  DEVICE_MEMBER TileScale scale(Fields& f, int tile) const {
-    const int first = tile * STEP, begin = max_i32(0, w.s.length - w.s.queries - (WINDOW ? args.sliding_window - 1 : NO_WINDOW));
-    u32 bad = 0, exponents = 0;  // bit by bit; of keys in the low half
+  // Zeros for tokens that nobody sees, whose pages may hold anything, and for those that are not numbers; which of the lane's these are.
+  DEVICE_MEMBER u32 clear_hidden(Fields& f, int first) const {
+    const int begin = max_i32(0, w.s.length - w.s.queries - (WINDOW ? args.sliding_window - 1 : NO_WINDOW));
+    u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
       const int token = first + PER_LANE * lane + i;
-      const bool real = token >= begin && token < w.s.length;
-      u32 key = half_of(f.key[i / 2], i), value = half_of(f.value[i / 2], i), key_zero = 0, value_zero = 0;
-      bool marked = key == INVALID_FIELD || value == INVALID_FIELD;
-      if (K_KIND == UNIFORM) key_zero = half_of(f.key_zero[i / 2], i), marked = marked || key_zero == INVALID_FIELD;
-      if (V_KIND == UNIFORM) value_zero = half_of(f.value_zero[i / 2], i), marked = marked || value_zero == INVALID_FIELD;
-      if (marked && real) bad |= 1u << i;
-      if (marked || !real) {
-        const u32 others = i % 2 ? 0x0000FFFFu : 0xFFFF0000u;
-        f.key[i / 2] &= others, f.value[i / 2] &= others;
-        if (K_KIND == UNIFORM) f.key_zero[i / 2] &= others;
-        if (V_KIND == UNIFORM) f.value_zero[i / 2] &= others;
-        key = value = key_zero = value_zero = 0;
-      }
-      exponents = max_u16x2(exponents, exponent_of<K_KIND, K_BITS>(key, key_zero) | exponent_of<V_KIND, V_BITS>(value, value_zero) << 16);
+      const bool real = token >= begin && token < w.s.length, bad_token = f.marks(i / 2) & (i % 2 ? 2 : 1);
+      if (real && bad_token) bad |= 1u << i;
+      if (!real || bad_token) f.clear(i / 2, i % 2 ? 0x0000FFFFu : 0xFFFF0000u);
     }
+    return bad;
+  }
+
+  // Fields as they are to halves in units of the tile, which is what is returned. What is not a number shows in the scores of those
+  // who see the token. In its values it would show everywhere: a hidden token's probability is 0, and 0 times that is not 0.
+  DEVICE_MEMBER TileScale scale(Fields& f, int tile) const {
+    const int first = tile * STEP;
+    u32 bad = 0, marks = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE / 2; i++) marks |= f.marks(i);
+    const bool all = (!WINDOW || first >= w.s.length - w.s.queries - args.sliding_window + 1) && first + STEP <= w.s.length;
+    if (!all || warp_any(marks)) bad = clear_hidden(f, first);
+    u32 exponents = f.exponents();
 #pragma unroll
     for (int d = 16; d; d >>= 1) exponents = max_u16x2(exponents, shfl_xor(exponents, d));
-    const int key_exponent = (int)(exponents & 0xFFFF) - FIELD_BIAS, value_exponent = (int)(exponents >> 16) - FIELD_BIAS;
-    const float key_up = as_float((u32)(127 + KeyFormat::TOP - key_exponent) << 23);
-    const float value_up = as_float((u32)(127 + ValueFormat::TOP - value_exponent) << 23);
+    const int key_exponent = max_i32((int)(exponents & 0xFFFF), LEAST_FIELD) - FIELD_BIAS;
+    const int value_exponent = max_i32((int)(exponents >> 16), LEAST_FIELD) - FIELD_BIAS;
+    const float key_up = as_float((u32)(127 + FIELD_SHIFT + KeyFormat::TOP - key_exponent) << 23);
+    const float value_up = as_float((u32)(127 + FIELD_SHIFT + ValueFormat::TOP - value_exponent) << 23);
 #pragma unroll
     for (int i = 0; i < PER_LANE / 2; i++) {
-      f.key[i] = pack_f16x2(scale_of(f.key[i] & 0xFFFF) * key_up, scale_of(f.key[i] >> 16) * key_up);
-      f.value[i] = pack_f16x2(scale_of(f.value[i] & 0xFFFF) * value_up, scale_of(f.value[i] >> 16) * value_up);
-      if (K_KIND == UNIFORM) f.key_zero[i] = pack_f16x2(zero_of(f.key_zero[i] & 0xFFFF) * key_up, zero_of(f.key_zero[i] >> 16) * key_up);
-      if (V_KIND == UNIFORM)
-        f.value_zero[i] = pack_f16x2(zero_of(f.value_zero[i] & 0xFFFF) * value_up, zero_of(f.value_zero[i] >> 16) * value_up);
-      if (bad) f.key[i] |= (bad >> (2 * i) & 1) * 0x7FFFu | (bad >> (2 * i + 1) & 1) * 0x7FFF0000u;
+      f.key[i] = half_scales(f.key[i], key_up), f.value[i] = half_scales(f.value[i], value_up);
+      if (K_KIND == UNIFORM) f.key_zero[i] = half_zeros(f.key_zero[i], key_up);
+      if (V_KIND == UNIFORM) f.value_zero[i] = half_zeros(f.value_zero[i], value_up);
     }
+    if (bad)
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++)
+        if (bad >> i & 1) f.key[i / 2] |= i % 2 ? 0x7FFF0000u : 0x7FFFu;
     const int key_unit = key_exponent - KeyFormat::TOP + KeyFormat::BELOW;
     const int value_unit = value_exponent - ValueFormat::TOP + ValueFormat::BELOW;
     return {as_float((u32)(127 + key_unit) << 23), (float)value_unit, as_float((u32)(127 - value_unit) << 23), 0.0f};
@@ -149,13 +181,14 @@ struct Producer {
 
   // Twice the half that belongs to token `token` of this warp.
   DEVICE_MEMBER u32 field_at(const u32 (&halves)[PER_LANE / 2], int token) const {
-    const int from = 8 * warp + token / PER_LANE;
+    const int from = (16 * GROUPS * warp + token) / PER_LANE;
     const u32 low = shfl(halves[0], from), high = PER_LANE == 4 ? shfl(halves[PER_LANE / 2 - 1], from) : 0;
     return prmt(low, high, 0x1010u + 0x2222u * (u32)(token % PER_LANE));
   }
 
   DEVICE_MEMBER void store_keys(const Codes<K_BITS, S, false> (&codes)[GROUPS], const Fields& f, u8* keys) const {
     const int g = lane >> 2, t = lane & 3;
+    u8* const units[2] = {keys + unit_at(0, 16 * GROUPS * warp + g, 2 * t, STEP), keys + unit_at(0, 16 * GROUPS * warp + g, 2 * t + 1, STEP)};
 #pragma unroll
     for (int q = 0; q < GROUPS; q++) {
       u32 scale[2], zero[2] = {0, 0};
@@ -178,7 +211,7 @@ struct Producer {
             KeyFormat::halves(prmt(low[0], low[1], token), K_BITS > 4 ? prmt(high[0], high[1], token) : 0, args.key_table, key_levels,
                               scale[i], zero[i], a);
           }
-          *(Words4*)(keys + unit_at(j / 2, 16 * (GROUPS * warp + q) + g + 8 * i, 2 * t + j % 2, STEP)) = {a[0], a[1], a[2], a[3]};
+          *(Words4*)(units[j % 2] + unit_at(j / 2, 16 * q + 8 * i, 0, STEP)) = {a[0], a[1], a[2], a[3]};
         }
       }
     }
@@ -193,6 +226,7 @@ struct Producer {
 
   DEVICE_MEMBER void store_values(const Codes<V_BITS, S, true> (&codes)[GROUPS], const Fields& f, u8* values) const {
     const int g = lane >> 2, t = lane & 3;
+    u8* const units[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g, STEP), values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g, STEP)};
 #pragma unroll
     for (int q = 0; q < GROUPS; q++) {
       u32 scale[4], zero[4] = {0, 0, 0, 0};
@@ -222,7 +256,7 @@ struct Producer {
           } else {
             ValueFormat::halves(low[i], high[i], args.value_table, value_levels, scale[i], zero[i], a);
           }
-          *(Words4*)(values + unit_at(h, 16 * (GROUPS * warp + q) + 2 * t + 8 * (i / 2) + i % 2, g, STEP)) = {a[0], a[1], a[2], a[3]};
+          *(Words4*)(units[i % 2] + unit_at(h, 16 * q + 8 * (i / 2), 0, STEP)) = {a[0], a[1], a[2], a[3]};
         }
       }
     }
@@ -236,7 +270,7 @@ struct Producer {
     // Codes of this warp's 16 tokens q: their page, and which 16 of it.
     auto from = [&](i32 page, int tile, int q, int& place) {
       place = (tile * STEP + 16 * (GROUPS * warp + q)) % BLOCK_SIZE / 16;
-      return page_at(shfl(page, 8 * warp + 16 / PER_LANE * q));
+      return page_at(shfl(page, 16 / PER_LANE * (GROUPS * warp + q)));
     };
     auto load_keys = [&](i32 page, int tile) {
 #pragma unroll

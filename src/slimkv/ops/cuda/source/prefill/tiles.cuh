@@ -52,15 +52,14 @@ struct __attribute__((aligned(16))) TileScale { float key, value, value_inverse,
 // A sequence, and how many before it are prefilled too.
 struct PrefillSequence { int start, queries, length, rank; };
 
-DEVICE PrefillSequence prefill_sequence_at(const i32* starts, const i32* lengths, int sequence, int most_queries, int lane) {
-  PrefillSequence s;
-  s.start = ldg_i32(starts + sequence);
-  s.queries = ldg_i32(starts + sequence + 1) - s.start;
-  s.length = ldg_i32(lengths + sequence);
+DEVICE PrefillSequence prefill_sequence_at(const i32* starts, const i32* lengths, int sequence) {
+  const int start = ldg_i32(starts + sequence);
+  return {start, ldg_i32(starts + sequence + 1) - start, ldg_i32(lengths + sequence), 0};
+}
+DEVICE int prefilled_before(const i32* starts, int sequence, int most_queries, int lane) {
   i32 before = 0;
   for (int i = lane; i < sequence; i += 32) before += ldg_i32(starts + i + 1) - ldg_i32(starts + i) > most_queries;
 #pragma unroll
   for (int d = 16; d; d >>= 1) before += shfl_xor(before, d);
-  s.rank = before;
-  return s;
+  return before;
 }

@@ -168,8 +168,9 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
   const int sequence = block_index_y(), tile = block_index() / args.num_kv_heads, head = block_index() % args.num_kv_heads;
   pdl_wait();
   if (sequence < args.first_rank) return;  // its rank is no higher
-  const PrefillSequence s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence, args.max_decode_queries, lane);
-  const int first = (args.first_tile + tile) * STEP, rank = s.rank - args.first_rank;
+  const PrefillSequence s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
+  const int first = (args.first_tile + tile) * STEP;
+  const int rank = prefilled_before(args.cu_seqlens_q, sequence, args.max_decode_queries, lane) - args.first_rank;
   if (s.queries <= args.max_decode_queries || first >= s.length || rank < 0 || rank >= args.ranks) return;
   i32* exponents = (i32*)shared;  // of the warps' keys and values
   float* key_levels = (float*)shared + 2 * WARPS;

@@ -1,6 +1,6 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
 // Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
-// K_ROTATED, V_ROTATED, PRODUCER_REGISTERS, SHARED; FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
+// K_ROTATED, V_ROTATED, PRODUCERS (warpgroups that fetch tiles), PRODUCER_REGISTERS, SHARED; FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
 #pragma once
 #include "common/codes.cuh"
 #include "common/numbers.cuh"
@@ -10,7 +10,7 @@
 constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1;
 #endif
 
-constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 384, N = STEP / 2, OWN = D / 4;
+constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 256 + 128 * PRODUCERS, N = STEP / 2, OWN = D / 4;
 constexpr int QUERY_BYTES = GROUP_ROWS * (EIGHT_BIT ? 128 : 2 * D);  // of a warpgroup
 // Shared memory, from a boundary of 1,024 bytes: queries of both warpgroups | rings of keys and of values | totals | barriers | ring of tiles' scales
 constexpr int KEYS_AT = 2 * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
@@ -21,7 +21,8 @@ constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // FUSED: of formats that ar
 constexpr int SHARED_BYTES = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS)) + 1024;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
-constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 16 * 8;  // of 504 a thread of each warpgroup, by eights
+// What producers leave of the registers that threads begin with.
+constexpr int CONSUMER_REGISTERS = ((PRODUCERS + 2) * (512 / (PRODUCERS + 2) / 8 * 8) - PRODUCERS * PRODUCER_REGISTERS) / 16 * 8;
 constexpr int NO_WINDOW = 1 << 30;
 
 // A place in a ring of tiles, and the parity of the phase in which it is filled.
@@ -118,18 +119,20 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
   const int block = args.query_blocks - 1 - inside / heads;
   w.head = section * args.section + inside % heads;
-  int left = 0, right = args.num_seqs;
-  while (left < right) {
-    const int middle = (left + right) / 2;
-    if (ldg_i32(args.cu_seqlens_q + middle) / queries_of_block + middle <= block) left = middle + 1;
-    else right = middle;
-  }
-  const int sequence = w.sequence = left - 1;
-  w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence, args.max_decode_queries, lane);
+  // The last sequence whose blocks begin at this one or before it.
+  int begun = 0;
+#pragma unroll 4
+  for (int i = lane; i < args.num_seqs; i += 32) begun += ldg_i32(args.cu_seqlens_q + i) / queries_of_block + i <= block;
+#pragma unroll
+  for (int d = 16; d; d >>= 1) begun += shfl_xor(begun, d);
+  const int sequence = w.sequence = shfl(begun, 0) - 1;  // known to be the same in all lanes
+  w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
   w.first = (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
   if (w.first >= w.s.queries || w.s.queries <= args.max_decode_queries) return false;
-  w.s.rank -= args.first_rank;
-  if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
+  if (!FUSED) {  // whose tiles others have unpacked in this pass
+    w.s.rank = prefilled_before(args.cu_seqlens_q, sequence, args.max_decode_queries, lane) - args.first_rank;
+    if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
+  }
   const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, w.s.queries);
   const int end = args.causal ? before + last : w.s.length;
   w.clear_end = args.causal ? before + w.first + 1 : w.s.length;
