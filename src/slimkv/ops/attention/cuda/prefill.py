@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slimkv.codec.byte_levels import MOST_BITS, byte_levels
-from slimkv.codec.rotation import sign_words
+from slimkv.codec.rotation import core_size, sign_words
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
 from slimkv.ops.attention.cuda.shape import level_bytes
@@ -68,7 +68,13 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
         ("key_table", _Table),
         ("value_table", _Table),
+        *((name, ctypes.c_void_p) for name in ("key_signs", "value_signs")),
     )  # fmt: skip
+
+
+def _halves(dim: int) -> int:
+    """Rows of 128 bytes of a token's numbers."""
+    return -(-dim // 64)
 
 
 @dataclass(frozen=True)
@@ -85,18 +91,17 @@ class Shape:
 
     def keys_bytes(self, dim: int) -> int:
         """Of a tile of keys; as prefill/tiles.cuh counts."""
-        return self.step * (dim + 8) if self.eight_bit else 2 * self.step * dim
+        return self.step * (dim + 8) if self.eight_bit else 128 * self.step * _halves(dim)
 
     def values_bytes(self, dim: int) -> int:
         """Of a tile of values."""
-        return self.step * (dim + 8) if self.eight_bit else 2 * self.step * dim
+        return self.keys_bytes(dim)
 
 
 SHAPES = {64: Shape(128, 2), 128: Shape(128, 2), 256: Shape(64, 2)}
 FUSED_SHAPES = {
-    64: Shape(128, 2, fused=True, producer_registers=104),
-    128: Shape(128, 2, fused=True, producer_registers=88),
-    256: Shape(64, 2, fused=True, producer_registers=88),
+    dim: Shape(128 if dim <= 128 else 64, 2, fused=True, producer_registers=72)
+    for dim in (64, 80, 96, 112, 128, 192, 256)
 }
 EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
@@ -112,8 +117,9 @@ def refusal(request: AttendRequest) -> str | None:
     for name, side in (("key", spec.key), ("value", spec.value)):
         if side.kind not in KIND_NUMBERS:
             return f"{name} format {side.name} is not unpacked by the CUDA prefill (Lloyd-Max, uniform and fp8 are)"
-    if spec.key_dim != spec.value_dim or spec.key_dim not in SHAPES:
-        return f"head sizes {spec.key_dim}/{spec.value_dim} are not 64/64, 128/128 or 256/256"
+    if spec.key_dim != spec.value_dim or spec.key_dim not in FUSED_SHAPES:
+        sizes = ", ".join(map(str, FUSED_SHAPES))
+        return f"head sizes {spec.key_dim}/{spec.value_dim} are not alike and one of {sizes}"
     if request.layout.block_size < 16:
         return "blocks of less than 16 tokens"
     if request.group > MOST_GROUP:
@@ -136,7 +142,9 @@ def shape_of(request: AttendRequest) -> Shape:
     """How a request that is not refused is cut: in 8 bits where it must be, or may be and gains."""
     dim, wanted = request.layout.spec.key_dim, request.options.prefill
     gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
-    return EIGHT_BIT_SHAPES[dim] if wanted == EIGHT_BIT or gains else SHAPES[dim]
+    if wanted == EIGHT_BIT or gains:
+        return EIGHT_BIT_SHAPES[dim]
+    return SHAPES[dim] if dim in SHAPES else FUSED_SHAPES[dim]
 
 
 @lru_cache(maxsize=64)
@@ -263,7 +271,8 @@ def _attend_args(request: AttendRequest, sinks: Tensor | None) -> AttendArgs:
         pages=pages.data_ptr(), table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
         value_levels=value.levels.data_ptr(), page_stride=pages.stride(0), page_head_stride=pages.stride(1),
         table_stride=request.block_table.stride(0), key_table=_magnitudes(spec.key, spec.key_dim),
-        value_table=_magnitudes(spec.value, spec.value_dim),
+        value_table=_magnitudes(spec.value, spec.value_dim), key_signs=key.signs.data_ptr(),
+        value_signs=value.signs.data_ptr(),
     )  # fmt: skip
 
 
@@ -288,10 +297,11 @@ def shared_bytes(dim: int, shape: Shape) -> int:
 
     Beside the levels of formats that are looked up.
     """
-    queries = ROWS * (128 if shape.eight_bit else 2 * dim)
+    queries = ROWS * 128 * (1 if shape.eight_bit else _halves(dim))
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
     totals = 4 * ROWS * dim if shape.eight_bit else 0
-    return queries + tiles + totals + 48 * shape.stages + 1024
+    scratch = 32 * dim if dim & (dim - 1) else 0
+    return queries + tiles + totals + scratch + 48 * shape.stages + 1024
 
 
 def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
@@ -343,7 +353,7 @@ def attend_defines(
     if shape.fused:
         entries = [1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > MOST_BITS else 0 for fmt in (spec.key, spec.value)]
         alike = spec.key == spec.value
-        pages = _page_defines(layout) | {"K_LEVELS": entries[0], "V_LEVELS": entries[1], "ONE_TABLE": int(alike)}
+        pages = _page_defines(layout) | {"K_LEVELS": entries[0], "V_LEVELS": entries[1], "ONE_TABLE": int(alike), "ROTATION_CORE": core_size(spec.key_dim)}
         shared += 128 * (entries[0] if alike else sum(entries))
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,

@@ -7,18 +7,18 @@
 DEVICE float sign_at(const u16* signs, int i) { return as_float((u32)signs[i] << 16); }
 
 // The Hadamard transform of Sylvester's matrix, a power of two of at least 32.
-template <int D> DEVICE void hadamard(float (&x)[(D + 31) / 32], int lane) {
+template <int DIM> DEVICE void hadamard(float (&x)[(DIM + 31) / 32], int lane) {
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1)
 #pragma unroll
-    for (int i = 0; i < D / 32; i++) {
+    for (int i = 0; i < DIM / 32; i++) {
       const float other = shfl_xor(x[i], d);
       x[i] = lane & d ? other - x[i] : x[i] + other;
     }
 #pragma unroll
-  for (int d = 1; d < D / 32; d <<= 1)
+  for (int d = 1; d < DIM / 32; d <<= 1)
 #pragma unroll
-    for (int i = 0; i < D / 32; i++)
+    for (int i = 0; i < DIM / 32; i++)
       if (!(i & d)) {
         const float a = x[i], b = x[i | d];
         x[i] = a + b, x[i | d] = a - b;
@@ -28,9 +28,9 @@ template <int D> DEVICE void hadamard(float (&x)[(D + 31) / 32], int lane) {
 // The same of a matrix that is a smaller one of CORE dimensions, doubled, behind random signs: dimension CORE a + b is number b
 // of the a-th vector that the core multiplies. `signs`: the whole matrix, whose first rows and columns have the core's
 // entries (times the signs of the first CORE dimensions), or with BACK its transpose.
-template <int D, int CORE, bool BACK>
-DEVICE void multiply_by_core(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
-  constexpr int N = (D + 31) / 32;
+template <int DIM, int CORE, bool BACK>
+DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
+  constexpr int N = (DIM + 31) / 32;
   const auto sign_of = [&](float y, int d) {  // the sign of dimension d, without that which the core's entries have
     const int b = d % CORE;
     return as_float(as_bits(y) ^ (bits[d / 32] >> (d % 32) ^ bits[b / 32] >> (b % 32)) << 31);
@@ -39,30 +39,30 @@ DEVICE void multiply_by_core(float (&x)[(D + 31) / 32], const u32* bits, const u
     sync_warp();
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (lane + 32 * i < D) scratch[lane + 32 * i] = x[i];
+      if (lane + 32 * i < DIM) scratch[lane + 32 * i] = x[i];
     sync_warp();
   };
 #pragma unroll
-  for (int i = 0; i < N; i++) x[i] = lane + 32 * i < D ? x[i] * norm : 0.0f;
+  for (int i = 0; i < N; i++) x[i] = lane + 32 * i < DIM ? x[i] * norm : 0.0f;
   if (!BACK)
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (lane + 32 * i < D) x[i] = sign_of(x[i], lane + 32 * i);
+      if (lane + 32 * i < DIM) x[i] = sign_of(x[i], lane + 32 * i);
   publish();
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    const int d = lane + 32 * i < D ? lane + 32 * i : 0, b = d % CORE;
+    const int d = lane + 32 * i < DIM ? lane + 32 * i : 0, b = d % CORE;
     float sum = 0.0f;
 #pragma unroll 12
-    for (int j = 0; j < CORE; j++) sum += scratch[d - b + j] * sign_at(signs, BACK ? b * D + j : j * D + b);
+    for (int j = 0; j < CORE; j++) sum += scratch[d - b + j] * sign_at(signs, BACK ? b * DIM + j : j * DIM + b);
     x[i] = sum;
   }
 #pragma unroll
-  for (int step = 1; step < D / CORE; step <<= 1) {
+  for (int step = 1; step < DIM / CORE; step <<= 1) {
     publish();
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const int d = lane + 32 * i < D ? lane + 32 * i : 0;
+      const int d = lane + 32 * i < DIM ? lane + 32 * i : 0;
       const bool upper = d / CORE & step;
       const float other = scratch[upper ? d - step * CORE : d + step * CORE];
       x[i] = upper ? other - x[i] : x[i] + other;
@@ -71,30 +71,30 @@ DEVICE void multiply_by_core(float (&x)[(D + 31) / 32], const u32* bits, const u
   if (BACK)
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (lane + 32 * i < D) x[i] = sign_of(x[i], lane + 32 * i);
+      if (lane + 32 * i < DIM) x[i] = sign_of(x[i], lane + 32 * i);
   sync_warp();
 }
 
-// x times the rotation: its random signs are `bits`, its whole matrix `signs`. scratch: D floats of this warp's own.
-template <int D, int CORE>
-DEVICE void rotate(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
-  if (POWER_OF_TWO(D) && D >= 32) {
+// x times the rotation: its random signs are `bits`, its whole matrix `signs`. scratch: DIM floats of this warp's own.
+template <int DIM, int CORE>
+DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
+  if (POWER_OF_TWO(DIM) && DIM >= 32) {
 #pragma unroll
-    for (int i = 0; i < (D + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
-    hadamard<D>(x, lane);
+    for (int i = 0; i < (DIM + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
+    hadamard<DIM>(x, lane);
   } else {
-    multiply_by_core<D, CORE, false>(x, bits, signs, norm, scratch, lane);
+    multiply_by_core<DIM, CORE, false>(x, bits, signs, norm, scratch, lane);
   }
 }
 
 // The other way.
-template <int D, int CORE>
-DEVICE void unrotate(float (&x)[(D + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
-  if (POWER_OF_TWO(D) && D >= 32) {
-    hadamard<D>(x, lane);
+template <int DIM, int CORE>
+DEVICE void unrotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
+  if (POWER_OF_TWO(DIM) && DIM >= 32) {
+    hadamard<DIM>(x, lane);
 #pragma unroll
-    for (int i = 0; i < (D + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
+    for (int i = 0; i < (DIM + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
   } else {
-    multiply_by_core<D, CORE, true>(x, bits, signs, norm, scratch, lane);
+    multiply_by_core<DIM, CORE, true>(x, bits, signs, norm, scratch, lane);
   }
 }

@@ -33,7 +33,7 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
 }
 #endif
 
-DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
+DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, float* scratch, int warpgroup, int lane) {
   const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
   Visible visible;
   Softmax softmax;
@@ -43,37 +43,39 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     const int position = w.s.length - w.s.queries + row.of_sequence;
     visible.end[r] = args.causal ? min_i32(w.s.length, position + 1) : w.s.length;
     visible.begin[r] = WINDOW ? position - args.sliding_window + 1 : 0;
-    const i64 at = row.query * args.query_stride + row.head * args.query_head_stride;
     softmax.row_max[r] = MINUS_INFINITY, softmax.row_sum[r] = 0.0f;
-    softmax.factor[r] = prepare_row(args, row.valid, at, operand, 16 * warp + g + 8 * r, t, softmax.row_sum[r]);
+    const i64 at = row.query * args.query_stride + row.head * args.query_head_stride;
+    if constexpr (POWER_OF_TWO_D)
+      softmax.factor[r] = prepare_row(args, row.valid, at, operand, 16 * warp + g + 8 * r, t, softmax.row_sum[r]);
   }
+#if FUSED
+  if constexpr (!POWER_OF_TWO_D) prepare_rows(args, w, operand, scratch, warpgroup, warp, softmax.factor, lane);
+#endif
   fence_proxy_async();
   bar_sync(1 + warpgroup, 128);
 
   float o[OUTPUTS];
   const i64 state_stride = (i64)block_count() * 256;
   float* state = args.state + (i64)block_index() * 256 + thread_index() - 128 * PRODUCERS;
-#pragma unroll
-  for (int i = D / 2; i < OUTPUTS; i++) o[i] = 0.0f;
   if (args.first_pass) {
 #pragma unroll
-    for (int i = 0; i < D / 2; i++) o[i] = 0.0f;
+    for (int i = 0; i < OUTPUTS; i++) o[i] = 0.0f;
   } else {
 #pragma unroll
-    for (int i = 0; i < D / 2; i++) o[i] = state[i * state_stride];
+    for (int i = 0; i < OUTPUTS; i++) o[i] = state[i * state_stride];
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      softmax.row_max[r] = state[(D / 2 + r) * state_stride], softmax.row_sum[r] = state[(D / 2 + 2 + r) * state_stride];
+      softmax.row_max[r] = state[(OUTPUTS + r) * state_stride], softmax.row_sum[r] = state[(OUTPUTS + 2 + r) * state_stride];
   }
 
   if (w.count > 0) attend_tiles(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
 
   if (!args.last_pass) {
 #pragma unroll
-    for (int i = 0; i < D / 2; i++) state[i * state_stride] = o[i];
+    for (int i = 0; i < OUTPUTS; i++) state[i * state_stride] = o[i];
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      state[(D / 2 + r) * state_stride] = softmax.row_max[r], state[(D / 2 + 2 + r) * state_stride] = softmax.row_sum[r];
+      state[(OUTPUTS + r) * state_stride] = softmax.row_max[r], state[(OUTPUTS + 2 + r) * state_stride] = softmax.row_sum[r];
     return;
   }
 #pragma unroll
@@ -93,6 +95,10 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     float x[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;
+#if FUSED
+    if constexpr (!POWER_OF_TWO_D) store_rows(args, w, x, operand, scratch, warpgroup, warp, 8 * r, lane);
+    else
+#endif
     store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, t);
     if (args.lse && t == 0 && row.valid)
       args.lse[row.query * args.num_kv_heads * args.group_size + row.head] =
@@ -134,7 +140,8 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
 #endif
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    attend_rows(args, w, rings, shared + (part - PRODUCERS) * QUERY_BYTES, part - PRODUCERS, lane);
+    float* scratch = (float*)(shared + SCRATCH_AT) + D * (thread_index() / 32 - 4 * PRODUCERS);
+    attend_rows(args, w, rings, shared + (part - PRODUCERS) * QUERY_BYTES, scratch, part - PRODUCERS, lane);
   }
 }
 HOST_TESTABLE(attend, PrefillArgs)

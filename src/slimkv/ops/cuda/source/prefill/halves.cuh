@@ -3,25 +3,25 @@
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-constexpr int OUTPUTS = D / 2;
+constexpr int OUTPUTS = PLACES / 2;
 
 DEVICE void start_scores(float (&s)[N], u32 queries, u32 keys) {
   const u64 a = smem_descriptor(queries, 16), b = smem_descriptor(keys, 16);
   wgmma_fence();
   Wgmma<STEP>::template shared_a<false>(s, a, b);
 #pragma unroll
-  for (int k = 1; k < D / 16; k++)
+  for (int k = 1; k < PLACES / 16; k++)
     Wgmma<STEP>::template shared_a<true>(s, a + ((k / 4 * 128 * GROUP_ROWS + k % 4 * 32) >> 4),
                                               b + ((k / 4 * HALF_TILE + k % 4 * 32) >> 4));
   wgmma_commit();
 }
 
-DEVICE void start_output(float (&o)[D / 2], const u32 (&p)[N / 2], u32 values) {
+DEVICE void start_output(float (&o)[OUTPUTS], const u32 (&p)[N / 2], u32 values) {
   const u64 b = smem_descriptor(values, HALF_TILE);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < STEP / 16; k++)
-    Wgmma<D>::register_a(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 2048 >> 4));
+    Wgmma<PLACES>::register_a(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 2048 >> 4));
   wgmma_commit();
 }
 
@@ -119,7 +119,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   auto rescale_output = [&] {
     if (needs_rescale)
 #pragma unroll
-      for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
+      for (int i = 0; i < OUTPUTS; i++) o[i] *= softmax.rescale[i / 2 % 2];
   };
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
   start_scores(s, queries, keys + place.slot * KEYS_BYTES);

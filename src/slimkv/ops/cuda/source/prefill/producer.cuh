@@ -189,6 +189,7 @@ struct Producer {
   DEVICE_MEMBER void store_keys(const Codes<K_BITS, S, false> (&codes)[GROUPS], const Fields& f, u8* keys) const {
     const int g = lane >> 2, t = lane & 3;
     u8* const units[2] = {keys + unit_at(0, 16 * GROUPS * warp + g, 2 * t, STEP), keys + unit_at(0, 16 * GROUPS * warp + g, 2 * t + 1, STEP)};
+    u8* const rest = keys + unit_at(0, 16 * GROUPS * warp + g, t, STEP);  // of half as many dimensions
 #pragma unroll
     for (int q = 0; q < GROUPS; q++) {
       u32 scale[2], zero[2] = {0, 0};
@@ -198,8 +199,10 @@ struct Producer {
         if (K_KIND == UNIFORM) zero[i] = field_at(f.key_zero, 16 * q + g + 8 * i);
       }
 #pragma unroll
-      for (int j = 0; j < S / 2; j++) {
-        const u32 low[2] = {codes[q].low(2 * j), codes[q].low(2 * j + 1)}, high[2] = {codes[q].high(2 * j), codes[q].high(2 * j + 1)};
+      for (int j = 0; j < PLACES / 32; j++) {
+        const bool both = 2 * j + 1 < S;  // slices that there are
+        const u32 low[2] = {codes[q].low(2 * j), both ? codes[q].low(2 * j + 1) : 0};
+        const u32 high[2] = {codes[q].high(2 * j), both ? codes[q].high(2 * j + 1) : 0};
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           u32 a[4];
@@ -211,7 +214,9 @@ struct Producer {
             KeyFormat::halves(prmt(low[0], low[1], token), K_BITS > 4 ? prmt(high[0], high[1], token) : 0, args.key_table, key_levels,
                               scale[i], zero[i], a);
           }
-          *(Words4*)(units[j % 2] + unit_at(j / 2, 16 * q + 8 * i, 0, STEP)) = {a[0], a[1], a[2], a[3]};
+#pragma unroll
+          for (int n = 0; !both && n < 4; n++) a[n] &= 0xFFFFu;
+          *(Words4*)((j / 2 < WHOLE_HALVES ? units[j % 2] : rest) + unit_at(j / 2, 16 * q + 8 * i, 0, STEP)) = {a[0], a[1], a[2], a[3]};
         }
       }
     }
@@ -227,6 +232,8 @@ struct Producer {
   DEVICE_MEMBER void store_values(const Codes<V_BITS, S, true> (&codes)[GROUPS], const Fields& f, u8* values) const {
     const int g = lane >> 2, t = lane & 3;
     u8* const units[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g, STEP), values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g, STEP)};
+    u8* const rest[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g / 2, STEP) + g % 2 * 8,
+                         values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g / 2, STEP) + g % 2 * 8};
 #pragma unroll
     for (int q = 0; q < GROUPS; q++) {
       u32 scale[4], zero[4] = {0, 0, 0, 0};
@@ -237,10 +244,11 @@ struct Producer {
         if (V_KIND == UNIFORM) zero[i] = field_at(f.value_zero, token);
       }
 #pragma unroll
-      for (int h = 0; h < D / 64; h++) {
-        u32 low[4], high[4];
+      for (int h = 0; h < HALVES; h++) {
+        u32 low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int k = 0; k < 4; k++) low[k] = codes[q].low(4 * h + k), high[k] = codes[q].high(4 * h + k);
+        for (int k = 0; k < 4; k++)
+          if (4 * h + k < S) low[k] = codes[q].low(4 * h + k), high[k] = codes[q].high(4 * h + k);
         if constexpr (V_BITS < 8) {
           turn(low);
           if (V_BITS > 4) turn(high);
@@ -256,7 +264,12 @@ struct Producer {
           } else {
             ValueFormat::halves(low[i], high[i], args.value_table, value_levels, scale[i], zero[i], a);
           }
-          *(Words4*)(units[i % 2] + unit_at(h, 16 * q + 8 * (i / 2), 0, STEP)) = {a[0], a[1], a[2], a[3]};
+#pragma unroll
+          for (int n = 0; n < 4; n++)
+            if (4 * h + n / 2 * 2 + 1 >= S) a[n] &= 0xFFFFu;
+          const int row = unit_at(h, 16 * q + 8 * (i / 2), 0, STEP);
+          if (h < WHOLE_HALVES) *(Words4*)(units[i % 2] + row) = {a[0], a[1], a[2], a[3]};
+          else *(Words2*)(rest[i % 2] + row) = {a[0], a[1]};
         }
       }
     }

@@ -1,6 +1,9 @@
 // A row of queries on its way in and of output on its way out: rotated by the four lanes of a warp that have it.
 #pragma once
 #include "prefill/work.cuh"
+#if FUSED
+#include "common/rotation.cuh"
+#endif
 
 // The Hadamard transform of a row of D numbers in the 4 lanes of its quad.
 DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
@@ -120,3 +123,80 @@ DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool val
     }
   }
 }
+
+#if FUSED
+// Rows of head sizes whose rotation is not one of quads: a row at a time by a whole warp, whose scratch has D floats.
+
+// Where a dimension is among the places of keys and of values (tiles.cuh).
+DEVICE int key_place(int d) {
+  const int in_slice = (d & 8) >> 1 | (d & 1) << 1 | (d & 16) >> 4, t = (d & 6) >> 1;
+  return d / 64 * 64 + in_slice + (d / 64 < WHOLE_HALVES ? 16 * t + (d & 32) / 4 : 8 * t);
+}
+DEVICE int value_place(int d) {
+  const int in_slice = (d & 8) >> 2 | (d & 16) >> 4;
+  return d / 64 * 64 + in_slice + (d / 64 < WHOLE_HALVES ? 8 * (d & 7) + (d & 32) / 8 : 4 * (d & 7));
+}
+
+// The 16 rows of a warp to their operand; what those of this lane are to be multiplied by after the product.
+DEVICE void prepare_rows(const PrefillArgs& args, const Work& w, u8* operand, float* scratch, int warpgroup, int warp, float (&factor)[2],
+                         int lane) {
+  constexpr int QN = (D + 31) / 32;
+  for (int r = 0; r < 16; r++) {
+    const Row row = row_of(args, w, warpgroup, 16 * warp + r);
+    const i64 at = row.query * args.query_stride + row.head * args.query_head_stride;
+    float x[QN];
+#pragma unroll
+    for (int i = 0; i < QN; i++) {
+      const int d = lane + 32 * i;
+      x[i] = row.valid && d < D ? load_number(args.query, at + d, Q_TYPE) : 0.0f;
+      if (args.scale < 0) x[i] = -x[i];
+    }
+    if (K_ROTATED) rotate<D, ROTATION_CORE>(x, args.key_sign_bits, args.key_signs, args.key_norm, scratch, lane);
+    float row_max = 0.0f;
+#pragma unroll
+    for (int i = 0; i < QN; i++) row_max = max_f32(row_max, lane + 32 * i < D ? as_float(as_bits(x[i]) & 0x7FFFFFFF) : 0.0f);
+#pragma unroll
+    for (int d = 16; d; d >>= 1) row_max = max_f32(row_max, shfl_xor(row_max, d));
+    // A power of two, which loses nothing.
+    const u32 exponent = (u32)min_i32(max_i32((int)(as_bits(row_max) >> 23), 1), 253);
+    const float down = as_float((254 - exponent) << 23);
+    auto place = [&](int at) { return operand + unit_at(at / 64, 16 * warp + r, at % 64 / 8, GROUP_ROWS) + at % 8 * 2; };
+    if (D < PLACES)
+      for (int i = lane; i < 8 * HALVES; i += 32) *(Words4*)(operand + unit_at(i / 8, 16 * warp + r, i % 8, GROUP_ROWS)) = {0, 0, 0, 0};
+    sync_warp();
+#pragma unroll
+    for (int i = 0; i < QN; i++)
+      if (lane + 32 * i < D) *(u16*)place(key_place(lane + 32 * i)) = (u16)f32_to_f16(x[i] * down);
+    if (lane / 4 == r % 8) factor[r / 8] = as_float(exponent << 23) * (args.scale < 0 ? -args.scale : args.scale);
+  }
+}
+
+// Rows first to first + 7 of a warp from its quads' accumulators to the output, through the operand of its queries, which nobody
+// needs any more once its warpgroup is here.
+DEVICE void store_rows(const PrefillArgs& args, const Work& w, const float (&x)[OWN], u8* operand, float* scratch, int warpgroup, int warp,
+                       int first, int lane) {
+  constexpr int QN = (D + 31) / 32;
+  const int g = lane >> 2, t = lane & 3;
+  auto place = [&](int r, int at) { return (float*)(operand + at / 64 * 128 * GROUP_ROWS + 2048 * warp + 256 * r) + at % 64; };
+  if (first == 0) bar_sync(1 + warpgroup, 128);
+  sync_warp();
+#pragma unroll
+  for (int i = 0; i < OWN; i++) *place(g, 8 * (i / 2) + 2 * t + i % 2) = x[i];
+  sync_warp();
+  for (int r = 0; r < 8; r++) {
+    float y[QN];
+#pragma unroll
+    for (int i = 0; i < QN; i++) y[i] = lane + 32 * i < D ? *place(r, value_place(lane + 32 * i)) : 0.0f;
+    if (V_ROTATED) unrotate<D, ROTATION_CORE>(y, args.value_sign_bits, args.value_signs, args.value_norm, scratch, lane);
+    const Row row = row_of(args, w, warpgroup, 16 * warp + first + r);
+    const i64 at = row.query * args.out_stride + row.head * args.out_head_stride;
+#pragma unroll
+    for (int i = 0; i < QN; i++) {
+      const int d = lane + 32 * i;
+      if (!row.valid || d >= D) continue;
+      if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = y[i];
+      else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == FLOAT16 ? f32_to_f16(y[i]) : f32_to_bf16(y[i]));
+    }
+  }
+}
+#endif

@@ -7,6 +7,8 @@
 // Hadamard transform does not notice:
 //   keys: place 64 h + 16 t + 8 j + 4 b + 2 c + a is dimension 64 h + 32 j + 16 a + 8 b + 2 t + c   (h < D / 64, t < 4)
 //   values: place 64 h + 8 g + 4 s + 2 b + a is dimension 64 h + 32 s + 16 a + 8 b + g              (h < D / 64, g < 8)
+// FUSED head sizes that are no multiples of 64 have 32 places for the rest, or 64, some of them zeros. Of 32:
+//   keys: place 8 t + 4 b + 2 c + a is dimension 16 a + 8 b + 2 t + c; values: place 4 g + 2 b + a is dimension 16 a + 8 b + g
 // Neighbours come from two slices of a page, so that 16 bits are between their codes as they are between halves, and lanes
 // that store units at the same time have all banks of shared memory.
 //
@@ -23,9 +25,11 @@
 #include "common/intrinsics.cuh"
 
 constexpr int TOKEN_NUMBERS = 2, HALF_TILE = 128 * STEP;
-constexpr int KEYS_BYTES = EIGHT_BIT ? STEP * (D + 4 * TOKEN_NUMBERS) : 2 * STEP * D;
-constexpr int VALUES_BYTES = EIGHT_BIT ? STEP * (D + 8) : 2 * STEP * D;
-static_assert((D == 64 || D == 128 || D == 256) && STEP % 16 == 0, "shape");
+constexpr int PLACES = (D + 31) / 32 * 32, HALVES = (PLACES + 63) / 64, WHOLE_HALVES = PLACES / 64;
+constexpr bool POWER_OF_TWO_D = (D & (D - 1)) == 0;
+constexpr int KEYS_BYTES = EIGHT_BIT ? STEP * (D + 4 * TOKEN_NUMBERS) : HALF_TILE * HALVES;
+constexpr int VALUES_BYTES = EIGHT_BIT ? STEP * (D + 8) : HALF_TILE * HALVES;
+static_assert(D % 16 == 0 && D >= 64 && D <= 256 && STEP % 16 == 0, "shape");
 static_assert(!EIGHT_BIT || (STEP == 128 && D <= 128), "rows of bytes");
 
 // Where a key's 16-byte unit `unit` of its row of bytes is, and the number `which` of the token at a place.

@@ -1,6 +1,6 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
 // Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
-// K_ROTATED, V_ROTATED, PRODUCERS (warpgroups that fetch tiles), PRODUCER_REGISTERS, SHARED; FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
+// K_ROTATED, V_ROTATED, PRODUCERS (warpgroups that fetch tiles), PRODUCER_REGISTERS, SHARED; FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both), ROTATION_CORE (rotation.cuh).
 #pragma once
 #include "common/codes.cuh"
 #include "common/numbers.cuh"
@@ -10,15 +10,16 @@
 constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1;
 #endif
 
-constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 256 + 128 * PRODUCERS, N = STEP / 2, OWN = D / 4;
-constexpr int QUERY_BYTES = GROUP_ROWS * (EIGHT_BIT ? 128 : 2 * D);  // of a warpgroup
+constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 256 + 128 * PRODUCERS, N = STEP / 2, OWN = PLACES / 4;
+constexpr int QUERY_BYTES = GROUP_ROWS * (EIGHT_BIT ? 128 : 128 * HALVES);  // of a warpgroup
 // Shared memory, from a boundary of 1,024 bytes: queries of both warpgroups | rings of keys and of values | totals | barriers | ring of tiles' scales
 constexpr int KEYS_AT = 2 * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
 constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // EIGHT_BIT: of the output
 constexpr int BARRIERS_AT = TOTALS_AT + (EIGHT_BIT ? 4 * ROWS * D : 0);
 constexpr int SCALES_AT = BARRIERS_AT + 4 * STAGES * 8;
 constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // FUSED: of formats that are looked up
-constexpr int SHARED_BYTES = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS)) + 1024;
+constexpr int SCRATCH_AT = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS));  // of every warp, to rotate rows of other sizes
+constexpr int SHARED_BYTES = SCRATCH_AT + (POWER_OF_TWO_D ? 0 : 8 * 4 * D) + 1024;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
 // What producers leave of the registers that threads begin with.
@@ -87,6 +88,8 @@ struct PrefillArgs {
   const float* value_levels;
   i64 page_stride, page_head_stride, table_stride;
   Table key_table, value_table;  // twice the magnitudes of levels of up to 4 bits
+  const u16* key_signs;  // bf16 [D, D], the rotation's entries +-1
+  const u16* value_signs;
 };
 
 // What a block does.
