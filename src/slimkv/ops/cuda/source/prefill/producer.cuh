@@ -93,21 +93,22 @@ struct Fields {
     if (V_KIND == UNIFORM) value_zero[i] &= others;
   }
 
-  // The largest exponent of a side's scales, in the low half; of uniform codes one that numbers stay below.
-  template <int KIND, int BITS> DEVICE_MEMBER static u32 exponent(const u32 (&scales)[PER_LANE / 2], const u32 (&zeros)[PER_LANE / 2]) {
-    u32 most = 0, most_zero = 0;
-#pragma unroll
-    for (int i = 0; i < PER_LANE / 2; i++) {
-      most = max_u16x2(most, scales[i]);
-      if (KIND == UNIFORM) most_zero = max_u16x2(most_zero, zeros[i] & 0x7FFF7FFFu);
-    }
-    most = max_u16x2(most, most >> 16) >> 10 & 63;
+  // The largest field of a side, or of uniform codes an exponent that numbers stay below.
+  template <int KIND, int BITS> DEVICE_MEMBER static u32 most_of(const u32 (&scales)[PER_LANE / 2], const u32 (&zeros)[PER_LANE / 2]) {
+    u32 most = scales[0], most_zero = zeros[0] & 0x7FFF7FFFu;
+    if (PER_LANE == 4) most = max_u16x2(most, scales[PER_LANE / 2 - 1]);
+    most = max_u16x2(most, most >> 16) & 0xFFFF;
     if (KIND != UNIFORM) return most;
-    most_zero = max_u16x2(most_zero, most_zero >> 16) >> 9 & 63;
-    return (u32)max_i32((int)most + BITS, (int)most_zero) + 2;
+    if (PER_LANE == 4) most_zero = max_u16x2(most_zero, zeros[PER_LANE / 2 - 1] & 0x7FFF7FFFu);
+    most_zero = max_u16x2(most_zero, most_zero >> 16) & 0xFFFF;
+    return (u32)max_i32((int)(most >> 10) + BITS, (int)(most_zero >> 9)) + 2;
   }
-  DEVICE_MEMBER u32 exponents() const {
-    return exponent<K_KIND, K_BITS>(key, key_zero) | exponent<V_KIND, V_BITS>(value, value_zero) << 16;
+  // Of all tokens of the tile: of keys in the low half, of values in the high one.
+  DEVICE_MEMBER u32 most() const {
+    u32 m = most_of<K_KIND, K_BITS>(key, key_zero) | most_of<V_KIND, V_BITS>(value, value_zero) << 16;
+#pragma unroll
+    for (int d = 16; d; d >>= 1) m = max_u16x2(m, shfl_xor(m, d));
+    return m;
   }
 };
 
@@ -152,16 +153,22 @@ struct Producer {
   // who see the token. In its values it would show everywhere: a hidden token's probability is 0, and 0 times that is not 0.
   DEVICE_MEMBER TileScale scale(Fields& f, int tile) const {
     const int first = tile * STEP;
-    u32 bad = 0, marks = 0;
+    u32 bad = 0, most = f.most();
+    bool clear = (!WINDOW || first >= w.s.length - w.s.queries - args.sliding_window + 1) && first + STEP <= w.s.length;
+    if (K_KIND == UNIFORM || V_KIND == UNIFORM) {
+      u32 marks = 0;
 #pragma unroll
-    for (int i = 0; i < PER_LANE / 2; i++) marks |= f.marks(i);
-    const bool all = (!WINDOW || first >= w.s.length - w.s.queries - args.sliding_window + 1) && first + STEP <= w.s.length;
-    if (!all || warp_any(marks)) bad = clear_hidden(f, first);
-    u32 exponents = f.exponents();
-#pragma unroll
-    for (int d = 16; d; d >>= 1) exponents = max_u16x2(exponents, shfl_xor(exponents, d));
-    const int key_exponent = max_i32((int)(exponents & 0xFFFF), LEAST_FIELD) - FIELD_BIAS;
-    const int value_exponent = max_i32((int)(exponents >> 16), LEAST_FIELD) - FIELD_BIAS;
+      for (int i = 0; i < PER_LANE / 2; i++) marks |= f.marks(i);
+      clear = clear && !warp_any(marks);
+    } else {
+      clear = clear && !warp_any((most & 0xFFFF) == INVALID_FIELD || most >> 16 == INVALID_FIELD);
+    }
+    if (!clear) {
+      bad = clear_hidden(f, first);
+      most = f.most();
+    }
+    const int key_most = (int)(K_KIND == UNIFORM ? most & 0xFFFF : most >> 10 & 63), value_most = (int)(V_KIND == UNIFORM ? most >> 16 : most >> 26);
+    const int key_exponent = max_i32(key_most, LEAST_FIELD) - FIELD_BIAS, value_exponent = max_i32(value_most, LEAST_FIELD) - FIELD_BIAS;
     const float key_up = as_float((u32)(127 + FIELD_SHIFT + KeyFormat::TOP - key_exponent) << 23);
     const float value_up = as_float((u32)(127 + FIELD_SHIFT + ValueFormat::TOP - value_exponent) << 23);
 #pragma unroll
@@ -179,15 +186,17 @@ struct Producer {
     return {as_float((u32)(127 + key_unit) << 23), (float)value_unit, as_float((u32)(127 - value_unit) << 23), 0.0f};
   }
 
-  // Twice the half that belongs to token `token` of this warp.
-  DEVICE_MEMBER u32 field_at(const u32 (&halves)[PER_LANE / 2], int token) const {
-    const int from = (16 * GROUPS * warp + token) / PER_LANE;
-    const u32 low = shfl(halves[0], from), high = PER_LANE == 4 ? shfl(halves[PER_LANE / 2 - 1], from) : 0;
-    return prmt(low, high, 0x1010u + 0x2222u * (u32)(token % PER_LANE));
+  // Halves of PER_LANE tokens, from the lane that has them; one of them, twice.
+  struct Halves {
+    u32 low, high;
+    DEVICE_MEMBER u32 twice(u32 i) const { return prmt(low, high, 0x1010u + 0x2222u * i); }
+  };
+  DEVICE_MEMBER static Halves halves_from(const u32 (&halves)[PER_LANE / 2], u32 from) {
+    return {shfl(halves[0], (int)from), PER_LANE == 4 ? shfl(halves[PER_LANE / 2 - 1], (int)from) : 0};
   }
 
   DEVICE_MEMBER void store_keys(const Codes<K_BITS, S, false> (&codes)[GROUPS], const Fields& f, u8* keys) const {
-    const int g = lane >> 2, t = lane & 3;
+    const int own = read_laneid(), g = own >> 2, t = own & 3;  // what derives from it is not kept from tile to tile
     u8* const units[2] = {keys + unit_at(0, 16 * GROUPS * warp + g, 2 * t, STEP), keys + unit_at(0, 16 * GROUPS * warp + g, 2 * t + 1, STEP)};
     u8* const rest = keys + unit_at(0, 16 * GROUPS * warp + g, t, STEP);  // of half as many dimensions
 #pragma unroll
@@ -195,8 +204,9 @@ struct Producer {
       u32 scale[2], zero[2] = {0, 0};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        scale[i] = field_at(f.key, 16 * q + g + 8 * i);
-        if (K_KIND == UNIFORM) zero[i] = field_at(f.key_zero, 16 * q + g + 8 * i);
+        const u32 from = (u32)(16 * GROUPS * warp + g) / PER_LANE + (16 * q + 8 * i) / PER_LANE, which = (u32)g % PER_LANE;
+        scale[i] = halves_from(f.key, from).twice(which);
+        if (K_KIND == UNIFORM) zero[i] = halves_from(f.key_zero, from).twice(which);
       }
 #pragma unroll
       for (int j = 0; j < PLACES / 32; j++) {
@@ -230,7 +240,7 @@ struct Producer {
   }
 
   DEVICE_MEMBER void store_values(const Codes<V_BITS, S, true> (&codes)[GROUPS], const Fields& f, u8* values) const {
-    const int g = lane >> 2, t = lane & 3;
+    const int own = read_laneid(), g = own >> 2, t = own & 3;  // what derives from it is not kept from tile to tile
     u8* const units[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g, STEP), values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g, STEP)};
     u8* const rest[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g / 2, STEP) + g % 2 * 8,
                          values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g / 2, STEP) + g % 2 * 8};
@@ -238,10 +248,14 @@ struct Producer {
     for (int q = 0; q < GROUPS; q++) {
       u32 scale[4], zero[4] = {0, 0, 0, 0};
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int token = 16 * q + 8 * (i / 2) + 2 * t + i % 2;
-        scale[i] = field_at(f.value, token);
-        if (V_KIND == UNIFORM) zero[i] = field_at(f.value_zero, token);
+      for (int i = 0; i < 4; i += 2) {
+        const u32 from = (u32)(16 * GROUPS * warp + 2 * t) / PER_LANE + (16 * q + 4 * i) / PER_LANE, which = (u32)(2 * t) % PER_LANE;
+        const Halves scales = halves_from(f.value, from);
+        scale[i] = scales.twice(which), scale[i + 1] = scales.twice(which + 1);
+        if (V_KIND == UNIFORM) {
+          const Halves zeros = halves_from(f.value_zero, from);
+          zero[i] = zeros.twice(which), zero[i + 1] = zeros.twice(which + 1);
+        }
       }
 #pragma unroll
       for (int h = 0; h < HALVES; h++) {
