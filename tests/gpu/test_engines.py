@@ -104,7 +104,7 @@ def gpt_oss():
 
 
 def qwen3_next():
-    """Gated delta nets; their prefill needs nvidia-cutlass-dsl beside flashinfer."""
+    """Gated delta nets."""
     return transformers.Qwen3NextForCausalLM(
         transformers.Qwen3NextConfig(
             hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -126,18 +126,18 @@ def test_hybrids(make, tmp_path):
         "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_batched_tokens": 1024,
         "enable_prefix_caching": True, "block_size": None, **MEMORY,
     }  # fmt: skip
+    if make is qwen3_next:  # FlashInfer's kernel, taken otherwise where it is installed, does not take fp32
+        base["gdn_prefill_backend"] = "triton"
     once = [run("a", prompts, 16)]
     thrice = [run("miss", prompts, 16), run("hit", prompts, 16), run("afresh", prompts, 16, reset=True)]
-    units = ({}, {"prefix_match_unit": 64})
-    stock, raw, *packed = together(
+    stock, raw, codes = together(
         *(({**base, **how}, once) for how in ({}, slimkv("raw"))),
-        *(({**base, **unit, **slimkv("k4v4")}, thrice) for unit in units),
+        ({**base, "prefix_match_unit": 64, **slimkv("k4v4")}, thrice),
     )
     assert raw["tokens"] == stock["tokens"]
-    for unit, codes in zip(units, packed, strict=True):
-        hits = codes["counters"]["hit"]["vllm:prefix_cache_hits"]
-        print(f"{make.__name__}: blocks of {codes['block_size']} tokens, {unit or 'by block'}: {hits:.0f} hits")
-        assert codes["tokens"]["miss"] == codes["tokens"]["hit"] == codes["tokens"]["afresh"]
+    hits = codes["counters"]["hit"]["vllm:prefix_cache_hits"]
+    print(f"{make.__name__}: blocks of {codes['block_size']} tokens, matched by 64: {hits:.0f} hits")
+    assert codes["tokens"]["miss"] == codes["tokens"]["hit"] == codes["tokens"]["afresh"]
     assert hits > 0
 
 
