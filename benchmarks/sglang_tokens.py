@@ -15,18 +15,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slimkv.bench.serve import SHAPES, ServeSettings, engine_plan, write_model
+from slimkv.bench.serve import ServeSettings, engine_plan, write_model
+from slimkv.bench.serve_shapes import shape_config, text_field
 
 LENGTHS = (3, 17, 64, 65, 128, 301, 512, 1000, 2049, 3001, 8200)
 REPEATS, OUTPUT = 3, 32
 TOKENS = 1 << 16  # of each cache: all prompts and answers
 
 
-def prompts(vocabulary: int) -> list[list[int]]:
+def prompts(shape: str) -> list[list[int]]:
     """Random tokens; the last third repeats the first, so that the radix cache answers it."""
-    source = random.Random(0)
-    fresh = [source.choices(range(3, vocabulary), k=length) for length in LENGTHS * (REPEATS - 1)]
-    return [*fresh, *fresh[: len(LENGTHS)]]
+    config, source = shape_config(shape), random.Random(0)
+    vocabulary, longest = text_field(config, "vocab_size"), text_field(config, "max_position_embeddings") - OUTPUT
+    lengths = [length for length in LENGTHS if length < longest]
+    fresh = [source.choices(range(3, vocabulary), k=length) for length in lengths * (REPEATS - 1)]
+    return [*fresh, *fresh[: len(lengths)]]
 
 
 def run_one(system: str, shape: str, eager: bool, target: Path) -> None:
@@ -40,7 +43,7 @@ def run_one(system: str, shape: str, eager: bool, target: Path) -> None:
         engine = sglang.Engine(**engine_plan(system, settings, Path(folder, "model"))["arguments"])
         params = {"temperature": 0, "max_new_tokens": OUTPUT, "ignore_eos": True}
         outputs = engine.generate(
-            input_ids=prompts(SHAPES[shape]["vocab_size"]),
+            input_ids=prompts(shape),
             sampling_params=params,
             return_logprob=True,
             top_logprobs_num=2,
@@ -75,7 +78,7 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--system", help="run one system here and write its answers")
     parser.add_argument("--systems", default="bf16,raw", help="the stock one and slimkv's")
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     given = parser.parse_args()
     if given.system:
