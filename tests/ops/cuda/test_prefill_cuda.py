@@ -32,7 +32,7 @@ def attend_and_check(
     out, lse = poisoned_out(case, built)
     request = request_of(built, out, lse)
     assert prefill_cuda.refusal(request) is None
-    prefill_cuda.attend_prefill(request, launch, budget, shape)
+    prefill_cuda.attend_prefill(request, launch, budget, shape or prefill_cuda.SHAPES[case.dim])
     check_rows(built, out, lse, lambda count: count > MAX_DECODE_QUERIES)  # shorter sequences are another kernel's
     return out
 
@@ -80,10 +80,43 @@ def test_attend(case):
     attend_and_check(case)
 
 
+FEW = replace(LONG, lens=(150,), queries=(34,))
+FUSED = [
+    LONG,
+    *(replace(FEW, format=f) for f in ("k1v3", "k5v6", "fp8", "ku8vur3")),
+    replace(FEW, dim=80, format="k2v3", dtype="fp32", out_dtype="bf16", scale=-0.2, strided=True),
+    replace(FEW, dim=96, window=20, sinks=True, softcap=3.0),
+    replace(FEW, dim=112, format="k8vu4", causal=False),
+    *(replace(FEW, dim=dim) for dim in (128, 192, 256)),
+    replace(LONG, window=100, softcap=2.0),
+    replace(LONG, lens=(33, 300, 0, 128), queries=(33, 33, 40, 100), num_kv_heads=2, group=3, page=64),
+    *(replace(FEW, value_norm=norm, dtype="fp32") for norm in (1e-6, 1e5)),
+    replace(FEW, key_norm=1e3, query_norm=0.5, peaked=True),
+]
+
+
 @emulated
-@pytest.mark.parametrize("case", EMULATED, ids=str)
+@pytest.mark.parametrize("case", FUSED, ids=str)
 def test_attend_fused(case):
+    """A warpgroup that unpacks beside those that multiply."""
     attend_and_check(case, shape=prefill_cuda.FUSED_SHAPES[case.dim])
+
+
+@emulated
+def test_attend_fused_with_two_producers():
+    shape = replace(prefill_cuda.FUSED_SHAPES[64], producers=2, producer_registers=48)
+    attend_and_check(replace(FEW, lens=(420,)), shape=shape)
+
+
+@emulated
+def test_fewer_queries_than_decode_takes():
+    """Sequences of 17 queries and more can be this kernel's; the others stay as they are."""
+    case = replace(LONG, lens=(100, 40, 60), queries=(20, 16, 17))
+    built = build(case, CPU)
+    out, lse = poisoned_out(case, built)
+    request = request_of(built, out, lse)
+    prefill_cuda.attend_prefill(request, launch, shape=prefill_cuda.FUSED_SHAPES[64], most_queries=16)
+    check_rows(built, out, lse, lambda count: count > 16)
 
 
 @emulated
@@ -104,22 +137,34 @@ def test_passes_over_sequences():
 
 @emulated
 @pytest.mark.parametrize("side", ["key", "value"])
-def test_a_marked_token_gives_nan_to_who_sees_it_only(side):
-    built = build(replace(LONG, format="kur4vu4"), CPU)
+@pytest.mark.parametrize(
+    ("format", "shapes"),
+    [("kur4vu4", prefill_cuda.SHAPES), ("k4v4", prefill_cuda.FUSED_SHAPES)],
+    ids=["unpacked", "fused"],
+)
+def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, shapes):
+    built = build(replace(LONG, format=format), CPU)
     block, place = divmod(int(built.positions(0)[280]), built.layout.block_size)  # query 20 of 40 stands there
     field = getattr(built.layout, side).field_offset(0) + 2 * place
     built.pages[block, :, field : field + 2] = 0xFF
     out, lse = poisoned_out(built.case, built)
-    prefill_cuda.attend_prefill(request_of(built, out, lse), launch)
+    prefill_cuda.attend_prefill(request_of(built, out, lse), launch, shape=shapes[64])
     assert out[20:40].isnan().all()
     assert out[:20].isfinite().all()
     assert out[41:].isfinite().all()
 
 
 @emulated
-@pytest.mark.parametrize(("format", "softcap"), [("k4v4", 0.0), ("kur4vu4", 20.0), ("fp8", 0.0)])
+@pytest.mark.parametrize(
+    ("format", "softcap", "shapes"),
+    [
+        *((f, cap, prefill_cuda.SHAPES) for f, cap in (("k4v4", 0.0), ("kur4vu4", 20.0), ("fp8", 0.0))),
+        *((f, 0.0, prefill_cuda.FUSED_SHAPES) for f in ("k4v4", "kur4vu4")),
+    ],
+    ids=["k4v4", "uniform", "fp8", "k4v4-fused", "uniform-fused"],
+)
 @pytest.mark.parametrize("poison", [0xFF, 0xF0])  # scales that are not numbers, and large ones
-def test_what_no_query_sees_changes_no_bit(format, softcap, poison):
+def test_what_no_query_sees_changes_no_bit(format, softcap, shapes, poison):
     """Not even through the power of two that the numbers of a tile share."""
     case = replace(LONG, format=format, softcap=softcap, window=9, lens=(140,), queries=(33,))
     outs = []
@@ -128,7 +173,7 @@ def test_what_no_query_sees_changes_no_bit(format, softcap, poison):
         if poisoned:
             built.poison(built.positions(0)[: 140 - 33 - 9 + 1], poison)
         out, lse = poisoned_out(case, built)
-        prefill_cuda.attend_prefill(request_of(built, out, lse), launch)
+        prefill_cuda.attend_prefill(request_of(built, out, lse), launch, shape=shapes[64])
         outs.append(out)
     assert outs[0].isfinite().all()
     assert torch.equal(*outs)
@@ -138,7 +183,7 @@ def test_what_no_query_sees_changes_no_bit(format, softcap, poison):
     ("case", "reason"),
     [
         (replace(LONG, format="krawbf16v4"), "key format rawbf16 is not unpacked"),
-        (replace(LONG, dim=96), "head sizes 96/96 are not"),
+        (replace(LONG, dim=48), "head sizes 48/48 are not"),
         (replace(LONG, dim=128, value_dim=64), "head sizes 128/64 are not"),
         (replace(LONG, group=65), "65 query heads per KV head are more than 64"),
         (replace(LONG, fresh=True), "fresh K and V"),
@@ -164,9 +209,20 @@ def test_it_compiles(dim, tmp_path):
     assert compile_kernels(prefill_cuda.UNPACK, to_unpack, "sm_90", tmp_path)[:4] == b"\x7fELF"
 
 
+def test_it_compiles_fused(tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    layout, shape = PageLayout(CodecSpec.parse("k5vu4", 96), 16), prefill_cuda.FUSED_SHAPES[96]
+    defines = prefill_cuda.attend_defines(layout, shape, 1, 1, True, True)
+    assert compile_kernels(prefill_cuda.ATTEND, defines, "sm_90a", tmp_path)[:4] == b"\x7fELF"
+
+
 def test_shared_memory_fits_hopper():
     for dim, shape in prefill_cuda.SHAPES.items():
         assert prefill_cuda.shared_bytes(dim, shape) <= 227 << 10
+    for dim, shape in prefill_cuda.FUSED_SHAPES.items():
+        format = "k4v4" if dim in prefill_cuda.SHAPES else "k7v8"  # the largest tables of those that are fused
+        layout = PageLayout(CodecSpec.parse(format, dim), 16)
+        assert prefill_cuda.attend_defines(layout, shape, 1, 1, False, False)["SHARED"] <= 227 << 10
 
 
 def test_how_passes_are_cut():
@@ -181,6 +237,44 @@ def test_how_passes_are_cut():
     assert cut(32, 64, 8192) == (8, 64)  # whole sequences, two blocks of each: 128 of 132 multiprocessors are busy
     assert cut(16, 256, 8704) == (6, 68)  # three times rather than 7, 7 and 2
     assert cut(16, 32, 32768) == (16, 32)  # two whole sequences would be 32 blocks
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [
+        ({}, True),
+        ({"group": 64}, False),  # 2,560 rows a sequence
+        ({"format": "k5v4"}, False),
+        ({"format": "k5v4", "dim": 96}, True),
+        ({"format": "ku4vu4"}, True),
+        ({"format": "ku4vu4", "group": 7}, False),
+    ],
+    ids=str,
+)
+def test_what_is_fused(change, fused):
+    case = replace(LONG, **{"dim": 128, **change})
+    built = build(case, CPU)
+    request = request_of(built, *poisoned_out(case, built))
+    assert prefill_cuda.shape_of(request).fused == fused
+
+
+def test_what_decode_leaves_to_it(monkeypatch):
+    """From 17 queries on, if they are more than 64 rows and keep all (here two) multiprocessors busy."""
+
+    def most(**change):
+        case = replace(LONG, **{"dim": 128, "group": 4, "lens": (40, 40), "queries": (20, 20), **change})
+        built = build(case, CPU)
+        return prefill_cuda.most_packed_queries(request_of(built, *poisoned_out(case, built)))
+
+    assert most() == MAX_DECODE_QUERIES  # not on this device
+    monkeypatch.setattr(prefill_cuda, "runs_on", lambda device: True)
+    assert most() == 16
+    assert most(group=3) == MAX_DECODE_QUERIES  # 60 rows
+    assert most(group=8) == 16
+    assert most(queries=(20, 1)) == MAX_DECODE_QUERIES
+    assert most(format="k6v4") == MAX_DECODE_QUERIES
+    assert most(queries=(16, 16)) == MAX_DECODE_QUERIES
+    assert most(lens=(300, 40), queries=(200, 20)) == MAX_DECODE_QUERIES  # 800 rows are unpacked first
 
 
 BIG = replace(
@@ -219,6 +313,26 @@ def test_attend_on_a_gpu(case, hopper):
     assert torch.equal(got.nan_to_num(), attend_and_check(case, hopper, launch).nan_to_num()), "not the same bits again"
 
 
+FUSED_ON_A_GPU = [
+    *(replace(BIG, dim=dim) for dim in (64, 80, 96, 112, 128)),
+    *(replace(BIG, dim=dim, lens=(700, 40, 128), queries=(300, 7, 33)) for dim in (192, 256)),
+    replace(BIG, window=300, softcap=3.0, sinks=True),
+    replace(BIG, dim=96, causal=False, strided=True, padding=9, slack=True),
+    *(replace(LONG, dim=128, format=f) for f in ("k2v3", "k5v6", "k8v8", "fp8", "ku2vur8", "turboquant_k8v4")),
+    *(replace(LONG, value_norm=norm, dtype="fp32") for norm in (1e-6, 1e5)),
+    replace(LONG, key_norm=1e3, query_norm=0.25, peaked=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FUSED_ON_A_GPU, ids=str)
+def test_attend_fused_on_a_gpu(case, hopper):
+    launch, shape = prefill_cuda.launcher(hopper), prefill_cuda.FUSED_SHAPES[case.dim]
+    got = attend_and_check(case, hopper, launch, shape=shape)
+    again = attend_and_check(case, hopper, launch, shape=shape)
+    assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"window": 300}, {"causal": False, "sinks": True}], ids=str)
 def test_passes_on_a_gpu(options, hopper):
@@ -232,9 +346,9 @@ def test_passes_on_a_gpu(options, hopper):
 def test_it_is_what_hopper_gets_by_default(hopper, monkeypatch):
     seen = []
 
-    def noting(request, launch):
+    def noting(request, launch, **options):
         seen.append(request)
-        return attend_prefill(request, launch)
+        return attend_prefill(request, launch, **options)
 
     attend_prefill = prefill_cuda.attend_prefill
     monkeypatch.setattr(prefill_cuda, "attend_prefill", noting)
@@ -242,5 +356,7 @@ def test_it_is_what_hopper_gets_by_default(hopper, monkeypatch):
     assert len(seen) == 1
     check(replace(BIG, softcap=2.0), hopper, backend="cuda")
     assert len(seen) == 2
-    check(replace(BIG, dim=96), hopper, backend="cuda")  # the Triton kernels'
-    assert len(seen) == 2
+    check(replace(BIG, dim=96), hopper, backend="cuda")
+    assert len(seen) == 3
+    check(replace(BIG, dim=48), hopper, backend="cuda")  # the Triton kernels'
+    assert len(seen) == 3

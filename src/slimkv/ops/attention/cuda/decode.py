@@ -132,10 +132,11 @@ def run(request: AttendRequest) -> None:
     """See ``slimkv.ops.attend``."""
     if request.query.shape[0] == 0 or request.max_query_len == 0:
         return
-    attend_packed(request, device_of(request.query.device), _launcher(request.query.device))
-    if request.max_query_len > MAX_DECODE_QUERIES:
+    most_queries = prefill.most_packed_queries(request)
+    attend_packed(request, device_of(request.query.device), _launcher(request.query.device), most_queries)
+    if request.max_query_len > most_queries:
         if prefill.runs_on(request.query.device) and prefill.refusal(request) is None:
-            prefill.attend_prefill(request, prefill.launcher(request.query.device))
+            prefill.attend_prefill(request, prefill.launcher(request.query.device), most_queries=most_queries)
             return
         from slimkv.ops.attention.triton.launch import attend_prefill
 
@@ -144,10 +145,10 @@ def run(request: AttendRequest) -> None:
 
 def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
     """A call (query, out, seq_lens) with everything else as it is here, and lengths up to ``max_seq_len``."""
-    if request.query.shape[0] == 0 or not 0 < request.max_query_len <= MAX_DECODE_QUERIES:
+    if request.query.shape[0] == 0 or not 0 < request.max_query_len <= prefill.most_packed_queries(request):
         return None
     device = request.query.device
-    call = _prepare(request, device_of(device))
+    call = _prepare(request, device_of(device), MAX_DECODE_QUERIES)
     args, (start, merge), needed = call.args, call.bound(_binder(device)), call.workspace_bytes
 
     def run(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
@@ -160,9 +161,11 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
     return run
 
 
-def attend_packed(request: AttendRequest, device: Device, launch: Launcher) -> None:
-    """The sequences of at most MAX_DECODE_QUERIES queries: one launch that attends and one that merges."""
-    call, workspace = _prepare(request, device), request.workspace
+def attend_packed(
+    request: AttendRequest, device: Device, launch: Launcher, most_queries: int = MAX_DECODE_QUERIES
+) -> None:
+    """The sequences of at most ``most_queries`` queries: one launch that attends and one that merges."""
+    call, workspace = _prepare(request, device, most_queries), request.workspace
     if workspace is None:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=request.query.device)
     elif workspace.numel() < call.workspace_bytes or workspace.dtype != torch.uint8 or workspace.data_ptr() % 16:
@@ -209,12 +212,12 @@ class _Call:
         )
 
 
-def _prepare(request: AttendRequest, device: Device) -> _Call:
+def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call:
     query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
     (total, heads, _), num_kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
     plan = _plan(
-        device, layout, group, min(request.max_query_len, MAX_DECODE_QUERIES),
+        device, layout, group, min(request.max_query_len, most_queries),
         amount_of(device, layout, _seen_tokens(request), sequences * num_kv_heads),
         query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
@@ -242,6 +245,7 @@ def _prepare(request: AttendRequest, device: Device) -> _Call:
     args.lse = None if request.lse is None else request.lse.data_ptr()
     args.scale, args.softcap = request.softmax_scale * LOG2E, options.softcap * LOG2E
     args.sequences, args.heads, args.group, args.blocks = sequences, num_kv_heads, group, blocks
+    args.most_queries = most_queries
     args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
     part_bytes = 4 * slots * shape.columns * value_dim
     return _Call(
@@ -265,7 +269,6 @@ def _plan(
         value_table=_Table(*level_bytes(spec.value, spec.value_dim)),
         key_sign_bits=_SignBits(*sign_words(spec.key_dim, spec.seed)),
         value_sign_bits=_SignBits(*sign_words(spec.value_dim, spec.seed)),
-        most_queries=MAX_DECODE_QUERIES,
     )  # fmt: skip
     defines = kernel_defines(layout, shape, DTYPE_NUMBERS[q_dtype], DTYPE_NUMBERS[out_dtype], window, softcap)
     return Plan(shape, defines, shared_bytes(layout, shape), args)

@@ -1,7 +1,9 @@
 """Prefill with CUDA C++ on Hopper: pages are unpacked into tiles in the order of the tensor cores, and attended there.
 
-Two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). More than the workspace holds takes several
-passes: over the sequences, or over a part of all contexts at a time, which hand on the state of the softmax.
+Many queries a sequence: two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). More than the
+workspace holds takes several passes: over the sequences, or over a part of all contexts at a time, which hand on the
+state of the softmax. Few queries, and head sizes that ``unpack`` does not know: one launch of ``attend``, whose blocks
+unpack for themselves (source/prefill/producer.cuh).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, A
 from slimkv.ops.attention.cuda.shape import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
-from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
+from slimkv.spec import CodecSpec, Kind, PageLayout, SideLayout, TensorFormat
 
 ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
 ROWS = 128  # of queries, times heads of a group, in a block
@@ -100,12 +102,19 @@ class Shape:
 
 SHAPES = {64: Shape(128, 2), 128: Shape(128, 2), 256: Shape(64, 2)}
 FUSED_SHAPES = {
-    dim: Shape(128 if dim <= 128 else 64, 2, fused=True, producer_registers=72)
+    dim: Shape(128 if dim <= 128 else 64, 2, fused=True, producer_registers=88 if dim <= 128 else 72)
     for dim in (64, 80, 96, 112, 128, 192, 256)
 }
 EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
+
+# Rows (queries x heads of a group) of a sequence up to which unpacking for every block of them takes less time than
+# unpacking once for all, by head size, with Lloyd-Max codes of up to 4 bits; with uniform ones; and from which it is
+# faster than the decode kernel, if there are enough queries as well.
+FUSED_UP_TO = {64: 256, 128: 512, 256: 512}
+UNIFORM_FUSED_UP_TO = 256
+FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
 
 # source, kernel, defines, grid, threads, shared memory, argument
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
@@ -144,7 +153,33 @@ def shape_of(request: AttendRequest) -> Shape:
     gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
     if wanted == EIGHT_BIT or gains:
         return EIGHT_BIT_SHAPES[dim]
-    return SHAPES[dim] if dim in SHAPES else FUSED_SHAPES[dim]
+    fused = dim not in SHAPES or request.max_query_len * request.group <= _fused_up_to(request.layout.spec)
+    return FUSED_SHAPES[dim] if fused else SHAPES[dim]
+
+
+def _fused_up_to(spec: CodecSpec) -> int:
+    """Rows of a sequence up to which unpacking for every block of them is known to gain."""
+    sides = (spec.key, spec.value)
+    if any(side.kind not in (Kind.LLOYD, Kind.UNIFORM) or side.bits > MOST_BITS for side in sides):
+        return 0
+    lloyd = all(side.kind == Kind.LLOYD for side in sides)
+    return min(FUSED_UP_TO.get(spec.key_dim, 0), FUSED_UP_TO[128] if lloyd else UNIFORM_FUSED_UP_TO)
+
+
+def most_packed_queries(request: AttendRequest) -> int:
+    """Queries of a sequence up to which its pages are attended as decode attends them.
+
+    Decode reads pages again for every few rows, but splits contexts: it keeps what would not keep the device busy.
+    """
+    group, device, rows = request.group, request.query.device, request.max_query_len * request.group
+    few = max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // group)) - 1
+    if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not runs_on(device):
+        return MAX_DECODE_QUERIES
+    if request.options.prefill == EIGHT_BIT or refusal(request) is not None:
+        return MAX_DECODE_QUERIES
+    most_long = min(request.seq_lens.shape[0], request.query.shape[0] // (few + 1))
+    busy = most_long * request.pages.shape[1] >= 0.9 * _multiprocessors(device)
+    return few if busy and rows <= _fused_up_to(request.layout.spec) else MAX_DECODE_QUERIES
 
 
 @lru_cache(maxsize=64)
@@ -186,16 +221,17 @@ def cut_passes(
 
 
 def attend_prefill(
-    request: AttendRequest, launch: Launcher, budget: int = WORKSPACE_BYTES, shape: Shape | None = None
-) -> None:
-    """The sequences of more than MAX_DECODE_QUERIES queries: one launch if fused, else two a pass."""
+    request: AttendRequest, launch: Launcher, budget: int = WORKSPACE_BYTES, shape: Shape | None = None,
+    most_queries: int = MAX_DECODE_QUERIES,
+) -> None:  # fmt: skip
+    """The sequences of more than ``most_queries`` queries: one launch if fused, else two a pass."""
     total, sequences = request.query.shape[0], request.seq_lens.shape[0]
-    most_long = min(sequences, total // (MAX_DECODE_QUERIES + 1))
+    most_long = min(sequences, total // (most_queries + 1))
     if most_long == 0:
         return
     shape, options = shape or shape_of(request), request.options
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
-    args = _attend_args(request, sinks)
+    args = _attend_args(request, sinks, most_queries)
     to_attend = attend_defines(
         request.layout, shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
         options.sliding_window is not None, options.softcap > 0,
@@ -237,7 +273,7 @@ def _attend_in_passes(
         pages=args.pages, table=args.table, lengths=args.lengths, starts=args.starts, key_levels=args.key_levels,
         value_levels=args.value_levels, keys=args.keys, values=args.values, units=args.units,
         page_stride=args.page_stride, page_head_stride=args.page_head_stride, table_stride=args.table_stride,
-        heads=num_kv_heads, most_queries=MAX_DECODE_QUERIES, tiles=tiles, ranks=ranks,
+        heads=num_kv_heads, most_queries=args.most_queries, tiles=tiles, ranks=ranks,
         window=request.options.sliding_window or NO_WINDOW, **_byte_tables(layout, shape),
     )  # fmt: skip
     to_unpack = unpack_defines(layout, shape)
@@ -251,7 +287,7 @@ def _attend_in_passes(
             attend()
 
 
-def _attend_args(request: AttendRequest, sinks: Tensor | None) -> AttendArgs:
+def _attend_args(request: AttendRequest, sinks: Tensor | None, most_queries: int) -> AttendArgs:
     """All but what depends on where unpacked tiles are, and which."""
     query, out, pages, options, spec = (
         request.query, request.out, request.pages, request.options, request.layout.spec,
@@ -265,7 +301,7 @@ def _attend_args(request: AttendRequest, sinks: Tensor | None) -> AttendArgs:
         scale=request.softmax_scale * LOG2E, softcap=options.softcap * LOG2E, key_norm=key.orthonormal,
         value_norm=value.orthonormal, key_sign_bits=_signs(spec.key_dim, spec.seed),
         value_sign_bits=_signs(spec.value_dim, spec.seed), sequences=sequences, heads=pages.shape[1],
-        group=request.group, most_queries=MAX_DECODE_QUERIES, causal=options.causal,
+        group=request.group, most_queries=most_queries, causal=options.causal,
         window=options.sliding_window or 0, query_blocks=query.shape[0] // (ROWS // request.group) + sequences,
         aligned=all(x * out.element_size() % 16 == 0 for x in out.stride()[:2]) and out.data_ptr() % 16 == 0,
         pages=pages.data_ptr(), table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
