@@ -77,7 +77,8 @@ class Observer:
         return shifted
 
     def _before_attention(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        query, key = (kwargs.get(name, args[place] if place < len(args) else None) for place, name in enumerate("qk"))
+        query: Tensor = kwargs["q"] if "q" in kwargs else args[0]
+        key: Tensor | None = kwargs["k"] if "k" in kwargs else args[1]
         if key is None:  # it reads another layer's tokens
             return
         count = min(query.shape[0], self._positions.shape[0])
