@@ -75,6 +75,11 @@ def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
     return prefill.ATTEND, dict(defines), "sm_90a"
 
 
+def _prefill_fused(format: str, dim: int) -> Variant:
+    defines = prefill.attend_defines(_layout(format, dim), prefill.FUSED_SHAPES[dim], BF16, BF16, False, False)
+    return prefill.ATTEND, dict(defines), "sm_90a"
+
+
 def _latent(format: str, heads: int) -> Variant:
     layout, bf16 = PageLayout(LatentSpec.parse(format), 64), torch.bfloat16
     cut = latent.even_cut(layout, heads, H200) or split.cut_for(layout, heads, 1, 32, 32768, H200)
@@ -112,6 +117,8 @@ def variants() -> dict[str, Variant]:
         "prefill-window": _prefill(128, window=True),
         "prefill-d256": _prefill(256),
         "prefill-d256-softcap": _prefill(256, softcap=True),
+        **{f"prefill-fused-d{dim}": _prefill_fused("k4v4", dim) for dim in prefill.FUSED_SHAPES},
+        "prefill-fused-k5vu4": _prefill_fused("k5vu4", 96),
         "prefill-unpack-d256": _unpack("k4v4", 256),
         **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},
         **{f"prefill-bytes-d{dim}": _prefill_bytes(dim) for dim in prefill.EIGHT_BIT_SHAPES},

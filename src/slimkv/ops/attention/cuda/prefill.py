@@ -254,7 +254,7 @@ def _attend_in_passes(
     attend: Callable[[], None],
 ) -> None:  # fmt: skip
     """Unpacks what the workspace holds and attends it, time after time."""
-    pages, layout, device, num_kv_heads = request.pages, request.layout, request.query.device, request.pages.shape[1]
+    layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
     longest, sequences, dim = max(1, request.max_seq_len), args.sequences, layout.spec.key_dim
     batch = Batch(most_long, num_kv_heads, args.query_blocks - sequences, longest)
     ranks, tiles = cut_passes(layout, shape, batch, _multiprocessors(device), budget)
@@ -380,6 +380,11 @@ def _levels_bytes(fmt: TensorFormat) -> int:
     return 4 << fmt.bits if fmt.kind == Kind.LLOYD else 0
 
 
+def _level_entries(fmt: TensorFormat) -> int:
+    """Of the table that ``attend`` looks levels up in, if it does."""
+    return 1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > MOST_BITS else 0
+
+
 @lru_cache(maxsize=256)
 def attend_defines(
     layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool
@@ -387,14 +392,15 @@ def attend_defines(
     """What prefill/attend.cu is compiled with."""
     spec, shared, pages = layout.spec, shared_bytes(layout.spec.key_dim, shape), {}
     if shape.fused:
-        entries = [1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > MOST_BITS else 0 for fmt in (spec.key, spec.value)]
-        alike = spec.key == spec.value
-        pages = _page_defines(layout) | {"K_LEVELS": entries[0], "V_LEVELS": entries[1], "ONE_TABLE": int(alike), "ROTATION_CORE": core_size(spec.key_dim)}
-        shared += 128 * (entries[0] if alike else sum(entries))
+        keys, values, alike = _level_entries(spec.key), _level_entries(spec.value), spec.key == spec.value
+        tables = {"K_LEVELS": keys, "V_LEVELS": values, "ONE_TABLE": int(alike)}
+        pages = _page_defines(layout) | tables | {"ROTATION_CORE": core_size(spec.key_dim)}
+        shared += 128 * (keys if alike else keys + values)
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
-        "FUSED": int(shape.fused), "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers, "STAGES": shape.stages,
-        "SHARED": shared, "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "FUSED": int(shape.fused), "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers,
+        "STAGES": shape.stages, "SHARED": shared, "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type,
+        "OUT_TYPE": out_type,
         "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated), **pages,
     })  # fmt: skip
 

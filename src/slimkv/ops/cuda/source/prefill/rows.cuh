@@ -83,7 +83,7 @@ DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operan
     u32 words[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) words[i] = pack_f16x2(x[8 * j + i] * down, x[8 * j + 4 + i] * down);
-    *(Words4*)(operand + unit_at(j / 2, row, 2 * t + j % 2, GROUP_ROWS)) = {words[0], words[1], words[2], words[3]};
+    *(Words4*)(operand + unit_at(j / 2, row, FUSED ? 2 * t + j % 2 : 4 * (j % 2) + t, GROUP_ROWS)) = {words[0], words[1], words[2], words[3]};
   }
   return as_float(exponent << 23) * (args.scale < 0 ? -args.scale : args.scale);
 }

@@ -5,12 +5,12 @@
 // very order in which the tensor cores read shared memory (hopper.cuh), so that loading a tile is one copy. Dimensions are
 // permuted within it, as they fall to the lanes that unpack them; only bits of their number change places, which a
 // Hadamard transform does not notice:
-//   keys: place 64 h + 16 t + 8 j + 4 b + 2 c + a is dimension 64 h + 32 j + 16 a + 8 b + 2 t + c   (h < D / 64, t < 4)
+//   keys: place 64 h + 32 j + 8 t + 4 b + 2 c + a is dimension 64 h + 32 j + 16 a + 8 b + 2 t + c   (h < D / 64, t < 4)
 //   values: place 64 h + 8 g + 4 s + 2 b + a is dimension 64 h + 32 s + 16 a + 8 b + g              (h < D / 64, g < 8)
-// FUSED head sizes that are no multiples of 64 have 32 places for the rest, or 64, some of them zeros. Of 32:
+// Neighbours come from two slices of a page, so that 16 bits are between their codes as they are between halves.
+// FUSED: keys have place 64 h + 16 t + 8 j + 4 b + 2 c + a, so that lanes that store units at the same time have all banks of
+// shared memory. Head sizes that are no multiples of 64 have 32 places for the rest, or 64, some of them zeros. Of 32:
 //   keys: place 8 t + 4 b + 2 c + a is dimension 16 a + 8 b + 2 t + c; values: place 4 g + 2 b + a is dimension 16 a + 8 b + g
-// Neighbours come from two slices of a page, so that 16 bits are between their codes as they are between halves, and lanes
-// that store units at the same time have all banks of shared memory.
 //
 // EIGHT_BIT: keys are twice their levels, as bytes. A row of 128 bytes has a token, or at head size 64 token n and token
 // n + STEP / 2. Behind the rows are numbers of the tokens (struct TokenNumbers), which take their scales' part.

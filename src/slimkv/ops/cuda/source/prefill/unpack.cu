@@ -260,7 +260,7 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
         words.z = pack_f16x2(x[4 * i + 2] * f.scale + f.zero, y[4 * i + 2] * f.scale + f.zero);
         words.w = pack_f16x2(x[4 * i + 3] * f.scale + f.zero, y[4 * i + 3] * f.scale + f.zero);
       }
-      *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 2 * t + j % 2, STEP)) = words;
+      *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 4 * (j % 2) + t, STEP)) = words;
     }
   }
   if constexpr (EIGHT_BIT) {
