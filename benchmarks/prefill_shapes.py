@@ -1,4 +1,4 @@
-"""Times every cut of the 8-bit prefill kernel beside the 16-bit one, each checked first, on a Hopper GPU.
+"""Times every cut of the 8-bit and the fused prefill kernels beside the 16-bit one, each checked first, on Hopper.
 
     python benchmarks/prefill_shapes.py [--json FILE] [--cells PATTERN ...]
 
@@ -27,6 +27,10 @@ from slimkv.ops.attention.cuda.prefill import Shape
 
 SHAPES = {
     "halves": Shape(128, 2),
+    **{
+        f"fused-{producers}x{registers}": Shape(128, 2, fused=True, producers=producers, producer_registers=registers)
+        for producers, registers in ((1, 72), (1, 88), (1, 104), (2, 56), (2, 64))
+    },
     **{f"bytes-{stages}": Shape(128, stages, True) for stages in (2, 3, 4)},
     **{f"bytes-4-promote{n}": Shape(128, 4, True, promote=n) for n in (4, 16, 1 << 20)},
 }
@@ -71,9 +75,10 @@ def main() -> int:
     for dim in (64, 128):
         for name, shape in SHAPES.items():
             print(f"{name:24} d{dim}: worst row {check(name, shape, dim, device):.1e}", flush=True)
-    eight_bit = tuple(cell for cell in ATTEND_CELLS + MORE_ATTEND_CELLS if cell.prefill == "8bit")
+    every = ATTEND_CELLS + MORE_ATTEND_CELLS
+    cells = tuple(cell for cell in every if cell.prefill == "8bit" or cell.name.startswith("chunk-64q"))
     timer, rows = Timer(device), []
-    for cell in choose(eight_bit, options.cells, None):
+    for cell in choose(cells, options.cells, None):
         torch.manual_seed(0)
         case = Case.create(cell, "cuda", device)
         request, launch = request_of(case), prefill.launcher(device)
