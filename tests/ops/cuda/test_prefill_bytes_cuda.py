@@ -211,16 +211,16 @@ def test_eight_bits_are_taken_where_they_must_be_or_gain(monkeypatch):
     built = build(SHORT, CPU)
     request = request_of(built, *poisoned_out(SHORT, built))
     auto, must = (replace(request, options=replace(request.options, prefill=p)) for p in ("auto", "8bit"))
-    bytes_, halves = prefill_cuda.EIGHT_BIT_SHAPES[64], prefill_cuda.SHAPES[64]
-    assert prefill_cuda.shape_of(request) == halves
+    bytes_ = prefill_cuda.EIGHT_BIT_SHAPES[64]
+    assert not prefill_cuda.shape_of(request).eight_bit
     assert prefill_cuda.shape_of(must) == bytes_
     monkeypatch.setattr(prefill_cuda, "FASTER_IN_EIGHT_BITS", frozenset())
-    assert prefill_cuda.shape_of(auto) == halves
+    assert not prefill_cuda.shape_of(auto).eight_bit
     monkeypatch.setattr(prefill_cuda, "FASTER_IN_EIGHT_BITS", frozenset({64}))
     assert prefill_cuda.shape_of(auto) == bytes_
     fine = build(replace(SHORT, format="k5v4"), CPU)
     request = request_of(fine, *poisoned_out(SHORT, fine))
-    assert prefill_cuda.shape_of(replace(request, options=auto.options)) == halves
+    assert prefill_cuda.shape_of(replace(request, options=auto.options)).eight_bit is False
 
 
 ON_A_GPU = [

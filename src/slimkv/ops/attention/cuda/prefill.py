@@ -175,11 +175,11 @@ def most_packed_queries(request: AttendRequest) -> int:
     few = max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // group)) - 1
     if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not runs_on(device):
         return MAX_DECODE_QUERIES
-    if request.options.prefill == EIGHT_BIT or refusal(request) is not None:
+    if refusal(request) is not None or rows > _fused_up_to(request.layout.spec) or not shape_of(request).fused:
         return MAX_DECODE_QUERIES
     most_long = min(request.seq_lens.shape[0], request.query.shape[0] // (few + 1))
     busy = most_long * request.pages.shape[1] >= 0.9 * _multiprocessors(device)
-    return few if busy and rows <= _fused_up_to(request.layout.spec) else MAX_DECODE_QUERIES
+    return few if busy else MAX_DECODE_QUERIES
 
 
 @lru_cache(maxsize=64)
