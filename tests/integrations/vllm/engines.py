@@ -48,12 +48,18 @@ def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str)
     return _scenario({"engine": {**BASE, **engine}, "runs": runs}, extra)
 
 
+def run_engines(*each: tuple[dict[str, Any], list[dict[str, Any]]], **extra: str) -> list[dict[str, Any]]:
+    """``run_engine`` of several engines with their runs, all at the same time."""
+    requests = [{"engine": {**BASE, **engine}, "runs": runs} for engine, runs in each]
+    return _scenario({"engines": requests}, extra)
+
+
 def refusals(engine: dict[str, Any], refused: dict[str, dict[str, Any]], **extra: str) -> dict[str, str]:
     """What engines say that must not start: ``refused`` has the arguments of each beside those of ``engine``."""
     return _scenario({"engine": {**BASE, **engine}, "refused": refused}, extra)
 
 
-def _scenario(request_fields: dict[str, Any], extra: dict[str, str]) -> dict[str, Any]:
+def _scenario(request_fields: dict[str, Any], extra: dict[str, str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         request, result = Path(folder, "request.json"), Path(folder, "result.json")
         request.write_text(json.dumps(request_fields))
