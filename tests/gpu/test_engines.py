@@ -15,10 +15,12 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+sys.path.insert(0, str(Path(__file__).parent.parent / "integrations"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
 
 import transformers
-from engines import NGRAM, engine, long, model_folder, ragged, repeating, run, run_engine, run_engines, slimkv
+from engines import NGRAM, engine, repeating, run_engine, run_engines, slimkv
+from prompts import long, model_folder, ragged, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
