@@ -83,14 +83,14 @@ def test_attend(case):
 FEW = replace(LONG, lens=(150,), queries=(34,))
 FUSED = [
     LONG,
-    *(replace(FEW, format=f) for f in ("k1v3", "k5v6", "fp8", "ku8vur3")),
+    *(replace(FEW, format=f) for f in ("k5v6", "fp8", "ku8vur3")),
     replace(FEW, dim=80, format="k2v3", dtype="fp32", out_dtype="bf16", scale=-0.2, strided=True),
     replace(FEW, dim=96, window=20, sinks=True, softcap=3.0),
     replace(FEW, dim=112, format="k8vu4", causal=False),
     *(replace(FEW, dim=dim) for dim in (128, 192, 256)),
     replace(LONG, window=100, softcap=2.0),
     replace(LONG, lens=(33, 300, 0, 128), queries=(33, 33, 40, 100), num_kv_heads=2, group=3, page=64),
-    *(replace(FEW, value_norm=norm, dtype="fp32") for norm in (1e-6, 1e5)),
+    replace(FEW, format="k1v3", value_norm=1e-6, dtype="fp32"),
     replace(FEW, key_norm=1e3, query_norm=0.5, peaked=True),
 ]
 
