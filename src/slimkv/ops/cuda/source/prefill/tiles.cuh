@@ -17,7 +17,7 @@
 // Numbers of tokens come in that order too. Behind the dimensions are eight rows that make the products sum the weights: two digits
 // of unit / scale of each token, where unit is 2^-4 of the power of two above the tile's largest scale. The quotient, 2^-4 to 2^8, is
 // row 2 i + row 2 i + 1 / 2^5 for tokens 4 n + i, and scales are such that it is so exactly. Products drop what is below 2^-13 of
-// the largest that they add up: a token that draws much attention hides small ones of its own four rows only.
+// the largest that they add up: a token that draws much attention hides small ones of a quarter of its tile only.
 #pragma once
 #include "common/intrinsics.cuh"
 

@@ -12,8 +12,8 @@ constexpr int S = D / 16, WARPS = STEP / 16, LARGEST_EXPONENT = 6, FIELD_BIAS = 
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 constexpr int LEVELS_K = K_KIND == LLOYD ? 1 << K_BITS : 0, LEVELS_V = V_KIND == LLOYD ? 1 << V_BITS : 0;
 // Values as bytes are put together in shared memory: a warp has 16 tokens of every row of theirs, which are half a sector.
-constexpr int STAGED_AT = EIGHT_BIT ? (4 * (2 * WARPS + LEVELS_K + LEVELS_V) + 15) / 16 * 16 : 0;
-static_assert((EIGHT_BIT ? STAGED_AT + VALUES_BYTES : 4 * (2 * WARPS + LEVELS_K + LEVELS_V)) == SHARED, "the launcher counts shared memory as this file does");
+constexpr int LEVELS_END = 4 * (2 * WARPS + LEVELS_K + LEVELS_V), STAGED_AT = (LEVELS_END + 15) / 16 * 16;
+static_assert((EIGHT_BIT ? STAGED_AT + VALUES_BYTES : LEVELS_END) == SHARED, "the launcher counts shared memory as this file does");
 
 struct UnpackArgs {
   const u8* pages;
