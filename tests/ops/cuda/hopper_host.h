@@ -192,12 +192,18 @@ template <int N> struct WgmmaBytes {
       c[i] = sum;
     }
   }
-  // The tensor cores of sm_90 keep about 14 bits of such sums, and drop the others.
+  // The tensor cores of sm_90 add up what they multiply as numbers of one exponent, that of the largest of them and of the sum so
+  // far, and drop what is below the 14th bit: of each product, not of the sum.
   static void e4m3(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
     each("e4m3", a0, a1, a2, a3, b, [&](int at, const u8* row, const u8* column) {
-      double sum = add ? c[at] : 0.0;
-      for (int k = 0; k < 32; k++) sum += (double)e4m3_to_f32(row[k]) * e4m3_to_f32(column[k]);
-      c[at] = as_float(as_bits((float)sum) & ~0x3FFu);
+      float terms[33], largest = 0.0f;
+      for (int k = 0; k < 32; k++) terms[k] = e4m3_to_f32(row[k]) * e4m3_to_f32(column[k]);
+      terms[32] = add ? c[at] : 0.0f;
+      for (float x : terms) largest = !(fabsf(x) <= largest) ? fabsf(x) : largest;
+      const float last = as_float(as_bits(largest) & 0x7F800000u) * (1.0f / 8192);
+      float sum = 0.0f;
+      for (float x : terms) sum += largest > 0.0f && largest < 1e30f ? truncf(x / last) * last : x;
+      c[at] = sum;
     });
   }
 

@@ -130,6 +130,24 @@ def test_attend(case):
 
 
 @emulated
+def test_a_token_that_draws_nearly_all_attention_leaves_small_ones_their_share():
+    """They are so small that sums of e4m3 drop them beside it, and that e4m3 has few bits for them."""
+    case, token = replace(SHORT, group=1, lens=(600,)), 300
+    built = build(case, CPU)
+    kv = eight_bit.operands(built.codec, built.layout, built.pages, built.positions(0))
+    key = kv.key[token, 0] * kv.key_scale[token, 0]
+    towering = key @ built.codec.rotate_query(torch.eye(case.dim)[:, None])[:, 0].T
+    nats = torch.linspace(6.5, 7.5, case.queries[0])[:, None]
+    built.query[:, 0] = (nats * towering * case.dim**0.5 / towering.square().sum()).to(built.query.dtype)
+    (out, lse), (want, want_lse) = poisoned_out(case, built), poisoned_out(case, built)
+    request = request_in_bytes(built, out, lse)
+    prefill_cuda.attend_prefill(request, launch)
+    ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
+    assert row_errors(out, want.double()).max() < 2e-3
+    assert (lse - want_lse).abs().max() < 1.5e-3
+
+
+@emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(128, 2, True, 2), (128, 3, True, 1)], ids=str)
 def test_shapes(shape):

@@ -12,7 +12,9 @@ Sums are exact in int8 and float32 in e4m3. E is an integer, so that weights are
 are so small that e4m3 has no more bits for them): an implementation may let E follow the maximum as it likes. The
 denominator has the rounded weights, so that they always sum to 1.
 
-A value whose scale is below 2^-16 of the power of two above the largest of its tile of 128 tokens counts as zero.
+The scale of a value is rounded so that its inverse has two digits of e4m3, which the tensor cores sum the weights with:
+to 2^-8 and better. A value whose scale is below 2^-12 of the power of two above the largest of its tile of 128 tokens
+counts as zero.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from slimkv.spec import CodecSpec, Kind, PageLayout
 
 LOG2E = math.log2(math.e)
 TILE = 128
-LEAST_VALUE = 2.0**-16  # of the power of two above a tile's largest scale
+LEAST_VALUE = 2.0**-12  # of the power of two above a tile's largest scale
+MOST_QUOTIENT = 256.0  # of the unit of a tile and a scale
 TOP = 7  # the largest weight is in (2^(TOP - 1), 2^TOP]
 
 
@@ -86,8 +89,15 @@ def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor, see
         torch.tensor(key_levels.key, dtype=torch.float32, device=device)[key.codes.long()],
         torch.where(marked, torch.nan, key_scale * 0.5),
         torch.where(zero[..., None], 0.0, levels),
-        torch.where(zero, least, scale) / value_levels.value_factor,
+        _with_two_digits(torch.where(zero, least, scale), least * MOST_QUOTIENT) / value_levels.value_factor,
     )
+
+
+def _with_two_digits(scale: Tensor, unit: Tensor) -> Tensor:
+    """Scales whose quotient, ``unit`` over them, is a number of e4m3 and 2^-5 of another."""
+    quotient = unit / scale
+    first = quotient.to(torch.float8_e4m3fn).float()
+    return unit / (first + ((quotient - first) * 32).to(torch.float8_e4m3fn).float() / 32)
 
 
 def rounded_queries(rotated: Tensor) -> tuple[Tensor, Tensor]:

@@ -360,7 +360,7 @@ def unpack_defines(layout: PageLayout, shape: Shape) -> Defines:
     """What prefill/unpack.cu is compiled with."""
     return Defines({
         "D": layout.spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), **_page_defines(layout),
-        "SHARED": shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value),
+        "SHARED": _unpack_shared_bytes(layout, shape),
     })  # fmt: skip
 
 
@@ -374,6 +374,12 @@ def _page_defines(layout: PageLayout) -> dict[str, int]:
 
     pages = {"BLOCK_SIZE": layout.block_size, "V_CODES": layout.value.codes_offset}
     return pages | side("K", layout.key) | side("V", layout.value)
+
+
+def _unpack_shared_bytes(layout: PageLayout, shape: Shape) -> int:
+    """Shared memory of a block of ``unpack``: exponents, levels and a tile of values as bytes."""
+    levels = shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value)
+    return -(-levels // 16) * 16 + shape.values_bytes(layout.spec.value_dim) if shape.eight_bit else levels
 
 
 def _levels_bytes(fmt: TensorFormat) -> int:

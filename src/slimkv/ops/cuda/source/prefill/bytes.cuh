@@ -7,7 +7,7 @@ constexpr int OUTPUTS = D / 2;
 // Weights, by their exponents. The largest of e4m3 is what 432 and more are rounded to. A tile with one of those is weighed again,
 // from a reference that brings its largest below 2^FRESH_WEIGHT. LARGE ones are good, but the next tile's may not be: the reference
 // is raised by LIFT for it.
-constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 6.0f, LIFT = 3.0f;
+constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 1.0f;
 constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u, TOP_BITS = 0x80808080u;  // to bit 7 of a byte: from 0x7E, from 2^7
 // Sums of bytes, in parts of as many tokens as a row of keys has dimensions.
 constexpr int PARTS = STEP / D > 0 ? STEP / D : 1;
@@ -181,11 +181,9 @@ struct Softmax {
   }
 
   // What the products with a tile's digits add to the sums: those of the rounded weights, so that they sum to 1.
-  DEVICE_MEMBER void add_sums(const float* digits, float inverse, int t) {
-    const float first = t == 0 ? 1.0f : t == 1 ? 0.0009765625f : t == 2 ? 256.0f : 0.25f;
-    const float second = t == 0 ? 0.03125f : t == 2 ? 8.0f : 0.0f;
+  DEVICE_MEMBER void add_sums(const float* digits, float inverse) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) row_sum[r] = fma_rn(fma_rn(digits[2 * r], first, digits[2 * r + 1] * second), inverse, row_sum[r]);
+    for (int r = 0; r < 2; r++) row_sum[r] = fma_rn(fma_rn(digits[2 * r + 1], 0.03125f, digits[2 * r]), inverse, row_sum[r]);
   }
 };
 
@@ -231,7 +229,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
   };
   auto add_sums = [&] {
-    softmax.add_sums(digits, rings.scales[place.slot].value_inverse, t);
+    softmax.add_sums(digits, rings.scales[place.slot].value_inverse);
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
   };

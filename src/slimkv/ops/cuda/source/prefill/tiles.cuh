@@ -18,9 +18,10 @@
 // EIGHT_BIT: values are their levels as e4m3. A row of 128 bytes has a dimension (of the places above), tokens side by side
 // in the order in which pages have them, which is that in which lanes hold the scores of tokens in their natural order:
 //   place 16 w + 4 t + 2 m + b is token 16 w + 8 m + 2 t + b
-// Numbers of tokens come in that order too. Behind the dimensions are eight rows that make the products sum the weights: digits
-// of unit / scale of each token, where unit is the power of two above the tile's largest scale and the quotient at most 2^16.
-// A quotient below 2^8 is row 0 + row 1 / 2^5 + row 2 / 2^10, another 2^8 times (row 4 + row 5 / 2^5 + row 6 / 2^10).
+// Numbers of tokens come in that order too. Behind the dimensions are eight rows that make the products sum the weights: two digits
+// of unit / scale of each token, where unit is 2^-4 of the power of two above the tile's largest scale. The quotient, 2^-4 to 2^8, is
+// row 2 i + row 2 i + 1 / 2^5 for tokens 4 n + i, and scales are such that it is so exactly. Products drop what is below 2^-13 of
+// the largest that they add up: a token that draws much attention hides small ones of a quarter of its tile only.
 #pragma once
 #include "common/intrinsics.cuh"
 
@@ -41,6 +42,7 @@ enum TokenNumber {
   KEY_SCALE,    // of the integer product
   VALUE_SCALE,  // of the value's numbers
 };
+constexpr float MOST_QUOTIENT = 256.0f;  // of a unit and a scale
 // Added to a number below 2^22 it leaves the nearest integer in the lowest bits.
 constexpr float MAGIC_FLOAT = 12582912.0f;
 

@@ -11,7 +11,9 @@
 constexpr int S = D / 16, WARPS = STEP / 16, LARGEST_EXPONENT = 6, FIELD_BIAS = 40;
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 constexpr int LEVELS_K = K_KIND == LLOYD ? 1 << K_BITS : 0, LEVELS_V = V_KIND == LLOYD ? 1 << V_BITS : 0;
-static_assert(4 * (2 * WARPS + LEVELS_K + LEVELS_V) == SHARED, "the launcher counts shared memory as this file does");
+// Values as bytes are put together in shared memory: a warp has 16 tokens of every row of theirs, which are half a sector.
+constexpr int LEVELS_END = 4 * (2 * WARPS + LEVELS_K + LEVELS_V), STAGED_AT = (LEVELS_END + 15) / 16 * 16;
+static_assert((EIGHT_BIT ? STAGED_AT + VALUES_BYTES : LEVELS_END) == SHARED, "the launcher counts shared memory as this file does");
 
 struct UnpackArgs {
   const u8* pages;
@@ -99,10 +101,25 @@ DEVICE void store_int8_keys(const UnpackArgs& args, const Codes& codes, bool som
   }
 }
 
+// Where unit `unit` of row `row` of the values is in shared memory. Rows that lanes store to at a time are 8 apart.
+DEVICE int staged_unit(int row, int unit) { return row * STEP + ((unit ^ (row >> 3 & 7)) << 4); }
+
 // The scale of a token's value; 0 where K or V is marked.
 DEVICE float value_scale_at(const u8* page, int place) {
   const bool bad = marked<K_KIND>(page + K_FIELDS, place) || marked<V_KIND>(page + V_FIELDS, place);
   return bad ? 0.0f : scale_of(field_bits(page + V_FIELDS, place));
+}
+
+// Two digits of unit / scale of a value, as e4m3 (tiles.cuh). Scales below `value_limit` count as that.
+struct Digits { u32 first, second; };
+DEVICE float e4m3_of(float x, u32& bits) {
+  bits = pack_e4m3x2(x, 0.0f) & 0xFF;
+  return f16_to_f32(unpack_e4m3x2(bits) & 0xFFFF);
+}
+DEVICE float digits_of(const u8* page, int place, float value_limit, Digits& digits) {
+  const float x = div_rn(value_limit * MOST_QUOTIENT, max_f32(value_scale_at(page, place), value_limit));
+  const float first = e4m3_of(x, digits.first);
+  return first + e4m3_of((x - first) * 32.0f, digits.second) * 0.03125f;
 }
 
 // What the scales of a token become (tiles.cuh), by lanes 0-15 of the warp. Values below `value_limit` count as zero.
@@ -113,34 +130,27 @@ DEVICE void store_token_numbers(const UnpackArgs& args, const u8* page, int begi
   if (seen.has(begin + lane)) {
     const bool bad = marked<K_KIND>(page + K_FIELDS, place + lane) || marked<V_KIND>(page + V_FIELDS, place + lane);
     key = bad ? NOT_A_NUMBER : scale_of(field_bits(page + K_FIELDS, place + lane)) * 0.5f;
-    value = div_rn(max_f32(value_scale_at(page, place + lane), value_limit), args.value_factor);
+    Digits digits;
+    value = div_rn(div_rn(value_limit * MOST_QUOTIENT, digits_of(page, place + lane, value_limit, digits)), args.value_factor);
   }
   const int at = 16 * warp + token_place(lane);
   *(float*)(keys + token_number_at(KEY_SCALE, at)) = key;
   *(float*)(keys + token_number_at(VALUE_SCALE, at)) = value;
 }
 
-// The rows of digits (tiles.cuh), by lanes 0-15 of the warp. unit = 2^16 value_limit.
-DEVICE void store_digits(const u8* page, int begin, Seen seen, int place, int warp, int lane, float value_limit, u8* values) {
+// The rows of digits (tiles.cuh), by lanes 0-15 of the warp.
+DEVICE void store_digits(const u8* page, int begin, Seen seen, int place, int warp, int lane, float value_limit, u8* staged) {
   if (lane >= 16) return;
-  float x = 0.0f;
-  if (seen.has(begin + lane)) x = div_rn(value_limit * 65536.0f, max_f32(value_scale_at(page, place + lane), value_limit));
-  const bool large = x >= 256.0f;
-  if (large) x *= 0.00390625f;
+  Digits digits = {0, 0};
+  if (seen.has(begin + lane)) digits_of(page, place + lane, value_limit, digits);
 #pragma unroll
-  for (int c = 0; c < 8; c++) {
-    u32 digit = 0;
-    if (c % 4 < 3 && large == c / 4) {
-      digit = pack_e4m3x2(x, 0.0f) & 0xFF;
-      x = (x - f16_to_f32(unpack_e4m3x2(digit) & 0xFFFF)) * 32.0f;
-    }
-    values[STEP * D + c * STEP + ((warp ^ c) << 4) + token_place(lane)] = (u8)digit;
-  }
+  for (int c = 0; c < 8; c++)
+    staged[staged_unit(D + c, warp ^ c) + token_place(lane)] = (u8)(lane % 4 != c / 2 ? 0 : c % 2 ? digits.second : digits.first);
 }
 
 // Values as e4m3: a lane's four tokens of a dimension are a word of the dimension's row. `real`: bytes of tokens to keep.
 template <class Codes>
-DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool some, u32 real, int warp, int lane, u8* values) {
+DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool some, u32 real, int warp, int lane, u8* staged) {
   constexpr u32 MAGNITUDE = (1u << (V_BITS - 1)) - 1;
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -157,7 +167,7 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
 #pragma unroll
     for (int a = 0; a < 2; a++) {
       const int place = 64 * (s / 4) + 8 * g + 4 * (s % 4 / 2) + 2 * a + s % 2;
-      *(u32*)(values + place * STEP + ((warp ^ (place & 7)) << 4) + 4 * t) = words[a];
+      *(u32*)(staged + staged_unit(place, warp ^ (place & 7)) + 4 * t) = words[a];
     }
   }
 }
@@ -212,13 +222,13 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
   key_exponent -= LARGEST_EXPONENT, value_exponent -= LARGEST_EXPONENT;
   if (EIGHT_BIT) key_exponent = 0;
   const float key_up = as_float((u32)(127 - key_exponent) << 23), value_up = as_float((u32)(127 - value_exponent) << 23);
-  // 2^-16 of the power of two above the tile's largest scale, which is 2^(value_exponent - 2): smaller ones count as zero.
-  const float value_limit = as_float((u32)(127 + value_exponent - 18) << 23);
+  // 2^-12 of the power of two above the tile's largest scale, which is 2^(value_exponent - 2): smaller ones count as zero.
+  const float value_limit = as_float((u32)(127 + value_exponent - 14) << 23);
   const i64 row = ((i64)rank * args.num_kv_heads + head) * args.tiles + tile;
   if (!EIGHT_BIT && thread_index() == 0)
     args.tile_scales[row] = {as_float((u32)(127 + key_exponent) << 23), (float)value_exponent, value_up, 0.0f};
   if (EIGHT_BIT && thread_index() == 0)
-    args.tile_scales[row] = {1.0f, 0.0f, div_rn(args.value_factor, value_limit * 65536.0f), 0.0f};
+    args.tile_scales[row] = {1.0f, 0.0f, div_rn(args.value_factor, value_limit * MOST_QUOTIENT), 0.0f};
 
   // -- the numbers
   u8* keys = args.keys + row * KEYS_BYTES;
@@ -270,8 +280,12 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
       const int at = 8 * (i / 2) + 2 * t + i % 2;
       if (seen.has(begin + at) && value_scale_at(page, place + at) >= value_limit) real |= 0xFFu << (8 * i);
     }
-    store_e4m3_values(args, value_codes, some, real, warp, lane, values);
-    store_digits(page, begin, seen, place, warp, lane, value_limit, values);
+    u8* staged = (u8*)shared + STAGED_AT;
+    store_e4m3_values(args, value_codes, some, real, warp, lane, staged);
+    store_digits(page, begin, seen, place, warp, lane, value_limit, staged);
+    sync_threads();
+    for (int i = thread_index(); i < VALUES_BYTES / 16; i += 32 * WARPS)
+      *(Words4*)(values + 16 * i) = *(const Words4*)(staged + staged_unit(i / 8, i % 8));
   }
 #pragma unroll
   for (int h = 0; !EIGHT_BIT && h < D / 64; h++) {
