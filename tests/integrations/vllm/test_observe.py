@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 import torch
 from engines import environment, run_engine, slimkv
+from observed import check_it_is_what_transformers_finds, write_llama
 
 from slimkv.calibration import Calibration
 
@@ -31,17 +32,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """A Llama with random weights."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=1,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("model")
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    return str(path)
+    return write_llama(tmp_path_factory.mktemp("model"))
 
 
 def observe(folder: str, target: Path, ranks: int) -> Calibration:
@@ -62,22 +53,7 @@ def observed(folder, tmp_path_factory) -> Calibration:
 
 
 def test_it_finds_what_transformers_finds(folder, observed):
-    import transformers
-
-    from slimkv.integrations.transformers.calibration.collect import gather_calibration
-
-    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
-    other = gather_calibration(model, costs=False, samples=(16, 128))
-    assert observed.identity == other.identity
-    assert observed.max_positions == other.max_positions == 2048
-    for number, layer in observed.layers.items():
-        want = other.layers[number]
-        assert layer.rotary.planes.tolist() == want.rotary.planes.tolist()
-        assert torch.allclose(layer.rotary.frequencies, want.rotary.frequencies, atol=1e-5)
-        # Other texts of the same model: close, and far from those of another head.
-        apart = (layer.query_moment - want.query_moment).norm(dim=(1, 2)) / want.query_moment.norm(dim=(1, 2))
-        swapped = (layer.query_moment - want.query_moment.flip(0)).norm() / want.query_moment.norm()
-        assert apart.max() < 0.5 * swapped
+    check_it_is_what_transformers_finds(folder, observed)
 
 
 def test_every_rank_sums_its_own_heads(folder, observed, tmp_path):
