@@ -15,7 +15,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-sys.path.insert(0, str(Path(__file__).parent.parent / "integrations"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "shared"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
 
 import transformers

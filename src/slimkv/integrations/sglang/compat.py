@@ -10,9 +10,9 @@ import logging
 from typing import Any
 
 from slimkv.errors import UnsupportedError
+from slimkv.integrations.sglang.names import BACKEND
 from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST, installed_version, text, version_numbers
 
-NAME = "slimkv"  # of the attention backend
 VERSION = installed_version()
 
 logger = logging.getLogger("sglang.slimkv")
@@ -59,7 +59,6 @@ if version_numbers(VERSION) > NEWEST_TESTED:
 
 __all__ = [
     "GPU_MEMORY_TYPE_KV_CACHE",
-    "NAME",
     "AttentionBackend",
     "AttentionType",
     "HookRegistry",
@@ -86,7 +85,7 @@ def server_options(server_args: Any) -> Any:
 
 def is_switched_on(server_args: Any) -> bool:
     """Whether slimkv is the attention backend of prefill or decode."""
-    return NAME in attention_backends_of(server_options(server_args))
+    return BACKEND in attention_backends_of(server_options(server_args))
 
 
 def check_hooks(targets: tuple[str, ...]) -> None:

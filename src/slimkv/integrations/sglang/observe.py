@@ -1,7 +1,7 @@
 """Calibration inside SGLang: the stock engine, with its own attention, says something and is listened to.
 
 SGLang's engine calls methods of its schedulers by name (``collective_rpc``), one scheduler for each GPU. While
-``plugin.LISTENING`` is in the environment, the plugin hooks that call, and ``Observer`` answers it. What the schedulers
+``names.LISTENING`` is in the environment, the plugin hooks that call, and ``Observer`` answers it. What the schedulers
 collect comes back in files, since SGLang brings back nothing but whether a call went well.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from slimkv.calibration import Calibration
 from slimkv.calibration.listener import ListeningPlan, ObservedLayer, QueryListener
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.sglang.plugin import LISTENING
+from slimkv.integrations.sglang.names import BACKEND, LISTENING
 
 PREFIX = "slimkv_"  # of the methods that schedulers are asked for
 
@@ -149,7 +149,7 @@ def gather_calibration(
     for name in ("pp_size", "dp_size"):
         if engine_options.get(name, 1) != 1:
             raise UnsupportedError(f"calibration in SGLang takes {name} = 1, not {engine_options[name]}; use tp_size")
-    if engine_options.get("attention_backend") == "slimkv":
+    if engine_options.get("attention_backend") == BACKEND:
         raise UnsupportedError("calibration listens to SGLang's own attention: leave out attention_backend slimkv")
     from slimkv.integrations.sglang.versions import installed_version
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from slimkv.errors import SlimKVError
+from slimkv.integrations.sglang.names import BACKEND, LISTENING
 
-NAME = "slimkv"  # of the attention backend
 DEFAULT_PAGE_SIZE = 64
 
 _CONFIGURATORS = "sglang.srt.model_executor.pool_configurator"
@@ -28,7 +28,6 @@ HOOKS = {
     f"{_WINDOWED}._recompute_cell_size": "recompute_cell_size",
 }
 TARGETS = (*HOOKS, _POOL_CLASS)
-LISTENING = "SLIMKV_SGLANG_LISTENS"  # in the environment while ``slimkv calibrate`` runs an engine
 _RPC = "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request"
 
 
@@ -42,9 +41,9 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import HYBRID_GDN_SM100_BACKENDS, register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    add_attention_backend_choices([NAME])
-    HYBRID_GDN_SM100_BACKENDS.add(NAME)
-    register_attention_backend(NAME)(_create_backend)
+    add_attention_backend_choices([BACKEND])
+    HYBRID_GDN_SM100_BACKENDS.add(BACKEND)
+    register_attention_backend(BACKEND)(_create_backend)
     register_resolution_hook("handle_attention_backend_compatibility")(_default_page_size)
     register_resolution_hook("handle_other_validations")(_check_options)
     for target, name in HOOKS.items():
@@ -57,7 +56,7 @@ def register() -> None:
 def _is_chosen(server_args: Any) -> bool:
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
-    return NAME in attention_backends_of(resolved_view(server_args))
+    return BACKEND in attention_backends_of(resolved_view(server_args))
 
 
 def _default_page_size(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -66,7 +65,7 @@ def _default_page_size(server_args: Any, previous: Callable[[Any], None]) -> Non
 
     previous(server_args)
     if _is_chosen(server_args) and resolved_view(server_args).page_size is None:
-        declare_resolution(server_args, NAME, page_size=DEFAULT_PAGE_SIZE)
+        declare_resolution(server_args, BACKEND, page_size=DEFAULT_PAGE_SIZE)
 
 
 def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.sglang.compat import (
-    NAME,
     AttentionType,
     RadixAttention,
     attention_backends_of,
     context_parallel_sizes,
     server_options,
 )
+from slimkv.integrations.sglang.names import BACKEND
 from slimkv.spec import BLOCK_SIZES, TILE_TOKENS
 
 PAGE_SIZES = tuple(size for size in BLOCK_SIZES if size >= TILE_TOKENS)
@@ -57,10 +57,10 @@ def check_options(server_args: Any) -> None:
     """Raises for server arguments with which slimkv cannot serve."""
     options = server_options(server_args)
     prefill, decode = attention_backends_of(options)
-    if prefill != NAME or decode != NAME:
+    if prefill != BACKEND or decode != BACKEND:
         raise InputError(
             f"slimkv's pages are read by slimkv's attention only: prefill is to use {prefill!r} and decode {decode!r}; "
-            f"use --attention-backend {NAME} and leave --prefill-attention-backend and --decode-attention-backend"
+            f"use --attention-backend {BACKEND} and leave --prefill-attention-backend and --decode-attention-backend"
         )
     if options.page_size not in PAGE_SIZES:
         raise InputError(
@@ -92,7 +92,7 @@ def _check_speculation(options: Any) -> None:
             f"slimkv verifies chains of drafted tokens, not trees: --speculative-eagle-topk must be 1, "
             f"not {options.speculative_eagle_topk}"
         )
-    if options.speculative_draft_attention_backend in (None, NAME):
+    if options.speculative_draft_attention_backend in (None, BACKEND):
         raise InputError(
             "the draft keeps a cache of its own in the model's dtype: name the backend that reads it, as in "
             "--speculative-draft-attention-backend fa3"
