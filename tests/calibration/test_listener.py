@@ -17,9 +17,10 @@ ROTARY = Rotary(HALVES, 100.0 ** -(torch.arange(DIM // 2, dtype=torch.float64) /
 FIELDS = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": HEADS * GROUP,
     "num_key_value_heads": HEADS, "head_dim": DIM, "vocab_size": 97, "bos_token_id": 1,
+    "max_position_embeddings": 2048,
 }  # fmt: skip
 CONFIG = SimpleNamespace(**FIELDS, to_dict=lambda: FIELDS)
-PLAN = ListeningPlan.of(CONFIG, 2048, 512, (2, 256), 0)
+PLAN = ListeningPlan.of(CONFIG, 512, (2, 256), 0)
 
 
 def queries(tokens: int, seed: int) -> torch.Tensor:
@@ -75,9 +76,9 @@ def test_what_an_engine_is_asked_for():
     assert PLAN.fragment == 128
     assert PLAN.first == [1] * 4  # the model's own first token
     assert len(set(PLAN.seeds)) == 4
-    assert ListeningPlan.of(CONFIG, 2048, 100, (2, 256), 0).fragment == 100
+    assert ListeningPlan.of(CONFIG, 100, (2, 256), 0).fragment == 100
     without = SimpleNamespace(**{**vars(CONFIG), "bos_token_id": None})
-    assert all(0 <= token < 97 for token in ListeningPlan.of(without, 2048, 512, (2, 256), 0).first)
+    assert all(0 <= token < 97 for token in ListeningPlan.of(without, 512, (2, 256), 0).first)
 
 
 def test_the_calibration_says_where_it_is_from():

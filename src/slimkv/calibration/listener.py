@@ -6,7 +6,7 @@ there are given, on the device and for the process's own heads. ``merge_ranks`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,10 @@ from slimkv.calibration.identity import ModelIdentity
 from slimkv.calibration.rotary import Rotary
 from slimkv.calibration.serving import rank_heads
 from slimkv.calibration.statistics import LayerStatistics
+from slimkv.errors import InputError
 
 FRAGMENT = 128  # tokens that are sampled in a row
+STEPS = 4  # that progress is told of
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,9 @@ class ListeningPlan:
     seed: int
 
     @classmethod
-    def of(cls, config: Any, declared: int, longest: int, samples: tuple[int, int], seed: int) -> ListeningPlan:
-        """For a text configuration of ``declared`` positions in an engine that takes prompts up to ``longest``."""
+    def of(cls, config: Any, longest: int, samples: tuple[int, int], seed: int) -> ListeningPlan:
+        """For a text configuration in an engine that takes prompts up to ``longest``."""
+        declared = int(getattr(config, "max_position_embeddings", None) or longest)
         generator = torch.Generator().manual_seed(seed)
         probe = torch.randint(config.vocab_size, (PROBE_TOKENS,), generator=generator).tolist()
         windows, tokens = samples
@@ -121,6 +124,27 @@ class ListeningPlan:
         seeds = [seed * 100_003 + row for row in range(rows)]
         return cls(probe, (0, *probe_shifts(declared)), first, length, seeds, declared, seed)
 
+    def listen(
+        self, ask: Callable[..., Any], read: Callable[[], Any], say: Callable[[], Any],
+        progress: Callable[[str, int, int], None],
+    ) -> None:  # fmt: skip
+        """Has an engine read and say it all; what its processes heard is then to be collected.
+
+        Args:
+            ask: calls a method of every process's listener by name.
+            read: has the engine read the probe.
+            say: has it go on from the first token of every fragment.
+            progress: told what is being done.
+        """
+        progress("what positions do", 1, STEPS)
+        for shift in self.shifts:
+            ask("probe", shift=shift)
+            read()
+        ask("measure")
+        progress("sampling", 2, STEPS)
+        say()
+        progress("collecting", 3, STEPS)
+
     def calibration(
         self, config: Any, parts: Iterable[dict[str, Any]], total_heads: int, max_positions: int | None, engine: str
     ) -> Calibration:
@@ -130,6 +154,12 @@ class ListeningPlan:
         read = len(self.first) * self.fragment
         source = f"{read} token ids sampled from the model in {engine}, seed {self.seed}"
         return Calibration(ModelIdentity.of(config), layers, source, held)
+
+
+def refuse_fixed(fixed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises where options of an engine are given that calibration sets itself."""
+    if clash := sorted(set(fixed) & set(given)):
+        raise InputError(f"calibration sets {', '.join(clash)} itself; leave it out of the engine's options")
 
 
 def merge_ranks(

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.listener import ListeningPlan, ObservedLayer, QueryListener
-from slimkv.errors import InputError, UnsupportedError
+from slimkv.calibration.listener import STEPS, ListeningPlan, ObservedLayer, QueryListener, refuse_fixed
+from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang.names import BACKEND, LISTENING
 
 PREFIX = "slimkv_"  # of the methods that schedulers are asked for
@@ -144,8 +144,7 @@ def gather_calibration(
         "model_path": model, "disable_cuda_graph": True, "disable_radix_cache": True, "disable_overlap_schedule": True,
         "skip_tokenizer_init": True, "random_seed": seed,
     }  # fmt: skip
-    if clash := sorted(set(fixed) & set(engine_options)):
-        raise InputError(f"calibration sets {', '.join(clash)} itself; leave it out of the engine's options")
+    refuse_fixed(fixed, engine_options)
     for name in ("pp_size", "dp_size"):
         if engine_options.get(name, 1) != 1:
             raise UnsupportedError(f"calibration in SGLang takes {name} = 1, not {engine_options[name]}; use tp_size")
@@ -156,7 +155,7 @@ def gather_calibration(
     installed_version()
     import sglang
 
-    progress("starting SGLang", 0, 4)
+    progress("starting SGLang", 0, STEPS)
     os.environ[LISTENING] = "1"
     engine = None
     try:
@@ -170,24 +169,22 @@ def gather_calibration(
 
 def _listen(engine: Any, samples: tuple[int, int], seed: int, max_positions: int | None, progress: Any) -> Calibration:
     config = engine.tokenizer_manager.model_config
-    text, steps = config.hf_text_config, 4
-    declared = int(getattr(text, "max_position_embeddings", None) or config.context_len)
-    plan = ListeningPlan.of(text, declared, config.context_len, samples, seed)
-    _call(engine, "attach")
-    progress("what positions do", 1, steps)
-    for shift in plan.shifts:
-        _call(engine, "probe", shift=shift)
-        engine.generate(input_ids=plan.probe, sampling_params={"max_new_tokens": 1, "temperature": 0})
-    _call(engine, "measure")
-    progress("sampling", 2, steps)
+    text = config.hf_text_config
+    plan = ListeningPlan.of(text, config.context_len, samples, seed)
+    once = {"max_new_tokens": 1, "temperature": 0}
     asked = {"max_new_tokens": plan.fragment - 1, "temperature": 1.0, "ignore_eos": True}
-    engine.generate(input_ids=[[token] for token in plan.first], sampling_params=asked)
-    progress("collecting", 3, steps)
+    _call(engine, "attach")
+    plan.listen(
+        lambda method, **given: _call(engine, method, **given),
+        lambda: engine.generate(input_ids=plan.probe, sampling_params=once),
+        lambda: engine.generate(input_ids=[[token] for token in plan.first], sampling_params=asked),
+        progress,
+    )
     with tempfile.TemporaryDirectory(prefix="slimkv-listen-") as folder:
         _call(engine, "collect", folder=folder)
         parts = [load_part(path) for path in sorted(Path(folder).iterdir())]
     made = plan.calibration(text, parts, int(config.num_key_value_heads), max_positions, "SGLang")
-    progress("calibrated", steps, steps)
+    progress("calibrated", STEPS, STEPS)
     return made
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.listener import ListeningPlan, ObservedLayer, QueryListener
-from slimkv.errors import InputError, UnsupportedError
+from slimkv.calibration.listener import STEPS, ListeningPlan, ObservedLayer, QueryListener, refuse_fixed
+from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm.compat import AttentionType, forward_metadata, layer_number, tensor_parallel_rank
 
 EXTENSION = "slimkv.integrations.vllm.observe.Observer"
@@ -102,31 +102,27 @@ def gather_calibration(
     """
     from vllm import LLM, SamplingParams
 
-    steps = 4
-    progress("starting vLLM", 0, steps)
+    progress("starting vLLM", 0, STEPS)
     fixed = {"enforce_eager": True, "enable_prefix_caching": False, "worker_extension_cls": EXTENSION}
-    if clash := sorted(set(fixed) & set(engine_options)):
-        raise InputError(f"calibration sets {', '.join(clash)} itself; leave it out of the engine's options")
+    refuse_fixed(fixed, engine_options)
     engine = LLM(model=model, **fixed, **engine_options)
     config = engine.llm_engine.vllm_config.model_config
     text = config.hf_text_config
-    declared = int(getattr(text, "max_position_embeddings", None) or config.max_model_len)
     if not sum(engine.collective_rpc("slimkv_attach")):
         raise UnsupportedError(f"vLLM runs no attention layer in {model} that calibration can see")
-    plan = ListeningPlan.of(text, declared, config.max_model_len, samples, seed)
-    progress("what positions do", 1, steps)
-    for shift in plan.shifts:
-        engine.collective_rpc("slimkv_probe", args=(shift,))
-        engine.generate({"prompt_token_ids": plan.probe}, SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
-    engine.collective_rpc("slimkv_measure")
-    progress("sampling", 2, steps)
+    plan = ListeningPlan.of(text, config.max_model_len, samples, seed)
+    once = SamplingParams(max_tokens=1, temperature=0.0)
     asked = [
         SamplingParams(max_tokens=plan.fragment - 1, temperature=1.0, seed=own, ignore_eos=True, detokenize=False)
         for own in plan.seeds
     ]
-    engine.generate([{"prompt_token_ids": [i]} for i in plan.first], asked, use_tqdm=False)
-    progress("collecting", 3, steps)
+    plan.listen(
+        lambda method, **given: engine.collective_rpc(f"slimkv_{method}", kwargs=given),
+        lambda: engine.generate({"prompt_token_ids": plan.probe}, once, use_tqdm=False),
+        lambda: engine.generate([{"prompt_token_ids": [i]} for i in plan.first], asked, use_tqdm=False),
+        progress,
+    )
     parts = engine.collective_rpc("slimkv_collect")
     made = plan.calibration(text, parts, config.get_total_num_kv_heads(), max_positions, "vLLM")
-    progress("calibrated", steps, steps)
+    progress("calibrated", STEPS, STEPS)
     return made
