@@ -123,8 +123,7 @@ struct Softmax {
     bool behind = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float m = max_f32(most[r], shfl_xor(most[r], 1));
-      m = max_f32(m, shfl_xor(m, 2));
+      const float m = quad_max(most[r]);
       const bool raise = m > MINUS_INFINITY && m >= row_max[r] + MOST_WEIGHT;
       const float wanted = -floor_of(FRESH_WEIGHT - m);  // an integer, FRESH_WEIGHT below m or a little more
       if (raise) rescale[r] *= exp2_approx(row_max[r] - wanted);

@@ -52,8 +52,7 @@ struct Softmax {
     bool behind = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float m = max_f32(most[r], shfl_xor(most[r], 1));
-      m = max_f32(m, shfl_xor(m, 2));
+      const float m = quad_max(most[r]);
       const bool raise = m > row_max[r] + RESCALE_THRESHOLD;
       rescale[r] = raise ? exp2_approx(row_max[r] - m) : 1.0f;
       row_max[r] = raise ? m : row_max[r];

@@ -41,8 +41,7 @@ DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operan
   float row_max = 0.0f;
 #pragma unroll
   for (int i = 0; i < OWN; i++) row_max = max_f32(row_max, as_float(as_bits(x[i]) & 0x7FFFFFFF));
-  row_max = max_f32(row_max, shfl_xor(row_max, 1));
-  row_max = max_f32(row_max, shfl_xor(row_max, 2));
+  row_max = quad_max(row_max);
   const float up = row_max > 0.0f ? div_rn(127.0f, row_max) : 0.0f;
 #pragma unroll
   for (int k = 0; k < D / 32; k++)
@@ -73,8 +72,7 @@ DEVICE float prepare_row(const PrefillArgs& args, bool valid, i64 at, u8* operan
   float row_max = 0.0f;
 #pragma unroll
   for (int i = 0; i < OWN; i++) row_max = max_f32(row_max, as_float(as_bits(x[i]) & 0x7FFFFFFF));
-  row_max = max_f32(row_max, shfl_xor(row_max, 1));
-  row_max = max_f32(row_max, shfl_xor(row_max, 2));
+  row_max = quad_max(row_max);
   // A power of two, which loses nothing.
   const u32 exponent = (u32)min_i32(max_i32((int)(as_bits(row_max) >> 23), 1), 253);
   const float down = as_float((254 - exponent) << 23);

@@ -6,6 +6,12 @@
 #include "common/numbers.cuh"
 #include "prefill/tiles.cuh"
 
+// The largest of the four lanes that have a row.
+DEVICE float quad_max(float x) {
+  x = max_f32(x, shfl_xor(x, 1));
+  return max_f32(x, shfl_xor(x, 2));
+}
+
 #if !FUSED
 constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1;
 #endif
