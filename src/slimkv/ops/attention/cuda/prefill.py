@@ -304,13 +304,18 @@ def _attend_args(request: AttendRequest, sinks: Tensor | None, most_queries: int
         value_sign_bits=_signs(spec.value_dim, spec.seed), sequences=sequences, heads=pages.shape[1],
         group=request.group, most_queries=most_queries, causal=options.causal,
         window=options.sliding_window or 0, query_blocks=query.shape[0] // (ROWS // request.group) + sequences,
-        aligned=all(x * out.element_size() % 16 == 0 for x in out.stride()[:2]) and out.data_ptr() % 16 == 0,
+        aligned=_by_16_bytes(out) | _by_16_bytes(query) << 1,
         pages=pages.data_ptr(), table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
         value_levels=value.levels.data_ptr(), page_stride=pages.stride(0), page_head_stride=pages.stride(1),
         table_stride=request.block_table.stride(0), key_table=_magnitudes(spec.key, spec.key_dim),
         value_table=_magnitudes(spec.value, spec.value_dim), key_signs=key.signs.data_ptr(),
         value_signs=value.signs.data_ptr(),
     )  # fmt: skip
+
+
+def _by_16_bytes(rows: Tensor) -> bool:
+    """Whether every row and head begins on a boundary of 16 bytes."""
+    return rows.data_ptr() % 16 == 0 and all(x * rows.element_size() % 16 == 0 for x in rows.stride()[:2])
 
 
 @lru_cache(maxsize=64)

@@ -37,6 +37,8 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
   const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
   Visible visible;
   Softmax softmax;
+  bool valid[2];
+  i64 from[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const Row row = row_of(args, w, warpgroup, 16 * warp + g + 8 * r);
@@ -44,10 +46,9 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     visible.end[r] = args.causal ? min_i32(w.s.length, position + 1) : w.s.length;
     visible.begin[r] = WINDOW ? position - args.sliding_window + 1 : 0;
     softmax.row_max[r] = MINUS_INFINITY, softmax.row_sum[r] = 0.0f;
-    const i64 at = row.query * args.query_stride + row.head * args.query_head_stride;
-    if constexpr (POWER_OF_TWO_D)
-      softmax.factor[r] = prepare_row(args, row.valid, at, operand, 16 * warp + g + 8 * r, t, softmax.row_sum[r]);
+    valid[r] = row.valid, from[r] = row.query * args.query_stride + row.head * args.query_head_stride;
   }
+  if constexpr (POWER_OF_TWO_D) prepare_rows_of_quad(args, valid, from, operand, 16 * warp + g, t, softmax.factor, softmax.row_sum);
 #if FUSED
   if constexpr (!POWER_OF_TWO_D) prepare_rows(args, w, operand, scratch, warpgroup, warp, softmax.factor, lane);
 #endif
@@ -92,6 +93,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     }
     const bool empty = row_sum == 0.0f;
     by /= empty ? 1.0f : row_sum;
+    if (POWER_OF_TWO_D && V_ROTATED) by *= args.value_norm;
     float x[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;

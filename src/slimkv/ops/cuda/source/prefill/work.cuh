@@ -65,6 +65,8 @@ struct Visible {
   }
 };
 
+enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
+
 struct PrefillArgs {
   const void* query;
   const u8* keys;    // [rank, head, tile]
@@ -86,7 +88,7 @@ struct PrefillArgs {
   i32 first_tile, tiles;      // of this pass
   i32 first_rank, ranks;      // likewise: sequences, of those that are prefilled
   i32 first_pass, last_pass;
-  i32 aligned;  // whether 16 bytes of output can be stored at a time
+  i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
   // FUSED, instead of keys, values and their scales:
   const u8* pages;
   const i32* block_table;
