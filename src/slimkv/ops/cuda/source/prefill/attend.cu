@@ -49,9 +49,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     valid[r] = row.valid, from[r] = row.query * args.query_stride + row.head * args.query_head_stride;
   }
   if constexpr (POWER_OF_TWO_D) prepare_rows_of_quad(args, valid, from, operand, 16 * warp + g, t, softmax.factor, softmax.row_sum);
-#if FUSED
-  if constexpr (!POWER_OF_TWO_D) prepare_rows(args, w, operand, scratch, warpgroup, warp, softmax.factor, lane);
-#endif
+  else prepare_rows(args, w, operand, scratch, warpgroup, warp, softmax.factor, lane);
   fence_proxy_async();
   bar_sync(1 + warpgroup, 128);
 
@@ -97,11 +95,8 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     float x[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;
-#if FUSED
     if constexpr (!POWER_OF_TWO_D) store_rows(args, w, x, operand, scratch, warpgroup, warp, 8 * r, lane);
-    else
-#endif
-    store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, t);
+    else store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, t);
     if (args.lse && t == 0 && row.valid)
       args.lse[row.query * args.num_kv_heads * args.group_size + row.head] =
           empty ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;

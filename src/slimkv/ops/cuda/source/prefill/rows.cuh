@@ -1,9 +1,7 @@
 // Rows of queries on their way in and of output on its way out: rotated by the four lanes of a warp that have them.
 #pragma once
 #include "prefill/work.cuh"
-#if FUSED
 #include "common/rotation.cuh"
-#endif
 
 // The Hadamard transform of a row of D numbers in the 4 lanes of its quad, whichever of them each has.
 DEVICE void hadamard_of_lane(float (&x)[OWN], int first) {
@@ -205,13 +203,12 @@ DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool val
   }
 }
 
-#if FUSED
 // Rows of head sizes whose rotation is not one of quads: a row at a time by a whole warp, whose scratch has D floats.
 
 // Where a dimension is among the places of keys and of values (tiles.cuh).
 DEVICE int key_place(int d) {
   const int in_slice = (d & 8) >> 1 | (d & 1) << 1 | (d & 16) >> 4, t = (d & 6) >> 1;
-  return d / 64 * 64 + in_slice + (d / 64 < WHOLE_HALVES ? 16 * t + (d & 32) / 4 : 8 * t);
+  return d / 64 * 64 + in_slice + (!FUSED ? 8 * t + (d & 32) : d / 64 < WHOLE_HALVES ? 16 * t + (d & 32) / 4 : 8 * t);
 }
 DEVICE int value_place(int d) {
   const int in_slice = (d & 8) >> 2 | (d & 16) >> 4;
@@ -280,4 +277,3 @@ DEVICE void store_rows(const PrefillArgs& args, const Work& w, const float (&x)[
     }
   }
 }
-#endif
