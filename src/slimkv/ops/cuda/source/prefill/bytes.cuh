@@ -192,7 +192,10 @@ struct Softmax {
 
 // What is known of a tile: whether some of its tokens may be hidden, and whether rows may have no reference yet.
 struct FirstTile { static constexpr bool MASKED = true, FIRST = true; };
+struct SecondTile { static constexpr bool MASKED = true, FIRST = false; };
 struct LaterTile { static constexpr bool MASKED = WINDOW, FIRST = false; };
+struct Yes { static constexpr bool VALUE = true; };
+struct No { static constexpr bool VALUE = false; };
 
 DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries,
                          Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
@@ -224,11 +227,14 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     }
     lifted = false;
     const bool clear = !MASKED || ((tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin));
-    const bool weighed = !FIRST && clear;
-    if (!weighed || warp_any(softmax.template weigh<false>(sums, numbers, visible, tile, t, args.softcap, 0, to))) {
-      if (!weighed || softmax.too_large(to)) {
+    auto weigh = [&](auto masked, u32 zero) {
+      return softmax.template weigh<decltype(masked)::VALUE>(sums, numbers + zero, visible, tile, t, args.softcap, zero, to);
+    };
+    if (FIRST || warp_any(clear ? weigh(No{}, 0) : weigh(Yes{}, 0))) {
+      if (FIRST || softmax.too_large(to)) {
         needs_rescale |= softmax.template follow<MASKED>(sums, numbers + none, visible, tile, t, args.softcap, none);
-        softmax.template weigh<MASKED>(sums, numbers + none, visible, tile, t, args.softcap, MASKED ? 0 : none, to);
+        if (MASKED) weigh(Yes{}, none);
+        else weigh(No{}, none);
       }
       softmax.find_lift(to, lift);
       lifted = warp_any(lift[0] + lift[1] > 0.0f);
@@ -289,7 +295,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   };
   int i = 1;
   if (!WINDOW && w.count > 1) {
-    step(FirstTile{}, i++, p, next_p);
+    step(SecondTile{}, i++, p, next_p);
     keep();
   }
   while (i < w.count) {

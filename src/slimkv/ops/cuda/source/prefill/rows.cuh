@@ -33,11 +33,13 @@ DEVICE int dimension_of(int held, int t) {
 DEVICE int held_of(int dimension) {
   return (dimension & BELOW) | (dimension >> 1 & BETWEEN) | (dimension >> 2 & ~(BELOW | BETWEEN));
 }
-// Signs of the dimensions that number `held` and the next one are, as those of two 16-bit floats.
-DEVICE u32 pair_of_signs(const u32* bits, int dimension) {
-  const u32 word = bits[dimension / 32], at = (u32)dimension % 32;
-  return bit_select(0xFFFFu, (word >> at) << 15, (word >> at) << 30) & 0x80008000u;
-}
+// The rotation's signs of up to 8 dimensions side by side, of which the first is a multiple of their number.
+struct Signs {
+  u32 bits;
+  DEVICE_MEMBER Signs(const u32* words, int first) : bits(words[first / 32] >> (first % 32) & 0xFF) {}
+  // Of dimensions 2 k and 2 k + 1, as those of two 16-bit floats.
+  DEVICE_MEMBER u32 pair(int k) const { return bits * (0x40008000u >> (2 * k)) & 0x80008000u; }
+};
 
 // A row of queries, as it is but for the rotation's factor.
 DEVICE void load_row(const PrefillArgs& args, bool valid, i64 at, int t, float (&x)[OWN]) {
@@ -80,10 +82,12 @@ DEVICE void load_rows_by_products(const PrefillArgs& args, const bool (&valid)[2
       }
     }
   }
+  constexpr int RUN = LANE_LOW > 2 ? 4 : 2;  // words side by side
 #pragma unroll
-  for (int i = 0; i < OWN / 2; i++) {
-    const u32 signs = pair_of_signs(args.key_sign_bits, dimension_of(2 * i, t));
-    words[0][i] ^= signs, words[1][i] ^= signs;
+  for (int i = 0; i < OWN / 2; i += RUN) {
+    const Signs signs(args.key_sign_bits, dimension_of(2 * i, t));
+#pragma unroll
+    for (int k = 0; k < RUN; k++) words[0][i + k] ^= signs.pair(k), words[1][i + k] ^= signs.pair(k);
   }
   // Entry (k, n) of the transform of 16 numbers is -1 to the number of ones that k and n share: here k = 2 t and 2 t + 1, n = g.
   constexpr u32 ONES = Q_TYPE == BFLOAT16 ? 0x3F803F80u : 0x3C003C00u;
@@ -178,9 +182,10 @@ DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool val
 #pragma unroll
     for (int i = 0; i < 8; i++) y[i] = x[2 * (8 * (h / 2) + i) + h % 2];
     const i64 to = at + first;
+    const Signs signs(args.value_sign_bits, first);
     if (OUT_TYPE == FLOAT32) {
 #pragma unroll
-      for (int i = 0; V_ROTATED && i < 8; i++) y[i] = signed_by(y[i], args.value_sign_bits[first / 32], first % 32 + i);
+      for (int i = 0; V_ROTATED && i < 8; i++) y[i] = signed_by(y[i], signs.bits, i);
 #pragma unroll
       for (int i = 0; i < 8; i += 4)
         if (args.aligned & ALIGNED_OUTPUT)
@@ -193,7 +198,7 @@ DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool val
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         words[k] = OUT_TYPE == FLOAT16 ? pack_f16x2(y[2 * k], y[2 * k + 1]) : pack_bf16x2(y[2 * k], y[2 * k + 1]);
-        if (V_ROTATED) words[k] ^= pair_of_signs(args.value_sign_bits, first + 2 * k);
+        if (V_ROTATED) words[k] ^= signs.pair(k);
       }
       if (args.aligned & ALIGNED_OUTPUT) *(Words4*)((u16*)args.out + to) = {words[0], words[1], words[2], words[3]};
       else
