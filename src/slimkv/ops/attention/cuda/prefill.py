@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -26,7 +26,6 @@ from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import CodecSpec, Kind, PageLayout, SideLayout, TensorFormat
 
 ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
-ROWS = 128  # of queries, times heads of a group, in a block
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
@@ -88,8 +87,19 @@ class Shape:
     eight_bit: bool = False  # queries and keys as int8, weights and values as e4m3; else halves
     promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
     fused: bool = False  # a warpgroup of ``attend`` unpacks tiles; else ``unpack`` does, into the workspace
+    consumers: int = 2  # warpgroups that multiply
     producers: int = 1  # warpgroups that fetch tiles
     producer_registers: int = 24  # of each of their threads
+
+    @property
+    def rows(self) -> int:
+        """Of queries, times heads of a group, in a block."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * (self.consumers + self.producers)
 
     def keys_bytes(self, dim: int) -> int:
         """Of a tile of keys; as prefill/tiles.cuh counts."""
@@ -102,17 +112,17 @@ class Shape:
 
 SHAPES = {dim: Shape(128 if dim <= 128 else 64, 2) for dim in (64, 80, 96, 112, 128, 192, 256)}
 FUSED_SHAPES = {
-    **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 128)},
-    **{dim: Shape(128, 2, fused=True, producer_registers=88) for dim in (80, 96, 112)},
+    **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 80, 96, 112, 128)},
     **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
 }
-EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
+EIGHT_BIT_SHAPES = {64: Shape(128, 4, True, consumers=3), 128: Shape(128, 3, True, consumers=3)}
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
 # Rows (queries x heads of a group) of a sequence up to which unpacking for every block of them takes less time than
-# unpacking once for all, with Lloyd-Max codes of up to 4 bits; with uniform ones; and from which it is faster than the decode kernel, if there are enough queries as well.
-FUSED_UP_TO, UNIFORM_FUSED_UP_TO = 512, 256
+# unpacking once for all, with Lloyd-Max codes of up to 4 bits; at head size 64 and with uniform ones; and from which it is
+# faster than the decode kernel, if there are enough queries as well.
+FUSED_UP_TO, LESS_FUSED_UP_TO = 512, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
 
 # source, kernel, defines, grid, threads, shared memory, argument
@@ -153,7 +163,7 @@ def shape_of(request: AttendRequest) -> Shape:
     if wanted == EIGHT_BIT or gains:
         return EIGHT_BIT_SHAPES[dim]
     fused = request.max_query_len * request.group <= _fused_up_to(request.layout.spec)
-    return FUSED_SHAPES[dim] if fused else SHAPES[dim]
+    return fused_shape(request.layout.spec) if fused else SHAPES[dim]
 
 
 def _fused_up_to(spec: CodecSpec) -> int:
@@ -161,8 +171,17 @@ def _fused_up_to(spec: CodecSpec) -> int:
     sides = (spec.key, spec.value)
     if any(side.kind not in (Kind.LLOYD, Kind.UNIFORM) or side.bits > MOST_BITS for side in sides):
         return 0
-    lloyd = all(side.kind == Kind.LLOYD for side in sides)
-    return FUSED_UP_TO if lloyd else UNIFORM_FUSED_UP_TO
+    return LESS_FUSED_UP_TO if spec.key_dim == 64 or _uniform(spec) else FUSED_UP_TO
+
+
+def _uniform(spec: CodecSpec) -> bool:
+    return Kind.UNIFORM in (spec.key.kind, spec.value.kind)
+
+
+def fused_shape(spec: CodecSpec) -> Shape:
+    """One warpgroup unpacks uniform codes, whose zeros take registers; two that have 48 a thread spill them."""
+    shape = FUSED_SHAPES[spec.key_dim]
+    return replace(shape, producers=1, producer_registers=88) if shape.producers == 2 and _uniform(spec) else shape
 
 
 def most_packed_queries(request: AttendRequest) -> int:
@@ -230,7 +249,7 @@ def attend_prefill(
         return
     shape, options = shape or shape_of(request), request.options
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
-    args = _attend_args(request, sinks, most_queries)
+    args = _attend_args(request, shape, sinks, most_queries)
     to_attend = attend_defines(
         request.layout, shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
         options.sliding_window is not None, options.softcap > 0,
@@ -238,7 +257,7 @@ def attend_prefill(
 
     def attend() -> None:
         blocks = args.query_blocks * args.heads
-        launch(ATTEND, "attend", to_attend, (blocks, 1), 256 + 128 * shape.producers, to_attend["SHARED"], args)
+        launch(ATTEND, "attend", to_attend, (blocks, 1), shape.threads, to_attend["SHARED"], args)
 
     if shape.fused:
         args.tiles, args.ranks, args.section = -(-max(1, request.max_seq_len) // shape.step), most_long, args.heads
@@ -259,7 +278,7 @@ def _attend_in_passes(
     ranks, tiles = cut_passes(layout, shape, batch, _multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
     key_bytes, value_bytes = (rows * tiles * n for n in (shape.keys_bytes(dim), shape.values_bytes(dim)))
-    state_floats = args.query_blocks * num_kv_heads * 256 * (-(-dim // 32) * 16 + 4) if passes > 1 else 0
+    state_floats = args.query_blocks * num_kv_heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4) if passes > 1 else 0
     space = torch.empty(
         key_bytes + value_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device
     )
@@ -286,7 +305,7 @@ def _attend_in_passes(
             attend()
 
 
-def _attend_args(request: AttendRequest, sinks: Tensor | None, most_queries: int) -> AttendArgs:
+def _attend_args(request: AttendRequest, shape: Shape, sinks: Tensor | None, most_queries: int) -> AttendArgs:
     """All but what depends on where unpacked tiles are, and which."""
     query, out, pages, options, spec = (
         request.query, request.out, request.pages, request.options, request.layout.spec,
@@ -301,7 +320,7 @@ def _attend_args(request: AttendRequest, sinks: Tensor | None, most_queries: int
         value_norm=value.orthonormal, key_sign_bits=_signs(spec.key_dim, spec.seed),
         value_sign_bits=_signs(spec.value_dim, spec.seed), sequences=sequences, heads=pages.shape[1],
         group=request.group, most_queries=most_queries, causal=options.causal,
-        window=options.sliding_window or 0, query_blocks=query.shape[0] // (ROWS // request.group) + sequences,
+        window=options.sliding_window or 0, query_blocks=query.shape[0] // (shape.rows // request.group) + sequences,
         aligned=_by_16_bytes(out) | _by_16_bytes(query) << 1,
         pages=pages.data_ptr(), table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
         value_levels=value.levels.data_ptr(), page_stride=pages.stride(0), page_head_stride=pages.stride(1),
@@ -337,10 +356,10 @@ def shared_bytes(dim: int, shape: Shape) -> int:
 
     Beside the levels of formats that are looked up.
     """
-    queries = ROWS * 128 * (1 if shape.eight_bit else _halves(dim))
+    queries = shape.rows * 128 * (1 if shape.eight_bit else _halves(dim))
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
-    totals = 4 * ROWS * dim if shape.eight_bit else 0
-    scratch = 32 * dim if dim & (dim - 1) else 0
+    totals = 4 * shape.rows * dim if shape.eight_bit else 0
+    scratch = 16 * shape.consumers * dim if dim & (dim - 1) else 0
     return queries + tiles + totals + scratch + 48 * shape.stages + 1024
 
 
@@ -408,7 +427,7 @@ def attend_defines(
         shared += 128 * (keys if alike else keys + values)
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
-        "FUSED": int(shape.fused), "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers,
+        "FUSED": int(shape.fused), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers,
         "STAGES": shape.stages, "SHARED": shared, "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type,
         "OUT_TYPE": out_type, "ROTATION_CORE": core_size(spec.key_dim),
         "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated), **pages,

@@ -1,8 +1,8 @@
 // Attention of many queries a sequence on unpacked keys and values (tiles.cuh), for sm_90a.
 //
-// A block has 128 rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last to
+// A block has 128 or 192 rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last to
 // the first. One warp copies tiles into two rings of shared memory, or (FUSED) a warpgroup unpacks them there from their pages;
-// two warpgroups of 64 rows each multiply and keep scores, probabilities and output in registers. A warpgroup starts the scores of the next tile and the output of this one before the softmax
+// two or three warpgroups of 64 rows each multiply and keep scores, probabilities and output in registers. A warpgroup starts the scores of the next tile and the output of this one before the softmax
 // of the next, which the output's products run beside.
 #include "common/hopper.cuh"
 #include "prefill/rows.cuh"
@@ -54,8 +54,8 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
   bar_sync(1 + warpgroup, 128);
 
   float o[OUTPUTS];
-  const i64 state_stride = (i64)block_count() * 256;
-  float* state = args.state + (i64)block_index() * 256 + thread_index() - 128 * PRODUCERS;
+  const i64 state_stride = (i64)block_count() * 2 * ROWS;
+  float* state = args.state + (i64)block_index() * 2 * ROWS + thread_index() - 128 * PRODUCERS;
   if (args.first_pass) {
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) o[i] = 0.0f;
@@ -114,7 +114,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(rings.keys_full + i, FUSED ? 4 * PRODUCERS : 1), mbarrier_init(rings.values_full + i, FUSED ? 4 * PRODUCERS : 1);
-      mbarrier_init(rings.keys_empty + i, 8), mbarrier_init(rings.values_empty + i, 8);
+      mbarrier_init(rings.keys_empty + i, 4 * CONSUMERS), mbarrier_init(rings.values_empty + i, 4 * CONSUMERS);
     }
     fence_mbarrier_init();
   }
