@@ -100,7 +100,7 @@ FUSED = [
 @pytest.mark.parametrize("case", FUSED, ids=str)
 def test_attend_fused(case):
     """A warpgroup that unpacks beside those that multiply."""
-    attend_and_check(case, shape=prefill_cuda.FUSED_SHAPES[case.dim])
+    attend_and_check(case, shape=prefill_cuda.fused_shape(CodecSpec.parse(case.format, case.dim)))
 
 
 @emulated
@@ -250,6 +250,7 @@ def test_how_passes_are_cut():
         ({"dim": 96}, True),
         ({"format": "ku4vu4"}, True),
         ({"format": "ku4vu4", "group": 7}, False),
+        ({"dim": 64, "group": 7}, False),
     ],
     ids=str,
 )
@@ -257,7 +258,9 @@ def test_what_is_fused(change, fused):
     case = replace(LONG, **{"dim": 128, **change})
     built = build(case, CPU)
     request = request_of(built, *poisoned_out(case, built))
-    assert prefill_cuda.shape_of(request).fused == fused
+    shape = prefill_cuda.shape_of(request)
+    assert shape.fused == fused
+    assert not fused or shape.producers == (1 if "u" in case.format else 2)
 
 
 def test_what_decode_leaves_to_it(monkeypatch):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -102,8 +102,7 @@ class Shape:
 
 SHAPES = {dim: Shape(128 if dim <= 128 else 64, 2) for dim in (64, 80, 96, 112, 128, 192, 256)}
 FUSED_SHAPES = {
-    **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 128)},
-    **{dim: Shape(128, 2, fused=True, producer_registers=88) for dim in (80, 96, 112)},
+    **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 80, 96, 112, 128)},
     **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
 }
 EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
@@ -111,8 +110,9 @@ EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
 # Rows (queries x heads of a group) of a sequence up to which unpacking for every block of them takes less time than
-# unpacking once for all, with Lloyd-Max codes of up to 4 bits; with uniform ones; and from which it is faster than the decode kernel, if there are enough queries as well.
-FUSED_UP_TO, UNIFORM_FUSED_UP_TO = 512, 256
+# unpacking once for all, with Lloyd-Max codes of up to 4 bits; at head size 64 and with uniform codes; and from which
+# it is faster than the decode kernel, if there are enough queries as well.
+FUSED_UP_TO, LESS_FUSED_UP_TO = 512, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
 
 # source, kernel, defines, grid, threads, shared memory, argument
@@ -153,7 +153,7 @@ def shape_of(request: AttendRequest) -> Shape:
     if wanted == EIGHT_BIT or gains:
         return EIGHT_BIT_SHAPES[dim]
     fused = request.max_query_len * request.group <= _fused_up_to(request.layout.spec)
-    return FUSED_SHAPES[dim] if fused else SHAPES[dim]
+    return fused_shape(request.layout.spec) if fused else SHAPES[dim]
 
 
 def _fused_up_to(spec: CodecSpec) -> int:
@@ -161,8 +161,17 @@ def _fused_up_to(spec: CodecSpec) -> int:
     sides = (spec.key, spec.value)
     if any(side.kind not in (Kind.LLOYD, Kind.UNIFORM) or side.bits > MOST_BITS for side in sides):
         return 0
-    lloyd = all(side.kind == Kind.LLOYD for side in sides)
-    return FUSED_UP_TO if lloyd else UNIFORM_FUSED_UP_TO
+    return LESS_FUSED_UP_TO if spec.key_dim == 64 or _uniform(spec) else FUSED_UP_TO
+
+
+def _uniform(spec: CodecSpec) -> bool:
+    return Kind.UNIFORM in (spec.key.kind, spec.value.kind)
+
+
+def fused_shape(spec: CodecSpec) -> Shape:
+    """One warpgroup unpacks uniform codes, whose zeros take registers; two that have 48 a thread spill them."""
+    shape = FUSED_SHAPES[spec.key_dim]
+    return replace(shape, producers=1, producer_registers=88) if shape.producers == 2 and _uniform(spec) else shape
 
 
 def most_packed_queries(request: AttendRequest) -> int:

@@ -3,9 +3,6 @@
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-#ifndef UNROLL
-#define UNROLL 2
-#endif
 constexpr int OUTPUTS = D / 2;
 // Weights, by their exponents. The largest of e4m3 is what 432 and more are rounded to. A tile with one of those is weighed again,
 // from a reference that brings its largest below 2^FRESH_WEIGHT. LARGE ones are good, but the next tile's may not be: the reference
@@ -108,7 +105,6 @@ struct Softmax {
   }
 
   // Raises the reference of rows whose largest weight would be too large; whether some row's was.
-  template <bool MASKED>
   DEVICE_MEMBER bool follow(const Sums& sums, const u8* numbers, const Visible& visible, int tile, int t, float softcap, u32 none) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
@@ -121,7 +117,7 @@ struct Softmax {
       for (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
         const float x = score(sums, i, of.key[token], logs[token], softcap, none);
-        most[i / 2 % 2] = max_f32(most[i / 2 % 2], MASKED && visible.hides(tile, i, t) ? MINUS_INFINITY : x);
+        most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile, i, t) ? MINUS_INFINITY : x);
       }
     }
     bool behind = false;
@@ -140,7 +136,7 @@ struct Softmax {
   // Weights as e4m3, four in a word, in the order of the operand. Whether some of the lane's are LARGE, or not a number, as all are
   // of a row that has no reference yet.
   template <bool MASKED>
-  DEVICE_MEMBER bool weigh(const Sums& sums, const u8* numbers, const Visible& visible, int tile, int t, float softcap, u32 none, u32 (&p)[N / 4]) const {
+  DEVICE_MEMBER bool weigh(const Sums& sums, const u8* numbers, const Visible& visible, int tile, int t, float softcap, u32 (&p)[N / 4]) const {
     u32 large = 0;
     const float from[2] = {-row_max[0], -row_max[1]};
 #pragma unroll
@@ -150,7 +146,7 @@ struct Softmax {
 #pragma unroll
       for (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
-        w[k] = exp2_approx(score(sums, i, of.key[token], from[k / 2 % 2], softcap, none)) * of.value[token];
+        w[k] = exp2_approx(score(sums, i, of.key[token], from[k / 2 % 2], softcap, 0)) * of.value[token];
         if (MASKED && visible.hides(tile, i, t)) w[k] = 0.0f;
       }
 #pragma unroll
@@ -190,13 +186,6 @@ struct Softmax {
   }
 };
 
-// What is known of a tile: whether some of its tokens may be hidden, and whether rows may have no reference yet.
-struct FirstTile { static constexpr bool MASKED = true, FIRST = true; };
-struct SecondTile { static constexpr bool MASKED = true, FIRST = false; };
-struct LaterTile { static constexpr bool MASKED = WINDOW, FIRST = false; };
-struct Yes { static constexpr bool VALUE = true; };
-struct No { static constexpr bool VALUE = false; };
-
 DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries,
                          Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
   const int t = lane & 3;
@@ -213,11 +202,11 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   // or written to those that products read.
   const u32 none = (u32)args.num_seqs >> 31;
   // From products that have ended to weights.
-  auto take = [&](auto how, int tile, int at, u32 (&to)[N / 4]) {
-    constexpr bool MASKED = decltype(how)::MASKED, FIRST = decltype(how)::FIRST;
+  auto take = [&](int tile, int at, bool first, u32 (&to)[N / 4]) {
     const u8* numbers = rings.keys + at * KEYS_BYTES;
 #pragma unroll
     for (int h = 0; h < PARTS; h++) wgmma_fence_operand(sums.part[h]);
+    const bool clear = (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
     needs_rescale = lifted;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -226,15 +215,11 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
       lift[r] = 0.0f;
     }
     lifted = false;
-    const bool clear = !MASKED || ((tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin));
-    auto weigh = [&](auto masked, u32 zero) {
-      return softmax.template weigh<decltype(masked)::VALUE>(sums, numbers + zero, visible, tile, t, args.softcap, zero, to);
-    };
-    if (FIRST || warp_any(clear ? weigh(No{}, 0) : weigh(Yes{}, 0))) {
-      if (FIRST || softmax.too_large(to)) {
-        needs_rescale |= softmax.template follow<MASKED>(sums, numbers + none, visible, tile, t, args.softcap, none);
-        if (MASKED) weigh(Yes{}, none);
-        else weigh(No{}, none);
+    const bool weighed = !first && clear;
+    if (!weighed || warp_any(softmax.template weigh<false>(sums, numbers, visible, tile, t, args.softcap, to))) {
+      if (!weighed || softmax.too_large(to)) {
+        needs_rescale |= softmax.follow(sums, numbers + none, visible, tile, t, args.softcap, none);
+        softmax.template weigh<true>(sums, numbers, visible, tile, t, args.softcap, to);
       }
       softmax.find_lift(to, lift);
       lifted = warp_any(lift[0] + lift[1] > 0.0f);
@@ -257,18 +242,17 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
   start_sums(sums, queries, keys + place.slot * KEYS_BYTES);
   wgmma_wait<0>();
-  take(FirstTile{}, tile_at(w, 0), place.slot, p);
+  take(tile_at(w, 0), place.slot, true, p);
   rescale_output();
-  // Tile i from products to weights, beside the output of the one before it.
-  auto step = [&](auto how, int i, const u32 (&from)[N / 4], u32 (&to)[N / 4]) {
+  for (int i = 1; i < w.count; i++) {
     const Place next = place.next();  // of keys, which are one further than values
     mbarrier_wait(rings.keys_full + next.slot, next.parity);
     start_sums(sums, queries, keys + next.slot * KEYS_BYTES);
     mbarrier_wait(rings.values_full + place.slot, place.parity);
-    start_output(o, digits, from, values + place.slot * VALUES_BYTES, add);
+    start_output(o, digits, p, values + place.slot * VALUES_BYTES, add);
     add = true;
     wgmma_wait<1>();
-    take(how, tile_at(w, i), next.slot, to);
+    take(tile_at(w, i), next.slot, false, next_p);
     wgmma_wait<0>();
     wgmma_fence_operand(o);
     wgmma_fence_operand(digits);
@@ -278,35 +262,15 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
       totals.add(o, softmax.row_max);
       add = false;
     }
-    place = next;
-  };
-  auto finish = [&](const u32 (&from)[N / 4]) {
-    mbarrier_wait(rings.values_full + place.slot, place.parity);
-    start_output(o, digits, from, values + place.slot * VALUES_BYTES, add);
-    wgmma_wait<0>();
-    wgmma_fence_operand(o);
-    wgmma_fence_operand(digits);
-    add_sums();
-  };
-  // Weights alternate between two sets of registers, so that none are copied. Without a window all masks are in the first two tiles.
-  auto keep = [&] {
 #pragma unroll
     for (int k = 0; k < N / 4; k++) p[k] = next_p[k] + none;
-  };
-  int i = 1;
-  if (!WINDOW && w.count > 1) {
-    step(SecondTile{}, i++, p, next_p);
-    keep();
+    place = next;
   }
-  while (i < w.count) {
-    step(LaterTile{}, i++, p, next_p);
-    if (UNROLL == 1 || i == w.count) {
-      keep();
-      if (UNROLL == 1) continue;
-      break;
-    }
-    step(LaterTile{}, i++, next_p, p);
-  }
-  finish(p);
+  mbarrier_wait(rings.values_full + place.slot, place.parity);
+  start_output(o, digits, p, values + place.slot * VALUES_BYTES, add);
+  wgmma_wait<0>();
+  wgmma_fence_operand(o);
+  wgmma_fence_operand(digits);
+  add_sums();
   if (w.count > PROMOTE) totals.add_to(o, softmax.row_max);
 }
