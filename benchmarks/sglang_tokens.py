@@ -1,7 +1,7 @@
 """Lossless pages against SGLang's own attention, token by token: ``python benchmarks/sglang_tokens.py RESULT``.
 
-Each system runs in a process of its own, with a model shaped like Llama-3.1-8B and dummy weights. Where answers part,
-the result says how far apart the stock engine found its two best tokens there.
+Both run at the same time, each in a process of its own, with a model shaped like Llama-3.1-8B and dummy weights. Where
+answers part, the result says how far apart the stock engine found its two best tokens there.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slimkv.bench.serve import SHAPES, ServeSettings, engine_plan, write_model
+from slimkv.bench.serve import ServeSettings, engine_plan, write_model
+from slimkv.bench.serve_shapes import shape_config, text_field
 
 LENGTHS = (3, 17, 64, 65, 128, 301, 512, 1000, 2049, 3001, 8200)
 REPEATS, OUTPUT = 3, 32
+TOKENS = 1 << 16  # of each cache: all prompts and answers
 
 
-def prompts(vocabulary: int) -> list[list[int]]:
+def prompts(shape: str) -> list[list[int]]:
     """Random tokens; the last third repeats the first, so that the radix cache answers it."""
-    source = random.Random(0)
-    fresh = [source.choices(range(3, vocabulary), k=length) for length in LENGTHS * (REPEATS - 1)]
-    return [*fresh, *fresh[: len(LENGTHS)]]
+    config, source = shape_config(shape), random.Random(0)
+    vocabulary, longest = text_field(config, "vocab_size"), text_field(config, "max_position_embeddings") - OUTPUT
+    lengths = [length for length in LENGTHS if length < longest]
+    fresh = [source.choices(range(3, vocabulary), k=length) for length in lengths * (REPEATS - 1)]
+    return [*fresh, *fresh[: len(lengths)]]
 
 
 def run_one(system: str, shape: str, eager: bool, target: Path) -> None:
@@ -34,11 +38,12 @@ def run_one(system: str, shape: str, eager: bool, target: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder, "model"), shape)
-        settings = ServeSettings(engine="sglang", systems=(system,), shape=shape, context=8300, eager=eager)
+        few = (("max_total_tokens", TOKENS),)  # the other engine is on the same device
+        settings = ServeSettings(engine="sglang", systems=(system,), shape=shape, context=8300, eager=eager, extra=few)
         engine = sglang.Engine(**engine_plan(system, settings, Path(folder, "model"))["arguments"])
         params = {"temperature": 0, "max_new_tokens": OUTPUT, "ignore_eos": True}
         outputs = engine.generate(
-            input_ids=prompts(SHAPES[shape]["vocab_size"]),
+            input_ids=prompts(shape),
             sampling_params=params,
             return_logprob=True,
             top_logprobs_num=2,
@@ -73,19 +78,23 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--system", help="run one system here and write its answers")
     parser.add_argument("--systems", default="bf16,raw", help="the stock one and slimkv's")
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     given = parser.parse_args()
     if given.system:
         run_one(given.system, given.shape, given.eager, given.result)
         return
-    answers = []
-    for system in given.systems.split(","):
-        target = given.result.with_suffix(f".{system}.json")
-        command = [sys.executable, __file__, str(target), "--system", system, "--shape", given.shape]
-        subprocess.run([*command, *(["--eager"] if given.eager else [])], check=True)
-        answers.append(json.loads(target.read_text()))
-    report = compare(*answers)
+    targets = {system: given.result.with_suffix(f".{system}.json") for system in given.systems.split(",")}
+    running = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(target), "--system", system, "--shape", given.shape]
+            + (["--eager"] if given.eager else [])
+        )
+        for system, target in targets.items()
+    ]
+    if any([process.wait() for process in running]):
+        raise SystemExit("an engine stopped before its answers; its output is above")
+    report = compare(*(json.loads(target.read_text()) for target in targets.values()))
     given.result.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
 
