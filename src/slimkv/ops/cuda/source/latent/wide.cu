@@ -14,16 +14,15 @@ constexpr int ROWS = 64, STEP = 64, THREADS = 384, ITEM_COST = 4, PARTS = 1, STA
 #include "latent/producer.cuh"
 
 constexpr int HALF = LD / 2;  // dimensions of a warpgroup
-#ifndef PRODUCER_REGISTERS
-#define PRODUCER_REGISTERS 104
-#endif
-constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+// With fewer registers for those that multiply, the compiler makes every product wait for the one before it.
+constexpr int PRODUCER_REGISTERS = 104, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "what fits");
 
 // Shared memory. Weights: rows x tokens; the block's rows and sums of weights stand there before the first tile and after the last.
 constexpr int QUERIES_AT = 0, RING_AT = QUERIES_AT + STAGE, WEIGHTS_AT = RING_AT + STAGES * STAGE, REFERENCES_AT = WEIGHTS_AT + ROWS * 128;
 constexpr int SCALES_AT = REFERENCES_AT + 4 * ROWS, SCALES = (int)sizeof(TokenScales);
-constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + 16 * STAGES, R_LEVELS_AT = WALK_AT + 32, ALL = R_LEVELS_AT + 2 * R_LEVELS;
+constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + 16 * STAGES, R_LEVELS_AT = WALK_AT + 32;
+constexpr int ALL = R_LEVELS_AT + 2 * R_LEVELS;
 static_assert(ALL == SHARED, "the launcher counts shared memory as this file does");
 constexpr int WEIGHTS_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the second warpgroup's weights have the one between
 
