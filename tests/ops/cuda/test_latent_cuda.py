@@ -194,7 +194,7 @@ def test_it_compiles(format):
 
 @pytest.mark.parametrize("format", ["c4", "c4r8", "cfp8r8"])
 def test_products_do_not_wait_for_one_another(format):
-    """Where registers are too few, the compiler puts a wait behind every product of a warpgroup, and says so nowhere."""
+    """Where registers are too few, the compiler puts a wait behind every product, and says so nowhere."""
     pytest.importorskip("cuda.bindings.nvrtc")
     pytest.importorskip("triton")
     layout = PageLayout(LatentSpec.parse(format), 64)
