@@ -1,4 +1,5 @@
-"""vLLM on a GPU, with CUDA graphs: speculation, hybrid models, host offload. Each engine runs in a process of its own.
+"""vLLM on a GPU, with CUDA graphs: speculation, hybrid models, host offload. Each engine runs in a process of its own,
+those of a test at the same time.
 
     python -m pytest tests/gpu/test_engines.py -s -k speculation
 
@@ -8,17 +9,18 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("vllm")
+sys.path.insert(0, str(Path(__file__).parent.parent / "integrations"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
 
 import transformers
-from engines import NGRAM, engine, long, model_folder, ragged, repeating, run, run_engine, slimkv
+from engines import NGRAM, engine, repeating, run_engine, run_engines, slimkv
+from prompts import long, model_folder, ragged, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
@@ -26,12 +28,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 << 30}
 GRAPHS = {"enforce_eager": False, "dtype": "bfloat16", "block_size": 64, **MEMORY}
 NEAR_TIE = 0.1  # nats between the two most likely tokens, within what bf16 products of another shape move
-
-
-def together(*engines: tuple[dict, list[dict]]) -> list[dict]:
-    """Results of engines with their runs, all at the same time."""
-    with ThreadPoolExecutor(len(engines)) as pool:
-        return list(pool.map(lambda each: run_engine(*each), engines))
 
 
 def drafts() -> dict:
@@ -61,7 +57,7 @@ def test_speculation_gives_the_tokens_it_gives_without():
     results = dict(
         zip(
             cells,
-            together(
+            run_engines(
                 *(
                     (engine(**GRAPHS, **systems[system], **speculations.get(how, {})), drafting if how else plain)
                     for system, how in cells
@@ -116,27 +112,35 @@ def qwen3_next():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [falcon_h1, qwen3_next, gpt_oss])
-def test_hybrids(make, tmp_path):
-    """fp32: lossless pages give the stock tokens; codes give the same three times, and a hit what the miss gave."""
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(falcon_h1, "float32"), (qwen3_next, "bfloat16"), (gpt_oss, "float32")],  # vLLM's gated delta nets: bf16 only
+)
+def test_hybrids(make, dtype, tmp_path):
+    """Lossless pages give the stock tokens; codes give the same three times, and a hit what the miss gave.
+
+    vLLM's own attention multiplies fp32 as TF32, so a near tie may fall the other way: such partings are printed.
+    """
     torch.manual_seed(0)
     make().save_pretrained(tmp_path)
     prompts = [[(7 * i + 3 * j * j) % 500 + 3 for j in range(300 + 700 * i)] for i in range(3)]
     base = {
         "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_batched_tokens": 1024,
-        "enable_prefix_caching": True, "block_size": None, **MEMORY,
+        "enable_prefix_caching": True, "block_size": None, "dtype": dtype, **MEMORY,
     }  # fmt: skip
-    if make is qwen3_next:  # FlashInfer's kernel, taken otherwise where it is installed, does not take fp32
+    if make is qwen3_next:  # FlashInfer's kernel, taken otherwise where it is installed, is compiled for minutes
         base["gdn_prefill_backend"] = "triton"
-    once = [run("a", prompts, 16)]
     thrice = [run("miss", prompts, 16), run("hit", prompts, 16), run("afresh", prompts, 16, reset=True)]
-    stock, raw, codes = together(
-        *(({**base, **how}, once) for how in ({}, slimkv("raw"))),
+    stock, raw, codes = run_engines(
+        (base, [{**run("a", prompts, 16), "logprobs": 5}]),
+        ({**base, **slimkv("raw")}, [run("a", prompts, 16)]),
         ({**base, "prefix_match_unit": 64, **slimkv("k4v4")}, thrice),
     )
-    assert raw["tokens"] == stock["tokens"]
+    found = partings(stock, raw, "a")
     hits = codes["counters"]["hit"]["vllm:prefix_cache_hits"]
+    print(f"{make.__name__}: raw parts from stock at (token, gap) {found}")
     print(f"{make.__name__}: blocks of {codes['block_size']} tokens, matched by 64: {hits:.0f} hits")
+    assert all(gap < NEAR_TIE for _, gap in found.values())
     assert codes["tokens"]["miss"] == codes["tokens"]["hit"] == codes["tokens"]["afresh"]
     assert hits > 0
 

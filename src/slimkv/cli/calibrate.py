@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 SAMPLED, RANDOM = "sampled", "random"
 IDS = (SAMPLED, RANDOM)
-TRANSFORMERS, VLLM = "transformers", "vllm"
-ENGINES = (TRANSFORMERS, VLLM)
+TRANSFORMERS, SERVING = "transformers", {"vllm": "vLLM", "sglang": "SGLang"}
+ENGINES = (TRANSFORMERS, *SERVING)
 
 
 def calibrate(
@@ -45,7 +45,7 @@ def calibrate(
         int | None, typer.Option(help="The longest context it is for; default: what the model declares.")
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="What runs the model: transformers, or vllm (its own start-up, all its GPUs).")
+        str, typer.Option(help="What runs the model: transformers, or vllm or sglang (their own start-up, all GPUs).")
     ] = TRANSFORMERS,
     engine_options: Annotated[
         str | None, typer.Option(help="Options of the engine as JSON, such as '{\"tensor_parallel_size\": 4}'.")
@@ -66,17 +66,17 @@ def calibrate(
     if engine not in ENGINES:
         raise typer.BadParameter(f"--engine {engine!r} is not one of {', '.join(ENGINES)}")
     chooses = budget is not None or profile is not None
-    if engine == VLLM and (chooses or text is not None or ids != SAMPLED):
+    if engine in SERVING and (chooses or text is not None or ids != SAMPLED):
         raise typer.BadParameter(
-            "--text, --ids, --budget and --profile need --engine transformers: in vLLM a model reads what it says "
-            "itself, and what noise costs is not measured"
+            f"--text, --ids, --budget and --profile need --engine transformers: in {SERVING[engine]} a model reads "
+            "what it says itself, and what noise costs is not measured"
         )
-    if engine_options is not None and engine != VLLM:
-        raise typer.BadParameter(f"--engine-options are for --engine {VLLM}")
+    if engine_options is not None and engine not in SERVING:
+        raise typer.BadParameter(f"--engine-options are for --engine {' and '.join(SERVING)}")
     watch, started = Stopwatch(), None
     with user_errors():
-        if engine == VLLM:
-            made, started = _gather_in_vllm(model, windows, tokens, seed, max_positions, engine_options)
+        if engine in SERVING:
+            made, started = _gather_serving(engine, model, (windows, tokens), seed, max_positions, engine_options)
         else:
             made = _gather(model, text, ids, (windows, tokens), seed, max_positions, chooses, threads, device)
         solution = None
@@ -120,19 +120,20 @@ def _gather(
         )  # fmt: skip
 
 
-def _gather_in_vllm(
-    name: str, windows: int, tokens: int, seed: int, max_positions: int | None, options: str | None
+def _gather_serving(
+    engine: str, name: str, samples: tuple[int, int], seed: int, max_positions: int | None, options: str | None
 ) -> tuple[Calibration, float]:
-    """The calibration, and the seconds until vLLM was up."""
+    """The calibration, and the seconds until the engine was up."""
+    import importlib
     import json
 
     from slimkv import models
     from slimkv.evals.harness import Stopwatch
-    from slimkv.integrations.vllm.observe import gather_calibration
 
     given = json.loads(options) if options else {}
     if not isinstance(given, dict):
         raise typer.BadParameter(f"--engine-options must be a JSON object, not {options}")
+    observe = importlib.import_module(f"slimkv.integrations.{engine}.observe")
     source = str(models.folder(name)) if name in models.PACKAGED else name
     watch, started = Stopwatch(), [0.0]
     with progress_bar() as (_, progress):
@@ -142,8 +143,8 @@ def _gather_in_vllm(
                 started[0] = watch.seconds
             progress(what, done, total)
 
-        made = gather_calibration(
-            source, samples=(windows, tokens), seed=seed, max_positions=max_positions, progress=told, **given
+        made = observe.gather_calibration(
+            source, samples=samples, seed=seed, max_positions=max_positions, progress=told, **given
         )
     return made, started[0]
 
@@ -202,7 +203,7 @@ def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
     table.add_row("squared error that queries see", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's")
     table.add_row("holds up to position", f"{result['max_positions']:,}")
     started = result["engine_start_seconds"]
-    table.add_row("time", f"{result['seconds']:.1f} s" + (f", {started:.1f} s to start vLLM" if started else ""))
+    table.add_row("time", f"{result['seconds']:.1f} s" + (f", {started:.1f} s to start the engine" if started else ""))
     if solution is None:
         return [table]
     widths = Table(title="widths per layer")

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from prompts import EngineError, model_folder, piece, sharing
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -78,50 +78,9 @@ def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str)
         return json.loads(result.read_text())
 
 
-class EngineError(RuntimeError):
-    """An engine that did not start or stopped; the text is what it printed."""
-
-
-@lru_cache(maxsize=1)
-def model_folder() -> str:
-    """SmolLM2-135M-Instruct."""
-    from slimkv import models
-
-    return str(models.folder(models.DEFAULT))
-
-
-@lru_cache(maxsize=1)
-def text_tokens() -> list[int]:
-    """A few thousand tokens of English."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder())
-    return tokenizer((ROOT / "LICENSE").read_text())["input_ids"]
-
-
-def piece(start: int, length: int) -> list[int]:
-    """Consecutive tokens of the text."""
-    return text_tokens()[start : start + length]
-
-
-def run(name: str, prompts: list[list[int]], max_tokens: int = 8, **how: bool) -> dict[str, Any]:
-    """One batch for ``run_engine``."""
-    return {"name": name, "prompts": prompts, "max_tokens": max_tokens, **how}
-
-
-def ragged() -> list[list[int]]:
-    """Prompts of 3 to 69 tokens."""
-    return [piece(40 * i, 3 + 11 * (i % 7)) for i in range(7)]
-
-
-def long() -> list[list[int]]:
-    """Prompts that come in several chunks; no length is a multiple of anything."""
-    return [piece(100, 301), piece(700, 203)]
-
-
 def prefixed() -> list[list[int]]:
     """Requests that share six pages and a little more."""
-    return [piece(100, 6 * PAGE + 12) + piece(1500 + 20 * i, 9 + i) for i in range(3)]
+    return sharing(6 * PAGE + 12)
 
 
 def many() -> list[list[int]]:

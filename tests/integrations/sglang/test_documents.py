@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engines import LIMIT_SECONDS, environment, model_folder
+from engines import LIMIT_SECONDS, environment
+from prompts import model_folder
 
 from documents import PAGES, commands, snippets
 

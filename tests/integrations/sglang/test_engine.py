@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engines import PAGE, crowd, engine, long, many, prefixed, ragged, run, run_engine, slimkv
+from engines import PAGE, crowd, engine, many, prefixed, run_engine, slimkv
+from prompts import long, ragged, run
 
 from slimkv.spec import CodecSpec, PageLayout
 
@@ -19,7 +20,8 @@ FROM_MEMORY = {"max_total_tokens": None, "mem_fraction_static": 0.2}
 
 
 def everything() -> list[dict]:
-    return [run("ragged", ragged()), run("long", long()), run("miss", prefixed()[:1]), run("hit", prefixed())]
+    asked = {"ragged": ragged(), "long": long(), "miss": prefixed()[:1], "hit": prefixed()}
+    return [run(name, prompts, 8) for name, prompts in asked.items()]
 
 
 def growing() -> dict:

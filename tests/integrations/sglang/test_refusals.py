@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("sglang")
 
-from engines import BASE, model_folder, override_args
+from engines import BASE, override_args
+from prompts import model_folder
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs

@@ -11,7 +11,8 @@ pytest.importorskip("sglang")
 pytest.importorskip("openai")
 
 import openai
-from engines import environment, model_folder, override_args
+from engines import environment, override_args
+from prompts import model_folder
 
 from server_process import running
 from slimkv.soak.server import free_port

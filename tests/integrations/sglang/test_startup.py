@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engines import EngineError, engine, run_engine, slimkv
+from engines import engine, run_engine, slimkv
+from prompts import EngineError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

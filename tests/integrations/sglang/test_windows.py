@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engines import PAGE, long, piece, ragged, run, run_engine, slimkv, write_windowed_model
+from engines import PAGE, run_engine, slimkv, write_windowed_model
+from prompts import long, piece, ragged, run
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from prompts import EngineError, model_folder, piece, sharing
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -48,12 +48,18 @@ def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str)
     return _scenario({"engine": {**BASE, **engine}, "runs": runs}, extra)
 
 
+def run_engines(*each: tuple[dict[str, Any], list[dict[str, Any]]], **extra: str) -> list[dict[str, Any]]:
+    """``run_engine`` of several engines with their runs, all at the same time."""
+    requests = [{"engine": {**BASE, **engine}, "runs": runs} for engine, runs in each]
+    return _scenario({"engines": requests}, extra)
+
+
 def refusals(engine: dict[str, Any], refused: dict[str, dict[str, Any]], **extra: str) -> dict[str, str]:
     """What engines say that must not start: ``refused`` has the arguments of each beside those of ``engine``."""
     return _scenario({"engine": {**BASE, **engine}, "refused": refused}, extra)
 
 
-def _scenario(request_fields: dict[str, Any], extra: dict[str, str]) -> dict[str, Any]:
+def _scenario(request_fields: dict[str, Any], extra: dict[str, str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         request, result = Path(folder, "request.json"), Path(folder, "result.json")
         request.write_text(json.dumps(request_fields))
@@ -66,50 +72,9 @@ def _scenario(request_fields: dict[str, Any], extra: dict[str, str]) -> dict[str
         return json.loads(result.read_text())
 
 
-class EngineError(RuntimeError):
-    """An engine that did not start or stopped; the text is what it printed."""
-
-
-@lru_cache(maxsize=1)
-def model_folder() -> str:
-    """SmolLM2-135M-Instruct."""
-    from slimkv import models
-
-    return str(models.folder(models.DEFAULT))
-
-
-@lru_cache(maxsize=1)
-def text_tokens() -> list[int]:
-    """A few thousand tokens of English."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder())
-    return tokenizer((ROOT / "LICENSE").read_text())["input_ids"]
-
-
-def piece(start: int, length: int) -> list[int]:
-    """Consecutive tokens of the text."""
-    return text_tokens()[start : start + length]
-
-
-def run(name: str, prompts: list[list[int]], max_tokens: int = 16, **how: bool) -> dict[str, Any]:
-    """One batch for ``run_engine``."""
-    return {"name": name, "prompts": prompts, "max_tokens": max_tokens, **how}
-
-
-def ragged() -> list[list[int]]:
-    """Prompts of 3 to 69 tokens."""
-    return [piece(40 * i, 3 + 11 * (i % 7)) for i in range(7)]
-
-
-def long() -> list[list[int]]:
-    """Prompts that come in several chunks; no length is a multiple of anything."""
-    return [piece(100, 301), piece(700, 203)]
-
-
 def prefixed() -> list[list[int]]:
     """Requests that share six blocks and a little more."""
-    return [piece(100, 6 * BASE["block_size"] + 12) + piece(1500 + 20 * i, 9 + i) for i in range(3)]
+    return sharing(6 * BASE["block_size"] + 12)
 
 
 def repeating() -> list[list[int]]:

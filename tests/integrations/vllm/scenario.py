@@ -104,6 +104,43 @@ def refusals(request: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
+def side_by_side(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Engines at the same time, each in a child of this process, which has imported everything once for all of them."""
+    import tempfile
+    import traceback
+
+    import torch
+    import vllm  # noqa: F401
+
+    assert not torch.cuda.is_initialized(), "a child could not use the device"
+    with tempfile.TemporaryDirectory() as folder:
+        children = {}
+        for number, request in enumerate(requests):
+            child = os.fork()
+            if child:
+                children[child] = number
+                continue
+            status = 1
+            try:
+                Path(folder, str(number)).write_text(json.dumps(run_engine(request)))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)  # whatever the engine left running ends here
+        failed = []
+        while children:
+            child, status = os.wait()
+            number = children.pop(child, None)
+            if number is not None and status:
+                failed.append(number)
+        if failed:
+            raise SystemExit(f"engines {sorted(failed)} of {len(requests)} stopped; their output is above")
+        return [json.loads(Path(folder, str(number)).read_text()) for number in range(len(requests))]
+
+
 def counters(llm: Any) -> dict[str, float]:
     found = {m.name: m for m in llm.get_metrics()}
     return {name: sum(m.value for m in [found[name]]) for name in COUNTERS if name in found}
@@ -112,7 +149,10 @@ def counters(llm: Any) -> dict[str, float]:
 def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     request = json.loads(Path(sys.argv[1]).read_text())
-    result = refusals(request) if "refused" in request else run_engine(request)
+    if "engines" in request:
+        result: Any = side_by_side(request["engines"])
+    else:
+        result = refusals(request) if "refused" in request else run_engine(request)
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engines import environment, model_folder
+from engines import environment
+from prompts import model_folder
 
 from server_process import running
 from slimkv.soak.server import environment as server_environment

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import NGRAM, engine, long, piece, prefixed, ragged, repeating, run, run_engine, slimkv
+from engines import NGRAM, engine, prefixed, repeating, run_engine, slimkv
+from prompts import long, piece, ragged, run
 
 from slimkv.spec import CodecSpec, PageLayout
 

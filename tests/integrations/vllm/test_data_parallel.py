@@ -11,7 +11,8 @@ pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
 import openai
-from engines import engine, ragged, run, run_engine, slimkv
+from engines import engine, run_engine, slimkv
+from prompts import ragged, run
 from servers import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import environment, model_folder, slimkv
+from engines import environment, slimkv
+from prompts import model_folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

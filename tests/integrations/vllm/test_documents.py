@@ -14,7 +14,8 @@ pytest.importorskip("openai")
 
 import openai
 import torch
-from engines import ENVIRONMENT, environment, model_folder
+from engines import ENVIRONMENT, environment
+from prompts import model_folder
 from servers import serving
 
 from documents import PAGES, commands, snippets

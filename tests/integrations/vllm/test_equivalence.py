@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import engine, long, piece, prefixed, ragged, run, run_engine, slimkv
+from engines import engine, prefixed, run_engine, slimkv
+from prompts import long, piece, ragged, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 
 import torch
 import transformers
-from engines import run, run_engine, slimkv
+from engines import run_engine, slimkv
+from prompts import run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import NGRAM, model_folder, refusals, run, run_engine, slimkv
+from engines import NGRAM, refusals, run_engine, slimkv
 from mla_models import (
     LAYERS,
     PROMPTS,
@@ -16,6 +16,7 @@ from mla_models import (
     transformers_tokens,
     with_drafting_layer,
 )
+from prompts import model_folder, run
 
 from slimkv.integrations.vllm.page_sizes import slot_bytes
 from slimkv.spec import LatentSpec

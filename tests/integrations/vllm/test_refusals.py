@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import EngineError, engine, run_engine, slimkv
+from engines import engine, run_engine, slimkv
+from prompts import EngineError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -10,7 +10,8 @@ pytest.importorskip("vllm")
 
 import torch
 import transformers
-from engines import refusals, run, run_engine, slimkv
+from engines import refusals, run_engine, slimkv
+from prompts import run
 
 from slimkv import SlimKVCache
 from slimkv.wire import PromptCache

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from engines import run, run_engine, slimkv
+from engines import run_engine, slimkv
+from prompts import run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import NGRAM, engine, long, ragged, repeating, run, run_engine, slimkv
+from engines import NGRAM, engine, repeating, run_engine, slimkv
+from prompts import long, ragged, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -5,6 +5,7 @@ It names a backend and hooks a few methods, which do what they did while slimkv 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ HOOKS = {
     f"{_WINDOWED}._recompute_cell_size": "recompute_cell_size",
 }
 TARGETS = (*HOOKS, _POOL_CLASS)
+LISTENING = "SLIMKV_SGLANG_LISTENS"  # in the environment while ``slimkv calibrate`` runs an engine
+_RPC = "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request"
 
 
 def register() -> None:
@@ -47,6 +50,8 @@ def register() -> None:
     for target, name in HOOKS.items():
         HookRegistry.register(target, _lazy(name), HookType.AROUND)
     HookRegistry.register(_POOL_CLASS, _pool_class, HookType.AROUND)
+    if os.environ.get(LISTENING):
+        HookRegistry.register(_RPC, _answer, HookType.AROUND)
 
 
 def _is_chosen(server_args: Any) -> bool:
@@ -98,6 +103,13 @@ def _pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: 
     if default is not MHATokenToKVPool:
         raise SlimKVError(f"slimkv's pages take the place of SGLang's plain pool, not of {default.__name__}")
     return bind(sized_plan(kvc), TARGETS)
+
+
+def _answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Around ``Scheduler.handle_rpc_request``."""
+    from slimkv.integrations.sglang.observe import answer
+
+    return answer(original, scheduler, request)
 
 
 def _create_backend(runner: Any) -> Any:

@@ -1,0 +1,163 @@
+"""Calibration inside a serving engine: what its processes sum up, and what the one that asks makes of it.
+
+An engine says something, and each process that runs layers listens: ``QueryListener`` keeps sums of what the layers
+there are given, on the device and for the process's own heads. ``merge_ranks`` puts the processes' sums together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration.calibration import Calibration
+from slimkv.calibration.gather import (
+    PROBE_TOKENS,
+    MeasuredRotary,
+    MomentSum,
+    common_range,
+    probe_shifts,
+    rotary_of_layer,
+)  # fmt: skip
+from slimkv.calibration.identity import ModelIdentity
+from slimkv.calibration.rotary import Rotary
+from slimkv.calibration.serving import rank_heads
+from slimkv.calibration.statistics import LayerStatistics
+
+FRAGMENT = 128  # tokens that are sampled in a row
+
+
+@dataclass(frozen=True)
+class ObservedLayer:
+    """One attention layer as a process holds it."""
+
+    num_kv_heads: int
+    dim: int
+    value_dim: int
+    sliding_window: int | None
+
+
+class QueryListener:
+    """What the attention layers of one process are given. Results are plain numbers and bytes."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, ObservedLayer] = {}
+        self.shift = 0  # positions by which the model is to read later
+        self._probes: dict[int, dict[int, Tensor]] = {}
+        self._measured: dict[int, MeasuredRotary] = {}
+        self._sums: dict[int, MomentSum] = {}
+        self._probing = True
+
+    def probe(self, shift: int) -> None:
+        """What is read next is read ``shift`` positions later, and kept."""
+        self.shift = shift
+        self._probes[shift] = {}
+
+    def measure(self) -> None:
+        """Finds what positions do; what is read from now on is summed."""
+        plain, shifted = self._probes.pop(0), self._probes
+        for number, queries in plain.items():
+            self._measured[number] = rotary_of_layer(queries, {s: x[number] for s, x in shifted.items()})
+        self._probes, self._probing, self.shift = {}, False, 0
+
+    def take(self, number: int, query: Tensor, positions: Tensor) -> None:
+        """The queries [tokens, num_heads, dim] of layer ``number`` at positions int [tokens]."""
+        if self._probing:
+            if self.shift in self._probes and query.shape[0] == PROBE_TOKENS:
+                self._probes[self.shift][number] = query.flatten(0, 1).float().clone()
+            return
+        if number not in self._sums:
+            layer, rotary = self.layers[number], self._measured[number].rotary
+            self._sums[number] = MomentSum(layer.num_kv_heads, layer.dim, rotary, query.device)
+        self._sums[number].add(query, positions)
+
+    def collect(self, rank: int, ranks: int) -> dict[str, Any]:
+        """This process's sums, by layer; it is one of ``ranks`` that share the layers' heads."""
+        layers = {}
+        for number, sums in self._sums.items():
+            layer, measured = self.layers[number], self._measured[number]
+            layers[str(number)] = {
+                "heads": sums.total.shape[0],
+                "dim": sums.total.shape[-1],
+                "value_dim": layer.value_dim,
+                "moment": sums.mean().numpy().tobytes(),
+                "planes": measured.rotary.planes.flatten().tolist(),
+                "frequencies": measured.rotary.frequencies.tolist(),
+                "max_positions": measured.max_positions,
+                "sliding_window": layer.sliding_window,
+            }
+        return {"rank": rank, "ranks": ranks, "layers": layers}
+
+
+@dataclass(frozen=True)
+class ListeningPlan:
+    """What an engine is asked to read and say while its processes listen."""
+
+    probe: list[int]
+    shifts: tuple[int, ...]  # of the probe, 0 first
+    first: list[int]  # token of each fragment that the model goes on from
+    fragment: int  # tokens of each, the first included
+    seeds: list[int]  # of each fragment's sampling
+    declared: int
+    seed: int
+
+    @classmethod
+    def of(cls, config: Any, declared: int, longest: int, samples: tuple[int, int], seed: int) -> ListeningPlan:
+        """For a text configuration of ``declared`` positions in an engine that takes prompts up to ``longest``."""
+        generator = torch.Generator().manual_seed(seed)
+        probe = torch.randint(config.vocab_size, (PROBE_TOKENS,), generator=generator).tolist()
+        windows, tokens = samples
+        length = min(FRAGMENT, tokens, longest)
+        rows = -(-windows * tokens // length)
+        begin = getattr(config, "bos_token_id", None)
+        first = (
+            [begin] * rows
+            if isinstance(begin, int)
+            else torch.randint(config.vocab_size, (rows,), generator=generator).tolist()
+        )
+        seeds = [seed * 100_003 + row for row in range(rows)]
+        return cls(probe, (0, *probe_shifts(declared)), first, length, seeds, declared, seed)
+
+    def calibration(
+        self, config: Any, parts: Iterable[dict[str, Any]], total_heads: int, max_positions: int | None, engine: str
+    ) -> Calibration:
+        """From what the processes of ``engine`` collected."""
+        layers, measured = merge_ranks(parts, total_heads)
+        held = common_range(measured, max_positions or self.declared, self.declared, self.fragment)
+        read = len(self.first) * self.fragment
+        source = f"{read} token ids sampled from the model in {engine}, seed {self.seed}"
+        return Calibration(ModelIdentity.of(config), layers, source, held)
+
+
+def merge_ranks(
+    parts: Iterable[dict[str, Any]], total_heads: int
+) -> tuple[dict[int, LayerStatistics], dict[int, MeasuredRotary]]:
+    """Statistics of whole layers from those of tensor- and pipeline-parallel ranks."""
+    moments: dict[int, Tensor] = {}
+    counts: dict[int, Tensor] = {}
+    layers: dict[int, LayerStatistics] = {}
+    measured: dict[int, MeasuredRotary] = {}
+    for part in parts:
+        for name, given in part["layers"].items():
+            number, dim, held = int(name), given["dim"], given["heads"]
+            # Fewer heads than ranks are held by several ranks alike; layers may differ in their heads.
+            total = total_heads if total_heads < part["ranks"] else held * part["ranks"]
+            heads = rank_heads(total, held, part["rank"], part["ranks"])
+            own = torch.frombuffer(bytearray(given["moment"]), dtype=torch.float64).view(held, dim, dim)
+            if number not in moments:
+                moments[number] = torch.zeros(total, dim, dim, dtype=torch.float64)
+                counts[number] = torch.zeros(total, 1, 1, dtype=torch.float64)
+                planes = torch.tensor(given["planes"], dtype=torch.int64).view(-1, 2)
+                rotary = Rotary(planes, torch.tensor(given["frequencies"], dtype=torch.float64))
+                measured[number] = MeasuredRotary(rotary, given["max_positions"])
+                layers[number] = LayerStatistics(
+                    moments[number], given["value_dim"], rotary=rotary, sliding_window=given["sliding_window"]
+                )
+            moments[number][heads] += own
+            counts[number][heads] += 1
+    for number, moment in moments.items():
+        moment /= counts[number].clamp(min=1)
+    return dict(sorted(layers.items())), measured

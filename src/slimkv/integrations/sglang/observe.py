@@ -1,0 +1,202 @@
+"""Calibration inside SGLang: the stock engine, with its own attention, says something and is listened to.
+
+SGLang's engine calls methods of its schedulers by name (``collective_rpc``), one scheduler for each GPU. While
+``plugin.LISTENING`` is in the environment, the plugin hooks that call, and ``Observer`` answers it. What the schedulers
+collect comes back in files, since SGLang brings back nothing but whether a call went well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration import Calibration
+from slimkv.calibration.listener import ListeningPlan, ObservedLayer, QueryListener
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.sglang.plugin import LISTENING
+
+PREFIX = "slimkv_"  # of the methods that schedulers are asked for
+
+
+class Observer:
+    """What one scheduler's model is given; its public methods are what the engine's process may ask for."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._model = scheduler.tp_worker.model_runner.model
+        self._listener = QueryListener()
+        self._positions = torch.zeros(0, dtype=torch.int64)
+
+    def attach(self) -> None:
+        """Listens to every decoder layer from now on."""
+        from slimkv.integrations.sglang.compat import AttentionType, RadixAttention
+
+        for layer in self._model.modules():
+            if not isinstance(layer, RadixAttention):
+                continue
+            if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
+                continue
+            window = layer.sliding_window_size  # does not count the query's own token
+            self._listener.layers[layer.layer_id] = ObservedLayer(
+                layer.tp_k_head_num,
+                layer.qk_head_dim,
+                layer.v_head_dim,
+                window + 1 if window is not None and window > -1 else None,
+            )
+            layer.register_forward_pre_hook(self._before_attention, with_kwargs=True)
+        if not self._listener.layers:
+            raise UnsupportedError("SGLang runs no attention layer in this model that calibration can see")
+        self._model.forward = self._shifted(self._model.forward)  # SGLang calls it past the module's hooks
+
+    def probe(self, shift: int) -> None:
+        """See ``QueryListener.probe``."""
+        self._listener.probe(shift)
+
+    def measure(self) -> None:
+        """See ``QueryListener.measure``."""
+        self._listener.measure()
+
+    def collect(self, folder: str) -> None:
+        """See ``QueryListener.collect``; the result is a file in ``folder``."""
+        from slimkv.integrations.sglang.compat import attention_tp
+
+        save_part(self._listener.collect(*attention_tp()), Path(folder, f"{os.getpid()}.safetensors"))
+
+    def _shifted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def shifted(input_ids: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+            positions = positions + self._listener.shift
+            self._positions = positions if positions.ndim == 1 else positions[0]  # text has one of three alike
+            return forward(input_ids, positions, *args, **kwargs)
+
+        return shifted
+
+    def _before_attention(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        query: Tensor = kwargs["q"] if "q" in kwargs else args[0]
+        key: Tensor | None = kwargs["k"] if "k" in kwargs else args[1]
+        if key is None:  # it reads another layer's tokens
+            return
+        count = min(query.shape[0], self._positions.shape[0])
+        if count:
+            query = query.reshape(query.shape[0], layer.tp_q_head_num, layer.qk_head_dim)[:count]
+            self._listener.take(layer.layer_id, query, self._positions[:count])
+
+
+def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Around ``Scheduler.handle_rpc_request``: the methods that SGLang looks for are the observer's."""
+    if request.method.startswith(PREFIX):
+        observer = getattr(scheduler, "_slimkv_observer", None)
+        if observer is None:
+            observer = scheduler._slimkv_observer = Observer(scheduler)
+        setattr(scheduler, request.method, getattr(observer, request.method.removeprefix(PREFIX)))
+    return original(scheduler, request)
+
+
+def save_part(part: dict[str, Any], path: Path) -> None:
+    """What a rank collected as one file: moments as tensors, the rest as JSON."""
+    from safetensors.torch import save_file
+
+    moments, layers = {}, {}
+    for name, given in part["layers"].items():
+        layers[name] = {field: value for field, value in given.items() if field != "moment"}
+        moments[name] = torch.frombuffer(bytearray(given["moment"]), dtype=torch.float64)
+    save_file(moments, path, metadata={"part": json.dumps({**part, "layers": layers})})
+
+
+def load_part(path: Path) -> dict[str, Any]:
+    """The inverse of ``save_part``."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        part = json.loads(file.metadata()["part"])
+        for name, given in part["layers"].items():
+            given["moment"] = file.get_tensor(name).numpy().tobytes()
+    return part
+
+
+def gather_calibration(
+    model: str,
+    *,
+    samples: tuple[int, int] = (3, 1024),
+    seed: int = 0,
+    max_positions: int | None = None,
+    progress: Any = lambda what, done, total: None,
+    **engine_options: Any,
+) -> Calibration:
+    """Starts SGLang with ``model`` and listens while it says windows x ids tokens (``samples``).
+
+    Call it from a module that SGLang's processes can import (``if __name__ == "__main__"``).
+
+    Args:
+        model: a folder or a hub name, as SGLang takes it.
+        samples: windows, and ids in each; they are said in fragments.
+        seed: of the sampling.
+        max_positions: the longest context that the statistics are for; None: the model's own.
+        progress: told what is being done.
+        engine_options: of ``sglang.Engine``; give those that the model is served with, ``tp_size`` included.
+    """
+    fixed = {
+        "model_path": model, "disable_cuda_graph": True, "disable_radix_cache": True, "disable_overlap_schedule": True,
+        "skip_tokenizer_init": True, "random_seed": seed,
+    }  # fmt: skip
+    if clash := sorted(set(fixed) & set(engine_options)):
+        raise InputError(f"calibration sets {', '.join(clash)} itself; leave it out of the engine's options")
+    for name in ("pp_size", "dp_size"):
+        if engine_options.get(name, 1) != 1:
+            raise UnsupportedError(f"calibration in SGLang takes {name} = 1, not {engine_options[name]}; use tp_size")
+    if engine_options.get("attention_backend") == "slimkv":
+        raise UnsupportedError("calibration listens to SGLang's own attention: leave out attention_backend slimkv")
+    from slimkv.integrations.sglang.versions import installed_version
+
+    installed_version()
+    import sglang
+
+    progress("starting SGLang", 0, 4)
+    os.environ[LISTENING] = "1"
+    engine = None
+    try:
+        engine = sglang.Engine(**fixed, **engine_options)
+        return _listen(engine, samples, seed, max_positions, progress)
+    finally:
+        del os.environ[LISTENING]
+        if engine is not None:
+            engine.shutdown()
+
+
+def _listen(engine: Any, samples: tuple[int, int], seed: int, max_positions: int | None, progress: Any) -> Calibration:
+    config = engine.tokenizer_manager.model_config
+    text, steps = config.hf_text_config, 4
+    declared = int(getattr(text, "max_position_embeddings", None) or config.context_len)
+    plan = ListeningPlan.of(text, declared, config.context_len, samples, seed)
+    _call(engine, "attach")
+    progress("what positions do", 1, steps)
+    for shift in plan.shifts:
+        _call(engine, "probe", shift=shift)
+        engine.generate(input_ids=plan.probe, sampling_params={"max_new_tokens": 1, "temperature": 0})
+    _call(engine, "measure")
+    progress("sampling", 2, steps)
+    asked = {"max_new_tokens": plan.fragment - 1, "temperature": 1.0, "ignore_eos": True}
+    engine.generate(input_ids=[[token] for token in plan.first], sampling_params=asked)
+    progress("collecting", 3, steps)
+    with tempfile.TemporaryDirectory(prefix="slimkv-listen-") as folder:
+        _call(engine, "collect", folder=folder)
+        parts = [load_part(path) for path in sorted(Path(folder).iterdir())]
+    made = plan.calibration(text, parts, int(config.num_key_value_heads), max_positions, "SGLang")
+    progress("calibrated", steps, steps)
+    return made
+
+
+def _call(engine: Any, method: str, **parameters: Any) -> None:
+    """A method of every scheduler's observer."""
+    try:
+        engine.collective_rpc(PREFIX + method, **parameters)
+    except AssertionError as error:  # what SGLang raises, with the scheduler's words
+        raise UnsupportedError(
+            f"SGLang's scheduler did not do what calibration asked of it ({method}): {error}. "
+            "`slimkv doctor --require sglang` says whether the plugin loads"
+        ) from error

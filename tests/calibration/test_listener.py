@@ -1,0 +1,86 @@
+"""Listening inside a serving engine, without one: probes, sums, and ranks that hold some of the heads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slimkv.calibration.gather import PROBE_TOKENS
+from slimkv.calibration.listener import ListeningPlan, ObservedLayer, QueryListener, merge_ranks
+from slimkv.calibration.rotary import Rotary
+
+DIM, HEADS, GROUP = 16, 4, 2
+HALVES = torch.arange(DIM).view(2, -1).T.contiguous()
+ROTARY = Rotary(HALVES, 100.0 ** -(torch.arange(DIM // 2, dtype=torch.float64) / (DIM // 2)))
+FIELDS = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": HEADS * GROUP,
+    "num_key_value_heads": HEADS, "head_dim": DIM, "vocab_size": 97, "bos_token_id": 1,
+}  # fmt: skip
+CONFIG = SimpleNamespace(**FIELDS, to_dict=lambda: FIELDS)
+PLAN = ListeningPlan.of(CONFIG, 2048, 512, (2, 256), 0)
+
+
+def queries(tokens: int, seed: int) -> torch.Tensor:
+    """Those of all heads before positions turn them, with directions that matter more."""
+    made = torch.randn(tokens, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
+    return made * torch.logspace(0, -1, DIM)
+
+
+def listen(held: slice, rank: int, ranks: int) -> dict:
+    """One rank that holds some KV heads, through a whole plan."""
+    listener = QueryListener()
+    own = slice(held.start * GROUP, held.stop * GROUP)
+    listener.layers[0] = ObservedLayer(held.stop - held.start, DIM, DIM, None)
+    listener.take(0, queries(5, 9)[:, own], torch.arange(5))  # before anything was asked
+    for shift in PLAN.shifts:
+        listener.probe(shift)
+        positions = torch.arange(PROBE_TOKENS) + listener.shift
+        listener.take(0, ROTARY.turned(queries(PROBE_TOKENS, 0), positions)[:, own], positions)
+    listener.measure()
+    assert listener.shift == 0
+    for chunk in range(3):
+        positions = torch.arange(200) + 200 * chunk
+        listener.take(0, ROTARY.turned(queries(200, 1 + chunk), positions)[:, own], positions)
+    return listener.collect(rank, ranks)
+
+
+def expected() -> torch.Tensor:
+    read = torch.cat([queries(200, 1 + chunk) for chunk in range(3)])
+    grouped = read.transpose(0, 1).reshape(HEADS, -1, DIM).double()
+    return grouped.mT @ grouped / grouped.shape[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_sum_their_own_heads(ranks):
+    each = HEADS // ranks
+    parts = [listen(slice(rank * each, rank * each + each), rank, ranks) for rank in range(ranks)]
+    layers, measured = merge_ranks(parts, HEADS)
+    assert torch.allclose(layers[0].query_moment, expected(), rtol=1e-3, atol=1e-4)
+    assert torch.allclose(measured[0].rotary.frequencies.sort().values, ROTARY.frequencies.sort().values, atol=1e-5)
+    assert measured[0].max_positions == 2048
+
+
+def test_fewer_heads_than_ranks():
+    """Two ranks hold each head alike."""
+    parts = [listen(slice(rank // 2, rank // 2 + 1), rank, 2 * HEADS) for rank in range(2 * HEADS)]
+    layers, _ = merge_ranks(parts, HEADS)
+    assert torch.allclose(layers[0].query_moment, expected(), rtol=1e-3, atol=1e-4)
+
+
+def test_what_an_engine_is_asked_for():
+    assert PLAN.shifts[0] == 0
+    assert PLAN.shifts[-1] == 2048 - PROBE_TOKENS
+    assert PLAN.fragment == 128
+    assert PLAN.first == [1] * 4  # the model's own first token
+    assert len(set(PLAN.seeds)) == 4
+    assert ListeningPlan.of(CONFIG, 2048, 100, (2, 256), 0).fragment == 100
+    without = SimpleNamespace(**{**vars(CONFIG), "bos_token_id": None})
+    assert all(0 <= token < 97 for token in ListeningPlan.of(without, 2048, 512, (2, 256), 0).first)
+
+
+def test_the_calibration_says_where_it_is_from():
+    made = PLAN.calibration(CONFIG, [listen(slice(0, HEADS), 0, 1)], HEADS, None, "an engine")
+    assert made.source == "512 token ids sampled from the model in an engine, seed 0"
+    assert made.max_positions == 2048

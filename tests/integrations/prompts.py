@@ -1,0 +1,55 @@
+"""What the real engines are asked: tokens of an English text, in prompts of every kind of length."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+class EngineError(RuntimeError):
+    """An engine that did not start or stopped; the text is what it printed."""
+
+
+@lru_cache(maxsize=1)
+def model_folder() -> str:
+    """SmolLM2-135M-Instruct."""
+    from slimkv import models
+
+    return str(models.folder(models.DEFAULT))
+
+
+@lru_cache(maxsize=1)
+def text_tokens() -> list[int]:
+    """A few thousand tokens of English."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    return tokenizer((ROOT / "LICENSE").read_text())["input_ids"]
+
+
+def piece(start: int, length: int) -> list[int]:
+    """Consecutive tokens of the text."""
+    return text_tokens()[start : start + length]
+
+
+def run(name: str, prompts: list[list[int]], max_tokens: int = 16, **how: bool) -> dict[str, Any]:
+    """One batch for an engine."""
+    return {"name": name, "prompts": prompts, "max_tokens": max_tokens, **how}
+
+
+def ragged() -> list[list[int]]:
+    """Prompts of 3 to 69 tokens."""
+    return [piece(40 * i, 3 + 11 * (i % 7)) for i in range(7)]
+
+
+def long() -> list[list[int]]:
+    """Prompts that come in several chunks; no length is a multiple of anything."""
+    return [piece(100, 301), piece(700, 203)]
+
+
+def sharing(tokens: int) -> list[list[int]]:
+    """Three requests with ``tokens`` tokens in common, and a few of their own."""
+    return [piece(100, tokens) + piece(1500 + 20 * i, 9 + i) for i in range(3)]

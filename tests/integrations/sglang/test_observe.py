@@ -1,0 +1,108 @@
+"""Calibration inside SGLang: what its schedulers see is what transformers sees, and its file serves every engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from engines import BASE, environment, run_engine, slimkv
+
+from slimkv.calibration import Calibration
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.sglang.observe import gather_calibration, load_part, save_part
+
+pytestmark = pytest.mark.sglang
+
+OBSERVE = f"""
+import sys
+from slimkv.integrations.sglang.observe import gather_calibration
+if __name__ == "__main__":
+    own = {{name: value for name, value in {BASE!r}.items() if name in
+           ("device", "dtype", "attention_backend", "context_length", "max_total_tokens", "log_level")}}
+    gather_calibration(sys.argv[1], samples=(16, 128), **own).save(sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A Llama with random weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=1,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def observed(folder, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("file") / "observed.safetensors"
+    script = target.with_suffix(".py")
+    script.write_text(OBSERVE)
+    done = subprocess.run(
+        [sys.executable, str(script), folder, str(target)], env=environment(), capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert not done.returncode, done.stdout + done.stderr
+    return target
+
+
+@pytest.mark.slow
+def test_it_finds_what_transformers_finds(folder, observed):
+    import transformers
+
+    from slimkv.integrations.transformers.calibration.collect import gather_calibration
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    other, made = gather_calibration(model, costs=False, samples=(16, 128)), Calibration.load(observed)
+    assert made.identity == other.identity
+    assert made.max_positions == other.max_positions == 2048
+    assert sorted(made.layers) == sorted(other.layers)
+    for number, layer in made.layers.items():
+        want = other.layers[number]
+        assert layer.rotary.planes.tolist() == want.rotary.planes.tolist()
+        assert torch.allclose(layer.rotary.frequencies, want.rotary.frequencies, atol=1e-5)
+        # Other texts of the same model: close, and far from those of another head.
+        apart = (layer.query_moment - want.query_moment).norm(dim=(1, 2)) / want.query_moment.norm(dim=(1, 2))
+        swapped = (layer.query_moment - want.query_moment.flip(0)).norm() / want.query_moment.norm()
+        assert apart.max() < 0.5 * swapped
+
+
+@pytest.mark.slow
+def test_its_file_serves(folder, observed):
+    runs = [{"name": "a", "prompts": [list(range(3, 90))], "max_tokens": 8}]
+    cache = slimkv("k4v4", calibration=str(observed))
+    result = run_engine({"model_path": folder, **cache}, runs)
+    assert len(result["tokens"]["a"][0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"disable_radix_cache": False}, "disable_radix_cache"),
+        ({"pp_size": 2}, "pp_size = 1, not 2"),
+        ({"dp_size": 2}, "dp_size = 1, not 2"),
+        ({"attention_backend": "slimkv"}, "attention_backend slimkv"),
+    ],
+)
+def test_what_it_refuses(options, named):
+    with pytest.raises((InputError, UnsupportedError), match=named):
+        gather_calibration("nowhere", **options)
+
+
+def test_parts_travel_in_files(tmp_path):
+    moment = torch.randn(2, 4, 4, dtype=torch.float64)
+    layer = {"heads": 2, "dim": 4, "moment": moment.numpy().tobytes(), "planes": [0, 2, 1, 3], "sliding_window": None}
+    part = {"rank": 1, "ranks": 2, "layers": {"3": layer}}
+    save_part(part, tmp_path / "one.safetensors")
+    assert load_part(tmp_path / "one.safetensors") == part
