@@ -545,6 +545,12 @@ template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
   memcpy(&x, host::machine.shared + address, 4);
   return x;
 }
+DEVICE u32 ld_shared_constant_half(u32 address) {
+  u16 x;
+  if (address % 2 || address + 2 > (u32)host::machine.shared_bytes) host::fail("a load beyond shared memory, or not aligned");
+  memcpy(&x, host::machine.shared + address, 2);
+  return x;
+}
 DEVICE void cp_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }
 template <int OFFSET> DEVICE void cp_async_16_behind(u32 shared, const void* global) {
   host::begin_copy(host::machine.shared + shared + OFFSET, static_cast<const u8*>(global) + OFFSET, 16);

@@ -221,6 +221,11 @@ template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
   asm("ld.shared.u32 %0, [%1+%2];" : "=r"(r) : "r"(address), "n"(OFFSET));
   return r;
 }
+DEVICE u32 ld_shared_constant_half(u32 address) {
+  u32 r;
+  asm("{.reg .b16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h;}" : "=r"(r) : "r"(address));
+  return r;
+}
 DEVICE void cp_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global) : "memory");
 }
