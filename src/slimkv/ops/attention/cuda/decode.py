@@ -260,8 +260,8 @@ def _prepare(request: AttendRequest, device: Device) -> _Call:
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, single: tuple[int, int], q_dtype: torch.dtype,
-    out_dtype: torch.dtype, window: bool, softcap: bool,
+    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, single: tuple[int, int],
+    q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
     """``single``: queries (or 0) and KV heads of the only sequence."""
     shape = shape_for(device, layout, group, queries, amount)
