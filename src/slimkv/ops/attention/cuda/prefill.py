@@ -120,8 +120,8 @@ EIGHT_BIT_SHAPES = {64: Shape(128, 4, True, consumers=3), 128: Shape(128, 3, Tru
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
 # Rows (queries x heads of a group) of a sequence up to which unpacking for every block of them takes less time than
-# unpacking once for all, with Lloyd-Max codes of up to 4 bits; at head size 64 and with uniform ones; and from which it is
-# faster than the decode kernel, if there are enough queries as well.
+# unpacking once for all, with Lloyd-Max codes of up to 4 bits; at head size 64 and with uniform codes; and from which
+# it is faster than the decode kernel, if there are enough queries as well.
 FUSED_UP_TO, LESS_FUSED_UP_TO = 512, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
 
@@ -359,8 +359,7 @@ def shared_bytes(dim: int, shape: Shape) -> int:
     queries = shape.rows * 128 * (1 if shape.eight_bit else _halves(dim))
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
     totals = 4 * shape.rows * dim if shape.eight_bit else 0
-    scratch = 16 * shape.consumers * dim if dim & (dim - 1) else 0
-    return queries + tiles + totals + scratch + 48 * shape.stages + 1024
+    return queries + tiles + totals + 48 * shape.stages + 1024
 
 
 def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:

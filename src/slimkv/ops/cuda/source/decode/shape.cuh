@@ -1,7 +1,7 @@
 // What the decode kernels are compiled for, where things are in shared memory, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED,
 // V_CORE (the pages),
-// NG, WIDE (the columns), NT, WARPS, TEAM, STAGES, BULK, APART, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
+// NG, WIDE (the columns), NT, WARPS, TEAM, STAGES, BULK, APART, CLUSTER, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
 // WINDOW, SOFTCAP (the options).
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
@@ -54,6 +54,8 @@ constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are bette
 constexpr int QUERY_BYTES = 256 * NG * QI;
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
+
+static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "what a block gives its cluster is in the second slot");
 
 constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
 

@@ -33,7 +33,7 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
 }
 #endif
 
-DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, float* scratch, int warpgroup, int lane) {
+DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
   const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
   Visible visible;
   Softmax softmax;
@@ -48,8 +48,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     softmax.row_max[r] = MINUS_INFINITY, softmax.row_sum[r] = 0.0f;
     valid[r] = row.valid, from[r] = row.query * args.query_stride + row.head * args.query_head_stride;
   }
-  if constexpr (POWER_OF_TWO_D) prepare_rows_of_quad(args, valid, from, operand, 16 * warp + g, t, softmax.factor, softmax.row_sum);
-  else prepare_rows(args, w, operand, scratch, warpgroup, warp, softmax.factor, lane);
+  prepare_rows(args, valid, from, operand, 16 * warp + g, t, softmax.factor, softmax.row_sum);
   fence_proxy_async();
   bar_sync(1 + warpgroup, 128);
 
@@ -91,12 +90,12 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     }
     const bool empty = row_sum == 0.0f;
     by /= empty ? 1.0f : row_sum;
-    if (POWER_OF_TWO_D && V_ROTATED) by *= args.value_norm;
+    if (V_ROTATED) by *= args.value_norm;
     float x[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;
-    if constexpr (!POWER_OF_TWO_D) store_rows(args, w, x, operand, scratch, warpgroup, warp, 8 * r, lane);
-    else store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, t);
+    if (!POWER_OF_TWO_D && r == 0) bar_sync(1 + warpgroup, 128);  // nobody needs queries any more, whose place rows go through
+    store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, operand + 2048 * warp, lane);
     if (args.lse && t == 0 && row.valid)
       args.lse[row.query * args.num_kv_heads * args.group_size + row.head] =
           empty ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;
@@ -137,8 +136,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
 #endif
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    float* scratch = (float*)(shared + SCRATCH_AT) + D * (thread_index() / 32 - 4 * PRODUCERS);
-    attend_rows(args, w, rings, shared + (part - PRODUCERS) * QUERY_BYTES, scratch, part - PRODUCERS, lane);
+    attend_rows(args, w, rings, shared + (part - PRODUCERS) * QUERY_BYTES, part - PRODUCERS, lane);
   }
 }
 HOST_TESTABLE(attend, PrefillArgs)

@@ -25,8 +25,7 @@ constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // EIGHT_BIT: of t
 constexpr int BARRIERS_AT = TOTALS_AT + (EIGHT_BIT ? 4 * ROWS * D : 0);
 constexpr int SCALES_AT = BARRIERS_AT + 4 * STAGES * 8;
 constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // FUSED: of formats that are looked up
-constexpr int SCRATCH_AT = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS));  // of every warp, to rotate rows of other sizes
-constexpr int SHARED_BYTES = SCRATCH_AT + (POWER_OF_TWO_D ? 0 : CONSUMERS * 4 * 4 * D) + 1024;
+constexpr int SHARED_BYTES = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS)) + 1024;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
 // What producers leave of the registers that threads begin with.
