@@ -231,10 +231,11 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   };
   // When products with values, and with their digits, have ended.
   auto add_output = [&](auto release) {
+    const float inverse = rings.scales[place.slot].value_inverse;  // before the wait
     wgmma_wait<0>();
     wgmma_fence_operand(o);
     wgmma_fence_operand(digits);
-    softmax.add_sums(digits, rings.scales[place.slot].value_inverse);
+    softmax.add_sums(digits, inverse);
     if (!decltype(release)::VALUE) return;
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
