@@ -20,6 +20,7 @@ from slimkv.codec.byte_levels import MOST_BITS, byte_levels
 from slimkv.codec.rotation import core_size, sign_words
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
+from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
 from slimkv.ops.attention.cuda.shape import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
@@ -29,48 +30,6 @@ ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
-_SignBits = ctypes.c_uint32 * 8
-_Table = ctypes.c_uint32 * 3
-
-
-class UnpackArgs(ctypes.Structure):
-    """The argument of ``unpack``; prefill/unpack.cu says what each is."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "pages", "table", "lengths", "starts", "key_levels", "value_levels", "keys", "values", "units",
-        )),
-        *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
-        *((name, ctypes.c_int32) for name in (
-            "heads", "most_queries", "first_tile", "tiles", "first_rank", "ranks", "window",
-        )),
-        ("key_table", _Table),
-        ("value_table", _Table),
-        ("value_factor", ctypes.c_float),
-    )  # fmt: skip
-
-
-class AttendArgs(ctypes.Structure):
-    """The argument of ``attend``; prefill/work.cuh says what each is."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "query", "keys", "values", "units", "lengths", "starts", "sinks", "out", "lse", "state",
-        )),
-        *((name, ctypes.c_int64) for name in ("query_stride", "query_head_stride", "out_stride", "out_head_stride")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap", "key_norm", "value_norm")),
-        ("key_sign_bits", _SignBits),
-        ("value_sign_bits", _SignBits),
-        *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "query_blocks", "section",
-            "first_tile", "tiles", "first_rank", "ranks", "first_pass", "last_pass", "aligned",
-        )),
-        *((name, ctypes.c_void_p) for name in ("pages", "table", "key_levels", "value_levels")),
-        *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
-        ("key_table", _Table),
-        ("value_table", _Table),
-        *((name, ctypes.c_void_p) for name in ("key_signs", "value_signs")),
-    )  # fmt: skip
 
 
 def _halves(dim: int) -> int:
@@ -339,10 +298,10 @@ def _by_16_bytes(rows: Tensor) -> bool:
 def _magnitudes(fmt: TensorFormat, dim: int) -> ctypes.Array[ctypes.c_uint32]:
     """Twice the magnitudes of levels of up to 4 bits, as bytes."""
     if fmt.kind != Kind.LLOYD or fmt.bits > MOST_BITS:
-        return _Table()
+        return Table()
     key = byte_levels(fmt.bits, dim).key
     low, high = _words(key[len(key) // 2 :].tolist())
-    return _Table(low, high, 0)
+    return Table(low, high, 0)
 
 
 def _words(entries: list[int]) -> tuple[int, int]:
@@ -371,8 +330,8 @@ def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
     magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
     low, high = _words(magnitudes.view(torch.uint8).tolist())
     return {
-        "key_table": _Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
-        "value_table": _Table(low, high, 0),
+        "key_table": Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
+        "value_table": Table(low, high, 0),
         "value_factor": levels.value_factor,
     }
 
@@ -426,16 +385,17 @@ def attend_defines(
         shared += 128 * (keys if alike else keys + values)
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
-        "FUSED": int(shape.fused), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers,
-        "STAGES": shape.stages, "SHARED": shared, "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type,
-        "OUT_TYPE": out_type, "ROTATION_CORE": core_size(spec.key_dim),
-        "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated), **pages,
+        "FUSED": int(shape.fused), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,
+        "PRODUCER_REGISTERS": shape.producer_registers, "STAGES": shape.stages, "SHARED": shared,
+        "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
+        "V_ROTATED": int(spec.value.rotated), **pages,
     })  # fmt: skip
 
 
 @lru_cache(maxsize=64)
 def _signs(dim: int, seed: int) -> ctypes.Array[ctypes.c_uint32]:
-    return _SignBits(*sign_words(dim, seed))
+    return SignBits(*sign_words(dim, seed))
 
 
 @lru_cache(maxsize=64)
