@@ -191,10 +191,23 @@ def cut_passes(
     tile = (shape.keys_bytes(dim) + shape.values_bytes(dim)) * batch.num_kv_heads
     whole = min(batch.sequences, budget // (tile * longest))
     if whole and whole * batch.num_kv_heads * batch.blocks >= 0.9 * multiprocessors * batch.sequences:
-        return -(-batch.sequences // -(-batch.sequences // whole)), longest
+        return _sequences_of_a_pass(batch, whole, multiprocessors), longest
     if whole == batch.sequences:
         return whole, longest
     return batch.sequences, max(1, min(budget // (tile * batch.sequences), longest))
+
+
+def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
+    """As many as leave the fewest multiprocessors idle when the last blocks of passes run; a pass costs a little."""
+
+    def rounds(sequences: int) -> int:
+        return -(-sequences * batch.num_kv_heads * batch.blocks // (batch.sequences * multiprocessors))
+
+    def cost(sequences: int) -> float:
+        whole, rest = divmod(batch.sequences, sequences)
+        return whole * rounds(sequences) + rounds(rest) + 0.1 * (whole + (rest > 0))
+
+    return min(range(max(1, most // 2, most - 15), most + 1), key=cost)
 
 
 def attend_prefill(
