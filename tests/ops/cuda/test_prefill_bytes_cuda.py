@@ -70,7 +70,7 @@ def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.
     out, lse = poisoned_out(case, built)
     request = request_in_bytes(built, out, lse)
     assert prefill_cuda.eight_bit_refusal(request) is None
-    prefill_cuda.attend_prefill(request, launch, budget, shape)
+    prefill_cuda.attend_prefill(request, launch, budget, shape or prefill_cuda.EIGHT_BIT_SHAPES[case.dim])
     want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
     ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
     first = 0
@@ -229,7 +229,7 @@ def test_eight_bits_are_taken_where_they_must_be_or_gain(monkeypatch):
     built = build(SHORT, CPU)
     request = request_of(built, *poisoned_out(SHORT, built))
     auto, must = (replace(request, options=replace(request.options, prefill=p)) for p in ("auto", "8bit"))
-    bytes_ = prefill_cuda.EIGHT_BIT_SHAPES[64]
+    bytes_ = prefill_cuda.eight_bit_shape(request)
     assert not prefill_cuda.shape_of(request).eight_bit
     assert prefill_cuda.shape_of(must) == bytes_
     monkeypatch.setattr(prefill_cuda, "FASTER_IN_EIGHT_BITS", frozenset())
@@ -239,6 +239,15 @@ def test_eight_bits_are_taken_where_they_must_be_or_gain(monkeypatch):
     fine = build(replace(SHORT, format="k5v4"), CPU)
     request = request_of(fine, *poisoned_out(SHORT, fine))
     assert prefill_cuda.shape_of(replace(request, options=auto.options)).eight_bit is False
+
+
+@pytest.mark.parametrize(("queries", "consumers"), [(33, 2), (300, 3), (100, 2)])
+def test_blocks_of_two_warpgroups_where_they_leave_less_idle(queries, consumers):
+    """On two multiprocessors; a block has 64 or 96 queries."""
+    case = replace(SHORT, lens=(queries,), queries=(queries,))
+    built = build(case, CPU)
+    request = request_in_bytes(built, *poisoned_out(case, built))
+    assert prefill_cuda.shape_of(request).consumers == consumers
 
 
 ON_A_GPU = [

@@ -75,6 +75,8 @@ FUSED_SHAPES = {
     **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
 }
 EIGHT_BIT_SHAPES = {64: Shape(128, 4, True, consumers=3), 128: Shape(128, 3, True, consumers=3)}
+# What a tile of three warpgroups takes, over one of two.
+THREE_TAKE = 1.2
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
@@ -120,9 +122,21 @@ def shape_of(request: AttendRequest) -> Shape:
     dim, wanted = request.layout.spec.key_dim, request.options.prefill
     gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
     if wanted == EIGHT_BIT or gains:
-        return EIGHT_BIT_SHAPES[dim]
+        return eight_bit_shape(request)
     fused = request.max_query_len * request.group <= _fused_up_to(request.layout.spec)
     return fused_shape(request.layout.spec) if fused else SHAPES[dim]
+
+
+def eight_bit_shape(request: AttendRequest) -> Shape:
+    """Three warpgroups of rows, unless blocks of two leave so many fewer multiprocessors idle that they gain."""
+    three = EIGHT_BIT_SHAPES[request.layout.spec.key_dim]
+    two = replace(three, consumers=2)
+
+    def rounds(shape: Shape) -> int:
+        blocks = -(-request.query.shape[0] // (shape.rows // request.group)) * request.pages.shape[1]
+        return -(-blocks // _multiprocessors(request.query.device))
+
+    return two if rounds(two) < THREE_TAKE * rounds(three) else three
 
 
 def _fused_up_to(spec: CodecSpec) -> int:
