@@ -74,9 +74,11 @@ FUSED_SHAPES = {
     **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 80, 96, 112, 128)},
     **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
 }
-EIGHT_BIT_SHAPES = {64: Shape(128, 4, True, consumers=3), 128: Shape(128, 3, True, consumers=3)}
-# What a tile of three warpgroups takes, over one of two.
-THREE_TAKE = 1.2
+# Each with the time that a tile takes, over that of two warpgroups.
+EIGHT_BIT_SHAPES = {
+    64: {Shape(128, 4, True): 1.0, Shape(128, 4, True, consumers=3): 1.26, Shape(128, 4, True, consumers=4): 1.72},
+    128: {Shape(128, 4, True): 1.0, Shape(128, 3, True, consumers=3): 1.41},
+}
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
@@ -128,15 +130,14 @@ def shape_of(request: AttendRequest) -> Shape:
 
 
 def eight_bit_shape(request: AttendRequest) -> Shape:
-    """Three warpgroups of rows, unless blocks of two leave so many fewer multiprocessors idle that they gain."""
-    three = EIGHT_BIT_SHAPES[request.layout.spec.key_dim]
-    two = replace(three, consumers=2)
+    """The one whose blocks are done first: more rows a block take less each, but may leave multiprocessors idle."""
+    shapes = EIGHT_BIT_SHAPES[request.layout.spec.key_dim]
 
-    def rounds(shape: Shape) -> int:
+    def time(shape: Shape) -> float:
         blocks = -(-request.query.shape[0] // (shape.rows // request.group)) * request.pages.shape[1]
-        return -(-blocks // _multiprocessors(request.query.device))
+        return -(-blocks // _multiprocessors(request.query.device)) * shapes[shape]
 
-    return two if rounds(two) < THREE_TAKE * rounds(three) else three
+    return min(shapes, key=time)
 
 
 def _fused_up_to(spec: CodecSpec) -> int:

@@ -6,7 +6,9 @@
 // of the next, which the output's products run beside.
 #include "common/hopper.cuh"
 #include "prefill/rows.cuh"
-#if EIGHT_BIT
+#if EIGHT_BIT && CONSUMERS > 2
+#include "prefill/bytes_by_halves.cuh"
+#elif EIGHT_BIT
 #include "prefill/bytes.cuh"
 #else
 #include "prefill/halves.cuh"
