@@ -331,7 +331,7 @@ def device_of(device: torch.device) -> Device:
         about.shared_memory_per_multiprocessor,
         about.shared_memory_per_block_optin,
         copy_engine=about.major >= 9,
-        clusters=about.major >= 9,
+        clusters=about.major == 9,  # where they were measured
     )
 
 
