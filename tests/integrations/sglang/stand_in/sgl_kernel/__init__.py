@@ -1,7 +1,7 @@
 """A stand-in for SGLang's compiled kernels, which have no build for this machine.
 
-Every name can be imported. What speculation calls is written out in ``speculation``; calling anything else raises with
-its name, so that a lane never runs on something made up.
+Every name can be imported. What speculation and several ranks call is written out; calling anything else raises with its
+name, so that a lane never runs on something made up.
 """
 
 from __future__ import annotations
@@ -42,16 +42,33 @@ def __getattr__(name: str) -> Any:
     return missing
 
 
-def _declare_thread_operators() -> None:
-    """Threads are pinned and shared memory is set up by operators; here one process leaves both to torch."""
+def _declare_operators() -> None:
+    """Threads are pinned, and ranks speak to one another through shared memory; here both are left to torch."""
     import torch
+
+    def all_reduce(data: torch.Tensor, op: int) -> None:
+        from sglang.srt.distributed import get_tp_group
+
+        torch.distributed.all_reduce(data, group=get_tp_group().cpu_group)
+
+    def all_gather(data: torch.Tensor, dim: int) -> torch.Tensor:
+        from sglang.srt.distributed import get_tp_group
+
+        group = get_tp_group()
+        parts = [torch.empty_like(data) for _ in range(group.world_size)]
+        torch.distributed.all_gather(parts, data.contiguous(), group=group.cpu_group)
+        return torch.cat(parts, dim)
 
     library = torch.library.Library("sgl_kernel", "DEF")
     library.define("init_cpu_threads_env(str cpus) -> ()")
     library.define("initialize(int size, int rank) -> ()")
+    library.define("shm_allreduce(Tensor(a!) data, int op) -> ()")
+    library.define("shm_allgather(Tensor data, int dim) -> Tensor")
     library.impl("init_cpu_threads_env", lambda cpus: None, "CompositeExplicitAutograd")
     library.impl("initialize", lambda size, rank: None, "CompositeExplicitAutograd")
+    library.impl("shm_allreduce", all_reduce, "CPU")
+    library.impl("shm_allgather", all_gather, "CPU")
     globals()["_library"] = library
 
 
-_declare_thread_operators()
+_declare_operators()
