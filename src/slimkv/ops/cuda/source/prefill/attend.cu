@@ -7,9 +7,9 @@
 #include "common/hopper.cuh"
 #include "prefill/rows.cuh"
 #if EIGHT_BIT && CONSUMERS > 2
-#include "prefill/bytes_by_halves.cuh"
+#include "prefill/half_tiles.cuh"
 #elif EIGHT_BIT
-#include "prefill/bytes.cuh"
+#include "prefill/whole_tiles.cuh"
 #else
 #include "prefill/halves.cuh"
 #endif
