@@ -1,9 +1,9 @@
 // Attention of many queries a sequence on unpacked keys and values (tiles.cuh), for sm_90a.
 //
-// A block has 128 or 192 rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last to
-// the first. One warp copies tiles into two rings of shared memory, or (FUSED) a warpgroup unpacks them there from their pages;
-// two or three warpgroups of 64 rows each multiply and keep scores, probabilities and output in registers. A warpgroup starts the scores of the next tile and the output of this one before the softmax
-// of the next, which the output's products run beside.
+// A block has 64 CONSUMERS rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last
+// to the first. One warp copies tiles into two rings of shared memory, or (FUSED) warpgroups unpack them there from their pages;
+// warpgroups of 64 rows each multiply and keep scores, probabilities and output in registers. A warpgroup starts the scores of the
+// next tile and the output of this one before the softmax of the next, which the output's products run beside.
 #include "common/hopper.cuh"
 #include "prefill/rows.cuh"
 #if EIGHT_BIT && CONSUMERS > 2

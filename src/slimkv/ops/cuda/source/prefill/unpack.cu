@@ -1,4 +1,4 @@
-// Unpacks the pages of prefilled sequences, once, into the tiles that prefill.cu attends (prefill_shape.cuh).
+// Unpacks the pages of prefilled sequences, once, into the tiles that attend.cu attends (tiles.cuh).
 // A block has one tile of a KV head, a warp 16 of its tokens, whose codes its lanes hold as docs/design/page-format.md says: what
 // a lane unpacks are whole 16-byte units of the tile. Tokens that no query sees, beyond the sequence or before every window,
 // become zeros: their pages may hold anything.
