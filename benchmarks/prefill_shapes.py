@@ -29,10 +29,13 @@ SHAPES = {
     "halves": Shape(128, 2),
     **{
         f"fused-{producers}x{registers}": Shape(128, 2, fused=True, producers=producers, producer_registers=registers)
-        for producers, registers in ((1, 72), (1, 88), (1, 104), (2, 56), (2, 64))
+        for producers, registers in ((1, 88), (1, 104), (2, 48), (2, 56))
     },
-    **{f"bytes-{stages}": Shape(128, stages, True) for stages in (2, 3, 4)},
-    **{f"bytes-4-promote{n}": Shape(128, 4, True, promote=n) for n in (4, 16, 1 << 20)},
+    **{
+        f"bytes-{consumers}x64-{stages}": Shape(128, stages, True, consumers=consumers)
+        for consumers, stages in ((2, 4), (3, 2), (3, 3))
+    },
+    **{f"bytes-promote{n}": Shape(128, 3, True, promote=n, consumers=3) for n in (4, 16, 1 << 20)},
 }
 CHECKED = AttendCell("", batch=2, context=4096, queries=300, num_heads=8, num_kv_heads=2)
 

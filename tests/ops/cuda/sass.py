@@ -65,8 +65,7 @@ def _unpack(format: str, dim: int, cut: prefill.Shape | None = None) -> Variant:
     return prefill.UNPACK, dict(prefill.unpack_defines(_layout(format, dim), cut or prefill.SHAPES[dim])), "sm_90"
 
 
-def _prefill_bytes(dim: int) -> Variant:
-    cut = prefill.EIGHT_BIT_SHAPES[dim]
+def _prefill_bytes(dim: int, cut: prefill.Shape) -> Variant:
     return prefill.ATTEND, dict(prefill.attend_defines(_layout("k4v4", dim), cut, BF16, BF16, False, False)), "sm_90a"
 
 
@@ -121,8 +120,12 @@ def variants() -> dict[str, Variant]:
         "prefill-fused-k5vu4": _prefill_fused("k5vu4", 96),
         "prefill-unpack-d256": _unpack("k4v4", 256),
         **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},
-        **{f"prefill-bytes-d{dim}": _prefill_bytes(dim) for dim in prefill.EIGHT_BIT_SHAPES},
-        "prefill-bytes-unpack": _unpack("k4v4", 128, prefill.EIGHT_BIT_SHAPES[128]),
+        **{
+            f"prefill-bytes-d{dim}-{cut.rows}-rows": _prefill_bytes(dim, cut)
+            for dim, cuts in prefill.EIGHT_BIT_SHAPES.items()
+            for cut in cuts
+        },
+        "prefill-bytes-unpack": _unpack("k4v4", 128, prefill.Shape(128, 4, True)),
     }
 
 

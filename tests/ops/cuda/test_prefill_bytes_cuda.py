@@ -20,6 +20,7 @@ from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
+MOST_ROWS = {dim: list(shapes)[-1] for dim, shapes in prefill_cuda.EIGHT_BIT_SHAPES.items()}
 BOUND = 5e-3  # of a row's relative error, against the reference
 # Two implementations may round differently what lies between two numbers: a coordinate of the rotated query, which
 # moves all of a row's weights a little, or one of its weights. Such rows are held to the bound with either rounding.
@@ -70,7 +71,7 @@ def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.
     out, lse = poisoned_out(case, built)
     request = request_in_bytes(built, out, lse)
     assert prefill_cuda.eight_bit_refusal(request) is None
-    prefill_cuda.attend_prefill(request, launch, budget, shape)
+    prefill_cuda.attend_prefill(request, launch, budget, shape or MOST_ROWS[case.dim])
     want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
     ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
     first = 0
@@ -149,11 +150,12 @@ def test_a_token_that_draws_nearly_all_attention_leaves_small_ones_their_share()
 
 @emulated
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(128, 2, True, 2), (128, 3, True, 1)], ids=str)
-def test_shapes(shape):
-    """Fewer tiles in shared memory, and totals of fewer."""
-    for dim in (64, 128):
-        attend_and_check(replace(SHORT, dim=dim, lens=(600,)), shape=prefill_cuda.Shape(*shape))
+@pytest.mark.parametrize("promote", [1, 2])
+def test_shapes(promote):
+    """Two and more warpgroups, few tiles in shared memory, and totals of few."""
+    for dim, shapes in prefill_cuda.EIGHT_BIT_SHAPES.items():
+        for shape in shapes:
+            attend_and_check(replace(SHORT, dim=dim, lens=(600,)), shape=replace(shape, stages=2, promote=promote))
 
 
 @emulated
@@ -161,7 +163,7 @@ def test_shapes(shape):
 @pytest.mark.parametrize("options", [{}, {"window": 150}, {"causal": False, "sinks": True}], ids=str)
 def test_passes(options):
     """A workspace of one tile, and of two."""
-    case, shape = replace(LONG, **options, lens=(300, 7, 260), num_kv_heads=2), prefill_cuda.EIGHT_BIT_SHAPES[64]
+    case, shape = replace(LONG, **options, lens=(300, 7, 260), num_kv_heads=2), MOST_ROWS[64]
     for tiles in (1, 2):
         each = shape.keys_bytes(case.dim) + shape.values_bytes(case.dim)
         attend_and_check(case, budget=tiles * each * 2 * case.num_kv_heads)
@@ -212,7 +214,7 @@ def test_what_it_does_not_do_is_named(case, reason):
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_it_compiles(dim, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
-    layout, shape = PageLayout(CodecSpec.parse("k4v4", dim), 16), prefill_cuda.EIGHT_BIT_SHAPES[dim]
+    layout, shape = PageLayout(CodecSpec.parse("k4v4", dim), 16), MOST_ROWS[dim]
     to_attend = prefill_cuda.attend_defines(layout, shape, 1, 1, False, False)
     code = compile_kernels(prefill_cuda.ATTEND, to_attend, "sm_90a", tmp_path)
     assert code[:4] == b"\x7fELF"
@@ -221,15 +223,15 @@ def test_it_compiles(dim, tmp_path):
 
 
 def test_shared_memory_fits_hopper():
-    for dim, shape in prefill_cuda.EIGHT_BIT_SHAPES.items():
-        assert prefill_cuda.shared_bytes(dim, shape) <= 227 << 10
+    for dim, shapes in prefill_cuda.EIGHT_BIT_SHAPES.items():
+        assert all(prefill_cuda.shared_bytes(dim, shape) <= 227 << 10 for shape in shapes)
 
 
 def test_eight_bits_are_taken_where_they_must_be_or_gain(monkeypatch):
     built = build(SHORT, CPU)
     request = request_of(built, *poisoned_out(SHORT, built))
     auto, must = (replace(request, options=replace(request.options, prefill=p)) for p in ("auto", "8bit"))
-    bytes_ = prefill_cuda.EIGHT_BIT_SHAPES[64]
+    bytes_ = prefill_cuda.eight_bit_shape(request)
     assert not prefill_cuda.shape_of(request).eight_bit
     assert prefill_cuda.shape_of(must) == bytes_
     monkeypatch.setattr(prefill_cuda, "FASTER_IN_EIGHT_BITS", frozenset())
@@ -239,6 +241,15 @@ def test_eight_bits_are_taken_where_they_must_be_or_gain(monkeypatch):
     fine = build(replace(SHORT, format="k5v4"), CPU)
     request = request_of(fine, *poisoned_out(SHORT, fine))
     assert prefill_cuda.shape_of(replace(request, options=auto.options)).eight_bit is False
+
+
+@pytest.mark.parametrize(("queries", "consumers"), [(33, 2), (190, 3), (256, 4)])
+def test_rows_of_a_block(queries, consumers):
+    """On two multiprocessors; a block has 64, 96 or 128 queries."""
+    case = replace(SHORT, lens=(queries,), queries=(queries,))
+    built = build(case, CPU)
+    request = request_in_bytes(built, *poisoned_out(case, built))
+    assert prefill_cuda.shape_of(request).consumers == consumers
 
 
 ON_A_GPU = [
@@ -265,7 +276,7 @@ def test_attend_on_a_gpu(case, hopper):  # noqa: F811
 
 @pytest.mark.gpu
 def test_passes_on_a_gpu(hopper):  # noqa: F811
-    shape = prefill_cuda.EIGHT_BIT_SHAPES[128]
+    shape = MOST_ROWS[128]
     each = shape.keys_bytes(128) + shape.values_bytes(128)
     for tiles in (1, 3):
         attend_and_check(BIG, hopper, prefill_cuda.launcher(hopper), tiles * each * 4 * BIG.num_kv_heads)

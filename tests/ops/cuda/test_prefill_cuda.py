@@ -238,6 +238,7 @@ def test_how_passes_are_cut():
     assert cut(32, 64, 8192) == (8, 64)  # whole sequences, two blocks of each: 128 of 132 multiprocessors are busy
     assert cut(16, 256, 8704) == (6, 68)  # three times rather than 7, 7 and 2
     assert cut(16, 32, 32768) == (16, 32)  # two whole sequences would be 32 blocks
+    assert cut(10, 110, 8192) == (6, 64)  # 4 times 132 blocks and 352 rather than twice 440
 
 
 @pytest.mark.parametrize(

@@ -20,58 +20,16 @@ from slimkv.codec.byte_levels import MOST_BITS, byte_levels
 from slimkv.codec.rotation import core_size, sign_words
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
+from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
 from slimkv.ops.attention.cuda.shape import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import CodecSpec, Kind, PageLayout, SideLayout, TensorFormat
 
 ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
-ROWS = 128  # of queries, times heads of a group, in a block
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
-_SignBits = ctypes.c_uint32 * 8
-_Table = ctypes.c_uint32 * 3
-
-
-class UnpackArgs(ctypes.Structure):
-    """The argument of ``unpack``; prefill/unpack.cu says what each is."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "pages", "table", "lengths", "starts", "key_levels", "value_levels", "keys", "values", "units",
-        )),
-        *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
-        *((name, ctypes.c_int32) for name in (
-            "heads", "most_queries", "first_tile", "tiles", "first_rank", "ranks", "window",
-        )),
-        ("key_table", _Table),
-        ("value_table", _Table),
-        ("value_factor", ctypes.c_float),
-    )  # fmt: skip
-
-
-class AttendArgs(ctypes.Structure):
-    """The argument of ``attend``; prefill/work.cuh says what each is."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "query", "keys", "values", "units", "lengths", "starts", "sinks", "out", "lse", "state",
-        )),
-        *((name, ctypes.c_int64) for name in ("query_stride", "query_head_stride", "out_stride", "out_head_stride")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap", "key_norm", "value_norm")),
-        ("key_sign_bits", _SignBits),
-        ("value_sign_bits", _SignBits),
-        *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "query_blocks", "section",
-            "first_tile", "tiles", "first_rank", "ranks", "first_pass", "last_pass", "aligned",
-        )),
-        *((name, ctypes.c_void_p) for name in ("pages", "table", "key_levels", "value_levels")),
-        *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
-        ("key_table", _Table),
-        ("value_table", _Table),
-        *((name, ctypes.c_void_p) for name in ("key_signs", "value_signs")),
-    )  # fmt: skip
 
 
 def _halves(dim: int) -> int:
@@ -88,8 +46,19 @@ class Shape:
     eight_bit: bool = False  # queries and keys as int8, weights and values as e4m3; else halves
     promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
     fused: bool = False  # a warpgroup of ``attend`` unpacks tiles; else ``unpack`` does, into the workspace
+    consumers: int = 2  # warpgroups that multiply
     producers: int = 1  # warpgroups that fetch tiles
     producer_registers: int = 24  # of each of their threads
+
+    @property
+    def rows(self) -> int:
+        """Of queries, times heads of a group, in a block."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * (self.consumers + self.producers)
 
     def keys_bytes(self, dim: int) -> int:
         """Of a tile of keys; as prefill/tiles.cuh counts."""
@@ -105,7 +74,11 @@ FUSED_SHAPES = {
     **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 80, 96, 112, 128)},
     **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
 }
-EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
+# Each with the time that a tile takes, over that of two warpgroups.
+EIGHT_BIT_SHAPES = {
+    64: {Shape(128, 4, True): 1.0, Shape(128, 4, True, consumers=3): 1.26, Shape(128, 4, True, consumers=4): 1.72},
+    128: {Shape(128, 4, True): 1.0, Shape(128, 3, True, consumers=3): 1.41},
+}
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
@@ -151,9 +124,20 @@ def shape_of(request: AttendRequest) -> Shape:
     dim, wanted = request.layout.spec.key_dim, request.options.prefill
     gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
     if wanted == EIGHT_BIT or gains:
-        return EIGHT_BIT_SHAPES[dim]
+        return eight_bit_shape(request)
     fused = request.max_query_len * request.group <= _fused_up_to(request.layout.spec)
     return fused_shape(request.layout.spec) if fused else SHAPES[dim]
+
+
+def eight_bit_shape(request: AttendRequest) -> Shape:
+    """The one whose blocks are done first: more rows a block take less each, but may leave multiprocessors idle."""
+    shapes = EIGHT_BIT_SHAPES[request.layout.spec.key_dim]
+
+    def time(shape: Shape) -> float:
+        blocks = -(-request.query.shape[0] // (shape.rows // request.group)) * request.pages.shape[1]
+        return -(-blocks // _multiprocessors(request.query.device)) * shapes[shape]
+
+    return min(shapes, key=time)
 
 
 def _fused_up_to(spec: CodecSpec) -> int:
@@ -222,10 +206,23 @@ def cut_passes(
     tile = (shape.keys_bytes(dim) + shape.values_bytes(dim)) * batch.num_kv_heads
     whole = min(batch.sequences, budget // (tile * longest))
     if whole and whole * batch.num_kv_heads * batch.blocks >= 0.9 * multiprocessors * batch.sequences:
-        return -(-batch.sequences // -(-batch.sequences // whole)), longest
+        return _sequences_of_a_pass(batch, whole, multiprocessors), longest
     if whole == batch.sequences:
         return whole, longest
     return batch.sequences, max(1, min(budget // (tile * batch.sequences), longest))
+
+
+def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
+    """As many as leave the fewest multiprocessors idle when the last blocks of passes run; a pass costs a little."""
+
+    def rounds(sequences: int) -> int:
+        return -(-sequences * batch.num_kv_heads * batch.blocks // (batch.sequences * multiprocessors))
+
+    def cost(sequences: int) -> float:
+        whole, rest = divmod(batch.sequences, sequences)
+        return whole * rounds(sequences) + rounds(rest) + 0.1 * (whole + (rest > 0))
+
+    return min(range(max(1, most // 2, most - 15), most + 1), key=cost)
 
 
 def attend_prefill(
@@ -239,7 +236,7 @@ def attend_prefill(
         return
     shape, options = shape or shape_of(request), request.options
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
-    args = _attend_args(request, sinks, most_queries)
+    args = _attend_args(request, shape, sinks, most_queries)
     to_attend = attend_defines(
         request.layout, shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
         options.sliding_window is not None, options.softcap > 0,
@@ -247,7 +244,7 @@ def attend_prefill(
 
     def attend() -> None:
         blocks = args.query_blocks * args.heads
-        launch(ATTEND, "attend", to_attend, (blocks, 1), 256 + 128 * shape.producers, to_attend["SHARED"], args)
+        launch(ATTEND, "attend", to_attend, (blocks, 1), shape.threads, to_attend["SHARED"], args)
 
     if shape.fused:
         args.tiles, args.ranks, args.section = -(-max(1, request.max_seq_len) // shape.step), most_long, args.heads
@@ -268,7 +265,7 @@ def _attend_in_passes(
     ranks, tiles = cut_passes(layout, shape, batch, _multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
     key_bytes, value_bytes = (rows * tiles * n for n in (shape.keys_bytes(dim), shape.values_bytes(dim)))
-    state_floats = args.query_blocks * num_kv_heads * 256 * (-(-dim // 32) * 16 + 4) if passes > 1 else 0
+    state_floats = args.query_blocks * num_kv_heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4) if passes > 1 else 0
     space = torch.empty(
         key_bytes + value_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device
     )
@@ -295,7 +292,7 @@ def _attend_in_passes(
             attend()
 
 
-def _attend_args(request: AttendRequest, sinks: Tensor | None, most_queries: int) -> AttendArgs:
+def _attend_args(request: AttendRequest, shape: Shape, sinks: Tensor | None, most_queries: int) -> AttendArgs:
     """All but what depends on where unpacked tiles are, and which."""
     query, out, pages, options, spec = (
         request.query, request.out, request.pages, request.options, request.layout.spec,
@@ -310,7 +307,7 @@ def _attend_args(request: AttendRequest, sinks: Tensor | None, most_queries: int
         value_norm=value.orthonormal, key_sign_bits=_signs(spec.key_dim, spec.seed),
         value_sign_bits=_signs(spec.value_dim, spec.seed), sequences=sequences, heads=pages.shape[1],
         group=request.group, most_queries=most_queries, causal=options.causal,
-        window=options.sliding_window or 0, query_blocks=query.shape[0] // (ROWS // request.group) + sequences,
+        window=options.sliding_window or 0, query_blocks=query.shape[0] // (shape.rows // request.group) + sequences,
         aligned=_by_16_bytes(out) | _by_16_bytes(query) << 1,
         pages=pages.data_ptr(), table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
         value_levels=value.levels.data_ptr(), page_stride=pages.stride(0), page_head_stride=pages.stride(1),
@@ -329,10 +326,10 @@ def _by_16_bytes(rows: Tensor) -> bool:
 def _magnitudes(fmt: TensorFormat, dim: int) -> ctypes.Array[ctypes.c_uint32]:
     """Twice the magnitudes of levels of up to 4 bits, as bytes."""
     if fmt.kind != Kind.LLOYD or fmt.bits > MOST_BITS:
-        return _Table()
+        return Table()
     key = byte_levels(fmt.bits, dim).key
     low, high = _words(key[len(key) // 2 :].tolist())
-    return _Table(low, high, 0)
+    return Table(low, high, 0)
 
 
 def _words(entries: list[int]) -> tuple[int, int]:
@@ -346,11 +343,10 @@ def shared_bytes(dim: int, shape: Shape) -> int:
 
     Beside the levels of formats that are looked up.
     """
-    queries = ROWS * 128 * (1 if shape.eight_bit else _halves(dim))
+    queries = shape.rows * 128 * (1 if shape.eight_bit else _halves(dim))
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
-    totals = 4 * ROWS * dim if shape.eight_bit else 0
-    scratch = 32 * dim if dim & (dim - 1) else 0
-    return queries + tiles + totals + scratch + 48 * shape.stages + 1024
+    totals = 4 * shape.rows * dim if shape.eight_bit else 0
+    return queries + tiles + totals + 48 * shape.stages + 1024
 
 
 def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
@@ -362,8 +358,8 @@ def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
     magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
     low, high = _words(magnitudes.view(torch.uint8).tolist())
     return {
-        "key_table": _Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
-        "value_table": _Table(low, high, 0),
+        "key_table": Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
+        "value_table": Table(low, high, 0),
         "value_factor": levels.value_factor,
     }
 
@@ -417,16 +413,17 @@ def attend_defines(
         shared += 128 * (keys if alike else keys + values)
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
-        "FUSED": int(shape.fused), "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers,
-        "STAGES": shape.stages, "SHARED": shared, "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type,
-        "OUT_TYPE": out_type, "ROTATION_CORE": core_size(spec.key_dim),
-        "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated), **pages,
+        "FUSED": int(shape.fused), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,
+        "PRODUCER_REGISTERS": shape.producer_registers, "STAGES": shape.stages, "SHARED": shared,
+        "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
+        "V_ROTATED": int(spec.value.rotated), **pages,
     })  # fmt: skip
 
 
 @lru_cache(maxsize=64)
 def _signs(dim: int, seed: int) -> ctypes.Array[ctypes.c_uint32]:
-    return _SignBits(*sign_words(dim, seed))
+    return SignBits(*sign_words(dim, seed))
 
 
 @lru_cache(maxsize=64)

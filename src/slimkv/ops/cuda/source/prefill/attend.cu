@@ -1,12 +1,14 @@
 // Attention of many queries a sequence on unpacked keys and values (tiles.cuh), for sm_90a.
 //
-// A block has 128 rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last to
+// A block has 128 or 192 rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last to
 // the first. One warp copies tiles into two rings of shared memory, or (FUSED) a warpgroup unpacks them there from their pages;
-// two warpgroups of 64 rows each multiply and keep scores, probabilities and output in registers. A warpgroup starts the scores of the next tile and the output of this one before the softmax
+// two or three warpgroups of 64 rows each multiply and keep scores, probabilities and output in registers. A warpgroup starts the scores of the next tile and the output of this one before the softmax
 // of the next, which the output's products run beside.
 #include "common/hopper.cuh"
 #include "prefill/rows.cuh"
-#if EIGHT_BIT
+#if EIGHT_BIT && CONSUMERS > 2
+#include "prefill/bytes_by_halves.cuh"
+#elif EIGHT_BIT
 #include "prefill/bytes.cuh"
 #else
 #include "prefill/halves.cuh"
@@ -33,7 +35,7 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
 }
 #endif
 
-DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, float* scratch, int warpgroup, int lane) {
+DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
   const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
   Visible visible;
   Softmax softmax;
@@ -48,14 +50,13 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     softmax.row_max[r] = MINUS_INFINITY, softmax.row_sum[r] = 0.0f;
     valid[r] = row.valid, from[r] = row.query * args.query_stride + row.head * args.query_head_stride;
   }
-  if constexpr (POWER_OF_TWO_D) prepare_rows_of_quad(args, valid, from, operand, 16 * warp + g, t, softmax.factor, softmax.row_sum);
-  else prepare_rows(args, w, operand, scratch, warpgroup, warp, softmax.factor, lane);
+  prepare_rows(args, valid, from, operand, 16 * warp + g, t, softmax.factor, softmax.row_sum);
   fence_proxy_async();
   bar_sync(1 + warpgroup, 128);
 
   float o[OUTPUTS];
-  const i64 state_stride = (i64)block_count() * 256;
-  float* state = args.state + (i64)block_index() * 256 + thread_index() - 128 * PRODUCERS;
+  const i64 state_stride = (i64)block_count() * 2 * ROWS;
+  float* state = args.state + (i64)block_index() * 2 * ROWS + thread_index() - 128 * PRODUCERS;
   if (args.first_pass) {
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) o[i] = 0.0f;
@@ -91,12 +92,12 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     }
     const bool empty = row_sum == 0.0f;
     by /= empty ? 1.0f : row_sum;
-    if (POWER_OF_TWO_D && V_ROTATED) by *= args.value_norm;
+    if (V_ROTATED) by *= args.value_norm;
     float x[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;
-    if constexpr (!POWER_OF_TWO_D) store_rows(args, w, x, operand, scratch, warpgroup, warp, 8 * r, lane);
-    else store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, t);
+    if (!POWER_OF_TWO_D && r == 0) bar_sync(1 + warpgroup, 128);  // nobody needs queries any more, whose place rows go through
+    store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, operand + 2048 * warp, lane);
     if (args.lse && t == 0 && row.valid)
       args.lse[row.query * args.num_kv_heads * args.group_size + row.head] =
           empty ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;
@@ -114,7 +115,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(rings.keys_full + i, FUSED ? 4 * PRODUCERS : 1), mbarrier_init(rings.values_full + i, FUSED ? 4 * PRODUCERS : 1);
-      mbarrier_init(rings.keys_empty + i, 8), mbarrier_init(rings.values_empty + i, 8);
+      mbarrier_init(rings.keys_empty + i, 4 * CONSUMERS), mbarrier_init(rings.values_empty + i, 4 * CONSUMERS);
     }
     fence_mbarrier_init();
   }
@@ -137,8 +138,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
 #endif
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    float* scratch = (float*)(shared + SCRATCH_AT) + D * (thread_index() / 32 - 4 * PRODUCERS);
-    attend_rows(args, w, rings, shared + (part - PRODUCERS) * QUERY_BYTES, scratch, part - PRODUCERS, lane);
+    attend_rows(args, w, rings, shared + (part - PRODUCERS) * QUERY_BYTES, part - PRODUCERS, lane);
   }
 }
 HOST_TESTABLE(attend, PrefillArgs)

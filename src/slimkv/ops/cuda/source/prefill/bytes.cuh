@@ -117,7 +117,7 @@ struct Softmax {
       for (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
         const float x = score(sums, i, of.key[token], logs[token], softcap, none);
-        most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile, i, t) ? MINUS_INFINITY : x);
+        most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile * STEP, i, t) ? MINUS_INFINITY : x);
       }
     }
     bool behind = false;
@@ -147,7 +147,7 @@ struct Softmax {
       for (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
         w[k] = exp2_approx(score(sums, i, of.key[token], from[k / 2 % 2], softcap, 0)) * of.value[token];
-        if (MASKED && visible.hides(tile, i, t)) w[k] = 0.0f;
+        if (MASKED && visible.hides(tile * STEP, i, t)) w[k] = 0.0f;
       }
 #pragma unroll
       for (int r = 0; r < 2; r++) {

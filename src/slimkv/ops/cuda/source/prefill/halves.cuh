@@ -47,7 +47,7 @@ struct Softmax {
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const float x = score(s[i], i / 2 % 2, unit, unit.value, softcap);
-      most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile, i, t) ? MINUS_INFINITY : x);
+      most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile * STEP, i, t) ? MINUS_INFINITY : x);
     }
     bool behind = false;
 #pragma unroll
@@ -76,7 +76,7 @@ struct Softmax {
 #pragma unroll
       for (int k = 0; k < 2; k++) {
         w[k] = exp2_approx(score(s[i + k], r, unit, from[r], softcap));
-        if (MASKED && visible.hides(tile, i + k, t)) w[k] = 0.0f;
+        if (MASKED && visible.hides(tile * STEP, i + k, t)) w[k] = 0.0f;
         sums[r][k] += w[k];
       }
       p[i / 2] = pack_f16x2(w[0], w[1]);

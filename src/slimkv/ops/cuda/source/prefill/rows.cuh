@@ -1,8 +1,9 @@
 // Rows of queries on their way in and of output on its way out: rotated by the four lanes of a warp that have them.
 #pragma once
 #include "prefill/work.cuh"
-#include "common/rotation.cuh"
+#include "common/numbers.cuh"
 
+#if (D & (D - 1)) == 0
 // The Hadamard transform of a row of D numbers in the 4 lanes of its quad, whichever of them each has.
 DEVICE void hadamard_of_lane(float (&x)[OWN], int first) {
 #pragma unroll
@@ -155,7 +156,7 @@ DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, in
 #endif
 
 // The two rows of a quad to the operand of their warpgroup; what each is to be multiplied by after the product.
-DEVICE void prepare_rows_of_quad(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first, int t,
+DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first, int t,
                                  float (&factor)[2], float (&bad)[2]) {
   float x[2][OWN];
   if constexpr (K_ROTATED && Q_TYPE != FLOAT32) {
@@ -172,7 +173,8 @@ DEVICE void prepare_rows_of_quad(const PrefillArgs& args, const bool (&valid)[2]
 
 // A row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), times the rotation's factor: twice 8 dimensions
 // side by side of each 64.
-DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool valid, int t) {
+DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool valid, u8*, int lane) {
+  const int t = lane & 3;
   if (V_ROTATED) hadamard_of_quad(x, t);
   if (!valid) return;
 #pragma unroll
@@ -208,7 +210,9 @@ DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool val
   }
 }
 
-// Rows of head sizes whose rotation is not one of quads: a row at a time by a whole warp, whose scratch has D floats.
+#else
+// Head sizes that are a small matrix's (the core, of ROTATION_CORE numbers) times a power of two: dimension ROTATION_CORE v + b is
+// number b of vector v. The core is multiplied by the tensor cores, 8 rows at a time, what vectors make of each other is added up.
 
 // Where a dimension is among the places of keys and of values (tiles.cuh).
 DEVICE int key_place(int d) {
@@ -220,65 +224,138 @@ DEVICE int value_place(int d) {
   return d / 64 * 64 + in_slice + (d / 64 < WHOLE_HALVES ? 8 * (d & 7) + (d & 32) / 8 : 4 * (d & 7));
 }
 
-// The 16 rows of a warp to their operand; what those of this lane are to be multiplied by after the product.
-DEVICE void prepare_rows(const PrefillArgs& args, const Work& w, u8* operand, float* scratch, int warpgroup, int warp, float (&factor)[2],
-                         int lane) {
-  constexpr int QN = (D + 31) / 32;
-  for (int r = 0; r < 16; r++) {
-    const Row row = row_of(args, w, warpgroup, 16 * warp + r);
-    const i64 at = row.query * args.query_stride + row.head * args.query_head_stride;
-    float x[QN];
+DEVICE float sign_of(float x, const u32* bits, int d) { return signed_by(x, bits[d / 32], d % 32); }
+
+// Number i of a lane's part of a row: it has numbers 8 n + 2 t and 8 n + 2 t + 1 of every vector, those of them that there are.
+constexpr int VECTORS = D / ROTATION_CORE, CORE_TILES = (ROTATION_CORE + 7) / 8, CORE_STEPS = (ROTATION_CORE + 15) / 16;
+struct CoreRow {
+  float x[VECTORS][CORE_TILES][2];
+
+  DEVICE_MEMBER static bool has(int n, int t) { return 8 * n + 2 * t < ROTATION_CORE; }  // the number of entries is even
+  DEVICE_MEMBER static int dimension(int v, int n, int t) { return ROTATION_CORE * v + 8 * n + 2 * t; }
+
+  // Times the core, or its transpose. Rows g of the first operand are numbers rounded to bfloat16, rows g + 8 what that leaves of them.
+  DEVICE_MEMBER void rotate(const u16* signs, const u32* bits, bool back, int g, int t) {
+    u32 b[CORE_TILES][CORE_STEPS][2];
+    auto entry = [&](int k, int n) -> u32 {  // without the sign of its row, which dimensions have
+      const int row = back ? n : k, column = back ? k : n;
+      return k < ROTATION_CORE && n < ROTATION_CORE ? signs[row * D + column] ^ (bits[row / 32] >> (row % 32) & 1) << 15 : 0;
+    };
 #pragma unroll
-    for (int i = 0; i < QN; i++) {
-      const int d = lane + 32 * i;
-      x[i] = row.valid && d < D ? load_number(args.query, at + d, Q_TYPE) : 0.0f;
-      if (args.scale < 0) x[i] = -x[i];
+    for (int n = 0; n < CORE_TILES; n++)
+#pragma unroll
+      for (int k = 0; k < 2 * CORE_STEPS; k++)
+        b[n][k / 2][k % 2] = entry(8 * k + 2 * t, 8 * n + g) | entry(8 * k + 2 * t + 1, 8 * n + g) << 16;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      u32 high[2 * CORE_STEPS], low[2 * CORE_STEPS];
+#pragma unroll
+      for (int k = 0; k < 2 * CORE_STEPS; k++) {
+        high[k] = low[k] = 0;
+        if (k >= CORE_TILES) continue;
+        const float first = x[v][k][0], second = x[v][k][1];
+        high[k] = pack_bf16x2(first, second);
+        low[k] = pack_bf16x2(first - as_float(high[k] << 16), second - as_float(high[k] & 0xFFFF0000u));
+      }
+#pragma unroll
+      for (int n = 0; n < CORE_TILES; n++) {
+        float c[4];
+        mma_bf16_from_zero(c, high[0], low[0], high[1], low[1], b[n][0][0], b[n][0][1]);
+#pragma unroll
+        for (int k = 1; k < CORE_STEPS; k++)
+          mma_bf16(c, high[2 * k], low[2 * k], high[2 * k + 1], low[2 * k + 1], b[n][k][0], b[n][k][1]);
+        x[v][n][0] = c[0] + c[2], x[v][n][1] = c[1] + c[3];
+      }
     }
-    if (K_ROTATED) rotate<D, ROTATION_CORE>(x, args.key_sign_bits, args.key_signs, args.key_norm, scratch, lane);
-    float row_max = 0.0f;
 #pragma unroll
-    for (int i = 0; i < QN; i++) row_max = max_f32(row_max, lane + 32 * i < D ? as_float(as_bits(x[i]) & 0x7FFFFFFF) : 0.0f);
+    for (int d = 1; d < VECTORS; d <<= 1)
 #pragma unroll
-    for (int d = 16; d; d >>= 1) row_max = max_f32(row_max, shfl_xor(row_max, d));
+      for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+        for (int i = 0; i < 2 * CORE_TILES; i++)
+          if (!(v & d)) {
+            const float lower = x[v][i / 2][i % 2], upper = x[v | d][i / 2][i % 2];
+            x[v][i / 2][i % 2] = lower + upper, x[v | d][i / 2][i % 2] = lower - upper;
+          }
+  }
+};
+
+// The two rows of a quad to the operand of their warpgroup; what each is to be multiplied by after the product.
+DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first, int t,
+                         float (&factor)[2], float (&)[2]) {
+#pragma unroll 1
+  for (int r = 0; r < 2; r++) {
+    CoreRow row;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+      for (int i = 0; i < 2 * CORE_TILES; i++) {
+        const int d = CoreRow::dimension(v, i / 2, t) + i % 2;
+        float& x = row.x[v][i / 2][i % 2];
+        x = (r ? valid[1] : valid[0]) && CoreRow::has(i / 2, t) ? load_number(args.query, (r ? at[1] : at[0]) + d, Q_TYPE) : 0.0f;
+        if (K_ROTATED && CoreRow::has(i / 2, t)) x = sign_of(x, args.key_sign_bits, d);
+      }
+    if (K_ROTATED) row.rotate(args.key_signs, args.key_sign_bits, false, first % 8, t);
+    float most = 0.0f;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+      for (int i = 0; i < 2 * CORE_TILES; i++) most = max_f32(most, as_float(as_bits(row.x[v][i / 2][i % 2]) & 0x7FFFFFFF));
+    most = quad_max(most);
     // A power of two, which loses nothing.
-    const u32 exponent = (u32)min_i32(max_i32((int)(as_bits(row_max) >> 23), 1), 253);
-    const float down = as_float((254 - exponent) << 23);
-    auto place = [&](int at) { return operand + unit_at(at / 64, 16 * warp + r, at % 64 / 8, GROUP_ROWS) + at % 8 * 2; };
+    const u32 exponent = (u32)min_i32(max_i32((int)(as_bits(most) >> 23), 1), 253);
+    const float down = as_float((254 - exponent) << 23 | (args.scale < 0 ? 0x80000000u : 0));
+    const int to = first + 8 * r;
     if (D < PLACES)
-      for (int i = lane; i < 8 * HALVES; i += 32) *(Words4*)(operand + unit_at(i / 8, 16 * warp + r, i % 8, GROUP_ROWS)) = {0, 0, 0, 0};
+#pragma unroll
+      for (int u = t; u < 8 * HALVES; u += 4) *(Words4*)(operand + unit_at(u / 8, to, u % 8, GROUP_ROWS)) = {0, 0, 0, 0};
     sync_warp();
 #pragma unroll
-    for (int i = 0; i < QN; i++)
-      if (lane + 32 * i < D) *(u16*)place(key_place(lane + 32 * i)) = (u16)f32_to_f16(x[i] * down);
-    if (lane / 4 == r % 8) factor[r / 8] = as_float(exponent << 23) * (args.scale < 0 ? -args.scale : args.scale);
+    for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+      for (int i = 0; i < 2 * CORE_TILES; i++) {
+        if (!CoreRow::has(i / 2, t)) continue;
+        const int place = key_place(CoreRow::dimension(v, i / 2, t) + i % 2);
+        *(u16*)(operand + unit_at(place / 64, to, place % 64 / 8, GROUP_ROWS) + place % 8 * 2) = (u16)f32_to_f16(row.x[v][i / 2][i % 2] * down);
+      }
+    const float f = as_float(exponent << 23) * (K_ROTATED ? args.key_norm : 1.0f) * (args.scale < 0 ? -args.scale : args.scale);
+    if (r) factor[1] = f;
+    else factor[0] = f;
   }
 }
 
-// Rows first to first + 7 of a warp from its quads' accumulators to the output, through the operand of its queries, which nobody
-// needs any more once its warpgroup is here.
-DEVICE void store_rows(const PrefillArgs& args, const Work& w, const float (&x)[OWN], u8* operand, float* scratch, int warpgroup, int warp,
-                       int first, int lane) {
-  constexpr int QN = (D + 31) / 32;
+// A row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), times the rotation's factor. `staged`: room for
+// 64 places of 8 rows of the warp, and as much in each of the operand's further halves.
+DEVICE void store_row(const PrefillArgs& args, const float (&x)[OWN], i64 at, bool valid, u8* staged, int lane) {
   const int g = lane >> 2, t = lane & 3;
-  auto place = [&](int r, int at) { return (float*)(operand + at / 64 * 128 * GROUP_ROWS + 2048 * warp + 256 * r) + at % 64; };
-  if (first == 0) bar_sync(1 + warpgroup, 128);
+  auto place = [&](int i) { return (float*)(staged + i / 64 * 128 * GROUP_ROWS + 256 * g) + i % 64; };
   sync_warp();
 #pragma unroll
-  for (int i = 0; i < OWN; i++) *place(g, 8 * (i / 2) + 2 * t + i % 2) = x[i];
+  for (int i = 0; i < OWN; i++) *place(8 * (i / 2) + 2 * t + i % 2) = x[i];
   sync_warp();
-  for (int r = 0; r < 8; r++) {
-    float y[QN];
+  CoreRow row;
 #pragma unroll
-    for (int i = 0; i < QN; i++) y[i] = lane + 32 * i < D ? *place(r, value_place(lane + 32 * i)) : 0.0f;
-    if (V_ROTATED) unrotate<D, ROTATION_CORE>(y, args.value_sign_bits, args.value_signs, args.value_norm, scratch, lane);
-    const Row row = row_of(args, w, warpgroup, 16 * warp + first + r);
-    const i64 at = row.query * args.out_stride + row.head * args.out_head_stride;
+  for (int v = 0; v < VECTORS; v++)
 #pragma unroll
-    for (int i = 0; i < QN; i++) {
-      const int d = lane + 32 * i;
-      if (!row.valid || d >= D) continue;
-      if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = y[i];
-      else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == FLOAT16 ? f32_to_f16(y[i]) : f32_to_bf16(y[i]));
+    for (int i = 0; i < 2 * CORE_TILES; i++)
+      row.x[v][i / 2][i % 2] = CoreRow::has(i / 2, t) ? *place(value_place(CoreRow::dimension(v, i / 2, t) + i % 2)) : 0.0f;
+  if (V_ROTATED) row.rotate(args.value_signs, args.value_sign_bits, true, g, t);
+  if (!valid) return;
+#pragma unroll
+  for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+    for (int n = 0; n < CORE_TILES; n++) {
+      if (!CoreRow::has(n, t)) continue;
+      const int d = CoreRow::dimension(v, n, t);
+      float y[2] = {row.x[v][n][0], row.x[v][n][1]};
+      if (V_ROTATED) y[0] = sign_of(y[0], args.value_sign_bits, d), y[1] = sign_of(y[1], args.value_sign_bits, d + 1);
+      if (OUT_TYPE == FLOAT32) {
+        ((float*)args.out)[at + d] = y[0], ((float*)args.out)[at + d + 1] = y[1];
+      } else {
+        const u32 word = OUT_TYPE == FLOAT16 ? pack_f16x2(y[0], y[1]) : pack_bf16x2(y[0], y[1]);
+        if (args.aligned & ALIGNED_OUTPUT) *(u32*)((u16*)args.out + at + d) = word;
+        else ((u16*)args.out)[at + d] = (u16)word, ((u16*)args.out)[at + d + 1] = (u16)(word >> 16);
+      }
     }
-  }
 }
+#endif

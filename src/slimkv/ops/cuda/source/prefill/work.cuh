@@ -1,6 +1,6 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
 // Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
-// K_ROTATED, V_ROTATED, PRODUCERS (warpgroups that fetch tiles), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh);
+// K_ROTATED, V_ROTATED, CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh);
 // FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
 #pragma once
 #include "common/codes.cuh"
@@ -17,20 +17,20 @@ DEVICE float quad_max(float x) {
 constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1;
 #endif
 
-constexpr int ROWS = 128, GROUP_ROWS = 64, THREADS = 256 + 128 * PRODUCERS, N = STEP / 2, OWN = PLACES / 4;
+constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS), N = STEP / 2, OWN = PLACES / 4;
 constexpr int QUERY_BYTES = GROUP_ROWS * (EIGHT_BIT ? 128 : 128 * HALVES);  // of a warpgroup
-// Shared memory, from a boundary of 1,024 bytes: queries of both warpgroups | rings of keys and of values | totals | barriers | ring of tiles' scales
-constexpr int KEYS_AT = 2 * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
+// Shared memory, from a boundary of 1,024 bytes: queries of all warpgroups | rings of keys and of values | totals | barriers | ring of tiles' scales
+constexpr int KEYS_AT = CONSUMERS * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
 constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // EIGHT_BIT: of the output
 constexpr int BARRIERS_AT = TOTALS_AT + (EIGHT_BIT ? 4 * ROWS * D : 0);
 constexpr int SCALES_AT = BARRIERS_AT + 4 * STAGES * 8;
 constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // FUSED: of formats that are looked up
-constexpr int SCRATCH_AT = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS));  // of every warp, to rotate rows of other sizes
-constexpr int SHARED_BYTES = SCRATCH_AT + (POWER_OF_TWO_D ? 0 : 8 * 4 * D) + 1024;
+constexpr int SHARED_BYTES = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS)) + 1024;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
 // What producers leave of the registers that threads begin with.
-constexpr int CONSUMER_REGISTERS = ((PRODUCERS + 2) * (512 / (PRODUCERS + 2) / 8 * 8) - PRODUCERS * PRODUCER_REGISTERS) / 16 * 8;
+constexpr int WARPGROUPS = PRODUCERS + CONSUMERS;
+constexpr int CONSUMER_REGISTERS = (WARPGROUPS * (512 / WARPGROUPS / 8 * 8) - PRODUCERS * PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 constexpr int NO_WINDOW = 1 << 30;
 
 // A place in a ring of tiles, and the parity of the phase in which it is filled.
@@ -59,9 +59,9 @@ struct Rings {
 // The tokens that the two rows of a lane see.
 struct Visible {
   int begin[2], end[2];
-  // Whether a lane's score i of a tile is of a token that its row does not see.
-  DEVICE_MEMBER bool hides(int tile, int i, int t) const {
-    const int token = tile * STEP + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
+  // Whether a lane's score i of those from token `first` on is of a token that its row does not see.
+  DEVICE_MEMBER bool hides(int first, int i, int t) const {
+    const int token = first + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
     return token >= end[r] || (WINDOW && token < begin[r]);
   }
 };
@@ -78,7 +78,7 @@ struct PrefillArgs {
   const float* sinks;  // or null
   void* out;
   float* lse;    // or null
-  float* state;  // between passes: [PLACES / 2 + 4, blocks, 256]
+  float* state;  // between passes: [PLACES / 2 + 4, blocks, 2 ROWS]
   i64 query_stride, query_head_stride, out_stride, out_head_stride;
   float scale;    // of scores, times log2(e)
   float softcap;  // times log2(e)
