@@ -118,6 +118,31 @@ def test_the_shapes_for_long_sequences(case, as_if_long):
     check_emulated(case)
 
 
+# Teams of four warps whose products are those of sm_90a.
+HOPPER_GPU = replace(SMALL_GPU, warpgroups=True)
+WARPGROUP_CASES = [
+    *(
+        replace(LONG, dim=dim, group=group, format=f, page=page)
+        for dim, group, f, page in (
+            (64, 8, "k4v4", 64), (128, 16, "k5v6", 16), (192, 8, "k3v4", 32), (256, 16, "k4v4", 64), (64, 5, "fp8", 64),
+            (128, 32, "ku4vur8", 64),
+        )
+    ),
+    *(replace(LONG, queries=(8, 6, 1), value_dim=64, dim=dim, **EVERYTHING) for dim in (80, 128)),
+    replace(VERIFY, dim=64, lens=(300, 5, 0, 17)),
+    replace(LONG, dim=64, num_kv_heads=2, lens=(33, 90, 40, 1, 70), queries=(4, 2, 1, 1, 9)),
+]  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("case", WARPGROUP_CASES, ids=str)
+def test_products_of_warpgroups(case, as_if_long):
+    cut = shape.shape_on(HOPPER_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
+    assert cut is not None
+    assert cut.warpgroup
+    check_emulated(case, HOPPER_GPU)
+
+
 # How work is cut: nine blocks on the small device, 96 on the large one.
 LARGE_GPU = replace(SMALL_GPU, multiprocessors=32)
 CUTS = [

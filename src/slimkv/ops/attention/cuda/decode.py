@@ -319,6 +319,7 @@ def device_of(device: torch.device) -> Device:
         about.shared_memory_per_multiprocessor,
         about.shared_memory_per_block_optin,
         copy_engine=about.major >= 9,
+        warpgroups=(about.major, about.minor) == (9, 0),
     )
 
 
@@ -327,7 +328,7 @@ def _launcher(device: torch.device) -> Launcher:
     def launch(
         name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args, overlap: bool
     ) -> None:
-        load(SOURCE, defines, device).kernel(name).launch(grid, threads, shared, args, device, overlap)
+        load(SOURCE, defines, device, bool(defines["WGMMA"])).kernel(name).launch(grid, threads, shared, args, device, overlap)
 
     return launch
 
@@ -336,6 +337,6 @@ def _binder(device: torch.device) -> Binder:
     def bind(
         name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args, overlap: bool
     ) -> Callable[[], None]:
-        return load(SOURCE, defines, device).kernel(name).bound(grid, threads, shared, args, device, overlap)
+        return load(SOURCE, defines, device, bool(defines["WGMMA"])).kernel(name).bound(grid, threads, shared, args, device, overlap)
 
     return bind

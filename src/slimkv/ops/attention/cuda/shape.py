@@ -26,6 +26,7 @@ _LOOKED_UP = (
     *((4, 12, 1, 1), (2, 16, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (2, 12, 1, 1), (2, 8, 1, 1)),
     *_SMALLER,
 )
+_WARPGROUPS = ((4, 8, 2), (2, 16, 2), (2, 8, 2), (1, 8, 2))  # (tiles, warps, stages)
 # So little that every block has a step or two: of few heads small steps for many warps, of many heads blocks for all.
 _TINY = ((1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1))
 _TINY_AND_MANY = ((2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
@@ -51,6 +52,11 @@ class Shape:
     apart: bool = False  # low and high halves of 6-bit levels have tables of their own
 
     @property
+    def warpgroup(self) -> bool:
+        """Whether a team is a warpgroup, whose products are those of sm_90a."""
+        return self.team == 4
+
+    @property
     def columns(self) -> int:
         """Rows of output that one block computes at a time."""
         return (8 if self.wide else 4) * self.groups
@@ -64,6 +70,7 @@ class Device:
     shared_of_multiprocessor: int
     shared_of_block: int
     copy_engine: bool = False
+    warpgroups: bool = False  # with products of their own
 
 
 class Amount(NamedTuple):
@@ -109,6 +116,12 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         cuts = _LOOKED_UP
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
+    if columns > 4 and device.warpgroups and not amount.tiny and _values_in_parts(layout, 4):
+        for tiles, warps, stages in _WARPGROUPS:
+            bulk = device.copy_engine and 16 * tiles == layout.block_size and _in_one_piece(layout)
+            shape = Shape(columns // 8, True, tiles, warps, stages, 1, 4, bulk)
+            if shared_bytes(layout, shape) <= device.shared_of_block:
+                return shape
     for tiles, warps, stages, resident in cuts:
         if amount.little and not amount.short and warps > 8:
             continue
@@ -128,10 +141,13 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
 
 def team_of(layout: PageLayout) -> int:
     """Warps that share the values of many columns, each with whole words of every plane; 1: they cannot."""
-    spec = layout.spec
-    slices, planes = spec.value_dim // SLICE_DIMS, layout.value.planes
-    words = [4 // plane.bits for plane in planes if plane.bits <= 4] or [1]
-    return 2 if max_columns(layout) == 32 and slices % (2 * max(words)) == 0 else 1
+    return 2 if max_columns(layout) == 32 and _values_in_parts(layout, 2) else 1
+
+
+def _values_in_parts(layout: PageLayout, parts: int) -> bool:
+    """Whether parts of the value slices are whole words of every plane."""
+    words = [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4] or [1]
+    return layout.spec.value_dim // SLICE_DIMS % (parts * max(words)) == 0
 
 
 def _has_six_bits(layout: PageLayout) -> bool:
@@ -157,11 +173,13 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     spec = layout.spec
     fields = 32 * (spec.key.field_count + spec.value.field_count)
     tile = 16 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
-    if shape.team > 1 and 256 * shape.groups > 2 * spec.key_dim * spec.key.bits:
+    if shape.team > 1 and not shape.warpgroup and 256 * shape.groups > 2 * spec.key_dim * spec.key.bits:
         tile += 256 * shape.groups  # probabilities that do not fit in the place of key codes
     slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim // shape.team + 8))
     slices = spec.key_dim // 16
     query = 256 * shape.groups * (-(-slices // 2) if _in_bytes(spec.key) and not shape.wide else slices)
+    if shape.warpgroup:  # operands of 64 numbers: queries, and probabilities of every team
+        query = 128 * shape.columns * (-(-spec.key_dim // 64) + shape.tiles * shape.warps // shape.team)
     states = shape.columns * (16 + (8 if shape.team == 1 else 12) * shape.warps)
     barriers = 8 * shape.warps * shape.stages if shape.bulk else 0
     tables = _level_table_bytes(layout, shape.wide, shape.apart)
@@ -206,7 +224,7 @@ def kernel_defines(
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps,
-        "TEAM": shape.team, "STAGES": shape.stages, "BULK": int(shape.bulk), "APART": int(shape.apart),
+        "TEAM": shape.team, "WGMMA": int(shape.warpgroup), "STAGES": shape.stages, "BULK": int(shape.bulk), "APART": int(shape.apart),
         "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip

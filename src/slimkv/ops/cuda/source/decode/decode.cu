@@ -45,8 +45,8 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
 }
 
 KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
-  SHARED_MEMORY(shared);
-  const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
+  SHARED_OPERANDS(shared);
+  const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   pdl_wait();
   int left;  // steps of this block
   WorkRange range = first_range(args, lane, left);
@@ -88,7 +88,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS)
         prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
-    if (BULK) fence_proxy_async();  // rings were written to
+    if (BULK || WGMMA) fence_proxy_async();  // rings and operands were written to
     sync_threads();
     QueryOperands queries;
     queries.load(shared + QUERY_AT, lane);
@@ -110,11 +110,15 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
       if (TEAM == 1 && STAGES > 1) load_ahead();
       const int next_step = step + WARPS;  // with one slot
       u8* slot = ring + (taken % STAGES) * SLOT;
-      const int token0 = range.s.begin + step * STEP;
+      const int token0 = real || !WGMMA ? range.s.begin + step * STEP : NO_TOKEN;
       const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
       StepScores s;
       Probabilities weights;
-      if (real) {
+      if (real || WGMMA) {  // of a warpgroup's product all warps are part
+        if (WGMMA && !real) {  // of no tokens the scales are zero
+          for (int i = lane; i < FIELDS * FIELD_STRIDE / 4; i += 32) *(u32*)(slot + FIELDS_AT + 4 * i) = 0;
+          sync_warp();
+        }
         multiply_keys(slot, shared, queries, tables, lane, s);
         scale_scores(args, slot, columns, g, s);
         if (STAGES == 1) loader.wait_for_all();
@@ -126,23 +130,32 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
       }
       update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
       if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
-      if (real) {
-        exponentials(slot, columns, g, s, acc);
-        pack_probabilities(s, weights);
-      }
-      if constexpr (TEAM == 1) {
-        add_values(slot, weights, tables, lane, acc);
-        sync_warp();  // before this slot is filled again
-        if constexpr (STAGES == 1) {
-          loader.copy<false, true>(next_step, 0, next_step < range.last);
-          loader.look_up(min_i32(next_step + WARPS, range.last - 1));
-        }
-      } else {
-        if (real) publish(weights, slot, lane);
-        if (BULK) fence_proxy_async();  // before the copy engine writes there again
+      if constexpr (WGMMA) {
+        TeamCodes codes[TEAM * NT];
+        load_values_of_warpgroup(slot - team.member * STAGES * SLOT, team, lane, codes);
+        publish_to_warpgroup(s, slot, columns, shared, team, lane, acc);
+        fence_proxy_async();  // before products read it, and the copy engine writes to the slot again
         team.sync();
-        add_values_of_team(slot - team.member * STAGES * SLOT, min_i32(TEAM, range.last - (step - team.member)), team, tables, lane,
-                           acc);
+        add_values_of_warpgroup(codes, shared, team, tables, acc);
+      } else {
+        if (real) {
+          exponentials(slot, columns, g, s, acc);
+          pack_probabilities(s, weights);
+        }
+        if constexpr (TEAM == 1) {
+          add_values(slot, weights, tables, lane, acc);
+          sync_warp();  // before this slot is filled again
+          if constexpr (STAGES == 1) {
+            loader.copy<false, true>(next_step, 0, next_step < range.last);
+            loader.look_up(min_i32(next_step + WARPS, range.last - 1));
+          }
+        } else {
+          if (real) publish(weights, slot, lane);
+          if (BULK) fence_proxy_async();  // before the copy engine writes there again
+          team.sync();
+          add_values_of_team(slot - team.member * STAGES * SLOT, min_i32(TEAM, range.last - (step - team.member)), team, tables, lane,
+                             acc);
+        }
       }
       taken++;
     }

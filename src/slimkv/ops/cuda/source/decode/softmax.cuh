@@ -53,37 +53,36 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t,
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
       acc.row_max[c] = higher;
       acc.row_sum[c] *= factor, acc.shift[c] *= factor;
-      float(&out)[sizeof(acc.out[0]) / sizeof(acc.out[0][0])][OUT_NUMBERS] = acc.out[c / OWN];
 #pragma unroll
-      for (int i = 0; i < (int)(sizeof(out) / sizeof(out[0])); i++)
+      for (int i = 0; i < Accumulator::SLICES; i++)
 #pragma unroll
-        for (int j = WIDE ? c % OWN : 0; j < OUT_NUMBERS; j += OWN) out[i][j] *= factor;
+        for (int j = WIDE ? c % OWN : 0; j < OUT_NUMBERS; j += OWN) acc.numbers(c / OWN, i)[j] *= factor;
     }
   }
 }
 
-// Scores to probabilities times their values' scales, which take their place.
+// A score of column c to a probability times its value's scale.
+DEVICE float weigh(const u8* slot, const ColumnState& columns, int g, int c, int x, int r, float score, Accumulator& acc) {
+  const float base = LATE_UNIT ? columns.unit[c] : 1.0f;
+  const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? acc.row_max[c] * base : acc.row_max[c];
+  const u8* fields = slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x;
+  const float e = exp2_approx(fma_rn(score, base, -reference));
+  const float scale = scale_of(field_bits(fields, g + 8 * r));
+  acc.row_sum[c] += e;
+  if (V_KIND == UNIFORM) {
+    const float zero = zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r));
+    acc.shift[c] += e > 0 ? e * (WIDE ? zero - half_offset<V_KIND, V_BITS, true>() * scale : zero) : 0;
+  }
+  return e * scale;
+}
+
 DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc) {
 #pragma unroll
-  for (int c = 0; c < C; c++) {
-    const float base = LATE_UNIT ? columns.unit[c] : 1.0f;
-    const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? acc.row_max[c] * base : acc.row_max[c];
+  for (int c = 0; c < C; c++)
 #pragma unroll
-    for (int x = 0; x < NT; x++) {
-      const u8* fields = slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x;
+    for (int x = 0; x < NT; x++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const float e = exp2_approx(fma_rn(s[c][x][r], base, -reference));
-        const float scale = scale_of(field_bits(fields, g + 8 * r));
-        acc.row_sum[c] += e;
-        s[c][x][r] = e * scale;
-        if (V_KIND == UNIFORM) {
-          const float zero = zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r));
-          acc.shift[c] += e > 0 ? e * (WIDE ? zero - half_offset<V_KIND, V_BITS, true>() * scale : zero) : 0;
-        }
-      }
-    }
-  }
+      for (int r = 0; r < 2; r++) s[c][x][r] = weigh(slot, columns, g, c, x, r, s[c][x][r], acc);
 }
 
 // Narrow bytes: relative to the largest of the step, as two unsigned bytes.
