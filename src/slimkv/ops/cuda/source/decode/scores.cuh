@@ -104,8 +104,8 @@ DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const L
       for (int i = 0; i < AT_ONCE; i++) {
         const int slice = round * AT_ONCE + i;
         const u64 operand = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
-        if (slice == 0) WgmmaNarrow<COLUMNS, false>::register_a<false>(c[x], a[i][0], a[i][1], a[i][2], a[i][3], operand);
-        else if (slice < KS) WgmmaNarrow<COLUMNS, false>::register_a<true>(c[x], a[i][0], a[i][1], a[i][2], a[i][3], operand);
+        if (slice == 0) WarpgroupProduct::register_a<false>(c[x], a[i][0], a[i][1], a[i][2], a[i][3], operand);
+        else if (slice < KS) WarpgroupProduct::register_a<true>(c[x], a[i][0], a[i][1], a[i][2], a[i][3], operand);
       }
       wgmma_commit();
       if (x + round) wgmma_wait<1>();

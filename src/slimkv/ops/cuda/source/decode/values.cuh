@@ -210,7 +210,7 @@ DEVICE void add_values_of_warpgroup(const TeamCodes (&codes)[TEAM * NT], const u
       const u64 operand = descriptor_behind(weights, (first + k) % NT * OPERAND_BYTES + 32 * ((first + k) / NT));
 #pragma unroll
       for (int i = 0; i < OUT_SLICES; i++)
-        WgmmaNarrow<COLUMNS, false>::register_a(acc.products(i), a[k][i][0], a[k][i][1], a[k][i][2], a[k][i][3], operand);
+        WarpgroupProduct::register_a(acc.products(i), a[k][i][0], a[k][i][1], a[k][i][2], a[k][i][3], operand);
     }
     wgmma_commit();
     if (first) wgmma_wait<1>();

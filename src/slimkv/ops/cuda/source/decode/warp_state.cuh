@@ -20,6 +20,9 @@ constexpr int OUT_NUMBERS = OUT_IN_PRODUCTS ? 4 : 2;
 // seldom rescaled.
 constexpr float RESCALE_THRESHOLD = 8.0f;
 
+// Of a warpgroup, with as many columns.
+typedef WgmmaNarrow<8 * NG, false> WarpgroupProduct;
+
 // How codes become levels.
 struct LevelTables {
   Table key, value;  // in registers
