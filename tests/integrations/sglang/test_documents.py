@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import subprocess
 import sys
 
@@ -22,13 +24,30 @@ PYTHON = [
     for need, language, text in snippets(path)
     if need == "sglang" and language == "python"
 ]
+COMMANDS = {command for need, command in commands() if need == "sglang" or "sglang." in command}
+CALIBRATED = sorted(command for command in COMMANDS if command.startswith("slimkv calibrate "))
 SERVED = "python -m sglang.launch_server --model-path MODEL --attention-backend slimkv --page-size 64"
 
 
 def test_every_command_has_a_test():
-    found = {c for need, c in commands() if need == "sglang" or "sglang." in c}
-    assert SERVED in found
-    assert all(c.startswith("pip install ") for c in found - {SERVED}), found
+    assert SERVED in COMMANDS
+    others = COMMANDS - {SERVED, *CALIBRATED}
+    assert all(c.startswith("pip install ") for c in others), others
+
+
+@pytest.mark.parametrize("command", CALIBRATED)
+def test_calibrations_are_made(command, tmp_path):
+    words = shlex.split(command)
+    words[words.index("MODEL")] = model_folder()
+    on_cpu = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "max_total_tokens": 1024}
+    words[words.index("--engine-options") + 1] = json.dumps(on_cpu)
+    small = ["--windows", "1", "--tokens", "64", "-o", str(tmp_path / "made.safetensors")]
+    done = subprocess.run(
+        [sys.executable, "-m", "slimkv", *words[1:], *small], env=environment(), capture_output=True, text=True,
+        timeout=LIMIT_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert (tmp_path / "made.safetensors").is_file()
 
 
 @pytest.mark.parametrize(("page", "snippet"), PYTHON)

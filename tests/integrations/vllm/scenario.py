@@ -6,6 +6,7 @@ One process per engine: vLLM keeps the backend it has chosen for as long as its 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -88,6 +89,25 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def settle_triton() -> None:
+    """Every autotuned Triton kernel takes its smallest configuration.
+
+    Engines that are compared must round alike, and each would choose by its own measurements, for minutes.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    original = Autotuner.__init__
+
+    def size(config: Any) -> int:
+        return config.num_stages * math.prod(v for v in config.kwargs.values() if isinstance(v, int) and v > 0)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.configs = [min(self.configs, key=size)]
+
+    Autotuner.__init__ = init
+
+
 def refusals(request: dict[str, Any]) -> dict[str, Any]:
     """Engines that must not start, one after the other in this process: what each of them says."""
     from vllm import LLM
@@ -110,6 +130,9 @@ def side_by_side(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     import traceback
 
     import torch
+
+    if torch.version.cuda:  # asking for the device would open it, and no child could use it then
+        settle_triton()
     import vllm  # noqa: F401
 
     assert not torch.cuda.is_initialized(), "a child could not use the device"

@@ -166,15 +166,26 @@ template <int N> struct Wgmma {
   static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     u64 mine[4] = {a0, a1, a2, a3};
     host::Operands all = host::meet("register_a", mine, 4);
-    const int lane = host::lane(), g = lane / 4, t = lane % 4;
     float rows[2][16];
     for (int r = 0; r < 2; r++)
       for (int k = 0; k < 16; k++)
-        rows[r][k] = f16_to_f32((u32)(all[4 * g + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF);
+        rows[r][k] = f16_to_f32((u32)(all[host::lane() / 4 * 4 + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF);
+    add_across(c, rows, b);
+  }
+  static void shared_a_across(float (&c)[N / 2], u64 a, u64 b) {
+    const int warp = host::machine.current / 32 % 4;
+    float rows[2][16];
+    for (int r = 0; r < 2; r++)
+      for (int k = 0; k < 16; k++) rows[r][k] = host::side_by_side(a, 16 * warp + host::lane() / 4 + 8 * r, k);
+    add_across(c, rows, b);
+  }
+
+ private:
+  static void add_across(float (&c)[N / 2], const float (&rows)[2][16], u64 b) {
     for (int i = 0; i < N / 2; i += 4)
       for (int j = 0; j < 2; j++) {
         float column[16];
-        for (int k = 0; k < 16; k++) column[k] = host::across(b, k, 2 * i + 2 * t + j);
+        for (int k = 0; k < 16; k++) column[k] = host::across(b, k, 2 * i + 2 * (host::lane() % 4) + j);
         for (int r = 0; r < 2; r++) {
           double sum = c[i + 2 * r + j];
           for (int k = 0; k < 16; k++) sum += (double)rows[r][k] * column[k];

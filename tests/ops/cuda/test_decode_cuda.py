@@ -141,6 +141,55 @@ def test_products_of_warpgroups(case, as_if_long):
     assert cut is not None
     assert cut.warpgroup
     check_emulated(case, HOPPER_GPU)
+# One short sequence, whose blocks go together: seven of few warps, two of many, or sixteen.
+CLUSTER_GPU = replace(SMALL_GPU, multiprocessors=7, clusters=True)
+CLUSTER_CASES = [
+    *(replace(TINY, lens=(length,), queries=(1,)) for length in (0, 1, 17, 137, 700)),
+    replace(TINY, lens=(300,), queries=(4,), group=3, sinks=True),
+    replace(TINY, lens=(90,), queries=(3,), num_kv_heads=2, dim=128, format="k5v3"),
+    replace(TINY, **EVERYTHING | {"lens": (700,), "queries": (2,)}),
+    replace(TINY, lens=(500,), queries=(1,), num_kv_heads=3, group=8, dim=256, page=64),
+]
+
+
+def check_one_launch(case: Case, device: shape.Device) -> int:
+    """Returns the blocks of a cluster."""
+    launched = []
+
+    def once(name, defines, *rest):
+        launched.append((name, defines["CLUSTER"]))
+        launch(name, defines, *rest)
+
+    built = build(case, CPU)
+    out, lse = poisoned_out(case, built)
+    attend_cuda.attend_packed(request_of(built, out, lse), device, once)
+    assert len(launched) == 1
+    check_rows(built, out, lse, lambda count: count <= MAX_DECODE_QUERIES)
+    return launched[0][1]
+
+
+@emulated
+@pytest.mark.parametrize("warps", [4, 16])
+@pytest.mark.parametrize("case", CLUSTER_CASES, ids=str)
+def test_one_launch(case, warps, monkeypatch):
+    if warps == 16:
+        monkeypatch.setattr(shape, "_CLUSTER", 2)
+    assert check_one_launch(case, CLUSTER_GPU) > 1
+
+
+@emulated
+@pytest.mark.parametrize("case", CLUSTER_CASES[3:5], ids=str)
+def test_one_launch_of_the_largest_clusters(case):
+    assert check_one_launch(case, replace(CLUSTER_GPU, multiprocessors=20)) == 16
+
+
+def test_a_long_sequence_has_two_launches(monkeypatch):
+    monkeypatch.setattr(attend_cuda, "CLUSTER_TOKENS", 100)
+    names: list[str] = []
+    built = build(replace(TINY, lens=(137,), queries=(1,)), CPU)
+    out, lse = poisoned_out(built.case, built)
+    attend_cuda.attend_packed(request_of(built, out, lse), CLUSTER_GPU, lambda name, *_: names.append(name))
+    assert names == ["attend", "merge"]
 
 
 # How work is cut: nine blocks on the small device, 96 on the large one.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import host
 import pytest
+import sass
 import torch
 from latent_cases import DTYPES, Built, Case, build, check
 
@@ -66,7 +67,8 @@ MANY_ROWS = [
     Case(heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
     Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, heads=40),
     Case(format="c3", dtype="fp16", out_dtype="fp16", lens=(20,), queries=(5,), heads=8),
-    Case(peaked=True, scale=0.3, lens=(130,), queries=(1,), heads=98),
+    Case(peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=98),
+    Case(format="c4", peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=40),
 ]
 
 
@@ -188,6 +190,21 @@ def test_it_compiles(format):
     bf16 = torch.bfloat16
     code = compile_kernels(cut.source, latent_cuda.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a")
     assert code.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("format", ["c4", "c4r8", "cfp8r8"])
+def test_products_do_not_wait_for_one_another(format):
+    """Where registers are too few, the compiler puts a wait behind every product, and says so nowhere."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("triton")
+    layout = PageLayout(LatentSpec.parse(format), 64)
+    cut = latent_cuda.even_cut(layout, 64, H200)
+    bf16 = torch.bfloat16
+    code = compile_kernels(cut.source, latent_cuda.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a")
+    lines = sass.instructions(code)
+    products, waits = (sum(name in line for line in lines) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
+    assert products > 64
+    assert waits < products // 8
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

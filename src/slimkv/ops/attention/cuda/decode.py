@@ -21,10 +21,12 @@ from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest
 from slimkv.ops.attention.cuda import prefill
 from slimkv.ops.attention.cuda.shape import (
+    CLUSTER_TOKENS,
     Amount,
     Device,
     Shape,
     amount_of,
+    in_clusters,
     kernel_defines,
     level_bytes,
     max_columns,
@@ -149,14 +151,14 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
         return None
     device = request.query.device
     call = _prepare(request, device_of(device), MAX_DECODE_QUERIES)
-    args, (start, merge), needed = call.args, call.bound(_binder(device)), call.workspace_bytes
+    args, kernels, needed = call.args, call.bound(_binder(device)), call.workspace_bytes
 
     def run(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
         args.query, args.out, args.lengths = query.data_ptr(), out.data_ptr(), seq_lens.data_ptr()
         workspace = torch.empty(needed, dtype=torch.uint8, device=device)
         call.use(workspace)
-        start()
-        merge()
+        for start in kernels:
+            start()
 
     return run
 
@@ -164,7 +166,10 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
 def attend_packed(
     request: AttendRequest, device: Device, launch: Launcher, most_queries: int = MAX_DECODE_QUERIES
 ) -> None:
-    """The sequences of at most ``most_queries`` queries: one launch that attends and one that merges."""
+    """The sequences of at most ``most_queries`` queries: one launch that attends and one that merges.
+
+    The blocks of a single short sequence's items are clusters, and one launch does both.
+    """
     call, workspace = _prepare(request, device, most_queries), request.workspace
     if workspace is None:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=request.query.device)
@@ -195,37 +200,41 @@ class _Call:
         args.part_states = parts + self.part_bytes
 
     def launch(self, workspace: Tensor, launch: Launcher) -> None:
-        """Both kernels, once."""
+        """The kernels, once."""
         self.use(workspace)
         for kernel in self._kernels():
             launch(*kernel)
 
     def bound(self, bind: Binder) -> list[Callable[[], None]]:
-        """Both kernels, for many times."""
+        """The kernels, for many times."""
         return [bind(*kernel) for kernel in self._kernels()]
 
-    def _kernels(self) -> tuple[KernelCall, KernelCall]:
+    def _kernels(self) -> tuple[KernelCall, ...]:
         plan = self.plan
-        return (
-            ("attend", plan.defines, self.grids[0], 32 * plan.shape.warps, plan.shared, self.args, True),
-            ("merge", plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, self.args, True),
-        )
+        attend = ("attend", plan.defines, self.grids[0], 32 * plan.shape.warps, plan.shared, self.args, True)
+        if plan.shape.cluster > 1:
+            return (attend,)
+        return attend, ("merge", plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, self.args, True)
 
 
 def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call:
     query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
     (total, heads, _), num_kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
+    tokens = _seen_tokens(request)
+    single = total if sequences == 1 and request.max_query_len <= most_queries and tokens <= CLUSTER_TOKENS else 0
     plan = _plan(
         device, layout, group, min(request.max_query_len, most_queries),
-        amount_of(device, layout, _seen_tokens(request), sequences * num_kv_heads),
+        amount_of(device, layout, tokens, sequences * num_kv_heads), (single, num_kv_heads),
         query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
         raise InputError(f"{layout.spec.format} needs more shared memory than this device has")
     shape = plan.shape
-    blocks = device.multiprocessors * shape.resident
     items = most_items(total, sequences, num_kv_heads, group, shape)
+    blocks = device.multiprocessors * shape.resident
+    if shape.cluster > 1:
+        blocks = shape.cluster * -(-total // (shape.columns // group)) * num_kv_heads
     slots = items + blocks  # every item has a part, and every block may begin another
     # Few rows have many parts, and then two warps share them; a warp alone reads some at once.
     split = total * heads <= 32 * device.multiprocessors and blocks > _PARTS_AT_ONCE * items
@@ -257,12 +266,15 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, q_dtype: torch.dtype,
-    out_dtype: torch.dtype, window: bool, softcap: bool,
+    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, single: tuple[int, int],
+    q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
+    """``single``: queries (or 0) and KV heads of the only sequence."""
     shape = shape_for(device, layout, group, queries, amount)
     if shape is None:
         return None
+    if single[0]:
+        shape = in_clusters(device, layout, shape, -(-single[0] // (shape.columns // group)) * single[1])
     spec = layout.spec
     args = Args(
         key_table=_Table(*level_bytes(spec.key, spec.key_dim)),
@@ -320,6 +332,7 @@ def device_of(device: torch.device) -> Device:
         about.shared_memory_per_block_optin,
         copy_engine=about.major >= 9,
         warpgroups=(about.major, about.minor) == (9, 0),
+        clusters=about.major >= 9,
     )
 
 

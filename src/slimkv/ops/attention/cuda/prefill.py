@@ -102,8 +102,9 @@ class Shape:
 
 SHAPES = {64: Shape(128, 2), 128: Shape(128, 2), 256: Shape(64, 2)}
 FUSED_SHAPES = {
-    dim: Shape(128 if dim <= 128 else 64, 2, fused=True, producer_registers=88 if dim <= 128 else 72)
-    for dim in (64, 80, 96, 112, 128, 192, 256)
+    **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 128)},
+    **{dim: Shape(128, 2, fused=True, producer_registers=88) for dim in (80, 96, 112)},
+    **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
 }
 EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
@@ -112,7 +113,7 @@ FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 # Rows (queries x heads of a group) of a sequence up to which unpacking for every block of them takes less time than
 # unpacking once for all, by head size, with Lloyd-Max codes of up to 4 bits; with uniform ones; and from which it is
 # faster than the decode kernel, if there are enough queries as well.
-FUSED_UP_TO = {64: 256, 128: 512, 256: 512}
+FUSED_UP_TO = {64: 512, 128: 512, 256: 512}
 UNIFORM_FUSED_UP_TO = 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -35,6 +35,9 @@ _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
 _LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
 _TINY_TOKENS = 1 << 9
+# Blocks of a cluster. Every device of sm_90 has room for 8 that fill a multiprocessor each, and for 16 that fill half of one.
+_CLUSTER, _LARGE_CLUSTER = 8, 16
+CLUSTER_TOKENS = 3 << 10  # of a sequence; of more, blocks on all multiprocessors are worth more than one launch
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Shape:
     team: int = 1  # warps that share values
     bulk: bool = False  # a step is a page, which the copy engine copies
     apart: bool = False  # low and high halves of 6-bit levels have tables of their own
+    cluster: int = 1  # blocks that share an item and put its output together, without a second launch
 
     @property
     def warpgroup(self) -> bool:
@@ -71,6 +75,7 @@ class Device:
     shared_of_block: int
     copy_engine: bool = False
     warpgroups: bool = False  # with products of their own
+    clusters: bool = False
 
 
 class Amount(NamedTuple):
@@ -133,10 +138,31 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
                 max(1, columns // 8), columns > 4, tiles, warps, stages, resident, team if columns == 32 else 1,
                 bulk, apart,
             )  # fmt: skip
-            shared = shared_bytes(layout, shape)
-            if shared <= device.shared_of_block and (shared + 1024) * resident <= device.shared_of_multiprocessor:
+            if _fits(device, layout, shape):
                 return shape
     return None
+
+
+def _fits(device: Device, layout: PageLayout, shape: Shape) -> bool:
+    shared = shared_bytes(layout, shape)
+    return shared <= device.shared_of_block and (shared + 1024) * shape.resident <= device.shared_of_multiprocessor
+
+
+def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) -> Shape:
+    """``shape`` for the ``items`` of one short sequence: where blocks enough are left for each, they are a cluster."""
+    each = device.multiprocessors * shape.resident // items
+    value = layout.spec.value
+    in_registers = not value.rotated or (_is_power_of_two(layout.spec.value_dim) and layout.spec.value_dim >= 32)
+    if not device.clusters or each < 2 or shape.stages == 1 or shape.team > 1 or not in_registers:
+        return shape
+    large = replace(shape, cluster=_LARGE_CLUSTER, resident=2)
+    if each >= _LARGE_CLUSTER and not shape.wide and shape.warps <= 8 and _fits(device, layout, large):
+        return large
+    cluster = min(_CLUSTER, each)
+    wider = replace(shape, warps=16, cluster=cluster)
+    if cluster < each and shape.tiles == 1 and _fits(device, layout, wider):
+        return wider
+    return replace(shape, cluster=cluster)
 
 
 def team_of(layout: PageLayout) -> int:
@@ -224,7 +250,8 @@ def kernel_defines(
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps,
-        "TEAM": shape.team, "WGMMA": int(shape.warpgroup), "STAGES": shape.stages, "BULK": int(shape.bulk), "APART": int(shape.apart),
+        "TEAM": shape.team, "WGMMA": int(shape.warpgroup), "STAGES": shape.stages, "BULK": int(shape.bulk),
+        "APART": int(shape.apart), "CLUSTER": shape.cluster,
         "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from slimkv.ops.attention.cuda.shape import Device
 from slimkv.ops.latent.cuda.narrow import wants_table
-from slimkv.spec import PageLayout
+from slimkv.spec import Kind, PageLayout
 
 _STAGES = 2
 _LATENT_DIMS = (128, 256, 512)
@@ -34,8 +34,9 @@ def shared_bytes(layout: PageLayout) -> int:
     """Shared memory of a block, as wide.cu counts it."""
     spec = layout.spec
     stage = 8192 * (spec.key_dim // 64 + -(-spec.value_dim // 64))
-    levels = 4 << spec.value.bits if wants_table(spec.value) else 0
-    return (1 + _STAGES) * stage + 8192 + 16 * Cut.rows + _STAGES * (64 + 16) + 32 + levels
+    levels = 2 << spec.value.bits if wants_table(spec.value) else 0
+    scales = 256 * 3 + (16 if spec.value.kind == Kind.RAW else 256)
+    return (1 + _STAGES) * stage + 8192 + 4 * Cut.rows + _STAGES * (scales + 16) + 32 + levels
 
 
 def cut_for(layout: PageLayout, rows: int, device: Device) -> Cut | None:

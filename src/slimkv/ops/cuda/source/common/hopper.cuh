@@ -94,7 +94,7 @@ template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
 
 template <int N> struct Wgmma;
 // shared_a: c [64, N] = (or, ADD, +=) A B, halves; operands of 64 x 16 and N x 16, 16 side by side.
-// register_a: c += A B, A in the lanes' fragments, B 16 x N with N side by side.
+// register_a: c += A B, A in the lanes' fragments, B 16 x N with N side by side. shared_a_across: A in shared memory, B likewise.
 #define SLIMKV_WGMMA(N, R, A0, A1, A2, A3, B, ADDS)                                                                  \
   template <> struct Wgmma<N> {                                                                                      \
     template <bool ADD> DEVICE_MEMBER static void shared_a(float (&c)[R], u64 a, u64 b) {                           \
@@ -106,6 +106,11 @@ template <int N> struct Wgmma;
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N             \
                    "k16.f32.f16.f16 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1, 1;\n}"    \
                    : HELD_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(1));                                   \
+    }                                                                                                                  \
+    DEVICE_MEMBER static void shared_a_across(float (&c)[R], u64 a, u64 b) {                                           \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N               \
+                   "k16.f32.f16.f16 {" REGISTERS_##R "}, %" A0 ", %" A1 ", p, 1, 1, 0, 1;\n}"                          \
+                   : HELD_##R : "l"(a), "l"(b), "n"(1));                                                               \
     }                                                                                                                  \
   };
 // Of bytes: c [64, N] (+)= A B, B N x 32, 32 side by side.

@@ -20,7 +20,9 @@ static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
 #define SHARED_MEMORY(name) extern __shared__ __align__(16) u8 name[]
 #define SHARED_OPERANDS(name) extern __shared__ __align__(1024) u8 name[]  // on the boundary of exchanged rows (hopper.cuh)
 #define GRID_CONSTANT const __grid_constant__
+#define CLUSTER_OF(blocks) __cluster_dims__(blocks, 1, 1)  // of sm_90 and later
 #define HOST_TESTABLE(name, Args)  // what the tests launch
+#define HOST_TESTABLE_CLUSTER(name, Args, size)
 
 struct __align__(8) Words2 { u32 x, y; };
 struct __align__(16) Words4 { u32 x, y, z, w; };
@@ -39,6 +41,25 @@ DEVICE bool team_any(bool p, int number, int threads) {
                : "=r"(r) : "r"((u32)p), "r"(number), "r"(threads) : "memory");
   return r;
 }
+
+#if __CUDA_ARCH__ >= 900
+// Blocks of a cluster: which one this is, a barrier of all their threads, and numbers in the shared memory of another, where they
+// are as `p` is here.
+DEVICE int cluster_rank() { int r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DEVICE float ld_cluster(const float* p, int rank) {
+  float r;
+  asm volatile("{.reg .u32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.f32 %0, [a];}"
+               : "=f"(r) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank) : "memory");
+  return r;
+}
+#else
+DEVICE int cluster_rank() { return 0; }
+DEVICE void cluster_sync() {}
+DEVICE float ld_cluster(const float* p, int) { return *p; }
+#endif
 
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
@@ -219,6 +240,11 @@ DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(
 template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
   u32 r;
   asm("ld.shared.u32 %0, [%1+%2];" : "=r"(r) : "r"(address), "n"(OFFSET));
+  return r;
+}
+DEVICE u32 ld_shared_constant_half(u32 address) {
+  u32 r;
+  asm("{.reg .b16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h;}" : "=r"(r) : "r"(address));
   return r;
 }
 DEVICE void cp_async_16(void* shared, const void* global) {

@@ -14,6 +14,35 @@ DEVICE void sum_of_warps(const float* states, int column, float& all_max, float&
   }
 }
 
+// What a block gives its cluster: sums of a group of columns, in the second slot of a ring, and maximum and sum of a column, in the
+// place of what was known of it.
+DEVICE float* cluster_sums(u8* shared, int n) { return (float*)(shared + RINGS_AT + (n * STAGES + 1) * SLOT); }
+DEVICE float* cluster_state(u8* shared, int column) { return (float*)column_at(shared, column); }
+
+// The rows of an item, of which each block of the cluster writes some.
+DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* shared, int warp, int lane) {
+  cluster_sync();
+  for (int column = cluster_rank() + CLUSTER * warp; column < COLUMNS; column += CLUSTER * WARPS) {
+    const int of_chunk = column / args.group_size, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + of_chunk;
+    if (of_chunk >= per_chunk || query >= range.s.queries) continue;
+    const float *state = cluster_state(shared, column), *sums = cluster_sums(shared, column / GROUP) + column % GROUP * VD;
+    float m[CLUSTER], l[CLUSTER], v[CLUSTER][VN];
+#pragma unroll
+    for (int j = 0; j < CLUSTER; j++) {
+      m[j] = ld_cluster(state, j), l[j] = ld_cluster(state + 1, j);
+#pragma unroll
+      for (int i = 0; i < VN; i++) v[j][i] = lane + 32 * i < VD ? ld_cluster(sums + lane + 32 * i, j) : 0.0f;
+    }
+    MergedState merged;
+    merged.clear();
+#pragma unroll
+    for (int j = 0; j < CLUSTER; j++) merged.add(m[j], l[j], v[j]);
+    write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, merged.highest, merged.row_sum,
+              merged.x, nullptr, lane);
+  }
+  cluster_sync();  // nobody ends while another reads its shared memory
+}
+
 // Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
 DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
                           const Team& team, u8* shared, u8* ring, int warp, int lane) {
@@ -64,7 +93,14 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
         x += ((const float*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT))[column * OUT_ROW + d % (16 * OUT_SLICES)];
       return x;
     };
-    if (whole) {
+    if constexpr (CLUSTER > 1) {
+      float* sums = cluster_sums(shared, n);
+      for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS) sums[i] = sum_at(i / VD, i % VD);
+      if (thread_index() < GROUP) {
+        const int column = GROUP * n + thread_index();
+        sum_of_warps(states, column, cluster_state(shared, column)[0], cluster_state(shared, column)[1]);
+      }
+    } else if (whole) {
       for (int i = warp; i < GROUP; i += WARPS) {
         const int column = GROUP * n + i, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + column / args.group_size;
         if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;

@@ -44,13 +44,26 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
           {shared_address(value_levels) + 4 * lane}};
 }
 
-KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
+#if CLUSTER > 1
+#define IN_CLUSTERS CLUSTER_OF(CLUSTER)
+#else
+#define IN_CLUSTERS
+#endif
+
+KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args) {
   SHARED_OPERANDS(shared);
   const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   pdl_wait();
   int left;  // steps of this block
-  WorkRange range = first_range(args, lane, left);
-  if (left <= 0) return;
+  WorkRange range;
+  if constexpr (CLUSTER > 1) {
+    range = cluster_range(args);
+    left = 0;  // there is no other range
+    if (range.chunk >= range.s.chunks) return;
+  } else {
+    range = first_range(args, lane, left);
+    if (left <= 0) return;
+  }
   const LevelTables tables = load_tables(args, shared, lane);
 
   // -- loading ahead: the queries travel at the same time as the first pages
@@ -61,12 +74,15 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
   int filled = 0;  // steps copied so far; slot = number % STAGES, if there are several
   constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
+  auto look_up = [&](const WorkRange& p, int step) {
+    if (CLUSTER == 1 || p.first < p.last) loader.look_up(min_i32(step, p.last - 1));  // of a cluster some have nothing to do
+  };
   auto begin_loading = [&](const WorkRange& p) {
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
     loader.open(args, p);
-    loader.look_up(min_i32(p.first + warp, p.last - 1));
+    look_up(p, p.first + warp);
     if constexpr (STAGES == 1) {
       const int step = p.first + warp;
       loader.copy<true, false>(step, 0, step < p.last);
@@ -78,7 +94,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
       const int step = p.first + warp + i * WARPS;
       loader.copy(step, filled % STAGES, step < p.last);
       filled++;
-      loader.look_up(min_i32(step + WARPS, p.last - 1));
+      look_up(p, step + WARPS);
     }
   };
   begin_loading(range);
@@ -171,9 +187,10 @@ KERNEL(32 * WARPS, MIN_BLOCKS) attend(GRID_CONSTANT DecodeArgs args) {
       if (STAGES > 1) begin_loading(next);
     }
     combine_warps(args, range, columns, acc, team, shared, ring, warp, lane);
+    if constexpr (CLUSTER > 1) return combine_cluster(args, range, shared, warp, lane);
     if (left <= 0) return;
     if (STAGES == 1) begin_loading(next);
     range = next;
   }
 }
-HOST_TESTABLE(attend, DecodeArgs)
+HOST_TESTABLE_CLUSTER(attend, DecodeArgs, CLUSTER)

@@ -5,19 +5,6 @@
 
 constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
 
-struct MergedState {
-  float highest, row_sum, x[VN];
-  DEVICE_MEMBER void add(float m, float l, const float (&v)[VN]) {
-    const float row_max = max_f32(highest, m);
-    const float mine = highest == MINUS_INFINITY ? (row_sum == row_sum ? 0.0f : 1.0f) : exp2_approx(highest - row_max);
-    const float other = m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - row_max);
-    row_sum = row_sum * mine + l * other;
-#pragma unroll
-    for (int i = 0; i < VN; i++) x[i] = x[i] * mine + v[i] * other;
-    highest = row_max;
-  }
-};
-
 KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
@@ -38,9 +25,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   if (WHOLE_ITEMS && split == 1 && first_block == last_block) return;
 
   MergedState merged;
-  merged.highest = MINUS_INFINITY, merged.row_sum = 0;
-#pragma unroll
-  for (int i = 0; i < VN; i++) merged.x[i] = 0;
+  merged.clear();
   for (int block = first_block + warp % split; block <= last_block; block += PARTS_AT_ONCE * split) {
     float m[PARTS_AT_ONCE], l[PARTS_AT_ONCE], v[PARTS_AT_ONCE][VN];
 #pragma unroll

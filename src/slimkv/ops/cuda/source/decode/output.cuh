@@ -7,6 +7,25 @@ constexpr int VN = (VD + 31) / 32;
 // Blocks that have all keys of an item write its output themselves, where the rotation takes no shared memory.
 constexpr bool WHOLE_ITEMS = !V_ROTATED || (POWER_OF_TWO(VD) && VD >= 32);
 
+// Parts of a row, one after the other.
+struct MergedState {
+  float highest, row_sum, x[VN];
+  DEVICE_MEMBER void clear() {
+    highest = MINUS_INFINITY, row_sum = 0;
+#pragma unroll
+    for (int i = 0; i < VN; i++) x[i] = 0;
+  }
+  DEVICE_MEMBER void add(float m, float l, const float (&v)[VN]) {
+    const float row_max = max_f32(highest, m);
+    const float mine = highest == MINUS_INFINITY ? (row_sum == row_sum ? 0.0f : 1.0f) : exp2_approx(highest - row_max);
+    const float other = m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - row_max);
+    row_sum = row_sum * mine + l * other;
+#pragma unroll
+    for (int i = 0; i < VN; i++) x[i] = x[i] * mine + v[i] * other;
+    highest = row_max;
+  }
+};
+
 // One warp; x: dimensions lane + 32 i of the sum, relative to `highest`, a power of two. scratch: VD floats of the warp's own.
 DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, float row_sum, const float (&sums)[VN], float* scratch,
                       int lane) {

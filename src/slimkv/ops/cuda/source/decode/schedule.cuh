@@ -167,6 +167,19 @@ DEVICE WorkRange first_range(const DecodeArgs& args, int lane, int& left) {
   return range;
 }
 
+// Of a cluster: its blocks share the steps of one item of the only sequence. Some may have none.
+DEVICE WorkRange cluster_range(const DecodeArgs& args) {
+  WorkRange range = {};
+  range.s = sequence_at(args, 0);
+  range.item = block_index() / CLUSTER;
+  range.chunk = range.item / args.num_kv_heads;
+  range.head = range.item % args.num_kv_heads;
+  const int share = (range.s.steps + CLUSTER - 1) / CLUSTER;
+  range.first = min_i32(range.s.steps, cluster_rank() * share);
+  range.last = min_i32(range.s.steps, range.first + share);
+  return range;
+}
+
 // The one behind it. There is one.
 DEVICE WorkRange next_range(const DecodeArgs& args, const WorkRange& range, int most) {
   WorkRange next = range;

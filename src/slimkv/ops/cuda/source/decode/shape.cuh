@@ -1,7 +1,8 @@
 // What the decode kernels are compiled for, where things are in shared memory, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED,
 // V_CORE (the pages),
-// NG, WIDE (the columns), NT, WARPS, TEAM, WGMMA, STAGES, BULK, APART, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
+// NG, WIDE (the columns), NT, WARPS, TEAM, WGMMA, STAGES, BULK, APART, CLUSTER, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE
+// (types.cuh),
 // WINDOW, SOFTCAP (the options).
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
@@ -63,6 +64,8 @@ constexpr int QUERY_BYTES = WGMMA ? OPERAND_BYTES * ((KD + 63) / 64) : 256 * NG 
 static_assert(!WGMMA || (TEAM == 4 && WARPS % 4 == 0), "a warpgroup is a team");
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
+
+static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "what a block gives its cluster is in the second slot");
 
 constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
 

@@ -76,13 +76,28 @@ DEVICE float weigh(const u8* slot, const ColumnState& columns, int g, int c, int
   return e * scale;
 }
 
+// Scores to probabilities times their values' scales, which take their place.
 DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc) {
 #pragma unroll
-  for (int c = 0; c < C; c++)
+  for (int c = 0; c < C; c++) {
+    const float base = LATE_UNIT ? columns.unit[c] : 1.0f;
+    const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? acc.row_max[c] * base : acc.row_max[c];
 #pragma unroll
-    for (int x = 0; x < NT; x++)
+    for (int x = 0; x < NT; x++) {
+      const u8* fields = slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x;
 #pragma unroll
-      for (int r = 0; r < 2; r++) s[c][x][r] = weigh(slot, columns, g, c, x, r, s[c][x][r], acc);
+      for (int r = 0; r < 2; r++) {
+        const float e = exp2_approx(fma_rn(s[c][x][r], base, -reference));
+        const float scale = scale_of(field_bits(fields, g + 8 * r));
+        acc.row_sum[c] += e;
+        s[c][x][r] = e * scale;
+        if (V_KIND == UNIFORM) {
+          const float zero = zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r));
+          acc.shift[c] += e > 0 ? e * (WIDE ? zero - half_offset<V_KIND, V_BITS, true>() * scale : zero) : 0;
+        }
+      }
+    }
+  }
 }
 
 // Narrow bytes: relative to the largest of the step, as two unsigned bytes.

@@ -10,6 +10,15 @@ template <int COPIES> struct RopeLevels {
   }
 };
 
+// The same in one copy, as halves side by side.
+struct PackedRopeLevels {
+  u32 address;
+  DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant_half(dp4a_u8(word, 2u << (8 * i), address)); }
+};
+
+template <int COUNT, int THREADS> DEVICE void fill_packed_levels(const float* levels, u8* to) {
+  for (int i = thread_index(); i < COUNT; i += THREADS) ((u16*)to)[i] = (u16)f32_to_f16(levels[i]);
+}
 template <int COUNT, int COPIES, int THREADS> DEVICE void fill_levels(const float* levels, u8* to) {
   for (int i = thread_index(); i < COUNT * COPIES; i += THREADS) ((u32*)to)[i] = f32_to_f16(levels[i / COPIES]);
 }

@@ -9,12 +9,12 @@ constexpr int STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;
 template <int STAGES> struct Producer {
   const LatentArgs& args;
   u8* const ring;
-  Units* const units;  // [stage, warp]
+  TokenScales* const scales;  // [stage]
   u64 *const full, *const empty;
   const int warp, lane;
 
-  DEVICE_MEMBER Producer(const LatentArgs& args_, u8* ring_, Units* units_, u64* full_, u64* empty_, int warp_, int lane_)
-      : args(args_), ring(ring_), units(units_), full(full_), empty(empty_), warp(warp_), lane(lane_) {}
+  DEVICE_MEMBER Producer(const LatentArgs& args_, u8* ring_, TokenScales* scales_, u64* full_, u64* empty_, int warp_, int lane_)
+      : args(args_), ring(ring_), scales(scales_), full(full_), empty(empty_), warp(warp_), lane(lane_) {}
 
   template <class Rope> DEVICE_MEMBER void run(const LevelTable& levels, const Rope& rope_levels) const {
     int number = 0;  // of the block's tiles
@@ -45,8 +45,7 @@ template <int STAGES> struct Producer {
         if (tile + 2 < last) prefetch(ahead, tile + 2);
         mbarrier_wait(empty + stage, (u32)(number / STAGES & 1) ^ 1);
         const u32 to = shared_address(ring) + stage * STAGE + warp * 2048;
-        const Units own = tokens.unpack(args.table, levels, rope_levels, to, to + CHUNKS * CHUNK, lane);
-        if (lane == 0) units[stage * 4 + warp] = own;
+        tokens.unpack(args.table, levels, rope_levels, to, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
         fence_proxy_async();  // it may wait for loads: the next ones come behind it
         sync_warp();
         if (lane == 0) mbarrier_arrive(full + stage);

@@ -33,9 +33,10 @@ struct Query {
 #pragma unroll
     for (int i = 0; i < LD / 32; i++) put(place_of(lane + 32 * i), f32_to_f16(x[i] * down));
   }
-  template <class F> DEVICE_MEMBER void rope_operand(const F& put) const {
+  // `by`: what bfloat16 is multiplied by, a power of two.
+  template <class F> DEVICE_MEMBER void rope_operand(const F& put, float by = 1.0f) const {
     const float down = as_float((u32)(254 - rope_exponent) << 23);
 #pragma unroll
-    for (int i = 0; i < RD / 32; i++) put(lane + 32 * i, BF16_ROPE ? f32_to_bf16(y[i]) : f32_to_f16(y[i] * down));
+    for (int i = 0; i < RD / 32; i++) put(lane + 32 * i, BF16_ROPE ? f32_to_bf16(y[i] * by) : f32_to_f16(y[i] * down));
   }
 };

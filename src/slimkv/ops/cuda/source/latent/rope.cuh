@@ -43,7 +43,7 @@ struct RopeCodes {
   }
 
   // Slice s, which pages have dimensions x tokens, as an operand: tokens x dimensions.
-  template <int COPIES> DEVICE_MEMBER void operand(int s, Table table, const RopeLevels<COPIES>& levels, u32 (&a)[4]) const {
+  template <class Levels> DEVICE_MEMBER void operand(int s, Table table, const Levels& levels, u32 (&a)[4]) const {
     u32 v[4];
     if constexpr (R_KIND == RAW) {
       const u32* w = words + 4 * s;  // a token's dimensions g and g + 8

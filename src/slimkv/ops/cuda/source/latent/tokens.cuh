@@ -2,27 +2,21 @@
 #pragma once
 #include "latent/rope.cuh"
 
-// The largest exponent of a warp's fields (of tokens g and g + 8 in the halves of a word) as they are stored.
-DEVICE int exponent_of_fields(u32 fields) {
-  const u32 low = fields & 0xFFFF, high = fields >> 16;
-  int most = max_i32(low == INVALID_FIELD ? 0 : (int)low, high == INVALID_FIELD ? 0 : (int)high);
-#pragma unroll
-  for (int d = 4; d < 32; d <<= 1) most = max_i32(most, shfl_xor(most, d));
-  return most >> 10;
-}
-// The scale of a field, twice, as halves in units of 2^(most - 40 - above). What is far smaller than the others is zero, and so is
-// what is no number.
-DEVICE u32 half_scale(u32 field, int most, int above) {
-  const int bits = (int)field + ((15 + above - most) << 10);
-  return field < 1024 || field == INVALID_FIELD || bits < 1024 ? 0 : (u32)bits * 0x10001u;
-}
-DEVICE float power_of_two(int exponent) { return as_float((u32)(127 + exponent) << 23); }
+// Of a tile's tokens: the scale of the latent and its reciprocal, its base-2 logarithm, and the scale of the rope part in units
+// of the latent's. A scale of zero counts as a very small one; a token that is no number has such a scale.
+struct __attribute__((aligned(16))) TokenScales {
+  float scale[64], inverse[64], log[64], rope[R_KIND == RAW ? 4 : 64];
 
-// Of 16 tokens: the unit of their latents and its logarithm, and the unit of rope parts in units of latents.
-struct __attribute__((aligned(16))) Units { float unit, exponent, rope, unused; };
+  DEVICE_MEMBER void put(int token, u32 field, u32 rope_field) {
+    const bool marked = field == INVALID_FIELD || rope_field == INVALID_FIELD;
+    const float own = marked ? 1.0f : scale_of(field), rope_scale = marked || R_KIND == RAW ? 1.0f : scale_of(rope_field);
+    const float least = max_f32(max_f32(own, rope_scale * 8.6736174e-19f), 8.6736174e-19f), over = rcp_approx(least);  // 2^-60
+    scale[token] = marked ? NOT_A_NUMBER : least, inverse[token] = over, log[token] = log2_approx(least);
+    if (R_KIND != RAW) rope[token] = rope_scale * over;
+  }
+};
 
 struct Tokens {
-  static constexpr int ABOVE = 8;  // powers of two that scales of latents have of the range of halves
   Codes<L_BITS, S, false> latent;
   RopeCodes rope;
   u32 fields, rope_fields;  // of tokens g and g + 8 in the halves of a word; zero beyond the sequence
@@ -48,26 +42,20 @@ struct Tokens {
     if (R_KIND != RAW && lane == 30) prefetch_l2(page + R_FIELDS + 2 * place);
   }
 
-  // Scaled latents and rope parts to rows at `to` (shared memory; `rope_to` of the rope part), where 8 KiB have 64 dimensions of a
-  // tile of 64 tokens. Tokens that are no numbers have such rope parts: nobody reads these as values.
-  template <int COPIES>
-  DEVICE_MEMBER Units unpack(Table table, const LevelTable& levels, const RopeLevels<COPIES>& rope_levels, u32 to, u32 rope_to, int lane) const {
-    const u32 low = fields & 0xFFFF, high = fields >> 16, rope_low = rope_fields & 0xFFFF, rope_high = rope_fields >> 16;
-    const int most = exponent_of_fields(fields), rope_most = R_KIND == RAW ? 40 : exponent_of_fields(rope_fields);
-    const u32 scale[2] = {half_scale(low, most, ABOVE), half_scale(high, most, ABOVE)};
-    const u32 less[2] = {mul_f16x2(scale[0], 0xB800B800u), mul_f16x2(scale[1], 0xB800B800u)};  // half of it
-    const u32 rope_scale[2] = {half_scale(rope_low, rope_most, 0), half_scale(rope_high, rope_most, 0)};
-    const bool marked[2] = {low == INVALID_FIELD || rope_low == INVALID_FIELD, high == INVALID_FIELD || rope_high == INVALID_FIELD};
+  // Levels of latents and rope parts to rows at `to` (shared memory; `rope_to` of the rope part), where 8 KiB have 64 dimensions of a
+  // tile of 64 tokens, and the tokens' scales.
+  template <class Levels>
+  DEVICE_MEMBER void unpack(Table table, const LevelTable& levels, const Levels& rope_levels, u32 to, u32 rope_to, TokenScales& scales,
+                            int first, int lane) const {
+    if (lane % 4 < 2) {
+      const int by = 16 * (lane % 4);
+      scales.put(first + lane / 4 + by / 2, fields >> by & 0xFFFF, rope_fields >> by & 0xFFFF);
+    }
     const u32 row = lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4);  // slice s of 64 dimensions is at this ^ 32 s
 #pragma unroll
     for (int s = 0; s < ROPE_SLICES; s++) {
       u32 a[4];
       rope.operand(s, table, rope_levels, a);
-#pragma unroll
-      for (int m = 0; m < 4; m++) {
-        if (R_KIND != RAW) a[m] = mul_f16x2(a[m], rope_scale[m % 2]);
-        if (marked[m % 2]) a[m] = 0x7FFF7FFFu;
-      }
       stmatrix_x4<0>(rope_to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
     }
 #pragma unroll
@@ -75,10 +63,9 @@ struct Tokens {
       u32 a[4];
       latent_matrices(latent.low(s), L_BITS > 4 ? latent.high(s) : 0, table, levels, a);
 #pragma unroll
-      for (int m = 0; m < 4; m++) a[m] = OFFSET != 0.0f ? fma_f16x2(a[m], scale[m % 2], less[m % 2]) : mul_f16x2(a[m], scale[m % 2]);
+      for (int m = 0; m < 4; m++)
+        if (OFFSET != 0.0f) a[m] = sub_f16x2(a[m], 0x38003800u);  // one half
       stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
     }
-    const int exponent = most - 40 - ABOVE;
-    return {power_of_two(exponent), (float)exponent, power_of_two(rope_most - 40 - exponent), 0.0f};
   }
 };

@@ -2,9 +2,9 @@
 // latents.
 //
 // A block has up to 64 rows of a sequence and some of its tokens, a tile of 64 at a time. One warpgroup unpacks a tile into shared
-// memory, scaled, once for scores (tokens x dimensions) and for values, which `wgmma` reads the other way round. Two warpgroups
-// multiply: each has half the dimensions of the output, and they take turns with the scores of tiles. Weights go to the other one
-// through shared memory, from lane to lane: both have the same rows in the same lanes.
+// memory as levels, which halves have exactly, once for scores (tokens x dimensions) and for values, which `wgmma` reads the other
+// way round; scores and weights are multiplied by the tokens' scales. Two warpgroups multiply: each has half the dimensions of the
+// output, and they take turns with the scores of tiles. Weights go to the other one through shared memory.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 
@@ -14,15 +14,15 @@ constexpr int ROWS = 64, STEP = 64, THREADS = 384, ITEM_COST = 4, PARTS = 1, STA
 #include "latent/producer.cuh"
 
 constexpr int HALF = LD / 2;  // dimensions of a warpgroup
-constexpr int R_COPIES = 1;
-// A rope part in 16 bits takes a producer more registers than one in codes.
-constexpr int PRODUCER_REGISTERS = R_KIND == RAW ? 104 : 88, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+// With fewer registers for those that multiply, the compiler makes every product wait for the one before it.
+constexpr int PRODUCER_REGISTERS = 104, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "what fits");
 
-// Shared memory. Weights: [16 tokens, lane]; references and rows take turns.
-constexpr int QUERIES_AT = 0, RING_AT = QUERIES_AT + STAGE;
-constexpr int WEIGHTS_AT = RING_AT + STAGES * STAGE, ROWS_AT = WEIGHTS_AT + 4 * 128 * 16, UNITS_AT = ROWS_AT + 16 * ROWS;
-constexpr int BARRIERS_AT = UNITS_AT + STAGES * 4 * 16, WALK_AT = BARRIERS_AT + 16 * STAGES, R_LEVELS_AT = WALK_AT + 32, ALL = R_LEVELS_AT + 4 * R_COPIES * R_LEVELS;
+// Shared memory. Weights: rows x tokens; the block's rows and sums of weights stand there before the first tile and after the last.
+constexpr int QUERIES_AT = 0, RING_AT = QUERIES_AT + STAGE, WEIGHTS_AT = RING_AT + STAGES * STAGE, REFERENCES_AT = WEIGHTS_AT + ROWS * 128;
+constexpr int SCALES_AT = REFERENCES_AT + 4 * ROWS, SCALES = (int)sizeof(TokenScales);
+constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + 16 * STAGES, R_LEVELS_AT = WALK_AT + 32;
+constexpr int ALL = R_LEVELS_AT + 2 * R_LEVELS;
 static_assert(ALL == SHARED, "the launcher counts shared memory as this file does");
 constexpr int WEIGHTS_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the second warpgroup's weights have the one between
 
@@ -37,13 +37,12 @@ struct __attribute__((aligned(16))) Row { float unit, rope; i32 visible_end; i32
 DEVICE void stage_query(const LatentArgs& args, const Item& item, int n, u8* to, Row* rows, int lane) {
   const Query query(args, item, n, lane);
   const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
+  const float latent = query.latent_unit(), ratio = query.rope_unit() / latent;
   auto place = [&](int at) { return at / 64 * ROWS * 128 + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
   query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); });
-  query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); });
-  const float latent = query.latent_unit();
+  query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); }, ratio);
   if (lane == 0)
-    rows[n] = {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), query.rope_unit() / latent,
-               query.real ? item.visible_end(args, n) : 0, 0};
+    rows[n] = {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), ratio, query.real ? item.visible_end(args, n) : 0, 0};
 }
 
 template <bool B> struct Bool { static constexpr bool VALUE = B; };
@@ -51,22 +50,26 @@ template <bool B> struct Bool { static constexpr bool VALUE = B; };
 // A warpgroup's rows, scores and half of the output. A lane has rows g and g + 8 of its warp's 16.
 struct Consumer {
   u8* shared;
-  int group, thread, lane;
+  int group, warp, lane;
   float unit[2], rope[2];
   int visible_end[2];
   float reference[2], row_sum[2];
 
-  DEVICE_MEMBER void take_rows(int warp) {
+  DEVICE_MEMBER int row_of(int r) const { return 16 * warp + lane / 4 + 8 * r; }
+  DEVICE_MEMBER void take_rows() {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const Row row = ((const Row*)(shared + ROWS_AT))[16 * warp + lane / 4 + 8 * r];
+      const Row row = ((const Row*)(shared + WEIGHTS_AT))[row_of(r)];
       unit[r] = row.unit, rope[r] = row.rope, visible_end[r] = row.visible_end;
       reference[r] = MINUS_INFINITY, row_sum[r] = 0.0f;
     }
   }
+  DEVICE_MEMBER const TokenScales& scales_of(int stage) const { return *(const TokenScales*)(shared + SCALES_AT + stage * SCALES); }
+  // Of the lane's tokens 8 j + 2 t and the next one.
+  DEVICE_MEMBER Words2 pair_of(const float* scales, int j) const { return *(const Words2*)(scales + 8 * j + 2 * (lane & 3)); }
 
-  // Products of queries with a tile, on their way.
-  DEVICE_MEMBER void start_scores(float (&s)[32], int stage, const Units* units) const {
+  // Products of queries with the rope parts of a tile, on their way.
+  DEVICE_MEMBER void start_rope_scores(float (&s)[32], int stage) const {
     const u64 queries = smem_descriptor(shared_address(shared + QUERIES_AT), 16);
     const u64 keys = smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16);
 #pragma unroll
@@ -79,15 +82,19 @@ struct Consumer {
       WgmmaNarrow<64, BF16_ROPE>::shared_a(s, queries + at, keys + at);
     }
     wgmma_commit();
-    wgmma_wait<0>();
+  }
+  // Those in units of the latents' scales, and products with latents added to them, on their way.
+  DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
+    const u64 queries = smem_descriptor(shared_address(shared + QUERIES_AT), 16);
+    const u64 keys = smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16);
+    const TokenScales& scales = scales_of(stage);
     wgmma_fence_operand(s);
 #pragma unroll
-    for (int k = 0; k < 4; k++)
+    for (int j = 0; j < 8; j++) {
+      const Words2 by = pair_of(R_KIND == RAW ? scales.inverse : scales.rope, j);
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const float by = units[k].rope * rope[r];
-        s[8 * k + 2 * r] *= by, s[8 * k + 2 * r + 1] *= by, s[8 * k + 2 * r + 4] *= by, s[8 * k + 2 * r + 5] *= by;
-      }
+      for (int i = 0; i < 4; i++) s[4 * j + i] *= as_float(i % 2 ? by.y : by.x) * (BF16_ROPE ? 1.0f : rope[i / 2]);
+    }
     wgmma_fence_operand(s);
     wgmma_fence();
 #pragma unroll
@@ -98,24 +105,29 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // Scores to weights in halves; what the output so far is to be multiplied by.
-  DEVICE_MEMBER bool weigh(float (&s)[32], const Units* units, int token, bool clear, float (&by)[2], Weights& p) {
+  // Scores to weights in halves, which have the tokens' scales; what the output so far is to be multiplied by.
+  DEVICE_MEMBER bool weigh(float (&s)[32], int stage, int token, bool clear, float (&by)[2], Weights& p) {
     const int t = lane & 3;
+    const TokenScales& scales = scales_of(stage);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const Words2 scale = pair_of(scales.scale, j), log = pair_of(scales.log, j);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        s[4 * j + i] = s[4 * j + i] * as_float(i % 2 ? scale.y : scale.x) * unit[i / 2] + as_float(i % 2 ? log.y : log.x);
+    }
     if (!clear) {
 #pragma unroll
       for (int i = 0; i < 32; i++)
         if (token + 8 * (i / 4) + 2 * t + i % 2 >= visible_end[i / 2 % 2]) s[i] = MINUS_INFINITY;
     }
     bool behind = false;
-    float shift[2];
+    float shift[2], sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float wanted = MINUS_INFINITY;
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const float* x = s + 8 * k + 2 * r;
-        wanted = max_f32(wanted, max_f32(max_f32(x[0], x[1]), max_f32(x[4], x[5])) * (unit[r] * units[k].unit) + units[k].exponent);
-      }
+      for (int j = 0; j < 8; j++) wanted = max_f32(wanted, max_f32(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
       wanted = max_f32(wanted, shfl_xor(wanted, 1));
       wanted = max_f32(wanted, shfl_xor(wanted, 2));
       const bool raise = wanted > reference[r] + RESCALE_THRESHOLD || (reference[r] == MINUS_INFINITY && wanted > MINUS_INFINITY);
@@ -125,46 +137,41 @@ struct Consumer {
       behind = behind || raise;
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float sum = 0.0f;
+    for (int j = 0; j < 8; j++) {
+      const Words2 inverse = pair_of(scales.inverse, j);
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        float* x = s + 8 * k + 2 * r;
-        const float scale = unit[r] * units[k].unit, offset = units[k].exponent - shift[r];
-        const float w0 = exp2_approx(x[0] * scale + offset), w1 = exp2_approx(x[1] * scale + offset);
-        const float w2 = exp2_approx(x[4] * scale + offset), w3 = exp2_approx(x[5] * scale + offset);
-        sum += ((w0 + w1) + (w2 + w3)) * as_float(0x7F000000u - as_bits(units[k].unit));
-        p[k][r] = pack_f16x2(w0, w1), p[k][2 + r] = pack_f16x2(w2, w3);
+      for (int r = 0; r < 2; r++) {
+        const float low = exp2_approx(s[4 * j + 2 * r] - shift[r]), high = exp2_approx(s[4 * j + 2 * r + 1] - shift[r]);
+        sum[r] += low * as_float(inverse.x);
+        sum[r] += high * as_float(inverse.y);
+        p[j / 2][j % 2 * 2 + r] = pack_f16x2(low, high);
       }
-      row_sum[r] = row_sum[r] * by[r] + sum;
     }
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_sum[r] = row_sum[r] * by[r] + sum[r];
     return behind;
   }
 
-  // To and from the other warpgroup.
+  // To the other warpgroup.
   DEVICE_MEMBER void give(const Weights& p) const {
+    const u32 row = shared_address(shared + WEIGHTS_AT) + (16 * warp + lane % 16) * 128;
 #pragma unroll
-    for (int k = 0; k < 4; k++) ((Words4*)(shared + WEIGHTS_AT))[128 * k + thread] = {p[k][0], p[k][1], p[k][2], p[k][3]};
-    ((Words2*)(shared + ROWS_AT))[thread] = {as_bits(reference[0]), as_bits(reference[1])};
+    for (int k = 0; k < 4; k++) stmatrix_x4<0>(row + ((2 * k + lane / 16 ^ (lane & 7)) << 4), p[k][0], p[k][1], p[k][2], p[k][3]);
+    float* references = (float*)(shared + REFERENCES_AT);
+    if ((lane & 3) == 0) references[row_of(0)] = reference[0], references[row_of(1)] = reference[1];
+    fence_proxy_async();
     bar_arrive(WEIGHTS_OF_FIRST + group, 256);
   }
-  DEVICE_MEMBER void take(Weights& p) const {
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const Words4 w = ((const Words4*)(shared + WEIGHTS_AT))[128 * k + thread];
-      p[k][0] = w.x, p[k][1] = w.y, p[k][2] = w.z, p[k][3] = w.w;
-    }
-  }
-  DEVICE_MEMBER bool take_reference(float (&by)[2]) {
+  // The reference of the other's weights; what the output so far is to be multiplied by.
+  DEVICE_MEMBER bool await_reference(float (&by)[2]) {
     bar_sync(WEIGHTS_OF_FIRST + 1 - group, 256);
-    const Words2 w = ((const Words2*)(shared + ROWS_AT))[thread];
-    const float others[2] = {as_float(w.x), as_float(w.y)};
     bool behind = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const bool raise = others[r] != reference[r];
-      by[r] = raise ? exp2_approx(reference[r] - others[r]) : 1.0f;
-      reference[r] = others[r], row_sum[r] *= by[r];
+      const float others = ((const float*)(shared + REFERENCES_AT))[row_of(r)];
+      const bool raise = others != reference[r];
+      by[r] = raise ? exp2_approx(reference[r] - others) : 1.0f;
+      reference[r] = others, row_sum[r] *= by[r];
       behind = behind || raise;
     }
     return behind;
@@ -176,12 +183,23 @@ struct Consumer {
     for (int i = 0; i < HALF / 2; i++) o[i] *= by[i / 2 % 2];
   }
 
+  // Products of weights, the own ones or the other's, with the own dimensions of a tile, on their way.
+  DEVICE_MEMBER u64 values_of(int stage) const {
+    return smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE + group * (CHUNKS / 2) * CHUNK, CHUNK);
+  }
   DEVICE_MEMBER void start_values(Output& o, const Weights& p, int stage) const {
-    const u64 values = smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE + group * (CHUNKS / 2) * CHUNK, CHUNK);
     wgmma_fence_operand(o);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++) Wgmma<HALF>::register_a(o, p[k][0], p[k][1], p[k][2], p[k][3], values + (k * 2048 >> 4));
+    for (int k = 0; k < 4; k++) Wgmma<HALF>::register_a(o, p[k][0], p[k][1], p[k][2], p[k][3], values_of(stage) + (k * 2048 >> 4));
+    wgmma_commit();
+  }
+  DEVICE_MEMBER void start_others_values(Output& o, int stage) const {
+    const u64 weights = smem_descriptor(shared_address(shared + WEIGHTS_AT), 16);
+    wgmma_fence_operand(o);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++) Wgmma<HALF>::shared_a_across(o, weights + (k * 32 >> 4), values_of(stage) + (k * 2048 >> 4));
     wgmma_commit();
   }
 };
@@ -189,7 +207,7 @@ struct Consumer {
 DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* empty, int group, int lane) {
   const int thread = thread_index() % 128, warp = shfl(thread / 32, 0), g = lane >> 2, t = lane & 3;
   Consumer own;
-  own.shared = shared, own.group = group, own.thread = thread, own.lane = lane;
+  own.shared = shared, own.group = group, own.warp = warp, own.lane = lane;
   int before = 0;  // tiles
   Walk* const kept = (Walk*)(shared + WALK_AT);  // not in registers, of which there are few
   {
@@ -205,10 +223,10 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
     if (thread_index() == 0) *kept = walk;
     const Item item(args, range.sequence, range.tile);
     const int count = min_i32(range.last, item.steps(args)) - range.first, clear_end = item.visible_end(args, 0);
-    for (int n = 4 * group + warp; n < ROWS; n += 8) stage_query(args, item, n, shared + QUERIES_AT, (Row*)(shared + ROWS_AT), lane);
+    for (int n = 4 * group + warp; n < ROWS; n += 8) stage_query(args, item, n, shared + QUERIES_AT, (Row*)(shared + WEIGHTS_AT), lane);
     fence_proxy_async();
     bar_sync(CONSUMERS, 256);
-    own.take_rows(warp);
+    own.take_rows();
     bar_sync(CONSUMERS, 256);
     Output o;
 #pragma unroll
@@ -219,36 +237,30 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       if (lane == 0) mbarrier_arrive(empty + (before + tile) % STAGES);
     };
     auto stage_at = [&](int tile) { return (before + tile) % STAGES; };
-    auto await_others = [&] {
+    auto attend_others = [&](int tile) {  // values of a tile whose weights are the other's, on their way
       float by[2];
-      const bool behind = own.take_reference(by);
+      const bool behind = own.await_reference(by);
       own.rescale(o, behind, by);
+      own.start_others_values(o, stage_at(tile));
     };
-    // Scores and values of a tile of its own, and values of the other's before it. Nothing is on its way when output is rescaled.
+    // Values of the other's tile, then scores and values of an own one. Nothing is on its way when output is rescaled.
     auto attend_tile = [&](int tile, auto after_other) {
       constexpr bool AFTER_OTHER = decltype(after_other)::VALUE;
-      const int first = (range.first + tile) * STEP;
-      const Units* units = (const Units*)(shared + UNITS_AT) + 4 * stage_at(tile);
+      const int first = (range.first + tile) * STEP, stage = stage_at(tile);
       float s[32], by[2];
       Weights p;
-      if (AFTER_OTHER) await_others();
-      mbarrier_wait(full + stage_at(tile), (u32)((before + tile) / STAGES & 1));
-      own.start_scores(s, stage_at(tile), units);
-      Weights others;
-      if (AFTER_OTHER) {
-        own.take(others);
-        own.start_values(o, others, stage_at(tile - 1));
-      }
-      wgmma_wait<AFTER_OTHER ? 1 : 0>();
+      if (AFTER_OTHER) attend_others(tile - 1);
+      mbarrier_wait(full + stage, (u32)((before + tile) / STAGES & 1));
+      own.start_rope_scores(s, stage);
+      wgmma_wait<0>();
+      if (AFTER_OTHER) release(tile - 1);
+      own.start_scores(s, stage);
+      wgmma_wait<0>();
       wgmma_fence_operand(s);
-      const bool behind = own.weigh(s, units, first, first + STEP <= clear_end, by, p);
+      const bool behind = own.weigh(s, stage, first, first + STEP <= clear_end, by, p);
       own.give(p);
-      if (AFTER_OTHER) {
-        wgmma_wait<0>();
-        release(tile - 1);
-      }
       own.rescale(o, behind, by);
-      own.start_values(o, p, stage_at(tile));
+      own.start_values(o, p, stage);
       wgmma_wait<0>();
       release(tile);
     };
@@ -256,10 +268,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
     if (group == 0 && count > 0) attend_tile(0, Bool<false>()), tile = 2;
     for (; tile < count; tile += 2) attend_tile(tile, Bool<true>());
     if (tile == count && count) {  // the last one is the other's
-      Weights others;
-      await_others();
-      own.take(others);
-      own.start_values(o, others, stage_at(count - 1));
+      attend_others(count - 1);
       wgmma_wait<0>();
       release(count - 1);
     }
@@ -269,7 +278,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 #pragma unroll
     for (int r = 0; r < 2; r++) own.row_sum[r] += shfl_xor(own.row_sum[r], 1), own.row_sum[r] += shfl_xor(own.row_sum[r], 2);
     bar_sync(CONSUMERS, 256);
-    float* sums = (float*)(shared + ROWS_AT) + 2 * thread;
+    float* sums = (float*)(shared + WEIGHTS_AT) + 2 * thread;
     if (group) sums[0] = own.row_sum[0], sums[1] = own.row_sum[1];
     bar_sync(CONSUMERS, 256);
 #pragma unroll
@@ -293,7 +302,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   SHARED_OPERANDS(shared);
   const int lane = thread_index() & 31, warp = shfl(thread_index() / 32, 0);
   u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + STAGES;
-  fill_levels<R_LEVELS, R_COPIES, THREADS>(args.rope_levels, shared + R_LEVELS_AT);
+  fill_packed_levels<R_LEVELS, THREADS>(args.rope_levels, shared + R_LEVELS_AT);
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) mbarrier_init(full + i, 4), mbarrier_init(empty + i, 8);
     fence_mbarrier_init();
@@ -303,8 +312,8 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   if (warp >= 8) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     const LevelTable levels = {0};
-    const RopeLevels<R_COPIES> rope_levels = {shared_address(shared + R_LEVELS_AT)};
-    Producer<STAGES>(args, shared + RING_AT, (Units*)(shared + UNITS_AT), full, empty, warp - 8, lane).run(levels, rope_levels);
+    const PackedRopeLevels rope_levels = {shared_address(shared + R_LEVELS_AT)};
+    Producer<STAGES>(args, shared + RING_AT, (TokenScales*)(shared + SCALES_AT), full, empty, warp - 8, lane).run(levels, rope_levels);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     attend_tiles(args, shared, full, empty, warp / 4, lane);
