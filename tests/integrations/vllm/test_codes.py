@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from engines import NGRAM, engine, prefixed, repeating, run_engine, slimkv
-from prompts import long, piece, ragged, run
+from prompts import long, model_folder, piece, ragged, run
 
 from slimkv.spec import CodecSpec, PageLayout
 
@@ -61,6 +61,19 @@ def test_speculation_on_codes_changes_nothing(codes):
     with_drafts = run_engine(engine(**NGRAM, **slimkv("k4v4")), [run("repeating", repeating(), 20)])
     assert with_drafts["counters"]["repeating"]["vllm:spec_decode_num_accepted_tokens"] > 10
     assert with_drafts["tokens"]["repeating"] == codes["tokens"]["repeating"]
+
+
+def test_a_draft_model_keeps_its_own_cache_and_changes_nothing(codes):
+    """SmolLM2 drafting for itself: the target's pages hold codes, the draft's are vLLM's own."""
+    drafting = {
+        "speculative_config": {"method": "draft_model", "model": model_folder(), "num_speculative_tokens": 3},
+        "max_num_batched_tokens": 512,  # a draft's steps have a token a request more than the target's
+    }
+    drafted = run_engine(engine(**drafting, **slimkv("k4v4")), [run("repeating", repeating(), 20)])
+    assert drafted["counters"]["repeating"]["vllm:spec_decode_num_accepted_tokens"] > 10
+    assert drafted["tokens"]["repeating"] == codes["tokens"]["repeating"]
+    formats = {name.startswith("draft_model"): format for name, (_, format) in drafted["layers"].items()}
+    assert formats == {False: "k4v4", True: None}
 
 
 def test_a_spawned_engine_finds_the_plugin(codes):

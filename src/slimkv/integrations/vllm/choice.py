@@ -32,12 +32,22 @@ def __getattr__(name: str) -> Any:
     if getattr(config.attention_config.backend, "name", None) == "CUSTOM":
         _switched_on.append(config.model_config)
         return _backend(name != "CPU_ATTN")
-    # A drafter chooses for itself: its config is a copy of the engine's with another backend.
-    drafts = config.speculative_config is not None and any(x is config.model_config for x in _switched_on)
-    if wanted(config.additional_config) and not drafts:
+    if wanted(config.additional_config) and not _drafts(config):
         raise InputError(f"the additional config has settings for slimkv, which is not switched on; use {EXAMPLE}")
     module, backend = _STOCK[name]
     return getattr(import_module(module), backend)
+
+
+def _drafts(config: Any) -> bool:
+    """Whether this is a drafter of a model that slimkv serves: it chooses for itself.
+
+    Its config is a copy of the engine's with another backend, and with its own model where it has one.
+    """
+    speculative = config.speculative_config
+    if speculative is None:
+        return False
+    targets = (config.model_config, speculative.target_model_config)
+    return any(served is target for served in _switched_on for target in targets)
 
 
 def _backend(latent: bool) -> Any:

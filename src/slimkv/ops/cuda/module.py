@@ -13,6 +13,7 @@ from slimkv.ops.cuda.compiler import CompileError, compile_kernels
 
 _PORTABLE_CLUSTER = 8
 
+
 class Kernel:
     """One kernel of a module. It takes exactly one argument: a structure, by value."""
 
@@ -123,7 +124,6 @@ class Module:
             self._allow_large_clusters(function)
             self._kernels[name] = Kernel(function, self._driver, name)
         return self._kernels[name]
-
 
     def _allow_large_clusters(self, function: Any) -> None:
         """Clusters of more blocks than every device of the architecture must have are launched on demand only."""

@@ -35,7 +35,7 @@ _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
 _LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
 _TINY_TOKENS = 1 << 9
-# Blocks of a cluster. Every device of sm_90 has room for 8 that fill a multiprocessor each, and for 16 that fill half of one.
+# Blocks of a cluster: every device of sm_90 has room for 8 of one a multiprocessor, and for 16 of two.
 _CLUSTER, _LARGE_CLUSTER = 8, 16
 CLUSTER_TOKENS = 3 << 10  # of a sequence; of more, blocks on all multiprocessors are worth more than one launch
 
