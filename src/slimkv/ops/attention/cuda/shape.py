@@ -26,7 +26,8 @@ _LOOKED_UP = (
     *((4, 12, 1, 1), (2, 16, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (2, 12, 1, 1), (2, 8, 1, 1)),
     *_SMALLER,
 )
-_WARPGROUPS = ((4, 8, 2), (2, 16, 2), (2, 8, 2), (1, 8, 2))  # (tiles, warps, stages)
+# The most columns, by products of warpgroups: (tiles, warps).
+_WARPGROUPS = ((2, 12), (2, 8))
 # So little that every block has a step or two: of few heads small steps for many warps, of many heads blocks for all.
 _TINY = ((1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1))
 _TINY_AND_MANY = ((2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
@@ -121,18 +122,17 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         cuts = _LOOKED_UP
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
-    if columns > 4 and device.warpgroups and not amount.tiny and _values_in_parts(layout, 4):
-        for tiles, warps, stages in _WARPGROUPS:
-            bulk = device.copy_engine and 16 * tiles == layout.block_size and _in_one_piece(layout)
-            shape = Shape(columns // 8, True, tiles, warps, stages, 1, 4, bulk)
-            if shared_bytes(layout, shape) <= device.shared_of_block:
+    if columns == 32 and device.warpgroups and not amount.tiny and _values_in_parts(layout, 4):
+        for tiles, warps in _WARPGROUPS:
+            shape = Shape(columns // 8, True, tiles, warps, 2, 1, 4, _in_pages(device, layout, tiles))
+            if _fits(device, layout, shape) and (warps <= 8 or amount.short or not amount.little):
                 return shape
     for tiles, warps, stages, resident in cuts:
         if amount.little and not amount.short and warps > 8:
             continue
         if stages == 1 and not _is_power_of_two(layout.spec.key_dim):
             continue  # other rotations take a free slot
-        bulk = device.copy_engine and stages > 1 and 16 * tiles == layout.block_size and _in_one_piece(layout)
+        bulk = stages > 1 and _in_pages(device, layout, tiles)
         for apart in (True, False) if columns == 4 and not amount.little and _has_six_bits(layout) else (False,):
             shape = Shape(
                 max(1, columns // 8), columns > 4, tiles, warps, stages, resident, team if columns == 32 else 1,
@@ -180,8 +180,10 @@ def _has_six_bits(layout: PageLayout) -> bool:
     return any(fmt.kind == Kind.LLOYD and fmt.bits == 6 for fmt in (layout.spec.key, layout.spec.value))
 
 
-def _in_one_piece(layout: PageLayout) -> bool:
-    """Whether key codes, value codes and fields follow each other without a gap."""
+def _in_pages(device: Device, layout: PageLayout, tiles: int) -> bool:
+    """Whether a step is a page, for the copy engine: key codes, value codes and fields follow each other without a gap."""
+    if not device.copy_engine or 16 * tiles != layout.block_size:
+        return False
     key, value, tokens = layout.key, layout.value, layout.block_size
     values_at = tokens * key.dim * key.format.bits // 8
     fields_at = values_at + tokens * value.dim * value.format.bits // 8
@@ -205,7 +207,7 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     slices = spec.key_dim // 16
     query = 256 * shape.groups * (-(-slices // 2) if _in_bytes(spec.key) and not shape.wide else slices)
     if shape.warpgroup:  # operands of 64 numbers: queries, and probabilities of every team
-        query = 128 * shape.columns * (-(-spec.key_dim // 64) + shape.tiles * shape.warps // shape.team)
+        query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * shape.tiles * shape.warps // shape.team)
     states = shape.columns * (16 + (8 if shape.team == 1 else 12) * shape.warps)
     barriers = 8 * shape.warps * shape.stages if shape.bulk else 0
     tables = _level_table_bytes(layout, shape.wide, shape.apart)

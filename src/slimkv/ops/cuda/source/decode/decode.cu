@@ -130,30 +130,46 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
       StepScores s;
       Probabilities weights;
-      if (real || WGMMA) {  // of a warpgroup's product all warps are part
-        if (WGMMA && !real) {  // of no tokens the scales are zero
+      if constexpr (WGMMA) {
+        if (!real) {  // of no tokens the scales are zero
           for (int i = lane; i < FIELDS * FIELD_STRIDE / 4; i += 32) *(u32*)(slot + FIELDS_AT + 4 * i) = 0;
           sync_warp();
         }
-        multiply_keys(slot, shared, queries, tables, lane, s);
-        scale_scores(args, slot, columns, g, s);
-        if (STAGES == 1) loader.wait_for_all();
-        apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
-        if constexpr (STAGES == 1) {
-          sync_warp();
-          loader.copy<true, false>(next_step, 0, next_step < range.last);
-        }
-      }
-      update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
-      if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
-      if constexpr (WGMMA) {
-        TeamCodes codes[TEAM * NT];
-        load_values_of_warpgroup(slot - team.member * STAGES * SLOT, team, lane, codes);
-        publish_to_warpgroup(s, slot, columns, shared, team, lane, acc);
+        u8* operands = shared + TEAM_WEIGHTS_AT + (2 * team.number + (taken & 1)) * NT * OPERAND_BYTES;
+        auto score = [&] {
+          multiply_keys(slot, shared, queries, tables, lane, s);
+          scale_scores(args, slot, columns, g, s);
+          apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
+        };
+        score();
+        Weighing weighing;
+        const bool moves = publish_to_warpgroup<false>(s, slot, columns, operands, team, lane, acc, weighing);
         fence_proxy_async();  // before products read it, and the copy engine writes to the slot again
-        team.sync();
-        add_values_of_warpgroup(codes, shared, team, tables, acc);
+        const bool again = team.any(moves);
+        load_ahead();  // nobody reads the values of the step before any more
+        if (again) {
+          score();
+          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
+          publish_to_warpgroup<true>(s, slot, columns, operands, team, lane, acc, weighing);
+          fence_proxy_async();
+          team.sync();
+        }
+#pragma unroll
+        for (int c = 0; c < C; c++) acc.row_sum[c] = weighing.sum[c], acc.shift[c] = weighing.shift[c];
+        add_values_of_warpgroup(slot - team.member * STAGES * SLOT, operands, team, tables, lane, acc);
       } else {
+        if (real) {
+          multiply_keys(slot, shared, queries, tables, lane, s);
+          scale_scores(args, slot, columns, g, s);
+          if (STAGES == 1) loader.wait_for_all();
+          apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
+          if constexpr (STAGES == 1) {
+            sync_warp();
+            loader.copy<true, false>(next_step, 0, next_step < range.last);
+          }
+        }
+        update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
+        if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
         if (real) {
           exponentials(slot, columns, g, s, acc);
           pack_probabilities(s, weights);

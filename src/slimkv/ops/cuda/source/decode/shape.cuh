@@ -69,12 +69,12 @@ static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "what a block gives its
 
 constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
 
-// Shared memory: levels of keys | levels of values | a warpgroup's queries, its teams' probabilities | rings | other queries |
+// Shared memory: levels of keys | levels of values | a warpgroup's queries, its teams' probabilities twice | rings | other queries |
 // column constants | maxima, sums and, in teams, shifts of the warps | barriers of the rings' slots
 constexpr int OPERANDS_AT = LEVEL_BYTES;
 static_assert(!WGMMA || OPERANDS_AT % 1024 == 0, "rows are exchanged within 1024 bytes");
 constexpr int TEAM_WEIGHTS_AT = OPERANDS_AT + (WGMMA ? QUERY_BYTES : 0);
-constexpr int RINGS_AT = TEAM_WEIGHTS_AT + (WGMMA ? WARPS / 4 * NT * OPERAND_BYTES : 0);
+constexpr int RINGS_AT = TEAM_WEIGHTS_AT + (WGMMA ? WARPS / 2 * NT * OPERAND_BYTES : 0);
 constexpr int RINGS_END = RINGS_AT + WARPS * STAGES * SLOT;
 constexpr int QUERY_AT = WGMMA ? OPERANDS_AT : RINGS_END;
 constexpr int COLUMN_AT = RINGS_END + (WGMMA ? 0 : QUERY_BYTES);

@@ -11,7 +11,8 @@ struct Probabilities {
 
 // The running maximum moves rarely. Values as halves: of the score and the logarithm of the value's scale, so that their product
 // stays within what halves hold. A field is about 1024 times that logarithm, plus 40.
-// A team has one reference; `real`: this warp has scores. `maxima`: of the team's warps, when it moves.
+// A team has one reference; `real`: this warp has scores. `maxima`: of the team's warps, when it moves, where each will leave its
+// state: other teams may have left theirs.
 DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t, const StepScores& s, bool real, const Team& team,
                        float* maxima, Accumulator& acc) {
   float magnitude[NT][2];
@@ -40,7 +41,7 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t,
     for (int c = 0; c < C; c++) {
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) highest[c] = max_f32(highest[c], shfl_xor(highest[c], d));
-      if (TEAM > 1 && g == 0) maxima[(team.number * TEAM + team.member) * COLUMNS + own_column(c, t)] = highest[c];
+      if (TEAM > 1 && g == 0) maxima[STATE_WORDS * ((team.number * TEAM + team.member) * COLUMNS + own_column(c, t))] = highest[c];
     }
     team.sync();
 #pragma unroll
@@ -48,7 +49,7 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t,
       float higher = max_f32(highest[c], acc.row_max[c]);
       if (TEAM > 1)
 #pragma unroll
-        for (int w = 0; w < TEAM; w++) higher = max_f32(higher, maxima[(team.number * TEAM + w) * COLUMNS + own_column(c, t)]);
+        for (int w = 0; w < TEAM; w++) higher = max_f32(higher, maxima[STATE_WORDS * ((team.number * TEAM + w) * COLUMNS + own_column(c, t))]);
       const float base = MAX_WITHOUT_UNIT ? columns.unit[c] : 1.0f;
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
       acc.row_max[c] = higher;
@@ -61,17 +62,15 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t,
   }
 }
 
-// A score of column c to a probability times its value's scale.
-DEVICE float weigh(const u8* slot, const ColumnState& columns, int g, int c, int x, int r, float score, Accumulator& acc) {
-  const float base = LATE_UNIT ? columns.unit[c] : 1.0f;
-  const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? acc.row_max[c] * base : acc.row_max[c];
+// A score of column c to a probability times its value's scale, which is added to `sum` without that.
+DEVICE float weigh(const u8* slot, float base, float reference, int g, int x, int r, float score, float& sum, float& shift) {
   const u8* fields = slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x;
   const float e = exp2_approx(fma_rn(score, base, -reference));
   const float scale = scale_of(field_bits(fields, g + 8 * r));
-  acc.row_sum[c] += e;
+  sum += e;
   if (V_KIND == UNIFORM) {
     const float zero = zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r));
-    acc.shift[c] += e > 0 ? e * (WIDE ? zero - half_offset<V_KIND, V_BITS, true>() * scale : zero) : 0;
+    shift += e > 0 ? e * (zero - half_offset<V_KIND, V_BITS, true>() * scale) : 0;
   }
   return e * scale;
 }

@@ -130,33 +130,47 @@ DEVICE void publish(const Probabilities& w, u8* slot, int lane) {
     for (int x = 0; x < NT; x++) *(Words2*)(slot + WEIGHTS_AT + x * WEIGHT_STRIDE + 256 * n + 8 * lane) = {w.p[n][x][0], w.p[n][x][1]};
 }
 
-// Of a warpgroup: for every tile an operand with a row of 64 tokens, 16 of each warp, for every column.
-// Four matrices at a time: both halves of a tile, of two groups or of two tiles.
-template <int I> DEVICE void publish_pieces(u32 place, StepScores& s, const u8* slot, const ColumnState& columns, int g, Accumulator& acc) {
+// Of a warpgroup: for every tile an operand with a row of 64 tokens, 16 of each warp, for every column. Probabilities are taken from
+// the reference there is; `largest` shows, two halves at a time, whether it has to move. Four matrices at a time: both halves of
+// a tile, of two groups or of two tiles.
+struct Weighing {
+  float reference[C], sum[C], shift[C];
+  u32 largest;
+};
+template <int I> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot, const ColumnState& columns, int g, Weighing& w) {
   constexpr bool BY_GROUPS = NG > 1;
   constexpr int PER_TILE = BY_GROUPS ? NG / 2 : 1, X = BY_GROUPS ? I / PER_TILE : 2 * I, N = BY_GROUPS ? 2 * (I % PER_TILE) : 0;
   u32 word[4];
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int n = BY_GROUPS ? N + i : 0, x = BY_GROUPS ? X : X + i;
+  for (int i = 0; i < 4; i++) {
+    const int n = BY_GROUPS ? N + i / 2 : 0, x = BY_GROUPS ? X : X + i / 2, r = i % 2;
+    float p[OWN];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-#pragma unroll
-      for (int j = 0; j < OWN; j++) s[n * OWN + j][x][r] = weigh(slot, columns, g, n * OWN + j, x, r, s[n * OWN + j][x][r], acc);
-      word[2 * i + r] = pack_f16x2(s[n * OWN][x][r], s[n * OWN + OWN - 1][x][r]);
+    for (int j = 0; j < OWN; j++) {
+      const int c = n * OWN + j;
+      p[j] = weigh(slot, LATE_UNIT ? columns.unit[c] : 1.0f, w.reference[c], g, x, r, s[c][x][r], w.sum[c], w.shift[c]);
     }
+    word[i] = pack_f16x2(p[0], p[OWN - 1]);
+    w.largest = max_u16x2(w.largest, word[i]);
   }
   stmatrix_x4_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1], word[2], word[3]);
-  if constexpr (I + 1 < NT * NG / 2) publish_pieces<I + 1>(place, s, slot, columns, g, acc);
+  if constexpr (I + 1 < NT * NG / 2) publish_pieces<I + 1>(place, s, slot, columns, g, w);
 }
 
-DEVICE void publish_to_warpgroup(StepScores& s, const u8* slot, const ColumnState& columns, u8* shared, const Team& team, int lane, Accumulator& acc) {
+// `again`: after the reference has moved; a column that has seen nothing yet has none. Returns whether it must move.
+template <bool AGAIN> DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const ColumnState& columns, u8* weights, const Team& team, int lane,
+                                                       const Accumulator& acc, Weighing& w) {
   static_assert(!WGMMA || NT * NG % 2 == 0, "two groups or two tiles at a time");
+  w.largest = 0;
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    w.reference[c] = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+    w.sum[c] = acc.row_sum[c], w.shift[c] = acc.shift[c];
+  }
   const int row = lane & 7, half = lane >> 3 & 1, second = lane >> 4;
-  const u32 to = shared_address(shared + TEAM_WEIGHTS_AT + team.number * NT * OPERAND_BYTES);
-  const u32 place = to + operand_place(row, 16 * team.member + 8 * half) + (NG > 1 ? 1024 : OPERAND_BYTES) * second;
-  publish_pieces<0>(place, s, slot, columns, lane >> 2, acc);
-  wgmma_fence_operand(acc.row_sum);  // summed up here, not while products run: registers are worth more
+  const u32 place = shared_address(weights) + operand_place(row, 16 * team.member + 8 * half) + (NG > 1 ? 1024 : OPERAND_BYTES) * second;
+  publish_pieces<0>(place, s, slot, columns, lane >> 2, w);
+  return w.largest >= 0x5C000000u || (w.largest & 0xFFFF) >= 0x5C00;  // 2^RESCALE_THRESHOLD; infinity and not a number are more
 }
 
 // This warp's part of the values of a step of the team: `count` of its warps have tokens.
@@ -187,14 +201,12 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
 
 // The same by products of the warpgroup: a warp's slices are its part of the rows of so many products. Warps without tokens have
 // probabilities of zero.
-typedef Codes<V_BITS, VS, true, TEAM> TeamCodes;
-DEVICE void load_values_of_warpgroup(const u8* slots, const Team& team, int lane, TeamCodes (&codes)[TEAM * NT]) {
+DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const Team& team, const LevelTables& tables, int lane, Accumulator& acc) {
+  Codes<V_BITS, VS, true, TEAM> codes[TEAM * NT];
 #pragma unroll
   for (int i = 0; i < TEAM * NT; i++) codes[i].load(slots + i / NT * STAGES * SLOT + VALUES_AT + i % NT * V_TILE, lane, team.member);
-}
-DEVICE void add_values_of_warpgroup(const TeamCodes (&codes)[TEAM * NT], const u8* shared, const Team& team, const LevelTables& tables, Accumulator& acc) {
   constexpr int WANTED = V_PRODUCTS / OUT_SLICES, AT_ONCE = WANTED < 1 ? 1 : WANTED > TEAM * NT ? TEAM * NT : WANTED;  // tiles
-  const u64 weights = smem_descriptor(shared_address(shared + TEAM_WEIGHTS_AT + team.number * NT * OPERAND_BYTES), 16);
+  const u64 weights = smem_descriptor(shared_address(operands), 16);
 #pragma unroll
   for (int i = 0; i < OUT_SLICES; i++) wgmma_fence_operand(acc.products(i));
 #pragma unroll
