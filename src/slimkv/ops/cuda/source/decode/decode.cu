@@ -51,7 +51,11 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
 #endif
 
 KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args) {
+#if WGMMA
   SHARED_OPERANDS(shared);
+#else
+  SHARED_MEMORY(shared);
+#endif
   const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   pdl_wait();
   int left;  // steps of this block

@@ -76,8 +76,8 @@ struct Accumulator {
   float out[WGMMA ? SLICES : NG][WGMMA ? NG : SLICES][OUT_NUMBERS], row_max[C], row_sum[C], shift[C];
   u32 largest_fields;  // two at a time: 0xFFFF marks a token whose K or V was not a number
 
-  DEVICE_MEMBER float (&numbers(int n, int i))[OUT_NUMBERS] { return WGMMA ? out[i][n] : out[n][i]; }
-  DEVICE_MEMBER const float (&numbers(int n, int i) const)[OUT_NUMBERS] { return WGMMA ? out[i][n] : out[n][i]; }
+  DEVICE_MEMBER float (&numbers(int n, int i))[OUT_NUMBERS] { return out[WGMMA ? i : n][WGMMA ? n : i]; }
+  DEVICE_MEMBER const float (&numbers(int n, int i) const)[OUT_NUMBERS] { return out[WGMMA ? i : n][WGMMA ? n : i]; }
   // Of all groups: what a product of the warpgroup adds to.
   DEVICE_MEMBER float (&products(int i))[4 * NG] { return *(float(*)[4 * NG])&out[i]; }
 
