@@ -18,6 +18,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     tokens: dict[str, list[list[int]]] = {}
     cached: dict[str, list[int]] = {}
     retracted: dict[str, int] = {}
+    verified: dict[str, int] = {}
     try:
         for run in request["runs"]:
             if run.get("reset"):
@@ -29,6 +30,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
             tokens[name] = [o["output_ids"] for o in outputs]
             cached[name] = [o["meta_info"]["cached_tokens"] for o in outputs]
             retracted[name] = sum(o["meta_info"]["num_retractions"] for o in outputs)
+            verified[name] = sum(o["meta_info"].get("spec_verify_ct", 0) for o in outputs)
         info = engine.get_server_info()
         state = info["internal_states"][0]
     finally:
@@ -37,6 +39,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "tokens": tokens,
         "cached": cached,
         "retracted": retracted,
+        "verified": verified,  # chains of drafted tokens
         "max_total_num_tokens": info["max_total_num_tokens"],
         "page_size": info["page_size"],
         "kv_gib": state["memory_usage"]["kvcache"],

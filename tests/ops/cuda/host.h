@@ -448,6 +448,7 @@ DEVICE u32 f32_to_bf16(float x) {
   u32 bits = as_bits(x);
   return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
+DEVICE u32 pack_bf16x2(float low, float high) { return f32_to_bf16(low) | f32_to_bf16(high) << 16; }
 DEVICE float e4m3_to_f32(u32 bits) {
   const u32 exponent = bits >> 3 & 15, mantissa = bits & 7;
   if ((bits & 0x7F) == 0x7F) return NAN;
@@ -578,6 +579,10 @@ DEVICE void mma_f16_from_zero(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32
   mma_f16(d, a0, a1, a2, a3, b0, b1);
 }
 DEVICE void mma_bf16(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_floats("mma_bf16", bf16_to_f32, c, a0, a1, a2, a3, b0, b1); }
+DEVICE void mma_bf16_from_zero(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  d[0] = d[1] = d[2] = d[3] = 0;
+  mma_bf16(d, a0, a1, a2, a3, b0, b1);
+}
 
 DEVICE u32 shared_address(const void* p) { return (u32)(static_cast<const u8*>(p) - host::machine.shared); }
 template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {

@@ -58,6 +58,7 @@ EMULATED = [
     *(replace(LONG, dim=128, format=f) for f in ("k4v4", "k3v8", "ku8vur3", "k6vfp8")),
     *(replace(LONG, group=group) for group in (1, 3, 6, 64)),
     *(replace(LONG, dim=256, lens=(150,), queries=(34,), softcap=cap) for cap in (0.0, 3.0)),
+    *(replace(LONG, dim=dim, format=f) for dim, f in ((80, "k5v4"), (96, "k4v4"), (112, "ku4v8"), (192, "k3vu4"))),
     replace(LONG, softcap=2.0, window=100, sinks=True),
     *(replace(LONG, page=page) for page in (32, 128)),
     *(
@@ -99,7 +100,7 @@ FUSED = [
 @pytest.mark.parametrize("case", FUSED, ids=str)
 def test_attend_fused(case):
     """A warpgroup that unpacks beside those that multiply."""
-    attend_and_check(case, shape=prefill_cuda.FUSED_SHAPES[case.dim])
+    attend_and_check(case, shape=prefill_cuda.fused_shape(CodecSpec.parse(case.format, case.dim)))
 
 
 @emulated
@@ -245,9 +246,11 @@ def test_how_passes_are_cut():
         ({}, True),
         ({"group": 64}, False),  # 2,560 rows a sequence
         ({"format": "k5v4"}, False),
-        ({"format": "k5v4", "dim": 96}, True),
+        ({"format": "k5v4", "dim": 96}, False),
+        ({"dim": 96}, True),
         ({"format": "ku4vu4"}, True),
         ({"format": "ku4vu4", "group": 7}, False),
+        ({"dim": 64, "group": 7}, False),
     ],
     ids=str,
 )
@@ -255,7 +258,9 @@ def test_what_is_fused(change, fused):
     case = replace(LONG, **{"dim": 128, **change})
     built = build(case, CPU)
     request = request_of(built, *poisoned_out(case, built))
-    assert prefill_cuda.shape_of(request).fused == fused
+    shape = prefill_cuda.shape_of(request)
+    assert shape.fused == fused
+    assert not fused or shape.producers == (1 if "u" in case.format else 2)
 
 
 def test_what_decode_leaves_to_it(monkeypatch):

@@ -2,7 +2,7 @@
 
 Many queries a sequence: two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). More than the
 workspace holds takes several passes: over the sequences, or over a part of all contexts at a time, which hand on the
-state of the softmax. Few queries, and head sizes that ``unpack`` does not know: one launch of ``attend``, whose blocks
+state of the softmax. Few queries: one launch of ``attend``, whose blocks
 unpack for themselves (source/prefill/producer.cuh).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -100,10 +100,9 @@ class Shape:
         return self.keys_bytes(dim)
 
 
-SHAPES = {64: Shape(128, 2), 128: Shape(128, 2), 256: Shape(64, 2)}
+SHAPES = {dim: Shape(128 if dim <= 128 else 64, 2) for dim in (64, 80, 96, 112, 128, 192, 256)}
 FUSED_SHAPES = {
-    **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 128)},
-    **{dim: Shape(128, 2, fused=True, producer_registers=88) for dim in (80, 96, 112)},
+    **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 80, 96, 112, 128)},
     **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
 }
 EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
@@ -111,10 +110,9 @@ EIGHT_BIT_SHAPES = {64: Shape(128, 4, True), 128: Shape(128, 4, True)}
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
 # Rows (queries x heads of a group) of a sequence up to which unpacking for every block of them takes less time than
-# unpacking once for all, by head size, with Lloyd-Max codes of up to 4 bits; with uniform ones; and from which it is
-# faster than the decode kernel, if there are enough queries as well.
-FUSED_UP_TO = {64: 512, 128: 512, 256: 512}
-UNIFORM_FUSED_UP_TO = 256
+# unpacking once for all, with Lloyd-Max codes of up to 4 bits; at head size 64 and with uniform codes; and from which
+# it is faster than the decode kernel, if there are enough queries as well.
+FUSED_UP_TO, LESS_FUSED_UP_TO = 512, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
 
 # source, kernel, defines, grid, threads, shared memory, argument
@@ -154,8 +152,8 @@ def shape_of(request: AttendRequest) -> Shape:
     gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
     if wanted == EIGHT_BIT or gains:
         return EIGHT_BIT_SHAPES[dim]
-    fused = dim not in SHAPES or request.max_query_len * request.group <= _fused_up_to(request.layout.spec)
-    return FUSED_SHAPES[dim] if fused else SHAPES[dim]
+    fused = request.max_query_len * request.group <= _fused_up_to(request.layout.spec)
+    return fused_shape(request.layout.spec) if fused else SHAPES[dim]
 
 
 def _fused_up_to(spec: CodecSpec) -> int:
@@ -163,8 +161,17 @@ def _fused_up_to(spec: CodecSpec) -> int:
     sides = (spec.key, spec.value)
     if any(side.kind not in (Kind.LLOYD, Kind.UNIFORM) or side.bits > MOST_BITS for side in sides):
         return 0
-    lloyd = all(side.kind == Kind.LLOYD for side in sides)
-    return min(FUSED_UP_TO.get(spec.key_dim, 0), FUSED_UP_TO[128] if lloyd else UNIFORM_FUSED_UP_TO)
+    return LESS_FUSED_UP_TO if spec.key_dim == 64 or _uniform(spec) else FUSED_UP_TO
+
+
+def _uniform(spec: CodecSpec) -> bool:
+    return Kind.UNIFORM in (spec.key.kind, spec.value.kind)
+
+
+def fused_shape(spec: CodecSpec) -> Shape:
+    """One warpgroup unpacks uniform codes, whose zeros take registers; two that have 48 a thread spill them."""
+    shape = FUSED_SHAPES[spec.key_dim]
+    return replace(shape, producers=1, producer_registers=88) if shape.producers == 2 and _uniform(spec) else shape
 
 
 def most_packed_queries(request: AttendRequest) -> int:
@@ -261,7 +268,7 @@ def _attend_in_passes(
     ranks, tiles = cut_passes(layout, shape, batch, _multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
     key_bytes, value_bytes = (rows * tiles * n for n in (shape.keys_bytes(dim), shape.values_bytes(dim)))
-    state_floats = args.query_blocks * num_kv_heads * 256 * (dim // 2 + 4) if passes > 1 else 0
+    state_floats = args.query_blocks * num_kv_heads * 256 * (-(-dim // 32) * 16 + 4) if passes > 1 else 0
     space = torch.empty(
         key_bytes + value_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device
     )
@@ -304,13 +311,18 @@ def _attend_args(request: AttendRequest, sinks: Tensor | None, most_queries: int
         value_sign_bits=_signs(spec.value_dim, spec.seed), sequences=sequences, heads=pages.shape[1],
         group=request.group, most_queries=most_queries, causal=options.causal,
         window=options.sliding_window or 0, query_blocks=query.shape[0] // (ROWS // request.group) + sequences,
-        aligned=all(x * out.element_size() % 16 == 0 for x in out.stride()[:2]) and out.data_ptr() % 16 == 0,
+        aligned=_by_16_bytes(out) | _by_16_bytes(query) << 1,
         pages=pages.data_ptr(), table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
         value_levels=value.levels.data_ptr(), page_stride=pages.stride(0), page_head_stride=pages.stride(1),
         table_stride=request.block_table.stride(0), key_table=_magnitudes(spec.key, spec.key_dim),
         value_table=_magnitudes(spec.value, spec.value_dim), key_signs=key.signs.data_ptr(),
         value_signs=value.signs.data_ptr(),
     )  # fmt: skip
+
+
+def _by_16_bytes(rows: Tensor) -> bool:
+    """Whether every row and head begins on a boundary of 16 bytes."""
+    return rows.data_ptr() % 16 == 0 and all(x * rows.element_size() % 16 == 0 for x in rows.stride()[:2])
 
 
 @lru_cache(maxsize=64)
@@ -401,13 +413,13 @@ def attend_defines(
     if shape.fused:
         keys, values, alike = _level_entries(spec.key), _level_entries(spec.value), spec.key == spec.value
         tables = {"K_LEVELS": keys, "V_LEVELS": values, "ONE_TABLE": int(alike)}
-        pages = _page_defines(layout) | tables | {"ROTATION_CORE": core_size(spec.key_dim)}
+        pages = _page_defines(layout) | tables
         shared += 128 * (keys if alike else keys + values)
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
         "FUSED": int(shape.fused), "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers,
         "STAGES": shape.stages, "SHARED": shared, "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type,
-        "OUT_TYPE": out_type,
+        "OUT_TYPE": out_type, "ROTATION_CORE": core_size(spec.key_dim),
         "K_ROTATED": int(spec.key.rotated), "V_ROTATED": int(spec.value.rotated), **pages,
     })  # fmt: skip
 

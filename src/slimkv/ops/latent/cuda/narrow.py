@@ -42,11 +42,12 @@ def shared_bytes(layout: PageLayout, stages: int) -> int:
     """Shared memory of a block, as narrow.cu counts it."""
     spec = layout.spec
     queries = 32 * (spec.key_dim + spec.value_dim)
-    scores = 4 * _WARPS * 512 + 1024 + 4 * _WARPS * Cut.rows + 16 * Cut.rows + 64
+    scores = 4 * _WARPS * 512 + 1024 + 4 * _WARPS * Cut.rows + 16 * Cut.rows + 96
     fields = 2 * _STEP * (1 if spec.value.kind == Kind.RAW else 2)
     stage = _STEP * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
     levels = 4 * _ROPE_COPIES << spec.value.bits if wants_table(spec.value) else 0
-    return queries + scores + stages * stage + levels
+    pairs = 256 * 128 if spec.key.kind == Kind.LLOYD and spec.key.bits == 4 else 0  # a copy for every lane
+    return queries + scores + stages * stage + levels + pairs
 
 
 def cut_for(layout: PageLayout, device: Device) -> Cut | None:

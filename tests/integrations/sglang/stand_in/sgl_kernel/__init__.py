@@ -1,11 +1,34 @@
 """A stand-in for SGLang's compiled kernels, which have no build for this machine.
 
-Every name can be imported; calling one raises with its name, so that a lane never runs on something made up.
+Every name can be imported. What speculation calls is written out in ``speculation``; calling anything else raises with
+its name, so that a lane never runs on something made up.
 """
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
+
+from .speculation import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
+
+__all__ = [
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "verify_tree_greedy_cpu",
+]
 
 
 def __getattr__(name: str) -> Any:

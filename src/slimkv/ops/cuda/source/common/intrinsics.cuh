@@ -151,6 +151,7 @@ DEVICE u32 unpack_e4m3x2(u32 x) {
 #endif
 }
 DEVICE u32 f32_to_bf16(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.bf16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return r; }
+DEVICE u32 pack_bf16x2(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 // Pair by pair the larger magnitude, with any sign; NaN if there is one.
 #if __CUDA_ARCH__ >= 860
 DEVICE u32 max_abs_f16x2(u32 a, u32 b) { u32 r; asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
@@ -223,10 +224,14 @@ SLIMKV_MMA_FLOATS(mma_bf16, "bf16")
   }
 SLIMKV_MMA_FROM(mma_u8_s8_from, "u8.s8")
 SLIMKV_MMA_FROM(mma_u8_u8_from, "u8.u8")
-DEVICE void mma_f16_from_zero(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
-}
+#define SLIMKV_MMA_FROM_ZERO(name, type)                                                                               \
+  DEVICE void name(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {                                    \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};" \
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                               \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));                                            \
+  }
+SLIMKV_MMA_FROM_ZERO(mma_f16_from_zero, "f16")
+SLIMKV_MMA_FROM_ZERO(mma_bf16_from_zero, "bf16")
 
 // x, of which the compiler no longer knows that all lanes have the same: it stays in a register of each lane.
 DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }

@@ -56,9 +56,6 @@ static_assert(TEAM == 1 || (WIDE && VS % TEAM == 0 && WARPS % TEAM == 0), "teams
 constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
 constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are better spent on the output
 // A warpgroup's operands lie as smem_descriptor says: a row of 64 numbers for every column, another operand for the next 64.
-#ifndef V_PRODUCTS
-#define V_PRODUCTS (WARPS > 8 ? 4 : 8)
-#endif
 constexpr int OPERAND_BYTES = 128 * COLUMNS;
 constexpr int QUERY_BYTES = WGMMA ? OPERAND_BYTES * ((KD + 63) / 64) : 256 * NG * QI;
 static_assert(!WGMMA || (TEAM == 4 && WARPS % 4 == 0), "a warpgroup is a team");

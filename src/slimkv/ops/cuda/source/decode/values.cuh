@@ -205,7 +205,8 @@ DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const T
   Codes<V_BITS, VS, true, TEAM> codes[TEAM * NT];
 #pragma unroll
   for (int i = 0; i < TEAM * NT; i++) codes[i].load(slots + i / NT * STAGES * SLOT + VALUES_AT + i % NT * V_TILE, lane, team.member);
-  constexpr int WANTED = V_PRODUCTS / OUT_SLICES, AT_ONCE = WANTED < 1 ? 1 : WANTED > TEAM * NT ? TEAM * NT : WANTED;  // tiles
+  constexpr int WANTED = (WARPS > 8 ? 4 : 8) / OUT_SLICES,  // products, for registers
+                AT_ONCE = WANTED < 1 ? 1 : WANTED > TEAM * NT ? TEAM * NT : WANTED;  // tiles
   const u64 weights = smem_descriptor(shared_address(operands), 16);
 #pragma unroll
   for (int i = 0; i < OUT_SLICES; i++) wgmma_fence_operand(acc.products(i));

@@ -13,6 +13,8 @@ constexpr int ROWS = 16, WARPS = 4, THREADS = 128, STEP = 32, ITEM_COST = 4, PAR
 #include "latent/queries.cuh"
 
 constexpr int OWN = S / WARPS;  // slices of a warp
+constexpr bool BY_PAIRS = L_KIND == LLOYD && L_BITS == 4;  // levels are looked up, those of two codes at a time
+constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // what the operands have too much
 constexpr int R_COPIES = 8;  // of a level, so that lanes seldom wait for one another
 constexpr int GRAIN = BLOCK_SIZE % STEP ? 16 : STEP;  // tokens that lie side by side
 
@@ -25,8 +27,9 @@ constexpr int STAGE = R_FIELDS_AT + (R_KIND == RAW ? 0 : 2 * STEP);
 constexpr int SCORE_BYTES = 4 * WARPS * 32 * 16;
 constexpr int QUERIES_AT = 0, ROPE_AT = QUERIES_AT + S * 512, SCORES_AT = ROPE_AT + ROPE_SLICES * 512;
 constexpr int WEIGHTS_AT = SCORES_AT + SCORE_BYTES, MOST_AT = WEIGHTS_AT + 1024, ROWS_AT = MOST_AT + 4 * WARPS * ROWS;
-constexpr int BARRIERS_AT = ROWS_AT + 16 * ROWS, RING_AT = BARRIERS_AT + 64;
-constexpr int R_LEVELS_AT = RING_AT + STAGES * STAGE, ALL = R_LEVELS_AT + 4 * R_COPIES * R_LEVELS;
+constexpr int BARRIERS_AT = ROWS_AT + 16 * ROWS, ROUTE_AT = BARRIERS_AT + 32, RING_AT = BARRIERS_AT + 96;
+constexpr int R_LEVELS_AT = RING_AT + STAGES * STAGE, PAIRS_AT = R_LEVELS_AT + 4 * R_COPIES * R_LEVELS;
+constexpr int ALL = PAIRS_AT + (BY_PAIRS ? 128 * PAIR_ENTRIES : 0);
 static_assert(L_LEVELS == 0, "latents that need no table");
 static_assert(ALL == SHARED, "the launcher counts shared memory as this file does");
 
@@ -45,7 +48,7 @@ DEVICE void stage_query(const LatentArgs& args, const Item& item, int n, u8* sha
 #pragma unroll
   for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (lane == 0)
-    ((Row*)(shared + ROWS_AT))[n] = {-OFFSET * sum, query.latent_unit() * args.scale, query.rope_unit() * args.scale,
+    ((Row*)(shared + ROWS_AT))[n] = {-SHIFT * sum, query.latent_unit() * args.scale, query.rope_unit() * args.scale,
                                      query.real ? item.visible_end(args, n) : 0};
 }
 
@@ -100,20 +103,31 @@ DEVICE void rope_operand(const u8* tile, int s, int half, Table table, const Rop
   b[0] = movmatrix_trans(b[0]), b[1] = movmatrix_trans(b[1]);
 }
 
+// Levels of all pairs of codes, a copy of each for every lane.
+DEVICE void fill_pairs(Table table, u8* to, int warp, int lane) {
+  for (int entry = 32 * warp; entry < PAIR_ENTRIES; entry += THREADS) {
+    u32 first, second;
+    code_bytes<LLOYD, 4>((u32)(entry + lane), 0, table, first, second);
+    const u32 own = pack_f16x2((float)(first & 0xFF) - 63.5f, (float)(first >> 8 & 0xFF) - 63.5f);
+#pragma unroll
+    for (int i = 0; i < 32; i++) ((u32*)to)[32 * (entry + i) + lane] = shfl(own, i);
+  }
+}
+
 // In units of powers of two: at least the base-2 logarithm of a field's scale, less one.
 DEVICE float exponent_of(u32 field) { return as_float(0x4B000000u | field >> 10) - 8388648.0f; }
 
 // ---- the ring -----------------------------------------------------------------------------------------------------
 
-// Steps first .. last of a sequence, on their way to the ring; one thread's work.
+// Steps first .. last of a sequence, on their way to the ring; one warp's work.
 struct Loader {
   const LatentArgs& args;
   const i32* pages;  // of the sequence
-  int length, at, last;
+  int length, at, last, lane;
   i32 ahead[STEP / GRAIN];  // pages of the next step
 
-  DEVICE_MEMBER Loader(const LatentArgs& args_, const Item& item, int first, int last_)
-      : args(args_), pages(args_.block_table + (i64)item.sequence * args_.table_stride), length(item.length), at(first), last(last_) {
+  DEVICE_MEMBER Loader(const LatentArgs& args_, const Item& item, int first, int last_, int lane_)
+      : args(args_), pages(args_.block_table + (i64)item.sequence * args_.table_stride), length(item.length), at(first), last(last_), lane(lane_) {
     look();
   }
   DEVICE_MEMBER void look() {
@@ -129,11 +143,13 @@ struct Loader {
     u32 bytes = 0;
 #pragma unroll
     for (int i = 0; i < STEP / GRAIN; i++) bytes += ahead[i] < 0 ? 0 : EACH;
-    mbarrier_arrive_expect_tx(barrier, bytes);
+    if (lane == 0) mbarrier_arrive_expect_tx(barrier, bytes);
 #pragma unroll
     for (int i = 0; i < STEP / GRAIN; i++) {
-      if (ahead[i] < 0) continue;
-      const u8* page = args.pages + ahead[i] * args.page_stride;
+      const i32 number = shfl(ahead[i], 0);
+      if (number < 0) continue;
+      if (lane) continue;
+      const u8* page = args.pages + number * args.page_stride;
       const int place = (at * STEP + i * GRAIN) % BLOCK_SIZE;
       cp_async_bulk(stage + i * L_TILE, page + place / 16 * L_TILE, GRAIN / 16 * L_TILE, barrier);
       cp_async_bulk(stage + R_CODES_AT + i * R_TILE, page + R_CODES + place / 16 * R_TILE, GRAIN / 16 * R_TILE, barrier);
@@ -158,22 +174,31 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
     for (int i = 0; i < STAGES; i++) mbarrier_init(full + i, 1);
     fence_mbarrier_init();
   }
+  if constexpr (BY_PAIRS) fill_pairs(args.table, shared + PAIRS_AT, warp, lane);
   pdl_wait();
   sync_threads();
-  const LevelTable levels = {0};
+  const LevelTable levels = {shared_address(shared + PAIRS_AT) + 4 * lane};
   const RopeLevels<R_COPIES> rope_levels = {shared_address(shared + R_LEVELS_AT) + 4 * (lane % R_COPIES)};
   const Words4* const scores = (const Words4*)(shared + SCORES_AT);
   float* const most = (float*)(shared + MOST_AT);
   int slot = 0;
   u32 phase = 0;
 
-  Walk walk(args, block_index(), lane);
-  Range range;
-  while (walk.next(args, range)) {
+  Route* const route = (Route*)(shared + ROUTE_AT);
+  if (warp == 0) {
+    const Walk walk(args, block_index(), lane);
+    if (lane == 0) route->walk = walk;
+  }
+  while (true) {
+    sync_threads();
+    if (thread_index() == 0) route->go_on(args);
+    sync_threads();
+    const Range range = route->common_range();
+    if (range.sequence < 0) return;
     const Item item(args, range.sequence, range.tile);
-    const int last = min_i32(range.last, item.steps(args));
-    Loader loader(args, item, range.first, last);
-    if (thread_index() == 0)
+    const int last = shfl(min_i32(range.last, item.steps(args)), 0);
+    Loader loader(args, item, range.first, last, lane);
+    if (warp == 0)
       for (int i = 0; i < STAGES; i++) {
         const int to = slot + i < STAGES ? slot + i : slot + i - STAGES;
         loader.load(shared + RING_AT + to * STAGE, full + to);
@@ -215,7 +240,8 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
           } else {
             read_codes<L_BITS, S>(stage + half * L_TILE, lane, warp * OWN + i, low, high);
           }
-          latent_matrices(low, high, args.table, levels, a);
+          if constexpr (BY_PAIRS) a[0] = levels.at(low, 0), a[1] = levels.at(low, 2), a[2] = levels.at(low, 1), a[3] = levels.at(low, 3);
+          else latent_matrices(low, high, args.table, levels, a);
 #pragma unroll
           for (int m = 0; m < 4; m++) kept[half][i][m] = a[m];
           mma_f16(s[2 * half], q.x, q.y, q.z, q.w, a[0], a[2]);
@@ -247,7 +273,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
       }
       sync_threads();
       // -- the stage is free, all sums are there
-      if (thread_index() == 0) loader.load((u8*)stage, full + slot);
+      if (warp == 0) loader.load((u8*)stage, full + slot);
       slot++;
       if (slot == STAGES) slot = 0, phase ^= 1;
       const bool clear = (step + 1) * STEP <= clear_end;
@@ -262,50 +288,60 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
         x[i] = ((of(0) + of(1)) + (of(2) + of(3)) + own.start) * (value_scale[i % 2] * own.unit) + r[i] * (rope_scale[i % 2] * own.rope_unit);
         if (!clear && token + i % 2 >= own.visible_end) x[i] = MINUS_INFINITY;
       }
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        top[n] = max_f32(x[2 * n] + exponent[0], x[2 * n + 1] + exponent[1]);
-        top[n] = max_f32(top[n], shfl_xor(top[n], 1));
-        top[n] = max_f32(top[n], shfl_xor(top[n], 2));
-        if (t == 0) most[warp * ROWS + g + 8 * n] = top[n];
-      }
-      sync_threads();
-      // -- weights of 8 tokens
-      float by[2], shift[2];
+      // -- weights of 8 tokens, by the reference so far: it seldom changes
       bool behind = false;
 #pragma unroll
       for (int n = 0; n < 2; n++) {
-        const float* all = most + g + 8 * n;
-        const float wanted = max_f32(max_f32(all[0], all[ROWS]), max_f32(all[2 * ROWS], all[3 * ROWS]));
-        const bool raise = wanted > reference[n] + RESCALE_THRESHOLD || (reference[n] == MINUS_INFINITY && wanted > MINUS_INFINITY);
-        by[n] = raise ? exp2_approx(reference[n] - wanted) : 1.0f;
-        reference[n] = raise ? wanted : reference[n];
-        shift[n] = reference[n] == MINUS_INFINITY ? 0.0f : reference[n];
-        behind = behind || raise;
+        top[n] = max_f32(x[2 * n] + exponent[0], x[2 * n + 1] + exponent[1]);
+        behind = behind || top[n] > reference[n] + RESCALE_THRESHOLD;
       }
-      u32 pair[2];
+      u32* const weights = (u32*)(shared + WEIGHTS_AT + warp / 2 * 512 + 16 * lane + warp % 2 * 8);
+      float sum[2], by[2] = {1.0f, 1.0f};
+      auto weigh = [&] {
+        u32 pair[2];
 #pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const float p = exp2_approx(x[2 * n] - shift[n]), q = exp2_approx(x[2 * n + 1] - shift[n]);
-        row_sum[n] = row_sum[n] * by[n] + (p + q);
-        // What is not seen weighs nothing, even if it is not a number.
-        pair[n] = pack_f16x2(p > 0.0f ? p * value_scale[0] : p, q > 0.0f ? q * value_scale[1] : q);
-      }
-      *(Words2*)(shared + WEIGHTS_AT + warp / 2 * 512 + 16 * lane + warp % 2 * 8) = {pair[0], pair[1]};
-      if (warp_any(behind)) {
+        for (int n = 0; n < 2; n++) {
+          const float shift = reference[n] == MINUS_INFINITY ? 0.0f : reference[n];
+          const float p = exp2_approx(x[2 * n] - shift), q = exp2_approx(x[2 * n + 1] - shift);
+          sum[n] = p + q;
+          // What is not seen weighs nothing, even if it is not a number.
+          pair[n] = pack_f16x2(p > 0.0f ? p * value_scale[0] : p, q > 0.0f ? q * value_scale[1] : q);
+        }
+        *(Words2*)weights = {pair[0], pair[1]};
+      };
+      weigh();
+      if (team_any(behind, 1, THREADS)) {
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+          top[n] = max_f32(top[n], shfl_xor(top[n], 1));
+          top[n] = max_f32(top[n], shfl_xor(top[n], 2));
+          if (t == 0) most[warp * ROWS + g + 8 * n] = top[n];
+        }
+        sync_threads();
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+          const float* all = most + g + 8 * n;
+          const float wanted = max_f32(max_f32(all[0], all[ROWS]), max_f32(all[2 * ROWS], all[3 * ROWS]));
+          const bool raise = wanted > reference[n] + RESCALE_THRESHOLD;
+          by[n] = raise ? exp2_approx(reference[n] - wanted) : 1.0f;
+          reference[n] = raise ? wanted : reference[n];
+        }
+        weigh();
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           weight_sum[i] *= by[i / 2];
 #pragma unroll
           for (int j = 0; j < 2 * OWN; j++) o[j][i] *= by[i / 2];
         }
+        sync_threads();
       }
-      sync_threads();
+#pragma unroll
+      for (int n = 0; n < 2; n++) row_sum[n] = row_sum[n] * by[n] + sum[n];
       // -- the weighted sum of the own dimensions
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const Words4 p = *(const Words4*)(shared + WEIGHTS_AT + half * 512 + 16 * lane);
-        if (OFFSET != 0.0f) mma_f16(weight_sum, p.x, p.y, p.z, p.w, 0x3C003C00u, 0x3C003C00u);
+        if (SHIFT != 0.0f) mma_f16(weight_sum, p.x, p.y, p.z, p.w, 0x3C003C00u, 0x3C003C00u);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
           u32 b[4];
@@ -332,7 +368,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
       const float* all = most + g + 8 * n;
       if (warp == 0 && t == 0)
         args.states[2 * to] = reference[n], args.states[2 * to + 1] = (all[0] + all[ROWS]) + (all[2 * ROWS] + all[3 * ROWS]);
-      const float less = OFFSET * weight_sum[2 * n];
+      const float less = SHIFT * weight_sum[2 * n];
 #pragma unroll
       for (int j = 0; j < 2 * OWN; j++) {
         const int d = 16 * (warp * OWN) + 8 * j + 2 * t;

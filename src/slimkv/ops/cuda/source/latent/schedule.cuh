@@ -114,3 +114,20 @@ struct Walk {
     return false;
   }
 };
+
+// Where the block is. One thread goes on for all: the others have no registers to spare, and where the compiler sees that all lanes
+// do the same, descriptors stay in registers of the warp.
+struct Route {
+  Walk walk;
+  Range range;  // of no sequence at the end
+
+  DEVICE_MEMBER Range common_range() const {
+    return {shfl(range.sequence, 0), shfl(range.tile, 0), shfl(range.first, 0), shfl(range.last, 0)};
+  }
+  DEVICE_MEMBER void go_on(const LatentArgs& args) {
+    Walk own = walk;
+    Range next;
+    if (!own.next(args, next)) next.sequence = -1;
+    walk = own, range = next;
+  }
+};

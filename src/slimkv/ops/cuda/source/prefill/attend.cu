@@ -37,6 +37,8 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
   const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
   Visible visible;
   Softmax softmax;
+  bool valid[2];
+  i64 from[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const Row row = row_of(args, w, warpgroup, 16 * warp + g + 8 * r);
@@ -44,13 +46,10 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     visible.end[r] = args.causal ? min_i32(w.s.length, position + 1) : w.s.length;
     visible.begin[r] = WINDOW ? position - args.sliding_window + 1 : 0;
     softmax.row_max[r] = MINUS_INFINITY, softmax.row_sum[r] = 0.0f;
-    const i64 at = row.query * args.query_stride + row.head * args.query_head_stride;
-    if constexpr (POWER_OF_TWO_D)
-      softmax.factor[r] = prepare_row(args, row.valid, at, operand, 16 * warp + g + 8 * r, t, softmax.row_sum[r]);
+    valid[r] = row.valid, from[r] = row.query * args.query_stride + row.head * args.query_head_stride;
   }
-#if FUSED
-  if constexpr (!POWER_OF_TWO_D) prepare_rows(args, w, operand, scratch, warpgroup, warp, softmax.factor, lane);
-#endif
+  if constexpr (POWER_OF_TWO_D) prepare_rows_of_quad(args, valid, from, operand, 16 * warp + g, t, softmax.factor, softmax.row_sum);
+  else prepare_rows(args, w, operand, scratch, warpgroup, warp, softmax.factor, lane);
   fence_proxy_async();
   bar_sync(1 + warpgroup, 128);
 
@@ -92,14 +91,12 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     }
     const bool empty = row_sum == 0.0f;
     by /= empty ? 1.0f : row_sum;
+    if (POWER_OF_TWO_D && V_ROTATED) by *= args.value_norm;
     float x[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;
-#if FUSED
     if constexpr (!POWER_OF_TWO_D) store_rows(args, w, x, operand, scratch, warpgroup, warp, 8 * r, lane);
-    else
-#endif
-    store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, t);
+    else store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, t);
     if (args.lse && t == 0 && row.valid)
       args.lse[row.query * args.num_kv_heads * args.group_size + row.head] =
           empty ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;

@@ -107,7 +107,11 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     const bool clear = (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
     float sum[2];
     needs_rescale = false;
-    if (follow || !clear || warp_any(softmax.template weigh<false>(s, unit, visible, tile, t, args.softcap, to, sum))) {
+    auto weigh = [&](bool masked) {
+      return masked ? softmax.template weigh<true>(s, unit, visible, tile, t, args.softcap, to, sum)
+                    : softmax.template weigh<false>(s, unit, visible, tile, t, args.softcap, to, sum);
+    };
+    if (follow || warp_any(weigh(!clear))) {
       needs_rescale = softmax.follow(s, unit, visible, tile, t, args.softcap);
       softmax.template weigh<true>(s, unit, visible, tile, t, args.softcap, to, sum);
       if (needs_rescale) softmax.row_sum[0] *= softmax.rescale[0], softmax.row_sum[1] *= softmax.rescale[1];

@@ -9,7 +9,8 @@
 //   values: place 64 h + 8 g + 4 s + 2 b + a is dimension 64 h + 32 s + 16 a + 8 b + g              (h < D / 64, g < 8)
 // Neighbours come from two slices of a page, so that 16 bits are between their codes as they are between halves.
 // FUSED: keys have place 64 h + 16 t + 8 j + 4 b + 2 c + a, so that lanes that store units at the same time have all banks of
-// shared memory. Head sizes that are no multiples of 64 have 32 places for the rest, or 64, some of them zeros. Of 32:
+// shared memory.
+// Head sizes that are no multiples of 64 have 32 places for the rest, or 64, some of them zeros. Of 32:
 //   keys: place 8 t + 4 b + 2 c + a is dimension 16 a + 8 b + 2 t + c; values: place 4 g + 2 b + a is dimension 16 a + 8 b + g
 //
 // EIGHT_BIT: keys are twice their levels, as bytes. A row of 128 bytes has a token, or at head size 64 token n and token

@@ -255,20 +255,22 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
     store_token_numbers(args, page, begin, seen, place, warp, lane, value_limit, keys);
   }
 #pragma unroll
-  for (int j = 0; !EIGHT_BIT && j < S / 2; j++) {
+  for (int j = 0; !EIGHT_BIT && j < PLACES / 32; j++) {
+    const bool both = 2 * j + 1 < S;  // slices that there are
     if (some) {
       numbers_of<K_KIND, K_BITS>(key_codes, 2 * j, key_levels, x);
-      numbers_of<K_KIND, K_BITS>(key_codes, 2 * j + 1, key_levels, y);
+      if (both) numbers_of<K_KIND, K_BITS>(key_codes, 2 * j + 1, key_levels, y);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const Field f = of_key[i];
       Words4 words = {0, 0, 0, 0};
       if (seen.has(begin + g + 8 * i)) {
-        words.x = pack_f16x2(x[4 * i] * f.scale + f.zero, y[4 * i] * f.scale + f.zero);
-        words.y = pack_f16x2(x[4 * i + 1] * f.scale + f.zero, y[4 * i + 1] * f.scale + f.zero);
-        words.z = pack_f16x2(x[4 * i + 2] * f.scale + f.zero, y[4 * i + 2] * f.scale + f.zero);
-        words.w = pack_f16x2(x[4 * i + 3] * f.scale + f.zero, y[4 * i + 3] * f.scale + f.zero);
+        u32 pairs[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          pairs[k] = pack_f16x2(x[4 * i + k] * f.scale + f.zero, both ? y[4 * i + k] * f.scale + f.zero : 0.0f);
+        words = {pairs[0], pairs[1], pairs[2], pairs[3]};
       }
       *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 4 * (j % 2) + t, STEP)) = words;
     }
@@ -288,27 +290,29 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
       *(Words4*)(values + 16 * i) = *(const Words4*)(staged + staged_unit(i / 8, i % 8));
   }
 #pragma unroll
-  for (int h = 0; !EIGHT_BIT && h < D / 64; h++) {
-    u32 words[4][4];
+  for (int h = 0; !EIGHT_BIT && h < HALVES; h++) {
+    u32 words[4][4] = {};
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-      if (some) {
-        numbers_of<V_KIND, V_BITS>(value_codes, 4 * h + 2 * k, value_levels, x);
-        numbers_of<V_KIND, V_BITS>(value_codes, 4 * h + 2 * k + 1, value_levels, y);
-      }
+    for (int k = 0; k < (h < WHOLE_HALVES ? 2 : 1); k++) {
+      const int slice = 4 * h + 2 * k;
+      const bool first = slice < S, both = slice + 1 < S;  // slices that there are
+      if (some && first) numbers_of<V_KIND, V_BITS>(value_codes, slice, value_levels, x);
+      if (some && both) numbers_of<V_KIND, V_BITS>(value_codes, slice + 1, value_levels, y);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+      for (int i = 0; first && i < 4; i++) {
         const Field f = of_value[i];
         const bool real = seen.has(begin + 2 * t + 8 * (i / 2) + i % 2);
 #pragma unroll
         for (int b = 0; b < 2; b++)
-          words[i][2 * k + b] = real ? pack_f16x2(x[2 * i + b] * f.scale + f.zero, y[2 * i + b] * f.scale + f.zero) : 0;
+          words[i][2 * k + b] = real ? pack_f16x2(x[2 * i + b] * f.scale + f.zero, both ? y[2 * i + b] * f.scale + f.zero : 0.0f) : 0;
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      *(Words4*)(values + unit_at(h, 16 * warp + 2 * t + 8 * (i / 2) + i % 2, g, STEP)) =
-          {words[i][0], words[i][1], words[i][2], words[i][3]};
+    for (int i = 0; i < 4; i++) {
+      const int token = 16 * warp + 2 * t + 8 * (i / 2) + i % 2;
+      if (h < WHOLE_HALVES) *(Words4*)(values + unit_at(h, token, g, STEP)) = {words[i][0], words[i][1], words[i][2], words[i][3]};
+      else *(Words2*)(values + unit_at(h, token, g / 2, STEP) + g % 2 * 8) = {words[i][0], words[i][1]};
+    }
   }
 }
 HOST_TESTABLE(unpack, UnpackArgs)

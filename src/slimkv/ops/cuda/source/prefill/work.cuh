@@ -1,6 +1,7 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
 // Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
-// K_ROTATED, V_ROTATED, PRODUCERS (warpgroups that fetch tiles), PRODUCER_REGISTERS, SHARED; FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both), ROTATION_CORE (rotation.cuh).
+// K_ROTATED, V_ROTATED, PRODUCERS (warpgroups that fetch tiles), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh);
+// FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
 #pragma once
 #include "common/codes.cuh"
 #include "common/numbers.cuh"
@@ -65,6 +66,8 @@ struct Visible {
   }
 };
 
+enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
+
 struct PrefillArgs {
   const void* query;
   const u8* keys;    // [rank, head, tile]
@@ -75,7 +78,7 @@ struct PrefillArgs {
   const float* sinks;  // or null
   void* out;
   float* lse;    // or null
-  float* state;  // between passes: [D / 2 + 4, blocks, 256]
+  float* state;  // between passes: [PLACES / 2 + 4, blocks, 256]
   i64 query_stride, query_head_stride, out_stride, out_head_stride;
   float scale;    // of scores, times log2(e)
   float softcap;  // times log2(e)
@@ -86,7 +89,7 @@ struct PrefillArgs {
   i32 first_tile, tiles;      // of this pass
   i32 first_rank, ranks;      // likewise: sequences, of those that are prefilled
   i32 first_pass, last_pass;
-  i32 aligned;  // whether 16 bytes of output can be stored at a time
+  i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
   // FUSED, instead of keys, values and their scales:
   const u8* pages;
   const i32* block_table;
