@@ -131,13 +131,12 @@ WARPGROUP_CASES = [
 
 
 @emulated
-@pytest.mark.parametrize("warps", [8, 12])
 @pytest.mark.parametrize("case", WARPGROUP_CASES, ids=str)
-def test_products_of_warpgroups(case, warps, as_if_long, monkeypatch):
-    monkeypatch.setattr(shape, "_WARPGROUPS", ((2, warps),))
+def test_products_of_warpgroups(case, as_if_long):
     cut = shape.shape_on(HOPPER_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
     assert cut is not None
     assert cut.warpgroup
+    assert cut.warps == (8 if case.format == "k5v6" else 12)  # whose tables leave less room
     check_emulated(case, HOPPER_GPU)
 
 

@@ -181,7 +181,7 @@ def _has_six_bits(layout: PageLayout) -> bool:
 
 
 def _in_pages(device: Device, layout: PageLayout, tiles: int) -> bool:
-    """Whether a step is a page, for the copy engine: key codes, value codes and fields follow each other without a gap."""
+    """Whether a step is a page, for the copy engine: codes and fields follow each other without a gap."""
     if not device.copy_engine or 16 * tiles != layout.block_size:
         return False
     key, value, tokens = layout.key, layout.value, layout.block_size
