@@ -136,7 +136,6 @@ def test_products_of_warpgroups(case, as_if_long):
     cut = shape.shape_on(HOPPER_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
     assert cut is not None
     assert cut.warpgroup
-    assert cut.warps == (8 if case.format == "k5v6" else 12)  # whose tables leave less room
     check_emulated(case, HOPPER_GPU)
 
 
