@@ -128,6 +128,9 @@ template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m
   }
   host::meet("stmatrix_x4", nullptr, 0);
 }
+template <int OFFSET> DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+  stmatrix_x4<OFFSET>(address, movmatrix_trans(m0), movmatrix_trans(m1), movmatrix_trans(m2), movmatrix_trans(m3));
+}
 DEVICE void bar_sync(int number, int threads) {
   const u64 generation = host::named[number].generation;
   host::meet_named(number, threads);
@@ -244,9 +247,11 @@ template <int N, bool BF16> struct WgmmaNarrow {
         }
       }
   }
-  static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  template <bool ADD = true> static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     u64 mine[4] = {a0, a1, a2, a3};
     host::Operands all = host::meet("register_a", mine, 4);
+    if (!ADD)
+      for (float& x : c) x = 0.0f;
     float rows[2][16];
     for (int r = 0; r < 2; r++)
       for (int k = 0; k < 16; k++)

@@ -28,7 +28,9 @@ from slimkv.ops.latent.cuda import split
 from slimkv.ops.store.cuda import launch as store
 from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
-H200 = shape.Device(multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448, copy_engine=True)
+H200 = shape.Device(
+    multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448, copy_engine=True, warpgroups=True
+)
 FP16, BF16, FP32 = 0, 1, 2
 DECODE_FORMATS = ("k4v4", "k2v2", "k3v3", "k5v5", "k6v6", "k6v4", "k7v7", "kfp8vu4", "ku4vu4", "k8v8")
 Variant = tuple[str, dict[str, int], str]  # source, defines, architecture
@@ -45,7 +47,8 @@ def _decode(
     layout = _layout(format, dim, value_dim, block_size)
     cut = shape.shape_on(H200, layout, group, queries, tokens, 256)
     assert cut is not None
-    return decode.SOURCE, dict(shape.kernel_defines(layout, cut, dtype, dtype, window, softcap)), "sm_90"
+    defines = dict(shape.kernel_defines(layout, cut, dtype, dtype, window, softcap))
+    return decode.SOURCE, defines, "sm_90a" if cut.warpgroup else "sm_90"
 
 
 def _store(

@@ -118,6 +118,40 @@ def test_the_shapes_for_long_sequences(case, as_if_long):
     check_emulated(case)
 
 
+# Many columns by teams of four warps, whose products are those of sm_90a.
+HOPPER_GPU = replace(SMALL_GPU, warpgroups=True)
+DRAFTS = replace(LONG, dim=128, lens=(700, 290, 33), queries=(8, 6, 8))
+WARPGROUP_CASES = [
+    *(replace(DRAFTS, format=f, page=page) for f, page in (("k4v4", 64), ("k5v6", 16), ("fp8", 32), ("ku4vur8", 64))),
+    *(replace(DRAFTS, dim=dim, value_dim=64, **EVERYTHING) for dim in (80, 128)),
+    replace(DRAFTS, dim=64, group=32, num_kv_heads=2, lens=(33, 300, 40, 1, 70), queries=(1,) * 5),
+    replace(DRAFTS, dim=64, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),
+    replace(DRAFTS, dim=64, lens=(400, 40), queries=(8, 5), scale=-0.3, value_norm=1e5, dtype="fp32", out_dtype="bf16"),
+]
+
+
+@emulated
+@pytest.mark.parametrize("case", WARPGROUP_CASES, ids=str)
+def test_products_of_warpgroups(case, as_if_long):
+    cut = shape.shape_on(HOPPER_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
+    assert cut is not None
+    assert cut.warpgroup
+    check_emulated(case, HOPPER_GPU)
+
+
+@emulated
+def test_a_token_that_is_not_a_number_among_many_columns(as_if_long):
+    built = build(replace(DRAFTS, dim=64, lens=(300, 200), queries=(8, 8)), CPU)
+    block, place = divmod(int(built.positions(0)[296]), built.layout.block_size)
+    field = built.layout.key.field_offset(0) + 2 * place
+    built.pages[block, :, field : field + 2] = 0xFF  # what a kernel writes for a key that is not a number
+    out, lse = poisoned_out(built.case, built)
+    attend_cuda.attend_packed(request_of(built, out, lse), HOPPER_GPU, launch)
+    assert out[4:8].isnan().any(-1).all()
+    assert out[:4].isfinite().all()
+    assert out[8:].isfinite().all()
+
+
 # One short sequence, whose blocks go together: seven of few warps, two of many, or sixteen.
 CLUSTER_GPU = replace(SMALL_GPU, multiprocessors=7, clusters=True)
 CLUSTER_CASES = [

@@ -332,6 +332,7 @@ def device_of(device: torch.device) -> Device:
         about.shared_memory_per_block_optin,
         copy_engine=about.major >= 9,
         clusters=about.major == 9,  # where they were measured
+        warpgroups=(about.major, about.minor) == (9, 0),
     )
 
 
@@ -340,7 +341,8 @@ def _launcher(device: torch.device) -> Launcher:
     def launch(
         name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args, overlap: bool
     ) -> None:
-        load(SOURCE, defines, device).kernel(name).launch(grid, threads, shared, args, device, overlap)
+        module = load(SOURCE, defines, device, exactly=bool(defines["WGMMA"]))
+        module.kernel(name).launch(grid, threads, shared, args, device, overlap)
 
     return launch
 
@@ -349,6 +351,7 @@ def _binder(device: torch.device) -> Binder:
     def bind(
         name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args, overlap: bool
     ) -> Callable[[], None]:
-        return load(SOURCE, defines, device).kernel(name).bound(grid, threads, shared, args, device, overlap)
+        module = load(SOURCE, defines, device, exactly=bool(defines["WGMMA"]))
+        return module.kernel(name).bound(grid, threads, shared, args, device, overlap)
 
     return bind

@@ -26,6 +26,8 @@ _LOOKED_UP = (
     *((4, 12, 1, 1), (2, 16, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (2, 12, 1, 1), (2, 8, 1, 1)),
     *_SMALLER,
 )
+# The most columns, by products of warpgroups: (tiles, warps).
+_WARPGROUPS = ((2, 12), (2, 8))
 # So little that every block has a step or two: of few heads small steps for many warps, of many heads blocks for all.
 _TINY = ((1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1))
 _TINY_AND_MANY = ((2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
@@ -55,6 +57,11 @@ class Shape:
     cluster: int = 1  # blocks that share an item and put its output together, without a second launch
 
     @property
+    def warpgroup(self) -> bool:
+        """Whether a team is a warpgroup, whose products are those of sm_90a."""
+        return self.team == 4
+
+    @property
     def columns(self) -> int:
         """Rows of output that one block computes at a time."""
         return (8 if self.wide else 4) * self.groups
@@ -68,6 +75,7 @@ class Device:
     shared_of_multiprocessor: int
     shared_of_block: int
     copy_engine: bool = False
+    warpgroups: bool = False  # with products of their own
     clusters: bool = False
 
 
@@ -114,12 +122,17 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         cuts = _LOOKED_UP
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
+    if columns == 32 and device.warpgroups and not amount.tiny and _values_in_parts(layout, 4):
+        for tiles, warps in _WARPGROUPS:
+            shape = Shape(columns // 8, True, tiles, warps, 2, 1, 4, _in_pages(device, layout, tiles))
+            if _fits(device, layout, shape) and (warps <= 8 or amount.short or not amount.little):
+                return shape
     for tiles, warps, stages, resident in cuts:
         if amount.little and not amount.short and warps > 8:
             continue
         if stages == 1 and not _is_power_of_two(layout.spec.key_dim):
             continue  # other rotations take a free slot
-        bulk = device.copy_engine and stages > 1 and 16 * tiles == layout.block_size and _in_one_piece(layout)
+        bulk = stages > 1 and _in_pages(device, layout, tiles)
         for apart in (True, False) if columns == 4 and not amount.little and _has_six_bits(layout) else (False,):
             shape = Shape(
                 max(1, columns // 8), columns > 4, tiles, warps, stages, resident, team if columns == 32 else 1,
@@ -154,18 +167,23 @@ def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) ->
 
 def team_of(layout: PageLayout) -> int:
     """Warps that share the values of many columns, each with whole words of every plane; 1: they cannot."""
-    spec = layout.spec
-    slices, planes = spec.value_dim // SLICE_DIMS, layout.value.planes
-    words = [4 // plane.bits for plane in planes if plane.bits <= 4] or [1]
-    return 2 if max_columns(layout) == 32 and slices % (2 * max(words)) == 0 else 1
+    return 2 if max_columns(layout) == 32 and _values_in_parts(layout, 2) else 1
+
+
+def _values_in_parts(layout: PageLayout, parts: int) -> bool:
+    """Whether parts of the value slices are whole words of every plane."""
+    words = [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4] or [1]
+    return layout.spec.value_dim // SLICE_DIMS % (parts * max(words)) == 0
 
 
 def _has_six_bits(layout: PageLayout) -> bool:
     return any(fmt.kind == Kind.LLOYD and fmt.bits == 6 for fmt in (layout.spec.key, layout.spec.value))
 
 
-def _in_one_piece(layout: PageLayout) -> bool:
-    """Whether key codes, value codes and fields follow each other without a gap."""
+def _in_pages(device: Device, layout: PageLayout, tiles: int) -> bool:
+    """Whether a step is a page, for the copy engine: codes and fields follow each other without a gap."""
+    if not device.copy_engine or 16 * tiles != layout.block_size:
+        return False
     key, value, tokens = layout.key, layout.value, layout.block_size
     values_at = tokens * key.dim * key.format.bits // 8
     fields_at = values_at + tokens * value.dim * value.format.bits // 8
@@ -183,11 +201,13 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     spec = layout.spec
     fields = 32 * (spec.key.field_count + spec.value.field_count)
     tile = 16 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
-    if shape.team > 1 and 256 * shape.groups > 2 * spec.key_dim * spec.key.bits:
+    if shape.team > 1 and not shape.warpgroup and 256 * shape.groups > 2 * spec.key_dim * spec.key.bits:
         tile += 256 * shape.groups  # probabilities that do not fit in the place of key codes
     slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim // shape.team + 8))
     slices = spec.key_dim // 16
     query = 256 * shape.groups * (-(-slices // 2) if _in_bytes(spec.key) and not shape.wide else slices)
+    if shape.warpgroup:  # operands of 64 numbers: queries, and probabilities of every team
+        query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * shape.tiles * shape.warps // shape.team)
     states = shape.columns * (16 + (8 if shape.team == 1 else 12) * shape.warps)
     barriers = 8 * shape.warps * shape.stages if shape.bulk else 0
     tables = _level_table_bytes(layout, shape.wide, shape.apart)
@@ -232,8 +252,8 @@ def kernel_defines(
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps,
-        "TEAM": shape.team, "STAGES": shape.stages, "BULK": int(shape.bulk), "APART": int(shape.apart),
-        "CLUSTER": shape.cluster,
+        "TEAM": shape.team, "WGMMA": int(shape.warpgroup), "STAGES": shape.stages, "BULK": int(shape.bulk),
+        "APART": int(shape.apart), "CLUSTER": shape.cluster,
         "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip

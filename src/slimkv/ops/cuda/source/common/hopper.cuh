@@ -40,6 +40,12 @@ template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m
                :: "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3), "n"(OFFSET) : "memory");
 }
 
+// The same of their transposes.
+template <int OFFSET> DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0 + %5], {%1, %2, %3, %4};"
+               :: "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3), "n"(OFFSET) : "memory");
+}
+
 // Barriers 1-15 of the block, of `threads` that either wait or only arrive.
 DEVICE void bar_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 DEVICE void bar_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
@@ -146,10 +152,17 @@ SLIMKV_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")
 
 template <int N, bool BF16> struct WgmmaNarrow;
 // c += A B of few columns, of halves or (BF16) of bfloat16; B is N x 16, 16 side by side. register_a: A in the lanes'
-// fragments. shared_a: A is 64 x 16, 16 side by side. transposed_a: A is 16 x 64, 64 side by side, and its transpose is multiplied.
+// fragments; without ADD, c = A B. shared_a: A is 64 x 16, 16 side by side. transposed_a: A is 16 x 64, 64 side by side, and its transpose is multiplied.
 #define SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, BF16, TYPE)                                                     \
   template <> struct WgmmaNarrow<N, BF16> {                                                                            \
+    template <bool ADD = true>                                                                                         \
     DEVICE_MEMBER static void register_a(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {                       \
+      if (!ADD) {                                                                                                      \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R \
+                     "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1, 0;\n}"                                    \
+                     : HELD_ALL_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                     \
+        return;                                                                                                        \
+      }                                                                                                                \
       asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R              \
                    "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", 1, 1, 1, 0;\n}"                                    \
                    : HELD_ALL_##R : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                       \
@@ -179,4 +192,8 @@ SLIMKV_WGMMA_NARROW_BOTH(64, 32, "32", "33", "34", "35", "36")
 // side over the other axis of the product.
 DEVICE u64 smem_descriptor(u32 address, int apart) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)(apart >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+// The same so many bytes further on, by an addition that has no carry.
+DEVICE u64 descriptor_behind(u64 operand, int bytes) {
+  return (operand & 0xFFFFFFFF00000000ull) | (u32)((u32)operand + (bytes >> 4));
 }

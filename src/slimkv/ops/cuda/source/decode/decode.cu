@@ -51,8 +51,12 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
 #endif
 
 KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args) {
+#if WGMMA
+  SHARED_OPERANDS(shared);
+#else
   SHARED_MEMORY(shared);
-  const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
+#endif
+  const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   pdl_wait();
   int left;  // steps of this block
   WorkRange range;
@@ -104,7 +108,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS)
         prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
-    if (BULK) fence_proxy_async();  // rings were written to
+    if (BULK || WGMMA) fence_proxy_async();  // rings and operands were written to
     sync_threads();
     QueryOperands queries;
     queries.load(shared + QUERY_AT, lane);
@@ -126,39 +130,68 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       if (TEAM == 1 && STAGES > 1) load_ahead();
       const int next_step = step + WARPS;  // with one slot
       u8* slot = ring + (taken % STAGES) * SLOT;
-      const int token0 = range.s.begin + step * STEP;
+      const int token0 = real || !WGMMA ? range.s.begin + step * STEP : NO_TOKEN;
       const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
       StepScores s;
       Probabilities weights;
-      if (real) {
-        multiply_keys(slot, shared, queries, tables, lane, s);
-        scale_scores(args, slot, columns, g, s);
-        if (STAGES == 1) loader.wait_for_all();
-        apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
-        if constexpr (STAGES == 1) {
+      if constexpr (WGMMA) {
+        if (!real) {  // of no tokens the scales are zero
+          for (int i = lane; i < FIELDS * FIELD_STRIDE / 4; i += 32) *(u32*)(slot + FIELDS_AT + 4 * i) = 0;
           sync_warp();
-          loader.copy<true, false>(next_step, 0, next_step < range.last);
         }
-      }
-      update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
-      if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
-      if (real) {
-        exponentials(slot, columns, g, s, acc);
-        pack_probabilities(s, weights);
-      }
-      if constexpr (TEAM == 1) {
-        add_values(slot, weights, tables, lane, acc);
-        sync_warp();  // before this slot is filled again
-        if constexpr (STAGES == 1) {
-          loader.copy<false, true>(next_step, 0, next_step < range.last);
-          loader.look_up(min_i32(next_step + WARPS, range.last - 1));
+        u8* operands = shared + TEAM_WEIGHTS_AT + (2 * team.number + (taken & 1)) * NT * OPERAND_BYTES;
+        auto score = [&] {
+          multiply_keys(slot, shared, queries, tables, lane, s);
+          scale_scores(args, slot, columns, g, s);
+          apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
+        };
+        score();
+        Weighing weighing;
+        const bool moves = publish_to_warpgroup<false>(s, slot, columns, operands, team, lane, acc, weighing);
+        fence_proxy_async();  // before products read it, and the copy engine writes to the slot again
+        const bool again = team.any(moves);
+        load_ahead();  // nobody reads the values of the step before any more
+        if (again) {
+          score();
+          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
+          publish_to_warpgroup<true>(s, slot, columns, operands, team, lane, acc, weighing);
+          fence_proxy_async();
+          team.sync();
         }
+#pragma unroll
+        for (int c = 0; c < C; c++) acc.row_sum[c] = weighing.sum[c], acc.shift[c] = weighing.shift[c];
+        add_values_of_warpgroup(slot - team.member * STAGES * SLOT, operands, team, tables, lane, acc);
       } else {
-        if (real) publish(weights, slot, lane);
-        if (BULK) fence_proxy_async();  // before the copy engine writes there again
-        team.sync();
-        add_values_of_team(slot - team.member * STAGES * SLOT, min_i32(TEAM, range.last - (step - team.member)), team, tables, lane,
-                           acc);
+        if (real) {
+          multiply_keys(slot, shared, queries, tables, lane, s);
+          scale_scores(args, slot, columns, g, s);
+          if (STAGES == 1) loader.wait_for_all();
+          apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
+          if constexpr (STAGES == 1) {
+            sync_warp();
+            loader.copy<true, false>(next_step, 0, next_step < range.last);
+          }
+        }
+        update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
+        if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
+        if (real) {
+          exponentials(slot, columns, g, s, acc);
+          pack_probabilities(s, weights);
+        }
+        if constexpr (TEAM == 1) {
+          add_values(slot, weights, tables, lane, acc);
+          sync_warp();  // before this slot is filled again
+          if constexpr (STAGES == 1) {
+            loader.copy<false, true>(next_step, 0, next_step < range.last);
+            loader.look_up(min_i32(next_step + WARPS, range.last - 1));
+          }
+        } else {
+          if (real) publish(weights, slot, lane);
+          if (BULK) fence_proxy_async();  // before the copy engine writes there again
+          team.sync();
+          add_values_of_team(slot - team.member * STAGES * SLOT, min_i32(TEAM, range.last - (step - team.member)), team, tables, lane,
+                             acc);
+        }
       }
       taken++;
     }

@@ -23,6 +23,10 @@ DEVICE int operand_offset(int row, int word) {
   return 8 * (32 * (row / 8 * QI + word / 8) + 4 * (row % 8) + word % 4) + word % 8 / 4 * 4;
 }
 constexpr int NEXT_ROW = 32;  // bytes
+// The same of a half of a warpgroup's operands, whose rows have 64 of them.
+DEVICE int operand_place(int row, int number) {
+  return number / 64 * OPERAND_BYTES + 128 * row + ((number % 64 / 8 ^ (row & 7)) << 4) + 2 * (number % 8);
+}
 
 // What is known of a column of the block: what makes its products scores (without the softmax's scale), the sum of its query's
 // coordinates, and which tokens it sees.
@@ -68,7 +72,8 @@ DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c,
       const u32 high = f32_to_f16(x);
       // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
       const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
-      u16* to = (u16*)(operands + operand_offset(row, d / 16 * 8 + place / 2)) + place % 2;
+      u16* to = (u16*)(operands + (WGMMA ? operand_place(row, d / 16 * 16 + place)
+                                         : operand_offset(row, d / 16 * 8 + place / 2) + 2 * (place % 2)));
       to[0] = (u16)high;
       sum += f16_to_f32(high);
       if (!WIDE) to[NEXT_ROW / 2] = (u16)f32_to_f16(x - f16_to_f32(high));

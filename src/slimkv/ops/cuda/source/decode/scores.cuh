@@ -42,6 +42,16 @@ DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, Qu
       for (int r = 0; r < 2; r++) s[n][x][r] = (float)(128 * c[x][n][2 * r] + c[x][n][2 * r + 1]);
 }
 
+// The operand of a slice.
+DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tables, u32 (&a)[4]) {
+  if constexpr (K_KIND == LLOYD && K_BITS > 5) joined_halves(codes, slice, tables.key_levels, a);
+  else if constexpr (K_IN_PAIRS) {
+    u32 pair[4];
+    pair_halves<false>(codes, slice, tables.key_levels, pair);
+    a[0] = pair[0], a[1] = pair[2], a[2] = pair[1], a[3] = pair[3];
+  } else code_halves<K_KIND, K_BITS, false>(codes.low(slice), codes.high(slice), tables.key, tables.key_levels, a);
+}
+
 // Queries as halves (narrow: two of them) times levels as halves.
 DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, QueryOperands& queries,
                                 const LevelTables& tables, int lane, StepScores& s) {
@@ -53,12 +63,7 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
     for (int x = 0; x < NT; x++) {
       u32 a[4], upper[4];
       if constexpr (K_APART) apart_halves(codes[x], i, tables.key_levels, a, upper);
-      else if constexpr (K_KIND == LLOYD && K_BITS > 5) joined_halves(codes[x], i, tables.key_levels, a);
-      else if constexpr (K_IN_PAIRS) {
-        u32 pair[4];
-        pair_halves<false>(codes[x], i, tables.key_levels, pair);
-        a[0] = pair[0], a[1] = pair[2], a[2] = pair[1], a[3] = pair[3];
-      } else code_halves<K_KIND, K_BITS, false>(codes[x].low(i), codes[x].high(i), tables.key, tables.key_levels, a);
+      else key_halves(codes[x], i, tables, a);
 #pragma unroll
       for (int n = 0; n < NG; n++) {
         const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
@@ -78,8 +83,45 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
         for (int j = 0; j < OWN; j++) s[n * OWN + j][x][r] = WIDE ? c[x][n][2 * r + j] : c[x][n][2 * r] + c[x][n][2 * r + 1];
 }
 
+// A warpgroup's: the tiles of four warps are the rows of one product.
+DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
+  constexpr int AT_ONCE = KS < 4 ? KS : 4, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE;  // slices
+  const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
+  KeyCodes codes[NT];
+#pragma unroll
+  for (int x = 0; x < NT; x++) codes[x].load(slot + x * K_TILE, lane);
+  float c[NT][4 * NG];
+#pragma unroll
+  for (int x = 0; x < NT; x++)
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+      u32 a[AT_ONCE][4];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++)
+        if (round * AT_ONCE + i < KS) key_halves(codes[x], round * AT_ONCE + i, tables, a[i]);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int slice = round * AT_ONCE + i;
+        const u64 operand = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
+        if (slice == 0) WarpgroupProduct::register_a<false>(c[x], a[i][0], a[i][1], a[i][2], a[i][3], operand);
+        else if (slice < KS) WarpgroupProduct::register_a<true>(c[x], a[i][0], a[i][1], a[i][2], a[i][3], operand);
+      }
+      wgmma_commit();
+      if (x + round) wgmma_wait<1>();
+    }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int x = 0; x < NT; x++) {
+    wgmma_fence_operand(c[x]);
+#pragma unroll
+    for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
+  }
+}
+
 DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queries, const LevelTables& tables, int lane,
                           StepScores& s) {
+  if constexpr (WGMMA) return multiply_keys_of_warpgroup(slot, shared, tables, lane, s);
   KeyCodes codes[NT];
 #pragma unroll
   for (int x = 0; x < NT; x++) codes[x].load(slot + x * K_TILE, lane);
@@ -110,6 +152,8 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
     }
   }
 }
+
+constexpr int NO_TOKEN = 1 << 30;  // beyond what anybody sees
 
 // Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
 DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s, u32& largest_fields) {

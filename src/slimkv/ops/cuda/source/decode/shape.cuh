@@ -1,7 +1,8 @@
 // What the decode kernels are compiled for, where things are in shared memory, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED,
 // V_CORE (the pages),
-// NG, WIDE (the columns), NT, WARPS, TEAM, STAGES, BULK, APART, CLUSTER, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE (types.cuh),
+// NG, WIDE (the columns), NT, WARPS, TEAM, WGMMA, STAGES, BULK, APART, CLUSTER, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE
+// (types.cuh),
 // WINDOW, SOFTCAP (the options).
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
@@ -11,6 +12,9 @@
 // The output of many columns fills the registers of a warp. Then TEAM warps go together: each has scores of tokens of its
 // own, as ever, and leaves their probabilities in shared memory; of the values each multiplies a part of the dimensions, for
 // the tokens of the whole team. Nothing is unpacked twice.
+//
+// On sm_90a a team of four is a warpgroup (WGMMA): a warp's tile is its part of the operand of both products, queries and
+// probabilities are the other one, in shared memory.
 #pragma once
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
@@ -28,7 +32,7 @@ constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of 
 // takes the place of a tile's key codes, or is behind the fields.
 constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS, FIELD_STRIDE = 32 * NT;
 constexpr int VALUES_AT = NT * K_TILE, FIELDS_AT = VALUES_AT + NT * V_TILE, FIELDS_END = FIELDS_AT + FIELDS * FIELD_STRIDE;
-constexpr int WEIGHT_BYTES = TEAM > 1 ? 256 * NG : 0;  // of a tile
+constexpr int WEIGHT_BYTES = TEAM > 1 && !WGMMA ? 256 * NG : 0;  // of a tile
 constexpr bool WEIGHTS_BEHIND = WEIGHT_BYTES > K_TILE;
 constexpr int WEIGHTS_AT = WEIGHTS_BEHIND ? FIELDS_END : 0, WEIGHT_STRIDE = WEIGHTS_BEHIND ? WEIGHT_BYTES : K_TILE;
 constexpr int STEP_BYTES = FIELDS_END + (WEIGHTS_BEHIND ? NT * WEIGHT_BYTES : 0);
@@ -51,7 +55,10 @@ static_assert(STAGES > 1 || (TEAM == 1 && !BULK), "keys and values of a step are
 static_assert(TEAM == 1 || (WIDE && VS % TEAM == 0 && WARPS % TEAM == 0), "teams share wide values");
 constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
 constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are better spent on the output
-constexpr int QUERY_BYTES = 256 * NG * QI;
+// A warpgroup's operands lie as smem_descriptor says: a row of 64 numbers for every column, another operand for the next 64.
+constexpr int OPERAND_BYTES = 128 * COLUMNS;
+constexpr int QUERY_BYTES = WGMMA ? OPERAND_BYTES * ((KD + 63) / 64) : 256 * NG * QI;
+static_assert(!WGMMA || (TEAM == 4 && WARPS % 4 == 0), "a warpgroup is a team");
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
 
@@ -59,11 +66,15 @@ static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "what a block gives its
 
 constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
 
-// Shared memory: levels of keys | levels of values | rings | queries | column constants | maxima, sums and, in teams,
-// shifts of the warps | barriers of the rings' slots
-constexpr int RINGS_AT = LEVEL_BYTES;
-constexpr int QUERY_AT = RINGS_AT + WARPS * STAGES * SLOT;
-constexpr int COLUMN_AT = QUERY_AT + QUERY_BYTES;
+// Shared memory: levels of keys | levels of values | a warpgroup's queries, its teams' probabilities twice | rings | other queries |
+// column constants | maxima, sums and, in teams, shifts of the warps | barriers of the rings' slots
+constexpr int OPERANDS_AT = LEVEL_BYTES;
+static_assert(!WGMMA || OPERANDS_AT % 1024 == 0, "rows are exchanged within 1024 bytes");
+constexpr int TEAM_WEIGHTS_AT = OPERANDS_AT + (WGMMA ? QUERY_BYTES : 0);
+constexpr int RINGS_AT = TEAM_WEIGHTS_AT + (WGMMA ? WARPS / 2 * NT * OPERAND_BYTES : 0);
+constexpr int RINGS_END = RINGS_AT + WARPS * STAGES * SLOT;
+constexpr int QUERY_AT = WGMMA ? OPERANDS_AT : RINGS_END;
+constexpr int COLUMN_AT = RINGS_END + (WGMMA ? 0 : QUERY_BYTES);
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
 constexpr int BARRIERS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WARPS;
 constexpr int SHARED_BYTES = BARRIERS_AT + (BULK ? 8 * WARPS * STAGES : 0);

@@ -54,13 +54,25 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t,
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
       acc.row_max[c] = higher;
       acc.row_sum[c] *= factor, acc.shift[c] *= factor;
-      float(&out)[sizeof(acc.out[0]) / sizeof(acc.out[0][0])][OUT_NUMBERS] = acc.out[c / OWN];
 #pragma unroll
-      for (int i = 0; i < (int)(sizeof(out) / sizeof(out[0])); i++)
+      for (int i = 0; i < Accumulator::SLICES; i++)
 #pragma unroll
-        for (int j = WIDE ? c % OWN : 0; j < OUT_NUMBERS; j += OWN) out[i][j] *= factor;
+        for (int j = WIDE ? c % OWN : 0; j < OUT_NUMBERS; j += OWN) acc.numbers(c / OWN, i)[j] *= factor;
     }
   }
+}
+
+// A score of column c to a probability times its value's scale, which is added to `sum` without that.
+DEVICE float weigh(const u8* slot, float base, float reference, int g, int x, int r, float score, float& sum, float& shift) {
+  const u8* fields = slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x;
+  const float e = exp2_approx(fma_rn(score, base, -reference));
+  const float scale = scale_of(field_bits(fields, g + 8 * r));
+  sum += e;
+  if (V_KIND == UNIFORM) {
+    const float zero = zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r));
+    shift += e > 0 ? e * (zero - half_offset<V_KIND, V_BITS, true>() * scale) : 0;
+  }
+  return e * scale;
 }
 
 // Scores to probabilities times their values' scales, which take their place.

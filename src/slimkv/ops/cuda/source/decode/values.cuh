@@ -44,7 +44,7 @@ DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Proba
 #pragma unroll
     for (int n = 0; n < NG; n++)
 #pragma unroll
-      for (int j = 0; j < 2; j++) acc.out[n][i][j] += (float)(256 * c[n][2 * j] + c[n][2 * j + 1]) * w.fold[n];
+      for (int j = 0; j < 2; j++) acc.numbers(n, i)[j] += (float)(256 * c[n][2 * j] + c[n][2 * j + 1]) * w.fold[n];
   }
 }
 
@@ -76,8 +76,8 @@ DEVICE void add_value_bytes_as_stored(const ValueCodes (&codes)[NT], const Proba
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         if (i + j >= VS) continue;
-        acc.out[n][i + j][0] += (float)(256 * even[n][2 * j] + even[n][2 * j + 1]) * w.fold[n];
-        acc.out[n][i + j][1] += (float)(256 * odd[n][2 * j] + odd[n][2 * j + 1]) * w.fold[n];
+        acc.numbers(n, i + j)[0] += (float)(256 * even[n][2 * j] + even[n][2 * j + 1]) * w.fold[n];
+        acc.numbers(n, i + j)[1] += (float)(256 * odd[n][2 * j] + odd[n][2 * j + 1]) * w.fold[n];
       }
   }
 }
@@ -93,8 +93,8 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
       else value_halves(codes[x], i, tables, a);
 #pragma unroll
       for (int n = 0; n < NG; n++) {
-        mma_f16(acc.out[n][i], a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
-        if constexpr (V_APART) mma_f16(acc.out[n][i], upper[0], upper[1], upper[2], upper[3], w.p[n][x][0], w.p[n][x][1]);
+        mma_f16(acc.numbers(n, i), a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
+        if constexpr (V_APART) mma_f16(acc.numbers(n, i), upper[0], upper[1], upper[2], upper[3], w.p[n][x][0], w.p[n][x][1]);
       }
     }
 }
@@ -116,8 +116,8 @@ DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probab
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const u32 p = w.p[n][x][r], a0 = first[2 * r], a1 = second[2 * r], a2 = first[2 * r + 1], a3 = second[2 * r + 1];
-          mma_f16(acc.out[n][i], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
-          mma_f16(acc.out[n][i + 1], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
+          mma_f16(acc.numbers(n, i), a0, a1, a2, a3, p & 0xFFFF, p >> 16);
+          mma_f16(acc.numbers(n, i + 1), a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
         }
     }
 }
@@ -128,6 +128,49 @@ DEVICE void publish(const Probabilities& w, u8* slot, int lane) {
   for (int n = 0; n < NG; n++)
 #pragma unroll
     for (int x = 0; x < NT; x++) *(Words2*)(slot + WEIGHTS_AT + x * WEIGHT_STRIDE + 256 * n + 8 * lane) = {w.p[n][x][0], w.p[n][x][1]};
+}
+
+// Of a warpgroup: for every tile an operand with a row of 64 tokens, 16 of each warp, for every column. Probabilities are taken from
+// the reference there is; `largest` shows, two halves at a time, whether it has to move. Four matrices at a time: both halves of
+// a tile, of two groups or of two tiles.
+struct Weighing {
+  float reference[C], sum[C], shift[C];
+  u32 largest;
+};
+template <int I> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot, const ColumnState& columns, int g, Weighing& w) {
+  constexpr bool BY_GROUPS = NG > 1;
+  constexpr int PER_TILE = BY_GROUPS ? NG / 2 : 1, X = BY_GROUPS ? I / PER_TILE : 2 * I, N = BY_GROUPS ? 2 * (I % PER_TILE) : 0;
+  u32 word[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int n = BY_GROUPS ? N + i / 2 : 0, x = BY_GROUPS ? X : X + i / 2, r = i % 2;
+    float p[OWN];
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      const int c = n * OWN + j;
+      p[j] = weigh(slot, LATE_UNIT ? columns.unit[c] : 1.0f, w.reference[c], g, x, r, s[c][x][r], w.sum[c], w.shift[c]);
+    }
+    word[i] = pack_f16x2(p[0], p[OWN - 1]);
+    w.largest = max_u16x2(w.largest, word[i]);
+  }
+  stmatrix_x4_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1], word[2], word[3]);
+  if constexpr (I + 1 < NT * NG / 2) publish_pieces<I + 1>(place, s, slot, columns, g, w);
+}
+
+// `again`: after the reference has moved; a column that has seen nothing yet has none. Returns whether it must move.
+template <bool AGAIN> DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const ColumnState& columns, u8* weights, const Team& team, int lane,
+                                                       const Accumulator& acc, Weighing& w) {
+  static_assert(!WGMMA || NT * NG % 2 == 0, "two groups or two tiles at a time");
+  w.largest = 0;
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    w.reference[c] = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+    w.sum[c] = acc.row_sum[c], w.shift[c] = acc.shift[c];
+  }
+  const int row = lane & 7, half = lane >> 3 & 1, second = lane >> 4;
+  const u32 place = shared_address(weights) + operand_place(row, 16 * team.member + 8 * half) + (NG > 1 ? 1024 : OPERAND_BYTES) * second;
+  publish_pieces<0>(place, s, slot, columns, lane >> 2, w);
+  return w.largest >= 0x5C000000u || (w.largest & 0xFFFF) >= 0x5C00;  // 2^RESCALE_THRESHOLD; infinity and not a number are more
 }
 
 // This warp's part of the values of a step of the team: `count` of its warps have tokens.
@@ -150,10 +193,44 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
         u32 a[4];
         value_halves(codes[x], i, tables, a);
 #pragma unroll
-        for (int n = 0; n < NG; n++) mma_f16(acc.out[n][i], a[0], a[1], a[2], a[3], p[n].x, p[n].y);
+        for (int n = 0; n < NG; n++) mma_f16(acc.numbers(n, i), a[0], a[1], a[2], a[3], p[n].x, p[n].y);
       }
     }
   }
+}
+
+// The same by products of the warpgroup: a warp's slices are its part of the rows of so many products. Warps without tokens have
+// probabilities of zero.
+DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const Team& team, const LevelTables& tables, int lane, Accumulator& acc) {
+  Codes<V_BITS, VS, true, TEAM> codes[TEAM * NT];
+#pragma unroll
+  for (int i = 0; i < TEAM * NT; i++) codes[i].load(slots + i / NT * STAGES * SLOT + VALUES_AT + i % NT * V_TILE, lane, team.member);
+  constexpr int WANTED = (WARPS > 8 ? 4 : 8) / OUT_SLICES,  // products, for registers
+                AT_ONCE = WANTED < 1 ? 1 : WANTED > TEAM * NT ? TEAM * NT : WANTED;  // tiles
+  const u64 weights = smem_descriptor(shared_address(operands), 16);
+#pragma unroll
+  for (int i = 0; i < OUT_SLICES; i++) wgmma_fence_operand(acc.products(i));
+#pragma unroll
+  for (int first = 0; first < TEAM * NT; first += AT_ONCE) {
+    u32 a[AT_ONCE][OUT_SLICES][4];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++)
+#pragma unroll
+      for (int i = 0; i < OUT_SLICES; i++) value_halves(codes[first + k], i, tables, a[k][i]);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      const u64 operand = descriptor_behind(weights, (first + k) % NT * OPERAND_BYTES + 32 * ((first + k) / NT));
+#pragma unroll
+      for (int i = 0; i < OUT_SLICES; i++)
+        WarpgroupProduct::register_a(acc.products(i), a[k][i][0], a[k][i][1], a[k][i][2], a[k][i][3], operand);
+    }
+    wgmma_commit();
+    if (first) wgmma_wait<1>();
+  }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < OUT_SLICES; i++) wgmma_fence_operand(acc.products(i));
 }
 
 DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {

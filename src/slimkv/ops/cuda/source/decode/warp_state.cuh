@@ -1,5 +1,6 @@
 // What a warp keeps in registers while it goes through the steps of a range.
 #pragma once
+#include "common/hopper.cuh"
 #include "decode/queries.cuh"
 
 constexpr int C = NG * OWN;  // columns of a lane
@@ -19,6 +20,9 @@ constexpr int OUT_NUMBERS = OUT_IN_PRODUCTS ? 4 : 2;
 // seldom rescaled.
 constexpr float RESCALE_THRESHOLD = 8.0f;
 
+// Of a warpgroup, with as many columns.
+typedef WgmmaNarrow<8 * NG, false> WarpgroupProduct;
+
 // How codes become levels.
 struct LevelTables {
   Table key, value;  // in registers
@@ -27,14 +31,14 @@ struct LevelTables {
 
 // The queries' operands, unless they stay in shared memory.
 struct QueryOperands {
-  u32 q[NG][Q_IN_SHARED ? 1 : QI][2];
+  u32 q[NG][Q_IN_SHARED || WGMMA ? 1 : QI][2];
 
   DEVICE_MEMBER void load(const u8* operands, int lane) {
-    if (!Q_IN_SHARED)
+    if (!Q_IN_SHARED && !WGMMA)
 #pragma unroll
       for (int n = 0; n < NG; n++)
 #pragma unroll
-        for (int i = 0; i < QI; i++) load_operand(operands, n, i, lane, q[n][i]);
+        for (int i = 0; i < QI; i++) load_operand(operands, n, i, lane, q[n][WGMMA ? 0 : i]);
   }
   DEVICE_MEMBER void load_product(const u8* shared, int i, int lane) {
     if (Q_IN_SHARED)
@@ -68,14 +72,20 @@ struct ColumnState {
 // 8 n + 2 t + j. In a team, of the slices from OUT_SLICES times the warp's place on. Narrow halves: the sum of out[n][i][2 r] and
 // out[n][i][2 r + 1], or, of values as they are stored, dimensions g of slices i and i + 1 in out[n][i] and g + 8 in out[n][i + 1].
 struct Accumulator {
-  float out[NG][V_AS_STORED ? (OUT_SLICES + 1) / 2 * 2 : OUT_SLICES][OUT_NUMBERS], row_max[C], row_sum[C], shift[C];
+  static constexpr int SLICES = V_AS_STORED ? (OUT_SLICES + 1) / 2 * 2 : OUT_SLICES;
+  float out[WGMMA ? SLICES : NG][WGMMA ? NG : SLICES][OUT_NUMBERS], row_max[C], row_sum[C], shift[C];
   u32 largest_fields;  // two at a time: 0xFFFF marks a token whose K or V was not a number
+
+  DEVICE_MEMBER float (&numbers(int n, int i))[OUT_NUMBERS] { return out[WGMMA ? i : n][WGMMA ? n : i]; }
+  DEVICE_MEMBER const float (&numbers(int n, int i) const)[OUT_NUMBERS] { return out[WGMMA ? i : n][WGMMA ? n : i]; }
+  // Of all groups: what a product of the warpgroup adds to.
+  DEVICE_MEMBER float (&products(int i))[4 * NG] { return *(float(*)[4 * NG])&out[i]; }
 
   // Dimension 16 i + g + 8 r of the lane's column OWN n + j.
   DEVICE_MEMBER float number(int n, int i, int r, int j) const {
-    if (!OUT_IN_PRODUCTS) return out[n][i][r];
-    if (WIDE) return out[n][i][(2 * r + j) % OUT_NUMBERS];
-    const float(&pair)[OUT_NUMBERS] = out[n][V_AS_STORED ? i / 2 * 2 + r : i];
+    if (!OUT_IN_PRODUCTS) return numbers(n, i)[r];
+    if (WIDE) return numbers(n, i)[(2 * r + j) % OUT_NUMBERS];
+    const float(&pair)[OUT_NUMBERS] = numbers(n, V_AS_STORED ? i / 2 * 2 + r : i);
     const int at = 2 * (V_AS_STORED ? i % 2 : r) % OUT_NUMBERS;
     return pair[at] + pair[at + 1];
   }
@@ -87,9 +97,9 @@ struct Accumulator {
 #pragma unroll
     for (int n = 0; n < NG; n++)
 #pragma unroll
-      for (int i = 0; i < (int)(sizeof(out[n]) / sizeof(out[n][0])); i++)
+      for (int i = 0; i < SLICES; i++)
 #pragma unroll
-        for (int j = 0; j < OUT_NUMBERS; j++) out[n][i][j] = 0;
+        for (int j = 0; j < OUT_NUMBERS; j++) numbers(n, i)[j] = 0;
   }
 };
 

@@ -23,10 +23,10 @@ struct __attribute__((aligned(16))) Row { float start, unit, rope_unit; i32 visi
 // A stage of the ring: codes of latents, of rope parts, then their fields.
 constexpr int R_CODES_AT = 2 * L_TILE, L_FIELDS_AT = R_CODES_AT + 2 * R_TILE, R_FIELDS_AT = L_FIELDS_AT + 2 * STEP;
 constexpr int STAGE = R_FIELDS_AT + (R_KIND == RAW ? 0 : 2 * STEP);
-// Shared memory. Scores: [8 tokens, warp that summed them, lane].
-constexpr int SCORE_BYTES = 4 * WARPS * 32 * 16;
+// Shared memory. Scores: [8 tokens, warp that summed them, 8 rows, lane].
+constexpr int SCORE_BYTES = 4 * WARPS * 2 * 32 * 8;
 constexpr int QUERIES_AT = 0, ROPE_AT = QUERIES_AT + S * 512, SCORES_AT = ROPE_AT + ROPE_SLICES * 512;
-constexpr int WEIGHTS_AT = SCORES_AT + SCORE_BYTES, MOST_AT = WEIGHTS_AT + 1024, ROWS_AT = MOST_AT + 4 * WARPS * ROWS;
+constexpr int WEIGHTS_AT = SCORES_AT + SCORE_BYTES, MOST_AT = WEIGHTS_AT + 1024, ROWS_AT = MOST_AT + 4 * 4 * ROWS;
 constexpr int BARRIERS_AT = ROWS_AT + 16 * ROWS, ROUTE_AT = BARRIERS_AT + 32, RING_AT = BARRIERS_AT + 96;
 constexpr int R_LEVELS_AT = RING_AT + STAGES * STAGE, PAIRS_AT = R_LEVELS_AT + 4 * R_COPIES * R_LEVELS;
 constexpr int ALL = PAIRS_AT + (BY_PAIRS ? 128 * PAIR_ENTRIES : 0);
@@ -36,8 +36,7 @@ static_assert(ALL == SHARED, "the launcher counts shared memory as this file doe
 // ---- queries ------------------------------------------------------------------------------------------------------
 
 // Row n of a block, by one warp, to fragments. Rows beyond the last are zeros and see nothing.
-DEVICE void stage_query(const LatentArgs& args, const Item& item, int n, u8* shared, int lane) {
-  const Query query(args, item, n, lane);
+DEVICE void stage_query(const LatentArgs& args, const Item& item, const Query& query, int n, u8* shared) {
   auto place = [&](int at) { return at / 16 * 512 + (4 * (n % 8) + at % 8 / 2) * 16 + (n / 8 + 2 * (at % 16 / 8)) * 4 + at % 2 * 2; };
   float sum = 0.0f;
   query.latent_operand([&](int at, u32 bits) {
@@ -47,7 +46,7 @@ DEVICE void stage_query(const LatentArgs& args, const Item& item, int n, u8* sha
   query.rope_operand([&](int at, u32 bits) { *(u16*)(shared + ROPE_AT + place(at)) = (u16)bits; });
 #pragma unroll
   for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
-  if (lane == 0)
+  if (query.lane == 0)
     ((Row*)(shared + ROWS_AT))[n] = {-SHIFT * sum, query.latent_unit() * args.scale, query.rope_unit() * args.scale,
                                      query.real ? item.visible_end(args, n) : 0};
 }
@@ -119,42 +118,44 @@ DEVICE float exponent_of(u32 field) { return as_float(0x4B000000u | field >> 10)
 
 // ---- the ring -----------------------------------------------------------------------------------------------------
 
-// Steps first .. last of a sequence, on their way to the ring; one warp's work.
+// Steps first .. last of a sequence, on their way to the ring. One lane of each of the first warps copies one region of the pages.
 struct Loader {
+  static constexpr int REGIONS = R_KIND == RAW ? 3 : 4;
   const LatentArgs& args;
   const i32* pages;  // of the sequence
-  int length, at, last, lane;
-  i32 ahead[STEP / GRAIN];  // pages of the next step
+  int length, at, last;
+  const bool copies;
+  const int from, to, each;  // the region in a page and in a stage, bytes of a token
+  i32 ahead[STEP / GRAIN];   // pages of the next step; a register of the lane, for which nobody waits before it is used
 
-  DEVICE_MEMBER Loader(const LatentArgs& args_, const Item& item, int first, int last_, int lane_)
-      : args(args_), pages(args_.block_table + (i64)item.sequence * args_.table_stride), length(item.length), at(first), last(last_), lane(lane_) {
-    look();
+  DEVICE_MEMBER Loader(const LatentArgs& args_, const Item& item, int first, int last_, int warp, int lane)
+      : args(args_), pages(args_.block_table + (i64)item.sequence * args_.table_stride), length(item.length), at(first), last(last_),
+        copies(lane == 0 && warp < REGIONS), from(warp == 0 ? 0 : warp == 1 ? R_CODES : warp == 2 ? L_FIELDS : R_FIELDS),
+        to(warp == 0 ? 0 : warp == 1 ? R_CODES_AT : warp == 2 ? L_FIELDS_AT : R_FIELDS_AT),
+        each(warp == 0 ? L_TILE / 16 : warp == 1 ? R_TILE / 16 : 2) {
+    if (copies) look();
   }
   DEVICE_MEMBER void look() {
 #pragma unroll
     for (int i = 0; i < STEP / GRAIN; i++) {
       const int token = at * STEP + i * GRAIN;
-      ahead[i] = at < last && token < length ? ldg_i32(pages + token / BLOCK_SIZE) : -1;
+      ahead[i] = at < last && token < length ? ldg_i32(pages + (u32)token / BLOCK_SIZE) : -1;
     }
   }
   DEVICE_MEMBER void load(u8* stage, u64* barrier) {
-    if (at >= last) return;
-    constexpr u32 EACH = GRAIN / 16 * (L_TILE + R_TILE) + 2 * GRAIN + (R_KIND == RAW ? 0 : 2 * GRAIN);
-    u32 bytes = 0;
+    if (!copies || at >= last) return;
+    if (from == 0) {  // announces all regions
+      constexpr u32 ALL_REGIONS = GRAIN / 16 * (L_TILE + R_TILE) + 2 * GRAIN + (R_KIND == RAW ? 0 : 2 * GRAIN);
+      u32 bytes = 0;
 #pragma unroll
-    for (int i = 0; i < STEP / GRAIN; i++) bytes += ahead[i] < 0 ? 0 : EACH;
-    if (lane == 0) mbarrier_arrive_expect_tx(barrier, bytes);
+      for (int i = 0; i < STEP / GRAIN; i++) bytes += ahead[i] < 0 ? 0 : ALL_REGIONS;
+      mbarrier_arrive_expect_tx(barrier, bytes);
+    }
 #pragma unroll
     for (int i = 0; i < STEP / GRAIN; i++) {
-      const i32 number = shfl(ahead[i], 0);
-      if (number < 0) continue;
-      if (lane) continue;
-      const u8* page = args.pages + number * args.page_stride;
-      const int place = (at * STEP + i * GRAIN) % BLOCK_SIZE;
-      cp_async_bulk(stage + i * L_TILE, page + place / 16 * L_TILE, GRAIN / 16 * L_TILE, barrier);
-      cp_async_bulk(stage + R_CODES_AT + i * R_TILE, page + R_CODES + place / 16 * R_TILE, GRAIN / 16 * R_TILE, barrier);
-      cp_async_bulk(stage + L_FIELDS_AT + 2 * i * GRAIN, page + L_FIELDS + 2 * place, 2 * GRAIN, barrier);
-      if (R_KIND != RAW) cp_async_bulk(stage + R_FIELDS_AT + 2 * i * GRAIN, page + R_FIELDS + 2 * place, 2 * GRAIN, barrier);
+      if (ahead[i] < 0) continue;
+      const int place = (u32)(at * STEP + i * GRAIN) % BLOCK_SIZE;
+      cp_async_bulk(stage + to + i * GRAIN * each, args.pages + ahead[i] * args.page_stride + from + place * each, GRAIN * each, barrier);
     }
     at++;
     look();
@@ -179,7 +180,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
   sync_threads();
   const LevelTable levels = {shared_address(shared + PAIRS_AT) + 4 * lane};
   const RopeLevels<R_COPIES> rope_levels = {shared_address(shared + R_LEVELS_AT) + 4 * (lane % R_COPIES)};
-  const Words4* const scores = (const Words4*)(shared + SCORES_AT);
+  Words2* const scores = (Words2*)(shared + SCORES_AT);
   float* const most = (float*)(shared + MOST_AT);
   int slot = 0;
   u32 phase = 0;
@@ -197,13 +198,12 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
     if (range.sequence < 0) return;
     const Item item(args, range.sequence, range.tile);
     const int last = shfl(min_i32(range.last, item.steps(args)), 0);
-    Loader loader(args, item, range.first, last, lane);
-    if (warp == 0)
-      for (int i = 0; i < STAGES; i++) {
-        const int to = slot + i < STAGES ? slot + i : slot + i - STAGES;
-        loader.load(shared + RING_AT + to * STAGE, full + to);
-      }
-    for (int n = warp; n < ROWS; n += WARPS) stage_query(args, item, n, shared, lane);
+    Loader loader(args, item, range.first, last, warp, lane);
+    for (int i = 0; i < STAGES; i++) {
+      const int to = slot + i < STAGES ? slot + i : slot + i - STAGES;
+      loader.load(shared + RING_AT + to * STAGE, full + to);
+    }
+    each_query<WARPS, ROWS / WARPS>(args, item, warp, lane, [&](const Query& query, int n) { stage_query(args, item, query, n, shared); });
     sync_threads();
 
     Words4 queries[OWN];  // of the own dimensions
@@ -250,7 +250,8 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
       }
 #pragma unroll
       for (int j = 0; j < 4; j++)
-        *(Words4*)(scores + (j * WARPS + warp) * 32 + lane) = {as_bits(s[j][0]), as_bits(s[j][1]), as_bits(s[j][2]), as_bits(s[j][3])};
+#pragma unroll
+        for (int n = 0; n < 2; n++) scores[((j * WARPS + warp) * 2 + n) * 32 + lane] = {as_bits(s[j][2 * n]), as_bits(s[j][2 * n + 1])};
       // -- those of rope parts of 8 tokens, and their fields
       Fragment r = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -273,20 +274,29 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
       }
       sync_threads();
       // -- the stage is free, all sums are there
-      if (warp == 0) loader.load((u8*)stage, full + slot);
+      loader.load((u8*)stage, full + slot);
       slot++;
       if (slot == STAGES) slot = 0, phase ^= 1;
       const bool clear = (step + 1) * STEP <= clear_end;
-      Words4 sums[4];
-#pragma unroll
-      for (int w = 0; w < 4; w++) sums[w] = scores[(warp * WARPS + w) * 32 + lane];
       float x[4], top[2];
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        auto of = [&](int w) { return as_float(i == 0 ? sums[w].x : i == 1 ? sums[w].y : i == 2 ? sums[w].z : sums[w].w); };
-        const Row& own = row[i / 2];
-        x[i] = ((of(0) + of(1)) + (of(2) + of(3)) + own.start) * (value_scale[i % 2] * own.unit) + r[i] * (rope_scale[i % 2] * own.rope_unit);
-        if (!clear && token + i % 2 >= own.visible_end) x[i] = MINUS_INFINITY;
+      for (int n = 0; n < 2; n++) {
+        float low[WARPS], high[WARPS];
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+          const Words2 sums = scores[((warp * WARPS + w) * 2 + n) * 32 + lane];
+          low[w] = as_float(sums.x), high[w] = as_float(sums.y);
+        }
+#pragma unroll
+        for (int w = WARPS / 2; w; w /= 2)
+#pragma unroll
+          for (int i = 0; i < w; i++) low[i] += low[i + w], high[i] += high[i + w];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float& own = x[2 * n + i];
+          own = ((i ? high[0] : low[0]) + row[n].start) * (value_scale[i] * row[n].unit) + r[2 * n + i] * (rope_scale[i] * row[n].rope_unit);
+          if (!clear && token + i >= row[n].visible_end) own = MINUS_INFINITY;
+        }
       }
       // -- weights of 8 tokens, by the reference so far: it seldom changes
       bool behind = false;
@@ -295,19 +305,17 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
         top[n] = max_f32(x[2 * n] + exponent[0], x[2 * n + 1] + exponent[1]);
         behind = behind || top[n] > reference[n] + RESCALE_THRESHOLD;
       }
-      u32* const weights = (u32*)(shared + WEIGHTS_AT + warp / 2 * 512 + 16 * lane + warp % 2 * 8);
-      float sum[2], by[2] = {1.0f, 1.0f};
+      float sum[2];
       auto weigh = [&] {
-        u32 pair[2];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
           const float shift = reference[n] == MINUS_INFINITY ? 0.0f : reference[n];
           const float p = exp2_approx(x[2 * n] - shift), q = exp2_approx(x[2 * n + 1] - shift);
           sum[n] = p + q;
           // What is not seen weighs nothing, even if it is not a number.
-          pair[n] = pack_f16x2(p > 0.0f ? p * value_scale[0] : p, q > 0.0f ? q * value_scale[1] : q);
+          *(u32*)(shared + WEIGHTS_AT + warp / 2 * 512 + 16 * lane + warp % 2 * 8 + 4 * n) =
+              pack_f16x2(p > 0.0f ? p * value_scale[0] : p, q > 0.0f ? q * value_scale[1] : q);
         }
-        *(Words2*)weights = {pair[0], pair[1]};
       };
       weigh();
       if (team_any(behind, 1, THREADS)) {
@@ -318,6 +326,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
           if (t == 0) most[warp * ROWS + g + 8 * n] = top[n];
         }
         sync_threads();
+        float by[2];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
           const float* all = most + g + 8 * n;
@@ -328,6 +337,8 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
         }
         weigh();
 #pragma unroll
+        for (int n = 0; n < 2; n++) row_sum[n] *= by[n];
+#pragma unroll
         for (int i = 0; i < 4; i++) {
           weight_sum[i] *= by[i / 2];
 #pragma unroll
@@ -336,7 +347,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
         sync_threads();
       }
 #pragma unroll
-      for (int n = 0; n < 2; n++) row_sum[n] = row_sum[n] * by[n] + sum[n];
+      for (int n = 0; n < 2; n++) row_sum[n] += sum[n];
       // -- the weighted sum of the own dimensions
 #pragma unroll
       for (int half = 0; half < 2; half++) {

@@ -40,3 +40,19 @@ struct Query {
     for (int i = 0; i < RD / 32; i++) put(lane + 32 * i, BF16_ROPE ? f32_to_bf16(y[i] * by) : f32_to_f16(y[i] * down));
   }
 };
+
+// Calls stage(query, n) for rows first, first + STRIDE, ..., of which COUNT, two or four, are on their way at a time.
+template <int STRIDE, int COUNT, class F>
+DEVICE void each_query(const LatentArgs& args, const Item& item, int first, int lane, const F& stage) {
+  static_assert((COUNT == 2 || COUNT == 4) && ROWS % (COUNT * STRIDE) == 0, "rows");
+#pragma unroll 1
+  for (int n = first; n < ROWS; n += COUNT * STRIDE) {
+    const Query a(args, item, n, lane), b(args, item, n + STRIDE, lane);
+    if constexpr (COUNT == 4) {
+      const Query c(args, item, n + 2 * STRIDE, lane), d(args, item, n + 3 * STRIDE, lane);
+      stage(a, n), stage(b, n + STRIDE), stage(c, n + 2 * STRIDE), stage(d, n + 3 * STRIDE);
+    } else {
+      stage(a, n), stage(b, n + STRIDE);
+    }
+  }
+}
