@@ -157,7 +157,7 @@ template <int I> DEVICE void publish_pieces(u32 place, const StepScores& s, cons
   if constexpr (I + 1 < NT * NG / 2) publish_pieces<I + 1>(place, s, slot, columns, g, w);
 }
 
-// `again`: after the reference has moved; a column that has seen nothing yet has none. Returns whether it must move.
+// Returns whether the reference must move. AGAIN: it has; a column that has seen nothing yet has none.
 template <bool AGAIN> DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const ColumnState& columns, u8* weights, const Team& team, int lane,
                                                        const Accumulator& acc, Weighing& w) {
   static_assert(!WGMMA || NT * NG % 2 == 0, "two groups or two tiles at a time");
