@@ -1,7 +1,7 @@
 """A stand-in for SGLang's compiled kernels, which have no build for this machine.
 
-Every name can be imported. What speculation and several ranks call is written out; calling anything else raises with its
-name, so that a lane never runs on something made up.
+Every name can be imported. What speculation and several ranks call is written out; calling anything else raises with
+its name, so that a lane never runs on something made up.
 """
 
 from __future__ import annotations
