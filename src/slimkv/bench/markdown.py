@@ -21,6 +21,12 @@ NAMES = {
     "copy": "a copy of as many bytes",
     "scatter": "torch `index_put`, bf16",
 }
+LATENT_NAMES = {
+    "flashmla_bf16": "FlashMLA bf16",
+    "flashmla_fp8": "FlashMLA fp8",
+    "flash_attn_mla_bf16": "FA3 latents bf16",
+}
+NAMES |= LATENT_NAMES
 
 
 def reports_in(folder: Path) -> list[Report]:
@@ -29,33 +35,44 @@ def reports_in(folder: Path) -> list[Report]:
 
 
 def table(report: Report) -> str:
-    """One report: where it was measured, a row per cell, and what the rotation costs."""
-    present = list(dict.fromkeys(b.name for row in report.rows for b in row.baselines if b.ms is not None))
-    with_error = any(row.error is not None for row in report.rows)
+    """One report: where it was measured, a row per cell, and what the rotation costs.
+
+    Latents, which have baselines of their own, get a table of their own.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    head = ["cell", "format", "backend", "time", "of copy bandwidth", *(f"{NAMES[n]} takes" for n in present)]
-    head += ["error"] if with_error else []
     lines = [
         f"`{report.operation}` on one {report.device} ({report.copy_bytes_per_second / 1e12:.2f} TB/s copy), "
-        f"{report.date}; {versions}; `{report.command}`:",
-        "",
-        _row(head),
-        _row(["---"] * len(head)),
+        f"{report.date}; {versions}; `{report.command}`:"
     ]
-    for row in report.rows:
-        cells = [row.cell, f"`{row.format}`", row.backend, _time(row.ms), _share(row)]
-        cells += [_ratio(row, name) for name in present]
-        cells += [f"{row.error:.1e}" if row.error is not None else ""] if with_error else []
-        lines.append(_row(cells))
+    latents = [row for row in report.rows if any(b.name in LATENT_NAMES for b in row.baselines)]
+    for rows in ([row for row in report.rows if row not in latents], latents):
+        if rows:
+            lines += ["", *_table(rows)]
     for r in report.rotation:
         lines += [
             "",
             f"The rotation ({r.backend}): {_time(r.without_ms)} without, {_time(r.with_ms)} with ({r.cost:+.1%}).",
         ]
+    present = {b.name for row in report.rows for b in row.baselines if b.ms is not None}
     absent = {b.name: b.detail for row in report.rows for b in row.baselines if b.ms is None and b.name not in present}
     for name, detail in absent.items():
         lines += ["", f"{NAMES[name]} is absent: {detail}."]
     return "\n".join(lines)
+
+
+def _table(rows: list[Row]) -> list[str]:
+    """A column for every baseline that ran."""
+    present = list(dict.fromkeys(b.name for row in rows for b in row.baselines if b.ms is not None))
+    with_error = any(row.error is not None for row in rows)
+    head = ["cell", "format", "backend", "time", "of copy bandwidth", *(f"{NAMES[n]} takes" for n in present)]
+    head += ["error"] if with_error else []
+    lines = [_row(head), _row(["---"] * len(head))]
+    for row in rows:
+        cells = [row.cell, f"`{row.format}`", row.backend, _time(row.ms), _share(row)]
+        cells += [_ratio(row, name) for name in present]
+        cells += [f"{row.error:.1e}" if row.error is not None else ""] if with_error else []
+        lines.append(_row(cells))
+    return lines
 
 
 def _row(cells: list[str]) -> str:
