@@ -50,11 +50,18 @@ def partings(alone: dict, drafted: dict, name: str) -> dict[int, tuple[int, floa
     return out
 
 
-def test_speculation_gives_the_tokens_it_gives_without():
-    """k4v4 with full CUDA graphs; a prompt counts where the stock cache itself gives the same tokens."""
+def test_speculation_changes_no_more_than_another_batch_does():
+    """k4v4 with full CUDA graphs; a prompt counts where the stock cache itself gives the same tokens.
+
+    Products of another shape round otherwise in bf16, some numbers then fall on the other side of a code's boundary,
+    and each of those moves more numbers of the next layer across theirs: after a few tokens the codes' noise is another
+    one. So codes may part wherever they part when the same prompts are asked one by one, without any draft. A verified
+    token that attended wrong pages would part by nats, and at once.
+    """
     speculations = {"n-gram": NGRAM, "draft model": drafts()}
     prompts = [*ragged(), *long(), *repeating()]
-    plain, drafting = [{**run("a", prompts, 48), "logprobs": 5}], [run("a", prompts, 48)]
+    plain = [{**run("a", prompts, 48), "logprobs": 20}, run("one by one", prompts, 48, one_by_one=True, reset=True)]
+    drafting = [run("a", prompts, 48)]
     systems = {"stock": {}, "k4v4": slimkv("k4v4")}
     cells = [(system, how) for system in systems for how in (None, *speculations)]
     results = dict(
@@ -69,6 +76,11 @@ def test_speculation_gives_the_tokens_it_gives_without():
             strict=True,
         )
     )
+    batch = results["k4v4", None]
+    alone = {**batch, "tokens": {"a": batch["tokens"]["one by one"]}}
+    by_batch = {i: gap for i, (_, gap) in partings(batch, alone, "a").items()}
+    print(f"no draft, k4v4: {len(by_batch)} of {len(prompts)} prompts part when asked one by one (gap): {by_batch}")
+    allowed = max(NEAR_TIE, *by_batch.values()) if by_batch else NEAR_TIE
     for how in speculations:
         found = {}
         for system in systems:
@@ -77,7 +89,7 @@ def test_speculation_gives_the_tokens_it_gives_without():
             found[system] = partings(results[system, None], drafted, "a")
             print(f"{how}, {system}: {len(found[system])} of {len(prompts)} prompts part (token, gap): {found[system]}")
         apart = {i: gap for i, (_, gap) in found["k4v4"].items() if i not in found["stock"]}
-        assert all(gap < NEAR_TIE for gap in apart.values()), (how, apart)
+        assert all(gap <= allowed for gap in apart.values()), (how, allowed, apart)
 
 
 def falcon_h1():
