@@ -185,6 +185,23 @@ struct Softmax {
     }
   }
 
+  // Raises the references by `lift`, which is then done, and begins what the output so far is to be multiplied by.
+  DEVICE_MEMBER void raise_references(float (&lift)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      row_max[r] += lift[r];
+      rescale[r] = lift[r] > 0.0f ? 1.0f / (1 << (int)LIFT) : 1.0f;
+      lift[r] = 0.0f;
+    }
+  }
+
+  DEVICE_MEMBER void rescale_output(float (&o)[OUTPUTS]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_sum[r] *= rescale[r];
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) o[i] *= rescale[i / 2 % 2];
+  }
+
   // What the products with a tile's digits add to the sums: those of the rounded weights, so that they sum to 1.
   DEVICE_MEMBER void add_sums(const float* digits, float inverse) {
 #pragma unroll

@@ -31,12 +31,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     wgmma_wait<decltype(pending)::VALUE ? 1 : 0>();
     wgmma_fence_operand(sums.part[0]);
     needs_rescale = lifted;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      softmax.row_max[r] += lift[r];
-      softmax.rescale[r] = lift[r] > 0.0f ? 1.0f / (1 << (int)LIFT) : 1.0f;
-      lift[r] = 0.0f;
-    }
+    softmax.raise_references(lift);
     lifted = false;
     const int first = tile * STEP + half * TOKENS;
     const bool clear = !MASKED || (first + TOKENS <= w.clear_end && (!WINDOW || first >= w.clear_begin));
@@ -65,13 +60,6 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
   };
-  auto rescale_output = [&] {
-    if (!needs_rescale) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) softmax.row_sum[r] *= softmax.rescale[r];
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
-  };
   // The first half of tile i, beside the output of the second half of the tile before it.
   auto first_half = [&](auto how, int i) {
     const Place next = place.next();
@@ -81,7 +69,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     add = true;
     take(how, Yes{}, tile_at(w, i), next.slot, 0, p[0]);
     add_output(Yes{});
-    rescale_output();
+    if (needs_rescale) softmax.rescale_output(o);
     place = next;
   };
   // The second half of tile i, beside the output of the first.
@@ -94,7 +82,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.keys_empty + place.slot);
     add_output(No{});
-    rescale_output();
+    if (needs_rescale) softmax.rescale_output(o);
     if (i > 0 && i % PROMOTE == 0) {
       totals.add(o, softmax.row_max);
       add = false;
@@ -103,7 +91,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
   start_sums(sums, queries, keys + place.slot * KEYS_BYTES, 0);
   take(FirstTile{}, No{}, tile_at(w, 0), place.slot, 0, p[0]);
-  rescale_output();
+  if (needs_rescale) softmax.rescale_output(o);
   second_half(SecondTile{}, 0);
   int i = 1;
   // Without a window, what has masks is among the first tiles.

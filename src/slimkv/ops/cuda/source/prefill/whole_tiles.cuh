@@ -24,12 +24,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     for (int h = 0; h < PARTS; h++) wgmma_fence_operand(sums.part[h]);
     const bool clear = (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
     needs_rescale = lifted;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      softmax.row_max[r] += lift[r];
-      softmax.rescale[r] = lift[r] > 0.0f ? 1.0f / (1 << (int)LIFT) : 1.0f;
-      lift[r] = 0.0f;
-    }
+    softmax.raise_references(lift);
     lifted = false;
     const bool weighed = !first && clear;
     if (!weighed || warp_any(softmax.template weigh<false>(sums, TokenScales(numbers, 4 * t), numbers, visible, tile * STEP, t, args.softcap, 0, to))) {
@@ -48,18 +43,11 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
   };
-  auto rescale_output = [&] {
-    if (!needs_rescale) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) softmax.row_sum[r] *= softmax.rescale[r];
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) o[i] *= softmax.rescale[i / 2 % 2];
-  };
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
   start_sums(sums, queries, keys + place.slot * KEYS_BYTES, 0);
   wgmma_wait<0>();
   take(tile_at(w, 0), place.slot, true, p);
-  rescale_output();
+  if (needs_rescale) softmax.rescale_output(o);
   for (int i = 1; i < w.count; i++) {
     const Place next = place.next();  // of keys, which are one further than values
     mbarrier_wait(rings.keys_full + next.slot, next.parity);
@@ -73,7 +61,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     wgmma_fence_operand(o);
     wgmma_fence_operand(digits);
     add_sums();
-    rescale_output();
+    if (needs_rescale) softmax.rescale_output(o);
     if (i % PROMOTE == 0) {
       totals.add(o, softmax.row_max);
       add = false;
