@@ -78,6 +78,15 @@ def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str)
         return json.loads(result.read_text())
 
 
+def plugin_path(folder: Path, name: str, register: str) -> str:
+    """A PYTHONPATH on which SGLang finds ``folder``, and a plugin in it whose entry point is ``register``."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {register}\n")
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def prefixed() -> list[list[int]]:
     """Requests that share six pages and a little more."""
     return sharing(6 * PAGE + 12)

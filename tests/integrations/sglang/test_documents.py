@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import subprocess
 import sys
 
@@ -12,6 +10,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from engines import LIMIT_SECONDS, environment
+from observed import check_a_calibration_is_made
 from prompts import model_folder
 
 from documents import PAGES, commands, snippets
@@ -37,17 +36,8 @@ def test_every_command_has_a_test():
 
 @pytest.mark.parametrize("command", CALIBRATED)
 def test_calibrations_are_made(command, tmp_path):
-    words = shlex.split(command)
-    words[words.index("MODEL")] = model_folder()
     on_cpu = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "max_total_tokens": 1024}
-    words[words.index("--engine-options") + 1] = json.dumps(on_cpu)
-    small = ["--windows", "1", "--tokens", "64", "-o", str(tmp_path / "made.safetensors")]
-    done = subprocess.run(
-        [sys.executable, "-m", "slimkv", *words[1:], *small], env=environment(), capture_output=True, text=True,
-        timeout=LIMIT_SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert (tmp_path / "made.safetensors").is_file()
+    check_a_calibration_is_made(command, on_cpu, tmp_path / "made.safetensors", environment(), LIMIT_SECONDS)
 
 
 @pytest.mark.parametrize(("page", "snippet"), PYTHON)

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("sglang")
 
-from engines import engine, prefixed, run_engine, slimkv
+from engines import engine, plugin_path, prefixed, run_engine, slimkv
 from prompts import long, model_folder, ragged, run
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 STEPS = 3
-
-
-def drafting(folder) -> str:
-    """A folder for PYTHONPATH from which SGLang loads the plugin that lets ``torch_native`` draft."""
-    info = folder / "drafts-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: drafts\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\ndrafts = torch_native_drafts:register\n")
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def test_a_draft_model_changes_no_token(tmp_path):
@@ -33,8 +22,9 @@ def test_a_draft_model_changes_no_token(tmp_path):
         "speculative_draft_attention_backend": "torch_native",
     }  # fmt: skip
     runs = [run("mixed", [*ragged(), *long()], 24), run("miss", prefixed(), 12), run("hit", prefixed(), 12)]
+    path = plugin_path(tmp_path, "drafts", "torch_native_drafts:register")  # lets ``torch_native`` draft
     alone = run_engine(engine(**slimkv("k4v4")), runs)
-    drafted = run_engine(engine(**drafts, **slimkv("k4v4")), runs, PYTHONPATH=drafting(tmp_path))
+    drafted = run_engine(engine(**drafts, **slimkv("k4v4")), runs, PYTHONPATH=path)
     assert drafted["tokens"] == alone["tokens"]
     assert drafted["tokens"]["hit"] == drafted["tokens"]["miss"]
     assert min(drafted["cached"]["hit"]) >= 6 * drafted["page_size"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("sglang")
 
-from engines import engine, run_engine, slimkv
+from engines import engine, plugin_path, run_engine, slimkv
 from prompts import EngineError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -30,13 +28,9 @@ def register():
 
 
 def breaking_plugin(folder, name: str) -> str:
-    """A folder for PYTHONPATH from which SGLang loads a plugin that breaks the hook on ``name``."""
+    """A PYTHONPATH with a plugin that breaks the hook on ``name``."""
     (folder / "breaker.py").write_text(BREAKER.format(name=name))
-    info = folder / "breaker-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breaker\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbreaker = breaker:register\n")
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return plugin_path(folder, "breaker", "breaker:register")
 
 
 def test_a_broken_hook(tmp_path):

@@ -1,10 +1,16 @@
-"""A model that engines are calibrated with, and what transformers finds in it."""
+"""Calibration in engines: a model, what transformers finds in it, and the commands of the documents."""
 
 from __future__ import annotations
 
+import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from prompts import model_folder
 
 from slimkv.calibration import Calibration
 
@@ -40,3 +46,19 @@ def check_it_is_what_transformers_finds(folder: str, made: Calibration) -> None:
         apart = (layer.query_moment - want.query_moment).norm(dim=(1, 2)) / want.query_moment.norm(dim=(1, 2))
         swapped = (layer.query_moment - want.query_moment.flip(0)).norm() / want.query_moment.norm()
         assert apart.max() < 0.5 * swapped
+
+
+def check_a_calibration_is_made(
+    command: str, options: dict[str, Any], target: Path, environment: dict[str, str], seconds: float
+) -> None:
+    """Runs a ``slimkv calibrate`` of the documents on SmolLM2, with engine options for a CPU and little text."""
+    words = shlex.split(command)
+    words[words.index("MODEL")] = model_folder()
+    words[words.index("--engine-options") + 1] = json.dumps(options)
+    small = ["--windows", "1", "--tokens", "64", "-o", str(target)]
+    done = subprocess.run(
+        [sys.executable, "-m", "slimkv", *words[1:], *small], env=environment, capture_output=True, text=True,
+        timeout=seconds, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert target.is_file()

@@ -89,6 +89,11 @@ NGRAM = {
 }  # fmt: skip
 
 
+def draft_model() -> dict[str, Any]:
+    """SmolLM2 drafting for itself."""
+    return {"speculative_config": {"method": "draft_model", "model": model_folder(), "num_speculative_tokens": 3}}
+
+
 def engine(**arguments: Any) -> dict[str, Any]:
     """Engine arguments with the model."""
     return {"model": model_folder(), **arguments}

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import NGRAM, engine, prefixed, repeating, run_engine, slimkv
-from prompts import long, model_folder, piece, ragged, run
+from engines import NGRAM, draft_model, engine, prefixed, repeating, run_engine, slimkv
+from prompts import long, piece, ragged, run
 
 from slimkv.spec import CodecSpec, PageLayout
 
@@ -65,11 +65,8 @@ def test_speculation_on_codes_changes_nothing(codes):
 
 def test_a_draft_model_keeps_its_own_cache_and_changes_nothing(codes):
     """SmolLM2 drafting for itself: the target's pages hold codes, the draft's are vLLM's own."""
-    drafting = {
-        "speculative_config": {"method": "draft_model", "model": model_folder(), "num_speculative_tokens": 3},
-        "max_num_batched_tokens": 512,  # a draft's steps have a token a request more than the target's
-    }
-    drafted = run_engine(engine(**drafting, **slimkv("k4v4")), [run("repeating", repeating(), 20)])
+    room = {"max_num_batched_tokens": 512}  # a draft's steps have a token a request more than the target's
+    drafted = run_engine(engine(**room, **draft_model(), **slimkv("k4v4")), [run("repeating", repeating(), 20)])
     assert drafted["counters"]["repeating"]["vllm:spec_decode_num_accepted_tokens"] > 10
     assert drafted["tokens"]["repeating"] == codes["tokens"]["repeating"]
     formats = {name.startswith("draft_model"): format for name, (_, format) in drafted["layers"].items()}

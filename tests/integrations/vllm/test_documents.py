@@ -15,6 +15,7 @@ pytest.importorskip("openai")
 import openai
 import torch
 from engines import ENVIRONMENT, environment
+from observed import check_a_calibration_is_made
 from prompts import model_folder
 from servers import serving
 
@@ -65,17 +66,8 @@ def test_servers_answer(command, calibration, tmp_path):
 
 @pytest.mark.parametrize("command", CALIBRATED)
 def test_calibrations_are_made(command, tmp_path):
-    words = shlex.split(command)
-    words[words.index("MODEL")] = model_folder()
-    options = words.index("--engine-options") + 1
-    words[options] = '{"dtype": "float32", "block_size": 32}'
-    small = ["--windows", "1", "--tokens", "64", "-o", str(tmp_path / "made.safetensors")]
-    done = subprocess.run(
-        [sys.executable, "-m", "slimkv", *words[1:], *small], env=environment(), capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert (tmp_path / "made.safetensors").is_file()
+    on_cpu = {"dtype": "float32", "block_size": 32}
+    check_a_calibration_is_made(command, on_cpu, tmp_path / "made.safetensors", environment(), 600)
 
 
 @pytest.mark.parametrize("command", MEASURED)

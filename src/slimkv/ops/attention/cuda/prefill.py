@@ -2,8 +2,8 @@
 
 Many queries a sequence: two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). More than the
 workspace holds takes several passes: over the sequences, or over a part of all contexts at a time, which hand on the
-state of the softmax. Few queries: one launch of ``attend``, whose blocks
-unpack for themselves (source/prefill/producer.cuh).
+state of the softmax. Few queries: one launch of ``attend``, whose blocks unpack for themselves
+(source/prefill/producer.cuh).
 """
 
 from __future__ import annotations
