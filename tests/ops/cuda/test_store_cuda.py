@@ -24,6 +24,7 @@ from slimkv import Codec
 from slimkv.codec.codebook import codebook
 from slimkv.ops.store.api import REGISTRY, StoreRequest
 from slimkv.ops.store.cuda import launch as store_cuda
+from slimkv.ops.store.cuda.args import cells
 from slimkv.spec import Kind
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
@@ -40,8 +41,8 @@ SEARCHED = [
 def emulate(request: StoreRequest) -> None:
     """What ``store_cuda.run`` does, on the emulated GPU."""
     plan, grid, args = store_cuda.prepare(request)
-    library = host.compile(Path(store_cuda.SOURCE), plan.defines)
-    host.launch(library, store_cuda.KERNEL, grid=grid, threads=plan.threads, shared=plan.shared, args=args)
+    library = host.compile(Path(plan.source), plan.defines)
+    host.launch(library, plan.kernel, grid=grid, threads=plan.threads, shared=plan.shared, args=args)
 
 
 def taken(case: Case) -> bool:
@@ -203,9 +204,9 @@ def test_cells_reach_as_far_as_a_norm_can_be_wrong(dim, bits):
     ties = torch.arange(0, 128, 2, dtype=torch.float64)  # steps of a coordinate; the largest has at least 128
     norms = (128**2 + (dim - 1) * (ties + 0.5) ** 2).sqrt(), (128**2 + (dim - 1) * ties**2).sqrt()
     largest = Codec.from_format(f"k{bits}v{bits}", dim).key_tables.unit * dim**0.5
-    shift, zero, cells = store_cuda._cells(codebook(bits, dim), largest)
+    shift, zero, numbers = cells(codebook(bits, dim), largest)
     assert zero > largest * 2**shift * float((norms[0] / norms[1]).max()) + 1
-    assert len(cells) == 2 * zero
+    assert len(numbers) == 2 * zero
 
 
 def test_what_it_does_not_take_is_named():
