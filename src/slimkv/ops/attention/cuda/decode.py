@@ -223,9 +223,11 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
     tokens = _seen_tokens(request)
     single = total if sequences == 1 and request.max_query_len <= most_queries and tokens <= CLUSTER_TOKENS else 0
+    amount = amount_of(device, layout, tokens, sequences * num_kv_heads)
+    if request.max_query_len > most_queries:  # beside a prefill: one kernel for all, however little there is to do
+        amount = Amount(False, False, False, False)
     plan = _plan(
-        device, layout, group, min(request.max_query_len, most_queries),
-        amount_of(device, layout, tokens, sequences * num_kv_heads), (single, num_kv_heads),
+        device, layout, group, min(request.max_query_len, most_queries), amount, (single, num_kv_heads),
         query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
