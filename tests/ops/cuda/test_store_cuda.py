@@ -24,8 +24,8 @@ from slimkv import Codec
 from slimkv.codec.codebook import codebook
 from slimkv.ops.store.api import REGISTRY, StoreRequest
 from slimkv.ops.store.cuda import launch as store_cuda
+from slimkv.ops.store.cuda import vectors
 from slimkv.ops.store.cuda.args import cells
-from slimkv.spec import Kind
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
@@ -45,11 +45,10 @@ def emulate(request: StoreRequest) -> None:
     host.launch(library, plan.kernel, grid=grid, threads=plan.threads, shared=plan.shared, args=args)
 
 
-def taken(case: Case) -> bool:
-    spec = case.layout.spec
-    return (
-        Kind.RAW not in (spec.key.kind, spec.value.kind) and max(spec.key_dim, spec.value_dim) <= store_cuda.LARGEST_DIM
-    )
+def taken(case: Case, shaped: bool = False) -> bool:
+    """Whether a kernel takes it: in tiles, or vector by vector."""
+    in_tiles = store_cuda.in_tiles(case.layout)
+    return in_tiles or (not shaped and vectors.format_refusal(case.layout) is None)
 
 
 def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU, search: int = 0) -> None:
@@ -63,8 +62,8 @@ def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = 
     assert_same_bytes(pages, want, case.layout)
 
 
-def named(cases: list[Case], *marks) -> list:
-    return [pytest.param(case, id=str(case), marks=marks) for case in cases if taken(case)]
+def named(cases: list[Case], shaped: bool = False) -> list:
+    return [pytest.param(case, id=str(case)) for case in cases if taken(case, shaped)]
 
 
 @emulated
@@ -96,7 +95,7 @@ def test_a_tile_for_a_warp_and_a_tile_for_several(case, many, monkeypatch):
 
 
 @emulated
-@pytest.mark.parametrize("case", named(QUERY_AWARE))
+@pytest.mark.parametrize("case", named(QUERY_AWARE, shaped=True))
 def test_query_aware_rounding_is_the_codecs(case):
     check(case, shaped=True)
 
@@ -150,7 +149,7 @@ def test_a_search_is_the_codecs(case, search, few, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("search", [2, 4])
-@pytest.mark.parametrize("case", named(ALL_SEARCHED))
+@pytest.mark.parametrize("case", named(ALL_SEARCHED, shaped=True))
 def test_a_search_on_a_gpu(case, search, few, device, monkeypatch):
     monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
     check(case, True, store_cuda.run, device, search)
@@ -209,13 +208,6 @@ def test_cells_reach_as_far_as_a_norm_can_be_wrong(dim, bits):
     assert len(numbers) == 2 * zero
 
 
-def test_what_it_does_not_take_is_named():
-    for format, dim, reason in (("krawbf16v4", 64, "raw vectors (rawbf16)"), ("k4v4", 512, "up to 256, not 512")):
-        case = Case(format=format, dim=dim)
-        key, value, slots, pages, codec = build(case, CPU)
-        assert reason in store_cuda.supports(StoreRequest(key, value, pages, slots, codec, case.layout))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", named([*COVERING, *MATRIX]))
 def test_on_a_gpu(case, device):
@@ -223,7 +215,7 @@ def test_on_a_gpu(case, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", named([*QUERY_AWARE, *ALL_QUERY_AWARE]))
+@pytest.mark.parametrize("case", named([*QUERY_AWARE, *ALL_QUERY_AWARE], shaped=True))
 def test_query_aware_rounding_on_a_gpu(case, device):
     check(case, True, store_cuda.run, device)
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from store_cases import DTYPES, Case, build, expected
+from store_cases import DTYPES, Case, build, expected, rows_on_boundaries
 from test_store import assert_same_bytes
 from test_store_cuda import CPU, check, emulate, emulated
 
@@ -46,7 +46,7 @@ EMULATED = [
     Case(format="k8v3", dim=512, tokens=9),
 ]
 FORMATS = [
-    *(replace(PLAIN, format=f"c{bits}r{bits}", slots=slots) for bits in range(1, 9) for slots in ("scattered", "aligned")),
+    *(replace(PLAIN, format=f"c{b}r{b}", slots=s) for b, s in product(range(1, 9), ("scattered", "aligned"))),
     *(replace(PLAIN, format=f, dtype=d) for f, d in product(("c4", "c4r8", "cfp8", "craw"), DTYPES)),
     *(replace(PLAIN, dim=dim, value_dim=rope) for dim, rope in product((64, 128, 192, 256, 320, 384, 448), (32, 128))),
     *(replace(PLAIN, dim=dim, format="c6rfp8", dtype="fp32") for dim in (192, 320, 448)),
@@ -78,6 +78,19 @@ def test_several_warps_take_many_vectors(monkeypatch):
 @pytest.mark.parametrize("case", FORMATS, ids=str)
 def test_on_a_gpu(case, device):
     check(case, run=store_cuda.run, device=device)
+
+
+@emulated
+def test_ties():
+    case = Case(heads=1, format="k4v8", dim=512)
+    codec = Codec(case.layout.spec)
+    rows, exact = rows_on_boundaries(codec, per_boundary=1)
+    assert exact >= 3
+    key, slots = rows[:, None, :], torch.arange(len(rows))
+    pages = torch.zeros(case.layout.blocks_for(len(rows)), 1, case.layout.page_bytes, dtype=torch.uint8)
+    want = expected(key, key, slots, pages, codec, case.layout)
+    emulate(StoreRequest(key, key, pages, slots, codec, case.layout))
+    assert_same_bytes(pages, want, case.layout)
 
 
 def check_marks(run, device: torch.device) -> None:
@@ -129,6 +142,7 @@ def test_what_it_does_not_take_is_named():
         (Case(format="krawbf16vu4"), "does not store u4"),
         (Case(format="k4v4", dim=576), "up to 512, not 576"),
         (Case(format="k4vrawbf16", dim=80), "does not take a head size of 80"),
+        (Case(page=1), "blocks of 1 token"),
     ):
         key, value, slots, pages, codec = build(case, CPU)
         assert reason in (store_cuda.supports(StoreRequest(key, value, pages, slots, codec, case.layout)) or "")

@@ -33,11 +33,11 @@ def supports(request: StoreRequest) -> str | None:
     layout = request.layout
     if layout.block_size == 1:
         return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
-    return None if _in_tiles(layout) else vectors.refusal(request)
+    return None if in_tiles(layout) else vectors.refusal(request)
 
 
 @cache
-def _in_tiles(layout: PageLayout) -> bool:
+def in_tiles(layout: PageLayout) -> bool:
     """Whether warps take tiles of 16 tokens; they take single vectors else."""
     return all(side.format.kind != Kind.RAW and side.dim <= LARGEST_DIM for side in (layout.key, layout.value))
 
@@ -72,7 +72,7 @@ def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | No
 
 def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     """The plan of a request, its grid, and its arguments."""
-    if not _in_tiles(request.layout):
+    if not in_tiles(request.layout):
         return vectors.prepare(request)
     key, value, pages, slots = request.key, request.value, request.pages, request.slot_mapping
     tokens, heads = slots.shape[0], pages.shape[1]
@@ -143,7 +143,7 @@ def _plan(
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
     )
-    for prefix, side, (dtype, vectors), constants, side_args in sides:
+    for prefix, side, (dtype, aligned), constants, side_args in sides:
         groups = 1 if together else _groups(side.dim, layout.spec.seed)
         per = _slices_per_warp(side) if together else side.dim // SLICE_DIMS // groups
         split = side.dim // SLICE_DIMS // groups // per
@@ -158,7 +158,7 @@ def _plan(
             "CODES": side.codes_offset,
             "FIELDS": side.fields_offset,
             "DTYPE": DTYPE_NUMBERS[dtype],
-            "VECTORS": int(vectors),
+            "VECTORS": int(aligned),
         }
         cell_shift, cell_zero, tensors = _tables(
             side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, device, dtype

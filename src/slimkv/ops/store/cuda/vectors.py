@@ -18,7 +18,7 @@ from slimkv.spec import Kind, PageLayout, SideLayout
 
 SOURCE, KERNEL = "store/vectors.cu", "store_vectors"
 LARGEST_DIM = 512
-FEW_VECTORS = 1024  # tokens times heads: below this a block is one warp, so that every vector has a scheduler of its own
+FEW_VECTORS = 1024  # tokens times heads: below this every vector has a block of its own
 _FEW_WARPS = 1
 _WARPS, _BLOCKS = 8, 3  # of a block, and such blocks of a multiprocessor
 
@@ -26,15 +26,16 @@ _WARPS, _BLOCKS = 8, 3  # of a block, and such blocks of a multiprocessor
 def refusal(request: StoreRequest) -> str | None:
     """Why it does not take the request, or None: Lloyd-Max and fp8 of up to 512, and raw sides; nearest rounding."""
     if request.query_aware is not None:
-        return "beside raw sides and beyond a head size of 256 it rounds to the nearest only; triton is query-aware there"
+        return "beside raw sides and beyond a head size of 256 it rounds to the nearest; triton is query-aware there"
     for side, x in ((request.layout.key, request.key), (request.layout.value, request.value)):
         if side.format.kind == Kind.RAW and str(x.dtype) != f"torch.{side.format.raw_dtype}":
             return f"the raw format holds {side.format.raw_dtype} bit for bit, but the input is {x.dtype}"
-    return _format_refusal(request.layout)
+    return format_refusal(request.layout)
 
 
 @cache
-def _format_refusal(layout: PageLayout) -> str | None:
+def format_refusal(layout: PageLayout) -> str | None:
+    """Why it does not take pages of this layout, or None."""
     for side in (layout.key, layout.value):
         kind, dim = side.format.kind, side.dim
         if kind == Kind.UNIFORM:
@@ -86,12 +87,13 @@ def _plan(
 ) -> Plan:
     codec, args, tables, shared = Codec(layout.spec), StoreArgs(), [], 0
     warps = _FEW_WARPS if few else _WARPS
-    defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots), "WARPS": warps, "MIN_BLOCKS": 1 if few else _BLOCKS})
+    defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots), "WARPS": warps})
+    defines["MIN_BLOCKS"] = 1 if few else _BLOCKS
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
     )
-    for prefix, side, (dtype, vectors), constants, side_args in sides:
+    for prefix, side, (dtype, aligned), constants, side_args in sides:
         cell_shift, cell_zero, tensors = code_tables(side.format, side.dim, constants.unit, device)
         own = {
             "D": side.dim,
@@ -102,7 +104,7 @@ def _plan(
             "CODES": side.codes_offset,
             "FIELDS": side.fields_offset,
             "DTYPE": DTYPE_NUMBERS[dtype],
-            "VECTORS": int(vectors),
+            "VECTORS": int(aligned or side.format.kind == Kind.RAW),  # raw sides are copied number by number
             "CELL_SHIFT": cell_shift,
             "CELL_ZERO": cell_zero,
         }
