@@ -251,8 +251,11 @@ def concat_and_cache(latent: Tensor, rope: Tensor, slots: Tensor) -> Candidates:
     size = latent.shape[-1] + rope.shape[-1]
     cache = torch.zeros(int(slots.max()) // 64 + 1, 64, size, dtype=latent.dtype, device=latent.device)
     scale = torch.ones(1, device=latent.device)
-    yield "pages of 64", functools.partial(
-        _custom_ops.concat_and_cache_mla, latent.flatten(1), rope.flatten(1), cache, slots.long(), "auto", scale
+    yield (
+        "pages of 64",
+        functools.partial(
+            _custom_ops.concat_and_cache_mla, latent.flatten(1), rope.flatten(1), cache, slots.long(), "auto", scale
+        ),
     )
 
 
