@@ -20,6 +20,8 @@ from slimkv.codec import Codec
 from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.spec import PageLayout
 
+Sized = tuple[Callable[[], baselines.Candidates], int]  # a baseline, and the bytes that it moves
+
 
 def _layout(cell: StoreCell, device: torch.device) -> PageLayout:
     """The cell's pages, with raw sides of the numbers that are stored."""
@@ -91,10 +93,8 @@ def _query_aware(cell: StoreCell, codec: Codec) -> tuple[Tensor, Tensor | None]:
     return several, matrix_index(positions.to(codec.device), edges)
 
 
-def _engines(
-    cell: StoreCell, inputs: tuple[Tensor, Tensor, Tensor], moved: int
-) -> dict[str, tuple[Callable[[], baselines.Candidates], int]]:
-    """What vLLM stores with: in 4 bits, or latents as they are; and the bytes that this moves."""
+def _engines(cell: StoreCell, inputs: tuple[Tensor, Tensor, Tensor], moved: int) -> dict[str, Sized]:
+    """What vLLM stores with: in 4 bits, or latents as they are."""
     if cell.rope_dim:
         return {"vllm_mla": (partial(baselines.concat_and_cache, *inputs), 2 * (inputs[0].nbytes + inputs[1].nbytes))}
     return {"vllm_4bit_nc": (partial(baselines.turboquant_store, cell, *inputs), moved)}
@@ -132,7 +132,7 @@ def bench_store(options: Options, step: Step = silent) -> Report:
             ms = timer(call, cold=cold, before=before)
             moved = cell.moved_bytes(inputs[0].element_size())
             if options.baselines and not known:
-                candidates = {
+                candidates: dict[str, Sized] = {
                     "copy": (partial(baselines.copy_of, moved, device), moved),
                     "scatter": (partial(baselines.scatter, cell, *inputs), 2 * (inputs[0].nbytes + inputs[1].nbytes)),
                     **_engines(cell, inputs, moved),

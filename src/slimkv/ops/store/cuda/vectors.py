@@ -85,7 +85,8 @@ def _plan(
     long_slots: bool,
     few: bool,
 ) -> Plan:
-    codec, args, tables, shared = Codec(layout.spec), StoreArgs(), [], 0
+    codec, args, shared = Codec(layout.spec), StoreArgs(), 0
+    tables: list[Tensor] = []
     warps = _FEW_WARPS if few else _WARPS
     defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots), "WARPS": warps})
     defines["MIN_BLOCKS"] = 1 if few else _BLOCKS
@@ -109,10 +110,10 @@ def _plan(
             "CELL_ZERO": cell_zero,
         }
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
-        tensors = (_rotation(side, layout.spec.seed, device), *tensors)
-        side_args.point_to(side, constants, tensors)
-        tables += tensors
-        used = 0 if side.format.kind != Kind.LLOYD else -(-(len(tensors[1]) + 8 * len(tensors[2])) // 16) * 16
+        rotation, (cells, bounds, _) = _rotation(side, layout.spec.seed, device), tensors
+        side_args.point_to(side, constants, (rotation, *tensors))
+        tables += [rotation, *tensors]
+        used = -(-(len(cells) + 8 * len(bounds)) // 16) * 16
         shared = max(shared, used + warps * _vector_bytes(side))
     resident = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return Plan(
