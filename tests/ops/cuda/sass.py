@@ -65,10 +65,10 @@ def _store(
     return store.SOURCE, dict(plan.defines), "sm_90"
 
 
-def _store_latent(format: str, few: bool) -> Variant:
+def _store_latent(format: str) -> Variant:
     rows = (torch.bfloat16, True)
     layout = PageLayout(LatentSpec.parse(format), 64)
-    plan = store_vectors._plan(layout, torch.device("cpu"), rows, rows, True, few)
+    plan = store_vectors._plan(layout, torch.device("cpu"), rows, rows, True)
     return plan.source, dict(plan.defines), "sm_90"
 
 
@@ -120,8 +120,7 @@ def variants() -> dict[str, Variant]:
         "store-query-aware-few": _store("k4v4", few=True, query_aware=True),
         "store-query-aware-search": _store("k4v4", query_aware=True, search=4),
         "store-query-aware-search-few": _store("k4v4", few=True, query_aware=True, search=4),
-        **{f"store-{f}": _store_latent(f, few=False) for f in ("c4", "c4r8", "c6r8")},
-        "store-c4-few": _store_latent("c4", few=True),
+        **{f"store-{f}": _store_latent(f) for f in ("c4", "c4r8", "c6r8")},
         "prefill-unpack-k4v4": _unpack("k4v4", 128),
         "prefill-unpack-k5vu4": _unpack("k5vu4", 64),
         "prefill-d64": _prefill(64),

@@ -53,8 +53,8 @@ FORMATS = [
     *(replace(PLAIN, format="c4", page=page, slot_dtype="int32", strided=True) for page in (32, 64, 128)),
     *(replace(PLAIN, tokens=tokens, slots=s) for tokens in (1, 33, 700, 1500, 8197) for s in ("aligned", "unaligned")),
     *(replace(PLAIN, tokens=tokens, format="c4r8", page=64) for tokens in (5, 300, 5000)),
-    Case(format="krawbf16v4", dim=128, tokens=3000),
-    Case(format="k3vrawfp32", dim=96, heads=3),
+    Case(format="krawbf16v4", dim=512, tokens=3000),
+    Case(format="k3vrawfp32", dim=384, heads=3),
     Case(format="k4v4", dim=512, tokens=300),
     Case(format="k6v2", dim=384, policy="unbiased"),
     Case(format="k4v5", dim=512, policy="plain"),
@@ -68,8 +68,7 @@ def test_bytes_are_the_codecs(case):
 
 
 @emulated
-def test_several_warps_take_many_vectors(monkeypatch):
-    monkeypatch.setattr(vectors, "FEW_VECTORS", 0)
+def test_warps_take_several_vectors(monkeypatch):
     monkeypatch.setattr(vectors, "_BLOCKS", 1)
     check(replace(PLAIN, tokens=30))
 
@@ -139,9 +138,10 @@ def test_rows_may_start_anywhere_on_a_gpu(device):
 
 def test_what_it_does_not_take_is_named():
     for case, reason in (
-        (Case(format="krawbf16vu4"), "does not store u4"),
+        (Case(format="k4vu4", dim=384), "does not store u4"),
+        (Case(format="krawbf16v4", dim=128), "does not store raw"),
         (Case(format="k4v4", dim=576), "up to 512, not 576"),
-        (Case(format="k4vrawbf16", dim=80), "does not take a head size of 80"),
+        (Case(format="k4v4", dim=272, value_dim=512), "does not take a head size of 272"),
         (Case(page=1), "blocks of 1 token"),
     ):
         key, value, slots, pages, codec = build(case, CPU)

@@ -84,7 +84,7 @@ class Plan:
     defines: Defines
     threads: int
     shared: int
-    tiles_per_block: int  # or, of vectors, vectors
+    tiles_per_block: int
     resident: int  # blocks that run at a time; 0: unknown, or no block takes more than one tile for each warp
     args: StoreArgs
     tables: tuple[Tensor, ...]  # what args point to

@@ -14,13 +14,11 @@ from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBER
 from slimkv.ops.cuda.module import Defines
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables, in_vectors, place
-from slimkv.spec import Kind, PageLayout, SideLayout
+from slimkv.spec import Kind, LatentSpec, PageLayout, SideLayout
 
 SOURCE, KERNEL = "store/vectors.cu", "store_vectors"
-LARGEST_DIM = 512
-FEW_VECTORS = 1024  # tokens times heads: below this every vector has a block of its own
-_FEW_WARPS = 1
-_WARPS, _BLOCKS = 8, 3  # of a block, and such blocks of a multiprocessor
+LARGEST_DIM, _TILES_TAKE = 512, 256
+_WARPS, _BLOCKS = 4, 4  # of a block, and such blocks of a multiprocessor
 
 
 def refusal(request: StoreRequest) -> str | None:
@@ -36,6 +34,8 @@ def refusal(request: StoreRequest) -> str | None:
 @cache
 def format_refusal(layout: PageLayout) -> str | None:
     """Why it does not take pages of this layout, or None."""
+    if not isinstance(layout.spec, LatentSpec) and max(layout.spec.key_dim, layout.spec.value_dim) <= _TILES_TAKE:
+        return "beside head sizes up to 256 it does not store raw vectors; triton does"
     for side in (layout.key, layout.value):
         kind, dim = side.format.kind, side.dim
         if kind == Kind.UNIFORM:
@@ -61,7 +61,6 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
         (key.dtype, in_vectors(key_place)),
         (value.dtype, in_vectors(value_place)),
         slots.dtype == torch.int64,
-        tokens * heads < FEW_VECTORS,
     )
     args = StoreArgs.from_buffer_copy(plan.args)
     side = args.key
@@ -70,9 +69,8 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     side.x, side.stride, side.head_stride = value_place
     args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
     args.slots, args.tokens = slots.data_ptr(), tokens
-    blocks = -(-tokens // plan.tiles_per_block)
-    if plan.resident:
-        blocks = min(blocks, max(1, plan.resident // heads))  # of either side: the shorter one soon makes room
+    # Of either side as many as run at a time: the shorter one soon makes room.
+    blocks = min(-(-tokens // _WARPS), max(1, plan.resident // heads))
     return plan, (blocks, 2 * heads), args
 
 
@@ -83,13 +81,11 @@ def _plan(
     key: tuple[torch.dtype, bool],
     value: tuple[torch.dtype, bool],
     long_slots: bool,
-    few: bool,
 ) -> Plan:
     codec, args, shared = Codec(layout.spec), StoreArgs(), 0
     tables: list[Tensor] = []
-    warps = _FEW_WARPS if few else _WARPS
-    defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots), "WARPS": warps})
-    defines["MIN_BLOCKS"] = 1 if few else _BLOCKS
+    defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots)})
+    defines |= {"WARPS": _WARPS, "MIN_BLOCKS": _BLOCKS}
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
@@ -114,12 +110,9 @@ def _plan(
         side_args.point_to(side, constants, (rotation, *tensors))
         tables += [rotation, *tensors]
         used = -(-(len(cells) + 8 * len(bounds)) // 16) * 16
-        shared = max(shared, used + warps * _vector_bytes(side))
+        shared = max(shared, used + _WARPS * _vector_bytes(side))
     resident = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return Plan(
-        SOURCE, KERNEL, defines, 32 * warps, shared, warps, 0 if few else resident * _BLOCKS, args,
-        tuple(tables),
-    )  # fmt: skip
+    return Plan(SOURCE, KERNEL, defines, 32 * _WARPS, shared, 0, resident * _BLOCKS, args, tuple(tables))
 
 
 def _rotation(side: SideLayout, seed: int, device: torch.device) -> Tensor:
