@@ -504,6 +504,19 @@ DEVICE bool warp_any(bool p) {
   for (int i = 0; i < 32; i++) mine |= all[i][0];
   return mine;
 }
+DEVICE u32 warp_sum(u32 x) {
+  u64 mine = x;
+  host::Operands all = host::meet("warp_sum", &mine, 1);
+  u32 sum = 0;
+  for (int i = 0; i < 32; i++) sum += (u32)all[i][0];
+  return sum;
+}
+DEVICE u32 warp_max(u32 x) {
+  u64 mine = x;
+  host::Operands all = host::meet("warp_max", &mine, 1);
+  for (int i = 0; i < 32; i++) x = (u32)all[i][0] > x ? (u32)all[i][0] : x;
+  return x;
+}
 DEVICE int warp_count(bool p) {
   u64 mine = p;
   host::Operands all = host::meet("warp_count", &mine, 1);

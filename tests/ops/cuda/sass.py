@@ -26,6 +26,7 @@ from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.latent.cuda import launch as latent
 from slimkv.ops.latent.cuda import split
 from slimkv.ops.store.cuda import launch as store
+from slimkv.ops.store.cuda import vectors as store_vectors
 from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
 H200 = shape.Device(
@@ -62,6 +63,13 @@ def _store(
     rows = (dtype, True)
     plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, int(query_aware), search)
     return store.SOURCE, dict(plan.defines), "sm_90"
+
+
+def _store_latent(format: str) -> Variant:
+    rows = (torch.bfloat16, True)
+    layout = PageLayout(LatentSpec.parse(format), 64)
+    plan = store_vectors._plan(layout, torch.device("cpu"), rows, rows, True)
+    return plan.source, dict(plan.defines), "sm_90"
 
 
 def _unpack(format: str, dim: int, cut: prefill.Shape | None = None) -> Variant:
@@ -112,6 +120,7 @@ def variants() -> dict[str, Variant]:
         "store-query-aware-few": _store("k4v4", few=True, query_aware=True),
         "store-query-aware-search": _store("k4v4", query_aware=True, search=4),
         "store-query-aware-search-few": _store("k4v4", few=True, query_aware=True, search=4),
+        **{f"store-{f}": _store_latent(f) for f in ("c4", "c4r8", "c6r8")},
         "prefill-unpack-k4v4": _unpack("k4v4", 128),
         "prefill-unpack-k5vu4": _unpack("k5vu4", 64),
         "prefill-d64": _prefill(64),
