@@ -27,9 +27,10 @@ constexpr int STAGE = R_FIELDS_AT + (R_KIND == RAW ? 0 : 2 * STEP);
 constexpr int SCORE_BYTES = 4 * WARPS * 2 * 32 * 8;
 constexpr int QUERIES_AT = 0, ROPE_AT = QUERIES_AT + S * 512, SCORES_AT = ROPE_AT + ROPE_SLICES * 512;
 constexpr int WEIGHTS_AT = SCORES_AT + SCORE_BYTES, MOST_AT = WEIGHTS_AT + 1024, ROWS_AT = MOST_AT + 4 * 4 * ROWS;
-constexpr int BARRIERS_AT = ROWS_AT + 16 * ROWS, ROUTE_AT = BARRIERS_AT + 32, RING_AT = BARRIERS_AT + 96;
+constexpr int BARRIERS_AT = ROWS_AT + 16 * ROWS, ROUTE_AT = BARRIERS_AT + 32, BEHIND_AT = BARRIERS_AT + 80, RING_AT = BARRIERS_AT + 96;
 constexpr int R_LEVELS_AT = RING_AT + STAGES * STAGE, PAIRS_AT = R_LEVELS_AT + 4 * R_COPIES * R_LEVELS;
 constexpr int ALL = PAIRS_AT + (BY_PAIRS ? 128 * PAIR_ENTRIES : 0);
+static_assert(ROUTE_AT + (int)sizeof(Route) <= BEHIND_AT, "what there is room for");
 static_assert(L_LEVELS == 0, "latents that need no table");
 static_assert(ALL == SHARED, "the launcher counts shared memory as this file does");
 
@@ -173,6 +174,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
   fill_levels<R_LEVELS, R_COPIES, THREADS>(args.rope_levels, shared + R_LEVELS_AT);
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) mbarrier_init(full + i, 1);
+    *(i32*)(shared + BEHIND_AT) = -1;
     fence_mbarrier_init();
   }
   if constexpr (BY_PAIRS) fill_pairs(args.table, shared + PAIRS_AT, warp, lane);
@@ -287,6 +289,11 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
           const Words2 sums = scores[((warp * WARPS + w) * 2 + n) * 32 + lane];
           low[w] = as_float(sums.x), high[w] = as_float(sums.y);
         }
+        // Of what follows, each waits for the one before it: there is time to turn levels, those of the second half of the tokens.
+#pragma unroll
+        for (int i = n * OWN / 2; i < (n + 1) * OWN / 2; i++)
+#pragma unroll
+          for (int m = 0; m < 4; m++) kept[1][i][m] = movmatrix_trans(kept[1][i][m]);
 #pragma unroll
         for (int w = WARPS / 2; w; w /= 2)
 #pragma unroll
@@ -318,7 +325,10 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
         }
       };
       weigh();
-      if (team_any(behind, 1, THREADS)) {
+      i32* const last_behind = (i32*)(shared + BEHIND_AT);  // the last step in which a reference was
+      if (behind) *last_behind = step;
+      sync_threads();
+      if (shfl(*last_behind, 0) == step) {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
           top[n] = max_f32(top[n], shfl_xor(top[n], 1));
@@ -357,7 +367,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
         for (int i = 0; i < OWN; i++) {
           u32 b[4];
 #pragma unroll
-          for (int m = 0; m < 4; m++) b[m] = movmatrix_trans(kept[half][i][m]);
+          for (int m = 0; m < 4; m++) b[m] = half ? kept[half][i][m] : movmatrix_trans(kept[half][i][m]);
           mma_f16(o[2 * i], p.x, p.y, p.z, p.w, b[0], b[1]);
           mma_f16(o[2 * i + 1], p.x, p.y, p.z, p.w, b[2], b[3]);
         }

@@ -10,11 +10,17 @@ template <int STAGES> struct Producer {
   const LatentArgs& args;
   u8* const ring;
   TokenScales* const scales;  // [stage]
-  u64 *const full, *const empty;
+  u64 *const full, *const empty;  // [stage, half of the dimensions]; rope parts and scales belong to the first half
   const int warp, lane;
 
   DEVICE_MEMBER Producer(const LatentArgs& args_, u8* ring_, TokenScales* scales_, u64* full_, u64* empty_, int warp_, int lane_)
       : args(args_), ring(ring_), scales(scales_), full(full_), empty(empty_), warp(warp_), lane(lane_) {}
+
+  DEVICE_MEMBER void report(u64* to) const {
+    fence_proxy_async();  // it may wait for loads: the next ones come behind it
+    sync_warp();
+    if (lane == 0) mbarrier_arrive(to);
+  }
 
   template <class Rope> DEVICE_MEMBER void run(const LevelTable& levels, const Rope& rope_levels) const {
     int number = 0;  // of the block's tiles
@@ -34,24 +40,26 @@ template <int STAGES> struct Producer {
         Tokens::prefetch(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
       };
       const int first = range.first;
-      i32 page = 0, ahead = 0;  // of the next tile and of the one after it
+      i32 page = 0, ahead = 0, beyond = 0;  // of the next tile and of those after it: none is waited for
       if (first < last) {
         load(page_of(first), first);
-        page = page_of(first + 1), ahead = page_of(first + 2);
+        page = page_of(first + 1), ahead = page_of(first + 2), beyond = page_of(first + 3);
         if (first + 1 < last) prefetch(page, first + 1);
       }
       for (int tile = first; tile < last; tile++, number++) {
         const int stage = number % STAGES;
         if (tile + 2 < last) prefetch(ahead, tile + 2);
-        mbarrier_wait(empty + stage, (u32)(number / STAGES & 1) ^ 1);
-        const u32 to = shared_address(ring) + stage * STAGE + warp * 2048;
-        tokens.unpack(args.table, levels, rope_levels, to, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
-        fence_proxy_async();  // it may wait for loads: the next ones come behind it
-        sync_warp();
-        if (lane == 0) mbarrier_arrive(full + stage);
+        const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1);
+        mbarrier_wait(empty + 2 * stage, turn ^ 1);
+        tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
+        tokens.template unpack_latents<0, S / 2>(args.table, levels, to, lane);
+        report(full + 2 * stage);
+        mbarrier_wait(empty + 2 * stage + 1, turn ^ 1);
+        tokens.template unpack_latents<S / 2, S>(args.table, levels, to, lane);
+        report(full + 2 * stage + 1);
         if (tile + 1 < last) {
           load(page, tile + 1);
-          page = ahead, ahead = page_of(tile + 3);
+          page = ahead, ahead = beyond, beyond = page_of(tile + 4);
         }
       }
     }

@@ -16,14 +16,29 @@ struct __attribute__((aligned(16))) TokenScales {
   }
 };
 
+// A slice of 16 tokens as latent_matrices makes it, in units of LEVEL_UNIT and without OFFSET. Bytes as halves are denormal: such a
+// number of 2^-24, less 63.5 of them, times 2^15.
+constexpr float LEVEL_UNIT = IN_BYTES ? 512.0f * L_UNIT : L_UNIT;
+DEVICE void level_matrices(u32 low, u32 high, Table table, const LevelTable& levels, u32 (&a)[4]) {
+  if constexpr (IN_BYTES) {
+    u32 first, second;
+    code_bytes<LLOYD, L_BITS>(low, high, table, first, second);
+    const u32 by = 0x78007800u, less = 0xAFF0AFF0u;
+    a[0] = fma_f16x2(prmt(first, 0, 0x4140), by, less), a[2] = fma_f16x2(prmt(first, 0, 0x4342), by, less);
+    a[1] = fma_f16x2(prmt(second, 0, 0x4140), by, less), a[3] = fma_f16x2(prmt(second, 0, 0x4342), by, less);
+  } else {
+    latent_matrices(low, high, table, levels, a);
+  }
+}
+
 struct Tokens {
   Codes<L_BITS, S, false> latent;
   RopeCodes rope;
-  u32 fields, rope_fields;  // of tokens g and g + 8 in the halves of a word; zero beyond the sequence
+  u32 fields[2], rope_fields[2];  // of tokens g and g + 8; zero beyond the sequence
 
   // 16 tokens of a page from `place` on, of which the sequence has `left`.
   DEVICE_MEMBER void load(const u8* page, int place, int left, int lane) {
-    fields = rope_fields = 0;
+    fields[0] = fields[1] = rope_fields[0] = rope_fields[1] = 0;
     if (left <= 0) {  // codes that tables have
       latent = {};
       rope.clear();
@@ -31,8 +46,12 @@ struct Tokens {
     }
     latent.load(page + place / 16 * L_TILE, lane);
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);
-    fields = fields_of(page + L_FIELDS, place, left, lane >> 2);
-    if (R_KIND != RAW) rope_fields = fields_of(page + R_FIELDS, place, left, lane >> 2);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {  // nothing is done with them here, which would wait for them
+      const int token = (lane >> 2) + 8 * i;
+      if (token < left) fields[i] = field_bits(page + L_FIELDS, place + token);
+      if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
+    }
   }
   // What `load` is going to read of other 16 tokens, on its way to the L2 cache.
   DEVICE_MEMBER static void prefetch(const u8* page, int place, int left, int lane) {
@@ -42,30 +61,28 @@ struct Tokens {
     if (R_KIND != RAW && lane == 30) prefetch_l2(page + R_FIELDS + 2 * place);
   }
 
-  // Levels of latents and rope parts to rows at `to` (shared memory; `rope_to` of the rope part), where 8 KiB have 64 dimensions of a
-  // tile of 64 tokens, and the tokens' scales.
+  // Levels of rope parts to rows at `to` (shared memory), where 8 KiB have 64 dimensions of a tile of 64 tokens, and the tokens' scales.
   template <class Levels>
-  DEVICE_MEMBER void unpack(Table table, const LevelTable& levels, const Levels& rope_levels, u32 to, u32 rope_to, TokenScales& scales,
-                            int first, int lane) const {
-    if (lane % 4 < 2) {
-      const int by = 16 * (lane % 4);
-      scales.put(first + lane / 4 + by / 2, fields >> by & 0xFFFF, rope_fields >> by & 0xFFFF);
-    }
-    const u32 row = lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4);  // slice s of 64 dimensions is at this ^ 32 s
+  DEVICE_MEMBER void unpack_rope(Table table, const Levels& levels, u32 to, TokenScales& scales, int first, int lane) const {
+    const int second = lane % 4;
+    if (second < 2) scales.put(first + lane / 4 + 8 * second, second ? fields[1] : fields[0], second ? rope_fields[1] : rope_fields[0]);
+    const u32 row = row_of(lane);
 #pragma unroll
     for (int s = 0; s < ROPE_SLICES; s++) {
       u32 a[4];
-      rope.operand(s, table, rope_levels, a);
-      stmatrix_x4<0>(rope_to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
-    }
-#pragma unroll
-    for (int s = 0; s < S; s++) {
-      u32 a[4];
-      latent_matrices(latent.low(s), L_BITS > 4 ? latent.high(s) : 0, table, levels, a);
-#pragma unroll
-      for (int m = 0; m < 4; m++)
-        if (OFFSET != 0.0f) a[m] = sub_f16x2(a[m], 0x38003800u);  // one half
+      rope.operand(s, table, levels, a);
       stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
     }
   }
+  // Levels of latents likewise: slices FIRST to LAST.
+  template <int FIRST, int LAST> DEVICE_MEMBER void unpack_latents(Table table, const LevelTable& levels, u32 to, int lane) const {
+    const u32 row = row_of(lane);
+#pragma unroll
+    for (int s = FIRST; s < LAST; s++) {
+      u32 a[4];
+      level_matrices(latent.low(s), L_BITS > 4 ? latent.high(s) : 0, table, levels, a);
+      stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
+    }
+  }
+  DEVICE_MEMBER static u32 row_of(int lane) { return lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4); }  // slice s is at this ^ 32 s
 };

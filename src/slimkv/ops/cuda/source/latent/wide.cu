@@ -21,9 +21,10 @@ static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "what
 // Shared memory. Weights: rows x tokens; the block's rows and sums of weights stand there before the first tile and after the last.
 constexpr int QUERIES_AT = 0, RING_AT = QUERIES_AT + STAGE, WEIGHTS_AT = RING_AT + STAGES * STAGE, REFERENCES_AT = WEIGHTS_AT + ROWS * 128;
 constexpr int SCALES_AT = REFERENCES_AT + 4 * ROWS, SCALES = (int)sizeof(TokenScales);
-constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + 16 * STAGES, R_LEVELS_AT = WALK_AT + 32;
+constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + 32 * STAGES, R_LEVELS_AT = WALK_AT + 48;
 constexpr int ALL = R_LEVELS_AT + 2 * R_LEVELS;
 static_assert(ALL == SHARED, "the launcher counts shared memory as this file does");
+static_assert(sizeof(Route) <= 48, "what there is room for");
 constexpr int WEIGHTS_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the second warpgroup's weights have the one between
 
 typedef float Output[HALF / 2];
@@ -34,14 +35,13 @@ struct __attribute__((aligned(16))) Row { float unit, rope; i32 visible_end; i32
 
 // Row n of a block, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's. Rows beyond the
 // last are zeros and see nothing.
-DEVICE void stage_query(const LatentArgs& args, const Item& item, int n, u8* to, Row* rows, int lane) {
-  const Query query(args, item, n, lane);
+DEVICE void stage_query(const LatentArgs& args, const Item& item, const Query& query, int n, u8* to, Row* rows) {
   const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
-  const float latent = query.latent_unit(), ratio = query.rope_unit() / latent;
+  const float latent = query.latent_unit() * (LEVEL_UNIT / L_UNIT), ratio = query.rope_unit() / latent;
   auto place = [&](int at) { return at / 64 * ROWS * 128 + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
   query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); });
   query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); }, ratio);
-  if (lane == 0)
+  if (query.lane == 0)
     rows[n] = {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), ratio, query.real ? item.visible_end(args, n) : 0, 0};
 }
 
@@ -68,25 +68,33 @@ struct Consumer {
   // Of the lane's tokens 8 j + 2 t and the next one.
   DEVICE_MEMBER Words2 pair_of(const float* scales, int j) const { return *(const Words2*)(scales + 8 * j + 2 * (lane & 3)); }
 
+  // Operands of a tile: queries and keys `bytes` behind their first, values of the own dimensions.
+  DEVICE_MEMBER u64 queries_at(int bytes) const {
+    return descriptor_behind(smem_descriptor(shared_address(shared + QUERIES_AT), 16), bytes);
+  }
+  DEVICE_MEMBER u64 keys_at(int stage, int bytes) const {
+    return descriptor_behind(smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16), bytes);
+  }
+  DEVICE_MEMBER u64 values_at(int stage, int bytes) const {
+    const u32 first = shared_address(shared + RING_AT) + stage * STAGE + group * (CHUNKS / 2) * CHUNK;
+    return descriptor_behind(smem_descriptor(first, CHUNK), bytes);
+  }
+
   // Products of queries with the rope parts of a tile, on their way.
   DEVICE_MEMBER void start_rope_scores(float (&s)[32], int stage) const {
-    const u64 queries = smem_descriptor(shared_address(shared + QUERIES_AT), 16);
-    const u64 keys = smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16);
 #pragma unroll
     for (int i = 0; i < 32; i++) s[i] = 0.0f;
     wgmma_fence_operand(s);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < ROPE_SLICES; k++) {
-      const int at = ((CHUNKS + k / 4) * CHUNK + k % 4 * 32) >> 4;
-      WgmmaNarrow<64, BF16_ROPE>::shared_a(s, queries + at, keys + at);
+      const int at = (CHUNKS + k / 4) * CHUNK + k % 4 * 32;
+      WgmmaNarrow<64, BF16_ROPE>::shared_a(s, queries_at(at), keys_at(stage, at));
     }
     wgmma_commit();
   }
-  // Those in units of the latents' scales, and products with latents added to them, on their way.
-  DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
-    const u64 queries = smem_descriptor(shared_address(shared + QUERIES_AT), 16);
-    const u64 keys = smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16);
+  // Those in units of the latents' scales.
+  DEVICE_MEMBER void scale_rope_scores(float (&s)[32], int stage) const {
     const TokenScales& scales = scales_of(stage);
     wgmma_fence_operand(s);
 #pragma unroll
@@ -97,10 +105,13 @@ struct Consumer {
     }
     wgmma_fence_operand(s);
     wgmma_fence();
+  }
+  // Products with half of the latents' dimensions added to them, on their way.
+  template <int PART> DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
 #pragma unroll
-    for (int k = 0; k < S; k++) {
-      const int at = (k / 4 * CHUNK + k % 4 * 32) >> 4;
-      Wgmma<64>::shared_a<true>(s, queries + at, keys + at);
+    for (int k = PART * S / 2; k < (PART + 1) * S / 2; k++) {
+      const int at = k / 4 * CHUNK + k % 4 * 32;
+      Wgmma<64>::shared_a<true>(s, queries_at(at), keys_at(stage, at));
     }
     wgmma_commit();
   }
@@ -184,14 +195,11 @@ struct Consumer {
   }
 
   // Products of weights, the own ones or the other's, with the own dimensions of a tile, on their way.
-  DEVICE_MEMBER u64 values_of(int stage) const {
-    return smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE + group * (CHUNKS / 2) * CHUNK, CHUNK);
-  }
   DEVICE_MEMBER void start_values(Output& o, const Weights& p, int stage) const {
     wgmma_fence_operand(o);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++) Wgmma<HALF>::register_a(o, p[k][0], p[k][1], p[k][2], p[k][3], values_of(stage) + (k * 2048 >> 4));
+    for (int k = 0; k < 4; k++) Wgmma<HALF>::register_a(o, p[k][0], p[k][1], p[k][2], p[k][3], values_at(stage, k * 2048));
     wgmma_commit();
   }
   DEVICE_MEMBER void start_others_values(Output& o, int stage) const {
@@ -199,7 +207,7 @@ struct Consumer {
     wgmma_fence_operand(o);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++) Wgmma<HALF>::shared_a_across(o, weights + (k * 32 >> 4), values_of(stage) + (k * 2048 >> 4));
+    for (int k = 0; k < 4; k++) Wgmma<HALF>::shared_a_across(o, descriptor_behind(weights, k * 32), values_at(stage, k * 2048));
     wgmma_commit();
   }
 };
@@ -209,21 +217,22 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
   Consumer own;
   own.shared = shared, own.group = group, own.warp = warp, own.lane = lane;
   int before = 0;  // tiles
-  Walk* const kept = (Walk*)(shared + WALK_AT);  // not in registers, of which there are few
-  {
+  Route* const route = (Route*)(shared + WALK_AT);
+  if (thread_index() < 32) {
     const Walk walk(args, block_index(), lane);
-    if (thread_index() == 0) *kept = walk;
+    if (lane == 0) route->walk = walk;
   }
   while (true) {
-    Range range;
     bar_sync(CONSUMERS, 256);
-    Walk walk = *kept;
-    if (!walk.next(args, range)) return;
+    if (thread_index() == 0) route->go_on(args);
     bar_sync(CONSUMERS, 256);
-    if (thread_index() == 0) *kept = walk;
+    const Range range = route->common_range();
+    if (range.sequence < 0) return;
     const Item item(args, range.sequence, range.tile);
-    const int count = min_i32(range.last, item.steps(args)) - range.first, clear_end = item.visible_end(args, 0);
-    for (int n = 4 * group + warp; n < ROWS; n += 8) stage_query(args, item, n, shared + QUERIES_AT, (Row*)(shared + WEIGHTS_AT), lane);
+    const int count = shfl(min_i32(range.last, item.steps(args)) - range.first, 0), clear_end = item.visible_end(args, 0);
+    each_query<8, 4>(args, item, 4 * group + warp, lane, [&](const Query& query, int n) {
+      stage_query(args, item, query, n, shared + QUERIES_AT, (Row*)(shared + WEIGHTS_AT));
+    });
     fence_proxy_async();
     bar_sync(CONSUMERS, 256);
     own.take_rows();
@@ -232,9 +241,9 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 #pragma unroll
     for (int i = 0; i < HALF / 2; i++) o[i] = 0.0f;
 
-    auto release = [&](int tile) {
+    auto release = [&](int tile) {  // the own dimensions, whose other reader, of scores, was there before
       wgmma_fence_operand(o);
-      if (lane == 0) mbarrier_arrive(empty + (before + tile) % STAGES);
+      if (lane == 0) mbarrier_arrive(empty + 2 * ((before + tile) % STAGES) + group);
     };
     auto stage_at = [&](int tile) { return (before + tile) % STAGES; };
     auto attend_others = [&](int tile) {  // values of a tile whose weights are the other's, on their way
@@ -249,12 +258,19 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       const int first = (range.first + tile) * STEP, stage = stage_at(tile);
       float s[32], by[2];
       Weights p;
-      if (AFTER_OTHER) attend_others(tile - 1);
-      mbarrier_wait(full + stage, (u32)((before + tile) / STAGES & 1));
+      const u32 turn = (u32)((before + tile) / STAGES & 1);
+      if (AFTER_OTHER) {
+        attend_others(tile - 1);
+        wgmma_wait<0>();
+        release(tile - 1);  // before this one is waited for: who unpacks may wait for the other
+      }
+      mbarrier_wait(full + 2 * stage, turn);
       own.start_rope_scores(s, stage);
       wgmma_wait<0>();
-      if (AFTER_OTHER) release(tile - 1);
-      own.start_scores(s, stage);
+      own.scale_rope_scores(s, stage);
+      own.template start_scores<0>(s, stage);
+      mbarrier_wait(full + 2 * stage + 1, turn);
+      own.template start_scores<1>(s, stage);
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       const bool behind = own.weigh(s, stage, first, first + STEP <= clear_end, by, p);
@@ -290,7 +306,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 #pragma unroll
       for (int j = 0; j < HALF / 8; j++) {
         const int d = group * HALF + 8 * j + 2 * t;
-        const float low = o[4 * j + 2 * r] * L_UNIT, high = o[4 * j + 2 * r + 1] * L_UNIT;
+        const float low = o[4 * j + 2 * r] * LEVEL_UNIT, high = o[4 * j + 2 * r + 1] * LEVEL_UNIT;
         if (IN_BYTES) *(Words2*)(args.parts + to * LD + d) = {as_bits(low), as_bits(high)};
         else args.parts[to * LD + place_of(d)] = low, args.parts[to * LD + place_of(d + 1)] = high;
       }
@@ -301,10 +317,10 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   SHARED_OPERANDS(shared);
   const int lane = thread_index() & 31, warp = shfl(thread_index() / 32, 0);
-  u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + STAGES;
+  u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + 2 * STAGES;  // [stage, half of the dimensions]
   fill_packed_levels<R_LEVELS, THREADS>(args.rope_levels, shared + R_LEVELS_AT);
   if (thread_index() == 0) {
-    for (int i = 0; i < STAGES; i++) mbarrier_init(full + i, 4), mbarrier_init(empty + i, 8);
+    for (int i = 0; i < 2 * STAGES; i++) mbarrier_init(full + i, 4), mbarrier_init(empty + i, 4);
     fence_mbarrier_init();
   }
   pdl_wait();
