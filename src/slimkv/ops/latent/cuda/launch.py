@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -12,13 +13,14 @@ from slimkv.codec.rotation import sign_words
 from slimkv.errors import InputError
 from slimkv.ops.attention.cuda.decode import device_of
 from slimkv.ops.attention.cuda.shape import Device, level_bytes
-from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E, RAW_NUMBER
+from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.cuda import narrow, split, wide
 from slimkv.spec import Kind, PageLayout
 
 _MERGE_THREADS, _MERGE_DIMS = 256, 128  # as merge.cuh has them
+_RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
 
@@ -121,7 +123,7 @@ def kernel_defines(
     return cut.defines | {
         "LD": spec.key_dim, "RD": spec.value_dim, "BLOCK_SIZE": layout.block_size,
         "L_KIND": KIND_NUMBERS[spec.key.kind], "L_BITS": spec.key.bits, "L_FIELDS": layout.key.fields_offset,
-        "R_KIND": KIND_NUMBERS.get(spec.value.kind, RAW_NUMBER), "R_BITS": spec.value.bits,
+        "R_KIND": KIND_NUMBERS.get(spec.value.kind, _RAW), "R_BITS": spec.value.bits,
         "R_CODES": layout.value.codes_offset, "R_FIELDS": layout.value.fields_offset,
         "R_BF16": int(spec.value.raw_dtype == "bfloat16"), "R_ROTATED": int(spec.value.rotated),
         "Q_TYPE": DTYPE_NUMBERS[query], "ROPE_TYPE": DTYPE_NUMBERS[rope], "OUT_TYPE": DTYPE_NUMBERS[out],
@@ -171,6 +173,9 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     if cut is None:
         _attend_split(request, device, launch)
         return
+    query = _in_whole_words(request.query_latent)
+    if query is not request.query_latent:
+        request = replace(request, query_latent=query)
     sequences, dim = request.seq_lens.shape[0], request.layout.spec.key_dim
     parts, row_tiles = even_rows(cut, rows, sequences), -(-rows // cut.rows)
     workspace = _workspace(request, 4 * parts * (dim + 2))  # alive until both are launched
@@ -193,6 +198,12 @@ def _attend_split(request: LatentRequest, device: Device, launch: Launcher) -> N
     items, merged = sequences * cut.row_tiles, 4 * split.MERGERS * (dim + 1)
     launch(cut.source, "attend", defines, (items, cut.splits), split.GROUP_THREADS * cut.groups, cut.shared, args)
     launch(cut.source, "merge", defines, (items * cut.rows, 1), split.MERGE_THREADS, merged, args)
+
+
+def _in_whole_words(query: torch.Tensor) -> torch.Tensor:
+    """The queries, as a copy where two numbers of 16 bits are not a word."""
+    even = query.element_size() == 4 or not (query.data_ptr() % 4 or (query.stride(0) | query.stride(1)) % 2)
+    return query if even else query.clone(memory_format=torch.contiguous_format)
 
 
 def _dtypes(request: LatentRequest) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

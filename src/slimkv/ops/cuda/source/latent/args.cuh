@@ -3,7 +3,7 @@
 #include "common/codes.cuh"
 
 struct LatentArgs {
-  const void* query;  // [queries, heads, LD], in the latent's stored space
+  const void* query;  // [queries, heads, LD], in the latent's stored space; two numbers begin a word
   const void* rope;   // [queries, heads, RD], not rotated
   const u8* pages;
   const i32* block_table;

@@ -40,15 +40,21 @@ static_assert(ALL == SHARED, "the launcher counts shared memory as this file doe
 DEVICE void stage_query(const LatentArgs& args, const Item& item, const Query& query, int n, u8* shared) {
   auto place = [&](int at) { return at / 16 * 512 + (4 * (n % 8) + at % 8 / 2) * 16 + (n / 8 + 2 * (at % 16 / 8)) * 4 + at % 2 * 2; };
   float sum = 0.0f;
-  query.latent_operand([&](int at, u32 bits) {
-    *(u16*)(shared + QUERIES_AT + place(at)) = (u16)bits;
-    sum += f16_to_f32(bits);
-  });
+  query.latent_operand(
+      [&](int at, u32 bits) {
+        *(u16*)(shared + QUERIES_AT + place(at)) = (u16)bits;
+        sum += f16_to_f32(bits);
+      },
+      [&](int at, u32 bits) {
+        *(u32*)(shared + QUERIES_AT + place(at)) = bits;
+        sum += f16_to_f32(bits & 0xFFFF) + f16_to_f32(bits >> 16);
+      });
   query.rope_operand([&](int at, u32 bits) { *(u16*)(shared + ROPE_AT + place(at)) = (u16)bits; });
+  if (SHIFT != 0.0f)
 #pragma unroll
-  for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
+    for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (query.lane == 0)
-    ((Row*)(shared + ROWS_AT))[n] = {-SHIFT * sum, query.latent_unit() * args.scale, query.rope_unit() * args.scale,
+    ((Row*)(shared + ROWS_AT))[n] = {SHIFT == 0.0f ? 0.0f : -SHIFT * sum, query.latent_unit() * args.scale, query.rope_unit() * args.scale,
                                      query.real ? item.visible_end(args, n) : 0};
 }
 
@@ -122,44 +128,58 @@ DEVICE float exponent_of(u32 field) { return as_float(0x4B000000u | field >> 10)
 // Steps first .. last of a sequence, on their way to the ring. One lane of each of the first warps copies one region of the pages.
 struct Loader {
   static constexpr int REGIONS = R_KIND == RAW ? 3 : 4;
+  typedef i32 Pages[STEP / GRAIN];  // of a step
   const LatentArgs& args;
   const i32* pages;  // of the sequence
   int length, at, last;
+  const int lane;
   const bool copies;
   const int from, to, each;  // the region in a page and in a stage, bytes of a token
-  i32 ahead[STEP / GRAIN];   // pages of the next step; a register of the lane, for which nobody waits before it is used
+  Pages ahead;               // of the next step; a register of the lane, for which nobody waits before it is used
 
-  DEVICE_MEMBER Loader(const LatentArgs& args_, const Item& item, int first, int last_, int warp, int lane)
+  DEVICE_MEMBER Loader(const LatentArgs& args_, const Item& item, int first, int last_, int warp, int lane_)
       : args(args_), pages(args_.block_table + (i64)item.sequence * args_.table_stride), length(item.length), at(first), last(last_),
-        copies(lane == 0 && warp < REGIONS), from(warp == 0 ? 0 : warp == 1 ? R_CODES : warp == 2 ? L_FIELDS : R_FIELDS),
+        lane(lane_), copies(warp < REGIONS), from(warp == 0 ? 0 : warp == 1 ? R_CODES : warp == 2 ? L_FIELDS : R_FIELDS),
         to(warp == 0 ? 0 : warp == 1 ? R_CODES_AT : warp == 2 ? L_FIELDS_AT : R_FIELDS_AT),
-        each(warp == 0 ? L_TILE / 16 : warp == 1 ? R_TILE / 16 : 2) {
-    if (copies) look();
-  }
-  DEVICE_MEMBER void look() {
+        each(warp == 0 ? L_TILE / 16 : warp == 1 ? R_TILE / 16 : 2) {}
+  DEVICE_MEMBER void look(int step, Pages& found) const {
 #pragma unroll
     for (int i = 0; i < STEP / GRAIN; i++) {
-      const int token = at * STEP + i * GRAIN;
-      ahead[i] = at < last && token < length ? ldg_i32(pages + (u32)token / BLOCK_SIZE) : -1;
+      const int token = step * STEP + i * GRAIN;
+      found[i] = step < last && token < length ? ldg_i32(pages + (u32)token / BLOCK_SIZE) : -1;
     }
   }
-  DEVICE_MEMBER void load(u8* stage, u64* barrier) {
-    if (!copies || at >= last) return;
+  DEVICE_MEMBER void copy(int step, const Pages& found, u8* stage, u64* barrier) const {
     if (from == 0) {  // announces all regions
       constexpr u32 ALL_REGIONS = GRAIN / 16 * (L_TILE + R_TILE) + 2 * GRAIN + (R_KIND == RAW ? 0 : 2 * GRAIN);
       u32 bytes = 0;
 #pragma unroll
-      for (int i = 0; i < STEP / GRAIN; i++) bytes += ahead[i] < 0 ? 0 : ALL_REGIONS;
+      for (int i = 0; i < STEP / GRAIN; i++) bytes += found[i] < 0 ? 0 : ALL_REGIONS;
       mbarrier_arrive_expect_tx(barrier, bytes);
     }
 #pragma unroll
     for (int i = 0; i < STEP / GRAIN; i++) {
-      if (ahead[i] < 0) continue;
-      const int place = (u32)(at * STEP + i * GRAIN) % BLOCK_SIZE;
-      cp_async_bulk(stage + to + i * GRAIN * each, args.pages + ahead[i] * args.page_stride + from + place * each, GRAIN * each, barrier);
+      if (found[i] < 0) continue;
+      const int place = (u32)(step * STEP + i * GRAIN) % BLOCK_SIZE;
+      cp_async_bulk(stage + to + i * GRAIN * each, args.pages + found[i] * args.page_stride + from + place * each, GRAIN * each, barrier);
     }
+  }
+  // The first ones, a lane each, so that page numbers are waited for once.
+  DEVICE_MEMBER void begin(u8* ring, u64* full, int slot) {
+    if (copies && lane < STAGES) {
+      const int step = at + lane, place = slot + lane < STAGES ? slot + lane : slot + lane - STAGES;
+      Pages found;
+      look(step, found);
+      if (step < last) copy(step, found, ring + place * STAGE, full + place);
+    }
+    at += STAGES;
+    if (copies && lane == 0) look(at, ahead);
+  }
+  DEVICE_MEMBER void load(u8* stage, u64* barrier) {
+    if (!copies || lane || at >= last) return;
+    copy(at, ahead, stage, barrier);
     at++;
-    look();
+    look(at, ahead);
   }
 };
 
@@ -201,10 +221,7 @@ KERNEL(THREADS, RESIDENT) attend(GRID_CONSTANT LatentArgs args) {
     const Item item(args, range.sequence, range.tile);
     const int last = shfl(min_i32(range.last, item.steps(args)), 0);
     Loader loader(args, item, range.first, last, warp, lane);
-    for (int i = 0; i < STAGES; i++) {
-      const int to = slot + i < STAGES ? slot + i : slot + i - STAGES;
-      loader.load(shared + RING_AT + to * STAGE, full + to);
-    }
+    loader.begin(shared + RING_AT, full, slot);
     each_query<WARPS, ROWS / WARPS>(args, item, warp, lane, [&](const Query& query, int n) { stage_query(args, item, query, n, shared); });
     sync_threads();
 

@@ -6,20 +6,52 @@
 
 constexpr int LEAST = 60;  // exponent: what is smaller than 2^-67 counts as that
 
-// Row n of an item, by one warp; rows beyond the last are zeros.
+// Row n of an item as it is in memory, on its way to a warp: two numbers of the latent side by side for every lane, then 64 further
+// on; of the rope part, numbers lane, lane + 32, ... Rows beyond the last are zeros.
+struct RawQuery {
+  static constexpr int PER_PAIR = Q_TYPE == FLOAT32 ? 2 : 1;  // words
+  u32 latent[PER_PAIR * LD / 64], rope[RD / 32];
+
+  DEVICE_MEMBER void load(const LatentArgs& args, const Item& item, int n, int lane) {
+    const bool real = n < item.count;
+    const i64 query = item.start + (item.first + n) / args.heads, head = (item.first + n) % args.heads;
+    const i64 at = query * args.query_stride + head * args.query_head_stride + 2 * lane;
+    const i64 rope_at = query * args.rope_stride + head * args.rope_head_stride + lane;
+#pragma unroll
+    for (int i = 0; i < LD / 64; i++) {
+      if constexpr (Q_TYPE == FLOAT32) {
+        const u32* const own = (const u32*)args.query + at + 64 * i;
+        latent[2 * i] = real ? own[0] : 0, latent[2 * i + 1] = real ? own[1] : 0;
+      } else {
+        latent[i] = real ? *(const u32*)((const u16*)args.query + at + 64 * i) : 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < RD / 32; i++) {
+      if (ROPE_TYPE == FLOAT32) rope[i] = real ? ((const u32*)args.rope)[rope_at + 32 * i] : 0;
+      else rope[i] = real ? ((const u16*)args.rope)[rope_at + 32 * i] : 0;
+    }
+  }
+};
+
+DEVICE float number_of(u32 bits, int type) {
+  return type == FLOAT32 ? as_float(bits) : type == BFLOAT16 ? as_float(bits << 16) : f16_to_f32(bits & 0xFFFF);
+}
+
+// The same as numbers.
 struct Query {
-  float x[LD / 32], y[RD / 32];  // numbers lane, lane + 32, ...
+  float x[LD / 32], y[RD / 32];
   int exponent, rope_exponent, lane;
   bool real;
 
-  DEVICE_MEMBER Query(const LatentArgs& args, const Item& item, int n, int lane_) : lane(lane_), real(n < item.count) {
-    const i64 query = item.start + (item.first + n) / args.heads, head = (item.first + n) % args.heads;
-    const i64 at = query * args.query_stride + head * args.query_head_stride + lane;
-    const i64 rope_at = query * args.rope_stride + head * args.rope_head_stride + lane;
+  DEVICE_MEMBER Query(const LatentArgs& args, const Item& item, const RawQuery& raw, int n, int lane_) : lane(lane_), real(n < item.count) {
 #pragma unroll
-    for (int i = 0; i < LD / 32; i++) x[i] = real ? load_number(args.query, at + 32 * i, Q_TYPE) : 0.0f;
+    for (int i = 0; i < LD / 32; i++)
+      x[i] = Q_TYPE == FLOAT32 ? as_float(raw.latent[i % (RawQuery::PER_PAIR * LD / 64)])
+             : Q_TYPE == BFLOAT16 && i % 2 ? as_float(raw.latent[i / 2] & 0xFFFF0000u)
+                                           : number_of(raw.latent[i / 2] >> 16 * (i % 2), Q_TYPE);
 #pragma unroll
-    for (int i = 0; i < RD / 32; i++) y[i] = real ? load_number(args.rope, rope_at + 32 * i, ROPE_TYPE) : 0.0f;
+    for (int i = 0; i < RD / 32; i++) y[i] = number_of(raw.rope[i], ROPE_TYPE);
     if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, args.rope_norm, nullptr, lane);
     // What is 2^40 times smaller than the rope part of the query makes no difference, and one unit fits in the other's range.
     rope_exponent = exponent_of_row<RD, LEAST>(y), exponent = max_i32(exponent_of_row<LD, LEAST>(x), rope_exponent - 40);
@@ -27,11 +59,16 @@ struct Query {
   // What operands are to be multiplied by.
   DEVICE_MEMBER float latent_unit() const { return as_float((u32)exponent << 23) * L_UNIT; }
   DEVICE_MEMBER float rope_unit() const { return BF16_ROPE ? R_UNIT : as_float((u32)rope_exponent << 23) * R_UNIT; }
-  // Calls put(column, bits).
-  template <class F> DEVICE_MEMBER void latent_operand(const F& put) const {
+  // Calls put(column, bits), or put_pair(column, bits of that one and the next).
+  template <class F, class G> DEVICE_MEMBER void latent_operand(const F& put, const G& put_pair) const {
     const float down = as_float((u32)(254 - exponent) << 23);
 #pragma unroll
-    for (int i = 0; i < LD / 32; i++) put(place_of(lane + 32 * i), f32_to_f16(x[i] * down));
+    for (int i = 0; i < LD / 64; i++) {
+      const int d = 64 * i + 2 * lane;
+      const u32 pair = pack_f16x2(x[2 * i] * down, x[2 * i + 1] * down);
+      if constexpr (IN_BYTES) put_pair(d, pair);
+      else put(place_of(d), pair & 0xFFFF), put(place_of(d + 1), pair >> 16);
+    }
   }
   // `by`: what bfloat16 is multiplied by, a power of two.
   template <class F> DEVICE_MEMBER void rope_operand(const F& put, float by = 1.0f) const {
@@ -41,18 +78,21 @@ struct Query {
   }
 };
 
-// Calls stage(query, n) for rows first, first + STRIDE, ..., of which COUNT, two or four, are on their way at a time.
+// Calls stage(query, n) for rows first, first + STRIDE, ..., of which COUNT are on their way at a time. One after the other they are
+// in the same registers: code of which every line is run once is waited for.
 template <int STRIDE, int COUNT, class F>
 DEVICE void each_query(const LatentArgs& args, const Item& item, int first, int lane, const F& stage) {
-  static_assert((COUNT == 2 || COUNT == 4) && ROWS % (COUNT * STRIDE) == 0, "rows");
+  static_assert(ROWS % (COUNT * STRIDE) == 0, "rows");
 #pragma unroll 1
-  for (int n = first; n < ROWS; n += COUNT * STRIDE) {
-    const Query a(args, item, n, lane), b(args, item, n + STRIDE, lane);
-    if constexpr (COUNT == 4) {
-      const Query c(args, item, n + 2 * STRIDE, lane), d(args, item, n + 3 * STRIDE, lane);
-      stage(a, n), stage(b, n + STRIDE), stage(c, n + 2 * STRIDE), stage(d, n + 3 * STRIDE);
-    } else {
-      stage(a, n), stage(b, n + STRIDE);
+  for (int n = first; n < ROWS;) {
+    RawQuery raw[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) raw[i].load(args, item, n + i * STRIDE, lane);
+#pragma unroll 1
+    for (int i = 0; i < COUNT; i++, n += STRIDE) {
+      stage(Query(args, item, raw[0], n, lane), n);
+#pragma unroll
+      for (int j = 1; j < COUNT; j++) raw[j - 1] = raw[j];
     }
   }
 }

@@ -39,7 +39,8 @@ DEVICE void stage_query(const LatentArgs& args, const Item& item, const Query& q
   const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
   const float latent = query.latent_unit() * (LEVEL_UNIT / L_UNIT), ratio = query.rope_unit() / latent;
   auto place = [&](int at) { return at / 64 * ROWS * 128 + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
-  query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); });
+  query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); },
+                       [&](int at, u32 bits) { *(u32*)(to + place(at)) = bits ^ sign * 0x10001u; });
   query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); }, ratio);
   if (query.lane == 0)
     rows[n] = {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), ratio, query.real ? item.visible_end(args, n) : 0, 0};
