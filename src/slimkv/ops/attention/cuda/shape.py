@@ -52,7 +52,7 @@ class Shape:
     stages: int  # steps of a warp in shared memory at a time
     resident: int  # blocks of a multiprocessor
     team: int = 1  # warps that share values
-    bulk: bool = False  # a step is a page, which the copy engine copies
+    bulk: bool = False  # a step is whole pages, which the copy engine copies
     apart: bool = False  # low and high halves of 6-bit levels have tables of their own
     cluster: int = 1  # blocks that share an item and put its output together, without a second launch
 
@@ -148,12 +148,16 @@ def _fits(device: Device, layout: PageLayout, shape: Shape) -> bool:
     return shared <= device.shared_of_block and (shared + 1024) * shape.resident <= device.shared_of_multiprocessor
 
 
+def writes_whole_items(layout: PageLayout) -> bool:
+    """Whether a block writes the output of what it has all keys of: where rotating back takes no shared memory."""
+    dim = layout.spec.value_dim
+    return not layout.spec.value.rotated or (_is_power_of_two(dim) and dim >= 32)
+
+
 def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) -> Shape:
     """``shape`` for the ``items`` of one short sequence: where blocks enough are left for each, they are a cluster."""
     each = device.multiprocessors * shape.resident // items
-    value = layout.spec.value
-    in_registers = not value.rotated or (_is_power_of_two(layout.spec.value_dim) and layout.spec.value_dim >= 32)
-    if not device.clusters or each < 2 or shape.stages == 1 or shape.team > 1 or not in_registers:
+    if not device.clusters or each < 2 or shape.stages == 1 or shape.team > 1 or not writes_whole_items(layout):
         return shape
     large = replace(shape, cluster=_LARGE_CLUSTER, resident=2)
     if each >= _LARGE_CLUSTER and not shape.wide and shape.warps <= 8 and _fits(device, layout, large):
@@ -181,8 +185,8 @@ def _has_six_bits(layout: PageLayout) -> bool:
 
 
 def _in_pages(device: Device, layout: PageLayout, tiles: int) -> bool:
-    """Whether a step is a page, for the copy engine: codes and fields follow each other without a gap."""
-    if not device.copy_engine or 16 * tiles != layout.block_size:
+    """Whether a step is whole pages, for the copy engine: codes and fields follow each other without a gap."""
+    if not device.copy_engine or 16 * tiles % layout.block_size:
         return False
     key, value, tokens = layout.key, layout.value, layout.block_size
     values_at = tokens * key.dim * key.format.bits // 8

@@ -35,15 +35,14 @@ DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* 
     }
     MergedState merged;
     merged.clear();
-#pragma unroll
-    for (int j = 0; j < CLUSTER; j++) merged.add(m[j], l[j], v[j]);
+    merged.add(m, l, v);
     write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, merged.highest, merged.row_sum,
               merged.x, nullptr, lane);
   }
   cluster_sync();  // nobody ends while another reads its shared memory
 }
 
-// Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
+// Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring, or the values of the only one.
 DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
                           const Team& team, u8* shared, u8* ring, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -78,7 +77,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       float highest = MINUS_INFINITY;
       for (int w = 0; w < WARPS; w++) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - highest);
-      float* mine = (float*)ring + (OWN * t + j) * OUT_ROW;
+      float* mine = (float*)(ring + RESULT_AT) + (OWN * t + j) * OUT_ROW;
 #pragma unroll
       for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
@@ -90,7 +89,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       float x = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; w += TEAM)
-        x += ((const float*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT))[column * OUT_ROW + d % (16 * OUT_SLICES)];
+        x += ((const float*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT + RESULT_AT))[column * OUT_ROW + d % (16 * OUT_SLICES)];
       return x;
     };
     if constexpr (CLUSTER > 1) {

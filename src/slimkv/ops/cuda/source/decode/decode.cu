@@ -65,11 +65,10 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     left = 0;  // there is no other range
     if (range.chunk >= range.s.chunks) return;
   } else {
-    range = first_range(args, lane, left);
+    WorkPartition partition;
+    range = first_range(args, block_index(), block_count(), lane, partition, left);
     if (left <= 0) return;
   }
-  const LevelTables tables = load_tables(args, shared, lane);
-
   // -- loading ahead: the queries travel at the same time as the first pages
   const Team team = {warp / TEAM, warp % TEAM};
   Loader loader;
@@ -87,12 +86,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
     loader.open(args, p);
     look_up(p, p.first + warp);
-    if constexpr (STAGES == 1) {
-      const int step = p.first + warp;
-      loader.copy<true, false>(step, 0, step < p.last);
-      loader.copy<false, true>(step, 0, step < p.last);
-      loader.look_up(min_i32(step + WARPS, p.last - 1));
-    }
+    if (STAGES == 1) loader.copy<true, false>(p.first + warp, 0, p.first + warp < p.last);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
       const int step = p.first + warp + i * WARPS;
@@ -101,7 +95,14 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       look_up(p, step + WARPS);
     }
   };
+  auto load_first_values = [&](const WorkRange& p) {  // with one slot
+    const int step = p.first + warp;
+    loader.copy<false, true>(step, 0, step < p.last);
+    loader.look_up(min_i32(step + WARPS, p.last - 1));
+  };
   begin_loading(range);
+  if (STAGES == 1) load_first_values(range);
+  const LevelTables tables = load_tables(args, shared, lane);  // while pages travel
 
   while (true) {
 #pragma unroll
@@ -136,7 +137,8 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       Probabilities weights;
       if constexpr (WGMMA) {
         if (!real) {  // of no tokens the scales are zero
-          for (int i = lane; i < FIELDS * FIELD_STRIDE / 4; i += 32) *(u32*)(slot + FIELDS_AT + 4 * i) = 0;
+          for (int p = 0; p < PIECES; p++)
+            for (int i = lane; i < FIELDS * FIELD_STRIDE / 4; i += 32) *(u32*)(slot + p * PIECE + FIELDS_AT + 4 * i) = 0;
           sync_warp();
         }
         u8* operands = shared + TEAM_WEIGHTS_AT + (2 * team.number + (taken & 1)) * NT * OPERAND_BYTES;
@@ -198,18 +200,21 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     loader.wait_for_all();
     team.sync();  // before rings are filled again
 
-    // -- what comes next is loaded while this range is finished; slot 0 is kept free for its results
+    // -- what comes next is loaded while this range is finished; slot 0, or the place of values, is kept free for its results
     left -= range.last - range.first + ITEM_COST;  // with what the next item takes
     WorkRange next = range;
     filled = 1;
     if (left > 0) {
       next = next_range(args, range, left);
-      if (STAGES > 1) begin_loading(next);
+      if (STAGES > 1 || KEYS_AHEAD) begin_loading(next);
     }
     combine_warps(args, range, columns, acc, team, shared, ring, warp, lane);
     if constexpr (CLUSTER > 1) return combine_cluster(args, range, shared, warp, lane);
     if (left <= 0) return;
-    if (STAGES == 1) begin_loading(next);
+    if (STAGES == 1) {
+      if (!KEYS_AHEAD) begin_loading(next);
+      load_first_values(next);
+    }
     range = next;
   }
 }

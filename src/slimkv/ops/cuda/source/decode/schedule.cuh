@@ -25,7 +25,10 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
 }
 
 // What it costs to go on to another item, in steps of a block, and with the idle warps of its last steps.
-constexpr int ITEM_SWITCH_COST = WARPS + WARPS / 4, ITEM_COST = ITEM_SWITCH_COST + WARPS / 2;
+#ifndef X_COST
+#define X_COST (WARPS + WARPS / 4 + WARPS / 2)
+#endif
+constexpr int ITEM_SWITCH_COST = WARPS + WARPS / 4, ITEM_COST = X_COST;
 
 // An item is a KV head of a sequence (and of a chunk of its queries). Every block takes `share` positions, of which
 // there is one for every step and, before the first of them, ITEM_COST for what every item takes. Where whole blocks for
@@ -120,17 +123,16 @@ struct WorkRange {
   int first, last;  // steps
 };
 
-// The first range of a block, and how many steps it gets in all, which may be none. 32 sequences at a time.
-DEVICE WorkRange first_range(const DecodeArgs& args, int lane, int& left) {
+// Of a block: how work is cut, its first range, and how many steps it gets in all, which may be none. 32 sequences at a time.
+DEVICE WorkRange first_range(const DecodeArgs& args, int block, int blocks, int lane, WorkPartition& partition, int& left) {
   const bool few = args.num_seqs <= 32;  // a single look at them is enough
   Sequence s = {};
   if (lane < args.num_seqs) s = sequence_at(args, lane);
-  WorkPartition partition;
   if (few) {
     const WorkTotals sums = reduce_totals(add_sequence({0, 0, 0}, s, args.num_kv_heads));
-    partition = make_partition(sums.steps, sums.items, sums.longest, block_count());
-  } else partition = offset_of(args, 0, block_count(), lane).partition;
-  const i32 from = block_index() * partition.share;
+    partition = make_partition(sums.steps, sums.items, sums.longest, blocks);
+  } else partition = offset_of(args, 0, blocks, lane).partition;
+  const i32 from = block * partition.share;
   i32 positions = 0, items = 0;
   WorkRange range = {};
   left = 0;

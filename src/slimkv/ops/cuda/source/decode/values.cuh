@@ -127,7 +127,7 @@ DEVICE void publish(const Probabilities& w, u8* slot, int lane) {
 #pragma unroll
   for (int n = 0; n < NG; n++)
 #pragma unroll
-    for (int x = 0; x < NT; x++) *(Words2*)(slot + WEIGHTS_AT + x * WEIGHT_STRIDE + 256 * n + 8 * lane) = {w.p[n][x][0], w.p[n][x][1]};
+    for (int x = 0; x < NT; x++) *(Words2*)(slot + weights_of(x) + 256 * n + 8 * lane) = {w.p[n][x][0], w.p[n][x][1]};
 }
 
 // Of a warpgroup: for every tile an operand with a row of 64 tokens, 16 of each warp, for every column. Probabilities are taken from
@@ -181,10 +181,10 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
     if (w >= count) break;
     Codes<V_BITS, VS, true, TEAM> codes[NT];
 #pragma unroll
-    for (int x = 0; x < NT; x++) codes[x].load(slots + w * STAGES * SLOT + VALUES_AT + x * V_TILE, lane, team.member);
+    for (int x = 0; x < NT; x++) codes[x].load(slots + w * STAGES * SLOT + values_of(x), lane, team.member);
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      const u8* weights = slots + w * STAGES * SLOT + WEIGHTS_AT + x * WEIGHT_STRIDE;
+      const u8* weights = slots + w * STAGES * SLOT + weights_of(x);
       Words2 p[NG];
 #pragma unroll
       for (int n = 0; n < NG; n++) p[n] = *(const Words2*)(weights + 256 * n + 8 * lane);
@@ -204,7 +204,7 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
 DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const Team& team, const LevelTables& tables, int lane, Accumulator& acc) {
   Codes<V_BITS, VS, true, TEAM> codes[TEAM * NT];
 #pragma unroll
-  for (int i = 0; i < TEAM * NT; i++) codes[i].load(slots + i / NT * STAGES * SLOT + VALUES_AT + i % NT * V_TILE, lane, team.member);
+  for (int i = 0; i < TEAM * NT; i++) codes[i].load(slots + i / NT * STAGES * SLOT + values_of(i % NT), lane, team.member);
   constexpr int WANTED = (WARPS > 8 ? 4 : 8) / OUT_SLICES,  // products, for registers
                 AT_ONCE = WANTED < 1 ? 1 : WANTED > TEAM * NT ? TEAM * NT : WANTED;  // tiles
   const u64 weights = smem_descriptor(shared_address(operands), 16);
@@ -236,7 +236,7 @@ DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const T
 DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {
   ValueCodes codes[NT];
 #pragma unroll
-  for (int x = 0; x < NT; x++) codes[x].load(slot + VALUES_AT + x * V_TILE, lane);
+  for (int x = 0; x < NT; x++) codes[x].load(slot + values_of(x), lane);
   if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
   else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);
