@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import core_size
 from slimkv.ops.cuda.constants import KIND_NUMBERS
@@ -222,14 +224,14 @@ def _level_table_bytes(layout: PageLayout, wide: bool, apart: bool) -> int:
     """Levels in shared memory, 4 bytes an entry for each lane; one table where K and V have the same levels."""
     spec = layout.spec
 
-    def entries(fmt: TensorFormat) -> int:
-        if fmt.kind != Kind.LLOYD or (_in_bytes(fmt) and not wide):
-            return 0
+    def entries(fmt: TensorFormat, values: bool = False) -> int:
+        if fmt.kind != Kind.LLOYD or (_in_bytes(fmt) and not wide) or (values and fmt.bits == 4):
+            return 0  # bytes, and values of 4 bits, come from permutations
         # Up to 5 bits by pairs of codes; of 6 bits, apart, all bytes that have them, as low and as high halves.
         return 512 if fmt.bits == 6 and apart else 256 if fmt.bits <= 5 else 1 << fmt.bits
 
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
-    return 128 * (entries(spec.key) + (0 if alike else entries(spec.value)))
+    return 128 * (entries(spec.key) + (0 if alike else entries(spec.value, values=True)))
 
 
 def _in_bytes(fmt: TensorFormat) -> bool:
@@ -282,3 +284,16 @@ def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
     if fmt.bits == 4:
         return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
     return _words([int(level + 63.5) for level in levels])
+
+
+@lru_cache(maxsize=64)
+def magnitude_bytes(fmt: TensorFormat, dim: int) -> tuple[int, ...]:
+    """Of 6 bits: low bytes of the 32 magnitudes as halves, four to a word, then high bytes."""
+    if fmt.kind != Kind.LLOYD or fmt.bits != 6:
+        return (0,) * 16
+    halves = codebook(fmt.bits, dim).levels_by_code[32:].astype(np.float16).view(np.uint16).tolist()
+    return tuple(
+        sum((half >> shift & 0xFF) << 8 * i for i, half in enumerate(halves[first : first + 4]))
+        for shift in (0, 8)
+        for first in range(0, 32, 4)
+    )

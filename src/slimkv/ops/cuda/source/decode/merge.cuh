@@ -40,11 +40,11 @@ KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
   if (s.chunks == 0) return griddepcontrol_wait();  // another kernel's
   const WorkOffset offset = offset_of(args, b, args.blocks, lane);
   const WorkPartition partition = offset.partition;
-  const int per_chunk = COLUMNS / args.group_size, query = row - s.start, chunk = query / per_chunk;
-  const int column = (query % per_chunk) * args.group_size + head % args.group_size;
-  const int within = chunk * args.num_kv_heads + head / args.group_size, item = offset.items + within;
-  const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = first / partition.share;
-  const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / partition.share : first_block - 1;
+  const int query = row - s.start, chunk = quotient(query, args.chunk_queries), kv_head = quotient(head, args.group_size);
+  const int column = (query - chunk * args.chunk_queries) * args.group_size + head - kv_head * args.group_size;
+  const int within = chunk * args.num_kv_heads + kv_head, item = offset.items + within;
+  const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = quotient(first, partition.share);
+  const int last_block = s.steps && head < query_heads ? quotient(first + s.steps - 1, partition.share) : first_block - 1;
   griddepcontrol_wait();
   if (WHOLE_ITEMS && split == 1 && first_block == last_block) return;
 
@@ -73,14 +73,14 @@ HOST_TESTABLE(merge, DecodeArgs)
 // Block x: the item that is cut first between blocks x and x + 1 of `attend`, and sequences without keys, which no block has seen.
 KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, cut = block_index() + 1;
-  const int column = block_index_y() * MERGE_WARPS + warp, per_chunk = COLUMNS / args.group_size;
-  const int of_chunk = column / args.group_size, of_group = column % args.group_size;
+  const int column = block_index_y() * MERGE_WARPS + warp, per_chunk = args.chunk_queries;
+  const int of_chunk = quotient(column, args.group_size), of_group = column - of_chunk * args.group_size;
   WorkPartition partition;
   int left;
   const WorkRange range = first_range(args, cut, args.blocks, lane, partition, left);
   const int query = range.chunk * per_chunk + of_chunk;
   const bool here = left > 0 && range.first > 0 && range.first <= partition.share && of_chunk < per_chunk && query < range.s.queries;
-  const int last_block = cut + (range.s.steps - range.first - 1) / partition.share;
+  const int last_block = here ? cut + quotient(range.s.steps - range.first - 1, partition.share) : 0;
   MergedState none;
   none.clear();
   for (int b = block_index(); b < args.num_seqs; b += block_count()) {

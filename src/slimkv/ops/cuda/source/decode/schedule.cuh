@@ -17,10 +17,9 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
   s.length = ldg_i32(args.seq_lens + b);
   s.begin = 0;
   if (WINDOW) s.begin = max_i32(0, s.length - s.queries - args.sliding_window + 1) / STEP * STEP;
-  const int per_chunk = COLUMNS / args.group_size;
   const bool ours = s.queries > 0 && s.queries <= args.max_decode_queries;
-  s.chunks = ours ? (s.queries + per_chunk - 1) / per_chunk : 0;
-  s.steps = ours ? (max_i32(0, s.length - s.begin) + STEP - 1) / STEP : 0;
+  s.chunks = !ours ? 0 : s.queries <= args.chunk_queries ? 1 : quotient_up(s.queries, args.chunk_queries);
+  s.steps = ours ? quotient_up(max_i32(0, s.length - s.begin), STEP) : 0;
   return s;
 }
 
@@ -40,16 +39,15 @@ struct WorkPartition {
   bool padded;
   DEVICE_MEMBER int lead() const { return padded ? 0 : ITEM_COST; }  // positions before an item's steps
   DEVICE_MEMBER int positions(int steps) const {
-    return padded ? (steps + share - 1) / share * share : steps ? steps + lead() : 0;
+    return padded ? quotient_up(steps, share) * share : steps ? steps + lead() : 0;
   }
 };
 
 DEVICE WorkPartition make_partition(i32 steps, i32 items, i32 longest, int blocks) {
   const i32 total = steps + items * ITEM_COST;
-  const WorkPartition costs = {total, max_i32(1, (total + blocks - 1) / blocks), false};
+  const WorkPartition costs = {total, max_i32(1, quotient_up(total, blocks)), false};
   if (items == 0 || items > blocks) return costs;
-  const int even = max_i32(1, (steps + blocks - 1) / blocks);
-  const int blocks_of_item = blocks / items, own = (longest + blocks_of_item - 1) / blocks_of_item;
+  const int even = max_i32(1, quotient_up(steps, blocks)), own = quotient_up(longest, quotient(blocks, items));
   return own <= even + ITEM_SWITCH_COST ? WorkPartition{steps, own, true} : costs;
 }
 
@@ -123,8 +121,31 @@ struct WorkRange {
   int first, last;  // steps
 };
 
+// Of positions from `from` on in items of `one` each, of the range's sequence, before which there are `positions` and `items`.
+DEVICE void place_range(const DecodeArgs& args, const WorkPartition& partition, i32 from, int one, i32 positions, i32 items,
+                        WorkRange& range, int& left) {
+  const int within = quotient(from - positions, one);
+  range.chunk = quotient(within, args.num_kv_heads);
+  range.head = within - range.chunk * args.num_kv_heads;
+  range.item = items + within;
+  const int inside = from - positions - within * one, before = max_i32(0, partition.lead() - inside);
+  range.first = max_i32(0, inside - partition.lead());
+  left = min_i32(partition.share, partition.padded ? range.s.steps - range.first : partition.total - from) - before;
+  range.last = min_i32(range.s.steps, range.first + left);
+}
+
 // Of a block: how work is cut, its first range, and how many steps it gets in all, which may be none. 32 sequences at a time.
 DEVICE WorkRange first_range(const DecodeArgs& args, int block, int blocks, int lane, WorkPartition& partition, int& left) {
+  if (args.num_seqs == 1) {  // every lane looks at it
+    WorkRange range = {};
+    range.s = sequence_at(args, 0);
+    const WorkTotals sums = add_sequence({0, 0, 0}, range.s, args.num_kv_heads);
+    partition = make_partition(sums.steps, sums.items, sums.longest, blocks);
+    const i32 from = block * partition.share, one = partition.positions(range.s.steps);
+    left = 0;
+    if (from < sums.items * one) place_range(args, partition, from, one, 0, 0, range, left);
+    return range;
+  }
   const bool few = args.num_seqs <= 32;  // a single look at them is enough
   Sequence s = {};
   if (lane < args.num_seqs) s = sequence_at(args, lane);
@@ -151,14 +172,7 @@ DEVICE WorkRange first_range(const DecodeArgs& args, int block, int blocks, int 
       range.b += over;
       range.s = {shfl(s.start, over), shfl(s.queries, over), shfl(s.length, over),
                  WINDOW ? shfl(s.begin, over) : 0, shfl(s.steps, over), shfl(s.chunks, over)};
-      const int one = shfl(positions_of_item, over), within = (from - positions) / one;
-      range.chunk = within / args.num_kv_heads;
-      range.head = within % args.num_kv_heads;
-      range.item = items + within;
-      const int inside = from - positions - within * one, before = max_i32(0, partition.lead() - inside);
-      range.first = max_i32(0, inside - partition.lead());
-      left = min_i32(partition.share, partition.padded ? range.s.steps - range.first : partition.total - from) - before;
-      range.last = min_i32(range.s.steps, range.first + left);
+      place_range(args, partition, from, shfl(positions_of_item, over), positions, items, range, left);
       break;
     }
     range.b += 32;
@@ -174,9 +188,9 @@ DEVICE WorkRange cluster_range(const DecodeArgs& args) {
   WorkRange range = {};
   range.s = sequence_at(args, 0);
   range.item = block_index() / CLUSTER;
-  range.chunk = range.item / args.num_kv_heads;
-  range.head = range.item % args.num_kv_heads;
-  const int share = (range.s.steps + CLUSTER - 1) / CLUSTER;
+  range.chunk = quotient(range.item, args.num_kv_heads);
+  range.head = range.item - range.chunk * args.num_kv_heads;
+  const int share = quotient_up(range.s.steps, CLUSTER);
   range.first = min_i32(range.s.steps, cluster_rank() * share);
   range.last = min_i32(range.s.steps, range.first + share);
   return range;

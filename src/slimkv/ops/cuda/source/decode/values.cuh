@@ -10,7 +10,8 @@ DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& fi
 
 // Operands of pairs of tokens.
 template <class C> DEVICE void value_halves(const C& codes, int slice, const LevelTables& tables, u32 (&a)[4]) {
-  if constexpr (V_IN_PAIRS) pair_halves<true>(codes, slice, tables.value_levels, a);
+  if constexpr (V_PERMUTED) denormal_halves<true>(codes.low(slice), tables.value, a);
+  else if constexpr (V_IN_PAIRS) pair_halves<true>(codes, slice, tables.value_levels, a);
   else if constexpr (V_KIND == LLOYD && V_BITS > 5) joined_halves(codes, slice, tables.value_levels, a);
   else code_halves<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), tables.value, tables.value_levels, a);
 }
@@ -89,12 +90,15 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 a[4], upper[4];
-      if constexpr (V_APART) apart_halves(codes[x], i, tables.value_levels, a, upper);
+      const bool apart = V_APART && i >= V_SLICES_PERMUTED;
+      if (i < V_SLICES_PERMUTED) {
+        if constexpr (V_APART) permuted_halves(codes[x], i, tables.value_magnitudes, a);
+      } else if constexpr (V_APART) apart_halves(codes[x], i, tables.value_levels, a, upper);
       else value_halves(codes[x], i, tables, a);
 #pragma unroll
       for (int n = 0; n < NG; n++) {
         mma_f16(acc.numbers(n, i), a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
-        if constexpr (V_APART) mma_f16(acc.numbers(n, i), upper[0], upper[1], upper[2], upper[3], w.p[n][x][0], w.p[n][x][1]);
+        if (apart) mma_f16(acc.numbers(n, i), upper[0], upper[1], upper[2], upper[3], w.p[n][x][0], w.p[n][x][1]);
       }
     }
 }
