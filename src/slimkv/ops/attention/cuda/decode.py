@@ -29,7 +29,6 @@ from slimkv.ops.attention.cuda.shape import (
     in_clusters,
     kernel_defines,
     level_bytes,
-    magnitude_bytes,
     max_columns,
     shape_for,
     shape_on,
@@ -42,7 +41,7 @@ from slimkv.spec import PageLayout
 
 SOURCE = "decode/decode.cu"
 LARGEST_DIM = 256
-_MERGE_WARPS, _PARTS_AT_ONCE = 2, 8  # as merge.cuh has them
+_MERGE_WARPS, _PARTS_AT_ONCE = 2, 4  # as merge.cuh has them
 
 
 class _Table(ctypes.Structure):
@@ -50,7 +49,6 @@ class _Table(ctypes.Structure):
 
 
 _SignBits = ctypes.c_uint32 * 8
-_Magnitudes = ctypes.c_uint32 * 16
 
 
 class Args(ctypes.Structure):
@@ -68,12 +66,10 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "softcap", "key_norm", "value_norm")),
         ("key_table", _Table),
         ("value_table", _Table),
-        ("key_magnitudes", _Magnitudes),
-        ("value_magnitudes", _Magnitudes),
         ("key_sign_bits", _SignBits),
         ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "chunk_queries", "most_queries", "causal", "window", "blocks", "merge_split",
+            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split",
         )),
     )  # fmt: skip
 
@@ -265,7 +261,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.lse = None if request.lse is None else request.lse.data_ptr()
     args.scale, args.softcap = request.softmax_scale * LOG2E, options.softcap * LOG2E
     args.sequences, args.heads, args.group, args.blocks = sequences, num_kv_heads, group, blocks
-    args.chunk_queries, args.most_queries = shape.columns // group, most_queries
+    args.most_queries = most_queries
     args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
     part_bytes = 4 * slots * shape.columns * value_dim
     return _Call(
@@ -289,8 +285,6 @@ def _plan(
     args = Args(
         key_table=_Table(*level_bytes(spec.key, spec.key_dim)),
         value_table=_Table(*level_bytes(spec.value, spec.value_dim)),
-        key_magnitudes=_Magnitudes(*magnitude_bytes(spec.key, spec.key_dim)),
-        value_magnitudes=_Magnitudes(*magnitude_bytes(spec.value, spec.value_dim)),
         key_sign_bits=_SignBits(*sign_words(spec.key_dim, spec.seed)),
         value_sign_bits=_SignBits(*sign_words(spec.value_dim, spec.seed)),
     )  # fmt: skip

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import core_size
 from slimkv.ops.cuda.constants import KIND_NUMBERS
@@ -284,16 +282,3 @@ def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
     if fmt.bits == 4:
         return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
     return _words([int(level + 63.5) for level in levels])
-
-
-@lru_cache(maxsize=64)
-def magnitude_bytes(fmt: TensorFormat, dim: int) -> tuple[int, ...]:
-    """Of 6 bits: low bytes of the 32 magnitudes as halves, four to a word, then high bytes."""
-    if fmt.kind != Kind.LLOYD or fmt.bits != 6:
-        return (0,) * 16
-    halves = codebook(fmt.bits, dim).levels_by_code[32:].astype(np.float16).view(np.uint16).tolist()
-    return tuple(
-        sum((half >> shift & 0xFF) << 8 * i for i, half in enumerate(halves[first : first + 4]))
-        for shift in (0, 8)
-        for first in range(0, 32, 4)
-    )

@@ -274,28 +274,6 @@ DEVICE void apart_halves(const C& codes, int s, const LevelTable& levels, u32 (&
   }
 }
 
-// Lloyd-Max of 6 bits in the same order without look-ups: a byte of eight magnitudes is one permutation, of 32 four and three
-// that choose by the bits above. Far more instructions; of a few slices they fill what look-ups leave idle.
-struct MagnitudeBytes { u32 low[8], high[8]; };  // of the magnitudes as halves, four to a word
-template <class C> DEVICE void permuted_halves(const C& codes, int s, const MagnitudeBytes& table, u32 (&a)[4]) {
-  constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
-  const u32 low = codes.low(s), above = codes.high(s);
-  const u32 of_eight = low & 0x77777777u, by_8 = (low >> 1 & 0x44444444u) | 0x32103210u, by_16 = (above << 2 & 0x44444444u) | 0x32103210u;
-  const u32 by_sign = above << 1 & 0x44444444u;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    auto look_up = [&](const u32 (&t)[8]) {
-      u32 part[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) part[i] = prmt(t[2 * i], t[2 * i + 1], of_eight >> 16 * half);
-      return prmt(prmt(part[0], part[1], by_8 >> 16 * half), prmt(part[2], part[3], by_8 >> 16 * half), by_16 >> 16 * half);
-    };
-    const u32 lower = look_up(table.low), upper = look_up(table.high) | prmt(0x80808080u, 0, by_sign >> 16 * half);
-    a[half ? NEXT : 0] = prmt(lower, upper, 0x6240);
-    a[half ? 3 : ODD] = prmt(lower, upper, 0x7351);
-  }
-}
-
 // Whole operands, of 6-8 bits.
 template <class C> DEVICE void joined_halves(const C& codes, int s, const LevelTable& levels, u32 (&a)[4]) {
   constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;

@@ -23,8 +23,8 @@ DEVICE float* cluster_state(u8* shared, int column) { return (float*)column_at(s
 DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* shared, int warp, int lane) {
   cluster_sync();
   for (int column = cluster_rank() + CLUSTER * warp; column < COLUMNS; column += CLUSTER * WARPS) {
-    const int of_chunk = quotient(column, args.group_size), query = range.chunk * args.chunk_queries + of_chunk;
-    if (of_chunk >= args.chunk_queries || query >= range.s.queries) continue;
+    const int of_chunk = column / args.group_size, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + of_chunk;
+    if (of_chunk >= per_chunk || query >= range.s.queries) continue;
     const float *state = cluster_state(shared, column), *sums = cluster_sums(shared, column / GROUP) + column % GROUP * VD;
     float m[CLUSTER], l[CLUSTER], v[CLUSTER][VN];
 #pragma unroll
@@ -36,13 +36,13 @@ DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* 
     MergedState merged;
     merged.clear();
     merged.add(m, l, v);
-    write_row(args, range.s.start + query, range.head * args.group_size + column - of_chunk * args.group_size, merged.highest, merged.row_sum,
+    write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, merged.highest, merged.row_sum,
               merged.x, nullptr, lane);
   }
   cluster_sync();  // nobody ends while another reads its shared memory
 }
 
-// Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring, or the values of the only one.
+// Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
 DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
                           const Team& team, u8* shared, u8* ring, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -101,13 +101,13 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       }
     } else if (whole) {
       for (int i = warp; i < GROUP; i += WARPS) {
-        const int column = GROUP * n + i, of_chunk = quotient(column, args.group_size), query = range.chunk * args.chunk_queries + of_chunk;
-        if (of_chunk >= args.chunk_queries || query >= range.s.queries) continue;
+        const int column = GROUP * n + i, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + column / args.group_size;
+        if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
         float all_max, all_sum, x[VN];
         sum_of_warps(states, column, all_max, all_sum);
 #pragma unroll
         for (int j = 0; j < VN; j++) x[j] = lane + 32 * j < VD ? sum_at(i, lane + 32 * j) : 0.0f;
-        write_row(args, range.s.start + query, range.head * args.group_size + column - of_chunk * args.group_size, all_max, all_sum, x, nullptr, lane);
+        write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
       }
     } else {
       for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS)

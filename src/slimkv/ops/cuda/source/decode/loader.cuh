@@ -39,18 +39,18 @@ struct Loader {
 
   // A step lies in one page, or in several whole ones.
   DEVICE_MEMBER void look_up(int step) {
-    const int page = (begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? min_i32(lane, PIECES - 1) : 0);
 #pragma unroll
-    for (int i = 0; i < (BULK ? 1 : PAGES); i++) ids[i] = ldg_i32(table + min_i32(page + i, last_page));
+    for (int i = 0; i < (BULK ? 1 : PAGES); i++)
+      ids[i] = ldg_i32(table + min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? min_i32(lane, PIECES - 1) : i), last_page));
   }
 
   // If there is such a step: its keys, its values, or both.
   template <bool KEYS = true, bool VALUES = true> DEVICE_MEMBER void copy(int step, int slot, bool real) const {
     u8* to = ring + slot * SLOT;
     if constexpr (BULK) {
-      if (real && lane < PIECES) {
-        if (lane == 0) mbarrier_arrive_expect_tx(barriers + slot, FIELDS_END);
-        cp_async_bulk(to + lane * PIECE, pages + ids[0] * page_stride, PIECE, barriers + slot);
+      if (PIECES == 1 ? real && lane == 0 : real && lane < PIECES) {
+        if (PIECES == 1 || lane == 0) mbarrier_arrive_expect_tx(barriers + slot, FIELDS_END);
+        cp_async_bulk(to + (PIECES > 1 ? lane * PIECE : 0), pages + ids[0] * page_stride, PIECE, barriers + slot);
       }
     } else {
       if (real)

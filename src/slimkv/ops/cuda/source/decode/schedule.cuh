@@ -17,9 +17,10 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
   s.length = ldg_i32(args.seq_lens + b);
   s.begin = 0;
   if (WINDOW) s.begin = max_i32(0, s.length - s.queries - args.sliding_window + 1) / STEP * STEP;
+  const int per_chunk = COLUMNS / args.group_size;
   const bool ours = s.queries > 0 && s.queries <= args.max_decode_queries;
-  s.chunks = !ours ? 0 : s.queries <= args.chunk_queries ? 1 : quotient_up(s.queries, args.chunk_queries);
-  s.steps = ours ? quotient_up(max_i32(0, s.length - s.begin), STEP) : 0;
+  s.chunks = ours ? (s.queries + per_chunk - 1) / per_chunk : 0;
+  s.steps = ours ? (max_i32(0, s.length - s.begin) + STEP - 1) / STEP : 0;
   return s;
 }
 
@@ -39,15 +40,16 @@ struct WorkPartition {
   bool padded;
   DEVICE_MEMBER int lead() const { return padded ? 0 : ITEM_COST; }  // positions before an item's steps
   DEVICE_MEMBER int positions(int steps) const {
-    return padded ? quotient_up(steps, share) * share : steps ? steps + lead() : 0;
+    return padded ? (steps + share - 1) / share * share : steps ? steps + lead() : 0;
   }
 };
 
 DEVICE WorkPartition make_partition(i32 steps, i32 items, i32 longest, int blocks) {
   const i32 total = steps + items * ITEM_COST;
-  const WorkPartition costs = {total, max_i32(1, quotient_up(total, blocks)), false};
+  const WorkPartition costs = {total, max_i32(1, (total + blocks - 1) / blocks), false};
   if (items == 0 || items > blocks) return costs;
-  const int even = max_i32(1, quotient_up(steps, blocks)), own = quotient_up(longest, quotient(blocks, items));
+  const int even = max_i32(1, (steps + blocks - 1) / blocks);
+  const int blocks_of_item = blocks / items, own = (longest + blocks_of_item - 1) / blocks_of_item;
   return own <= even + ITEM_SWITCH_COST ? WorkPartition{steps, own, true} : costs;
 }
 
@@ -113,6 +115,29 @@ DEVICE int sequence_of(const DecodeArgs& args, int row) {
   return b;
 }
 
+// The sequence of a row and where it begins, if it is of one. Up to 32 sequences are looked at once, so that what starts late
+// waits for memory only once.
+DEVICE bool find_row(const DecodeArgs& args, int row, int lane, Sequence& s, WorkOffset& offset) {
+  if (args.num_seqs > 32) {
+    if (row >= ldg_i32(args.cu_seqlens_q + args.num_seqs)) return false;
+    const int b = sequence_of(args, row);
+    s = sequence_at(args, b);
+    offset = offset_of(args, b, args.blocks, lane);
+    return true;
+  }
+  Sequence mine = {};
+  if (lane < args.num_seqs) mine = sequence_at(args, lane);
+  const int b = warp_count(lane < args.num_seqs && mine.start <= row) - 1;
+  s = {shfl(mine.start, b), shfl(mine.queries, b), shfl(mine.length, b), WINDOW ? shfl(mine.begin, b) : 0, shfl(mine.steps, b), shfl(mine.chunks, b)};
+  const WorkTotals sums = reduce_totals(add_sequence({0, 0, 0}, mine, args.num_kv_heads));
+  offset.partition = make_partition(sums.steps, sums.items, sums.longest, args.blocks);
+  offset.items = lane < b ? mine.chunks * args.num_kv_heads : 0;
+  offset.positions = offset.items * offset.partition.positions(mine.steps);
+#pragma unroll
+  for (int d = 16; d; d >>= 1) offset.positions += shfl_xor(offset.positions, d), offset.items += shfl_xor(offset.items, d);
+  return row < s.start + s.queries;
+}
+
 // A run of steps of one (sequence, chunk of queries, head).
 struct WorkRange {
   int b, chunk, head;
@@ -121,31 +146,8 @@ struct WorkRange {
   int first, last;  // steps
 };
 
-// Of positions from `from` on in items of `one` each, of the range's sequence, before which there are `positions` and `items`.
-DEVICE void place_range(const DecodeArgs& args, const WorkPartition& partition, i32 from, int one, i32 positions, i32 items,
-                        WorkRange& range, int& left) {
-  const int within = quotient(from - positions, one);
-  range.chunk = quotient(within, args.num_kv_heads);
-  range.head = within - range.chunk * args.num_kv_heads;
-  range.item = items + within;
-  const int inside = from - positions - within * one, before = max_i32(0, partition.lead() - inside);
-  range.first = max_i32(0, inside - partition.lead());
-  left = min_i32(partition.share, partition.padded ? range.s.steps - range.first : partition.total - from) - before;
-  range.last = min_i32(range.s.steps, range.first + left);
-}
-
 // Of a block: how work is cut, its first range, and how many steps it gets in all, which may be none. 32 sequences at a time.
 DEVICE WorkRange first_range(const DecodeArgs& args, int block, int blocks, int lane, WorkPartition& partition, int& left) {
-  if (args.num_seqs == 1) {  // every lane looks at it
-    WorkRange range = {};
-    range.s = sequence_at(args, 0);
-    const WorkTotals sums = add_sequence({0, 0, 0}, range.s, args.num_kv_heads);
-    partition = make_partition(sums.steps, sums.items, sums.longest, blocks);
-    const i32 from = block * partition.share, one = partition.positions(range.s.steps);
-    left = 0;
-    if (from < sums.items * one) place_range(args, partition, from, one, 0, 0, range, left);
-    return range;
-  }
   const bool few = args.num_seqs <= 32;  // a single look at them is enough
   Sequence s = {};
   if (lane < args.num_seqs) s = sequence_at(args, lane);
@@ -172,7 +174,14 @@ DEVICE WorkRange first_range(const DecodeArgs& args, int block, int blocks, int 
       range.b += over;
       range.s = {shfl(s.start, over), shfl(s.queries, over), shfl(s.length, over),
                  WINDOW ? shfl(s.begin, over) : 0, shfl(s.steps, over), shfl(s.chunks, over)};
-      place_range(args, partition, from, shfl(positions_of_item, over), positions, items, range, left);
+      const int one = shfl(positions_of_item, over), within = (from - positions) / one;
+      range.chunk = within / args.num_kv_heads;
+      range.head = within % args.num_kv_heads;
+      range.item = items + within;
+      const int inside = from - positions - within * one, before = max_i32(0, partition.lead() - inside);
+      range.first = max_i32(0, inside - partition.lead());
+      left = min_i32(partition.share, partition.padded ? range.s.steps - range.first : partition.total - from) - before;
+      range.last = min_i32(range.s.steps, range.first + left);
       break;
     }
     range.b += 32;
@@ -188,9 +197,9 @@ DEVICE WorkRange cluster_range(const DecodeArgs& args) {
   WorkRange range = {};
   range.s = sequence_at(args, 0);
   range.item = block_index() / CLUSTER;
-  range.chunk = quotient(range.item, args.num_kv_heads);
-  range.head = range.item - range.chunk * args.num_kv_heads;
-  const int share = quotient_up(range.s.steps, CLUSTER);
+  range.chunk = range.item / args.num_kv_heads;
+  range.head = range.item % args.num_kv_heads;
+  const int share = (range.s.steps + CLUSTER - 1) / CLUSTER;
   range.first = min_i32(range.s.steps, cluster_rank() * share);
   range.last = min_i32(range.s.steps, range.first + share);
   return range;

@@ -45,7 +45,6 @@ DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, Qu
 // The operand of a slice.
 DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tables, u32 (&a)[4]) {
   if constexpr (K_KIND == LLOYD && K_BITS > 5) joined_halves(codes, slice, tables.key_levels, a);
-  else if constexpr (K_PERMUTED) denormal_halves<false>(codes.low(slice), tables.key, a);
   else if constexpr (K_IN_PAIRS) {
     u32 pair[4];
     pair_halves<false>(codes, slice, tables.key_levels, pair);
@@ -63,17 +62,14 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 a[4], upper[4];
-      const bool apart = K_APART && i >= K_SLICES_PERMUTED;
-      if (i < K_SLICES_PERMUTED) {
-        if constexpr (K_APART) permuted_halves(codes[x], i, tables.key_magnitudes, a);
-      } else if constexpr (K_APART) apart_halves(codes[x], i, tables.key_levels, a, upper);
+      if constexpr (K_APART) apart_halves(codes[x], i, tables.key_levels, a, upper);
       else key_halves(codes[x], i, tables, a);
 #pragma unroll
       for (int n = 0; n < NG; n++) {
         const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
         if (i == 0) mma_f16_from_zero(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
         else mma_f16(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
-        if (apart) mma_f16(c[x][n], upper[0], upper[1], upper[2], upper[3], b0, b1);
+        if constexpr (K_APART) mma_f16(c[x][n], upper[0], upper[1], upper[2], upper[3], b0, b1);
       }
     }
   }
@@ -169,7 +165,7 @@ DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear,
 #pragma unroll
       for (int i = 0; i < WORDS; i += 32)
         if (i + 32 <= WORDS || i + lane < WORDS)
-          largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + p * PIECE + FIELDS_AT + 4 * (i + lane)));
+          largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + FIELDS_AT + 4 * (i + lane) + p * PIECE));
   } else {
     u32 bad = 0;
 #pragma unroll

@@ -34,9 +34,10 @@ constexpr int PIECES = BULK ? PAGES : 1, PIECE_TILES = NT / PIECES;
 constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS, FIELD_STRIDE = 32 * PIECE_TILES;
 constexpr int VALUES_AT = PIECE_TILES * K_TILE, FIELDS_AT = VALUES_AT + PIECE_TILES * V_TILE;
 constexpr int PIECE = FIELDS_AT + FIELDS * FIELD_STRIDE, FIELDS_END = PIECES * PIECE;
-constexpr int keys_of(int x) { return x / PIECE_TILES * PIECE + x % PIECE_TILES * K_TILE; }  // of tile x
-constexpr int values_of(int x) { return x / PIECE_TILES * PIECE + VALUES_AT + x % PIECE_TILES * V_TILE; }
-constexpr int fields_of(int x) { return x / PIECE_TILES * PIECE + FIELDS_AT + 32 * (x % PIECE_TILES); }
+// Of tile x. As plain as can be before loops are unrolled: it decides how many registers the compiler takes.
+constexpr int keys_of(int x) { return PIECES == 1 ? x * K_TILE : x / PIECE_TILES * PIECE + x % PIECE_TILES * K_TILE; }
+constexpr int values_of(int x) { return PIECES == 1 ? VALUES_AT + x * V_TILE : x / PIECE_TILES * PIECE + VALUES_AT + x % PIECE_TILES * V_TILE; }
+constexpr int fields_of(int x) { return PIECES == 1 ? FIELDS_AT + 32 * x : x / PIECE_TILES * PIECE + FIELDS_AT + 32 * (x % PIECE_TILES); }
 constexpr int WEIGHT_BYTES = TEAM > 1 && !WGMMA ? 256 * NG : 0;  // of a tile
 constexpr bool WEIGHTS_BEHIND = WEIGHT_BYTES > K_TILE;
 constexpr int weights_of(int x) { return WEIGHTS_BEHIND ? FIELDS_END + x * WEIGHT_BYTES : keys_of(x); }
@@ -45,34 +46,27 @@ constexpr int OUT_SLICES = VS / TEAM;         // of the output that a warp has
 constexpr int OUT_ROW = 16 * OUT_SLICES + 8;  // floats; keeps the columns of a warp's result in different banks
 constexpr int RESULT_BYTES = 4 * GROUP * OUT_ROW;
 constexpr int SLOT = STEP_BYTES > RESULT_BYTES ? STEP_BYTES : RESULT_BYTES;
+#ifndef X_AHEAD
+#define X_AHEAD 0
+#endif
 // With one slot a warp leaves its result in the place of values, where they are large enough, and keys of another item are copied
 // meanwhile.
-constexpr bool KEYS_AHEAD = STAGES == 1 && NT * V_TILE >= RESULT_BYTES;
+constexpr bool KEYS_AHEAD = X_AHEAD && STAGES == 1 && NT * V_TILE >= RESULT_BYTES;
 constexpr int RESULT_AT = KEYS_AHEAD ? VALUES_AT : 0;
 // Tables of levels in shared memory, by pairs of codes up to 5 bits.
-#ifndef X_KPERM
-#define X_KPERM 0
-#endif
 #ifndef X_VPERM
 #define X_VPERM 1
 #endif
-constexpr bool K_PERMUTED = X_KPERM && WIDE && K_KIND == LLOYD && K_BITS == 4 && V_BITS == 4, V_PERMUTED = X_VPERM && WIDE && V_KIND == LLOYD && V_BITS == 4;
-constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES && !K_PERMUTED;
+constexpr bool V_PERMUTED = X_VPERM && WIDE && V_KIND == LLOYD && V_BITS == 4;
+constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES;
 constexpr bool V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES && !V_PERMUTED;
 static_assert(!APART || !WIDE, "halves apart are twice the products");
 constexpr bool K_APART = APART && K_KIND == LLOYD && K_BITS == 6, V_APART = APART && V_KIND == LLOYD && V_BITS == 6;
-#ifndef X_KSLICES
-#define X_KSLICES 0
-#endif
-#ifndef X_VSLICES
-#define X_VSLICES 0
-#endif
-constexpr int K_SLICES_PERMUTED = K_APART ? X_KSLICES : 0, V_SLICES_PERMUTED = V_APART ? X_VSLICES : 0;
 constexpr int LEVEL_ENTRIES_K =
-    K_KIND != LLOYD || K_BYTES || K_PERMUTED ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : K_APART ? 2 * APART_ENTRIES : 1 << K_BITS;
+    K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : K_APART ? 2 * APART_ENTRIES : 1 << K_BITS;
 constexpr int LEVEL_ENTRIES_V =
     V_KIND != LLOYD || V_BYTES || V_PERMUTED ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : V_APART ? 2 * APART_ENTRIES : 1 << V_BITS;
-constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD && K_PERMUTED == V_PERMUTED;
+constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD && !V_PERMUTED;
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
 static_assert(!BULK || (PIECE_TILES == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
                         V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS), "a step is whole pages, in the ring as they are there");
@@ -84,7 +78,7 @@ constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are bette
 constexpr int OPERAND_BYTES = 128 * COLUMNS;
 constexpr int QUERY_BYTES = WGMMA ? OPERAND_BYTES * ((KD + 63) / 64) : 256 * NG * QI;
 static_assert(!WGMMA || (TEAM == 4 && WARPS % 4 == 0), "a warpgroup is a team");
-constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : K_PERMUTED ? DENORMAL_UNIT : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
+constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_unit<V_KIND, V_BITS>();
 
 static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "what a block gives its cluster is in the second slot");
@@ -103,11 +97,7 @@ constexpr int COLUMN_AT = RINGS_END + (WGMMA ? 0 : QUERY_BYTES);
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
 constexpr int BARRIERS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WARPS;
 constexpr int SHARED_BYTES = BARRIERS_AT + (BULK ? 8 * WARPS * STAGES : 0);
-static_assert(SHARED_BYTES == SHARED || (X_KPERM && X_VPERM), "the launcher counts shared memory as this file does");
-
-// Of numbers that are not negative: a few instructions less than the division of any integers.
-DEVICE int quotient(int a, int b) { return (int)((u32)a / (u32)b); }
-DEVICE int quotient_up(int a, int b) { return quotient(a + b - 1, b); }
+static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 
 struct DecodeArgs {
   const void* query;
@@ -129,7 +119,6 @@ struct DecodeArgs {
   float softcap;  // times log2(e)
   float key_norm, value_norm;    // what makes the rotations orthonormal
   Table key_table, value_table;  // their signs are unused
-  MagnitudeBytes key_magnitudes, value_magnitudes;  // of 6 bits
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
-  i32 num_seqs, num_kv_heads, group_size, chunk_queries, max_decode_queries, causal, sliding_window, blocks, merge_split;
+  i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window, blocks, merge_split;
 };

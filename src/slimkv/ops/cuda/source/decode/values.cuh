@@ -90,15 +90,12 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 a[4], upper[4];
-      const bool apart = V_APART && i >= V_SLICES_PERMUTED;
-      if (i < V_SLICES_PERMUTED) {
-        if constexpr (V_APART) permuted_halves(codes[x], i, tables.value_magnitudes, a);
-      } else if constexpr (V_APART) apart_halves(codes[x], i, tables.value_levels, a, upper);
+      if constexpr (V_APART) apart_halves(codes[x], i, tables.value_levels, a, upper);
       else value_halves(codes[x], i, tables, a);
 #pragma unroll
       for (int n = 0; n < NG; n++) {
         mma_f16(acc.numbers(n, i), a[0], a[1], a[2], a[3], w.p[n][x][0], w.p[n][x][1]);
-        if (apart) mma_f16(acc.numbers(n, i), upper[0], upper[1], upper[2], upper[3], w.p[n][x][0], w.p[n][x][1]);
+        if constexpr (V_APART) mma_f16(acc.numbers(n, i), upper[0], upper[1], upper[2], upper[3], w.p[n][x][0], w.p[n][x][1]);
       }
     }
 }

@@ -27,7 +27,6 @@ typedef WgmmaNarrow<8 * NG, false> WarpgroupProduct;
 struct LevelTables {
   Table key, value;  // in registers
   LevelTable key_levels, value_levels;
-  const MagnitudeBytes &key_magnitudes, &value_magnitudes;
 };
 
 // The queries' operands, unless they stay in shared memory.
@@ -54,7 +53,7 @@ struct ColumnState {
   int clear_end, clear_begin;
 
   DEVICE_MEMBER void load(const DecodeArgs& args, const WorkRange& range, const u8* shared, int t) {
-    const int first_query = range.chunk * args.chunk_queries;
+    const int first_query = range.chunk * (COLUMNS / args.group_size);
 #pragma unroll
     for (int c = 0; c < C; c++) {
       const Column column = *column_at(shared, own_column(c, t));
@@ -63,7 +62,7 @@ struct ColumnState {
       sum[c] = column.sum;
       slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / unit[c] : RESCALE_THRESHOLD;
     }
-    const int last_query = min_i32(range.s.queries, first_query + args.chunk_queries) - 1;
+    const int last_query = min_i32(range.s.queries, first_query + COLUMNS / args.group_size) - 1;
     clear_end = args.causal ? range.s.length - range.s.queries + first_query + 1 : range.s.length;
     clear_begin = WINDOW ? range.s.length - range.s.queries + last_query - args.sliding_window + 1 : 0;
   }
