@@ -265,8 +265,8 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
     part_bytes = 4 * slots * shape.columns * value_dim
     return _Call(
-        plan, args, ((blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 2), cuts, part_bytes, 4 * slots * shape.columns * (value_dim + 2),
-        () if sinks is None else (sinks,),
+        plan, args, ((blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 2), cuts,
+        part_bytes, 4 * slots * shape.columns * (value_dim + 2), () if sinks is None else (sinks,),
     )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       float highest = MINUS_INFINITY;
       for (int w = 0; w < WARPS; w++) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - highest);
-      float* mine = (float*)(ring + RESULT_AT) + (OWN * t + j) * OUT_ROW;
+      float* mine = (float*)ring + (OWN * t + j) * OUT_ROW;
 #pragma unroll
       for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
@@ -89,7 +89,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       float x = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; w += TEAM)
-        x += ((const float*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT + RESULT_AT))[column * OUT_ROW + d % (16 * OUT_SLICES)];
+        x += ((const float*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT))[column * OUT_ROW + d % (16 * OUT_SLICES)];
       return x;
     };
     if constexpr (CLUSTER > 1) {

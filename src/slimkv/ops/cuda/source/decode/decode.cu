@@ -36,11 +36,12 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
   fill_levels<K_BITS, LEVEL_ENTRIES_K, K_IN_PAIRS, K_APART>(key_levels, args.key_levels);
   if (!ONE_TABLE) fill_levels<V_BITS, LEVEL_ENTRIES_V, V_IN_PAIRS, V_APART>(value_levels, args.value_levels);
   const u32 signs = in_register(0x80808080u, lane);
-  const Table key_table = {in_register(args.key_table.low, lane), in_register(args.key_table.high, lane), signs};
-  auto value_entries = [](u32 entries) { return V_PERMUTED ? doubled_magnitudes(entries) : entries; };
-  const Table value_table = ONE_TABLE ? key_table
-                                      : Table{in_register(value_entries(args.value_table.low), lane),
-                                              in_register(value_entries(args.value_table.high), lane), signs};
+  auto in_registers = [&](const Table& table, bool doubled) {
+    return Table{in_register(doubled ? doubled_magnitudes(table.low) : table.low, lane),
+                 in_register(doubled ? doubled_magnitudes(table.high) : table.high, lane), signs};
+  };
+  const Table key_table = in_registers(args.key_table, K_PERMUTED);
+  const Table value_table = ONE_TABLE ? key_table : in_registers(args.value_table, V_PERMUTED);
   return {key_table, value_table, {shared_address(key_levels) + 4 * lane},
           {shared_address(value_levels) + 4 * lane}};
 }
@@ -51,10 +52,7 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
 #define IN_CLUSTERS
 #endif
 
-#ifndef X_ROOM
-#define X_ROOM 0
-#endif
-KERNEL(32 * WARPS + X_ROOM, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args) {
+KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args) {
 #if WGMMA
   SHARED_OPERANDS(shared);
 #else
@@ -70,7 +68,7 @@ KERNEL(32 * WARPS + X_ROOM, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeA
     if (range.chunk >= range.s.chunks) return;
   } else {
     WorkPartition partition;
-    range = first_range(args, block_index(), block_count(), lane, partition, left);
+    range = first_range(args, ThisBlock(), lane, partition, left);
     if (left <= 0) return;
   }
   const LevelTables tables = load_tables(args, shared, lane);
@@ -86,19 +84,18 @@ KERNEL(32 * WARPS + X_ROOM, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeA
   auto look_up = [&](const WorkRange& p, int step) {
     if (CLUSTER == 1 || p.first < p.last) loader.look_up(min_i32(step, p.last - 1));  // of a cluster some have nothing to do
   };
-  auto load_first_values = [&](const WorkRange& p) {  // with one slot
-    const int step = p.first + warp;
-    loader.copy<false, true>(step, 0, step < p.last);
-    loader.look_up(min_i32(step + WARPS, p.last - 1));
-  };
   auto begin_loading = [&](const WorkRange& p) {
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
     loader.open(args, p);
     look_up(p, p.first + warp);
-    if (STAGES == 1) loader.copy<true, false>(p.first + warp, 0, p.first + warp < p.last);
-    if (STAGES == 1 && !KEYS_AHEAD) load_first_values(p);
+    if constexpr (STAGES == 1) {
+      const int step = p.first + warp;
+      loader.copy<true, false>(step, 0, step < p.last);
+      loader.copy<false, true>(step, 0, step < p.last);
+      loader.look_up(min_i32(step + WARPS, p.last - 1));
+    }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
       const int step = p.first + warp + i * WARPS;
@@ -108,7 +105,6 @@ KERNEL(32 * WARPS + X_ROOM, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeA
     }
   };
   begin_loading(range);
-  if (KEYS_AHEAD) load_first_values(range);
 
   while (true) {
 #pragma unroll
@@ -212,13 +208,12 @@ KERNEL(32 * WARPS + X_ROOM, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeA
     filled = 1;
     if (left > 0) {
       next = next_range(args, range, left);
-      if (STAGES > 1 || KEYS_AHEAD) begin_loading(next);
+      if (STAGES > 1) begin_loading(next);
     }
     combine_warps(args, range, columns, acc, team, shared, ring, warp, lane);
     if constexpr (CLUSTER > 1) return combine_cluster(args, range, shared, warp, lane);
     if (left <= 0) return;
-    if (STAGES == 1 && !KEYS_AHEAD) begin_loading(next);
-    if (KEYS_AHEAD) load_first_values(next);
+    if (STAGES == 1) begin_loading(next);
     range = next;
   }
 }

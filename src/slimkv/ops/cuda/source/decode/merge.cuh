@@ -7,23 +7,13 @@
 #pragma once
 #include "decode/output.cuh"
 
-#ifndef X_PARTS
-#define X_PARTS 4
-#endif
-#ifndef X_WARM
-#define X_WARM 0
-#endif
-constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = X_PARTS;
+constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
 
 // The parts of a column of an item that are those of blocks `block`, `block + by`, ..., as far as `last`.
 DEVICE MergedState merge_parts(const DecodeArgs& args, int item, int column, int block, int last, int by, int lane) {
   MergedState merged;
   merged.clear();
-#if X_WARM
-  do {
-#else
   for (; block <= last; block += PARTS_AT_ONCE * by) {
-#endif
     float m[PARTS_AT_ONCE], l[PARTS_AT_ONCE], v[PARTS_AT_ONCE][VN];
 #pragma unroll
     for (int j = 0; j < PARTS_AT_ONCE; j++) {
@@ -35,12 +25,7 @@ DEVICE MergedState merge_parts(const DecodeArgs& args, int item, int column, int
       for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? args.parts[part * VD + lane + 32 * i] : 0.0f;
     }
     merged.add(m, l, v);
-#if X_WARM
-    block += PARTS_AT_ONCE * by;
-  } while (block <= last);
-#else
   }
-#endif
   return merged;
 }
 
@@ -49,47 +34,17 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
   const int row = block_index(), head = block_index_y() * (MERGE_WARPS / split) + warp / split;
   const int query_heads = args.num_kv_heads * args.group_size;
-  Sequence s;
-  WorkOffset offset;
-  // No block may end before `attend` does. Rows without chunks are another kernel's.
-  if (!find_row(args, row, lane, s, offset) || s.chunks == 0) return griddepcontrol_wait();
+  if (row >= ldg_i32(args.cu_seqlens_q + args.num_seqs)) return griddepcontrol_wait();  // no block may end before `attend` does
+  const int b = sequence_of(args, row);
+  const Sequence s = sequence_at(args, b);
+  if (s.chunks == 0) return griddepcontrol_wait();  // another kernel's
+  const WorkOffset offset = offset_of(args, b, args.blocks, lane);
   const WorkPartition partition = offset.partition;
   const int per_chunk = COLUMNS / args.group_size, query = row - s.start, chunk = query / per_chunk;
   const int column = (query % per_chunk) * args.group_size + head % args.group_size;
   const int within = chunk * args.num_kv_heads + head / args.group_size, item = offset.items + within;
   const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = first / partition.share;
   const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / partition.share : first_block - 1;
-#if X_WARM
-  // Twice, first without parts and without writing: instructions are in the cache when `attend` is done.
-#pragma unroll 1
-  for (int pass = 0; pass < 2; pass++) {
-    if (pass) griddepcontrol_wait();
-    if (WHOLE_ITEMS && split == 1 && first_block == last_block) { if (pass) return; else continue; }
-    MergedState merged = merge_parts(args, item, column, first_block + warp % split, pass ? last_block : -1, split, lane);
-    float* mine = (float*)shared + warp * (VD + 2);
-    bool writes = head < query_heads;
-    if (split > 1) {
-      if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.row_sum;
-#pragma unroll
-      for (int i = 0; i < VN; i++)
-        if (lane + 32 * i < VD) mine[lane + 32 * i] = merged.x[i];
-      sync_threads();
-      writes = writes && warp % split == 0;
-      if (writes)
-        for (int w = 1; w < split; w++) {
-          const float* theirs = mine + w * (VD + 2);
-          const float m[1] = {theirs[VD]}, l[1] = {theirs[VD + 1]};
-          float v[1][VN];
-#pragma unroll
-          for (int i = 0; i < VN; i++) v[0][i] = lane + 32 * i < VD ? theirs[lane + 32 * i] : 0.0f;
-          merged.add(m, l, v);
-        }
-      sync_threads();
-    }
-    if (writes) write_row(args, row, head, merged.highest, merged.row_sum, merged.x, mine, lane, pass);
-  }
-}
-#else
   griddepcontrol_wait();
   if (WHOLE_ITEMS && split == 1 && first_block == last_block) return;
 
@@ -113,7 +68,6 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   }
   if (head < query_heads) write_row(args, row, head, merged.highest, merged.row_sum, merged.x, mine, lane);
 }
-#endif
 HOST_TESTABLE(merge, DecodeArgs)
 
 // Block x: the item that is cut first between blocks x and x + 1 of `attend`, and sequences without keys, which no block has seen.
@@ -123,7 +77,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   const int of_chunk = column / args.group_size, of_group = column % args.group_size;
   WorkPartition partition;
   int left;
-  const WorkRange range = first_range(args, cut, args.blocks, lane, partition, left);
+  const WorkRange range = first_range(args, BlockOf{cut, args.blocks}, lane, partition, left);
   const int query = range.chunk * per_chunk + of_chunk;
   const bool here = left > 0 && range.first > 0 && range.first <= partition.share && of_chunk < per_chunk && query < range.s.queries;
   const int last_block = cut + (range.s.steps - range.first - 1) / partition.share;
@@ -136,20 +90,9 @@ KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
       for (int head = of_group; head < args.num_kv_heads * args.group_size; head += args.group_size)
         write_row(args, s.start + i, head, none.highest, none.row_sum, none.x, nullptr, lane);
   }
-#if X_WARM
-#pragma unroll 1
-  for (int pass = 0; pass < 2; pass++) {
-    if (pass) griddepcontrol_wait();
-    if (!here) continue;
-    const MergedState merged = merge_parts(args, range.item, column, cut - 1, pass ? last_block : -1, 1, lane);
-    write_row(args, range.s.start + query, range.head * args.group_size + of_group, merged.highest, merged.row_sum, merged.x, nullptr, lane, pass);
-  }
-}
-#else
   griddepcontrol_wait();
   if (!here) return;
   const MergedState merged = merge_parts(args, range.item, column, cut - 1, last_block, 1, lane);
   write_row(args, range.s.start + query, range.head * args.group_size + of_group, merged.highest, merged.row_sum, merged.x, nullptr, lane);
 }
-#endif
 HOST_TESTABLE(merge_cuts, DecodeArgs)

@@ -40,7 +40,7 @@ struct MergedState {
 
 // One warp; x: dimensions lane + 32 i of the sum, relative to `highest`, a power of two. scratch: VD floats of the warp's own.
 DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, float row_sum, const float (&sums)[VN], float* scratch,
-                      int lane, bool store = true) {
+                      int lane) {
   float factor = 1.0f;
   if (args.sinks) {
     const float sink = args.sinks[head] * LOG2E, above = max_f32(highest, sink);
@@ -57,11 +57,11 @@ DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, 
 #pragma unroll
   for (int i = 0; i < VN; i++) {
     const int d = lane + 32 * i;
-    if (d >= VD || !store) continue;
+    if (d >= VD) continue;
     if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = x[i];
     else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(x[i]) : f32_to_f16(x[i]));
   }
-  if (args.lse && lane == 0 && store)
+  if (args.lse && lane == 0)
     args.lse[(i64)row * args.num_kv_heads * args.group_size + head] =
         row_sum == 0 ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;
 }

@@ -25,10 +25,7 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
 }
 
 // What it costs to go on to another item, in steps of a block, and with the idle warps of its last steps.
-#ifndef X_COST
-#define X_COST (WARPS + WARPS / 4 + WARPS / 2)
-#endif
-constexpr int ITEM_SWITCH_COST = WARPS + WARPS / 4, ITEM_COST = X_COST;
+constexpr int ITEM_SWITCH_COST = WARPS + WARPS / 4, ITEM_COST = ITEM_SWITCH_COST + WARPS / 2;
 
 // An item is a KV head of a sequence (and of a chunk of its queries). Every block takes `share` positions, of which
 // there is one for every step and, before the first of them, ITEM_COST for what every item takes. Where whole blocks for
@@ -115,29 +112,6 @@ DEVICE int sequence_of(const DecodeArgs& args, int row) {
   return b;
 }
 
-// The sequence of a row and where it begins, if it is of one. Up to 32 sequences are looked at once, so that what starts late
-// waits for memory only once.
-DEVICE bool find_row(const DecodeArgs& args, int row, int lane, Sequence& s, WorkOffset& offset) {
-  if (args.num_seqs > 32) {
-    if (row >= ldg_i32(args.cu_seqlens_q + args.num_seqs)) return false;
-    const int b = sequence_of(args, row);
-    s = sequence_at(args, b);
-    offset = offset_of(args, b, args.blocks, lane);
-    return true;
-  }
-  Sequence mine = {};
-  if (lane < args.num_seqs) mine = sequence_at(args, lane);
-  const int b = warp_count(lane < args.num_seqs && mine.start <= row) - 1;
-  s = {shfl(mine.start, b), shfl(mine.queries, b), shfl(mine.length, b), WINDOW ? shfl(mine.begin, b) : 0, shfl(mine.steps, b), shfl(mine.chunks, b)};
-  const WorkTotals sums = reduce_totals(add_sequence({0, 0, 0}, mine, args.num_kv_heads));
-  offset.partition = make_partition(sums.steps, sums.items, sums.longest, args.blocks);
-  offset.items = lane < b ? mine.chunks * args.num_kv_heads : 0;
-  offset.positions = offset.items * offset.partition.positions(mine.steps);
-#pragma unroll
-  for (int d = 16; d; d >>= 1) offset.positions += shfl_xor(offset.positions, d), offset.items += shfl_xor(offset.items, d);
-  return row < s.start + s.queries;
-}
-
 // A run of steps of one (sequence, chunk of queries, head).
 struct WorkRange {
   int b, chunk, head;
@@ -146,16 +120,27 @@ struct WorkRange {
   int first, last;  // steps
 };
 
-// Of a block: how work is cut, its first range, and how many steps it gets in all, which may be none. 32 sequences at a time.
-DEVICE WorkRange first_range(const DecodeArgs& args, int block, int blocks, int lane, WorkPartition& partition, int& left) {
+// A block of `attend`, from inside and from elsewhere.
+struct ThisBlock {
+  DEVICE_MEMBER int number() const { return block_index(); }
+  DEVICE_MEMBER int count() const { return block_count(); }
+};
+struct BlockOf {
+  int block, blocks;
+  DEVICE_MEMBER int number() const { return block; }
+  DEVICE_MEMBER int count() const { return blocks; }
+};
+
+// How work is cut, the first range of a block, and how many steps it gets in all, which may be none. 32 sequences at a time.
+template <class Block> DEVICE WorkRange first_range(const DecodeArgs& args, Block block, int lane, WorkPartition& partition, int& left) {
   const bool few = args.num_seqs <= 32;  // a single look at them is enough
   Sequence s = {};
   if (lane < args.num_seqs) s = sequence_at(args, lane);
   if (few) {
     const WorkTotals sums = reduce_totals(add_sequence({0, 0, 0}, s, args.num_kv_heads));
-    partition = make_partition(sums.steps, sums.items, sums.longest, blocks);
-  } else partition = offset_of(args, 0, blocks, lane).partition;
-  const i32 from = block * partition.share;
+    partition = make_partition(sums.steps, sums.items, sums.longest, block.count());
+  } else partition = offset_of(args, 0, block.count(), lane).partition;
+  const i32 from = block.number() * partition.share;
   i32 positions = 0, items = 0;
   WorkRange range = {};
   left = 0;

@@ -45,6 +45,7 @@ DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, Qu
 // The operand of a slice.
 DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tables, u32 (&a)[4]) {
   if constexpr (K_KIND == LLOYD && K_BITS > 5) joined_halves(codes, slice, tables.key_levels, a);
+  else if constexpr (K_PERMUTED) denormal_halves<false>(codes.low(slice), tables.key, a);
   else if constexpr (K_IN_PAIRS) {
     u32 pair[4];
     pair_halves<false>(codes, slice, tables.key_levels, pair);

@@ -44,29 +44,21 @@ constexpr int weights_of(int x) { return WEIGHTS_BEHIND ? FIELDS_END + x * WEIGH
 constexpr int STEP_BYTES = FIELDS_END + (WEIGHTS_BEHIND ? NT * WEIGHT_BYTES : 0);
 constexpr int OUT_SLICES = VS / TEAM;         // of the output that a warp has
 constexpr int OUT_ROW = 16 * OUT_SLICES + 8;  // floats; keeps the columns of a warp's result in different banks
-constexpr int RESULT_BYTES = 4 * GROUP * OUT_ROW;
-constexpr int SLOT = STEP_BYTES > RESULT_BYTES ? STEP_BYTES : RESULT_BYTES;
-#ifndef X_AHEAD
-#define X_AHEAD 0
-#endif
-// With one slot a warp leaves its result in the place of values, where they are large enough, and keys of another item are copied
-// meanwhile.
-constexpr bool KEYS_AHEAD = X_AHEAD && STAGES == 1 && NT * V_TILE >= RESULT_BYTES;
-constexpr int RESULT_AT = KEYS_AHEAD ? VALUES_AT : 0;
-// Tables of levels in shared memory, by pairs of codes up to 5 bits.
-#ifndef X_VPERM
-#define X_VPERM 1
-#endif
-constexpr bool V_PERMUTED = X_VPERM && WIDE && V_KIND == LLOYD && V_BITS == 4;
-constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES;
+constexpr int SLOT = STEP_BYTES > 4 * GROUP * OUT_ROW ? STEP_BYTES : 4 * GROUP * OUT_ROW;
+// Levels as halves from tables in shared memory, by pairs of codes up to 5 bits. PERMUTED: 4 bits by permutations instead, so that logic
+// and shared memory share the work; values, which have to be put across anyway (pair_halves), and of the largest heads keys as well.
+constexpr bool PERMUTES = WIDE && (!WGMMA || WARPS > 8);
+constexpr bool K_PERMUTED = PERMUTES && K_KIND == LLOYD && K_BITS == 4 && KD == 256;
+constexpr bool V_PERMUTED = PERMUTES && V_KIND == LLOYD && V_BITS == 4;
+constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES && !K_PERMUTED;
 constexpr bool V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES && !V_PERMUTED;
 static_assert(!APART || !WIDE, "halves apart are twice the products");
 constexpr bool K_APART = APART && K_KIND == LLOYD && K_BITS == 6, V_APART = APART && V_KIND == LLOYD && V_BITS == 6;
 constexpr int LEVEL_ENTRIES_K =
-    K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : K_APART ? 2 * APART_ENTRIES : 1 << K_BITS;
+    K_KIND != LLOYD || K_BYTES || K_PERMUTED ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : K_APART ? 2 * APART_ENTRIES : 1 << K_BITS;
 constexpr int LEVEL_ENTRIES_V =
     V_KIND != LLOYD || V_BYTES || V_PERMUTED ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : V_APART ? 2 * APART_ENTRIES : 1 << V_BITS;
-constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD && !V_PERMUTED;
+constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD && K_PERMUTED == V_PERMUTED;
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
 static_assert(!BULK || (PIECE_TILES == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
                         V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS), "a step is whole pages, in the ring as they are there");
@@ -78,7 +70,7 @@ constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are bette
 constexpr int OPERAND_BYTES = 128 * COLUMNS;
 constexpr int QUERY_BYTES = WGMMA ? OPERAND_BYTES * ((KD + 63) / 64) : 256 * NG * QI;
 static_assert(!WGMMA || (TEAM == 4 && WARPS % 4 == 0), "a warpgroup is a team");
-constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
+constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : K_PERMUTED ? DENORMAL_UNIT : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_unit<V_KIND, V_BITS>();
 
 static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "what a block gives its cluster is in the second slot");
