@@ -12,7 +12,7 @@ from slimkv.bench import serve
 from slimkv.bench.serve import ServeSettings, bench_serve, cache_arguments, engine_plan, over_stock, table_rows
 from slimkv.bench.serve_engine import percentile
 from slimkv.bench.serve_shapes import SHAPES
-from slimkv.errors import SlimKVError
+from slimkv.errors import InputError, SlimKVError
 from slimkv.memory_plan import read_config
 
 BF16 = {"kv_tokens": 100, "start_seconds": 10.0, "decode": {"decode_tokens_per_second": 50.0, "prefill_seconds": 2.0}}
@@ -36,6 +36,14 @@ SLIM = {"kv_tokens": 388, "start_seconds": 12.5, "decode": {"decode_tokens_per_s
 )
 def test_systems(system, arguments):
     assert cache_arguments(system) == arguments
+
+
+def test_prefill_is_slimkvs_alone():
+    assert cache_arguments("bf16", prefill="8bit") == {"kv_cache_dtype": "auto"}
+    settings = cache_arguments("k4v4", prefill="8bit")["additional_config"]["slimkv"]
+    assert settings == {"format": "k4v4", "prefill": "8bit"}
+    with pytest.raises(InputError, match="not '4bit'"):
+        ServeSettings(systems=("k4v4",), prefill="4bit")
 
 
 @pytest.mark.parametrize(

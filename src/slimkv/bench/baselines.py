@@ -244,6 +244,21 @@ def turboquant_store(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor)
     yield "pages of 16", functools.partial(turbo.store, key, value, cache, slots.to(torch.int32))
 
 
+def concat_and_cache(latent: Tensor, rope: Tensor, slots: Tensor) -> Candidates:
+    """vLLM's store of latents as they are: one launch of its own."""
+    from vllm import _custom_ops
+
+    size = latent.shape[-1] + rope.shape[-1]
+    cache = torch.zeros(int(slots.max()) // 64 + 1, 64, size, dtype=latent.dtype, device=latent.device)
+    scale = torch.ones(1, device=latent.device)
+    yield (
+        "pages of 64",
+        functools.partial(
+            _custom_ops.concat_and_cache_mla, latent.flatten(1), rope.flatten(1), cache, slots.long(), "auto", scale
+        ),
+    )
+
+
 def time_baseline(
     name: str,
     prepare: Callable[[], Candidates],

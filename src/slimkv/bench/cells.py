@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from slimkv.errors import InputError
-from slimkv.spec import CodecSpec, PageLayout
+from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class StoreCell:
     """``tokens`` new tokens: a prefill chunk in whole pages, or one token of each of many sequences (``scattered``).
 
     ``query_aware``: keys are rounded with a matrix per head; ``search``: so many times each. ``warm``: a chunk that has
-    just been written, not one that is read from memory.
+    just been written, not one that is read from memory. ``rope_dim``: latents of ``head_dim`` with rope parts of that.
     """
 
     name: str
@@ -94,15 +94,19 @@ class StoreCell:
     query_aware: bool = False
     search: int = 0
     max_positions: int = 0  # a matrix per range of so many positions, which a decode step's tokens are scattered over
+    rope_dim: int = 0
 
     @property
     def layout(self) -> PageLayout:
         """The pages of this cell."""
+        if self.rope_dim:
+            return PageLayout(LatentSpec.parse(self.format, self.head_dim, self.rope_dim), self.page)
         return PageLayout(CodecSpec.parse(self.format, self.head_dim), self.page)
 
     def moved_bytes(self, element_bytes: int) -> int:
         """K and V read, and their bytes in the pages written."""
-        read = 2 * self.tokens * self.num_kv_heads * self.head_dim * element_bytes
+        spec = self.layout.spec
+        read = self.tokens * self.num_kv_heads * (spec.key_dim + spec.value_dim) * element_bytes
         return read + int(self.tokens * self.num_kv_heads * self.layout.bytes_per_token)
 
 
@@ -171,6 +175,7 @@ MORE_ATTEND_CELLS += tuple(
 )
 
 _CHUNK = StoreCell("", tokens=8192)
+_LATENTS = StoreCell("", tokens=8192, num_kv_heads=1, head_dim=512, rope_dim=64, format="c4")
 STORE_CELLS = (
     replace(_CHUNK, name="chunk-8192"),
     replace(_CHUNK, name="chunk-8192-warm", warm=True),
@@ -195,6 +200,11 @@ STORE_CELLS = (
     replace(_CHUNK, name="decode-128-4bit_nc", tokens=128, scattered=True, format="turboquant_4bit_nc"),
     replace(_CHUNK, name="rotation-off-8192", format="ku4vu4"),
     replace(_CHUNK, name="rotation-on-8192", format="kur4vur4"),
+    replace(_LATENTS, name="mla-decode-32", tokens=32, scattered=True),
+    replace(_LATENTS, name="mla-decode-128", tokens=128, scattered=True),
+    replace(_LATENTS, name="mla-chunk-8192"),
+    replace(_LATENTS, name="mla-decode-32-c4r8", tokens=32, scattered=True, format="c4r8"),
+    replace(_LATENTS, name="mla-chunk-8192-c4r8", format="c4r8"),
 )
 
 _SMALL = AttendCell("", batch=2, context=512, num_heads=4, num_kv_heads=2, head_dim=64, page=16)
@@ -227,6 +237,7 @@ SMALL_STORE_CELLS = (
     replace(_SMALL_CHUNK, name="chunk-512-query-aware-positions", query_aware=True, max_positions=512),
     replace(_SMALL_CHUNK, name="rotation-off-512", format="ku4vu4"),
     replace(_SMALL_CHUNK, name="rotation-on-512", format="kur4vur4"),
+    StoreCell("mla-decode-16", tokens=16, scattered=True, num_kv_heads=1, head_dim=128, rope_dim=32, format="c4"),
 )
 CPU_STORE_CELLS = (
     StoreCell("decode-1-3kv-d64", tokens=1, num_kv_heads=3, head_dim=64, page=64, scattered=True),

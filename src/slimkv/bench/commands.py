@@ -26,6 +26,7 @@ SERVE_OPTIONS = {
     "memory": "share of the device's memory for each engine",
     "max_num_seqs": "requests an engine runs at once",
     "max_num_batched_tokens": "tokens of a step",
+    "prefill": "slimkv's arithmetic for passes of many new tokens: 16bit, 8bit, auto",
     "seed": "of prompts and arrivals",
     "limit_seconds": "for one system",
     "offload_gib": "host memory of the offload phase",

@@ -24,6 +24,7 @@ import torch
 
 from slimkv.bench.results import run_facts
 from slimkv.bench.serve_shapes import shape_config, text_field
+from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.spec import parse_spec
 
@@ -56,6 +57,7 @@ class ServeSettings:
     memory: float = 0.85  # share of the device's memory
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    prefill: str = AUTO  # arithmetic of slimkv's passes over many new tokens
     eager: bool = False  # without torch.compile and CUDA graphs
     seed: int = 0
     limit_seconds: int = 600  # for one system
@@ -88,7 +90,7 @@ class ServeSettings:
         if self.engine == "sglang" and (OFFLOAD in self.phases or any("@" in system for system in self.systems)):
             raise InputError(f"the phase {OFFLOAD} and memory layouts (@) are vLLM's; leave them out with SGLang")
         for system in self.systems:
-            cache_arguments(system, self.engine)
+            cache_arguments(system, self.engine, self.prefill)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class ServeReport:
         path.write_text(self.to_json() + "\n", encoding="utf-8")
 
 
-def cache_arguments(system: str, engine: str = "vllm") -> dict[str, Any]:
+def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> dict[str, Any]:
     """Engine arguments of a system's cache: a stock cache dtype by its name, or a format of slimkv.
 
     ``k4v4:triton`` is a format with one implementation of store and attend, ``bf16:FLASHMLA`` a stock cache with one
@@ -126,7 +128,11 @@ def cache_arguments(system: str, engine: str = "vllm") -> dict[str, Any]:
         backend = backend or ("" if engine == "vllm" else _sglang_attention())
         return {**cache, "attention_backend": backend} if backend else cache
     parse_spec(format, 64)  # raises with the known formats
-    config = {"slimkv": {"format": format, "backend": backend} if backend else {"format": format}}
+    config = {"slimkv": {"format": format}}
+    if backend:
+        config["slimkv"]["backend"] = backend
+    if prefill != AUTO:
+        config["slimkv"]["prefill"] = KVCacheConfig(prefill=prefill).prefill  # raises with the known values
     if engine == "vllm":
         return {"attention_backend": "CUSTOM", "additional_config": config}
     return {
@@ -158,7 +164,8 @@ def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str,
         "system": system,
         "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
         "arguments": {
-            **own(settings, str(folder), longest), **cache_arguments(system, settings.engine), **dict(settings.extra),
+            **own(settings, str(folder), longest), **cache_arguments(system, settings.engine, settings.prefill),
+            **dict(settings.extra),
         },
         "vocabulary": text_field(shape, "vocab_size"),
         **{name: getattr(settings, name) for name in

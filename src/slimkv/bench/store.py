@@ -18,25 +18,38 @@ from slimkv.bench.timing import Timer, copy_bandwidth
 from slimkv.calibration.positions import matrix_index, position_edges
 from slimkv.codec import Codec
 from slimkv.codec.query_aware import query_aware_matrix
+from slimkv.spec import PageLayout
+
+Sized = tuple[Callable[[], baselines.Candidates], int]  # a baseline, and the bytes that it moves
+
+
+def _layout(cell: StoreCell, device: torch.device) -> PageLayout:
+    """The cell's pages, with raw sides of the numbers that are stored."""
+    dtype = str(compute_dtype(device)).removeprefix("torch.")
+    return PageLayout(cell.layout.spec.with_raw_dtype(dtype), cell.page)
 
 
 def _inputs(cell: StoreCell, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """K, V, slots and pages. A chunk fills whole pages in any order; scattered tokens go to pages of their own."""
+    layout, dtype = _layout(cell, device), compute_dtype(device)
     blocks = cell.tokens if cell.scattered else cell.layout.blocks_for(cell.tokens)
     order = torch.randperm(blocks, device=device)
     if cell.scattered:
         slots = order * cell.page + torch.randint(cell.page, (blocks,), device=device)
     else:
         slots = (order[:, None] * cell.page + torch.arange(cell.page, device=device)).flatten()[: cell.tokens]
-    shape = (cell.tokens, cell.num_kv_heads, cell.head_dim)
-    key, value = (torch.randn(shape, device=device, dtype=compute_dtype(device)) for _ in range(2))
-    pages = torch.zeros(blocks, cell.num_kv_heads, cell.layout.page_bytes, dtype=torch.uint8, device=device)
+    key, value = (
+        torch.randn(cell.tokens, cell.num_kv_heads, dim, device=device, dtype=dtype)
+        for dim in (layout.spec.key_dim, layout.spec.value_dim)
+    )
+    pages = torch.zeros(blocks, cell.num_kv_heads, layout.page_bytes, dtype=torch.uint8, device=device)
     return key, value, slots, pages
 
 
 def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[None], tuple[Tensor, Tensor, Tensor]]:
     key, value, slots, pages = _inputs(cell, device)
-    codec = Codec(cell.layout.spec, device)
+    layout = _layout(cell, device)
+    codec = Codec(layout.spec, device)
     query_aware, index = _query_aware(cell, codec) if cell.query_aware else (None, None)
     plan = ops.plan_store(
         key,
@@ -44,7 +57,7 @@ def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[
         pages,
         slots,
         codec=codec,
-        layout=cell.layout,
+        layout=layout,
         query_aware=query_aware,
         query_aware_index=index,
         query_aware_search=cell.search,
@@ -80,6 +93,13 @@ def _query_aware(cell: StoreCell, codec: Codec) -> tuple[Tensor, Tensor | None]:
     return several, matrix_index(positions.to(codec.device), edges)
 
 
+def _engines(cell: StoreCell, inputs: tuple[Tensor, Tensor, Tensor], moved: int) -> dict[str, Sized]:
+    """What vLLM stores with: in 4 bits, or latents as they are."""
+    if cell.rope_dim:
+        return {"vllm_mla": (partial(baselines.concat_and_cache, *inputs), 2 * (inputs[0].nbytes + inputs[1].nbytes))}
+    return {"vllm_4bit_nc": (partial(baselines.turboquant_store, cell, *inputs), moved)}
+
+
 def _compile(job: tuple[StoreCell, str, str]) -> None:
     """Compiles what a cell needs, in a process of its own."""
     cell, backend, device = job
@@ -112,15 +132,14 @@ def bench_store(options: Options, step: Step = silent) -> Report:
             ms = timer(call, cold=cold, before=before)
             moved = cell.moved_bytes(inputs[0].element_size())
             if options.baselines and not known:
-                dense = 4 * inputs[0].nbytes
-                scatter, turboquant = (
-                    partial(f, cell, *inputs) for f in (baselines.scatter, baselines.turboquant_store)
-                )
-                plain = partial(baselines.copy_of, moved, device)
+                candidates: dict[str, Sized] = {
+                    "copy": (partial(baselines.copy_of, moved, device), moved),
+                    "scatter": (partial(baselines.scatter, cell, *inputs), 2 * (inputs[0].nbytes + inputs[1].nbytes)),
+                    **_engines(cell, inputs, moved),
+                }
                 known = [
-                    time_baseline("copy", plain, timer, ms, moved, copy, cold, before),
-                    time_baseline("scatter", scatter, timer, ms, dense, copy, cold, before),
-                    time_baseline("vllm_4bit_nc", turboquant, timer, ms, moved, copy, cold, before),
+                    time_baseline(name, candidate, timer, ms, size, copy, cold, before)
+                    for name, (candidate, size) in candidates.items()
                 ]
             rows.append(
                 Row(

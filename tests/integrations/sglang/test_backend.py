@@ -14,6 +14,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.sglang.backend import SlimKVAttnBackend
+from slimkv.integrations.sglang.warmup import compile_kernels
 
 pytestmark = pytest.mark.sglang
 
@@ -30,7 +31,8 @@ def make_backend(formats=("raw",), layer=None, **others):
     slots = (order[:, None] * PAGE + torch.arange(PAGE)).view(REQUESTS, POSITIONS).int()
     runner = SimpleNamespace(
         is_draft_worker=False, model=torch.nn.Sequential(layer or make_layer()), device="cpu", page_size=PAGE,
-        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=slots), **others,
+        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=slots), dtype=torch.float32,
+        server_args=SimpleNamespace(speculative_num_draft_tokens=None), **others,
     )  # fmt: skip
     return SlimKVAttnBackend(runner), slots
 
@@ -173,3 +175,14 @@ def test_a_pool_that_is_not_slimkvs_is_refused():
     )  # fmt: skip
     with pytest.raises(UnsupportedError, match="built a object where slimkv's pages should be"):
         SlimKVAttnBackend(runner)
+
+
+def test_kinds_of_layers_are_compiled_once_each():
+    layers = [make_layer(0), make_layer(1), make_layer(2, logit_cap=20.0), make_layer(3, sliding_window_size=7)]
+    backend, _ = make_backend(["k4v4", "k4v4", "k4v4", "k5v3"], torch.nn.Sequential(*layers))
+    kinds = list(backend._layer_kinds(torch.nn.Sequential(*layers), torch.float32))
+    assert [kind.layout.spec.format for kind in kinds] == ["k4v4", "k4v4", "k4v4", "k5v3"]
+    assert [kind.options.sliding_window for kind in kinds] == [None, None, None, 8]
+    steps = compile_kernels(kinds[:1], POSITIONS, 1)
+    assert steps > 4
+    assert compile_kernels(kinds, POSITIONS, 1) == 3 * steps

@@ -504,6 +504,19 @@ DEVICE bool warp_any(bool p) {
   for (int i = 0; i < 32; i++) mine |= all[i][0];
   return mine;
 }
+DEVICE u32 warp_sum(u32 x) {
+  u64 mine = x;
+  host::Operands all = host::meet("warp_sum", &mine, 1);
+  u32 sum = 0;
+  for (int i = 0; i < 32; i++) sum += (u32)all[i][0];
+  return sum;
+}
+DEVICE u32 warp_max(u32 x) {
+  u64 mine = x;
+  host::Operands all = host::meet("warp_max", &mine, 1);
+  for (int i = 0; i < 32; i++) x = (u32)all[i][0] > x ? (u32)all[i][0] : x;
+  return x;
+}
 DEVICE int warp_count(bool p) {
   u64 mine = p;
   host::Operands all = host::meet("warp_count", &mine, 1);
@@ -556,6 +569,7 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
 }
 DEVICE void griddepcontrol_launch_dependents() {}
 DEVICE void griddepcontrol_wait() { host::machine.threads[host::machine.current].waited = true; }
+DEVICE void end_behind_grid_before() {}
 DEVICE void prefetch_l2(const void*) {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.

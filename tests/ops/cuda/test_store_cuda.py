@@ -24,7 +24,8 @@ from slimkv import Codec
 from slimkv.codec.codebook import codebook
 from slimkv.ops.store.api import REGISTRY, StoreRequest
 from slimkv.ops.store.cuda import launch as store_cuda
-from slimkv.spec import Kind
+from slimkv.ops.store.cuda import vectors
+from slimkv.ops.store.cuda.args import cells
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
@@ -40,15 +41,14 @@ SEARCHED = [
 def emulate(request: StoreRequest) -> None:
     """What ``store_cuda.run`` does, on the emulated GPU."""
     plan, grid, args = store_cuda.prepare(request)
-    library = host.compile(Path(store_cuda.SOURCE), plan.defines)
-    host.launch(library, store_cuda.KERNEL, grid=grid, threads=plan.threads, shared=plan.shared, args=args)
+    library = host.compile(Path(plan.source), plan.defines)
+    host.launch(library, plan.kernel, grid=grid, threads=plan.threads, shared=plan.shared, args=args)
 
 
-def taken(case: Case) -> bool:
-    spec = case.layout.spec
-    return (
-        Kind.RAW not in (spec.key.kind, spec.value.kind) and max(spec.key_dim, spec.value_dim) <= store_cuda.LARGEST_DIM
-    )
+def taken(case: Case, shaped: bool = False) -> bool:
+    """Whether a kernel takes it: in tiles, or vector by vector."""
+    in_tiles = store_cuda.in_tiles(case.layout)
+    return in_tiles or (not shaped and vectors.format_refusal(case.layout) is None)
 
 
 def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU, search: int = 0) -> None:
@@ -62,8 +62,8 @@ def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = 
     assert_same_bytes(pages, want, case.layout)
 
 
-def named(cases: list[Case], *marks) -> list:
-    return [pytest.param(case, id=str(case), marks=marks) for case in cases if taken(case)]
+def named(cases: list[Case], shaped: bool = False) -> list:
+    return [pytest.param(case, id=str(case)) for case in cases if taken(case, shaped)]
 
 
 @emulated
@@ -95,7 +95,7 @@ def test_a_tile_for_a_warp_and_a_tile_for_several(case, many, monkeypatch):
 
 
 @emulated
-@pytest.mark.parametrize("case", named(QUERY_AWARE))
+@pytest.mark.parametrize("case", named(QUERY_AWARE, shaped=True))
 def test_query_aware_rounding_is_the_codecs(case):
     check(case, shaped=True)
 
@@ -149,7 +149,7 @@ def test_a_search_is_the_codecs(case, search, few, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("search", [2, 4])
-@pytest.mark.parametrize("case", named(ALL_SEARCHED))
+@pytest.mark.parametrize("case", named(ALL_SEARCHED, shaped=True))
 def test_a_search_on_a_gpu(case, search, few, device, monkeypatch):
     monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
     check(case, True, store_cuda.run, device, search)
@@ -203,16 +203,9 @@ def test_cells_reach_as_far_as_a_norm_can_be_wrong(dim, bits):
     ties = torch.arange(0, 128, 2, dtype=torch.float64)  # steps of a coordinate; the largest has at least 128
     norms = (128**2 + (dim - 1) * (ties + 0.5) ** 2).sqrt(), (128**2 + (dim - 1) * ties**2).sqrt()
     largest = Codec.from_format(f"k{bits}v{bits}", dim).key_tables.unit * dim**0.5
-    shift, zero, cells = store_cuda._cells(codebook(bits, dim), largest)
+    shift, zero, numbers = cells(codebook(bits, dim), largest)
     assert zero > largest * 2**shift * float((norms[0] / norms[1]).max()) + 1
-    assert len(cells) == 2 * zero
-
-
-def test_what_it_does_not_take_is_named():
-    for format, dim, reason in (("krawbf16v4", 64, "raw vectors (rawbf16)"), ("k4v4", 512, "up to 256, not 512")):
-        case = Case(format=format, dim=dim)
-        key, value, slots, pages, codec = build(case, CPU)
-        assert reason in store_cuda.supports(StoreRequest(key, value, pages, slots, codec, case.layout))
+    assert len(numbers) == 2 * zero
 
 
 @pytest.mark.gpu
@@ -222,7 +215,7 @@ def test_on_a_gpu(case, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", named([*QUERY_AWARE, *ALL_QUERY_AWARE]))
+@pytest.mark.parametrize("case", named([*QUERY_AWARE, *ALL_QUERY_AWARE], shaped=True))
 def test_query_aware_rounding_on_a_gpu(case, device):
     check(case, True, store_cuda.run, device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from slimkv.integrations.sglang import refusals
 from slimkv.integrations.sglang.compat import AttentionBackend, HybridLinearKVPool, SWAKVPool
 from slimkv.integrations.sglang.metadata import BlockTables, GraphTables, Step, eager_step, verified_tokens
 from slimkv.integrations.sglang.pool import SlimKVPool
+from slimkv.integrations.sglang.warmup import compile_kernels
 from slimkv.ops.attention.api import SIXTEEN_BIT
+from slimkv.ops.warmup import LayerKind
 
 
 class SlimKVAttnBackend(AttentionBackend):
@@ -45,6 +48,19 @@ class SlimKVAttnBackend(AttentionBackend):
         self._graph: GraphTables | None = None
         self._options: dict[int, ops.AttendOptions] = {}
         self.forward_metadata: Step | None = None
+        kinds = self._layer_kinds(model_runner.model, model_runner.dtype)
+        verified = model_runner.server_args.speculative_num_draft_tokens or 1
+        compile_kernels(kinds, self._tables.width * self._tables.page_size, verified)
+
+    def _layer_kinds(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[LayerKind]:
+        """What the model's layers ask of the kernels."""
+        for layer in refusals.attention_layers(model):
+            pool, index, _ = self._pool_of(layer.layer_id)
+            _, pages, codec = pool.layer_pages(index)
+            yield LayerKind(
+                codec, pages.layout, layer.tp_q_head_num, pages.num_kv_heads, dtype, self._attend_options(layer, None),
+                *pool.rounding(index), self._config.backend,
+            )  # fmt: skip
 
     def _plain_pools(self) -> list[SlimKVPool]:
         """The pools behind SGLang's; raises unless they are slimkv's."""

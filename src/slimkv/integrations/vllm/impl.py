@@ -26,7 +26,8 @@ from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
-from slimkv.integrations.vllm.warmup import profile_run
+from slimkv.integrations.vllm.warmup import kernel_block, profile_run
+from slimkv.ops.warmup import LayerKind
 from slimkv.spec import CodecSpec, PageLayout, page_layout
 
 
@@ -215,16 +216,12 @@ class SlimKVImpl(AttentionImpl):
         assert self._spec is not None
         codec = shared_codec(self._spec, query.device)
         if attn_metadata is None:  # vLLM measures memory, before there is a cache
-            profile_run(
-                query,
-                self.num_kv_heads,
-                codec,
-                self._options,
-                self._config,
-                self._query_aware(codec),
-                self._search(codec),
-                self._settings.backend,
-            )
+            layout = PageLayout(codec.spec, kernel_block(self._config))
+            kind = LayerKind(
+                codec, layout, query.shape[1], self.num_kv_heads, query.dtype, self._options, self._query_aware(codec),
+                self._search(codec), self._settings.backend,
+            )  # fmt: skip
+            profile_run(kind, query.shape[0], self._config)
             return output.zero_()
         pages, layout = self._pages(kv_cache)
         self._attend(query, key, value, pages, layout, codec, attn_metadata, output)

@@ -8,7 +8,7 @@ import torch
 
 from slimkv import ops
 from slimkv.codec import Codec
-from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS, PREFERRED_BLOCK
+from slimkv.integrations.vllm.warmup import kernel_block
 from slimkv.spec import LatentSpec, page_layout
 
 _SHORT = 128  # tokens; kernels may be cut differently for short sequences
@@ -24,8 +24,7 @@ def compile_kernels(
     """
     spec, device = codec.spec, codec.device
     assert isinstance(spec, LatentSpec)
-    block = config.cache_config.block_size
-    block = block if block in KERNEL_BLOCKS else PREFERRED_BLOCK
+    block = kernel_block(config)
     kind = (spec, num_heads, dtype, device, block, backend)
     if kind in _seen:
         return 0

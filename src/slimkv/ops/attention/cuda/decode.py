@@ -69,7 +69,7 @@ class Args(ctypes.Structure):
         ("key_sign_bits", _SignBits),
         ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split",
+            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split", "merge_places",
         )),
     )  # fmt: skip
 
@@ -226,15 +226,19 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
     tokens = _seen_tokens(request)
     single = total if sequences == 1 and request.max_query_len <= most_queries and tokens <= CLUSTER_TOKENS else 0
+    amount = amount_of(device, layout, tokens, sequences * num_kv_heads)
+    if request.max_query_len > most_queries:  # beside a prefill: one kernel for all, however little there is to do
+        amount = Amount(False, False, False, False)
     plan = _plan(
-        device, layout, group, min(request.max_query_len, most_queries),
-        amount_of(device, layout, tokens, sequences * num_kv_heads), (single, num_kv_heads),
+        device, layout, group, min(request.max_query_len, most_queries), amount, (single, num_kv_heads),
         query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
         raise InputError(f"{layout.spec.format} needs more shared memory than this device has")
     shape = plan.shape
-    items = most_items(total, sequences, num_kv_heads, group, shape)
+    # Rows of others, if there are more queries than that: a few places a sequence are looked at then, not every row.
+    rows = min(total, sequences * most_queries)
+    items = most_items(rows, sequences, num_kv_heads, group, shape)
     blocks = device.multiprocessors * shape.resident
     if shape.cluster > 1:
         blocks = shape.cluster * -(-total // (shape.columns // group)) * num_kv_heads
@@ -243,7 +247,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     split = total * heads <= 32 * device.multiprocessors and blocks > _PARTS_AT_ONCE * items
     merge_split = 2 if split else 1
     cuts = items > blocks and writes_whole_items(layout)  # most items are whole in one block
-    merge_grid = (total, -(-heads * merge_split // _MERGE_WARPS))
+    merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
     if cuts:
         merge_grid = (max(1, blocks - 1), -(-shape.columns // _MERGE_WARPS))
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
@@ -261,7 +265,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.lse = None if request.lse is None else request.lse.data_ptr()
     args.scale, args.softcap = request.softmax_scale * LOG2E, options.softcap * LOG2E
     args.sequences, args.heads, args.group, args.blocks = sequences, num_kv_heads, group, blocks
-    args.most_queries = most_queries
+    args.most_queries, args.merge_places = most_queries, most_queries if rows < total else 0
     args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
     part_bytes = 4 * slots * shape.columns * value_dim
     return _Call(

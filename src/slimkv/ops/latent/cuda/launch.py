@@ -12,14 +12,13 @@ from slimkv.codec.rotation import sign_words
 from slimkv.errors import InputError
 from slimkv.ops.attention.cuda.decode import device_of
 from slimkv.ops.attention.cuda.shape import Device, level_bytes
-from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
+from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E, RAW_NUMBER
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.cuda import narrow, split, wide
 from slimkv.spec import Kind, PageLayout
 
 _MERGE_THREADS, _MERGE_DIMS = 256, 128  # as merge.cuh has them
-_RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
 
@@ -122,7 +121,7 @@ def kernel_defines(
     return cut.defines | {
         "LD": spec.key_dim, "RD": spec.value_dim, "BLOCK_SIZE": layout.block_size,
         "L_KIND": KIND_NUMBERS[spec.key.kind], "L_BITS": spec.key.bits, "L_FIELDS": layout.key.fields_offset,
-        "R_KIND": KIND_NUMBERS.get(spec.value.kind, _RAW), "R_BITS": spec.value.bits,
+        "R_KIND": KIND_NUMBERS.get(spec.value.kind, RAW_NUMBER), "R_BITS": spec.value.bits,
         "R_CODES": layout.value.codes_offset, "R_FIELDS": layout.value.fields_offset,
         "R_BF16": int(spec.value.raw_dtype == "bfloat16"), "R_ROTATED": int(spec.value.rotated),
         "Q_TYPE": DTYPE_NUMBERS[query], "ROPE_TYPE": DTYPE_NUMBERS[rope], "OUT_TYPE": DTYPE_NUMBERS[out],

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
 from slimkv.codec.quantize import becomes_short
 from slimkv.codec.query_aware import SEARCH_SCALES, scale_weight
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBERS
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.store.api import StoreRequest
-from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, ScalePolicy, SideLayout, TensorFormat
+from slimkv.ops.store.cuda import vectors
+from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables, in_vectors, place
+from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, SideLayout, TensorFormat
 
 SOURCE, KERNEL = "store/store.cu", "store"
 LARGEST_DIM = 256
@@ -30,80 +28,18 @@ _GROUP_DIMS, _MOST_GROUPS = 32, 4
 _SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what stands for 1 (store/integers.cuh)
 
 
-class SideArgs(ctypes.Structure):
-    """``SideArgs`` of store/format.cuh."""
-
-    _fields_ = [
-        ("x", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("fragments", ctypes.c_void_p),
-        ("cells", ctypes.c_void_p),
-        ("bounds", ctypes.c_void_p),
-        ("levels", ctypes.c_void_p),
-        ("unit", ctypes.c_float),
-        ("plain_scale", ctypes.c_float),
-        ("root_dim", ctypes.c_float),
-        ("orthonormal", ctypes.c_float),
-        ("doubled_levels", ctypes.c_uint32 * 2),
-        ("by_256", ctypes.c_uint32),
-        ("one", ctypes.c_int32),
-        ("minus_one", ctypes.c_int32),
-    ]
-
-
-class StoreArgs(ctypes.Structure):
-    """``StoreArgs`` of store/format.cuh."""
-
-    _fields_ = [
-        ("key", SideArgs),
-        ("value", SideArgs),
-        ("pages", ctypes.c_void_p),
-        ("page_stride", ctypes.c_int64),
-        ("page_head_stride", ctypes.c_int64),
-        ("slots", ctypes.c_void_p),
-        ("query_aware", ctypes.c_void_p),
-        ("query_aware_index", ctypes.c_void_p),
-        ("matrix_stride", ctypes.c_int64),
-        ("error_steps", ctypes.c_float),
-        ("tokens", ctypes.c_int32),
-        ("matrices", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("spread", ctypes.c_int32),
-        ("search_scales", ctypes.c_float * 4),
-        ("search_weights", ctypes.c_float * 4),
-        ("spread_rounds", ctypes.c_int32),
-    ]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a kind of request is compiled and launched, and the constant part of its arguments."""
-
-    defines: Defines
-    threads: int
-    shared: int
-    tiles_per_block: int
-    resident: int  # blocks that run at a time; 0: unknown, or no block takes more than one tile for each warp
-    args: StoreArgs
-    tables: tuple[Tensor, ...]  # what args point to
-
-
 def supports(request: StoreRequest) -> str | None:
-    """Lloyd-Max, uniform and fp8 of head sizes up to 256, in blocks of at least a tile."""
-    return _refusal(request.layout)
+    """Blocks of at least a tile; every format of head sizes up to 256, and what ``vectors`` takes beyond."""
+    layout = request.layout
+    if layout.block_size == 1:
+        return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
+    return None if in_tiles(layout) else vectors.refusal(request)
 
 
 @cache
-def _refusal(layout: PageLayout) -> str | None:
-    if layout.block_size == 1:
-        return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
-    for side in (layout.key, layout.value):
-        if side.format.kind == Kind.RAW:
-            return f"it does not store raw vectors ({side.format.name}); triton does"
-        if side.dim > LARGEST_DIM:
-            return f"it takes head sizes up to {LARGEST_DIM}, not {side.dim}; triton takes more"
-    return None
+def in_tiles(layout: PageLayout) -> bool:
+    """Whether warps take tiles of 16 tokens; they take single vectors else."""
+    return all(side.format.kind != Kind.RAW and side.dim <= LARGEST_DIM for side in (layout.key, layout.value))
 
 
 def run(request: StoreRequest) -> None:
@@ -111,7 +47,7 @@ def run(request: StoreRequest) -> None:
     if request.slot_mapping.shape[0] == 0:
         return
     plan, grid, args = prepare(request)
-    kernel = load(SOURCE, plan.defines, request.pages.device).kernel(KERNEL)
+    kernel = load(plan.source, plan.defines, request.pages.device).kernel(plan.kernel)
     kernel.launch(grid, plan.threads, plan.shared, args, request.pages.device, overlap=True)
 
 
@@ -121,7 +57,7 @@ def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | No
         return None
     plan, grid, args = prepare(request)
     device = request.pages.device
-    kernel = load(SOURCE, plan.defines, device).kernel(KERNEL)
+    kernel = load(plan.source, plan.defines, device).kernel(plan.kernel)
     launch = kernel.bound(grid, plan.threads, plan.shared, args, device, overlap=True)
     keys, values, several = args.key, args.value, request.matrices > 1
 
@@ -136,14 +72,16 @@ def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | No
 
 def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     """The plan of a request, its grid, and its arguments."""
+    if not in_tiles(request.layout):
+        return vectors.prepare(request)
     key, value, pages, slots = request.key, request.value, request.pages, request.slot_mapping
     tokens, heads = slots.shape[0], pages.shape[1]
-    key_place, value_place = _place(key), _place(value)
+    key_place, value_place = place(key), place(value)
     plan = _plan(
         request.layout,
         pages.device,
-        (key.dtype, _in_vectors(key_place)),
-        (value.dtype, _in_vectors(value_place)),
+        (key.dtype, in_vectors(key_place)),
+        (value.dtype, in_vectors(value_place)),
         slots.dtype == torch.int64,
         tokens * heads < FEW_VECTORS,
         0
@@ -178,18 +116,6 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     return plan, (blocks, 2 * heads), args
 
 
-def _place(x: Tensor) -> tuple[int, int, int]:
-    """Address, and bytes from a token to the next and from a head to the next."""
-    size = x.element_size()
-    return x.data_ptr(), x.stride(0) * size, x.stride(1) * size
-
-
-def _in_vectors(place: tuple[int, int, int]) -> bool:
-    """Every row starts at a multiple of 16 bytes."""
-    start, stride, head_stride = place
-    return not (start | stride | head_stride) & 15
-
-
 @cache  # captured graphs point to the tables: they stay
 def _plan(
     layout: PageLayout,
@@ -217,7 +143,7 @@ def _plan(
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
     )
-    for prefix, side, (dtype, vectors), constants, side_args in sides:
+    for prefix, side, (dtype, aligned), constants, side_args in sides:
         groups = 1 if together else _groups(side.dim, layout.spec.seed)
         per = _slices_per_warp(side) if together else side.dim // SLICE_DIMS // groups
         split = side.dim // SLICE_DIMS // groups // per
@@ -232,23 +158,15 @@ def _plan(
             "CODES": side.codes_offset,
             "FIELDS": side.fields_offset,
             "DTYPE": DTYPE_NUMBERS[dtype],
-            "VECTORS": int(vectors),
+            "VECTORS": int(aligned),
         }
         cell_shift, cell_zero, tensors = _tables(
             side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, device, dtype
         )
         own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
-        side_args.fragments, side_args.cells, side_args.bounds, side_args.levels = (t.data_ptr() for t in tensors)
-        side_args.unit, side_args.plain_scale = constants.unit, constants.plain_scale
-        side_args.root_dim, side_args.orthonormal = constants.root_dim, constants.orthonormal
-        side_args.by_256, side_args.one, side_args.minus_one = 256, 1, -1
+        side_args.point_to(side, constants, tensors)
         if side.format.kind == Kind.LLOYD:
-            if side.format.bits <= 4:
-                doubled = np.zeros(8, np.uint8)
-                positive = 2 * codebook(side.format.bits, side.dim).levels[1 << (side.format.bits - 1) :]
-                doubled[: len(positive)] = positive
-                side_args.doubled_levels[:] = doubled.view(np.uint32).tolist()
             used = len(tensors[1]) + 8 * len(tensors[2])
             if shaped and prefix == "K":
                 levels = len(tensors[1]) if side.format.bits <= 4 else 1 << side.format.bits
@@ -273,7 +191,7 @@ def _plan(
     resident = 0
     if lean and tiles_per_block > 1:
         resident = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return Plan(defines, 32 * warps, shared, tiles_per_block, blocks * resident, args, tuple(tables))
+    return Plan(SOURCE, KERNEL, defines, 32 * warps, shared, tiles_per_block, blocks * resident, args, tuple(tables))
 
 
 def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
@@ -325,16 +243,8 @@ def _tables(
     """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
     short = dtype if becomes_short(fmt, dtype, dim) else None
     fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed, short)).to(device)
-    nothing = torch.zeros(0, device=device)
-    if fmt.kind != Kind.LLOYD:
-        return 0, 8, (fragments, nothing, nothing, nothing)
-    book = codebook(fmt.bits, dim)
-    shift, zero, cells = _cells(book, unit * math.sqrt(dim))
-    levels = torch.tensor(book.levels_by_code * LEVEL_DENOMINATOR, dtype=torch.int32, device=device)
-    bounds = nothing
-    if fmt.bits > 4 or fmt.policy == ScalePolicy.UNBIASED:
-        bounds = torch.tensor([*book.boundaries, math.inf], dtype=torch.float32, device=device)
-    return shift, zero, (fragments, torch.from_numpy(cells).to(device), bounds, levels)
+    shift, zero, tensors = code_tables(fmt, dim, unit, device)
+    return shift, zero, (fragments, *tensors)
 
 
 def _fragments(matrix: np.ndarray, groups: int, transposed: bool, short: torch.dtype | None) -> np.ndarray:
@@ -363,27 +273,3 @@ def _fragments(matrix: np.ndarray, groups: int, transposed: bool, short: torch.d
     row = np.arange(steps)[:, None, None, None] * 32 + 8 * (lane % 4) + 4 * last + byte
     ones = padded[:, row, column]
     return np.ascontiguousarray(np.stack([ones, ones * np.int8(64)])).view(np.uint8).reshape(-1)
-
-
-def _cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
-    """The number line in cells of 2^-shift, each with its upper edge: shift, the cell of 0, and what is in each, uint8.
-
-    Up to 4 bits the boundaries are edges, and a cell has a code; else it has the number of boundaries below it, and at
-    most one inside.
-    """
-    bounds = book.boundaries
-    for shift in range(8):
-        scaled = bounds * 2**shift
-        if np.all(scaled == np.floor(scaled)) if book.bits <= 4 else np.all(np.diff(np.ceil(scaled)) > 0):
-            break
-    else:
-        raise AssertionError(f"boundaries of {book.bits} bits for {book.dim} dimensions do not fit any cells")
-    # A norm of short integers may be 3.2% too small; 8 cells are more than what 3% do not cover.
-    zero = math.ceil(largest * 2**shift * 1.03) + 8
-    zero += -zero % 8
-    upper = np.arange(2 * zero) - zero
-    below = (scaled[None, :] < upper[:, None]).sum(1) if book.bits <= 4 else (scaled <= upper[:, None] - 1).sum(1)
-    half = 1 << (book.bits - 1)
-    if book.bits <= 4:
-        below = np.where(below >= half, below, half - 1 - below)
-    return shift, zero, below.astype(np.uint8)

@@ -185,6 +185,9 @@ DEVICE i32 shfl(i32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE float shfl(float x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE i64 shfl(i64 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE bool warp_any(bool p) { return __any_sync(0xFFFFFFFFu, p); }
+// Over all lanes, in one instruction.
+DEVICE u32 warp_sum(u32 x) { u32 r; asm volatile("redux.sync.add.u32 %0, %1, 0xFFFFFFFF;" : "=r"(r) : "r"(x)); return r; }
+DEVICE u32 warp_max(u32 x) { u32 r; asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(r) : "r"(x)); return r; }
 DEVICE int warp_count(bool p) { return __popc(__ballot_sync(0xFFFFFFFFu, p)); }
 
 // Lane 4 r + c holds elements 2 c and 2 c + 1 of row r of an 8 x 8 matrix of 16-bit elements; the same of its transpose.
@@ -291,6 +294,8 @@ DEVICE void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// What some threads of a block do at their end, if the block must not end before that grid.
+DEVICE void end_behind_grid_before() { griddepcontrol_wait(); }
 #endif
 
 // Before anything that another kernel may have written is read, or written. The next grid may start only then, so that

@@ -6,7 +6,6 @@
 #include "common/codes.cuh"
 #include "common/numbers.cuh"
 
-constexpr int RAW = 3;  // beside the kinds of types.cuh: the rope part only
 constexpr int S = LD / 16, ROPE_SLICES = RD / 16;                  // slices of 16 dimensions
 constexpr int L_TILE = 2 * LD * L_BITS, R_TILE = 2 * RD * R_BITS;  // bytes of 16 tokens
 constexpr bool IN_BYTES = L_KIND == LLOYD && L_BITS <= 4;  // levels made by byte permutations, with an offset of one half

@@ -1,6 +1,7 @@
 // Evenly spaced codes between a vector's smallest and largest coordinate, and e4m3 codes.
 #pragma once
 #include "store/fields.cuh"
+#include "store/fp8.cuh"
 #include "store/pages.cuh"
 #include "store/rotate.cuh"
 
@@ -132,24 +133,14 @@ template <class F> DEVICE void fp8_codes(const float x[F::LOCAL][8], u32 fields[
       u32 other = shfl_xor(most[j], step);
       most[j] = most[j] > other ? most[j] : other;
     }
-    u32 exponent = most[j] >> 23;
-    bool zero = exponent < LEAST_EXPONENT;
-    u32 shifted = (zero ? LEAST_EXPONENT : exponent < 254 ? exponent : 254) - 8 + ((most[j] & 0x7FFFFF) > 0x600000 ? 1 : 0);
-    fields[0][j] = exponent == 255 ? INVALID_FIELD : zero ? 0 : encode_unsigned(as_float(shifted << 23));
-    up[j] = zero || exponent == 255 ? 0.0f : as_float((254 - shifted) << 23);
+    const Fp8Scale scale(most[j]);
+    fields[0][j] = scale.field, up[j] = scale.up;
   }
 #pragma unroll
   for (int s = 0; s < F::LOCAL; s++) {
     u32 code[8];
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-      float scaled = up[token_number<F>(n)] == 0.0f ? 0.0f : mul_rn(x[s][n], up[token_number<F>(n)]);
-      u32 bits = as_bits(scaled), magnitude = bits & 0x7FFFFFFFu;
-      u32 normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
-      u32 tiny = (u32)f32_to_i32_rz(sub_rn(add_rn(mul_rn(as_float(magnitude), 512.0f), 12582912.0f), 12582912.0f));
-      // A negative zero keeps its sign where the vector is not all zero, as e4m3 has it.
-      code[n] = (magnitude < (121u << 23) ? tiny : normal) | (bits >> 24 & 0x80);
-    }
+    for (int n = 0; n < 8; n++) code[n] = fp8_code(x[s][n], up[token_number<F>(n)]);
     put_codes<F>(codes, s, code);
   }
 }

@@ -60,7 +60,7 @@ struct Format {
                        FIELDS = FIELDS_, DTYPE = DTYPE_, CELL_SHIFT = CELL_SHIFT_, CELL_ZERO = CELL_ZERO_;
   static constexpr bool VECTORS = VECTORS_;              // rows start at multiples of 16 bytes
   static constexpr bool NARROW = DTYPE != FLOAT32;
-  static constexpr bool SHORT = KIND == LLOYD && BITS <= 4 && NARROW;  // rotated as 16-bit integers, not 22-bit ones
+  static constexpr bool SHORT = KIND == LLOYD && BITS <= 4 && NARROW && D <= 256;  // rotated as 16-bit integers, not 22-bit ones
   static constexpr int ELEMENT = NARROW ? 2 : 4;
   static constexpr int INNER = D / GROUPS;               // the rotation is a Hadamard matrix of GROUPS times one of INNER
   static constexpr int SLICES = INNER / 16;              // of a group

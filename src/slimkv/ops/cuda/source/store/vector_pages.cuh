@@ -1,0 +1,109 @@
+// The codes of one token, in shared memory, to the bytes of its page that it owns (see docs/design/page-format.md).
+#pragma once
+#include "store/pages.cuh"
+
+// Where the code of a dimension is: what lanes write and read at the same time lies in different banks.
+DEVICE int code_index(int dim) { return dim + (dim >> 7) * 8; }
+template <class F> constexpr int VECTOR_CODE_BYTES = (F::D + (F::D >> 7) * 8 + 15) / 16 * 16;
+
+// A token among 16, and which lane's words have its values: of keys lane 4 row + t, of values 4 g + row / 2.
+struct Place {
+  int row, high;
+  DEVICE_MEMBER Place(int position) : row(position & 7), high(position >> 3 & 1) {}
+  template <bool VALUES> DEVICE_MEMBER int lane_of(int part) const { return VALUES ? 4 * part + row / 2 : 4 * row + part; }
+};
+
+// Two neighbouring codes' bits from SHIFT on, W of them, as nibbles of a byte.
+template <int W, int SHIFT> DEVICE u32 nibble_pair(u32 first, u32 second) {
+  constexpr u32 MASK = (1 << W) - 1;
+  return (first >> SHIFT & MASK) | (second >> SHIFT & MASK) << 4;
+}
+
+// A plane of W <= 4 bits: those from SHIFT on.
+template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, u32 keep, u8* base, int position, int lane) {
+  constexpr int SHARE = 4 / W, SLICES = F::D / 16, WORDS = SLICES / SHARE, TAIL = SLICES % SHARE, PARTS = F::VALUES ? 8 : 4;
+  const Place place(position);
+#pragma unroll
+  for (int i = 0; i < (WORDS * PARTS + 31) / 32; i++) {
+    int unit = 32 * i + lane, part = unit % PARTS, word = unit / PARTS;
+    if (WORDS * PARTS % 32 && word >= WORDS) break;
+    u32 bits = 0;
+#pragma unroll
+    for (int j = 0; j < SHARE; j++) {
+      int dim = 16 * (word * SHARE + j);
+      if constexpr (F::VALUES) {
+        bits |= nibble_pair<W, SHIFT>(codes[code_index(dim + part)], codes[code_index(dim + part + 8)]) << (W * j);
+      } else {
+        u32 low = *(const u16*)(codes + code_index(dim + 2 * part)), high = *(const u16*)(codes + code_index(dim + 2 * part + 8));
+        bits |= (nibble_pair<W, SHIFT>(low & 0xFF, low >> 8) | nibble_pair<W, SHIFT>(high & 0xFF, high >> 8) << 8) << (W * j);
+      }
+    }
+    u8* at = base + fragment_word(word, place.template lane_of<F::VALUES>(part), WORDS) * 4 + 2 * place.high;
+    if constexpr (F::VALUES) at[place.row & 1] = (u8)(bits & keep);
+    else *(u16*)at = (u16)(bits & keep);
+  }
+  if constexpr (TAIL > 0) {  // slices that fill no word: the token's bits, dimension after dimension
+    constexpr int BYTES = TAIL * 2 * W;
+    if (lane < BYTES) {
+      u32 bits = 0;
+#pragma unroll
+      for (int n = 0; n < 8 / W; n++)
+        bits |= ((u32)codes[code_index(16 * WORDS * SHARE + lane * (8 / W) + n)] >> SHIFT & ((1 << W) - 1)) << (W * n);
+      base[128 * WORDS + (position & 15) * BYTES + lane] = (u8)(bits & keep);
+    }
+  }
+}
+
+template <class F> DEVICE void store_code_bytes(const u8* codes, u32 keep, u8* base, int position, int lane) {
+  constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4;
+  const Place place(position);
+#pragma unroll
+  for (int i = 0; i < (SLICES * PARTS + 31) / 32; i++) {
+    int unit = 32 * i + lane, part = unit % PARTS, slice = unit / PARTS;
+    if (SLICES * PARTS % 32 && slice >= SLICES) break;
+    u8* at = base + fragment_word(2 * slice + place.high, place.template lane_of<F::VALUES>(part), 2 * SLICES) * 4;
+    if constexpr (F::VALUES) {
+      u32 bits = codes[code_index(16 * slice + part)] | (u32)codes[code_index(16 * slice + part + 8)] << 8;
+      *(u16*)(at + 2 * (place.row & 1)) = (u16)(bits & keep);
+    } else {
+      u32 bits = *(const u16*)(codes + code_index(16 * slice + 2 * part)) | (u32) * (const u16*)(codes + code_index(16 * slice + 2 * part + 8)) << 16;
+      *(u32*)at = bits & keep;
+    }
+  }
+}
+
+struct Encoded {
+  u32 field;
+  u32 keep;  // 0 where all codes are to be zero, else all ones
+};
+
+template <class F, int PAGE_TOKENS> DEVICE void store_vector(const u8* codes, Encoded field, u8* pages, i64 page_stride, i64 slot, int lane) {
+  u8* page = page_of<PAGE_TOKENS>(pages, page_stride, slot);
+  int position = (int)((u32)slot % PAGE_TOKENS);
+  u8* tile = page + F::CODES + position / 16 * F::TILE_BYTES;
+  if (lane == 0) *(u16*)(page + F::FIELDS + 2 * position) = (u16)field.field;
+  if constexpr (F::BITS == 8) store_code_bytes<F>(codes, field.keep, tile, position, lane);
+  if constexpr (F::FOUR) store_nibbles<F, 4, 0>(codes, field.keep, tile, position, lane);
+  if constexpr (F::TWO) store_nibbles<F, 2, 4 * F::FOUR>(codes, field.keep, tile + TWO_AT<F>, position, lane);
+  if constexpr (F::ONE) store_nibbles<F, 1, 4 * F::FOUR + 2 * F::TWO>(codes, field.keep, tile + ONE_AT<F>, position, lane);
+}
+
+// Numbers as they are, of 16 or 32 bits.
+template <class F, int PAGE_TOKENS> DEVICE void store_raw(const u8* row, u8* pages, i64 page_stride, i64 slot, int lane) {
+  constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4, NUMBERS = F::VALUES ? 2 : 4, PER_SLICE = F::BITS / 4, WORDS = SLICES * PER_SLICE;
+  int position = (int)((u32)slot % PAGE_TOKENS);
+  u8* tile = page_of<PAGE_TOKENS>(pages, page_stride, slot) + F::CODES + position / 16 * F::TILE_BYTES;
+  const Place place(position & 15);
+#pragma unroll
+  for (int i = 0; i < (SLICES * PARTS + 31) / 32; i++) {
+    int unit = 32 * i + lane, part = unit % PARTS, slice = unit / PARTS;
+    if (SLICES * PARTS % 32 && slice >= SLICES) break;
+    int first = 4 * place.high + (F::VALUES ? 2 * (place.row & 1) : 0), there = place.template lane_of<F::VALUES>(part);
+#pragma unroll
+    for (int n = 0; n < NUMBERS; n += 32 / F::BITS) {
+      auto dim = [&](int m) { return 16 * slice + (F::VALUES ? part + 8 * m : 2 * part + (m & 1) + 8 * (m >> 1)); };
+      u32 word = F::BITS == 32 ? ((const u32*)row)[dim(n)] : ((const u16*)row)[dim(n)] | (u32)((const u16*)row)[dim(n + 1)] << 16;
+      *(u32*)(tile + fragment_word(slice * PER_SLICE + (first + n) * F::BITS / 32, there, WORDS) * 4) = word;
+    }
+  }
+}

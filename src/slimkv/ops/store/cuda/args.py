@@ -1,0 +1,142 @@
+"""What the store kernels are given: arguments, the plan of a launch, and tables of codes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
+from slimkv.codec.quantize import SideTables
+from slimkv.ops.cuda.module import Defines
+from slimkv.spec import Kind, ScalePolicy, SideLayout, TensorFormat
+
+
+class SideArgs(ctypes.Structure):
+    """``SideArgs`` of store/format.cuh."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("fragments", ctypes.c_void_p),
+        ("cells", ctypes.c_void_p),
+        ("bounds", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+        ("unit", ctypes.c_float),
+        ("plain_scale", ctypes.c_float),
+        ("root_dim", ctypes.c_float),
+        ("orthonormal", ctypes.c_float),
+        ("doubled_levels", ctypes.c_uint32 * 2),
+        ("by_256", ctypes.c_uint32),
+        ("one", ctypes.c_int32),
+        ("minus_one", ctypes.c_int32),
+    ]
+
+    def point_to(self, side: SideLayout, constants: SideTables, tables: Sequence[Tensor]) -> None:
+        """The constant part. tables: fragments (or what else stands for the rotation), cells, bounds and levels."""
+        self.fragments, self.cells, self.bounds, self.levels = (t.data_ptr() for t in tables)
+        self.unit, self.plain_scale = constants.unit, constants.plain_scale
+        self.root_dim, self.orthonormal = constants.root_dim, constants.orthonormal
+        self.by_256, self.one, self.minus_one = 256, 1, -1
+        if side.format.kind == Kind.LLOYD and side.format.bits <= 4:
+            doubled = np.zeros(8, np.uint8)
+            positive = 2 * codebook(side.format.bits, side.dim).levels[1 << (side.format.bits - 1) :]
+            doubled[: len(positive)] = positive
+            self.doubled_levels[:] = doubled.view(np.uint32).tolist()
+
+
+class StoreArgs(ctypes.Structure):
+    """``StoreArgs`` of store/format.cuh."""
+
+    _fields_ = [
+        ("key", SideArgs),
+        ("value", SideArgs),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("page_head_stride", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("query_aware", ctypes.c_void_p),
+        ("query_aware_index", ctypes.c_void_p),
+        ("matrix_stride", ctypes.c_int64),
+        ("error_steps", ctypes.c_float),
+        ("tokens", ctypes.c_int32),
+        ("matrices", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("spread", ctypes.c_int32),
+        ("search_scales", ctypes.c_float * 4),
+        ("search_weights", ctypes.c_float * 4),
+        ("spread_rounds", ctypes.c_int32),
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a kind of request is compiled and launched, and the constant part of its arguments."""
+
+    source: str
+    kernel: str
+    defines: Defines
+    threads: int
+    shared: int
+    tiles_per_block: int
+    resident: int  # blocks that run at a time; 0: unknown, or no block takes more than one tile for each warp
+    args: StoreArgs
+    tables: tuple[Tensor, ...]  # what args point to
+
+
+def place(x: Tensor) -> tuple[int, int, int]:
+    """Address, and bytes from a token to the next and from a head to the next."""
+    size = x.element_size()
+    return x.data_ptr(), x.stride(0) * size, x.stride(1) * size
+
+
+def in_vectors(where: tuple[int, int, int]) -> bool:
+    """Every row starts at a multiple of 16 bytes."""
+    start, stride, head_stride = where
+    return not (start | stride | head_stride) & 15
+
+
+def code_tables(
+    fmt: TensorFormat, dim: int, unit: float, device: torch.device
+) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:
+    """The cells' width as a power of two and their zero; cells, bounds and levels."""
+    nothing = torch.zeros(0, device=device)
+    if fmt.kind != Kind.LLOYD:
+        return 0, 8, (nothing, nothing, nothing)
+    book = codebook(fmt.bits, dim)
+    shift, zero, numbers = cells(book, unit * math.sqrt(dim))
+    levels = torch.tensor(book.levels_by_code * LEVEL_DENOMINATOR, dtype=torch.int32, device=device)
+    bounds = nothing
+    if fmt.bits > 4 or fmt.policy == ScalePolicy.UNBIASED:
+        bounds = torch.tensor([*book.boundaries, math.inf], dtype=torch.float32, device=device)
+    return shift, zero, (torch.from_numpy(numbers).to(device), bounds, levels)
+
+
+def cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
+    """The number line in cells of 2^-shift, each with its upper edge: shift, the cell of 0, and what is in each, uint8.
+
+    Up to 4 bits the boundaries are edges, and a cell has a code; else it has the number of boundaries below it, and at
+    most one inside.
+    """
+    bounds = book.boundaries
+    for shift in range(8):
+        scaled = bounds * 2**shift
+        if np.all(scaled == np.floor(scaled)) if book.bits <= 4 else np.all(np.diff(np.ceil(scaled)) > 0):
+            break
+    else:
+        raise AssertionError(f"boundaries of {book.bits} bits for {book.dim} dimensions do not fit any cells")
+    # A norm of short integers may be 3.2% too small; 8 cells are more than what 3% do not cover.
+    zero = math.ceil(largest * 2**shift * 1.03) + 8
+    zero += -zero % 8
+    upper = np.arange(2 * zero) - zero
+    below = (scaled[None, :] < upper[:, None]).sum(1) if book.bits <= 4 else (scaled <= upper[:, None] - 1).sum(1)
+    half = 1 << (book.bits - 1)
+    if book.bits <= 4:
+        below = np.where(below >= half, below, half - 1 - below)
+    return shift, zero, below.astype(np.uint8)

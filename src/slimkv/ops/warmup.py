@@ -1,0 +1,87 @@
+"""Steps on a throw-away page, so that kernels are compiled before the first request asks for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions, attend
+from slimkv.ops.store.api import store_kv
+from slimkv.spec import PageLayout
+
+_SHORT = 128  # tokens; kernels may be cut differently for short sequences
+_FEW = (2, 4, 8)  # new tokens of a prompt whose others are in the cache
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKind:
+    """What a layer's kernels are compiled for."""
+
+    codec: Codec
+    layout: PageLayout
+    num_heads: int
+    num_kv_heads: int
+    dtype: torch.dtype
+    options: AttendOptions
+    query_aware: Tensor | None = None
+    query_aware_search: int = 0
+    backend: str | None = None
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for layers that run the same kernels."""
+        return (
+            self.layout, self.num_heads, self.num_kv_heads, self.dtype, self.options.sliding_window,
+            self.options.softcap > 0, self.query_aware is None, self.query_aware_search, self.backend,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sequences with so many new tokens each, in tables for ``max_seq_len`` tokens."""
+
+    sequences: int
+    queries: int
+    max_seq_len: int
+
+
+def serving_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
+    """One of each kind that an engine asks for beside its largest prefill.
+
+    Decode and verification of ``verified`` tokens, in short sequences and long ones; prompts of which all but a few
+    tokens are in the cache, and chunks of a few dozen.
+    """
+    short = min(max_seq_len, max(_SHORT, verified))
+    decoding = [Step(2, queries, length) for queries in {1, verified} for length in {max_seq_len, short}]
+    cached = [Step(2, min(queries, short), max_seq_len) for queries in (*_FEW, MAX_DECODE_QUERIES + 1)]
+    return sorted({*decoding, *cached}, key=lambda step: (step.queries, step.max_seq_len))
+
+
+def run_step(kind: LayerKind, step: Step) -> None:
+    """Stores the new tokens and attends, all in one page; the output is nobody's."""
+    codec, layout, device = kind.codec, kind.layout, kind.codec.device
+    tokens, spec = step.sequences * step.queries, codec.spec
+
+    def ones(heads: int, dim: int) -> Tensor:
+        return torch.ones(tokens, heads, dim, dtype=kind.dtype, device=device)
+
+    pages = torch.zeros(1, kind.num_kv_heads, layout.page_bytes, dtype=torch.uint8, device=device)
+    table = torch.zeros(step.sequences, layout.blocks_for(step.max_seq_len), dtype=torch.int32, device=device)
+    lengths = torch.full((step.sequences,), step.queries, dtype=torch.int32, device=device)
+    starts = torch.arange(step.sequences + 1, dtype=torch.int32, device=device) * step.queries
+    ranges = None
+    if kind.query_aware is not None and kind.query_aware.ndim == 4:
+        ranges = torch.zeros(tokens, dtype=torch.int32, device=device)
+    store_kv(
+        ones(kind.num_kv_heads, spec.key_dim), ones(kind.num_kv_heads, spec.value_dim), pages,
+        torch.arange(tokens, device=device) % layout.block_size, codec=codec, layout=layout,
+        query_aware=kind.query_aware, query_aware_index=ranges, query_aware_search=kind.query_aware_search,
+        backend=kind.backend,
+    )  # fmt: skip
+    attend(
+        ones(kind.num_heads, spec.key_dim), pages, table, lengths, starts, codec=codec, layout=layout,
+        max_query_len=step.queries, max_seq_len=step.max_seq_len, options=kind.options, backend=kind.backend,
+    )  # fmt: skip

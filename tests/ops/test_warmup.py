@@ -1,0 +1,63 @@
+"""The steps that engines run before they serve."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slimkv.codec import Codec
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions
+from slimkv.ops.attention.cuda.decode import _prepare
+from slimkv.ops.attention.cuda.shape import Device
+from slimkv.ops.warmup import LayerKind, Step, run_step, serving_steps
+from slimkv.spec import PageLayout, parse_spec
+
+H200 = Device(132, 233472, 232448, copy_engine=True, warpgroups=True, clusters=True)
+
+
+def kind(format: str = "k4v4", **options) -> LayerKind:
+    codec = Codec(parse_spec(format, 64))
+    return LayerKind(codec, PageLayout(codec.spec, 16), 4, 2, torch.float32, AttendOptions(**options))
+
+
+def test_each_kind_of_step_is_there_once():
+    steps = serving_steps(4096, verified=5)
+    assert len(set(steps)) == len(steps)
+    assert {(s.queries, s.max_seq_len) for s in steps} >= {(1, 4096), (1, 128), (5, 4096), (5, 128)}
+    assert max(s.queries for s in steps) > MAX_DECODE_QUERIES
+    assert all(s.queries <= s.max_seq_len for s in serving_steps(3))
+
+
+@pytest.mark.parametrize("step", serving_steps(200, verified=3), ids=str)
+def test_steps_run(step):
+    run_step(kind(softcap=20.0, sliding_window=40), step)
+
+
+def test_signatures_tell_kernels_apart():
+    assert kind().signature == kind().signature
+    others = [kind("k4v3"), kind(softcap=1.0), kind(sliding_window=8)]
+    assert len({k.signature for k in (kind(), *others)}) == 4
+    assert kind(softcap=1.0).signature == kind(softcap=2.0).signature
+
+
+def test_prefill_of_any_length_asks_for_one_kernel_of_few_queries(monkeypatch):
+    """A prompt's second chunk must not meet a kernel that its first one did not."""
+    seen = set()
+
+    def prepare(request):
+        seen.add(frozenset(_prepare(request, H200, MAX_DECODE_QUERIES).plan.defines.items()))
+
+    for step in (Step(1, 64, 64), Step(1, 64, 1 << 14), Step(8, 33, 1 << 17), Step(64, 40, 2048)):
+        monkeypatch.setattr("slimkv.ops.attention.api.REGISTRY.select", lambda *_: Loaded(prepare))
+        run_step(kind(), step)
+    assert len(seen) == 1
+
+
+class Loaded:
+    """A backend that only looks at the request."""
+
+    def __init__(self, run) -> None:
+        self.run = run
+
+    def load(self):
+        return self
