@@ -203,6 +203,16 @@ def test_a_long_sequence_has_two_launches(monkeypatch):
     assert names == ["attend", "merge"]
 
 
+@pytest.mark.parametrize(("dim", "name"), [(64, "merge_cuts"), (80, "merge")])
+def test_of_many_items_only_what_is_cut_is_merged(dim, name):
+    """Where a block writes the output of whole items itself: head size 80 takes shared memory for that."""
+    names: list[str] = []
+    built = build(replace(TINY, dim=dim, lens=(9, 0, 70) * 5, queries=(1,) * 15), CPU)
+    out, lse = poisoned_out(built.case, built)
+    attend_cuda.attend_packed(request_of(built, out, lse), SMALL_GPU, lambda name, *_: names.append(name))
+    assert names == ["attend", name]
+
+
 # How work is cut: nine blocks on the small device, 96 on the large one.
 LARGE_GPU = replace(SMALL_GPU, multiprocessors=32)
 CUTS = [
@@ -211,6 +221,7 @@ CUTS = [
     (replace(TINY, lens=(*range(100, 138), 0, 1), queries=(1,) * 40), LARGE_GPU),  # beyond a warp's lanes
     (replace(TINY, lens=(3000, *range(40)), queries=(1,) * 41), LARGE_GPU),
     (replace(VERIFY, lens=(300, 280, 310), queries=(5, 2, 4)), LARGE_GPU),
+    (replace(VERIFY, lens=(0, 30, 2, 700, 64) * 5, queries=(2, 3, 2, 36, 1) * 5), SMALL_GPU),  # more items than blocks
 ]
 
 

@@ -33,6 +33,7 @@ from slimkv.ops.attention.cuda.shape import (
     shape_for,
     shape_on,
     shared_bytes,
+    writes_whole_items,
 )
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
@@ -189,6 +190,7 @@ class _Call:
     args: Args
     grids: tuple[tuple[int, int], tuple[int, int]]  # of attend and of merge
     merge_shared: int
+    cuts: bool  # whether merge looks at what is cut between blocks, not at all rows
     part_bytes: int  # of the workspace: the parts, then their states
     workspace_bytes: int
     kept: tuple[Tensor, ...]  # what args point to and nobody else holds
@@ -214,7 +216,8 @@ class _Call:
         attend = ("attend", plan.defines, self.grids[0], 32 * plan.shape.warps, plan.shared, self.args, True)
         if plan.shape.cluster > 1:
             return (attend,)
-        return attend, ("merge", plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, self.args, True)
+        merge = "merge_cuts" if self.cuts else "merge"
+        return attend, (merge, plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, self.args, True)
 
 
 def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call:
@@ -243,6 +246,10 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     # Few rows have many parts, and then two warps share them; a warp alone reads some at once.
     split = total * heads <= 32 * device.multiprocessors and blocks > _PARTS_AT_ONCE * items
     merge_split = 2 if split else 1
+    cuts = items > blocks and writes_whole_items(layout)  # most items are whole in one block
+    merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
+    if cuts:
+        merge_grid = (max(1, blocks - 1), -(-shape.columns // _MERGE_WARPS))
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     key, value = request.codec.key_tables, request.codec.value_tables
     args = Args.from_buffer_copy(plan.args)
@@ -262,9 +269,8 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
     part_bytes = 4 * slots * shape.columns * value_dim
     return _Call(
-        plan, args, ((blocks, 1), (rows, -(-heads * merge_split // _MERGE_WARPS))),
-        4 * _MERGE_WARPS * (value_dim + 2), part_bytes, 4 * slots * shape.columns * (value_dim + 2),
-        () if sinks is None else (sinks,),
+        plan, args, ((blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 2), cuts,
+        part_bytes, 4 * slots * shape.columns * (value_dim + 2), () if sinks is None else (sinks,),
     )  # fmt: skip
 
 

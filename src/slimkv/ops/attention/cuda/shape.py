@@ -52,7 +52,7 @@ class Shape:
     stages: int  # steps of a warp in shared memory at a time
     resident: int  # blocks of a multiprocessor
     team: int = 1  # warps that share values
-    bulk: bool = False  # a step is a page, which the copy engine copies
+    bulk: bool = False  # a step is whole pages, which the copy engine copies
     apart: bool = False  # low and high halves of 6-bit levels have tables of their own
     cluster: int = 1  # blocks that share an item and put its output together, without a second launch
 
@@ -118,7 +118,7 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         most //= 2  # of the most columns so many registers are output that fewer columns, more often, take less time
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
     cuts = (_SHORT if amount.short else _LONG)[columns]
-    if columns == 4 and _level_table_bytes(layout, False, False):
+    if columns == 4 and _looks_levels_up(layout):
         cuts = _LOOKED_UP
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
@@ -128,7 +128,7 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
             if _fits(device, layout, shape) and (warps <= 8 or amount.short or not amount.little):
                 return shape
     for tiles, warps, stages, resident in cuts:
-        if amount.little and not amount.short and warps > 8:
+        if amount.little and warps > 8 and (not amount.short or layout.spec.key_dim > 128):
             continue
         if stages == 1 and not _is_power_of_two(layout.spec.key_dim):
             continue  # other rotations take a free slot
@@ -148,12 +148,16 @@ def _fits(device: Device, layout: PageLayout, shape: Shape) -> bool:
     return shared <= device.shared_of_block and (shared + 1024) * shape.resident <= device.shared_of_multiprocessor
 
 
+def writes_whole_items(layout: PageLayout) -> bool:
+    """Whether a block writes the output of what it has all keys of: where rotating back takes no shared memory."""
+    dim = layout.spec.value_dim
+    return not layout.spec.value.rotated or (_is_power_of_two(dim) and dim >= 32)
+
+
 def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) -> Shape:
     """``shape`` for the ``items`` of one short sequence: where blocks enough are left for each, they are a cluster."""
     each = device.multiprocessors * shape.resident // items
-    value = layout.spec.value
-    in_registers = not value.rotated or (_is_power_of_two(layout.spec.value_dim) and layout.spec.value_dim >= 32)
-    if not device.clusters or each < 2 or shape.stages == 1 or shape.team > 1 or not in_registers:
+    if not device.clusters or each < 2 or shape.stages == 1 or shape.team > 1 or not writes_whole_items(layout):
         return shape
     large = replace(shape, cluster=_LARGE_CLUSTER, resident=2)
     if each >= _LARGE_CLUSTER and not shape.wide and shape.warps <= 8 and _fits(device, layout, large):
@@ -176,13 +180,17 @@ def _values_in_parts(layout: PageLayout, parts: int) -> bool:
     return layout.spec.value_dim // SLICE_DIMS % (parts * max(words)) == 0
 
 
+def _looks_levels_up(layout: PageLayout) -> bool:
+    return any(fmt.kind == Kind.LLOYD and not _in_bytes(fmt) for fmt in (layout.spec.key, layout.spec.value))
+
+
 def _has_six_bits(layout: PageLayout) -> bool:
     return any(fmt.kind == Kind.LLOYD and fmt.bits == 6 for fmt in (layout.spec.key, layout.spec.value))
 
 
 def _in_pages(device: Device, layout: PageLayout, tiles: int) -> bool:
-    """Whether a step is a page, for the copy engine: codes and fields follow each other without a gap."""
-    if not device.copy_engine or 16 * tiles != layout.block_size:
+    """Whether a step is whole pages, for the copy engine: codes and fields follow each other without a gap."""
+    if not device.copy_engine or 16 * tiles % layout.block_size:
         return False
     key, value, tokens = layout.key, layout.value, layout.block_size
     values_at = tokens * key.dim * key.format.bits // 8
@@ -210,22 +218,24 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
         query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * shape.tiles * shape.warps // shape.team)
     states = shape.columns * (16 + (8 if shape.team == 1 else 12) * shape.warps)
     barriers = 8 * shape.warps * shape.stages if shape.bulk else 0
-    tables = _level_table_bytes(layout, shape.wide, shape.apart)
+    tables = _level_table_bytes(layout, shape)
     return shape.warps * shape.stages * slot + tables + query + states + barriers
 
 
-def _level_table_bytes(layout: PageLayout, wide: bool, apart: bool) -> int:
+def _level_table_bytes(layout: PageLayout, shape: Shape) -> int:
     """Levels in shared memory, 4 bytes an entry for each lane; one table where K and V have the same levels."""
     spec = layout.spec
+    permutes = shape.wide and (not shape.warpgroup or shape.warps > 8)
 
-    def entries(fmt: TensorFormat) -> int:
-        if fmt.kind != Kind.LLOYD or (_in_bytes(fmt) and not wide):
+    def entries(fmt: TensorFormat, permuted: bool) -> int:
+        if fmt.kind != Kind.LLOYD or (_in_bytes(fmt) and not shape.wide) or (permuted and fmt.bits == 4):
             return 0
         # Up to 5 bits by pairs of codes; of 6 bits, apart, all bytes that have them, as low and as high halves.
-        return 512 if fmt.bits == 6 and apart else 256 if fmt.bits <= 5 else 1 << fmt.bits
+        return 512 if fmt.bits == 6 and shape.apart else 256 if fmt.bits <= 5 else 1 << fmt.bits
 
+    keys, values = entries(spec.key, permutes and spec.key_dim == 256), entries(spec.value, permutes)
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
-    return 128 * (entries(spec.key) + (0 if alike else entries(spec.value)))
+    return 128 * (keys if alike else keys + values)
 
 
 def _in_bytes(fmt: TensorFormat) -> bool:

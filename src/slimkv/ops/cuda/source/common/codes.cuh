@@ -240,6 +240,22 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u3
   }
 }
 
+// ---- halves by permutations ---------------------------------------------------------------------------------------
+
+// Lloyd-Max of 4 bits, in the order of `code_halves`: twice a magnitude (`table`, by magnitude) in the low byte and the sign in the
+// high one is a denormal number, 2^-23 times the level. More logic than a look-up and no shared memory.
+constexpr float DENORMAL_UNIT = 8388608.0f;
+template <bool TRANSPOSED> DEVICE void denormal_halves(u32 low, Table table, u32 (&a)[4]) {
+  constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
+  const u32 magnitudes = low & 0x77777777u;
+  const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, (magnitudes >> 16));
+  const u32 even = ~(low << 4) & 0x80808080u, odd = ~low & 0x80808080u;
+  a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
+  a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);
+}
+// Twice the magnitudes, of what makes levels bytes.
+DEVICE u32 doubled_magnitudes(u32 entries) { return (~entries & 0x3F3F3F3Fu) << 1 | 0x01010101u; }
+
 // ---- halves one by one --------------------------------------------------------------------------------------------
 
 // Lloyd-Max of 6 bits: the low halves of an operand's words and, from a second table behind the first, the high ones, with

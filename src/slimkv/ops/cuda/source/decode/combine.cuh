@@ -35,8 +35,7 @@ DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* 
     }
     MergedState merged;
     merged.clear();
-#pragma unroll
-    for (int j = 0; j < CLUSTER; j++) merged.add(m[j], l[j], v[j]);
+    merged.add(m, l, v);
     write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, merged.highest, merged.row_sum,
               merged.x, nullptr, lane);
   }

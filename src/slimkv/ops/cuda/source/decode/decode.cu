@@ -36,10 +36,12 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
   fill_levels<K_BITS, LEVEL_ENTRIES_K, K_IN_PAIRS, K_APART>(key_levels, args.key_levels);
   if (!ONE_TABLE) fill_levels<V_BITS, LEVEL_ENTRIES_V, V_IN_PAIRS, V_APART>(value_levels, args.value_levels);
   const u32 signs = in_register(0x80808080u, lane);
-  const Table key_table = {in_register(args.key_table.low, lane), in_register(args.key_table.high, lane), signs};
-  const Table value_table = ONE_TABLE ? key_table
-                                      : Table{in_register(args.value_table.low, lane),
-                                              in_register(args.value_table.high, lane), signs};
+  auto in_registers = [&](const Table& table, bool doubled) {
+    return Table{in_register(doubled ? doubled_magnitudes(table.low) : table.low, lane),
+                 in_register(doubled ? doubled_magnitudes(table.high) : table.high, lane), signs};
+  };
+  const Table key_table = in_registers(args.key_table, K_PERMUTED);
+  const Table value_table = ONE_TABLE ? key_table : in_registers(args.value_table, V_PERMUTED);
   return {key_table, value_table, {shared_address(key_levels) + 4 * lane},
           {shared_address(value_levels) + 4 * lane}};
 }
@@ -65,7 +67,8 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     left = 0;  // there is no other range
     if (range.chunk >= range.s.chunks) return;
   } else {
-    range = first_range(args, lane, left);
+    WorkPartition partition;
+    range = first_range(args, ThisBlock(), lane, partition, left);
     if (left <= 0) return;
   }
   const LevelTables tables = load_tables(args, shared, lane);
@@ -136,7 +139,8 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       Probabilities weights;
       if constexpr (WGMMA) {
         if (!real) {  // of no tokens the scales are zero
-          for (int i = lane; i < FIELDS * FIELD_STRIDE / 4; i += 32) *(u32*)(slot + FIELDS_AT + 4 * i) = 0;
+          for (int p = 0; p < PIECES; p++)
+            for (int i = lane; i < FIELDS * FIELD_STRIDE / 4; i += 32) *(u32*)(slot + p * PIECE + FIELDS_AT + 4 * i) = 0;
           sync_warp();
         }
         u8* operands = shared + TEAM_WEIGHTS_AT + (2 * team.number + (taken & 1)) * NT * OPERAND_BYTES;

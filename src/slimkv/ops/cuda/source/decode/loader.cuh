@@ -1,5 +1,5 @@
-// Copies the steps of a range into a warp's ring of shared memory, ahead of their use. A step that is a page is one piece: one
-// lane and the copy engine, which reports to a barrier of the slot (BULK). Others are copied by all lanes. With one slot
+// Copies the steps of a range into a warp's ring of shared memory, ahead of their use. Of a step that is whole pages, each is one
+// piece: one lane and the copy engine, which reports to a barrier of the slot (BULK). Others are copied by all lanes. With one slot
 // (STAGES = 1) keys are copied while values are multiplied and the other way round: half the memory, half as far ahead.
 #pragma once
 #include "common/hopper.cuh"
@@ -13,7 +13,7 @@ struct Loader {
   u64* barriers;
   u32 phases;  // of the slots' barriers, a bit for each
   int lane, last_page, begin_tile;
-  i32 ids[PAGES];  // the pages of the next step to be copied
+  i32 ids[BULK ? 1 : PAGES];  // the pages of the next step to be copied, or the one that this lane copies
 
   DEVICE_MEMBER void init(u8* shared, int warp, int lane_) {
     ring = shared + RINGS_AT + warp * STAGES * SLOT;
@@ -40,16 +40,17 @@ struct Loader {
   // A step lies in one page, or in several whole ones.
   DEVICE_MEMBER void look_up(int step) {
 #pragma unroll
-    for (int i = 0; i < PAGES; i++) ids[i] = ldg_i32(table + min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + i, last_page));
+    for (int i = 0; i < (BULK ? 1 : PAGES); i++)
+      ids[i] = ldg_i32(table + min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? min_i32(lane, PIECES - 1) : i), last_page));
   }
 
   // If there is such a step: its keys, its values, or both.
   template <bool KEYS = true, bool VALUES = true> DEVICE_MEMBER void copy(int step, int slot, bool real) const {
     u8* to = ring + slot * SLOT;
     if constexpr (BULK) {
-      if (real && lane == 0) {
-        mbarrier_arrive_expect_tx(barriers + slot, FIELDS_END);
-        cp_async_bulk(to, pages + ids[0] * page_stride, FIELDS_END, barriers + slot);
+      if (PIECES == 1 ? real && lane == 0 : real && lane < PIECES) {
+        if (PIECES == 1 || lane == 0) mbarrier_arrive_expect_tx(barriers + slot, FIELDS_END);
+        cp_async_bulk(to + (PIECES > 1 ? lane * PIECE : 0), pages + ids[0] * page_stride, PIECE, barriers + slot);
       }
     } else {
       if (real)

@@ -1,9 +1,33 @@
-// Puts the parts of a (query, head) together and writes its output, unless a single block has done that. `merge_split` warps share the parts of one, so that few rows with many parts do not wait for one load after the other. Blocks are
-// small: they fit beside those of `attend` and have looked everything up when the last of these is done.
+// Puts the parts of a (query, head) together and writes its output, unless a single block has done that. Blocks are small: they fit
+// beside those of `attend` and have looked everything up when the last of these is done.
+//
+// `merge` looks at all rows; `merge_split` warps share the parts of one, so that few rows with many parts do not wait for one load
+// after the other. `merge_cuts` looks at the boundaries between the blocks of `attend`: of many items most are whole in one block,
+// and what is cut is at a boundary.
 #pragma once
 #include "decode/output.cuh"
 
 constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
+
+// The parts of a column of an item that are those of blocks `block`, `block + by`, ..., as far as `last`.
+DEVICE MergedState merge_parts(const DecodeArgs& args, int item, int column, int block, int last, int by, int lane) {
+  MergedState merged;
+  merged.clear();
+  for (; block <= last; block += PARTS_AT_ONCE * by) {
+    float m[PARTS_AT_ONCE], l[PARTS_AT_ONCE], v[PARTS_AT_ONCE][VN];
+#pragma unroll
+    for (int j = 0; j < PARTS_AT_ONCE; j++) {
+      const bool real = block + j * by <= last;
+      const i64 part = (i64)(item + (real ? block + j * by : block)) * COLUMNS + column;
+      m[j] = real ? args.part_states[2 * part] : MINUS_INFINITY;
+      l[j] = real ? args.part_states[2 * part + 1] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? args.parts[part * VD + lane + 32 * i] : 0.0f;
+    }
+    merged.add(m, l, v);
+  }
+  return merged;
+}
 
 KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
@@ -26,22 +50,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   griddepcontrol_wait();
   if (WHOLE_ITEMS && split == 1 && first_block == last_block) return;
 
-  MergedState merged;
-  merged.clear();
-  for (int block = first_block + warp % split; block <= last_block; block += PARTS_AT_ONCE * split) {
-    float m[PARTS_AT_ONCE], l[PARTS_AT_ONCE], v[PARTS_AT_ONCE][VN];
-#pragma unroll
-    for (int j = 0; j < PARTS_AT_ONCE; j++) {
-      const bool real = block + j * split <= last_block;
-      const i64 part = (i64)(item + (real ? block + j * split : block)) * COLUMNS + column;
-      m[j] = real ? args.part_states[2 * part] : MINUS_INFINITY;
-      l[j] = real ? args.part_states[2 * part + 1] : 0.0f;
-#pragma unroll
-      for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? args.parts[part * VD + lane + 32 * i] : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < PARTS_AT_ONCE; j++) merged.add(m[j], l[j], v[j]);
-  }
+  MergedState merged = merge_parts(args, item, column, first_block + warp % split, last_block, split, lane);
   float* mine = (float*)shared + warp * (VD + 2);
   if (split > 1) {
     if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.row_sum;
@@ -52,12 +61,40 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
     if (warp % split) return;
     for (int w = 1; w < split; w++) {
       const float* theirs = mine + w * (VD + 2);
-      float v[VN];
+      const float m[1] = {theirs[VD]}, l[1] = {theirs[VD + 1]};
+      float v[1][VN];
 #pragma unroll
-      for (int i = 0; i < VN; i++) v[i] = lane + 32 * i < VD ? theirs[lane + 32 * i] : 0.0f;
-      merged.add(theirs[VD], theirs[VD + 1], v);
+      for (int i = 0; i < VN; i++) v[0][i] = lane + 32 * i < VD ? theirs[lane + 32 * i] : 0.0f;
+      merged.add(m, l, v);
     }
   }
   if (head < query_heads) write_row(args, row, head, merged.highest, merged.row_sum, merged.x, mine, lane);
 }
 HOST_TESTABLE(merge, DecodeArgs)
+
+// Block x: the item that is cut first between blocks x and x + 1 of `attend`, and sequences without keys, which no block has seen.
+KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
+  const int warp = thread_index() / 32, lane = thread_index() & 31, cut = block_index() + 1;
+  const int column = block_index_y() * MERGE_WARPS + warp, per_chunk = COLUMNS / args.group_size;
+  const int of_chunk = column / args.group_size, of_group = column % args.group_size;
+  WorkPartition partition;
+  int left;
+  const WorkRange range = first_range(args, BlockOf{cut, args.blocks}, lane, partition, left);
+  const int query = range.chunk * per_chunk + of_chunk;
+  const bool here = left > 0 && range.first > 0 && range.first <= partition.share && of_chunk < per_chunk && query < range.s.queries;
+  const int last_block = cut + (range.s.steps - range.first - 1) / partition.share;
+  MergedState none;
+  none.clear();
+  for (int b = block_index(); b < args.num_seqs; b += block_count()) {
+    const Sequence s = sequence_at(args, b);
+    if (s.steps || s.chunks == 0) continue;
+    for (int i = of_chunk; i < s.queries && of_chunk < per_chunk; i += per_chunk)
+      for (int head = of_group; head < args.num_kv_heads * args.group_size; head += args.group_size)
+        write_row(args, s.start + i, head, none.highest, none.row_sum, none.x, nullptr, lane);
+  }
+  griddepcontrol_wait();
+  if (!here) return;
+  const MergedState merged = merge_parts(args, range.item, column, cut - 1, last_block, 1, lane);
+  write_row(args, range.s.start + query, range.head * args.group_size + of_group, merged.highest, merged.row_sum, merged.x, nullptr, lane);
+}
+HOST_TESTABLE(merge_cuts, DecodeArgs)

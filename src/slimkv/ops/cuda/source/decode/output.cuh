@@ -7,7 +7,7 @@ constexpr int VN = (VD + 31) / 32;
 // Blocks that have all keys of an item write its output themselves, where the rotation takes no shared memory.
 constexpr bool WHOLE_ITEMS = !V_ROTATED || (POWER_OF_TWO(VD) && VD >= 32);
 
-// Parts of a row, one after the other.
+// Parts of a row, some at a time.
 struct MergedState {
   float highest, row_sum, x[VN];
   DEVICE_MEMBER void clear() {
@@ -15,13 +15,25 @@ struct MergedState {
 #pragma unroll
     for (int i = 0; i < VN; i++) x[i] = 0;
   }
-  DEVICE_MEMBER void add(float m, float l, const float (&v)[VN]) {
-    const float row_max = max_f32(highest, m);
-    const float mine = highest == MINUS_INFINITY ? (row_sum == row_sum ? 0.0f : 1.0f) : exp2_approx(highest - row_max);
-    const float other = m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - row_max);
-    row_sum = row_sum * mine + l * other;
+  // What makes a part with maximum m and sum l relative to `to`; one without keys counts only if it is not a number.
+  DEVICE_MEMBER static float factor(float m, float l, float to) { return m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - to); }
+
+  // The maximum of all first, so that no part waits for the exponential of another.
+  template <int N> DEVICE_MEMBER void add(const float (&m)[N], const float (&l)[N], const float (&v)[N][VN]) {
+    float row_max = highest;
 #pragma unroll
-    for (int i = 0; i < VN; i++) x[i] = x[i] * mine + v[i] * other;
+    for (int j = 0; j < N; j++) row_max = max_f32(row_max, m[j]);
+    const float mine = factor(highest, row_sum, row_max);
+    row_sum *= mine;
+#pragma unroll
+    for (int i = 0; i < VN; i++) x[i] *= mine;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const float other = factor(m[j], l[j], row_max);
+      row_sum += l[j] * other;
+#pragma unroll
+      for (int i = 0; i < VN; i++) x[i] += v[j][i] * other;
+    }
     highest = row_max;
   }
 };

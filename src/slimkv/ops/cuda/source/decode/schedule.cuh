@@ -120,17 +120,27 @@ struct WorkRange {
   int first, last;  // steps
 };
 
-// The first range of a block, and how many steps it gets in all, which may be none. 32 sequences at a time.
-DEVICE WorkRange first_range(const DecodeArgs& args, int lane, int& left) {
+// A block of `attend`, from inside and from elsewhere.
+struct ThisBlock {
+  DEVICE_MEMBER int number() const { return block_index(); }
+  DEVICE_MEMBER int count() const { return block_count(); }
+};
+struct BlockOf {
+  int block, blocks;
+  DEVICE_MEMBER int number() const { return block; }
+  DEVICE_MEMBER int count() const { return blocks; }
+};
+
+// How work is cut, the first range of a block, and how many steps it gets in all, which may be none. 32 sequences at a time.
+template <class Block> DEVICE WorkRange first_range(const DecodeArgs& args, Block block, int lane, WorkPartition& partition, int& left) {
   const bool few = args.num_seqs <= 32;  // a single look at them is enough
   Sequence s = {};
   if (lane < args.num_seqs) s = sequence_at(args, lane);
-  WorkPartition partition;
   if (few) {
     const WorkTotals sums = reduce_totals(add_sequence({0, 0, 0}, s, args.num_kv_heads));
-    partition = make_partition(sums.steps, sums.items, sums.longest, block_count());
-  } else partition = offset_of(args, 0, block_count(), lane).partition;
-  const i32 from = block_index() * partition.share;
+    partition = make_partition(sums.steps, sums.items, sums.longest, block.count());
+  } else partition = offset_of(args, 0, block.count(), lane).partition;
+  const i32 from = block.number() * partition.share;
   i32 positions = 0, items = 0;
   WorkRange range = {};
   left = 0;

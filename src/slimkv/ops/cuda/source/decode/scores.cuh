@@ -45,6 +45,7 @@ DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, Qu
 // The operand of a slice.
 DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tables, u32 (&a)[4]) {
   if constexpr (K_KIND == LLOYD && K_BITS > 5) joined_halves(codes, slice, tables.key_levels, a);
+  else if constexpr (K_PERMUTED) denormal_halves<false>(codes.low(slice), tables.key, a);
   else if constexpr (K_IN_PAIRS) {
     u32 pair[4];
     pair_halves<false>(codes, slice, tables.key_levels, pair);
@@ -89,7 +90,7 @@ DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const L
   const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
   KeyCodes codes[NT];
 #pragma unroll
-  for (int x = 0; x < NT; x++) codes[x].load(slot + x * K_TILE, lane);
+  for (int x = 0; x < NT; x++) codes[x].load(slot + keys_of(x), lane);
   float c[NT][4 * NG];
 #pragma unroll
   for (int x = 0; x < NT; x++)
@@ -124,7 +125,7 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
   if constexpr (WGMMA) return multiply_keys_of_warpgroup(slot, shared, tables, lane, s);
   KeyCodes codes[NT];
 #pragma unroll
-  for (int x = 0; x < NT; x++) codes[x].load(slot + x * K_TILE, lane);
+  for (int x = 0; x < NT; x++) codes[x].load(slot + keys_of(x), lane);
   if constexpr (K_BYTES) multiply_key_bytes(codes, shared, queries, tables, lane, s);
   else multiply_key_halves(codes, shared, queries, tables, lane, s);
 }
@@ -135,7 +136,7 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
 #pragma unroll
   for (int x = 0; x < NT; x++) {
-    const u8* fields = slot + FIELDS_AT + 32 * x;
+    const u8* fields = slot + fields_of(x);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const u32 field = field_bits(fields, g + 8 * r);
@@ -161,14 +162,16 @@ DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear,
   if (clear) {
     constexpr int WORDS = FIELDS * FIELD_STRIDE / 4;
 #pragma unroll
-    for (int i = 0; i < WORDS; i += 32)
-      if (i + 32 <= WORDS || i + lane < WORDS)
-        largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + FIELDS_AT + 4 * (i + lane)));
+    for (int p = 0; p < PIECES; p++)
+#pragma unroll
+      for (int i = 0; i < WORDS; i += 32)
+        if (i + 32 <= WORDS || i + lane < WORDS)
+          largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + FIELDS_AT + 4 * (i + lane) + p * PIECE));
   } else {
     u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < 2 * NT; i++) {
-      const u8* fields = slot + FIELDS_AT + 32 * (i / 2);
+      const u8* fields = slot + fields_of(i / 2);
       const int token = g + 8 * (i & 1);
       if (field_bits(fields, token) == INVALID_FIELD || field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD) bad |= 1u << i;
     }

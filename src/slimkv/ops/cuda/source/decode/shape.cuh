@@ -28,29 +28,40 @@ constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS
 // Narrow values: are their bytes regrouped, which halves the products, or used as they lie, which saves permutations?
 constexpr bool V_REGROUPED = WARPS > 4;
 constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
-// A step in the ring: key codes, value codes, then the fields one after the other, of all tiles. What a warp leaves for its team
-// takes the place of a tile's key codes, or is behind the fields.
-constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS, FIELD_STRIDE = 32 * NT;
-constexpr int VALUES_AT = NT * K_TILE, FIELDS_AT = VALUES_AT + NT * V_TILE, FIELDS_END = FIELDS_AT + FIELDS * FIELD_STRIDE;
+// A step in the ring: key codes, value codes, then the fields one after the other, of all tiles, or of the tiles of one page after
+// those of another (BULK). What a warp leaves for its team takes the place of a tile's key codes, or is behind the fields.
+constexpr int PIECES = BULK ? PAGES : 1, PIECE_TILES = NT / PIECES;
+constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS, FIELD_STRIDE = 32 * PIECE_TILES;
+constexpr int VALUES_AT = PIECE_TILES * K_TILE, FIELDS_AT = VALUES_AT + PIECE_TILES * V_TILE;
+constexpr int PIECE = FIELDS_AT + FIELDS * FIELD_STRIDE, FIELDS_END = PIECES * PIECE;
+// Of tile x. As plain as can be before loops are unrolled: it decides how many registers the compiler takes.
+constexpr int keys_of(int x) { return PIECES == 1 ? x * K_TILE : x / PIECE_TILES * PIECE + x % PIECE_TILES * K_TILE; }
+constexpr int values_of(int x) { return PIECES == 1 ? VALUES_AT + x * V_TILE : x / PIECE_TILES * PIECE + VALUES_AT + x % PIECE_TILES * V_TILE; }
+constexpr int fields_of(int x) { return PIECES == 1 ? FIELDS_AT + 32 * x : x / PIECE_TILES * PIECE + FIELDS_AT + 32 * (x % PIECE_TILES); }
 constexpr int WEIGHT_BYTES = TEAM > 1 && !WGMMA ? 256 * NG : 0;  // of a tile
 constexpr bool WEIGHTS_BEHIND = WEIGHT_BYTES > K_TILE;
-constexpr int WEIGHTS_AT = WEIGHTS_BEHIND ? FIELDS_END : 0, WEIGHT_STRIDE = WEIGHTS_BEHIND ? WEIGHT_BYTES : K_TILE;
+constexpr int weights_of(int x) { return WEIGHTS_BEHIND ? FIELDS_END + x * WEIGHT_BYTES : keys_of(x); }
 constexpr int STEP_BYTES = FIELDS_END + (WEIGHTS_BEHIND ? NT * WEIGHT_BYTES : 0);
 constexpr int OUT_SLICES = VS / TEAM;         // of the output that a warp has
 constexpr int OUT_ROW = 16 * OUT_SLICES + 8;  // floats; keeps the columns of a warp's result in different banks
 constexpr int SLOT = STEP_BYTES > 4 * GROUP * OUT_ROW ? STEP_BYTES : 4 * GROUP * OUT_ROW;
-// Tables of levels in shared memory, by pairs of codes up to 5 bits.
-constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES, V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES;
+// Levels as halves from tables in shared memory, by pairs of codes up to 5 bits. PERMUTED: 4 bits by permutations instead, so that logic
+// and shared memory share the work; values, which have to be put across anyway (pair_halves), and of the largest heads keys as well.
+constexpr bool PERMUTES = WIDE && (!WGMMA || WARPS > 8);
+constexpr bool K_PERMUTED = PERMUTES && K_KIND == LLOYD && K_BITS == 4 && KD == 256;
+constexpr bool V_PERMUTED = PERMUTES && V_KIND == LLOYD && V_BITS == 4;
+constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES && !K_PERMUTED;
+constexpr bool V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES && !V_PERMUTED;
 static_assert(!APART || !WIDE, "halves apart are twice the products");
 constexpr bool K_APART = APART && K_KIND == LLOYD && K_BITS == 6, V_APART = APART && V_KIND == LLOYD && V_BITS == 6;
 constexpr int LEVEL_ENTRIES_K =
-    K_KIND != LLOYD || K_BYTES ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : K_APART ? 2 * APART_ENTRIES : 1 << K_BITS;
+    K_KIND != LLOYD || K_BYTES || K_PERMUTED ? 0 : K_IN_PAIRS ? PAIR_ENTRIES : K_APART ? 2 * APART_ENTRIES : 1 << K_BITS;
 constexpr int LEVEL_ENTRIES_V =
-    V_KIND != LLOYD || V_BYTES ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : V_APART ? 2 * APART_ENTRIES : 1 << V_BITS;
-constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD;
+    V_KIND != LLOYD || V_BYTES || V_PERMUTED ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : V_APART ? 2 * APART_ENTRIES : 1 << V_BITS;
+constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD && K_PERMUTED == V_PERMUTED;
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
-static_assert(!BULK || (NT == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
-                        V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS), "a step is a page, in the ring as it is there");
+static_assert(!BULK || (PIECE_TILES == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
+                        V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS), "a step is whole pages, in the ring as they are there");
 static_assert(STAGES > 1 || (TEAM == 1 && !BULK), "keys and values of a step are two copies");
 static_assert(TEAM == 1 || (WIDE && VS % TEAM == 0 && WARPS % TEAM == 0), "teams share wide values");
 constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
@@ -59,8 +70,8 @@ constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are bette
 constexpr int OPERAND_BYTES = 128 * COLUMNS;
 constexpr int QUERY_BYTES = WGMMA ? OPERAND_BYTES * ((KD + 63) / 64) : 256 * NG * QI;
 static_assert(!WGMMA || (TEAM == 4 && WARPS % 4 == 0), "a warpgroup is a team");
-constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
-constexpr float VALUE_UNIT = V_BYTES ? 1.0f : half_unit<V_KIND, V_BITS>();
+constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : K_PERMUTED ? DENORMAL_UNIT : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
+constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_unit<V_KIND, V_BITS>();
 
 static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "what a block gives its cluster is in the second slot");
 

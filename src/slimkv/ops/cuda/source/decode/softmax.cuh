@@ -21,7 +21,7 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t,
     for (int x = 0; x < NT; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        magnitude[x][r] = (float)(i32)field_bits(slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x, g + 8 * r);
+        magnitude[x][r] = (float)(i32)field_bits(slot + fields_of(x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r);
   float highest[C];
   bool moves = false;
 #pragma unroll
@@ -64,7 +64,7 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t,
 
 // A score of column c to a probability times its value's scale, which is added to `sum` without that.
 DEVICE float weigh(const u8* slot, float base, float reference, int g, int x, int r, float score, float& sum, float& shift) {
-  const u8* fields = slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x;
+  const u8* fields = slot + fields_of(x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS;
   const float e = exp2_approx(fma_rn(score, base, -reference));
   const float scale = scale_of(field_bits(fields, g + 8 * r));
   sum += e;
@@ -83,7 +83,7 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
     const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? acc.row_max[c] * base : acc.row_max[c];
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      const u8* fields = slot + FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS + 32 * x;
+      const u8* fields = slot + fields_of(x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float e = exp2_approx(fma_rn(s[c][x][r], base, -reference));

@@ -10,7 +10,8 @@ DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& fi
 
 // Operands of pairs of tokens.
 template <class C> DEVICE void value_halves(const C& codes, int slice, const LevelTables& tables, u32 (&a)[4]) {
-  if constexpr (V_IN_PAIRS) pair_halves<true>(codes, slice, tables.value_levels, a);
+  if constexpr (V_PERMUTED) denormal_halves<true>(codes.low(slice), tables.value, a);
+  else if constexpr (V_IN_PAIRS) pair_halves<true>(codes, slice, tables.value_levels, a);
   else if constexpr (V_KIND == LLOYD && V_BITS > 5) joined_halves(codes, slice, tables.value_levels, a);
   else code_halves<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), tables.value, tables.value_levels, a);
 }
@@ -127,7 +128,7 @@ DEVICE void publish(const Probabilities& w, u8* slot, int lane) {
 #pragma unroll
   for (int n = 0; n < NG; n++)
 #pragma unroll
-    for (int x = 0; x < NT; x++) *(Words2*)(slot + WEIGHTS_AT + x * WEIGHT_STRIDE + 256 * n + 8 * lane) = {w.p[n][x][0], w.p[n][x][1]};
+    for (int x = 0; x < NT; x++) *(Words2*)(slot + weights_of(x) + 256 * n + 8 * lane) = {w.p[n][x][0], w.p[n][x][1]};
 }
 
 // Of a warpgroup: for every tile an operand with a row of 64 tokens, 16 of each warp, for every column. Probabilities are taken from
@@ -181,10 +182,10 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
     if (w >= count) break;
     Codes<V_BITS, VS, true, TEAM> codes[NT];
 #pragma unroll
-    for (int x = 0; x < NT; x++) codes[x].load(slots + w * STAGES * SLOT + VALUES_AT + x * V_TILE, lane, team.member);
+    for (int x = 0; x < NT; x++) codes[x].load(slots + w * STAGES * SLOT + values_of(x), lane, team.member);
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      const u8* weights = slots + w * STAGES * SLOT + WEIGHTS_AT + x * WEIGHT_STRIDE;
+      const u8* weights = slots + w * STAGES * SLOT + weights_of(x);
       Words2 p[NG];
 #pragma unroll
       for (int n = 0; n < NG; n++) p[n] = *(const Words2*)(weights + 256 * n + 8 * lane);
@@ -204,7 +205,7 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
 DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const Team& team, const LevelTables& tables, int lane, Accumulator& acc) {
   Codes<V_BITS, VS, true, TEAM> codes[TEAM * NT];
 #pragma unroll
-  for (int i = 0; i < TEAM * NT; i++) codes[i].load(slots + i / NT * STAGES * SLOT + VALUES_AT + i % NT * V_TILE, lane, team.member);
+  for (int i = 0; i < TEAM * NT; i++) codes[i].load(slots + i / NT * STAGES * SLOT + values_of(i % NT), lane, team.member);
   constexpr int WANTED = (WARPS > 8 ? 4 : 8) / OUT_SLICES,  // products, for registers
                 AT_ONCE = WANTED < 1 ? 1 : WANTED > TEAM * NT ? TEAM * NT : WANTED;  // tiles
   const u64 weights = smem_descriptor(shared_address(operands), 16);
@@ -236,7 +237,7 @@ DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const T
 DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {
   ValueCodes codes[NT];
 #pragma unroll
-  for (int x = 0; x < NT; x++) codes[x].load(slot + VALUES_AT + x * V_TILE, lane);
+  for (int x = 0; x < NT; x++) codes[x].load(slot + values_of(x), lane);
   if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
   else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);
