@@ -11,7 +11,7 @@ export PYTHONPATH=$PWD/src:$plugin${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 P
 python3 -c 'from slimkv.doctor import _SGLANG, _plugin; print(_plugin(_SGLANG))'
 if [ "$what" != tokens ]; then
     python3 -m slimkv.bench serve --engine sglang --systems "${SYSTEMS:-bf16,k4v4}" --phases "${PHASES:-decode,full}" \
-        --most-requests "${MOST:-96}" --max-num-seqs "${MOST:-96}" --limit-seconds "${LIMIT:-280}" --folder "$out/serve" --output-file "$out/serve-sglang-h200.json"
+        --max-num-seqs "${MOST:-208}" --limit-seconds "${LIMIT:-400}" --folder "$out/serve" --output-file "$out/serve-sglang-h200.json"
 fi
 if [ "$what" != serve ]; then
     python3 benchmarks/sglang_tokens.py "$out/sglang-tokens-h200.json"

@@ -31,7 +31,8 @@ def make_backend(formats=("raw",), layer=None, **others):
     slots = (order[:, None] * PAGE + torch.arange(PAGE)).view(REQUESTS, POSITIONS).int()
     runner = SimpleNamespace(
         is_draft_worker=False, model=torch.nn.Sequential(layer or make_layer()), device="cpu", page_size=PAGE,
-        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=slots), **others,
+        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=slots), dtype=torch.float32,
+        server_args=SimpleNamespace(speculative_num_draft_tokens=None), **others,
     )  # fmt: skip
     return SlimKVAttnBackend(runner), slots
 

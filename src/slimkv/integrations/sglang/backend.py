@@ -48,10 +48,9 @@ class SlimKVAttnBackend(AttentionBackend):
         self._graph: GraphTables | None = None
         self._options: dict[int, ops.AttendOptions] = {}
         self.forward_metadata: Step | None = None
-        if self.device.type != "cpu":  # nothing is compiled there
-            drafted = model_runner.server_args.speculative_num_draft_tokens or 1
-            kinds = self._layer_kinds(model_runner.model, model_runner.dtype)
-            compile_kernels(kinds, self._tables.width * self._tables.page_size, drafted)
+        kinds = self._layer_kinds(model_runner.model, model_runner.dtype)
+        verified = model_runner.server_args.speculative_num_draft_tokens or 1
+        compile_kernels(kinds, self._tables.width * self._tables.page_size, verified)
 
     def _layer_kinds(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[LayerKind]:
         """What the model's layers ask of the kernels."""
