@@ -23,7 +23,7 @@ from slimkv.bench.timing import Timer
 from slimkv.ops.attention import reference
 from slimkv.ops.attention.api import AttendRequest, checked_request
 from slimkv.ops.attention.cuda import prefill
-from slimkv.ops.attention.cuda.prefill import Shape
+from slimkv.ops.attention.cuda.prefill_shape import Shape
 
 SHAPES = {
     "halves": Shape(128, 2),

@@ -569,6 +569,7 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
 }
 DEVICE void griddepcontrol_launch_dependents() {}
 DEVICE void griddepcontrol_wait() { host::machine.threads[host::machine.current].waited = true; }
+DEVICE void end_behind_grid_before() {}
 DEVICE void prefetch_l2(const void*) {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from slimkv.ops.attention.cuda import decode, prefill, shape
+from slimkv.ops.attention.cuda import prefill_shape as cuts
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.latent.cuda import launch as latent
 from slimkv.ops.latent.cuda import split
@@ -72,21 +73,21 @@ def _store_latent(format: str) -> Variant:
     return plan.source, dict(plan.defines), "sm_90"
 
 
-def _unpack(format: str, dim: int, cut: prefill.Shape | None = None) -> Variant:
-    return prefill.UNPACK, dict(prefill.unpack_defines(_layout(format, dim), cut or prefill.SHAPES[dim])), "sm_90"
+def _unpack(format: str, dim: int, cut: cuts.Shape | None = None) -> Variant:
+    return prefill.UNPACK, dict(cuts.unpack_defines(_layout(format, dim), cut or cuts.SHAPES[dim])), "sm_90"
 
 
-def _prefill_bytes(dim: int, cut: prefill.Shape) -> Variant:
-    return prefill.ATTEND, dict(prefill.attend_defines(_layout("k4v4", dim), cut, BF16, BF16, False, False)), "sm_90a"
+def _prefill_bytes(dim: int, cut: cuts.Shape) -> Variant:
+    return prefill.ATTEND, dict(cuts.attend_defines(_layout("k4v4", dim), cut, BF16, BF16, False, False)), "sm_90a"
 
 
 def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
-    defines = prefill.attend_defines(_layout("k4v4", dim), prefill.SHAPES[dim], BF16, BF16, window, softcap)
+    defines = cuts.attend_defines(_layout("k4v4", dim), cuts.SHAPES[dim], BF16, BF16, window, softcap)
     return prefill.ATTEND, dict(defines), "sm_90a"
 
 
 def _prefill_fused(format: str, dim: int) -> Variant:
-    defines = prefill.attend_defines(_layout(format, dim), prefill.FUSED_SHAPES[dim], BF16, BF16, False, False)
+    defines = cuts.attend_defines(_layout(format, dim), cuts.FUSED_SHAPES[dim], BF16, BF16, False, False)
     return prefill.ATTEND, dict(defines), "sm_90a"
 
 
@@ -128,16 +129,16 @@ def variants() -> dict[str, Variant]:
         "prefill-window": _prefill(128, window=True),
         "prefill-d256": _prefill(256),
         "prefill-d256-softcap": _prefill(256, softcap=True),
-        **{f"prefill-fused-d{dim}": _prefill_fused("k4v4", dim) for dim in prefill.FUSED_SHAPES},
+        **{f"prefill-fused-d{dim}": _prefill_fused("k4v4", dim) for dim in cuts.FUSED_SHAPES},
         "prefill-fused-k5vu4": _prefill_fused("k5vu4", 96),
         "prefill-unpack-d256": _unpack("k4v4", 256),
         **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},
         **{
             f"prefill-bytes-d{dim}-{cut.rows}-rows": _prefill_bytes(dim, cut)
-            for dim, cuts in prefill.EIGHT_BIT_SHAPES.items()
+            for dim, cuts in cuts.EIGHT_BIT_SHAPES.items()
             for cut in cuts
         },
-        "prefill-bytes-unpack": _unpack("k4v4", 128, prefill.Shape(128, 4, True)),
+        "prefill-bytes-unpack": _unpack("k4v4", 128, cuts.Shape(128, 4, True)),
     }
 
 

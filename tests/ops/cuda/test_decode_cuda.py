@@ -62,6 +62,7 @@ EMULATED = [
     replace(VERIFY, **EVERYTHING),
     replace(TINY, **EVERYTHING, lens=(700, 60)),
     replace(TINY, lens=(70, 20, 33, 0, 41), queries=(36, 1, 4, 1, 41)),
+    replace(TINY, lens=(30, 400, 0, 200, 7), queries=(5, 300, 1, 200, 7), padding=40),  # few of many rows are merged
     replace(TINY, lens=tuple(range(70)), queries=(1,) * 70),
     replace(TINY, lens=(0, 0), sinks=True),
     *(replace(case, query_norm=0.0) for case in (TINY, VERIFY)),  # a query of zeros sees every key alike

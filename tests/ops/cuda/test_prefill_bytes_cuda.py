@@ -16,11 +16,12 @@ from slimkv import ops
 from slimkv.ops.attention import eight_bit, reference
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
+from slimkv.ops.attention.cuda import prefill_shape
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
-MOST_ROWS = {dim: list(shapes)[-1] for dim, shapes in prefill_cuda.EIGHT_BIT_SHAPES.items()}
+MOST_ROWS = {dim: list(shapes)[-1] for dim, shapes in prefill_shape.EIGHT_BIT_SHAPES.items()}
 BOUND = 5e-3  # of a row's relative error, against the reference
 # Two implementations may round differently what lies between two numbers: a coordinate of the rotated query, which
 # moves all of a row's weights a little, or one of its weights. Such rows are held to the bound with either rounding.
@@ -65,13 +66,15 @@ def _error_with_ties(request: AttendRequest, kv: eight_bit.Operands, seen: torch
     return min(left)
 
 
-def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, shape=None):
+def attend_and_check(
+    case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, shape=None, parts=None
+):
     """Compares the sequences of many queries with the reference; rows of others must stay as they are."""
     built = build(case, device)
     out, lse = poisoned_out(case, built)
     request = request_in_bytes(built, out, lse)
     assert prefill_cuda.eight_bit_refusal(request) is None
-    prefill_cuda.attend_prefill(request, launch, budget, shape or MOST_ROWS[case.dim])
+    prefill_cuda.attend_prefill(request, launch, budget, shape or MOST_ROWS[case.dim], parts=parts)
     want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
     ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
     first = 0
@@ -153,7 +156,7 @@ def test_a_token_that_draws_nearly_all_attention_leaves_small_ones_their_share()
 @pytest.mark.parametrize("promote", [1, 2])
 def test_shapes(promote):
     """Two and more warpgroups, few tiles in shared memory, and totals of few."""
-    for dim, shapes in prefill_cuda.EIGHT_BIT_SHAPES.items():
+    for dim, shapes in prefill_shape.EIGHT_BIT_SHAPES.items():
         for shape in shapes:
             attend_and_check(replace(SHORT, dim=dim, lens=(600,)), shape=replace(shape, stages=2, promote=promote))
 
@@ -215,16 +218,16 @@ def test_what_it_does_not_do_is_named(case, reason):
 def test_it_compiles(dim, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout, shape = PageLayout(CodecSpec.parse("k4v4", dim), 16), MOST_ROWS[dim]
-    to_attend = prefill_cuda.attend_defines(layout, shape, 1, 1, False, False)
+    to_attend = prefill_shape.attend_defines(layout, shape, 1, 1, False, False)
     code = compile_kernels(prefill_cuda.ATTEND, to_attend, "sm_90a", tmp_path)
     assert code[:4] == b"\x7fELF"
-    to_unpack = prefill_cuda.unpack_defines(layout, shape)
+    to_unpack = prefill_shape.unpack_defines(layout, shape)
     assert compile_kernels(prefill_cuda.UNPACK, to_unpack, "sm_90", tmp_path)[:4] == b"\x7fELF"
 
 
 def test_shared_memory_fits_hopper():
-    for dim, shapes in prefill_cuda.EIGHT_BIT_SHAPES.items():
-        assert all(prefill_cuda.shared_bytes(dim, shape) <= 227 << 10 for shape in shapes)
+    for dim, shapes in prefill_shape.EIGHT_BIT_SHAPES.items():
+        assert all(prefill_shape.shared_bytes(dim, shape) <= 227 << 10 for shape in shapes)
 
 
 def test_eight_bits_are_taken_where_they_must_be_or_gain(monkeypatch):
@@ -252,6 +255,38 @@ def test_rows_of_a_block(queries, consumers):
     assert prefill_cuda.shape_of(request).consumers == consumers
 
 
+SMALL, LARGE = prefill_shape.EIGHT_BIT_SHAPES[128]
+TWO_LAUNCHES = [prefill_cuda.Part(LARGE, first=40), prefill_cuda.Part(SMALL, end=40, beside=True)]
+
+
+@emulated
+@pytest.mark.parametrize("budget", [prefill_cuda.WORKSPACE_BYTES, 110_000], ids=["one-pass", "passes"])
+def test_two_launches_attend_the_same_tiles(budget):
+    attend_and_check(replace(SHORT, dim=128, lens=(300,), queries=(100,)), budget=budget, parts=TWO_LAUNCHES)
+
+
+@pytest.mark.parametrize(
+    ("queries", "length", "consumers", "first"),
+    [
+        (2048, 32768, [3, 2], 464),  # two rounds of 264 blocks of 48 queries, and one of 120 blocks of 32
+        (1024, 32768, [2], 0),  # two rounds of blocks of 32
+        (3072, 32768, [3], 0),
+        (8192, 8192, [3], 0),  # the last blocks of a fresh prompt are short
+    ],
+)
+def test_rounds_of_large_blocks_and_one_of_small_ones(queries, length, consumers, first, monkeypatch):
+    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 132)
+    case = replace(SHORT, dim=128)
+    built = build(case, CPU)
+    request = request_in_bytes(built, *poisoned_out(case, built))
+    one, many = (torch.empty(n, 8, 1) for n in (1, queries))
+    request = replace(request, query=many.repeat(1, 4, 1), pages=one, max_query_len=queries, max_seq_len=length)
+    parts = prefill_cuda.parts_of(request)
+    assert [part.shape.consumers for part in parts] == consumers
+    assert parts[0].first == first
+    assert [(part.end, part.beside) for part in parts[1:]] == [(first, True)] * (len(parts) - 1)
+
+
 ON_A_GPU = [
     BIG,
     replace(BIG, dim=64),
@@ -263,6 +298,14 @@ ON_A_GPU = [
     replace(BIG, lens=(0, 300, 33), queries=(40, 300, 33), sinks=True),
     replace(BIG, lens=(9000, 2100), queries=(600, 2100)),
 ]
+
+
+@pytest.mark.gpu
+def test_two_launches_on_a_gpu(hopper):  # noqa: F811
+    case, launch = replace(BIG, lens=(2500,), queries=(300,)), prefill_cuda.launcher(hopper)
+    for budget in (prefill_cuda.WORKSPACE_BYTES, 1 << 20):
+        first, again = (attend_and_check(case, hopper, launch, budget, parts=TWO_LAUNCHES) for _ in range(2))
+        assert torch.equal(first, again), "not the same bits again"
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from test_attention import check, check_rows, poisoned_out, request_of
 
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
+from slimkv.ops.attention.cuda import prefill_shape
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, PageLayout
 
@@ -32,7 +33,7 @@ def attend_and_check(
     out, lse = poisoned_out(case, built)
     request = request_of(built, out, lse)
     assert prefill_cuda.refusal(request) is None
-    prefill_cuda.attend_prefill(request, launch, budget, shape or prefill_cuda.SHAPES[case.dim])
+    prefill_cuda.attend_prefill(request, launch, budget, shape or prefill_shape.SHAPES[case.dim])
     check_rows(built, out, lse, lambda count: count > MAX_DECODE_QUERIES)  # shorter sequences are another kernel's
     return out
 
@@ -105,7 +106,7 @@ def test_attend_fused(case):
 
 @emulated
 def test_attend_fused_with_one_producer():
-    shape = replace(prefill_cuda.FUSED_SHAPES[64], producers=1, producer_registers=88)
+    shape = replace(prefill_shape.FUSED_SHAPES[64], producers=1, producer_registers=88)
     attend_and_check(replace(FEW, lens=(420,)), shape=shape)
 
 
@@ -116,7 +117,7 @@ def test_fewer_queries_than_decode_takes():
     built = build(case, CPU)
     out, lse = poisoned_out(case, built)
     request = request_of(built, out, lse)
-    prefill_cuda.attend_prefill(request, launch, shape=prefill_cuda.FUSED_SHAPES[64], most_queries=16)
+    prefill_cuda.attend_prefill(request, launch, shape=prefill_shape.FUSED_SHAPES[64], most_queries=16)
     check_rows(built, out, lse, lambda count: count > 16)
 
 
@@ -140,7 +141,7 @@ def test_passes_over_sequences():
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize(
     ("format", "shapes"),
-    [("kur4vu4", prefill_cuda.SHAPES), ("k4v4", prefill_cuda.FUSED_SHAPES)],
+    [("kur4vu4", prefill_shape.SHAPES), ("k4v4", prefill_shape.FUSED_SHAPES)],
     ids=["unpacked", "fused"],
 )
 def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, shapes):
@@ -159,8 +160,8 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, shapes):
 @pytest.mark.parametrize(
     ("format", "softcap", "shapes"),
     [
-        *((f, cap, prefill_cuda.SHAPES) for f, cap in (("k4v4", 0.0), ("kur4vu4", 20.0), ("fp8", 0.0))),
-        *((f, 0.0, prefill_cuda.FUSED_SHAPES) for f in ("k4v4", "kur4vu4")),
+        *((f, cap, prefill_shape.SHAPES) for f, cap in (("k4v4", 0.0), ("kur4vu4", 20.0), ("fp8", 0.0))),
+        *((f, 0.0, prefill_shape.FUSED_SHAPES) for f in ("k4v4", "kur4vu4")),
     ],
     ids=["k4v4", "uniform", "fp8", "k4v4-fused", "uniform-fused"],
 )
@@ -203,31 +204,31 @@ def test_it_runs_on_hopper_only():
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_it_compiles(dim, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
-    layout, shape = PageLayout(CodecSpec.parse("k4v4", dim), 16), prefill_cuda.SHAPES[dim]
-    to_attend = prefill_cuda.attend_defines(layout, shape, 1, 1, True, True)
+    layout, shape = PageLayout(CodecSpec.parse("k4v4", dim), 16), prefill_shape.SHAPES[dim]
+    to_attend = prefill_shape.attend_defines(layout, shape, 1, 1, True, True)
     assert compile_kernels(prefill_cuda.ATTEND, to_attend, "sm_90a", tmp_path)[:4] == b"\x7fELF"
-    to_unpack = prefill_cuda.unpack_defines(layout, shape)
+    to_unpack = prefill_shape.unpack_defines(layout, shape)
     assert compile_kernels(prefill_cuda.UNPACK, to_unpack, "sm_90", tmp_path)[:4] == b"\x7fELF"
 
 
 def test_it_compiles_fused(tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
-    layout, shape = PageLayout(CodecSpec.parse("k5vu4", 96), 16), prefill_cuda.FUSED_SHAPES[96]
-    defines = prefill_cuda.attend_defines(layout, shape, 1, 1, True, True)
+    layout, shape = PageLayout(CodecSpec.parse("k5vu4", 96), 16), prefill_shape.FUSED_SHAPES[96]
+    defines = prefill_shape.attend_defines(layout, shape, 1, 1, True, True)
     assert compile_kernels(prefill_cuda.ATTEND, defines, "sm_90a", tmp_path)[:4] == b"\x7fELF"
 
 
 def test_shared_memory_fits_hopper():
-    for dim, shape in prefill_cuda.SHAPES.items():
-        assert prefill_cuda.shared_bytes(dim, shape) <= 227 << 10
-    for dim, shape in prefill_cuda.FUSED_SHAPES.items():
-        format = "k4v4" if dim in prefill_cuda.SHAPES else "k7v8"  # the largest tables of those that are fused
+    for dim, shape in prefill_shape.SHAPES.items():
+        assert prefill_shape.shared_bytes(dim, shape) <= 227 << 10
+    for dim, shape in prefill_shape.FUSED_SHAPES.items():
+        format = "k4v4" if dim in prefill_shape.SHAPES else "k7v8"  # the largest tables of those that are fused
         layout = PageLayout(CodecSpec.parse(format, dim), 16)
-        assert prefill_cuda.attend_defines(layout, shape, 1, 1, False, False)["SHARED"] <= 227 << 10
+        assert prefill_shape.attend_defines(layout, shape, 1, 1, False, False)["SHARED"] <= 227 << 10
 
 
 def test_how_passes_are_cut():
-    layout, shape = PageLayout(CodecSpec.parse("k4v4", 128), 16), prefill_cuda.Shape(128, 2)
+    layout, shape = PageLayout(CodecSpec.parse("k4v4", 128), 16), prefill_shape.Shape(128, 2)
 
     def cut(sequences, blocks, max_seq_len):
         return prefill_cuda.cut_passes(layout, shape, prefill_cuda.Batch(sequences, 8, blocks, max_seq_len), 132)
@@ -333,7 +334,7 @@ FUSED_ON_A_GPU = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", FUSED_ON_A_GPU, ids=str)
 def test_attend_fused_on_a_gpu(case, hopper):
-    launch, shape = prefill_cuda.launcher(hopper), prefill_cuda.FUSED_SHAPES[case.dim]
+    launch, shape = prefill_cuda.launcher(hopper), prefill_shape.FUSED_SHAPES[case.dim]
     got = attend_and_check(case, hopper, launch, shape=shape)
     again = attend_and_check(case, hopper, launch, shape=shape)
     assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
@@ -343,7 +344,7 @@ def test_attend_fused_on_a_gpu(case, hopper):
 @pytest.mark.parametrize("options", [{}, {"window": 300}, {"causal": False, "sinks": True}], ids=str)
 def test_passes_on_a_gpu(options, hopper):
     case = replace(BIG, **options)
-    tile = 4 * prefill_cuda.SHAPES[128].step * 128 * 4 * case.num_kv_heads
+    tile = 4 * prefill_shape.SHAPES[128].step * 128 * 4 * case.num_kv_heads
     for tiles in (1, 3):
         attend_and_check(case, hopper, prefill_cuda.launcher(hopper), tiles * tile)
 

@@ -68,7 +68,7 @@ class Args(ctypes.Structure):
         ("key_sign_bits", _SignBits),
         ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split",
+            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split", "merge_places",
         )),
     )  # fmt: skip
 
@@ -233,7 +233,9 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     if plan is None:
         raise InputError(f"{layout.spec.format} needs more shared memory than this device has")
     shape = plan.shape
-    items = most_items(total, sequences, num_kv_heads, group, shape)
+    # Rows of others, if there are more queries than that: a few places a sequence are looked at then, not every row.
+    rows = min(total, sequences * most_queries)
+    items = most_items(rows, sequences, num_kv_heads, group, shape)
     blocks = device.multiprocessors * shape.resident
     if shape.cluster > 1:
         blocks = shape.cluster * -(-total // (shape.columns // group)) * num_kv_heads
@@ -256,11 +258,11 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.lse = None if request.lse is None else request.lse.data_ptr()
     args.scale, args.softcap = request.softmax_scale * LOG2E, options.softcap * LOG2E
     args.sequences, args.heads, args.group, args.blocks = sequences, num_kv_heads, group, blocks
-    args.most_queries = most_queries
+    args.most_queries, args.merge_places = most_queries, most_queries if rows < total else 0
     args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
     part_bytes = 4 * slots * shape.columns * value_dim
     return _Call(
-        plan, args, ((blocks, 1), (total, -(-heads * merge_split // _MERGE_WARPS))),
+        plan, args, ((blocks, 1), (rows, -(-heads * merge_split // _MERGE_WARPS))),
         4 * _MERGE_WARPS * (value_dim + 2), part_bytes, 4 * slots * shape.columns * (value_dim + 2),
         () if sinks is None else (sinks,),
     )  # fmt: skip

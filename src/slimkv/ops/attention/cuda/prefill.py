@@ -12,73 +12,37 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from slimkv.codec.byte_levels import MOST_BITS, byte_levels
-from slimkv.codec.rotation import core_size, sign_words
+from slimkv.codec.rotation import sign_words
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
 from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
+from slimkv.ops.attention.cuda.prefill_shape import (
+    EIGHT_BIT_SHAPES,
+    FUSED_SHAPES,
+    SHAPES,
+    Shape,
+    attend_defines,
+    unpack_defines,
+)
 from slimkv.ops.attention.cuda.shape import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
-from slimkv.spec import CodecSpec, Kind, PageLayout, SideLayout, TensorFormat
+from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
 
 ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
+EVERY_QUERY = 1 << 30
+SECOND_LAUNCH = 0.05  # what it costs, in rounds of blocks of two warpgroups
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 
 
-def _halves(dim: int) -> int:
-    """Rows of 128 bytes of a token's numbers."""
-    return -(-dim // 64)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How the kernels are cut."""
-
-    step: int  # tokens of a tile
-    stages: int  # tiles of K, and of V, in shared memory at a time
-    eight_bit: bool = False  # queries and keys as int8, weights and values as e4m3; else halves
-    promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
-    fused: bool = False  # a warpgroup of ``attend`` unpacks tiles; else ``unpack`` does, into the workspace
-    consumers: int = 2  # warpgroups that multiply
-    producers: int = 1  # warpgroups that fetch tiles
-    producer_registers: int = 24  # of each of their threads
-
-    @property
-    def rows(self) -> int:
-        """Of queries, times heads of a group, in a block."""
-        return 64 * self.consumers
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 128 * (self.consumers + self.producers)
-
-    def keys_bytes(self, dim: int) -> int:
-        """Of a tile of keys; as prefill/tiles.cuh counts."""
-        return self.step * (dim + 8) if self.eight_bit else 128 * self.step * _halves(dim)
-
-    def values_bytes(self, dim: int) -> int:
-        """Of a tile of values."""
-        return self.keys_bytes(dim)
-
-
-SHAPES = {dim: Shape(128 if dim <= 128 else 64, 2) for dim in (64, 80, 96, 112, 128, 192, 256)}
-FUSED_SHAPES = {
-    **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 80, 96, 112, 128)},
-    **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
-}
-# Each with the time that a tile takes, over that of two warpgroups.
-EIGHT_BIT_SHAPES = {
-    64: {Shape(128, 4, True): 1.0, Shape(128, 4, True, consumers=3): 1.26, Shape(128, 4, True, consumers=4): 1.72},
-    128: {Shape(128, 4, True): 1.0, Shape(128, 3, True, consumers=3): 1.41},
-}
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
@@ -225,55 +189,109 @@ def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
     return min(range(max(1, most // 2, most - 15), most + 1), key=cost)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Queries of each sequence that a launch attends, and how it is cut."""
+
+    shape: Shape
+    first: int = 0
+    end: int = EVERY_QUERY
+    beside: bool = False  # it follows another launch on the same tiles, whose end it need not wait for
+
+
+def parts_of(request: AttendRequest) -> list[Part]:
+    """One launch, or for a single sequence in 8 bits two: rounds of large blocks, and small ones for the rest.
+
+    In a fresh prompt the last blocks are short ones, and there is nothing to gain.
+    """
+    shape, alike = shape_of(request), request.max_seq_len >= 4 * request.query.shape[0]
+    if not shape.eight_bit or request.seq_lens.shape[0] > 1 or not alike:
+        return [Part(shape)]
+    times, multiprocessors = EIGHT_BIT_SHAPES[request.layout.spec.key_dim], _multiprocessors(request.query.device)
+    queries, heads, group = request.query.shape[0], request.pages.shape[1], request.group
+
+    def rounds(count: int, shape: Shape) -> int:
+        blocks = -(-count // (shape.rows // group)) * heads
+        return -(-blocks // multiprocessors)
+
+    best, least = [Part(shape)], rounds(queries, shape) * times[shape]
+    for small, large in combinations(times, 2):  # in the order of their rows
+        for full in range(1, rounds(queries, large)):
+            rest = queries - full * multiprocessors // heads * (large.rows // group)
+            time = full * times[large] + rounds(rest, small) * times[small]
+            if rest > 0 and time < least - SECOND_LAUNCH:
+                best, least = [Part(large, first=rest), Part(small, end=rest, beside=True)], time
+    return best
+
+
 def attend_prefill(
     request: AttendRequest, launch: Launcher, budget: int = WORKSPACE_BYTES, shape: Shape | None = None,
-    most_queries: int = MAX_DECODE_QUERIES,
+    most_queries: int = MAX_DECODE_QUERIES, parts: list[Part] | None = None,
 ) -> None:  # fmt: skip
-    """The sequences of more than ``most_queries`` queries: one launch if fused, else two a pass."""
+    """The sequences of more than ``most_queries`` queries: one launch if fused, else two or three a pass."""
     total, sequences = request.query.shape[0], request.seq_lens.shape[0]
     most_long = min(sequences, total // (most_queries + 1))
     if most_long == 0:
         return
-    shape, options = shape or shape_of(request), request.options
-    sinks = None if options.sinks is None else options.sinks.float().contiguous()
-    args = _attend_args(request, shape, sinks, most_queries)
-    to_attend = attend_defines(
-        request.layout, shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
-        options.sliding_window is not None, options.softcap > 0,
-    )  # fmt: skip
-
-    def attend() -> None:
-        blocks = args.query_blocks * args.heads
-        launch(ATTEND, "attend", to_attend, (blocks, 1), shape.threads, to_attend["SHARED"], args)
-
-    if shape.fused:
-        args.tiles, args.ranks, args.section = -(-max(1, request.max_seq_len) // shape.step), most_long, args.heads
-        args.first_pass = args.last_pass = 1
-        attend()
+    parts = parts or ([Part(shape)] if shape else parts_of(request))
+    sinks = None if request.options.sinks is None else request.options.sinks.float().contiguous()
+    launches = [_Attend(request, part, _attend_args(request, part, sinks, most_queries), launch) for part in parts]
+    if parts[0].shape.fused:
+        args = launches[0].args
+        args.tiles, args.ranks = -(-max(1, request.max_seq_len) // parts[0].shape.step), most_long
+        args.section, args.first_pass, args.last_pass = args.heads, 1, 1
+        launches[0].start()
     else:
-        _attend_in_passes(request, args, shape, most_long, budget, launch, attend)
+        _attend_in_passes(request, launches, most_long, budget, launch)
+
+
+@dataclass(frozen=True)
+class _Attend:
+    """A launch of ``attend``."""
+
+    request: AttendRequest
+    part: Part
+    args: AttendArgs
+    launch: Launcher
+
+    @property
+    def state_floats(self) -> int:
+        """That it hands on from pass to pass."""
+        args, shape, dim = self.args, self.part.shape, self.request.layout.spec.key_dim
+        return args.query_blocks * args.heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4)
+
+    def start(self) -> None:
+        request, shape, args = self.request, self.part.shape, self.args
+        defines = attend_defines(
+            request.layout, shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
+            request.options.sliding_window is not None, request.options.softcap > 0, self.part.beside,
+        )  # fmt: skip
+        self.launch(
+            ATTEND, "attend", defines, (args.query_blocks * args.heads, 1), shape.threads, defines["SHARED"], args
+        )
 
 
 def _attend_in_passes(
-    request: AttendRequest, args: AttendArgs, shape: Shape, most_long: int, budget: int, launch: Launcher,
-    attend: Callable[[], None],
-) -> None:  # fmt: skip
+    request: AttendRequest, launches: list[_Attend], most_long: int, budget: int, launch: Launcher
+) -> None:
     """Unpacks what the workspace holds and attends it, time after time."""
     layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
-    longest, sequences, dim = max(1, request.max_seq_len), args.sequences, layout.spec.key_dim
-    batch = Batch(most_long, num_kv_heads, args.query_blocks - sequences, longest)
+    args, shape, dim = launches[0].args, launches[0].part.shape, layout.spec.key_dim
+    longest, sequences = max(1, request.max_seq_len), args.sequences
+    batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (shape.rows // request.group), longest)
     ranks, tiles = cut_passes(layout, shape, batch, _multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
     key_bytes, value_bytes = (rows * tiles * n for n in (shape.keys_bytes(dim), shape.values_bytes(dim)))
-    state_floats = args.query_blocks * num_kv_heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4) if passes > 1 else 0
-    space = torch.empty(
-        key_bytes + value_bytes + 16 * rows * tiles + 4 * state_floats, dtype=torch.uint8, device=device
-    )
-    args.keys, args.values = space.data_ptr(), space.data_ptr() + key_bytes
-    args.units = args.values + value_bytes
-    args.state = args.units + 16 * rows * tiles
-    args.section = max(1, min(num_kv_heads, _CACHED_BYTES // ((key_bytes + value_bytes) // num_kv_heads)))
-    args.tiles, args.ranks = tiles, ranks
+    tile_bytes = key_bytes + value_bytes + 16 * rows * tiles
+    state_bytes = [4 * part.state_floats if passes > 1 else 0 for part in launches]
+    space = torch.empty(tile_bytes + sum(state_bytes), dtype=torch.uint8, device=device)
+    for i, part in enumerate(launches):
+        own = part.args
+        own.keys, own.values = space.data_ptr(), space.data_ptr() + key_bytes
+        own.units = own.values + value_bytes
+        own.state = space.data_ptr() + tile_bytes + sum(state_bytes[:i])
+        own.section = max(1, min(num_kv_heads, _CACHED_BYTES // ((key_bytes + value_bytes) // num_kv_heads)))
+        own.tiles, own.ranks = tiles, ranks
     unpack = UnpackArgs(
         pages=args.pages, table=args.table, lengths=args.lengths, starts=args.starts, key_levels=args.key_levels,
         value_levels=args.value_levels, keys=args.keys, values=args.values, units=args.units,
@@ -283,21 +301,23 @@ def _attend_in_passes(
     )  # fmt: skip
     to_unpack = unpack_defines(layout, shape)
     for first_rank in range(0, most_long, ranks):
-        unpack.first_rank = args.first_rank = first_rank
         for step in range(passes):
-            unpack.first_tile = args.first_tile = step * tiles
-            args.first_pass, args.last_pass = step == 0, step == passes - 1
+            unpack.first_rank, unpack.first_tile = first_rank, step * tiles
             grid, threads = (tiles * num_kv_heads, sequences), 2 * shape.step
             launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
-            attend()
+            for part in launches:
+                part.args.first_rank, part.args.first_tile = first_rank, step * tiles
+                part.args.first_pass, part.args.last_pass = step == 0, step == passes - 1
+                part.start()
 
 
-def _attend_args(request: AttendRequest, shape: Shape, sinks: Tensor | None, most_queries: int) -> AttendArgs:
+def _attend_args(request: AttendRequest, part: Part, sinks: Tensor | None, most_queries: int) -> AttendArgs:
     """All but what depends on where unpacked tiles are, and which."""
     query, out, pages, options, spec = (
         request.query, request.out, request.pages, request.options, request.layout.spec,
     )  # fmt: skip
     key, value, sequences = request.codec.key_tables, request.codec.value_tables, request.seq_lens.shape[0]
+    queries = max(0, min(part.end, query.shape[0]) - part.first)
     return AttendArgs(
         query=query.data_ptr(), lengths=request.seq_lens.data_ptr(), starts=request.cu_seqlens_q.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
@@ -307,7 +327,8 @@ def _attend_args(request: AttendRequest, shape: Shape, sinks: Tensor | None, mos
         value_norm=value.orthonormal, key_sign_bits=_signs(spec.key_dim, spec.seed),
         value_sign_bits=_signs(spec.value_dim, spec.seed), sequences=sequences, heads=pages.shape[1],
         group=request.group, most_queries=most_queries, causal=options.causal,
-        window=options.sliding_window or 0, query_blocks=query.shape[0] // (shape.rows // request.group) + sequences,
+        window=options.sliding_window or 0, query_blocks=queries // (part.shape.rows // request.group) + sequences,
+        first_query=part.first, end_query=part.end,
         aligned=_by_16_bytes(out) | _by_16_bytes(query) << 1,
         pages=pages.data_ptr(), table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
         value_levels=value.levels.data_ptr(), page_stride=pages.stride(0), page_head_stride=pages.stride(1),
@@ -338,17 +359,6 @@ def _words(entries: list[int]) -> tuple[int, int]:
     return low, high
 
 
-def shared_bytes(dim: int, shape: Shape) -> int:
-    """Shared memory of a block of ``attend``: queries, rings of tiles, totals, barriers; as prefill/work.cuh counts.
-
-    Beside the levels of formats that are looked up.
-    """
-    queries = shape.rows * 128 * (1 if shape.eight_bit else _halves(dim))
-    tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
-    totals = 4 * shape.rows * dim if shape.eight_bit else 0
-    return queries + tiles + totals + 48 * shape.stages + 1024
-
-
 def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
     """What ``unpack`` looks bytes up in."""
     if not shape.eight_bit:
@@ -362,63 +372,6 @@ def _byte_tables(layout: PageLayout, shape: Shape) -> dict[str, object]:
         "value_table": Table(low, high, 0),
         "value_factor": levels.value_factor,
     }
-
-
-@lru_cache(maxsize=256)
-def unpack_defines(layout: PageLayout, shape: Shape) -> Defines:
-    """What prefill/unpack.cu is compiled with."""
-    return Defines({
-        "D": layout.spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), **_page_defines(layout),
-        "SHARED": _unpack_shared_bytes(layout, shape),
-    })  # fmt: skip
-
-
-def _page_defines(layout: PageLayout) -> dict[str, int]:
-    def side(prefix: str, s: SideLayout) -> dict[str, int]:
-        return {
-            f"{prefix}_KIND": KIND_NUMBERS[s.format.kind],
-            f"{prefix}_BITS": s.format.bits,
-            f"{prefix}_FIELDS": s.fields_offset,
-        }
-
-    pages = {"BLOCK_SIZE": layout.block_size, "V_CODES": layout.value.codes_offset}
-    return pages | side("K", layout.key) | side("V", layout.value)
-
-
-def _unpack_shared_bytes(layout: PageLayout, shape: Shape) -> int:
-    """Shared memory of a block of ``unpack``: exponents, levels and a tile of values as bytes."""
-    levels = shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value)
-    return -(-levels // 16) * 16 + shape.values_bytes(layout.spec.value_dim) if shape.eight_bit else levels
-
-
-def _levels_bytes(fmt: TensorFormat) -> int:
-    return 4 << fmt.bits if fmt.kind == Kind.LLOYD else 0
-
-
-def _level_entries(fmt: TensorFormat) -> int:
-    """Of the table that ``attend`` looks levels up in, if it does."""
-    return 1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > MOST_BITS else 0
-
-
-@lru_cache(maxsize=256)
-def attend_defines(
-    layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool
-) -> Defines:
-    """What prefill/attend.cu is compiled with."""
-    spec, shared, pages = layout.spec, shared_bytes(layout.spec.key_dim, shape), {}
-    if shape.fused:
-        keys, values, alike = _level_entries(spec.key), _level_entries(spec.value), spec.key == spec.value
-        tables = {"K_LEVELS": keys, "V_LEVELS": values, "ONE_TABLE": int(alike)}
-        pages = _page_defines(layout) | tables
-        shared += 128 * (keys if alike else keys + values)
-    return Defines({
-        "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
-        "FUSED": int(shape.fused), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,
-        "PRODUCER_REGISTERS": shape.producer_registers, "STAGES": shape.stages, "SHARED": shared,
-        "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
-        "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
-        "V_ROTATED": int(spec.value.rotated), **pages,
-    })  # fmt: skip
 
 
 @lru_cache(maxsize=64)

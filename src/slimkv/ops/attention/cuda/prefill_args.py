@@ -38,7 +38,8 @@ class AttendArgs(ctypes.Structure):
         ("value_sign_bits", SignBits),
         *((name, ctypes.c_int32) for name in (
             "sequences", "heads", "group", "most_queries", "causal", "window", "query_blocks", "section",
-            "first_tile", "tiles", "first_rank", "ranks", "first_pass", "last_pass", "aligned",
+            "first_tile", "tiles", "first_rank", "ranks", "first_pass", "last_pass", "first_query", "end_query",
+            "aligned",
         )),
         *((name, ctypes.c_void_p) for name in ("pages", "table", "key_levels", "value_levels")),
         *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),

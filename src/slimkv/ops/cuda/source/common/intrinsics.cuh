@@ -294,6 +294,8 @@ DEVICE void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// What some threads of a block do at their end, if the block must not end before that grid.
+DEVICE void end_behind_grid_before() { griddepcontrol_wait(); }
 #endif
 
 // Before anything that another kernel may have written is read, or written. The next grid may start only then, so that

@@ -8,15 +8,17 @@ constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
 KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
-  const int row = block_index(), head = block_index_y() * (MERGE_WARPS / split) + warp / split;
+  const int places = args.merge_places, head = block_index_y() * (MERGE_WARPS / split) + warp / split;
   const int query_heads = args.num_kv_heads * args.group_size;
-  if (row >= ldg_i32(args.cu_seqlens_q + args.num_seqs)) return griddepcontrol_wait();  // no block may end before `attend` does
-  const int b = sequence_of(args, row);
+  // No block may end before `attend` does.
+  if (!places && block_index() >= ldg_i32(args.cu_seqlens_q + args.num_seqs)) return griddepcontrol_wait();
+  const int b = places ? block_index() / places : sequence_of(args, block_index());
   const Sequence s = sequence_at(args, b);
-  if (s.chunks == 0) return griddepcontrol_wait();  // another kernel's
+  const int query = places ? block_index() % places : block_index() - s.start, row = s.start + query;
+  if (s.chunks == 0 || query >= s.queries) return griddepcontrol_wait();  // another kernel's
   const WorkOffset offset = offset_of(args, b, args.blocks, lane);
   const WorkPartition partition = offset.partition;
-  const int per_chunk = COLUMNS / args.group_size, query = row - s.start, chunk = query / per_chunk;
+  const int per_chunk = COLUMNS / args.group_size, chunk = query / per_chunk;
   const int column = (query % per_chunk) * args.group_size + head % args.group_size;
   const int within = chunk * args.num_kv_heads + head / args.group_size, item = offset.items + within;
   const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = first / partition.share;

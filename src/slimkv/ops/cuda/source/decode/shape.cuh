@@ -102,4 +102,5 @@ struct DecodeArgs {
   Table key_table, value_table;  // their signs are unused
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window, blocks, merge_split;
+  i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
 };

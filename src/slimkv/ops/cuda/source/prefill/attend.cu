@@ -126,7 +126,10 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   const LevelTable value_levels = {key_levels.address + 128 * (ONE_TABLE ? 0 : K_LEVELS)};
 #endif
   sync_threads();
-  pdl_wait();
+  // BESIDE: what the launch before has waited for has ended, so tiles are there. This one ends no earlier, for those who wait for it:
+  // some block has work if that one had.
+  if (BESIDE) griddepcontrol_launch_dependents();
+  else pdl_wait();
   Work w;
   if (!find_work(args, lane, w)) return;
   if (part < PRODUCERS) {
@@ -136,6 +139,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
 #else
     if (thread_index() == 0) copy_tiles(args, w, rings);
 #endif
+    if (BESIDE) end_behind_grid_before();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     attend_rows(args, w, rings, shared + (part - PRODUCERS) * QUERY_BYTES, part - PRODUCERS, lane);

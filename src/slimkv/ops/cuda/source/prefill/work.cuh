@@ -1,6 +1,7 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
 // Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
-// K_ROTATED, V_ROTATED, CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh);
+// K_ROTATED, V_ROTATED, CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh),
+// BESIDE (follows another launch on the same tiles, whose end it need not wait for);
 // FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
 #pragma once
 #include "common/codes.cuh"
@@ -89,6 +90,7 @@ struct PrefillArgs {
   i32 first_tile, tiles;      // of this pass
   i32 first_rank, ranks;      // likewise: sequences, of those that are prefilled
   i32 first_pass, last_pass;
+  i32 first_query, end_query;  // of each sequence, that this launch attends
   i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
   // FUSED, instead of keys, values and their scales:
   const u8* pages;
@@ -120,7 +122,7 @@ struct Row {
 DEVICE Row row_of(const PrefillArgs& args, const Work& w, int warpgroup, int row) {
   const int of_block = GROUP_ROWS * warpgroup + row, query = w.first + of_block / args.group_size;
   return {query, (i64)w.s.start + query, w.head * args.group_size + of_block % args.group_size,
-          of_block < ROWS / args.group_size * args.group_size && query < w.s.queries};
+          of_block < ROWS / args.group_size * args.group_size && query < min_i32(w.s.queries, args.end_query)};
 }
 
 DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
@@ -139,13 +141,14 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   for (int d = 16; d; d >>= 1) begun += shfl_xor(begun, d);
   const int sequence = w.sequence = shfl(begun, 0) - 1;  // known to be the same in all lanes
   w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
-  w.first = (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
-  if (w.first >= w.s.queries || w.s.queries <= args.max_decode_queries) return false;
+  w.first = args.first_query + (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
+  const int end_query = min_i32(w.s.queries, args.end_query);
+  if (w.first >= end_query || w.s.queries <= args.max_decode_queries) return false;
   if (!FUSED) {  // whose tiles others have unpacked in this pass
     w.s.rank = prefilled_before(args.cu_seqlens_q, sequence, args.max_decode_queries, lane) - args.first_rank;
     if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
   }
-  const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, w.s.queries);
+  const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, end_query);
   const int end = args.causal ? before + last : w.s.length;
   w.clear_end = args.causal ? before + w.first + 1 : w.s.length;
   w.clear_begin = WINDOW ? before + last - args.sliding_window : 0;

@@ -1,0 +1,129 @@
+"""How the prefill kernels are cut, what they are compiled with, and what they take of shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from slimkv.codec.byte_levels import MOST_BITS
+from slimkv.codec.rotation import core_size
+from slimkv.ops.cuda.constants import KIND_NUMBERS
+from slimkv.ops.cuda.module import Defines
+from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
+
+
+def _halves(dim: int) -> int:
+    """Rows of 128 bytes of a token's numbers."""
+    return -(-dim // 64)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the kernels are cut."""
+
+    step: int  # tokens of a tile
+    stages: int  # tiles of K, and of V, in shared memory at a time
+    eight_bit: bool = False  # queries and keys as int8, weights and values as e4m3; else halves
+    promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
+    fused: bool = False  # a warpgroup of ``attend`` unpacks tiles; else ``unpack`` does, into the workspace
+    consumers: int = 2  # warpgroups that multiply
+    producers: int = 1  # warpgroups that fetch tiles
+    producer_registers: int = 24  # of each of their threads
+
+    @property
+    def rows(self) -> int:
+        """Of queries, times heads of a group, in a block."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * (self.consumers + self.producers)
+
+    def keys_bytes(self, dim: int) -> int:
+        """Of a tile of keys; as prefill/tiles.cuh counts."""
+        return self.step * (dim + 8) if self.eight_bit else 128 * self.step * _halves(dim)
+
+    def values_bytes(self, dim: int) -> int:
+        """Of a tile of values."""
+        return self.keys_bytes(dim)
+
+
+SHAPES = {dim: Shape(128 if dim <= 128 else 64, 2) for dim in (64, 80, 96, 112, 128, 192, 256)}
+FUSED_SHAPES = {
+    **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 80, 96, 112, 128)},
+    **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
+}
+# Each with the time that a tile takes, over that of two warpgroups.
+EIGHT_BIT_SHAPES = {
+    64: {Shape(128, 4, True): 1.0, Shape(128, 4, True, consumers=3): 1.26, Shape(128, 4, True, consumers=4): 1.72},
+    128: {Shape(128, 4, True): 1.0, Shape(128, 3, True, consumers=3): 1.41},
+}
+
+
+def shared_bytes(dim: int, shape: Shape) -> int:
+    """Shared memory of a block of ``attend``: queries, rings of tiles, totals, barriers; as prefill/work.cuh counts.
+
+    Beside the levels of formats that are looked up.
+    """
+    queries = shape.rows * 128 * (1 if shape.eight_bit else _halves(dim))
+    tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
+    totals = 4 * shape.rows * dim if shape.eight_bit else 0
+    return queries + tiles + totals + 48 * shape.stages + 1024
+
+
+@lru_cache(maxsize=256)
+def unpack_defines(layout: PageLayout, shape: Shape) -> Defines:
+    """What prefill/unpack.cu is compiled with."""
+    return Defines({
+        "D": layout.spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), **_page_defines(layout),
+        "SHARED": _unpack_shared_bytes(layout, shape),
+    })  # fmt: skip
+
+
+def _page_defines(layout: PageLayout) -> dict[str, int]:
+    def side(prefix: str, s: SideLayout) -> dict[str, int]:
+        return {
+            f"{prefix}_KIND": KIND_NUMBERS[s.format.kind],
+            f"{prefix}_BITS": s.format.bits,
+            f"{prefix}_FIELDS": s.fields_offset,
+        }
+
+    pages = {"BLOCK_SIZE": layout.block_size, "V_CODES": layout.value.codes_offset}
+    return pages | side("K", layout.key) | side("V", layout.value)
+
+
+def _unpack_shared_bytes(layout: PageLayout, shape: Shape) -> int:
+    """Shared memory of a block of ``unpack``: exponents, levels and a tile of values as bytes."""
+    levels = shape.step // 2 + _levels_bytes(layout.spec.key) + _levels_bytes(layout.spec.value)
+    return -(-levels // 16) * 16 + shape.values_bytes(layout.spec.value_dim) if shape.eight_bit else levels
+
+
+def _levels_bytes(fmt: TensorFormat) -> int:
+    return 4 << fmt.bits if fmt.kind == Kind.LLOYD else 0
+
+
+def _level_entries(fmt: TensorFormat) -> int:
+    """Of the table that ``attend`` looks levels up in, if it does."""
+    return 1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > MOST_BITS else 0
+
+
+@lru_cache(maxsize=256)
+def attend_defines(
+    layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool, beside: bool = False
+) -> Defines:
+    """What prefill/attend.cu is compiled with."""
+    spec, shared, pages = layout.spec, shared_bytes(layout.spec.key_dim, shape), {}
+    if shape.fused:
+        keys, values, alike = _level_entries(spec.key), _level_entries(spec.value), spec.key == spec.value
+        tables = {"K_LEVELS": keys, "V_LEVELS": values, "ONE_TABLE": int(alike)}
+        pages = _page_defines(layout) | tables
+        shared += 128 * (keys if alike else keys + values)
+    return Defines({
+        "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
+        "FUSED": int(shape.fused), "BESIDE": int(beside), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,
+        "PRODUCER_REGISTERS": shape.producer_registers, "STAGES": shape.stages, "SHARED": shared,
+        "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
+        "V_ROTATED": int(spec.value.rotated), **pages,
+    })  # fmt: skip
