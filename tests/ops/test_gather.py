@@ -55,6 +55,15 @@ def test_every_shape(dim, value_dim, format, device):
     assert_decoded(got, pages, slots, codec, case.layout, False, 5e-6)
 
 
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("format", ["k4v8", pytest.param("k2v6", marks=pytest.mark.full)])
+def test_large_vectors(format, rotated, device):
+    case = Case(format=format, dim=512, heads=1, tokens=20, page=32)
+    pages, slots, codec = stored(case, device)
+    got = ops.gather_kv(pages, slots, codec=codec, layout=case.layout, rotated=rotated, backend="triton")
+    assert_decoded(got, pages, slots, codec, case.layout, rotated, 5e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_into_given_tensors(dtype, device):
     case = Case(heads=2, tokens=20)

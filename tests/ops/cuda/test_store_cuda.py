@@ -22,9 +22,9 @@ from test_store_query_aware_search import FULL as ALL_SEARCHED
 
 from slimkv import Codec
 from slimkv.codec.codebook import codebook
+from slimkv.ops.cuda.vectors import format_refusal
 from slimkv.ops.store.api import REGISTRY, StoreRequest
 from slimkv.ops.store.cuda import launch as store_cuda
-from slimkv.ops.store.cuda import vectors
 from slimkv.ops.store.cuda.args import cells
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
@@ -48,7 +48,7 @@ def emulate(request: StoreRequest) -> None:
 def taken(case: Case, shaped: bool = False) -> bool:
     """Whether a kernel takes it: in tiles, or vector by vector."""
     in_tiles = store_cuda.in_tiles(case.layout)
-    return in_tiles or (not shaped and vectors.format_refusal(case.layout) is None)
+    return in_tiles or (not shaped and format_refusal(case.layout) is None)
 
 
 def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU, search: int = 0) -> None:

@@ -73,3 +73,43 @@ def unrotate_store(x, signs, norm, out_ptr, row_mask, D: tl.constexpr, DP: tl.co
         tl.store(
             out_ptr[:, None] + col[None, :], x.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (col < D)[None, :]
         )
+
+
+@triton.jit
+def _butterfly(x, M: tl.constexpr, S: tl.constexpr):
+    """x [S * M, 16], rows ordered (s, m): the Hadamard transform over s -> [M, 16 S].
+
+    Each step takes the highest bit of s apart and leaves it as the lowest bit of the flat index.
+    """
+    flat = tl.reshape(x, (S * M * 16,))
+    for i in tl.static_range(10):
+        if (1 << i) < S:
+            a, b = tl.split(tl.permute(tl.reshape(flat, (2, S * M * 8)), (1, 0)))
+            flat = tl.reshape(tl.join(a + b, a - b), (S * M * 16,))
+    return tl.reshape(tl.permute(tl.reshape(flat, (M, 16, S)), (0, 2, 1)), (M, 16 * S))
+
+
+@triton.jit
+def _in_slices(x, S: tl.constexpr):
+    """[M, 16 S] -> [S * M, 16], rows ordered (s, m)."""
+    M: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(x, (M, S, 16)), (1, 0, 2)), (S * M, 16))
+
+
+@triton.jit
+def hadamard_16(signs, D: tl.constexpr):
+    """The Hadamard matrix of 16 in fp16, from a corner of the rotation of a power of two."""
+    i = tl.arange(0, 16)
+    own = tl.load(signs + i * D).to(tl.float32)
+    return (tl.load(signs + i[:, None] * D + i[None, :]).to(tl.float32) * own[:, None]).to(tl.float16)
+
+
+@triton.jit
+def hadamard_rows(x, h):
+    """x fp16 [M, D], D a power of two, times the Hadamard matrix of D: float32. h: ``hadamard_16``.
+
+    A matrix of 2^n is the product of one of 16, which the tensor cores apply to every slice of 16, and one over
+    the slices, which is a few additions: neither needs the matrix itself.
+    """
+    S: tl.constexpr = x.shape[1] // 16
+    return _butterfly(tl.dot(_in_slices(x, S), h), x.shape[0], S)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from slimkv.ops.gather.api import GatherRequest
 from slimkv.ops.triton import unpack
-from slimkv.ops.triton.rotate import unrotate_store
+from slimkv.ops.triton.rotate import hadamard_16, hadamard_rows, unrotate_store
 from slimkv.ops.triton.token_reader import element_codes
 from slimkv.ops.triton.unpack import PLAIN_ROWS, decode_signed, decode_unsigned, fp8_to_half, side_constants
 from slimkv.spec import SideLayout
@@ -18,6 +18,7 @@ _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
 _UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
 _FP8: tl.constexpr = tl.constexpr(unpack.FP8)
 _RAW: tl.constexpr = tl.constexpr(unpack.RAW)
+_DENSE: tl.constexpr = tl.constexpr(256)  # up to this a product with the whole matrix rotates back
 
 
 @triton.jit
@@ -36,6 +37,9 @@ def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, blo
     page = pages_ptr + safe // BLOCK_SIZE * block_stride + head * page_stride
     position = safe % BLOCK_SIZE
     codes = element_codes(page, position, keep, CODES, BITS, D, SP, TRANSPOSED)
+    rows = out_ptr + token.to(tl.int64) * out_stride + head * out_head_stride
+    col = tl.arange(0, 16 * SP)[None, :]
+    BY_SLICES: tl.constexpr = UNROTATE and KIND == _LLOYD and D == 16 * SP and D > _DENSE
     if KIND == _RAW:
         if BITS == 32:
             x = codes.to(tl.float32, bitcast=True)
@@ -51,16 +55,18 @@ def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, blo
         else:
             x = codes.to(tl.float32)
         field = tl.load((page + FIELDS).to(tl.pointer_type(tl.uint16)) + position, mask=keep, other=0).to(tl.int32)
+        if BY_SLICES:  # of levels, which fp16 holds: sums are exact, or nearly so
+            x = hadamard_rows(x.to(tl.float16), hadamard_16(signs, D))
+            x = x * tl.load(signs + col * D).to(tl.float32) * norm
         x = x * decode_unsigned(field)[:, None]
         if KIND == _UNIFORM:
             zero = tl.load(
                 (page + FIELDS + 2 * BLOCK_SIZE).to(tl.pointer_type(tl.uint16)) + position, mask=keep, other=0
             ).to(tl.int32)
             x = x + decode_signed(zero)[:, None]
-    col = tl.arange(0, 16 * SP)[None, :]
     x = tl.where(keep[:, None] & (col < D), x, 0.0)
-    rows = out_ptr + token.to(tl.int64) * out_stride + head * out_head_stride
-    unrotate_store(x, signs, norm, rows, token < tokens, D, 16 * SP, 16 * SP if SP <= 8 else 32, 3, UNROTATE)
+    UNROTATE_DENSE: tl.constexpr = UNROTATE and not BY_SLICES
+    unrotate_store(x, signs, norm, rows, token < tokens, D, 16 * SP, 16 * SP if SP <= 8 else 32, 3, UNROTATE_DENSE)
 
 
 @triton.jit

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slimkv.codec import Codec
-from slimkv.codec.rotation import block_size, core_size, sign_words, signed_hadamard
+from slimkv.codec.rotation import core_size
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBERS, RAW_NUMBER
 from slimkv.ops.cuda.module import Defines
+from slimkv.ops.cuda.vectors import format_refusal, rotation_signs, vector_bytes
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables, in_vectors, place
-from slimkv.spec import Kind, LatentSpec, PageLayout, SideLayout
+from slimkv.spec import Kind, PageLayout
 
-SOURCE, KERNEL = "store/vectors.cu", "store_vectors"
-LARGEST_DIM, _TILES_TAKE = 512, 256
+SOURCE, KERNEL = "vectors/store.cu", "store_vectors"
 _WARPS, _BLOCKS = 4, 4  # of a block, and such blocks of a multiprocessor
 
 
@@ -29,25 +28,6 @@ def refusal(request: StoreRequest) -> str | None:
         if side.format.kind == Kind.RAW and str(x.dtype) != f"torch.{side.format.raw_dtype}":
             return f"the raw format holds {side.format.raw_dtype} bit for bit, but the input is {x.dtype}"
     return format_refusal(request.layout)
-
-
-@cache
-def format_refusal(layout: PageLayout) -> str | None:
-    """Why it does not take pages of this layout, or None."""
-    if not isinstance(layout.spec, LatentSpec) and max(layout.spec.key_dim, layout.spec.value_dim) <= _TILES_TAKE:
-        return "beside head sizes up to 256 it does not store raw vectors; triton does"
-    for side in (layout.key, layout.value):
-        kind, dim = side.format.kind, side.dim
-        if kind == Kind.UNIFORM:
-            return f"beside raw sides and beyond a head size of 256 it does not store {side.format.name}; triton does"
-        if kind == Kind.RAW:
-            continue
-        if dim > LARGEST_DIM:
-            return f"it takes head sizes up to {LARGEST_DIM}, not {dim}; triton takes more"
-        core = core_size(dim)
-        if kind == Kind.LLOYD and (dim % 32 or block_size(dim) != dim or core > 32 or (core > 1 and dim // core > 32)):
-            return f"its rotation does not take a head size of {dim}; triton's does"
-    return None
 
 
 def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
@@ -106,31 +86,10 @@ def _plan(
             "CELL_ZERO": cell_zero,
         }
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
-        rotation, (cells, bounds, _) = _rotation(side, layout.spec.seed, device), tensors
+        rotation, (cells, bounds, _) = rotation_signs(side, layout.spec.seed, device), tensors
         side_args.point_to(side, constants, (rotation, *tensors))
         tables += [rotation, *tensors]
         used = -(-(len(cells) + 8 * len(bounds)) // 16) * 16
-        shared = max(shared, used + _WARPS * _vector_bytes(side))
+        shared = max(shared, used + _WARPS * vector_bytes(side))
     resident = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return Plan(SOURCE, KERNEL, defines, 32 * _WARPS, shared, 0, resident * _BLOCKS, args, tuple(tables))
-
-
-def _rotation(side: SideLayout, seed: int, device: torch.device) -> Tensor:
-    """uint8: the signs of the dimensions, eight to a byte, and of every column of the core, a word each."""
-    if side.format.kind != Kind.LLOYD:
-        return torch.zeros(0, dtype=torch.uint8, device=device)
-    core = core_size(side.dim)
-    signs = np.array(sign_words(side.dim, seed), np.uint32)
-    flips = np.where(np.unpackbits(signs.view(np.uint8), bitorder="little")[:core], -1, 1)
-    columns = (signed_hadamard(side.dim, seed)[:core, :core] * flips[:, None] < 0).astype(np.uint64)
-    words = (columns << np.arange(core, dtype=np.uint64)[:, None]).sum(0).astype(np.uint32)
-    return torch.from_numpy(np.concatenate([signs, words]).view(np.uint8)).to(device)
-
-
-def _vector_bytes(side: SideLayout) -> int:
-    """``VECTOR_BYTES``."""
-    if side.format.kind == Kind.RAW:
-        return 0
-    numbers = 4 * (side.dim + -(-side.dim // 32) * 2) if side.format.kind == Kind.LLOYD else 0
-    codes = -(-(side.dim + side.dim // 128 * 8) // 16) * 16
-    return -(-(numbers + codes) // 16) * 16

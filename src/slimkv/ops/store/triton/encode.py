@@ -27,6 +27,7 @@ from slimkv.ops.store.triton.query_aware import (
     magnitude,
     searched_levels,
 )
+from slimkv.ops.triton.rotate import hadamard_16, hadamard_rows
 from slimkv.ops.triton.unpack import decode_signed, decode_unsigned
 
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
@@ -104,46 +105,18 @@ def _joined(high, low):
 
 
 @triton.jit
-def _butterfly(x, M: tl.constexpr, S: tl.constexpr):
-    """x [S * M, 16], rows ordered (s, m): the Hadamard transform over s -> [M, 16 S].
-
-    Each step takes the highest bit of s apart and leaves it as the lowest bit of the flat index.
-    """
-    flat = tl.reshape(x, (S * M * 16,))
-    for i in tl.static_range(10):
-        if (1 << i) < S:
-            a, b = tl.split(tl.permute(tl.reshape(flat, (2, S * M * 8)), (1, 0)))
-            flat = tl.reshape(tl.join(a + b, a - b), (S * M * 16,))
-    return tl.reshape(tl.permute(tl.reshape(flat, (M, 16, S)), (0, 2, 1)), (M, 16 * S))
-
-
-@triton.jit
-def _in_slices(x, S: tl.constexpr):
-    """[M, 16 S] -> [S * M, 16], rows ordered (s, m)."""
-    M: tl.constexpr = x.shape[0]
-    return tl.reshape(tl.permute(tl.reshape(x, (M, S, 16)), (1, 0, 2)), (S * M, 16))
-
-
-@triton.jit
 def _rotate_power_of_two(fixed, signs, D: tl.constexpr, SHORT: tl.constexpr):
     """The product with the signed Hadamard matrix, rounded once: float32 [M, D].
 
-    A matrix of 2^n is the product of one of 16, which the tensor cores apply to every slice of 16, and one over
-    the slices, which is a few additions: neither needs the matrix itself. Its signs are the rotation's first column.
+    Its signs are the rotation's first column.
     """
-    M: tl.constexpr = fixed.shape[0]
-    S: tl.constexpr = D // 16
-    i = tl.arange(0, 16)
-    own = tl.load(signs + i * D).to(tl.float32)
-    h = (tl.load(signs + i[:, None] * D + i[None, :]).to(tl.float32) * own[:, None]).to(tl.float16)
+    h = hadamard_16(signs, D)
     flip = tl.load(signs + tl.arange(0, D) * D).to(tl.float32)
     flipped = fixed * flip[None, :]
     if SHORT:
-        return _butterfly(tl.dot(_in_slices(flipped.to(tl.float16), S), h), M, S)
+        return hadamard_rows(flipped.to(tl.float16), h)
     high, low = _halves(flipped)
-    high_sum = _butterfly(tl.dot(_in_slices(high, S), h), M, S)
-    low_sum = _butterfly(tl.dot(_in_slices(low, S), h), M, S)
-    return _joined(high_sum, low_sum)
+    return _joined(hadamard_rows(high, h), hadamard_rows(low, h))
 
 
 @triton.jit

@@ -1,17 +1,7 @@
 // The codes of one token, in shared memory, to the bytes of its page that it owns (see docs/design/page-format.md).
 #pragma once
 #include "store/pages.cuh"
-
-// Where the code of a dimension is: what lanes write and read at the same time lies in different banks.
-DEVICE int code_index(int dim) { return dim + (dim >> 7) * 8; }
-template <class F> constexpr int VECTOR_CODE_BYTES = (F::D + (F::D >> 7) * 8 + 15) / 16 * 16;
-
-// A token among 16, and which lane's words have its values: of keys lane 4 row + t, of values 4 g + row / 2.
-struct Place {
-  int row, high;
-  DEVICE_MEMBER Place(int position) : row(position & 7), high(position >> 3 & 1) {}
-  template <bool VALUES> DEVICE_MEMBER int lane_of(int part) const { return VALUES ? 4 * part + row / 2 : 4 * row + part; }
-};
+#include "vectors/layout.cuh"
 
 // Two neighbouring codes' bits from SHIFT on, W of them, as nibbles of a byte.
 template <int W, int SHIFT> DEVICE u32 nibble_pair(u32 first, u32 second) {

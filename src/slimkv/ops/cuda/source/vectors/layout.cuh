@@ -1,0 +1,27 @@
+// One vector in a warp: which of its numbers lanes have, and where they and their codes are in shared memory.
+//
+// In eights: dimensions 8 v .. 8 v + 7 belong to lane v % 32, in turn v / 32. Apart: the D / 32 numbers b + 8 k + D / 4 h belong
+// to lane 8 h + b.
+#pragma once
+#include "store/format.cuh"
+
+template <int D> constexpr int TURNS_OF = (D / 8 + 31) / 32;
+template <int D> DEVICE bool has_eight(int turn, int lane) { return D % 256 == 0 || 32 * turn + lane < D / 8; }
+template <int D> DEVICE int dim_of_own(int lane, int k) { return (lane & 7) + 8 * k + D / 4 * (lane >> 3); }
+
+// Where numbers and codes are: what lanes access at the same time lies in different banks.
+DEVICE int number_index(int dim) { return dim + (dim >> 5) * 2; }
+DEVICE int code_index(int dim) { return dim + (dim >> 7) * 8; }
+template <class F> constexpr int VECTOR_CODE_BYTES = (F::D + (F::D >> 7) * 8 + 15) / 16 * 16;
+
+// The work space of a warp: numbers and codes.
+template <class F> constexpr int VECTOR_NUMBER_BYTES = F::KIND == LLOYD ? 4 * (F::D + (F::D + 31) / 32 * 2) : 0;
+template <class F> constexpr int VECTOR_BYTES = F::KIND == RAW ? 0 : (VECTOR_NUMBER_BYTES<F> + VECTOR_CODE_BYTES<F> + 15) / 16 * 16;
+
+// A token among 16, and which lane's words have its values: of keys lane 4 row + t, of values 4 g + row / 2.
+struct Place {
+  int row, high;
+  DEVICE_MEMBER Place(int position) : row(position & 7), high(position >> 3 & 1) {}
+  template <bool VALUES> DEVICE_MEMBER int lane_of(int part) const { return VALUES ? 4 * part + row / 2 : 4 * row + part; }
+};
+

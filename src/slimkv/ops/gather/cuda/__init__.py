@@ -1,0 +1,1 @@
+"""gather in CUDA C++."""
