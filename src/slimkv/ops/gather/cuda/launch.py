@@ -14,6 +14,7 @@ from slimkv.codec.codebook import LEVEL_DENOMINATOR
 from slimkv.codec.rotation import core_size
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, RAW_NUMBER
 from slimkv.ops.cuda.module import Defines, load
+from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
 from slimkv.ops.cuda.vectors import format_refusal, rotation_signs, vector_bytes
 from slimkv.ops.gather.api import GatherRequest
 from slimkv.spec import Kind, PageLayout
@@ -85,19 +86,14 @@ def prepare(request: GatherRequest) -> tuple[Plan, tuple[int, int], GatherArgs]:
         request.rotated,
     )  # fmt: skip
     args = GatherArgs.from_buffer_copy(plan.args)
-    for side, x in ((args.key, request.key), (args.value, request.value)):
-        size = x.element_size()
-        side.x, side.stride, side.head_stride = x.data_ptr(), x.stride(0) * size, x.stride(1) * size
-    args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
-    args.slots, args.tokens = slots.data_ptr(), tokens
+    point_to_tokens(args, place(request.key), place(request.value), pages, slots)
     blocks = min(-(-tokens // _WARPS), max(1, plan.resident // heads))
     return plan, (blocks, 2 * heads), args
 
 
 def _output(x: Tensor) -> tuple[torch.dtype, bool]:
     """Its dtype, and whether every row starts at a multiple of 16 bytes."""
-    size = x.element_size()
-    return x.dtype, not (x.data_ptr() | x.stride(0) * size | x.stride(1) * size) & 15
+    return x.dtype, in_vectors(place(x))
 
 
 @cache  # captured graphs point to the tables: they stay

@@ -90,18 +90,6 @@ class Plan:
     tables: tuple[Tensor, ...]  # what args point to
 
 
-def place(x: Tensor) -> tuple[int, int, int]:
-    """Address, and bytes from a token to the next and from a head to the next."""
-    size = x.element_size()
-    return x.data_ptr(), x.stride(0) * size, x.stride(1) * size
-
-
-def in_vectors(where: tuple[int, int, int]) -> bool:
-    """Every row starts at a multiple of 16 bytes."""
-    start, stride, head_stride = where
-    return not (start | stride | head_stride) & 15
-
-
 def code_tables(
     fmt: TensorFormat, dim: int, unit: float, device: torch.device
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:

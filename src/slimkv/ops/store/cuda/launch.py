@@ -14,9 +14,10 @@ from slimkv.codec.query_aware import SEARCH_SCALES, scale_weight
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBERS
 from slimkv.ops.cuda.module import Defines, load
+from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda import vectors
-from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables, in_vectors, place
+from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables
 from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, SideLayout, TensorFormat
 
 SOURCE, KERNEL = "store/store.cu", "store"
@@ -92,12 +93,7 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
         request.query_aware_search,
     )
     args = StoreArgs.from_buffer_copy(plan.args)
-    side = args.key
-    side.x, side.stride, side.head_stride = key_place
-    side = args.value
-    side.x, side.stride, side.head_stride = value_place
-    args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
-    args.slots, args.tokens = slots.data_ptr(), tokens
+    point_to_tokens(args, key_place, value_place, pages, slots)
     if request.query_aware is not None:
         args.query_aware, args.matrices = request.query_aware.data_ptr(), 1
         if request.query_aware_index is not None and request.matrices > 1:

@@ -11,9 +11,10 @@ from slimkv.codec import Codec
 from slimkv.codec.rotation import core_size
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBERS, RAW_NUMBER
 from slimkv.ops.cuda.module import Defines
+from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
 from slimkv.ops.cuda.vectors import format_refusal, rotation_signs, vector_bytes
 from slimkv.ops.store.api import StoreRequest
-from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables, in_vectors, place
+from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables
 from slimkv.spec import Kind, PageLayout
 
 SOURCE, KERNEL = "vectors/store.cu", "store_vectors"
@@ -43,12 +44,7 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
         slots.dtype == torch.int64,
     )
     args = StoreArgs.from_buffer_copy(plan.args)
-    side = args.key
-    side.x, side.stride, side.head_stride = key_place
-    side = args.value
-    side.x, side.stride, side.head_stride = value_place
-    args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
-    args.slots, args.tokens = slots.data_ptr(), tokens
+    point_to_tokens(args, key_place, value_place, pages, slots)
     # Of either side as many as run at a time: the shorter one soon makes room.
     blocks = min(-(-tokens // _WARPS), max(1, plan.resident // heads))
     return plan, (blocks, 2 * heads), args
