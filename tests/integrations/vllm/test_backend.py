@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from slimkv.integrations.vllm.context_parallel import DCPConfig
 from slimkv.integrations.vllm.impl import SlimKVImpl
 from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
 from slimkv.integrations.vllm.page_sizes import backend_for_spec, slot_bytes
+from slimkv.integrations.vllm.warmup import kernel_block, profile_run
+from slimkv.ops.warmup import LayerKind, Step
 from slimkv.spec import CodecSpec, PageLayout
 
 pytestmark = pytest.mark.vllm
@@ -251,3 +254,24 @@ def test_an_old_vllm_is_refused(version):
 def test_this_vllm_is_supported():
     assert compat.version_numbers("0.32.0rc1") == (0, 32)
     assert compat.version_numbers(compat.VERSION) >= compat.OLDEST
+
+
+def test_each_kind_of_step_runs_before_serving(monkeypatch):
+    """The largest prefill again when it grows; drafts, cached prompts and decoding once."""
+    ran = []
+    monkeypatch.setattr("slimkv.integrations.vllm.warmup.run_step", lambda _, step: ran.append(step))
+    spec = CodecSpec.parse("k4v4", 128, seed=77)
+    codec = SimpleNamespace(spec=spec, device=torch.device("cuda"))
+    kind = LayerKind(codec, PageLayout(spec, 64), 32, 8, torch.bfloat16, ops.AttendOptions())
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=48), model_config=SimpleNamespace(max_model_len=4096),
+        speculative_config=SimpleNamespace(num_speculative_tokens=4),
+    )  # fmt: skip
+    assert kernel_block(config) == 64
+    profile_run(kind, 512, config)
+    assert ran[0] == Step(1, 512, 4096)
+    assert {1, 5, 33} <= {step.queries for step in ran}
+    count = len(ran)
+    profile_run(kind, 512, config)
+    profile_run(kind, 1024, config)
+    assert ran[count:] == [Step(1, 1024, 4096)]
