@@ -197,15 +197,3 @@ DEVICE u64 smem_descriptor(u32 address, int apart) {
 DEVICE u64 descriptor_behind(u64 operand, int bytes) {
   return (operand & 0xFFFFFFFF00000000ull) | (u32)((u32)operand + (bytes >> 4));
 }
-// An operand so many bytes behind an address, in two words of which the compiler cannot make one: it would add to both, and every
-// product would wait for the carry.
-DEVICE u64 operand_behind(u32 address, int apart, int bytes) {
-  const u32 low = ((address & 0x3FFFF) >> 4 | (u32)(apart >> 4) << 16) + (bytes >> 4), high = 1024 >> 4 | 1u << 30;
-#ifdef SLIMKV_HOST
-  return (u64)high << 32 | low;
-#else
-  u64 r;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(r) : "r"(low), "r"(high));
-  return r;
-#endif
-}

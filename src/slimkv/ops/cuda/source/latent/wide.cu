@@ -71,14 +71,14 @@ struct Consumer {
 
   // Operands of a tile: queries and keys `bytes` behind their first, values of the own dimensions.
   DEVICE_MEMBER u64 queries_at(int bytes) const {
-    return operand_behind(shared_address(shared + QUERIES_AT), 16, bytes);
+    return descriptor_behind(smem_descriptor(shared_address(shared + QUERIES_AT), 16), bytes);
   }
   DEVICE_MEMBER u64 keys_at(int stage, int bytes) const {
-    return operand_behind(shared_address(shared + RING_AT) + stage * STAGE, 16, bytes);
+    return descriptor_behind(smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16), bytes);
   }
   DEVICE_MEMBER u64 values_at(int stage, int bytes) const {
     const u32 first = shared_address(shared + RING_AT) + stage * STAGE + group * (CHUNKS / 2) * CHUNK;
-    return operand_behind(first, CHUNK, bytes);
+    return descriptor_behind(smem_descriptor(first, CHUNK), bytes);
   }
 
   // Products of queries with the rope parts of a tile, on their way.
@@ -204,11 +204,11 @@ struct Consumer {
     wgmma_commit();
   }
   DEVICE_MEMBER void start_others_values(Output& o, int stage) const {
-    const u32 weights = shared_address(shared + WEIGHTS_AT);
+    const u64 weights = smem_descriptor(shared_address(shared + WEIGHTS_AT), 16);
     wgmma_fence_operand(o);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++) Wgmma<HALF>::shared_a_across(o, operand_behind(weights, 16, k * 32), values_at(stage, k * 2048));
+    for (int k = 0; k < 4; k++) Wgmma<HALF>::shared_a_across(o, descriptor_behind(weights, k * 32), values_at(stage, k * 2048));
     wgmma_commit();
   }
 };
