@@ -89,6 +89,7 @@ class ServeSettings:
             raise InputError(f"rate must be positive, not {self.rate}")
         if self.engine == "sglang" and (OFFLOAD in self.phases or any("@" in system for system in self.systems)):
             raise InputError(f"the phase {OFFLOAD} and memory layouts (@) are vLLM's; leave them out with SGLang")
+        KVCacheConfig(prefill=self.prefill)  # raises with the known values
         for system in self.systems:
             cache_arguments(system, self.engine, self.prefill)
 
@@ -132,7 +133,7 @@ def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> d
     if backend:
         config["slimkv"]["backend"] = backend
     if prefill != AUTO:
-        config["slimkv"]["prefill"] = KVCacheConfig(prefill=prefill).prefill  # raises with the known values
+        config["slimkv"]["prefill"] = prefill
     if engine == "vllm":
         return {"attention_backend": "CUSTOM", "additional_config": config}
     return {

@@ -48,16 +48,19 @@ class Step:
     max_seq_len: int
 
 
+def decoding_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
+    """Decode, and verification of ``verified`` tokens, in short sequences and long ones."""
+    short = min(max_seq_len, max(_SHORT, verified))
+    return [Step(2, queries, length) for queries in sorted({1, verified}) for length in sorted({max_seq_len, short})]
+
+
 def serving_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
     """One of each kind that an engine asks for beside its largest prefill.
 
-    Decode and verification of ``verified`` tokens, in short sequences and long ones; prompts of which all but a few
-    tokens are in the cache, and chunks of a few dozen.
+    Those of decoding; prompts of which all but a few tokens are in the cache, and chunks of a few dozen.
     """
-    short = min(max_seq_len, max(_SHORT, verified))
-    decoding = [Step(2, queries, length) for queries in {1, verified} for length in {max_seq_len, short}]
-    cached = [Step(2, min(queries, short), max_seq_len) for queries in (*_FEW, MAX_DECODE_QUERIES + 1)]
-    return sorted({*decoding, *cached}, key=lambda step: (step.queries, step.max_seq_len))
+    cached = [Step(2, min(queries, max_seq_len), max_seq_len) for queries in (*_FEW, MAX_DECODE_QUERIES + 1)]
+    return list(dict.fromkeys([*decoding_steps(max_seq_len, verified), *cached]))
 
 
 def run_step(kind: LayerKind, step: Step) -> None:

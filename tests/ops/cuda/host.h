@@ -517,13 +517,7 @@ DEVICE u32 warp_max(u32 x) {
   for (int i = 0; i < 32; i++) x = (u32)all[i][0] > x ? (u32)all[i][0] : x;
   return x;
 }
-DEVICE int warp_count(bool p) {
-  u64 mine = p;
-  host::Operands all = host::meet("warp_count", &mine, 1);
-  int count = 0;
-  for (int i = 0; i < 32; i++) count += (int)all[i][0];
-  return count;
-}
+DEVICE int warp_count(bool p) { return (int)warp_sum(p); }
 
 DEVICE u32 movmatrix_trans(u32 x) {
   u64 mine = x;

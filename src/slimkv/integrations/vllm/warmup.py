@@ -20,6 +20,12 @@ def kernel_block(config: Any) -> int:
     return block if block in KERNEL_BLOCKS else PREFERRED_BLOCK
 
 
+def verified_tokens(config: Any) -> int:
+    """Queries of a request that verifies drafts; 1 without any."""
+    drafted = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
+    return 1 + (drafted or 0)
+
+
 def profile_run(kind: LayerKind, tokens: int, config: Any) -> None:
     """Stores and attends ``tokens`` new tokens, for each kind of layer and each new largest number; then the others.
 
@@ -35,6 +41,5 @@ def profile_run(kind: LayerKind, tokens: int, config: Any) -> None:
     run_step(kind, Step(1, tokens, longest))
     if before:
         return
-    drafted = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
-    for step in serving_steps(longest, 1 + (drafted or 0)):
+    for step in serving_steps(longest, verified_tokens(config)):
         run_step(kind, step)

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from slimkv.codec.rotation import block_size, core_size, sign_words, signed_hadamard
+from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, RAW_NUMBER
+from slimkv.ops.cuda.module import Defines
 from slimkv.spec import Kind, LatentSpec, PageLayout, SideLayout
 
 LARGEST_DIM, LARGEST_TILE_DIM = 512, 256  # of a vector, and of what other kernels take 16 of in a warp
+WARPS = 4  # of a block
 
 
 @cache
@@ -56,3 +59,30 @@ def vector_bytes(side: SideLayout) -> int:
     numbers = 4 * (side.dim + -(-side.dim // 32) * 2) if side.format.kind == Kind.LLOYD else 0
     codes = -(-(side.dim + side.dim // 128 * 8) // 16) * 16
     return -(-(numbers + codes) // 16) * 16
+
+
+def common_defines(layout: PageLayout, long_slots: bool, blocks: int) -> Defines:
+    """What either kernel is compiled with; ``blocks``: that a multiprocessor is to hold."""
+    return Defines({
+        "BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots), "WARPS": WARPS, "MIN_BLOCKS": blocks,
+    })  # fmt: skip
+
+
+def side_defines(prefix: str, side: SideLayout, dtype: torch.dtype, own: dict[str, int]) -> dict[str, int]:
+    """What it is compiled with for a side of dense vectors of ``dtype``; ``own``: what is one kernel's alone."""
+    common = {
+        "D": side.dim, "CORE": core_size(side.dim), "KIND": KIND_NUMBERS.get(side.format.kind, RAW_NUMBER),
+        "BITS": side.format.bits, "CODES": side.codes_offset, "FIELDS": side.fields_offset,
+        "DTYPE": DTYPE_NUMBERS[dtype],
+    }  # fmt: skip
+    return {f"{prefix}_{name}": number for name, number in (common | own).items()}
+
+
+def resident_blocks(device: torch.device, blocks: int) -> int:
+    """Blocks that run at a time, ``blocks`` a multiprocessor."""
+    return blocks * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
+
+
+def grid(tokens: int, heads: int, resident: int) -> tuple[int, int]:
+    """Of either side as many blocks as run at a time: the shorter one soon makes room."""
+    return min(-(-tokens // WARPS), max(1, resident // heads)), 2 * heads

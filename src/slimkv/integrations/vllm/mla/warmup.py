@@ -8,10 +8,10 @@ import torch
 
 from slimkv import ops
 from slimkv.codec import Codec
-from slimkv.integrations.vllm.warmup import kernel_block
+from slimkv.integrations.vllm.warmup import kernel_block, verified_tokens
+from slimkv.ops.warmup import decoding_steps
 from slimkv.spec import LatentSpec, page_layout
 
-_SHORT = 128  # tokens; kernels may be cut differently for short sequences
 _seen: set[tuple[Any, ...]] = set()
 
 
@@ -31,22 +31,19 @@ def compile_kernels(
     _seen.add(kind)
     layout = page_layout(spec, block)
     pages = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
-    drafted = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
-    longest, steps = config.model_config.max_model_len, 0
-    for queries in sorted({1, 1 + (drafted or 0)}):
-        rows = 2 * queries
+    steps = decoding_steps(config.model_config.max_model_len, verified_tokens(config))
+    for step in steps:
+        rows = step.sequences * step.queries
         latent, rope = (torch.ones(rows, dim, dtype=dtype, device=device) for dim in (spec.latent_dim, spec.rope_dim))
         slots = torch.arange(rows, device=device) % block
         ops.store_latent(latent, rope, pages, slots, codec=codec, layout=layout, backend=backend)
         ops.gather_latent(pages, slots, codec=codec, layout=layout, dtype=dtype)
-        for length in sorted({longest, min(longest, max(_SHORT, queries))}):
-            ops.attend_latent(
-                latent[:, None].repeat(1, num_heads, 1), rope[:, None].repeat(1, num_heads, 1), pages,
-                torch.zeros(2, layout.blocks_for(length), dtype=torch.int32, device=device),
-                torch.full((2,), queries, dtype=torch.int32, device=device),
-                torch.arange(3, dtype=torch.int32, device=device) * queries, softmax_scale=softmax_scale, codec=codec,
-                layout=layout, max_query_len=queries, max_seq_len=length, query_is_rotated=True, output_is_rotated=True,
-                backend=backend,
-            )  # fmt: skip
-            steps += 1
-    return steps
+        ops.attend_latent(
+            latent[:, None].repeat(1, num_heads, 1), rope[:, None].repeat(1, num_heads, 1), pages,
+            torch.zeros(step.sequences, layout.blocks_for(step.max_seq_len), dtype=torch.int32, device=device),
+            torch.full((step.sequences,), step.queries, dtype=torch.int32, device=device),
+            torch.arange(step.sequences + 1, dtype=torch.int32, device=device) * step.queries,
+            softmax_scale=softmax_scale, codec=codec, layout=layout, max_query_len=step.queries,
+            max_seq_len=step.max_seq_len, query_is_rotated=True, output_is_rotated=True, backend=backend,
+        )  # fmt: skip
+    return len(steps)

@@ -8,17 +8,24 @@ import torch
 from torch import Tensor
 
 from slimkv.codec import Codec
-from slimkv.codec.rotation import core_size
-from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBERS, RAW_NUMBER
-from slimkv.ops.cuda.module import Defines
+from slimkv.ops.cuda.constants import POLICY_NUMBERS
 from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
-from slimkv.ops.cuda.vectors import format_refusal, rotation_signs, vector_bytes
+from slimkv.ops.cuda.vectors import (
+    WARPS,
+    common_defines,
+    format_refusal,
+    grid,
+    resident_blocks,
+    rotation_signs,
+    side_defines,
+    vector_bytes,
+)
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables
 from slimkv.spec import Kind, PageLayout
 
 SOURCE, KERNEL = "vectors/store.cu", "store_vectors"
-_WARPS, _BLOCKS = 4, 4  # of a block, and such blocks of a multiprocessor
+_BLOCKS = 4  # of a multiprocessor
 
 
 def refusal(request: StoreRequest) -> str | None:
@@ -34,7 +41,6 @@ def refusal(request: StoreRequest) -> str | None:
 def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     """The plan of a request, its grid, and its arguments."""
     key, value, pages, slots = request.key, request.value, request.pages, request.slot_mapping
-    tokens, heads = slots.shape[0], pages.shape[1]
     key_place, value_place = place(key), place(value)
     plan = _plan(
         request.layout,
@@ -45,9 +51,7 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     )
     args = StoreArgs.from_buffer_copy(plan.args)
     point_to_tokens(args, key_place, value_place, pages, slots)
-    # Of either side as many as run at a time: the shorter one soon makes room.
-    blocks = min(-(-tokens // _WARPS), max(1, plan.resident // heads))
-    return plan, (blocks, 2 * heads), args
+    return plan, grid(slots.shape[0], pages.shape[1], plan.resident), args
 
 
 @cache  # captured graphs point to the tables: they stay
@@ -60,8 +64,7 @@ def _plan(
 ) -> Plan:
     codec, args, shared = Codec(layout.spec), StoreArgs(), 0
     tables: list[Tensor] = []
-    defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots)})
-    defines |= {"WARPS": _WARPS, "MIN_BLOCKS": _BLOCKS}
+    defines = common_defines(layout, long_slots, _BLOCKS)
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
@@ -69,23 +72,16 @@ def _plan(
     for prefix, side, (dtype, aligned), constants, side_args in sides:
         cell_shift, cell_zero, tensors = code_tables(side.format, side.dim, constants.unit, device)
         own = {
-            "D": side.dim,
-            "CORE": core_size(side.dim),
-            "KIND": KIND_NUMBERS.get(side.format.kind, RAW_NUMBER),
-            "BITS": side.format.bits,
             "POLICY": POLICY_NUMBERS[side.format.policy],
-            "CODES": side.codes_offset,
-            "FIELDS": side.fields_offset,
-            "DTYPE": DTYPE_NUMBERS[dtype],
             "VECTORS": int(aligned or side.format.kind == Kind.RAW),  # raw sides are copied number by number
             "CELL_SHIFT": cell_shift,
             "CELL_ZERO": cell_zero,
         }
-        defines |= {f"{prefix}_{name}": number for name, number in own.items()}
+        defines |= side_defines(prefix, side, dtype, own)
         rotation, (cells, bounds, _) = rotation_signs(side, layout.spec.seed, device), tensors
         side_args.point_to(side, constants, (rotation, *tensors))
         tables += [rotation, *tensors]
         used = -(-(len(cells) + 8 * len(bounds)) // 16) * 16
-        shared = max(shared, used + _WARPS * vector_bytes(side))
-    resident = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return Plan(SOURCE, KERNEL, defines, 32 * _WARPS, shared, 0, resident * _BLOCKS, args, tuple(tables))
+        shared = max(shared, used + WARPS * vector_bytes(side))
+    resident = resident_blocks(device, _BLOCKS)
+    return Plan(SOURCE, KERNEL, defines, 32 * WARPS, shared, 0, resident, args, tuple(tables))
