@@ -111,11 +111,13 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       }
     } else {
       for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS)
-        args.parts[(part * COLUMNS + GROUP * n + i / VD) * VD + i % VD] = sum_at(i / VD, i % VD);
+        write_part(args.parts + (part * COLUMNS + GROUP * n + i / VD) * VD + i % VD, sum_at(i / VD, i % VD));
       if (thread_index() < GROUP) {
         const int column = GROUP * n + thread_index();
         float* state = args.part_states + (part * COLUMNS + column) * 2;
-        sum_of_warps(states, column, state[0], state[1]);
+        float all_max, all_sum;
+        sum_of_warps(states, column, all_max, all_sum);
+        write_part(state, all_max), write_part(state + 1, all_sum);
       }
     }
     sync_threads();

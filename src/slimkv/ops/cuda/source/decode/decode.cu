@@ -11,6 +11,29 @@
 //
 // More columns (wide groups of 8): integer products become dear, and what is done for every score counts more than what
 // is done for every level. Everything is in halves, and the output stays in the products' accumulators.
+#ifndef X_POLL
+#define X_POLL 1
+#endif
+#ifndef X_MB
+#define X_MB 16
+#endif
+#ifndef X_PARTS
+#define X_PARTS 8
+#endif
+#if X_TRACE
+extern "C" __device__ unsigned long long trace[2 * 1024 * 16];
+static __device__ __forceinline__ void stamp(int i) {
+  unsigned long long t; unsigned sm;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  trace[i] = t; trace[i | 15] = sm;
+}
+#define TRACE(i) do { if (threadIdx.x == 0) stamp((int)blockIdx.x * 16 + (i)); } while (0)
+#define TRACE_MERGE(i) do { if (threadIdx.x == 0) stamp(1024 * 16 + (int)(blockIdx.x * gridDim.y + blockIdx.y) % 1024 * 16 + (i)); } while (0)
+#else
+#define TRACE(i)
+#define TRACE_MERGE(i)
+#endif
 #include "decode/combine.cuh"
 #include "decode/loader.cuh"
 #include "decode/merge.cuh"
@@ -59,10 +82,14 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
   SHARED_MEMORY(shared);
 #endif
   const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
-  pdl_wait();
+  TRACE(0);
+  griddepcontrol_wait();
+  TRACE(1);
   int left;  // steps of this block
+  bool polled = false;
   WorkRange range;
   if constexpr (CLUSTER > 1) {
+    griddepcontrol_launch_dependents();
     range = cluster_range(args);
     left = 0;  // there is no other range
     if (range.chunk >= range.s.chunks) return;
@@ -70,7 +97,9 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     WorkPartition partition;
     range = first_range(args, ThisBlock(), lane, partition, left);
     if (left <= 0) return;
+    polled = X_POLL && partition.padded;
   }
+  TRACE(2);
   const LevelTables tables = load_tables(args, shared, lane);
 
   // -- loading ahead: the queries travel at the same time as the first pages
@@ -105,6 +134,11 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
   };
   begin_loading(range);
+  if (CLUSTER == 1 && warp == WARPS - 1) {
+    if (polled) forget_part(args, (i64)range.item + block_index(), lane);
+    if (lane == 0) griddepcontrol_launch_dependents();
+  }
+  TRACE(3);
 
   while (true) {
 #pragma unroll
@@ -113,6 +147,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
     if (BULK || WGMMA) fence_proxy_async();  // rings and operands were written to
     sync_threads();
+    TRACE(4);
     QueryOperands queries;
     queries.load(shared + QUERY_AT, lane);
     ColumnState columns;
@@ -124,6 +159,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     for (int step = range.first + warp; step - team.member < range.last; step += WARPS) {
       const bool real = TEAM == 1 || step < range.last;  // warps of a team take as many steps
       loader.wait(taken % STAGES, real);
+      if (step == range.first + warp) TRACE(5);
       auto load_ahead = [&] {
         const int ahead = step + (STAGES - 1) * WARPS;
         loader.copy(ahead, filled % STAGES, ahead < range.last);
@@ -199,6 +235,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       }
       taken++;
     }
+    TRACE(6);
     loader.wait_for_all();
     team.sync();  // before rings are filled again
 
@@ -212,6 +249,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
     combine_warps(args, range, columns, acc, team, shared, ring, warp, lane);
     if constexpr (CLUSTER > 1) return combine_cluster(args, range, shared, warp, lane);
+    TRACE(7);
     if (left <= 0) return;
     if (STAGES == 1) begin_loading(next);
     range = next;

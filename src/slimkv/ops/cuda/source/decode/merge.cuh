@@ -7,33 +7,51 @@
 #pragma once
 #include "decode/output.cuh"
 
-constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
+constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = X_PARTS;
+static_assert(32 % PARTS_AT_ONCE == 0, "a lane for the state of every part");
 
-// The parts of a column of an item that are those of blocks `block`, `block + by`, ..., as far as `last`.
+// The parts of a column of an item that are those of blocks `block`, `block + by`, ..., as far as `last`. Waits for those that are not
+// there yet: first for one, which takes about as long as the others, so that little is read in vain.
 DEVICE MergedState merge_parts(const DecodeArgs& args, int item, int column, int block, int last, int by, int lane) {
   MergedState merged;
   merged.clear();
+  if (block <= last) {
+    const float* first = args.part_states + 2 * ((i64)(item + block) * COLUMNS + column);
+    while (as_bits(ld_relaxed(first)) == NOT_YET) sleep_ns(50);
+  }
   for (; block <= last; block += PARTS_AT_ONCE * by) {
-    float m[PARTS_AT_ONCE], l[PARTS_AT_ONCE], v[PARTS_AT_ONCE][VN];
+    float m, l, v[PARTS_AT_ONCE][VN];
+    const int own = lane % PARTS_AT_ONCE;
+    const bool own_real = block + own * by <= last;
+    const float* state = args.part_states + 2 * ((i64)(item + (own_real ? block + own * by : block)) * COLUMNS + column);
+    bool there;
+    do {
+      m = ld_relaxed(state), l = ld_relaxed(state + 1);
 #pragma unroll
-    for (int j = 0; j < PARTS_AT_ONCE; j++) {
-      const bool real = block + j * by <= last;
-      const i64 part = (i64)(item + (real ? block + j * by : block)) * COLUMNS + column;
-      m[j] = real ? args.part_states[2 * part] : MINUS_INFINITY;
-      l[j] = real ? args.part_states[2 * part + 1] : 0.0f;
+      for (int j = 0; j < PARTS_AT_ONCE; j++) {
+        const bool real = block + j * by <= last;
+        const float* x = args.parts + ((i64)(item + block + j * by) * COLUMNS + column) * VD + lane;
 #pragma unroll
-      for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? args.parts[part * VD + lane + 32 * i] : 0.0f;
-    }
-    merged.add(m, l, v);
+        for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? ld_relaxed(x + 32 * i) : 0.0f;
+      }
+      there = as_bits(m) != NOT_YET && as_bits(l) != NOT_YET;
+#pragma unroll
+      for (int j = 0; j < PARTS_AT_ONCE; j++)
+#pragma unroll
+        for (int i = 0; i < VN; i++) there = there && as_bits(v[j][i]) != NOT_YET;
+    } while (warp_any(!there));
+    if (!own_real) m = MINUS_INFINITY, l = 0;
+    merged.add_spread(m, l, v);
   }
   return merged;
 }
 
-KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
+KERNEL(32 * MERGE_WARPS, X_MB) merge(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
   const int places = args.merge_places, head = block_index_y() * (MERGE_WARPS / split) + warp / split;
   const int query_heads = args.num_kv_heads * args.group_size;
+  TRACE_MERGE(0);
   // No block may end before `attend` does.
   if (!places && block_index() >= ldg_i32(args.cu_seqlens_q + args.num_seqs)) return griddepcontrol_wait();
   const int b = places ? block_index() / places : sequence_of(args, block_index());
@@ -47,10 +65,14 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   const int within = chunk * args.num_kv_heads + head / args.group_size, item = offset.items + within;
   const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = first / partition.share;
   const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / partition.share : first_block - 1;
-  griddepcontrol_wait();
+  const bool polled = X_POLL && partition.padded;  // parts tell when they are there
+  TRACE_MERGE(1);
+  if (!polled || (WHOLE_ITEMS && split == 1 && first_block == last_block)) griddepcontrol_wait();
+  TRACE_MERGE(2);
   if (WHOLE_ITEMS && split == 1 && first_block == last_block) return;
 
   MergedState merged = merge_parts(args, item, column, first_block + warp % split, last_block, split, lane);
+  TRACE_MERGE(3);
   float* mine = (float*)shared + warp * (VD + 2);
   if (split > 1) {
     if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.row_sum;
@@ -69,11 +91,14 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
     }
   }
   if (head < query_heads) write_row(args, row, head, merged.highest, merged.row_sum, merged.x, mine, lane);
+  TRACE_MERGE(4);
+  if (polled) griddepcontrol_wait();  // no block may end before `attend` does
+  TRACE_MERGE(5);
 }
 HOST_TESTABLE(merge, DecodeArgs)
 
 // Block x: the item that is cut first between blocks x and x + 1 of `attend`, and sequences without keys, which no block has seen.
-KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
+KERNEL(32 * MERGE_WARPS, X_MB) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, cut = block_index() + 1;
   const int column = block_index_y() * MERGE_WARPS + warp, per_chunk = COLUMNS / args.group_size;
   const int of_chunk = column / args.group_size, of_group = column % args.group_size;

@@ -7,6 +7,18 @@ constexpr int VN = (VD + 31) / 32;
 // Blocks that have all keys of an item write its output themselves, where the rotation takes no shared memory.
 constexpr bool WHOLE_ITEMS = !V_ROTATED || (POWER_OF_TWO(VD) && VD >= 32);
 
+// A part that has not been written yet. Where a block of `attend` has a single range, `merge` need not wait for all of them to end: every
+// number tells for itself whether it is there. The bits are those of no result.
+constexpr u32 NOT_YET = 0xFFFFFFFFu;
+DEVICE void write_part(float* to, float x) { st_relaxed(to, as_bits(x) == NOT_YET ? NOT_A_NUMBER : x); }
+// One warp, before `merge` may start.
+DEVICE void forget_part(const DecodeArgs& args, i64 part, int lane) {
+  for (int i = lane; i < COLUMNS * VD / 4; i += 32) *(Words4*)(args.parts + part * COLUMNS * VD + 4 * i) = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+  for (int i = lane; i < COLUMNS; i += 32) *(Words2*)(args.part_states + 2 * (part * COLUMNS + i)) = {NOT_YET, NOT_YET};
+  fence_device();
+  sync_warp();
+}
+
 // Parts of a row, some at a time.
 struct MergedState {
   float highest, row_sum, x[VN];
@@ -33,6 +45,27 @@ struct MergedState {
       row_sum += l[j] * other;
 #pragma unroll
       for (int i = 0; i < VN; i++) x[i] += v[j][i] * other;
+    }
+    highest = row_max;
+  }
+  // The same of N parts whose maxima and sums the lanes have, part lane % N.
+  template <int N> DEVICE_MEMBER void add_spread(float m, float l, const float (&v)[N][VN]) {
+    float row_max = m;
+#pragma unroll
+    for (int d = 1; d < N; d <<= 1) row_max = max_f32(row_max, shfl_xor(row_max, d));
+    row_max = max_f32(row_max, highest);
+    const float mine = factor(highest, row_sum, row_max), other = factor(m, l, row_max);
+    float sum = l * other;
+#pragma unroll
+    for (int d = 1; d < N; d <<= 1) sum += shfl_xor(sum, d);
+    row_sum = row_sum * mine + sum;
+#pragma unroll
+    for (int i = 0; i < VN; i++) x[i] *= mine;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const float by = shfl(other, j);
+#pragma unroll
+      for (int i = 0; i < VN; i++) x[i] += v[j][i] * by;
     }
     highest = row_max;
   }
