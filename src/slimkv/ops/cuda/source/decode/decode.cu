@@ -69,6 +69,10 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
           {shared_address(value_levels) + 4 * lane}};
 }
 
+#if ROLES
+#include "decode/roles.cuh"
+#endif
+
 #if CLUSTER > 1
 #define IN_CLUSTERS CLUSTER_OF(CLUSTER)
 #else
@@ -81,6 +85,9 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
 #else
   SHARED_MEMORY(shared);
 #endif
+#if ROLES
+  attend_in_roles(args, shared);
+#else
   const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   TRACE(0);
   griddepcontrol_wait();
@@ -172,6 +179,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       const int token0 = real || !WGMMA ? range.s.begin + step * STEP : NO_TOKEN;
       const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
       StepScores s;
+      const TokenUnits units = {};  // of one unit for all columns only
       Probabilities weights;
       if constexpr (WGMMA) {
         if (!real) {  // of no tokens the scales are zero
@@ -187,14 +195,14 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         };
         score();
         Weighing weighing;
-        const bool moves = publish_to_warpgroup<false>(s, slot, columns, operands, team, lane, acc, weighing);
+        const bool moves = publish_to_warpgroup<false>(s, slot, columns, units, operands, team, lane, acc, weighing);
         fence_proxy_async();  // before products read it, and the copy engine writes to the slot again
         const bool again = team.any(moves);
         load_ahead();  // nobody reads the values of the step before any more
         if (again) {
           score();
-          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
-          publish_to_warpgroup<true>(s, slot, columns, operands, team, lane, acc, weighing);
+          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), nullptr, units, acc);
+          publish_to_warpgroup<true>(s, slot, columns, units, operands, team, lane, acc, weighing);
           fence_proxy_async();
           team.sync();
         }
@@ -212,7 +220,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
             loader.copy<true, false>(next_step, 0, next_step < range.last);
           }
         }
-        update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
+        update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), nullptr, units, acc);
         if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
         if (real) {
           exponentials(slot, columns, g, s, acc);
@@ -254,5 +262,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     if (STAGES == 1) begin_loading(next);
     range = next;
   }
+#endif
 }
 HOST_TESTABLE_CLUSTER(attend, DecodeArgs, CLUSTER)

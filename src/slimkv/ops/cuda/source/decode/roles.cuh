@@ -1,0 +1,245 @@
+// Many columns by pairs of warpgroups on sm_90a: one makes scores and probabilities, the other multiplies values with them. What one
+// waits for is hidden behind what the other does, and neither holds the other's registers.
+//
+// Slots of a pair's ring are whole steps. The warpgroup of values is the last to need one, so its first warp fills it again. Probabilities
+// go through two buffers with a barrier each for being there and for having been used.
+#pragma once
+#include "decode/combine.cuh"
+#include "decode/loader.cuh"
+#include "decode/scores.cuh"
+#include "decode/values.cuh"
+
+struct PairMemory {
+  u8 *ring, *weights;
+  float* factors;  // of two steps: COLUMNS, and whether they are to be used
+  u64 *full, *published, *used;
+
+  DEVICE_MEMBER PairMemory(u8* shared, int pair) {
+    ring = shared + RINGS_AT + pair * STAGES * SLOT;
+    weights = shared + TEAM_WEIGHTS_AT + pair * 2 * OWN_TILES * OPERAND_BYTES;
+    factors = (float*)(shared + FACTORS_AT) + pair * 2 * (COLUMNS + 2);
+    full = (u64*)(shared + BARRIERS_AT) + pair * STAGES;
+    published = (u64*)(shared + PAIR_BARRIERS_AT) + pair * 4;
+    used = published + 2;
+  }
+  // Of the step with this number, counted over all ranges.
+  DEVICE_MEMBER u8* slot(int number) const { return ring + number % STAGES * SLOT; }
+  DEVICE_MEMBER u8* weights_of_step(int number) const { return weights + (number & 1) * OWN_TILES * OPERAND_BYTES; }
+  DEVICE_MEMBER float* factors_of(int number) const { return factors + (number & 1) * (COLUMNS + 2); }
+  DEVICE_MEMBER void wait_for_copy(int number) const { mbarrier_wait(full + number % STAGES, number / STAGES & 1); }
+  DEVICE_MEMBER void wait_until_published(int number) const { mbarrier_wait(published + (number & 1), number >> 1 & 1); }
+  DEVICE_MEMBER void wait_until_used(int number) const { mbarrier_wait(used + (number & 1), number >> 1 & 1); }  // -1, -2: at once
+};
+
+// Scores and probabilities of the pair's steps of a range.
+DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const Team& pair,
+                        const ColumnState& columns, const LevelTables& tables, int lane, int& taken, Accumulator& acc) {
+  const int g = lane >> 2, t = lane & 3, key_offset = keys_of(pair.member), field_offset = fields_of(pair.member) - FIELDS_AT;
+  for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
+    u8 *slot = memory.slot(taken), *fields = slot + field_offset, *operands = memory.weights_of_step(taken);
+    memory.wait_for_copy(taken);
+    const int step_token = range.s.begin + step * STEP, token0 = step_token + 16 * pair.member;
+    const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
+    StepScores s;
+    TokenUnits units;
+    load_token_units(fields, columns, g, units);
+    auto score = [&] {
+      multiply_keys_of_warpgroup(slot + key_offset, shared, tables, lane, s);
+      if (!TOKEN_UNITS) scale_scores(args, fields, columns, g, s);
+      apply_mask(fields, shared, token0, clear, lane, s, acc.largest_fields);
+    };
+    score();
+    memory.wait_until_used(taken - 2);
+    Weighing weighing;
+    const bool moves = publish_to_warpgroup<false>(s, fields, columns, units, operands, pair, lane, acc, weighing);
+    fence_proxy_async();  // before products read it
+    const bool again = pair.any(moves);
+    bool rescales = false;
+    if (again) {
+      score();
+      rescales = update_max(fields, columns, g, t, s, true, pair, (float*)(shared + STATE_AT), memory.factors_of(taken), units, acc);
+      publish_to_warpgroup<true>(s, fields, columns, units, operands, pair, lane, acc, weighing);
+      fence_proxy_async();
+      pair.sync();
+    }
+    if (pair.member == 0 && lane == 0) {
+      memory.factors_of(taken)[COLUMNS] = rescales ? 1.0f : 0.0f;
+      mbarrier_arrive(memory.published + (taken & 1));
+    }
+#pragma unroll
+    for (int c = 0; c < C; c++) acc.row_sum[c] = weighing.sum[c], acc.shift[c] = weighing.shift[c];
+  }
+}
+
+// Copies the steps of a range, one after the other.
+struct PairLoader {
+  Loader loader;
+  int next, last, filled;
+
+  DEVICE_MEMBER void init(u8* shared, const PairMemory& memory, int pair, int lane) {
+    if (lane == 0)
+      for (int i = 0; i < 2; i++) mbarrier_init(memory.published + i, 1), mbarrier_init(memory.used + i, 4);
+    loader.init(shared, pair, lane);
+    filled = 0;
+  }
+  DEVICE_MEMBER void copy_next() {
+    if (next >= last) return;
+    loader.copy(next, filled % STAGES, true);
+    filled++, next += RINGS;
+    loader.look_up(min_i32(next, last - 1));
+  }
+  DEVICE_MEMBER void open(const DecodeArgs& args, const WorkRange& range, int pair) {
+    next = range.first + pair, last = range.last;
+    if (next >= last) return;
+    loader.open(args, range);
+    loader.look_up(next);
+    for (int i = 0; i < STAGES - 1; i++) copy_next();
+  }
+};
+
+// This warp's part of the values of the pair's steps.
+DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, const Team& pair, const LevelTables& tables, int lane,
+                          PairLoader& loader, int& taken, Accumulator& acc) {
+  const int t = lane & 3;
+  constexpr int WANTED = 4 / OUT_SLICES, AT_ONCE = WANTED < 1 ? 1 : WANTED > NT ? NT : WANTED;  // tiles; 4 products, for registers
+  for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
+    const u8* slot = memory.slot(taken);
+    memory.wait_for_copy(taken);
+    Codes<V_BITS, VS, true, TEAM> codes[NT];
+#pragma unroll
+    for (int i = 0; i < NT; i++) codes[i].load(slot + values_of(i), lane, pair.member);
+    const u64 weights = smem_descriptor(shared_address(memory.weights_of_step(taken)), 16);
+#pragma unroll
+    for (int first = 0; first < NT; first += AT_ONCE) {
+      u32 a[AT_ONCE][OUT_SLICES][4];
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; k++)
+#pragma unroll
+        for (int i = 0; i < OUT_SLICES; i++) value_halves(codes[first + k], i, tables, a[k][i]);
+      if (first == 0) {
+        memory.wait_until_published(taken);
+        const float* factors = memory.factors_of(taken);
+        if (factors[COLUMNS] != 0.0f)
+#pragma unroll
+          for (int c = 0; c < C; c++) {
+            const float factor = factors[own_column(c, t)];
+#pragma unroll
+            for (int i = 0; i < OUT_SLICES; i++)
+#pragma unroll
+              for (int j = c % OWN; j < OUT_NUMBERS; j += OWN) acc.numbers(c / OWN, i)[j] *= factor;
+          }
+#pragma unroll
+        for (int i = 0; i < OUT_SLICES; i++) wgmma_fence_operand(acc.products(i));
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; k++) {
+        const int tile = first + k;
+        const u64 operand = descriptor_behind(weights, tile / 4 * OPERAND_BYTES + 32 * (tile % 4));
+#pragma unroll
+        for (int i = 0; i < OUT_SLICES; i++)
+          WarpgroupProduct::register_a(acc.products(i), a[k][i][0], a[k][i][1], a[k][i][2], a[k][i][3], operand);
+      }
+      wgmma_commit();
+      if (first) wgmma_wait<1>();
+    }
+    if (pair.member == 0) {
+      memory.wait_until_used(taken - 1);
+      loader.copy_next();
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < OUT_SLICES; i++) wgmma_fence_operand(acc.products(i));
+    sync_warp();
+    if (lane == 0) mbarrier_arrive(memory.used + (taken & 1));
+  }
+  if (pair.member == 0) memory.wait_until_used(taken - 1);  // before rings are filled again
+}
+
+// What a warp does, range after range.
+template <bool VALUES>
+DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int left, bool polled, const LevelTables& tables, int warp, int lane) {
+  const int worker = warp % WORKERS;
+  const Team pair = {worker / TEAM, worker % TEAM};
+  const PairMemory memory(shared, pair.number);
+  const bool loads = VALUES && pair.member == 0;
+  PairLoader loader;
+  if (loads) loader.init(shared, memory, pair.number, lane);
+  constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
+  float query[QUERIES][QN];
+  auto begin_loading = [&](const WorkRange& p) {
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++)
+      if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
+    if (loads) loader.open(args, p, pair.number);
+  };
+  begin_loading(range);
+  if (warp == 0) {
+    if (polled) forget_part(args, (i64)range.item + block_index(), lane);
+    if (lane == 0) griddepcontrol_launch_dependents();
+  }
+  int taken = 0;
+  while (true) {
+    float largest[QUERIES];
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) {
+      const int c = warp + i * WARPS;
+      largest[i] = rotate_query(args, query[i], (float*)(shared + TEAM_WEIGHTS_AT) + warp * KD, lane);
+      if (lane == 0 && c < COLUMNS) column_at(shared, c)->unit = largest[i] < as_float(0x7F800000u) ? largest[i] : 0.0f;
+    }
+    sync_threads();
+    float all = 0;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c += 32) all = max_f32(all, column_at(shared, c + lane)->unit);
+#pragma unroll
+    for (int d = 16; d; d >>= 1) all = max_f32(all, shfl_xor(all, d));
+    sync_threads();  // columns are written again
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) {
+      const int c = warp + i * WARPS;
+      if (c < COLUMNS) write_query(args, range, c, query[i], all, largest[i] < as_float(0x7F800000u), shared, shared + QUERY_AT, lane);
+    }
+    fence_proxy_async();  // queries were written
+    sync_threads();
+    ColumnState columns;
+    Accumulator acc;
+    acc.clear();
+    if (VALUES) {
+      attend_values(range, memory, pair, tables, lane, loader, taken, acc);
+    } else {
+      columns.load(args, range, shared, lane & 3);
+      attend_keys(args, range, shared, memory, pair, columns, tables, lane, taken, acc);
+    }
+    left -= range.last - range.first + ITEM_COST;  // with what the next item takes
+    WorkRange next = range;
+    if (left > 0) {
+      next = next_range(args, range, left);
+      begin_loading(next);
+    }
+    combine_warps<!VALUES, VALUES>(args, range, columns, acc, pair, shared, shared + RESULTS_AT + worker * RESULT_STRIDE, worker, lane);
+    if (left <= 0) return;
+    range = next;
+  }
+}
+
+DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
+  const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31;
+  griddepcontrol_wait();
+  int left;
+  WorkPartition partition;
+  const WorkRange range = first_range(args, ThisBlock(), lane, partition, left);
+  if (left <= 0) return;
+  const bool polled = X_POLL && partition.padded;
+  const LevelTables tables = load_tables(args, shared, lane);
+  if (warp >= WORKERS) {
+#if X_REGS
+    setmaxnreg_dec<256 - X_REGS>();
+#endif
+    play_role<true>(args, shared, range, left, polled, tables, warp, lane);
+  } else {
+#if X_REGS
+    setmaxnreg_inc<X_REGS>();
+#endif
+    play_role<false>(args, shared, range, left, polled, tables, warp, lane);
+  }
+}
