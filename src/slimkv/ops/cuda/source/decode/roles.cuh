@@ -4,6 +4,12 @@
 // Slots of a pair's ring are whole steps. The warpgroup of values is the last to need one, so its first warp fills it again. Probabilities
 // go through two buffers with a barrier each for being there and for having been used.
 #pragma once
+#ifndef X_TILES
+#define X_TILES 1
+#endif
+#ifndef X_REGS
+#define X_REGS 136
+#endif
 #include "decode/combine.cuh"
 #include "decode/loader.cuh"
 #include "decode/scores.cuh"
@@ -31,6 +37,17 @@ struct PairMemory {
   DEVICE_MEMBER void wait_until_used(int number) const { mbarrier_wait(used + (number & 1), number >> 1 & 1); }  // -1, -2: at once
 };
 
+// Probabilities of tile X and those behind it: one tile after the other, while scores of the next are under way.
+template <int X> DEVICE void weigh_tiles(const DecodeArgs& args, const u8* fields, const u8* shared, const ColumnState& columns, const TokenUnits& units, int token0, bool clear,
+                                         u32 place, int lane, WarpgroupScores& products, StepScores& s, Accumulator& acc, Weighing& w) {
+  constexpr int PIECES_OF_TILE = NG / 2;
+  take_scores(products, X, s);
+  if (!TOKEN_UNITS) scale_scores<X, X + 1>(args, fields, columns, lane >> 2, s);
+  apply_mask<X, X + 1>(fields, shared, token0, clear, lane, s, acc.largest_fields);
+  publish_pieces<X * PIECES_OF_TILE, (X + 1) * PIECES_OF_TILE>(place, s, fields, columns, units, lane >> 2, w);
+  if constexpr (X + 1 < OWN_TILES) weigh_tiles<X + 1>(args, fields, shared, columns, units, token0, clear, place, lane, products, s, acc, w);
+}
+
 // Scores and probabilities of the pair's steps of a range.
 DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const Team& pair,
                         const ColumnState& columns, const LevelTables& tables, int lane, int& taken, Accumulator& acc) {
@@ -43,20 +60,30 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
     StepScores s;
     TokenUnits units;
     load_token_units(fields, columns, g, units);
-    auto score = [&] {
+    auto score_again = [&] {
       multiply_keys_of_warpgroup(slot + key_offset, shared, tables, lane, s);
       if (!TOKEN_UNITS) scale_scores(args, fields, columns, g, s);
       apply_mask(fields, shared, token0, clear, lane, s, acc.largest_fields);
     };
-    score();
-    memory.wait_until_used(taken - 2);
     Weighing weighing;
-    const bool moves = publish_to_warpgroup<false>(s, fields, columns, units, operands, pair, lane, acc, weighing);
+    start_weighing<false>(acc, weighing);
+    const u32 place = weights_place(operands, pair, lane);
+#if X_TILES
+    WarpgroupScores products;
+    start_keys_of_warpgroup(slot + key_offset, shared, tables, lane, products);
+    memory.wait_until_used(taken - 2);
+    weigh_tiles<0>(args, fields, shared, columns, units, token0, clear, place, lane, products, s, acc, weighing);
+#else
+    score_again();
+    memory.wait_until_used(taken - 2);
+    publish_pieces<0, OWN_TILES * NG / 2>(place, s, fields, columns, units, g, weighing);
+#endif
+    const bool moves = weights_too_large(weighing);
     fence_proxy_async();  // before products read it
     const bool again = pair.any(moves);
     bool rescales = false;
     if (again) {
-      score();
+      score_again();
       rescales = update_max(fields, columns, g, t, s, true, pair, (float*)(shared + STATE_AT), memory.factors_of(taken), units, acc);
       publish_to_warpgroup<true>(s, fields, columns, units, operands, pair, lane, acc, weighing);
       fence_proxy_async();

@@ -84,14 +84,14 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
         for (int j = 0; j < OWN; j++) s[n * OWN + j][x][r] = WIDE ? c[x][n][2 * r + j] : c[x][n][2 * r] + c[x][n][2 * r + 1];
 }
 
-// A warpgroup's: the tiles of four warps are the rows of one product.
-DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
+// A warpgroup's: the tiles of four warps are the rows of one product. The last ones are still under way.
+typedef float WarpgroupScores[OWN_TILES][4 * NG];
+DEVICE void start_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, WarpgroupScores& c) {
   constexpr int AT_ONCE = KS < 4 ? KS : 4, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE;  // slices
   const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
   KeyCodes codes[OWN_TILES];
 #pragma unroll
   for (int x = 0; x < OWN_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
-  float c[OWN_TILES][4 * NG];
 #pragma unroll
   for (int x = 0; x < OWN_TILES; x++)
 #pragma unroll
@@ -111,13 +111,21 @@ DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const L
       wgmma_commit();
       if (x + round) wgmma_wait<1>();
     }
-  wgmma_wait<0>();
+}
+
+// Those of a tile.
+DEVICE void take_scores(WarpgroupScores& c, int x, StepScores& s) {
+  if (x == OWN_TILES - 1) wgmma_wait<0>();
+  wgmma_fence_operand(c[x]);
 #pragma unroll
-  for (int x = 0; x < OWN_TILES; x++) {
-    wgmma_fence_operand(c[x]);
+  for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
+}
+
+DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
+  WarpgroupScores c;
+  start_keys_of_warpgroup(slot, shared, tables, lane, c);
 #pragma unroll
-    for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
-  }
+  for (int x = OWN_TILES - 1; x >= 0; x--) take_scores(c, x, s);
 }
 
 DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queries, const LevelTables& tables, int lane,
@@ -140,11 +148,11 @@ DEVICE void load_token_units(const u8* slot, const ColumnState& columns, int g, 
 }
 
 // Takes the levels' offset off, multiplies by the keys' scales, adds their zeros.
-DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
+template <int FIRST = 0, int END = OWN_TILES> DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
   const float cap_by = SOFTCAP ? 2.0f * LOG2E * rcp_approx(args.softcap) : 0.0f;
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
 #pragma unroll
-  for (int x = 0; x < OWN_TILES; x++) {
+  for (int x = FIRST; x < END; x++) {
     const u8* fields = slot + fields_of(TILES_APART * x);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -165,15 +173,15 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
 
 constexpr int NO_TOKEN = 1 << 30;  // beyond what anybody sees
 
-// Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
-DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s, u32& largest_fields) {
+// Tiles FIRST to END: hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
+template <int FIRST = 0, int END = OWN_TILES> DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s, u32& largest_fields) {
   const int g = lane >> 2;
   if (clear) {
-    constexpr int WORDS = (ROLES ? OWN_TILES * 32 : FIELD_STRIDE) * FIELDS / 4;
+    constexpr int WORDS = (ROLES ? (END - FIRST) * 32 : FIELD_STRIDE) * FIELDS / 4;
     if (ROLES) {
 #pragma unroll
       for (int i = 0; i < WORDS; i += 32) {
-        const int word = i + lane, tile = word / (8 * FIELDS);
+        const int word = i + lane, tile = FIRST + word / (8 * FIELDS);
         if (i + 32 <= WORDS || word < WORDS)
           largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + fields_of(TILES_APART * tile) + FIELD_STRIDE * (word / 8 % FIELDS) + 4 * (word % 8)));
       }
@@ -188,7 +196,7 @@ DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear,
   } else {
     u32 bad = 0;
 #pragma unroll
-    for (int i = 0; i < 2 * OWN_TILES; i++) {
+    for (int i = 2 * FIRST; i < 2 * END; i++) {
       const u8* fields = slot + fields_of(TILES_APART * (i / 2));
       const int token = g + 8 * (i & 1);
       if (field_bits(fields, token) == INVALID_FIELD || field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD) bad |= 1u << i;
@@ -198,7 +206,7 @@ DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear,
       const Column* column = column_at(shared, own_column(c, lane & 3));
       const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
 #pragma unroll
-      for (int i = 0; i < 2 * OWN_TILES; i++) {
+      for (int i = 2 * FIRST; i < 2 * END; i++) {
         const int x = i / 2, r = i & 1, token = token0 + 16 * TILES_APART * x + g + 8 * r;
         s[c][x][r] = token >= end || token < begin ? MINUS_INFINITY : bad >> i & 1 ? NOT_A_NUMBER : s[c][x][r];
       }
