@@ -69,7 +69,7 @@ class Args(ctypes.Structure):
         ("key_sign_bits", _SignBits),
         ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split", "merge_places",
+            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split", "table_width", "merge_places",
         )),
     )  # fmt: skip
 
@@ -256,6 +256,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.query, args.query_stride, args.query_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
     args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
     args.table, args.table_stride = request.block_table.data_ptr(), request.block_table.stride(0)
+    args.table_width = request.block_table.shape[1]
     args.lengths, args.starts = request.seq_lens.data_ptr(), request.cu_seqlens_q.data_ptr()
     args.key_signs, args.key_levels, args.key_norm = key.signs.data_ptr(), key.levels.data_ptr(), key.orthonormal
     args.value_signs, args.value_levels = value.signs.data_ptr(), value.levels.data_ptr()

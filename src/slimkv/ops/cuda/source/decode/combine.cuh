@@ -6,7 +6,9 @@
 // The maximum and the sum of a column over the block's warps.
 DEVICE void sum_of_warps(const float* states, int column, float& all_max, float& all_sum) {
   all_max = MINUS_INFINITY, all_sum = 0;
+#pragma unroll
   for (int w = 0; w < WORKERS; w++) all_max = max_f32(all_max, states[STATE_WORDS * (w * COLUMNS + column)]);
+#pragma unroll
   for (int w = 0; w < WORKERS; w++) {
     const float* state = states + STATE_WORDS * (w * COLUMNS + column);
     const float m = state[0], l = state[1];
@@ -42,16 +44,12 @@ DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* 
   cluster_sync();  // nobody ends while another reads its shared memory
 }
 
-// Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
-// SCORES: the warp has a running softmax, OUTPUT: a part of the output. With ROLES one or the other.
-template <bool SCORES = true, bool OUTPUT = true>
-DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
-                          const Team& team, u8* shared, u8* results, int warp, int lane) {
+// What a warp knows of its columns.
+DEVICE void leave_states(const ColumnState& columns, Accumulator& acc, float* states, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
-  float* states = (float*)(shared + STATE_AT);
   const bool marked = warp_any(acc.largest_fields >> 16 == INVALID_FIELD || (acc.largest_fields & 0xFFFF) == INVALID_FIELD);
 #pragma unroll
-  for (int c = 0; c < (SCORES ? C : 0); c++) {
+  for (int c = 0; c < C; c++) {
     if (marked) acc.row_sum[c] = NOT_A_NUMBER;
     if (MAX_WITHOUT_UNIT && acc.row_max[c] != MINUS_INFINITY) acc.row_max[c] *= columns.unit[ONE_UNIT ? 0 : c];
 #pragma unroll
@@ -62,27 +60,36 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       if (TEAM > 1) state[2] = acc.shift[c];
     }
   }
+}
+
+// Of uniform values: what is added to the output of a column, of the tokens of the whole team.
+DEVICE float shift_of_team(const float* states, const Team& team, int column) {
+  float shift = 0;
+  for (int w = 0; w < TEAM; w++) shift += states[STATE_WORDS * ((team.number * TEAM + w) * COLUMNS + column) + 2];
+  return shift;
+}
+
+// Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
+DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
+                          const Team& team, u8* shared, u8* ring, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  float* states = (float*)(shared + STATE_AT);
+  leave_states(columns, acc, states, warp, lane);
   sync_threads();
-  if (!SCORES)
-#pragma unroll
-    for (int c = 0; c < C; c++) acc.row_max[c] = states[STATE_WORDS * (warp * COLUMNS + own_column(c, t))];
   if (TEAM > 1 && V_KIND == UNIFORM)
 #pragma unroll
-    for (int c = 0; c < C; c++) {  // of the tokens of the whole team
-      acc.shift[c] = 0;
-      for (int w = 0; w < TEAM; w++) acc.shift[c] += states[STATE_WORDS * ((team.number * TEAM + w) * COLUMNS + own_column(c, t)) + 2];
-    }
+    for (int c = 0; c < C; c++) acc.shift[c] = shift_of_team(states, team, own_column(c, t));
   const i64 part = (i64)range.item + block_index();
   const bool whole = WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
 #pragma unroll
   for (int n = 0; n < NG; n++) {
 #pragma unroll
-    for (int j = 0; j < (OUTPUT ? OWN : 0); j++) {
+    for (int j = 0; j < OWN; j++) {
       const int c = n * OWN + j;
       float highest = MINUS_INFINITY;
-      for (int w = 0; w < WORKERS; w++) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + own_column(c, t))]);
+      for (int w = 0; w < WARPS; w++) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - highest);
-      float* mine = (float*)results + (OWN * t + j) * OUT_ROW;
+      float* mine = (float*)ring + (OWN * t + j) * OUT_ROW;
 #pragma unroll
       for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
@@ -93,8 +100,8 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
     auto sum_at = [&](int column, int d) {
       float x = 0;
 #pragma unroll
-      for (int w = 0; w < WORKERS; w += TEAM)
-        x += ((const float*)(shared + RESULTS_AT + (w + d / (16 * OUT_SLICES)) * RESULT_STRIDE))[column * OUT_ROW + d % (16 * OUT_SLICES)];
+      for (int w = 0; w < WARPS; w += TEAM)
+        x += ((const float*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT))[column * OUT_ROW + d % (16 * OUT_SLICES)];
       return x;
     };
     if constexpr (CLUSTER > 1) {
@@ -105,7 +112,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
         sum_of_warps(states, column, cluster_state(shared, column)[0], cluster_state(shared, column)[1]);
       }
     } else if (whole) {
-      for (int i = thread_index() / 32; i < GROUP; i += WARPS) {
+      for (int i = warp; i < GROUP; i += WARPS) {
         const int column = GROUP * n + i, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + column / args.group_size;
         if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
         float all_max, all_sum, x[VN];

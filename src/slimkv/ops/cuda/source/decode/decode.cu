@@ -11,6 +11,15 @@
 //
 // More columns (wide groups of 8): integer products become dear, and what is done for every score counts more than what
 // is done for every level. Everything is in halves, and the output stays in the products' accumulators.
+#ifndef X_SPEC
+#define X_SPEC 1
+#endif
+#ifndef X_LATE
+#define X_LATE 1
+#endif
+#ifndef X_PAD
+#define X_PAD 0
+#endif
 #ifndef X_POLL
 #define X_POLL 1
 #endif
@@ -79,7 +88,11 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
 #define IN_CLUSTERS
 #endif
 
+#if X_PAD
+extern "C" __global__ void __maxnreg__(X_PAD) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args) {
+#else
 KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args) {
+#endif
 #if WGMMA
   SHARED_OPERANDS(shared);
 #else
@@ -93,9 +106,11 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
   griddepcontrol_wait();
   TRACE(1);
   int left;  // steps of this block
-  bool polled = false;
+  bool polled = false, started = false;
   WorkRange range;
+  Loader loader;
   if constexpr (CLUSTER > 1) {
+    loader.load_row(args, lane);
     griddepcontrol_launch_dependents();
     range = cluster_range(args);
     left = 0;  // there is no other range
@@ -111,7 +126,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
 
   // -- loading ahead: the queries travel at the same time as the first pages
   const Team team = {warp / TEAM, warp % TEAM};
-  Loader loader;
   loader.init(shared, warp, lane);
   u8* const ring = loader.ring;
   int filled = 0;  // steps copied so far; slot = number % STAGES, if there are several
@@ -141,10 +155,13 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
   };
   begin_loading(range);
+#if !X_LATE
   if (CLUSTER == 1 && warp == WARPS - 1) {
     if (polled) forget_part(args, (i64)range.item + block_index(), lane);
     if (lane == 0) griddepcontrol_launch_dependents();
   }
+  polled = false;
+#endif
   TRACE(3);
 
   while (true) {
@@ -155,6 +172,13 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     if (BULK || WGMMA) fence_proxy_async();  // rings and operands were written to
     sync_threads();
     TRACE(4);
+#if X_LATE
+    if (CLUSTER == 1 && warp == WARPS - 1 && !started) {  // while the first pages travel
+      if (polled) forget_part(args, (i64)range.item + block_index(), lane);
+      if (lane == 0) griddepcontrol_launch_dependents();
+    }
+    started = true;
+#endif
     QueryOperands queries;
     queries.load(shared + QUERY_AT, lane);
     ColumnState columns;

@@ -183,9 +183,62 @@ DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, cons
   if (pair.member == 0) memory.wait_until_used(taken - 1);  // before rings are filled again
 }
 
+// As combine_warps: the output of all columns at once, a warp for a row.
+template <bool VALUES>
+DEVICE void combine_roles(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc, const Team& pair,
+                          u8* shared, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3, worker = pair.number * TEAM + pair.member;
+  float *states = (float*)(shared + STATE_AT), *results = (float*)(shared + OPERANDS_AT);
+  if (!VALUES) leave_states(columns, acc, states, worker, lane);
+  sync_threads();
+  if (VALUES)
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+      const int column = own_column(c, t);
+      const float shift = V_KIND == UNIFORM ? shift_of_team(states, pair, column) : 0.0f;
+      const float row_max = states[STATE_WORDS * (worker * COLUMNS + column)];
+      float highest = MINUS_INFINITY;
+#pragma unroll
+      for (int w = 0; w < WORKERS; w += TEAM) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + column)]);  // a team has one
+      const float factor = row_max == MINUS_INFINITY ? 0.0f : exp2_approx(row_max - highest);
+      float* mine = results + (worker * COLUMNS + column) * RESULT_ROW;
+#pragma unroll
+      for (int i = 0; i < OUT_SLICES; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) mine[16 * i + g + 8 * r] = (acc.number(c / OWN, i, r, c % OWN) * VALUE_UNIT + shift) * factor;
+    }
+  sync_threads();
+  const i64 part = (i64)range.item + block_index();
+  const bool whole = WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
+  for (int column = warp; column < COLUMNS; column += WARPS) {
+    const int per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + column / args.group_size;
+    if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
+    float all_max, all_sum, x[VN];
+    sum_of_warps(states, column, all_max, all_sum);
+#pragma unroll
+    for (int j = 0; j < VN; j++) {
+      const int d = lane + 32 * j;
+      x[j] = 0;
+#pragma unroll
+      for (int w = 0; w < WORKERS; w += TEAM)
+        if (d < VD) x[j] += results[((w + d / (16 * OUT_SLICES)) * COLUMNS + column) * RESULT_ROW + d % (16 * OUT_SLICES)];
+    }
+    if (whole) {
+      write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
+      continue;
+    }
+    float* to = args.parts + (part * COLUMNS + column) * VD;
+#pragma unroll
+    for (int j = 0; j < VN; j++)
+      if (lane + 32 * j < VD) write_part(to + lane + 32 * j, x[j]);
+    if (lane < 2) write_part(args.part_states + (part * COLUMNS + column) * 2 + lane, lane ? all_sum : all_max);
+  }
+  sync_threads();
+}
+
 // What a warp does, range after range.
 template <bool VALUES>
-DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int left, bool polled, const LevelTables& tables, int warp, int lane) {
+DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int left, bool polled, int warp, int lane) {
   const int worker = warp % WORKERS;
   const Team pair = {worker / TEAM, worker % TEAM};
   const PairMemory memory(shared, pair.number);
@@ -201,10 +254,8 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
     if (loads) loader.open(args, p, pair.number);
   };
   begin_loading(range);
-  if (warp == 0) {
-    if (polled) forget_part(args, (i64)range.item + block_index(), lane);
-    if (lane == 0) griddepcontrol_launch_dependents();
-  }
+  const LevelTables tables = load_tables(args, shared, lane);  // while pages travel
+  bool started = false;
   int taken = 0;
   while (true) {
     float largest[QUERIES];
@@ -228,6 +279,11 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
     }
     fence_proxy_async();  // queries were written
     sync_threads();
+    if (warp == 0 && !started) {
+      if (polled) forget_part(args, (i64)range.item + block_index(), lane);
+      if (lane == 0) griddepcontrol_launch_dependents();
+    }
+    started = true;
     ColumnState columns;
     Accumulator acc;
     acc.clear();
@@ -243,7 +299,7 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
       next = next_range(args, range, left);
       begin_loading(next);
     }
-    combine_warps<!VALUES, VALUES>(args, range, columns, acc, pair, shared, shared + RESULTS_AT + worker * RESULT_STRIDE, worker, lane);
+    combine_roles<VALUES>(args, range, columns, acc, pair, shared, warp, lane);
     if (left <= 0) return;
     range = next;
   }
@@ -257,16 +313,15 @@ DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
   const WorkRange range = first_range(args, ThisBlock(), lane, partition, left);
   if (left <= 0) return;
   const bool polled = X_POLL && partition.padded;
-  const LevelTables tables = load_tables(args, shared, lane);
   if (warp >= WORKERS) {
 #if X_REGS
     setmaxnreg_dec<256 - X_REGS>();
 #endif
-    play_role<true>(args, shared, range, left, polled, tables, warp, lane);
+    play_role<true>(args, shared, range, left, polled, warp, lane);
   } else {
 #if X_REGS
     setmaxnreg_inc<X_REGS>();
 #endif
-    play_role<false>(args, shared, range, left, polled, tables, warp, lane);
+    play_role<false>(args, shared, range, left, polled, warp, lane);
   }
 }

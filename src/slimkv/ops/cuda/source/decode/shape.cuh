@@ -34,6 +34,8 @@ constexpr int K_TILE = 2 * KD * K_BITS, V_TILE = 2 * VD * V_BITS;
 constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS = V_KIND == UNIFORM ? 2 : 1;
 // Narrow values: are their bytes regrouped, which halves the products, or used as they lie, which saves permutations?
 constexpr bool V_REGROUPED = WARPS > 4;
+// Words of a lane that hold the pages of a cluster's sequence, which has at most 3,072 tokens.
+constexpr int TABLE_ROW = X_SPEC && CLUSTER > 1 && !WINDOW ? (3072 / BLOCK_SIZE + 31) / 32 : 0;
 constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
 // A step in the ring: key codes, value codes, then the fields one after the other, of all tiles, or of the tiles of one page after
 // those of another (BULK). What a warp leaves for its team takes the place of a tile's key codes, or is behind the fields.
@@ -98,10 +100,10 @@ constexpr int FACTORS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // o
 constexpr int BARRIERS_AT = FACTORS_AT + (ROLES ? RINGS * 2 * (4 * COLUMNS + 8) : 0);
 constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + (BULK ? 8 * RINGS * STAGES : 0);  // probabilities of two steps: there, used
 constexpr int SHARED_BYTES = PAIR_BARRIERS_AT + (ROLES ? RINGS * 4 * 8 : 0);
-// Where a warp leaves its part of the output of a group of columns.
-constexpr int RESULTS_AT = ROLES ? TEAM_WEIGHTS_AT : RINGS_AT, RESULT_STRIDE = ROLES ? 4 * GROUP * OUT_ROW : STAGES * SLOT;
-static_assert(!ROLES || (WGMMA && BULK && COLUMNS == 32 && WARPS % 8 == 0 && NT % 4 == 0 && RESULT_STRIDE * WORKERS <= RINGS_AT - TEAM_WEIGHTS_AT), "a step is as many tiles of every warp");
-static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
+// ROLES: parts of the output take the place of queries and probabilities; a row of 36 words keeps lanes in different banks.
+constexpr int RESULT_ROW = 16 * OUT_SLICES + 4;
+static_assert(!ROLES || (WGMMA && BULK && COLUMNS == 32 && WARPS % 8 == 0 && NT % 4 == 0), "a step is as many tiles of every warp");
+static_assert(!ROLES || 4 * RESULT_ROW * COLUMNS * WORKERS <= RINGS_AT - OPERANDS_AT, "results fit");
 
 struct DecodeArgs {
   const void* query;
@@ -125,5 +127,6 @@ struct DecodeArgs {
   Table key_table, value_table;  // their signs are unused
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window, blocks, merge_split;
+  i32 table_width;
   i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
 };
