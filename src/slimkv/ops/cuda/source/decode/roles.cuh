@@ -55,6 +55,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
   for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
     u8 *slot = memory.slot(taken), *fields = slot + field_offset, *operands = memory.weights_of_step(taken);
     memory.wait_for_copy(taken);
+    if (taken == 0) TRACE(5);
     const int step_token = range.s.begin + step * STEP, token0 = step_token + 16 * pair.member;
     const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
     StepScores s;
@@ -254,6 +255,7 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
     if (loads) loader.open(args, p, pair.number);
   };
   begin_loading(range);
+  TRACE(3);
   const LevelTables tables = load_tables(args, shared, lane);  // while pages travel
   bool started = false;
   int taken = 0;
@@ -284,6 +286,7 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
       if (lane == 0) griddepcontrol_launch_dependents();
     }
     started = true;
+    TRACE(4);
     ColumnState columns;
     Accumulator acc;
     acc.clear();
@@ -293,6 +296,7 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
       columns.load(args, range, shared, lane & 3);
       attend_keys(args, range, shared, memory, pair, columns, tables, lane, taken, acc);
     }
+    if (!VALUES) TRACE(6);
     left -= range.last - range.first + ITEM_COST;  // with what the next item takes
     WorkRange next = range;
     if (left > 0) {
@@ -300,6 +304,7 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
       begin_loading(next);
     }
     combine_roles<VALUES>(args, range, columns, acc, pair, shared, warp, lane);
+    TRACE(7);
     if (left <= 0) return;
     range = next;
   }
@@ -307,11 +312,14 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
 
 DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
   const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31;
+  TRACE(0);
   griddepcontrol_wait();
+  TRACE(1);
   int left;
   WorkPartition partition;
   const WorkRange range = first_range(args, ThisBlock(), lane, partition, left);
   if (left <= 0) return;
+  TRACE(2);
   const bool polled = X_POLL && partition.padded;
   if (warp >= WORKERS) {
 #if X_REGS
