@@ -7,6 +7,9 @@
 #ifndef X_TILES
 #define X_TILES 1
 #endif
+#ifndef X_AHEAD
+#define X_AHEAD 1
+#endif
 #ifndef X_REGS
 #define X_REGS 136
 #endif
@@ -15,6 +18,7 @@
 #include "decode/scores.cuh"
 #include "decode/values.cuh"
 
+template <int N> struct Number { static constexpr int value = N; };
 struct PairMemory {
   u8 *ring, *weights;
   float* factors;  // of two steps: COLUMNS, and whether they are to be used
@@ -52,9 +56,19 @@ template <int X> DEVICE void weigh_tiles(const DecodeArgs& args, const u8* field
 DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const Team& pair,
                         const ColumnState& columns, const LevelTables& tables, int lane, int& taken, Accumulator& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(pair.member), field_offset = fields_of(pair.member) - FIELDS_AT;
+#if X_AHEAD
+  static_assert(OWN_TILES == 2, "tiles in turn");
+  WarpgroupScores products;
+  if (range.first + pair.number < range.last) {
+    memory.wait_for_copy(taken);
+    start_tile(memory.slot(taken) + key_offset, shared, tables, lane, products[0]);
+    wgmma_wait<0>();
+    wgmma_fence_operand(products[0]);
+  }
+#endif
   for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
     u8 *slot = memory.slot(taken), *fields = slot + field_offset, *operands = memory.weights_of_step(taken);
-    memory.wait_for_copy(taken);
+    if (!X_AHEAD) memory.wait_for_copy(taken);
     if (taken == 0) TRACE(5);
     const int step_token = range.s.begin + step * STEP, token0 = step_token + 16 * pair.member;
     const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
@@ -69,7 +83,26 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
     Weighing weighing;
     start_weighing<false>(acc, weighing);
     const u32 place = weights_place(operands, pair, lane);
-#if X_TILES
+#if X_AHEAD
+    start_tile(slot + key_offset + keys_of(TILES_APART), shared, tables, lane, products[1]);
+    memory.wait_until_used(taken - 2);
+    auto weigh_tile = [&](auto x) {
+      constexpr int X = decltype(x)::value;
+      wgmma_fence_operand(products[X]);
+#pragma unroll
+      for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][X][i / 2 % 2] = products[X][i];
+      if (!TOKEN_UNITS) scale_scores<X, X + 1>(args, fields, columns, g, s);
+      apply_mask<X, X + 1>(fields, shared, token0, clear, lane, s, acc.largest_fields);
+      publish_pieces<X * NG / 2, (X + 1) * NG / 2>(place, s, fields, columns, units, g, weighing);
+    };
+    weigh_tile(Number<0>());
+    const bool more = step + RINGS < range.last;
+    if (more) memory.wait_for_copy(taken + 1);
+    start_tile(memory.slot(more ? taken + 1 : taken) + key_offset, shared, tables, lane, products[0]);
+    weigh_tile(Number<1>());
+    wgmma_wait<0>();
+    wgmma_fence_operand(products[0]);
+#elif X_TILES
     WarpgroupScores products;
     start_keys_of_warpgroup(slot + key_offset, shared, tables, lane, products);
     memory.wait_until_used(taken - 2);

@@ -86,6 +86,30 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
 
 // A warpgroup's: the tiles of four warps are the rows of one product. The last ones are still under way.
 typedef float WarpgroupScores[OWN_TILES][4 * NG];
+// One tile; when it returns, the one before it is there.
+DEVICE void start_tile(const u8* keys, const u8* shared, const LevelTables& tables, int lane, float (&c)[4 * NG]) {
+  constexpr int AT_ONCE = KS < 4 ? KS : 4, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE;  // slices
+  const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
+  KeyCodes codes;
+  codes.load(keys, lane);
+#pragma unroll
+  for (int round = 0; round < ROUNDS; round++) {
+    u32 a[AT_ONCE][4];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if (round * AT_ONCE + i < KS) key_halves(codes, round * AT_ONCE + i, tables, a[i]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int slice = round * AT_ONCE + i;
+      const u64 operand = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
+      if (slice == 0) WarpgroupProduct::register_a<false>(c, a[i][0], a[i][1], a[i][2], a[i][3], operand);
+      else if (slice < KS) WarpgroupProduct::register_a<true>(c, a[i][0], a[i][1], a[i][2], a[i][3], operand);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+  }
+}
 DEVICE void start_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, WarpgroupScores& c) {
   constexpr int AT_ONCE = KS < 4 ? KS : 4, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE;  // slices
   const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
