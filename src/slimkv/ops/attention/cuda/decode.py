@@ -41,6 +41,7 @@ from slimkv.spec import PageLayout
 
 SOURCE = "decode/decode.cu"
 LARGEST_DIM = 256
+POLLS = 1
 _MERGE_WARPS, _PARTS_AT_ONCE = 2, 4  # as merge.cuh has them
 
 
@@ -69,7 +70,7 @@ class Args(ctypes.Structure):
         ("key_sign_bits", _SignBits),
         ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split", "table_width", "merge_places",
+            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split", "merge_places", "merge_polls",
         )),
     )  # fmt: skip
 
@@ -256,7 +257,6 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.query, args.query_stride, args.query_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
     args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
     args.table, args.table_stride = request.block_table.data_ptr(), request.block_table.stride(0)
-    args.table_width = request.block_table.shape[1]
     args.lengths, args.starts = request.seq_lens.data_ptr(), request.cu_seqlens_q.data_ptr()
     args.key_signs, args.key_levels, args.key_norm = key.signs.data_ptr(), key.levels.data_ptr(), key.orthonormal
     args.value_signs, args.value_levels = value.signs.data_ptr(), value.levels.data_ptr()
@@ -268,6 +268,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.sequences, args.heads, args.group, args.blocks = sequences, num_kv_heads, group, blocks
     args.most_queries, args.merge_places = most_queries, most_queries if rows < total else 0
     args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
+    args.merge_polls = POLLS
     part_bytes = 4 * slots * shape.columns * value_dim
     return _Call(
         plan, args, ((blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 2), cuts,

@@ -290,6 +290,9 @@ DEVICE float ld_relaxed(const float* p) {
   return r;
 }
 DEVICE void st_relaxed(float* p, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" :: "l"(p), "f"(x) : "memory"); }
+DEVICE void st_relaxed(float* p, float a, float b, float c, float d) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" :: "r"(ns)); }
 

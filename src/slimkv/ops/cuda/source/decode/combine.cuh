@@ -122,10 +122,18 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
         write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
       }
     } else {
-      for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS)
-        write_part(args.parts + (part * COLUMNS + GROUP * n + i / VD) * VD + i % VD, sum_at(i / VD, i % VD));
-      if (thread_index() < GROUP) {
-        const int column = GROUP * n + thread_index();
+      for (int i = thread_index(); i < GROUP * VD / 4; i += 32 * WARPS) {
+        const int column = i / (VD / 4), d = 4 * (i % (VD / 4));
+        float x[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int w = 0; w < WARPS; w += TEAM) {
+          const Words4 one = *(const Words4*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT + 4 * (column * OUT_ROW + d % (16 * OUT_SLICES)));
+          x[0] += as_float(one.x), x[1] += as_float(one.y), x[2] += as_float(one.z), x[3] += as_float(one.w);
+        }
+        write_part(args.parts + (part * COLUMNS + GROUP * n + column) * VD + d, x);
+      }
+      if (warp == WARPS - 1 && lane < GROUP) {
+        const int column = GROUP * n + lane;
         float* state = args.part_states + (part * COLUMNS + column) * 2;
         float all_max, all_sum;
         sum_of_warps(states, column, all_max, all_sum);

@@ -11,17 +11,8 @@
 //
 // More columns (wide groups of 8): integer products become dear, and what is done for every score counts more than what
 // is done for every level. Everything is in halves, and the output stays in the products' accumulators.
-#ifndef X_SPEC
-#define X_SPEC 1
-#endif
-#ifndef X_LATE
-#define X_LATE 1
-#endif
 #ifndef X_PAD
 #define X_PAD 0
-#endif
-#ifndef X_POLL
-#define X_POLL 1
 #endif
 #ifndef X_MB
 #define X_MB 16
@@ -103,15 +94,13 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
 #else
   const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   TRACE(0);
-  griddepcontrol_wait();
+  if (CLUSTER > 1 || !args.merge_polls) pdl_wait();
+  else griddepcontrol_wait();
   TRACE(1);
   int left;  // steps of this block
-  bool polled = false, started = false;
+  bool polled = false, starts_merge = args.merge_polls;
   WorkRange range;
-  Loader loader;
   if constexpr (CLUSTER > 1) {
-    loader.load_row(args, lane);
-    griddepcontrol_launch_dependents();
     range = cluster_range(args);
     left = 0;  // there is no other range
     if (range.chunk >= range.s.chunks) return;
@@ -119,13 +108,14 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     WorkPartition partition;
     range = first_range(args, ThisBlock(), lane, partition, left);
     if (left <= 0) return;
-    polled = X_POLL && partition.padded;
+    polled = partition.padded;
   }
   TRACE(2);
   const LevelTables tables = load_tables(args, shared, lane);
 
   // -- loading ahead: the queries travel at the same time as the first pages
   const Team team = {warp / TEAM, warp % TEAM};
+  Loader loader;
   loader.init(shared, warp, lane);
   u8* const ring = loader.ring;
   int filled = 0;  // steps copied so far; slot = number % STAGES, if there are several
@@ -155,13 +145,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
   };
   begin_loading(range);
-#if !X_LATE
-  if (CLUSTER == 1 && warp == WARPS - 1) {
-    if (polled) forget_part(args, (i64)range.item + block_index(), lane);
-    if (lane == 0) griddepcontrol_launch_dependents();
-  }
-  polled = false;
-#endif
   TRACE(3);
 
   while (true) {
@@ -172,13 +155,13 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     if (BULK || WGMMA) fence_proxy_async();  // rings and operands were written to
     sync_threads();
     TRACE(4);
-#if X_LATE
-    if (CLUSTER == 1 && warp == WARPS - 1 && !started) {  // while the first pages travel
-      if (polled) forget_part(args, (i64)range.item + block_index(), lane);
-      if (lane == 0) griddepcontrol_launch_dependents();
+    if (CLUSTER == 1 && starts_merge) {  // while the first pages travel
+      if (warp == WARPS - 1) {
+        if (polled) forget_part(args, (i64)range.item + block_index(), lane);
+        if (lane == 0) griddepcontrol_launch_dependents();
+      }
+      starts_merge = false;
     }
-    started = true;
-#endif
     QueryOperands queries;
     queries.load(shared + QUERY_AT, lane);
     ColumnState columns;

@@ -13,7 +13,6 @@ struct Loader {
   u64* barriers;
   u32 phases;  // of the slots' barriers, a bit for each
   int lane, last_page, begin_tile;
-  i32 row[TABLE_ROW ? TABLE_ROW : 1];  // of a single short sequence: its pages, asked for before its length is known
   i32 ids[BULK ? 1 : PAGES];  // the pages of the next step to be copied, or the one that this lane copies
 
   DEVICE_MEMBER void init(u8* shared, int warp, int lane_) {
@@ -30,11 +29,6 @@ struct Loader {
     }
   }
 
-  DEVICE_MEMBER void load_row(const DecodeArgs& args, int lane) {
-#pragma unroll
-    for (int i = 0; i < TABLE_ROW; i++) row[i] = lane + 32 * i < args.table_width ? ldg_i32(args.block_table + lane + 32 * i) : 0;
-  }
-
   DEVICE_MEMBER void open(const DecodeArgs& args, const WorkRange& p) {
     page_stride = args.page_stride;
     pages = args.pages + (i64)p.head * args.page_head_stride;
@@ -47,18 +41,7 @@ struct Loader {
   DEVICE_MEMBER void look_up(int step) {
 #pragma unroll
     for (int i = 0; i < (BULK ? 1 : PAGES); i++)
-    {
-      const int page = min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? min_i32(lane, PIECES - 1) : i), last_page);
-      if constexpr (TABLE_ROW) {
-        i32 id = 0;
-#pragma unroll
-        for (int j = 0; j < TABLE_ROW; j++) {
-          const i32 one = shfl(row[j], page & 31);
-          if (page / 32 == j) id = one;
-        }
-        ids[i] = id;
-      } else ids[i] = ldg_i32(table + page);
-    }
+      ids[i] = ldg_i32(table + min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? min_i32(lane, PIECES - 1) : i), last_page));
   }
 
   // If there is such a step: its keys, its values, or both.

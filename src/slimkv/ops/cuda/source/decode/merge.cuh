@@ -65,7 +65,7 @@ KERNEL(32 * MERGE_WARPS, X_MB) merge(GRID_CONSTANT DecodeArgs args) {
   const int within = chunk * args.num_kv_heads + head / args.group_size, item = offset.items + within;
   const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = first / partition.share;
   const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / partition.share : first_block - 1;
-  const bool polled = X_POLL && partition.padded;  // parts tell when they are there
+  const bool polled = args.merge_polls && partition.padded;  // parts tell when they are there
   TRACE_MERGE(1);
   if (!polled || (WHOLE_ITEMS && split == 1 && first_block == last_block)) griddepcontrol_wait();
   TRACE_MERGE(2);
@@ -80,7 +80,7 @@ KERNEL(32 * MERGE_WARPS, X_MB) merge(GRID_CONSTANT DecodeArgs args) {
     for (int i = 0; i < VN; i++)
       if (lane + 32 * i < VD) mine[lane + 32 * i] = merged.x[i];
     sync_threads();
-    if (warp % split) return;
+    if (warp % split) return griddepcontrol_wait();
     for (int w = 1; w < split; w++) {
       const float* theirs = mine + w * (VD + 2);
       const float m[1] = {theirs[VD]}, l[1] = {theirs[VD + 1]};

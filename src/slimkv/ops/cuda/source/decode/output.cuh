@@ -10,7 +10,9 @@ constexpr bool WHOLE_ITEMS = !V_ROTATED || (POWER_OF_TWO(VD) && VD >= 32);
 // A part that has not been written yet. Where a block of `attend` has a single range, `merge` need not wait for all of them to end: every
 // number tells for itself whether it is there. The bits are those of no result.
 constexpr u32 NOT_YET = 0xFFFFFFFFu;
-DEVICE void write_part(float* to, float x) { st_relaxed(to, as_bits(x) == NOT_YET ? NOT_A_NUMBER : x); }
+DEVICE float written(float x) { return as_bits(x) == NOT_YET ? NOT_A_NUMBER : x; }
+DEVICE void write_part(float* to, float x) { st_relaxed(to, written(x)); }
+DEVICE void write_part(float* to, const float (&x)[4]) { st_relaxed(to, written(x[0]), written(x[1]), written(x[2]), written(x[3])); }
 // One warp, before `merge` may start.
 DEVICE void forget_part(const DecodeArgs& args, i64 part, int lane) {
   for (int i = lane; i < COLUMNS * VD / 4; i += 32) *(Words4*)(args.parts + part * COLUMNS * VD + 4 * i) = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};

@@ -33,12 +33,12 @@ struct PairMemory {
     used = published + 2;
   }
   // Of the step with this number, counted over all ranges.
-  DEVICE_MEMBER u8* slot(int number) const { return ring + number % STAGES * SLOT; }
-  DEVICE_MEMBER u8* weights_of_step(int number) const { return weights + (number & 1) * OWN_TILES * OPERAND_BYTES; }
-  DEVICE_MEMBER float* factors_of(int number) const { return factors + (number & 1) * (COLUMNS + 2); }
-  DEVICE_MEMBER void wait_for_copy(int number) const { mbarrier_wait(full + number % STAGES, number / STAGES & 1); }
-  DEVICE_MEMBER void wait_until_published(int number) const { mbarrier_wait(published + (number & 1), number >> 1 & 1); }
-  DEVICE_MEMBER void wait_until_used(int number) const { mbarrier_wait(used + (number & 1), number >> 1 & 1); }  // -1, -2: at once
+  DEVICE_MEMBER u8* slot(u32 number) const { return ring + number % STAGES * SLOT; }
+  DEVICE_MEMBER u8* weights_of_step(u32 number) const { return weights + (number & 1) * OWN_TILES * OPERAND_BYTES; }
+  DEVICE_MEMBER float* factors_of(u32 number) const { return factors + (number & 1) * (COLUMNS + 2); }
+  DEVICE_MEMBER void wait_for_copy(u32 number) const { mbarrier_wait(full + number % STAGES, number / STAGES & 1); }
+  DEVICE_MEMBER void wait_until_published(u32 number) const { mbarrier_wait(published + (number & 1), number >> 1 & 1); }
+  DEVICE_MEMBER void wait_until_used(u32 number) const { mbarrier_wait(used + (number & 1), number >> 1 & 1); }  // -1, -2: at once
 };
 
 // Probabilities of tile X and those behind it: one tile after the other, while scores of the next are under way.
@@ -54,7 +54,7 @@ template <int X> DEVICE void weigh_tiles(const DecodeArgs& args, const u8* field
 
 // Scores and probabilities of the pair's steps of a range.
 DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const Team& pair,
-                        const ColumnState& columns, const LevelTables& tables, int lane, int& taken, Accumulator& acc) {
+                        const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, Accumulator& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(pair.member), field_offset = fields_of(pair.member) - FIELDS_AT;
 #if X_AHEAD
   static_assert(OWN_TILES == 2, "tiles in turn");
@@ -84,24 +84,28 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
     start_weighing<false>(acc, weighing);
     const u32 place = weights_place(operands, pair, lane);
 #if X_AHEAD
-    start_tile(slot + key_offset + keys_of(TILES_APART), shared, tables, lane, products[1]);
-    memory.wait_until_used(taken - 2);
-    auto weigh_tile = [&](auto x) {
+    auto weigh_tile = [&](auto x, auto is_clear) {
       constexpr int X = decltype(x)::value;
       wgmma_fence_operand(products[X]);
 #pragma unroll
       for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][X][i / 2 % 2] = products[X][i];
       if (!TOKEN_UNITS) scale_scores<X, X + 1>(args, fields, columns, g, s);
-      apply_mask<X, X + 1>(fields, shared, token0, clear, lane, s, acc.largest_fields);
+      apply_mask<X, X + 1>(fields, shared, token0, decltype(is_clear)::value, lane, s, acc.largest_fields);
       publish_pieces<X * NG / 2, (X + 1) * NG / 2>(place, s, fields, columns, units, g, weighing);
     };
-    weigh_tile(Number<0>());
     const bool more = step + RINGS < range.last;
-    if (more) memory.wait_for_copy(taken + 1);
-    start_tile(memory.slot(more ? taken + 1 : taken) + key_offset, shared, tables, lane, products[0]);
-    weigh_tile(Number<1>());
-    wgmma_wait<0>();
-    wgmma_fence_operand(products[0]);
+    auto weigh_step = [&](auto is_clear) {
+      start_tile(slot + key_offset + keys_of(TILES_APART), shared, tables, lane, products[1]);
+      memory.wait_until_used(taken - 2);
+      if (more) memory.wait_for_copy(taken + 1);
+      weigh_tile(Number<0>(), is_clear);
+      start_tile(memory.slot(more ? taken + 1 : taken) + key_offset, shared, tables, lane, products[0]);
+      weigh_tile(Number<1>(), is_clear);
+      wgmma_wait<0>();
+      wgmma_fence_operand(products[0]);
+    };
+    if (clear) weigh_step(Number<1>());
+    else weigh_step(Number<0>());
 #elif X_TILES
     WarpgroupScores products;
     start_keys_of_warpgroup(slot + key_offset, shared, tables, lane, products);
@@ -135,7 +139,8 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
 // Copies the steps of a range, one after the other.
 struct PairLoader {
   Loader loader;
-  int next, last, filled;
+  int next, last;
+  u32 filled;
 
   DEVICE_MEMBER void init(u8* shared, const PairMemory& memory, int pair, int lane) {
     if (lane == 0)
@@ -153,14 +158,26 @@ struct PairLoader {
     next = range.first + pair, last = range.last;
     if (next >= last) return;
     loader.open(args, range);
-    loader.look_up(next);
-    for (int i = 0; i < STAGES - 1; i++) copy_next();
+    // All that a ring takes, by a lane for each page.
+    constexpr int STEPS = STAGES - 1;
+    static_assert(STEPS * PIECES <= 32, "a lane for each");
+    const int of_step = loader.lane / PIECES, piece = loader.lane % PIECES, step = next + of_step * RINGS, lane = loader.lane;
+    const bool real = of_step < STEPS && step < last;
+    const i32 id = real ? ldg_i32(loader.table + min_i32((loader.begin_tile + NT * step) / (BLOCK_SIZE / 16) + piece, loader.last_page)) : 0;
+    if (real) {
+      const int slot = (filled + of_step) % STAGES;
+      if (piece == 0) mbarrier_arrive_expect_tx(loader.barriers + slot, FIELDS_END);
+      cp_async_bulk(loader.ring + slot * SLOT + piece * PIECE, loader.pages + id * loader.page_stride, PIECE, loader.barriers + slot);
+    }
+    const int count = min_i32(STEPS, (last - next + RINGS - 1) / RINGS);
+    filled += count, next += count * RINGS;
+    loader.look_up(min_i32(next, last - 1));
   }
 };
 
 // This warp's part of the values of the pair's steps.
 DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, const Team& pair, const LevelTables& tables, int lane,
-                          PairLoader& loader, int& taken, Accumulator& acc) {
+                          PairLoader& loader, u32& taken, Accumulator& acc) {
   const int t = lane & 3;
   constexpr int WANTED = 4 / OUT_SLICES, AT_ONCE = WANTED < 1 ? 1 : WANTED > NT ? NT : WANTED;  // tiles; 4 products, for registers
   for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
@@ -290,8 +307,8 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
   begin_loading(range);
   TRACE(3);
   const LevelTables tables = load_tables(args, shared, lane);  // while pages travel
-  bool started = false;
-  int taken = 0;
+  bool starts_merge = args.merge_polls;
+  u32 taken = 0;
   while (true) {
     float largest[QUERIES];
 #pragma unroll
@@ -314,11 +331,13 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
     }
     fence_proxy_async();  // queries were written
     sync_threads();
-    if (warp == 0 && !started) {
-      if (polled) forget_part(args, (i64)range.item + block_index(), lane);
-      if (lane == 0) griddepcontrol_launch_dependents();
+    if (starts_merge) {  // while the first pages travel
+      if (warp == WARPS - 1) {
+        if (polled) forget_part(args, (i64)range.item + block_index(), lane);
+        if (lane == 0) griddepcontrol_launch_dependents();
+      }
+      starts_merge = false;
     }
-    started = true;
     TRACE(4);
     ColumnState columns;
     Accumulator acc;
@@ -346,14 +365,15 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
 DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
   const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31;
   TRACE(0);
-  griddepcontrol_wait();
+  if (args.merge_polls) griddepcontrol_wait();
+  else pdl_wait();
   TRACE(1);
   int left;
   WorkPartition partition;
   const WorkRange range = first_range(args, ThisBlock(), lane, partition, left);
   if (left <= 0) return;
   TRACE(2);
-  const bool polled = X_POLL && partition.padded;
+  const bool polled = partition.padded && !(WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps);
   if (warp >= WORKERS) {
 #if X_REGS
     setmaxnreg_dec<256 - X_REGS>();

@@ -34,8 +34,6 @@ constexpr int K_TILE = 2 * KD * K_BITS, V_TILE = 2 * VD * V_BITS;
 constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS = V_KIND == UNIFORM ? 2 : 1;
 // Narrow values: are their bytes regrouped, which halves the products, or used as they lie, which saves permutations?
 constexpr bool V_REGROUPED = WARPS > 4;
-// Words of a lane that hold the pages of a cluster's sequence, which has at most 3,072 tokens.
-constexpr int TABLE_ROW = X_SPEC && CLUSTER > 1 && !WINDOW ? (3072 / BLOCK_SIZE + 31) / 32 : 0;
 constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
 // A step in the ring: key codes, value codes, then the fields one after the other, of all tiles, or of the tiles of one page after
 // those of another (BULK). What a warp leaves for its team takes the place of a tile's key codes, or is behind the fields.
@@ -127,6 +125,6 @@ struct DecodeArgs {
   Table key_table, value_table;  // their signs are unused
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window, blocks, merge_split;
-  i32 table_width;
   i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
+  i32 merge_polls;   // whether `merge` waits for parts instead of the whole of `attend`, if blocks have one range each
 };
