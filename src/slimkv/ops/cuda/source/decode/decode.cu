@@ -11,29 +11,6 @@
 //
 // More columns (wide groups of 8): integer products become dear, and what is done for every score counts more than what
 // is done for every level. Everything is in halves, and the output stays in the products' accumulators.
-#ifndef X_PAD
-#define X_PAD 0
-#endif
-#ifndef X_MB
-#define X_MB 16
-#endif
-#ifndef X_PARTS
-#define X_PARTS 8
-#endif
-#if X_TRACE
-extern "C" __device__ unsigned long long trace[2 * 1024 * 16];
-static __device__ __forceinline__ void stamp(int i) {
-  unsigned long long t; unsigned sm;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-  trace[i] = t; trace[i | 15] = sm;
-}
-#define TRACE(i) do { if (threadIdx.x == 0) stamp((int)blockIdx.x * 16 + (i)); } while (0)
-#define TRACE_MERGE(i) do { if (threadIdx.x == 0) stamp(1024 * 16 + (int)(blockIdx.x * gridDim.y + blockIdx.y) % 1024 * 16 + (i)); } while (0)
-#else
-#define TRACE(i)
-#define TRACE_MERGE(i)
-#endif
 #include "decode/combine.cuh"
 #include "decode/loader.cuh"
 #include "decode/merge.cuh"
@@ -79,11 +56,7 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
 #define IN_CLUSTERS
 #endif
 
-#if X_PAD
-extern "C" __global__ void __maxnreg__(X_PAD) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args) {
-#else
 KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args) {
-#endif
 #if WGMMA
   SHARED_OPERANDS(shared);
 #else
@@ -93,10 +66,8 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
   attend_in_roles(args, shared);
 #else
   const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
-  TRACE(0);
   if (CLUSTER > 1 || !args.merge_polls) pdl_wait();
   else griddepcontrol_wait();
-  TRACE(1);
   int left;  // steps of this block
   bool polled = false, starts_merge = args.merge_polls;
   WorkRange range;
@@ -110,7 +81,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     if (left <= 0) return;
     polled = partition.padded;
   }
-  TRACE(2);
   const LevelTables tables = load_tables(args, shared, lane);
 
   // -- loading ahead: the queries travel at the same time as the first pages
@@ -145,7 +115,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
   };
   begin_loading(range);
-  TRACE(3);
 
   while (true) {
 #pragma unroll
@@ -154,7 +123,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
     if (BULK || WGMMA) fence_proxy_async();  // rings and operands were written to
     sync_threads();
-    TRACE(4);
     if (CLUSTER == 1 && starts_merge) {  // while the first pages travel
       if (warp == WARPS - 1) {
         if (polled) forget_part(args, (i64)range.item + block_index(), lane);
@@ -173,7 +141,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     for (int step = range.first + warp; step - team.member < range.last; step += WARPS) {
       const bool real = TEAM == 1 || step < range.last;  // warps of a team take as many steps
       loader.wait(taken % STAGES, real);
-      if (step == range.first + warp) TRACE(5);
       auto load_ahead = [&] {
         const int ahead = step + (STAGES - 1) * WARPS;
         loader.copy(ahead, filled % STAGES, ahead < range.last);
@@ -250,7 +217,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       }
       taken++;
     }
-    TRACE(6);
     loader.wait_for_all();
     team.sync();  // before rings are filled again
 
@@ -264,7 +230,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
     combine_warps(args, range, columns, acc, team, shared, ring, warp, lane);
     if constexpr (CLUSTER > 1) return combine_cluster(args, range, shared, warp, lane);
-    TRACE(7);
     if (left <= 0) return;
     if (STAGES == 1) begin_loading(next);
     range = next;

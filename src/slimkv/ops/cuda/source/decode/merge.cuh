@@ -7,7 +7,9 @@
 #pragma once
 #include "decode/output.cuh"
 
-constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = X_PARTS;
+constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
+// So few registers that blocks fit a multiprocessor beside one of `attend`, or many of them where there is none.
+constexpr int MERGE_BLOCKS = VD > 128 ? 12 : 16;
 static_assert(32 % PARTS_AT_ONCE == 0, "a lane for the state of every part");
 
 // The parts of a column of an item that are those of blocks `block`, `block + by`, ..., as far as `last`. Waits for those that are not
@@ -46,12 +48,11 @@ DEVICE MergedState merge_parts(const DecodeArgs& args, int item, int column, int
   return merged;
 }
 
-KERNEL(32 * MERGE_WARPS, X_MB) merge(GRID_CONSTANT DecodeArgs args) {
+KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
   const int places = args.merge_places, head = block_index_y() * (MERGE_WARPS / split) + warp / split;
   const int query_heads = args.num_kv_heads * args.group_size;
-  TRACE_MERGE(0);
   // No block may end before `attend` does.
   if (!places && block_index() >= ldg_i32(args.cu_seqlens_q + args.num_seqs)) return griddepcontrol_wait();
   const int b = places ? block_index() / places : sequence_of(args, block_index());
@@ -66,13 +67,10 @@ KERNEL(32 * MERGE_WARPS, X_MB) merge(GRID_CONSTANT DecodeArgs args) {
   const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = first / partition.share;
   const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / partition.share : first_block - 1;
   const bool polled = args.merge_polls && partition.padded;  // parts tell when they are there
-  TRACE_MERGE(1);
   if (!polled || (WHOLE_ITEMS && split == 1 && first_block == last_block)) griddepcontrol_wait();
-  TRACE_MERGE(2);
   if (WHOLE_ITEMS && split == 1 && first_block == last_block) return;
 
   MergedState merged = merge_parts(args, item, column, first_block + warp % split, last_block, split, lane);
-  TRACE_MERGE(3);
   float* mine = (float*)shared + warp * (VD + 2);
   if (split > 1) {
     if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.row_sum;
@@ -91,14 +89,12 @@ KERNEL(32 * MERGE_WARPS, X_MB) merge(GRID_CONSTANT DecodeArgs args) {
     }
   }
   if (head < query_heads) write_row(args, row, head, merged.highest, merged.row_sum, merged.x, mine, lane);
-  TRACE_MERGE(4);
   if (polled) griddepcontrol_wait();  // no block may end before `attend` does
-  TRACE_MERGE(5);
 }
 HOST_TESTABLE(merge, DecodeArgs)
 
 // Block x: the item that is cut first between blocks x and x + 1 of `attend`, and sequences without keys, which no block has seen.
-KERNEL(32 * MERGE_WARPS, X_MB) merge_cuts(GRID_CONSTANT DecodeArgs args) {
+KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, cut = block_index() + 1;
   const int column = block_index_y() * MERGE_WARPS + warp, per_chunk = COLUMNS / args.group_size;
   const int of_chunk = column / args.group_size, of_group = column % args.group_size;

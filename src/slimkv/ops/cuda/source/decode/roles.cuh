@@ -4,21 +4,14 @@
 // Slots of a pair's ring are whole steps. The warpgroup of values is the last to need one, so its first warp fills it again. Probabilities
 // go through two buffers with a barrier each for being there and for having been used.
 #pragma once
-#ifndef X_TILES
-#define X_TILES 1
-#endif
-#ifndef X_AHEAD
-#define X_AHEAD 1
-#endif
-#ifndef X_REGS
-#define X_REGS 136
-#endif
 #include "decode/combine.cuh"
 #include "decode/loader.cuh"
 #include "decode/scores.cuh"
 #include "decode/values.cuh"
 
-template <int N> struct Number { static constexpr int value = N; };
+constexpr int KEY_REGISTERS = 136, VALUE_REGISTERS = 256 - KEY_REGISTERS;
+
+// What a pair of warpgroups shares.
 struct PairMemory {
   u8 *ring, *weights;
   float* factors;  // of two steps: COLUMNS, and whether they are to be used
@@ -41,87 +34,32 @@ struct PairMemory {
   DEVICE_MEMBER void wait_until_used(u32 number) const { mbarrier_wait(used + (number & 1), number >> 1 & 1); }  // -1, -2: at once
 };
 
-// Probabilities of tile X and those behind it: one tile after the other, while scores of the next are under way.
-template <int X> DEVICE void weigh_tiles(const DecodeArgs& args, const u8* fields, const u8* shared, const ColumnState& columns, const TokenUnits& units, int token0, bool clear,
-                                         u32 place, int lane, WarpgroupScores& products, StepScores& s, Accumulator& acc, Weighing& w) {
-  constexpr int PIECES_OF_TILE = NG / 2;
-  take_scores(products, X, s);
-  if (!TOKEN_UNITS) scale_scores<X, X + 1>(args, fields, columns, lane >> 2, s);
-  apply_mask<X, X + 1>(fields, shared, token0, clear, lane, s, acc.largest_fields);
-  publish_pieces<X * PIECES_OF_TILE, (X + 1) * PIECES_OF_TILE>(place, s, fields, columns, units, lane >> 2, w);
-  if constexpr (X + 1 < OWN_TILES) weigh_tiles<X + 1>(args, fields, shared, columns, units, token0, clear, place, lane, products, s, acc, w);
-}
-
 // Scores and probabilities of the pair's steps of a range.
 DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const Team& pair,
                         const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, Accumulator& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(pair.member), field_offset = fields_of(pair.member) - FIELDS_AT;
-#if X_AHEAD
-  static_assert(OWN_TILES == 2, "tiles in turn");
-  WarpgroupScores products;
-  if (range.first + pair.number < range.last) {
-    memory.wait_for_copy(taken);
-    start_tile(memory.slot(taken) + key_offset, shared, tables, lane, products[0]);
-    wgmma_wait<0>();
-    wgmma_fence_operand(products[0]);
-  }
-#endif
   for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
     u8 *slot = memory.slot(taken), *fields = slot + field_offset, *operands = memory.weights_of_step(taken);
-    if (!X_AHEAD) memory.wait_for_copy(taken);
-    if (taken == 0) TRACE(5);
+    memory.wait_for_copy(taken);
     const int step_token = range.s.begin + step * STEP, token0 = step_token + 16 * pair.member;
     const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
     StepScores s;
     TokenUnits units;
     load_token_units(fields, columns, g, units);
-    auto score_again = [&] {
+    auto score = [&] {
       multiply_keys_of_warpgroup(slot + key_offset, shared, tables, lane, s);
       if (!TOKEN_UNITS) scale_scores(args, fields, columns, g, s);
       apply_mask(fields, shared, token0, clear, lane, s, acc.largest_fields);
     };
+    score();
+    memory.wait_until_used(taken - 2);
     Weighing weighing;
-    start_weighing<false>(acc, weighing);
-    const u32 place = weights_place(operands, pair, lane);
-#if X_AHEAD
-    auto weigh_tile = [&](auto x, auto is_clear) {
-      constexpr int X = decltype(x)::value;
-      wgmma_fence_operand(products[X]);
-#pragma unroll
-      for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][X][i / 2 % 2] = products[X][i];
-      if (!TOKEN_UNITS) scale_scores<X, X + 1>(args, fields, columns, g, s);
-      apply_mask<X, X + 1>(fields, shared, token0, decltype(is_clear)::value, lane, s, acc.largest_fields);
-      publish_pieces<X * NG / 2, (X + 1) * NG / 2>(place, s, fields, columns, units, g, weighing);
-    };
-    const bool more = step + RINGS < range.last;
-    auto weigh_step = [&](auto is_clear) {
-      start_tile(slot + key_offset + keys_of(TILES_APART), shared, tables, lane, products[1]);
-      memory.wait_until_used(taken - 2);
-      if (more) memory.wait_for_copy(taken + 1);
-      weigh_tile(Number<0>(), is_clear);
-      start_tile(memory.slot(more ? taken + 1 : taken) + key_offset, shared, tables, lane, products[0]);
-      weigh_tile(Number<1>(), is_clear);
-      wgmma_wait<0>();
-      wgmma_fence_operand(products[0]);
-    };
-    if (clear) weigh_step(Number<1>());
-    else weigh_step(Number<0>());
-#elif X_TILES
-    WarpgroupScores products;
-    start_keys_of_warpgroup(slot + key_offset, shared, tables, lane, products);
-    memory.wait_until_used(taken - 2);
-    weigh_tiles<0>(args, fields, shared, columns, units, token0, clear, place, lane, products, s, acc, weighing);
-#else
-    score_again();
-    memory.wait_until_used(taken - 2);
-    publish_pieces<0, OWN_TILES * NG / 2>(place, s, fields, columns, units, g, weighing);
-#endif
-    const bool moves = weights_too_large(weighing);
+    const bool moves = publish_to_warpgroup<false>(s, fields, columns, units, operands, pair, lane, acc, weighing);
     fence_proxy_async();  // before products read it
     const bool again = pair.any(moves);
     bool rescales = false;
     if (again) {
-      score_again();
+      score();
       rescales = update_max(fields, columns, g, t, s, true, pair, (float*)(shared + STATE_AT), memory.factors_of(taken), units, acc);
       publish_to_warpgroup<true>(s, fields, columns, units, operands, pair, lane, acc, weighing);
       fence_proxy_async();
@@ -161,7 +99,7 @@ struct PairLoader {
     // All that a ring takes, by a lane for each page.
     constexpr int STEPS = STAGES - 1;
     static_assert(STEPS * PIECES <= 32, "a lane for each");
-    const int of_step = loader.lane / PIECES, piece = loader.lane % PIECES, step = next + of_step * RINGS, lane = loader.lane;
+    const int of_step = loader.lane / PIECES, piece = loader.lane % PIECES, step = next + of_step * RINGS;
     const bool real = of_step < STEPS && step < last;
     const i32 id = real ? ldg_i32(loader.table + min_i32((loader.begin_tile + NT * step) / (BLOCK_SIZE / 16) + piece, loader.last_page)) : 0;
     if (real) {
@@ -305,7 +243,6 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
     if (loads) loader.open(args, p, pair.number);
   };
   begin_loading(range);
-  TRACE(3);
   const LevelTables tables = load_tables(args, shared, lane);  // while pages travel
   bool starts_merge = args.merge_polls;
   u32 taken = 0;
@@ -338,7 +275,6 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
       }
       starts_merge = false;
     }
-    TRACE(4);
     ColumnState columns;
     Accumulator acc;
     acc.clear();
@@ -348,7 +284,6 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
       columns.load(args, range, shared, lane & 3);
       attend_keys(args, range, shared, memory, pair, columns, tables, lane, taken, acc);
     }
-    if (!VALUES) TRACE(6);
     left -= range.last - range.first + ITEM_COST;  // with what the next item takes
     WorkRange next = range;
     if (left > 0) {
@@ -356,7 +291,6 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
       begin_loading(next);
     }
     combine_roles<VALUES>(args, range, columns, acc, pair, shared, warp, lane);
-    TRACE(7);
     if (left <= 0) return;
     range = next;
   }
@@ -364,25 +298,18 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
 
 DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
   const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31;
-  TRACE(0);
   if (args.merge_polls) griddepcontrol_wait();
   else pdl_wait();
-  TRACE(1);
   int left;
   WorkPartition partition;
   const WorkRange range = first_range(args, ThisBlock(), lane, partition, left);
   if (left <= 0) return;
-  TRACE(2);
   const bool polled = partition.padded && !(WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps);
   if (warp >= WORKERS) {
-#if X_REGS
-    setmaxnreg_dec<256 - X_REGS>();
-#endif
+    setmaxnreg_dec<VALUE_REGISTERS>();
     play_role<true>(args, shared, range, left, polled, warp, lane);
   } else {
-#if X_REGS
-    setmaxnreg_inc<X_REGS>();
-#endif
+    setmaxnreg_inc<KEY_REGISTERS>();
     play_role<false>(args, shared, range, left, polled, warp, lane);
   }
 }

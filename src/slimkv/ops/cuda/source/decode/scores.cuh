@@ -84,38 +84,14 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
         for (int j = 0; j < OWN; j++) s[n * OWN + j][x][r] = WIDE ? c[x][n][2 * r + j] : c[x][n][2 * r] + c[x][n][2 * r + 1];
 }
 
-// A warpgroup's: the tiles of four warps are the rows of one product. The last ones are still under way.
-typedef float WarpgroupScores[OWN_TILES][4 * NG];
-// One tile; when it returns, the one before it is there.
-DEVICE void start_tile(const u8* keys, const u8* shared, const LevelTables& tables, int lane, float (&c)[4 * NG]) {
-  constexpr int AT_ONCE = KS < 4 ? KS : 4, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE;  // slices
-  const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
-  KeyCodes codes;
-  codes.load(keys, lane);
-#pragma unroll
-  for (int round = 0; round < ROUNDS; round++) {
-    u32 a[AT_ONCE][4];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
-      if (round * AT_ONCE + i < KS) key_halves(codes, round * AT_ONCE + i, tables, a[i]);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const int slice = round * AT_ONCE + i;
-      const u64 operand = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
-      if (slice == 0) WarpgroupProduct::register_a<false>(c, a[i][0], a[i][1], a[i][2], a[i][3], operand);
-      else if (slice < KS) WarpgroupProduct::register_a<true>(c, a[i][0], a[i][1], a[i][2], a[i][3], operand);
-    }
-    wgmma_commit();
-    wgmma_wait<1>();
-  }
-}
-DEVICE void start_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, WarpgroupScores& c) {
+// A warpgroup's: the tiles of four warps are the rows of one product.
+DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
   constexpr int AT_ONCE = KS < 4 ? KS : 4, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE;  // slices
   const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
   KeyCodes codes[OWN_TILES];
 #pragma unroll
   for (int x = 0; x < OWN_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
+  float c[OWN_TILES][4 * NG];
 #pragma unroll
   for (int x = 0; x < OWN_TILES; x++)
 #pragma unroll
@@ -135,21 +111,13 @@ DEVICE void start_keys_of_warpgroup(const u8* slot, const u8* shared, const Leve
       wgmma_commit();
       if (x + round) wgmma_wait<1>();
     }
-}
-
-// Those of a tile.
-DEVICE void take_scores(WarpgroupScores& c, int x, StepScores& s) {
-  if (x == OWN_TILES - 1) wgmma_wait<0>();
-  wgmma_fence_operand(c[x]);
+  wgmma_wait<0>();
 #pragma unroll
-  for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
-}
-
-DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
-  WarpgroupScores c;
-  start_keys_of_warpgroup(slot, shared, tables, lane, c);
+  for (int x = 0; x < OWN_TILES; x++) {
+    wgmma_fence_operand(c[x]);
 #pragma unroll
-  for (int x = OWN_TILES - 1; x >= 0; x--) take_scores(c, x, s);
+    for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
+  }
 }
 
 DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queries, const LevelTables& tables, int lane,
@@ -162,21 +130,21 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
   else multiply_key_halves(codes, shared, queries, tables, lane, s);
 }
 
-// With TOKEN_UNITS, instead of scaling.
+// What makes products of a token scores, with TOKEN_UNITS.
 DEVICE void load_token_units(const u8* slot, const ColumnState& columns, int g, TokenUnits& units) {
 #pragma unroll
   for (int x = 0; x < OWN_TILES; x++)
 #pragma unroll
     for (int r = 0; r < 2; r++)  // zero times minus infinity would not be a number
-      units[x][r] = TOKEN_UNITS ? max_f32(small_scale_of(field_bits(slot + fields_of(TILES_APART * x), g + 8 * r)) * columns.unit[0], 1e-37f) : 1.0f;
+      units[x][r] = TOKEN_UNITS ? max_f32(small_scale_of(field_bits(slot + fields_of(TILES_APART * x), g + 8 * r)) * columns.unit_of(0), 1e-37f) : 1.0f;
 }
 
 // Takes the levels' offset off, multiplies by the keys' scales, adds their zeros.
-template <int FIRST = 0, int END = OWN_TILES> DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
+DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
   const float cap_by = SOFTCAP ? 2.0f * LOG2E * rcp_approx(args.softcap) : 0.0f;
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
 #pragma unroll
-  for (int x = FIRST; x < END; x++) {
+  for (int x = 0; x < OWN_TILES; x++) {
     const u8* fields = slot + fields_of(TILES_APART * x);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -187,7 +155,7 @@ template <int FIRST = 0, int END = OWN_TILES> DEVICE void scale_scores(const Dec
       for (int c = 0; c < C; c++) {
         float score = (KEY_OFFSET != 0 ? s[c][x][r] - KEY_OFFSET * columns.sum[c] : s[c][x][r]) * scale;
         if (K_KIND == UNIFORM) score += zero * columns.sum[c];
-        if (!LATE_UNIT) score *= columns.unit[ONE_UNIT ? 0 : c];
+        if (!LATE_UNIT) score *= columns.unit_of(c);
         if (SOFTCAP) score = soft_cap(score, args.softcap, cap_by);
         s[c][x][r] = score;
       }
@@ -197,20 +165,19 @@ template <int FIRST = 0, int END = OWN_TILES> DEVICE void scale_scores(const Dec
 
 constexpr int NO_TOKEN = 1 << 30;  // beyond what anybody sees
 
-// Tiles FIRST to END: hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
-template <int FIRST = 0, int END = OWN_TILES> DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s, u32& largest_fields) {
+// Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
+DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s, u32& largest_fields) {
   const int g = lane >> 2;
-  if (clear) {
-    constexpr int WORDS = (ROLES ? (END - FIRST) * 32 : FIELD_STRIDE) * FIELDS / 4;
-    if (ROLES) {
+  if (clear && ROLES) {  // of the warp's own tiles
+    constexpr int WORDS = 8 * OWN_TILES * FIELDS;
 #pragma unroll
-      for (int i = 0; i < WORDS; i += 32) {
-        const int word = i + lane, tile = FIRST + word / (8 * FIELDS);
-        if (i + 32 <= WORDS || word < WORDS)
-          largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + fields_of(TILES_APART * tile) + FIELD_STRIDE * (word / 8 % FIELDS) + 4 * (word % 8)));
-      }
-      return;
+    for (int i = 0; i < WORDS; i += 32) {
+      const int word = i + lane, tile = word / (8 * FIELDS), field = word / 8 % FIELDS;
+      if (i + 32 <= WORDS || word < WORDS)
+        largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + fields_of(TILES_APART * tile) + FIELD_STRIDE * field + 4 * (word % 8)));
     }
+  } else if (clear) {
+    constexpr int WORDS = FIELDS * FIELD_STRIDE / 4;
 #pragma unroll
     for (int p = 0; p < PIECES; p++)
 #pragma unroll
@@ -220,7 +187,7 @@ template <int FIRST = 0, int END = OWN_TILES> DEVICE void apply_mask(const u8* s
   } else {
     u32 bad = 0;
 #pragma unroll
-    for (int i = 2 * FIRST; i < 2 * END; i++) {
+    for (int i = 0; i < 2 * OWN_TILES; i++) {
       const u8* fields = slot + fields_of(TILES_APART * (i / 2));
       const int token = g + 8 * (i & 1);
       if (field_bits(fields, token) == INVALID_FIELD || field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD) bad |= 1u << i;
@@ -230,7 +197,7 @@ template <int FIRST = 0, int END = OWN_TILES> DEVICE void apply_mask(const u8* s
       const Column* column = column_at(shared, own_column(c, lane & 3));
       const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
 #pragma unroll
-      for (int i = 2 * FIRST; i < 2 * END; i++) {
+      for (int i = 0; i < 2 * OWN_TILES; i++) {
         const int x = i / 2, r = i & 1, token = token0 + 16 * TILES_APART * x + g + 8 * r;
         s[c][x][r] = token >= end || token < begin ? MINUS_INFINITY : bad >> i & 1 ? NOT_A_NUMBER : s[c][x][r];
       }

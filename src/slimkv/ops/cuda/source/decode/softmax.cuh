@@ -32,7 +32,10 @@ DEVICE bool update_max(const u8* slot, const ColumnState& columns, int g, int t,
     for (int x = 0; x < OWN_TILES; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        highest[c] = max_f32(highest[c], OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], LATE_UNIT ? 1024.0f * columns.unit[ONE_UNIT ? 0 : c] : TOKEN_UNITS ? 1024.0f * units[x][r] : 1024.0f, magnitude[x][r]) : s[c][x][r]);
+      {
+        const float base = LATE_UNIT ? 1024.0f * columns.unit_of(c) : TOKEN_UNITS ? 1024.0f * units[x][r] : 1024.0f;
+        highest[c] = max_f32(highest[c], OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], base, magnitude[x][r]) : s[c][x][r]);
+      }
     if (OUT_IN_PRODUCTS) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
     if (TEAM > 1 && !real) highest[c] = MINUS_INFINITY;
     moves = moves || highest[c] > acc.row_max[c] + columns.slack[c];
@@ -52,7 +55,7 @@ DEVICE bool update_max(const u8* slot, const ColumnState& columns, int g, int t,
       if (TEAM > 1)
 #pragma unroll
         for (int w = 0; w < TEAM; w++) higher = max_f32(higher, maxima[STATE_WORDS * ((team.number * TEAM + w) * COLUMNS + own_column(c, t))]);
-      const float base = MAX_WITHOUT_UNIT ? columns.unit[ONE_UNIT ? 0 : c] : 1.0f;
+      const float base = MAX_WITHOUT_UNIT ? columns.unit_of(c) : 1.0f;
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
       acc.row_max[c] = higher;
       acc.row_sum[c] *= factor, acc.shift[c] *= factor;
@@ -86,7 +89,7 @@ DEVICE float weigh(const u8* slot, float base, float reference, int g, int x, in
 DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc) {
 #pragma unroll
   for (int c = 0; c < C; c++) {
-    const float base = LATE_UNIT ? columns.unit[ONE_UNIT ? 0 : c] : 1.0f;
+    const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
     const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? acc.row_max[c] * base : acc.row_max[c];
 #pragma unroll
     for (int x = 0; x < NT; x++) {

@@ -55,6 +55,8 @@ struct ColumnState {
   float unit[ONE_UNIT ? 1 : C], sum[C], slack[C];
   int clear_end, clear_begin;
 
+  DEVICE_MEMBER float unit_of(int c) const { return unit[ONE_UNIT ? 0 : c]; }
+
   DEVICE_MEMBER void load(const DecodeArgs& args, const WorkRange& range, const u8* shared, int t) {
     const int first_query = range.chunk * (COLUMNS / args.group_size);
 #pragma unroll
@@ -64,7 +66,7 @@ struct ColumnState {
       u = column.unit * (args.scale < 0 ? -args.scale : args.scale);
       if (u < 1e-30f) u = 1e-30f;  // zero times minus infinity would not be a number
       sum[c] = column.sum;
-      slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / unit[ONE_UNIT ? 0 : c] : RESCALE_THRESHOLD;
+      slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / u : RESCALE_THRESHOLD;
     }
     const int last_query = min_i32(range.s.queries, first_query + COLUMNS / args.group_size) - 1;
     clear_end = args.causal ? range.s.length - range.s.queries + first_query + 1 : range.s.length;
