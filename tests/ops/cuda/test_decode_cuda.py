@@ -119,7 +119,7 @@ def test_the_shapes_for_long_sequences(case, as_if_long):
     check_emulated(case)
 
 
-# Many columns by teams of four warps, whose products are those of sm_90a: in pairs, one team for keys and one for values,
+# Many columns by teams of four warps, whose products are those of sm_90a: in pairs, a team for keys and one for values,
 # or, of little work, each for both.
 HOPPER_GPU = replace(SMALL_GPU, warpgroups=True)
 DRAFTS = replace(LONG, dim=128, lens=(700, 290, 33), queries=(8, 6, 8))

@@ -38,6 +38,8 @@ _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
 _LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
 _TINY_TOKENS = 1 << 9
+# Rows that wait for their parts: on four multiprocessors that have nothing else, or beside the blocks of all.
+_POLLED_ROWS, _POLLED_ROWS_BESIDE = 64, 256
 # Blocks of a cluster: every device of sm_90 has room for 8 of one a multiprocessor, and for 16 of two.
 _CLUSTER, _LARGE_CLUSTER = 8, 16
 CLUSTER_TOKENS = 3 << 10  # of a sequence; of more, blocks on all multiprocessors are worth more than one launch
@@ -58,6 +60,7 @@ class Shape:
     apart: bool = False  # low and high halves of 6-bit levels have tables of their own
     roles: bool = False  # keys and values have warpgroups of their own, in pairs
     cluster: int = 1  # blocks that share an item and put its output together, without a second launch
+    polled: bool = False  # merging starts when parts are there, not when all blocks have ended
 
     @property
     def warpgroup(self) -> bool:
@@ -176,6 +179,24 @@ def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) ->
     return replace(shape, cluster=cluster)
 
 
+def rows_bound(rows: int) -> int:
+    """As much of a number of rows as ``polls`` looks at."""
+    return next((bound for bound in (_POLLED_ROWS, _POLLED_ROWS_BESIDE) if rows <= bound), 1 << 30)
+
+
+def polls(layout: PageLayout, shape: Shape, rows: int, amount: Amount) -> bool:
+    """Whether ``rows`` of output are merged by blocks that wait for their parts beside those that attend.
+
+    They must find room there: on multiprocessors that the cut leaves idle, if they are few, or in the registers that 8
+    warps leave. And preparing for it takes a warp some time, which little work does not hide.
+    """
+    if shape.cluster > 1 or shape.roles:
+        return False
+    if layout.spec.value_dim > 128:
+        return shape.wide and shape.warps == 8 and rows <= _POLLED_ROWS_BESIDE
+    return rows <= _POLLED_ROWS and not amount.little
+
+
 def team_of(layout: PageLayout) -> int:
     """Warps that share the values of many columns, each with whole words of every plane; 1: they cannot."""
     return 2 if max_columns(layout) == 32 and _values_in_parts(layout, 2) else 1
@@ -273,9 +294,10 @@ def kernel_defines(
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps,
-        "TEAM": shape.team, "WGMMA": int(shape.warpgroup), "ROLES": int(shape.roles), "STAGES": shape.stages, "BULK": int(shape.bulk),
-        "APART": int(shape.apart), "CLUSTER": shape.cluster,
-        "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "TEAM": shape.team, "WGMMA": int(shape.warpgroup), "ROLES": int(shape.roles), "STAGES": shape.stages,
+        "BULK": int(shape.bulk), "APART": int(shape.apart), "CLUSTER": shape.cluster,
+        "POLLED": int(shape.polled), "MIN_BLOCKS": shape.resident,
+        "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip
 

@@ -6,9 +6,7 @@
 // The maximum and the sum of a column over the block's warps.
 DEVICE void sum_of_warps(const float* states, int column, float& all_max, float& all_sum) {
   all_max = MINUS_INFINITY, all_sum = 0;
-#pragma unroll
   for (int w = 0; w < WORKERS; w++) all_max = max_f32(all_max, states[STATE_WORDS * (w * COLUMNS + column)]);
-#pragma unroll
   for (int w = 0; w < WORKERS; w++) {
     const float* state = states + STATE_WORDS * (w * COLUMNS + column);
     const float m = state[0], l = state[1];
@@ -44,6 +42,20 @@ DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* 
   cluster_sync();  // nobody ends while another reads its shared memory
 }
 
+// Sums of the warps' results of a group of columns to `to`, four numbers at a time.
+DEVICE void write_sums(float* to, const u8* shared) {
+  for (int i = thread_index(); i < GROUP * VD / 4; i += 32 * WARPS) {
+    const int column = i / (VD / 4), d = 4 * (i % (VD / 4)), of_part = d % (16 * OUT_SLICES);
+    float x[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int w = 0; w < WARPS; w += TEAM) {
+      const Words4 one = *(const Words4*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT + 4 * (column * OUT_ROW + of_part));
+      x[0] += as_float(one.x), x[1] += as_float(one.y), x[2] += as_float(one.z), x[3] += as_float(one.w);
+    }
+    st_relaxed(to + 4 * i, written(x[0]), written(x[1]), written(x[2]), written(x[3]));
+  }
+}
+
 // What a warp knows of its columns.
 DEVICE void leave_states(const ColumnState& columns, Accumulator& acc, float* states, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -62,13 +74,6 @@ DEVICE void leave_states(const ColumnState& columns, Accumulator& acc, float* st
   }
 }
 
-// Of uniform values: what is added to the output of a column, of the tokens of the whole team.
-DEVICE float shift_of_team(const float* states, const Team& team, int column) {
-  float shift = 0;
-  for (int w = 0; w < TEAM; w++) shift += states[STATE_WORDS * ((team.number * TEAM + w) * COLUMNS + column) + 2];
-  return shift;
-}
-
 // Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
 DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
                           const Team& team, u8* shared, u8* ring, int warp, int lane) {
@@ -78,9 +83,12 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
   sync_threads();
   if (TEAM > 1 && V_KIND == UNIFORM)
 #pragma unroll
-    for (int c = 0; c < C; c++) acc.shift[c] = shift_of_team(states, team, own_column(c, t));
+    for (int c = 0; c < C; c++) {  // of the tokens of the whole team
+      acc.shift[c] = 0;
+      for (int w = 0; w < TEAM; w++) acc.shift[c] += states[STATE_WORDS * ((team.number * TEAM + w) * COLUMNS + own_column(c, t)) + 2];
+    }
   const i64 part = (i64)range.item + block_index();
-  const bool whole = WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
+  const bool whole = is_whole(args, range);
 #pragma unroll
   for (int n = 0; n < NG; n++) {
 #pragma unroll
@@ -122,18 +130,11 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
         write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
       }
     } else {
-      for (int i = thread_index(); i < GROUP * VD / 4; i += 32 * WARPS) {
-        const int column = i / (VD / 4), d = 4 * (i % (VD / 4));
-        float x[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int w = 0; w < WARPS; w += TEAM) {
-          const Words4 one = *(const Words4*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT + 4 * (column * OUT_ROW + d % (16 * OUT_SLICES)));
-          x[0] += as_float(one.x), x[1] += as_float(one.y), x[2] += as_float(one.z), x[3] += as_float(one.w);
-        }
-        write_part(args.parts + (part * COLUMNS + GROUP * n + column) * VD + d, x);
-      }
-      if (warp == WARPS - 1 && lane < GROUP) {
-        const int column = GROUP * n + lane;
+      if constexpr (POLLED) write_sums(args.parts + (part * COLUMNS + GROUP * n) * VD, shared);
+      else
+        for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS) args.parts[(part * COLUMNS + GROUP * n + i / VD) * VD + i % VD] = sum_at(i / VD, i % VD);
+      if (thread_index() < GROUP) {
+        const int column = GROUP * n + thread_index();
         float* state = args.part_states + (part * COLUMNS + column) * 2;
         float all_max, all_sum;
         sum_of_warps(states, column, all_max, all_sum);

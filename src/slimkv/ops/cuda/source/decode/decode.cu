@@ -66,10 +66,10 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
   attend_in_roles(args, shared);
 #else
   const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
-  if (CLUSTER > 1 || !args.merge_polls) pdl_wait();
-  else griddepcontrol_wait();
+  if (POLLED) griddepcontrol_wait();  // `merge` starts later
+  else pdl_wait();
   int left;  // steps of this block
-  bool polled = false, starts_merge = args.merge_polls;
+  bool forgets = false;
   WorkRange range;
   if constexpr (CLUSTER > 1) {
     range = cluster_range(args);
@@ -79,7 +79,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     WorkPartition partition;
     range = first_range(args, ThisBlock(), lane, partition, left);
     if (left <= 0) return;
-    polled = partition.padded;
+    forgets = partition.padded;
   }
   const LevelTables tables = load_tables(args, shared, lane);
 
@@ -115,6 +115,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
   };
   begin_loading(range);
+  bool starts_merge = POLLED;
 
   while (true) {
 #pragma unroll
@@ -123,11 +124,8 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
     if (BULK || WGMMA) fence_proxy_async();  // rings and operands were written to
     sync_threads();
-    if (CLUSTER == 1 && starts_merge) {  // while the first pages travel
-      if (warp == WARPS - 1) {
-        if (polled) forget_part(args, (i64)range.item + block_index(), lane);
-        if (lane == 0) griddepcontrol_launch_dependents();
-      }
+    if constexpr (POLLED) {
+      if (starts_merge && warp == WARPS - 1) start_merge(args, forgets, (i64)range.item + block_index(), lane);  // while the first pages travel
       starts_merge = false;
     }
     QueryOperands queries;

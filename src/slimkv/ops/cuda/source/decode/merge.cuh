@@ -8,13 +8,33 @@
 #include "decode/output.cuh"
 
 constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
-// So few registers that blocks fit a multiprocessor beside one of `attend`, or many of them where there is none.
-constexpr int MERGE_BLOCKS = VD > 128 ? 12 : 16;
 static_assert(32 % PARTS_AT_ONCE == 0, "a lane for the state of every part");
+// POLLED: so few registers that many blocks fit a multiprocessor that has none of `attend`, or some beside one.
+constexpr int MERGE_BLOCKS = !POLLED ? 1 : VD > 128 ? 12 : 16;
 
-// The parts of a column of an item that are those of blocks `block`, `block + by`, ..., as far as `last`. Waits for those that are not
-// there yet: first for one, which takes about as long as the others, so that little is read in vain.
+// The parts of a column of an item that are those of blocks `block`, `block + by`, ..., as far as `last`.
 DEVICE MergedState merge_parts(const DecodeArgs& args, int item, int column, int block, int last, int by, int lane) {
+  MergedState merged;
+  merged.clear();
+  for (; block <= last; block += PARTS_AT_ONCE * by) {
+    float m[PARTS_AT_ONCE], l[PARTS_AT_ONCE], v[PARTS_AT_ONCE][VN];
+#pragma unroll
+    for (int j = 0; j < PARTS_AT_ONCE; j++) {
+      const bool real = block + j * by <= last;
+      const i64 part = (i64)(item + (real ? block + j * by : block)) * COLUMNS + column;
+      m[j] = real ? args.part_states[2 * part] : MINUS_INFINITY;
+      l[j] = real ? args.part_states[2 * part + 1] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? args.parts[part * VD + lane + 32 * i] : 0.0f;
+    }
+    merged.add(m, l, v);
+  }
+  return merged;
+}
+
+// The same of parts that may not be there yet: first one is waited for, which takes about as long as the others, so that little is
+// read in vain.
+DEVICE MergedState poll_parts(const DecodeArgs& args, int item, int column, int block, int last, int by, int lane) {
   MergedState merged;
   merged.clear();
   if (block <= last) {
@@ -66,11 +86,11 @@ KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
   const int within = chunk * args.num_kv_heads + head / args.group_size, item = offset.items + within;
   const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = first / partition.share;
   const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / partition.share : first_block - 1;
-  const bool polled = args.merge_polls && partition.padded;  // parts tell when they are there
-  if (!polled || (WHOLE_ITEMS && split == 1 && first_block == last_block)) griddepcontrol_wait();
-  if (WHOLE_ITEMS && split == 1 && first_block == last_block) return;
+  const bool whole = WHOLE_ITEMS && split == 1 && first_block == last_block, polls = POLLED && partition.padded && !whole;
+  if (!polls) griddepcontrol_wait();
+  if (whole) return;
 
-  MergedState merged = merge_parts(args, item, column, first_block + warp % split, last_block, split, lane);
+  MergedState merged = (POLLED ? poll_parts : merge_parts)(args, item, column, first_block + warp % split, last_block, split, lane);
   float* mine = (float*)shared + warp * (VD + 2);
   if (split > 1) {
     if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.row_sum;
@@ -78,7 +98,10 @@ KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
     for (int i = 0; i < VN; i++)
       if (lane + 32 * i < VD) mine[lane + 32 * i] = merged.x[i];
     sync_threads();
-    if (warp % split) return griddepcontrol_wait();
+    if (warp % split) {
+      if (polls) griddepcontrol_wait();
+      return;
+    }
     for (int w = 1; w < split; w++) {
       const float* theirs = mine + w * (VD + 2);
       const float m[1] = {theirs[VD]}, l[1] = {theirs[VD + 1]};
@@ -89,12 +112,12 @@ KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
     }
   }
   if (head < query_heads) write_row(args, row, head, merged.highest, merged.row_sum, merged.x, mine, lane);
-  if (polled) griddepcontrol_wait();  // no block may end before `attend` does
+  if (polls) griddepcontrol_wait();  // no block may end before `attend` does
 }
 HOST_TESTABLE(merge, DecodeArgs)
 
 // Block x: the item that is cut first between blocks x and x + 1 of `attend`, and sequences without keys, which no block has seen.
-KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge_cuts(GRID_CONSTANT DecodeArgs args) {
+KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, cut = block_index() + 1;
   const int column = block_index_y() * MERGE_WARPS + warp, per_chunk = COLUMNS / args.group_size;
   const int of_chunk = column / args.group_size, of_group = column % args.group_size;

@@ -6,19 +6,26 @@
 constexpr int VN = (VD + 31) / 32;
 // Blocks that have all keys of an item write its output themselves, where the rotation takes no shared memory.
 constexpr bool WHOLE_ITEMS = !V_ROTATED || (POWER_OF_TWO(VD) && VD >= 32);
+DEVICE bool is_whole(const DecodeArgs& args, const WorkRange& range) {
+  return WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
+}
 
-// A part that has not been written yet. Where a block of `attend` has a single range, `merge` need not wait for all of them to end: every
-// number tells for itself whether it is there. The bits are those of no result.
+// POLLED: `merge` does not wait for all of `attend` to end where its blocks have a single range each. Every number of a part tells for
+// itself whether it has been written: the bits of one that has not are those of no result.
 constexpr u32 NOT_YET = 0xFFFFFFFFu;
 DEVICE float written(float x) { return as_bits(x) == NOT_YET ? NOT_A_NUMBER : x; }
-DEVICE void write_part(float* to, float x) { st_relaxed(to, written(x)); }
-DEVICE void write_part(float* to, const float (&x)[4]) { st_relaxed(to, written(x[0]), written(x[1]), written(x[2]), written(x[3])); }
-// One warp, before `merge` may start.
-DEVICE void forget_part(const DecodeArgs& args, i64 part, int lane) {
-  for (int i = lane; i < COLUMNS * VD / 4; i += 32) *(Words4*)(args.parts + part * COLUMNS * VD + 4 * i) = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
-  for (int i = lane; i < COLUMNS; i += 32) *(Words2*)(args.part_states + 2 * (part * COLUMNS + i)) = {NOT_YET, NOT_YET};
-  fence_device();
-  sync_warp();
+DEVICE void write_part(float* to, float x) {
+  if (POLLED) st_relaxed(to, written(x)); else *to = x;
+}
+// One warp: lets `merge` start, when it can no longer see what was in a part before.
+DEVICE void start_merge(const DecodeArgs& args, bool forgets, i64 part, int lane) {
+  if (forgets) {
+    for (int i = lane; i < COLUMNS * VD / 4; i += 32) *(Words4*)(args.parts + part * COLUMNS * VD + 4 * i) = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+    for (int i = lane; i < COLUMNS; i += 32) *(Words2*)(args.part_states + 2 * (part * COLUMNS + i)) = {NOT_YET, NOT_YET};
+    fence_device();
+    sync_warp();
+  }
+  if (lane == 0) griddepcontrol_launch_dependents();
 }
 
 // Parts of a row, some at a time.

@@ -9,7 +9,7 @@
 #include "decode/scores.cuh"
 #include "decode/values.cuh"
 
-constexpr int KEY_REGISTERS = 136, VALUE_REGISTERS = 256 - KEY_REGISTERS;
+constexpr int KEY_REGISTERS = 136;  // of the 256 that a thread of each role have together
 
 // What a pair of warpgroups shares.
 struct PairMemory {
@@ -172,33 +172,32 @@ DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, cons
   if (pair.member == 0) memory.wait_until_used(taken - 1);  // before rings are filled again
 }
 
-// As combine_warps: the output of all columns at once, a warp for a row.
-template <bool VALUES>
-DEVICE void combine_roles(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc, const Team& pair,
-                          u8* shared, int warp, int lane) {
+// The warp's part of the output, of all columns at once, when all states are there.
+DEVICE void leave_results(const Accumulator& acc, const Team& pair, u8* shared, int lane) {
   const int g = lane >> 2, t = lane & 3, worker = pair.number * TEAM + pair.member;
-  float *states = (float*)(shared + STATE_AT), *results = (float*)(shared + OPERANDS_AT);
-  if (!VALUES) leave_states(columns, acc, states, worker, lane);
-  sync_threads();
-  if (VALUES)
+  const float* states = (const float*)(shared + STATE_AT);
 #pragma unroll
-    for (int c = 0; c < C; c++) {
-      const int column = own_column(c, t);
-      const float shift = V_KIND == UNIFORM ? shift_of_team(states, pair, column) : 0.0f;
-      const float row_max = states[STATE_WORDS * (worker * COLUMNS + column)];
-      float highest = MINUS_INFINITY;
+  for (int c = 0; c < C; c++) {
+    const int column = own_column(c, t);
+    float shift = 0, highest = MINUS_INFINITY;
+    if (V_KIND == UNIFORM)  // of the tokens of the whole team
+      for (int w = 0; w < TEAM; w++) shift += states[STATE_WORDS * ((pair.number * TEAM + w) * COLUMNS + column) + 2];
 #pragma unroll
-      for (int w = 0; w < WORKERS; w += TEAM) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + column)]);  // a team has one
-      const float factor = row_max == MINUS_INFINITY ? 0.0f : exp2_approx(row_max - highest);
-      float* mine = results + (worker * COLUMNS + column) * RESULT_ROW;
+    for (int w = 0; w < WORKERS; w += TEAM) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + column)]);  // a team has one
+    const float row_max = states[STATE_WORDS * (worker * COLUMNS + column)];
+    const float factor = row_max == MINUS_INFINITY ? 0.0f : exp2_approx(row_max - highest);
+    float* mine = (float*)(shared + OPERANDS_AT) + (worker * COLUMNS + column) * RESULT_ROW;
 #pragma unroll
-      for (int i = 0; i < OUT_SLICES; i++)
+    for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) mine[16 * i + g + 8 * r] = (acc.number(c / OWN, i, r, c % OWN) * VALUE_UNIT + shift) * factor;
-    }
-  sync_threads();
+      for (int r = 0; r < 2; r++) mine[16 * i + g + 8 * r] = (acc.number(c / OWN, i, r, c % OWN) * VALUE_UNIT + shift) * factor;
+  }
+}
+
+// Rows of the range, a warp for each: the output of an item of which the block has had all keys, else a part of the workspace.
+DEVICE void write_rows(const DecodeArgs& args, const WorkRange& range, u8* shared, int warp, int lane) {
+  const float *states = (const float*)(shared + STATE_AT), *results = (const float*)(shared + OPERANDS_AT);
   const i64 part = (i64)range.item + block_index();
-  const bool whole = WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
   for (int column = warp; column < COLUMNS; column += WARPS) {
     const int per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + column / args.group_size;
     if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
@@ -212,7 +211,7 @@ DEVICE void combine_roles(const DecodeArgs& args, const WorkRange& range, const 
       for (int w = 0; w < WORKERS; w += TEAM)
         if (d < VD) x[j] += results[((w + d / (16 * OUT_SLICES)) * COLUMNS + column) * RESULT_ROW + d % (16 * OUT_SLICES)];
     }
-    if (whole) {
+    if (is_whole(args, range)) {
       write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
       continue;
     }
@@ -222,67 +221,80 @@ DEVICE void combine_roles(const DecodeArgs& args, const WorkRange& range, const 
       if (lane + 32 * j < VD) write_part(to + lane + 32 * j, x[j]);
     if (lane < 2) write_part(args.part_states + (part * COLUMNS + column) * 2 + lane, lane ? all_sum : all_max);
   }
-  sync_threads();
 }
 
-// What a warp does, range after range.
-template <bool VALUES>
-DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int left, bool polled, int warp, int lane) {
-  const int worker = warp % WORKERS;
+// Queries of a range that are in the lanes' registers, to operands with one unit.
+template <int QUERIES>
+DEVICE void prepare_queries(const DecodeArgs& args, const WorkRange& range, float (&query)[QUERIES][QN], u8* shared, int warp, int lane) {
+  const float infinity = as_float(0x7F800000u);
+  float largest[QUERIES], all = 0;
+#pragma unroll
+  for (int i = 0; i < QUERIES; i++) {
+    largest[i] = rotate_query(args, query[i], (float*)(shared + TEAM_WEIGHTS_AT) + warp * KD, lane);
+    if (lane == 0) column_at(shared, warp + i * WARPS)->unit = largest[i] < infinity ? largest[i] : 0.0f;
+  }
+  sync_threads();
+#pragma unroll
+  for (int c = 0; c < COLUMNS; c += 32) all = max_f32(all, column_at(shared, c + lane)->unit);
+#pragma unroll
+  for (int d = 16; d; d >>= 1) all = max_f32(all, shfl_xor(all, d));
+  sync_threads();  // columns are written again
+#pragma unroll
+  for (int i = 0; i < QUERIES; i++)
+    write_query(args, range, warp + i * WARPS, query[i], all, largest[i] < infinity, shared, shared + QUERY_AT, lane);
+}
+
+// What both roles do is one piece of code: instructions that are met for the first time come from far away.
+DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
+  const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31, worker = warp % WORKERS;
+  const bool has_values = warp >= WORKERS, loads = has_values && worker % TEAM == 0;
+  if (POLLED) griddepcontrol_wait();  // `merge` starts later
+  else pdl_wait();
+  int left;
+  WorkPartition partition;
+  WorkRange range = first_range(args, ThisBlock(), lane, partition, left);
+  if (left <= 0) return;
   const Team pair = {worker / TEAM, worker % TEAM};
   const PairMemory memory(shared, pair.number);
-  const bool loads = VALUES && pair.member == 0;
   PairLoader loader;
   if (loads) loader.init(shared, memory, pair.number, lane);
-  constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
+  constexpr int QUERIES = COLUMNS / WARPS;
+  static_assert(QUERIES * WARPS == COLUMNS, "as many of every warp");
   float query[QUERIES][QN];
   auto begin_loading = [&](const WorkRange& p) {
 #pragma unroll
-    for (int i = 0; i < QUERIES; i++)
-      if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
+    for (int i = 0; i < QUERIES; i++) load_query(args, p, warp + i * WARPS, query[i], lane);
     if (loads) loader.open(args, p, pair.number);
   };
   begin_loading(range);
   const LevelTables tables = load_tables(args, shared, lane);  // while pages travel
-  bool starts_merge = args.merge_polls;
+  bool starts_merge = POLLED;
   u32 taken = 0;
   while (true) {
-    float largest[QUERIES];
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++) {
-      const int c = warp + i * WARPS;
-      largest[i] = rotate_query(args, query[i], (float*)(shared + TEAM_WEIGHTS_AT) + warp * KD, lane);
-      if (lane == 0 && c < COLUMNS) column_at(shared, c)->unit = largest[i] < as_float(0x7F800000u) ? largest[i] : 0.0f;
-    }
-    sync_threads();
-    float all = 0;
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c += 32) all = max_f32(all, column_at(shared, c + lane)->unit);
-#pragma unroll
-    for (int d = 16; d; d >>= 1) all = max_f32(all, shfl_xor(all, d));
-    sync_threads();  // columns are written again
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++) {
-      const int c = warp + i * WARPS;
-      if (c < COLUMNS) write_query(args, range, c, query[i], all, largest[i] < as_float(0x7F800000u), shared, shared + QUERY_AT, lane);
-    }
+    prepare_queries(args, range, query, shared, warp, lane);
     fence_proxy_async();  // queries were written
     sync_threads();
-    if (starts_merge) {  // while the first pages travel
-      if (warp == WARPS - 1) {
-        if (polled) forget_part(args, (i64)range.item + block_index(), lane);
-        if (lane == 0) griddepcontrol_launch_dependents();
-      }
-      starts_merge = false;
-    }
-    ColumnState columns;
-    Accumulator acc;
-    acc.clear();
-    if (VALUES) {
+    if (POLLED && starts_merge && warp == WARPS - 1)
+      start_merge(args, partition.padded && !is_whole(args, range), (i64)range.item + block_index(), lane);
+    starts_merge = false;
+    if (has_values) {
+      setmaxnreg_dec<256 - KEY_REGISTERS>();
+      Accumulator acc;
+      acc.clear();
       attend_values(range, memory, pair, tables, lane, loader, taken, acc);
+      sync_threads();
+      leave_results(acc, pair, shared, lane);
+      setmaxnreg_inc<128>();
     } else {
+      setmaxnreg_inc<KEY_REGISTERS>();
+      Accumulator acc;
+      acc.clear();
+      ColumnState columns;
       columns.load(args, range, shared, lane & 3);
       attend_keys(args, range, shared, memory, pair, columns, tables, lane, taken, acc);
+      leave_states(columns, acc, (float*)(shared + STATE_AT), worker, lane);
+      sync_threads();
+      setmaxnreg_dec<128>();
     }
     left -= range.last - range.first + ITEM_COST;  // with what the next item takes
     WorkRange next = range;
@@ -290,26 +302,10 @@ DEVICE void play_role(const DecodeArgs& args, u8* shared, WorkRange range, int l
       next = next_range(args, range, left);
       begin_loading(next);
     }
-    combine_roles<VALUES>(args, range, columns, acc, pair, shared, warp, lane);
+    sync_threads();
+    write_rows(args, range, shared, warp, lane);
     if (left <= 0) return;
+    sync_threads();  // before results and states are written again
     range = next;
-  }
-}
-
-DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
-  const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31;
-  if (args.merge_polls) griddepcontrol_wait();
-  else pdl_wait();
-  int left;
-  WorkPartition partition;
-  const WorkRange range = first_range(args, ThisBlock(), lane, partition, left);
-  if (left <= 0) return;
-  const bool polled = partition.padded && !(WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps);
-  if (warp >= WORKERS) {
-    setmaxnreg_dec<VALUE_REGISTERS>();
-    play_role<true>(args, shared, range, left, polled, warp, lane);
-  } else {
-    setmaxnreg_inc<KEY_REGISTERS>();
-    play_role<false>(args, shared, range, left, polled, warp, lane);
   }
 }

@@ -1,7 +1,7 @@
 // What the decode kernels are compiled for, where things are in shared memory, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED,
 // V_CORE (the pages),
-// NG, WIDE (the columns), NT, WARPS, TEAM, WGMMA, ROLES, STAGES, BULK, APART, CLUSTER, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE
+// NG, WIDE (the columns), NT, WARPS, TEAM, WGMMA, ROLES, STAGES, BULK, APART, CLUSTER, POLLED, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE
 // (types.cuh),
 // WINDOW, SOFTCAP (the options).
 //
@@ -80,6 +80,7 @@ static_assert(!WGMMA || (TEAM == 4 && WARPS % 4 == 0), "a warpgroup is a team");
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : K_PERMUTED ? DENORMAL_UNIT : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_unit<V_KIND, V_BITS>();
 
+static_assert(CLUSTER == 1 || !POLLED, "clusters merge themselves");
 static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "what a block gives its cluster is in the second slot");
 
 constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
@@ -126,5 +127,4 @@ struct DecodeArgs {
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window, blocks, merge_split;
   i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
-  i32 merge_polls;   // whether `merge` waits for parts instead of the whole of `attend`, if blocks have one range each
 };
