@@ -136,9 +136,11 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       if (thread_index() < GROUP) {
         const int column = GROUP * n + thread_index();
         float* state = args.part_states + (part * COLUMNS + column) * 2;
-        float all_max, all_sum;
-        sum_of_warps(states, column, all_max, all_sum);
-        write_part(state, all_max), write_part(state + 1, all_sum);
+        if constexpr (POLLED) {
+          float all_max, all_sum;
+          sum_of_warps(states, column, all_max, all_sum);
+          write_part(state, all_max), write_part(state + 1, all_sum);
+        } else sum_of_warps(states, column, state[0], state[1]);
       }
     }
     sync_threads();
