@@ -287,7 +287,7 @@ def _plan(
         return None
     if single[0]:
         shape = in_clusters(device, layout, shape, -(-single[0] // (shape.columns // group)) * single[1])
-    shape = replace(shape, polled=polls(layout, shape, rows, amount))
+    shape = replace(shape, polled=polls(device, layout, shape, rows, amount))
     spec = layout.spec
     args = Args(
         key_table=_Table(*level_bytes(spec.key, spec.key_dim)),

@@ -184,13 +184,13 @@ def rows_bound(rows: int) -> int:
     return next((bound for bound in (_POLLED_ROWS, _POLLED_ROWS_BESIDE) if rows <= bound), 1 << 30)
 
 
-def polls(layout: PageLayout, shape: Shape, rows: int, amount: Amount) -> bool:
+def polls(device: Device, layout: PageLayout, shape: Shape, rows: int, amount: Amount) -> bool:
     """Whether ``rows`` of output are merged by blocks that wait for their parts beside those that attend.
 
     They must find room there: on multiprocessors that the cut leaves idle, if they are few, or in the registers that 8
     warps leave. And preparing for it takes a warp some time, which little work does not hide.
     """
-    if shape.cluster > 1 or shape.roles:
+    if not device.copy_engine or shape.cluster > 1 or shape.roles:  # older ones start no kernel early
         return False
     if layout.spec.value_dim > 128:
         return shape.wide and shape.warps == 8 and rows <= _POLLED_ROWS_BESIDE
