@@ -16,6 +16,40 @@ template <class C> DEVICE void value_halves(const C& codes, int slice, const Lev
   else code_halves<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), tables.value, tables.value_levels, a);
 }
 
+// Regrouped as codes.
+template <class PackedCodes>
+DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
+  u32 b[NG][NT / 2][2];
+  PackedCodes even[NT / 2], odd[NT / 2];
+#pragma unroll
+  for (int x = 0; x < NT; x += 2) {
+    even[x / 2].template merge<false>(codes[x], codes[x + 1]), odd[x / 2].template merge<true>(codes[x], codes[x + 1]);
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) b[n][x / 2][r] = w.p[n][x][r] + (w.p[n][x + 1][r] << 8);
+  }
+#pragma unroll
+  for (int i = 0; i < VS; i++) {
+    i32 c[NG][4];
+#pragma unroll
+    for (int x = 0; x < NT / 2; x++) {
+      u32 a0, a1, a2, a3;
+      value_bytes(even[x], i, table, a0, a2);
+      value_bytes(odd[x], i, table, a1, a3);
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1], 0, w.start[n], 0, w.start[n]);
+        else mma_u8_u8(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) acc.numbers(n, i)[j] += (float)(256 * c[n][2 * j] + c[n][2 * j + 1]) * w.fold[n];
+  }
+}
+
 // The bytes of a word alternate between dimensions g and g + 8. Here they are put apart; two tiles are one operand.
 DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
   u32 b[NG][NT];
@@ -235,10 +269,14 @@ DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const T
 }
 
 DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {
+#ifdef X_NOVAL
+  acc.row_sum[0] += as_float(w.p[0][0][0]) + as_float(w.p[0][1][1]); return;
+#endif
   ValueCodes codes[NT];
 #pragma unroll
   for (int x = 0; x < NT; x++) codes[x].load(slot + values_of(x), lane);
-  if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
+  if constexpr (X_MERGE && V_BYTES && V_REGROUPED && V_BITS <= 4 && NT % 2 == 0 && ValueCodes::WHOLE_WORDS) add_merged_value_bytes(codes, w, tables.value, acc);
+  else if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
   else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);
   else add_value_halves(codes, w, tables, acc);
