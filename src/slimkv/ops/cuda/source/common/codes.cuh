@@ -103,8 +103,9 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   }
   DEVICE_MEMBER static constexpr int one_offset() { return Plane<FIRST, S>::BYTES + (REST >= 2 ? Plane<2, S>::BYTES : 0); }
 
-  // Of two tiles of values: dimensions g (ODD: g + 8) of both, those of the first in even nibbles. Planes are whole words.
-  static constexpr bool WHOLE_WORDS = REST < 2 && S % Plane<FIRST, S>::PER_WORD == 0 && (!(REST & 1) || S % 4 == 0);
+  // Of two tiles of values, up to 4 bits: dimensions g of both (ODD: g + 8), the first one's codes in even nibbles and the second one's
+  // in odd ones. Two words of a plane at a time, however many slices they have.
+  static constexpr bool MERGEABLE = BITS <= 4 && S % Plane<FIRST, S>::PER_WORD == 0 && (!(REST & 1) || S % 4 == 0);
   template <bool ODD> DEVICE_MEMBER void merge(const Codes& a, const Codes& b) {
 #pragma unroll
     for (int i = 0; i < decltype(first)::WORDS; i++) first.words[i] = merged<ODD>(a.first.words[i], b.first.words[i]);
@@ -113,7 +114,7 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
       for (int i = 0; i < decltype(one)::WORDS; i++) one.words[i] = merged<ODD>(a.one.words[i], b.one.words[i]);
   }
   template <bool ODD> DEVICE_MEMBER static u32 merged(u32 a, u32 b) {
-    return ODD ? bit_select(0x0F0F0F0Fu, a >> 4, b) : bit_select(0x0F0F0F0Fu, a, b << 4);
+    return bit_select(0x0F0F0F0Fu, ODD ? a >> 4 : a, ODD ? b : b << 4);
   }
 
   DEVICE_MEMBER u32 low(int s) const {
@@ -150,7 +151,7 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
 
 template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PARTS> {
   static constexpr int WIDTH = 8;
-  static constexpr bool WHOLE_WORDS = true;
+  static constexpr bool MERGEABLE = false;
   static constexpr bool VALUES = TRANSPOSED;
   Plane<4, 2 * S, PARTS> plane;
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
@@ -171,36 +172,20 @@ template <int KIND, int BITS> constexpr bool in_bytes() { return KIND == UNIFORM
 // by the sign.
 struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 
-#ifndef X_NOLDS
-#define X_NOLDS 0
-#endif
 // Levels in shared memory, a copy of every entry for each lane, so that lanes never wait for one another.
 struct LevelTable {
   u32 address;  // of this lane's first entry
   // The entry whose number is byte i of the word; an entry's 128 bytes are what the byte is multiplied by.
   template <int OFFSET = 0> DEVICE_MEMBER u32 at(u32 word, int i) const {
-    if (i >= 4 - X_NOLDS) return dp4a_u8(word, 0x80u << (8 * i), address);
     return ld_shared_constant<OFFSET>(dp4a_u8(word, 0x80u << (8 * i), address));
   }
 };
 
-#ifndef X_IDP
-#define X_IDP 1
-#endif
-#ifndef X_IDPW
-#define X_IDPW 0
-#endif
-#ifndef X_MERGE
-#define X_MERGE 1
-#endif
-#ifndef X_NOLDS
-#define X_NOLDS 0
-#endif
-DEVICE u32 upper(u32 x) { return X_IDP ? high_half(x) : x >> 16; }
-
-// Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
-template <int KIND, int BITS>
+// Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5. BY_PRODUCT: shifts by 16 on the units that multiply,
+// where logic has most of the work.
+template <int KIND, int BITS, bool BY_PRODUCT = false>
 DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) {
+  auto upper = [](u32 x) { return BY_PRODUCT ? high_half(x) : x >> 16; };
   if (BITS == 8) {
     first = low, second = high;
   } else if (BITS <= 3) {
@@ -280,7 +265,7 @@ constexpr float DENORMAL_UNIT = 8388608.0f;
 template <bool TRANSPOSED> DEVICE void denormal_halves(u32 low, Table table, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
   const u32 magnitudes = low & 0x77777777u;
-  const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, X_IDPW ? high_half(magnitudes) : magnitudes >> 16);
+  const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, (magnitudes >> 16));
   const u32 even = ~(low << 4) & 0x80808080u, odd = ~low & 0x80808080u;
   a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
   a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);

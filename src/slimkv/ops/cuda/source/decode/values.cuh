@@ -5,7 +5,7 @@
 typedef Codes<V_BITS, VS, true> ValueCodes;
 
 DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& first, u32& second) {
-  code_bytes<V_KIND, V_BITS>(codes.low(slice), codes.high(slice), table, first, second);
+  code_bytes<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
 // Operands of pairs of tokens.
@@ -16,7 +16,8 @@ template <class C> DEVICE void value_halves(const C& codes, int slice, const Lev
   else code_halves<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), tables.value, tables.value_levels, a);
 }
 
-// Regrouped as codes.
+// The bytes of a word alternate between dimensions g and g + 8. They are put apart, and two tiles are one operand. Up to 4 bits codes are,
+// before they are turned into bytes: then the tokens of both tiles alternate, and so do probabilities.
 template <class PackedCodes>
 DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
   u32 b[NG][NT / 2][2];
@@ -50,7 +51,7 @@ DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabi
   }
 }
 
-// The bytes of a word alternate between dimensions g and g + 8. Here they are put apart; two tiles are one operand.
+// Others are put apart as bytes.
 DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
   u32 b[NG][NT];
 #pragma unroll
@@ -119,10 +120,12 @@ DEVICE void add_value_bytes_as_stored(const ValueCodes (&codes)[NT], const Proba
 
 DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
                              Accumulator& acc) {
+#ifndef X_ORDER
+#define X_ORDER 0
+#endif
 #pragma unroll
-  for (int i = 0; i < VS; i++)
-#pragma unroll
-    for (int x = 0; x < NT; x++) {
+  for (int k = 0; k < VS * NT; k++) {
+      const int i = X_ORDER ? k % VS : k / NT, x = X_ORDER ? k / VS : k % NT;
       u32 a[4], upper[4];
       if constexpr (V_APART) apart_halves(codes[x], i, tables.value_levels, a, upper);
       else value_halves(codes[x], i, tables, a);
@@ -140,9 +143,8 @@ template <class PairCodes>
 DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
                                       Accumulator& acc) {
 #pragma unroll
-  for (int i = 0; i < VS; i += 2)
-#pragma unroll
-    for (int x = 0; x < NT; x++) {
+  for (int k = 0; k < (VS + 1) / 2 * NT; k++) {
+      const int i = 2 * (X_ORDER ? k % ((VS + 1) / 2) : k / NT), x = X_ORDER ? k / ((VS + 1) / 2) : k % NT;
       u32 first[4], second[4] = {0, 0, 0, 0};
       pair_halves<false>(codes[x], i, tables.value_levels, first);
       if (i + 1 < VS) pair_halves<false>(codes[x], i + 1, tables.value_levels, second);
@@ -269,13 +271,10 @@ DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const T
 }
 
 DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {
-#ifdef X_NOVAL
-  acc.row_sum[0] += as_float(w.p[0][0][0]) + as_float(w.p[0][1][1]); return;
-#endif
   ValueCodes codes[NT];
 #pragma unroll
   for (int x = 0; x < NT; x++) codes[x].load(slot + values_of(x), lane);
-  if constexpr (X_MERGE && V_BYTES && V_REGROUPED && V_BITS <= 4 && NT % 2 == 0 && ValueCodes::WHOLE_WORDS) add_merged_value_bytes(codes, w, tables.value, acc);
+  if constexpr (V_BYTES && V_REGROUPED && NT % 2 == 0 && ValueCodes::MERGEABLE) add_merged_value_bytes(codes, w, tables.value, acc);
   else if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
   else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);
