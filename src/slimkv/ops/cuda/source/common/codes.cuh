@@ -265,7 +265,7 @@ constexpr float DENORMAL_UNIT = 8388608.0f;
 template <bool TRANSPOSED> DEVICE void denormal_halves(u32 low, Table table, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
   const u32 magnitudes = low & 0x77777777u;
-  const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, (magnitudes >> 16));
+  const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, high_half(magnitudes));
   const u32 even = ~(low << 4) & 0x80808080u, odd = ~low & 0x80808080u;
   a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
   a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);

@@ -26,10 +26,7 @@ constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE &&
 constexpr int K_TILE = 2 * KD * K_BITS, V_TILE = 2 * VD * V_BITS;
 constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS = V_KIND == UNIFORM ? 2 : 1;
 // Narrow values: are their bytes regrouped, which halves the products, or used as they lie, which saves permutations?
-#ifndef X_REGROUP
-#define X_REGROUP (WARPS > 4)
-#endif
-constexpr bool V_REGROUPED = X_REGROUP;
+constexpr bool V_REGROUPED = WARPS > 4;
 constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
 // A step in the ring: key codes, value codes, then the fields one after the other, of all tiles, or of the tiles of one page after
 // those of another (BULK). What a warp leaves for its team takes the place of a tile's key codes, or is behind the fields.

@@ -126,34 +126,14 @@ DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
   }
 }
 
-// Narrow halves: two of them, the second one is what the first one leaves.
-DEVICE void split_into_halves(float first, float second, u32& high, u32 (&p)[2]) {
-  high = pack_f16x2(first, second);
-  const u32 low = pack_f16x2(first - f16_to_f32(high & 0xFFFF), second - f16_to_f32(high >> 16));
-  p[0] = movmatrix_trans(prmt(high, low, 0x5410)), p[1] = movmatrix_trans(prmt(high, low, 0x7632));
-}
-
-// They are taken from the reference there is; returns whether it has to move: one of them is 2^RESCALE_THRESHOLD or more. AGAIN: it has;
-// a column that has seen nothing yet has none.
-template <bool AGAIN>
-DEVICE bool weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s, const Accumulator& acc, Probabilities& w,
-                            float (&sum)[C], float (&shift)[C]) {
-  u32 largest = 0;
+// Narrow halves: two of them, of which the second one is what the first one leaves.
+DEVICE void split_into_halves(const StepScores& s, int n, Probabilities& w) {
 #pragma unroll
-  for (int n = 0; n < NG; n++) {
-    const float reference = AGAIN && acc.row_max[n] == MINUS_INFINITY ? 0.0f : acc.row_max[n];
-    sum[n] = acc.row_sum[n], shift[n] = acc.shift[n];
-#pragma unroll
-    for (int x = 0; x < NT; x++) {
-      float p[2];
-#pragma unroll
-      for (int r = 0; r < 2; r++) p[r] = weigh(slot, LATE_UNIT ? columns.unit[n] : 1.0f, reference, g, x, r, s[n][x][r], sum[n], shift[n]);
-      u32 high;
-      split_into_halves(p[0], p[1], high, w.p[n][x]);
-      largest = max_u16x2(largest, high);
-    }
+  for (int x = 0; x < NT; x++) {
+    const u32 high = pack_f16x2(s[n][x][0], s[n][x][1]);
+    const u32 low = pack_f16x2(s[n][x][0] - f16_to_f32(high & 0xFFFF), s[n][x][1] - f16_to_f32(high >> 16));
+    w.p[n][x][0] = movmatrix_trans(prmt(high, low, 0x5410)), w.p[n][x][1] = movmatrix_trans(prmt(high, low, 0x7632));
   }
-  return largest >= 0x5C000000u || (largest & 0xFFFF) >= 0x5C00;  // infinity and not a number are more
 }
 
 DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
@@ -165,11 +145,6 @@ DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
 #pragma unroll
         for (int r = 0; r < 2; r++) w.p[n][x][r] = movmatrix_trans(pack_f16x2(s[n * OWN][x][r], s[n * OWN + OWN - 1][x][r]));
     } else if (V_BYTES) split_into_bytes(s, n, w);
-    else
-#pragma unroll
-      for (int x = 0; x < NT; x++) {
-        u32 high;
-        split_into_halves(s[n][x][0], s[n][x][1], high, w.p[n][x]);
-      }
+    else split_into_halves(s, n, w);
   }
 }

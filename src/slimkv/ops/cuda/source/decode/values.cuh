@@ -120,12 +120,10 @@ DEVICE void add_value_bytes_as_stored(const ValueCodes (&codes)[NT], const Proba
 
 DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
                              Accumulator& acc) {
-#ifndef X_ORDER
-#define X_ORDER 0
-#endif
 #pragma unroll
-  for (int k = 0; k < VS * NT; k++) {
-      const int i = X_ORDER ? k % VS : k / NT, x = X_ORDER ? k / VS : k % NT;
+  for (int i = 0; i < VS; i++)
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
       u32 a[4], upper[4];
       if constexpr (V_APART) apart_halves(codes[x], i, tables.value_levels, a, upper);
       else value_halves(codes[x], i, tables, a);
@@ -143,8 +141,9 @@ template <class PairCodes>
 DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
                                       Accumulator& acc) {
 #pragma unroll
-  for (int k = 0; k < (VS + 1) / 2 * NT; k++) {
-      const int i = 2 * (X_ORDER ? k % ((VS + 1) / 2) : k / NT), x = X_ORDER ? k / ((VS + 1) / 2) : k % NT;
+  for (int i = 0; i < VS; i += 2)
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
       u32 first[4], second[4] = {0, 0, 0, 0};
       pair_halves<false>(codes[x], i, tables.value_levels, first);
       if (i + 1 < VS) pair_halves<false>(codes[x], i + 1, tables.value_levels, second);
