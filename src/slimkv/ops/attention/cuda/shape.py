@@ -142,7 +142,7 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
             continue
         if stages == 1 and not _is_power_of_two(layout.spec.key_dim):
             continue  # other rotations take a free slot
-        bulk = stages > 1 and _in_pages(device, layout, tiles)
+        bulk = _in_pages(device, layout, tiles)
         for apart in (True, False) if columns == 4 and not amount.little and _has_six_bits(layout) else (False,):
             shape = Shape(
                 max(1, columns // 8), columns > 4, tiles, warps, stages, resident, team if columns == 32 else 1,
@@ -247,7 +247,7 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
         own_tiles = shape.tiles // 4 if shape.roles else shape.tiles
         query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // shape.team)
     states = shape.columns * (16 + (8 if shape.team == 1 else 12) * workers)
-    barriers = 8 * rings * shape.stages if shape.bulk else 0
+    barriers = 8 * rings * max(2, shape.stages) if shape.bulk else 0
     if shape.roles:  # factors of the output, and barriers of the probabilities
         barriers += rings * (2 * (4 * shape.columns + 8) + 32)
     tables = _level_table_bytes(layout, shape)

@@ -21,7 +21,7 @@ struct PairMemory {
     ring = shared + RINGS_AT + pair * STAGES * SLOT;
     weights = shared + TEAM_WEIGHTS_AT + pair * 2 * OWN_TILES * OPERAND_BYTES;
     factors = (float*)(shared + FACTORS_AT) + pair * 2 * (COLUMNS + 2);
-    full = (u64*)(shared + BARRIERS_AT) + pair * STAGES;
+    full = (u64*)(shared + BARRIERS_AT) + pair * BARRIERS;
     published = (u64*)(shared + PAIR_BARRIERS_AT) + pair * 4;
     used = published + 2;
   }
