@@ -29,7 +29,7 @@ _LOOKED_UP = (
 # The most columns, by products of warpgroups: (tiles, warps).
 _WARPGROUPS = ((2, 12), (2, 8))
 # The same by pairs of warpgroups, one for keys and one for values: (tiles, warps, stages).
-_PAIRS = ((8, 16, 4), (8, 16, 3), (8, 16, 2))
+_PAIRS = ((8, 16, 4), (8, 16, 3))
 # So little that every block has a step or two: of few heads small steps for many warps, of many heads blocks for all.
 _TINY = ((1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1))
 _TINY_AND_MANY = ((2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
