@@ -6,6 +6,14 @@
 constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64, CHUNK = 64 * 128;  // bytes of 64 dimensions of 64 tokens
 constexpr int STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;
 
+#if TRACE
+#define PM(i) if (warp == 0 && lane == 0) { u32* const tr = (u32*)(ring - STAGE + SHARED - 192) + 32; u32 now; asm volatile("mov.u32 %0, %%clock;" : "=r"(now) :: "memory"); tr[i] += now - tr[15]; tr[15] = now; }
+#else
+#define PM(i)
+#endif
+#ifndef ABLATE
+#define ABLATE 0
+#endif
 template <int STAGES> struct Producer {
   const LatentArgs& args;
   u8* const ring;
@@ -50,16 +58,22 @@ template <int STAGES> struct Producer {
         const int stage = number % STAGES;
         if (tile + 2 < last) prefetch(ahead, tile + 2);
         const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1);
+        PM(0)
         mbarrier_wait(empty + 2 * stage, turn ^ 1);
+        PM(1)
         tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
-        tokens.template unpack_latents<0, S / 2>(args.table, levels, to, lane);
+        if (ABLATE != 3) tokens.template unpack_latents<0, S / 2>(args.table, levels, to, lane);
         report(full + 2 * stage);
+        PM(2)
         mbarrier_wait(empty + 2 * stage + 1, turn ^ 1);
-        tokens.template unpack_latents<S / 2, S>(args.table, levels, to, lane);
+        PM(3)
+        if (ABLATE != 3) tokens.template unpack_latents<S / 2, S>(args.table, levels, to, lane);
         report(full + 2 * stage + 1);
+        PM(4)
         if (tile + 1 < last) {
           load(page, tile + 1);
           page = ahead, ahead = beyond, beyond = page_of(tile + 4);
+          PM(5)
         }
       }
     }
