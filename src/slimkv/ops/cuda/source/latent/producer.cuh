@@ -11,6 +11,9 @@ constexpr int STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;
 #else
 #define PM(i)
 #endif
+#ifndef PIECES
+#define PIECES 4
+#endif
 #ifndef ABLATE
 #define ABLATE 0
 #endif
@@ -62,13 +65,21 @@ template <int STAGES> struct Producer {
         mbarrier_wait(empty + 2 * stage, turn ^ 1);
         PM(1)
         tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
-        if (ABLATE != 3) tokens.template unpack_latents<0, S / 2>(args.table, levels, to, lane);
-        report(full + 2 * stage);
+        if (ABLATE != 3) tokens.template unpack_latents<0, S / PIECES>(args.table, levels, to, lane);
+        report(full + PIECES * stage);
+        if (PIECES == 4) {
+        if (ABLATE != 3) tokens.template unpack_latents<S / 4, S / 2>(args.table, levels, to, lane);
+        report(full + PIECES * stage + 1);
+        }
         PM(2)
         mbarrier_wait(empty + 2 * stage + 1, turn ^ 1);
         PM(3)
-        if (ABLATE != 3) tokens.template unpack_latents<S / 2, S>(args.table, levels, to, lane);
-        report(full + 2 * stage + 1);
+        if (PIECES == 4) {
+        if (ABLATE != 3) tokens.template unpack_latents<S / 2, 3 * S / 4>(args.table, levels, to, lane);
+        report(full + PIECES * stage + 2);
+        }
+        if (ABLATE != 3) tokens.template unpack_latents<S - S / PIECES, S>(args.table, levels, to, lane);
+        report(full + PIECES * stage + PIECES - 1);
         PM(4)
         if (tile + 1 < last) {
           load(page, tile + 1);

@@ -30,7 +30,7 @@ static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "what
 // Shared memory. Weights: rows x tokens; the block's rows and sums of weights stand there before the first tile and after the last.
 constexpr int QUERIES_AT = 0, RING_AT = QUERIES_AT + STAGE, WEIGHTS_AT = RING_AT + STAGES * STAGE, REFERENCES_AT = WEIGHTS_AT + ROWS * 128;
 constexpr int SCALES_AT = REFERENCES_AT + 4 * ROWS, SCALES = (int)sizeof(TokenScales);
-constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + 32 * STAGES, R_LEVELS_AT = WALK_AT + 48;
+constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + (16 + 8 * PIECES) * STAGES, R_LEVELS_AT = WALK_AT + 48;
 constexpr int ALL = R_LEVELS_AT + 2 * R_LEVELS;
 static_assert(ALL + 192 * TRACE == SHARED, "the launcher counts shared memory as this file does");
 static_assert(sizeof(Route) <= 48, "what there is room for");
@@ -125,7 +125,7 @@ struct Consumer {
   // Products with half of the latents' dimensions added to them, on their way.
   template <int PART> DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
 #pragma unroll
-    for (int k = PART * S / 2; k < (PART + 1) * S / 2; k += ABLATE == 1 ? 8 : 1) {
+    for (int k = PART * S / PIECES; k < (PART + 1) * S / PIECES; k += ABLATE == 1 ? 8 : 1) {
       const int at = k / 4 * CHUNK + k % 4 * 32;
       Wgmma<64>::shared_a<true>(s, queries_at(at), keys_at(stage, at));
     }
@@ -239,6 +239,9 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
     if (lane == 0) route->walk = walk;
   }
   while (true) {
+#if TRACE
+    if (thread_index() % 128 < 16) ((u32*)(shared + ALL) + 16 * group)[thread_index() % 128] = clock32() * (thread_index() % 128 == 15);
+#endif
     bar_sync(CONSUMERS, 256);
     if (thread_index() == 0) route->go_on(args);
     bar_sync(CONSUMERS, 256);
@@ -257,9 +260,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 #pragma unroll
     for (int i = 0; i < HALF / 2; i++) o[i] = 0.0f;
 
-#if TRACE
-    if (thread_index() % 128 < 16) ((u32*)(shared + ALL) + 16 * group)[thread_index() % 128] = clock32() * (thread_index() % 128 == 15);
-#endif
+    MARK(group, 12)
     auto release = [&](int tile) {  // the own dimensions, whose other reader, of scores, was there before
       wgmma_fence_operand(o);
       if (lane == 0) mbarrier_arrive(empty + 2 * ((before + tile) % STAGES) + group);
@@ -285,13 +286,17 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
         release(tile - 1);  // before this one is waited for: who unpacks may wait for the other
       }
       MARK(group, 1)
-      mbarrier_wait(full + 2 * stage, turn);
+      mbarrier_wait(full + PIECES * stage, turn);
       MARK(group, 2)
       own.start_rope_scores(s, stage);
       wgmma_wait<0>();
       own.scale_rope_scores(s, stage);
       MARK(group, 3)
       own.template start_scores<0>(s, stage);
+      if (PIECES == 4) {
+        mbarrier_wait(full + PIECES * stage + 1, turn);
+        own.template start_scores<1>(s, stage);
+      }
       if (AFTER_OTHER && ORDER == 5) {  // whose weights come meanwhile
         wgmma_wait<0>();
         wgmma_fence_operand(s);
@@ -299,13 +304,17 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
         attend_others(tile - 1);
       }
       MARK(group, 5)
-      mbarrier_wait(full + 2 * stage + 1, turn);
+      mbarrier_wait(full + PIECES * stage + PIECES / 2, turn);
       MARK(group, 6)
       wgmma_fence_operand(s);
       wgmma_fence();
-      own.template start_scores<1>(s, stage);
+      own.template start_scores<PIECES / 2>(s, stage);
+      if (PIECES == 4) {
+        mbarrier_wait(full + PIECES * stage + 3, turn);
+        own.template start_scores<3>(s, stage);
+      }
       if (AFTER_OTHER && ORDER == 5) {
-        wgmma_wait<1>();
+        wgmma_wait<PIECES / 2>();
         release(tile - 1);
         MARK(group, 7)
       }
@@ -340,7 +349,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 #if TRACE
     if (thread_index() % 128 == 0 && block_index() == 60) {
       u32* const tr = (u32*)(shared + ALL) + 16 * group;
-      printf("g%d tiles %d: loop %u others1 %u full %u rope %u sc0 %u others %u full1 %u release %u scores %u weigh %u give %u values %u\n", group, count, 2*tr[0]/count, 2*tr[1]/count, 2*tr[2]/count, 2*tr[3]/count, 2*tr[4]/count, 2*tr[5]/count, 2*tr[6]/count, 2*tr[7]/count, 2*tr[8]/count, 2*tr[9]/count, 2*tr[10]/count, 2*tr[11]/count);
+      printf("g%d tiles %d: loop %u others1 %u full %u rope %u sc0 %u others %u full1 %u release %u scores %u weigh %u give %u values %u; queries %u\n", group, count, 2*tr[0]/count, 2*tr[1]/count, 2*tr[2]/count, 2*tr[3]/count, 2*tr[4]/count, 2*tr[5]/count, 2*tr[6]/count, 2*tr[7]/count, 2*tr[8]/count, 2*tr[9]/count, 2*tr[10]/count, 2*tr[11]/count, tr[12]);
       if (group == 0) { u32* const q = tr + 32; printf("producer: prefetch %u wait0 %u unpack0 %u wait1 %u unpack1 %u load %u\n", q[0]/count, q[1]/count, q[2]/count, q[3]/count, q[4]/count, q[5]/count); }
     }
 #endif
@@ -372,10 +381,10 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   SHARED_OPERANDS(shared);
   const int lane = thread_index() & 31, warp = shfl(thread_index() / 32, 0);
-  u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + 2 * STAGES;  // [stage, half of the dimensions]
+  u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + PIECES * STAGES;  // [stage, half of the dimensions]
   fill_packed_levels<R_LEVELS, THREADS>(args.rope_levels, shared + R_LEVELS_AT);
   if (thread_index() == 0) {
-    for (int i = 0; i < 2 * STAGES; i++) mbarrier_init(full + i, 4), mbarrier_init(empty + i, 4);
+    for (int i = 0; i < (PIECES + 2) * STAGES; i++) mbarrier_init(full + i, 4);
     fence_mbarrier_init();
   }
   pdl_wait();
