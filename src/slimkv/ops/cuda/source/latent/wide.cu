@@ -7,6 +7,9 @@
 // output, and they take turns with the scores of tiles. Weights go to the other one through shared memory.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
+#ifndef ROLL
+#define ROLL 1
+#endif
 #ifndef ITEM
 #define ITEM 4
 #endif
@@ -22,7 +25,7 @@ constexpr int ROWS = 64, STEP = 64, THREADS = 512, ITEM_COST = ITEM, PARTS = 1, 
 #define ABLATE 0
 #endif
 #ifndef ORDER
-#define ORDER 5
+#define ORDER 6
 #endif
 
 #ifndef R1
@@ -140,6 +143,18 @@ struct Consumer {
     for (int k = PART * S / PIECES; k < (PART + 1) * S / PIECES; k += ABLATE == 1 ? 8 : 1) {
       const int at = k / 4 * CHUNK + k % 4 * 32;
       Wgmma<64>::shared_a<true>(s, queries_at(at), keys_at(stage, at));
+    }
+    wgmma_commit();
+  }
+
+  // The same of a quarter.
+  DEVICE_MEMBER void start_quarter(float (&s)[32], int stage, int quarter) const {
+    constexpr int SLICES = S / 4;
+    const int first = quarter * SLICES, from = first / 4 * CHUNK + first % 4 * 32;
+#pragma unroll
+    for (int k = 0; k < SLICES; k++) {
+      const int at = k / 4 * CHUNK + k % 4 * 32;
+      Wgmma<64>::shared_a<true>(s, descriptor_behind(queries_at(from), at), descriptor_behind(keys_at(stage, from), at));
     }
     wgmma_commit();
   }
@@ -310,6 +325,13 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       wgmma_wait<0>();
       own.scale_rope_scores(s, stage);
       MARK(group, 3)
+#if ROLL
+#pragma unroll 1
+      for (int quarter = 0; quarter < 4; quarter++) {
+        mbarrier_wait(full + PIECES * stage + quarter, turn);
+        own.start_quarter(s, stage, quarter);
+      }
+#else
       own.template start_scores<0>(s, stage);
       if (PIECES == 4) {
         mbarrier_wait(full + PIECES * stage + 1, turn);
@@ -336,6 +358,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
         release(tile - 1);
         MARK(group, 7)
       }
+#endif
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       MARK(group, 8)
