@@ -19,7 +19,7 @@ from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.cuda import narrow, split, wide
 from slimkv.spec import Kind, PageLayout
 
-_MERGE_THREADS, _MERGE_DIMS = 256, 128  # as merge.cuh has them
+_MERGE_WARPS, _PARTS_OF_A_MERGER = 8, 8  # as merge.cuh has them; how many parts a warp takes before others help it
 _RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
@@ -45,7 +45,7 @@ class Args(ctypes.Structure):
         ("rope_norm", ctypes.c_float),
         ("table", _Table),
         ("rope_sign_bits", ctypes.c_uint32 * 4),
-        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits", "sequences", "blocks")),
+        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits", "sequences", "blocks", "mergers")),
     )  # fmt: skip
 
 
@@ -115,6 +115,14 @@ def even_rows(cut: narrow.Cut | wide.Cut, rows: int, sequences: int) -> int:
     return (sequences * -(-rows // cut.rows) + cut.blocks) * cut.rows
 
 
+def mergers_of(blocks: int, items: int) -> int:
+    """Warps that merge a row, where an item has as many parts as most have."""
+    parts, mergers = blocks // items + 1, 1
+    while mergers < _MERGE_WARPS and mergers * _PARTS_OF_A_MERGER < parts:
+        mergers *= 2
+    return mergers
+
+
 def kernel_defines(
     layout: PageLayout, cut: Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
 ) -> dict[str, int]:
@@ -181,10 +189,12 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     workspace = _workspace(request, 4 * parts * (dim + 2))  # alive until both are launched
     args = _args(request, workspace, parts)
     args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, cut.blocks
+    args.mergers = mergers_of(cut.blocks, sequences * row_tiles)
     defines = _defines(request.layout, cut, *_dtypes(request))
     launch(cut.source, "attend", defines, (cut.blocks, 1), cut.threads, cut.shared, args)
-    grid = (sequences * row_tiles * cut.rows, -(-dim // _MERGE_DIMS))
-    launch(cut.source, "merge", defines, grid, _MERGE_THREADS, 16 * _MERGE_THREADS, args)
+    dims = 256 if dim % 256 == 0 else 128
+    grid = (sequences * row_tiles * cut.rows * args.mergers // _MERGE_WARPS, -(-dim // dims))
+    launch(cut.source, "merge", defines, grid, 32 * _MERGE_WARPS, 4 * _MERGE_WARPS * (dims + 1), args)
 
 
 def _attend_split(request: LatentRequest, device: Device, launch: Launcher) -> None:

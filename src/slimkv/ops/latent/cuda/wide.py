@@ -22,7 +22,7 @@ class Cut:
     blocks: int  # of the grid
 
     source: ClassVar[str] = "latent/wide.cu"
-    threads: ClassVar[int] = 512  # as wide.cu has them
+    threads: ClassVar[int] = 384  # as wide.cu has them
     rows: ClassVar[int] = 64
 
     @property

@@ -6,8 +6,8 @@
 constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64, CHUNK = 64 * 128;  // bytes of 64 dimensions of 64 tokens
 constexpr int STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;
 
-#if TRACE == 1
-#define PM(i) if (PART == 0 && warp == 0 && lane == 0) { u32* const tr = (u32*)(ring - STAGE + SHARED - 192) + 32; u32 now; asm volatile("mov.u32 %0, %%clock;" : "=r"(now) :: "memory"); tr[i] += now - tr[15]; tr[15] = now; }
+#if TRACE
+#define PM(i) if (warp == 0 && lane == 0) { u32* const tr = (u32*)(ring - STAGE + SHARED - 192) + 32; u32 now; asm volatile("mov.u32 %0, %%clock;" : "=r"(now) :: "memory"); tr[i] += now - tr[15]; tr[15] = now; }
 #else
 #define PM(i)
 #endif
@@ -17,7 +17,7 @@ constexpr int STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;
 #ifndef ABLATE
 #define ABLATE 0
 #endif
-template <int STAGES, int PART> struct Producer {
+template <int STAGES> struct Producer {
   const LatentArgs& args;
   u8* const ring;
   TokenScales* const scales;  // [stage]
@@ -43,12 +43,12 @@ template <int STAGES, int PART> struct Producer {
       const i32* table = args.block_table + (i64)item.sequence * args.table_stride;
       auto token_of = [&](int tile) { return tile * 64 + 16 * warp; };
       auto page_of = [&](int tile) { return token_of(tile) < item.length ? ldg_i32(table + token_of(tile) / BLOCK_SIZE) : 0; };
-      Tokens<PART> tokens;
+      Tokens tokens;
       auto load = [&](i32 page, int tile) {
         tokens.load(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
       };
       auto prefetch = [&](i32 page, int tile) {
-        if (PART) Tokens<PART>::prefetch(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
+        Tokens::prefetch(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
       };
       const int first = range.first;
       i32 page = 0, ahead = 0, beyond = 0;  // of the next tile and of those after it: none is waited for
@@ -62,14 +62,24 @@ template <int STAGES, int PART> struct Producer {
         if (tile + 2 < last) prefetch(ahead, tile + 2);
         const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1);
         PM(0)
-        mbarrier_wait(empty + 2 * stage + PART, turn ^ 1);
+        mbarrier_wait(empty + 2 * stage, turn ^ 1);
         PM(1)
-        if (PART == 0) tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
-        if (ABLATE != 3) tokens.template unpack_latents<0, S / 4>(args.table, levels, to, lane);
-        report(full + 4 * stage + 2 * PART);
-        PM(2)
+        tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
+        if (ABLATE != 3) tokens.template unpack_latents<0, S / PIECES>(args.table, levels, to, lane);
+        report(full + PIECES * stage);
+        if (PIECES == 4) {
         if (ABLATE != 3) tokens.template unpack_latents<S / 4, S / 2>(args.table, levels, to, lane);
-        report(full + 4 * stage + 2 * PART + 1);
+        report(full + PIECES * stage + 1);
+        }
+        PM(2)
+        mbarrier_wait(empty + 2 * stage + 1, turn ^ 1);
+        PM(3)
+        if (PIECES == 4) {
+        if (ABLATE != 3) tokens.template unpack_latents<S / 2, 3 * S / 4>(args.table, levels, to, lane);
+        report(full + PIECES * stage + 2);
+        }
+        if (ABLATE != 3) tokens.template unpack_latents<S - S / PIECES, S>(args.table, levels, to, lane);
+        report(full + PIECES * stage + PIECES - 1);
         PM(4)
         if (tile + 1 < last) {
           load(page, tile + 1);

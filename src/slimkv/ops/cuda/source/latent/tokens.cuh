@@ -31,22 +31,20 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, const LevelTable& lev
   }
 }
 
-// Half of the latents' dimensions; the first half has the rope part and the fields.
-template <int PART> struct Tokens {
-  Codes<L_BITS, S, false, 2> latent;
+struct Tokens {
+  Codes<L_BITS, S, false> latent;
   RopeCodes rope;
   u32 fields[2], rope_fields[2];  // of tokens g and g + 8; zero beyond the sequence
 
   // 16 tokens of a page from `place` on, of which the sequence has `left`.
   DEVICE_MEMBER void load(const u8* page, int place, int left, int lane) {
-    if (PART == 0) fields[0] = fields[1] = rope_fields[0] = rope_fields[1] = 0;
+    fields[0] = fields[1] = rope_fields[0] = rope_fields[1] = 0;
     if (left <= 0) {  // codes that tables have
       latent = {};
-      if (PART == 0) rope.clear();
+      rope.clear();
       return;
     }
-    latent.load(page + place / 16 * L_TILE, lane, PART);
-    if (PART) return;
+    latent.load(page + place / 16 * L_TILE, lane);
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);
 #pragma unroll
     for (int i = 0; i < 2; i++) {  // nothing is done with them here, which would wait for them
@@ -55,7 +53,7 @@ template <int PART> struct Tokens {
       if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
     }
   }
-  // What `load` of both is going to read of other 16 tokens, on its way to the L2 cache.
+  // What `load` is going to read of other 16 tokens, on its way to the L2 cache.
   DEVICE_MEMBER static void prefetch(const u8* page, int place, int left, int lane) {
     if (left <= 0) return;
     prefetch_codes(page, place, lane);
@@ -76,15 +74,14 @@ template <int PART> struct Tokens {
       stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
     }
   }
-  // Levels of latents likewise: slices FIRST to LAST of the half.
+  // Levels of latents likewise: slices FIRST to LAST.
   template <int FIRST, int LAST> DEVICE_MEMBER void unpack_latents(Table table, const LevelTable& levels, u32 to, int lane) const {
     const u32 row = row_of(lane);
 #pragma unroll
     for (int s = FIRST; s < LAST; s++) {
-      const int slice = PART * S / 2 + s;
       u32 a[4];
       level_matrices(latent.low(s), L_BITS > 4 ? latent.high(s) : 0, table, levels, a);
-      stmatrix_x4<0>(to + slice / 4 * 8192 + (row ^ slice % 4 * 32), a[0], a[1], a[2], a[3]);
+      stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
     }
   }
   DEVICE_MEMBER static u32 row_of(int lane) { return lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4); }  // slice s is at this ^ 32 s

@@ -7,17 +7,11 @@
 // output, and they take turns with the scores of tiles. Weights go to the other one through shared memory.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
-#ifndef ROLL
-#define ROLL 1
-#endif
-#ifndef ITEM
-#define ITEM 4
-#endif
 #ifndef TRACE
 #define TRACE 0
 #endif
 
-constexpr int ROWS = 64, STEP = 64, THREADS = 512, ITEM_COST = ITEM, PARTS = 1, STAGES = 2;
+constexpr int ROWS = 64, STEP = 64, THREADS = 384, ITEM_COST = 4, PARTS = 1, STAGES = 2;
 #include "latent/merge.cuh"
 #include "latent/queries.cuh"
 #include "latent/producer.cuh"
@@ -25,15 +19,12 @@ constexpr int ROWS = 64, STEP = 64, THREADS = 512, ITEM_COST = ITEM, PARTS = 1, 
 #define ABLATE 0
 #endif
 #ifndef ORDER
-#define ORDER 6
+#define ORDER 5
 #endif
 
-#ifndef R1
-#define R1 64
-#endif
 constexpr int HALF = LD / 2;  // dimensions of a warpgroup
 // With fewer registers for those that multiply, the compiler makes every product wait for the one before it.
-constexpr int FIRST_REGISTERS = R1, SECOND_REGISTERS = 112 - R1, CONSUMER_REGISTERS = 200;
+constexpr int PRODUCER_REGISTERS = 104, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "what fits");
 
 // Shared memory. Weights: rows x tokens; the block's rows and sums of weights stand there before the first tile and after the last.
@@ -41,22 +32,16 @@ constexpr int QUERIES_AT = 0, RING_AT = QUERIES_AT + STAGE, WEIGHTS_AT = RING_AT
 constexpr int SCALES_AT = REFERENCES_AT + 4 * ROWS, SCALES = (int)sizeof(TokenScales);
 constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + (16 + 8 * PIECES) * STAGES, R_LEVELS_AT = WALK_AT + 48;
 constexpr int ALL = R_LEVELS_AT + 2 * R_LEVELS;
-static_assert(ALL + (TRACE ? 192 : 0) == SHARED, "the launcher counts shared memory as this file does");
+static_assert(ALL + 192 * TRACE == SHARED, "the launcher counts shared memory as this file does");
 static_assert(sizeof(Route) <= 48, "what there is room for");
 constexpr int WEIGHTS_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the second warpgroup's weights have the one between
 
-#if TRACE == 2
-#define MARK(g, i)
-#define TRACE_ITEM 0
-#elif TRACE
-#define TRACE_ITEM 1
+#if TRACE
 DEVICE u32 clock32() { u32 r; asm volatile("mov.u32 %0, %%clock;" : "=r"(r) :: "memory"); return r; }
 #define MARK(g, i) if (thread_index() % 128 == 0) { u32* const tr = (u32*)(shared + ALL) + 16 * (g); const u32 now = clock32(); tr[i] += now - tr[15]; tr[15] = now; }
 #else
-#define TRACE_ITEM 0
 #define MARK(g, i)
 #endif
-constexpr int VALUES_N = HALF == 256 ? 128 : HALF;  // columns of a product: one of 256 does not fit in the registers of 512 threads
 typedef float Output[HALF / 2];
 typedef u32 Weights[4][4];  // an operand for every 16 tokens
 
@@ -147,18 +132,6 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // The same of a quarter.
-  DEVICE_MEMBER void start_quarter(float (&s)[32], int stage, int quarter) const {
-    constexpr int SLICES = S / 4;
-    const int first = quarter * SLICES, from = first / 4 * CHUNK + first % 4 * 32;
-#pragma unroll
-    for (int k = 0; k < SLICES; k++) {
-      const int at = k / 4 * CHUNK + k % 4 * 32;
-      Wgmma<64>::shared_a<true>(s, descriptor_behind(queries_at(from), at), descriptor_behind(keys_at(stage, from), at));
-    }
-    wgmma_commit();
-  }
-
   // Scores to weights in halves, which have the tokens' scales; what the output so far is to be multiplied by.
   DEVICE_MEMBER bool weigh(float (&s)[32], int stage, int token, bool clear, float (&by)[2], Weights& p) {
     const int t = lane & 3;
@@ -242,10 +215,7 @@ struct Consumer {
     wgmma_fence_operand(o);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < (ABLATE == 2 ? 1 : 4); k++)
-#pragma unroll
-      for (int j = 0; j < HALF / VALUES_N; j++)
-        Wgmma<VALUES_N>::register_a((float(&)[VALUES_N / 2])o[VALUES_N / 2 * j], p[k][0], p[k][1], p[k][2], p[k][3], values_at(stage, k * 2048 + j * VALUES_N / 64 * CHUNK));
+    for (int k = 0; k < (ABLATE == 2 ? 1 : 4); k++) Wgmma<HALF>::register_a(o, p[k][0], p[k][1], p[k][2], p[k][3], values_at(stage, k * 2048));
     wgmma_commit();
   }
   DEVICE_MEMBER void start_others_values(Output& o, int stage) const {
@@ -253,10 +223,7 @@ struct Consumer {
     wgmma_fence_operand(o);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < (ABLATE == 2 ? 1 : 4); k++)
-#pragma unroll
-      for (int j = 0; j < HALF / VALUES_N; j++)
-        Wgmma<VALUES_N>::shared_a_across((float(&)[VALUES_N / 2])o[VALUES_N / 2 * j], descriptor_behind(weights, k * 32), values_at(stage, k * 2048 + j * VALUES_N / 64 * CHUNK));
+    for (int k = 0; k < (ABLATE == 2 ? 1 : 4); k++) Wgmma<HALF>::shared_a_across(o, descriptor_behind(weights, k * 32), values_at(stage, k * 2048));
     wgmma_commit();
   }
 };
@@ -272,7 +239,7 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
     if (lane == 0) route->walk = walk;
   }
   while (true) {
-#if TRACE_ITEM
+#if TRACE
     if (thread_index() % 128 < 16) ((u32*)(shared + ALL) + 16 * group)[thread_index() % 128] = clock32() * (thread_index() % 128 == 15);
 #endif
     bar_sync(CONSUMERS, 256);
@@ -325,13 +292,6 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       wgmma_wait<0>();
       own.scale_rope_scores(s, stage);
       MARK(group, 3)
-#if ROLL
-#pragma unroll 1
-      for (int quarter = 0; quarter < 4; quarter++) {
-        mbarrier_wait(full + PIECES * stage + quarter, turn);
-        own.start_quarter(s, stage, quarter);
-      }
-#else
       own.template start_scores<0>(s, stage);
       if (PIECES == 4) {
         mbarrier_wait(full + PIECES * stage + 1, turn);
@@ -358,12 +318,9 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
         release(tile - 1);
         MARK(group, 7)
       }
-#endif
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       MARK(group, 8)
-      if (AFTER_OTHER && ORDER == 6) attend_others(tile - 1);
-      MARK(group, 13)
 #if ABLATE == 4
       for (int i = 0; i < 16; i++) p[i / 4][i % 4] = as_bits(s[2 * i]) & 0x3C003C00;
       by[0] = by[1] = 1.0f; own.reference[0] = own.reference[1] = 0.0f;
@@ -372,11 +329,6 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       const bool behind = own.weigh(s, stage, first, first + STEP <= clear_end, by, p);
 #endif
       MARK(group, 9)
-      if (AFTER_OTHER && ORDER == 6) {
-        wgmma_wait<0>();
-        release(tile - 1);
-        MARK(group, 7)
-      }
       own.give(p);
       MARK(group, 10)
       own.rescale(o, behind, by);
@@ -394,10 +346,10 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       release(count - 1);
     }
     before += max_i32(count, 0);
-#if TRACE_ITEM
+#if TRACE
     if (thread_index() % 128 == 0 && block_index() == 60) {
       u32* const tr = (u32*)(shared + ALL) + 16 * group;
-      printf("g%d tiles %d: loop %u others1 %u full %u rope %u sc0 %u others %u full1 %u release %u scores %u others6 %u weigh %u give %u values %u; queries %u\n", group, count, 2*tr[0]/count, 2*tr[1]/count, 2*tr[2]/count, 2*tr[3]/count, 2*tr[4]/count, 2*tr[5]/count, 2*tr[6]/count, 2*tr[7]/count, 2*tr[8]/count, 2*tr[13]/count, 2*tr[9]/count, 2*tr[10]/count, 2*tr[11]/count, tr[12]);
+      printf("g%d tiles %d: loop %u others1 %u full %u rope %u sc0 %u others %u full1 %u release %u scores %u weigh %u give %u values %u; queries %u\n", group, count, 2*tr[0]/count, 2*tr[1]/count, 2*tr[2]/count, 2*tr[3]/count, 2*tr[4]/count, 2*tr[5]/count, 2*tr[6]/count, 2*tr[7]/count, 2*tr[8]/count, 2*tr[9]/count, 2*tr[10]/count, 2*tr[11]/count, tr[12]);
       if (group == 0) { u32* const q = tr + 32; printf("producer: prefetch %u wait0 %u unpack0 %u wait1 %u unpack1 %u load %u\n", q[0]/count, q[1]/count, q[2]/count, q[3]/count, q[4]/count, q[5]/count); }
     }
 #endif
@@ -437,35 +389,17 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   }
   pdl_wait();
   sync_threads();
-  const LevelTable levels = {0};
-  const PackedRopeLevels rope_levels = {shared_address(shared + R_LEVELS_AT)};
-  TokenScales* const scales = (TokenScales*)(shared + SCALES_AT);
-  if (warp >= 12) {
-    setmaxnreg_dec<SECOND_REGISTERS>();
-    Producer<STAGES, 1>(args, shared + RING_AT, scales, full, empty, warp - 12, lane).run(levels, rope_levels);
-  } else if (warp >= 8) {
-    setmaxnreg_dec<FIRST_REGISTERS>();
-#if TRACE_ITEM
+  if (warp >= 8) {
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+#if TRACE
     if (thread_index() % 128 < 16) ((u32*)(shared + ALL) + 32)[thread_index() % 128] = clock32() * (thread_index() % 128 == 15);
 #endif
-    Producer<STAGES, 0>(args, shared + RING_AT, scales, full, empty, warp - 8, lane).run(levels, rope_levels);
+    const LevelTable levels = {0};
+    const PackedRopeLevels rope_levels = {shared_address(shared + R_LEVELS_AT)};
+    Producer<STAGES>(args, shared + RING_AT, (TokenScales*)(shared + SCALES_AT), full, empty, warp - 8, lane).run(levels, rope_levels);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-#if TRACE == 2
-    if (thread_index() == 0) {
-      u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-      u32 c; asm volatile("mov.u32 %0, %%clock;" : "=r"(c));
-      *(u64*)(shared + ALL) = t, *(u32*)(shared + ALL + 8) = c;
-    }
-#endif
     attend_tiles(args, shared, full, empty, warp / 4, lane);
-#if TRACE == 2
-    if (thread_index() == 0) {
-      u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-      u32 c; asm volatile("mov.u32 %0, %%clock;" : "=r"(c));
-      printf("B %d %llu %llu %u\n", block_index(), *(u64*)(shared + ALL), t, c - *(u32*)(shared + ALL + 8));
-    }
-#endif
   }
 }
 HOST_TESTABLE(attend, LatentArgs)
