@@ -5,7 +5,7 @@
 
 // A block: some dimensions of some rows of one item. args.mergers of its warps (a power of two) take turns with the parts of a row.
 // A row waits several times for memory and has little to read: few blocks of many rows go through that less often.
-constexpr int MERGE_WARPS = 8, MERGE_THREADS = 32 * MERGE_WARPS, MERGE_DIMS = LD % 256 == 0 ? 256 : 128, MERGE_AHEAD = 4;
+constexpr int MERGE_WARPS = 8, MERGE_THREADS = 32 * MERGE_WARPS, MERGE_DIMS = LD % 256 == 0 ? 256 : 128, MERGE_AHEAD = 3;
 static_assert(ROWS % MERGE_WARPS == 0, "rows of a block belong to one item");
 
 // Four dimensions of a lane, and the 128 further on.
@@ -47,12 +47,15 @@ KERNEL(MERGE_THREADS, 4) merge(GRID_CONSTANT LatentArgs args) {
   // Without a reference there is nothing, or no number.
   auto factor_of = [&](float reference, float highest) { return reference == MINUS_INFINITY ? 1.0f : exp2_approx(reference - highest); };
 
+  const float* next = args.parts + part_of(turn) * LD + dim;
+  int left = count - turn;
   PartialRow ahead[MERGE_AHEAD];  // on their way while references are compared
+  auto load = [&](PartialRow& row) {
+    row.load(next, lane, left > 0 ? dims : 0);
+    next += mergers * ROWS * LD, left -= mergers;
+  };
 #pragma unroll
-  for (int j = 0; j < MERGE_AHEAD; j++) {
-    const int i = turn + j * mergers;
-    ahead[j].load(args.parts + part_of(i) * LD + dim, lane, i < count ? dims : 0);
-  }
+  for (int j = 0; j < MERGE_AHEAD; j++) load(ahead[j]);
   float highest = MINUS_INFINITY, row_sum = 0.0f;
   for (int i = lane; i < count; i += 32) highest = max_f32(highest, args.states[2 * part_of(i)]);
 #pragma unroll
@@ -68,9 +71,8 @@ KERNEL(MERGE_THREADS, 4) merge(GRID_CONSTANT LatentArgs args) {
     for (int j = 0; j < MERGE_AHEAD; j++) by[j] = i + j * mergers < count ? factor_of(args.states[2 * part_of(i + j * mergers)], highest) : 0.0f;
 #pragma unroll
     for (int j = 0; j < MERGE_AHEAD; j++) {
-      const int next = i + (MERGE_AHEAD + j) * mergers;
       ahead[j].add_to(x, by[j]);
-      ahead[j].load(args.parts + part_of(next) * LD + dim, lane, next < count ? dims : 0);
+      load(ahead[j]);
     }
   }
 #pragma unroll

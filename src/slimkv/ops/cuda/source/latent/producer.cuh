@@ -6,22 +6,12 @@
 constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64, CHUNK = 64 * 128;  // bytes of 64 dimensions of 64 tokens
 constexpr int STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;
 
-#if TRACE
-#define PM(i) if (warp == 0 && lane == 0) { u32* const tr = (u32*)(ring - STAGE + SHARED - 192) + 32; u32 now; asm volatile("mov.u32 %0, %%clock;" : "=r"(now) :: "memory"); tr[i] += now - tr[15]; tr[15] = now; }
-#else
-#define PM(i)
-#endif
-#ifndef PIECES
-#define PIECES 4
-#endif
-#ifndef ABLATE
-#define ABLATE 0
-#endif
 template <int STAGES> struct Producer {
   const LatentArgs& args;
   u8* const ring;
   TokenScales* const scales;  // [stage]
-  u64 *const full, *const empty;  // [stage, half of the dimensions]; rope parts and scales belong to the first half
+  u64* const full;   // [stage, quarter of the dimensions]; rope parts and scales belong to the first one
+  u64* const empty;  // [stage, half of them]
   const int warp, lane;
 
   DEVICE_MEMBER Producer(const LatentArgs& args_, u8* ring_, TokenScales* scales_, u64* full_, u64* empty_, int warp_, int lane_)
@@ -61,30 +51,20 @@ template <int STAGES> struct Producer {
         const int stage = number % STAGES;
         if (tile + 2 < last) prefetch(ahead, tile + 2);
         const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1);
-        PM(0)
         mbarrier_wait(empty + 2 * stage, turn ^ 1);
-        PM(1)
         tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
-        if (ABLATE != 3) tokens.template unpack_latents<0, S / PIECES>(args.table, levels, to, lane);
-        report(full + PIECES * stage);
-        if (PIECES == 4) {
-        if (ABLATE != 3) tokens.template unpack_latents<S / 4, S / 2>(args.table, levels, to, lane);
-        report(full + PIECES * stage + 1);
-        }
-        PM(2)
+        tokens.template unpack_latents<0, S / 4>(args.table, levels, to, lane);
+        report(full + 4 * stage);
+        tokens.template unpack_latents<S / 4, S / 2>(args.table, levels, to, lane);
+        report(full + 4 * stage + 1);
         mbarrier_wait(empty + 2 * stage + 1, turn ^ 1);
-        PM(3)
-        if (PIECES == 4) {
-        if (ABLATE != 3) tokens.template unpack_latents<S / 2, 3 * S / 4>(args.table, levels, to, lane);
-        report(full + PIECES * stage + 2);
-        }
-        if (ABLATE != 3) tokens.template unpack_latents<S - S / PIECES, S>(args.table, levels, to, lane);
-        report(full + PIECES * stage + PIECES - 1);
-        PM(4)
+        tokens.template unpack_latents<S / 2, 3 * S / 4>(args.table, levels, to, lane);
+        report(full + 4 * stage + 2);
+        tokens.template unpack_latents<3 * S / 4, S>(args.table, levels, to, lane);
+        report(full + 4 * stage + 3);
         if (tile + 1 < last) {
           load(page, tile + 1);
           page = ahead, ahead = beyond, beyond = page_of(tile + 4);
-          PM(5)
         }
       }
     }

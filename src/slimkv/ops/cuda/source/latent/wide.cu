@@ -7,20 +7,11 @@
 // output, and they take turns with the scores of tiles. Weights go to the other one through shared memory.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
-#ifndef TRACE
-#define TRACE 0
-#endif
 
 constexpr int ROWS = 64, STEP = 64, THREADS = 384, ITEM_COST = 4, PARTS = 1, STAGES = 2;
 #include "latent/merge.cuh"
 #include "latent/queries.cuh"
 #include "latent/producer.cuh"
-#ifndef ABLATE
-#define ABLATE 0
-#endif
-#ifndef ORDER
-#define ORDER 5
-#endif
 
 constexpr int HALF = LD / 2;  // dimensions of a warpgroup
 // With fewer registers for those that multiply, the compiler makes every product wait for the one before it.
@@ -30,18 +21,12 @@ static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "what
 // Shared memory. Weights: rows x tokens; the block's rows and sums of weights stand there before the first tile and after the last.
 constexpr int QUERIES_AT = 0, RING_AT = QUERIES_AT + STAGE, WEIGHTS_AT = RING_AT + STAGES * STAGE, REFERENCES_AT = WEIGHTS_AT + ROWS * 128;
 constexpr int SCALES_AT = REFERENCES_AT + 4 * ROWS, SCALES = (int)sizeof(TokenScales);
-constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + (16 + 8 * PIECES) * STAGES, R_LEVELS_AT = WALK_AT + 48;
+constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + 48 * STAGES, R_LEVELS_AT = WALK_AT + 48;
 constexpr int ALL = R_LEVELS_AT + 2 * R_LEVELS;
-static_assert(ALL + 192 * TRACE == SHARED, "the launcher counts shared memory as this file does");
+static_assert(ALL == SHARED, "the launcher counts shared memory as this file does");
 static_assert(sizeof(Route) <= 48, "what there is room for");
 constexpr int WEIGHTS_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the second warpgroup's weights have the one between
 
-#if TRACE
-DEVICE u32 clock32() { u32 r; asm volatile("mov.u32 %0, %%clock;" : "=r"(r) :: "memory"); return r; }
-#define MARK(g, i) if (thread_index() % 128 == 0) { u32* const tr = (u32*)(shared + ALL) + 16 * (g); const u32 now = clock32(); tr[i] += now - tr[15]; tr[15] = now; }
-#else
-#define MARK(g, i)
-#endif
 typedef float Output[HALF / 2];
 typedef u32 Weights[4][4];  // an operand for every 16 tokens
 
@@ -122,10 +107,10 @@ struct Consumer {
     wgmma_fence_operand(s);
     wgmma_fence();
   }
-  // Products with half of the latents' dimensions added to them, on their way.
-  template <int PART> DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
+  // Products with a quarter of the latents' dimensions added to them, on their way.
+  template <int QUARTER> DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
 #pragma unroll
-    for (int k = PART * S / PIECES; k < (PART + 1) * S / PIECES; k += ABLATE == 1 ? 8 : 1) {
+    for (int k = QUARTER * S / 4; k < (QUARTER + 1) * S / 4; k++) {
       const int at = k / 4 * CHUNK + k % 4 * 32;
       Wgmma<64>::shared_a<true>(s, queries_at(at), keys_at(stage, at));
     }
@@ -215,7 +200,7 @@ struct Consumer {
     wgmma_fence_operand(o);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < (ABLATE == 2 ? 1 : 4); k++) Wgmma<HALF>::register_a(o, p[k][0], p[k][1], p[k][2], p[k][3], values_at(stage, k * 2048));
+    for (int k = 0; k < 4; k++) Wgmma<HALF>::register_a(o, p[k][0], p[k][1], p[k][2], p[k][3], values_at(stage, k * 2048));
     wgmma_commit();
   }
   DEVICE_MEMBER void start_others_values(Output& o, int stage) const {
@@ -223,7 +208,7 @@ struct Consumer {
     wgmma_fence_operand(o);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < (ABLATE == 2 ? 1 : 4); k++) Wgmma<HALF>::shared_a_across(o, descriptor_behind(weights, k * 32), values_at(stage, k * 2048));
+    for (int k = 0; k < 4; k++) Wgmma<HALF>::shared_a_across(o, descriptor_behind(weights, k * 32), values_at(stage, k * 2048));
     wgmma_commit();
   }
 };
@@ -239,9 +224,6 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
     if (lane == 0) route->walk = walk;
   }
   while (true) {
-#if TRACE
-    if (thread_index() % 128 < 16) ((u32*)(shared + ALL) + 16 * group)[thread_index() % 128] = clock32() * (thread_index() % 128 == 15);
-#endif
     bar_sync(CONSUMERS, 256);
     if (thread_index() == 0) route->go_on(args);
     bar_sync(CONSUMERS, 256);
@@ -260,7 +242,6 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 #pragma unroll
     for (int i = 0; i < HALF / 2; i++) o[i] = 0.0f;
 
-    MARK(group, 12)
     auto release = [&](int tile) {  // the own dimensions, whose other reader, of scores, was there before
       wgmma_fence_operand(o);
       if (lane == 0) mbarrier_arrive(empty + 2 * ((before + tile) % STAGES) + group);
@@ -272,70 +253,45 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       own.rescale(o, behind, by);
       own.start_others_values(o, stage_at(tile));
     };
-    // Values of the other's tile, then scores and values of an own one. Nothing is on its way when output is rescaled.
+    // Half of an own tile's scores, values of the other's, whose weights come meanwhile, then the other half and values of the own one.
+    // No product with the output is on its way when that is rescaled.
     auto attend_tile = [&](int tile, auto after_other) {
       constexpr bool AFTER_OTHER = decltype(after_other)::VALUE;
       const int first = (range.first + tile) * STEP, stage = stage_at(tile);
       float s[32], by[2];
       Weights p;
       const u32 turn = (u32)((before + tile) / STAGES & 1);
-      MARK(group, 0)
-      if (AFTER_OTHER && ORDER == 1) {
-        attend_others(tile - 1);
-        wgmma_wait<0>();
-        release(tile - 1);  // before this one is waited for: who unpacks may wait for the other
-      }
-      MARK(group, 1)
-      mbarrier_wait(full + PIECES * stage, turn);
-      MARK(group, 2)
+      auto await = [&](int quarter) { mbarrier_wait(full + 4 * stage + quarter, turn); };
+      await(0);
       own.start_rope_scores(s, stage);
       wgmma_wait<0>();
       own.scale_rope_scores(s, stage);
-      MARK(group, 3)
       own.template start_scores<0>(s, stage);
-      if (PIECES == 4) {
-        mbarrier_wait(full + PIECES * stage + 1, turn);
-        own.template start_scores<1>(s, stage);
-      }
-      if (AFTER_OTHER && ORDER == 5) {  // whose weights come meanwhile
+      await(1);
+      own.template start_scores<1>(s, stage);
+      if (AFTER_OTHER) {
         wgmma_wait<0>();
         wgmma_fence_operand(s);
-        MARK(group, 4)
         attend_others(tile - 1);
       }
-      MARK(group, 5)
-      mbarrier_wait(full + PIECES * stage + PIECES / 2, turn);
-      MARK(group, 6)
+      await(2);
       wgmma_fence_operand(s);
       wgmma_fence();
-      own.template start_scores<PIECES / 2>(s, stage);
-      if (PIECES == 4) {
-        mbarrier_wait(full + PIECES * stage + 3, turn);
-        own.template start_scores<3>(s, stage);
-      }
-      if (AFTER_OTHER && ORDER == 5) {
-        wgmma_wait<PIECES / 2>();
+      own.template start_scores<2>(s, stage);
+      await(3);
+      own.template start_scores<3>(s, stage);
+      if (AFTER_OTHER) {
+        wgmma_wait<2>();
         release(tile - 1);
-        MARK(group, 7)
       }
       wgmma_wait<0>();
       wgmma_fence_operand(s);
-      MARK(group, 8)
-#if ABLATE == 4
-      for (int i = 0; i < 16; i++) p[i / 4][i % 4] = as_bits(s[2 * i]) & 0x3C003C00;
-      by[0] = by[1] = 1.0f; own.reference[0] = own.reference[1] = 0.0f;
-      const bool behind = false;
-#else
       const bool behind = own.weigh(s, stage, first, first + STEP <= clear_end, by, p);
-#endif
-      MARK(group, 9)
       own.give(p);
-      MARK(group, 10)
       own.rescale(o, behind, by);
       own.start_values(o, p, stage);
       wgmma_wait<0>();
       release(tile);
-      MARK(group, 11)
     };
     int tile = group;
     if (group == 0 && count > 0) attend_tile(0, Bool<false>()), tile = 2;
@@ -346,13 +302,6 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       release(count - 1);
     }
     before += max_i32(count, 0);
-#if TRACE
-    if (thread_index() % 128 == 0 && block_index() == 60) {
-      u32* const tr = (u32*)(shared + ALL) + 16 * group;
-      printf("g%d tiles %d: loop %u others1 %u full %u rope %u sc0 %u others %u full1 %u release %u scores %u weigh %u give %u values %u; queries %u\n", group, count, 2*tr[0]/count, 2*tr[1]/count, 2*tr[2]/count, 2*tr[3]/count, 2*tr[4]/count, 2*tr[5]/count, 2*tr[6]/count, 2*tr[7]/count, 2*tr[8]/count, 2*tr[9]/count, 2*tr[10]/count, 2*tr[11]/count, tr[12]);
-      if (group == 0) { u32* const q = tr + 32; printf("producer: prefetch %u wait0 %u unpack0 %u wait1 %u unpack1 %u load %u\n", q[0]/count, q[1]/count, q[2]/count, q[3]/count, q[4]/count, q[5]/count); }
-    }
-#endif
 
     // -- what this block has of the item
 #pragma unroll
@@ -381,19 +330,16 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   SHARED_OPERANDS(shared);
   const int lane = thread_index() & 31, warp = shfl(thread_index() / 32, 0);
-  u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + PIECES * STAGES;  // [stage, half of the dimensions]
+  u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + 4 * STAGES;  // [stage, quarter of the dimensions] and [stage, half of them]
   fill_packed_levels<R_LEVELS, THREADS>(args.rope_levels, shared + R_LEVELS_AT);
   if (thread_index() == 0) {
-    for (int i = 0; i < (PIECES + 2) * STAGES; i++) mbarrier_init(full + i, 4);
+    for (int i = 0; i < 6 * STAGES; i++) mbarrier_init(full + i, 4);
     fence_mbarrier_init();
   }
   pdl_wait();
   sync_threads();
   if (warp >= 8) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-#if TRACE
-    if (thread_index() % 128 < 16) ((u32*)(shared + ALL) + 32)[thread_index() % 128] = clock32() * (thread_index() % 128 == 15);
-#endif
     const LevelTable levels = {0};
     const PackedRopeLevels rope_levels = {shared_address(shared + R_LEVELS_AT)};
     Producer<STAGES>(args, shared + RING_AT, (TokenScales*)(shared + SCALES_AT), full, empty, warp - 8, lane).run(levels, rope_levels);
