@@ -19,7 +19,7 @@ from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.cuda import narrow, split, wide
 from slimkv.spec import Kind, PageLayout
 
-_MERGE_WARPS, _PARTS_OF_A_MERGER = 8, 8  # as merge.cuh has them; how many parts a warp takes before others help it
+_LEAST_MERGE_WARPS, _MOST_MERGE_WARPS = 8, 32  # of a block, as merge.cuh has them
 _RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
@@ -115,12 +115,17 @@ def even_rows(cut: narrow.Cut | wide.Cut, rows: int, sequences: int) -> int:
     return (sequences * -(-rows // cut.rows) + cut.blocks) * cut.rows
 
 
-def mergers_of(blocks: int, items: int) -> int:
-    """Warps that merge a row, where an item has as many parts as most have."""
-    parts, mergers = blocks // items + 1, 1
-    while mergers < _MERGE_WARPS and mergers * _PARTS_OF_A_MERGER < parts:
+def mergers_of(rows: int, dim: int, device: Device) -> int:
+    """Warps that merge a row of parts: as many as the device has room for at a time, with 64 registers a thread."""
+    warps = rows * -(-dim // _merged_dims(dim))
+    mergers = 1
+    while mergers < _MOST_MERGE_WARPS and 2 * mergers * warps <= 32 * device.multiprocessors:
         mergers *= 2
     return mergers
+
+
+def _merged_dims(dim: int) -> int:
+    return 256 if dim % 256 == 0 else 128  # of a block, as merge.cuh has them
 
 
 def kernel_defines(
@@ -189,12 +194,14 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     workspace = _workspace(request, 4 * parts * (dim + 2))  # alive until both are launched
     args = _args(request, workspace, parts)
     args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, cut.blocks
-    args.mergers = mergers_of(cut.blocks, sequences * row_tiles)
+    merged = sequences * row_tiles * cut.rows
+    args.mergers = mergers_of(merged, dim, device)
     defines = _defines(request.layout, cut, *_dtypes(request))
     launch(cut.source, "attend", defines, (cut.blocks, 1), cut.threads, cut.shared, args)
-    dims = 256 if dim % 256 == 0 else 128
-    grid = (sequences * row_tiles * cut.rows * args.mergers // _MERGE_WARPS, -(-dim // dims))
-    launch(cut.source, "merge", defines, grid, 32 * _MERGE_WARPS, 4 * _MERGE_WARPS * (dims + 1), args)
+    dims, warps = _merged_dims(dim), max(args.mergers, _LEAST_MERGE_WARPS)
+    rows = warps // args.mergers
+    shared = 4 * warps * (dims + 1) + 8 * rows * cut.blocks
+    launch(cut.source, "merge", defines, (merged // rows, -(-dim // dims)), 32 * warps, shared, args)
 
 
 def _attend_split(request: LatentRequest, device: Device, launch: Launcher) -> None:

@@ -3,10 +3,11 @@
 #include "latent/format.cuh"
 #include "latent/schedule.cuh"
 
-// A block: some dimensions of some rows of one item. args.mergers of its warps (a power of two) take turns with the parts of a row.
-// A row waits several times for memory and has little to read: few blocks of many rows go through that less often.
-constexpr int MERGE_WARPS = 8, MERGE_THREADS = 32 * MERGE_WARPS, MERGE_DIMS = LD % 256 == 0 ? 256 : 128, MERGE_AHEAD = 3;
-static_assert(ROWS % MERGE_WARPS == 0, "rows of a block belong to one item");
+// A block: some dimensions of some rows of one item. args.mergers of its warps (a power of two) take turns with the parts of a row,
+// as many as the device has room for. A row waits several times for memory and has little to read: few blocks of many rows go through
+// that less often, and many warps go through a long row together.
+constexpr int MERGE_DIMS = LD % 256 == 0 ? 256 : 128, MERGE_AHEAD = 4, LEAST_MERGE_WARPS = 8, MOST_MERGE_WARPS = 32;
+static_assert(ROWS % LEAST_MERGE_WARPS == 0, "rows of a block belong to one item");
 
 // Four dimensions of a lane, and the 128 further on.
 struct PartialRow {
@@ -27,12 +28,14 @@ struct PartialRow {
   }
 };
 
-KERNEL(MERGE_THREADS, 4) merge(GRID_CONSTANT LatentArgs args) {
+KERNEL(32 * MOST_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
   SHARED_MEMORY(scratch);
+  const int warp = thread_index() / 32, lane = thread_index() & 31, mergers = args.mergers;
+  const int warps = max_i32(mergers, LEAST_MERGE_WARPS), rows = warps / mergers;
   float* const sums = (float*)scratch;  // [warp, dimension]
-  float* const factors = sums + MERGE_WARPS * MERGE_DIMS;  // [warp]: what a row's sums are multiplied by
-  const int warp = thread_index() / 32, lane = thread_index() & 31, mergers = args.mergers, rows = MERGE_WARPS / mergers;
+  float* const factors = sums + warps * MERGE_DIMS;  // [warp]: what a row's sums are multiplied by
   const int first_row = block_index() * rows, number = first_row / ROWS, turn = warp % mergers, n = first_row % ROWS + warp / mergers;
+  Words2* const states = (Words2*)(factors + warps) + warp / mergers * args.blocks;  // of the row's parts: reference and sum of weights
   const int sequence = number / args.row_tiles, tile = number % args.row_tiles;
   // What says who did what is there before any part is: the kernel before this one has waited for it.
   const Item item(args, sequence, tile);
@@ -43,11 +46,12 @@ KERNEL(MERGE_THREADS, 4) merge(GRID_CONSTANT LatentArgs args) {
   const int dim = MERGE_DIMS * block_index_y(), dims = min_i32(LD - dim, MERGE_DIMS);
   pdl_wait();
   const i64 first = (i64)(PARTS * number + low) * ROWS + n;
-  auto part_of = [&](int i) { return first + (i64)i * ROWS; };
   // Without a reference there is nothing, or no number.
-  auto factor_of = [&](float reference, float highest) { return reference == MINUS_INFINITY ? 1.0f : exp2_approx(reference - highest); };
+  auto factor_of = [&](u32 reference, float highest) {
+    return as_float(reference) == MINUS_INFINITY ? 1.0f : exp2_approx(as_float(reference) - highest);
+  };
 
-  const float* next = args.parts + part_of(turn) * LD + dim;
+  const float* next = args.parts + (first + turn * ROWS) * LD + dim;
   int left = count - turn;
   PartialRow ahead[MERGE_AHEAD];  // on their way while references are compared
   auto load = [&](PartialRow& row) {
@@ -57,21 +61,23 @@ KERNEL(MERGE_THREADS, 4) merge(GRID_CONSTANT LatentArgs args) {
 #pragma unroll
   for (int j = 0; j < MERGE_AHEAD; j++) load(ahead[j]);
   float highest = MINUS_INFINITY, row_sum = 0.0f;
-  for (int i = lane; i < count; i += 32) highest = max_f32(highest, args.states[2 * part_of(i)]);
+#pragma unroll 4
+  for (int i = lane; i < count; i += 32) {  // all warps of a row write the same
+    const Words2 state = *(const Words2*)(args.states + 2 * (first + i * ROWS));
+    states[i] = state, highest = max_f32(highest, as_float(state.x));
+  }
 #pragma unroll
   for (int d = 16; d; d >>= 1) highest = max_f32(highest, shfl_xor(highest, d));
-  for (int i = lane; i < count; i += 32) row_sum += args.states[2 * part_of(i) + 1] * factor_of(args.states[2 * part_of(i)], highest);
+  sync_warp();
+  for (int i = lane; i < count; i += 32) row_sum += as_float(states[i].y) * factor_of(states[i].x, highest);
 #pragma unroll
   for (int d = 16; d; d >>= 1) row_sum += shfl_xor(row_sum, d);
 
   float x[4 * PartialRow::WORDS] = {};
   for (int i = turn; i < count; i += MERGE_AHEAD * mergers) {
-    float by[MERGE_AHEAD];
-#pragma unroll
-    for (int j = 0; j < MERGE_AHEAD; j++) by[j] = i + j * mergers < count ? factor_of(args.states[2 * part_of(i + j * mergers)], highest) : 0.0f;
 #pragma unroll
     for (int j = 0; j < MERGE_AHEAD; j++) {
-      ahead[j].add_to(x, by[j]);
+      if (i + j * mergers < count) ahead[j].add_to(x, factor_of(states[i + j * mergers].x, highest));
       load(ahead[j]);
     }
   }
@@ -80,19 +86,18 @@ KERNEL(MERGE_THREADS, 4) merge(GRID_CONSTANT LatentArgs args) {
     *(Words4*)(sums + MERGE_DIMS * warp + 128 * w + 4 * lane) =
         {as_bits(x[4 * w]), as_bits(x[4 * w + 1]), as_bits(x[4 * w + 2]), as_bits(x[4 * w + 3])};
   if (lane == 0) factors[warp] = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-  auto output_of = [&](int row) { return (item.first + row) / args.heads; };
+  auto query_of = [&](int row) { return (i64)(item.start + (item.first + row) / args.heads); };
   if (args.lse && n < item.count && turn == 0 && lane == 0 && dim == 0)
-    args.lse[(i64)(item.start + output_of(n)) * args.heads + (item.first + n) % args.heads] =
+    args.lse[query_of(n) * args.heads + (item.first + n) % args.heads] =
         row_sum == 0.0f ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;
   sync_threads();
-  for (int i = thread_index(); i < rows * MERGE_DIMS; i += MERGE_THREADS) {
+  for (int i = thread_index(); i < rows * MERGE_DIMS; i += 32 * warps) {
     const int slot = i / MERGE_DIMS, own = i % MERGE_DIMS, row = first_row % ROWS + slot;
     if (row >= item.count || own >= dims) continue;
     float y = 0.0f;
     for (int m = slot * mergers; m < (slot + 1) * mergers; m++) y += sums[MERGE_DIMS * m + own];
     y *= factors[slot * mergers];
-    const i64 head = (item.first + row) % args.heads;
-    const i64 at = (i64)(item.start + output_of(row)) * args.out_stride + head * args.out_head_stride + dim + own;
+    const i64 head = (item.first + row) % args.heads, at = query_of(row) * args.out_stride + head * args.out_head_stride + dim + own;
     if (OUT_TYPE == FLOAT32) ((float*)args.out)[at] = y;
     else ((u16*)args.out)[at] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(y) : f32_to_f16(y));
   }
