@@ -92,6 +92,7 @@ LONG_CASES = [
         for f in ("k4v4", "ku4vu8")
         for q in ((1, 1, 1), (4, 2, 1), (8, 6, 1))
     ),
+    *(replace(LONG, page=page, format=f) for page, f in ((16, "k5v5"), (32, "k6v4"), (64, "k5v5"), (64, "k6v6"))),
     replace(LONG, **EVERYTHING, format="k2v2"),
     replace(LONG, queries=(4, 2, 1)),
     *(replace(LONG, group=8, format=f) for f in ("k4v4", "k5v3")),

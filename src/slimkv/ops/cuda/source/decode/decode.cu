@@ -169,7 +169,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         if (real) {
           multiply_keys(slot, shared, queries, tables, lane, s);
           scale_scores(args, slot, columns, g, s);
-          if (STAGES == 1) loader.wait_for_all();
+          if (STAGES == 1) loader.wait_for_values();
           apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
           if constexpr (STAGES == 1) {
             sync_warp();
@@ -213,7 +213,10 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     combine_warps(args, range, columns, acc, team, shared, ring, warp, lane);
     if constexpr (CLUSTER > 1) return combine_cluster(args, range, shared, warp, lane);
     if (left <= 0) return;
-    if (STAGES == 1) begin_loading(next);
+    if (STAGES == 1) {
+      if (BULK) fence_proxy_async(), sync_warp();  // results were where pages go
+      begin_loading(next);
+    }
     range = next;
   }
 }

@@ -126,15 +126,14 @@ DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
   }
 }
 
-// Narrow halves: two of them.
+// Narrow halves: two of them, of which the second one is what the first one leaves.
 DEVICE void split_into_halves(const StepScores& s, int n, Probabilities& w) {
 #pragma unroll
-  for (int x = 0; x < NT; x++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const u32 high = f32_to_f16(s[n][x][r]);
-      w.p[n][x][r] = movmatrix_trans(high | f32_to_f16(s[n][x][r] - f16_to_f32(high)) << 16);
-    }
+  for (int x = 0; x < NT; x++) {
+    const u32 high = pack_f16x2(s[n][x][0], s[n][x][1]);
+    const u32 low = pack_f16x2(s[n][x][0] - f16_to_f32(high & 0xFFFF), s[n][x][1] - f16_to_f32(high >> 16));
+    w.p[n][x][0] = movmatrix_trans(prmt(high, low, 0x5410)), w.p[n][x][1] = movmatrix_trans(prmt(high, low, 0x7632));
+  }
 }
 
 DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {

@@ -5,7 +5,7 @@
 typedef Codes<V_BITS, VS, true> ValueCodes;
 
 DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& first, u32& second) {
-  code_bytes<V_KIND, V_BITS>(codes.low(slice), codes.high(slice), table, first, second);
+  code_bytes<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
 // Operands of pairs of tokens.
@@ -16,7 +16,42 @@ template <class C> DEVICE void value_halves(const C& codes, int slice, const Lev
   else code_halves<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), tables.value, tables.value_levels, a);
 }
 
-// The bytes of a word alternate between dimensions g and g + 8. Here they are put apart; two tiles are one operand.
+// The bytes of a word alternate between dimensions g and g + 8. They are put apart, and two tiles are one operand. Up to 4 bits codes are,
+// before they are turned into bytes: then the tokens of both tiles alternate, and so do probabilities.
+template <class PackedCodes>
+DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
+  u32 b[NG][NT / 2][2];
+  PackedCodes even[NT / 2], odd[NT / 2];
+#pragma unroll
+  for (int x = 0; x < NT; x += 2) {
+    even[x / 2].template merge<false>(codes[x], codes[x + 1]), odd[x / 2].template merge<true>(codes[x], codes[x + 1]);
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) b[n][x / 2][r] = w.p[n][x][r] + (w.p[n][x + 1][r] << 8);
+  }
+#pragma unroll
+  for (int i = 0; i < VS; i++) {
+    i32 c[NG][4];
+#pragma unroll
+    for (int x = 0; x < NT / 2; x++) {
+      u32 a0, a1, a2, a3;
+      value_bytes(even[x], i, table, a0, a2);
+      value_bytes(odd[x], i, table, a1, a3);
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1], 0, w.start[n], 0, w.start[n]);
+        else mma_u8_u8(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) acc.numbers(n, i)[j] += (float)(256 * c[n][2 * j] + c[n][2 * j + 1]) * w.fold[n];
+  }
+}
+
+// Others are put apart as bytes.
 DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
   u32 b[NG][NT];
 #pragma unroll
@@ -238,7 +273,8 @@ DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables
   ValueCodes codes[NT];
 #pragma unroll
   for (int x = 0; x < NT; x++) codes[x].load(slot + values_of(x), lane);
-  if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
+  if constexpr (V_BYTES && V_REGROUPED && NT % 2 == 0 && ValueCodes::MERGEABLE) add_merged_value_bytes(codes, w, tables.value, acc);
+  else if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
   else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);
   else add_value_halves(codes, w, tables, acc);
