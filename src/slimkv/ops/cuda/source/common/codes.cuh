@@ -336,6 +336,25 @@ DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, c
   }
 }
 
+// Of two tiles of values: pairs of a dimension's tokens, one of each tile. Pair p of `even` has their values 2 p, of `odd` 2 p + 1.
+template <int BITS, int S, bool TRANSPOSED, int PARTS>
+DEVICE void merged_pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& a, const Codes<BITS, S, TRANSPOSED, PARTS>& b, int s, const LevelTable& levels,
+                               u32 (&even)[4], u32 (&odd)[4]) {
+  static_assert(BITS <= 5, "an entry of the table has two nibbles");
+  const u32 x = a.low(s), y = b.low(s), even_codes = bit_select(0x0F0F0F0Fu, x, y << 4), odd_codes = bit_select(0x0F0F0F0Fu, x >> 4, y);
+#pragma unroll
+  for (int p = 0; p < 4; p++) even[p] = levels.at(even_codes, p), odd[p] = levels.at(odd_codes, p);
+  if constexpr (BITS == 5) {  // the tiles' signs 16 bits apart
+    const u32 first = a.sign_word(s), second = b.sign_word(s), signs[2] = {prmt(first, second, 0x5410), prmt(first, second, 0x7632)};
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+      const int shift = 15 - 8 * (p % 2) - a.sign_shift(s);
+      even[p] ^= ~(signs[p / 2] << shift) & 0x80008000u;
+      odd[p] ^= ~(signs[p / 2] << (shift - 4)) & 0x80008000u;
+    }
+  }
+}
+
 // ---- fields -------------------------------------------------------------------------------------------------------
 
 constexpr float FIELD_UNIT = 1.5474250491067253e26f;  // 2^87

@@ -176,11 +176,21 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
             loader.copy<true, false>(next_step, 0, next_step < range.last);
           }
         }
-        update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
-        if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
-        if (real) {
-          exponentials(slot, columns, g, s, acc);
-          pack_probabilities(s, weights);
+        if constexpr (!WIDE && !V_BYTES) {
+          float sum[C], shift[C];
+          if (warp_any(weigh_in_halves<false>(slot, columns, g, s, acc, weights, sum, shift))) {
+            update_max(slot, columns, g, t, s, real, team, nullptr, acc);
+            weigh_in_halves<true>(slot, columns, g, s, acc, weights, sum, shift);
+          }
+#pragma unroll
+          for (int c = 0; c < C; c++) acc.row_sum[c] = sum[c], acc.shift[c] = shift[c];
+        } else {
+          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
+          if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
+          if (real) {
+            exponentials(slot, columns, g, s, acc);
+            pack_probabilities(s, weights);
+          }
         }
         if constexpr (TEAM == 1) {
           add_values(slot, weights, tables, lane, acc);

@@ -158,6 +158,30 @@ DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probab
     }
 }
 
+// Wide, values by pairs, of two tiles at a time: a pair has a token of each, and so have probabilities.
+template <class PairCodes>
+DEVICE void add_merged_value_pairs(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables, Accumulator& acc) {
+#pragma unroll
+  for (int x = 0; x < NT; x += 2) {
+    u32 b[NG][4];
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        b[n][2 * r] = prmt(w.p[n][x][r], w.p[n][x + 1][r], 0x5410), b[n][2 * r + 1] = prmt(w.p[n][x][r], w.p[n][x + 1][r], 0x7632);
+#pragma unroll
+    for (int i = 0; i < VS; i++) {
+      u32 even[4], odd[4];
+      merged_pair_halves(codes[x], codes[x + 1], i, tables.value_levels, even, odd);
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        mma_f16(acc.numbers(n, i), even[0], odd[0], even[1], odd[1], b[n][0], b[n][1]);
+        mma_f16(acc.numbers(n, i), even[2], odd[2], even[3], odd[3], b[n][2], b[n][3]);
+      }
+    }
+  }
+}
+
 // What a warp leaves for its team.
 DEVICE void publish(const Probabilities& w, u8* slot, int lane) {
 #pragma unroll
@@ -277,5 +301,6 @@ DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables
   else if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
   else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);
+  else if constexpr (V_IN_PAIRS && NT % 2 == 0) add_merged_value_pairs(codes, w, tables, acc);
   else add_value_halves(codes, w, tables, acc);
 }
