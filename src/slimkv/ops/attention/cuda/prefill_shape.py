@@ -29,11 +29,12 @@ class Shape:
     consumers: int = 2  # warpgroups that multiply
     producers: int = 1  # warpgroups that fetch tiles
     producer_registers: int = 24  # of each of their threads
+    row_blocks: int = 1  # of 64 rows, that each warpgroup that multiplies has
 
     @property
     def rows(self) -> int:
         """Of queries, times heads of a group, in a block."""
-        return 64 * self.consumers
+        return 64 * self.consumers * self.row_blocks
 
     @property
     def threads(self) -> int:
@@ -122,7 +123,7 @@ def attend_defines(
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
         "FUSED": int(shape.fused), "BESIDE": int(beside), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,
-        "PRODUCER_REGISTERS": shape.producer_registers, "STAGES": shape.stages, "SHARED": shared,
+        "PRODUCER_REGISTERS": shape.producer_registers, "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages, "SHARED": shared,
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
         "V_ROTATED": int(spec.value.rotated), **pages,

@@ -1,6 +1,6 @@
 // Attention of many queries a sequence on unpacked keys and values (tiles.cuh), for sm_90a.
 //
-// A block has 64 CONSUMERS rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last
+// A block has 64 CONSUMERS ROW_BLOCKS rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last
 // to the first. One warp copies tiles into two rings of shared memory, or (FUSED) warpgroups unpack them there from their pages;
 // warpgroups of 64 rows each multiply and keep scores, probabilities and output in registers. A warpgroup starts the scores of the
 // next tile and the output of this one before the softmax of the next, which the output's products run beside.
@@ -10,6 +10,8 @@
 #include "prefill/half_tiles.cuh"
 #elif EIGHT_BIT
 #include "prefill/whole_tiles.cuh"
+#elif ROW_BLOCKS > 1
+#include "prefill/row_blocks.cuh"
 #else
 #include "prefill/halves.cuh"
 #endif
@@ -35,52 +37,37 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
 }
 #endif
 
-DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
-  const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
+// What a lane has to know of its rows g and g + 8 of a block of them.
+struct LaneRows {
   Visible visible;
   Softmax softmax;
+};
+
+DEVICE LaneRows prepare_lane_rows(const PrefillArgs& args, const Work& w, u8* operand, int row_block, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  LaneRows lane_rows;
   bool valid[2];
   i64 from[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const Row row = row_of(args, w, warpgroup, 16 * warp + g + 8 * r);
+    const Row row = row_of(args, w, row_block, 16 * warp + g + 8 * r);
     const int position = w.s.length - w.s.queries + row.of_sequence;
-    visible.end[r] = args.causal ? min_i32(w.s.length, position + 1) : w.s.length;
-    visible.begin[r] = WINDOW ? position - args.sliding_window + 1 : 0;
-    softmax.row_max[r] = MINUS_INFINITY, softmax.row_sum[r] = 0.0f;
+    lane_rows.visible.end[r] = args.causal ? min_i32(w.s.length, position + 1) : w.s.length;
+    lane_rows.visible.begin[r] = WINDOW ? position - args.sliding_window + 1 : 0;
+    lane_rows.softmax.row_max[r] = MINUS_INFINITY, lane_rows.softmax.row_sum[r] = 0.0f;
     valid[r] = row.valid, from[r] = row.query * args.query_stride + row.head * args.query_head_stride;
   }
-  prepare_rows(args, valid, from, operand, 16 * warp + g, t, softmax.factor, softmax.row_sum);
-  fence_proxy_async();
-  bar_sync(1 + warpgroup, 128);
+  prepare_rows(args, valid, from, operand, 16 * warp + g, t, lane_rows.softmax.factor, lane_rows.softmax.row_sum);
+  return lane_rows;
+}
 
-  float o[OUTPUTS];
-  const i64 state_stride = (i64)block_count() * 2 * ROWS;
-  float* state = args.state + (i64)block_index() * 2 * ROWS + thread_index() - 128 * PRODUCERS;
-  if (args.first_pass) {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[i] = 0.0f;
-  } else {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[i] = state[i * state_stride];
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      softmax.row_max[r] = state[(OUTPUTS + r) * state_stride], softmax.row_sum[r] = state[(OUTPUTS + 2 + r) * state_stride];
-  }
-
-  if (w.count > 0) attend_tiles(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
-
-  if (!args.last_pass) {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) state[i * state_stride] = o[i];
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      state[(OUTPUTS + r) * state_stride] = softmax.row_max[r], state[(OUTPUTS + 2 + r) * state_stride] = softmax.row_sum[r];
-    return;
-  }
+// Rows of output that a lane's quad has, of products that have ended.
+DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softmax& softmax, const float (&o)[OUTPUTS], u8* operand, int row_block,
+                            int warpgroup, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const Row row = row_of(args, w, warpgroup, 16 * warp + g + 8 * r);
+    const Row row = row_of(args, w, row_block, 16 * warp + g + 8 * r);
     float row_sum = softmax.row_sum[r], row_max = softmax.row_max[r], by = 1.0f;
     row_sum += shfl_xor(row_sum, 1);
     row_sum += shfl_xor(row_sum, 2);
@@ -103,6 +90,66 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
           empty ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;
   }
 }
+
+#if ROW_BLOCKS > 1
+static_assert(FUSED, "passes hand on the state of one block of rows");
+
+DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operands, int warpgroup, int lane) {
+  const int warp = thread_index() / 32 % 4;
+  Visible visible[ROW_BLOCKS];
+  Softmax softmax[ROW_BLOCKS];
+#pragma unroll
+  for (int b = 0; b < ROW_BLOCKS; b++) {
+    const LaneRows rows = prepare_lane_rows(args, w, operands + b * QUERY_BYTES, ROW_BLOCKS * warpgroup + b, warp, lane);
+    visible[b] = rows.visible, softmax[b] = rows.softmax;
+  }
+  fence_proxy_async();
+  bar_sync(1 + warpgroup, 128);
+  float o[ROW_BLOCKS][OUTPUTS];
+#pragma unroll
+  for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) o[b][i] = 0.0f;
+  if (w.count > 0) attend_tiles(args, w, rings, visible, shared_address(operands), softmax, o, warpgroup, lane);
+#pragma unroll
+  for (int b = 0; b < ROW_BLOCKS; b++)
+    store_lane_rows(args, w, softmax[b], o[b], operands + b * QUERY_BYTES, ROW_BLOCKS * warpgroup + b, warpgroup, warp, lane);
+}
+#else
+DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
+  const int warp = thread_index() / 32 % 4;
+  LaneRows rows = prepare_lane_rows(args, w, operand, warpgroup, warp, lane);
+  Softmax& softmax = rows.softmax;
+  fence_proxy_async();
+  bar_sync(1 + warpgroup, 128);
+
+  float o[OUTPUTS];
+  const i64 state_stride = (i64)block_count() * 2 * ROWS;
+  float* state = args.state + (i64)block_index() * 2 * ROWS + thread_index() - 128 * PRODUCERS;
+  if (args.first_pass) {
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) o[i] = 0.0f;
+  } else {
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) o[i] = state[i * state_stride];
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      softmax.row_max[r] = state[(OUTPUTS + r) * state_stride], softmax.row_sum[r] = state[(OUTPUTS + 2 + r) * state_stride];
+  }
+
+  if (w.count > 0) attend_tiles(args, w, rings, rows.visible, shared_address(operand), softmax, o, warpgroup, lane);
+
+  if (!args.last_pass) {
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) state[i * state_stride] = o[i];
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      state[(OUTPUTS + r) * state_stride] = softmax.row_max[r], state[(OUTPUTS + 2 + r) * state_stride] = softmax.row_sum[r];
+    return;
+  }
+  store_lane_rows(args, w, softmax, o, operand, warpgroup, warpgroup, warp, lane);
+}
+#endif
 
 KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   SHARED_MEMORY(memory);
@@ -142,7 +189,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
     if (BESIDE) end_behind_grid_before();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    attend_rows(args, w, rings, shared + (part - PRODUCERS) * QUERY_BYTES, part - PRODUCERS, lane);
+    attend_rows(args, w, rings, shared + (part - PRODUCERS) * ROW_BLOCKS * QUERY_BYTES, part - PRODUCERS, lane);
   }
 }
 HOST_TESTABLE(attend, PrefillArgs)

@@ -88,6 +88,7 @@ struct Softmax {
   }
 };
 
+#if ROW_BLOCKS == 1
 DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries,
                          Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
   const int t = lane & 3;
@@ -153,3 +154,4 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   wgmma_wait<0>();
   wgmma_fence_operand(o);
 }
+#endif
