@@ -10,8 +10,6 @@
 #include "prefill/half_tiles.cuh"
 #elif EIGHT_BIT
 #include "prefill/whole_tiles.cuh"
-#elif ROW_BLOCKS > 1
-#include "prefill/row_blocks.cuh"
 #else
 #include "prefill/halves.cuh"
 #endif
@@ -91,65 +89,62 @@ DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softma
   }
 }
 
-#if ROW_BLOCKS > 1
-static_assert(FUSED, "passes hand on the state of one block of rows");
+#if EIGHT_BIT
+template <int>
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible (&visible)[1], u32 queries, Softmax (&softmax)[1],
+                         float (&o)[1][OUTPUTS], int warpgroup, int lane) {
+  attend_tiles(args, w, rings, visible[0], queries, softmax[0], o[0], warpgroup, lane);
+}
+#endif
+static_assert(ROW_BLOCKS == 1 || FUSED, "passes hand on the state of one block of rows");
 
+// Block of rows b of a warpgroup is its warpgroup's one of the b-th CONSUMERS blocks: few rows leave the last ones of all of them empty.
 DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operands, int warpgroup, int lane) {
   const int warp = thread_index() / 32 % 4;
   Visible visible[ROW_BLOCKS];
   Softmax softmax[ROW_BLOCKS];
+  u8* const operand = operands + warpgroup * QUERY_BYTES;
 #pragma unroll
   for (int b = 0; b < ROW_BLOCKS; b++) {
-    const LaneRows rows = prepare_lane_rows(args, w, operands + b * QUERY_BYTES, ROW_BLOCKS * warpgroup + b, warp, lane);
+    const LaneRows rows = prepare_lane_rows(args, w, operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup, warp, lane);
     visible[b] = rows.visible, softmax[b] = rows.softmax;
   }
   fence_proxy_async();
   bar_sync(1 + warpgroup, 128);
-  float o[ROW_BLOCKS][OUTPUTS];
-#pragma unroll
-  for (int b = 0; b < ROW_BLOCKS; b++)
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[b][i] = 0.0f;
-  if (w.count > 0) attend_tiles(args, w, rings, visible, shared_address(operands), softmax, o, warpgroup, lane);
-#pragma unroll
-  for (int b = 0; b < ROW_BLOCKS; b++)
-    store_lane_rows(args, w, softmax[b], o[b], operands + b * QUERY_BYTES, ROW_BLOCKS * warpgroup + b, warpgroup, warp, lane);
-}
-#else
-DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
-  const int warp = thread_index() / 32 % 4;
-  LaneRows rows = prepare_lane_rows(args, w, operand, warpgroup, warp, lane);
-  Softmax& softmax = rows.softmax;
-  fence_proxy_async();
-  bar_sync(1 + warpgroup, 128);
 
-  float o[OUTPUTS];
+  float o[ROW_BLOCKS][OUTPUTS];
   const i64 state_stride = (i64)block_count() * 2 * ROWS;
   float* state = args.state + (i64)block_index() * 2 * ROWS + thread_index() - 128 * PRODUCERS;
-  if (args.first_pass) {
+  if (ROW_BLOCKS > 1 || args.first_pass) {
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[i] = 0.0f;
+    for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+      for (int i = 0; i < OUTPUTS; i++) o[b][i] = 0.0f;
   } else {
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[i] = state[i * state_stride];
+    for (int i = 0; i < OUTPUTS; i++) o[0][i] = state[i * state_stride];
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      softmax.row_max[r] = state[(OUTPUTS + r) * state_stride], softmax.row_sum[r] = state[(OUTPUTS + 2 + r) * state_stride];
+      softmax[0].row_max[r] = state[(OUTPUTS + r) * state_stride], softmax[0].row_sum[r] = state[(OUTPUTS + 2 + r) * state_stride];
   }
 
-  if (w.count > 0) attend_tiles(args, w, rings, rows.visible, shared_address(operand), softmax, o, warpgroup, lane);
+  const bool all = ROW_BLOCKS == 1 || (min_i32(w.s.queries, args.end_query) - w.first) * args.group_size > CONSUMERS * GROUP_ROWS;
+  if (w.count > 0 && all) attend_tiles<ROW_BLOCKS>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
+  if (w.count > 0 && !all) attend_tiles<1>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
 
-  if (!args.last_pass) {
+  if (ROW_BLOCKS == 1 && !args.last_pass) {
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) state[i * state_stride] = o[i];
+    for (int i = 0; i < OUTPUTS; i++) state[i * state_stride] = o[0][i];
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      state[(OUTPUTS + r) * state_stride] = softmax.row_max[r], state[(OUTPUTS + 2 + r) * state_stride] = softmax.row_sum[r];
+      state[(OUTPUTS + r) * state_stride] = softmax[0].row_max[r], state[(OUTPUTS + 2 + r) * state_stride] = softmax[0].row_sum[r];
     return;
   }
-  store_lane_rows(args, w, softmax, o, operand, warpgroup, warpgroup, warp, lane);
+#pragma unroll
+  for (int b = 0; b < ROW_BLOCKS; b++)
+    if (b == 0 || all)
+      store_lane_rows(args, w, softmax[b], o[b], operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup, warpgroup, warp, lane);
 }
-#endif
 
 KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   SHARED_MEMORY(memory);
@@ -189,7 +184,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
     if (BESIDE) end_behind_grid_before();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    attend_rows(args, w, rings, shared + (part - PRODUCERS) * ROW_BLOCKS * QUERY_BYTES, part - PRODUCERS, lane);
+    attend_rows(args, w, rings, shared, part - PRODUCERS, lane);
   }
 }
 HOST_TESTABLE(attend, PrefillArgs)
