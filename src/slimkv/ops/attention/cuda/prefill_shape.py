@@ -9,7 +9,7 @@ from slimkv.codec.byte_levels import MOST_BITS
 from slimkv.codec.rotation import core_size
 from slimkv.ops.cuda.constants import KIND_NUMBERS
 from slimkv.ops.cuda.module import Defines
-from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
+from slimkv.spec import CodecSpec, Kind, PageLayout, SideLayout, TensorFormat
 
 
 def _halves(dim: int) -> int:
@@ -30,6 +30,7 @@ class Shape:
     producers: int = 1  # warpgroups that fetch tiles
     producer_registers: int = 24  # of each of their threads
     row_blocks: int = 1  # of 64 rows, that each warpgroup that multiplies has
+    packed_stages: int = 4  # of those that unpack: tiles of pages in shared memory at a time, if they fit
 
     @property
     def rows(self) -> int:
@@ -49,6 +50,8 @@ class Shape:
         """Of a tile of values."""
         return self.keys_bytes(dim)
 
+
+_SHARED_OF_BLOCK = 227 << 10
 
 SHAPES = {dim: Shape(128 if dim <= 128 else 64, 2) for dim in (64, 80, 96, 112, 128, 192, 256)}
 FUSED_SHAPES = {
@@ -70,7 +73,14 @@ def shared_bytes(dim: int, shape: Shape) -> int:
     queries = shape.rows * 128 * (1 if shape.eight_bit else _halves(dim))
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
     totals = 4 * shape.rows * dim if shape.eight_bit else 0
-    return queries + tiles + totals + 48 * shape.stages + 1024
+    return queries + tiles + totals + 48 * shape.stages
+
+
+def packed_bytes(spec: CodecSpec, shape: Shape) -> int:
+    """What the warps that unpack copy of a tile's pages: codes, and all fields for each of them."""
+    fields = 2 + (spec.key.kind == Kind.UNIFORM) + (spec.value.kind == Kind.UNIFORM)
+    codes = 2 * spec.key_dim * (spec.key.bits + spec.value.bits) * shape.step // 16
+    return codes + 4 * shape.producers * fields * 2 * shape.step
 
 
 @lru_cache(maxsize=256)
@@ -120,6 +130,10 @@ def attend_defines(
         tables = {"K_LEVELS": keys, "V_LEVELS": values, "ONE_TABLE": int(alike)}
         pages = _page_defines(layout) | tables
         shared += 128 * (keys if alike else keys + values)
+        packed = packed_bytes(spec, shape)
+        stages = min(shape.packed_stages, (_SHARED_OF_BLOCK - shared) // packed)
+        pages |= {"PACKED_STAGES": stages, "PACKED_BYTES": packed}
+        shared += stages * packed
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
         "FUSED": int(shape.fused), "BESIDE": int(beside), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,

@@ -147,8 +147,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 }
 
 KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
-  SHARED_MEMORY(memory);
-  u8* shared = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
+  SHARED_OPERANDS(shared);
   const int lane = thread_index() & 31, part = shfl(thread_index() / 128, 0);
   u64* barriers = (u64*)(shared + BARRIERS_AT);
   const Rings rings = {shared + KEYS_AT,  shared + VALUES_AT,    barriers,
@@ -177,7 +176,8 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   if (part < PRODUCERS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
 #if FUSED
-    Producer{args, w, rings, key_levels, value_levels, shfl(thread_index() / 32, 0), lane}.run();
+    const int warp = shfl(thread_index() / 32, 0);
+    Producer{args, w, rings, key_levels, value_levels, shared + PACKED_AT + warp * PACKED_OF_WARP, warp, lane}.run();
 #else
     if (thread_index() == 0) copy_tiles(args, w, rings);
 #endif

@@ -15,7 +15,7 @@ DEVICE float quad_max(float x) {
 }
 
 #if !FUSED
-constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1;
+constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1, PACKED_STAGES = 0, PACKED_BYTES = 0;
 #endif
 
 constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS), N = STEP / 2, OWN = PLACES / 4;
@@ -26,7 +26,8 @@ constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // EIGHT_BIT: of t
 constexpr int BARRIERS_AT = TOTALS_AT + (EIGHT_BIT ? 4 * ROWS * D : 0);
 constexpr int SCALES_AT = BARRIERS_AT + 4 * STAGES * 8;
 constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // FUSED: of formats that are looked up
-constexpr int SHARED_BYTES = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS)) + 1024;
+constexpr int PACKED_AT = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS));  // FUSED: pages on their way
+constexpr int SHARED_BYTES = PACKED_AT + PACKED_STAGES * PACKED_BYTES;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
 // What producers leave of the registers that threads begin with.
