@@ -26,8 +26,10 @@ from slimkv.ops.attention.cuda.prefill_shape import (
     EIGHT_BIT_SHAPES,
     FUSED_SHAPES,
     SHAPES,
+    WIDE_SHAPES,
     Shape,
     attend_defines,
+    packed_stages,
     unpack_defines,
 )
 from slimkv.ops.attention.cuda.shape import level_bytes
@@ -46,11 +48,14 @@ _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same 
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
-# Rows (queries x heads of a group) of a sequence up to which unpacking for every block of them takes less time than
+# Rows (queries x heads of a group) of a sequence up to which unpacking for every block of them may take less time than
 # unpacking once for all, with Lloyd-Max codes of up to 4 bits; at head size 64 and with uniform codes; and from which
 # it is faster than the decode kernel, if there are enough queries as well.
-FUSED_UP_TO, LESS_FUSED_UP_TO = 512, 256
+FUSED_UP_TO, LESS_FUSED_UP_TO = 768, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
+# Times of a round of blocks over that of blocks which unpack for 128 rows: which do for 256, or for the 128 of them that
+# there are; of 128 rows on what was unpacked before; and of unpacking that, a sequence's head a multiprocessor.
+WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING = 1.7, 1.3, 0.58, 1.53
 
 # source, kernel, defines, grid, threads, shared memory, argument
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
@@ -89,8 +94,26 @@ def shape_of(request: AttendRequest) -> Shape:
     gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
     if wanted == EIGHT_BIT or gains:
         return eight_bit_shape(request)
-    fused = request.max_query_len * request.group <= _fused_up_to(request.layout.spec)
-    return fused_shape(request.layout.spec) if fused else SHAPES[dim]
+    if request.max_query_len * request.group > _fused_up_to(request.layout.spec):
+        return SHAPES[dim]
+    shape = min(fused_shapes(request.layout.spec), key=lambda shape: _fused_time(request, shape))
+    return SHAPES[dim] if dim <= 128 and _unpacked_time(request) < _fused_time(request, shape) else shape
+
+
+def _fused_time(request: AttendRequest, shape: Shape) -> float:
+    """Of all blocks, if sequences are alike."""
+    items, multiprocessors = request.seq_lens.shape[0] * request.pages.shape[1], _multiprocessors(request.query.device)
+    blocks, rest = divmod(request.max_query_len * request.group, shape.rows)
+    part = 0 < rest <= shape.rows - shape.rows // shape.row_blocks
+    whole = -(-items * (blocks + (rest > 0 and not part)) // multiprocessors)
+    return whole * (WIDE_ROUND if shape.row_blocks > 1 else 1) + part * -(-items // multiprocessors) * PART_ROUND
+
+
+def _unpacked_time(request: AttendRequest) -> float:
+    """Likewise, if pages are unpacked first."""
+    items, multiprocessors = request.seq_lens.shape[0] * request.pages.shape[1], _multiprocessors(request.query.device)
+    blocks = items * -(-request.max_query_len * request.group // SHAPES[request.layout.spec.key_dim].rows)
+    return -(-blocks // multiprocessors) * UNPACKED_ROUND + items / multiprocessors * UNPACKING
 
 
 def eight_bit_shape(request: AttendRequest) -> Shape:
@@ -116,10 +139,18 @@ def _uniform(spec: CodecSpec) -> bool:
     return Kind.UNIFORM in (spec.key.kind, spec.value.kind)
 
 
-def fused_shape(spec: CodecSpec) -> Shape:
-    """One warpgroup unpacks uniform codes, whose zeros take registers; two that have 48 a thread spill them."""
-    shape = FUSED_SHAPES[spec.key_dim]
-    return replace(shape, producers=1, producer_registers=88) if shape.producers == 2 and _uniform(spec) else shape
+def fused_shapes(spec: CodecSpec) -> list[Shape]:
+    """How blocks that unpack for themselves may be cut: of few rows, and of many.
+
+    One warpgroup unpacks uniform codes, whose zeros take registers; two that have 48 a thread spill them.
+    """
+    shapes = [FUSED_SHAPES[spec.key_dim]]
+    if _uniform(spec) and shapes[0].producers == 2:
+        shapes = [replace(shapes[0], producers=1, producer_registers=88)]
+    if spec.key_dim in WIDE_SHAPES:
+        wide = WIDE_SHAPES[spec.key_dim]
+        shapes.append(replace(wide, producer_registers=56) if _uniform(spec) else wide)
+    return [shape for shape in shapes if packed_stages(spec, shape) > 1]
 
 
 def most_packed_queries(request: AttendRequest) -> int:

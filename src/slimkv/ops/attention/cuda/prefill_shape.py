@@ -58,6 +58,10 @@ FUSED_SHAPES = {
     **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 80, 96, 112, 128)},
     **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
 }
+# What is unpacked serves twice as many rows.
+WIDE_SHAPES = {
+    dim: Shape(64, 3, fused=True, producer_registers=40, row_blocks=2) for dim in (64, 80, 96, 112, 128)
+}
 # Each with the time that a tile takes, over that of two warpgroups.
 EIGHT_BIT_SHAPES = {
     64: {Shape(128, 4, True): 1.0, Shape(128, 4, True, consumers=3): 1.26, Shape(128, 4, True, consumers=4): 1.72},
@@ -81,6 +85,17 @@ def packed_bytes(spec: CodecSpec, shape: Shape) -> int:
     fields = 2 + (spec.key.kind == Kind.UNIFORM) + (spec.value.kind == Kind.UNIFORM)
     codes = 2 * spec.key_dim * (spec.key.bits + spec.value.bits) * shape.step // 16
     return codes + 4 * shape.producers * fields * 2 * shape.step
+
+
+def packed_stages(spec: CodecSpec, shape: Shape) -> int:
+    """Tiles of pages for which there is room in shared memory."""
+    room = _SHARED_OF_BLOCK - shared_bytes(spec.key_dim, shape) - _tables_bytes(spec)
+    return min(shape.packed_stages, room // packed_bytes(spec, shape))
+
+
+def _tables_bytes(spec: CodecSpec) -> int:
+    """Of the levels that ``attend`` looks up: one table if keys and values are alike."""
+    return 128 * (_level_entries(spec.key) + (0 if spec.key == spec.value else _level_entries(spec.value)))
 
 
 @lru_cache(maxsize=256)
@@ -126,14 +141,11 @@ def attend_defines(
     """What prefill/attend.cu is compiled with."""
     spec, shared, pages = layout.spec, shared_bytes(layout.spec.key_dim, shape), {}
     if shape.fused:
-        keys, values, alike = _level_entries(spec.key), _level_entries(spec.value), spec.key == spec.value
-        tables = {"K_LEVELS": keys, "V_LEVELS": values, "ONE_TABLE": int(alike)}
-        pages = _page_defines(layout) | tables
-        shared += 128 * (keys if alike else keys + values)
-        packed = packed_bytes(spec, shape)
-        stages = min(shape.packed_stages, (_SHARED_OF_BLOCK - shared) // packed)
-        pages |= {"PACKED_STAGES": stages, "PACKED_BYTES": packed}
-        shared += stages * packed
+        tables = {"K_LEVELS": _level_entries(spec.key), "V_LEVELS": _level_entries(spec.value)}
+        stages, packed = packed_stages(spec, shape), packed_bytes(spec, shape)
+        pages = {"ONE_TABLE": int(spec.key == spec.value), "PACKED_STAGES": stages, "PACKED_BYTES": packed}
+        pages |= _page_defines(layout) | tables
+        shared += _tables_bytes(spec) + stages * packed
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
         "FUSED": int(shape.fused), "BESIDE": int(beside), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,

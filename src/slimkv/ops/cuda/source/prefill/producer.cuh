@@ -114,10 +114,7 @@ struct Fields {
   }
   // Of all tokens of the tile: of keys in the low half, of values in the high one.
   DEVICE_MEMBER u32 most() const {
-    u32 m = most_of<K_KIND, K_BITS>(key, key_zero) | most_of<V_KIND, V_BITS>(value, value_zero) << 16;
-#pragma unroll
-    for (int d = 16; d; d >>= 1) m = max_u16x2(m, shfl_xor(m, d));
-    return m;
+    return warp_max(most_of<K_KIND, K_BITS>(key, key_zero)) | warp_max(most_of<V_KIND, V_BITS>(value, value_zero)) << 16;
   }
 };
 
@@ -139,10 +136,14 @@ struct Producer {
   u8* packed;  // of this warp, in the first stage
   int warp, lane;
 
+  // Of a lane's tokens, or of the whole tile where it has one.
+  static constexpr bool ONE_PAGE = BLOCK_SIZE % STEP == 0;
   DEVICE_MEMBER i32 page_of(int tile) const {
-    const int token = tile * STEP + PER_LANE * lane;
+    const int token = tile * STEP + (ONE_PAGE ? 0 : PER_LANE * lane);
     return token < w.s.length ? ldg_i32(args.block_table + (i64)w.sequence * args.table_stride + token / BLOCK_SIZE) : 0;
   }
+  // The page of the tile's token `token`, from lanes' pages.
+  DEVICE_MEMBER static i32 page_with(i32 page, int token) { return ONE_PAGE ? page : shfl(page, token / PER_LANE); }
   DEVICE_MEMBER const u8* page_at(i32 page) const { return args.pages + page * args.page_stride + w.head * args.page_head_stride; }
 
   // Zeros for tokens that nobody sees, whose pages may hold anything, and for those that are not numbers; which of the lane's these are.
@@ -171,7 +172,7 @@ struct Producer {
       for (int i = 0; i < PER_LANE / 2; i++) marks |= f.marks(i);
       clear = clear && !warp_any(marks);
     } else {
-      clear = clear && !warp_any((most & 0xFFFF) == INVALID_FIELD || most >> 16 == INVALID_FIELD);
+      clear = clear && (most & 0xFFFF) != INVALID_FIELD && most >> 16 != INVALID_FIELD;
     }
     if (!clear) {
       bad = clear_hidden(f, first);
@@ -309,7 +310,7 @@ struct Producer {
 #pragma unroll
     for (int q = 0; q < GROUPS; q++) {
       const int place = (tile * STEP + 16 * (GROUPS * warp + q)) % BLOCK_SIZE / 16;
-      const u8* from = page_at(shfl(page, 16 / PER_LANE * (GROUPS * warp + q)));
+      const u8* from = page_at(page_with(page, 16 * (GROUPS * warp + q)));
       copy_codes(from + place * K_TILE, K_TILE, to + q * K_TILE);
       copy_codes(from + V_CODES + place * V_TILE, V_TILE, to + GROUPS * K_TILE + q * V_TILE);
     }
@@ -317,7 +318,7 @@ struct Producer {
 #pragma unroll
     for (int i = 0; i < FIELD_ARRAYS * UNITS; i += 32) {
       const int unit = (i + lane) % UNITS, array = (i + lane) / UNITS;
-      const u8* from = page_at(shfl(page, 8 / PER_LANE * unit)) + 2 * ((tile * STEP + 8 * unit) % BLOCK_SIZE);
+      const u8* from = page_at(page_with(page, 8 * unit)) + 2 * ((tile * STEP + 8 * unit) % BLOCK_SIZE);
       if (array < FIELD_ARRAYS) cp_async_16(to + GROUPS * (K_TILE + V_TILE) + array * FIELD_BYTES + 16 * unit, from + Fields::in_page(array));
     }
   }
