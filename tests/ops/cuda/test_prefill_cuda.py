@@ -298,9 +298,11 @@ def test_what_is_fused(change, fused):
 def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
     """Of 32 query and 8 KV heads on 132 multiprocessors; 0: of what is unpacked first, where little is to be unpacked."""
     monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 132)
-    case = replace(LONG, dim=128, num_kv_heads=8, group=4, lens=(queries,) * sequences, queries=(queries,) * sequences)
+    case = replace(LONG, dim=128, num_kv_heads=8, group=4, lens=(40,), queries=(33,))
     built = build(case, CPU)
-    shape = prefill_cuda.shape_of(request_of(built, *poisoned_out(case, built)))
+    request = request_of(built, *poisoned_out(case, built))
+    lengths = torch.full((sequences,), 8192, dtype=torch.int32)
+    shape = prefill_cuda.shape_of(replace(request, seq_lens=lengths, max_query_len=queries))
     assert (shape.rows if shape.fused else 0) == rows
 
 

@@ -150,7 +150,7 @@ def fused_shapes(spec: CodecSpec) -> list[Shape]:
     if spec.key_dim in WIDE_SHAPES:
         wide = WIDE_SHAPES[spec.key_dim]
         shapes.append(replace(wide, producer_registers=56) if _uniform(spec) else wide)
-    return [shape for shape in shapes if packed_stages(spec, shape) > 1]
+    return [shape for shape in shapes if packed_stages(spec, shape) > 0]
 
 
 def most_packed_queries(request: AttendRequest) -> int:
