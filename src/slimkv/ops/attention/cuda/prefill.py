@@ -53,8 +53,9 @@ FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 # it is faster than the decode kernel, if there are enough queries as well.
 FUSED_UP_TO, LESS_FUSED_UP_TO = 768, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
-# Times of a round of blocks over that of blocks which unpack for 128 rows: which do for 256, or for the 128 of them that
-# there are; of 128 rows on what was unpacked before; and of unpacking that, a sequence's head a multiprocessor.
+# Times of a round of blocks over that of blocks which unpack for 128 rows: of those which do for 256, or for the 128 of
+# them that there are; of 128 rows on what was unpacked first; and of unpacking that, a sequence's head a
+# multiprocessor.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING = 1.7, 1.3, 0.58, 1.53
 
 # source, kernel, defines, grid, threads, shared memory, argument

@@ -59,9 +59,7 @@ FUSED_SHAPES = {
     **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
 }
 # What is unpacked serves twice as many rows.
-WIDE_SHAPES = {
-    dim: Shape(64, 3, fused=True, producer_registers=40, row_blocks=2) for dim in (64, 80, 96, 112, 128)
-}
+WIDE_SHAPES = {dim: Shape(64, 3, fused=True, producer_registers=40, row_blocks=2) for dim in (64, 80, 96, 112, 128)}
 # Each with the time that a tile takes, over that of two warpgroups.
 EIGHT_BIT_SHAPES = {
     64: {Shape(128, 4, True): 1.0, Shape(128, 4, True, consumers=3): 1.26, Shape(128, 4, True, consumers=4): 1.72},
@@ -149,7 +147,8 @@ def attend_defines(
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
         "FUSED": int(shape.fused), "BESIDE": int(beside), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,
-        "PRODUCER_REGISTERS": shape.producer_registers, "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages, "SHARED": shared,
+        "PRODUCER_REGISTERS": shape.producer_registers, "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages,
+        "SHARED": shared,
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
         "V_ROTATED": int(spec.value.rotated), **pages,
