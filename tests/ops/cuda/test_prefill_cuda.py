@@ -273,12 +273,15 @@ def test_how_passes_are_cut():
     [
         ({}, True),
         ({"group": 64}, False),  # 2,560 rows a sequence
-        ({"format": "k5v4"}, False),
-        ({"format": "k5v4", "dim": 96}, False),
-        ({"dim": 96}, True),
-        ({"format": "ku4vu4"}, True),
-        ({"format": "ku4vu4", "group": 7}, False),
-        ({"dim": 64, "group": 7}, False),
+        ({"format": "k5v4"}, True),
+        ({"format": "fp8", "dim": 96, "group": 13}, False),
+        ({"format": "k5v4", "dim": 256}, False),
+        ({"dim": 96, "group": 19}, True),
+        ({"format": "ku4vu4", "group": 7}, True),
+        ({"format": "ku4vu4", "group": 13}, False),
+        ({"dim": 256, "group": 7}, True),
+        ({"format": "ku4vu4", "dim": 256, "group": 7}, False),
+        ({"dim": 64, "group": 13}, False),
     ],
     ids=str,
 )
@@ -320,7 +323,8 @@ def test_what_decode_leaves_to_it(monkeypatch):
     assert most(group=3) == MAX_DECODE_QUERIES  # 60 rows
     assert most(group=8) == 16
     assert most(queries=(20, 1)) == MAX_DECODE_QUERIES
-    assert most(format="k6v4") == MAX_DECODE_QUERIES
+    assert most(format="k6v4") == 16
+    assert most(format="k6v4", dim=256) == MAX_DECODE_QUERIES
     assert most(queries=(16, 16)) == MAX_DECODE_QUERIES
     assert most(lens=(300, 40), queries=(200, 20)) == MAX_DECODE_QUERIES  # 800 rows are unpacked first
 

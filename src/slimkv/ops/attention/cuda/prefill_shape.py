@@ -59,7 +59,10 @@ FUSED_SHAPES = {
     **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
 }
 # What is unpacked serves twice as many rows.
-WIDE_SHAPES = {dim: Shape(64, 3, fused=True, producer_registers=40, row_blocks=2) for dim in (64, 80, 96, 112, 128)}
+WIDE_SHAPES = {
+    64: Shape(128, 3, fused=True, producer_registers=56, row_blocks=2),
+    **{dim: Shape(64, 3, fused=True, producer_registers=40, row_blocks=2) for dim in (80, 96, 112, 128)},
+}
 # Each with the time that a tile takes, over that of two warpgroups.
 EIGHT_BIT_SHAPES = {
     64: {Shape(128, 4, True): 1.0, Shape(128, 4, True, consumers=3): 1.26, Shape(128, 4, True, consumers=4): 1.72},
@@ -75,7 +78,7 @@ def shared_bytes(dim: int, shape: Shape) -> int:
     queries = shape.rows * 128 * (1 if shape.eight_bit else _halves(dim))
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
     totals = 4 * shape.rows * dim if shape.eight_bit else 0
-    return queries + tiles + totals + 48 * shape.stages
+    return queries + tiles + totals + 48 * shape.stages + (0 if shape.fused else 1024)
 
 
 def packed_bytes(spec: CodecSpec, shape: Shape) -> int:

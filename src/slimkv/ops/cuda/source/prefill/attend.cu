@@ -15,6 +15,7 @@
 #endif
 #if FUSED
 #include "prefill/producer.cuh"
+#include "prefill/row_blocks.cuh"
 #else
 
 // One thread: copies every tile, in the order in which they are used.
@@ -33,39 +34,53 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
     if (i > 0) copy(i - 1, args.values, rings.values, rings.values_full, rings.values_empty, VALUES_BYTES, EIGHT_BIT);
   }
 }
-#endif
 
-// What a lane has to know of its rows g and g + 8 of a block of them.
-struct LaneRows {
+DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
+  const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
   Visible visible;
   Softmax softmax;
-};
-
-DEVICE LaneRows prepare_lane_rows(const PrefillArgs& args, const Work& w, u8* operand, int row_block, int warp, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-  LaneRows lane_rows;
   bool valid[2];
   i64 from[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const Row row = row_of(args, w, row_block, 16 * warp + g + 8 * r);
+    const Row row = row_of(args, w, warpgroup, 16 * warp + g + 8 * r);
     const int position = w.s.length - w.s.queries + row.of_sequence;
-    lane_rows.visible.end[r] = args.causal ? min_i32(w.s.length, position + 1) : w.s.length;
-    lane_rows.visible.begin[r] = WINDOW ? position - args.sliding_window + 1 : 0;
-    lane_rows.softmax.row_max[r] = MINUS_INFINITY, lane_rows.softmax.row_sum[r] = 0.0f;
+    visible.end[r] = args.causal ? min_i32(w.s.length, position + 1) : w.s.length;
+    visible.begin[r] = WINDOW ? position - args.sliding_window + 1 : 0;
+    softmax.row_max[r] = MINUS_INFINITY, softmax.row_sum[r] = 0.0f;
     valid[r] = row.valid, from[r] = row.query * args.query_stride + row.head * args.query_head_stride;
   }
-  prepare_rows(args, valid, from, operand, 16 * warp + g, t, lane_rows.softmax.factor, lane_rows.softmax.row_sum);
-  return lane_rows;
-}
+  prepare_rows(args, valid, from, operand, 16 * warp + g, t, softmax.factor, softmax.row_sum);
+  fence_proxy_async();
+  bar_sync(1 + warpgroup, 128);
 
-// Rows of output that a lane's quad has, of products that have ended.
-DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softmax& softmax, const float (&o)[OUTPUTS], u8* operand, int row_block,
-                            int warpgroup, int warp, int lane) {
-  const int g = lane >> 2, t = lane & 3;
+  float o[OUTPUTS];
+  const i64 state_stride = (i64)block_count() * 2 * ROWS;
+  float* state = args.state + (i64)block_index() * 2 * ROWS + thread_index() - 128 * PRODUCERS;
+  if (args.first_pass) {
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) o[i] = 0.0f;
+  } else {
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) o[i] = state[i * state_stride];
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      softmax.row_max[r] = state[(OUTPUTS + r) * state_stride], softmax.row_sum[r] = state[(OUTPUTS + 2 + r) * state_stride];
+  }
+
+  if (w.count > 0) attend_tiles(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
+
+  if (!args.last_pass) {
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) state[i * state_stride] = o[i];
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      state[(OUTPUTS + r) * state_stride] = softmax.row_max[r], state[(OUTPUTS + 2 + r) * state_stride] = softmax.row_sum[r];
+    return;
+  }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const Row row = row_of(args, w, row_block, 16 * warp + g + 8 * r);
+    const Row row = row_of(args, w, warpgroup, 16 * warp + g + 8 * r);
     float row_sum = softmax.row_sum[r], row_max = softmax.row_max[r], by = 1.0f;
     row_sum += shfl_xor(row_sum, 1);
     row_sum += shfl_xor(row_sum, 2);
@@ -88,66 +103,15 @@ DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softma
           empty ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;
   }
 }
-
-#if EIGHT_BIT
-template <int>
-DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible (&visible)[1], u32 queries, Softmax (&softmax)[1],
-                         float (&o)[1][OUTPUTS], int warpgroup, int lane) {
-  attend_tiles(args, w, rings, visible[0], queries, softmax[0], o[0], warpgroup, lane);
-}
 #endif
-static_assert(ROW_BLOCKS == 1 || FUSED, "passes hand on the state of one block of rows");
-
-// Block of rows b of a warpgroup is its warpgroup's one of the b-th CONSUMERS blocks: few rows leave the last ones of all of them empty.
-DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operands, int warpgroup, int lane) {
-  const int warp = thread_index() / 32 % 4;
-  Visible visible[ROW_BLOCKS];
-  Softmax softmax[ROW_BLOCKS];
-  u8* const operand = operands + warpgroup * QUERY_BYTES;
-#pragma unroll
-  for (int b = 0; b < ROW_BLOCKS; b++) {
-    const LaneRows rows = prepare_lane_rows(args, w, operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup, warp, lane);
-    visible[b] = rows.visible, softmax[b] = rows.softmax;
-  }
-  fence_proxy_async();
-  bar_sync(1 + warpgroup, 128);
-
-  float o[ROW_BLOCKS][OUTPUTS];
-  const i64 state_stride = (i64)block_count() * 2 * ROWS;
-  float* state = args.state + (i64)block_index() * 2 * ROWS + thread_index() - 128 * PRODUCERS;
-  if (ROW_BLOCKS > 1 || args.first_pass) {
-#pragma unroll
-    for (int b = 0; b < ROW_BLOCKS; b++)
-#pragma unroll
-      for (int i = 0; i < OUTPUTS; i++) o[b][i] = 0.0f;
-  } else {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[0][i] = state[i * state_stride];
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      softmax[0].row_max[r] = state[(OUTPUTS + r) * state_stride], softmax[0].row_sum[r] = state[(OUTPUTS + 2 + r) * state_stride];
-  }
-
-  const bool all = ROW_BLOCKS == 1 || (min_i32(w.s.queries, args.end_query) - w.first) * args.group_size > CONSUMERS * GROUP_ROWS;
-  if (w.count > 0 && all) attend_tiles<ROW_BLOCKS>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
-  if (w.count > 0 && !all) attend_tiles<1>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
-
-  if (ROW_BLOCKS == 1 && !args.last_pass) {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) state[i * state_stride] = o[0][i];
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      state[(OUTPUTS + r) * state_stride] = softmax[0].row_max[r], state[(OUTPUTS + 2 + r) * state_stride] = softmax[0].row_sum[r];
-    return;
-  }
-#pragma unroll
-  for (int b = 0; b < ROW_BLOCKS; b++)
-    if (b == 0 || all)
-      store_lane_rows(args, w, softmax[b], o[b], operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup, warpgroup, warp, lane);
-}
 
 KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
+#if FUSED
   SHARED_OPERANDS(shared);
+#else
+  SHARED_MEMORY(memory);
+  u8* shared = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
+#endif
   const int lane = thread_index() & 31, part = shfl(thread_index() / 128, 0);
   u64* barriers = (u64*)(shared + BARRIERS_AT);
   const Rings rings = {shared + KEYS_AT,  shared + VALUES_AT,    barriers,
@@ -184,7 +148,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
     if (BESIDE) end_behind_grid_before();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    attend_rows(args, w, rings, shared, part - PRODUCERS, lane);
+    attend_rows(args, w, rings, FUSED ? shared : shared + (part - PRODUCERS) * QUERY_BYTES, part - PRODUCERS, lane);
   }
 }
 HOST_TESTABLE(attend, PrefillArgs)

@@ -27,7 +27,7 @@ constexpr int BARRIERS_AT = TOTALS_AT + (EIGHT_BIT ? 4 * ROWS * D : 0);
 constexpr int SCALES_AT = BARRIERS_AT + 4 * STAGES * 8;
 constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // FUSED: of formats that are looked up
 constexpr int PACKED_AT = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS));  // FUSED: pages on their way
-constexpr int SHARED_BYTES = PACKED_AT + PACKED_STAGES * PACKED_BYTES;
+constexpr int SHARED_BYTES = PACKED_AT + PACKED_STAGES * PACKED_BYTES + (FUSED ? 0 : 1024);
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
 // What producers leave of the registers that threads begin with.
