@@ -54,8 +54,8 @@ FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 FUSED_UP_TO, LESS_FUSED_UP_TO, LEAST_FUSED_UP_TO = 768, 512, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
 # Times of a round of blocks over that of blocks which unpack for 128 rows: of those which do for 256, or for the 128 of
-# them that there are; of 128 rows on what was unpacked first; of unpacking that, a sequence's head a multiprocessor; and
-# what passes before the first blocks that unpack for themselves have something to multiply.
+# them that there are; of 128 rows on what was unpacked first; of unpacking that, a sequence's head a multiprocessor;
+# and what passes before the first blocks that unpack for themselves have something to multiply.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.15
 
 # source, kernel, defines, grid, threads, shared memory, argument
