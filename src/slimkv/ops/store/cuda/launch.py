@@ -163,11 +163,11 @@ def _plan(
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
         side_args.point_to(side, constants, tensors)
         if side.format.kind == Kind.LLOYD:
-            used = len(tensors[1]) + 8 * len(tensors[2])
+            used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
-                levels = len(tensors[1]) if side.format.bits <= 4 else 1 << side.format.bits
+                levels = 2 * cell_zero if side.format.bits <= 4 else 4 << side.format.bits
                 matrix = side.dim * (side.dim + 16) if shared_weights else 0
-                used = -(-(used + 4 * levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim) + matrix)
+                used = -(-(used + levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim) + matrix)
             used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
             shared = shared + used if shaped else max(shared, used)
         warps = 2 * shaping if shaped else max(warps, split)

@@ -34,21 +34,29 @@ template <class F> struct QueryAwareMemory {
   }
 };
 
-// The levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next
-// coordinate, else by code.
+// What levels are, behind the other tables: up to 4 bits twice the level by cell, a signed byte, so that one look-up leads to
+// the next coordinate; else the level times error_steps by code.
 template <class F> struct ScaledLevels {
   static constexpr bool BY_CELL = F::BITS <= 4;
-  static constexpr int COUNT = BY_CELL ? F::CELLS : 1 << F::BITS;
-  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + 4 * COUNT + 15) / 16 * 16;
-  float* levels;
+  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + (BY_CELL ? F::CELLS : 4 << F::BITS) + 15) / 16 * 16;
+  u8* levels;
 
-  DEVICE_MEMBER ScaledLevels(u8* memory) : levels((float*)(memory + LloydTables<F>::BYTES)) {}
+  DEVICE_MEMBER ScaledLevels(u8* memory) : levels(memory + LloydTables<F>::BYTES) {}
   DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
+    if constexpr (BY_CELL) {
 #pragma unroll 1
-    for (int i = thread; i < COUNT; i += threads)
-      levels[i] = mul_rn(i32_to_f32_rn(side.levels[BY_CELL ? side.cells[i] : i]), mul_rn(error_steps, 1.0f / 128));
+      for (int i = thread; i < F::CELLS / 16; i += threads) cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
+      cp_async_commit();
+    } else
+#pragma unroll 1
+      for (int i = thread; i < 1 << F::BITS; i += threads)
+        ((float*)levels)[i] = mul_rn(i32_to_f32_rn(side.levels[i]), mul_rn(error_steps, 1.0f / 128));
   }
-  DEVICE_MEMBER float of(float x, u32 code) const { return levels[BY_CELL ? cell_from_below<F>(x) : code]; }
+  // The level less x, times error_steps, rounded once: error_steps is a power of two, and so are products with it exact.
+  DEVICE_MEMBER float error(float x, float error_steps, u32 cell, u32 code) const {
+    if constexpr (BY_CELL) return fma_rn(i32_to_f32_rn(((const signed char*)levels)[cell]), mul_rn(error_steps, 0.5f), mul_rn(x, -error_steps));
+    else return fma_rn(x, -error_steps, ((const float*)levels)[code]);
+  }
 };
 
 // What later slices' errors add to slice s, to memory.sums. Errors that are not made yet are zeros, so every product may be
@@ -83,6 +91,9 @@ template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memor
     memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
 }
 
+// Without a search, cells of up to 4 bits are left in memory: both warps look up codes when they pack them.
+template <class F> constexpr bool CODES_LATER = SEARCH == 0 && F::BITS <= 4;
+
 // Replaces the coordinates of a token for each lane, whose column is ``token``, by codes; of those that are not ``mine``,
 // nothing changes. With a search the coordinates are taken times ``scale`` and the codes are byte number ``lane`` % SEARCH;
 // returns the sum of squared distances from the targets.
@@ -96,19 +107,27 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     sum_later_slices<F>(memory, weights, s, lane);
     const u8* row = weights + 16 * s * (WEIGHT_STRIDE<F> + 1);
     float* own = memory.numbers + 16 * s * memory.STRIDE + token;
-    float scaled[16];  // before another lane of this token puts a code there
-    if constexpr (SEARCH > 0) {
+    // Nothing is stored before the slice is done: the compiler would not load what comes next before that.
+    float numbers[16];
+    i32 later[16];
+    u32 codes[16];  // or cells
+    if constexpr (SEARCH > 0) {  // before another lane of this token puts a code there
 #pragma unroll
-      for (int n = 0; n < 16; n++) scaled[n] = mul_rn(own[n * memory.STRIDE], scale);
+      for (int n = 0; n < 16; n++) numbers[n] = mul_rn(own[n * memory.STRIDE], scale);
     }
     sync_warp();
+#pragma unroll
+    for (int n = 15; n >= 0; n--) {
+      later[n] = memory.sums[n * memory.STRIDE + lane];
+      if constexpr (SEARCH == 0) numbers[n] = own[n * memory.STRIDE];
+    }
     u32 errors[4] = {};  // without the newest, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
       Words4 w = load_weights(row + n * WEIGHT_STRIDE<F>);
-      i32 older = memory.sums[n * memory.STRIDE + lane];
+      i32 older = later[n];
       if (n < 14) older = dp4a_s8(errors[3], w.w, older);
       if (n < 10) older = dp4a_s8(errors[2], w.z, older);
       if (n < 6) older = dp4a_s8(errors[1], w.y, older);
@@ -120,19 +139,24 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
         total = fma_rn(newest, i32_to_f32_rn((i32)(word << (24 - 8 * ((n + 1) % 4))) >> 24), total);
         errors[(n + 1) / 4 % 4] = prmt(errors[(n + 1) / 4 % 4], newest_byte, n % 4 == 3 ? 0x3214 : n % 4 == 0 ? 0x3240 : n % 4 == 1 ? 0x3410 : 0x4210);
       }
-      float x = SEARCH > 0 ? scaled[n] : own[n * memory.STRIDE];
+      float x = numbers[n];
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
-      u32 code = code_of_cell<F>(cell_from_below<F>(within), within, tables);
-      float level = levels.of(within, code);
-      float error = min_f32(max_f32(fma_rn(x, -error_steps, level), -127.0f), 127.0f);
+      const u32 cell = cell_from_below<F>(within);
+      codes[n] = CODES_LATER<F> ? cell : code_of_cell<F>(cell, within, tables);
+      float unlimited = levels.error(x, error_steps, cell, codes[n]), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
       const float rounded = add_rn(error, 12582912.0f);
       newest = sub_rn(rounded, 12582912.0f);
       newest_byte = as_bits(rounded);
       if constexpr (SEARCH > 0) {
-        float distance = fma_rn(target, -error_steps, level);
+        float distance = levels.error(target, error_steps, cell, codes[n]);
         cost = add_rn(cost, mul_rn(distance, distance));
-        if (mine) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)code;
-      } else if (mine) own[n * memory.STRIDE] = as_float(code);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 16; n++) {
+      if constexpr (SEARCH > 0) {
+        if (mine) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)codes[n];
+      } else if (mine) own[n * memory.STRIDE] = as_float(codes[n]);
     }
     errors[0] = prmt(errors[0], newest_byte, 0x3214);
     if (mine) *(Words4*)(memory.errors + lane * memory.ERROR_STRIDE + 16 * s) = {errors[0], errors[1], errors[2], errors[3]};
@@ -240,6 +264,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
 #pragma unroll
       for (int n = 0; n < 8; n++) {
         code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
+        if constexpr (CODES_LATER<F>) code[n] = tables.cells[code[n]];
         if constexpr (SEARCH > 0) code[n] = code[n] >> shift[token_number<F>(n)] & ((1 << F::BITS) - 1);  // those of other rounds are no codes
         rotated[n] = integer_of<F>(exact[q][n]);
       }
