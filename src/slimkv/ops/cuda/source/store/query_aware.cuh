@@ -10,6 +10,8 @@
 #include "store/lloyd.cuh"
 
 constexpr int ROUNDS = SEARCH > 0 ? SEARCH : 1;
+// Are a warp's rows on their way before the tables are there? Not where most blocks find that no token is theirs.
+constexpr bool ROWS_EARLY = QUERY_AWARE == 1 || !SHARED_WEIGHTS;
 
 template <class F> constexpr int WEIGHT_STRIDE = F::D + (SHARED_WEIGHTS ? 16 : 0);  // bytes of a matrix's row, where it is read
 DEVICE Words4 load_weights(const u8* p) { return SHARED_WEIGHTS ? *(const Words4*)p : ldg_cached(p); }
@@ -215,9 +217,7 @@ template <class F> DEVICE int search_scales(const QueryAwareMemory<F>& memory, c
 }
 
 // Digits and scalars of a tile of 16 tokens.
-template <class F> DEVICE TokenScalars prepare_tile(const SideArgs& side, const StoreArgs& args, int head, int first, int lane, Digits<F>& digits) {
-  u32 raw[F::CHUNKS][2][F::RAW];
-  load_rows<F>(side, head, first, args.tokens, lane, raw);
+template <class F> DEVICE TokenScalars prepare_tile(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, int lane, Digits<F>& digits) {
   u32 exponent = fixed_point<F>(raw, lane, digits);
   return scalars_of<F>(digits, exponent, side.unit, lane);
 }
@@ -247,7 +247,11 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
   CodePlanes<F> codes;
   LevelSums<F> sums;
   Digits<F> digits;
-  if constexpr (F::POLICY == UNBIASED) prepare_tile<F>(side, args, head, first, lane, digits);
+  if constexpr (F::POLICY == UNBIASED) {
+    u32 raw[F::CHUNKS][2][F::RAW];
+    load_rows<F>(side, head, first, args.tokens, lane, raw);
+    prepare_tile<F>(raw, side, lane, digits);
+  }
   int shift[2] = {};  // of the best scale's code, in the words of the lane's tokens
   if constexpr (SEARCH > 0)
 #pragma unroll
@@ -283,9 +287,9 @@ template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, con
 
 // Encodes and writes 32 keys of one head with two warps and the ``number``-th part of the block's memory: where matrices are
 // spread over blocks those of them that take matrix ``only``, and where rounds are those of ``only_round``. Each warp has a tile
-// of 16; warp 0 rounds all of them, while warp 1 does ``meanwhile``.
+// of 16, of which ``raw`` are the rows (ROWS_EARLY); warp 0 rounds all of them, while warp 1 does ``meanwhile``.
 template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only, int only_round,
-                                                                                          int first, u8* shared, int number, int warp, Work meanwhile) {
+                                                                                          int first, u32 raw[F::CHUNKS][2][F::RAW], u8* shared, int number, int warp, Work meanwhile) {
   constexpr int ROUND_TOKENS = 32 / ROUNDS;
   int lane = thread_index() & 31, index = 0;
   constexpr bool SEVERAL = QUERY_AWARE > 1;
@@ -306,7 +310,8 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   TokenScalars scalars;
   {
     Digits<F> digits;
-    scalars = prepare_tile<F>(side, args, head, first + 16 * warp, lane, digits);
+    if constexpr (!ROWS_EARLY) load_rows<F>(side, head, first + 16 * warp, args.tokens, lane, raw);
+    scalars = prepare_tile<F>(raw, side, lane, digits);
     coordinates_of_tile<F>(digits, scalars, side, memory, warp, lane);
   }
   if constexpr (SHARED_WEIGHTS) cp_async_wait<0>();
