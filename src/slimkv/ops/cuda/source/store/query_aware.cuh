@@ -61,37 +61,55 @@ template <class F> struct ScaledLevels {
   }
 };
 
-// What later slices' errors add to slice s, to memory.sums. Errors that are not made yet are zeros, so every product may be
-// taken: all weights are on their way at the same time.
-template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memory, const u8* weights, int s, int lane) {
-  // Blocks of more warps have no registers for that, and others to wait for.
-  constexpr int STEPS = (F::D + 31) / 32;
-  constexpr int AT_ONCE = WARPS > 2 ? 1 : STEPS <= 4 ? STEPS : STEPS % 4 == 0 ? 4 : STEPS % 3 == 0 ? 3 : STEPS % 2 == 0 ? 2 : 1;
-  int g = lane >> 2, t = lane & 3;
-  i32 c[2][2][4] = {};
-#pragma unroll 1
-  for (int first = (s + 1) / 2 / AT_ONCE * AT_ONCE; first < STEPS; first += AT_ONCE) {
-    u32 b[AT_ONCE][2][2];
+// What errors of later slices add to a slice, 32 tokens by 16 coordinates, as the tensor cores have it.
+template <class F> struct LaterErrors {
+  static constexpr int STEPS = (F::D + 31) / 32;
+  i32 c[2][2][4];  // tiles of 16 tokens, halves of the slice
+  u32 newest[2];   // weights of the slice that is rounded next
+
+  // The sums of slice s as far as slices after s + 1 make them; s + 1 itself has no errors yet. Errors that are not made are
+  // zeros, so every product may be taken: nothing waits for anything, and it all goes on while slice s + 1 is rounded.
+  DEVICE_MEMBER void begin(const QueryAwareMemory<F>& memory, const u8* weights, int s, int lane) {
+    int g = lane >> 2, t = lane & 3;
+    const u8* rows = weights + (16 * s + g) * WEIGHT_STRIDE<F> + 4 * t;
 #pragma unroll
-    for (int i = 0; i < 4 * AT_ONCE; i++) {
-      int k = first + i / 4, column = 32 * k + 16 * (i & 1) + 4 * t;
-      bool real = F::D % 32 == 0 || column < F::D;
-      b[i / 4][i >> 1 & 1][i & 1] = real ? load_weight_word(weights + (16 * s + 8 * (i >> 1 & 1) + g) * WEIGHT_STRIDE<F> + column) : 0;
-    }
+    for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
 #pragma unroll
-    for (int i = 0; i < 2 * AT_ONCE; i++) {
-      int k = first + i / 2, tile = i & 1;
-      const u8* row = memory.errors + (16 * tile + g) * memory.ERROR_STRIDE + 32 * k + 4 * t;
-      u32 a0 = *(const u32*)row, a1 = *(const u32*)(row + 8 * memory.ERROR_STRIDE), a2 = 0, a3 = 0;
-      if (F::D % 32 == 0 || 32 * k + 16 < F::D) a2 = *(const u32*)(row + 16), a3 = *(const u32*)(row + 8 * memory.ERROR_STRIDE + 16);
-      mma_s8_s8(c[tile][0], a0, a1, a2, a3, b[i / 2][0][0], b[i / 2][0][1]);
-      mma_s8_s8(c[tile][1], a0, a1, a2, a3, b[i / 2][1][0], b[i / 2][1][1]);
+    for (int h = 0; h < 2; h++) newest[h] = load_weight_word(rows + 8 * h * WEIGHT_STRIDE<F> + 16 * (s + 1));
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+      const bool second = F::D % 32 == 0 || 32 * k + 16 < F::D;
+      u32 b[2][2] = {};
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        b[h][0] = load_weight_word(rows + 8 * h * WEIGHT_STRIDE<F> + 32 * k);
+        if (second) b[h][1] = load_weight_word(rows + 8 * h * WEIGHT_STRIDE<F> + 32 * k + 16);
+      }
+#pragma unroll
+      for (int tile = 0; tile < 2; tile++) {
+        const u8* row = memory.errors + (16 * tile + g) * memory.ERROR_STRIDE + 32 * k + 4 * t;
+        u32 a0 = *(const u32*)row, a1 = *(const u32*)(row + 8 * memory.ERROR_STRIDE), a2 = 0, a3 = 0;
+        if (second) a2 = *(const u32*)(row + 16), a3 = *(const u32*)(row + 8 * memory.ERROR_STRIDE + 16);
+        mma_s8_s8(c[tile][0], a0, a1, a2, a3, b[0][0], b[0][1]);
+        mma_s8_s8(c[tile][1], a0, a1, a2, a3, b[1][0], b[1][1]);
+      }
     }
   }
+  // And slice s + 1; all of them to memory.sums.
+  DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, int lane) {
+    int g = lane >> 2, t = lane & 3;
 #pragma unroll
-  for (int i = 0; i < 16; i++)
-    memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
-}
+    for (int tile = 0; tile < 2; tile++) {
+      const u8* row = memory.errors + (16 * tile + g) * memory.ERROR_STRIDE + 16 * (s + 1) + 4 * t;
+      u32 a0 = *(const u32*)row, a1 = *(const u32*)(row + 8 * memory.ERROR_STRIDE);
+      mma_s8_s8(c[tile][0], a0, a1, 0, 0, newest[0], 0);
+      mma_s8_s8(c[tile][1], a0, a1, 0, 0, newest[1], 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+      memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
+  }
+};
 
 // Without a search, cells of up to 4 bits are left in memory: both warps look up codes when they pack them.
 template <class F> constexpr bool CODES_LATER = SEARCH == 0 && F::BITS <= 4;
@@ -104,9 +122,10 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
   float cost = 0.0f;
+  LaterErrors<F> sums = {};
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
-    sum_later_slices<F>(memory, weights, s, lane);
+    if (s < F::D / 16 - 1) sums.end(memory, s, lane);
     const u8* row = weights + 16 * s * (WEIGHT_STRIDE<F> + 1);
     float* own = memory.numbers + 16 * s * memory.STRIDE + token;
     // Nothing is stored before the slice is done: the compiler would not load what comes next before that.
@@ -120,9 +139,10 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     sync_warp();
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
-      later[n] = memory.sums[n * memory.STRIDE + lane];
+      later[n] = s < F::D / 16 - 1 ? memory.sums[n * memory.STRIDE + lane] : 0;
       if constexpr (SEARCH == 0) numbers[n] = own[n * memory.STRIDE];
     }
+    if (s > 0) sums.begin(memory, weights, s - 1, lane);
     u32 errors[4] = {};  // without the newest, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
