@@ -111,8 +111,9 @@ template <class F> struct LaterErrors {
   }
 };
 
-// Without a search, cells of up to 4 bits are left in memory: both warps look up codes when they pack them.
-template <class F> constexpr bool CODES_LATER = SEARCH == 0 && F::BITS <= 4;
+// Without a search, codes of up to 4 bits are left in memory as nibbles: a slice of a token is two words, in the first rows
+// of its coordinates.
+template <class F> constexpr bool NIBBLES = SEARCH == 0 && F::BITS <= 4;
 
 // Replaces the coordinates of a token for each lane, whose column is ``token``, by codes; of those that are not ``mine``,
 // nothing changes. With a search the coordinates are taken times ``scale`` and the codes are byte number ``lane`` % SEARCH;
@@ -131,7 +132,7 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     // Nothing is stored before the slice is done: the compiler would not load what comes next before that.
     float numbers[16];
     i32 later[16];
-    u32 codes[16];  // or cells
+    u32 codes[16], nibbles[2] = {};
     if constexpr (SEARCH > 0) {  // before another lane of this token puts a code there
 #pragma unroll
       for (int n = 0; n < 16; n++) numbers[n] = mul_rn(own[n * memory.STRIDE], scale);
@@ -164,7 +165,8 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       float x = numbers[n];
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
       const u32 cell = cell_from_below<F>(within);
-      codes[n] = CODES_LATER<F> ? cell : code_of_cell<F>(cell, within, tables);
+      codes[n] = code_of_cell<F>(cell, within, tables);
+      nibbles[n / 8] += codes[n] << (4 * (n % 8));
       float unlimited = levels.error(x, error_steps, cell, codes[n]), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
       const float rounded = add_rn(error, 12582912.0f);
       newest = sub_rn(rounded, 12582912.0f);
@@ -174,11 +176,12 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
         cost = add_rn(cost, mul_rn(distance, distance));
       }
     }
+    if (mine) {
 #pragma unroll
-    for (int n = 0; n < 16; n++) {
-      if constexpr (SEARCH > 0) {
-        if (mine) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)codes[n];
-      } else if (mine) own[n * memory.STRIDE] = as_float(codes[n]);
+      for (int n = 0; n < (NIBBLES<F> ? 2 : 16); n++) {
+        if constexpr (SEARCH > 0) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)codes[n];
+        else own[n * memory.STRIDE] = as_float(NIBBLES<F> ? nibbles[n] : codes[n]);
+      }
     }
     errors[0] = prmt(errors[0], newest_byte, 0x3214);
     if (mine) *(Words4*)(memory.errors + lane * memory.ERROR_STRIDE + 16 * s) = {errors[0], errors[1], errors[2], errors[3]};
@@ -285,10 +288,22 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
       u32 code[8];
       float rotated[8];
       int slice = q * F::PER + i;
+      if constexpr (NIBBLES<F>) {
+        const u8* at = (const u8*)(memory.numbers + 16 * slice * memory.STRIDE + 16 * tile + (lane >> 2)) + (lane & 3);
+        u32 low = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) low += (u32)at[4 * ((j & 1) * memory.STRIDE + 8 * (j >> 1))] << (8 * j);
+        if constexpr (LevelSums<F>::PACKED || F::POLICY == PLAIN) {
+          put_nibbles<F>(codes, sums, slice, i * F::GROUPS + q, low, side);
+          continue;
+        }
+#pragma unroll
+        for (int n = 0; n < 8; n++) code[n] = low >> (4 * n) & 15;
+      }
 #pragma unroll
       for (int n = 0; n < 8; n++) {
-        code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
-        if constexpr (CODES_LATER<F>) code[n] = tables.cells[code[n]];
+        if constexpr (!NIBBLES<F>)
+          code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
         if constexpr (SEARCH > 0) code[n] = code[n] >> shift[token_number<F>(n)] & ((1 << F::BITS) - 1);  // those of other rounds are no codes
         rotated[n] = integer_of<F>(exact[q][n]);
       }
