@@ -61,50 +61,46 @@ template <class F> struct ScaledLevels {
   }
 };
 
-// What errors of later slices add to a slice, 32 tokens by 16 coordinates, as the tensor cores have it.
+// What errors of later slices add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it. Two slices are summed
+// at a time. Those that are done when slice s + 1 begins, but for an odd one, are summed beside it; the rest when it ends.
 template <class F> struct LaterErrors {
-  static constexpr int STEPS = (F::D + 31) / 32;
-  i32 c[2][2][4];  // tiles of 16 tokens, halves of the slice
-  u32 newest[2];   // weights of the slice that is rounded next
+  static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2;
+  i32 c[2][2][4];         // tiles of 16 tokens, halves of the slice
+  u32 last_weights[2][2];  // of slices s + 1 and s + 2
 
-  // The sums of slice s as far as slices after s + 1 make them; s + 1 itself has no errors yet. Errors that are not made are
-  // zeros, so every product may be taken: nothing waits for anything, and it all goes on while slice s + 1 is rounded.
+  DEVICE_MEMBER static u32 weight(const u8* rows, int half, int slice) {
+    return slice < SLICES ? load_weight_word(rows + 8 * half * WEIGHT_STRIDE<F> + 16 * slice) : 0;
+  }
+  DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int slice, bool any, bool both, const u32 b[2][2], int lane) {
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++) {
+      const u8* row = memory.errors + (16 * tile + (lane >> 2)) * memory.ERROR_STRIDE + 16 * slice + 4 * (lane & 3);
+      u32 a0 = 0, a1 = 0, a2 = 0, a3 = 0;
+      if (any) a0 = *(const u32*)row, a1 = *(const u32*)(row + 8 * memory.ERROR_STRIDE);
+      if (both) a2 = *(const u32*)(row + 16), a3 = *(const u32*)(row + 8 * memory.ERROR_STRIDE + 16);
+#pragma unroll
+      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, b[h][0], b[h][1]);
+    }
+  }
   DEVICE_MEMBER void begin(const QueryAwareMemory<F>& memory, const u8* weights, int s, int lane) {
-    int g = lane >> 2, t = lane & 3;
-    const u8* rows = weights + (16 * s + g) * WEIGHT_STRIDE<F> + 4 * t;
+    const u8* rows = weights + (16 * s + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
 #pragma unroll
     for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
 #pragma unroll
-    for (int h = 0; h < 2; h++) newest[h] = load_weight_word(rows + 8 * h * WEIGHT_STRIDE<F> + 16 * (s + 1));
+    for (int i = 0; i < 4; i++) last_weights[i >> 1][i & 1] = weight(rows, i >> 1, s + 1 + (i & 1));
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) {
-      const bool second = F::D % 32 == 0 || 32 * k + 16 < F::D;
-      u32 b[2][2] = {};
+    for (int k = 1; k < STEPS; k++) {  // without branches, so that none is waited for before the next
+      u32 b[2][2];
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        b[h][0] = load_weight_word(rows + 8 * h * WEIGHT_STRIDE<F> + 32 * k);
-        if (second) b[h][1] = load_weight_word(rows + 8 * h * WEIGHT_STRIDE<F> + 32 * k + 16);
-      }
-#pragma unroll
-      for (int tile = 0; tile < 2; tile++) {
-        const u8* row = memory.errors + (16 * tile + g) * memory.ERROR_STRIDE + 32 * k + 4 * t;
-        u32 a0 = *(const u32*)row, a1 = *(const u32*)(row + 8 * memory.ERROR_STRIDE), a2 = 0, a3 = 0;
-        if (second) a2 = *(const u32*)(row + 16), a3 = *(const u32*)(row + 8 * memory.ERROR_STRIDE + 16);
-        mma_s8_s8(c[tile][0], a0, a1, a2, a3, b[0][0], b[0][1]);
-        mma_s8_s8(c[tile][1], a0, a1, a2, a3, b[1][0], b[1][1]);
-      }
+      for (int i = 0; i < 4; i++) b[i >> 1][i & 1] = weight(rows, i >> 1, 2 * k + (i & 1));
+      const bool done = 2 * k > s + 1;
+      add(memory, 2 * k, done, done && 2 * k + 1 < SLICES, b, lane);
     }
   }
-  // And slice s + 1; all of them to memory.sums.
+  // The rest; to memory.sums.
   DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, int lane) {
     int g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
-      const u8* row = memory.errors + (16 * tile + g) * memory.ERROR_STRIDE + 16 * (s + 1) + 4 * t;
-      u32 a0 = *(const u32*)row, a1 = *(const u32*)(row + 8 * memory.ERROR_STRIDE);
-      mma_s8_s8(c[tile][0], a0, a1, 0, 0, newest[0], 0);
-      mma_s8_s8(c[tile][1], a0, a1, 0, 0, newest[1], 0);
-    }
+    add(memory, s + 1, true, s % 2 == 1 && s + 2 < SLICES, last_weights, lane);
 #pragma unroll
     for (int i = 0; i < 16; i++)
       memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
