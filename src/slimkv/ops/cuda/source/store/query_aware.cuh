@@ -17,17 +17,24 @@ template <class F> constexpr int WEIGHT_STRIDE = F::D + (SHARED_WEIGHTS ? 16 : 0
 DEVICE Words4 load_weights(const u8* p) { return SHARED_WEIGHTS ? *(const Words4*)p : ldg_cached(p); }
 DEVICE u32 load_weight_word(const u8* p) { return SHARED_WEIGHTS ? *(const u32*)p : ldg_word(p); }
 
+// Without a search, codes of up to 4 bits are left in memory as nibbles: a slice of a token is two words.
+template <class F> constexpr bool NIBBLES = SEARCH == 0 && F::BITS <= 4;
+
 template <class F> struct QueryAwareMemory {
-  static constexpr int STRIDE = 36;               // of a dimension's 32 tokens, in words: no two lanes meet in a bank
-  static constexpr int ERROR_STRIDE = F::D + 16;  // of a token's errors, in bytes
-  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = 32 * ERROR_STRIDE;
+  static constexpr int STRIDE = 36;  // of a dimension's 32 tokens, in words: no two lanes meet in a bank
+  static constexpr int ERROR_STRIDE = NIBBLES<F> ? 2 * STRIDE : 40;  // of four dimensions' errors: likewise
+  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = NIBBLES<F> ? 0 : F::D / 4 * ERROR_STRIDE * 4;
   static constexpr int WEIGHTS = SHARED_WEIGHTS ? F::D * WEIGHT_STRIDE<F> : 0, BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS;
   float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;       // [16][STRIDE]: corrections of a slice by later ones, in steps
-  u8* errors;      // [32][ERROR_STRIDE]: signed bytes, zero as long as they are not made
   u8* weights;     // [D][WEIGHT_STRIDE]: the matrix, where few tokens would wait for it
   DEVICE_MEMBER QueryAwareMemory(u8* memory)
-      : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), errors(memory + NUMBERS + SUMS), weights(memory + NUMBERS + SUMS + ERRORS) {}
+      : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), weights(memory + NUMBERS + SUMS + ERRORS) {}
+  // [4][ERROR_STRIDE]: the errors of a slice when it is done, signed bytes: behind nibbles, where coordinates of the same tokens were.
+  DEVICE_MEMBER u32* errors(int slice) const {
+    if constexpr (NIBBLES<F>) return (u32*)numbers + (16 * slice + 2) * STRIDE;
+    else return (u32*)sums + SUMS / 4 + 4 * slice * ERROR_STRIDE;
+  }
   DEVICE_MEMBER void copy_weights(const u8* from, int thread, int threads) const {
 #pragma unroll 1
     for (int i = thread; i < F::D * F::D / 16; i += threads)
@@ -74,10 +81,10 @@ template <class F> struct LaterErrors {
   DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int slice, bool any, bool both, const u32 b[2][2], int lane) {
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
-      const u8* row = memory.errors + (16 * tile + (lane >> 2)) * memory.ERROR_STRIDE + 16 * slice + 4 * (lane & 3);
+      const int at = (lane & 3) * memory.ERROR_STRIDE + 16 * tile + (lane >> 2);
       u32 a0 = 0, a1 = 0, a2 = 0, a3 = 0;
-      if (any) a0 = *(const u32*)row, a1 = *(const u32*)(row + 8 * memory.ERROR_STRIDE);
-      if (both) a2 = *(const u32*)(row + 16), a3 = *(const u32*)(row + 8 * memory.ERROR_STRIDE + 16);
+      if (any) a0 = memory.errors(slice)[at], a1 = memory.errors(slice)[at + 8];
+      if (both) a2 = memory.errors(slice + 1)[at], a3 = memory.errors(slice + 1)[at + 8];
 #pragma unroll
       for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, b[h][0], b[h][1]);
     }
@@ -106,10 +113,6 @@ template <class F> struct LaterErrors {
       memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
   }
 };
-
-// Without a search, codes of up to 4 bits are left in memory as nibbles: a slice of a token is two words, in the first rows
-// of its coordinates.
-template <class F> constexpr bool NIBBLES = SEARCH == 0 && F::BITS <= 4;
 
 // Replaces the coordinates of a token for each lane, whose column is ``token``, by codes; of those that are not ``mine``,
 // nothing changes. With a search the coordinates are taken times ``scale`` and the codes are byte number ``lane`` % SEARCH;
@@ -180,7 +183,9 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       }
     }
     errors[0] = prmt(errors[0], newest_byte, 0x3214);
-    if (mine) *(Words4*)(memory.errors + lane * memory.ERROR_STRIDE + 16 * s) = {errors[0], errors[1], errors[2], errors[3]};
+    if (mine)
+#pragma unroll
+      for (int i = 0; i < 4; i++) memory.errors(s)[i * memory.ERROR_STRIDE + lane] = errors[i];
     sync_warp();
   }
   return cost;
@@ -205,10 +210,6 @@ template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& m
   return cost;
 }
 
-template <class F> DEVICE void clear_errors(const QueryAwareMemory<F>& memory, int lane) {
-  for (int i = lane; i < memory.ERRORS / 16; i += 32) ((Words4*)memory.errors)[i] = {0, 0, 0, 0};
-}
-
 // The rounds of a search, or the one numbered ``only_round``; returns the number of the best scale of token ``lane``, the
 // first one of equals.
 template <class F> DEVICE int search_scales(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const StoreArgs& args,
@@ -219,8 +220,6 @@ template <class F> DEVICE int search_scales(const QueryAwareMemory<F>& memory, c
 #pragma unroll 1
   for (int round = only_round < 0 ? 0 : only_round; round < (only_round < 0 ? ROUNDS : only_round + 1); round++) {
     int token = round * TOKENS + lane / ROUNDS;
-    clear_errors<F>(memory, lane);
-    sync_warp();
     float cost = mul_rn(round_with_matrices<F>(memory, tables, levels, args, head, shfl(index, token), only, scale, token, lane), weight);
     int number = own;
 #pragma unroll
@@ -337,7 +336,6 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * QueryAwareMemory<F>::BYTES);
   if constexpr (SHARED_WEIGHTS)
     memory.copy_weights(args.query_aware + (i64)head * F::D * F::D + (SEVERAL ? only * args.matrix_stride : 0), 32 * warp + lane, 64);
-  if (SEARCH == 0 && warp == 0) clear_errors<F>(memory, lane);
   TokenScalars scalars;
   {
     Digits<F> digits;
