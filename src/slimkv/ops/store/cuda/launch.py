@@ -166,7 +166,7 @@ def _plan(
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
                 levels = 2 * cell_zero if side.format.bits <= 4 else 4 << side.format.bits
-                matrix = side.dim * (side.dim + 16) if shared_weights else 0
+                matrix = side.dim * (side.dim + 16 if shared_weights else 0 if search else 16)
                 used = -(-(used + levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim, side.format.bits <= 4 and not search) + matrix)
             used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
             shared = shared + used if shaped else max(shared, used)

@@ -14,7 +14,7 @@ constexpr int ROUNDS = SEARCH > 0 ? SEARCH : 1;
 constexpr bool ROWS_EARLY = QUERY_AWARE == 1 || !SHARED_WEIGHTS;
 
 template <class F> constexpr int WEIGHT_STRIDE = F::D + (SHARED_WEIGHTS ? 16 : 0);  // bytes of a matrix's row, where it is read
-DEVICE Words4 load_weights(const u8* p) { return SHARED_WEIGHTS ? *(const Words4*)p : ldg_cached(p); }
+constexpr bool OWN_WEIGHTS = SHARED_WEIGHTS || SEARCH == 0;  // is what slices have of themselves? A search has no room for it.
 DEVICE u32 load_weight_word(const u8* p) { return SHARED_WEIGHTS ? *(const u32*)p : ldg_word(p); }
 
 // Without a search, codes of up to 4 bits are left in memory as nibbles: a slice of a token is two words.
@@ -24,10 +24,10 @@ template <class F> struct QueryAwareMemory {
   static constexpr int STRIDE = 36;  // of a dimension's 32 tokens, in words: no two lanes meet in a bank
   static constexpr int ERROR_STRIDE = NIBBLES<F> ? 2 * STRIDE : 40;  // of four dimensions' errors: likewise
   static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = NIBBLES<F> ? 0 : F::D / 4 * ERROR_STRIDE * 4;
-  static constexpr int WEIGHTS = SHARED_WEIGHTS ? F::D * WEIGHT_STRIDE<F> : 0, BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS;
+  static constexpr int WEIGHTS = F::D * (SHARED_WEIGHTS ? WEIGHT_STRIDE<F> : OWN_WEIGHTS ? 16 : 0), BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS;
   float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;       // [16][STRIDE]: corrections of a slice by later ones, in steps
-  u8* weights;     // [D][WEIGHT_STRIDE]: the matrix, where few tokens would wait for it
+  u8* weights;     // [D][16]: of the matrix, what slices have of themselves; [D][WEIGHT_STRIDE]: all, where few tokens would wait for it
   DEVICE_MEMBER QueryAwareMemory(u8* memory)
       : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), weights(memory + NUMBERS + SUMS + ERRORS) {}
   // [4][ERROR_STRIDE]: the errors of a slice when it is done, signed bytes: behind nibbles, where coordinates of the same tokens were.
@@ -36,10 +36,21 @@ template <class F> struct QueryAwareMemory {
     else return (u32*)sums + SUMS / 4 + 4 * slice * ERROR_STRIDE;
   }
   DEVICE_MEMBER void copy_weights(const u8* from, int thread, int threads) const {
+    if constexpr (SHARED_WEIGHTS) {
 #pragma unroll 1
-    for (int i = thread; i < F::D * F::D / 16; i += threads)
-      cp_async_16(weights + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
+      for (int i = thread; i < F::D * F::D / 16; i += threads)
+        cp_async_16(weights + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
+    } else if constexpr (OWN_WEIGHTS) {
+#pragma unroll 1
+      for (int i = thread; i < F::D; i += threads) cp_async_16(weights + 16 * i, from + i * F::D + i / 16 * 16);
+    }
     cp_async_commit();
+  }
+  // Of row i, what slice s has, which is its own. matrix: as load_weight_word takes it.
+  DEVICE_MEMBER Words4 own_weights(const u8* matrix, int i, int s) const {
+    if constexpr (SHARED_WEIGHTS) return *(const Words4*)(weights + i * WEIGHT_STRIDE<F> + 16 * s);
+    else if constexpr (OWN_WEIGHTS) return *(const Words4*)(weights + 16 * i);
+    else return ldg_cached(matrix + i * F::D + 16 * s);
   }
 };
 
@@ -69,14 +80,23 @@ template <class F> struct ScaledLevels {
 };
 
 // What errors of later slices add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it. Two slices are summed
-// at a time. Those that are done when slice s + 1 begins, but for an odd one, are summed beside it; the rest when it ends.
+// at a time. Weights are loaded when slice s + 1 begins; slices that were done then, but for an odd one, are summed in the
+// middle of it, and the rest at its end.
 template <class F> struct LaterErrors {
   static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2;
-  i32 c[2][2][4];         // tiles of 16 tokens, halves of the slice
-  u32 last_weights[2][2];  // of slices s + 1 and s + 2
+  i32 c[2][2][4];       // tiles of 16 tokens, halves of the slice
+  u32 b[STEPS][2][2];   // halves of the slice, slices 2 k and 2 k + 1
+  u32 last[2][2];       // the same of s + 1 and s + 2
 
   DEVICE_MEMBER static u32 weight(const u8* rows, int half, int slice) {
     return slice < SLICES ? load_weight_word(rows + 8 * half * WEIGHT_STRIDE<F> + 16 * slice) : 0;
+  }
+  DEVICE_MEMBER void load(const u8* weights, int s, int lane) {
+    const u8* rows = weights + (16 * s + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
+#pragma unroll
+    for (int i = 0; i < 4; i++) last[i >> 1][i & 1] = weight(rows, i >> 1, s + 1 + (i & 1));
+#pragma unroll
+    for (int i = 4; i < 4 * STEPS; i++) b[i / 4][i >> 1 & 1][i & 1] = weight(rows, i >> 1 & 1, i / 4 * 2 + (i & 1));
   }
   DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int slice, bool any, bool both, const u32 b[2][2], int lane) {
 #pragma unroll
@@ -89,25 +109,19 @@ template <class F> struct LaterErrors {
       for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, b[h][0], b[h][1]);
     }
   }
-  DEVICE_MEMBER void begin(const QueryAwareMemory<F>& memory, const u8* weights, int s, int lane) {
-    const u8* rows = weights + (16 * s + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
+  DEVICE_MEMBER void begin(const QueryAwareMemory<F>& memory, int s, int lane) {
 #pragma unroll
     for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
 #pragma unroll
-    for (int i = 0; i < 4; i++) last_weights[i >> 1][i & 1] = weight(rows, i >> 1, s + 1 + (i & 1));
-#pragma unroll
     for (int k = 1; k < STEPS; k++) {  // without branches, so that none is waited for before the next
-      u32 b[2][2];
-#pragma unroll
-      for (int i = 0; i < 4; i++) b[i >> 1][i & 1] = weight(rows, i >> 1, 2 * k + (i & 1));
       const bool done = 2 * k > s + 1;
-      add(memory, 2 * k, done, done && 2 * k + 1 < SLICES, b, lane);
+      add(memory, 2 * k, done, done && 2 * k + 1 < SLICES, b[k], lane);
     }
   }
   // The rest; to memory.sums.
   DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, int lane) {
     int g = lane >> 2, t = lane & 3;
-    add(memory, s + 1, true, s % 2 == 1 && s + 2 < SLICES, last_weights, lane);
+    if (s + 1 < SLICES) add(memory, s + 1, true, s % 2 == 1 && s + 2 < SLICES, last, lane);
 #pragma unroll
     for (int i = 0; i < 16; i++)
       memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
@@ -122,11 +136,11 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
   float cost = 0.0f;
+  constexpr int MIDDLE = 6;  // weights have come from far by then
   LaterErrors<F> sums = {};
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
-    if (s < F::D / 16 - 1) sums.end(memory, s, lane);
-    const u8* row = weights + 16 * s * (WEIGHT_STRIDE<F> + 1);
+    sums.end(memory, s, lane);
     float* own = memory.numbers + 16 * s * memory.STRIDE + token;
     // Nothing is stored before the slice is done: the compiler would not load what comes next before that.
     float numbers[16];
@@ -139,16 +153,17 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     sync_warp();
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
-      later[n] = s < F::D / 16 - 1 ? memory.sums[n * memory.STRIDE + lane] : 0;
+      later[n] = memory.sums[n * memory.STRIDE + lane];
       if constexpr (SEARCH == 0) numbers[n] = own[n * memory.STRIDE];
     }
-    if (s > 0) sums.begin(memory, weights, s - 1, lane);
+    if (s > 0) sums.load(weights, s - 1, lane);
     u32 errors[4] = {};  // without the newest, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
-      Words4 w = load_weights(row + n * WEIGHT_STRIDE<F>);
+      if (n == MIDDLE) sums.begin(memory, s - 1, lane);
+      Words4 w = memory.own_weights(weights, 16 * s + n, s);
       i32 older = later[n];
       if (n < 14) older = dp4a_s8(errors[3], w.w, older);
       if (n < 10) older = dp4a_s8(errors[2], w.z, older);
@@ -192,9 +207,9 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
 }
 
 // With every matrix that the lanes' tokens ask for; see round_query_aware. index: which one the lane's token takes; only:
-// the one that it is for where matrices are spread over blocks.
+// the one that it is for where matrices are spread over blocks. loaded: the one of which memory has weights.
 template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels,
-                                                    const StoreArgs& args, int head, int index, int only, float scale, int token, int lane) {
+                                                    const StoreArgs& args, int head, int index, int only, int& loaded, float scale, int token, int lane) {
   const u8* weights = args.query_aware + (i64)head * F::D * F::D;
   if constexpr (SHARED_WEIGHTS) return round_query_aware<F>(memory, tables, levels, memory.weights, args.error_steps, scale, token, true, lane);
   if constexpr (QUERY_AWARE == 1) return round_query_aware<F>(memory, tables, levels, weights, args.error_steps, scale, token, true, lane);
@@ -203,6 +218,13 @@ template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& m
 #pragma unroll 1
   for (int matrix = args.spread ? only : 0; matrix < end; matrix++) {  // 32 neighbours nearly always share one
     if (!warp_any(index == matrix)) continue;
+    if (OWN_WEIGHTS && !SHARED_WEIGHTS && matrix != loaded) {
+      sync_warp();
+      memory.copy_weights(weights + matrix * args.matrix_stride, lane, 32);
+      cp_async_wait<0>();
+      sync_warp();
+      loaded = matrix;
+    }
     bool mine = args.spread || index == matrix;
     float found = round_query_aware<F>(memory, tables, levels, weights + matrix * args.matrix_stride, args.error_steps, scale, token, mine, lane);
     if (mine) cost = found;
@@ -213,14 +235,14 @@ template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& m
 // The rounds of a search, or the one numbered ``only_round``; returns the number of the best scale of token ``lane``, the
 // first one of equals.
 template <class F> DEVICE int search_scales(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const StoreArgs& args,
-                                            int head, int index, int only, int only_round, int lane) {
+                                            int head, int index, int only, int& loaded, int only_round, int lane) {
   constexpr int TOKENS = 32 / ROUNDS;
   int best = 0, own = lane % ROUNDS;
   float scale = args.search_scales[own], weight = args.search_weights[own];
 #pragma unroll 1
   for (int round = only_round < 0 ? 0 : only_round; round < (only_round < 0 ? ROUNDS : only_round + 1); round++) {
     int token = round * TOKENS + lane / ROUNDS;
-    float cost = mul_rn(round_with_matrices<F>(memory, tables, levels, args, head, shfl(index, token), only, scale, token, lane), weight);
+    float cost = mul_rn(round_with_matrices<F>(memory, tables, levels, args, head, shfl(index, token), only, loaded, scale, token, lane), weight);
     int number = own;
 #pragma unroll
     for (int step = 1; step < ROUNDS; step *= 2) {
@@ -327,31 +349,30 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   bool none = first + max_i32(only_round, 0) * ROUND_TOKENS >= args.tokens;
   if (!none && SEVERAL && args.query_aware_index != nullptr)
     index = min_i32(max_i32(args.query_aware_index[min_i32(first + lane, args.tokens - 1)], 0), args.matrices - 1);
-  if (none || (spread && !warp_any(index == only))) {  // the same for both
-    if (warp) meanwhile();
-    return;
-  }
+  none = none || (spread && !warp_any(index == only));  // the same for both
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
   QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * QueryAwareMemory<F>::BYTES);
-  if constexpr (SHARED_WEIGHTS)
-    memory.copy_weights(args.query_aware + (i64)head * F::D * F::D + (SEVERAL ? only * args.matrix_stride : 0), 32 * warp + lane, 64);
+  int loaded = !SEVERAL ? 0 : spread ? only : shfl(index, 0);
   TokenScalars scalars;
-  {
+  if (!none) {
+    memory.copy_weights(args.query_aware + (i64)head * F::D * F::D + (SEVERAL ? loaded * args.matrix_stride : 0), 32 * warp + lane, 64);
     Digits<F> digits;
     if constexpr (!ROWS_EARLY) load_rows<F>(side, head, first + 16 * warp, args.tokens, lane, raw);
     scalars = prepare_tile<F>(raw, side, lane, digits);
     coordinates_of_tile<F>(digits, scalars, side, memory, warp, lane);
   }
-  if constexpr (SHARED_WEIGHTS) cp_async_wait<0>();
-  sync_team(1 + number, 64);
-  if (warp == 0) {
+  cp_async_wait<0>();
+  sync_threads();  // for the block's tables, too
+  if (warp) meanwhile();
+  else if (!none) {
     if constexpr (SEARCH > 0) {
-      const int best = search_scales<F>(memory, tables, levels, args, head, index, only, only_round, lane);
+      const int best = search_scales<F>(memory, tables, levels, args, head, index, only, loaded, only_round, lane);
       sync_warp();
       memory.sums[lane] = best;
-    } else round_with_matrices<F>(memory, tables, levels, args, head, index, only, 1.0f, lane, lane);
-  } else meanwhile();
+    } else round_with_matrices<F>(memory, tables, levels, args, head, index, only, loaded, 1.0f, lane, lane);
+  }
+  if (none) return;
   sync_team(1 + number, 64);
   const int from = 16 * warp + (lane & 15);
   const bool keep = (!spread || shfl(index, from) == only) && (only_round < 0 || from / ROUND_TOKENS == only_round);

@@ -43,8 +43,6 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
   int pair = warp % HALF, first = 32 * (block * HALF + pair);
   u32 rows[K::CHUNKS][2][K::RAW];
   if constexpr (ROWS_EARLY) load_rows<K>(args.key, head, first + 16 * (warp / HALF), args.tokens, thread_index() & 31, rows);
-  cp_async_wait<0>();
-  sync_threads();
   auto values = [&] {
     if (matrix > 0 || round > 0) return;
 #pragma unroll 1
