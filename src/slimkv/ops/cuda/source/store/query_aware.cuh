@@ -81,47 +81,51 @@ template <class F> struct ScaledLevels {
 
 // What errors of later slices add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it. Two slices are summed
 // at a time. Weights are loaded when slice s + 1 begins; slices that were done then, but for an odd one, are summed in the
-// middle of it, and the rest at its end.
+// middle of it, and the rest at its end. Nothing of that is a branch, so that it goes on beside the rounding: of slices that
+// do not count, weights are zeros.
 template <class F> struct LaterErrors {
   static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2;
-  i32 c[2][2][4];       // tiles of 16 tokens, halves of the slice
-  u32 b[STEPS][2][2];   // halves of the slice, slices 2 k and 2 k + 1
-  u32 last[2][2];       // the same of s + 1 and s + 2
+  i32 c[2][2][4];      // tiles of 16 tokens, halves of the slice
+  u32 b[STEPS][2][2];  // halves of the slice, slices 2 k and 2 k + 1
+  u32 last[2][2];      // the same of s + 1 and s + 2
 
-  DEVICE_MEMBER static u32 weight(const u8* rows, int half, int slice) {
-    return slice < SLICES ? load_weight_word(rows + 8 * half * WEIGHT_STRIDE<F> + 16 * slice) : 0;
-  }
   DEVICE_MEMBER void load(const u8* weights, int s, int lane) {
-    const u8* rows = weights + (16 * s + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
+    const u8* rows = weights + (16 * max_i32(s, 0) + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
 #pragma unroll
-    for (int i = 0; i < 4; i++) last[i >> 1][i & 1] = weight(rows, i >> 1, s + 1 + (i & 1));
+    for (int i = 0; i < 4; i++) {
+      const u8* half = rows + 8 * (i >> 1) * WEIGHT_STRIDE<F>;
+      last[i >> 1][i & 1] = load_weight_word(half + 16 * min_i32(s + 1 + (i & 1), SLICES - 1));
 #pragma unroll
-    for (int i = 4; i < 4 * STEPS; i++) b[i / 4][i >> 1 & 1][i & 1] = weight(rows, i >> 1 & 1, i / 4 * 2 + (i & 1));
+      for (int k = 1; k < STEPS; k++) b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? load_weight_word(half + 32 * k + 16 * (i & 1)) : 0;
+    }
   }
-  DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int slice, bool any, bool both, const u32 b[2][2], int lane) {
+  DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int slice, u32 b[2][2], int lane) {
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
       const int at = (lane & 3) * memory.ERROR_STRIDE + 16 * tile + (lane >> 2);
-      u32 a0 = 0, a1 = 0, a2 = 0, a3 = 0;
-      if (any) a0 = memory.errors(slice)[at], a1 = memory.errors(slice)[at + 8];
-      if (both) a2 = memory.errors(slice + 1)[at], a3 = memory.errors(slice + 1)[at + 8];
+      const u32 *first = memory.errors(slice) + at, *second = memory.errors(min_i32(slice + 1, SLICES - 1)) + at;
 #pragma unroll
-      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, b[h][0], b[h][1]);
+      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], first[0], first[8], second[0], second[8], b[h][0], b[h][1]);
     }
   }
   DEVICE_MEMBER void begin(const QueryAwareMemory<F>& memory, int s, int lane) {
 #pragma unroll
     for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
 #pragma unroll
-    for (int k = 1; k < STEPS; k++) {  // without branches, so that none is waited for before the next
-      const bool done = 2 * k > s + 1;
-      add(memory, 2 * k, done, done && 2 * k + 1 < SLICES, b[k], lane);
+    for (int k = 1; k < STEPS; k++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) b[k][i >> 1][i & 1] = 2 * k > s + 1 ? b[k][i >> 1][i & 1] : 0;
+      add(memory, 2 * k, b[k], lane);
     }
   }
   // The rest; to memory.sums.
   DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, int lane) {
     int g = lane >> 2, t = lane & 3;
-    if (s + 1 < SLICES) add(memory, s + 1, true, s % 2 == 1 && s + 2 < SLICES, last, lane);
+    if (s + 1 < SLICES) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) last[h][1] = s % 2 == 1 && s + 2 < SLICES ? last[h][1] : 0;
+      add(memory, s + 1, last, lane);
+    }
 #pragma unroll
     for (int i = 0; i < 16; i++)
       memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
@@ -156,7 +160,7 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       later[n] = memory.sums[n * memory.STRIDE + lane];
       if constexpr (SEARCH == 0) numbers[n] = own[n * memory.STRIDE];
     }
-    if (s > 0) sums.load(weights, s - 1, lane);
+    sums.load(weights, s - 1, lane);
     u32 errors[4] = {};  // without the newest, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
