@@ -17,22 +17,23 @@ template <class F> constexpr int WEIGHT_STRIDE = F::D + (SHARED_WEIGHTS ? 16 : 0
 constexpr bool OWN_WEIGHTS = SHARED_WEIGHTS || SEARCH == 0;  // is what slices have of themselves? A search has no room for it.
 DEVICE u32 load_weight_word(const u8* p) { return SHARED_WEIGHTS ? *(const u32*)p : ldg_word(p); }
 
-// Without a search, codes of up to 4 bits are left in memory as nibbles: a slice of a token is two words.
-template <class F> constexpr bool NIBBLES = SEARCH == 0 && F::BITS <= 4;
+// Without a search, codes are left in memory packed: those of a token's slice are two words of nibbles, or four of bytes.
+constexpr bool PACKED_CODES = SEARCH == 0;
+template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 
 template <class F> struct QueryAwareMemory {
   static constexpr int STRIDE = 36;  // of a dimension's 32 tokens, in words: no two lanes meet in a bank
-  static constexpr int ERROR_STRIDE = NIBBLES<F> ? 2 * STRIDE : 40;  // of four dimensions' errors: likewise
-  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = NIBBLES<F> ? 0 : F::D / 4 * ERROR_STRIDE * 4;
+  static constexpr int ERROR_STRIDE = PACKED_CODES ? 2 * STRIDE : 40;  // of four dimensions' errors: likewise
+  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = PACKED_CODES ? 0 : F::D / 4 * ERROR_STRIDE * 4;
   static constexpr int WEIGHTS = F::D * (SHARED_WEIGHTS ? WEIGHT_STRIDE<F> : OWN_WEIGHTS ? 16 : 0), BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS;
   float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;       // [16][STRIDE]: corrections of a slice by later ones, in steps
   u8* weights;     // [D][16]: of the matrix, what slices have of themselves; [D][WEIGHT_STRIDE]: all, where few tokens would wait for it
   DEVICE_MEMBER QueryAwareMemory(u8* memory)
       : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), weights(memory + NUMBERS + SUMS + ERRORS) {}
-  // [4][ERROR_STRIDE]: the errors of a slice when it is done, signed bytes: behind nibbles, where coordinates of the same tokens were.
+  // [4][ERROR_STRIDE]: the errors of a slice when it is done, signed bytes: behind codes, where coordinates of the same tokens were.
   DEVICE_MEMBER u32* errors(int slice) const {
-    if constexpr (NIBBLES<F>) return (u32*)numbers + (16 * slice + 2) * STRIDE;
+    if constexpr (PACKED_CODES) return (u32*)numbers + (16 * slice + CODE_WORDS<F>) * STRIDE;
     else return (u32*)sums + SUMS / 4 + 4 * slice * ERROR_STRIDE;
   }
   DEVICE_MEMBER void copy_weights(const u8* from, int thread, int threads) const {
@@ -149,7 +150,7 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     // Nothing is stored before the slice is done: the compiler would not load what comes next before that.
     float numbers[16];
     i32 later[16];
-    u32 codes[16], nibbles[2] = {};
+    u32 codes[16], packed[CODE_WORDS<F>] = {};
     if constexpr (SEARCH > 0) {  // before another lane of this token puts a code there
 #pragma unroll
       for (int n = 0; n < 16; n++) numbers[n] = mul_rn(own[n * memory.STRIDE], scale);
@@ -184,7 +185,7 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
       const u32 cell = cell_from_below<F>(within);
       codes[n] = code_of_cell<F>(cell, within, tables);
-      nibbles[n / 8] += codes[n] << (4 * (n % 8));
+      packed[n * CODE_WORDS<F> / 16] += codes[n] << (2 * CODE_WORDS<F> * n % 32);
       float unlimited = levels.error(x, error_steps, cell, codes[n]), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
       const float rounded = add_rn(error, 12582912.0f);
       newest = sub_rn(rounded, 12582912.0f);
@@ -196,9 +197,9 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     }
     if (mine) {
 #pragma unroll
-      for (int n = 0; n < (NIBBLES<F> ? 2 : 16); n++) {
+      for (int n = 0; n < (PACKED_CODES ? CODE_WORDS<F> : 16); n++) {
         if constexpr (SEARCH > 0) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)codes[n];
-        else own[n * memory.STRIDE] = as_float(NIBBLES<F> ? nibbles[n] : codes[n]);
+        else own[n * memory.STRIDE] = as_float(packed[n]);
       }
     }
     errors[0] = prmt(errors[0], newest_byte, 0x3214);
@@ -309,21 +310,28 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
       u32 code[8];
       float rotated[8];
       int slice = q * F::PER + i;
-      if constexpr (NIBBLES<F>) {
-        const u8* at = (const u8*)(memory.numbers + 16 * slice * memory.STRIDE + 16 * tile + (lane >> 2)) + (lane & 3);
+      if constexpr (PACKED_CODES) {  // of each token two neighbours, and two more eight dimensions on
+        constexpr int BYTES = CODE_WORDS<F> / 2, PAIRS = 4 / BYTES;  // in a word
+        const int row = 16 * slice + (lane & 3) / PAIRS;
+        const u8* at = (const u8*)(memory.numbers + row * memory.STRIDE + 16 * tile + (lane >> 2)) + (lane & 3) % PAIRS * BYTES;
         u32 low = 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++) low += (u32)at[4 * ((j & 1) * memory.STRIDE + 8 * (j >> 1))] << (8 * j);
-        if constexpr (LevelSums<F>::PACKED || F::POLICY == PLAIN) {
+        for (int j = 0; j < 4; j++) {
+          const u8* two = at + 4 * ((j & 1) * BYTES * memory.STRIDE + 8 * (j >> 1));
+          if constexpr (BYTES == 1) low += (u32)*two << (8 * j);
+          else code[2 * j] = two[0], code[2 * j + 1] = two[1];
+        }
+        if constexpr (BYTES == 1 && (LevelSums<F>::PACKED || F::POLICY == PLAIN)) {
           put_nibbles<F>(codes, sums, slice, i * F::GROUPS + q, low, side);
           continue;
         }
+        if constexpr (BYTES == 1)
 #pragma unroll
-        for (int n = 0; n < 8; n++) code[n] = low >> (4 * n) & 15;
+          for (int n = 0; n < 8; n++) code[n] = low >> (4 * n) & 15;
       }
 #pragma unroll
       for (int n = 0; n < 8; n++) {
-        if constexpr (!NIBBLES<F>)
+        if constexpr (!PACKED_CODES)
           code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
         if constexpr (SEARCH > 0) code[n] = code[n] >> shift[token_number<F>(n)] & ((1 << F::BITS) - 1);  // those of other rounds are no codes
         rotated[n] = integer_of<F>(exact[q][n]);
