@@ -122,11 +122,9 @@ template <class F> struct LaterErrors {
   // The rest; to memory.sums.
   DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, int lane) {
     int g = lane >> 2, t = lane & 3;
-    if (s + 1 < SLICES) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) last[h][1] = s % 2 == 1 && s + 2 < SLICES ? last[h][1] : 0;
-      add(memory, s + 1, last, lane);
-    }
+    for (int h = 0; h < 2; h++) last[h][1] = s % 2 == 1 && s + 2 < SLICES ? last[h][1] : 0;
+    add(memory, min_i32(s + 1, SLICES - 1), last, lane);
 #pragma unroll
     for (int i = 0; i < 16; i++)
       memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
@@ -145,22 +143,17 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
   LaterErrors<F> sums = {};
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
-    sums.end(memory, s, lane);
     float* own = memory.numbers + 16 * s * memory.STRIDE + token;
     // Nothing is stored before the slice is done: the compiler would not load what comes next before that.
     float numbers[16];
     i32 later[16];
     u32 codes[16], packed[CODE_WORDS<F>] = {};
-    if constexpr (SEARCH > 0) {  // before another lane of this token puts a code there
 #pragma unroll
-      for (int n = 0; n < 16; n++) numbers[n] = mul_rn(own[n * memory.STRIDE], scale);
-    }
+    for (int n = 15; n >= 0; n--) numbers[n] = SEARCH > 0 ? mul_rn(own[n * memory.STRIDE], scale) : own[n * memory.STRIDE];
+    sums.end(memory, s, lane);
     sync_warp();
 #pragma unroll
-    for (int n = 15; n >= 0; n--) {
-      later[n] = memory.sums[n * memory.STRIDE + lane];
-      if constexpr (SEARCH == 0) numbers[n] = own[n * memory.STRIDE];
-    }
+    for (int n = 15; n >= 0; n--) later[n] = memory.sums[n * memory.STRIDE + lane];
     sums.load(weights, s - 1, lane);
     u32 errors[4] = {};  // without the newest, which is a float
     float newest = 0.0f;
