@@ -10,8 +10,6 @@
 #include "store/lloyd.cuh"
 
 constexpr int ROUNDS = SEARCH > 0 ? SEARCH : 1;
-// Are a warp's rows on their way before the tables are there? Not where most blocks find that no token is theirs.
-constexpr bool ROWS_EARLY = QUERY_AWARE == 1 || !SHARED_WEIGHTS;
 
 template <class F> constexpr int WEIGHT_STRIDE = F::D + (SHARED_WEIGHTS ? 16 : 0);  // bytes of a matrix's row, where it is read
 constexpr bool OWN_WEIGHTS = SHARED_WEIGHTS || SEARCH == 0;  // is what slices have of themselves? A search has no room for it.
@@ -122,9 +120,11 @@ template <class F> struct LaterErrors {
   // The rest; to memory.sums.
   DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, int lane) {
     int g = lane >> 2, t = lane & 3;
+    if (SEARCH > 0 || s + 1 < SLICES) {  // the branch saves the first slice's share, and a search is better without
 #pragma unroll
-    for (int h = 0; h < 2; h++) last[h][1] = s % 2 == 1 && s + 2 < SLICES ? last[h][1] : 0;
-    add(memory, min_i32(s + 1, SLICES - 1), last, lane);
+      for (int h = 0; h < 2; h++) last[h][1] = s % 2 == 1 && s + 2 < SLICES ? last[h][1] : 0;
+      add(memory, min_i32(s + 1, SLICES - 1), last, lane);
+    }
 #pragma unroll
     for (int i = 0; i < 16; i++)
       memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
@@ -148,12 +148,16 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     float numbers[16];
     i32 later[16];
     u32 codes[16], packed[CODE_WORDS<F>] = {};
+    if constexpr (SEARCH > 0)  // before another lane of this token puts a code there
 #pragma unroll
-    for (int n = 15; n >= 0; n--) numbers[n] = SEARCH > 0 ? mul_rn(own[n * memory.STRIDE], scale) : own[n * memory.STRIDE];
+      for (int n = 15; n >= 0; n--) numbers[n] = mul_rn(own[n * memory.STRIDE], scale);
     sums.end(memory, s, lane);
     sync_warp();
 #pragma unroll
-    for (int n = 15; n >= 0; n--) later[n] = memory.sums[n * memory.STRIDE + lane];
+    for (int n = 15; n >= 0; n--) {
+      later[n] = memory.sums[n * memory.STRIDE + lane];
+      if constexpr (SEARCH == 0) numbers[n] = own[n * memory.STRIDE];
+    }
     sums.load(weights, s - 1, lane);
     u32 errors[4] = {};  // without the newest, which is a float
     float newest = 0.0f;
@@ -344,9 +348,9 @@ template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, con
 
 // Encodes and writes 32 keys of one head with two warps and the ``number``-th part of the block's memory: where matrices are
 // spread over blocks those of them that take matrix ``only``, and where rounds are those of ``only_round``. Each warp has a tile
-// of 16, of which ``raw`` are the rows (ROWS_EARLY); warp 0 rounds all of them, while warp 1 does ``meanwhile``.
+// of 16, of which ``raw`` are the rows; warp 0 rounds all of them, while warp 1 does ``meanwhile``.
 template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only, int only_round,
-                                                                                          int first, u32 raw[F::CHUNKS][2][F::RAW], u8* shared, int number, int warp, Work meanwhile) {
+                                                                                          int first, const u32 raw[F::CHUNKS][2][F::RAW], u8* shared, int number, int warp, Work meanwhile) {
   constexpr int ROUND_TOKENS = 32 / ROUNDS;
   int lane = thread_index() & 31, index = 0;
   constexpr bool SEVERAL = QUERY_AWARE > 1;
@@ -363,7 +367,6 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   if (!none) {
     memory.copy_weights(args.query_aware + (i64)head * F::D * F::D + (SEVERAL ? loaded * args.matrix_stride : 0), 32 * warp + lane, 64);
     Digits<F> digits;
-    if constexpr (!ROWS_EARLY) load_rows<F>(side, head, first + 16 * warp, args.tokens, lane, raw);
     scalars = prepare_tile<F>(raw, side, lane, digits);
     coordinates_of_tile<F>(digits, scalars, side, memory, warp, lane);
   }
