@@ -528,6 +528,7 @@ DEVICE u32 movmatrix_trans(u32 x) {
   return low | high << 16;
 }
 
+DEVICE u32 high_half(u32 x) { return x >> 16; }
 DEVICE u32 dp4a_u8(u32 a, u32 b, u32 c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
   return c;

@@ -132,7 +132,7 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
             continue
         if stages == 1 and not _is_power_of_two(layout.spec.key_dim):
             continue  # other rotations take a free slot
-        bulk = stages > 1 and _in_pages(device, layout, tiles)
+        bulk = _in_pages(device, layout, tiles)
         for apart in (True, False) if columns == 4 and not amount.little and _has_six_bits(layout) else (False,):
             shape = Shape(
                 max(1, columns // 8), columns > 4, tiles, warps, stages, resident, team if columns == 32 else 1,
@@ -217,7 +217,7 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     if shape.warpgroup:  # operands of 64 numbers: queries, and probabilities of every team
         query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * shape.tiles * shape.warps // shape.team)
     states = shape.columns * (16 + (8 if shape.team == 1 else 12) * shape.warps)
-    barriers = 8 * shape.warps * shape.stages if shape.bulk else 0
+    barriers = 8 * shape.warps * max(2, shape.stages) if shape.bulk else 0
     tables = _level_table_bytes(layout, shape)
     return shape.warps * shape.stages * slot + tables + query + states + barriers
 

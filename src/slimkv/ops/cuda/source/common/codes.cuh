@@ -103,6 +103,20 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   }
   DEVICE_MEMBER static constexpr int one_offset() { return Plane<FIRST, S>::BYTES + (REST >= 2 ? Plane<2, S>::BYTES : 0); }
 
+  // Of two tiles of values, up to 4 bits: dimensions g of both (ODD: g + 8), the first one's codes in even nibbles and the second one's
+  // in odd ones. Two words of a plane at a time, however many slices they have.
+  static constexpr bool MERGEABLE = BITS <= 4 && S % Plane<FIRST, S>::PER_WORD == 0 && (!(REST & 1) || S % 4 == 0);
+  template <bool ODD> DEVICE_MEMBER void merge(const Codes& a, const Codes& b) {
+#pragma unroll
+    for (int i = 0; i < decltype(first)::WORDS; i++) first.words[i] = merged<ODD>(a.first.words[i], b.first.words[i]);
+    if (REST & 1)
+#pragma unroll
+      for (int i = 0; i < decltype(one)::WORDS; i++) one.words[i] = merged<ODD>(a.one.words[i], b.one.words[i]);
+  }
+  template <bool ODD> DEVICE_MEMBER static u32 merged(u32 a, u32 b) {
+    return bit_select(0x0F0F0F0Fu, ODD ? a >> 4 : a, ODD ? b : b << 4);
+  }
+
   DEVICE_MEMBER u32 low(int s) const {
     u32 x = first.template nibbles<TRANSPOSED>(base, lane, s);
     if (BITS == 3) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << 2;
@@ -137,6 +151,7 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
 
 template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PARTS> {
   static constexpr int WIDTH = 8;
+  static constexpr bool MERGEABLE = false;
   static constexpr bool VALUES = TRANSPOSED;
   Plane<4, 2 * S, PARTS> plane;
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
@@ -166,19 +181,21 @@ struct LevelTable {
   }
 };
 
-// Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5.
-template <int KIND, int BITS>
+// Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5. BY_PRODUCT: shifts by 16 on the units that multiply,
+// where logic has most of the work.
+template <int KIND, int BITS, bool BY_PRODUCT = false>
 DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) {
+  auto upper = [](u32 x) { return BY_PRODUCT ? high_half(x) : x >> 16; };
   if (BITS == 8) {
     first = low, second = high;
   } else if (BITS <= 3) {
     first = prmt(table.low, table.high, low);
-    second = prmt(table.low, table.high, (low >> 16));
+    second = prmt(table.low, table.high, upper(low));
   } else if (KIND == LLOYD) {
     // The permutation's sign mode makes 0x80 or 0xFF of a clear or set sign bit.
     const u32 s = low & 0x77777777u, signs = table.signs;
     first = prmt(table.low, table.high, s) ^ prmt(signs, signs, low);
-    second = prmt(table.low, table.high, (s >> 16)) ^ prmt(signs, signs, (low >> 16));
+    second = prmt(table.low, table.high, upper(s)) ^ prmt(signs, signs, upper(low));
   } else {
     u32 even = low & 0x0F0F0F0Fu, odd = (low >> 4) & 0x0F0F0F0Fu;
     if (BITS > 4) even |= (high & 0x0F0F0F0Fu) << 4, odd |= high & 0xF0F0F0F0u;
@@ -248,7 +265,7 @@ constexpr float DENORMAL_UNIT = 8388608.0f;
 template <bool TRANSPOSED> DEVICE void denormal_halves(u32 low, Table table, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
   const u32 magnitudes = low & 0x77777777u;
-  const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, (magnitudes >> 16));
+  const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, high_half(magnitudes));
   const u32 even = ~(low << 4) & 0x80808080u, odd = ~low & 0x80808080u;
   a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
   a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);
@@ -316,6 +333,25 @@ DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, c
     const u32 signs = pairs_apart<ACROSS>(codes.sign_word(s));
 #pragma unroll
     for (int p = 0; p < 4; p++) pair[p] ^= ~(signs << (15 - 4 * p - codes.sign_shift(s))) & 0x80008000u;
+  }
+}
+
+// Of two tiles of values: pairs of a dimension's tokens, one of each tile. Pair p of `even` has their values 2 p, of `odd` 2 p + 1.
+template <int BITS, int S, bool TRANSPOSED, int PARTS>
+DEVICE void merged_pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& a, const Codes<BITS, S, TRANSPOSED, PARTS>& b, int s, const LevelTable& levels,
+                               u32 (&even)[4], u32 (&odd)[4]) {
+  static_assert(BITS <= 5, "an entry of the table has two nibbles");
+  const u32 x = a.low(s), y = b.low(s), even_codes = bit_select(0x0F0F0F0Fu, x, y << 4), odd_codes = bit_select(0x0F0F0F0Fu, x >> 4, y);
+#pragma unroll
+  for (int p = 0; p < 4; p++) even[p] = levels.at(even_codes, p), odd[p] = levels.at(odd_codes, p);
+  if constexpr (BITS == 5) {  // the tiles' signs 16 bits apart
+    const u32 first = a.sign_word(s), second = b.sign_word(s), signs[2] = {prmt(first, second, 0x5410), prmt(first, second, 0x7632)};
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+      const int shift = 15 - 8 * (p % 2) - a.sign_shift(s);
+      even[p] ^= ~(signs[p / 2] << shift) & 0x80008000u;
+      odd[p] ^= ~(signs[p / 2] << (shift - 4)) & 0x80008000u;
+    }
   }
 }
 

@@ -195,6 +195,8 @@ DEVICE u32 movmatrix_trans(u32 x) { u32 r; asm volatile("movmatrix.sync.aligned.
 
 // c plus the four products of the bytes of a and b.
 DEVICE u32 dp4a_u8(u32 a, u32 b, u32 c) { u32 r; asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+// x >> 16, on the units that multiply: logic is what unpacking has too little of.
+DEVICE u32 high_half(u32 x) { u32 r; asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0x0100u), "r"(0u)); return r; }
 DEVICE i32 dp4a_u8_s8(u32 a, u32 b, i32 c) { i32 r; asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEVICE i32 dp4a_s8(u32 a, u32 b, i32 c) { i32 r; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 

@@ -169,18 +169,28 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         if (real) {
           multiply_keys(slot, shared, queries, tables, lane, s);
           scale_scores(args, slot, columns, g, s);
-          if (STAGES == 1) loader.wait_for_all();
+          if (STAGES == 1) loader.wait_for_values();
           apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
           if constexpr (STAGES == 1) {
             sync_warp();
             loader.copy<true, false>(next_step, 0, next_step < range.last);
           }
         }
-        update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
-        if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
-        if (real) {
-          exponentials(slot, columns, g, s, acc);
-          pack_probabilities(s, weights);
+        if constexpr (!WIDE && !V_BYTES) {
+          float sum[C], shift[C];
+          if (warp_any(weigh_in_halves<false>(slot, columns, g, s, acc, weights, sum, shift))) {
+            update_max(slot, columns, g, t, s, real, team, nullptr, acc);
+            weigh_in_halves<true>(slot, columns, g, s, acc, weights, sum, shift);
+          }
+#pragma unroll
+          for (int c = 0; c < C; c++) acc.row_sum[c] = sum[c], acc.shift[c] = shift[c];
+        } else {
+          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
+          if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
+          if (real) {
+            exponentials(slot, columns, g, s, acc);
+            pack_probabilities(s, weights);
+          }
         }
         if constexpr (TEAM == 1) {
           add_values(slot, weights, tables, lane, acc);
@@ -213,7 +223,10 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     combine_warps(args, range, columns, acc, team, shared, ring, warp, lane);
     if constexpr (CLUSTER > 1) return combine_cluster(args, range, shared, warp, lane);
     if (left <= 0) return;
-    if (STAGES == 1) begin_loading(next);
+    if (STAGES == 1) {
+      if (BULK) fence_proxy_async(), sync_warp();  // results were where pages go
+      begin_loading(next);
+    }
     range = next;
   }
 }

@@ -1,6 +1,7 @@
 // Copies the steps of a range into a warp's ring of shared memory, ahead of their use. Of a step that is whole pages, each is one
 // piece: one lane and the copy engine, which reports to a barrier of the slot (BULK). Others are copied by all lanes. With one slot
-// (STAGES = 1) keys are copied while values are multiplied and the other way round: half the memory, half as far ahead.
+// (STAGES = 1) keys are copied while values are multiplied and the other way round: half the memory, half as far ahead; then codes and
+// fields are a piece each.
 #pragma once
 #include "common/hopper.cuh"
 #include "decode/schedule.cuh"
@@ -11,19 +12,19 @@ struct Loader {
   i64 page_stride;
   u8* ring;
   u64* barriers;
-  u32 phases;  // of the slots' barriers, a bit for each
+  u32 phases;  // of the barriers, a bit for each
   int lane, last_page, begin_tile;
   i32 ids[BULK ? 1 : PAGES];  // the pages of the next step to be copied, or the one that this lane copies
 
   DEVICE_MEMBER void init(u8* shared, int warp, int lane_) {
     ring = shared + RINGS_AT + warp * STAGES * SLOT;
-    barriers = (u64*)(shared + BARRIERS_AT) + warp * STAGES;
+    barriers = (u64*)(shared + BARRIERS_AT) + warp * BARRIERS;
     lane = lane_;
     phases = 0;
     if (BULK) {
       if (lane == 0)
 #pragma unroll
-        for (int i = 0; i < STAGES; i++) mbarrier_init(barriers + i, 1);
+        for (int i = 0; i < BARRIERS; i++) mbarrier_init(barriers + i, 1);
       fence_mbarrier_init();
       sync_warp();
     }
@@ -41,13 +42,23 @@ struct Loader {
   DEVICE_MEMBER void look_up(int step) {
 #pragma unroll
     for (int i = 0; i < (BULK ? 1 : PAGES); i++)
-      ids[i] = ldg_i32(table + min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? min_i32(lane, PIECES - 1) : i), last_page));
+      ids[i] = ldg_i32(table + min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? lane & (PIECES - 1) : i), last_page));
   }
 
   // If there is such a step: its keys, its values, or both.
   template <bool KEYS = true, bool VALUES = true> DEVICE_MEMBER void copy(int step, int slot, bool real) const {
     u8* to = ring + slot * SLOT;
-    if constexpr (BULK) {
+    if constexpr (BULK && STAGES == 1) {  // one of both
+      constexpr int CODES = PIECE_TILES * (KEYS ? K_TILE : V_TILE), FIRST = KEYS ? 0 : K_NUMBER_OF_FIELDS;
+      constexpr int OF_FIELDS = FIELD_STRIDE * (KEYS ? K_NUMBER_OF_FIELDS : V_NUMBER_OF_FIELDS);
+      if (real && lane < 2 * PIECES) {
+        const bool fields = lane >= PIECES;
+        const int at = fields ? FIELDS_AT + FIRST * FIELD_STRIDE : KEYS ? 0 : VALUES_AT;
+        if (lane == 0) mbarrier_arrive_expect_tx(barriers + VALUES, PIECES * (CODES + OF_FIELDS));
+        cp_async_bulk(to + (PIECES > 1 ? (lane & (PIECES - 1)) * PIECE : 0) + at, pages + ids[0] * page_stride + at, fields ? OF_FIELDS : CODES,
+                      barriers + VALUES);
+      }
+    } else if constexpr (BULK) {
       if (PIECES == 1 ? real && lane == 0 : real && lane < PIECES) {
         if (PIECES == 1 || lane == 0) mbarrier_arrive_expect_tx(barriers + slot, FIELDS_END);
         cp_async_bulk(to + (PIECES > 1 ? lane * PIECE : 0), pages + ids[0] * page_stride, PIECE, barriers + slot);
@@ -76,6 +87,13 @@ struct Loader {
       mbarrier_wait(barriers + slot, phases >> slot & 1);
       phases ^= 1u << slot;
     }
+    sync_warp();
+  }
+
+  // With one slot: its values. `wait` is for its keys then.
+  DEVICE_MEMBER void wait_for_values() {
+    if (!BULK) cp_async_wait<0>();
+    else mbarrier_wait(barriers + 1, phases >> 1 & 1), phases ^= 2;
     sync_warp();
   }
 

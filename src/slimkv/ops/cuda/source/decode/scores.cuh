@@ -11,7 +11,7 @@ DEVICE float soft_cap(float s, float cap, float by) {
 typedef Codes<K_BITS, KS, false> KeyCodes;
 
 DEVICE void key_bytes(const KeyCodes& codes, int slice, Table table, u32& first, u32& second) {
-  code_bytes<K_KIND, K_BITS>(codes.low(slice), codes.high(slice), table, first, second);
+  code_bytes<K_KIND, K_BITS, true>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
 // Queries as two signed bytes times levels as bytes.

@@ -62,7 +62,7 @@ constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD && K
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
 static_assert(!BULK || (PIECE_TILES == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
                         V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS), "a step is whole pages, in the ring as they are there");
-static_assert(STAGES > 1 || (TEAM == 1 && !BULK), "keys and values of a step are two copies");
+static_assert(STAGES > 1 || TEAM == 1, "keys and values of a step are two copies");
 static_assert(TEAM == 1 || (WIDE && VS % TEAM == 0 && WARPS % TEAM == 0), "teams share wide values");
 constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
 constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are better spent on the output
@@ -88,7 +88,8 @@ constexpr int QUERY_AT = WGMMA ? OPERANDS_AT : RINGS_END;
 constexpr int COLUMN_AT = RINGS_END + (WGMMA ? 0 : QUERY_BYTES);
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
 constexpr int BARRIERS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WARPS;
-constexpr int SHARED_BYTES = BARRIERS_AT + (BULK ? 8 * WARPS * STAGES : 0);
+constexpr int BARRIERS = STAGES > 1 ? STAGES : 2;  // of a warp: one a slot, or one for keys and one for values
+constexpr int SHARED_BYTES = BARRIERS_AT + (BULK ? 8 * WARPS * BARRIERS : 0);
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 
 struct DecodeArgs {

@@ -126,17 +126,6 @@ DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
   }
 }
 
-// Narrow halves: two of them.
-DEVICE void split_into_halves(const StepScores& s, int n, Probabilities& w) {
-#pragma unroll
-  for (int x = 0; x < NT; x++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const u32 high = f32_to_f16(s[n][x][r]);
-      w.p[n][x][r] = movmatrix_trans(high | f32_to_f16(s[n][x][r] - f16_to_f32(high)) << 16);
-    }
-}
-
 DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
 #pragma unroll
   for (int n = 0; n < NG; n++) {
@@ -145,7 +134,30 @@ DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
       for (int x = 0; x < NT; x++)
 #pragma unroll
         for (int r = 0; r < 2; r++) w.p[n][x][r] = movmatrix_trans(pack_f16x2(s[n * OWN][x][r], s[n * OWN + OWN - 1][x][r]));
-    } else if (V_BYTES) split_into_bytes(s, n, w);
-    else split_into_halves(s, n, w);
+    } else split_into_bytes(s, n, w);
   }
+}
+
+// Narrow halves: a probability is two of them, of which the second one is what the first one leaves. They are taken from the reference
+// there is, as a warpgroup does; returns whether it has to move: one of them is 2^RESCALE_THRESHOLD or more. AGAIN: it has; a column that
+// has seen nothing yet has none.
+template <bool AGAIN>
+DEVICE bool weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s, const Accumulator& acc, Probabilities& w,
+                            float (&sum)[C], float (&shift)[C]) {
+  u32 largest = 0;
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    const float reference = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+    sum[c] = acc.row_sum[c], shift[c] = acc.shift[c];
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      float p[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) p[r] = weigh(slot, LATE_UNIT ? columns.unit[c] : 1.0f, reference, g, x, r, s[c][x][r], sum[c], shift[c]);
+      const u32 high = pack_f16x2(p[0], p[1]), low = pack_f16x2(p[0] - f16_to_f32(high & 0xFFFF), p[1] - f16_to_f32(high >> 16));
+      w.p[c][x][0] = movmatrix_trans(prmt(high, low, 0x5410)), w.p[c][x][1] = movmatrix_trans(prmt(high, low, 0x7632));
+      largest = max_u16x2(largest, high);
+    }
+  }
+  return largest >= 0x5C000000u || (largest & 0xFFFF) >= 0x5C00;  // infinity and not a number are more
 }

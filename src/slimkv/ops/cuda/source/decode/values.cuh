@@ -5,7 +5,7 @@
 typedef Codes<V_BITS, VS, true> ValueCodes;
 
 DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& first, u32& second) {
-  code_bytes<V_KIND, V_BITS>(codes.low(slice), codes.high(slice), table, first, second);
+  code_bytes<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
 // Operands of pairs of tokens.
@@ -16,7 +16,42 @@ template <class C> DEVICE void value_halves(const C& codes, int slice, const Lev
   else code_halves<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), tables.value, tables.value_levels, a);
 }
 
-// The bytes of a word alternate between dimensions g and g + 8. Here they are put apart; two tiles are one operand.
+// The bytes of a word alternate between dimensions g and g + 8. They are put apart, and two tiles are one operand. Up to 4 bits codes are,
+// before they are turned into bytes: then the tokens of both tiles alternate, and so do probabilities.
+template <class PackedCodes>
+DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
+  u32 b[NG][NT / 2][2];
+  PackedCodes even[NT / 2], odd[NT / 2];
+#pragma unroll
+  for (int x = 0; x < NT; x += 2) {
+    even[x / 2].template merge<false>(codes[x], codes[x + 1]), odd[x / 2].template merge<true>(codes[x], codes[x + 1]);
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) b[n][x / 2][r] = w.p[n][x][r] + (w.p[n][x + 1][r] << 8);
+  }
+#pragma unroll
+  for (int i = 0; i < VS; i++) {
+    i32 c[NG][4];
+#pragma unroll
+    for (int x = 0; x < NT / 2; x++) {
+      u32 a0, a1, a2, a3;
+      value_bytes(even[x], i, table, a0, a2);
+      value_bytes(odd[x], i, table, a1, a3);
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1], 0, w.start[n], 0, w.start[n]);
+        else mma_u8_u8(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) acc.numbers(n, i)[j] += (float)(256 * c[n][2 * j] + c[n][2 * j + 1]) * w.fold[n];
+  }
+}
+
+// Others are put apart as bytes.
 DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
   u32 b[NG][NT];
 #pragma unroll
@@ -121,6 +156,30 @@ DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probab
           mma_f16(acc.numbers(n, i + 1), a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
         }
     }
+}
+
+// Wide, values by pairs, of two tiles at a time: a pair has a token of each, and so have probabilities.
+template <class PairCodes>
+DEVICE void add_merged_value_pairs(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables, Accumulator& acc) {
+#pragma unroll
+  for (int x = 0; x < NT; x += 2) {
+    u32 b[NG][4];
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        b[n][2 * r] = prmt(w.p[n][x][r], w.p[n][x + 1][r], 0x5410), b[n][2 * r + 1] = prmt(w.p[n][x][r], w.p[n][x + 1][r], 0x7632);
+#pragma unroll
+    for (int i = 0; i < VS; i++) {
+      u32 even[4], odd[4];
+      merged_pair_halves(codes[x], codes[x + 1], i, tables.value_levels, even, odd);
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        mma_f16(acc.numbers(n, i), even[0], odd[0], even[1], odd[1], b[n][0], b[n][1]);
+        mma_f16(acc.numbers(n, i), even[2], odd[2], even[3], odd[3], b[n][2], b[n][3]);
+      }
+    }
+  }
 }
 
 // What a warp leaves for its team.
@@ -238,8 +297,10 @@ DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables
   ValueCodes codes[NT];
 #pragma unroll
   for (int x = 0; x < NT; x++) codes[x].load(slot + values_of(x), lane);
-  if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
+  if constexpr (V_BYTES && V_REGROUPED && NT % 2 == 0 && ValueCodes::MERGEABLE) add_merged_value_bytes(codes, w, tables.value, acc);
+  else if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
   else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);
+  else if constexpr (V_IN_PAIRS && NT % 2 == 0) add_merged_value_pairs(codes, w, tables, acc);
   else add_value_halves(codes, w, tables, acc);
 }
