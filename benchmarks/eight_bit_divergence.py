@@ -1,10 +1,10 @@
 """KL divergence from the stock cache with 16-bit and with 8-bit prefill, and with 8-bit prefill of the same codes.
 
-    python benchmarks/eight_bit_divergence.py [--model NAME] [--format k4v4+cal] [--text FILE] [--windows 16] [--json FILE]
+    python benchmarks/eight_bit_divergence.py [--model NAME] [--format k4v4+cal] [--text FILE] [--windows 16] [--json F]
 
-A change in one layer moves the keys and values of those behind it, and some of them to other codes. That draws most of the
-codes' error anew, whatever the change was. What 8 bits cost shows where later layers read the codes of the pass in 16 bits.
-Strict, reference arithmetic; windows are those of ``slimkv eval agreement``.
+A change in one layer moves the keys and values of those behind it, and some of them to other codes. That draws most of
+the codes' error anew, whatever the change was. What 8 bits cost shows where later layers read the codes of the pass in
+16 bits. Strict, reference arithmetic; windows are those of ``slimkv eval agreement``.
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ def main() -> None:
     rows: list[dict[str, float]] = []
     for ids in windows:
         rows.append(divergences(loaded.model, kind, ids[None]))
+        found = {name: growth(rows, name) for name in (SAME, EIGHT)}
         print(f"window {len(rows)}  16 bits {rows[-1][SIXTEEN]:.4f}", end="  ")
-        print(*(f"{name} {growth(rows, name)[0]:+.2%} ± {growth(rows, name)[1]:.2%}" for name in (SAME, EIGHT)), flush=True)
+        print(*(f"{name} {over:+.2%} ± {error:.2%}" for name, (over, error) in found.items()), flush=True)
         if options.json:
-            report = {name: dict(zip(("growth", "error"), growth(rows, name), strict=True)) for name in (SAME, EIGHT)}
+            report = {name: {"growth": over, "error": error} for name, (over, error) in found.items()}
             written = {"model": options.model, "format": options.format, "tokens": options.tokens, "over_16bit": report}
             options.json.write_text(json.dumps(written | {"windows": rows}, indent=2) + "\n")
 
