@@ -517,6 +517,7 @@ DEVICE u32 warp_max(u32 x) {
   for (int i = 0; i < 32; i++) x = (u32)all[i][0] > x ? (u32)all[i][0] : x;
   return x;
 }
+DEVICE u32 warp_ballot(bool p) { return warp_sum((u32)p << host::lane()); }
 DEVICE int warp_count(bool p) { return (int)warp_sum(p); }
 
 DEVICE u32 movmatrix_trans(u32 x) {

@@ -188,6 +188,7 @@ DEVICE bool warp_any(bool p) { return __any_sync(0xFFFFFFFFu, p); }
 // Over all lanes, in one instruction.
 DEVICE u32 warp_sum(u32 x) { u32 r; asm volatile("redux.sync.add.u32 %0, %1, 0xFFFFFFFF;" : "=r"(r) : "r"(x)); return r; }
 DEVICE u32 warp_max(u32 x) { u32 r; asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(r) : "r"(x)); return r; }
+DEVICE u32 warp_ballot(bool p) { return __ballot_sync(0xFFFFFFFFu, p); }
 DEVICE int warp_count(bool p) { return __popc(__ballot_sync(0xFFFFFFFFu, p)); }
 
 // Lane 4 r + c holds elements 2 c and 2 c + 1 of row r of an 8 x 8 matrix of 16-bit elements; the same of its transpose.

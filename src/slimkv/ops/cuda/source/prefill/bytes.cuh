@@ -138,12 +138,12 @@ struct Softmax {
     return warp_any(behind);
   }
 
-  // Weights as e4m3, four in a word, in the order of the operand; `scales`: of the first four tokens. Whether some of the lane's are
-  // LARGE, or not a number, as all are of a row that has no reference yet.
+  // Weights as e4m3, four in a word, in the order of the operand; `scales`: of the first four tokens. `large`: one of TOP_BITS if some of
+  // the lane's weights of a row are LARGE, or not a number, as all are of a row that has no reference yet.
   template <bool MASKED>
-  DEVICE_MEMBER bool weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, const Visible& visible, int first, int t,
-                           float softcap, u32 none, u32 (&p)[WORDS]) const {
-    u32 large = 0;
+  DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, const Visible& visible, int first, int t,
+                           float softcap, u32 none, u32 (&p)[WORDS], u32 (&large)[2]) const {
+    large[0] = large[1] = 0;
     const float from[2] = {-row_max[0], -row_max[1]};
 #pragma unroll
     for (int j = 0; j < SCORES / 8; j++) {
@@ -158,10 +158,9 @@ struct Softmax {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         p[2 * j + r] = pack_e4m3x4(w[2 * r], w[2 * r + 1], w[4 + 2 * r], w[5 + 2 * r]);
-        large |= p[2 * j + r] + TO_LARGE;
+        large[r] |= p[2 * j + r] + TO_LARGE;
       }
     }
-    return large & TOP_BITS;
   }
 
   // Whether some weight of the warp is the most there is, or not a number.
@@ -172,17 +171,15 @@ struct Softmax {
     return warp_any(most & TOP_BITS);
   }
 
-  // By how much the references are to be raised for the next tile.
-  DEVICE_MEMBER static void find_lift(const u32 (&p)[WORDS], float (&lift)[2]) {
+  // By how much the references are to be raised for the next tile; whether some of the warp's are.
+  DEVICE_MEMBER static bool find_lift(const u32 (&large)[2], int lane, float (&lift)[2]) {
+    u32 lanes[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      u32 large = 0;
-#pragma unroll
-      for (int j = 0; j < WORDS / 2; j++) large |= p[2 * j + r] + TO_LARGE;
-      large |= shfl_xor(large, 1);
-      large |= shfl_xor(large, 2);
-      lift[r] = large & TOP_BITS ? LIFT : 0.0f;
+      lanes[r] = warp_ballot(large[r] & TOP_BITS);
+      lift[r] = lanes[r] >> (lane & 28) & 15 ? LIFT : 0.0f;
     }
+    return lanes[0] | lanes[1];
   }
 
   // Raises the references by `lift`, which is then done, and begins what the output so far is to be multiplied by.

@@ -6,6 +6,8 @@
 struct FirstTile { static constexpr bool MASKED = true, FIRST = true; };
 struct SecondTile { static constexpr bool MASKED = true, FIRST = false; };
 struct LaterTile { static constexpr bool MASKED = WINDOW, FIRST = false; };
+// At head size 64 there are no registers to spare: what takes more of them, and gains at 128, spills and loses there.
+constexpr bool SPARE_REGISTERS = D > 64;
 struct Yes { static constexpr bool VALUE = true; };
 struct No { static constexpr bool VALUE = false; };
 
@@ -35,18 +37,24 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     lifted = false;
     const int first = tile * STEP + half * TOKENS;
     const bool clear = !MASKED || (first + TOKENS <= w.clear_end && (!WINDOW || first >= w.clear_begin));
+    u32 large[2];
     auto weigh = [&](auto masked, const TokenScales& scales, u32 zero) {
-      return softmax.template weigh<decltype(masked)::VALUE>(sums, scales, numbers + zero, visible, first, t, args.softcap, zero, to);
+      softmax.template weigh<decltype(masked)::VALUE>(sums, scales, numbers + zero, visible, first, t, args.softcap, zero, to, large);
     };
-    if (FIRST || warp_any(clear ? weigh(No{}, scales, 0) : weigh(Yes{}, scales, 0))) {
+    if (!FIRST) {
+      if (clear) weigh(No{}, scales, 0);
+      else weigh(Yes{}, scales, 0);
+    }
+    if (FIRST || warp_any((large[0] | large[1]) & TOP_BITS)) {
       if (FIRST || softmax.too_large(to)) {
-        needs_rescale |= softmax.template follow<MASKED>(sums, numbers + none, visible, first, t, args.softcap, none);
+        const bool bare = SPARE_REGISTERS && FIRST && clear;  // masks hide nothing of most first tiles
+        if (bare) needs_rescale |= softmax.template follow<false>(sums, numbers + none, visible, first, t, args.softcap, none);
+        else needs_rescale |= softmax.template follow<MASKED>(sums, numbers + none, visible, first, t, args.softcap, none);
         const TokenScales again(numbers + none, 4 * t);
-        if (MASKED) weigh(Yes{}, again, none);
+        if (MASKED && !bare) weigh(Yes{}, again, none);
         else weigh(No{}, again, none);
       }
-      softmax.find_lift(to, lift);
-      lifted = warp_any(lift[0] + lift[1] > 0.0f);
+      lifted = softmax.find_lift(large, lane, lift);
     }
   };
   // When products with values, and with their digits, have ended.
@@ -60,21 +68,27 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
   };
+  // To the references of weights that are there, before they are multiplied; beside products of the next sums, where registers allow it.
+  auto rescale_output = [&] {
+    if (needs_rescale) softmax.rescale_output(o);
+  };
   // The first half of tile i, beside the output of the second half of the tile before it.
   auto first_half = [&](auto how, int i) {
     const Place next = place.next();
     mbarrier_wait(rings.keys_full + next.slot, next.parity);
     start_sums(sums, queries, keys + next.slot * KEYS_BYTES, 0);
+    if (SPARE_REGISTERS) rescale_output();
     start_output(o, digits, p[1], values + place.slot * VALUES_BYTES, 1, add);
     add = true;
     take(how, Yes{}, tile_at(w, i), next.slot, 0, p[0]);
     add_output(Yes{});
-    if (needs_rescale) softmax.rescale_output(o);
+    if (!SPARE_REGISTERS) rescale_output();
     place = next;
   };
   // The second half of tile i, beside the output of the first.
   auto second_half = [&](auto how, int i) {
     start_sums(sums, queries, keys + place.slot * KEYS_BYTES, 1);
+    if (SPARE_REGISTERS) rescale_output();
     mbarrier_wait(rings.values_full + place.slot, place.parity);
     start_output(o, digits, p[0], values + place.slot * VALUES_BYTES, 0, add);
     add = true;
@@ -82,8 +96,9 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.keys_empty + place.slot);
     add_output(No{});
-    if (needs_rescale) softmax.rescale_output(o);
+    if (!SPARE_REGISTERS) rescale_output();
     if (i > 0 && i % PROMOTE == 0) {
+      if (SPARE_REGISTERS) rescale_output(), needs_rescale = false;
       totals.add(o, softmax.row_max);
       add = false;
     }
@@ -91,7 +106,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
   start_sums(sums, queries, keys + place.slot * KEYS_BYTES, 0);
   take(FirstTile{}, No{}, tile_at(w, 0), place.slot, 0, p[0]);
-  if (needs_rescale) softmax.rescale_output(o);
+  if (!SPARE_REGISTERS) rescale_output();
   second_half(SecondTile{}, 0);
   int i = 1;
   // Without a window, what has masks is among the first tiles.
@@ -103,6 +118,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     first_half(LaterTile{}, i);
     second_half(LaterTile{}, i);
   }
+  if (SPARE_REGISTERS) rescale_output();
   start_output(o, digits, p[1], values + place.slot * VALUES_BYTES, 1, add);
   add_output(Yes{});
   if (w.count > PROMOTE) totals.add_to(o, softmax.row_max);

@@ -27,13 +27,14 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     softmax.raise_references(lift);
     lifted = false;
     const bool weighed = !first && clear;
-    if (!weighed || warp_any(softmax.template weigh<false>(sums, TokenScales(numbers, 4 * t), numbers, visible, tile * STEP, t, args.softcap, 0, to))) {
+    u32 large[2];
+    if (weighed) softmax.template weigh<false>(sums, TokenScales(numbers, 4 * t), numbers, visible, tile * STEP, t, args.softcap, 0, to, large);
+    if (!weighed || warp_any((large[0] | large[1]) & TOP_BITS)) {
       if (!weighed || softmax.too_large(to)) {
         needs_rescale |= softmax.template follow<true>(sums, numbers + none, visible, tile * STEP, t, args.softcap, none);
-        softmax.template weigh<true>(sums, TokenScales(numbers, 4 * t), numbers, visible, tile * STEP, t, args.softcap, 0, to);
+        softmax.template weigh<true>(sums, TokenScales(numbers, 4 * t), numbers, visible, tile * STEP, t, args.softcap, 0, to, large);
       }
-      softmax.find_lift(to, lift);
-      lifted = warp_any(lift[0] + lift[1] > 0.0f);
+      lifted = softmax.find_lift(large, lane, lift);
     }
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
@@ -47,11 +48,11 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   start_sums(sums, queries, keys + place.slot * KEYS_BYTES, 0);
   wgmma_wait<0>();
   take(tile_at(w, 0), place.slot, true, p);
-  if (needs_rescale) softmax.rescale_output(o);
   for (int i = 1; i < w.count; i++) {
     const Place next = place.next();  // of keys, which are one further than values
     mbarrier_wait(rings.keys_full + next.slot, next.parity);
     start_sums(sums, queries, keys + next.slot * KEYS_BYTES, 0);
+    if (needs_rescale) softmax.rescale_output(o);  // to the reference of p
     mbarrier_wait(rings.values_full + place.slot, place.parity);
     start_output(o, digits, p, values + place.slot * VALUES_BYTES, 0, add);
     add = true;
@@ -61,8 +62,9 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     wgmma_fence_operand(o);
     wgmma_fence_operand(digits);
     add_sums();
-    if (needs_rescale) softmax.rescale_output(o);
     if (i % PROMOTE == 0) {
+      if (needs_rescale) softmax.rescale_output(o);
+      needs_rescale = false;
       totals.add(o, softmax.row_max);
       add = false;
     }
@@ -70,6 +72,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     for (int k = 0; k < WORDS; k++) p[k] = next_p[k] + none;
     place = next;
   }
+  if (needs_rescale) softmax.rescale_output(o);
   mbarrier_wait(rings.values_full + place.slot, place.parity);
   start_output(o, digits, p, values + place.slot * VALUES_BYTES, 0, add);
   wgmma_wait<0>();
