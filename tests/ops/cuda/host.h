@@ -563,6 +563,11 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
   d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
   mma_u8_u8(d, a0, a1, a2, a3, b0, b1);
 }
+DEVICE float ld_relaxed(const float* p) { return *p; }
+DEVICE void st_relaxed(float* p, float x) { *p = x; }
+DEVICE void st_relaxed(float* p, float a, float b, float c, float d) { p[0] = a, p[1] = b, p[2] = c, p[3] = d; }
+DEVICE void fence_device() {}
+DEVICE void sleep_ns(u32) {}
 DEVICE void griddepcontrol_launch_dependents() {}
 DEVICE void griddepcontrol_wait() { host::machine.threads[host::machine.current].waited = true; }
 DEVICE void end_behind_grid_before() {}

@@ -120,7 +120,8 @@ def test_the_shapes_for_long_sequences(case, as_if_long):
     check_emulated(case)
 
 
-# Many columns by teams of four warps, whose products are those of sm_90a.
+# Many columns by teams of four warps, whose products are those of sm_90a: in pairs, a team for keys and one for values,
+# or, of little work, each for both.
 HOPPER_GPU = replace(SMALL_GPU, warpgroups=True)
 DRAFTS = replace(LONG, dim=128, lens=(700, 290, 33), queries=(8, 6, 8))
 WARPGROUP_CASES = [
@@ -128,6 +129,7 @@ WARPGROUP_CASES = [
     replace(DRAFTS, dim=80, value_dim=64, **EVERYTHING),
     replace(DRAFTS, dim=64, group=32, num_kv_heads=2, lens=(33, 300, 40, 1, 70), queries=(1,) * 5),
     replace(DRAFTS, dim=64, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),
+    replace(DRAFTS, dim=64, page=128, lens=(1300, 40), queries=(8, 7)),
 ]
 
 
@@ -137,7 +139,15 @@ def test_products_of_warpgroups(case, as_if_long):
     cut = shape.shape_on(HOPPER_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
     assert cut is not None
     assert cut.warpgroup
+    assert cut.roles
     check_emulated(case, HOPPER_GPU)
+
+
+@emulated
+@pytest.mark.parametrize("case", WARPGROUP_CASES[2:4], ids=str)
+def test_products_of_warpgroups_for_keys_and_values(case, as_if_long, monkeypatch):
+    monkeypatch.setattr(shape, "_PAIRS", ())
+    check_emulated(case, replace(HOPPER_GPU, multiprocessors=4))  # shapes are kept by device
 
 
 @emulated

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -30,6 +30,8 @@ from slimkv.ops.attention.cuda.shape import (
     kernel_defines,
     level_bytes,
     max_columns,
+    polls,
+    rows_bound,
     shape_for,
     shape_on,
     shared_bytes,
@@ -231,7 +233,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
         amount = Amount(False, False, False, False)
     plan = _plan(
         device, layout, group, min(request.max_query_len, most_queries), amount, (single, num_kv_heads),
-        query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
+        rows_bound(total * heads), query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
         raise InputError(f"{layout.spec.format} needs more shared memory than this device has")
@@ -276,15 +278,16 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, single: tuple[int, int],
+    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, single: tuple[int, int], rows: int,
     q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    """``single``: queries (or 0) and KV heads of the only sequence."""
+    """``single``: queries (or 0) and KV heads of the only sequence; ``rows``: of output, at most."""
     shape = shape_for(device, layout, group, queries, amount)
     if shape is None:
         return None
     if single[0]:
         shape = in_clusters(device, layout, shape, -(-single[0] // (shape.columns // group)) * single[1])
+    shape = replace(shape, polled=polls(device, layout, shape, rows, amount))
     spec = layout.spec
     args = Args(
         key_table=_Table(*level_bytes(spec.key, spec.key_dim)),

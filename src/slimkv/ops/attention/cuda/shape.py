@@ -28,6 +28,8 @@ _LOOKED_UP = (
 )
 # The most columns, by products of warpgroups: (tiles, warps).
 _WARPGROUPS = ((2, 12), (2, 8))
+# The same by pairs of warpgroups, one for keys and one for values: (tiles, warps, stages).
+_PAIRS = ((8, 16, 4), (8, 16, 3), (8, 16, 2))
 # So little that every block has a step or two: of few heads small steps for many warps, of many heads blocks for all.
 _TINY = ((1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1))
 _TINY_AND_MANY = ((2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
@@ -36,6 +38,8 @@ _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
 _LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
 _TINY_TOKENS = 1 << 9
+# Rows that wait for their parts: on four multiprocessors that have nothing else, or beside the blocks of all.
+_POLLED_ROWS, _POLLED_ROWS_BESIDE = 64, 256
 # Blocks of a cluster: every device of sm_90 has room for 8 of one a multiprocessor, and for 16 of two.
 _CLUSTER, _LARGE_CLUSTER = 8, 16
 CLUSTER_TOKENS = 3 << 10  # of a sequence; of more, blocks on all multiprocessors are worth more than one launch
@@ -54,7 +58,9 @@ class Shape:
     team: int = 1  # warps that share values
     bulk: bool = False  # a step is whole pages, which the copy engine copies
     apart: bool = False  # low and high halves of 6-bit levels have tables of their own
+    roles: bool = False  # keys and values have warpgroups of their own, in pairs
     cluster: int = 1  # blocks that share an item and put its output together, without a second launch
+    polled: bool = False  # merging starts when parts are there, not when all blocks have ended
 
     @property
     def warpgroup(self) -> bool:
@@ -123,6 +129,10 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
     if columns == 32 and device.warpgroups and not amount.tiny and _values_in_parts(layout, 4):
+        for tiles, warps, stages in _PAIRS:
+            shape = Shape(columns // 8, True, tiles, warps, stages, 1, 4, _in_pages(device, layout, tiles), roles=True)
+            if shape.bulk and _fits(device, layout, shape) and not amount.little:
+                return shape
         for tiles, warps in _WARPGROUPS:
             shape = Shape(columns // 8, True, tiles, warps, 2, 1, 4, _in_pages(device, layout, tiles))
             if _fits(device, layout, shape) and (warps <= 8 or amount.short or not amount.little):
@@ -169,6 +179,24 @@ def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) ->
     return replace(shape, cluster=cluster)
 
 
+def rows_bound(rows: int) -> int:
+    """As much of a number of rows as ``polls`` looks at."""
+    return next((bound for bound in (_POLLED_ROWS, _POLLED_ROWS_BESIDE) if rows <= bound), 1 << 30)
+
+
+def polls(device: Device, layout: PageLayout, shape: Shape, rows: int, amount: Amount) -> bool:
+    """Whether ``rows`` of output are merged by blocks that wait for their parts beside those that attend.
+
+    They must find room there: on multiprocessors that the cut leaves idle, if they are few, or in the registers that 8
+    warps leave. And preparing for it takes a warp some time, which little work does not hide.
+    """
+    if not device.copy_engine or shape.cluster > 1 or shape.roles:  # older ones start no kernel early
+        return False
+    if layout.spec.value_dim > 128:
+        return shape.wide and shape.warps == 8 and rows <= _POLLED_ROWS_BESIDE
+    return rows <= _POLLED_ROWS and not amount.little
+
+
 def team_of(layout: PageLayout) -> int:
     """Warps that share the values of many columns, each with whole words of every plane; 1: they cannot."""
     return 2 if max_columns(layout) == 32 and _values_in_parts(layout, 2) else 1
@@ -211,15 +239,19 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     tile = 16 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
     if shape.team > 1 and not shape.warpgroup and 256 * shape.groups > 2 * spec.key_dim * spec.key.bits:
         tile += 256 * shape.groups  # probabilities that do not fit in the place of key codes
+    rings, workers = (shape.warps // 8, shape.warps // 2) if shape.roles else (shape.warps, shape.warps)
     slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim // shape.team + 8))
     slices = spec.key_dim // 16
     query = 256 * shape.groups * (-(-slices // 2) if _in_bytes(spec.key) and not shape.wide else slices)
     if shape.warpgroup:  # operands of 64 numbers: queries, and probabilities of every team
-        query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * shape.tiles * shape.warps // shape.team)
-    states = shape.columns * (16 + (8 if shape.team == 1 else 12) * shape.warps)
-    barriers = 8 * shape.warps * max(2, shape.stages) if shape.bulk else 0
+        own_tiles = shape.tiles // 4 if shape.roles else shape.tiles
+        query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // shape.team)
+    states = shape.columns * (16 + (8 if shape.team == 1 else 12) * workers)
+    barriers = 8 * rings * max(2, shape.stages) if shape.bulk else 0
+    if shape.roles:  # factors of the output, and barriers of the probabilities
+        barriers += rings * (2 * (4 * shape.columns + 8) + 32)
     tables = _level_table_bytes(layout, shape)
-    return shape.warps * shape.stages * slot + tables + query + states + barriers
+    return rings * shape.stages * slot + tables + query + states + barriers
 
 
 def _level_table_bytes(layout: PageLayout, shape: Shape) -> int:
@@ -262,9 +294,10 @@ def kernel_defines(
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps,
-        "TEAM": shape.team, "WGMMA": int(shape.warpgroup), "STAGES": shape.stages, "BULK": int(shape.bulk),
-        "APART": int(shape.apart), "CLUSTER": shape.cluster,
-        "MIN_BLOCKS": shape.resident, "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "TEAM": shape.team, "WGMMA": int(shape.warpgroup), "ROLES": int(shape.roles), "STAGES": shape.stages,
+        "BULK": int(shape.bulk), "APART": int(shape.apart), "CLUSTER": shape.cluster,
+        "POLLED": int(shape.polled), "MIN_BLOCKS": shape.resident,
+        "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip
 

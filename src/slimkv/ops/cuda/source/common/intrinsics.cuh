@@ -286,6 +286,19 @@ DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];"
 DEVICE u32 ldg_word(const void* p) { return __ldg((const u32*)p); }
 DEVICE i32 ldg_i32(const i32* p) { return __ldg(p); }
 
+// Numbers that one kernel writes while another may be reading them.
+DEVICE float ld_relaxed(const float* p) {
+  float r;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory");
+  return r;
+}
+DEVICE void st_relaxed(float* p, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" :: "l"(p), "f"(x) : "memory"); }
+DEVICE void st_relaxed(float* p, float a, float b, float c, float d) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" :: "r"(ns)); }
+
 // A grid may start while the one before it is still finishing; what that one wrote is there after the wait.
 DEVICE void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900

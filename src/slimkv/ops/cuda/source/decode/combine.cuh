@@ -6,8 +6,8 @@
 // The maximum and the sum of a column over the block's warps.
 DEVICE void sum_of_warps(const float* states, int column, float& all_max, float& all_sum) {
   all_max = MINUS_INFINITY, all_sum = 0;
-  for (int w = 0; w < WARPS; w++) all_max = max_f32(all_max, states[STATE_WORDS * (w * COLUMNS + column)]);
-  for (int w = 0; w < WARPS; w++) {
+  for (int w = 0; w < WORKERS; w++) all_max = max_f32(all_max, states[STATE_WORDS * (w * COLUMNS + column)]);
+  for (int w = 0; w < WORKERS; w++) {
     const float* state = states + STATE_WORDS * (w * COLUMNS + column);
     const float m = state[0], l = state[1];
     all_sum += l * (m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - all_max));
@@ -42,16 +42,28 @@ DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* 
   cluster_sync();  // nobody ends while another reads its shared memory
 }
 
-// Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
-DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
-                          const Team& team, u8* shared, u8* ring, int warp, int lane) {
+// Sums of the warps' results of a group of columns to `to`, four numbers at a time.
+DEVICE void write_sums(float* to, const u8* shared) {
+  for (int i = thread_index(); i < GROUP * VD / 4; i += 32 * WARPS) {
+    const int column = i / (VD / 4), d = 4 * (i % (VD / 4)), of_part = d % (16 * OUT_SLICES);
+    float x[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int w = 0; w < WARPS; w += TEAM) {
+      const Words4 one = *(const Words4*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT + 4 * (column * OUT_ROW + of_part));
+      x[0] += as_float(one.x), x[1] += as_float(one.y), x[2] += as_float(one.z), x[3] += as_float(one.w);
+    }
+    st_relaxed(to + 4 * i, written(x[0]), written(x[1]), written(x[2]), written(x[3]));
+  }
+}
+
+// What a warp knows of its columns.
+DEVICE void leave_states(const ColumnState& columns, Accumulator& acc, float* states, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
-  float* states = (float*)(shared + STATE_AT);
   const bool marked = warp_any(acc.largest_fields >> 16 == INVALID_FIELD || (acc.largest_fields & 0xFFFF) == INVALID_FIELD);
 #pragma unroll
   for (int c = 0; c < C; c++) {
     if (marked) acc.row_sum[c] = NOT_A_NUMBER;
-    if (MAX_WITHOUT_UNIT && acc.row_max[c] != MINUS_INFINITY) acc.row_max[c] *= columns.unit[c];
+    if (MAX_WITHOUT_UNIT && acc.row_max[c] != MINUS_INFINITY) acc.row_max[c] *= columns.unit_of(c);
 #pragma unroll
     for (int d = 4; d < 32; d <<= 1) acc.row_sum[c] += shfl_xor(acc.row_sum[c], d), acc.shift[c] += shfl_xor(acc.shift[c], d);
     float* state = states + STATE_WORDS * (warp * COLUMNS + own_column(c, t));
@@ -60,6 +72,14 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       if (TEAM > 1) state[2] = acc.shift[c];
     }
   }
+}
+
+// Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
+DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
+                          const Team& team, u8* shared, u8* ring, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  float* states = (float*)(shared + STATE_AT);
+  leave_states(columns, acc, states, warp, lane);
   sync_threads();
   if (TEAM > 1 && V_KIND == UNIFORM)
 #pragma unroll
@@ -68,7 +88,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       for (int w = 0; w < TEAM; w++) acc.shift[c] += states[STATE_WORDS * ((team.number * TEAM + w) * COLUMNS + own_column(c, t)) + 2];
     }
   const i64 part = (i64)range.item + block_index();
-  const bool whole = WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
+  const bool whole = is_whole(args, range);
 #pragma unroll
   for (int n = 0; n < NG; n++) {
 #pragma unroll
@@ -110,12 +130,17 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
         write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
       }
     } else {
-      for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS)
-        args.parts[(part * COLUMNS + GROUP * n + i / VD) * VD + i % VD] = sum_at(i / VD, i % VD);
+      if constexpr (POLLED) write_sums(args.parts + (part * COLUMNS + GROUP * n) * VD, shared);
+      else
+        for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS) args.parts[(part * COLUMNS + GROUP * n + i / VD) * VD + i % VD] = sum_at(i / VD, i % VD);
       if (thread_index() < GROUP) {
         const int column = GROUP * n + thread_index();
         float* state = args.part_states + (part * COLUMNS + column) * 2;
-        sum_of_warps(states, column, state[0], state[1]);
+        if constexpr (POLLED) {
+          float all_max, all_sum;
+          sum_of_warps(states, column, all_max, all_sum);
+          write_part(state, all_max), write_part(state + 1, all_sum);
+        } else sum_of_warps(states, column, state[0], state[1]);
       }
     }
     sync_threads();

@@ -46,6 +46,10 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
           {shared_address(value_levels) + 4 * lane}};
 }
 
+#if ROLES
+#include "decode/roles.cuh"
+#endif
+
 #if CLUSTER > 1
 #define IN_CLUSTERS CLUSTER_OF(CLUSTER)
 #else
@@ -58,9 +62,14 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
 #else
   SHARED_MEMORY(shared);
 #endif
+#if ROLES
+  attend_in_roles(args, shared);
+#else
   const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
-  pdl_wait();
+  if (POLLED) griddepcontrol_wait();  // `merge` starts later
+  else pdl_wait();
   int left;  // steps of this block
+  bool forgets = false;
   WorkRange range;
   if constexpr (CLUSTER > 1) {
     range = cluster_range(args);
@@ -70,6 +79,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     WorkPartition partition;
     range = first_range(args, ThisBlock(), lane, partition, left);
     if (left <= 0) return;
+    forgets = partition.padded;
   }
   const LevelTables tables = load_tables(args, shared, lane);
 
@@ -105,6 +115,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
   };
   begin_loading(range);
+  bool starts_merge = POLLED;
 
   while (true) {
 #pragma unroll
@@ -113,6 +124,10 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
     if (BULK || WGMMA) fence_proxy_async();  // rings and operands were written to
     sync_threads();
+    if constexpr (POLLED) {
+      if (starts_merge && warp == WARPS - 1) start_merge(args, forgets, (i64)range.item + block_index(), lane);  // while the first pages travel
+      starts_merge = false;
+    }
     QueryOperands queries;
     queries.load(shared + QUERY_AT, lane);
     ColumnState columns;
@@ -136,6 +151,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       const int token0 = real || !WGMMA ? range.s.begin + step * STEP : NO_TOKEN;
       const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
       StepScores s;
+      const TokenUnits units = {};  // of one unit for all columns only
       Probabilities weights;
       if constexpr (WGMMA) {
         if (!real) {  // of no tokens the scales are zero
@@ -151,14 +167,14 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         };
         score();
         Weighing weighing;
-        const bool moves = publish_to_warpgroup<false>(s, slot, columns, operands, team, lane, acc, weighing);
+        const bool moves = publish_to_warpgroup<false>(s, slot, columns, units, operands, team, lane, acc, weighing);
         fence_proxy_async();  // before products read it, and the copy engine writes to the slot again
         const bool again = team.any(moves);
         load_ahead();  // nobody reads the values of the step before any more
         if (again) {
           score();
-          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
-          publish_to_warpgroup<true>(s, slot, columns, operands, team, lane, acc, weighing);
+          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), nullptr, units, acc);
+          publish_to_warpgroup<true>(s, slot, columns, units, operands, team, lane, acc, weighing);
           fence_proxy_async();
           team.sync();
         }
@@ -179,13 +195,13 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         if constexpr (!WIDE && !V_BYTES) {
           float sum[C], shift[C];
           if (warp_any(weigh_in_halves<false>(slot, columns, g, s, acc, weights, sum, shift))) {
-            update_max(slot, columns, g, t, s, real, team, nullptr, acc);
+            update_max(slot, columns, g, t, s, real, team, nullptr, nullptr, units, acc);
             weigh_in_halves<true>(slot, columns, g, s, acc, weights, sum, shift);
           }
 #pragma unroll
           for (int c = 0; c < C; c++) acc.row_sum[c] = sum[c], acc.shift[c] = shift[c];
         } else {
-          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), acc);
+          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), nullptr, units, acc);
           if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
           if (real) {
             exponentials(slot, columns, g, s, acc);
@@ -229,5 +245,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
     range = next;
   }
+#endif
 }
 HOST_TESTABLE_CLUSTER(attend, DecodeArgs, CLUSTER)

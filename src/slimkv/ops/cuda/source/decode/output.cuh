@@ -6,6 +6,27 @@
 constexpr int VN = (VD + 31) / 32;
 // Blocks that have all keys of an item write its output themselves, where the rotation takes no shared memory.
 constexpr bool WHOLE_ITEMS = !V_ROTATED || (POWER_OF_TWO(VD) && VD >= 32);
+DEVICE bool is_whole(const DecodeArgs& args, const WorkRange& range) {
+  return WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
+}
+
+// POLLED: `merge` does not wait for all of `attend` to end where its blocks have a single range each. Every number of a part tells for
+// itself whether it has been written: the bits of one that has not are those of no result.
+constexpr u32 NOT_YET = 0xFFFFFFFFu;
+DEVICE float written(float x) { return as_bits(x) == NOT_YET ? NOT_A_NUMBER : x; }
+DEVICE void write_part(float* to, float x) {
+  if (POLLED) st_relaxed(to, written(x)); else *to = x;
+}
+// One warp: lets `merge` start, when it can no longer see what was in a part before.
+DEVICE void start_merge(const DecodeArgs& args, bool forgets, i64 part, int lane) {
+  if (forgets) {
+    for (int i = lane; i < COLUMNS * VD / 4; i += 32) *(Words4*)(args.parts + part * COLUMNS * VD + 4 * i) = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+    for (int i = lane; i < COLUMNS; i += 32) *(Words2*)(args.part_states + 2 * (part * COLUMNS + i)) = {NOT_YET, NOT_YET};
+    fence_device();
+    sync_warp();
+  }
+  if (lane == 0) griddepcontrol_launch_dependents();
+}
 
 // Parts of a row, some at a time.
 struct MergedState {
@@ -33,6 +54,27 @@ struct MergedState {
       row_sum += l[j] * other;
 #pragma unroll
       for (int i = 0; i < VN; i++) x[i] += v[j][i] * other;
+    }
+    highest = row_max;
+  }
+  // The same of N parts whose maxima and sums the lanes have, part lane % N.
+  template <int N> DEVICE_MEMBER void add_spread(float m, float l, const float (&v)[N][VN]) {
+    float row_max = m;
+#pragma unroll
+    for (int d = 1; d < N; d <<= 1) row_max = max_f32(row_max, shfl_xor(row_max, d));
+    row_max = max_f32(row_max, highest);
+    const float mine = factor(highest, row_sum, row_max), other = factor(m, l, row_max);
+    float sum = l * other;
+#pragma unroll
+    for (int d = 1; d < N; d <<= 1) sum += shfl_xor(sum, d);
+    row_sum = row_sum * mine + sum;
+#pragma unroll
+    for (int i = 0; i < VN; i++) x[i] *= mine;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const float by = shfl(other, j);
+#pragma unroll
+      for (int i = 0; i < VN; i++) x[i] += v[j][i] * by;
     }
     highest = row_max;
   }

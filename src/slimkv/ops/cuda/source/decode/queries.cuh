@@ -37,8 +37,8 @@ struct Column {
 DEVICE Column* column_at(u8* shared, int c) { return (Column*)(shared + COLUMN_AT) + c; }
 DEVICE const Column* column_at(const u8* shared, int c) { return (const Column*)(shared + COLUMN_AT) + c; }
 
-// One warp: rotates the query of column c and leaves it in `operands` in their order, and the rest in `shared`.
-DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
+// One warp: rotates a query. Returns its largest magnitude; what is not finite counts as that.
+DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch, int lane) {
   if (K_ROTATED) rotate<KD, K_CORE>(y, args.key_sign_bits, (const u16*)args.key_signs, args.key_norm, scratch, lane);
   float row_max = 0.0f;
   bool finite = true;
@@ -50,8 +50,14 @@ DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c,
   }
 #pragma unroll
   for (int d = 16; d; d >>= 1) row_max = max_f32(row_max, shfl_xor(row_max, d));
-  finite = !warp_any(!finite);
-  const float largest = K_BYTES ? 16256.0f : 1.0f;  // 127 * 128: what two signed bytes hold
+  return warp_any(!finite) ? as_float(0x7F800000u) : row_max;
+}
+
+// One warp: leaves the rotated query of column c in `operands` in their order, and the rest in `shared`. All coordinates are divided by
+// `row_max`: the column's own or, with ONE_UNIT, the largest of all. Columns that are smaller than others by many powers of two then lose
+// no more than their scores can show.
+DEVICE void write_query(const DecodeArgs& args, const WorkRange& range, int c, const float (&y)[QN], float row_max, bool finite, u8* shared, u8* operands, int lane) {
+  const float largest = K_BYTES ? 16256.0f : ONE_UNIT ? 32768.0f : 1.0f;  // 127 * 128: what two signed bytes hold
   const float up = row_max > 1e-30f && finite ? largest / row_max : 0.0f;
   const int row = c / GROUP * 8 + (WIDE ? c % GROUP : 2 * (c % GROUP));
   float sum = 0.0f;
@@ -69,7 +75,7 @@ DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c,
       to[NEXT_ROW] = (u8)(n - 128 * high);
       sum += (float)n;
     } else {
-      const u32 high = f32_to_f16(x);
+      const u32 high = ONE_UNIT && !finite ? 0x7E00u : f32_to_f16(x);
       // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
       const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
       u16* to = (u16*)(operands + (WGMMA ? operand_place(row, d / 16 * 16 + place)
@@ -83,9 +89,14 @@ DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c,
   for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (lane == 0) {
     const int position = range.s.length - range.s.queries + range.chunk * (COLUMNS / args.group_size) + c / args.group_size;
-    *column_at(shared, c) = {finite ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum, WINDOW ? position - args.sliding_window + 1 : 0,
+    *column_at(shared, c) = {finite || ONE_UNIT ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum, WINDOW ? position - args.sliding_window + 1 : 0,
                              args.causal ? min_i32(range.s.length, position + 1) : range.s.length};
   }
+}
+
+DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
+  const float row_max = rotate_query(args, y, scratch, lane);
+  write_query(args, range, c, y, row_max, row_max < as_float(0x7F800000u), shared, operands, lane);
 }
 
 // The queries' part of product i of group n: two slices of bytes, or one of halves.

@@ -25,7 +25,7 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
 }
 
 // What it costs to go on to another item, in steps of a block, and with the idle warps of its last steps.
-constexpr int ITEM_SWITCH_COST = WARPS + WARPS / 4, ITEM_COST = ITEM_SWITCH_COST + WARPS / 2;
+constexpr int ITEM_SWITCH_COST = ROLES ? 2 * RINGS : WARPS + WARPS / 4, ITEM_COST = ITEM_SWITCH_COST + RINGS / 2;
 
 // An item is a KV head of a sequence (and of a chunk of its queries). Every block takes `share` positions, of which
 // there is one for every step and, before the first of them, ITEM_COST for what every item takes. Where whole blocks for

@@ -88,12 +88,12 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
 DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
   constexpr int AT_ONCE = KS < 4 ? KS : 4, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE;  // slices
   const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
-  KeyCodes codes[NT];
+  KeyCodes codes[OWN_TILES];
 #pragma unroll
-  for (int x = 0; x < NT; x++) codes[x].load(slot + keys_of(x), lane);
-  float c[NT][4 * NG];
+  for (int x = 0; x < OWN_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
+  float c[OWN_TILES][4 * NG];
 #pragma unroll
-  for (int x = 0; x < NT; x++)
+  for (int x = 0; x < OWN_TILES; x++)
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) {
       u32 a[AT_ONCE][4];
@@ -113,7 +113,7 @@ DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const L
     }
   wgmma_wait<0>();
 #pragma unroll
-  for (int x = 0; x < NT; x++) {
+  for (int x = 0; x < OWN_TILES; x++) {
     wgmma_fence_operand(c[x]);
 #pragma unroll
     for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
@@ -130,13 +130,22 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
   else multiply_key_halves(codes, shared, queries, tables, lane, s);
 }
 
+// What makes products of a token scores, with TOKEN_UNITS.
+DEVICE void load_token_units(const u8* slot, const ColumnState& columns, int g, TokenUnits& units) {
+#pragma unroll
+  for (int x = 0; x < OWN_TILES; x++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)  // zero times minus infinity would not be a number
+      units[x][r] = TOKEN_UNITS ? max_f32(small_scale_of(field_bits(slot + fields_of(TILES_APART * x), g + 8 * r)) * columns.unit_of(0), 1e-37f) : 1.0f;
+}
+
 // Takes the levels' offset off, multiplies by the keys' scales, adds their zeros.
 DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
   const float cap_by = SOFTCAP ? 2.0f * LOG2E * rcp_approx(args.softcap) : 0.0f;
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
 #pragma unroll
-  for (int x = 0; x < NT; x++) {
-    const u8* fields = slot + fields_of(x);
+  for (int x = 0; x < OWN_TILES; x++) {
+    const u8* fields = slot + fields_of(TILES_APART * x);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const u32 field = field_bits(fields, g + 8 * r);
@@ -146,7 +155,7 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
       for (int c = 0; c < C; c++) {
         float score = (KEY_OFFSET != 0 ? s[c][x][r] - KEY_OFFSET * columns.sum[c] : s[c][x][r]) * scale;
         if (K_KIND == UNIFORM) score += zero * columns.sum[c];
-        if (!LATE_UNIT) score *= columns.unit[c];
+        if (!LATE_UNIT) score *= columns.unit_of(c);
         if (SOFTCAP) score = soft_cap(score, args.softcap, cap_by);
         s[c][x][r] = score;
       }
@@ -159,7 +168,15 @@ constexpr int NO_TOKEN = 1 << 30;  // beyond what anybody sees
 // Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
 DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s, u32& largest_fields) {
   const int g = lane >> 2;
-  if (clear) {
+  if (clear && ROLES) {  // of the warp's own tiles
+    constexpr int WORDS = 8 * OWN_TILES * FIELDS;
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 32) {
+      const int word = i + lane, tile = word / (8 * FIELDS), field = word / 8 % FIELDS;
+      if (i + 32 <= WORDS || word < WORDS)
+        largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + fields_of(TILES_APART * tile) + FIELD_STRIDE * field + 4 * (word % 8)));
+    }
+  } else if (clear) {
     constexpr int WORDS = FIELDS * FIELD_STRIDE / 4;
 #pragma unroll
     for (int p = 0; p < PIECES; p++)
@@ -170,8 +187,8 @@ DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear,
   } else {
     u32 bad = 0;
 #pragma unroll
-    for (int i = 0; i < 2 * NT; i++) {
-      const u8* fields = slot + fields_of(i / 2);
+    for (int i = 0; i < 2 * OWN_TILES; i++) {
+      const u8* fields = slot + fields_of(TILES_APART * (i / 2));
       const int token = g + 8 * (i & 1);
       if (field_bits(fields, token) == INVALID_FIELD || field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD) bad |= 1u << i;
     }
@@ -180,8 +197,8 @@ DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear,
       const Column* column = column_at(shared, own_column(c, lane & 3));
       const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
 #pragma unroll
-      for (int i = 0; i < 2 * NT; i++) {
-        const int x = i / 2, r = i & 1, token = token0 + 16 * x + g + 8 * r;
+      for (int i = 0; i < 2 * OWN_TILES; i++) {
+        const int x = i / 2, r = i & 1, token = token0 + 16 * TILES_APART * x + g + 8 * r;
         s[c][x][r] = token >= end || token < begin ? MINUS_INFINITY : bad >> i & 1 ? NOT_A_NUMBER : s[c][x][r];
       }
     }

@@ -1,7 +1,7 @@
 // What the decode kernels are compiled for, where things are in shared memory, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED,
 // V_CORE (the pages),
-// NG, WIDE (the columns), NT, WARPS, TEAM, WGMMA, STAGES, BULK, APART, CLUSTER, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE
+// NG, WIDE (the columns), NT, WARPS, TEAM, WGMMA, ROLES, STAGES, BULK, APART, CLUSTER, POLLED, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE
 // (types.cuh),
 // WINDOW, SOFTCAP (the options).
 //
@@ -15,11 +15,18 @@
 //
 // On sm_90a a team of four is a warpgroup (WGMMA): a warp's tile is its part of the operand of both products, queries and
 // probabilities are the other one, in shared memory.
+//
+// With ROLES (roles.cuh) a warpgroup for keys and one for values are a pair: scores of the next step are made while values of the last
+// one are multiplied, and each of the two has registers for its own part only. A pair has a ring, and a step is NT tiles for all of it.
 #pragma once
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
 
 constexpr int KS = KD / 16, VS = VD / 16, STEP = 16 * NT;
+constexpr bool ONE_UNIT = ROLES;  // queries of all columns have the same unit
+constexpr int RINGS = ROLES ? WARPS / 8 : WARPS;                // steps of a block at a time
+constexpr int WORKERS = ROLES ? WARPS / 2 : WARPS;              // warps that have scores
+constexpr int OWN_TILES = ROLES ? NT / 4 : NT, TILES_APART = ROLES ? 4 : 1;  // tiles of a step that a warp has scores of
 constexpr int OWN = WIDE ? 2 : 1;          // columns of a group that a lane has
 constexpr int GROUP = 4 * OWN, COLUMNS = NG * GROUP;
 constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE && in_bytes<V_KIND, V_BITS>();
@@ -73,6 +80,7 @@ static_assert(!WGMMA || (TEAM == 4 && WARPS % 4 == 0), "a warpgroup is a team");
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : K_PERMUTED ? DENORMAL_UNIT : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_unit<V_KIND, V_BITS>();
 
+static_assert(CLUSTER == 1 || !POLLED, "clusters merge themselves");
 static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "what a block gives its cluster is in the second slot");
 
 constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
@@ -82,15 +90,21 @@ constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
 constexpr int OPERANDS_AT = LEVEL_BYTES;
 static_assert(!WGMMA || OPERANDS_AT % 1024 == 0, "rows are exchanged within 1024 bytes");
 constexpr int TEAM_WEIGHTS_AT = OPERANDS_AT + (WGMMA ? QUERY_BYTES : 0);
-constexpr int RINGS_AT = TEAM_WEIGHTS_AT + (WGMMA ? WARPS / 2 * NT * OPERAND_BYTES : 0);
-constexpr int RINGS_END = RINGS_AT + WARPS * STAGES * SLOT;
+constexpr int RINGS_AT = TEAM_WEIGHTS_AT + (WGMMA ? WORKERS / 2 * OWN_TILES * OPERAND_BYTES : 0);
+constexpr int RINGS_END = RINGS_AT + RINGS * STAGES * SLOT;
 constexpr int QUERY_AT = WGMMA ? OPERANDS_AT : RINGS_END;
 constexpr int COLUMN_AT = RINGS_END + (WGMMA ? 0 : QUERY_BYTES);
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
-constexpr int BARRIERS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WARPS;
-constexpr int BARRIERS = STAGES > 1 ? STAGES : 2;  // of a warp: one a slot, or one for keys and one for values
-constexpr int SHARED_BYTES = BARRIERS_AT + (BULK ? 8 * WARPS * BARRIERS : 0);
+constexpr int FACTORS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // of pairs, for two steps: of every column, and whether there are any
+constexpr int BARRIERS_AT = FACTORS_AT + (ROLES ? RINGS * 2 * (4 * COLUMNS + 8) : 0);
+constexpr int BARRIERS = STAGES > 1 ? STAGES : 2;  // of a ring: one a slot, or one for keys and one for values
+constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + (BULK ? 8 * RINGS * BARRIERS : 0);  // probabilities of two steps: there, used
+constexpr int SHARED_BYTES = PAIR_BARRIERS_AT + (ROLES ? RINGS * 4 * 8 : 0);
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
+// ROLES: parts of the output take the place of queries and probabilities; a row of 36 words keeps lanes in different banks.
+constexpr int RESULT_ROW = 16 * OUT_SLICES + 4;
+static_assert(!ROLES || (WGMMA && BULK && COLUMNS == 32 && WARPS % 8 == 0 && NT % 4 == 0), "a step is as many tiles of every warp");
+static_assert(!ROLES || 4 * RESULT_ROW * COLUMNS * WORKERS <= RINGS_AT - OPERANDS_AT, "results fit");
 
 struct DecodeArgs {
   const void* query;

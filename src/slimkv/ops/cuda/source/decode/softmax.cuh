@@ -12,31 +12,36 @@ struct Probabilities {
 // The running maximum moves rarely. Values as halves: of the score and the logarithm of the value's scale, so that their product
 // stays within what halves hold. A field is about 1024 times that logarithm, plus 40.
 // A team has one reference; `real`: this warp has scores. `maxima`: of the team's warps, when it moves, where each will leave its
-// state: other teams may have left theirs.
-DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t, const StepScores& s, bool real, const Team& team,
-                       float* maxima, Accumulator& acc) {
-  float magnitude[NT][2];
+// state: other teams may have left theirs. ROLES: `factors` gets what the output is multiplied by.
+// Returns whether it moves.
+DEVICE bool update_max(const u8* slot, const ColumnState& columns, int g, int t, const StepScores& s, bool real, const Team& team,
+                       float* maxima, float* factors, const TokenUnits& units, Accumulator& acc) {
+  float magnitude[OWN_TILES][2];
   if (OUT_IN_PRODUCTS)
 #pragma unroll
-    for (int x = 0; x < NT; x++)
+    for (int x = 0; x < OWN_TILES; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        magnitude[x][r] = (float)(i32)field_bits(slot + fields_of(x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r);
+        magnitude[x][r] = (float)(i32)field_bits(slot + fields_of(TILES_APART * x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r);
   float highest[C];
   bool moves = false;
 #pragma unroll
   for (int c = 0; c < C; c++) {
     highest[c] = MINUS_INFINITY;
 #pragma unroll
-    for (int x = 0; x < NT; x++)
+    for (int x = 0; x < OWN_TILES; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        highest[c] = max_f32(highest[c], OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], LATE_UNIT ? 1024.0f * columns.unit[c] : 1024.0f, magnitude[x][r]) : s[c][x][r]);
+      {
+        const float base = LATE_UNIT ? 1024.0f * columns.unit_of(c) : TOKEN_UNITS ? 1024.0f * units[x][r] : 1024.0f;
+        highest[c] = max_f32(highest[c], OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], base, magnitude[x][r]) : s[c][x][r]);
+      }
     if (OUT_IN_PRODUCTS) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
     if (TEAM > 1 && !real) highest[c] = MINUS_INFINITY;
     moves = moves || highest[c] > acc.row_max[c] + columns.slack[c];
   }
-  if (team.any(moves)) {
+  const bool any_moves = team.any(moves);
+  if (any_moves) {
 #pragma unroll
     for (int c = 0; c < C; c++) {
 #pragma unroll
@@ -50,21 +55,26 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, int t,
       if (TEAM > 1)
 #pragma unroll
         for (int w = 0; w < TEAM; w++) higher = max_f32(higher, maxima[STATE_WORDS * ((team.number * TEAM + w) * COLUMNS + own_column(c, t))]);
-      const float base = MAX_WITHOUT_UNIT ? columns.unit[c] : 1.0f;
+      const float base = MAX_WITHOUT_UNIT ? columns.unit_of(c) : 1.0f;
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
       acc.row_max[c] = higher;
       acc.row_sum[c] *= factor, acc.shift[c] *= factor;
+      if (ROLES) {
+        if (team.member == 0 && g == 0) factors[own_column(c, t)] = factor;
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < Accumulator::SLICES; i++)
 #pragma unroll
         for (int j = WIDE ? c % OWN : 0; j < OUT_NUMBERS; j += OWN) acc.numbers(c / OWN, i)[j] *= factor;
     }
   }
+  return any_moves;
 }
 
 // A score of column c to a probability times its value's scale, which is added to `sum` without that.
 DEVICE float weigh(const u8* slot, float base, float reference, int g, int x, int r, float score, float& sum, float& shift) {
-  const u8* fields = slot + fields_of(x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS;
+  const u8* fields = slot + fields_of(TILES_APART * x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS;
   const float e = exp2_approx(fma_rn(score, base, -reference));
   const float scale = scale_of(field_bits(fields, g + 8 * r));
   sum += e;
@@ -79,7 +89,7 @@ DEVICE float weigh(const u8* slot, float base, float reference, int g, int x, in
 DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc) {
 #pragma unroll
   for (int c = 0; c < C; c++) {
-    const float base = LATE_UNIT ? columns.unit[c] : 1.0f;
+    const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
     const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? acc.row_max[c] * base : acc.row_max[c];
 #pragma unroll
     for (int x = 0; x < NT; x++) {
@@ -153,7 +163,7 @@ DEVICE bool weigh_in_halves(const u8* slot, const ColumnState& columns, int g, c
     for (int x = 0; x < NT; x++) {
       float p[2];
 #pragma unroll
-      for (int r = 0; r < 2; r++) p[r] = weigh(slot, LATE_UNIT ? columns.unit[c] : 1.0f, reference, g, x, r, s[c][x][r], sum[c], shift[c]);
+      for (int r = 0; r < 2; r++) p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, reference, g, x, r, s[c][x][r], sum[c], shift[c]);
       const u32 high = pack_f16x2(p[0], p[1]), low = pack_f16x2(p[0] - f16_to_f32(high & 0xFFFF), p[1] - f16_to_f32(high >> 16));
       w.p[c][x][0] = movmatrix_trans(prmt(high, low, 0x5410)), w.p[c][x][1] = movmatrix_trans(prmt(high, low, 0x7632));
       largest = max_u16x2(largest, high);

@@ -9,12 +9,15 @@ DEVICE int own_column(int c, int t) { return c / OWN * GROUP + OWN * t + c % OWN
 
 // Narrow scores and their maximum are kept without the query's unit, which joins them inside the exponential. Wide ones
 // get it where they are used.
-constexpr bool LATE_UNIT = !SOFTCAP, MAX_WITHOUT_UNIT = !WIDE && V_BYTES && LATE_UNIT;
+constexpr bool LATE_UNIT = !SOFTCAP && !ONE_UNIT, MAX_WITHOUT_UNIT = !WIDE && V_BYTES && LATE_UNIT;
 // Values as bytes: probabilities are relative to the largest of a step, and the output is multiplied and added step by step. Values
 // as halves: the output stays in the products' accumulators, and the maximum counts the values' scales.
 constexpr bool OUT_IN_PRODUCTS = WIDE || !V_BYTES;
 constexpr bool V_AS_STORED = !WIDE && V_IN_PAIRS;
 constexpr int OUT_NUMBERS = OUT_IN_PRODUCTS ? 4 : 2;
+
+// With one unit, a token's scale and that make products scores in one multiplication, which joins them inside the exponential.
+constexpr bool TOKEN_UNITS = ONE_UNIT && !SOFTCAP && K_KIND != UNIFORM;
 
 // The maximum that exponents are taken from follows only when it has fallen behind by so many powers of two: then output is
 // seldom rescaled.
@@ -49,18 +52,21 @@ struct QueryOperands {
 
 // What every step needs of a lane's columns, and which tokens all columns of the block see.
 struct ColumnState {
-  float unit[C], sum[C], slack[C];
+  float unit[ONE_UNIT ? 1 : C], sum[C], slack[C];
   int clear_end, clear_begin;
+
+  DEVICE_MEMBER float unit_of(int c) const { return unit[ONE_UNIT ? 0 : c]; }
 
   DEVICE_MEMBER void load(const DecodeArgs& args, const WorkRange& range, const u8* shared, int t) {
     const int first_query = range.chunk * (COLUMNS / args.group_size);
 #pragma unroll
     for (int c = 0; c < C; c++) {
       const Column column = *column_at(shared, own_column(c, t));
-      unit[c] = column.unit * (args.scale < 0 ? -args.scale : args.scale);
-      if (unit[c] < 1e-30f) unit[c] = 1e-30f;  // zero times minus infinity would not be a number
+      float& u = unit[ONE_UNIT ? 0 : c];
+      u = column.unit * (args.scale < 0 ? -args.scale : args.scale);
+      if (u < 1e-30f) u = 1e-30f;  // zero times minus infinity would not be a number
       sum[c] = column.sum;
-      slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / unit[c] : RESCALE_THRESHOLD;
+      slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / u : RESCALE_THRESHOLD;
     }
     const int last_query = min_i32(range.s.queries, first_query + COLUMNS / args.group_size) - 1;
     clear_end = args.causal ? range.s.length - range.s.queries + first_query + 1 : range.s.length;
@@ -110,5 +116,7 @@ struct Team {
   DEVICE_MEMBER bool any(bool p) const { return TEAM > 1 ? team_any(p, 1 + number, 32 * TEAM) : warp_any(p); }
 };
 
+// What multiplies the scores of a token, with TOKEN_UNITS.
+typedef float TokenUnits[OWN_TILES][2];
 // Scores of a step, then probabilities: of tokens g and g + 8 of each tile.
-typedef float StepScores[C][NT][2];
+typedef float StepScores[C][OWN_TILES][2];
