@@ -86,8 +86,8 @@ def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
     return prefill.ATTEND, dict(defines), "sm_90a"
 
 
-def _prefill_fused(format: str, dim: int) -> Variant:
-    defines = cuts.attend_defines(_layout(format, dim), cuts.FUSED_SHAPES[dim], BF16, BF16, False, False)
+def _prefill_fused(format: str, dim: int, shapes: dict[int, cuts.Shape] = cuts.FUSED_SHAPES) -> Variant:
+    defines = cuts.attend_defines(_layout(format, dim), shapes[dim], BF16, BF16, False, False)
     return prefill.ATTEND, dict(defines), "sm_90a"
 
 
@@ -130,6 +130,7 @@ def variants() -> dict[str, Variant]:
         "prefill-d256": _prefill(256),
         "prefill-d256-softcap": _prefill(256, softcap=True),
         **{f"prefill-fused-d{dim}": _prefill_fused("k4v4", dim) for dim in cuts.FUSED_SHAPES},
+        **{f"prefill-wide-d{dim}": _prefill_fused("k4v4", dim, cuts.WIDE_SHAPES) for dim in cuts.WIDE_SHAPES},
         "prefill-fused-k5vu4": _prefill_fused("k5vu4", 96),
         "prefill-unpack-d256": _unpack("k4v4", 256),
         **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},

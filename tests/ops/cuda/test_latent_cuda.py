@@ -96,6 +96,15 @@ def test_parts_and_workspace(format, heads):
 
 
 @emulated
+@pytest.mark.parametrize(("multiprocessors", "mergers"), [(1, 2), (2, 4), (5, 8), (30, 32)])
+def test_few_rows_are_merged_by_more_warps(multiprocessors, mergers):
+    case = Case(format="c4", heads=9, page=64, lens=(1100,), queries=(1,))
+    device = replace(H200, multiprocessors=multiprocessors)
+    assert latent_cuda.mergers_of(16, case.latent_dim, device) == mergers
+    attend_and_check(case, device)
+
+
+@emulated
 def test_two_warpgroups(monkeypatch):
     monkeypatch.setattr(split, "MOST_ROWS", 64)
     case = Case(format="c5r8", heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32)

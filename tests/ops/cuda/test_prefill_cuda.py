@@ -101,7 +101,29 @@ FUSED = [
 @pytest.mark.parametrize("case", FUSED, ids=str)
 def test_attend_fused(case):
     """A warpgroup that unpacks beside those that multiply."""
-    attend_and_check(case, shape=prefill_cuda.fused_shape(CodecSpec.parse(case.format, case.dim)))
+    attend_and_check(case, shape=prefill_cuda.fused_shapes(CodecSpec.parse(case.format, case.dim))[0])
+
+
+WIDE = [
+    replace(FEW, dim=128, lens=(190,), queries=(140,)),  # blocks of 256 and of 24 rows
+    replace(FEW, dim=128, format="kur4vu2", lens=(150,), queries=(100,), window=20, sinks=True, softcap=3.0),
+    replace(LONG, dim=96, lens=(33, 300, 0, 100), queries=(33, 60, 40, 100), num_kv_heads=2, group=3, page=64),
+    replace(FEW, dim=80, format="k8v5", queries=(90,), causal=False, dtype="fp32", strided=True),
+    replace(FEW, dim=64, lens=(200,), queries=(150,), key_norm=1e3, query_norm=0.5, peaked=True),
+]
+
+
+@emulated
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_attend_fused_with_two_blocks_of_rows(case):
+    shape = prefill_cuda.fused_shapes(CodecSpec.parse(case.format, case.dim))[-1]
+    assert shape.row_blocks == 2
+    attend_and_check(case, shape=shape)
+
+
+@emulated
+def test_attend_fused_one_tile_of_pages_at_a_time():
+    attend_and_check(replace(FEW, lens=(420,)), shape=replace(prefill_shape.FUSED_SHAPES[64], packed_stages=1))
 
 
 @emulated
@@ -213,18 +235,22 @@ def test_it_compiles(dim, tmp_path):
 
 def test_it_compiles_fused(tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
-    layout, shape = PageLayout(CodecSpec.parse("k5vu4", 96), 16), prefill_shape.FUSED_SHAPES[96]
-    defines = prefill_shape.attend_defines(layout, shape, 1, 1, True, True)
-    assert compile_kernels(prefill_cuda.ATTEND, defines, "sm_90a", tmp_path)[:4] == b"\x7fELF"
+    layout = PageLayout(CodecSpec.parse("k5vu4", 96), 16)
+    for shape in prefill_cuda.fused_shapes(layout.spec):
+        defines = prefill_shape.attend_defines(layout, shape, 1, 1, True, True)
+        assert compile_kernels(prefill_cuda.ATTEND, defines, "sm_90a", tmp_path)[:4] == b"\x7fELF"
 
 
 def test_shared_memory_fits_hopper():
     for dim, shape in prefill_shape.SHAPES.items():
         assert prefill_shape.shared_bytes(dim, shape) <= 227 << 10
-    for dim, shape in prefill_shape.FUSED_SHAPES.items():
-        format = "k4v4" if dim in prefill_shape.SHAPES else "k7v8"  # the largest tables of those that are fused
-        layout = PageLayout(CodecSpec.parse(format, dim), 16)
-        assert prefill_shape.attend_defines(layout, shape, 1, 1, False, False)["SHARED"] <= 227 << 10
+    for dim in prefill_shape.FUSED_SHAPES:
+        for format in ("k4v4", "ku4vur4", "k7v8"):
+            layout = PageLayout(CodecSpec.parse(format, dim), 16)
+            shapes = prefill_cuda.fused_shapes(layout.spec)
+            assert format == "k7v8" or len(shapes) == (2 if dim <= 128 else 1)
+            for shape in shapes:
+                assert prefill_shape.attend_defines(layout, shape, 1, 1, False, False)["SHARED"] <= 227 << 10
 
 
 def test_how_passes_are_cut():
@@ -247,12 +273,15 @@ def test_how_passes_are_cut():
     [
         ({}, True),
         ({"group": 64}, False),  # 2,560 rows a sequence
-        ({"format": "k5v4"}, False),
-        ({"format": "k5v4", "dim": 96}, False),
-        ({"dim": 96}, True),
-        ({"format": "ku4vu4"}, True),
-        ({"format": "ku4vu4", "group": 7}, False),
-        ({"dim": 64, "group": 7}, False),
+        ({"format": "k5v4"}, True),
+        ({"format": "fp8", "dim": 96, "group": 13}, False),
+        ({"format": "k5v4", "dim": 256}, False),
+        ({"dim": 96, "group": 19}, True),
+        ({"format": "ku4vu4", "group": 7}, True),
+        ({"format": "ku4vu4", "group": 13}, False),
+        ({"dim": 256, "group": 7}, True),
+        ({"format": "ku4vu4", "dim": 256, "group": 7}, False),
+        ({"dim": 64, "group": 13}, False),
     ],
     ids=str,
 )
@@ -262,7 +291,22 @@ def test_what_is_fused(change, fused):
     request = request_of(built, *poisoned_out(case, built))
     shape = prefill_cuda.shape_of(request)
     assert shape.fused == fused
-    assert not fused or shape.producers == (1 if "u" in case.format else 2)
+    assert not fused or shape in prefill_cuda.fused_shapes(built.layout.spec)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "queries", "rows"),
+    [(32, 32, 128), (32, 48, 256), (32, 64, 256), (32, 96, 128), (32, 128, 256), (8, 64, 128), (4, 64, 0)],
+)
+def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
+    """Of 32 query and 8 KV heads on 132 multiprocessors; 0: of what is unpacked first, where that is little."""
+    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 132)
+    case = replace(LONG, dim=128, num_kv_heads=8, group=4, lens=(40,), queries=(33,))
+    built = build(case, CPU)
+    request = request_of(built, *poisoned_out(case, built))
+    lengths = torch.full((sequences,), 8192, dtype=torch.int32)
+    shape = prefill_cuda.shape_of(replace(request, seq_lens=lengths, max_query_len=queries))
+    assert (shape.rows if shape.fused else 0) == rows
 
 
 def test_what_decode_leaves_to_it(monkeypatch):
@@ -279,7 +323,8 @@ def test_what_decode_leaves_to_it(monkeypatch):
     assert most(group=3) == MAX_DECODE_QUERIES  # 60 rows
     assert most(group=8) == 16
     assert most(queries=(20, 1)) == MAX_DECODE_QUERIES
-    assert most(format="k6v4") == MAX_DECODE_QUERIES
+    assert most(format="k6v4") == 16
+    assert most(format="k6v4", dim=256) == MAX_DECODE_QUERIES
     assert most(queries=(16, 16)) == MAX_DECODE_QUERIES
     assert most(lens=(300, 40), queries=(200, 20)) == MAX_DECODE_QUERIES  # 800 rows are unpacked first
 
@@ -334,10 +379,11 @@ FUSED_ON_A_GPU = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", FUSED_ON_A_GPU, ids=str)
 def test_attend_fused_on_a_gpu(case, hopper):
-    launch, shape = prefill_cuda.launcher(hopper), prefill_shape.FUSED_SHAPES[case.dim]
-    got = attend_and_check(case, hopper, launch, shape=shape)
-    again = attend_and_check(case, hopper, launch, shape=shape)
-    assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
+    launch = prefill_cuda.launcher(hopper)
+    for shape in prefill_cuda.fused_shapes(CodecSpec.parse(case.format, case.dim)):
+        got = attend_and_check(case, hopper, launch, shape=shape)
+        again = attend_and_check(case, hopper, launch, shape=shape)
+        assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
 
 
 @pytest.mark.gpu

@@ -51,9 +51,13 @@ def taken(case: Case, shaped: bool = False) -> bool:
     return in_tiles or (not shaped and format_refusal(case.layout) is None)
 
 
-def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU, search: int = 0) -> None:
+def check(
+    case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU, search: int = 0, times: int = 1
+) -> None:
     key, value, slots, pages, codec = build(case, device)
-    query_aware = random_query_aware(case.heads, codec) if shaped else None
+    query_aware = None
+    if shaped:
+        query_aware = (random_query_aware(case.heads, codec).int() * times).clamp(-127, 127).to(torch.int8)
     want = expected(key, value, slots, pages, codec, case.layout, query_aware, search)
     assert not torch.equal(want, pages)
     request = StoreRequest(key, value, pages, slots, codec, case.layout, query_aware, query_aware_search=search)
@@ -105,6 +109,14 @@ def test_query_aware_rounding_is_the_codecs(case):
 def test_query_aware_rounding_of_many_tokens(dim, monkeypatch):
     monkeypatch.setattr(store_cuda, "FEW_VECTORS", 0)
     check(Case(dim=dim, heads=2, tokens=72, slots="aligned"), shaped=True)
+
+
+@emulated
+@pytest.mark.parametrize("search", [0, 4])
+@pytest.mark.parametrize("format", ["k4v4", "k6v4"])
+def test_errors_are_limited_to_a_byte(format, search):
+    """With weights so large that errors are corrected by far more than they are."""
+    check(Case(format=format, tokens=20), shaped=True, search=search, times=9)
 
 
 def check_index(run, device: torch.device, tokens: int = 40, search: int = 0) -> None:

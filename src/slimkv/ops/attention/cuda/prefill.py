@@ -26,8 +26,10 @@ from slimkv.ops.attention.cuda.prefill_shape import (
     EIGHT_BIT_SHAPES,
     FUSED_SHAPES,
     SHAPES,
+    WIDE_SHAPES,
     Shape,
     attend_defines,
+    packed_stages,
     unpack_defines,
 )
 from slimkv.ops.attention.cuda.shape import level_bytes
@@ -46,11 +48,15 @@ _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same 
 # Head sizes at which the kernel of bytes was measured to be faster than that of halves, on a GPU.
 FASTER_IN_EIGHT_BITS: frozenset[int] = frozenset()
 
-# Rows (queries x heads of a group) of a sequence up to which unpacking for every block of them takes less time than
-# unpacking once for all, with Lloyd-Max codes of up to 4 bits; at head size 64 and with uniform codes; and from which
-# it is faster than the decode kernel, if there are enough queries as well.
-FUSED_UP_TO, LESS_FUSED_UP_TO = 512, 256
+# Rows (queries x heads of a group) of a sequence up to which unpacking for every block of them may take less time than
+# unpacking once for all, with Lloyd-Max codes of up to 4 bits; at head sizes 64, 192 and 256 and with other codes; with
+# uniform codes at 192 and 256; and from which it is faster than the decode kernel, if there are enough queries as well.
+FUSED_UP_TO, LESS_FUSED_UP_TO, LEAST_FUSED_UP_TO = 768, 512, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
+# Times of a round of blocks over that of blocks which unpack for 128 rows: of those which do for 256, or for the 128 of
+# them that there are; of 128 rows on what was unpacked first; of unpacking that, a sequence's head a multiprocessor;
+# and what passes before the first blocks that unpack for themselves have something to multiply.
+WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.15
 
 # source, kernel, defines, grid, threads, shared memory, argument
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
@@ -89,8 +95,27 @@ def shape_of(request: AttendRequest) -> Shape:
     gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
     if wanted == EIGHT_BIT or gains:
         return eight_bit_shape(request)
-    fused = request.max_query_len * request.group <= _fused_up_to(request.layout.spec)
-    return fused_shape(request.layout.spec) if fused else SHAPES[dim]
+    if request.max_query_len * request.group > _fused_up_to(request.layout.spec):
+        return SHAPES[dim]
+    shape = min(fused_shapes(request.layout.spec), key=lambda shape: _fused_time(request, shape))
+    return SHAPES[dim] if dim <= 128 and _unpacked_time(request) < _fused_time(request, shape) else shape
+
+
+def _fused_time(request: AttendRequest, shape: Shape) -> float:
+    """Of all blocks, if sequences are alike."""
+    items, multiprocessors = request.seq_lens.shape[0] * request.pages.shape[1], _multiprocessors(request.query.device)
+    blocks, rest = divmod(request.max_query_len * request.group, shape.rows)
+    part = 0 < rest <= shape.rows - shape.rows // shape.row_blocks
+    whole = -(-items * (blocks + (rest > 0 and not part)) // multiprocessors)
+    rounds = whole * (WIDE_ROUND if shape.row_blocks > 1 else 1) + part * -(-items // multiprocessors) * PART_ROUND
+    return FUSED_START + rounds
+
+
+def _unpacked_time(request: AttendRequest) -> float:
+    """Likewise, if pages are unpacked first."""
+    items, multiprocessors = request.seq_lens.shape[0] * request.pages.shape[1], _multiprocessors(request.query.device)
+    blocks = items * -(-request.max_query_len * request.group // SHAPES[request.layout.spec.key_dim].rows)
+    return -(-blocks // multiprocessors) * UNPACKED_ROUND + items / multiprocessors * UNPACKING
 
 
 def eight_bit_shape(request: AttendRequest) -> Shape:
@@ -106,20 +131,33 @@ def eight_bit_shape(request: AttendRequest) -> Shape:
 
 def _fused_up_to(spec: CodecSpec) -> int:
     """Rows of a sequence up to which unpacking for every block of them is known to gain."""
-    sides = (spec.key, spec.value)
-    if any(side.kind not in (Kind.LLOYD, Kind.UNIFORM) or side.bits > MOST_BITS for side in sides):
-        return 0
-    return LESS_FUSED_UP_TO if spec.key_dim == 64 or _uniform(spec) else FUSED_UP_TO
+    if spec.key_dim > 128:
+        return 0 if _long_codes(spec) else LEAST_FUSED_UP_TO if _uniform(spec) else LESS_FUSED_UP_TO
+    return LESS_FUSED_UP_TO if spec.key_dim == 64 or _uniform(spec) or _long_codes(spec) else FUSED_UP_TO
+
+
+def _long_codes(spec: CodecSpec) -> bool:
+    """Whether some are of more than 4 bits."""
+    return max(spec.key.bits, spec.value.bits) > MOST_BITS
 
 
 def _uniform(spec: CodecSpec) -> bool:
     return Kind.UNIFORM in (spec.key.kind, spec.value.kind)
 
 
-def fused_shape(spec: CodecSpec) -> Shape:
-    """One warpgroup unpacks uniform codes, whose zeros take registers; two that have 48 a thread spill them."""
-    shape = FUSED_SHAPES[spec.key_dim]
-    return replace(shape, producers=1, producer_registers=88) if shape.producers == 2 and _uniform(spec) else shape
+def fused_shapes(spec: CodecSpec) -> list[Shape]:
+    """How blocks that unpack for themselves may be cut: of few rows, unless codes take long to unpack, and of many.
+
+    One warpgroup unpacks uniform codes, whose zeros take registers; two that have 48 a thread spill them.
+    """
+    shapes = [FUSED_SHAPES[spec.key_dim]]
+    if _uniform(spec) and shapes[0].producers == 2:
+        shapes = [replace(shapes[0], producers=1, producer_registers=88)]
+    if spec.key_dim in WIDE_SHAPES:
+        wide, more = WIDE_SHAPES[spec.key_dim], _uniform(spec) or _long_codes(spec)
+        wide = replace(wide, producer_registers=56) if more else wide
+        shapes = [wide] if _long_codes(spec) else [*shapes, wide]
+    return [shape for shape in shapes if packed_stages(spec, shape) > 0]
 
 
 def most_packed_queries(request: AttendRequest) -> int:

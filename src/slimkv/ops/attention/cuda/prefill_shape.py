@@ -9,7 +9,7 @@ from slimkv.codec.byte_levels import MOST_BITS
 from slimkv.codec.rotation import core_size
 from slimkv.ops.cuda.constants import KIND_NUMBERS
 from slimkv.ops.cuda.module import Defines
-from slimkv.spec import Kind, PageLayout, SideLayout, TensorFormat
+from slimkv.spec import CodecSpec, Kind, PageLayout, SideLayout, TensorFormat
 
 
 def _halves(dim: int) -> int:
@@ -29,11 +29,13 @@ class Shape:
     consumers: int = 2  # warpgroups that multiply
     producers: int = 1  # warpgroups that fetch tiles
     producer_registers: int = 24  # of each of their threads
+    row_blocks: int = 1  # of 64 rows, that each warpgroup that multiplies has
+    packed_stages: int = 4  # of those that unpack: tiles of pages in shared memory at a time, if they fit
 
     @property
     def rows(self) -> int:
         """Of queries, times heads of a group, in a block."""
-        return 64 * self.consumers
+        return 64 * self.consumers * self.row_blocks
 
     @property
     def threads(self) -> int:
@@ -49,10 +51,17 @@ class Shape:
         return self.keys_bytes(dim)
 
 
+_SHARED_OF_BLOCK = 227 << 10
+
 SHAPES = {dim: Shape(128 if dim <= 128 else 64, 2) for dim in (64, 80, 96, 112, 128, 192, 256)}
 FUSED_SHAPES = {
     **{dim: Shape(128, 2, fused=True, producers=2, producer_registers=48) for dim in (64, 80, 96, 112, 128)},
     **{dim: Shape(64, 2, fused=True, producer_registers=72) for dim in (192, 256)},
+}
+# What is unpacked serves twice as many rows.
+WIDE_SHAPES = {
+    64: Shape(128, 3, fused=True, producer_registers=56, row_blocks=2),
+    **{dim: Shape(64, 3, fused=True, producer_registers=40, row_blocks=2) for dim in (80, 96, 112, 128)},
 }
 # Each with the time that a tile takes, over that of two warpgroups.
 EIGHT_BIT_SHAPES = {
@@ -69,7 +78,25 @@ def shared_bytes(dim: int, shape: Shape) -> int:
     queries = shape.rows * 128 * (1 if shape.eight_bit else _halves(dim))
     tiles = shape.stages * (shape.keys_bytes(dim) + shape.values_bytes(dim))
     totals = 4 * shape.rows * dim if shape.eight_bit else 0
-    return queries + tiles + totals + 48 * shape.stages + 1024
+    return queries + tiles + totals + 48 * shape.stages + (0 if shape.fused else 1024)
+
+
+def packed_bytes(spec: CodecSpec, shape: Shape) -> int:
+    """What the warps that unpack copy of a tile's pages: codes, and all fields for each of them."""
+    fields = 2 + (spec.key.kind == Kind.UNIFORM) + (spec.value.kind == Kind.UNIFORM)
+    codes = 2 * spec.key_dim * (spec.key.bits + spec.value.bits) * shape.step // 16
+    return codes + 4 * shape.producers * fields * 2 * shape.step
+
+
+def packed_stages(spec: CodecSpec, shape: Shape) -> int:
+    """Tiles of pages for which there is room in shared memory."""
+    room = _SHARED_OF_BLOCK - shared_bytes(spec.key_dim, shape) - _tables_bytes(spec)
+    return min(shape.packed_stages, room // packed_bytes(spec, shape))
+
+
+def _tables_bytes(spec: CodecSpec) -> int:
+    """Of the levels that ``attend`` looks up: one table if keys and values are alike."""
+    return 128 * (_level_entries(spec.key) + (0 if spec.key == spec.value else _level_entries(spec.value)))
 
 
 @lru_cache(maxsize=256)
@@ -115,14 +142,16 @@ def attend_defines(
     """What prefill/attend.cu is compiled with."""
     spec, shared, pages = layout.spec, shared_bytes(layout.spec.key_dim, shape), {}
     if shape.fused:
-        keys, values, alike = _level_entries(spec.key), _level_entries(spec.value), spec.key == spec.value
-        tables = {"K_LEVELS": keys, "V_LEVELS": values, "ONE_TABLE": int(alike)}
-        pages = _page_defines(layout) | tables
-        shared += 128 * (keys if alike else keys + values)
+        tables = {"K_LEVELS": _level_entries(spec.key), "V_LEVELS": _level_entries(spec.value)}
+        stages, packed = packed_stages(spec, shape), packed_bytes(spec, shape)
+        pages = {"ONE_TABLE": int(spec.key == spec.value), "PACKED_STAGES": stages, "PACKED_BYTES": packed}
+        pages |= _page_defines(layout) | tables
+        shared += _tables_bytes(spec) + stages * packed
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
         "FUSED": int(shape.fused), "BESIDE": int(beside), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,
-        "PRODUCER_REGISTERS": shape.producer_registers, "STAGES": shape.stages, "SHARED": shared,
+        "PRODUCER_REGISTERS": shape.producer_registers, "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages,
+        "SHARED": shared,
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
         "V_ROTATED": int(spec.value.rotated), **pages,

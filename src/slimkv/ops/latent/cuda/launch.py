@@ -19,7 +19,7 @@ from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.cuda import narrow, split, wide
 from slimkv.spec import Kind, PageLayout
 
-_MERGE_THREADS, _MERGE_DIMS = 256, 128  # as merge.cuh has them
+_LEAST_MERGE_WARPS, _MOST_MERGE_WARPS = 8, 32  # of a block, as merge.cuh has them
 _RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
@@ -45,7 +45,7 @@ class Args(ctypes.Structure):
         ("rope_norm", ctypes.c_float),
         ("table", _Table),
         ("rope_sign_bits", ctypes.c_uint32 * 4),
-        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits", "sequences", "blocks")),
+        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits", "sequences", "blocks", "mergers")),
     )  # fmt: skip
 
 
@@ -115,6 +115,19 @@ def even_rows(cut: narrow.Cut | wide.Cut, rows: int, sequences: int) -> int:
     return (sequences * -(-rows // cut.rows) + cut.blocks) * cut.rows
 
 
+def mergers_of(rows: int, dim: int, device: Device) -> int:
+    """Warps that merge a row of parts: as many as the device has room for at a time, with 64 registers a thread."""
+    warps = rows * -(-dim // _merged_dims(dim))
+    mergers = 1
+    while mergers < _MOST_MERGE_WARPS and 2 * mergers * warps <= 32 * device.multiprocessors:
+        mergers *= 2
+    return mergers
+
+
+def _merged_dims(dim: int) -> int:
+    return 256 if dim % 256 == 0 else 128  # of a block, as merge.cuh has them
+
+
 def kernel_defines(
     layout: PageLayout, cut: Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
 ) -> dict[str, int]:
@@ -181,10 +194,14 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     workspace = _workspace(request, 4 * parts * (dim + 2))  # alive until both are launched
     args = _args(request, workspace, parts)
     args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, cut.blocks
+    merged = sequences * row_tiles * cut.rows
+    args.mergers = mergers_of(merged, dim, device)
     defines = _defines(request.layout, cut, *_dtypes(request))
     launch(cut.source, "attend", defines, (cut.blocks, 1), cut.threads, cut.shared, args)
-    grid = (sequences * row_tiles * cut.rows, -(-dim // _MERGE_DIMS))
-    launch(cut.source, "merge", defines, grid, _MERGE_THREADS, 16 * _MERGE_THREADS, args)
+    dims, warps = _merged_dims(dim), max(args.mergers, _LEAST_MERGE_WARPS)
+    rows = warps // args.mergers
+    shared = 4 * warps * (dims + 1) + 8 * rows * cut.blocks
+    launch(cut.source, "merge", defines, (merged // rows, -(-dim // dims)), 32 * warps, shared, args)
 
 
 def _attend_split(request: LatentRequest, device: Device, launch: Launcher) -> None:

@@ -36,7 +36,7 @@ def shared_bytes(layout: PageLayout) -> int:
     stage = 8192 * (spec.key_dim // 64 + -(-spec.value_dim // 64))
     levels = 2 << spec.value.bits if wants_table(spec.value) else 0
     scales = 256 * 3 + (16 if spec.value.kind == Kind.RAW else 256)
-    return (1 + _STAGES) * stage + 8192 + 4 * Cut.rows + _STAGES * (scales + 32) + 48 + levels
+    return (1 + _STAGES) * stage + 8192 + 4 * Cut.rows + _STAGES * (scales + 48) + 48 + levels
 
 
 def cut_for(layout: PageLayout, rows: int, device: Device) -> Cut | None:

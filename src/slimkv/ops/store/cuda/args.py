@@ -103,6 +103,9 @@ def code_tables(
     bounds = nothing
     if fmt.bits > 4 or fmt.policy == ScalePolicy.UNBIASED:
         bounds = torch.tensor([*book.boundaries, math.inf], dtype=torch.float32, device=device)
+    if fmt.bits <= 4:
+        doubled = np.rint(2 * book.levels_by_code).astype(np.int8)
+        numbers = np.concatenate([numbers, doubled[numbers].view(np.uint8)])
     return shift, zero, (torch.from_numpy(numbers).to(device), bounds, levels)
 
 

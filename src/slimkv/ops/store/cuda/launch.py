@@ -163,11 +163,11 @@ def _plan(
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
         side_args.point_to(side, constants, tensors)
         if side.format.kind == Kind.LLOYD:
-            used = len(tensors[1]) + 8 * len(tensors[2])
+            used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
-                levels = len(tensors[1]) if side.format.bits <= 4 else 1 << side.format.bits
-                matrix = side.dim * (side.dim + 16) if shared_weights else 0
-                used = -(-(used + 4 * levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim) + matrix)
+                levels = 2 * cell_zero if side.format.bits <= 4 else 4 << side.format.bits
+                matrix = side.dim * (side.dim + 16 if shared_weights else 0 if search else 16)
+                used = -(-(used + levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim, search) + matrix)
             used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
             shared = shared + used if shaped else max(shared, used)
         warps = 2 * shaping if shaped else max(warps, split)
@@ -195,9 +195,9 @@ def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
     return groups * -(-dim // groups // 32) * 64 * 8 * dtype.itemsize
 
 
-def _shaped_bytes(dim: int) -> int:
-    """``QueryAwareMemory::BYTES``."""
-    return 4 * 36 * (dim + 16) + 32 * (dim + 16)
+def _shaped_bytes(dim: int, search: int) -> int:
+    """``QueryAwareMemory::BYTES``, without the matrix."""
+    return 4 * 36 * (dim + 16) + (40 * dim if search else 0)
 
 
 def _groups(dim: int, seed: int) -> int:

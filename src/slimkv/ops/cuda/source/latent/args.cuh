@@ -20,4 +20,5 @@ struct LatentArgs {
   Table table;
   u32 rope_sign_bits[4];
   i32 heads, row_tiles, splits, sequences, blocks;
+  i32 mergers;  // warps that merge a row
 };

@@ -10,7 +10,8 @@ template <int STAGES> struct Producer {
   const LatentArgs& args;
   u8* const ring;
   TokenScales* const scales;  // [stage]
-  u64 *const full, *const empty;  // [stage, half of the dimensions]; rope parts and scales belong to the first half
+  u64* const full;   // [stage, quarter of the dimensions]; rope parts and scales belong to the first one
+  u64* const empty;  // [stage, half of them]
   const int warp, lane;
 
   DEVICE_MEMBER Producer(const LatentArgs& args_, u8* ring_, TokenScales* scales_, u64* full_, u64* empty_, int warp_, int lane_)
@@ -52,11 +53,15 @@ template <int STAGES> struct Producer {
         const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1);
         mbarrier_wait(empty + 2 * stage, turn ^ 1);
         tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
-        tokens.template unpack_latents<0, S / 2>(args.table, levels, to, lane);
-        report(full + 2 * stage);
+        tokens.template unpack_latents<0, S / 4>(args.table, levels, to, lane);
+        report(full + 4 * stage);
+        tokens.template unpack_latents<S / 4, S / 2>(args.table, levels, to, lane);
+        report(full + 4 * stage + 1);
         mbarrier_wait(empty + 2 * stage + 1, turn ^ 1);
-        tokens.template unpack_latents<S / 2, S>(args.table, levels, to, lane);
-        report(full + 2 * stage + 1);
+        tokens.template unpack_latents<S / 2, 3 * S / 4>(args.table, levels, to, lane);
+        report(full + 4 * stage + 2);
+        tokens.template unpack_latents<3 * S / 4, S>(args.table, levels, to, lane);
+        report(full + 4 * stage + 3);
         if (tile + 1 < last) {
           load(page, tile + 1);
           page = ahead, ahead = beyond, beyond = page_of(tile + 4);

@@ -21,7 +21,7 @@ static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "what
 // Shared memory. Weights: rows x tokens; the block's rows and sums of weights stand there before the first tile and after the last.
 constexpr int QUERIES_AT = 0, RING_AT = QUERIES_AT + STAGE, WEIGHTS_AT = RING_AT + STAGES * STAGE, REFERENCES_AT = WEIGHTS_AT + ROWS * 128;
 constexpr int SCALES_AT = REFERENCES_AT + 4 * ROWS, SCALES = (int)sizeof(TokenScales);
-constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + 32 * STAGES, R_LEVELS_AT = WALK_AT + 48;
+constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALES, WALK_AT = BARRIERS_AT + 48 * STAGES, R_LEVELS_AT = WALK_AT + 48;
 constexpr int ALL = R_LEVELS_AT + 2 * R_LEVELS;
 static_assert(ALL == SHARED, "the launcher counts shared memory as this file does");
 static_assert(sizeof(Route) <= 48, "what there is room for");
@@ -107,10 +107,10 @@ struct Consumer {
     wgmma_fence_operand(s);
     wgmma_fence();
   }
-  // Products with half of the latents' dimensions added to them, on their way.
-  template <int PART> DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
+  // Products with a quarter of the latents' dimensions added to them, on their way.
+  template <int QUARTER> DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
 #pragma unroll
-    for (int k = PART * S / 2; k < (PART + 1) * S / 2; k++) {
+    for (int k = QUARTER * S / 4; k < (QUARTER + 1) * S / 4; k++) {
       const int at = k / 4 * CHUNK + k % 4 * 32;
       Wgmma<64>::shared_a<true>(s, queries_at(at), keys_at(stage, at));
     }
@@ -253,25 +253,37 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       own.rescale(o, behind, by);
       own.start_others_values(o, stage_at(tile));
     };
-    // Values of the other's tile, then scores and values of an own one. Nothing is on its way when output is rescaled.
+    // Half of an own tile's scores, values of the other's, whose weights come meanwhile, then the other half and values of the own one.
+    // No product with the output is on its way when that is rescaled.
     auto attend_tile = [&](int tile, auto after_other) {
       constexpr bool AFTER_OTHER = decltype(after_other)::VALUE;
       const int first = (range.first + tile) * STEP, stage = stage_at(tile);
       float s[32], by[2];
       Weights p;
       const u32 turn = (u32)((before + tile) / STAGES & 1);
-      if (AFTER_OTHER) {
-        attend_others(tile - 1);
-        wgmma_wait<0>();
-        release(tile - 1);  // before this one is waited for: who unpacks may wait for the other
-      }
-      mbarrier_wait(full + 2 * stage, turn);
+      auto await = [&](int quarter) { mbarrier_wait(full + 4 * stage + quarter, turn); };
+      await(0);
       own.start_rope_scores(s, stage);
       wgmma_wait<0>();
       own.scale_rope_scores(s, stage);
       own.template start_scores<0>(s, stage);
-      mbarrier_wait(full + 2 * stage + 1, turn);
+      await(1);
       own.template start_scores<1>(s, stage);
+      if (AFTER_OTHER) {
+        wgmma_wait<0>();
+        wgmma_fence_operand(s);
+        attend_others(tile - 1);
+      }
+      await(2);
+      wgmma_fence_operand(s);
+      wgmma_fence();
+      own.template start_scores<2>(s, stage);
+      await(3);
+      own.template start_scores<3>(s, stage);
+      if (AFTER_OTHER) {
+        wgmma_wait<2>();
+        release(tile - 1);
+      }
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       const bool behind = own.weigh(s, stage, first, first + STEP <= clear_end, by, p);
@@ -318,10 +330,10 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   SHARED_OPERANDS(shared);
   const int lane = thread_index() & 31, warp = shfl(thread_index() / 32, 0);
-  u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + 2 * STAGES;  // [stage, half of the dimensions]
+  u64 *full = (u64*)(shared + BARRIERS_AT), *empty = full + 4 * STAGES;  // [stage, quarter of the dimensions] and [stage, half of them]
   fill_packed_levels<R_LEVELS, THREADS>(args.rope_levels, shared + R_LEVELS_AT);
   if (thread_index() == 0) {
-    for (int i = 0; i < 2 * STAGES; i++) mbarrier_init(full + i, 4), mbarrier_init(empty + i, 4);
+    for (int i = 0; i < 6 * STAGES; i++) mbarrier_init(full + i, 4);
     fence_mbarrier_init();
   }
   pdl_wait();

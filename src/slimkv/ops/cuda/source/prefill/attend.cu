@@ -1,6 +1,6 @@
 // Attention of many queries a sequence on unpacked keys and values (tiles.cuh), for sm_90a.
 //
-// A block has 64 CONSUMERS rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last
+// A block has 64 CONSUMERS ROW_BLOCKS rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last
 // to the first. One warp copies tiles into two rings of shared memory, or (FUSED) warpgroups unpack them there from their pages;
 // warpgroups of 64 rows each multiply and keep scores, probabilities and output in registers. A warpgroup starts the scores of the
 // next tile and the output of this one before the softmax of the next, which the output's products run beside.
@@ -15,6 +15,7 @@
 #endif
 #if FUSED
 #include "prefill/producer.cuh"
+#include "prefill/row_blocks.cuh"
 #else
 
 // One thread: copies every tile, in the order in which they are used.
@@ -33,7 +34,6 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
     if (i > 0) copy(i - 1, args.values, rings.values, rings.values_full, rings.values_empty, VALUES_BYTES, EIGHT_BIT);
   }
 }
-#endif
 
 DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
   const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
@@ -103,10 +103,15 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
           empty ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;
   }
 }
+#endif
 
 KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
+#if FUSED
+  SHARED_OPERANDS(shared);
+#else
   SHARED_MEMORY(memory);
   u8* shared = memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
+#endif
   const int lane = thread_index() & 31, part = shfl(thread_index() / 128, 0);
   u64* barriers = (u64*)(shared + BARRIERS_AT);
   const Rings rings = {shared + KEYS_AT,  shared + VALUES_AT,    barriers,
@@ -135,14 +140,15 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   if (part < PRODUCERS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
 #if FUSED
-    Producer{args, w, rings, key_levels, value_levels, shfl(thread_index() / 32, 0), lane}.run();
+    const int warp = shfl(thread_index() / 32, 0);
+    Producer{args, w, rings, key_levels, value_levels, shared + PACKED_AT + warp * PACKED_OF_WARP, warp, lane}.run();
 #else
     if (thread_index() == 0) copy_tiles(args, w, rings);
 #endif
     if (BESIDE) end_behind_grid_before();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    attend_rows(args, w, rings, shared + (part - PRODUCERS) * QUERY_BYTES, part - PRODUCERS, lane);
+    attend_rows(args, w, rings, FUSED ? shared : shared + (part - PRODUCERS) * QUERY_BYTES, part - PRODUCERS, lane);
   }
 }
 HOST_TESTABLE(attend, PrefillArgs)

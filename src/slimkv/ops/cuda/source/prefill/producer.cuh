@@ -3,7 +3,7 @@
 // A warp has 16 GROUPS tokens of each tile, whose codes its lanes hold as docs/design/page-format.md says; what a lane unpacks are
 // whole 16-byte units of the tile (tiles.cuh). Every warp looks at the fields of all tokens for itself: they tell the powers of two
 // of the tile.
-// Compile-time: BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages).
+// Compile-time: PACKED_STAGES (tiles' pages that are in shared memory at a time), PACKED_BYTES (of one), BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages).
 #pragma once
 #include "common/codes.cuh"
 #include "common/hopper.cuh"
@@ -13,6 +13,10 @@ constexpr int S = D / 16, GROUPS = STEP / 64 / PRODUCERS, PER_LANE = STEP / 32;
 // Of the exponents of fields: what is taken off them, what FIELD_UNIT has, and what they count as at least, so that nothing overflows.
 constexpr int FIELD_BIAS = 40, FIELD_SHIFT = 87, LEAST_FIELD = 16;
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
+// What a warp copies of a tile: the codes of its tokens and the fields of all of them, scales and then zeros.
+constexpr int FIELD_ARRAYS = 2 + (K_KIND == UNIFORM) + (V_KIND == UNIFORM), FIELD_BYTES = 2 * STEP;
+constexpr int PACKED_OF_WARP = GROUPS * (K_TILE + V_TILE) + FIELD_ARRAYS * FIELD_BYTES;
+static_assert(4 * PRODUCERS * PACKED_OF_WARP == PACKED_BYTES && PACKED_STAGES > 0, "the launcher counts what is copied as this file does");
 
 // How the codes of a format become halves: numbers of a token are its scale times those of `halves` plus, of uniform codes, its zero.
 template <int KIND, int BITS> struct Format {
@@ -72,11 +76,16 @@ struct Fields {
       to[0] = *(const u32*)(fields + 2 * place);
     }
   }
-  DEVICE_MEMBER void load(const u8* page, int place) {
-    load_side(page + K_FIELDS, place, key);
-    load_side(page + V_FIELDS, place, value);
-    if (K_KIND == UNIFORM) load_side(page + K_FIELDS + 2 * BLOCK_SIZE, place, key_zero);
-    if (V_KIND == UNIFORM) load_side(page + V_FIELDS + 2 * BLOCK_SIZE, place, value_zero);
+  DEVICE_MEMBER void load(const u8* arrays, int place) {
+    load_side(arrays, place, key);
+    load_side(arrays + FIELD_BYTES, place, value);
+    if (K_KIND == UNIFORM) load_side(arrays + 2 * FIELD_BYTES, place, key_zero);
+    if (V_KIND == UNIFORM) load_side(arrays + (FIELD_ARRAYS - 1) * FIELD_BYTES, place, value_zero);
+  }
+  // Where a page has array `i` of them.
+  DEVICE_MEMBER static int in_page(int i) {
+    if (i < 2) return i ? V_FIELDS : K_FIELDS;
+    return (i == 2 && K_KIND == UNIFORM ? K_FIELDS : V_FIELDS) + 2 * BLOCK_SIZE;
   }
 
   // Of two tokens, bit by bit, whether one of their fields says that it is not a number.
@@ -105,10 +114,7 @@ struct Fields {
   }
   // Of all tokens of the tile: of keys in the low half, of values in the high one.
   DEVICE_MEMBER u32 most() const {
-    u32 m = most_of<K_KIND, K_BITS>(key, key_zero) | most_of<V_KIND, V_BITS>(value, value_zero) << 16;
-#pragma unroll
-    for (int d = 16; d; d >>= 1) m = max_u16x2(m, shfl_xor(m, d));
-    return m;
+    return warp_max(most_of<K_KIND, K_BITS>(key, key_zero)) | warp_max(most_of<V_KIND, V_BITS>(value, value_zero)) << 16;
   }
 };
 
@@ -127,12 +133,17 @@ struct Producer {
   const Work& w;
   const Rings& rings;
   LevelTable key_levels, value_levels;
+  u8* packed;  // of this warp, in the first stage
   int warp, lane;
 
+  // Of a lane's tokens, or of the whole tile where it has one.
+  static constexpr bool ONE_PAGE = BLOCK_SIZE % STEP == 0;
   DEVICE_MEMBER i32 page_of(int tile) const {
-    const int token = tile * STEP + PER_LANE * lane;
+    const int token = tile * STEP + (ONE_PAGE ? 0 : PER_LANE * lane);
     return token < w.s.length ? ldg_i32(args.block_table + (i64)w.sequence * args.table_stride + token / BLOCK_SIZE) : 0;
   }
+  // The page of the tile's token `token`, from lanes' pages.
+  DEVICE_MEMBER static i32 page_with(i32 page, int token) { return ONE_PAGE ? page : shfl(page, token / PER_LANE); }
   DEVICE_MEMBER const u8* page_at(i32 page) const { return args.pages + page * args.page_stride + w.head * args.page_head_stride; }
 
   // Zeros for tokens that nobody sees, whose pages may hold anything, and for those that are not numbers; which of the lane's these are.
@@ -161,7 +172,7 @@ struct Producer {
       for (int i = 0; i < PER_LANE / 2; i++) marks |= f.marks(i);
       clear = clear && !warp_any(marks);
     } else {
-      clear = clear && !warp_any((most & 0xFFFF) == INVALID_FIELD || most >> 16 == INVALID_FIELD);
+      clear = clear && (most & 0xFFFF) != INVALID_FIELD && most >> 16 != INVALID_FIELD;
     }
     if (!clear) {
       bad = clear_hidden(f, first);
@@ -289,60 +300,72 @@ struct Producer {
     }
   }
 
+  // A lane's pages of tile `tile` to a stage.
+  DEVICE_MEMBER void copy(int tile, i32 page, u8* to) const {
+    auto copy_codes = [&](const u8* from, int bytes, u8* at) {
+#pragma unroll
+      for (int i = 0; i < bytes; i += 512)
+        if (bytes - i >= 512 || 16 * lane < bytes - i) cp_async_16(at + i + 16 * lane, from + i + 16 * lane);
+    };
+#pragma unroll
+    for (int q = 0; q < GROUPS; q++) {
+      const int place = (tile * STEP + 16 * (GROUPS * warp + q)) % BLOCK_SIZE / 16;
+      const u8* from = page_at(page_with(page, 16 * (GROUPS * warp + q)));
+      copy_codes(from + place * K_TILE, K_TILE, to + q * K_TILE);
+      copy_codes(from + V_CODES + place * V_TILE, V_TILE, to + GROUPS * K_TILE + q * V_TILE);
+    }
+    constexpr int UNITS = FIELD_BYTES / 16;  // of 8 tokens
+#pragma unroll
+    for (int i = 0; i < FIELD_ARRAYS * UNITS; i += 32) {
+      const int unit = (i + lane) % UNITS, array = (i + lane) / UNITS;
+      const u8* from = page_at(page_with(page, 8 * unit)) + 2 * ((tile * STEP + 8 * unit) % BLOCK_SIZE);
+      if (array < FIELD_ARRAYS) cp_async_16(to + GROUPS * (K_TILE + V_TILE) + array * FIELD_BYTES + 16 * unit, from + Fields::in_page(array));
+    }
+  }
+
+  // Pages come by way of shared memory, several tiles ahead: of loads into registers, those that are under way from one tile to the next
+  // are waited for together, and the last of them has just begun.
   DEVICE_MEMBER void run() const {
-    Codes<K_BITS, S, false> key_codes[GROUPS];
-    Codes<V_BITS, S, true> value_codes[GROUPS];
-    Fields next;
-    auto load_fields = [&](i32 page, int tile) { next.load(page_at(page), (tile * STEP + PER_LANE * lane) % BLOCK_SIZE); };
-    // Codes of this warp's 16 tokens q: their page, and which 16 of it.
-    auto from = [&](i32 page, int tile, int q, int& place) {
-      place = (tile * STEP + 16 * (GROUPS * warp + q)) % BLOCK_SIZE / 16;
-      return page_at(shfl(page, 16 / PER_LANE * (GROUPS * warp + q)));
-    };
-    auto load_keys = [&](i32 page, int tile) {
-#pragma unroll
-      for (int q = 0; q < GROUPS; q++) {
-        int place;
-        const u8* p = from(page, tile, q, place);
-        key_codes[q].load(p + place * K_TILE, lane);
-      }
-    };
-    auto load_values = [&](i32 page, int tile) {
-#pragma unroll
-      for (int q = 0; q < GROUPS; q++) {
-        int place;
-        const u8* p = from(page, tile, q, place);
-        value_codes[q].load(p + V_CODES + place * V_TILE, lane);
-      }
-    };
+    constexpr int AHEAD = PACKED_STAGES - 1;
     if (w.count == 0) return;
-    i32 page = page_of(tile_at(w, 0));
-    load_fields(page, tile_at(w, 0));
-    load_keys(page, tile_at(w, 0));
-    load_values(page, tile_at(w, 0));
-    page = w.count > 1 ? page_of(tile_at(w, 1)) : 0;  // of the next tile
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      if (i < w.count) copy(tile_at(w, i), page_of(tile_at(w, i)), packed + i * PACKED_BYTES);
+      cp_async_commit();
+    }
+    i32 page = AHEAD < w.count ? page_of(tile_at(w, AHEAD)) : 0;
     Place place = {0, 0};
+    int read = 0, write = AHEAD * PACKED_BYTES;  // stages
+    auto advance = [](int& stage) { stage = stage == AHEAD * PACKED_BYTES ? 0 : stage + PACKED_BYTES; };
     for (int i = 0; i < w.count; i++) {
-      const bool more = i + 1 < w.count;
-      const int after = tile_at(w, i + 1);
-      Fields fields = next;
+      if (i + AHEAD < w.count) copy(tile_at(w, i + AHEAD), page, packed + write);
+      cp_async_commit();
+      if (i + AHEAD + 1 < w.count) page = page_of(tile_at(w, i + AHEAD + 1));
+      cp_async_wait<AHEAD>();
+      sync_warp();
+      const u8* const from = packed + read;
+      Fields fields;
+      fields.load(from + GROUPS * (K_TILE + V_TILE), PER_LANE * lane);
       const TileScale unit = scale(fields, tile_at(w, i));
-      if (more) load_fields(page, after);
+      Codes<K_BITS, S, false> key_codes[GROUPS];
+#pragma unroll
+      for (int q = 0; q < GROUPS; q++) key_codes[q].load(from + q * K_TILE, lane);
       mbarrier_wait(rings.keys_empty + place.slot, place.parity ^ 1);
       if (warp == 0 && lane == 0) ((TileScale*)rings.scales)[place.slot] = unit;
       store_keys(key_codes, fields, rings.keys + place.slot * KEYS_BYTES);
-      fence_proxy_async();  // it may wait for loads: the next ones come behind it
+      fence_proxy_async();
       sync_warp();
       if (lane == 0) mbarrier_arrive(rings.keys_full + place.slot);
-      if (more) load_keys(page, after);
+      Codes<V_BITS, S, true> value_codes[GROUPS];
+#pragma unroll
+      for (int q = 0; q < GROUPS; q++) value_codes[q].load(from + GROUPS * K_TILE + q * V_TILE, lane);
       mbarrier_wait(rings.values_empty + place.slot, place.parity ^ 1);
       store_values(value_codes, fields, rings.values + place.slot * VALUES_BYTES);
       fence_proxy_async();
       sync_warp();
       if (lane == 0) mbarrier_arrive(rings.values_full + place.slot);
-      if (more) load_values(page, after);
-      if (i + 2 < w.count) page = page_of(tile_at(w, i + 2));
       place = place.next();
+      advance(read), advance(write);
     }
   }
 };

@@ -1,6 +1,6 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
 // Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
-// K_ROTATED, V_ROTATED, CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh),
+// K_ROTATED, V_ROTATED, CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (of 64 rows, that each of the former has), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh),
 // BESIDE (follows another launch on the same tiles, whose end it need not wait for);
 // FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
 #pragma once
@@ -15,18 +15,19 @@ DEVICE float quad_max(float x) {
 }
 
 #if !FUSED
-constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1;
+constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1, PACKED_STAGES = 0, PACKED_BYTES = 0;
 #endif
 
-constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS), N = STEP / 2, OWN = PLACES / 4;
-constexpr int QUERY_BYTES = GROUP_ROWS * (EIGHT_BIT ? 128 : 128 * HALVES);  // of a warpgroup
-// Shared memory, from a boundary of 1,024 bytes: queries of all warpgroups | rings of keys and of values | totals | barriers | ring of tiles' scales
-constexpr int KEYS_AT = CONSUMERS * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
+constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS), N = STEP / 2, OWN = PLACES / 4;
+constexpr int QUERY_BYTES = GROUP_ROWS * (EIGHT_BIT ? 128 : 128 * HALVES);  // of a block of rows
+// Shared memory, from a boundary of 1,024 bytes: queries of all blocks of rows | rings of keys and of values | totals | barriers | ring of tiles' scales
+constexpr int KEYS_AT = CONSUMERS * ROW_BLOCKS * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
 constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // EIGHT_BIT: of the output
 constexpr int BARRIERS_AT = TOTALS_AT + (EIGHT_BIT ? 4 * ROWS * D : 0);
 constexpr int SCALES_AT = BARRIERS_AT + 4 * STAGES * 8;
 constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // FUSED: of formats that are looked up
-constexpr int SHARED_BYTES = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS)) + 1024;
+constexpr int PACKED_AT = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS));  // FUSED: pages on their way
+constexpr int SHARED_BYTES = PACKED_AT + PACKED_STAGES * PACKED_BYTES + (FUSED ? 0 : 1024);
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
 // What producers leave of the registers that threads begin with.
@@ -119,8 +120,8 @@ struct Row {
   bool valid;
 };
 
-DEVICE Row row_of(const PrefillArgs& args, const Work& w, int warpgroup, int row) {
-  const int of_block = GROUP_ROWS * warpgroup + row, query = w.first + of_block / args.group_size;
+DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row) {
+  const int of_block = GROUP_ROWS * row_block + row, query = w.first + of_block / args.group_size;
   return {query, (i64)w.s.start + query, w.head * args.group_size + of_block % args.group_size,
           of_block < ROWS / args.group_size * args.group_size && query < min_i32(w.s.queries, args.end_query)};
 }

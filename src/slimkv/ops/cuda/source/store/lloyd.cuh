@@ -92,6 +92,12 @@ template <class F> DEVICE u32 field_of_token(const TokenScalars& s, float total,
   return s.bad ? INVALID_FIELD : s.zero ? 0 : field;
 }
 
+// Takes the eight codes of a slice of up to 4 bits as nibbles, where no level is looked up.
+template <class F> DEVICE void put_nibbles(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, u32 nibbles, const SideArgs& side) {
+  if constexpr (LevelSums<F>::PACKED) sums.add_codes(order, nibbles, side);
+  codes.put(slice, nibbles, 0);
+}
+
 // Takes the eight codes of a slice.
 template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, const u32 code[8], const float rotated[8],
                                          const LloydTables<F>& tables, const SideArgs& side) {

@@ -12,76 +12,124 @@
 constexpr int ROUNDS = SEARCH > 0 ? SEARCH : 1;
 
 template <class F> constexpr int WEIGHT_STRIDE = F::D + (SHARED_WEIGHTS ? 16 : 0);  // bytes of a matrix's row, where it is read
-DEVICE Words4 load_weights(const u8* p) { return SHARED_WEIGHTS ? *(const Words4*)p : ldg_cached(p); }
+constexpr bool OWN_WEIGHTS = SHARED_WEIGHTS || SEARCH == 0;  // is what slices have of themselves? A search has no room for it.
 DEVICE u32 load_weight_word(const u8* p) { return SHARED_WEIGHTS ? *(const u32*)p : ldg_word(p); }
 
+// Without a search, codes are left in memory packed: those of a token's slice are two words of nibbles, or four of bytes.
+constexpr bool PACKED_CODES = SEARCH == 0;
+template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
+
 template <class F> struct QueryAwareMemory {
-  static constexpr int STRIDE = 36;               // of a dimension's 32 tokens, in words: no two lanes meet in a bank
-  static constexpr int ERROR_STRIDE = F::D + 16;  // of a token's errors, in bytes
-  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = 32 * ERROR_STRIDE;
-  static constexpr int WEIGHTS = SHARED_WEIGHTS ? F::D * WEIGHT_STRIDE<F> : 0, BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS;
+  static constexpr int STRIDE = 36;  // of a dimension's 32 tokens, in words: no two lanes meet in a bank
+  static constexpr int ERROR_STRIDE = PACKED_CODES ? 2 * STRIDE : 40;  // of four dimensions' errors: likewise
+  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = PACKED_CODES ? 0 : F::D / 4 * ERROR_STRIDE * 4;
+  static constexpr int WEIGHTS = F::D * (SHARED_WEIGHTS ? WEIGHT_STRIDE<F> : OWN_WEIGHTS ? 16 : 0), BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS;
   float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;       // [16][STRIDE]: corrections of a slice by later ones, in steps
-  u8* errors;      // [32][ERROR_STRIDE]: signed bytes, zero as long as they are not made
-  u8* weights;     // [D][WEIGHT_STRIDE]: the matrix, where few tokens would wait for it
+  u8* weights;     // [D][16]: of the matrix, what slices have of themselves; [D][WEIGHT_STRIDE]: all, where few tokens would wait for it
   DEVICE_MEMBER QueryAwareMemory(u8* memory)
-      : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), errors(memory + NUMBERS + SUMS), weights(memory + NUMBERS + SUMS + ERRORS) {}
+      : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), weights(memory + NUMBERS + SUMS + ERRORS) {}
+  // [4][ERROR_STRIDE]: the errors of a slice when it is done, signed bytes: behind codes, where coordinates of the same tokens were.
+  DEVICE_MEMBER u32* errors(int slice) const {
+    if constexpr (PACKED_CODES) return (u32*)numbers + (16 * slice + CODE_WORDS<F>) * STRIDE;
+    else return (u32*)sums + SUMS / 4 + 4 * slice * ERROR_STRIDE;
+  }
   DEVICE_MEMBER void copy_weights(const u8* from, int thread, int threads) const {
+    if constexpr (SHARED_WEIGHTS) {
 #pragma unroll 1
-    for (int i = thread; i < F::D * F::D / 16; i += threads)
-      cp_async_16(weights + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
+      for (int i = thread; i < F::D * F::D / 16; i += threads)
+        cp_async_16(weights + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
+    } else if constexpr (OWN_WEIGHTS) {
+#pragma unroll 1
+      for (int i = thread; i < F::D; i += threads) cp_async_16(weights + 16 * i, from + i * F::D + i / 16 * 16);
+    }
     cp_async_commit();
   }
+  // Of row i, what slice s has, which is its own. matrix: as load_weight_word takes it.
+  DEVICE_MEMBER Words4 own_weights(const u8* matrix, int i, int s) const {
+    if constexpr (SHARED_WEIGHTS) return *(const Words4*)(weights + i * WEIGHT_STRIDE<F> + 16 * s);
+    else if constexpr (OWN_WEIGHTS) return *(const Words4*)(weights + 16 * i);
+    else return ldg_cached(matrix + i * F::D + 16 * s);
+  }
 };
 
-// The levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next
-// coordinate, else by code.
+// What levels are, behind the other tables: up to 4 bits twice the level by cell, a signed byte, so that one look-up leads to
+// the next coordinate; else the level times error_steps by code.
 template <class F> struct ScaledLevels {
   static constexpr bool BY_CELL = F::BITS <= 4;
-  static constexpr int COUNT = BY_CELL ? F::CELLS : 1 << F::BITS;
-  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + 4 * COUNT + 15) / 16 * 16;
-  float* levels;
+  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + (BY_CELL ? F::CELLS : 4 << F::BITS) + 15) / 16 * 16;
+  u8* levels;
 
-  DEVICE_MEMBER ScaledLevels(u8* memory) : levels((float*)(memory + LloydTables<F>::BYTES)) {}
+  DEVICE_MEMBER ScaledLevels(u8* memory) : levels(memory + LloydTables<F>::BYTES) {}
   DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
+    if constexpr (BY_CELL) {
 #pragma unroll 1
-    for (int i = thread; i < COUNT; i += threads)
-      levels[i] = mul_rn(i32_to_f32_rn(side.levels[BY_CELL ? side.cells[i] : i]), mul_rn(error_steps, 1.0f / 128));
+      for (int i = thread; i < F::CELLS / 16; i += threads) cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
+      cp_async_commit();
+    } else
+#pragma unroll 1
+      for (int i = thread; i < 1 << F::BITS; i += threads)
+        ((float*)levels)[i] = mul_rn(i32_to_f32_rn(side.levels[i]), mul_rn(error_steps, 1.0f / 128));
   }
-  DEVICE_MEMBER float of(float x, u32 code) const { return levels[BY_CELL ? cell_from_below<F>(x) : code]; }
+  // The level less x, times error_steps, rounded once: error_steps is a power of two, and so are products with it exact.
+  DEVICE_MEMBER float error(float x, float error_steps, u32 cell, u32 code) const {
+    if constexpr (BY_CELL) return fma_rn(i32_to_f32_rn(((const signed char*)levels)[cell]), mul_rn(error_steps, 0.5f), mul_rn(x, -error_steps));
+    else return fma_rn(x, -error_steps, ((const float*)levels)[code]);
+  }
 };
 
-// What later slices' errors add to slice s, to memory.sums. Errors that are not made yet are zeros, so every product may be
-// taken: all weights are on their way at the same time.
-template <class F> DEVICE void sum_later_slices(const QueryAwareMemory<F>& memory, const u8* weights, int s, int lane) {
-  // Blocks of more warps have no registers for that, and others to wait for.
-  constexpr int STEPS = (F::D + 31) / 32;
-  constexpr int AT_ONCE = WARPS > 2 ? 1 : STEPS <= 4 ? STEPS : STEPS % 4 == 0 ? 4 : STEPS % 3 == 0 ? 3 : STEPS % 2 == 0 ? 2 : 1;
-  int g = lane >> 2, t = lane & 3;
-  i32 c[2][2][4] = {};
-#pragma unroll 1
-  for (int first = (s + 1) / 2 / AT_ONCE * AT_ONCE; first < STEPS; first += AT_ONCE) {
-    u32 b[AT_ONCE][2][2];
+// What errors of later slices add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it. Two slices are summed
+// at a time. Weights are loaded when slice s + 1 begins; slices that were done then, but for an odd one, are summed in the
+// middle of it, and the rest at its end. Nothing of that is a branch, so that it goes on beside the rounding: of slices that
+// do not count, weights are zeros.
+template <class F> struct LaterErrors {
+  static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2;
+  i32 c[2][2][4];      // tiles of 16 tokens, halves of the slice
+  u32 b[STEPS][2][2];  // halves of the slice, slices 2 k and 2 k + 1
+  u32 last[2][2];      // the same of s + 1 and s + 2
+
+  DEVICE_MEMBER void load(const u8* weights, int s, int lane) {
+    const u8* rows = weights + (16 * max_i32(s, 0) + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
 #pragma unroll
-    for (int i = 0; i < 4 * AT_ONCE; i++) {
-      int k = first + i / 4, column = 32 * k + 16 * (i & 1) + 4 * t;
-      bool real = F::D % 32 == 0 || column < F::D;
-      b[i / 4][i >> 1 & 1][i & 1] = real ? load_weight_word(weights + (16 * s + 8 * (i >> 1 & 1) + g) * WEIGHT_STRIDE<F> + column) : 0;
-    }
+    for (int i = 0; i < 4; i++) {
+      const u8* half = rows + 8 * (i >> 1) * WEIGHT_STRIDE<F>;
+      last[i >> 1][i & 1] = load_weight_word(half + 16 * min_i32(s + 1 + (i & 1), SLICES - 1));
 #pragma unroll
-    for (int i = 0; i < 2 * AT_ONCE; i++) {
-      int k = first + i / 2, tile = i & 1;
-      const u8* row = memory.errors + (16 * tile + g) * memory.ERROR_STRIDE + 32 * k + 4 * t;
-      u32 a0 = *(const u32*)row, a1 = *(const u32*)(row + 8 * memory.ERROR_STRIDE), a2 = 0, a3 = 0;
-      if (F::D % 32 == 0 || 32 * k + 16 < F::D) a2 = *(const u32*)(row + 16), a3 = *(const u32*)(row + 8 * memory.ERROR_STRIDE + 16);
-      mma_s8_s8(c[tile][0], a0, a1, a2, a3, b[i / 2][0][0], b[i / 2][0][1]);
-      mma_s8_s8(c[tile][1], a0, a1, a2, a3, b[i / 2][1][0], b[i / 2][1][1]);
+      for (int k = 1; k < STEPS; k++) b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? load_weight_word(half + 32 * k + 16 * (i & 1)) : 0;
     }
   }
+  DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int slice, u32 b[2][2], int lane) {
 #pragma unroll
-  for (int i = 0; i < 16; i++)
-    memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
-}
+    for (int tile = 0; tile < 2; tile++) {
+      const int at = (lane & 3) * memory.ERROR_STRIDE + 16 * tile + (lane >> 2);
+      const u32 *first = memory.errors(slice) + at, *second = memory.errors(min_i32(slice + 1, SLICES - 1)) + at;
+#pragma unroll
+      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], first[0], first[8], second[0], second[8], b[h][0], b[h][1]);
+    }
+  }
+  DEVICE_MEMBER void begin(const QueryAwareMemory<F>& memory, int s, int lane) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
+#pragma unroll
+    for (int k = 1; k < STEPS; k++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) b[k][i >> 1][i & 1] = 2 * k > s + 1 ? b[k][i >> 1][i & 1] : 0;
+      add(memory, 2 * k, b[k], lane);
+    }
+  }
+  // The rest; to memory.sums.
+  DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, int lane) {
+    int g = lane >> 2, t = lane & 3;
+    if (SEARCH > 0 || s + 1 < SLICES) {  // the branch saves the first slice's share, and a search is better without
+#pragma unroll
+      for (int h = 0; h < 2; h++) last[h][1] = s % 2 == 1 && s + 2 < SLICES ? last[h][1] : 0;
+      add(memory, min_i32(s + 1, SLICES - 1), last, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+      memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
+  }
+};
 
 // Replaces the coordinates of a token for each lane, whose column is ``token``, by codes; of those that are not ``mine``,
 // nothing changes. With a search the coordinates are taken times ``scale`` and the codes are byte number ``lane`` % SEARCH;
@@ -91,24 +139,34 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
   float cost = 0.0f;
+  constexpr int MIDDLE = 6;  // weights have come from far by then
+  LaterErrors<F> sums = {};
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
-    sum_later_slices<F>(memory, weights, s, lane);
-    const u8* row = weights + 16 * s * (WEIGHT_STRIDE<F> + 1);
     float* own = memory.numbers + 16 * s * memory.STRIDE + token;
-    float scaled[16];  // before another lane of this token puts a code there
-    if constexpr (SEARCH > 0) {
+    // Nothing is stored before the slice is done: the compiler would not load what comes next before that.
+    float numbers[16];
+    i32 later[16];
+    u32 codes[16], packed[CODE_WORDS<F>] = {};
+    if constexpr (SEARCH > 0)  // before another lane of this token puts a code there
 #pragma unroll
-      for (int n = 0; n < 16; n++) scaled[n] = mul_rn(own[n * memory.STRIDE], scale);
-    }
+      for (int n = 15; n >= 0; n--) numbers[n] = mul_rn(own[n * memory.STRIDE], scale);
+    sums.end(memory, s, lane);
     sync_warp();
+#pragma unroll
+    for (int n = 15; n >= 0; n--) {
+      later[n] = memory.sums[n * memory.STRIDE + lane];
+      if constexpr (SEARCH == 0) numbers[n] = own[n * memory.STRIDE];
+    }
+    sums.load(weights, s - 1, lane);
     u32 errors[4] = {};  // without the newest, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
-      Words4 w = load_weights(row + n * WEIGHT_STRIDE<F>);
-      i32 older = memory.sums[n * memory.STRIDE + lane];
+      if (n == MIDDLE) sums.begin(memory, s - 1, lane);
+      Words4 w = memory.own_weights(weights, 16 * s + n, s);
+      i32 older = later[n];
       if (n < 14) older = dp4a_s8(errors[3], w.w, older);
       if (n < 10) older = dp4a_s8(errors[2], w.z, older);
       if (n < 6) older = dp4a_s8(errors[1], w.y, older);
@@ -120,31 +178,40 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
         total = fma_rn(newest, i32_to_f32_rn((i32)(word << (24 - 8 * ((n + 1) % 4))) >> 24), total);
         errors[(n + 1) / 4 % 4] = prmt(errors[(n + 1) / 4 % 4], newest_byte, n % 4 == 3 ? 0x3214 : n % 4 == 0 ? 0x3240 : n % 4 == 1 ? 0x3410 : 0x4210);
       }
-      float x = SEARCH > 0 ? scaled[n] : own[n * memory.STRIDE];
+      float x = numbers[n];
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
-      u32 code = code_of_cell<F>(cell_from_below<F>(within), within, tables);
-      float level = levels.of(within, code);
-      float error = min_f32(max_f32(fma_rn(x, -error_steps, level), -127.0f), 127.0f);
+      const u32 cell = cell_from_below<F>(within);
+      codes[n] = code_of_cell<F>(cell, within, tables);
+      packed[n * CODE_WORDS<F> / 16] += codes[n] << (2 * CODE_WORDS<F> * n % 32);
+      float unlimited = levels.error(x, error_steps, cell, codes[n]), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
       const float rounded = add_rn(error, 12582912.0f);
       newest = sub_rn(rounded, 12582912.0f);
       newest_byte = as_bits(rounded);
       if constexpr (SEARCH > 0) {
-        float distance = fma_rn(target, -error_steps, level);
+        float distance = levels.error(target, error_steps, cell, codes[n]);
         cost = add_rn(cost, mul_rn(distance, distance));
-        if (mine) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)code;
-      } else if (mine) own[n * memory.STRIDE] = as_float(code);
+      }
+    }
+    if (mine) {
+#pragma unroll
+      for (int n = 0; n < (PACKED_CODES ? CODE_WORDS<F> : 16); n++) {
+        if constexpr (SEARCH > 0) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)codes[n];
+        else own[n * memory.STRIDE] = as_float(packed[n]);
+      }
     }
     errors[0] = prmt(errors[0], newest_byte, 0x3214);
-    if (mine) *(Words4*)(memory.errors + lane * memory.ERROR_STRIDE + 16 * s) = {errors[0], errors[1], errors[2], errors[3]};
+    if (mine)
+#pragma unroll
+      for (int i = 0; i < 4; i++) memory.errors(s)[i * memory.ERROR_STRIDE + lane] = errors[i];
     sync_warp();
   }
   return cost;
 }
 
 // With every matrix that the lanes' tokens ask for; see round_query_aware. index: which one the lane's token takes; only:
-// the one that it is for where matrices are spread over blocks.
+// the one that it is for where matrices are spread over blocks. loaded: the one of which memory has weights.
 template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels,
-                                                    const StoreArgs& args, int head, int index, int only, float scale, int token, int lane) {
+                                                    const StoreArgs& args, int head, int index, int only, int& loaded, float scale, int token, int lane) {
   const u8* weights = args.query_aware + (i64)head * F::D * F::D;
   if constexpr (SHARED_WEIGHTS) return round_query_aware<F>(memory, tables, levels, memory.weights, args.error_steps, scale, token, true, lane);
   if constexpr (QUERY_AWARE == 1) return round_query_aware<F>(memory, tables, levels, weights, args.error_steps, scale, token, true, lane);
@@ -153,6 +220,13 @@ template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& m
 #pragma unroll 1
   for (int matrix = args.spread ? only : 0; matrix < end; matrix++) {  // 32 neighbours nearly always share one
     if (!warp_any(index == matrix)) continue;
+    if (OWN_WEIGHTS && !SHARED_WEIGHTS && matrix != loaded) {
+      sync_warp();
+      memory.copy_weights(weights + matrix * args.matrix_stride, lane, 32);
+      cp_async_wait<0>();
+      sync_warp();
+      loaded = matrix;
+    }
     bool mine = args.spread || index == matrix;
     float found = round_query_aware<F>(memory, tables, levels, weights + matrix * args.matrix_stride, args.error_steps, scale, token, mine, lane);
     if (mine) cost = found;
@@ -160,23 +234,17 @@ template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& m
   return cost;
 }
 
-template <class F> DEVICE void clear_errors(const QueryAwareMemory<F>& memory, int lane) {
-  for (int i = lane; i < memory.ERRORS / 16; i += 32) ((Words4*)memory.errors)[i] = {0, 0, 0, 0};
-}
-
 // The rounds of a search, or the one numbered ``only_round``; returns the number of the best scale of token ``lane``, the
 // first one of equals.
 template <class F> DEVICE int search_scales(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const StoreArgs& args,
-                                            int head, int index, int only, int only_round, int lane) {
+                                            int head, int index, int only, int& loaded, int only_round, int lane) {
   constexpr int TOKENS = 32 / ROUNDS;
   int best = 0, own = lane % ROUNDS;
   float scale = args.search_scales[own], weight = args.search_weights[own];
 #pragma unroll 1
   for (int round = only_round < 0 ? 0 : only_round; round < (only_round < 0 ? ROUNDS : only_round + 1); round++) {
     int token = round * TOKENS + lane / ROUNDS;
-    clear_errors<F>(memory, lane);
-    sync_warp();
-    float cost = mul_rn(round_with_matrices<F>(memory, tables, levels, args, head, shfl(index, token), only, scale, token, lane), weight);
+    float cost = mul_rn(round_with_matrices<F>(memory, tables, levels, args, head, shfl(index, token), only, loaded, scale, token, lane), weight);
     int number = own;
 #pragma unroll
     for (int step = 1; step < ROUNDS; step *= 2) {
@@ -191,9 +259,7 @@ template <class F> DEVICE int search_scales(const QueryAwareMemory<F>& memory, c
 }
 
 // Digits and scalars of a tile of 16 tokens.
-template <class F> DEVICE TokenScalars prepare_tile(const SideArgs& side, const StoreArgs& args, int head, int first, int lane, Digits<F>& digits) {
-  u32 raw[F::CHUNKS][2][F::RAW];
-  load_rows<F>(side, head, first, args.tokens, lane, raw);
+template <class F> DEVICE TokenScalars prepare_tile(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, int lane, Digits<F>& digits) {
   u32 exponent = fixed_point<F>(raw, lane, digits);
   return scalars_of<F>(digits, exponent, side.unit, lane);
 }
@@ -223,7 +289,11 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
   CodePlanes<F> codes;
   LevelSums<F> sums;
   Digits<F> digits;
-  if constexpr (F::POLICY == UNBIASED) prepare_tile<F>(side, args, head, first, lane, digits);
+  if constexpr (F::POLICY == UNBIASED) {
+    u32 raw[F::CHUNKS][2][F::RAW];
+    load_rows<F>(side, head, first, args.tokens, lane, raw);
+    prepare_tile<F>(raw, side, lane, digits);
+  }
   int shift[2] = {};  // of the best scale's code, in the words of the lane's tokens
   if constexpr (SEARCH > 0)
 #pragma unroll
@@ -237,9 +307,29 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
       u32 code[8];
       float rotated[8];
       int slice = q * F::PER + i;
+      if constexpr (PACKED_CODES) {  // of each token two neighbours, and two more eight dimensions on
+        constexpr int BYTES = CODE_WORDS<F> / 2, PAIRS = 4 / BYTES;  // in a word
+        const int row = 16 * slice + (lane & 3) / PAIRS;
+        const u8* at = (const u8*)(memory.numbers + row * memory.STRIDE + 16 * tile + (lane >> 2)) + (lane & 3) % PAIRS * BYTES;
+        u32 low = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const u8* two = at + 4 * ((j & 1) * BYTES * memory.STRIDE + 8 * (j >> 1));
+          if constexpr (BYTES == 1) low += (u32)*two << (8 * j);
+          else code[2 * j] = two[0], code[2 * j + 1] = two[1];
+        }
+        if constexpr (BYTES == 1 && (LevelSums<F>::PACKED || F::POLICY == PLAIN)) {
+          put_nibbles<F>(codes, sums, slice, i * F::GROUPS + q, low, side);
+          continue;
+        }
+        if constexpr (BYTES == 1)
+#pragma unroll
+          for (int n = 0; n < 8; n++) code[n] = low >> (4 * n) & 15;
+      }
 #pragma unroll
       for (int n = 0; n < 8; n++) {
-        code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
+        if constexpr (!PACKED_CODES)
+          code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
         if constexpr (SEARCH > 0) code[n] = code[n] >> shift[token_number<F>(n)] & ((1 << F::BITS) - 1);  // those of other rounds are no codes
         rotated[n] = integer_of<F>(exact[q][n]);
       }
@@ -258,9 +348,9 @@ template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, con
 
 // Encodes and writes 32 keys of one head with two warps and the ``number``-th part of the block's memory: where matrices are
 // spread over blocks those of them that take matrix ``only``, and where rounds are those of ``only_round``. Each warp has a tile
-// of 16; warp 0 rounds all of them, while warp 1 does ``meanwhile``.
+// of 16, of which ``raw`` are the rows; warp 0 rounds all of them, while warp 1 does ``meanwhile``.
 template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only, int only_round,
-                                                                                          int first, u8* shared, int number, int warp, Work meanwhile) {
+                                                                                          int first, const u32 raw[F::CHUNKS][2][F::RAW], u8* shared, int number, int warp, Work meanwhile) {
   constexpr int ROUND_TOKENS = 32 / ROUNDS;
   int lane = thread_index() & 31, index = 0;
   constexpr bool SEVERAL = QUERY_AWARE > 1;
@@ -268,31 +358,29 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   bool none = first + max_i32(only_round, 0) * ROUND_TOKENS >= args.tokens;
   if (!none && SEVERAL && args.query_aware_index != nullptr)
     index = min_i32(max_i32(args.query_aware_index[min_i32(first + lane, args.tokens - 1)], 0), args.matrices - 1);
-  if (none || (spread && !warp_any(index == only))) {  // the same for both
-    if (warp) meanwhile();
-    return;
-  }
+  none = none || (spread && !warp_any(index == only));  // the same for both
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
   QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * QueryAwareMemory<F>::BYTES);
-  if constexpr (SHARED_WEIGHTS)
-    memory.copy_weights(args.query_aware + (i64)head * F::D * F::D + (SEVERAL ? only * args.matrix_stride : 0), 32 * warp + lane, 64);
-  if (SEARCH == 0 && warp == 0) clear_errors<F>(memory, lane);
+  int loaded = !SEVERAL ? 0 : spread ? only : shfl(index, 0);
   TokenScalars scalars;
-  {
+  if (!none) {
+    memory.copy_weights(args.query_aware + (i64)head * F::D * F::D + (SEVERAL ? loaded * args.matrix_stride : 0), 32 * warp + lane, 64);
     Digits<F> digits;
-    scalars = prepare_tile<F>(side, args, head, first + 16 * warp, lane, digits);
+    scalars = prepare_tile<F>(raw, side, lane, digits);
     coordinates_of_tile<F>(digits, scalars, side, memory, warp, lane);
   }
-  if constexpr (SHARED_WEIGHTS) cp_async_wait<0>();
-  sync_team(1 + number, 64);
-  if (warp == 0) {
+  cp_async_wait<0>();
+  sync_threads();  // for the block's tables, too
+  if (warp) meanwhile();
+  else if (!none) {
     if constexpr (SEARCH > 0) {
-      const int best = search_scales<F>(memory, tables, levels, args, head, index, only, only_round, lane);
+      const int best = search_scales<F>(memory, tables, levels, args, head, index, only, loaded, only_round, lane);
       sync_warp();
       memory.sums[lane] = best;
-    } else round_with_matrices<F>(memory, tables, levels, args, head, index, only, 1.0f, lane, lane);
-  } else meanwhile();
+    } else round_with_matrices<F>(memory, tables, levels, args, head, index, only, loaded, 1.0f, lane, lane);
+  }
+  if (none) return;
   sync_team(1 + number, 64);
   const int from = 16 * warp + (lane & 15);
   const bool keep = (!spread || shfl(index, from) == only) && (only_round < 0 || from / ROUND_TOKENS == only_round);

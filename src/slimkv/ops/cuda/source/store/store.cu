@@ -33,16 +33,20 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
   constexpr int HALF = WARPS / 2;
   constexpr bool TABLES = V::KIND == LLOYD;
   u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + HALF * QueryAwareMemory<K>::BYTES;
-  fill_query_aware_tables<K>(args.key, args, memory, 32 * WARPS);
-  if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
-  prefetch_rotation<K>(args.key, thread_index(), 32 * WARPS);
+  auto fetch_tables = [&] {
+    fill_query_aware_tables<K>(args.key, args, memory, 32 * WARPS);
+    if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
+    prefetch_rotation<K>(args.key, thread_index(), 32 * WARPS);
+  };
+  if constexpr (SHARED_WEIGHTS) fetch_tables();  // few tokens: while the kernel before this one ends
   pdl_wait();
-  cp_async_wait<0>();
-  sync_threads();
   int warp = shfl(thread_index() >> 5, 0);  // as above: no warp takes both ways
   bool spread = SEARCH > 0 && args.spread_rounds;
   int block = spread ? block_index() / ROUNDS : block_index(), round = spread ? block_index() % ROUNDS : -1;
   int pair = warp % HALF, first = 32 * (block * HALF + pair);
+  u32 rows[K::CHUNKS][2][K::RAW];
+  load_rows<K>(args.key, head, first + 16 * (warp / HALF), args.tokens, thread_index() & 31, rows);
+  if constexpr (!SHARED_WEIGHTS) fetch_tables();  // they are needed when the rows are rotated
   auto values = [&] {
     if (matrix > 0 || round > 0) return;
 #pragma unroll 1
@@ -54,7 +58,7 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
       } else store_direct<V, BLOCK_SIZE, SlotNumber>(args.value, args, head, at);
     }
   };
-  store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, round, first, memory, pair, warp / HALF, values);
+  store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, round, first, rows, memory, pair, warp / HALF, values);
 }
 
 // Grid: tiles (or, of many, any number of blocks) by twice the heads, keys and values in turn; with query-aware rounding

@@ -1,0 +1,99 @@
+"""KL divergence from the stock cache with 16-bit and with 8-bit prefill, and with 8-bit prefill of the same codes.
+
+    python benchmarks/eight_bit_divergence.py [--model NAME] [--format k4v4+cal] [--text FILE] [--windows 16] [--json F]
+
+A change in one layer moves the keys and values of those behind it, and some of them to other codes. That draws most of
+the codes' error anew, whatever the change was. What 8 bits cost shows where later layers read the codes of the pass in
+16 bits. Strict, reference arithmetic; windows are those of ``slimkv eval agreement``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from slimkv import models
+from slimkv.evals.agreement import compare_logits
+from slimkv.evals.harness import STOCK, CacheKind, attending, cache_kinds, window_logits, with_prefill
+from slimkv.evals.texts import load_text, token_windows
+from slimkv.integrations.transformers.calibration.cached import auto_calibration
+from slimkv.ops.attention import reference
+
+EIGHT, SIXTEEN, SAME = "8bit", "16bit", "8bit, same codes"
+
+
+@contextmanager
+def reading(name: str, pages: list[Tensor]):
+    """Long passes of the reference attend as ``name`` says; ``pages`` are those of each, kept or put back."""
+    in_eight_bits, in_sixteen, left = reference._in_eight_bits, reference._one_sequence, list(pages)
+
+    def attend(request: Any, *rest: Any) -> None:
+        if name == SIXTEEN:
+            pages.append(request.pages.clone())
+        elif name == SAME:
+            request.pages.copy_(left.pop(0))
+        (in_sixteen if name == SIXTEEN else in_eight_bits)(request, *rest)
+
+    with patch.object(reference, "_in_eight_bits", attend):
+        yield
+
+
+def divergences(model: Any, kind: CacheKind, ids: Tensor) -> dict[str, float]:
+    """The mean KL divergence of a window from the stock cache, by arithmetic."""
+
+    def logits(kind: CacheKind) -> Tensor:
+        with attending(model, kind.format), torch.no_grad():
+            return window_logits(model, ids, kind.new(model, "strict"), None)
+
+    raw, pages, found = logits(STOCK), [], {}
+    for name in (SIXTEEN, SAME, EIGHT):
+        with reading(name, pages):
+            found[name] = float(compare_logits(raw, logits(kind))[1].double().mean())
+    return found
+
+
+def growth(rows: list[dict[str, float]], name: str) -> tuple[float, float]:
+    """How much larger than in 16 bits, and the standard error of that over windows."""
+    base = sum(row[SIXTEEN] for row in rows) / len(rows)
+    ratio = sum(row[name] for row in rows) / len(rows) / base
+    rest = [row[name] - ratio * row[SIXTEEN] for row in rows]
+    return ratio - 1, stdev(rest) / len(rows) ** 0.5 / base if len(rows) > 1 else float("nan")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--format", default="k4v4+cal")
+    parser.add_argument("--text", default="shipped")
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    models.quiet_loading()
+    loaded = models.load(options.model)
+    calibration = auto_calibration(loaded.model, progress=lambda *_: None)
+    (kind,) = with_prefill(cache_kinds([options.format], calibration), [EIGHT])
+    windows = token_windows(loaded.tokenizer, load_text(options.text), options.windows, options.tokens)
+    rows: list[dict[str, float]] = []
+    for ids in windows:
+        rows.append(divergences(loaded.model, kind, ids[None]))
+        found = {name: growth(rows, name) for name in (SAME, EIGHT)}
+        print(f"window {len(rows)}  16 bits {rows[-1][SIXTEEN]:.4f}", end="  ")
+        print(*(f"{name} {over:+.2%} ± {error:.2%}" for name, (over, error) in found.items()), flush=True)
+        if options.json:
+            report = {name: {"growth": over, "error": error} for name, (over, error) in found.items()}
+            written = {"model": options.model, "format": options.format, "tokens": options.tokens, "over_16bit": report}
+            options.json.write_text(json.dumps(written | {"windows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
