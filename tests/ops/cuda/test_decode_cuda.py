@@ -11,6 +11,7 @@ import torch
 from attention_cases import Built, Case, build
 from test_attention import DECODE, EVERYTHING, MATRIX, check, check_rows, poisoned_out, request_of
 
+from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import decode as attend_cuda
@@ -118,6 +119,24 @@ def test_the_shapes_for_long_sequences(case, as_if_long):
     assert cut is not None
     assert cut.warps > 4
     check_emulated(case)
+
+
+def polls(case: Case, rows: int) -> bool:
+    """Whether the case's long work is merged while blocks still attend, if it has so many rows of output."""
+    layout = build(case, CPU).layout
+    cut = shape.shape_on(SMALL_GPU, layout, case.group, max(case.queries), 700, 3)
+    assert cut is not None
+    return shape.polls(SMALL_GPU, layout, cut, shape.rows_bound(rows), shape.amount_of(SMALL_GPU, layout, 700, 3))
+
+
+def test_only_few_rows_wait_for_their_parts(as_if_long):
+    assert polls(LONG, 12)  # so those of LONG_CASES, which are compared with the definition, do
+    assert polls(LONG, 64)
+    assert not polls(LONG, 65)
+
+
+def test_little_work_does_not_wait_for_its_parts():
+    assert not polls(LONG, 12)
 
 
 # Many columns by teams of four warps, whose products are those of sm_90a: in pairs, a team for keys and one for values,
@@ -361,3 +380,16 @@ def test_attend_on_a_gpu(case, device):
     else:
         with pytest.raises(UnsupportedError, match="with 'cuda'"):
             check(case, device, "cuda")
+
+
+@pytest.mark.gpu
+def test_parts_are_never_those_of_an_earlier_call(device, as_if_long):
+    cases = [
+        replace(LONG, page=64, lens=lens, query_norm=norm) for lens, norm in (((700, 90, 1), 1.0), ((650, 300, 7), 3.0))
+    ]
+    built = [build(case, device) for case in cases]
+    want = [ops.attend(**one.arguments(), backend="cuda").clone() for one in built]
+    torch.cuda.synchronize()
+    for i in range(200):  # back to back, in the same workspace
+        got = [ops.attend(**one.arguments(), backend="cuda") for one in built]
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"call {i} differs"
