@@ -17,6 +17,7 @@
 #include "prefill/producer.cuh"
 #include "prefill/row_blocks.cuh"
 #else
+#include "prefill/lane_rows.cuh"
 
 // One thread: copies every tile, in the order in which they are used.
 DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings) {
@@ -36,21 +37,10 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
 }
 
 DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
-  const int warp = thread_index() / 32 % 4, g = lane >> 2, t = lane & 3;
-  Visible visible;
-  Softmax softmax;
-  bool valid[2];
-  i64 from[2];
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const Row row = row_of(args, w, warpgroup, 16 * warp + g + 8 * r);
-    const int position = w.s.length - w.s.queries + row.of_sequence;
-    visible.end[r] = args.causal ? min_i32(w.s.length, position + 1) : w.s.length;
-    visible.begin[r] = WINDOW ? position - args.sliding_window + 1 : 0;
-    softmax.row_max[r] = MINUS_INFINITY, softmax.row_sum[r] = 0.0f;
-    valid[r] = row.valid, from[r] = row.query * args.query_stride + row.head * args.query_head_stride;
-  }
-  prepare_rows(args, valid, from, operand, 16 * warp + g, t, softmax.factor, softmax.row_sum);
+  const int warp = thread_index() / 32 % 4;
+  LaneRows rows = prepare_lane_rows(args, w, operand, warpgroup, warp, lane);
+  const Visible& visible = rows.visible;
+  Softmax& softmax = rows.softmax;
   fence_proxy_async();
   bar_sync(1 + warpgroup, 128);
 
@@ -78,30 +68,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
       state[(OUTPUTS + r) * state_stride] = softmax.row_max[r], state[(OUTPUTS + 2 + r) * state_stride] = softmax.row_sum[r];
     return;
   }
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const Row row = row_of(args, w, warpgroup, 16 * warp + g + 8 * r);
-    float row_sum = softmax.row_sum[r], row_max = softmax.row_max[r], by = 1.0f;
-    row_sum += shfl_xor(row_sum, 1);
-    row_sum += shfl_xor(row_sum, 2);
-    if (args.sinks && row.valid) {
-      const float sink = args.sinks[row.head] * LOG2E, higher = max_f32(row_max, sink);
-      by = exp2_approx(row_max - higher);
-      row_sum = row_sum * by + exp2_approx(sink - higher);
-      row_max = higher;
-    }
-    const bool empty = row_sum == 0.0f;
-    by /= empty ? 1.0f : row_sum;
-    if (V_ROTATED) by *= args.value_norm;
-    float x[OWN];
-#pragma unroll
-    for (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;
-    if (!POWER_OF_TWO_D && r == 0) bar_sync(1 + warpgroup, 128);  // nobody needs queries any more, whose place rows go through
-    store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, operand + 2048 * warp, lane);
-    if (args.lse && t == 0 && row.valid)
-      args.lse[row.query * args.num_kv_heads * args.group_size + row.head] =
-          empty ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;
-  }
+  store_lane_rows(args, w, softmax, o, operand, warpgroup, warpgroup, warp, lane);
 }
 #endif
 
