@@ -351,18 +351,12 @@ DEVICE void sync_threads() {
   t.state = host::AT_BLOCK;
   host::to_scheduler();
 }
-DEVICE void cluster_sync() {
+DEVICE void cluster_arrive() {}
+DEVICE void cluster_wait() {
   host::Thread& t = host::machine.threads[host::machine.current];
-  t.where = "cluster_sync";
+  t.where = "cluster_wait";
   t.state = host::AT_CLUSTER;
   host::to_scheduler();
-}
-DEVICE float ld_cluster(const float* p, int rank) {
-  const u64 offset = (const u8*)p - host::machine.shared;
-  if (rank < 0 || rank >= host::machine.cluster || offset + 4 > (u64)host::machine.shared_bytes) host::fail("shared memory of another block that is not there");
-  float x;
-  memcpy(&x, host::shared_of(rank) + offset, 4);
-  return x;
 }
 DEVICE void sync_warp() { host::meet("sync_warp", nullptr, 0); }
 DEVICE bool team_any(bool p, int number, int threads) {

@@ -251,7 +251,11 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     if shape.roles:  # factors of the output, and barriers of the probabilities
         barriers += rings * (2 * (4 * shape.columns + 8) + 32)
     tables = _level_table_bytes(layout, shape)
-    return rings * shape.stages * slot + tables + query + states + barriers
+    total = rings * shape.stages * slot + tables + query + states + barriers
+    if shape.cluster > 1:  # what its blocks send each other, and a barrier for every column
+        columns = -(-shape.columns // shape.cluster)
+        total = -(-(total + 8 * columns) // 16) * 16 + 4 * columns * shape.cluster * (spec.value_dim + 4)
+    return total
 
 
 def _level_table_bytes(layout: PageLayout, shape: Shape) -> int:

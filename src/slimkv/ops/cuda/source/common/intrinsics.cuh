@@ -43,22 +43,15 @@ DEVICE bool team_any(bool p, int number, int threads) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// Blocks of a cluster: which one this is, a barrier of all their threads, and numbers in the shared memory of another, where they
-// are as `p` is here.
+// Blocks of a cluster: which one this is, and a barrier of all their threads in two halves. It orders nothing but barriers in shared
+// memory that were made before (fence_mbarrier_init).
 DEVICE int cluster_rank() { int r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-DEVICE float ld_cluster(const float* p, int rank) {
-  float r;
-  asm volatile("{.reg .u32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.f32 %0, [a];}"
-               : "=f"(r) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank) : "memory");
-  return r;
-}
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #else
 DEVICE int cluster_rank() { return 0; }
-DEVICE void cluster_sync() {}
-DEVICE float ld_cluster(const float* p, int) { return *p; }
+DEVICE void cluster_arrive() {}
+DEVICE void cluster_wait() {}
 #endif
 
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }

@@ -1,5 +1,6 @@
 // The results of a block's warps together: the output of an item of which it has had all keys, else a part of the workspace.
 #pragma once
+#include "common/hopper.cuh"
 #include "decode/output.cuh"
 #include "decode/warp_state.cuh"
 
@@ -14,44 +15,68 @@ DEVICE void sum_of_warps(const float* states, int column, float& all_max, float&
   }
 }
 
-// What a block gives its cluster: sums of a group of columns, in the second slot of a ring, and maximum and sum of a column, in the
-// place of what was known of it.
-DEVICE float* cluster_sums(u8* shared, int n) { return (float*)(shared + RINGS_AT + (n * STAGES + 1) * SLOT); }
-DEVICE float* cluster_state(u8* shared, int column) { return (float*)column_at(shared, column); }
+// What the blocks of a cluster send each other: of every column sums, maximum and sum, to the block that writes its row. They come
+// without being asked for, so that nobody waits for a block that is not ready, and no block for what another reads.
+struct ClusterInbox {
+  static constexpr int ROW = VD + 4;  // floats: sums, then maximum and sum
+  float* memory;
+  u64* barriers;
+  DEVICE_MEMBER ClusterInbox(u8* shared) : memory((float*)(shared + INBOX_AT)), barriers((u64*)(shared + INBOX_BARRIERS_AT)) {}
+  // For all threads of the block; `cluster_wait` comes before the first message.
+  DEVICE_MEMBER void open() const {
+    if (thread_index() == 0)
+      for (int i = 0; i < INBOX_COLUMNS; i++) {
+        mbarrier_init(barriers + i, 1);
+        mbarrier_arrive_expect_tx(barriers + i, 4 * CLUSTER * ROW);
+      }
+    fence_mbarrier_init();
+    cluster_arrive();
+  }
+  // Of column `column`, from block `from`: where the block that has it finds it.
+  DEVICE_MEMBER float* row(int column, int from) const { return memory + (column / CLUSTER * CLUSTER + from) * ROW; }
+  DEVICE_MEMBER void send(int column, int at, float a, float b, float c, float d) const {
+    st_cluster(row(column, cluster_rank()) + at, a, b, c, d, barriers + column / CLUSTER, column % CLUSTER);
+  }
+};
 
 // The rows of an item, of which each block of the cluster writes some.
 DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* shared, int warp, int lane) {
-  cluster_sync();
+  const ClusterInbox inbox(shared);
   for (int column = cluster_rank() + CLUSTER * warp; column < COLUMNS; column += CLUSTER * WARPS) {
     const int of_chunk = column / args.group_size, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + of_chunk;
     if (of_chunk >= per_chunk || query >= range.s.queries) continue;
-    const float *state = cluster_state(shared, column), *sums = cluster_sums(shared, column / GROUP) + column % GROUP * VD;
-    float m[CLUSTER], l[CLUSTER], v[CLUSTER][VN];
+    mbarrier_wait(inbox.barriers + column / CLUSTER, 0);
+    const int own = lane % CLUSTER_LANES;
+    const float* state = inbox.row(column, min_i32(own, CLUSTER - 1)) + VD;
+    float v[CLUSTER_LANES][VN];
 #pragma unroll
-    for (int j = 0; j < CLUSTER; j++) {
-      m[j] = ld_cluster(state, j), l[j] = ld_cluster(state + 1, j);
+    for (int j = 0; j < CLUSTER_LANES; j++)
 #pragma unroll
-      for (int i = 0; i < VN; i++) v[j][i] = lane + 32 * i < VD ? ld_cluster(sums + lane + 32 * i, j) : 0.0f;
-    }
+      for (int i = 0; i < VN; i++) v[j][i] = j < CLUSTER && lane + 32 * i < VD ? inbox.row(column, j)[lane + 32 * i] : 0.0f;
     MergedState merged;
     merged.clear();
-    merged.add(m, l, v);
+    merged.add_spread(own < CLUSTER ? state[0] : MINUS_INFINITY, own < CLUSTER ? state[1] : 0.0f, v);
     write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, merged.highest, merged.row_sum,
               merged.x, nullptr, lane);
   }
-  cluster_sync();  // nobody ends while another reads its shared memory
 }
 
-// Sums of the warps' results of a group of columns to `to`, four numbers at a time.
+// Four numbers of a column, summed over the block's warps.
+DEVICE void sum_four(const u8* shared, int column, int d, float (&x)[4]) {
+  const int of_part = d % (16 * OUT_SLICES);
+  x[0] = x[1] = x[2] = x[3] = 0;
+#pragma unroll
+  for (int w = 0; w < WARPS; w += TEAM) {
+    const Words4 one = *(const Words4*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT + 4 * (column * OUT_ROW + of_part));
+    x[0] += as_float(one.x), x[1] += as_float(one.y), x[2] += as_float(one.z), x[3] += as_float(one.w);
+  }
+}
+
+// Sums of the warps' results of a group of columns to `to`.
 DEVICE void write_sums(float* to, const u8* shared) {
   for (int i = thread_index(); i < GROUP * VD / 4; i += 32 * WARPS) {
-    const int column = i / (VD / 4), d = 4 * (i % (VD / 4)), of_part = d % (16 * OUT_SLICES);
-    float x[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int w = 0; w < WARPS; w += TEAM) {
-      const Words4 one = *(const Words4*)(shared + RINGS_AT + (w + d / (16 * OUT_SLICES)) * STAGES * SLOT + 4 * (column * OUT_ROW + of_part));
-      x[0] += as_float(one.x), x[1] += as_float(one.y), x[2] += as_float(one.z), x[3] += as_float(one.w);
-    }
+    float x[4];
+    sum_four(shared, i / (VD / 4), 4 * (i % (VD / 4)), x);
     st_relaxed(to + 4 * i, written(x[0]), written(x[1]), written(x[2]), written(x[3]));
   }
 }
@@ -113,11 +138,18 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       return x;
     };
     if constexpr (CLUSTER > 1) {
-      float* sums = cluster_sums(shared, n);
-      for (int i = thread_index(); i < GROUP * VD; i += 32 * WARPS) sums[i] = sum_at(i / VD, i % VD);
-      if (thread_index() < GROUP) {
-        const int column = GROUP * n + thread_index();
-        sum_of_warps(states, column, cluster_state(shared, column)[0], cluster_state(shared, column)[1]);
+      if (n == 0) cluster_wait();  // for the others' barriers
+      const ClusterInbox inbox(shared);
+      for (int i = warp; i < GROUP; i += WARPS) {
+        const int column = GROUP * n + i;
+        for (int d = 4 * lane; d < VD; d += 128) {
+          float x[4];
+          sum_four(shared, i, d, x);
+          inbox.send(column, d, x[0], x[1], x[2], x[3]);
+        }
+        float all_max, all_sum;
+        sum_of_warps(states, column, all_max, all_sum);
+        if (lane == 0) inbox.send(column, VD, all_max, all_sum, 0.0f, 0.0f);
       }
     } else if (whole) {
       for (int i = warp; i < GROUP; i += WARPS) {

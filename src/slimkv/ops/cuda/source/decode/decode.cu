@@ -75,6 +75,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     range = cluster_range(args);
     left = 0;  // there is no other range
     if (range.chunk >= range.s.chunks) return;
+    ClusterInbox(shared).open();
   } else {
     WorkPartition partition;
     range = first_range(args, ThisBlock(), lane, partition, left);
@@ -232,7 +233,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     left -= range.last - range.first + ITEM_COST;  // with what the next item takes
     WorkRange next = range;
     filled = 1;
-    if (left > 0) {
+    if (CLUSTER == 1 && left > 0) {
       next = next_range(args, range, left);
       if (STAGES > 1) begin_loading(next);
     }

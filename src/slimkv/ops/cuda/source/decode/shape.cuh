@@ -81,7 +81,7 @@ constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : K_PERMUTED ? DENORMAL_
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_unit<V_KIND, V_BITS>();
 
 static_assert(CLUSTER == 1 || !POLLED, "clusters merge themselves");
-static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "what a block gives its cluster is in the second slot");
+static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "a block of a cluster has one range and whole rows");
 
 constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
 
@@ -99,7 +99,11 @@ constexpr int FACTORS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // o
 constexpr int BARRIERS_AT = FACTORS_AT + (ROLES ? RINGS * 2 * (4 * COLUMNS + 8) : 0);
 constexpr int BARRIERS = STAGES > 1 ? STAGES : 2;  // of a ring: one a slot, or one for keys and one for values
 constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + (BULK ? 8 * RINGS * BARRIERS : 0);  // probabilities of two steps: there, used
-constexpr int SHARED_BYTES = PAIR_BARRIERS_AT + (ROLES ? RINGS * 4 * 8 : 0);
+// What the blocks of a cluster send each other: columns of a block, each from every block (combine.cuh).
+constexpr int INBOX_COLUMNS = (COLUMNS + CLUSTER - 1) / CLUSTER, CLUSTER_LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : 2;
+constexpr int INBOX_BARRIERS_AT = PAIR_BARRIERS_AT + (ROLES ? RINGS * 4 * 8 : 0);
+constexpr int INBOX_AT = (INBOX_BARRIERS_AT + (CLUSTER > 1 ? 8 * INBOX_COLUMNS : 0) + 15) / 16 * 16;
+constexpr int SHARED_BYTES = CLUSTER > 1 ? INBOX_AT + INBOX_COLUMNS * CLUSTER * 4 * (VD + 4) : INBOX_BARRIERS_AT;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 // ROLES: parts of the output take the place of queries and probabilities; a row of 36 words keeps lanes in different banks.
 constexpr int RESULT_ROW = 16 * OUT_SLICES + 4;
