@@ -22,6 +22,8 @@ from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, At
 from slimkv.ops.attention.cuda import prefill
 from slimkv.ops.attention.cuda.shape import (
     CLUSTER_TOKENS,
+    WHOLE_TOKENS,
+    WHOLE_UNIT,
     Amount,
     Device,
     Shape,
@@ -35,6 +37,7 @@ from slimkv.ops.attention.cuda.shape import (
     shape_for,
     shape_on,
     shared_bytes,
+    takes_whole_items,
     writes_whole_items,
 )
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
@@ -216,7 +219,7 @@ class _Call:
     def _kernels(self) -> tuple[KernelCall, ...]:
         plan = self.plan
         attend = ("attend", plan.defines, self.grids[0], 32 * plan.shape.warps, plan.shared, self.args, True)
-        if plan.shape.cluster > 1:
+        if plan.shape.cluster > 1 or plan.shape.whole:
             return (attend,)
         merge = "merge_cuts" if self.cuts else "merge"
         return attend, (merge, plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, self.args, True)
@@ -231,8 +234,10 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     amount = amount_of(device, layout, tokens, sequences * num_kv_heads)
     if request.max_query_len > most_queries:  # beside a prefill: one kernel for all, however little there is to do
         amount = Amount(False, False, False, False)
+    queries = min(request.max_query_len, most_queries)
+    whole = -(-tokens // WHOLE_UNIT) if request.max_query_len <= most_queries and tokens <= WHOLE_TOKENS else 0
     plan = _plan(
-        device, layout, group, min(request.max_query_len, most_queries), amount, (single, num_kv_heads),
+        device, layout, group, queries, amount, (single, num_kv_heads), whole,
         rows_bound(total * heads), query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
@@ -244,9 +249,11 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     blocks = device.multiprocessors * shape.resident
     if shape.cluster > 1:
         blocks = shape.cluster * -(-total // (shape.columns // group)) * num_kv_heads
-    slots = items + blocks  # every item has a part, and every block may begin another
+    if shape.whole:
+        blocks = sequences * num_kv_heads
+    slots = 0 if shape.whole else items + blocks  # every item has a part, and every block may begin another
     # Few rows have many parts, and then two warps share them; a warp alone reads some at once.
-    split = total * heads <= 32 * device.multiprocessors and blocks > _PARTS_AT_ONCE * items
+    split = not shape.whole and total * heads <= 32 * device.multiprocessors and blocks > _PARTS_AT_ONCE * items
     merge_split = 2 if split else 1
     cuts = items > blocks and writes_whole_items(layout)  # most items are whole in one block
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
@@ -278,15 +285,19 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, single: tuple[int, int], rows: int,
+    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, single: tuple[int, int], whole: int, rows: int,
     q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    """``single``: queries (or 0) and KV heads of the only sequence; ``rows``: of output, at most."""
+    """``single``: queries (or 0) and KV heads of the only sequence; ``whole``: so many times ``WHOLE_UNIT`` tokens, or 0
+    if items may be cut anyway; ``rows``: of output, at most.
+    """
     shape = shape_for(device, layout, group, queries, amount)
     if shape is None:
         return None
     if single[0]:
         shape = in_clusters(device, layout, shape, -(-single[0] // (shape.columns // group)) * single[1])
+    if whole and takes_whole_items(layout, shape, group, queries, whole * WHOLE_UNIT):
+        shape = replace(shape, whole=True)
     shape = replace(shape, polled=polls(device, layout, shape, rows, amount))
     spec = layout.spec
     args = Args(

@@ -42,6 +42,8 @@ _TINY_TOKENS = 1 << 9
 _POLLED_ROWS, _POLLED_ROWS_BESIDE = 64, 256
 # Blocks of a cluster: every device of sm_90 has room for 8 of one a multiprocessor, and for 16 of two.
 _CLUSTER, _LARGE_CLUSTER = 8, 16
+WHOLE_ROUNDS = 4  # of steps of a block's warps, up to which it takes all keys of an item
+WHOLE_UNIT, WHOLE_TOKENS = 1 << 7, 1 << 10
 CLUSTER_TOKENS = 3 << 10  # of a sequence; of more, blocks on all multiprocessors are worth more than one launch
 
 
@@ -60,6 +62,7 @@ class Shape:
     apart: bool = False  # low and high halves of 6-bit levels have tables of their own
     roles: bool = False  # keys and values have warpgroups of their own, in pairs
     cluster: int = 1  # blocks that share an item and put its output together, without a second launch
+    whole: bool = False  # a block for every sequence and KV head: nothing to merge, without a second launch
     polled: bool = False  # merging starts when parts are there, not when all blocks have ended
 
     @property
@@ -179,6 +182,15 @@ def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) ->
     return replace(shape, cluster=cluster)
 
 
+def takes_whole_items(layout: PageLayout, shape: Shape, group: int, queries: int, tokens: int) -> bool:
+    """Whether a block takes all keys of a sequence's head: so few that a second launch would take longer."""
+    one_chunk = queries <= shape.columns // group
+    return (
+        one_chunk and tokens <= 16 * shape.tiles * shape.warps * WHOLE_ROUNDS and shape.team == 1
+        and shape.cluster == 1 and writes_whole_items(layout)
+    )  # fmt: skip
+
+
 def rows_bound(rows: int) -> int:
     """As much of a number of rows as ``polls`` looks at."""
     return next((bound for bound in (_POLLED_ROWS, _POLLED_ROWS_BESIDE) if rows <= bound), 1 << 30)
@@ -190,7 +202,7 @@ def polls(device: Device, layout: PageLayout, shape: Shape, rows: int, amount: A
     They must find room there: on multiprocessors that the cut leaves idle, if they are few, or in the registers that 8
     warps leave. And preparing for it takes a warp some time, which little work does not hide.
     """
-    if not device.copy_engine or shape.cluster > 1 or shape.roles:  # older ones start no kernel early
+    if not device.copy_engine or shape.cluster > 1 or shape.whole or shape.roles:  # older ones start no kernel early
         return False
     if layout.spec.value_dim > 128:
         return shape.wide and shape.warps == 8 and rows <= _POLLED_ROWS_BESIDE
@@ -300,7 +312,7 @@ def kernel_defines(
         "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps,
         "TEAM": shape.team, "WGMMA": int(shape.warpgroup), "ROLES": int(shape.roles), "STAGES": shape.stages,
         "BULK": int(shape.bulk), "APART": int(shape.apart), "CLUSTER": shape.cluster,
-        "POLLED": int(shape.polled), "MIN_BLOCKS": shape.resident,
+        "WHOLE": int(shape.whole), "POLLED": int(shape.polled), "MIN_BLOCKS": shape.resident,
         "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip

@@ -76,6 +76,10 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     left = 0;  // there is no other range
     if (range.chunk >= range.s.chunks) return;
     ClusterInbox(shared).open();
+  } else if constexpr (WHOLE) {
+    range = whole_range(args);
+    left = 0;
+    if (range.s.chunks == 0) return;
   } else {
     WorkPartition partition;
     range = first_range(args, ThisBlock(), lane, partition, left);
@@ -93,7 +97,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
   constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
   auto look_up = [&](const WorkRange& p, int step) {
-    if (CLUSTER == 1 || p.first < p.last) loader.look_up(min_i32(step, p.last - 1));  // of a cluster some have nothing to do
+    if (!ONE_RANGE || p.first < p.last) loader.look_up(min_i32(step, p.last - 1));  // some have nothing to do
   };
   auto begin_loading = [&](const WorkRange& p) {
 #pragma unroll
@@ -233,7 +237,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     left -= range.last - range.first + ITEM_COST;  // with what the next item takes
     WorkRange next = range;
     filled = 1;
-    if (CLUSTER == 1 && left > 0) {
+    if (!ONE_RANGE && left > 0) {
       next = next_range(args, range, left);
       if (STAGES > 1) begin_loading(next);
     }

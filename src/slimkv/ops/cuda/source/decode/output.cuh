@@ -7,7 +7,7 @@ constexpr int VN = (VD + 31) / 32;
 // Blocks that have all keys of an item write its output themselves, where the rotation takes no shared memory.
 constexpr bool WHOLE_ITEMS = !V_ROTATED || (POWER_OF_TWO(VD) && VD >= 32);
 DEVICE bool is_whole(const DecodeArgs& args, const WorkRange& range) {
-  return WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
+  return WHOLE || WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
 }
 
 // POLLED: `merge` does not wait for all of `attend` to end where its blocks have a single range each. Every number of a part tells for

@@ -190,6 +190,17 @@ DEVICE WorkRange cluster_range(const DecodeArgs& args) {
   return range;
 }
 
+// WHOLE: a block has a KV head of a sequence, all keys and queries of it.
+DEVICE WorkRange whole_range(const DecodeArgs& args) {
+  WorkRange range = {};
+  range.item = block_index();
+  range.b = range.item / args.num_kv_heads;
+  range.head = range.item % args.num_kv_heads;
+  range.s = sequence_at(args, range.b);
+  range.last = range.s.steps;
+  return range;
+}
+
 // The one behind it. There is one.
 DEVICE WorkRange next_range(const DecodeArgs& args, const WorkRange& range, int most) {
   WorkRange next = range;

@@ -1,7 +1,7 @@
 // What the decode kernels are compiled for, where things are in shared memory, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_ROTATED, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_ROTATED,
 // V_CORE (the pages),
-// NG, WIDE (the columns), NT, WARPS, TEAM, WGMMA, ROLES, STAGES, BULK, APART, CLUSTER, POLLED, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE
+// NG, WIDE (the columns), NT, WARPS, TEAM, WGMMA, ROLES, STAGES, BULK, APART, CLUSTER, WHOLE, POLLED, MIN_BLOCKS, SHARED (the shape), Q_TYPE, OUT_TYPE
 // (types.cuh),
 // WINDOW, SOFTCAP (the options).
 //
@@ -82,6 +82,10 @@ constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_
 
 static_assert(CLUSTER == 1 || !POLLED, "clusters merge themselves");
 static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "a block of a cluster has one range and whole rows");
+
+// WHOLE: a block for every sequence and KV head, and nothing to merge.
+static_assert(!WHOLE || (CLUSTER == 1 && !POLLED && !ROLES), "there are no parts");
+constexpr bool ONE_RANGE = CLUSTER > 1 || WHOLE;  // of every block, which may be empty
 
 constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
 
