@@ -166,7 +166,7 @@ def _plan(
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
                 levels = 2 * cell_zero if side.format.bits <= 4 else 4 << side.format.bits
-                matrix = side.dim * (side.dim + 16 if shared_weights else 0 if search else 16)
+                matrix = side.dim * (side.dim + 16 if shared_weights else 0 if search else 32)
                 used = -(-(used + levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim, search) + matrix)
             used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
             shared = shared + used if shaped else max(shared, used)
@@ -197,7 +197,7 @@ def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
 
 def _shaped_bytes(dim: int, search: int) -> int:
     """``QueryAwareMemory::BYTES``, without the matrix."""
-    return 4 * 36 * (dim + 16) + (40 * dim if search else 0)
+    return 4 * 36 * (dim + 32) + (40 * dim if search else 0)
 
 
 def _groups(dim: int, seed: int) -> int:

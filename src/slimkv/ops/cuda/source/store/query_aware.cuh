@@ -22,11 +22,11 @@ template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 template <class F> struct QueryAwareMemory {
   static constexpr int STRIDE = 36;  // of a dimension's 32 tokens, in words: no two lanes meet in a bank
   static constexpr int ERROR_STRIDE = PACKED_CODES ? 2 * STRIDE : 40;  // of four dimensions' errors: likewise
-  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = PACKED_CODES ? 0 : F::D / 4 * ERROR_STRIDE * 4;
-  static constexpr int WEIGHTS = F::D * (SHARED_WEIGHTS ? WEIGHT_STRIDE<F> : OWN_WEIGHTS ? 16 : 0), BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS;
+  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 2 * 16 * STRIDE * 4, ERRORS = PACKED_CODES ? 0 : F::D / 4 * ERROR_STRIDE * 4;
+  static constexpr int WEIGHTS = F::D * (SHARED_WEIGHTS ? WEIGHT_STRIDE<F> : OWN_WEIGHTS ? 32 : 0), BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS;
   float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
-  i32* sums;       // [16][STRIDE]: corrections of a slice by later ones, in steps
-  u8* weights;     // [D][16]: of the matrix, what slices have of themselves; [D][WEIGHT_STRIDE]: all, where few tokens would wait for it
+  i32* sums;       // [2][16][STRIDE]: corrections of this slice and the next by those that were done when another began, in steps
+  u8* weights;     // [D][32]: of the matrix, what slices have of themselves and of the next one; [D][WEIGHT_STRIDE]: all, where few tokens would wait for it
   DEVICE_MEMBER QueryAwareMemory(u8* memory)
       : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), weights(memory + NUMBERS + SUMS + ERRORS) {}
   // [4][ERROR_STRIDE]: the errors of a slice when it is done, signed bytes: behind codes, where coordinates of the same tokens were.
@@ -41,15 +41,17 @@ template <class F> struct QueryAwareMemory {
         cp_async_16(weights + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
     } else if constexpr (OWN_WEIGHTS) {
 #pragma unroll 1
-      for (int i = thread; i < F::D; i += threads) cp_async_16(weights + 16 * i, from + i * F::D + i / 16 * 16);
+      for (int i = thread; i < 2 * F::D; i += threads)
+        cp_async_16(weights + 16 * i, from + i / 2 * F::D + min_i32(i / 32 + i % 2, F::D / 16 - 1) * 16);
     }
     cp_async_commit();
   }
-  // Of row i, what slice s has, which is its own. matrix: as load_weight_word takes it.
-  DEVICE_MEMBER Words4 own_weights(const u8* matrix, int i, int s) const {
-    if constexpr (SHARED_WEIGHTS) return *(const Words4*)(weights + i * WEIGHT_STRIDE<F> + 16 * s);
-    else if constexpr (OWN_WEIGHTS) return *(const Words4*)(weights + 16 * i);
-    else return ldg_cached(matrix + i * F::D + 16 * s);
+  // Of row i, what its own slice s has, or the next one. matrix: as load_weight_word takes it.
+  DEVICE_MEMBER Words4 near_weights(const u8* matrix, int i, int s, bool next) const {
+    const int column = next ? min_i32(s + 1, F::D / 16 - 1) : s;
+    if constexpr (SHARED_WEIGHTS) return *(const Words4*)(weights + i * WEIGHT_STRIDE<F> + 16 * column);
+    else if constexpr (OWN_WEIGHTS) return *(const Words4*)(weights + 32 * i + (next ? 16 : 0));
+    else return ldg_cached(matrix + i * F::D + 16 * column);
   }
 };
 
@@ -78,56 +80,39 @@ template <class F> struct ScaledLevels {
   }
 };
 
-// What errors of later slices add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it. Two slices are summed
-// at a time. Weights are loaded when slice s + 1 begins; slices that were done then, but for an odd one, are summed in the
-// middle of it, and the rest at its end. Nothing of that is a branch, so that it goes on beside the rounding: of slices that
-// do not count, weights are zeros.
+// What errors of slices from s + 2 on add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it: in the middle of
+// slice s + 1, when they are all there, so that nothing waits for it. Two slices are summed at a time. None of that is a branch, so
+// that it goes on beside the rounding: of slices that do not count, weights are zeros.
 template <class F> struct LaterErrors {
   static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2;
-  i32 c[2][2][4];      // tiles of 16 tokens, halves of the slice
   u32 b[STEPS][2][2];  // halves of the slice, slices 2 k and 2 k + 1
-  u32 last[2][2];      // the same of s + 1 and s + 2
 
   DEVICE_MEMBER void load(const u8* weights, int s, int lane) {
     const u8* rows = weights + (16 * max_i32(s, 0) + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const u8* half = rows + 8 * (i >> 1) * WEIGHT_STRIDE<F>;
-      last[i >> 1][i & 1] = load_weight_word(half + 16 * min_i32(s + 1 + (i & 1), SLICES - 1));
+    for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int k = 1; k < STEPS; k++) b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? load_weight_word(half + 32 * k + 16 * (i & 1)) : 0;
-    }
+      for (int k = 1; k < STEPS; k++)
+        b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? load_weight_word(rows + 8 * (i >> 1) * WEIGHT_STRIDE<F> + 32 * k + 16 * (i & 1)) : 0;
   }
-  DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int slice, u32 b[2][2], int lane) {
-#pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
-      const int at = (lane & 3) * memory.ERROR_STRIDE + 16 * tile + (lane >> 2);
-      const u32 *first = memory.errors(slice) + at, *second = memory.errors(min_i32(slice + 1, SLICES - 1)) + at;
-#pragma unroll
-      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], first[0], first[8], second[0], second[8], b[h][0], b[h][1]);
-    }
-  }
-  DEVICE_MEMBER void begin(const QueryAwareMemory<F>& memory, int s, int lane) {
-#pragma unroll
-    for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
+  DEVICE_MEMBER void sum(const QueryAwareMemory<F>& memory, int s, i32* to, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    i32 c[2][2][4] = {};  // tiles of 16 tokens, halves of the slice
 #pragma unroll
     for (int k = 1; k < STEPS; k++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) b[k][i >> 1][i & 1] = 2 * k > s + 1 ? b[k][i >> 1][i & 1] : 0;
-      add(memory, 2 * k, b[k], lane);
-    }
-  }
-  // The rest; to memory.sums.
-  DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, int lane) {
-    int g = lane >> 2, t = lane & 3;
-    if (SEARCH > 0 || s + 1 < SLICES) {  // the branch saves the first slice's share, and a search is better without
+      for (int i = 0; i < 4; i++) b[k][i >> 1][i & 1] = 2 * k + (i & 1) >= s + 2 ? b[k][i >> 1][i & 1] : 0;
 #pragma unroll
-      for (int h = 0; h < 2; h++) last[h][1] = s % 2 == 1 && s + 2 < SLICES ? last[h][1] : 0;
-      add(memory, min_i32(s + 1, SLICES - 1), last, lane);
+      for (int tile = 0; tile < 2; tile++) {
+        const int at = t * memory.ERROR_STRIDE + 16 * tile + g;
+        const u32 *first = memory.errors(2 * k) + at, *second = memory.errors(min_i32(2 * k + 1, SLICES - 1)) + at;
+#pragma unroll
+        for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], first[0], first[8], second[0], second[8], b[k][h][0], b[k][h][1]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 16; i++)
-      memory.sums[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
+      to[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
   }
 };
 
@@ -140,33 +125,34 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
   float cost = 0.0f;
   constexpr int MIDDLE = 6;  // weights have come from far by then
-  LaterErrors<F> sums = {};
+  LaterErrors<F> sums;
+  u32 errors[4] = {};  // of the slice before
+  i32 *here = memory.sums, *ahead = memory.sums + 16 * memory.STRIDE;
+#pragma unroll
+  for (int n = 0; n < 16; n++) here[n * memory.STRIDE + lane] = 0;
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
     float* own = memory.numbers + 16 * s * memory.STRIDE + token;
-    // Nothing is stored before the slice is done: the compiler would not load what comes next before that.
+    sync_warp();
+    sums.load(weights, s - 1, lane);
+    // Nothing is stored before the slice is done, but sums in its middle: the compiler would not load what comes next before that.
     float numbers[16];
     i32 later[16];
     u32 codes[16], packed[CODE_WORDS<F>] = {};
-    if constexpr (SEARCH > 0)  // before another lane of this token puts a code there
-#pragma unroll
-      for (int n = 15; n >= 0; n--) numbers[n] = mul_rn(own[n * memory.STRIDE], scale);
-    sums.end(memory, s, lane);
-    sync_warp();
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
-      later[n] = memory.sums[n * memory.STRIDE + lane];
-      if constexpr (SEARCH == 0) numbers[n] = own[n * memory.STRIDE];
+      later[n] = here[n * memory.STRIDE + lane];
+      numbers[n] = SEARCH > 0 ? mul_rn(own[n * memory.STRIDE], scale) : own[n * memory.STRIDE];
     }
-    sums.load(weights, s - 1, lane);
-    u32 errors[4] = {};  // without the newest, which is a float
+    const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};
+    errors[0] = errors[1] = errors[2] = errors[3] = 0;  // without the newest, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
-      if (n == MIDDLE) sums.begin(memory, s - 1, lane);
-      Words4 w = memory.own_weights(weights, 16 * s + n, s);
-      i32 older = later[n];
+      if (n == MIDDLE) sums.sum(memory, s - 1, ahead, lane);
+      const Words4 v = memory.near_weights(weights, 16 * s + n, s, true), w = memory.near_weights(weights, 16 * s + n, s, false);
+      i32 older = dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
       if (n < 14) older = dp4a_s8(errors[3], w.w, older);
       if (n < 10) older = dp4a_s8(errors[2], w.z, older);
       if (n < 6) older = dp4a_s8(errors[1], w.y, older);
@@ -203,7 +189,8 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     if (mine)
 #pragma unroll
       for (int i = 0; i < 4; i++) memory.errors(s)[i * memory.ERROR_STRIDE + lane] = errors[i];
-    sync_warp();
+    i32* const swapped = here;
+    here = ahead, ahead = swapped;
   }
   return cost;
 }
