@@ -601,6 +601,13 @@ template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
   memcpy(&x, host::machine.shared + address, 4);
   return x;
 }
+DEVICE Words4 ld_shared_constant_16(u32 address) {
+  Words4 words;
+  if (address % 16 || address + 16 > (u32)host::machine.shared_bytes) host::fail("words beyond shared memory");
+  memcpy(&words, host::machine.shared + address, 16);
+  return words;
+}
+DEVICE u32 settled(u32 address) { return address; }
 DEVICE u32 ld_shared_constant_half(u32 address) {
   u16 x;
   if (address % 2 || address + 2 > (u32)host::machine.shared_bytes) host::fail("a load beyond shared memory, or not aligned");

@@ -131,10 +131,13 @@ def _plan(
         args.search_scales[i], args.search_weights[i] = scale, scale_weight(scale)
     defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots)})
     warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if shaped else _WARPS, 0
+    whole_matrix = shaped == 1 and not few and not search and layout.spec.key_dim <= 128 and _has_room(device)
+    if whole_matrix:
+        warps = 4
     shaping = warps  # as many again store values
     tables: list[Tensor] = []
     together = few and not shaped
-    shared_weights = bool(shaped) and few and layout.spec.key_dim <= 192  # beyond, small GPUs have no room for it
+    shared_weights = whole_matrix or (bool(shaped) and few and layout.spec.key_dim <= 192)  # beyond, small GPUs have no room for it
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
@@ -166,8 +169,9 @@ def _plan(
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
                 levels = 2 * cell_zero if side.format.bits <= 4 else 4 << side.format.bits
-                matrix = side.dim * (side.dim + 16 if shared_weights else 0 if search else 32)
-                used = -(-(used + levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim, search) + matrix)
+                near = 0 if shared_weights or search else 32 * side.dim
+                used = -(-(used + levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim, search) + near)
+                used += side.dim * (side.dim + 16) if shared_weights else 0
             used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
             shared = shared + used if shaped else max(shared, used)
         warps = 2 * shaping if shaped else max(warps, split)
@@ -188,6 +192,10 @@ def _plan(
     if lean and tiles_per_block > 1:
         resident = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return Plan(SOURCE, KERNEL, defines, 32 * warps, shared, tiles_per_block, blocks * resident, args, tuple(tables))
+
+
+def _has_room(device: torch.device) -> bool:
+    return True
 
 
 def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:

@@ -246,6 +246,13 @@ template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
   asm("ld.shared.u32 %0, [%1+%2];" : "=r"(r) : "r"(address), "n"(OFFSET));
   return r;
 }
+DEVICE Words4 ld_shared_constant_16(u32 address) {
+  Words4 r;
+  asm("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
+  return r;
+}
+// An address from which nothing is loaded before what was stored so far is there.
+DEVICE u32 settled(u32 address) { asm volatile("" : "+r"(address) :: "memory"); return address; }
 DEVICE u32 ld_shared_constant_half(u32 address) {
   u32 r;
   asm("{.reg .b16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h;}" : "=r"(r) : "r"(address));

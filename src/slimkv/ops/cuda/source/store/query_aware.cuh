@@ -23,34 +23,41 @@ template <class F> struct QueryAwareMemory {
   static constexpr int STRIDE = 36;  // of a dimension's 32 tokens, in words: no two lanes meet in a bank
   static constexpr int ERROR_STRIDE = PACKED_CODES ? 2 * STRIDE : 40;  // of four dimensions' errors: likewise
   static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 2 * 16 * STRIDE * 4, ERRORS = PACKED_CODES ? 0 : F::D / 4 * ERROR_STRIDE * 4;
-  static constexpr int WEIGHTS = F::D * (SHARED_WEIGHTS ? WEIGHT_STRIDE<F> : OWN_WEIGHTS ? 32 : 0), BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS;
+  static constexpr int NEAR = OWN_WEIGHTS && !SHARED_WEIGHTS ? 32 * F::D : 0, BYTES = NUMBERS + SUMS + ERRORS + NEAR;
+  static constexpr int MATRIX = SHARED_WEIGHTS ? F::D * WEIGHT_STRIDE<F> : 0;  // of the block
   float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;       // [2][16][STRIDE]: corrections of this slice and the next by those that were done when another began, in steps
-  u8* weights;     // [D][32]: of the matrix, what slices have of themselves and of the next one; [D][WEIGHT_STRIDE]: all, where few tokens would wait for it
-  DEVICE_MEMBER QueryAwareMemory(u8* memory)
-      : numbers((float*)memory), sums((i32*)(memory + NUMBERS)), weights(memory + NUMBERS + SUMS + ERRORS) {}
+  u8* weights;     // [D][32]: of the matrix, what slices have of themselves and of the next one; [D][WEIGHT_STRIDE]: all of it
+  // ``block``: the memory of all pairs, of which this is the ``number``-th.
+  DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
+      : numbers((float*)(block + MATRIX + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)),
+        weights(SHARED_WEIGHTS ? block : (u8*)sums + SUMS + ERRORS) {}
   // [4][ERROR_STRIDE]: the errors of a slice when it is done, signed bytes: behind codes, where coordinates of the same tokens were.
   DEVICE_MEMBER u32* errors(int slice) const {
     if constexpr (PACKED_CODES) return (u32*)numbers + (16 * slice + CODE_WORDS<F>) * STRIDE;
     else return (u32*)sums + SUMS / 4 + 4 * slice * ERROR_STRIDE;
   }
+  // For the threads of a pair.
   DEVICE_MEMBER void copy_weights(const u8* from, int thread, int threads) const {
-    if constexpr (SHARED_WEIGHTS) {
-#pragma unroll 1
-      for (int i = thread; i < F::D * F::D / 16; i += threads)
-        cp_async_16(weights + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
-    } else if constexpr (OWN_WEIGHTS) {
+    if constexpr (NEAR > 0)
 #pragma unroll 1
       for (int i = thread; i < 2 * F::D; i += threads)
         cp_async_16(weights + 16 * i, from + i / 2 * F::D + min_i32(i / 32 + i % 2, F::D / 16 - 1) * 16);
-    }
     cp_async_commit();
   }
-  // Of row i, what its own slice s has, or the next one. matrix: as load_weight_word takes it.
-  DEVICE_MEMBER Words4 near_weights(const u8* matrix, int i, int s, bool next) const {
+  // For those of the block.
+  DEVICE_MEMBER static void copy_matrix(u8* block, const u8* from, int thread, int threads) {
+    if constexpr (MATRIX > 0)
+#pragma unroll 1
+      for (int i = thread; i < F::D * F::D / 16; i += threads)
+        cp_async_16(block + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
+    cp_async_commit();
+  }
+  // Of row i, what its own slice s has, or the next one. matrix: as load_weight_word takes it; at: of ``weights``.
+  DEVICE_MEMBER static Words4 near_weights(const u8* matrix, u32 at, int i, int s, bool next) {
     const int column = next ? min_i32(s + 1, F::D / 16 - 1) : s;
-    if constexpr (SHARED_WEIGHTS) return *(const Words4*)(weights + i * WEIGHT_STRIDE<F> + 16 * column);
-    else if constexpr (OWN_WEIGHTS) return *(const Words4*)(weights + 32 * i + (next ? 16 : 0));
+    if constexpr (SHARED_WEIGHTS) return ld_shared_constant_16(at + i * WEIGHT_STRIDE<F> + 16 * column);
+    else if constexpr (OWN_WEIGHTS) return ld_shared_constant_16(at + 32 * i + (next ? 16 : 0));
     else return ldg_cached(matrix + i * F::D + 16 * column);
   }
 };
@@ -85,6 +92,8 @@ template <class F> struct ScaledLevels {
 // that it goes on beside the rounding: of slices that do not count, weights are zeros.
 template <class F> struct LaterErrors {
   static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2;
+  static constexpr int FIRST_AT = 10;  // weights have come from far by then
+  i32 c[2][2][4];      // tiles of 16 tokens, halves of the slice
   u32 b[STEPS][2][2];  // halves of the slice, slices 2 k and 2 k + 1
 
   DEVICE_MEMBER void load(const u8* weights, int s, int lane) {
@@ -95,24 +104,34 @@ template <class F> struct LaterErrors {
       for (int k = 1; k < STEPS; k++)
         b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? load_weight_word(rows + 8 * (i >> 1) * WEIGHT_STRIDE<F> + 32 * k + 16 * (i & 1)) : 0;
   }
-  DEVICE_MEMBER void sum(const QueryAwareMemory<F>& memory, int s, i32* to, int lane) {
-    const int g = lane >> 2, t = lane & 3;
-    i32 c[2][2][4] = {};  // tiles of 16 tokens, halves of the slice
+  // Slices 2 k and 2 k + 1.
+  DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int s, int k, int lane) {
+    u32 weights[2][2];
 #pragma unroll
-    for (int k = 1; k < STEPS; k++) {
+    for (int i = 0; i < 4; i++) weights[i >> 1][i & 1] = 2 * k + (i & 1) >= s + 2 ? b[k][i >> 1][i & 1] : 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) b[k][i >> 1][i & 1] = 2 * k + (i & 1) >= s + 2 ? b[k][i >> 1][i & 1] : 0;
+    for (int tile = 0; tile < 2; tile++) {
+      const int at = (lane & 3) * memory.ERROR_STRIDE + 16 * tile + (lane >> 2);
+      const u32 *first = memory.errors(2 * k) + at, *second = memory.errors(min_i32(2 * k + 1, SLICES - 1)) + at;
 #pragma unroll
-      for (int tile = 0; tile < 2; tile++) {
-        const int at = t * memory.ERROR_STRIDE + 16 * tile + g;
-        const u32 *first = memory.errors(2 * k) + at, *second = memory.errors(min_i32(2 * k + 1, SLICES - 1)) + at;
-#pragma unroll
-        for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], first[0], first[8], second[0], second[8], b[k][h][0], b[k][h][1]);
-      }
+      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], first[0], first[8], second[0], second[8], weights[h][0], weights[h][1]);
     }
+  }
+  // A quarter of the sums.
+  DEVICE_MEMBER void store(const QueryAwareMemory<F>& memory, int quarter, i32* to, int lane) const {
+    const int g = lane >> 2, t = lane & 3, tile = quarter >> 1, half = quarter & 1;
 #pragma unroll
-    for (int i = 0; i < 16; i++)
-      to[(8 * (i >> 2 & 1) + 2 * t + (i & 1)) * memory.STRIDE + 16 * (i >> 3) + g + 8 * (i >> 1 & 1)] = c[i >> 3][i >> 2 & 1][i & 3];
+    for (int i = 0; i < 4; i++) to[(8 * half + 2 * t + (i & 1)) * memory.STRIDE + 16 * tile + g + 8 * (i >> 1)] = c[tile][half][i];
+  }
+  // The part of it that goes with coordinate n of slice s + 1.
+  DEVICE_MEMBER void go_on(const QueryAwareMemory<F>& memory, int s, int n, i32* to, int lane) {
+    static_assert(STEPS <= 8, "sums are there when they are stored");
+    const int k = FIRST_AT + 1 - n;
+    if (n == FIRST_AT)
+#pragma unroll
+      for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
+    if (k >= 1 && k < STEPS) add(memory, s, k, lane);
+    if (n < 4) store(memory, 3 - n, to, lane);
   }
 };
 
@@ -124,8 +143,8 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
   float cost = 0.0f;
-  constexpr int MIDDLE = 6;  // weights have come from far by then
   LaterErrors<F> sums;
+  const u32 near = settled(shared_address(memory.weights));
   u32 errors[4] = {};  // of the slice before
   i32 *here = memory.sums, *ahead = memory.sums + 16 * memory.STRIDE;
 #pragma unroll
@@ -148,10 +167,14 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     errors[0] = errors[1] = errors[2] = errors[3] = 0;  // without the newest, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
+    Words4 next_weights = memory.near_weights(weights, near, 16 * s + 15, s, true), own_weights = memory.near_weights(weights, near, 16 * s + 15, s, false);
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
-      if (n == MIDDLE) sums.sum(memory, s - 1, ahead, lane);
-      const Words4 v = memory.near_weights(weights, 16 * s + n, s, true), w = memory.near_weights(weights, 16 * s + n, s, false);
+      const Words4 v = next_weights, w = own_weights;
+      if (n > 0) {  // before anything is stored
+        next_weights = memory.near_weights(weights, near, 16 * s + n - 1, s, true);
+        own_weights = memory.near_weights(weights, near, 16 * s + n - 1, s, false);
+      }
       i32 older = dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
       if (n < 14) older = dp4a_s8(errors[3], w.w, older);
       if (n < 10) older = dp4a_s8(errors[2], w.z, older);
@@ -177,6 +200,7 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
         float distance = levels.error(target, error_steps, cell, codes[n]);
         cost = add_rn(cost, mul_rn(distance, distance));
       }
+      sums.go_on(memory, s - 1, n, ahead, lane);
     }
     if (mine) {
 #pragma unroll
@@ -328,7 +352,9 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
 }
 
 // The tables of a block whose warps store keys.
-template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, const StoreArgs& args, u8* shared, int threads) {
+template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, const StoreArgs& args, int head, int matrix, u8* shared, int threads) {
+  QueryAwareMemory<F>::copy_matrix(shared + ScaledLevels<F>::TABLE_BYTES, args.query_aware + (i64)head * F::D * F::D + matrix * args.matrix_stride,
+                                   thread_index(), threads);
   LloydTables<F>(shared).fill(shared, side, thread_index(), threads);
   ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
 }
@@ -348,7 +374,7 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   none = none || (spread && !warp_any(index == only));  // the same for both
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
-  QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES + number * QueryAwareMemory<F>::BYTES);
+  QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES, number);
   int loaded = !SEVERAL ? 0 : spread ? only : shfl(index, 0);
   TokenScalars scalars;
   if (!none) {

@@ -32,13 +32,13 @@ template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs&
 template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, int matrix, u8* memory) {
   constexpr int HALF = WARPS / 2;
   constexpr bool TABLES = V::KIND == LLOYD;
-  u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + HALF * QueryAwareMemory<K>::BYTES;
+  u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + QueryAwareMemory<K>::MATRIX + HALF * QueryAwareMemory<K>::BYTES;
   auto fetch_tables = [&] {
-    fill_query_aware_tables<K>(args.key, args, memory, 32 * WARPS);
+    fill_query_aware_tables<K>(args.key, args, head, matrix, memory, 32 * WARPS);
     if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
     prefetch_rotation<K>(args.key, thread_index(), 32 * WARPS);
   };
-  if constexpr (SHARED_WEIGHTS) fetch_tables();  // few tokens: while the kernel before this one ends
+  if constexpr (WARPS == 2) fetch_tables();  // few tokens: while the kernel before this one ends
   pdl_wait();
   int warp = shfl(thread_index() >> 5, 0);  // as above: no warp takes both ways
   bool spread = SEARCH > 0 && args.spread_rounds;
@@ -46,7 +46,7 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
   int pair = warp % HALF, first = 32 * (block * HALF + pair);
   u32 rows[K::CHUNKS][2][K::RAW];
   load_rows<K>(args.key, head, first + 16 * (warp / HALF), args.tokens, thread_index() & 31, rows);
-  if constexpr (!SHARED_WEIGHTS) fetch_tables();  // they are needed when the rows are rotated
+  if constexpr (WARPS > 2) fetch_tables();  // they are needed when the rows are rotated
   auto values = [&] {
     if (matrix > 0 || round > 0) return;
 #pragma unroll 1
