@@ -190,9 +190,11 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       float x = numbers[n];
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
       const u32 cell = cell_from_below<F>(within);
-      codes[n] = code_of_cell<F>(cell, within, tables);
-      packed[n * CODE_WORDS<F> / 16] += codes[n] << (2 * CODE_WORDS<F> * n % 32);
+      // The level first: the next coordinate waits for it. Of more than 4 bits it is looked up by code.
+      if constexpr (!ScaledLevels<F>::BY_CELL) codes[n] = code_of_cell<F>(cell, within, tables);
       float unlimited = levels.error(x, error_steps, cell, codes[n]), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
+      if constexpr (ScaledLevels<F>::BY_CELL) codes[n] = code_of_cell<F>(cell, within, tables);
+      packed[n * CODE_WORDS<F> / 16] += codes[n] << (2 * CODE_WORDS<F> * n % 32);
       const float rounded = add_rn(error, 12582912.0f);
       newest = sub_rn(rounded, 12582912.0f);
       newest_byte = as_bits(rounded);
