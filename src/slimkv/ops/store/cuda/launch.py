@@ -205,7 +205,7 @@ def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
 
 def _shaped_bytes(dim: int, search: int) -> int:
     """``QueryAwareMemory::BYTES``, without the matrix."""
-    return 4 * 36 * (dim + 32) + (40 * dim if search else 0)
+    return 128 * (dim + 4) + 5120 + (32 * (dim + 16) if search else 0)
 
 
 def _groups(dim: int, seed: int) -> int:

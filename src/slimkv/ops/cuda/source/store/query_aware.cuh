@@ -20,22 +20,22 @@ constexpr bool PACKED_CODES = SEARCH == 0;
 template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 
 template <class F> struct QueryAwareMemory {
-  static constexpr int STRIDE = 36;  // of a dimension's 32 tokens, in words: no two lanes meet in a bank
-  static constexpr int ERROR_STRIDE = PACKED_CODES ? 2 * STRIDE : 40;  // of four dimensions' errors: likewise
-  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 2 * 16 * STRIDE * 4, ERRORS = PACKED_CODES ? 0 : F::D / 4 * ERROR_STRIDE * 4;
+  // Words from token to token, of each kind: lanes that load 16 bytes of a token each do not meet in a bank.
+  static constexpr int STRIDE = F::D + 4, SUM_STRIDE = 20, ERROR_STRIDE = PACKED_CODES ? STRIDE : F::D / 4 + 4;
+  static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = 2 * 32 * SUM_STRIDE * 4, ERRORS = PACKED_CODES ? 0 : 32 * ERROR_STRIDE * 4;
   static constexpr int NEAR = OWN_WEIGHTS && !SHARED_WEIGHTS ? 32 * F::D : 0, BYTES = NUMBERS + SUMS + ERRORS + NEAR;
   static constexpr int MATRIX = SHARED_WEIGHTS ? F::D * WEIGHT_STRIDE<F> : 0;  // of the block
-  float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
-  i32* sums;       // [2][16][STRIDE]: corrections of this slice and the next by those that were done when another began, in steps
+  float* numbers;  // [32][STRIDE]: coordinates in the codebook's units, then codes
+  i32* sums;       // [2][32][SUM_STRIDE]: corrections of this slice and the next by those that were done when another began, in steps
   u8* weights;     // [D][32]: of the matrix, what slices have of themselves and of the next one; [D][WEIGHT_STRIDE]: all of it
   // ``block``: the memory of all pairs, of which this is the ``number``-th.
   DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
       : numbers((float*)(block + MATRIX + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)),
         weights(SHARED_WEIGHTS ? block : (u8*)sums + SUMS + ERRORS) {}
-  // [4][ERROR_STRIDE]: the errors of a slice when it is done, signed bytes: behind codes, where coordinates of the same tokens were.
-  DEVICE_MEMBER u32* errors(int slice) const {
-    if constexpr (PACKED_CODES) return (u32*)numbers + (16 * slice + CODE_WORDS<F>) * STRIDE;
-    else return (u32*)sums + SUMS / 4 + 4 * slice * ERROR_STRIDE;
+  // The errors of a row's slice when it is done, 16 signed bytes: behind codes, where its coordinates were, or apart.
+  DEVICE_MEMBER u32* errors(int row, int slice) const {
+    if constexpr (PACKED_CODES) return (u32*)numbers + row * STRIDE + 16 * slice + 4;
+    else return (u32*)sums + SUMS / 4 + row * ERROR_STRIDE + 4 * slice;
   }
   // For the threads of a pair.
   DEVICE_MEMBER void copy_weights(const u8* from, int thread, int threads) const {
@@ -111,17 +111,19 @@ template <class F> struct LaterErrors {
     for (int i = 0; i < 4; i++) weights[i >> 1][i & 1] = 2 * k + (i & 1) >= s + 2 ? b[k][i >> 1][i & 1] : 0;
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
-      const int at = (lane & 3) * memory.ERROR_STRIDE + 16 * tile + (lane >> 2);
-      const u32 *first = memory.errors(2 * k) + at, *second = memory.errors(min_i32(2 * k + 1, SLICES - 1)) + at;
+      const int row = 16 * tile + (lane >> 2), t = lane & 3, last = min_i32(2 * k + 1, SLICES - 1);
+      const u32 a0 = memory.errors(row, 2 * k)[t], a1 = memory.errors(row + 8, 2 * k)[t];
+      const u32 a2 = memory.errors(row, last)[t], a3 = memory.errors(row + 8, last)[t];
 #pragma unroll
-      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], first[0], first[8], second[0], second[8], weights[h][0], weights[h][1]);
+      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, weights[h][0], weights[h][1]);
     }
   }
   // A quarter of the sums.
   DEVICE_MEMBER void store(const QueryAwareMemory<F>& memory, int quarter, i32* to, int lane) const {
     const int g = lane >> 2, t = lane & 3, tile = quarter >> 1, half = quarter & 1;
 #pragma unroll
-    for (int i = 0; i < 4; i++) to[(8 * half + 2 * t + (i & 1)) * memory.STRIDE + 16 * tile + g + 8 * (i >> 1)] = c[tile][half][i];
+    for (int i = 0; i < 2; i++)
+      *(Words2*)(to + (16 * tile + g + 8 * i) * memory.SUM_STRIDE + 8 * half + 2 * t) = {(u32)c[tile][half][2 * i], (u32)c[tile][half][2 * i + 1]};
   }
   // The part of it that goes with coordinate n of slice s + 1.
   DEVICE_MEMBER void go_on(const QueryAwareMemory<F>& memory, int s, int n, i32* to, int lane) {
@@ -146,12 +148,12 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
   LaterErrors<F> sums;
   const u32 near = settled(shared_address(memory.weights));
   u32 errors[4] = {};  // of the slice before
-  i32 *here = memory.sums, *ahead = memory.sums + 16 * memory.STRIDE;
+  i32 *here = memory.sums, *ahead = memory.sums + 32 * memory.SUM_STRIDE;
 #pragma unroll
-  for (int n = 0; n < 16; n++) here[n * memory.STRIDE + lane] = 0;
+  for (int i = 0; i < 4; i++) *(Words4*)(here + lane * memory.SUM_STRIDE + 4 * i) = {0, 0, 0, 0};
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
-    float* own = memory.numbers + 16 * s * memory.STRIDE + token;
+    float* own = memory.numbers + token * memory.STRIDE + 16 * s;
     sync_warp();
     sums.load(weights, s - 1, lane);
     // Nothing is stored before the slice is done, but sums in its middle: the compiler would not load what comes next before that.
@@ -159,10 +161,14 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     i32 later[16];
     u32 codes[16], packed[CODE_WORDS<F>] = {};
 #pragma unroll
-    for (int n = 15; n >= 0; n--) {
-      later[n] = here[n * memory.STRIDE + lane];
-      numbers[n] = SEARCH > 0 ? mul_rn(own[n * memory.STRIDE], scale) : own[n * memory.STRIDE];
+    for (int i = 3; i >= 0; i--) {
+      const Words4 four = *(const Words4*)(here + lane * memory.SUM_STRIDE + 4 * i), x = *(const Words4*)(own + 4 * i);
+      later[4 * i] = (i32)four.x, later[4 * i + 1] = (i32)four.y, later[4 * i + 2] = (i32)four.z, later[4 * i + 3] = (i32)four.w;
+      numbers[4 * i] = as_float(x.x), numbers[4 * i + 1] = as_float(x.y), numbers[4 * i + 2] = as_float(x.z), numbers[4 * i + 3] = as_float(x.w);
     }
+    if constexpr (SEARCH > 0)
+#pragma unroll
+      for (int n = 0; n < 16; n++) numbers[n] = mul_rn(numbers[n], scale);
     const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};
     errors[0] = errors[1] = errors[2] = errors[3] = 0;  // without the newest, which is a float
     float newest = 0.0f;
@@ -204,17 +210,15 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       }
       sums.go_on(memory, s - 1, n, ahead, lane);
     }
-    if (mine) {
-#pragma unroll
-      for (int n = 0; n < (PACKED_CODES ? CODE_WORDS<F> : 16); n++) {
-        if constexpr (SEARCH > 0) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)codes[n];
-        else own[n * memory.STRIDE] = as_float(packed[n]);
-      }
-    }
     errors[0] = prmt(errors[0], newest_byte, 0x3214);
-    if (mine)
+    if (mine) {
+      if constexpr (SEARCH > 0)
 #pragma unroll
-      for (int i = 0; i < 4; i++) memory.errors(s)[i * memory.ERROR_STRIDE + lane] = errors[i];
+        for (int n = 0; n < 16; n++) ((u8*)(own + n))[lane % ROUNDS] = (u8)codes[n];
+      else if constexpr (CODE_WORDS<F> == 2) *(Words2*)own = {packed[0], packed[1]};
+      else *(Words4*)own = {packed[0], packed[1], packed[2], packed[3]};
+      *(Words4*)memory.errors(lane, s) = {errors[0], errors[1], errors[2], errors[3]};
+    }
     i32* const swapped = here;
     here = ahead, ahead = swapped;
   }
@@ -287,9 +291,11 @@ template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, cons
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++)
 #pragma unroll
-      for (int n = 0; n < 8; n++)
-        memory.numbers[(16 * (q * F::PER + i) + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))] =
-            mul_rn(integer_of<F>(exact[q][n]), factor[token_number<F>(n)]);
+      for (int n = 0; n < 8; n += 2) {  // neighbours
+        const int token = token_number<F>(n);
+        *(Words2*)(memory.numbers + (16 * tile + token_of<F>(lane, token)) * memory.STRIDE + 16 * (q * F::PER + i) + dim_of<F>(lane, n)) =
+            {as_bits(mul_rn(integer_of<F>(exact[q][n]), factor[token])), as_bits(mul_rn(integer_of<F>(exact[q][n + 1]), factor[token]))};
+      }
   }
 }
 
@@ -321,13 +327,12 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
       float rotated[8];
       int slice = q * F::PER + i;
       if constexpr (PACKED_CODES) {  // of each token two neighbours, and two more eight dimensions on
-        constexpr int BYTES = CODE_WORDS<F> / 2, PAIRS = 4 / BYTES;  // in a word
-        const int row = 16 * slice + (lane & 3) / PAIRS;
-        const u8* at = (const u8*)(memory.numbers + row * memory.STRIDE + 16 * tile + (lane >> 2)) + (lane & 3) % PAIRS * BYTES;
+        constexpr int BYTES = CODE_WORDS<F> / 2;  // of two neighbours
+        const u8* at = (const u8*)(memory.numbers + (16 * tile + (lane >> 2)) * memory.STRIDE + 16 * slice) + (lane & 3) * BYTES;
         u32 low = 0;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          const u8* two = at + 4 * ((j & 1) * BYTES * memory.STRIDE + 8 * (j >> 1));
+          const u8* two = at + (j & 1) * 4 * BYTES + 4 * 8 * memory.STRIDE * (j >> 1);
           if constexpr (BYTES == 1) low += (u32)*two << (8 * j);
           else code[2 * j] = two[0], code[2 * j + 1] = two[1];
         }
@@ -342,7 +347,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
 #pragma unroll
       for (int n = 0; n < 8; n++) {
         if constexpr (!PACKED_CODES)
-          code[n] = as_bits(memory.numbers[(16 * slice + dim_of<F>(lane, n)) * memory.STRIDE + 16 * tile + token_of<F>(lane, token_number<F>(n))]);
+          code[n] = as_bits(memory.numbers[(16 * tile + token_of<F>(lane, token_number<F>(n))) * memory.STRIDE + 16 * slice + dim_of<F>(lane, n)]);
         if constexpr (SEARCH > 0) code[n] = code[n] >> shift[token_number<F>(n)] & ((1 << F::BITS) - 1);  // those of other rounds are no codes
         rotated[n] = integer_of<F>(exact[q][n]);
       }
