@@ -91,9 +91,11 @@ class Plan:
 
 
 def code_tables(
-    fmt: TensorFormat, dim: int, unit: float, device: torch.device
+    fmt: TensorFormat, dim: int, unit: float, device: torch.device, error_steps: float = 1.0
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:
-    """The cells' width as a power of two and their zero; cells, bounds and levels."""
+    """The cells' width as a power of two and their zero; cells (up to 4 bits also their levels times ``error_steps``),
+    bounds and levels.
+    """
     nothing = torch.zeros(0, device=device)
     if fmt.kind != Kind.LLOYD:
         return 0, 8, (nothing, nothing, nothing)
@@ -104,8 +106,7 @@ def code_tables(
     if fmt.bits > 4 or fmt.policy == ScalePolicy.UNBIASED:
         bounds = torch.tensor([*book.boundaries, math.inf], dtype=torch.float32, device=device)
     if fmt.bits <= 4:
-        doubled = np.rint(2 * book.levels_by_code).astype(np.int8)
-        numbers = np.concatenate([numbers, doubled[numbers].view(np.uint8)])
+        numbers = np.concatenate([numbers, (error_steps * book.levels_by_code).astype(np.float32)[numbers].view(np.uint8)])
     return shift, zero, (torch.from_numpy(numbers).to(device), bounds, levels)
 
 

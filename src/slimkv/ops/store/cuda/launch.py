@@ -160,7 +160,7 @@ def _plan(
             "VECTORS": int(aligned),
         }
         cell_shift, cell_zero, tensors = _tables(
-            side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, device, dtype
+            side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, constants.error_steps, device, dtype
         )
         own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
@@ -168,7 +168,7 @@ def _plan(
         if side.format.kind == Kind.LLOYD:
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
-                levels = 2 * cell_zero if side.format.bits <= 4 else 4 << side.format.bits
+                levels = 4 * (2 * cell_zero if side.format.bits <= 4 else 1 << side.format.bits)
                 near = 0 if shared_weights or search else 32 * side.dim
                 used = -(-(used + levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim, search) + near)
                 used += side.dim * (side.dim + 16) if shared_weights else 0
@@ -241,13 +241,14 @@ def _tables(
     seed: int,
     groups: int,
     unit: float,
+    error_steps: float,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
     short = dtype if becomes_short(fmt, dtype, dim) else None
     fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed, short)).to(device)
-    shift, zero, tensors = code_tables(fmt, dim, unit, device)
+    shift, zero, tensors = code_tables(fmt, dim, unit, device, error_steps)
     return shift, zero, (fragments, *tensors)
 
 

@@ -78,10 +78,10 @@ def _plan(
             "CELL_ZERO": cell_zero,
         }
         defines |= side_defines(prefix, side, dtype, own)
-        rotation, (cells, bounds, _) = rotation_signs(side, layout.spec.seed, device), tensors
+        rotation, bounds = rotation_signs(side, layout.spec.seed, device), tensors[1]
         side_args.point_to(side, constants, (rotation, *tensors))
         tables += [rotation, *tensors]
-        used = -(-(len(cells) + 8 * len(bounds)) // 16) * 16
+        used = -(-(2 * cell_zero + 8 * len(bounds)) // 16) * 16
         shared = max(shared, used + WARPS * vector_bytes(side))
     resident = resident_blocks(device, _BLOCKS)
     return Plan(SOURCE, KERNEL, defines, 32 * WARPS, shared, 0, resident, args, tuple(tables))

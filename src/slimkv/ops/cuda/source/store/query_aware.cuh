@@ -62,18 +62,17 @@ template <class F> struct QueryAwareMemory {
   }
 };
 
-// What levels are, behind the other tables: up to 4 bits twice the level by cell, a signed byte, so that one look-up leads to
-// the next coordinate; else the level times error_steps by code.
+// Levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next coordinate, else by code.
 template <class F> struct ScaledLevels {
   static constexpr bool BY_CELL = F::BITS <= 4;
-  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + (BY_CELL ? F::CELLS : 4 << F::BITS) + 15) / 16 * 16;
+  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + 4 * (BY_CELL ? F::CELLS : 1 << F::BITS) + 15) / 16 * 16;
   u8* levels;
 
   DEVICE_MEMBER ScaledLevels(u8* memory) : levels(memory + LloydTables<F>::BYTES) {}
   DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
     if constexpr (BY_CELL) {
 #pragma unroll 1
-      for (int i = thread; i < F::CELLS / 16; i += threads) cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
+      for (int i = thread; i < F::CELLS / 4; i += threads) cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
       cp_async_commit();
     } else
 #pragma unroll 1
@@ -82,8 +81,7 @@ template <class F> struct ScaledLevels {
   }
   // The level less x, times error_steps, rounded once: error_steps is a power of two, and so are products with it exact.
   DEVICE_MEMBER float error(float x, float error_steps, u32 cell, u32 code) const {
-    if constexpr (BY_CELL) return fma_rn(i32_to_f32_rn(((const signed char*)levels)[cell]), mul_rn(error_steps, 0.5f), mul_rn(x, -error_steps));
-    else return fma_rn(x, -error_steps, ((const float*)levels)[code]);
+    return fma_rn(x, -error_steps, ((const float*)levels)[BY_CELL ? cell : code]);
   }
 };
 
