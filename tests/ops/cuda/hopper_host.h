@@ -121,6 +121,7 @@ DEVICE void st_cluster(float* to, float a, float b, float c, float d, u64* barri
   if (rank < 0 || rank >= host::machine.cluster || offset + 16 > (u64)host::machine.shared_bytes || at + 8 > (u64)host::machine.shared_bytes)
     host::fail("shared memory of another block that is not there");
   if (offset % 16) host::fail("a store to another block that is not aligned to 16 bytes");
+  if (host::machine.threads[rank * host::machine.block_threads].state == host::DONE) host::fail("a store to a block that has ended");
   const float four[4] = {a, b, c, d};
   memcpy(host::shared_of(rank) + offset, four, 16);
   host::Barrier* theirs = reinterpret_cast<host::Barrier*>(host::shared_of(rank) + at);

@@ -182,14 +182,23 @@ def test_a_token_that_is_not_a_number_among_many_columns(as_if_long):
     assert out[8:].isfinite().all()
 
 
-# One short sequence, whose blocks go together: seven of few warps, two of many, or sixteen.
-CLUSTER_GPU = replace(SMALL_GPU, multiprocessors=7, clusters=True)
+# Short sequences: a block has all keys of a head, or a cluster's blocks: seven of few warps, two of many, or sixteen.
+CLUSTER_GPU = replace(SMALL_GPU, multiprocessors=7, clusters=True, one_launch=True)
 CLUSTER_CASES = [
     *(replace(TINY, lens=(length,), queries=(1,)) for length in (0, 1, 17, 137, 700)),
     replace(TINY, lens=(300,), queries=(4,), group=3, sinks=True),
     replace(TINY, lens=(90,), queries=(3,), num_kv_heads=2, dim=128, format="k5v3"),
     replace(TINY, **EVERYTHING | {"lens": (700,), "queries": (2,)}),
     replace(TINY, lens=(500,), queries=(1,), num_kv_heads=3, group=8, dim=256, page=64),
+    replace(TINY, lens=(500, 0, 90), queries=(1, 1, 1)),
+    replace(TINY, lens=(40, 200), queries=(2, 4), group=4, padding=3),
+]
+WHOLE_CASES = [
+    *(replace(TINY, format=f, lens=(128, 9, 0, 1), queries=(1,) * 4) for f in ("k4v4", "k5v3", "k2v6")),
+    replace(TINY, dim=128, lens=(128, 77), num_kv_heads=3),
+    replace(TINY, lens=(60, 3, 0, 21), queries=(4, 2, 1, 3), group=3, sinks=True),
+    replace(TINY, lens=(60, 30), queries=(0, 1), group=8, dim=256, page=64, padding=2),
+    replace(VERIFY, **EVERYTHING | {"lens": (90, 700, 4, 1), "queries": (1, 2, 1, 1), "window": 20}),
 ]
 
 
@@ -212,7 +221,8 @@ def check_one_launch(case: Case, device: shape.Device) -> int:
 @emulated
 @pytest.mark.parametrize("warps", [4, 16])
 @pytest.mark.parametrize("case", CLUSTER_CASES, ids=str)
-def test_one_launch(case, warps, monkeypatch):
+def test_one_launch_of_clusters(case, warps, monkeypatch):
+    monkeypatch.setattr(shape, "_ROUNDS_OF_ONE", -1)
     if warps == 16:
         monkeypatch.setattr(shape, "_CLUSTER", 2)
     assert check_one_launch(case, CLUSTER_GPU) > 1
@@ -224,13 +234,26 @@ def test_one_launch_of_the_largest_clusters(case):
     assert check_one_launch(case, replace(CLUSTER_GPU, multiprocessors=20)) == 16
 
 
-def test_a_long_sequence_has_two_launches(monkeypatch):
-    monkeypatch.setattr(attend_cuda, "CLUSTER_TOKENS", 100)
+@emulated
+@pytest.mark.parametrize("case", WHOLE_CASES, ids=str)
+def test_one_launch_of_a_block_for_every_head(case):
+    assert check_one_launch(case, replace(CLUSTER_GPU, clusters=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("lens", "queries", "launches"),
+    [
+        ((137,), (1,), ["attend"]),
+        ((4000,), (1,), ["attend", "merge"]),
+        ((200,) * 9, (40,) + (1,) * 8, ["attend", "merge"]),
+    ],
+)
+def test_of_long_sequences_and_beside_a_prefill_there_are_two_launches(lens, queries, launches):
     names: list[str] = []
-    built = build(replace(TINY, lens=(137,), queries=(1,)), CPU)
+    built = build(replace(TINY, lens=lens, queries=queries), CPU)
     out, lse = poisoned_out(built.case, built)
     attend_cuda.attend_packed(request_of(built, out, lse), CLUSTER_GPU, lambda name, *_: names.append(name))
-    assert names == ["attend", "merge"]
+    assert names == launches
 
 
 @pytest.mark.parametrize(("dim", "name"), [(64, "merge_cuts"), (80, "merge")])

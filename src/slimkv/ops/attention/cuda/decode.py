@@ -21,14 +21,13 @@ from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest
 from slimkv.ops.attention.cuda import prefill
 from slimkv.ops.attention.cuda.shape import (
-    CLUSTER_TOKENS,
-    WHOLE_TOKENS,
-    WHOLE_UNIT,
     Amount,
     Device,
+    Few,
     Shape,
     amount_of,
-    in_clusters,
+    few_tokens,
+    in_one_launch,
     kernel_defines,
     level_bytes,
     max_columns,
@@ -37,7 +36,6 @@ from slimkv.ops.attention.cuda.shape import (
     shape_for,
     shape_on,
     shared_bytes,
-    takes_whole_items,
     writes_whole_items,
 )
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
@@ -174,7 +172,7 @@ def attend_packed(
 ) -> None:
     """The sequences of at most ``most_queries`` queries: one launch that attends and one that merges.
 
-    The blocks of a single short sequence's items are clusters, and one launch does both.
+    Of short sequences one launch does both: a block has all keys, or a cluster of blocks.
     """
     call, workspace = _prepare(request, device, most_queries), request.workspace
     if workspace is None:
@@ -219,7 +217,7 @@ class _Call:
     def _kernels(self) -> tuple[KernelCall, ...]:
         plan = self.plan
         attend = ("attend", plan.defines, self.grids[0], 32 * plan.shape.warps, plan.shared, self.args, True)
-        if plan.shape.cluster > 1 or plan.shape.whole:
+        if plan.shape.one_launch:
             return (attend,)
         merge = "merge_cuts" if self.cuts else "merge"
         return attend, (merge, plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, self.args, True)
@@ -230,14 +228,12 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     (total, heads, _), num_kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
     tokens = _seen_tokens(request)
-    single = total if sequences == 1 and request.max_query_len <= most_queries and tokens <= CLUSTER_TOKENS else 0
+    few = few_tokens(device, sequences, total, num_kv_heads, tokens)
     amount = amount_of(device, layout, tokens, sequences * num_kv_heads)
     if request.max_query_len > most_queries:  # beside a prefill: one kernel for all, however little there is to do
-        amount = Amount(False, False, False, False)
-    queries = min(request.max_query_len, most_queries)
-    whole = -(-tokens // WHOLE_UNIT) if request.max_query_len <= most_queries and tokens <= WHOLE_TOKENS else 0
+        amount, few = Amount(False, False, False, False), None
     plan = _plan(
-        device, layout, group, queries, amount, (single, num_kv_heads), whole,
+        device, layout, group, min(request.max_query_len, most_queries), amount, few,
         rows_bound(total * heads), query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
@@ -247,13 +243,12 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     rows = min(total, sequences * most_queries)
     items = most_items(rows, sequences, num_kv_heads, group, shape)
     blocks = device.multiprocessors * shape.resident
-    if shape.cluster > 1:
-        blocks = shape.cluster * -(-total // (shape.columns // group)) * num_kv_heads
-    if shape.whole:
-        blocks = sequences * num_kv_heads
-    slots = 0 if shape.whole else items + blocks  # every item has a part, and every block may begin another
+    slots = items + blocks  # every item has a part, and every block may begin another
+    if shape.one_launch:
+        chunks = -(-total // (shape.columns // group)) if sequences == 1 else 1
+        blocks, slots = sequences * chunks * num_kv_heads * shape.cluster, 0
     # Few rows have many parts, and then two warps share them; a warp alone reads some at once.
-    split = not shape.whole and total * heads <= 32 * device.multiprocessors and blocks > _PARTS_AT_ONCE * items
+    split = not shape.one_launch and total * heads <= 32 * device.multiprocessors and blocks > _PARTS_AT_ONCE * items
     merge_split = 2 if split else 1
     cuts = items > blocks and writes_whole_items(layout)  # most items are whole in one block
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
@@ -285,19 +280,15 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, single: tuple[int, int], whole: int, rows: int,
+    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, few: Few | None, rows: int,
     q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    """``single``: queries (or 0) and KV heads of the only sequence; ``whole``: so many times ``WHOLE_UNIT`` tokens, or 0
-    if items may be cut anyway; ``rows``: of output, at most.
-    """
+    """``few``: if sequences are short; ``rows``: of output, at most."""
     shape = shape_for(device, layout, group, queries, amount)
     if shape is None:
         return None
-    if single[0]:
-        shape = in_clusters(device, layout, shape, -(-single[0] // (shape.columns // group)) * single[1])
-    if whole and takes_whole_items(layout, shape, group, queries, whole * WHOLE_UNIT):
-        shape = replace(shape, whole=True)
+    if few is not None:
+        shape = in_one_launch(device, layout, shape, group, queries, few)
     shape = replace(shape, polled=polls(device, layout, shape, rows, amount))
     spec = layout.spec
     args = Args(
@@ -356,6 +347,7 @@ def device_of(device: torch.device) -> Device:
         about.shared_memory_per_block_optin,
         copy_engine=about.major >= 9,
         clusters=about.major == 9,  # where they were measured
+        one_launch=about.major == 9,
         warpgroups=(about.major, about.minor) == (9, 0),
     )
 

@@ -42,9 +42,11 @@ _TINY_TOKENS = 1 << 9
 _POLLED_ROWS, _POLLED_ROWS_BESIDE = 64, 256
 # Blocks of a cluster: every device of sm_90 has room for 8 of one a multiprocessor, and for 16 of two.
 _CLUSTER, _LARGE_CLUSTER = 8, 16
-WHOLE_ROUNDS = 4  # of steps of a block's warps, up to which it takes all keys of an item
-WHOLE_UNIT, WHOLE_TOKENS = 1 << 7, 1 << 10
-CLUSTER_TOKENS = 3 << 10  # of a sequence; of more, blocks on all multiprocessors are worth more than one launch
+_CLUSTER_TOKENS = 3 << 10  # of a sequence; of more, blocks on all multiprocessors are worth more than one launch
+_FEW_TOKENS = 1 << 7  # are told apart
+# Steps that a warp takes after one another, up to which a block takes all keys of a sequence's head: rather than a cluster's blocks, and
+# rather than blocks whose parts are merged in a second launch.
+_ROUNDS_OF_ONE, _MOST_ROUNDS = 1, 4
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ class Shape:
         return self.team == 4
 
     @property
+    def one_launch(self) -> bool:
+        """Whether nothing is left to merge."""
+        return self.whole or self.cluster > 1
+
+    @property
     def columns(self) -> int:
         """Rows of output that one block computes at a time."""
         return (8 if self.wide else 4) * self.groups
@@ -86,6 +93,7 @@ class Device:
     copy_engine: bool = False
     warpgroups: bool = False  # with products of their own
     clusters: bool = False
+    one_launch: bool = False  # for short sequences: where it was measured
 
 
 class Amount(NamedTuple):
@@ -95,6 +103,15 @@ class Amount(NamedTuple):
     little: bool
     tiny: bool
     many_rows: bool
+
+
+class Few(NamedTuple):
+    """Of short sequences: how many, at most as many as multiprocessors; queries of the only one, or 0; KV heads, tokens."""
+
+    sequences: int
+    queries: int
+    heads: int
+    tokens: int
 
 
 def max_columns(layout: PageLayout) -> int:
@@ -168,9 +185,9 @@ def writes_whole_items(layout: PageLayout) -> bool:
 
 
 def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) -> Shape:
-    """``shape`` for the ``items`` of one short sequence: where blocks enough are left for each, they are a cluster."""
+    """``shape`` for ``items`` of short sequences: where blocks enough are left for each, they are a cluster."""
     each = device.multiprocessors * shape.resident // items
-    if not device.clusters or each < 2 or shape.stages == 1 or shape.team > 1 or not writes_whole_items(layout):
+    if not device.clusters or each < 2 or shape.stages == 1:
         return shape
     large = replace(shape, cluster=_LARGE_CLUSTER, resident=2)
     if each >= _LARGE_CLUSTER and not shape.wide and shape.warps <= 8 and _fits(device, layout, large):
@@ -182,13 +199,29 @@ def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) ->
     return replace(shape, cluster=cluster)
 
 
-def takes_whole_items(layout: PageLayout, shape: Shape, group: int, queries: int, tokens: int) -> bool:
-    """Whether a block takes all keys of a sequence's head: so few that a second launch would take longer."""
-    one_chunk = queries <= shape.columns // group
-    return (
-        one_chunk and tokens <= 16 * shape.tiles * shape.warps * WHOLE_ROUNDS and shape.team == 1
-        and shape.cluster == 1 and writes_whole_items(layout)
-    )  # fmt: skip
+def few_tokens(device: Device, sequences: int, queries: int, heads: int, tokens: int) -> Few | None:
+    """What a shape depends on of sequences of up to ``tokens`` tokens and ``queries`` queries in all, if they are short."""
+    if not device.one_launch or tokens > _CLUSTER_TOKENS:
+        return None
+    count = min(sequences, device.multiprocessors)  # of more, every block has one or several
+    return Few(count, queries if sequences == 1 else 0, heads, -(-tokens // _FEW_TOKENS) * _FEW_TOKENS)
+
+
+def in_one_launch(device: Device, layout: PageLayout, shape: Shape, group: int, queries: int, few: Few) -> Shape:
+    """``shape`` for short sequences of up to ``queries`` queries: nothing is left to a second launch, if that is quicker.
+
+    A block takes all keys of a sequence's head, or the blocks of a cluster do and put its output together.
+    """
+    per_chunk = shape.columns // group
+    chunks = -(-(few.queries or queries) // per_chunk)
+    if shape.team > 1 or not writes_whole_items(layout) or (chunks > 1 and few.sequences > 1):
+        return shape
+    rounds = few.tokens / (SLICE_DIMS * shape.tiles * shape.warps)
+    whole = replace(shape, whole=True) if chunks == 1 else shape
+    if rounds <= _ROUNDS_OF_ONE:
+        return whole
+    clustered = in_clusters(device, layout, shape, few.sequences * few.heads * chunks)
+    return clustered if clustered.cluster > 1 or rounds > _MOST_ROUNDS else whole
 
 
 def rows_bound(rows: int) -> int:
@@ -202,7 +235,7 @@ def polls(device: Device, layout: PageLayout, shape: Shape, rows: int, amount: A
     They must find room there: on multiprocessors that the cut leaves idle, if they are few, or in the registers that 8
     warps leave. And preparing for it takes a warp some time, which little work does not hide.
     """
-    if not device.copy_engine or shape.cluster > 1 or shape.whole or shape.roles:  # older ones start no kernel early
+    if not device.copy_engine or shape.one_launch or shape.roles:  # older ones start no kernel early
         return False
     if layout.spec.value_dim > 128:
         return shape.wide and shape.warps == 8 and rows <= _POLLED_ROWS_BESIDE

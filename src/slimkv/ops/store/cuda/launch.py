@@ -24,6 +24,7 @@ SOURCE, KERNEL = "store/store.cu", "store"
 LARGEST_DIM = 256
 FEW_VECTORS = 8192  # tokens times heads: below this a tile is shared by several warps
 _WARPS, _QUERY_AWARE_WARPS = 4, 2  # query-aware rounding needs much shared memory, of which small GPUs have 99 KiB
+_MATRIX_WARPS, _MATRIX_ROOM = 4, 228 << 10  # where there is more, so many warps share a head's matrix
 # A product with the matrix takes few dimensions; the rest of the rotation is additions.
 _GROUP_DIMS, _MOST_GROUPS = 32, 4
 _SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what stands for 1 (store/integers.cuh)
@@ -131,13 +132,14 @@ def _plan(
         args.search_scales[i], args.search_weights[i] = scale, scale_weight(scale)
     defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots)})
     warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if shaped else _WARPS, 0
-    whole_matrix = shaped == 1 and not few and not search and layout.spec.key_dim <= 128 and _has_room(device)
-    if whole_matrix:
-        warps = 4
+    shared_matrix = shaped == 1 and not few and not search and layout.spec.key_dim <= 128 and _has_room(device)
+    if shared_matrix:
+        warps = _MATRIX_WARPS
     shaping = warps  # as many again store values
     tables: list[Tensor] = []
     together = few and not shaped
-    shared_weights = whole_matrix or (bool(shaped) and few and layout.spec.key_dim <= 192)  # beyond, small GPUs have no room for it
+    # A matrix in shared memory: beyond a head size of 192 small GPUs have no room for it.
+    shared_weights = shared_matrix or (bool(shaped) and few and layout.spec.key_dim <= 192)
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
@@ -160,8 +162,9 @@ def _plan(
             "VECTORS": int(aligned),
         }
         cell_shift, cell_zero, tensors = _tables(
-            side.format, side.dim, side.transposed, layout.spec.seed, groups, constants.unit, constants.error_steps, device, dtype
-        )
+            side.format, side.dim, side.transposed, layout.spec.seed, groups,
+            (constants.unit, constants.error_steps), device, dtype,
+        )  # fmt: skip
         own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
         side_args.point_to(side, constants, tensors)
@@ -195,7 +198,10 @@ def _plan(
 
 
 def _has_room(device: torch.device) -> bool:
-    return True
+    """Whether two blocks of ``_MATRIX_WARPS`` pairs, and the matrix of each, fit a multiprocessor."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= _MATRIX_ROOM
 
 
 def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
@@ -240,15 +246,14 @@ def _tables(
     transposed: bool,
     seed: int,
     groups: int,
-    unit: float,
-    error_steps: float,
+    units: tuple[float, float],  # SideTables' unit and error_steps
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
     short = dtype if becomes_short(fmt, dtype, dim) else None
     fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed, short)).to(device)
-    shift, zero, tensors = code_tables(fmt, dim, unit, device, error_steps)
+    shift, zero, tensors = code_tables(fmt, dim, units[0], device, units[1])
     return shift, zero, (fragments, *tensors)
 
 

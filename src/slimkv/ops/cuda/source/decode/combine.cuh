@@ -15,6 +15,12 @@ DEVICE void sum_of_warps(const float* states, int column, float& all_max, float&
   }
 }
 
+// Is there such a column, of a query head of one of the item's queries?
+DEVICE bool is_real(const DecodeArgs& args, const WorkRange& range, int column) {
+  const int of_chunk = column / args.group_size, per_chunk = COLUMNS / args.group_size;
+  return of_chunk < per_chunk && range.chunk * per_chunk + of_chunk < range.s.queries;
+}
+
 // What the blocks of a cluster send each other: of every column sums, maximum and sum, to the block that writes its row. They come
 // without being asked for, so that nobody waits for a block that is not ready, and no block for what another reads.
 struct ClusterInbox {
@@ -43,8 +49,7 @@ struct ClusterInbox {
 DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* shared, int warp, int lane) {
   const ClusterInbox inbox(shared);
   for (int column = cluster_rank() + CLUSTER * warp; column < COLUMNS; column += CLUSTER * WARPS) {
-    const int of_chunk = column / args.group_size, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + of_chunk;
-    if (of_chunk >= per_chunk || query >= range.s.queries) continue;
+    if (!is_real(args, range, column)) continue;
     mbarrier_wait(inbox.barriers + column / CLUSTER, 0);
     const int own = lane % CLUSTER_LANES;
     const float* state = inbox.row(column, min_i32(own, CLUSTER - 1)) + VD;
@@ -56,8 +61,8 @@ DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* 
     MergedState merged;
     merged.clear();
     merged.add_spread(own < CLUSTER ? state[0] : MINUS_INFINITY, own < CLUSTER ? state[1] : 0.0f, v);
-    write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, merged.highest, merged.row_sum,
-              merged.x, nullptr, lane);
+    const int row = range.s.start + range.chunk * (COLUMNS / args.group_size) + column / args.group_size;
+    write_row(args, row, range.head * args.group_size + column % args.group_size, merged.highest, merged.row_sum, merged.x, nullptr, lane);
   }
 }
 
@@ -142,6 +147,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       const ClusterInbox inbox(shared);
       for (int i = warp; i < GROUP; i += WARPS) {
         const int column = GROUP * n + i;
+        if (!is_real(args, range, column)) continue;  // a block that waits for nothing may have ended
         for (int d = 4 * lane; d < VD; d += 128) {
           float x[4];
           sum_four(shared, i, d, x);

@@ -177,13 +177,15 @@ template <class Block> DEVICE WorkRange first_range(const DecodeArgs& args, Bloc
   return range;
 }
 
-// Of a cluster: its blocks share the steps of one item of the only sequence. Some may have none.
+// Of a cluster: its blocks share the steps of one item, of the only sequence or of those that have a single one for each head. Some
+// may have none.
 DEVICE WorkRange cluster_range(const DecodeArgs& args) {
   WorkRange range = {};
-  range.s = sequence_at(args, 0);
   range.item = block_index() / CLUSTER;
-  range.chunk = range.item / args.num_kv_heads;
   range.head = range.item % args.num_kv_heads;
+  if (args.num_seqs > 1) range.b = range.item / args.num_kv_heads;
+  else range.chunk = range.item / args.num_kv_heads;
+  range.s = sequence_at(args, range.b);
   const int share = (range.s.steps + CLUSTER - 1) / CLUSTER;
   range.first = min_i32(range.s.steps, cluster_rank() * share);
   range.last = min_i32(range.s.steps, range.first + share);
