@@ -172,8 +172,8 @@ def _plan(
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
                 levels = 4 * (2 * cell_zero if side.format.bits <= 4 else 1 << side.format.bits)
-                near = 0 if shared_weights or search else 32 * side.dim
-                used = -(-(used + levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim, search) + near)
+                own_weights = 0 if shared_weights or search else 16 * side.dim
+                used = -(-(used + levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim, search, shared_weights) + own_weights)
                 used += side.dim * (side.dim + 16) if shared_weights else 0
             used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
             shared = shared + used if shaped else max(shared, used)
@@ -209,9 +209,9 @@ def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
     return groups * -(-dim // groups // 32) * 64 * 8 * dtype.itemsize
 
 
-def _shaped_bytes(dim: int, search: int) -> int:
+def _shaped_bytes(dim: int, search: int, ahead: bool) -> int:
     """``QueryAwareMemory::BYTES``, without the matrix."""
-    return 128 * (dim + 4) + 5120 + (32 * (dim + 16) if search else 0)
+    return 128 * (dim + 4) + (5120 if ahead else 2560) + (32 * (dim + 16) if search else 0)
 
 
 def _groups(dim: int, seed: int) -> int:

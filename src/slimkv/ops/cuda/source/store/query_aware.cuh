@@ -13,6 +13,9 @@ constexpr int ROUNDS = SEARCH > 0 ? SEARCH : 1;
 
 template <class F> constexpr int WEIGHT_STRIDE = F::D + (SHARED_WEIGHTS ? 16 : 0);  // bytes of a matrix's row, where it is read
 constexpr bool OWN_WEIGHTS = SHARED_WEIGHTS || SEARCH == 0;  // is what slices have of themselves? A search has no room for it.
+// Is a slice corrected by the next one lane by lane? Its errors are in registers still, and nothing waits for it; it takes weights of which
+// many are near. Else all that later slices add is summed by the tensor cores.
+constexpr bool AHEAD = SHARED_WEIGHTS;
 DEVICE u32 load_weight_word(const u8* p) { return SHARED_WEIGHTS ? *(const u32*)p : ldg_word(p); }
 
 // Without a search, codes are left in memory packed: those of a token's slice are two words of nibbles, or four of bytes.
@@ -22,12 +25,12 @@ template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 template <class F> struct QueryAwareMemory {
   // Words from token to token, of each kind: lanes that load 16 bytes of a token each do not meet in a bank.
   static constexpr int STRIDE = F::D + 4, SUM_STRIDE = 20, ERROR_STRIDE = PACKED_CODES ? STRIDE : F::D / 4 + 4;
-  static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = 2 * 32 * SUM_STRIDE * 4, ERRORS = PACKED_CODES ? 0 : 32 * ERROR_STRIDE * 4;
-  static constexpr int NEAR = OWN_WEIGHTS && !SHARED_WEIGHTS ? 32 * F::D : 0, BYTES = NUMBERS + SUMS + ERRORS + NEAR;
+  static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = (AHEAD ? 2 : 1) * 32 * SUM_STRIDE * 4, ERRORS = PACKED_CODES ? 0 : 32 * ERROR_STRIDE * 4;
+  static constexpr int OWN = OWN_WEIGHTS && !SHARED_WEIGHTS ? 16 * F::D : 0, BYTES = NUMBERS + SUMS + ERRORS + OWN;
   static constexpr int MATRIX = SHARED_WEIGHTS ? F::D * WEIGHT_STRIDE<F> : 0;  // of the block
   float* numbers;  // [32][STRIDE]: coordinates in the codebook's units, then codes
-  i32* sums;       // [2][32][SUM_STRIDE]: corrections of this slice and the next by those that were done when another began, in steps
-  u8* weights;     // [D][32]: of the matrix, what slices have of themselves and of the next one; [D][WEIGHT_STRIDE]: all of it
+  i32* sums;       // [32][SUM_STRIDE], AHEAD twice: corrections of a slice by later ones, in steps
+  u8* weights;     // [D][16]: of the matrix, what slices have of themselves; [D][WEIGHT_STRIDE]: all of it
   // ``block``: the memory of all pairs, of which this is the ``number``-th.
   DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
       : numbers((float*)(block + MATRIX + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)),
@@ -39,10 +42,9 @@ template <class F> struct QueryAwareMemory {
   }
   // For the threads of a pair.
   DEVICE_MEMBER void copy_weights(const u8* from, int thread, int threads) const {
-    if constexpr (NEAR > 0)
+    if constexpr (OWN > 0)
 #pragma unroll 1
-      for (int i = thread; i < 2 * F::D; i += threads)
-        cp_async_16(weights + 16 * i, from + i / 2 * F::D + min_i32(i / 32 + i % 2, F::D / 16 - 1) * 16);
+      for (int i = thread; i < F::D; i += threads) cp_async_16(weights + 16 * i, from + i * F::D + i / 16 * 16);
     cp_async_commit();
   }
   // For those of the block.
@@ -53,12 +55,11 @@ template <class F> struct QueryAwareMemory {
         cp_async_16(block + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
     cp_async_commit();
   }
-  // Of row i, what its own slice s has, or the next one. matrix: as load_weight_word takes it; at: of ``weights``.
-  DEVICE_MEMBER static Words4 near_weights(const u8* matrix, u32 at, int i, int s, bool next) {
-    const int column = next ? min_i32(s + 1, F::D / 16 - 1) : s;
-    if constexpr (SHARED_WEIGHTS) return ld_shared_constant_16(at + i * WEIGHT_STRIDE<F> + 16 * column);
-    else if constexpr (OWN_WEIGHTS) return ld_shared_constant_16(at + 32 * i + (next ? 16 : 0));
-    else return ldg_cached(matrix + i * F::D + 16 * column);
+  // Of row i, what slice s has: its own or, AHEAD, the next one. matrix: as load_weight_word takes it; at: of ``weights``.
+  DEVICE_MEMBER static Words4 near_weights(const u8* matrix, u32 at, int i, int s) {
+    if constexpr (SHARED_WEIGHTS) return ld_shared_constant_16(at + i * WEIGHT_STRIDE<F> + 16 * min_i32(s, F::D / 16 - 1));
+    else if constexpr (OWN_WEIGHTS) return ld_shared_constant_16(at + 16 * i);
+    else return ldg_cached(matrix + i * F::D + 16 * s);
   }
 };
 
@@ -85,36 +86,46 @@ template <class F> struct ScaledLevels {
   }
 };
 
-// What errors of slices from s + 2 on add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it: in the middle of
-// slice s + 1, when they are all there, so that nothing waits for it. Two slices are summed at a time. None of that is a branch, so
-// that it goes on beside the rounding: of slices that do not count, weights are zeros.
+// What errors of later slices add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it. Two slices are summed at a
+// time, in the middle of slice s + 1: AHEAD those from s + 2 on, so that the sums are there when slice s begins; else those that were
+// done when slice s + 1 began, but for an odd one, and the rest at its end. Nothing of that is a branch, so that it goes on beside
+// the rounding: of slices that do not count, weights are zeros.
 template <class F> struct LaterErrors {
   static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2;
-  static constexpr int FIRST_AT = 10;  // weights have come from far by then
+  static constexpr int FIRST_AT = AHEAD ? 10 : 6;  // the coordinate of slice s + 1 with which it begins: weights have come from far by then
   i32 c[2][2][4];      // tiles of 16 tokens, halves of the slice
   u32 b[STEPS][2][2];  // halves of the slice, slices 2 k and 2 k + 1
+  u32 last[2][2];      // the same of s + 1 and s + 2
 
+  DEVICE_MEMBER void clear() {
+#pragma unroll
+    for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
+  }
   DEVICE_MEMBER void load(const u8* weights, int s, int lane) {
     const u8* rows = weights + (16 * max_i32(s, 0) + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 4; i++) {
+      const u8* half = rows + 8 * (i >> 1) * WEIGHT_STRIDE<F>;
+      if (!AHEAD) last[i >> 1][i & 1] = load_weight_word(half + 16 * min_i32(s + 1 + (i & 1), SLICES - 1));
 #pragma unroll
-      for (int k = 1; k < STEPS; k++)
-        b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? load_weight_word(rows + 8 * (i >> 1) * WEIGHT_STRIDE<F> + 32 * k + 16 * (i & 1)) : 0;
+      for (int k = 1; k < STEPS; k++) b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? load_weight_word(half + 32 * k + 16 * (i & 1)) : 0;
+    }
   }
-  // Slices 2 k and 2 k + 1.
-  DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int s, int k, int lane) {
-    u32 weights[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) weights[i >> 1][i & 1] = 2 * k + (i & 1) >= s + 2 ? b[k][i >> 1][i & 1] : 0;
+  DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int slice, const u32 weights[2][2], int lane) {
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
-      const int row = 16 * tile + (lane >> 2), t = lane & 3, last = min_i32(2 * k + 1, SLICES - 1);
-      const u32 a0 = memory.errors(row, 2 * k)[t], a1 = memory.errors(row + 8, 2 * k)[t];
-      const u32 a2 = memory.errors(row, last)[t], a3 = memory.errors(row + 8, last)[t];
+      const int row = 16 * tile + (lane >> 2), t = lane & 3, second = min_i32(slice + 1, SLICES - 1);
+      const u32 a0 = memory.errors(row, slice)[t], a1 = memory.errors(row + 8, slice)[t];
+      const u32 a2 = memory.errors(row, second)[t], a3 = memory.errors(row + 8, second)[t];
 #pragma unroll
       for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, weights[h][0], weights[h][1]);
     }
+  }
+  DEVICE_MEMBER void add_step(const QueryAwareMemory<F>& memory, int s, int k, int lane) {
+    u32 weights[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) weights[i >> 1][i & 1] = (AHEAD ? 2 * k + (i & 1) : 2 * k) >= s + 2 ? b[k][i >> 1][i & 1] : 0;
+    add(memory, 2 * k, weights, lane);
   }
   // A quarter of the sums.
   DEVICE_MEMBER void store(const QueryAwareMemory<F>& memory, int quarter, i32* to, int lane) const {
@@ -126,12 +137,24 @@ template <class F> struct LaterErrors {
   // The part of it that goes with coordinate n of slice s + 1.
   DEVICE_MEMBER void go_on(const QueryAwareMemory<F>& memory, int s, int n, i32* to, int lane) {
     static_assert(STEPS <= 8, "sums are there when they are stored");
-    const int k = FIRST_AT + 1 - n;
-    if (n == FIRST_AT)
+    if (n == FIRST_AT) clear();
+    if constexpr (AHEAD) {
+      const int k = FIRST_AT + 1 - n;
+      if (k >= 1 && k < STEPS) add_step(memory, s, k, lane);
+      if (n < 4) store(memory, 3 - n, to, lane);
+    } else if (n == FIRST_AT)
 #pragma unroll
-      for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
-    if (k >= 1 && k < STEPS) add(memory, s, k, lane);
-    if (n < 4) store(memory, 3 - n, to, lane);
+      for (int k = 1; k < STEPS; k++) add_step(memory, s, k, lane);
+  }
+  // The rest, if not AHEAD.
+  DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, i32* to, int lane) {
+    if (SEARCH > 0 || s + 1 < SLICES) {  // the branch saves the first slice's share, and a search is better without
+#pragma unroll
+      for (int h = 0; h < 2; h++) last[h][1] = s % 2 == 1 && s + 2 < SLICES ? last[h][1] : 0;
+      add(memory, min_i32(s + 1, SLICES - 1), last, lane);
+    }
+#pragma unroll
+    for (int quarter = 0; quarter < 4; quarter++) store(memory, quarter, to, lane);
   }
 };
 
@@ -143,43 +166,57 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
   float cost = 0.0f;
-  LaterErrors<F> sums;
+  LaterErrors<F> sums = {};
   const u32 near = settled(shared_address(memory.weights));
-  u32 errors[4] = {};  // of the slice before
-  i32 *here = memory.sums, *ahead = memory.sums + 32 * memory.SUM_STRIDE;
+  u32 errors[4] = {};
+  i32 *here = memory.sums, *ahead = AHEAD ? memory.sums + 32 * memory.SUM_STRIDE : here;
+  if (AHEAD)
 #pragma unroll
-  for (int i = 0; i < 4; i++) *(Words4*)(here + lane * memory.SUM_STRIDE + 4 * i) = {0, 0, 0, 0};
+    for (int i = 0; i < 4; i++) *(Words4*)(here + lane * memory.SUM_STRIDE + 4 * i) = {0, 0, 0, 0};
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
     float* own = memory.numbers + token * memory.STRIDE + 16 * s;
-    sync_warp();
-    sums.load(weights, s - 1, lane);
-    // Nothing is stored before the slice is done, but sums in its middle: the compiler would not load what comes next before that.
+    // Nothing is stored before the slice is done, but sums at its end: the compiler would not load what comes next before that.
     float numbers[16];
     i32 later[16];
     u32 codes[16], packed[CODE_WORDS<F>] = {};
+    auto load_numbers = [&] {
 #pragma unroll
-    for (int i = 3; i >= 0; i--) {
-      const Words4 four = *(const Words4*)(here + lane * memory.SUM_STRIDE + 4 * i), x = *(const Words4*)(own + 4 * i);
-      later[4 * i] = (i32)four.x, later[4 * i + 1] = (i32)four.y, later[4 * i + 2] = (i32)four.z, later[4 * i + 3] = (i32)four.w;
-      numbers[4 * i] = as_float(x.x), numbers[4 * i + 1] = as_float(x.y), numbers[4 * i + 2] = as_float(x.z), numbers[4 * i + 3] = as_float(x.w);
-    }
-    if constexpr (SEARCH > 0)
+      for (int i = 3; i >= 0; i--) {
+        const Words4 x = *(const Words4*)(own + 4 * i);
+        numbers[4 * i] = as_float(x.x), numbers[4 * i + 1] = as_float(x.y), numbers[4 * i + 2] = as_float(x.z), numbers[4 * i + 3] = as_float(x.w);
+      }
+    };
+    if constexpr (SEARCH > 0) {  // before another lane of this token puts a code there
+      load_numbers();
 #pragma unroll
       for (int n = 0; n < 16; n++) numbers[n] = mul_rn(numbers[n], scale);
-    const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};
+    }
+    if constexpr (!AHEAD) sums.end(memory, s, here, lane);
+    sync_warp();
+    if constexpr (AHEAD) sums.load(weights, s - 1, lane);
+#pragma unroll
+    for (int i = 3; i >= 0; i--) {
+      const Words4 four = *(const Words4*)(here + lane * memory.SUM_STRIDE + 4 * i);
+      later[4 * i] = (i32)four.x, later[4 * i + 1] = (i32)four.y, later[4 * i + 2] = (i32)four.z, later[4 * i + 3] = (i32)four.w;
+    }
+    if constexpr (SEARCH == 0) load_numbers();
+    if constexpr (!AHEAD) sums.load(weights, s - 1, lane);
+    const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};  // of the next slice
     errors[0] = errors[1] = errors[2] = errors[3] = 0;  // without the newest, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
-    Words4 next_weights = memory.near_weights(weights, near, 16 * s + 15, s, true), own_weights = memory.near_weights(weights, near, 16 * s + 15, s, false);
+    Words4 own_weights = memory.near_weights(weights, near, 16 * s + 15, s), next_weights = {};
+    if (AHEAD) next_weights = memory.near_weights(weights, near, 16 * s + 15, s + 1);
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
       const Words4 v = next_weights, w = own_weights;
       if (n > 0) {  // before anything is stored
-        next_weights = memory.near_weights(weights, near, 16 * s + n - 1, s, true);
-        own_weights = memory.near_weights(weights, near, 16 * s + n - 1, s, false);
+        own_weights = memory.near_weights(weights, near, 16 * s + n - 1, s);
+        if (AHEAD) next_weights = memory.near_weights(weights, near, 16 * s + n - 1, s + 1);
       }
-      i32 older = dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
+      i32 older = later[n];
+      if (AHEAD) older = dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, older))));
       if (n < 14) older = dp4a_s8(errors[3], w.w, older);
       if (n < 10) older = dp4a_s8(errors[2], w.z, older);
       if (n < 6) older = dp4a_s8(errors[1], w.y, older);
@@ -217,8 +254,10 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       else *(Words4*)own = {packed[0], packed[1], packed[2], packed[3]};
       *(Words4*)memory.errors(lane, s) = {errors[0], errors[1], errors[2], errors[3]};
     }
-    i32* const swapped = here;
-    here = ahead, ahead = swapped;
+    if constexpr (AHEAD) {
+      i32* const swapped = here;
+      here = ahead, ahead = swapped;
+    } else sync_warp();
   }
   return cost;
 }
