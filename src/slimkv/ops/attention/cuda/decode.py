@@ -231,7 +231,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     few = few_tokens(device, sequences, total, num_kv_heads, tokens)
     amount = amount_of(device, layout, tokens, sequences * num_kv_heads)
     if request.max_query_len > most_queries:  # beside a prefill: one kernel for all, however little there is to do
-        amount, few = Amount(False, False, False, False), None
+        amount, few = Amount(False, False, False, False, False), None
     plan = _plan(
         device, layout, group, min(request.max_query_len, most_queries), amount, few,
         rows_bound(total * heads), query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
@@ -313,7 +313,7 @@ def workspace_bytes(
     """Bytes that ``attend`` needs as ``workspace`` for these bounds."""
     about, need = device_of(device), 0
     for queries in range(1, min(max_query_len, MAX_DECODE_QUERIES) + 1):
-        for amount in product((False, True), repeat=4):
+        for amount in product((False, True), repeat=5):
             shape = shape_for(about, layout, group, queries, Amount(*amount))
             if shape is not None:
                 items = most_items(total_queries, sequences, num_kv_heads, group, shape)

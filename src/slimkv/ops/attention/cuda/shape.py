@@ -33,6 +33,8 @@ _PAIRS = ((8, 16, 4), (8, 16, 3))
 # So little that every block has a step or two: of few heads small steps for many warps, of many heads blocks for all.
 _TINY = ((1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1))
 _TINY_AND_MANY = ((2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
+# Many sequences of few tokens, a block for each head: as many as there is room for.
+_BRIEF = ((2, 4, 2, 4), (2, 4, 2, 3), *_TINY_AND_MANY)
 # Many short sequences: smaller blocks, of which one computes while another changes its sequence.
 _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
@@ -44,8 +46,9 @@ _POLLED_ROWS, _POLLED_ROWS_BESIDE = 64, 256
 _CLUSTER, _LARGE_CLUSTER = 8, 16
 _CLUSTER_TOKENS = 3 << 10  # of a sequence; of more, blocks on all multiprocessors are worth more than one launch
 _FEW_TOKENS = 1 << 7  # are told apart
-# Steps that a warp takes after one another, up to which a block takes all keys of a sequence's head: rather than a cluster's blocks, and
-# rather than blocks whose parts are merged in a second launch.
+_BRIEF_TOKENS = 1 << 9
+# Steps that a warp takes after one another, up to which a block takes all keys of a sequence's head: rather than a
+# cluster's blocks, and rather than blocks whose parts are merged in a second launch.
 _ROUNDS_OF_ONE, _MOST_ROUNDS = 1, 4
 
 
@@ -97,16 +100,20 @@ class Device:
 
 
 class Amount(NamedTuple):
-    """Are sequences short, is all work little or tiny, are there more (sequence, KV head) than multiprocessors?"""
+    """Are sequences short, is all work little or tiny, are there more (sequence, KV head) than multiprocessors?
+
+    Has a sequence so few tokens, and are there so many, that every (sequence, KV head) has a block?
+    """
 
     short: bool
     little: bool
     tiny: bool
     many_rows: bool
+    brief: bool
 
 
 class Few(NamedTuple):
-    """Of short sequences: how many, at most as many as multiprocessors; queries of the only one, or 0; KV heads, tokens."""
+    """Short sequences: how many, at most as many as multiprocessors; queries of the only one, or 0; KV heads, tokens."""
 
     sequences: int
     queries: int
@@ -133,7 +140,8 @@ def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> Amo
     """
     short = tokens * layout.page_bytes < _SHORT_BYTES * layout.block_size
     each = rows * tokens / device.multiprocessors
-    return Amount(short, each < _LITTLE_TOKENS, each < _TINY_TOKENS, rows > device.multiprocessors)
+    brief = device.one_launch and tokens <= _BRIEF_TOKENS and rows > 2 * device.multiprocessors
+    return Amount(short, each < _LITTLE_TOKENS, each < _TINY_TOKENS, rows > device.multiprocessors, brief)
 
 
 @lru_cache(maxsize=1024)
@@ -148,6 +156,8 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         cuts = _LOOKED_UP
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
+    if amount.brief and columns <= 8 and max(layout.spec.key_dim, layout.spec.value_dim) <= 128:
+        cuts = _BRIEF  # whose registers are few
     if columns == 32 and device.warpgroups and not amount.tiny and _values_in_parts(layout, 4):
         for tiles, warps, stages in _PAIRS:
             shape = Shape(columns // 8, True, tiles, warps, stages, 1, 4, _in_pages(device, layout, tiles), roles=True)
@@ -200,7 +210,7 @@ def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) ->
 
 
 def few_tokens(device: Device, sequences: int, queries: int, heads: int, tokens: int) -> Few | None:
-    """What a shape depends on of sequences of up to ``tokens`` tokens and ``queries`` queries in all, if they are short."""
+    """What a shape depends on of sequences of up to ``tokens`` tokens and ``queries`` queries in all, if short."""
     if not device.one_launch or tokens > _CLUSTER_TOKENS:
         return None
     count = min(sequences, device.multiprocessors)  # of more, every block has one or several
@@ -208,7 +218,7 @@ def few_tokens(device: Device, sequences: int, queries: int, heads: int, tokens:
 
 
 def in_one_launch(device: Device, layout: PageLayout, shape: Shape, group: int, queries: int, few: Few) -> Shape:
-    """``shape`` for short sequences of up to ``queries`` queries: nothing is left to a second launch, if that is quicker.
+    """``shape`` for short sequences of up to ``queries`` queries: nothing is left to another launch, if that is quicker.
 
     A block takes all keys of a sequence's head, or the blocks of a cluster do and put its output together.
     """

@@ -190,6 +190,7 @@ def _plan(
         "QUERY_AWARE": int(shaped),
         "SHARED_WEIGHTS": int(shared_weights),
         "SEARCH": search,
+        "X_CODE": int(__import__("os").environ.get("X_CODE", "0")),
     }
     resident = 0
     if lean and tiles_per_block > 1:
