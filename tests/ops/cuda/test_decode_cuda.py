@@ -245,7 +245,7 @@ def test_one_launch_of_a_block_for_every_head(case):
     [
         ((137,), (1,), ["attend"]),
         ((4000,), (1,), ["attend", "merge"]),
-        ((200,) * 9, (40,) + (1,) * 8, ["attend", "merge"]),
+        ((200,) * 3, (40, 1, 1), ["attend", "merge"]),
     ],
 )
 def test_of_long_sequences_and_beside_a_prefill_there_are_two_launches(lens, queries, launches):
