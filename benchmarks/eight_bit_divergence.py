@@ -28,6 +28,7 @@ from slimkv.evals.harness import RAW, STRICT, WITH_CALIBRATION, attending, new_c
 from slimkv.evals.texts import load_text, token_windows
 from slimkv.integrations.transformers.calibration.cached import auto_calibration
 from slimkv.ops.attention import reference
+from slimkv.ops.attention.api import REGISTRY
 
 EIGHT, SIXTEEN, SAME = "8bit", "16bit", "8bit, same codes"
 
@@ -36,6 +37,7 @@ EIGHT, SIXTEEN, SAME = "8bit", "16bit", "8bit, same codes"
 def reading(name: str, pages: list[Tensor]):
     """Long passes of the reference attend as ``name`` says; ``pages`` are those of each, kept or put back."""
     in_eight_bits, in_sixteen, left = reference._in_eight_bits, reference._one_sequence, list(pages)
+    select = REGISTRY.select  # stores are the device's own: their bytes are the reference's
 
     def attend(request: Any, *rest: Any) -> None:
         if name == SIXTEEN:
@@ -44,13 +46,16 @@ def reading(name: str, pages: list[Tensor]):
             request.pages.copy_(left.pop(0))
         (in_sixteen if name == SIXTEEN else in_eight_bits)(request, *rest)
 
-    with patch.object(reference, "_in_eight_bits", attend):
+    with (
+        patch.object(reference, "_in_eight_bits", attend),
+        patch.object(REGISTRY, "select", lambda device, request, _: select(device, request, "reference")),
+    ):
         yield
 
 
 def divergences(model: Any, format: str, calibration: Calibration | None, ids: Tensor) -> dict[str, float]:
     """The mean KL divergence of a window, ids int64 [1, tokens], from the stock cache, by arithmetic."""
-    options = {"calibration": calibration, "prefill": EIGHT, "backend": "reference"}
+    options = {"calibration": calibration, "prefill": EIGHT}
 
     def logits(format: str, **options: Any) -> Tensor:
         with attending(model, format), torch.no_grad():
