@@ -49,7 +49,7 @@ _FEW_TOKENS = 1 << 7  # are told apart
 _BRIEF_TOKENS = 1 << 9
 # Steps that a warp takes after one another, up to which a block takes all keys of a sequence's head: rather than a
 # cluster's blocks, and rather than blocks whose parts are merged in a second launch.
-_ROUNDS_OF_ONE, _MOST_ROUNDS = 1, 4
+_ROUNDS_OF_ONE, _MOST_ROUNDS = 1, 6
 
 
 @dataclass(frozen=True)
@@ -196,17 +196,20 @@ def writes_whole_items(layout: PageLayout) -> bool:
 
 def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) -> Shape:
     """``shape`` for ``items`` of short sequences: where blocks enough are left for each, they are a cluster."""
-    each = device.multiprocessors * shape.resident // items
+    each = device.multiprocessors // items
     if not device.clusters or each < 2 or shape.stages == 1:
         return shape
-    large = replace(shape, cluster=_LARGE_CLUSTER, resident=2)
-    if each >= _LARGE_CLUSTER and not shape.wide and shape.warps <= 8 and _fits(device, layout, large):
-        return large
+    # Two on a multiprocessor: then all clusters run at the same time, wherever they find room.
+    close = replace(shape, resident=2) if not shape.wide and shape.tiles == 1 and shape.warps <= 8 else shape
+    if not _fits(device, layout, close):
+        close = shape
+    if each >= _LARGE_CLUSTER and close.resident == 2:
+        return replace(close, cluster=_LARGE_CLUSTER)
     cluster = min(_CLUSTER, each)
     wider = replace(shape, warps=16, cluster=cluster)
     if cluster < each and shape.tiles == 1 and _fits(device, layout, wider):
         return wider
-    return replace(shape, cluster=cluster)
+    return replace(close, cluster=cluster)
 
 
 def few_tokens(device: Device, sequences: int, queries: int, heads: int, tokens: int) -> Few | None:
@@ -358,7 +361,6 @@ def kernel_defines(
         "WHOLE": int(shape.whole), "POLLED": int(shape.polled), "MIN_BLOCKS": shape.resident,
         "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
-        "X_CODE": int(__import__("os").environ.get("X_CODE", "0")), "X_DATA": int(__import__("os").environ.get("X_DATA", "0")),
     })  # fmt: skip
 
 

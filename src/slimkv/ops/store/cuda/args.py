@@ -93,8 +93,9 @@ class Plan:
 def code_tables(
     fmt: TensorFormat, dim: int, unit: float, device: torch.device, error_steps: float = 1.0
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:
-    """The cells' width as a power of two and their zero; cells (up to 4 bits also their levels times ``error_steps``),
-    bounds and levels.
+    """The cells' width as a power of two and their zero; cells, bounds and levels.
+
+    Behind cells of up to 4 bits are their levels: twice, as bytes, and times ``error_steps``, as floats.
     """
     nothing = torch.zeros(0, device=device)
     if fmt.kind != Kind.LLOYD:

@@ -171,9 +171,9 @@ def _plan(
         if side.format.kind == Kind.LLOYD:
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
-                levels = 4 * (2 * cell_zero if side.format.bits <= 4 else 1 << side.format.bits)
-                own_weights = 0 if shared_weights or search else 16 * side.dim
-                used = -(-(used + levels) // 16) * 16 + shaping * (_shaped_bytes(side.dim, search, shared_weights) + own_weights)
+                by_cell = 2 * cell_zero * (4 if shared_weights else 1)
+                used = -(-(used + (by_cell if side.format.bits <= 4 else 4 << side.format.bits)) // 16) * 16
+                used += shaping * _shaped_bytes(side.dim, search, shared_weights)
                 used += side.dim * (side.dim + 16) if shared_weights else 0
             used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
             shared = shared + used if shaped else max(shared, used)
@@ -190,7 +190,6 @@ def _plan(
         "QUERY_AWARE": int(shaped),
         "SHARED_WEIGHTS": int(shared_weights),
         "SEARCH": search,
-        "X_CODE": int(__import__("os").environ.get("X_CODE", "0")),
     }
     resident = 0
     if lean and tiles_per_block > 1:
@@ -210,9 +209,11 @@ def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
     return groups * -(-dim // groups // 32) * 64 * 8 * dtype.itemsize
 
 
-def _shaped_bytes(dim: int, search: int, ahead: bool) -> int:
-    """``QueryAwareMemory::BYTES``, without the matrix."""
-    return 128 * (dim + 4) + (5120 if ahead else 2560) + (32 * (dim + 16) if search else 0)
+def _shaped_bytes(dim: int, search: int, near: bool) -> int:
+    """``QueryAwareMemory::BYTES`` of store/round_near.cuh or store/round_far.cuh."""
+    if near:
+        return 128 * (dim + 4) + 5120 + (32 * (dim + 16) if search else 0)
+    return 144 * (dim + 16) + (40 * dim if search else 16 * dim)
 
 
 def _groups(dim: int, seed: int) -> int:

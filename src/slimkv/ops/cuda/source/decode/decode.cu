@@ -66,18 +66,6 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
   attend_in_roles(args, shared);
 #else
   const int warp = WGMMA ? shfl(thread_index() / 32, 0) : thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
-#if X_CODE
-  {
-    u64 p;
-    asm volatile("mov.u64 %0, attend;" : "=l"(p));
-    const int line = block_index() + thread_index() * block_count();
-    if (line < X_CODE) prefetch_l2((const void*)(p + 128 * line));
-  }
-#endif
-#if X_DATA
-  if (thread_index() == 0) prefetch_l2(args.block_table + (i64)(CLUSTER > 1 ? 0 : block_index() / args.num_kv_heads) * args.table_stride);
-  else if (thread_index() <= 4 * 2) prefetch_l2((const u8*)args.query + 128 * (block_index() / CLUSTER * 8 + thread_index() - 1));
-#endif
   if (POLLED) griddepcontrol_wait();  // `merge` starts later
   else pdl_wait();
   int left;  // steps of this block

@@ -11,270 +11,28 @@
 
 constexpr int ROUNDS = SEARCH > 0 ? SEARCH : 1;
 
-template <class F> constexpr int WEIGHT_STRIDE = F::D + (SHARED_WEIGHTS ? 16 : 0);  // bytes of a matrix's row, where it is read
-constexpr bool OWN_WEIGHTS = SHARED_WEIGHTS || SEARCH == 0;  // is what slices have of themselves? A search has no room for it.
-// Is a slice corrected by the next one lane by lane? Its errors are in registers still, and nothing waits for it; it takes weights of which
-// many are near. Else all that later slices add is summed by the tensor cores.
-constexpr bool AHEAD = SHARED_WEIGHTS;
-DEVICE u32 load_weight_word(const u8* p) { return SHARED_WEIGHTS ? *(const u32*)p : ldg_word(p); }
-
 // Without a search, codes are left in memory packed: those of a token's slice are two words of nibbles, or four of bytes.
 constexpr bool PACKED_CODES = SEARCH == 0;
 template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 
-template <class F> struct QueryAwareMemory {
-  // Words from token to token, of each kind: lanes that load 16 bytes of a token each do not meet in a bank.
-  static constexpr int STRIDE = F::D + 4, SUM_STRIDE = 20, ERROR_STRIDE = PACKED_CODES ? STRIDE : F::D / 4 + 4;
-  static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = (AHEAD ? 2 : 1) * 32 * SUM_STRIDE * 4, ERRORS = PACKED_CODES ? 0 : 32 * ERROR_STRIDE * 4;
-  static constexpr int OWN = OWN_WEIGHTS && !SHARED_WEIGHTS ? 16 * F::D : 0, BYTES = NUMBERS + SUMS + ERRORS + OWN;
-  static constexpr int MATRIX = SHARED_WEIGHTS ? F::D * WEIGHT_STRIDE<F> : 0;  // of the block
-  float* numbers;  // [32][STRIDE]: coordinates in the codebook's units, then codes
-  i32* sums;       // [32][SUM_STRIDE], AHEAD twice: corrections of a slice by later ones, in steps
-  u8* weights;     // [D][16]: of the matrix, what slices have of themselves; [D][WEIGHT_STRIDE]: all of it
-  // ``block``: the memory of all pairs, of which this is the ``number``-th.
-  DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
-      : numbers((float*)(block + MATRIX + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)),
-        weights(SHARED_WEIGHTS ? block : (u8*)sums + SUMS + ERRORS) {}
-  // The errors of a row's slice when it is done, 16 signed bytes: behind codes, where its coordinates were, or apart.
-  DEVICE_MEMBER u32* errors(int row, int slice) const {
-    if constexpr (PACKED_CODES) return (u32*)numbers + row * STRIDE + 16 * slice + 4;
-    else return (u32*)sums + SUMS / 4 + row * ERROR_STRIDE + 4 * slice;
-  }
-  // For the threads of a pair.
-  DEVICE_MEMBER void copy_weights(const u8* from, int thread, int threads) const {
-    if constexpr (OWN > 0)
-#pragma unroll 1
-      for (int i = thread; i < F::D; i += threads) cp_async_16(weights + 16 * i, from + i * F::D + i / 16 * 16);
-    cp_async_commit();
-  }
-  // For those of the block.
-  DEVICE_MEMBER static void copy_matrix(u8* block, const u8* from, int thread, int threads) {
-    if constexpr (MATRIX > 0)
-#pragma unroll 1
-      for (int i = thread; i < F::D * F::D / 16; i += threads)
-        cp_async_16(block + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
-    cp_async_commit();
-  }
-  // Of row i, what slice s has: its own or, AHEAD, the next one. matrix: as load_weight_word takes it; at: of ``weights``.
-  DEVICE_MEMBER static Words4 near_weights(const u8* matrix, u32 at, int i, int s) {
-    if constexpr (SHARED_WEIGHTS) return ld_shared_constant_16(at + i * WEIGHT_STRIDE<F> + 16 * min_i32(s, F::D / 16 - 1));
-    else if constexpr (OWN_WEIGHTS) return ld_shared_constant_16(at + 16 * i);
-    else return ldg_cached(matrix + i * F::D + 16 * s);
-  }
-};
-
-// Levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next coordinate, else by code.
-template <class F> struct ScaledLevels {
-  static constexpr bool BY_CELL = F::BITS <= 4;
-  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + 4 * (BY_CELL ? F::CELLS : 1 << F::BITS) + 15) / 16 * 16;
-  u8* levels;
-
-  DEVICE_MEMBER ScaledLevels(u8* memory) : levels(memory + LloydTables<F>::BYTES) {}
-  DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
-    if constexpr (BY_CELL) {
-#pragma unroll 1
-      for (int i = thread; i < F::CELLS / 4; i += threads) cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
-      cp_async_commit();
-    } else
-#pragma unroll 1
-      for (int i = thread; i < 1 << F::BITS; i += threads)
-        ((float*)levels)[i] = mul_rn(i32_to_f32_rn(side.levels[i]), mul_rn(error_steps, 1.0f / 128));
-  }
-  // The level less x, times error_steps, rounded once: error_steps is a power of two, and so are products with it exact.
-  DEVICE_MEMBER float error(float x, float error_steps, u32 cell, u32 code) const {
-    return fma_rn(x, -error_steps, ((const float*)levels)[BY_CELL ? cell : code]);
-  }
-};
-
-// What errors of later slices add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it. Two slices are summed at a
-// time, in the middle of slice s + 1: AHEAD those from s + 2 on, so that the sums are there when slice s begins; else those that were
-// done when slice s + 1 began, but for an odd one, and the rest at its end. Nothing of that is a branch, so that it goes on beside
-// the rounding: of slices that do not count, weights are zeros.
-template <class F> struct LaterErrors {
-  static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2;
-  static constexpr int FIRST_AT = AHEAD ? 10 : 6;  // the coordinate of slice s + 1 with which it begins: weights have come from far by then
-  i32 c[2][2][4];      // tiles of 16 tokens, halves of the slice
-  u32 b[STEPS][2][2];  // halves of the slice, slices 2 k and 2 k + 1
-  u32 last[2][2];      // the same of s + 1 and s + 2
-
-  DEVICE_MEMBER void clear() {
-#pragma unroll
-    for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
-  }
-  DEVICE_MEMBER void load(const u8* weights, int s, int lane) {
-    const u8* rows = weights + (16 * max_i32(s, 0) + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const u8* half = rows + 8 * (i >> 1) * WEIGHT_STRIDE<F>;
-      if (!AHEAD) last[i >> 1][i & 1] = load_weight_word(half + 16 * min_i32(s + 1 + (i & 1), SLICES - 1));
-#pragma unroll
-      for (int k = 1; k < STEPS; k++) b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? load_weight_word(half + 32 * k + 16 * (i & 1)) : 0;
-    }
-  }
-  DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int slice, const u32 weights[2][2], int lane) {
-#pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
-      const int row = 16 * tile + (lane >> 2), t = lane & 3, second = min_i32(slice + 1, SLICES - 1);
-      const u32 a0 = memory.errors(row, slice)[t], a1 = memory.errors(row + 8, slice)[t];
-      const u32 a2 = memory.errors(row, second)[t], a3 = memory.errors(row + 8, second)[t];
-#pragma unroll
-      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, weights[h][0], weights[h][1]);
-    }
-  }
-  DEVICE_MEMBER void add_step(const QueryAwareMemory<F>& memory, int s, int k, int lane) {
-    u32 weights[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) weights[i >> 1][i & 1] = (AHEAD ? 2 * k + (i & 1) : 2 * k) >= s + 2 ? b[k][i >> 1][i & 1] : 0;
-    add(memory, 2 * k, weights, lane);
-  }
-  // A quarter of the sums.
-  DEVICE_MEMBER void store(const QueryAwareMemory<F>& memory, int quarter, i32* to, int lane) const {
-    const int g = lane >> 2, t = lane & 3, tile = quarter >> 1, half = quarter & 1;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      *(Words2*)(to + (16 * tile + g + 8 * i) * memory.SUM_STRIDE + 8 * half + 2 * t) = {(u32)c[tile][half][2 * i], (u32)c[tile][half][2 * i + 1]};
-  }
-  // The part of it that goes with coordinate n of slice s + 1.
-  DEVICE_MEMBER void go_on(const QueryAwareMemory<F>& memory, int s, int n, i32* to, int lane) {
-    static_assert(STEPS <= 8, "sums are there when they are stored");
-    if (n == FIRST_AT) clear();
-    if constexpr (AHEAD) {
-      const int k = FIRST_AT + 1 - n;
-      if (k >= 1 && k < STEPS) add_step(memory, s, k, lane);
-      if (n < 4) store(memory, 3 - n, to, lane);
-    } else if (n == FIRST_AT)
-#pragma unroll
-      for (int k = 1; k < STEPS; k++) add_step(memory, s, k, lane);
-  }
-  // The rest, if not AHEAD.
-  DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, i32* to, int lane) {
-    if (SEARCH > 0 || s + 1 < SLICES) {  // the branch saves the first slice's share, and a search is better without
-#pragma unroll
-      for (int h = 0; h < 2; h++) last[h][1] = s % 2 == 1 && s + 2 < SLICES ? last[h][1] : 0;
-      add(memory, min_i32(s + 1, SLICES - 1), last, lane);
-    }
-#pragma unroll
-    for (int quarter = 0; quarter < 4; quarter++) store(memory, quarter, to, lane);
-  }
-};
-
-// Replaces the coordinates of a token for each lane, whose column is ``token``, by codes; of those that are not ``mine``,
-// nothing changes. With a search the coordinates are taken times ``scale`` and the codes are byte number ``lane`` % SEARCH;
-// returns the sum of squared distances from the targets.
-template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* weights,
-                                            float error_steps, float scale, int token, bool mine, int lane) {
-  constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
-  float back = div_rn(1.0f / 64, error_steps);  // a power of two
-  float cost = 0.0f;
-  LaterErrors<F> sums = {};
-  const u32 near = settled(shared_address(memory.weights));
-  u32 errors[4] = {};
-  i32 *here = memory.sums, *ahead = AHEAD ? memory.sums + 32 * memory.SUM_STRIDE : here;
-  if (AHEAD)
-#pragma unroll
-    for (int i = 0; i < 4; i++) *(Words4*)(here + lane * memory.SUM_STRIDE + 4 * i) = {0, 0, 0, 0};
-#pragma unroll 1
-  for (int s = F::D / 16 - 1; s >= 0; s--) {
-    float* own = memory.numbers + token * memory.STRIDE + 16 * s;
-    // Nothing is stored before the slice is done, but sums at its end: the compiler would not load what comes next before that.
-    float numbers[16];
-    i32 later[16];
-    u32 codes[16], packed[CODE_WORDS<F>] = {};
-    auto load_numbers = [&] {
-#pragma unroll
-      for (int i = 3; i >= 0; i--) {
-        const Words4 x = *(const Words4*)(own + 4 * i);
-        numbers[4 * i] = as_float(x.x), numbers[4 * i + 1] = as_float(x.y), numbers[4 * i + 2] = as_float(x.z), numbers[4 * i + 3] = as_float(x.w);
-      }
-    };
-    if constexpr (SEARCH > 0) {  // before another lane of this token puts a code there
-      load_numbers();
-#pragma unroll
-      for (int n = 0; n < 16; n++) numbers[n] = mul_rn(numbers[n], scale);
-    }
-    if constexpr (!AHEAD) sums.end(memory, s, here, lane);
-    sync_warp();
-    if constexpr (AHEAD) sums.load(weights, s - 1, lane);
-#pragma unroll
-    for (int i = 3; i >= 0; i--) {
-      const Words4 four = *(const Words4*)(here + lane * memory.SUM_STRIDE + 4 * i);
-      later[4 * i] = (i32)four.x, later[4 * i + 1] = (i32)four.y, later[4 * i + 2] = (i32)four.z, later[4 * i + 3] = (i32)four.w;
-    }
-    if constexpr (SEARCH == 0) load_numbers();
-    if constexpr (!AHEAD) sums.load(weights, s - 1, lane);
-    const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};  // of the next slice
-    errors[0] = errors[1] = errors[2] = errors[3] = 0;  // without the newest, which is a float
-    float newest = 0.0f;
-    u32 newest_byte = 0;
-    Words4 own_weights = memory.near_weights(weights, near, 16 * s + 15, s), next_weights = {};
-    if (AHEAD) next_weights = memory.near_weights(weights, near, 16 * s + 15, s + 1);
-#pragma unroll
-    for (int n = 15; n >= 0; n--) {
-      const Words4 v = next_weights, w = own_weights;
-      if (n > 0) {  // before anything is stored
-        own_weights = memory.near_weights(weights, near, 16 * s + n - 1, s);
-        if (AHEAD) next_weights = memory.near_weights(weights, near, 16 * s + n - 1, s + 1);
-      }
-      i32 older = later[n];
-      if (AHEAD) older = dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, older))));
-      if (n < 14) older = dp4a_s8(errors[3], w.w, older);
-      if (n < 10) older = dp4a_s8(errors[2], w.z, older);
-      if (n < 6) older = dp4a_s8(errors[1], w.y, older);
-      if (n < 2) older = dp4a_s8(errors[0], w.x, older);
-      // Only the newest error is waited for: its product joins a float that is an integer below 2^24.
-      float total = i32_to_f32_rn(older);
-      if (n < 15) {
-        const u32 word = n < 3 ? w.x : n < 7 ? w.y : n < 11 ? w.z : w.w;
-        total = fma_rn(newest, i32_to_f32_rn((i32)(word << (24 - 8 * ((n + 1) % 4))) >> 24), total);
-        errors[(n + 1) / 4 % 4] = prmt(errors[(n + 1) / 4 % 4], newest_byte, n % 4 == 3 ? 0x3214 : n % 4 == 0 ? 0x3240 : n % 4 == 1 ? 0x3410 : 0x4210);
-      }
-      float x = numbers[n];
-      float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
-      const u32 cell = cell_from_below<F>(within);
-      // The level first: the next coordinate waits for it. Of more than 4 bits it is looked up by code.
-      if constexpr (!ScaledLevels<F>::BY_CELL) codes[n] = code_of_cell<F>(cell, within, tables);
-      float unlimited = levels.error(x, error_steps, cell, codes[n]), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
-      if constexpr (ScaledLevels<F>::BY_CELL) codes[n] = code_of_cell<F>(cell, within, tables);
-      packed[n * CODE_WORDS<F> / 16] += codes[n] << (2 * CODE_WORDS<F> * n % 32);
-      const float rounded = add_rn(error, 12582912.0f);
-      newest = sub_rn(rounded, 12582912.0f);
-      newest_byte = as_bits(rounded);
-      if constexpr (SEARCH > 0) {
-        float distance = levels.error(target, error_steps, cell, codes[n]);
-        cost = add_rn(cost, mul_rn(distance, distance));
-      }
-      sums.go_on(memory, s - 1, n, ahead, lane);
-    }
-    errors[0] = prmt(errors[0], newest_byte, 0x3214);
-    if (mine) {
-      if constexpr (SEARCH > 0)
-#pragma unroll
-        for (int n = 0; n < 16; n++) ((u8*)(own + n))[lane % ROUNDS] = (u8)codes[n];
-      else if constexpr (CODE_WORDS<F> == 2) *(Words2*)own = {packed[0], packed[1]};
-      else *(Words4*)own = {packed[0], packed[1], packed[2], packed[3]};
-      *(Words4*)memory.errors(lane, s) = {errors[0], errors[1], errors[2], errors[3]};
-    }
-    if constexpr (AHEAD) {
-      i32* const swapped = here;
-      here = ahead, ahead = swapped;
-    } else sync_warp();
-  }
-  return cost;
-}
+#if SHARED_WEIGHTS
+#include "store/round_near.cuh"
+#else
+#include "store/round_far.cuh"
+#endif
 
 // With every matrix that the lanes' tokens ask for; see round_query_aware. index: which one the lane's token takes; only:
 // the one that it is for where matrices are spread over blocks. loaded: the one of which memory has weights.
 template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels,
                                                     const StoreArgs& args, int head, int index, int only, int& loaded, float scale, int token, int lane) {
   const u8* weights = args.query_aware + (i64)head * F::D * F::D;
-  if constexpr (SHARED_WEIGHTS) return round_query_aware<F>(memory, tables, levels, memory.weights, args.error_steps, scale, token, true, lane);
-  if constexpr (QUERY_AWARE == 1) return round_query_aware<F>(memory, tables, levels, weights, args.error_steps, scale, token, true, lane);
+  if constexpr (SHARED_WEIGHTS || QUERY_AWARE == 1) return round_query_aware<F>(memory, tables, levels, weights, args.error_steps, scale, token, true, lane);
   float cost = 0.0f;
   int end = args.spread ? only + 1 : args.matrices;
 #pragma unroll 1
   for (int matrix = args.spread ? only : 0; matrix < end; matrix++) {  // 32 neighbours nearly always share one
     if (!warp_any(index == matrix)) continue;
-    if (OWN_WEIGHTS && !SHARED_WEIGHTS && matrix != loaded) {
+    if (!SHARED_WEIGHTS && matrix != loaded) {
       sync_warp();
       memory.copy_weights(weights + matrix * args.matrix_stride, lane, 32);
       cp_async_wait<0>();
@@ -328,10 +86,10 @@ template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, cons
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++)
 #pragma unroll
-      for (int n = 0; n < 8; n += 2) {  // neighbours
+      for (int n = 0; n < 8; n += 2) {
         const int token = token_number<F>(n);
-        *(Words2*)(memory.numbers + (16 * tile + token_of<F>(lane, token)) * memory.STRIDE + 16 * (q * F::PER + i) + dim_of<F>(lane, n)) =
-            {as_bits(mul_rn(integer_of<F>(exact[q][n]), factor[token])), as_bits(mul_rn(integer_of<F>(exact[q][n + 1]), factor[token]))};
+        memory.put_neighbours(16 * tile + token_of<F>(lane, token), 16 * (q * F::PER + i) + dim_of<F>(lane, n),
+                              mul_rn(integer_of<F>(exact[q][n]), factor[token]), mul_rn(integer_of<F>(exact[q][n + 1]), factor[token]));
       }
   }
 }
@@ -365,11 +123,10 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
       int slice = q * F::PER + i;
       if constexpr (PACKED_CODES) {  // of each token two neighbours, and two more eight dimensions on
         constexpr int BYTES = CODE_WORDS<F> / 2;  // of two neighbours
-        const u8* at = (const u8*)(memory.numbers + (16 * tile + (lane >> 2)) * memory.STRIDE + 16 * slice) + (lane & 3) * BYTES;
         u32 low = 0;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          const u8* two = at + (j & 1) * 4 * BYTES + 4 * 8 * memory.STRIDE * (j >> 1);
+          const u8* two = memory.codes(16 * tile + (lane >> 2) + 8 * (j >> 1), slice, (lane & 3) + 4 * (j & 1));
           if constexpr (BYTES == 1) low += (u32)*two << (8 * j);
           else code[2 * j] = two[0], code[2 * j + 1] = two[1];
         }
@@ -384,7 +141,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
 #pragma unroll
       for (int n = 0; n < 8; n++) {
         if constexpr (!PACKED_CODES)
-          code[n] = as_bits(memory.numbers[(16 * tile + token_of<F>(lane, token_number<F>(n))) * memory.STRIDE + 16 * slice + dim_of<F>(lane, n)]);
+          code[n] = memory.word(16 * tile + token_of<F>(lane, token_number<F>(n)), 16 * slice + dim_of<F>(lane, n));
         if constexpr (SEARCH > 0) code[n] = code[n] >> shift[token_number<F>(n)] & ((1 << F::BITS) - 1);  // those of other rounds are no codes
         rotated[n] = integer_of<F>(exact[q][n]);
       }

@@ -66,14 +66,6 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
 // SEARCH blocks for each of these, one for each round.
 KERNEL(32 * WARPS, MIN_BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
-#if X_CODE
-  {
-    u64 p;
-    asm volatile("mov.u64 %0, store;" : "=l"(p));
-    const int line = block_index() + block_count() * block_index_y() + thread_index() * block_count() * 8;
-    if (line < X_CODE) prefetch_l2((const void*)(p + 128 * line));
-  }
-#endif
   if constexpr (QUERY_AWARE) {
     int matrix = QUERY_AWARE > 1 && args.spread ? block_index_y() / args.heads : 0;
     store_both<Key, Value>(args, block_index_y() - matrix * args.heads, matrix, memory);

@@ -1,0 +1,202 @@
+// Query-aware rounding of 32 tokens by a warp (query_aware.cuh) with a matrix in the block's shared memory. What slice s + 1 adds to slice s
+// is summed by the lane itself, which has those errors in registers still: no slice waits for sums of the last.
+#pragma once
+#include "store/lloyd.cuh"
+
+template <class F> constexpr int WEIGHT_STRIDE = F::D + 16;  // bytes of a matrix's row: rows do not meet in a bank
+
+template <class F> struct QueryAwareMemory {
+  // Words from token to token, of each kind: lanes that load 16 bytes of a token each do not meet in a bank.
+  static constexpr int STRIDE = F::D + 4, SUM_STRIDE = 20, ERROR_STRIDE = PACKED_CODES ? STRIDE : F::D / 4 + 4;
+  static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = 2 * 32 * SUM_STRIDE * 4, ERRORS = PACKED_CODES ? 0 : 32 * ERROR_STRIDE * 4;
+  static constexpr int BYTES = NUMBERS + SUMS + ERRORS, MATRIX = F::D * WEIGHT_STRIDE<F>;
+  float* numbers;  // [32][STRIDE]: coordinates in the codebook's units, then codes
+  i32* sums;       // [2][32][SUM_STRIDE]: corrections of this slice and the one before it in the vector, in steps
+  u8* weights;     // [D][WEIGHT_STRIDE]: the block's matrix
+  // ``block``: the memory of the matrix, and of all pairs, of which this is the ``number``-th.
+  DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
+      : numbers((float*)(block + MATRIX + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)), weights(block) {}
+  DEVICE_MEMBER u32 word(int token, int d) const { return as_bits(numbers[token * STRIDE + d]); }
+  DEVICE_MEMBER void put_neighbours(int token, int d, float x, float y) const { *(Words2*)(numbers + token * STRIDE + d) = {as_bits(x), as_bits(y)}; }
+  // The codes of neighbours 2 pair and 2 pair + 1 of a token's slice, packed.
+  DEVICE_MEMBER const u8* codes(int token, int slice, int pair) const {
+    return (const u8*)(numbers + token * STRIDE + 16 * slice) + pair * CODE_WORDS<F> / 2;
+  }
+  // The errors of a row's slice when it is done, 16 signed bytes: behind codes, where its coordinates were, or apart.
+  DEVICE_MEMBER u32* errors(int row, int slice) const {
+    if constexpr (PACKED_CODES) return (u32*)numbers + row * STRIDE + 16 * slice + 4;
+    else return (u32*)sums + SUMS / 4 + row * ERROR_STRIDE + 4 * slice;
+  }
+  // For the threads of a pair, and for those of the block.
+  DEVICE_MEMBER void copy_weights(const u8*, int, int) const {}
+  DEVICE_MEMBER static void copy_matrix(u8* block, const u8* from, int thread, int threads) {
+#pragma unroll 1
+    for (int i = thread; i < F::D * F::D / 16; i += threads)
+      cp_async_16(block + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
+    cp_async_commit();
+  }
+  // Of row i, what slice s has, if there is one. at: of ``weights``.
+  DEVICE_MEMBER static Words4 row_weights(u32 at, int i, int s) { return ld_shared_constant_16(at + i * WEIGHT_STRIDE<F> + 16 * min_i32(s, F::D / 16 - 1)); }
+};
+
+// Levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next coordinate, else by code.
+template <class F> struct ScaledLevels {
+  static constexpr bool BY_CELL = F::BITS <= 4;
+  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + 4 * (BY_CELL ? F::CELLS : 1 << F::BITS) + 15) / 16 * 16;
+  u8* levels;
+
+  DEVICE_MEMBER ScaledLevels(u8* memory) : levels(memory + LloydTables<F>::BYTES) {}
+  DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
+    if constexpr (BY_CELL) {
+#pragma unroll 1
+      for (int i = thread; i < F::CELLS / 4; i += threads) cp_async_16(levels + 16 * i, side.cells + 2 * LloydTables<F>::CELL_BYTES + 16 * i);
+      cp_async_commit();
+    } else
+#pragma unroll 1
+      for (int i = thread; i < 1 << F::BITS; i += threads)
+        ((float*)levels)[i] = mul_rn(i32_to_f32_rn(side.levels[i]), mul_rn(error_steps, 1.0f / 128));
+  }
+  // The level less x, times error_steps, rounded once: error_steps is a power of two, and so are products with it exact.
+  DEVICE_MEMBER float error(float x, float error_steps, u32 cell, u32 code) const {
+    return fma_rn(x, -error_steps, ((const float*)levels)[BY_CELL ? cell : code]);
+  }
+};
+
+// What errors of slices from s + 2 on add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it: beside slice s + 1, when they
+// are all there, two slices with a coordinate, so that nothing waits for it. None of that is a branch, which would keep the compiler from
+// putting it between the steps of the rounding: of slices that do not count, weights are zeros.
+template <class F> struct LaterErrors {
+  static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2, FIRST_AT = 10;
+  static_assert(STEPS <= 8, "sums are there when they are stored");
+  i32 c[2][2][4];      // tiles of 16 tokens, halves of the slice
+  u32 b[STEPS][2][2];  // halves of the slice, slices 2 k and 2 k + 1
+
+  DEVICE_MEMBER void load(const u8* weights, int s, int lane) {
+    const u8* rows = weights + (16 * max_i32(s, 0) + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int k = 1; k < STEPS; k++)
+        b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? *(const u32*)(rows + 8 * (i >> 1) * WEIGHT_STRIDE<F> + 32 * k + 16 * (i & 1)) : 0;
+  }
+  // Slices 2 k and 2 k + 1.
+  DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int s, int k, int lane) {
+    u32 weights[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) weights[i >> 1][i & 1] = 2 * k + (i & 1) >= s + 2 ? b[k][i >> 1][i & 1] : 0;
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++) {
+      const int row = 16 * tile + (lane >> 2), t = lane & 3, second = min_i32(2 * k + 1, SLICES - 1);
+      const u32 a0 = memory.errors(row, 2 * k)[t], a1 = memory.errors(row + 8, 2 * k)[t];
+      const u32 a2 = memory.errors(row, second)[t], a3 = memory.errors(row + 8, second)[t];
+#pragma unroll
+      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, weights[h][0], weights[h][1]);
+    }
+  }
+  // A quarter of the sums.
+  DEVICE_MEMBER void store(const QueryAwareMemory<F>& memory, int quarter, i32* to, int lane) const {
+    const int g = lane >> 2, t = lane & 3, tile = quarter >> 1, half = quarter & 1;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      *(Words2*)(to + (16 * tile + g + 8 * i) * memory.SUM_STRIDE + 8 * half + 2 * t) = {(u32)c[tile][half][2 * i], (u32)c[tile][half][2 * i + 1]};
+  }
+  // The part of it that goes with coordinate n of slice s + 1.
+  DEVICE_MEMBER void go_on(const QueryAwareMemory<F>& memory, int s, int n, i32* to, int lane) {
+    if (n == FIRST_AT)
+#pragma unroll
+      for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
+    const int k = FIRST_AT + 1 - n;
+    if (k >= 1 && k < STEPS) add(memory, s, k, lane);
+    if (n < 4) store(memory, 3 - n, to, lane);
+  }
+};
+
+// Replaces the coordinates of a token for each lane, whose column is ``token``, by codes; of those that are not ``mine``,
+// nothing changes. With a search the coordinates are taken times ``scale`` and the codes are byte number ``lane`` % SEARCH;
+// returns the sum of squared distances from the targets.
+template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8*,
+                                            float error_steps, float scale, int token, bool mine, int lane) {
+  constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
+  float back = div_rn(1.0f / 64, error_steps);  // a power of two
+  float cost = 0.0f;
+  LaterErrors<F> sums = {};
+  const u32 at = settled(shared_address(memory.weights));
+  u32 errors[4] = {};
+  i32 *here = memory.sums, *ahead = memory.sums + 32 * memory.SUM_STRIDE;
+#pragma unroll
+  for (int i = 0; i < 4; i++) *(Words4*)(here + lane * memory.SUM_STRIDE + 4 * i) = {0, 0, 0, 0};
+#pragma unroll 1
+  for (int s = F::D / 16 - 1; s >= 0; s--) {
+    float* own = memory.numbers + token * memory.STRIDE + 16 * s;
+    // Nothing is stored before the slice is done, but sums at its end: the compiler would not load what comes next before that.
+    float numbers[16];
+    i32 later[16];
+    u32 codes[16], packed[CODE_WORDS<F>] = {};
+    sync_warp();
+    sums.load(memory.weights, s - 1, lane);
+#pragma unroll
+    for (int i = 3; i >= 0; i--) {
+      const Words4 four = *(const Words4*)(here + lane * memory.SUM_STRIDE + 4 * i), x = *(const Words4*)(own + 4 * i);
+      later[4 * i] = (i32)four.x, later[4 * i + 1] = (i32)four.y, later[4 * i + 2] = (i32)four.z, later[4 * i + 3] = (i32)four.w;
+      numbers[4 * i] = as_float(x.x), numbers[4 * i + 1] = as_float(x.y), numbers[4 * i + 2] = as_float(x.z), numbers[4 * i + 3] = as_float(x.w);
+    }
+    if constexpr (SEARCH > 0) {
+      sync_warp();  // before another lane of this token puts a code there
+#pragma unroll
+      for (int n = 0; n < 16; n++) numbers[n] = mul_rn(numbers[n], scale);
+    }
+    const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};  // of slice s + 1
+    errors[0] = errors[1] = errors[2] = errors[3] = 0;                    // without the newest, which is a float
+    float newest = 0.0f;
+    u32 newest_byte = 0;
+    Words4 own_weights = memory.row_weights(at, 16 * s + 15, s), next_weights = memory.row_weights(at, 16 * s + 15, s + 1);
+#pragma unroll
+    for (int n = 15; n >= 0; n--) {
+      const Words4 w = own_weights, v = next_weights;
+      if (n > 0) {  // before anything is stored
+        own_weights = memory.row_weights(at, 16 * s + n - 1, s);
+        next_weights = memory.row_weights(at, 16 * s + n - 1, s + 1);
+      }
+      i32 older = dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
+      if (n < 14) older = dp4a_s8(errors[3], w.w, older);
+      if (n < 10) older = dp4a_s8(errors[2], w.z, older);
+      if (n < 6) older = dp4a_s8(errors[1], w.y, older);
+      if (n < 2) older = dp4a_s8(errors[0], w.x, older);
+      // Only the newest error is waited for: its product joins a float that is an integer below 2^24.
+      float total = i32_to_f32_rn(older);
+      if (n < 15) {
+        const u32 word = n < 3 ? w.x : n < 7 ? w.y : n < 11 ? w.z : w.w;
+        total = fma_rn(newest, i32_to_f32_rn((i32)(word << (24 - 8 * ((n + 1) % 4))) >> 24), total);
+        errors[(n + 1) / 4 % 4] = prmt(errors[(n + 1) / 4 % 4], newest_byte, n % 4 == 3 ? 0x3214 : n % 4 == 0 ? 0x3240 : n % 4 == 1 ? 0x3410 : 0x4210);
+      }
+      float x = numbers[n];
+      float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
+      const u32 cell = cell_from_below<F>(within);
+      // The level first: the next coordinate waits for it. Of more than 4 bits it is looked up by code.
+      if constexpr (!ScaledLevels<F>::BY_CELL) codes[n] = code_of_cell<F>(cell, within, tables);
+      float unlimited = levels.error(x, error_steps, cell, codes[n]), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
+      if constexpr (ScaledLevels<F>::BY_CELL) codes[n] = code_of_cell<F>(cell, within, tables);
+      packed[n * CODE_WORDS<F> / 16] += codes[n] << (2 * CODE_WORDS<F> * n % 32);
+      const float rounded = add_rn(error, 12582912.0f);
+      newest = sub_rn(rounded, 12582912.0f);
+      newest_byte = as_bits(rounded);
+      if constexpr (SEARCH > 0) {
+        float distance = levels.error(target, error_steps, cell, codes[n]);
+        cost = add_rn(cost, mul_rn(distance, distance));
+      }
+      sums.go_on(memory, s - 1, n, ahead, lane);
+    }
+    errors[0] = prmt(errors[0], newest_byte, 0x3214);
+    if (mine) {
+      if constexpr (SEARCH > 0)
+#pragma unroll
+        for (int n = 0; n < 16; n++) ((u8*)(own + n))[lane % ROUNDS] = (u8)codes[n];
+      else if constexpr (CODE_WORDS<F> == 2) *(Words2*)own = {packed[0], packed[1]};
+      else *(Words4*)own = {packed[0], packed[1], packed[2], packed[3]};
+      *(Words4*)memory.errors(lane, s) = {errors[0], errors[1], errors[2], errors[3]};
+    }
+    i32* const swapped = here;
+    here = ahead, ahead = swapped;
+  }
+  return cost;
+}
