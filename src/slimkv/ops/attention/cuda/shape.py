@@ -113,7 +113,7 @@ class Amount(NamedTuple):
 
 
 class Few(NamedTuple):
-    """Short sequences: how many, at most as many as multiprocessors; queries of the only one, or 0; KV heads, tokens."""
+    """Short sequences: how many, up to as many as multiprocessors; queries of the only one, or 0; KV heads; tokens."""
 
     sequences: int
     queries: int
@@ -221,7 +221,7 @@ def few_tokens(device: Device, sequences: int, queries: int, heads: int, tokens:
 
 
 def in_one_launch(device: Device, layout: PageLayout, shape: Shape, group: int, queries: int, few: Few) -> Shape:
-    """``shape`` for short sequences of up to ``queries`` queries: nothing is left to another launch, if that is quicker.
+    """``shape`` for short sequences of up to ``queries`` queries: nothing is left to merge, if that is quicker.
 
     A block takes all keys of a sequence's head, or the blocks of a cluster do and put its output together.
     """

@@ -107,9 +107,9 @@ def code_tables(
     if fmt.bits > 4 or fmt.policy == ScalePolicy.UNBIASED:
         bounds = torch.tensor([*book.boundaries, math.inf], dtype=torch.float32, device=device)
     if fmt.bits <= 4:
-        numbers = np.concatenate(
-            [numbers, (error_steps * book.levels_by_code).astype(np.float32)[numbers].view(np.uint8)]
-        )
+        doubled = np.rint(2 * book.levels_by_code).astype(np.int8)[numbers]
+        scaled = (error_steps * book.levels_by_code).astype(np.float32)[numbers]
+        numbers = np.concatenate([numbers, doubled.view(np.uint8), scaled.view(np.uint8)])
     return shift, zero, (torch.from_numpy(numbers).to(device), bounds, levels)
 
 
