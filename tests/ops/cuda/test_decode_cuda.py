@@ -241,19 +241,14 @@ def test_one_launch_of_a_block_for_every_head(case):
 
 
 @pytest.mark.parametrize(
-    ("lens", "queries", "launches"),
-    [
-        ((137,), (1,), ["attend"]),
-        ((4000,), (1,), ["attend", "merge"]),
-        ((200,) * 3, (40, 1, 1), ["attend", "merge"]),
-    ],
+    ("lens", "queries", "launches"), [((137,), (1,), 1), ((4000,), (1,), 2), ((200,) * 3, (40, 1, 1), 2)]
 )
 def test_of_long_sequences_and_beside_a_prefill_there_are_two_launches(lens, queries, launches):
     names: list[str] = []
     built = build(replace(TINY, lens=lens, queries=queries), CPU)
     out, lse = poisoned_out(built.case, built)
     attend_cuda.attend_packed(request_of(built, out, lse), CLUSTER_GPU, lambda name, *_: names.append(name))
-    assert names == launches
+    assert len(names) == launches
 
 
 @pytest.mark.parametrize(("dim", "name"), [(64, "merge_cuts"), (80, "merge")])
