@@ -30,6 +30,7 @@ from slimkv.ops.attention.cuda.prefill_shape import (
     Shape,
     attend_defines,
     packed_stages,
+    tables_bytes,
     unpack_defines,
 )
 from slimkv.ops.attention.cuda.shape import level_bytes
@@ -298,12 +299,21 @@ class _Attend:
         args, shape, dim = self.args, self.part.shape, self.request.layout.spec.key_dim
         return args.query_blocks * args.heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4)
 
-    def start(self) -> None:
-        request, shape, args = self.request, self.part.shape, self.args
-        defines = attend_defines(
-            request.layout, shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
+    @property
+    def defines(self) -> Defines:
+        request = self.request
+        return attend_defines(
+            request.layout, self.part.shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
             request.options.sliding_window is not None, request.options.softcap > 0, self.part.beside,
         )  # fmt: skip
+
+    def unpack_first(self) -> None:
+        """What the first blocks attend, if later ones find theirs unpacked by earlier ones."""
+        step, args, spec = self.part.shape.step, self.args, self.request.layout.spec
+        self.launch(ATTEND, "unpack_first", self.defines, (args.tiles, args.lead), 2 * step, tables_bytes(spec), args)
+
+    def start(self) -> None:
+        shape, args, defines = self.part.shape, self.args, self.defines
         self.launch(
             ATTEND, "attend", defines, (args.query_blocks * args.heads, 1), shape.threads, defines["SHARED"], args
         )
@@ -321,7 +331,8 @@ def _attend_in_passes(
     rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
     key_bytes, value_bytes = (rows * tiles * n for n in (shape.keys_bytes(dim), shape.values_bytes(dim)))
     tile_bytes = key_bytes + value_bytes + 16 * rows * tiles
-    state_bytes = [4 * part.state_floats if passes > 1 else 0 for part in launches]
+    assert passes == 1 or not shape.ahead
+    state_bytes = [4 * part.state_floats if passes > 1 else 4 * rows * shape.ahead for part in launches]
     space = torch.empty(tile_bytes + sum(state_bytes), dtype=torch.uint8, device=device)
     for i, part in enumerate(launches):
         own = part.args
@@ -330,6 +341,9 @@ def _attend_in_passes(
         own.state = space.data_ptr() + tile_bytes + sum(state_bytes[:i])
         own.section = max(1, min(num_kv_heads, _CACHED_BYTES // ((key_bytes + value_bytes) // num_kv_heads)))
         own.tiles, own.ranks = tiles, ranks
+        if shape.ahead:
+            own.unpacked, own.section = own.state, 1
+            own.lead = min(rows, -(-_multiprocessors(device) * most_long // max(1, batch.blocks)) + 1)
     unpack = UnpackArgs(
         pages=args.pages, table=args.table, lengths=args.lengths, starts=args.starts, key_levels=args.key_levels,
         value_levels=args.value_levels, keys=args.keys, values=args.values, units=args.units,
@@ -342,10 +356,13 @@ def _attend_in_passes(
         for step in range(passes):
             unpack.first_rank, unpack.first_tile = first_rank, step * tiles
             grid, threads = (tiles * num_kv_heads, sequences), 2 * shape.step
-            launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
+            if not shape.ahead:
+                launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
             for part in launches:
                 part.args.first_rank, part.args.first_tile = first_rank, step * tiles
                 part.args.first_pass, part.args.last_pass = step == 0, step == passes - 1
+                if shape.ahead:
+                    part.unpack_first()
                 part.start()
 
 

@@ -1,0 +1,88 @@
+// Tiles that later blocks attend, unpacked into the workspace by warps that have nothing else to do (AHEAD).
+//
+// An item is a sequence and a KV head. Items are numbered in the order in which blocks attend them: head by head, the last sequence
+// first. The first `lead` of them are unpacked by a launch of their own (unpack_first), each of the others by the blocks of the
+// item that is `lead` before it, each block a share of the tiles. So a block waits for blocks of lower number only, which have begun
+// when it begins, and do not wait for their own consumers to unpack.
+#pragma once
+#include "prefill/unpacker.cuh"
+
+DEVICE int item_of(const Work& w) { return w.head * w.present + w.present - 1 - w.s.rank; }
+
+// The sequence, its length and the head of an item; false if there is no such item.
+DEVICE bool find_item(const PrefillArgs& args, int item, int present, int lane, Work& w) {
+  if (item >= present * args.num_kv_heads) return false;
+  w.head = item / present;
+  int rank = args.first_rank + present - 1 - item % present;
+  // The sequence that so many before it are prefilled.
+  int sequence = 0;
+  for (int first = 0; first < args.num_seqs; first += 32) {
+    const int i = first + lane;
+    const bool prefilled = i < args.num_seqs && ldg_i32(args.cu_seqlens_q + i + 1) - ldg_i32(args.cu_seqlens_q + i) > args.max_decode_queries;
+    const u32 found = warp_ballot(prefilled);
+    int before = 0;
+#pragma unroll
+    for (int k = 0; k < 32; k++) before += k < lane ? (int)(found >> k & 1) : 0;
+    const u32 at = warp_ballot(prefilled && before == rank);
+    if (at) sequence = first + (int)warp_sum(at >> lane & 1 ? (u32)lane : 0u);
+    rank -= (int)warp_sum((u32)prefilled);
+  }
+  w.sequence = sequence;
+  w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
+  return true;
+}
+
+// Tiles of an item that some query sees.
+DEVICE int first_tile_of(const PrefillArgs& args, const Work& w) {
+  return WINDOW ? max_i32(0, w.s.length - w.s.queries - args.sliding_window + 1) / STEP : 0;
+}
+DEVICE int end_tile_of(const Work& w) { return (w.s.length + STEP - 1) / STEP; }
+
+// Groups `group` to `end_group` of 16 tokens of a tile, by a warp.
+DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_levels, LevelTable value_levels, int item, int tile, int group,
+                        int end_group, int lane) {
+  Unpacker unpacker = {args, w, key_levels, value_levels, 0, lane};
+  const i64 row = (i64)item * args.tiles + tile;
+  const i32 page = unpacker.page_of(tile);
+  Fields fields;
+  fields.load_from_page(unpacker.page_at(page), (tile * STEP + PER_LANE * lane) % BLOCK_SIZE);
+  const TileScale unit = unpacker.scale(fields, tile);
+  if (group == 0 && lane == 0) ((TileScale*)args.tile_scales)[row] = unit;
+#pragma unroll 1
+  for (; group < end_group; group++) {
+    unpacker.warp = group;
+    const u8* const from = unpacker.page_at(Unpacker::page_with(page, 16 * group));
+    const int place = (tile * STEP + 16 * group) % BLOCK_SIZE / 16;
+    Codes<K_BITS, S, false> key_codes[GROUPS];
+    key_codes[0].load(from + place * K_TILE, lane);
+    unpacker.store_keys(key_codes, fields, (u8*)args.keys + row * KEYS_BYTES);
+    sync_warp();  // values are loaded when no register is needed for keys any more
+    Codes<V_BITS, S, true> value_codes[GROUPS];
+    value_codes[0].load(from + V_CODES + place * V_TILE, lane);
+    unpacker.store_values(value_codes, fields, (u8*)args.values + row * VALUES_BYTES);
+  }
+}
+
+// What warp `warp` of three does of the block's share of a later item.
+DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable key_levels, LevelTable value_levels, int warp, int lane) {
+  const int queries_of_block = ROWS / args.group_size, shares = (block.s.queries + queries_of_block - 1) / queries_of_block;
+  const int share = block.first / queries_of_block, item = item_of(block) + args.lead;
+  Work w;
+  if (!find_item(args, item, block.present, lane, w)) return;
+  const int first = first_tile_of(args, w), count = end_tile_of(w) - first;
+  const int end = first + (int)((i64)count * (share + 1) / shares);
+  for (int tile = first + (int)((i64)count * share / shares) + warp; tile < end; tile += 3) {
+    unpack_tile(args, w, key_levels, value_levels, item, tile, 0, STEP / 16, lane);
+    fence_device();
+    sync_warp();
+    if (lane == 0) add_relaxed(args.unpacked + item, 1);
+  }
+}
+
+// One thread: until all tiles of the block's item are there, for the copy engine.
+DEVICE void wait_for_tiles(const PrefillArgs& args, const Work& w, int item) {
+  const int count = end_tile_of(w) - first_tile_of(args, w);
+  while (ld_relaxed(args.unpacked + item) < count) sleep_ns(200);
+  fence_device();
+  fence_proxy_async_global();
+}
