@@ -21,6 +21,7 @@ from slimkv.codec.byte_levels import MOST_BITS, byte_levels
 from slimkv.codec.rotation import sign_words
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
+from slimkv.ops.attention.cuda.prefill_ahead import cut_ahead, lay_out
 from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
 from slimkv.ops.attention.cuda.prefill_shape import (
     EIGHT_BIT_SHAPES,
@@ -280,6 +281,12 @@ def attend_prefill(
         args.tiles, args.ranks = -(-max(1, request.max_seq_len) // parts[0].shape.step), most_long
         args.section, args.first_pass, args.last_pass = args.heads, 1, 1
         launches[0].start()
+    elif parts[0].shape.ahead:
+        cut = cut_ahead(request, parts[0].shape, most_long, _multiprocessors(request.query.device), budget)
+        space = lay_out(launches[0].args, cut, parts[0].shape, request.layout.spec.key_dim, request.query.device)
+        launches[0].unpack_first()
+        launches[0].start()
+        del space
     else:
         _attend_in_passes(request, launches, most_long, budget, launch)
 
@@ -331,8 +338,7 @@ def _attend_in_passes(
     rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
     key_bytes, value_bytes = (rows * tiles * n for n in (shape.keys_bytes(dim), shape.values_bytes(dim)))
     tile_bytes = key_bytes + value_bytes + 16 * rows * tiles
-    assert passes == 1 or not shape.ahead
-    state_bytes = [4 * part.state_floats if passes > 1 else 4 * rows * shape.ahead for part in launches]
+    state_bytes = [4 * part.state_floats if passes > 1 else 0 for part in launches]
     space = torch.empty(tile_bytes + sum(state_bytes), dtype=torch.uint8, device=device)
     for i, part in enumerate(launches):
         own = part.args
@@ -341,9 +347,6 @@ def _attend_in_passes(
         own.state = space.data_ptr() + tile_bytes + sum(state_bytes[:i])
         own.section = max(1, min(num_kv_heads, _CACHED_BYTES // ((key_bytes + value_bytes) // num_kv_heads)))
         own.tiles, own.ranks = tiles, ranks
-        if shape.ahead:
-            own.unpacked, own.section = own.state, 1
-            own.lead = min(rows, -(-_multiprocessors(device) * most_long // max(1, batch.blocks)) + 1)
     unpack = UnpackArgs(
         pages=args.pages, table=args.table, lengths=args.lengths, starts=args.starts, key_levels=args.key_levels,
         value_levels=args.value_levels, keys=args.keys, values=args.values, units=args.units,
@@ -356,13 +359,10 @@ def _attend_in_passes(
         for step in range(passes):
             unpack.first_rank, unpack.first_tile = first_rank, step * tiles
             grid, threads = (tiles * num_kv_heads, sequences), 2 * shape.step
-            if not shape.ahead:
-                launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
+            launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
             for part in launches:
                 part.args.first_rank, part.args.first_tile = first_rank, step * tiles
                 part.args.first_pass, part.args.last_pass = step == 0, step == passes - 1
-                if shape.ahead:
-                    part.unpack_first()
                 part.start()
 
 

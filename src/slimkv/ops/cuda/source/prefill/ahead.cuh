@@ -2,8 +2,9 @@
 //
 // An item is a sequence and a KV head. Items are numbered in the order in which blocks attend them: head by head, the last sequence
 // first. The first `lead` of them are unpacked by a launch of their own (unpack_first), each of the others by the blocks of the
-// item that is `lead` before it, each block a share of the tiles. So a block waits for blocks of lower number only, which have begun
-// when it begins, and do not wait for their own consumers to unpack.
+// item that is `lead` before it, each block a share of the tiles. The workspace has room for `slots` items, more than `lead`: the tiles of an
+// item take the place of those `slots` before it, when all blocks have attended these. So a block waits for blocks of lower number only,
+// which have begun when it begins.
 #pragma once
 #include "prefill/unpacker.cuh"
 
@@ -42,7 +43,7 @@ DEVICE int end_tile_of(const Work& w) { return (w.s.length + STEP - 1) / STEP; }
 DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_levels, LevelTable value_levels, int item, int tile, int group,
                         int end_group, int lane) {
   Unpacker unpacker = {args, w, key_levels, value_levels, 0, lane};
-  const i64 row = (i64)item * args.tiles + tile;
+  const i64 row = (i64)(item % args.slots) * args.tiles + tile;
   const i32 page = unpacker.page_of(tile);
   Fields fields;
   fields.load_from_page(unpacker.page_at(page), (tile * STEP + PER_LANE * lane) % BLOCK_SIZE);
@@ -63,11 +64,22 @@ DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_l
   }
 }
 
+// How many blocks attend the queries of a sequence.
+DEVICE int blocks_of(const PrefillArgs& args, const Work& w) {
+  const int queries_of_block = ROWS / args.group_size;
+  return (w.s.queries + queries_of_block - 1) / queries_of_block;
+}
+
+DEVICE void wait_until(const i32* count, int enough) {
+  while (ld_relaxed(count) < enough) sleep_ns(200);
+  fence_device();
+}
+
 // What warp `warp` of three does of the block's share of a later item.
 DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable key_levels, LevelTable value_levels, int warp, int lane) {
-  const int queries_of_block = ROWS / args.group_size, shares = (block.s.queries + queries_of_block - 1) / queries_of_block;
-  const int share = block.first / queries_of_block, item = item_of(block) + args.lead;
+  const int shares = blocks_of(args, block), share = block.first / (ROWS / args.group_size), item = item_of(block) + args.lead;
   Work w;
+  if (item >= args.slots && find_item(args, item - args.slots, block.present, lane, w)) wait_until(args.attended + item - args.slots, blocks_of(args, w));
   if (!find_item(args, item, block.present, lane, w)) return;
   const int first = first_tile_of(args, w), count = end_tile_of(w) - first;
   const int end = first + (int)((i64)count * (share + 1) / shares);
@@ -81,8 +93,16 @@ DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable 
 
 // One thread: until all tiles of the block's item are there, for the copy engine.
 DEVICE void wait_for_tiles(const PrefillArgs& args, const Work& w, int item) {
-  const int count = end_tile_of(w) - first_tile_of(args, w);
-  while (ld_relaxed(args.unpacked + item) < count) sleep_ns(200);
-  fence_device();
+  wait_until(args.unpacked + item, end_tile_of(w) - first_tile_of(args, w));
   fence_proxy_async_global();
+}
+
+// The same thread, when it has begun to copy all tiles: until they are in shared memory, and nobody needs them in the workspace.
+DEVICE void release_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, int item) {
+  for (int i = max_i32(0, w.count - STAGES); i < w.count; i++) {
+    mbarrier_wait(rings.keys_full + i % STAGES, i / STAGES & 1);
+    mbarrier_wait(rings.values_full + i % STAGES, i / STAGES & 1);
+  }
+  fence_device();
+  add_relaxed(args.attended + item, 1);
 }

@@ -26,7 +26,7 @@
 DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings) {
 #if AHEAD
   const int item = item_of(w);
-  const i64 row = (i64)item * args.tiles;
+  const i64 row = (i64)(item % args.slots) * args.tiles;
   if (item >= args.lead) wait_for_tiles(args, w, item);
 #else
   const i64 row = ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile;
@@ -43,6 +43,9 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
     if (i < w.count) copy(i, args.keys, rings.keys, rings.keys_full, rings.keys_empty, KEYS_BYTES, !EIGHT_BIT);
     if (i > 0) copy(i - 1, args.values, rings.values, rings.values_full, rings.values_empty, VALUES_BYTES, EIGHT_BIT);
   }
+#if AHEAD
+  release_tiles(args, w, rings, item);
+#endif
 }
 
 DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operand, int warpgroup, int lane) {
@@ -145,7 +148,7 @@ KERNEL(2 * STEP, 2) unpack_first(GRID_CONSTANT PrefillArgs args) {
   if (K_LEVELS + V_LEVELS) sync_threads();
   pdl_wait();
   if (block_index_y() == 0 && block_index() == 0)
-    for (int i = thread_index(); i < args.ranks * args.num_kv_heads; i += 2 * STEP) args.unpacked[i] = 0;
+    for (int i = thread_index(); i < args.ranks * args.num_kv_heads; i += 2 * STEP) args.unpacked[i] = args.attended[i] = 0;
   Work w;
   if (!find_item(args, block_index_y(), present_of(args, lane), lane, w)) return;
   const int tile = first_tile_of(args, w) + block_index();

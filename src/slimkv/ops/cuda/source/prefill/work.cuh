@@ -75,7 +75,7 @@ enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
 
 struct PrefillArgs {
   const void* query;
-  const u8* keys;    // [rank, head, tile]; AHEAD: [item, tile]
+  const u8* keys;    // [rank, head, tile]; AHEAD: [slot, tile]
   const u8* values;
   const TileScale* tile_scales;
   const i32* seq_lens;
@@ -107,7 +107,9 @@ struct PrefillArgs {
   const u16* value_signs;
   // AHEAD:
   i32* unpacked;  // tiles of each item
-  i32 lead;  // items that are unpacked before the first block
+  i32* attended;  // by so many blocks, each item
+  i32 lead;   // items that are unpacked before the first block
+  i32 slots;  // items that the workspace has room for
 };
 
 // What a block does.

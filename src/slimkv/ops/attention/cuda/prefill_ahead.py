@@ -1,0 +1,56 @@
+"""Prefill whose blocks unpack what later blocks attend (source/prefill/ahead.cuh): how the workspace is cut for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.ops.attention.api import AttendRequest
+from slimkv.ops.attention.cuda.prefill_args import AttendArgs
+from slimkv.ops.attention.cuda.prefill_shape import Shape
+
+
+@dataclass(frozen=True)
+class AheadCut:
+    """Items are the KV heads of sequences."""
+
+    items: int
+    tiles: int  # of an item, at most
+    lead: int  # items that are unpacked before the first block
+    slots: int  # items that the workspace has room for
+
+    @property
+    def flows(self) -> bool:
+        """Whether what is unpacked seldom waits for those who attend what it takes the place of."""
+        return self.slots >= min(self.items, 2 * self.lead)
+
+
+def cut_ahead(request: AttendRequest, shape: Shape, sequences: int, multiprocessors: int, budget: int) -> AheadCut:
+    """For the longest ``sequences``, in a workspace of ``budget`` bytes or what is needed at least.
+
+    While the blocks of ``lead`` items but one run, which keep all multiprocessors busy, the next ``lead`` are unpacked.
+    """
+    dim, tiles = request.layout.spec.key_dim, -(-max(1, request.max_seq_len) // shape.step)
+    items = sequences * request.pages.shape[1]
+    blocks = max(1, request.query.shape[0] // (shape.rows // request.group))
+    lead = min(items, -(-multiprocessors * sequences // blocks) + 1)
+    room = budget // (tiles * (shape.keys_bytes(dim) + shape.values_bytes(dim)))
+    return AheadCut(items, tiles, lead, min(items, max(lead + 1, room)))
+
+
+def lay_out(args: AttendArgs, cut: AheadCut, shape: Shape, dim: int, device: torch.device) -> Tensor:
+    """The workspace, which ``args`` then point into: keys, values, their scales and counters."""
+    tiles = cut.slots * cut.tiles
+    keys, values = tiles * shape.keys_bytes(dim), tiles * shape.values_bytes(dim)
+    space = torch.empty(keys + values + 16 * tiles + 8 * cut.items, dtype=torch.uint8, device=device)
+    args.keys = space.data_ptr()
+    args.values = args.keys + keys
+    args.units = args.values + values
+    args.unpacked = args.units + 16 * tiles
+    args.attended = args.unpacked + 4 * cut.items
+    args.tiles, args.ranks, args.section = cut.tiles, cut.items // args.heads, 1
+    args.first_pass, args.last_pass = 1, 1
+    args.lead, args.slots = cut.lead, cut.slots
+    return space
