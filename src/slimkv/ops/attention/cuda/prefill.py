@@ -21,7 +21,6 @@ from slimkv.codec.byte_levels import MOST_BITS, byte_levels
 from slimkv.codec.rotation import sign_words
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
-from slimkv.ops.attention.cuda.prefill_ahead import cut_ahead, lay_out
 from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
 from slimkv.ops.attention.cuda.prefill_shape import (
     EIGHT_BIT_SHAPES,
@@ -34,6 +33,7 @@ from slimkv.ops.attention.cuda.prefill_shape import (
     tables_bytes,
     unpack_defines,
 )
+from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, Batch, cut_ahead, cut_passes, lay_out
 from slimkv.ops.attention.cuda.shape import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
@@ -42,7 +42,6 @@ from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
 ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
 EVERY_QUERY = 1 << 30
 SECOND_LAUNCH = 0.05  # what it costs, in rounds of blocks of two warpgroups
-WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 
@@ -187,46 +186,6 @@ def runs_on(device: torch.device) -> bool:
 @lru_cache(maxsize=64)
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What of a request its passes depend on."""
-
-    sequences: int  # that are prefilled, at most
-    num_kv_heads: int
-    blocks: int  # of queries of a KV head, over all sequences
-    max_seq_len: int
-
-
-def cut_passes(
-    layout: PageLayout, shape: Shape, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
-) -> tuple[int, int]:
-    """How many sequences, and how many tiles of each, the workspace holds at a time.
-
-    Whole sequences have nothing to hand on. They are taken if there are enough of them to keep the device busy.
-    """
-    dim, longest = layout.spec.key_dim, -(-batch.max_seq_len // shape.step)
-    tile = (shape.keys_bytes(dim) + shape.values_bytes(dim)) * batch.num_kv_heads
-    whole = min(batch.sequences, budget // (tile * longest))
-    if whole and whole * batch.num_kv_heads * batch.blocks >= 0.9 * multiprocessors * batch.sequences:
-        return _sequences_of_a_pass(batch, whole, multiprocessors), longest
-    if whole == batch.sequences:
-        return whole, longest
-    return batch.sequences, max(1, min(budget // (tile * batch.sequences), longest))
-
-
-def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
-    """As many as leave the fewest multiprocessors idle when the last blocks of passes run; a pass costs a little."""
-
-    def rounds(sequences: int) -> int:
-        return -(-sequences * batch.num_kv_heads * batch.blocks // (batch.sequences * multiprocessors))
-
-    def cost(sequences: int) -> float:
-        whole, rest = divmod(batch.sequences, sequences)
-        return whole * rounds(sequences) + rounds(rest) + 0.1 * (whole + (rest > 0))
-
-    return min(range(max(1, most // 2, most - 15), most + 1), key=cost)
 
 
 @dataclass(frozen=True)

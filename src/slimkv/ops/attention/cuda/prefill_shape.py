@@ -153,9 +153,9 @@ def attend_defines(
         shared += stages * packed
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
-        "FUSED": int(shape.fused), "AHEAD": int(shape.ahead), "BESIDE": int(beside), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,
-        "PRODUCER_REGISTERS": shape.producer_registers, "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages,
-        "SHARED": shared,
+        "FUSED": int(shape.fused), "AHEAD": int(shape.ahead), "BESIDE": int(beside), "CONSUMERS": shape.consumers,
+        "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers,
+        "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages, "SHARED": shared,
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
         "V_ROTATED": int(spec.value.rotated), **pages,

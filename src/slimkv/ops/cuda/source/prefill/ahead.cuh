@@ -45,8 +45,17 @@ DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_l
   Unpacker unpacker = {args, w, key_levels, value_levels, 0, lane};
   const i64 row = (i64)(item % args.slots) * args.tiles + tile;
   const i32 page = unpacker.page_of(tile);
+  const u8* const own_page = unpacker.page_at(page);
+  const int own_place = (tile * STEP + PER_LANE * lane) % BLOCK_SIZE;
+  if (end_group - group > 1) {  // a lane's tokens' part of the codes, to the L2 cache
+    constexpr int K_PART = PER_LANE * K_TILE / 16, V_PART = PER_LANE * V_TILE / 16;
+#pragma unroll
+    for (int i = 0; i < K_PART; i += 128) prefetch_l2(own_page + own_place / PER_LANE * K_PART + i);
+#pragma unroll
+    for (int i = 0; i < V_PART; i += 128) prefetch_l2(own_page + V_CODES + own_place / PER_LANE * V_PART + i);
+  }
   Fields fields;
-  fields.load_from_page(unpacker.page_at(page), (tile * STEP + PER_LANE * lane) % BLOCK_SIZE);
+  fields.load_from_page(own_page, own_place);
   const TileScale unit = unpacker.scale(fields, tile);
   if (group == 0 && lane == 0) ((TileScale*)args.tile_scales)[row] = unit;
 #pragma unroll 1
@@ -85,9 +94,8 @@ DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable 
   const int end = first + (int)((i64)count * (share + 1) / shares);
   for (int tile = first + (int)((i64)count * share / shares) + warp; tile < end; tile += 3) {
     unpack_tile(args, w, key_levels, value_levels, item, tile, 0, STEP / 16, lane);
-    fence_device();
     sync_warp();
-    if (lane == 0) add_relaxed(args.unpacked + item, 1);
+    if (lane == 0) fence_device(), add_relaxed(args.unpacked + item, 1);
   }
 }
 

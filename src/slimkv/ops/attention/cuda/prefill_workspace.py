@@ -1,4 +1,4 @@
-"""Prefill whose blocks unpack what later blocks attend (source/prefill/ahead.cuh): how the workspace is cut for it."""
+"""The workspace of unpacked tiles: passes over what it holds, or a ring of what blocks unpack for later ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,54 @@ from torch import Tensor
 from slimkv.ops.attention.api import AttendRequest
 from slimkv.ops.attention.cuda.prefill_args import AttendArgs
 from slimkv.ops.attention.cuda.prefill_shape import Shape
+from slimkv.spec import PageLayout
+
+WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What of a request its passes depend on."""
+
+    sequences: int  # that are prefilled, at most
+    num_kv_heads: int
+    blocks: int  # of queries of a KV head, over all sequences
+    max_seq_len: int
+
+
+def cut_passes(
+    layout: PageLayout, shape: Shape, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
+) -> tuple[int, int]:
+    """How many sequences, and how many tiles of each, the workspace holds at a time.
+
+    Whole sequences have nothing to hand on. They are taken if there are enough of them to keep the device busy.
+    """
+    dim, longest = layout.spec.key_dim, -(-batch.max_seq_len // shape.step)
+    tile = (shape.keys_bytes(dim) + shape.values_bytes(dim)) * batch.num_kv_heads
+    whole = min(batch.sequences, budget // (tile * longest))
+    if whole and whole * batch.num_kv_heads * batch.blocks >= 0.9 * multiprocessors * batch.sequences:
+        return _sequences_of_a_pass(batch, whole, multiprocessors), longest
+    if whole == batch.sequences:
+        return whole, longest
+    return batch.sequences, max(1, min(budget // (tile * batch.sequences), longest))
+
+
+def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
+    """As many as leave the fewest multiprocessors idle when the last blocks of passes run; a pass costs a little."""
+
+    def rounds(sequences: int) -> int:
+        return -(-sequences * batch.num_kv_heads * batch.blocks // (batch.sequences * multiprocessors))
+
+    def cost(sequences: int) -> float:
+        whole, rest = divmod(batch.sequences, sequences)
+        return whole * rounds(sequences) + rounds(rest) + 0.1 * (whole + (rest > 0))
+
+    return min(range(max(1, most // 2, most - 15), most + 1), key=cost)
 
 
 @dataclass(frozen=True)
 class AheadCut:
-    """Items are the KV heads of sequences."""
+    """Of shapes whose blocks unpack ahead (source/prefill/ahead.cuh). Items are the KV heads of sequences."""
 
     items: int
     tiles: int  # of an item, at most
