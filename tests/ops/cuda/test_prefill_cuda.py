@@ -132,6 +132,33 @@ def test_attend_fused_with_one_producer():
     attend_and_check(replace(FEW, lens=(420,)), shape=shape)
 
 
+MANY = replace(LONG, lens=(300, 7, 140, 260), queries=(200, 1, 33, 65), num_kv_heads=2)
+AHEAD = [
+    replace(MANY, dim=128),
+    replace(MANY, format="k5vu4", window=60, sinks=True, page=32),
+    replace(MANY, dim=96, format="k2v8", causal=False, softcap=3.0),
+    replace(MANY, dim=112, format="kur4vfp8", lens=(0, 33, 300, 129), queries=(40, 33, 33, 100), group=3, page=128),
+]
+
+
+@emulated
+@pytest.mark.parametrize("room", [prefill_cuda.WORKSPACE_BYTES, 1], ids=["all", "ring"])
+@pytest.mark.parametrize("case", AHEAD, ids=str)
+def test_attend_ahead(case, room):
+    """Blocks unpack what later ones attend, into a workspace of everything or of as little as there can be."""
+    cuts = []
+
+    def noting(source, name, defines, grid, threads, shared, args):
+        cuts.append((args.lead, args.slots))
+        launch(source, name, defines, grid, threads, shared, args)
+
+    attend_and_check(case, launch=noting, budget=room, shape=prefill_shape.AHEAD_SHAPES[case.dim])
+    lead, slots = cuts[0]
+    assert len(cuts) == 2
+    assert slots == (2 * len(case.lens) if room > 1 else lead + 1)
+    assert lead < 5, "all is unpacked before the first block"
+
+
 @emulated
 def test_fewer_queries_than_decode_takes():
     """Sequences of 17 queries and more can be this kernel's; the others stay as they are."""
@@ -163,8 +190,12 @@ def test_passes_over_sequences():
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize(
     ("format", "shapes"),
-    [("kur4vu4", prefill_shape.SHAPES), ("k4v4", prefill_shape.FUSED_SHAPES)],
-    ids=["unpacked", "fused"],
+    [
+        ("kur4vu4", prefill_shape.SHAPES),
+        ("k4v4", prefill_shape.FUSED_SHAPES),
+        ("k4v4", prefill_shape.AHEAD_SHAPES),
+    ],
+    ids=["unpacked", "fused", "ahead"],
 )
 def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, shapes):
     built = build(replace(LONG, format=format), CPU)
@@ -384,6 +415,28 @@ def test_attend_fused_on_a_gpu(case, hopper):
         got = attend_and_check(case, hopper, launch, shape=shape)
         again = attend_and_check(case, hopper, launch, shape=shape)
         assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
+
+
+AHEAD_ON_A_GPU = [
+    *(replace(BIG, dim=dim) for dim in (64, 80, 96, 112, 128)),
+    *(replace(BIG, group=group) for group in (1, 3, 8)),
+    replace(BIG, num_kv_heads=8, lens=(1700, 40, 900, 128, 2500, 700) * 3, queries=(700, 7, 500, 33, 128, 300) * 3),
+    replace(BIG, window=300, softcap=3.0, sinks=True),
+    *(replace(BIG, format=f) for f in ("k2v3", "k5v6", "k8v8", "fp8", "ku2vur8", "turboquant_k8v4")),
+    replace(BIG, dim=96, causal=False, strided=True, padding=9, slack=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("room", [prefill_cuda.WORKSPACE_BYTES, 1], ids=["all", "ring"])
+@pytest.mark.parametrize("case", AHEAD_ON_A_GPU, ids=str)
+def test_attend_ahead_on_a_gpu(case, room, hopper, monkeypatch):
+    """Few blocks are told to be enough, so that most tiles are unpacked by them."""
+    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 8)
+    launch, shape = prefill_cuda.launcher(hopper), prefill_shape.AHEAD_SHAPES[case.dim]
+    got = attend_and_check(case, hopper, launch, room, shape)
+    again = attend_and_check(case, hopper, launch, room, shape)
+    assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
 
 
 @pytest.mark.gpu

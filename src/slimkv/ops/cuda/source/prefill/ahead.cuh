@@ -10,9 +10,8 @@
 
 DEVICE int item_of(const Work& w) { return w.head * w.present + w.present - 1 - w.s.rank; }
 
-// The sequence, its length and the head of an item; false if there is no such item.
-DEVICE bool find_item(const PrefillArgs& args, int item, int present, int lane, Work& w) {
-  if (item >= present * args.num_kv_heads) return false;
+// The sequence, its length and the head of an item that there is.
+DEVICE void find_item(const PrefillArgs& args, int item, int present, int lane, Work& w) {
   w.head = item / present;
   int rank = args.first_rank + present - 1 - item % present;
   // The sequence that so many before it are prefilled.
@@ -30,7 +29,6 @@ DEVICE bool find_item(const PrefillArgs& args, int item, int present, int lane, 
   }
   w.sequence = sequence;
   w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
-  return true;
 }
 
 // Tiles of an item that some query sees.
@@ -88,8 +86,12 @@ DEVICE void wait_until(const i32* count, int enough) {
 DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable key_levels, LevelTable value_levels, int warp, int lane) {
   const int shares = blocks_of(args, block), share = block.first / (ROWS / args.group_size), item = item_of(block) + args.lead;
   Work w;
-  if (item >= args.slots && find_item(args, item - args.slots, block.present, lane, w)) wait_until(args.attended + item - args.slots, blocks_of(args, w));
-  if (!find_item(args, item, block.present, lane, w)) return;
+  if (item >= block.present * args.num_kv_heads) return;
+  if (item >= args.slots) {
+    find_item(args, item - args.slots, block.present, lane, w);
+    wait_until(args.attended + item - args.slots, blocks_of(args, w));
+  }
+  find_item(args, item, block.present, lane, w);
   const int first = first_tile_of(args, w), count = end_tile_of(w) - first;
   const int end = first + (int)((i64)count * (share + 1) / shares);
   for (int tile = first + (int)((i64)count * share / shares) + warp; tile < end; tile += 3) {

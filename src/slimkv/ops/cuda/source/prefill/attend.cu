@@ -150,9 +150,11 @@ KERNEL(2 * STEP, 2) unpack_first(GRID_CONSTANT PrefillArgs args) {
   if (block_index_y() == 0 && block_index() == 0)
     for (int i = thread_index(); i < args.ranks * args.num_kv_heads; i += 2 * STEP) args.unpacked[i] = args.attended[i] = 0;
   Work w;
-  if (!find_item(args, block_index_y(), present_of(args, lane), lane, w)) return;
+  const int item = block_index_y(), present = present_of(args, lane);
+  if (item >= present * args.num_kv_heads) return;
+  find_item(args, item, present, lane, w);
   const int tile = first_tile_of(args, w) + block_index();
-  if (tile < end_tile_of(w)) unpack_tile(args, w, key_levels, value_levels, block_index_y(), tile, warp, warp + 1, lane);
+  if (tile < end_tile_of(w)) unpack_tile(args, w, key_levels, value_levels, item, tile, warp, warp + 1, lane);
 }
 HOST_TESTABLE(unpack_first, PrefillArgs)
 #endif
