@@ -73,8 +73,8 @@ DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_l
 
 // How many blocks attend the queries of a sequence.
 DEVICE int blocks_of(const PrefillArgs& args, const Work& w) {
-  const int queries_of_block = ROWS / args.group_size;
-  return (w.s.queries + queries_of_block - 1) / queries_of_block;
+  const int queries_of_pair = BLOCKS_OF_CLUSTER * (ROWS / args.group_size);
+  return BLOCKS_OF_CLUSTER * ((w.s.queries + queries_of_pair - 1) / queries_of_pair);
 }
 
 DEVICE void wait_until(const i32* count, int enough) {
