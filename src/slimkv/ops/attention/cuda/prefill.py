@@ -263,7 +263,7 @@ class _Attend:
     def state_floats(self) -> int:
         """That it hands on from pass to pass."""
         args, shape, dim = self.args, self.part.shape, self.request.layout.spec.key_dim
-        return args.query_blocks * args.heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4)
+        return shape.cluster * args.query_blocks * args.heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4)
 
     @property
     def defines(self) -> Defines:
