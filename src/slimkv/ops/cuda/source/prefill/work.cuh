@@ -159,22 +159,26 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
   const int block = args.query_blocks - 1 - inside / heads;
   w.head = section * args.section + inside % heads;
-  // The last sequence whose blocks begin at this one or before it.
-  int begun = 0;
-#pragma unroll 4
-  for (int i = lane; i < args.num_seqs; i += 32) begun += ldg_i32(args.cu_seqlens_q + i) / queries_of_pair + i <= block;
-#pragma unroll
-  for (int d = 16; d; d >>= 1) begun += shfl_xor(begun, d);
-  const int sequence = w.sequence = shfl(begun, 0) - 1;  // known to be the same in all lanes
-  w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
+  // The last sequence whose blocks begin at this one or before it; how many up to it, and in all, are prefilled.
+  u32 begun = 0, prefilled = 0, prefilled_of_all = 0;
+  PrefillSequence own = {0, 0, 0, 0};  // the lane's last
+#pragma unroll 2
+  for (int i = lane; i < args.num_seqs; i += 32) {
+    own = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, i);
+    const bool begins = own.start / queries_of_pair + i <= block, counts = own.queries > args.max_decode_queries;
+    begun += begins, prefilled += begins && counts, prefilled_of_all += counts;
+  }
+  const int sequence = w.sequence = (int)warp_sum(begun) - 1;  // the same in all lanes
+  if (args.num_seqs <= 32) w.s = {shfl(own.start, sequence), shfl(own.queries, sequence), shfl(own.length, sequence), 0};
+  else w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
   const int first = args.first_query + (block - (w.s.start / queries_of_pair + sequence)) * queries_of_pair;  // of the cluster
   w.first = first + (PAIRED ? cluster_rank() * (ROWS / args.group_size) : 0);
   const int end_query = min_i32(w.s.queries, args.end_query);
   if (first >= end_query || w.s.queries <= args.max_decode_queries) return false;
   if (!FUSED) {  // whose tiles others have unpacked in this pass
-    w.s.rank = prefilled_before(args.cu_seqlens_q, sequence, args.max_decode_queries, lane) - args.first_rank;
+    w.s.rank = (int)warp_sum(prefilled) - 1 - args.first_rank;
     if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
-    if (AHEAD) w.present = present_of(args, lane);
+    if (AHEAD) w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
   }
   const int before = w.s.length - w.s.queries, last = min_i32(first + queries_of_pair, end_query);
   const int end = args.causal ? before + last : w.s.length;
