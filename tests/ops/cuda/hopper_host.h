@@ -15,8 +15,7 @@ static_assert(sizeof(Barrier) == 8, "a barrier has 8 bytes");
 struct Landing { void* to; const void* from; u32 bytes; u64* barrier; };
 static std::vector<Landing> landings;
 struct Named { int arrived; u64 generation; };
-static Named all_named[16][16];  // of each block of a cluster
-static Named* named() { return all_named[machine.current / machine.block_threads]; }
+static Named named[16];
 
 static void settle(Barrier* b) {
   if (b->left == 0 && b->bytes_and_phase >> 1 == 0) b->bytes_and_phase ^= 1, b->left = b->count;
@@ -50,7 +49,7 @@ static void let_others_run(const char* where, int& polls) {
 
 static int meet_named(int number, int threads) {
   if (number < 1 || number > 15) fail("there is no named barrier %d", number);
-  if (++named()[number].arrived == threads) named()[number].arrived = 0, named()[number].generation++;
+  if (++named[number].arrived == threads) named[number].arrived = 0, named[number].generation++;
   return number;
 }
 
@@ -98,7 +97,7 @@ DEVICE void mbarrier_init(u64* barrier, int count) {
   std::vector<host::Landing>& all = host::landings;  // of a launch that failed
   for (size_t i = all.size(); i-- > 0;)
     if (all[i].barrier == barrier) all.erase(all.begin() + i);
-  for (int i = 0; i < 16; i++) host::named()[i] = {0, 0};
+  for (host::Named& n : host::named) n = {0, 0};
 }
 DEVICE void fence_mbarrier_init() {}
 DEVICE void mbarrier_arrive(u64* barrier) { host::arrive(barrier, 0); }
@@ -117,20 +116,6 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
   memset(shared, host::POISON, bytes);
   host::landings.push_back({shared, global, bytes, barrier});
 }
-DEVICE void mbarrier_arrive_at(u64* barrier, int rank) {
-  host::arrive((u64*)(host::shared_of(rank) + ((u8*)barrier - host::machine.shared)), 0);
-}
-DEVICE void cp_async_bulk_to_cluster(void* shared, const void* global, u32 bytes, u64* barrier, u32 blocks) {
-  const u64 offset = static_cast<u8*>(shared) - host::machine.shared;
-  if (offset + bytes > (u64)host::machine.shared_bytes) host::fail("a copy to beyond shared memory");
-  if ((offset | (u64)global | bytes) % 16) host::fail("a copy that is not aligned to 16 bytes");
-  for (int rank = 0; rank < host::machine.cluster; rank++)
-    if (blocks >> rank & 1) {
-      u8* const to = host::shared_of(rank) + offset;
-      memset(to, host::POISON, bytes);
-      host::landings.push_back({to, global, bytes, (u64*)(host::shared_of(rank) + ((u8*)barrier - host::machine.shared))});
-    }
-}
 DEVICE void fence_proxy_async() {}
 DEVICE void fence_proxy_async_global() {}
 template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
@@ -148,10 +133,10 @@ template <int OFFSET> DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1,
   stmatrix_x4<OFFSET>(address, movmatrix_trans(m0), movmatrix_trans(m1), movmatrix_trans(m2), movmatrix_trans(m3));
 }
 DEVICE void bar_sync(int number, int threads) {
-  const u64 generation = host::named()[number].generation;
+  const u64 generation = host::named[number].generation;
   host::meet_named(number, threads);
   int polls = 0;
-  while (host::named()[number].generation == generation) host::let_others_run("a named barrier", polls);
+  while (host::named[number].generation == generation) host::let_others_run("a named barrier", polls);
 }
 DEVICE void bar_arrive(int number, int threads) { host::meet_named(number, threads); }
 template <int N> DEVICE void setmaxnreg_inc() {}

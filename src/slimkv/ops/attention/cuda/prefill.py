@@ -263,7 +263,7 @@ class _Attend:
     def state_floats(self) -> int:
         """That it hands on from pass to pass."""
         args, shape, dim = self.args, self.part.shape, self.request.layout.spec.key_dim
-        return shape.cluster * args.query_blocks * args.heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4)
+        return args.query_blocks * args.heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4)
 
     @property
     def defines(self) -> Defines:
@@ -281,7 +281,7 @@ class _Attend:
     def start(self) -> None:
         shape, args, defines = self.part.shape, self.args, self.defines
         self.launch(
-            ATTEND, "attend", defines, (shape.cluster * args.query_blocks * args.heads, 1), shape.threads, defines["SHARED"], args
+            ATTEND, "attend", defines, (args.query_blocks * args.heads, 1), shape.threads, defines["SHARED"], args
         )
 
 
@@ -341,7 +341,7 @@ def _attend_args(request: AttendRequest, part: Part, sinks: Tensor | None, most_
         value_norm=value.orthonormal, key_sign_bits=_signs(spec.key_dim, spec.seed),
         value_sign_bits=_signs(spec.value_dim, spec.seed), sequences=sequences, heads=pages.shape[1],
         group=request.group, most_queries=most_queries, causal=options.causal,
-        window=options.sliding_window or 0, query_blocks=queries // (part.shape.cluster * (part.shape.rows // request.group)) + sequences,
+        window=options.sliding_window or 0, query_blocks=queries // (part.shape.rows // request.group) + sequences,
         first_query=part.first, end_query=part.end,
         aligned=_by_16_bytes(out) | _by_16_bytes(query) << 1,
         pages=pages.data_ptr(), table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),

@@ -27,7 +27,6 @@ class Shape:
     promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
     fused: bool = False  # a warpgroup of ``attend`` unpacks tiles; else ``unpack`` does, into the workspace
     ahead: bool = False  # blocks of ``attend`` unpack what later ones attend; else ``unpack`` does, before the first
-    paired: bool = False  # two blocks of a sequence and head copy tiles for each other
     consumers: int = 2  # warpgroups that multiply
     producers: int = 1  # warpgroups that fetch tiles
     producer_registers: int = 24  # of each of their threads
@@ -38,11 +37,6 @@ class Shape:
     def rows(self) -> int:
         """Of queries, times heads of a group, in a block."""
         return 64 * self.consumers * self.row_blocks
-
-    @property
-    def cluster(self) -> int:
-        """Blocks of a cluster."""
-        return 2 if self.paired else 1
 
     @property
     def threads(self) -> int:
@@ -159,7 +153,7 @@ def attend_defines(
         shared += stages * packed
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
-        "FUSED": int(shape.fused), "AHEAD": int(shape.ahead), "PAIRED": int(shape.paired), "BESIDE": int(beside), "CONSUMERS": shape.consumers,
+        "FUSED": int(shape.fused), "AHEAD": int(shape.ahead), "BESIDE": int(beside), "CONSUMERS": shape.consumers,
         "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers,
         "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages, "SHARED": shared,
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,

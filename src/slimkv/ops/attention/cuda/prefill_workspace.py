@@ -13,6 +13,9 @@ from slimkv.ops.attention.cuda.prefill_shape import Shape
 from slimkv.spec import PageLayout
 
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
+# Of the multiprocessors: those that the blocks of items which are unpacked before the first block keep busy. Others find
+# theirs unpacked when they begin, as blocks take longer than what they unpack.
+LEAD_PERCENT = 80
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,14 @@ class AheadCut:
 
 
 def cut_ahead(request: AttendRequest, shape: Shape, sequences: int, multiprocessors: int, budget: int) -> AheadCut:
-    """For the longest ``sequences``, in a workspace of ``budget`` bytes or what is needed at least.
+    """For up to ``sequences``, in a workspace of ``budget`` bytes or what is needed at least.
 
-    While the blocks of ``lead`` items but one run, which keep all multiprocessors busy, the next ``lead`` are unpacked.
+    While the first blocks attend ``lead`` items, which keep most multiprocessors busy, they unpack as many.
     """
     dim, tiles = request.layout.spec.key_dim, -(-max(1, request.max_seq_len) // shape.step)
     items = sequences * request.pages.shape[1]
-    blocks = max(1, request.query.shape[0] // (shape.rows // request.group))
-    lead = min(items, -(-multiprocessors * sequences // blocks) + 1)
+    blocks = -(-request.max_query_len * request.group // shape.rows)  # of an item, if sequences are alike
+    lead = min(items, -(-LEAD_PERCENT * multiprocessors // (100 * blocks)))
     room = budget // (tiles * (shape.keys_bytes(dim) + shape.values_bytes(dim)))
     return AheadCut(items, tiles, lead, min(items, max(lead + 1, room)))
 

@@ -16,11 +16,6 @@ DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cl
 DEVICE void mbarrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
 }
-// At the barrier of block `rank` of the cluster.
-DEVICE void mbarrier_arrive_at(u64* barrier, int rank) {
-  asm volatile("{.reg .u32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [a];}"
-               :: "r"(shared_address(barrier)), "r"(rank) : "memory");
-}
 DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -34,11 +29,6 @@ DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
 DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-// The same to the same places of all blocks of the cluster that `blocks` has a bit for, each of which has it reported to its own barrier.
-DEVICE void cp_async_bulk_to_cluster(void* shared, const void* global, u32 bytes, u64* barrier, u32 blocks) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-               :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"((u16)blocks) : "memory");
 }
 // Makes this thread's stores to shared memory visible to products and copies.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -296,9 +296,9 @@ DEVICE void st_relaxed(float* p, float x) { asm volatile("st.relaxed.gpu.global.
 DEVICE void st_relaxed(float* p, float a, float b, float c, float d) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
-DEVICE i32 ld_relaxed(const i32* p) {
+DEVICE i32 ld_acquire(const i32* p) {
   i32 r;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
   return r;
 }
 DEVICE void add_relaxed(i32* p, i32 x) { asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" :: "l"(p), "r"(x) : "memory"); }

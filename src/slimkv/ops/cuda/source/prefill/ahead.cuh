@@ -8,6 +8,8 @@
 #pragma once
 #include "prefill/unpacker.cuh"
 
+constexpr int GROUPS_OF_TILE = STEP / 16;
+
 DEVICE int item_of(const Work& w) { return w.head * w.present + w.present - 1 - w.s.rank; }
 
 // The sequence, its length and the head of an item that there is.
@@ -45,7 +47,7 @@ DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_l
   const i32 page = unpacker.page_of(tile);
   const u8* const own_page = unpacker.page_at(page);
   const int own_place = (tile * STEP + PER_LANE * lane) % BLOCK_SIZE;
-  if (end_group - group > 1) {  // a lane's tokens' part of the codes, to the L2 cache
+  if (const int of_lane = PER_LANE * lane / 16; of_lane >= group && of_lane < end_group) {  // its tokens' part of the codes, to the L2 cache
     constexpr int K_PART = PER_LANE * K_TILE / 16, V_PART = PER_LANE * V_TILE / 16;
 #pragma unroll
     for (int i = 0; i < K_PART; i += 128) prefetch_l2(own_page + own_place / PER_LANE * K_PART + i);
@@ -73,13 +75,12 @@ DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_l
 
 // How many blocks attend the queries of a sequence.
 DEVICE int blocks_of(const PrefillArgs& args, const Work& w) {
-  const int queries_of_pair = BLOCKS_OF_CLUSTER * (ROWS / args.group_size);
-  return BLOCKS_OF_CLUSTER * ((w.s.queries + queries_of_pair - 1) / queries_of_pair);
+  const int queries_of_block = ROWS / args.group_size;
+  return (w.s.queries + queries_of_block - 1) / queries_of_block;
 }
 
 DEVICE void wait_until(const i32* count, int enough) {
-  while (ld_relaxed(count) < enough) sleep_ns(200);
-  fence_device();
+  while (ld_acquire(count) < enough) sleep_ns(200);
 }
 
 // What warp `warp` of three does of the block's share of a later item.
@@ -92,18 +93,22 @@ DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable 
     wait_until(args.attended + item - args.slots, blocks_of(args, w));
   }
   find_item(args, item, block.present, lane, w);
-  const int first = first_tile_of(args, w), count = end_tile_of(w) - first;
-  const int end = first + (int)((i64)count * (share + 1) / shares);
-  for (int tile = first + (int)((i64)count * share / shares) + warp; tile < end; tile += 3) {
-    unpack_tile(args, w, key_levels, value_levels, item, tile, 0, STEP / 16, lane);
+  // Groups of 16 tokens, side by side, so that the warps of all shares have as many.
+  const int first = GROUPS_OF_TILE * first_tile_of(args, w), groups = GROUPS_OF_TILE * end_tile_of(w) - first;
+  const int of_share = (groups + shares - 1) / shares, begin = min_i32(groups, share * of_share), count = min_i32(of_share, groups - begin);
+  const int of_warp = (count + 2) / 3, end = first + begin + min_i32(count, (warp + 1) * of_warp);
+  for (int at = first + begin + warp * of_warp; at < end;) {
+    const int tile = at / GROUPS_OF_TILE, group = at % GROUPS_OF_TILE, end_group = min_i32(GROUPS_OF_TILE, group + end - at);
+    unpack_tile(args, w, key_levels, value_levels, item, tile, group, end_group, lane);
     sync_warp();
-    if (lane == 0) fence_device(), add_relaxed(args.unpacked + item, 1);
+    if (lane == 0) fence_device(), add_relaxed(args.unpacked + item, end_group - group);
+    at += end_group - group;
   }
 }
 
 // One thread: until all tiles of the block's item are there, for the copy engine.
 DEVICE void wait_for_tiles(const PrefillArgs& args, const Work& w, int item) {
-  wait_until(args.unpacked + item, end_tile_of(w) - first_tile_of(args, w));
+  wait_until(args.unpacked + item, GROUPS_OF_TILE * (end_tile_of(w) - first_tile_of(args, w)));
   fence_proxy_async_global();
 }
 

@@ -36,12 +36,7 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
     const i64 tile = row + tile_at(w, i);
     if (i >= STAGES) mbarrier_wait(empty + slot, (i / STAGES - 1) & 1);
     mbarrier_arrive_expect_tx(full + slot, bytes + (scale ? 16 : 0));
-    if (PAIRED) {
-      const int half = cluster_rank() * (bytes / 2);
-      cp_async_bulk_to_cluster(ring + slot * bytes + half, from + tile * bytes + half, bytes / 2, full + slot, 3);
-    } else {
-      cp_async_bulk(ring + slot * bytes, from + tile * bytes, bytes, full + slot);
-    }
+    cp_async_bulk(ring + slot * bytes, from + tile * bytes, bytes, full + slot);
     if (scale) cp_async_bulk((void*)(rings.scales + slot), args.tile_scales + tile, 16, full + slot);
   };
   for (int i = 0; i <= w.count; i++) {
@@ -89,13 +84,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 }
 #endif
 
-#if PAIRED
-#define IN_CLUSTERS CLUSTER_OF(BLOCKS_OF_CLUSTER)
-#else
-#define IN_CLUSTERS
-#endif
-
-KERNEL(THREADS, 1) IN_CLUSTERS attend(GRID_CONSTANT PrefillArgs args) {
+KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
 #if FUSED
   SHARED_OPERANDS(shared);
 #else
@@ -110,7 +99,7 @@ KERNEL(THREADS, 1) IN_CLUSTERS attend(GRID_CONSTANT PrefillArgs args) {
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(rings.keys_full + i, FUSED ? 4 * PRODUCERS : 1), mbarrier_init(rings.values_full + i, FUSED ? 4 * PRODUCERS : 1);
-      mbarrier_init(rings.keys_empty + i, 4 * CONSUMERS * BLOCKS_OF_CLUSTER), mbarrier_init(rings.values_empty + i, 4 * CONSUMERS * BLOCKS_OF_CLUSTER);
+      mbarrier_init(rings.keys_empty + i, 4 * CONSUMERS), mbarrier_init(rings.values_empty + i, 4 * CONSUMERS);
     }
     fence_mbarrier_init();
   }
@@ -120,8 +109,7 @@ KERNEL(THREADS, 1) IN_CLUSTERS attend(GRID_CONSTANT PrefillArgs args) {
   const LevelTable key_levels = {shared_address(shared + LEVELS_AT) + 4 * lane};
   const LevelTable value_levels = {key_levels.address + 128 * (ONE_TABLE ? 0 : K_LEVELS)};
 #endif
-  if (PAIRED) cluster_sync();
-  else sync_threads();
+  sync_threads();
   // BESIDE: what the launch before has waited for has ended, so tiles are there. This one ends no earlier, for those who wait for it:
   // some block has work if that one had.
   if (BESIDE) griddepcontrol_launch_dependents();
@@ -145,9 +133,8 @@ KERNEL(THREADS, 1) IN_CLUSTERS attend(GRID_CONSTANT PrefillArgs args) {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     attend_rows(args, w, rings, FUSED ? shared : shared + (part - PRODUCERS) * QUERY_BYTES, part - PRODUCERS, lane);
   }
-  if (PAIRED) sync_warp(), cluster_sync();  // the other block may still copy to this one, or arrive at its barriers
 }
-HOST_TESTABLE_CLUSTER(attend, PrefillArgs, BLOCKS_OF_CLUSTER)
+HOST_TESTABLE(attend, PrefillArgs)
 
 #if AHEAD
 // What the first blocks attend: a block has a tile of an item, a warp 16 of its tokens.

@@ -103,7 +103,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     wgmma_fence_operand(s);
     const TileScale unit = rings.scales[at];
     sync_warp();
-    release_place(rings.keys_empty + at, lane);
+    if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
     const bool clear = (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
     float sum[2];
     needs_rescale = false;
@@ -142,7 +142,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     take(tile_at(w, i), next.slot, false, next_p);
     wgmma_wait<0>();
     wgmma_fence_operand(o);
-    release_place(rings.values_empty + place.slot, lane);
+    if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
     rescale_output();
 #pragma unroll
     for (int k = 0; k < N / 2; k++) p[k] = next_p[k] + none;

@@ -1,11 +1,10 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
 // Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
 // K_ROTATED, V_ROTATED, CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (of 64 rows, that each of the former has), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh),
-// BESIDE (follows another launch on the same tiles, whose end it need not wait for), AHEAD (blocks unpack what later ones attend), PAIRED (two blocks of a sequence and head share the tiles they copy);
+// BESIDE (follows another launch on the same tiles, whose end it need not wait for), AHEAD (blocks unpack what later ones attend);
 // FUSED, AHEAD: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
 #pragma once
 #include "common/codes.cuh"
-#include "common/hopper.cuh"
 #include "common/numbers.cuh"
 #include "prefill/tiles.cuh"
 
@@ -38,16 +37,6 @@ constexpr float RESCALE_THRESHOLD = 8.0f;
 constexpr int WARPGROUPS = PRODUCERS + CONSUMERS;
 constexpr int CONSUMER_REGISTERS = (WARPGROUPS * (512 / WARPGROUPS / 8 * 8) - PRODUCERS * PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 constexpr int NO_WINDOW = 1 << 30;
-constexpr int BLOCKS_OF_CLUSTER = PAIRED ? 2 : 1;
-
-// By a warp: nobody in it needs what is in a place of a ring.
-DEVICE void release_place(u64* empty, int lane) {
-  if (PAIRED) {
-    if (lane < BLOCKS_OF_CLUSTER) mbarrier_arrive_at(empty, lane);
-  } else if (lane == 0) {
-    mbarrier_arrive(empty);
-  }
-}
 
 // A place in a ring of tiles, and the parity of the phase in which it is filled.
 struct Place {
@@ -117,7 +106,7 @@ struct PrefillArgs {
   const u16* key_signs;  // bf16 [D, D], the rotation's entries +-1
   const u16* value_signs;
   // AHEAD:
-  i32* unpacked;  // tiles of each item
+  i32* unpacked;  // groups of 16 tokens of each item
   i32* attended;  // by so many blocks, each item
   i32 lead;   // items that are unpacked before the first block
   i32 slots;  // items that the workspace has room for
@@ -152,10 +141,10 @@ DEVICE int present_of(const PrefillArgs& args, int lane) {
 }
 
 DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
-  const int queries_of_pair = BLOCKS_OF_CLUSTER * (ROWS / args.group_size), cluster = block_index() / BLOCKS_OF_CLUSTER;
+  const int queries_of_block = ROWS / args.group_size;
   // Sections of few heads share their keys and values in the L2 cache; long rows of a causal mask come first in each.
-  const int per_section = args.section * args.query_blocks, section = cluster / per_section;
-  const int inside = cluster - section * per_section;
+  const int per_section = args.section * args.query_blocks, section = block_index() / per_section;
+  const int inside = block_index() - section * per_section;
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
   const int block = args.query_blocks - 1 - inside / heads;
   w.head = section * args.section + inside % heads;
@@ -165,26 +154,25 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
 #pragma unroll 2
   for (int i = lane; i < args.num_seqs; i += 32) {
     own = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, i);
-    const bool begins = own.start / queries_of_pair + i <= block, counts = own.queries > args.max_decode_queries;
+    const bool begins = own.start / queries_of_block + i <= block, counts = own.queries > args.max_decode_queries;
     begun += begins, prefilled += begins && counts, prefilled_of_all += counts;
   }
   const int sequence = w.sequence = (int)warp_sum(begun) - 1;  // the same in all lanes
   if (args.num_seqs <= 32) w.s = {shfl(own.start, sequence), shfl(own.queries, sequence), shfl(own.length, sequence), 0};
   else w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
-  const int first = args.first_query + (block - (w.s.start / queries_of_pair + sequence)) * queries_of_pair;  // of the cluster
-  w.first = first + (PAIRED ? cluster_rank() * (ROWS / args.group_size) : 0);
+  w.first = args.first_query + (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
   const int end_query = min_i32(w.s.queries, args.end_query);
-  if (first >= end_query || w.s.queries <= args.max_decode_queries) return false;
+  if (w.first >= end_query || w.s.queries <= args.max_decode_queries) return false;
   if (!FUSED) {  // whose tiles others have unpacked in this pass
     w.s.rank = (int)warp_sum(prefilled) - 1 - args.first_rank;
     if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
     if (AHEAD) w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
   }
-  const int before = w.s.length - w.s.queries, last = min_i32(first + queries_of_pair, end_query);
+  const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, end_query);
   const int end = args.causal ? before + last : w.s.length;
   w.clear_end = args.causal ? before + w.first + 1 : w.s.length;
   w.clear_begin = WINDOW ? before + last - args.sliding_window : 0;
-  const int begin_tile = WINDOW ? max_i32(0, before + first - args.sliding_window + 1) / STEP : 0;
+  const int begin_tile = WINDOW ? max_i32(0, before + w.first - args.sliding_window + 1) / STEP : 0;
   const int end_tile = end > 0 ? (end + STEP - 1) / STEP : 0;
   const int low = max_i32(begin_tile, args.first_tile), high = min_i32(end_tile, args.first_tile + args.tiles);
   w.tile = high - 1;
