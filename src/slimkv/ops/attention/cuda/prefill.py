@@ -2,7 +2,8 @@
 
 Many queries a sequence: two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). More than the
 workspace holds takes several passes: over the sequences, or over a part of all contexts at a time, which hand on the
-state of the softmax. Few queries: one launch of ``attend``, whose blocks unpack for themselves
+state of the softmax. If sequences are alike, blocks of ``attend`` unpack what later ones attend instead, all in one
+pass (source/prefill/ahead.cuh). Few queries: one launch of ``attend``, whose blocks unpack for themselves
 (source/prefill/producer.cuh).
 """
 
@@ -23,6 +24,7 @@ from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
 from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
 from slimkv.ops.attention.cuda.prefill_shape import (
+    AHEAD_SHAPES,
     EIGHT_BIT_SHAPES,
     FUSED_SHAPES,
     SHAPES,
@@ -56,8 +58,10 @@ FUSED_UP_TO, LESS_FUSED_UP_TO, LEAST_FUSED_UP_TO = 768, 512, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
 # Times of a round of blocks over that of blocks which unpack for 128 rows: of those which do for 256, or for the 128 of
 # them that there are; of 128 rows on what was unpacked first; of unpacking that, a sequence's head a multiprocessor;
-# and what passes before the first blocks that unpack for themselves have something to multiply.
+# and what passes before the first blocks that unpack for themselves have something to multiply. Likewise of 128 rows
+# that unpack for later blocks, of unpacking a sequence's head in one of them, and of what is unpacked before the first.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.15
+AHEAD_ROUND, UNPACKING_AHEAD, AHEAD_START = 0.71, 3.6, 0.15
 
 # source, kernel, defines, grid, threads, shared memory, argument
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
@@ -96,10 +100,25 @@ def shape_of(request: AttendRequest) -> Shape:
     gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
     if wanted == EIGHT_BIT or gains:
         return eight_bit_shape(request)
+    unpacked = unpacked_shape(request)
     if request.max_query_len * request.group > _fused_up_to(request.layout.spec):
-        return SHAPES[dim]
+        return unpacked
     shape = min(fused_shapes(request.layout.spec), key=lambda shape: _fused_time(request, shape))
-    return SHAPES[dim] if dim <= 128 and _unpacked_time(request) < _fused_time(request, shape) else shape
+    return unpacked if dim <= 128 and _unpacked_time(request, unpacked) < _fused_time(request, shape) else shape
+
+
+def unpacked_shape(request: AttendRequest) -> Shape:
+    """Of blocks that find their tiles unpacked: by earlier ones, if sequences are alike and the workspace holds enough.
+
+    What a block unpacks for a sequence that is much longer than its own would take longer than what it attends.
+    """
+    dim, sequences = request.layout.spec.key_dim, request.seq_lens.shape[0]
+    total, longest = request.query.shape[0], request.max_query_len
+    alike = total == sequences * longest or total - longest < sequences  # or all but one decode
+    if not alike or dim not in AHEAD_SHAPES:
+        return SHAPES[dim]
+    cut = cut_ahead(request, AHEAD_SHAPES[dim], sequences, _multiprocessors(request.query.device), WORKSPACE_BYTES)
+    return AHEAD_SHAPES[dim] if cut.flows else SHAPES[dim]
 
 
 def _fused_time(request: AttendRequest, shape: Shape) -> float:
@@ -112,11 +131,14 @@ def _fused_time(request: AttendRequest, shape: Shape) -> float:
     return FUSED_START + rounds
 
 
-def _unpacked_time(request: AttendRequest) -> float:
-    """Likewise, if pages are unpacked first."""
+def _unpacked_time(request: AttendRequest, shape: Shape) -> float:
+    """Likewise, if pages are unpacked first, or by earlier blocks."""
     items, multiprocessors = request.seq_lens.shape[0] * request.pages.shape[1], _multiprocessors(request.query.device)
-    blocks = items * -(-request.max_query_len * request.group // SHAPES[request.layout.spec.key_dim].rows)
-    return -(-blocks // multiprocessors) * UNPACKED_ROUND + items / multiprocessors * UNPACKING
+    blocks = -(-request.max_query_len * request.group // shape.rows)
+    rounds = -(-items * blocks // multiprocessors)
+    if shape.ahead:
+        return AHEAD_START + rounds * max(AHEAD_ROUND, UNPACKING_AHEAD / blocks)
+    return rounds * UNPACKED_ROUND + items / multiprocessors * UNPACKING
 
 
 def eight_bit_shape(request: AttendRequest) -> Shape:

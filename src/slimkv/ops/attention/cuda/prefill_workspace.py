@@ -13,8 +13,8 @@ from slimkv.ops.attention.cuda.prefill_shape import Shape
 from slimkv.spec import PageLayout
 
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
-# Of the multiprocessors: those that the blocks of items which are unpacked before the first block keep busy. Others find
-# theirs unpacked when they begin, as blocks take longer than what they unpack.
+# Of the multiprocessors, that blocks keep busy whose items are unpacked before the first. Others find theirs unpacked
+# when they begin, as blocks take longer than what they unpack.
 LEAD_PERCENT = 80
 
 
