@@ -336,8 +336,35 @@ def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
     built = build(case, CPU)
     request = request_of(built, *poisoned_out(case, built))
     lengths = torch.full((sequences,), 8192, dtype=torch.int32)
-    shape = prefill_cuda.shape_of(replace(request, seq_lens=lengths, max_query_len=queries))
+    query = torch.empty(1).expand(sequences * queries, 32, 128)
+    shape = prefill_cuda.shape_of(replace(request, query=query, seq_lens=lengths, max_query_len=queries))
     assert (shape.rows if shape.fused else 0) == rows
+
+
+@pytest.mark.parametrize(
+    ("sequences", "queries", "tokens", "change", "ahead"),
+    [
+        (16, 512, 8704, {}, True),
+        (16, 256, 8192, {}, True),
+        (32, 128, 8192, {}, False),  # unpacking for four blocks takes them longer than attending
+        (1, 2048, 131072, {}, True),
+        (1, 8192, 8192, {}, True),
+        (16, 512, 131072, {}, False),  # the workspace holds 4 of 128 items
+        (16, 512, 8704, {"total": 6000}, False),  # sequences that are not alike
+        (16, 512, 8704, {"total": 527}, True),  # all but one decode
+        (16, 512, 8704, {"dim": 256}, False),
+    ],
+)
+def test_what_is_unpacked_ahead(sequences, queries, tokens, change, ahead, monkeypatch):
+    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 132)
+    case = replace(LONG, dim=change.get("dim", 128), num_kv_heads=8, group=4, lens=(40,), queries=(33,))
+    built = build(case, CPU)
+    query = torch.empty(1).expand(change.get("total", sequences * queries), 32, case.dim)
+    request = replace(
+        request_of(built, *poisoned_out(case, built)),
+        query=query, seq_lens=torch.full((sequences,), tokens), max_query_len=queries, max_seq_len=tokens,
+    )  # fmt: skip
+    assert prefill_cuda.shape_of(request).ahead == ahead
 
 
 def test_what_decode_leaves_to_it(monkeypatch):

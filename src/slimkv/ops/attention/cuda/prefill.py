@@ -35,7 +35,14 @@ from slimkv.ops.attention.cuda.prefill_shape import (
     tables_bytes,
     unpack_defines,
 )
-from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, Batch, cut_ahead, cut_passes, lay_out
+from slimkv.ops.attention.cuda.prefill_workspace import (
+    WORKSPACE_BYTES,
+    AheadCut,
+    Batch,
+    cut_ahead,
+    cut_passes,
+    lay_out,
+)
 from slimkv.ops.attention.cuda.shape import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
@@ -58,10 +65,10 @@ FUSED_UP_TO, LESS_FUSED_UP_TO, LEAST_FUSED_UP_TO = 768, 512, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
 # Times of a round of blocks over that of blocks which unpack for 128 rows: of those which do for 256, or for the 128 of
 # them that there are; of 128 rows on what was unpacked first; of unpacking that, a sequence's head a multiprocessor;
-# and what passes before the first blocks that unpack for themselves have something to multiply. Likewise of 128 rows
-# that unpack for later blocks, of unpacking a sequence's head in one of them, and of what is unpacked before the first.
+# and what passes before the first blocks that unpack for themselves have something to multiply. What unpacking
+# a sequence's head for later blocks adds to a round of one block, and how long it takes at least.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.15
-AHEAD_ROUND, UNPACKING_AHEAD, AHEAD_START = 0.71, 3.6, 0.15
+BESIDE_ATTENDING, UNPACKING_AHEAD = 0.5, 3.6
 
 # source, kernel, defines, grid, threads, shared memory, argument
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
@@ -100,25 +107,26 @@ def shape_of(request: AttendRequest) -> Shape:
     gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
     if wanted == EIGHT_BIT or gains:
         return eight_bit_shape(request)
-    unpacked = unpacked_shape(request)
+    unpacked, time = unpacked_shape(request)
     if request.max_query_len * request.group > _fused_up_to(request.layout.spec):
         return unpacked
     shape = min(fused_shapes(request.layout.spec), key=lambda shape: _fused_time(request, shape))
-    return unpacked if dim <= 128 and _unpacked_time(request, unpacked) < _fused_time(request, shape) else shape
+    return unpacked if dim <= 128 and time < _fused_time(request, shape) else shape
 
 
-def unpacked_shape(request: AttendRequest) -> Shape:
-    """Of blocks that find their tiles unpacked: by earlier ones, if sequences are alike and the workspace holds enough.
+def unpacked_shape(request: AttendRequest) -> tuple[Shape, float]:
+    """Of blocks that find their tiles unpacked, and their time: by earlier ones, if sequences are alike and that gains.
 
     What a block unpacks for a sequence that is much longer than its own would take longer than what it attends.
     """
     dim, sequences = request.layout.spec.key_dim, request.seq_lens.shape[0]
-    total, longest = request.query.shape[0], request.max_query_len
+    total, longest, first = request.query.shape[0], request.max_query_len, (SHAPES[dim], _unpacked_time(request))
     alike = total == sequences * longest or total - longest < sequences  # or all but one decode
     if not alike or dim not in AHEAD_SHAPES:
-        return SHAPES[dim]
-    cut = cut_ahead(request, AHEAD_SHAPES[dim], sequences, _multiprocessors(request.query.device), WORKSPACE_BYTES)
-    return AHEAD_SHAPES[dim] if cut.flows else SHAPES[dim]
+        return first
+    ahead = AHEAD_SHAPES[dim]
+    cut = cut_ahead(request, ahead, sequences, _multiprocessors(request.query.device), WORKSPACE_BYTES)
+    return min(first, (ahead, _ahead_time(request, cut)), key=lambda x: x[1]) if cut.flows else first
 
 
 def _fused_time(request: AttendRequest, shape: Shape) -> float:
@@ -131,14 +139,19 @@ def _fused_time(request: AttendRequest, shape: Shape) -> float:
     return FUSED_START + rounds
 
 
-def _unpacked_time(request: AttendRequest, shape: Shape) -> float:
-    """Likewise, if pages are unpacked first, or by earlier blocks."""
+def _unpacked_time(request: AttendRequest) -> float:
+    """Likewise, if pages are unpacked first."""
     items, multiprocessors = request.seq_lens.shape[0] * request.pages.shape[1], _multiprocessors(request.query.device)
-    blocks = -(-request.max_query_len * request.group // shape.rows)
-    rounds = -(-items * blocks // multiprocessors)
-    if shape.ahead:
-        return AHEAD_START + rounds * max(AHEAD_ROUND, UNPACKING_AHEAD / blocks)
-    return rounds * UNPACKED_ROUND + items / multiprocessors * UNPACKING
+    blocks = items * -(-request.max_query_len * request.group // SHAPES[request.layout.spec.key_dim].rows)
+    return -(-blocks // multiprocessors) * UNPACKED_ROUND + items / multiprocessors * UNPACKING
+
+
+def _ahead_time(request: AttendRequest, cut: AheadCut) -> float:
+    """Likewise, if blocks unpack for later ones."""
+    multiprocessors = _multiprocessors(request.query.device)
+    rounds = -(-cut.items * cut.blocks // multiprocessors)
+    round_time = max(UNPACKED_ROUND + BESIDE_ATTENDING / cut.blocks, UNPACKING_AHEAD / cut.blocks)
+    return rounds * round_time + cut.lead / multiprocessors * UNPACKING
 
 
 def eight_bit_shape(request: AttendRequest) -> Shape:

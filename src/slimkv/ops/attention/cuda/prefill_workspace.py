@@ -63,6 +63,7 @@ class AheadCut:
     """Of shapes whose blocks unpack ahead (source/prefill/ahead.cuh). Items are the KV heads of sequences."""
 
     items: int
+    blocks: int  # of an item, if sequences are alike
     tiles: int  # of an item, at most
     lead: int  # items that are unpacked before the first block
     slots: int  # items that the workspace has room for
@@ -80,10 +81,10 @@ def cut_ahead(request: AttendRequest, shape: Shape, sequences: int, multiprocess
     """
     dim, tiles = request.layout.spec.key_dim, -(-max(1, request.max_seq_len) // shape.step)
     items = sequences * request.pages.shape[1]
-    blocks = -(-request.max_query_len * request.group // shape.rows)  # of an item, if sequences are alike
+    blocks = -(-request.max_query_len * request.group // shape.rows)
     lead = min(items, -(-LEAD_PERCENT * multiprocessors // (100 * blocks)))
     room = budget // (tiles * (shape.keys_bytes(dim) + shape.values_bytes(dim)))
-    return AheadCut(items, tiles, lead, min(items, max(lead + 1, room)))
+    return AheadCut(items, blocks, tiles, lead, min(items, max(lead + 1, room)))
 
 
 def lay_out(args: AttendArgs, cut: AheadCut, shape: Shape, dim: int, device: torch.device) -> Tensor:
