@@ -264,10 +264,10 @@ def test_it_compiles(dim, tmp_path):
     assert compile_kernels(prefill_cuda.UNPACK, to_unpack, "sm_90", tmp_path)[:4] == b"\x7fELF"
 
 
-def test_it_compiles_fused(tmp_path):
+def test_it_compiles_with_warps_that_unpack(tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout = PageLayout(CodecSpec.parse("k5vu4", 96), 16)
-    for shape in prefill_cuda.fused_shapes(layout.spec):
+    for shape in (*prefill_cuda.fused_shapes(layout.spec), prefill_shape.AHEAD_SHAPES[96]):
         defines = prefill_shape.attend_defines(layout, shape, 1, 1, True, True)
         assert compile_kernels(prefill_cuda.ATTEND, defines, "sm_90a", tmp_path)[:4] == b"\x7fELF"
 
