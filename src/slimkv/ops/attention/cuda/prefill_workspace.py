@@ -13,9 +13,6 @@ from slimkv.ops.attention.cuda.prefill_shape import Shape
 from slimkv.spec import PageLayout
 
 WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
-# Of the multiprocessors, that blocks keep busy whose items are unpacked before the first. Others find theirs unpacked
-# when they begin, as blocks take longer than what they unpack.
-LEAD_PERCENT = 80
 
 
 @dataclass(frozen=True)
@@ -77,12 +74,12 @@ class AheadCut:
 def cut_ahead(request: AttendRequest, shape: Shape, sequences: int, multiprocessors: int, budget: int) -> AheadCut:
     """For up to ``sequences``, in a workspace of ``budget`` bytes or what is needed at least.
 
-    While the first blocks attend ``lead`` items, which keep most multiprocessors busy, they unpack as many.
+    While the first blocks attend ``lead`` items, which keep nearly all multiprocessors busy, they unpack as many.
     """
     dim, tiles = request.layout.spec.key_dim, -(-max(1, request.max_seq_len) // shape.step)
     items = sequences * request.pages.shape[1]
     blocks = -(-request.max_query_len * request.group // shape.rows)
-    lead = min(items, -(-LEAD_PERCENT * multiprocessors // (100 * blocks)))
+    lead = min(items, -(-95 * multiprocessors // (100 * blocks)))
     room = budget // (tiles * (shape.keys_bytes(dim) + shape.values_bytes(dim)))
     return AheadCut(items, blocks, tiles, lead, min(items, max(lead + 1, room)))
 
