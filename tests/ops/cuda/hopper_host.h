@@ -129,6 +129,7 @@ DEVICE void st_cluster(float* to, float a, float b, float c, float d, u64* barri
   host::settle(theirs);
 }
 DEVICE void fence_proxy_async() {}
+DEVICE void fence_proxy_async_global() {}
 template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
   u64 mine[5] = {address, m0, m1, m2, m3};
   host::Operands all = host::meet("stmatrix_x4", mine, 5);
