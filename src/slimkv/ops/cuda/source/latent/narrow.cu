@@ -14,13 +14,17 @@ constexpr int STEP = 32, ITEM_COST = 4, PARTS = 1;
 #include "latent/merge.cuh"
 #include "latent/queries.cuh"
 
-constexpr int OWN = S / WARPS, TURNED_EARLY = OWN < 4 ? OWN : 4;  // slices of a warp; those turned before it is known how weights are
+constexpr int min_of(int a, int b) { return a < b ? a : b; }
+constexpr int OWN = S / WARPS;  // slices of a warp
 constexpr bool BY_PAIRS = L_KIND == LLOYD && L_BITS == 4;  // levels are looked up, those of two codes at a time
 constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // what the operands have too much
 // Entries of the table of levels: of two codes of 4 bits, of a byte with a code of 6 bits and anything above it, of a code.
 constexpr int ENTRIES = BY_PAIRS ? PAIR_ENTRIES : L_LEVELS && L_BITS == 6 ? 256 : L_LEVELS;
-constexpr bool HELD = L_LEVELS == 0;  // queries stay in registers: look-ups of single codes want those
+constexpr bool HELD = BY_PAIRS;  // queries stay in registers, of which other formats leave too few
 constexpr int R_COPIES = 32;  // of a level, so that lanes do not wait for one another
+// What is done between a barrier and the answer whether a reference is behind, by measurement: slices that are turned, weights read.
+constexpr int TURNED_EARLY = L_LEVELS ? 0 : min_of(R_KIND == RAW ? 3 : 4, OWN);
+constexpr bool WEIGHED_EARLY = !L_LEVELS && R_KIND != RAW;
 constexpr int GRAIN = BLOCK_SIZE % STEP ? 16 : STEP;  // tokens that lie side by side
 
 struct __attribute__((aligned(16))) Row { float start, unit, rope_unit; i32 visible_end; };
@@ -407,7 +411,8 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
       sync_team();
       const int behind_at = *last_behind;
       auto weights_of = [&](int half) { return *(const Words4*)(own + WEIGHTS_AT + half * 512 + 16 * lane); };
-      Words4 p = weights_of(0);
+      Words4 p;
+      if (WEIGHED_EARLY) p = weights_of(0);
 #pragma unroll
       for (int i = 0; i < TURNED_EARLY; i++)
 #pragma unroll
@@ -442,14 +447,14 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
           for (int j = 0; j < 2 * OWN; j++) o[j][i] *= by[i / 2];
         }
         sync_team();
-        p = weights_of(0);
+        if (WEIGHED_EARLY) p = weights_of(0);
       }
 #pragma unroll
       for (int n = 0; n < 2; n++) row_sum[n] += sum[n];
       // -- the weighted sum of the own dimensions
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        if (half) p = weights_of(1);
+        if (half || !WEIGHED_EARLY) p = weights_of(half);
         if (SHIFT != 0.0f) mma_f16(weight_sum, p.x, p.y, p.z, p.w, 0x3C003C00u, 0x3C003C00u);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
