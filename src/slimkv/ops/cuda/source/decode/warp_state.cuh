@@ -116,7 +116,11 @@ struct Team {
   DEVICE_MEMBER bool any(bool p) const { return TEAM > 1 ? team_any(p, 1 + number, 32 * TEAM) : warp_any(p); }
 };
 
-// What multiplies the scores of a token, with TOKEN_UNITS.
-typedef float TokenUnits[OWN_TILES][2];
+// Of pairs, what a lane's tokens have in common for all columns: what multiplies their scores (with TOKEN_UNITS), their values'
+// scales, and the largest of some fields of the warp, two at a time.
+struct TokenFields {
+  float unit[OWN_TILES][2], scale[OWN_TILES][2];
+  u32 largest;
+};
 // Scores of a step, then probabilities: of tokens g and g + 8 of each tile.
 typedef float StepScores[C][OWN_TILES][2];
