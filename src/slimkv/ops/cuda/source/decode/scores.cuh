@@ -230,11 +230,10 @@ DEVICE void hide_tokens(const u8* slot, const u8* shared, int token0, int lane, 
 #pragma unroll
     for (int i = 0; i < 2 * OWN_TILES; i++) {
       const int x = i / 2, r = i & 1, token = token0 + 16 * TILES_APART * x + g + 8 * r;
-      const bool hidden = token >= end || token < begin;
       if constexpr (ROLES) {  // where it is, so that steps without any move nothing
         if (bad >> i & 1) overwrite(s[c][x][r], NOT_A_NUMBER);
-        if (hidden) overwrite(s[c][x][r], MINUS_INFINITY);
-      } else s[c][x][r] = hidden ? MINUS_INFINITY : bad >> i & 1 ? NOT_A_NUMBER : s[c][x][r];
+        if (token >= end || token < begin) overwrite(s[c][x][r], MINUS_INFINITY);
+      } else s[c][x][r] = token >= end || token < begin ? MINUS_INFINITY : bad >> i & 1 ? NOT_A_NUMBER : s[c][x][r];
     }
   }
 }
