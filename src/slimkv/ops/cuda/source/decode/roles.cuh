@@ -202,7 +202,10 @@ DEVICE void leave_results(const Accumulator& acc, const Team& pair, u8* shared, 
 #pragma unroll
     for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) mine[16 * i + g + 8 * r] = (acc.number(c / OWN, i, r, c % OWN) * VALUE_UNIT + shift) * factor;
+      for (int r = 0; r < 2; r++) {
+        const float x = acc.number(c / OWN, i, r, c % OWN);
+        mine[16 * i + g + 8 * r] = V_KIND == UNIFORM ? (x * VALUE_UNIT + shift) * factor : x * (VALUE_UNIT * factor);
+      }
   }
 }
 
@@ -211,7 +214,7 @@ DEVICE void write_rows(const DecodeArgs& args, const WorkRange& range, u8* share
   const float *states = (const float*)(shared + STATE_AT), *results = (const float*)(shared + OPERANDS_AT);
   const i64 part = (i64)range.item + block_index();
   for (int column = warp; column < COLUMNS; column += WARPS) {
-    const int per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + column / args.group_size;
+    const int per_chunk = args.queries_of_chunk, query = range.chunk * per_chunk + by_group(args, column);
     if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
     float all_max, all_sum, x[VN];
     sum_of_warps(states, column, all_max, all_sum);
@@ -224,7 +227,7 @@ DEVICE void write_rows(const DecodeArgs& args, const WorkRange& range, u8* share
         if (d < VD) x[j] += results[((w + d / (16 * OUT_SLICES)) * COLUMNS + column) * RESULT_ROW + d % (16 * OUT_SLICES)];
     }
     if (is_whole(args, range)) {
-      write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
+      write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), all_max, all_sum, x, nullptr, lane);
       continue;
     }
     float* to = args.parts + (part * COLUMNS + column) * VD;

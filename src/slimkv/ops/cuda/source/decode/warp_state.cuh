@@ -58,7 +58,7 @@ struct ColumnState {
   DEVICE_MEMBER float unit_of(int c) const { return unit[ONE_UNIT ? 0 : c]; }
 
   DEVICE_MEMBER void load(const DecodeArgs& args, const WorkRange& range, const u8* shared, int t) {
-    const int first_query = range.chunk * (COLUMNS / args.group_size);
+    const int first_query = range.chunk * args.queries_of_chunk;
 #pragma unroll
     for (int c = 0; c < C; c++) {
       const Column column = *column_at(shared, own_column(c, t));
@@ -68,7 +68,7 @@ struct ColumnState {
       sum[c] = column.sum;
       slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / u : RESCALE_THRESHOLD;
     }
-    const int last_query = min_i32(range.s.queries, first_query + COLUMNS / args.group_size) - 1;
+    const int last_query = min_i32(range.s.queries, first_query + args.queries_of_chunk) - 1;
     clear_end = args.causal ? range.s.length - range.s.queries + first_query + 1 : range.s.length;
     clear_begin = WINDOW ? range.s.length - range.s.queries + last_query - args.sliding_window + 1 : 0;
   }
