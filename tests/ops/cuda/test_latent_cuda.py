@@ -70,6 +70,10 @@ MANY_ROWS = [
     Case(peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=98),
     Case(format="c4", peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=40),
 ]
+EQUAL_PARTS = [
+    Case(format="c6r8", lens=(70,), queries=(1,), heads=20),
+    Case(format="c5r6", lens=(70,), queries=(2,), heads=10),
+]
 
 
 @emulated
@@ -86,7 +90,22 @@ def test_attend_many_rows(case):
 
 
 @emulated
-@pytest.mark.parametrize(("format", "heads"), [("c4", 8), ("c4", 40), ("c6", 8)])
+@pytest.mark.parametrize("case", EQUAL_PARTS, ids=str)
+def test_attend_in_equal_parts(case):
+    assert latent_cuda.even_cut(case.layout, case.heads * max(case.queries), H200) is None
+    attend_and_check(case)
+
+
+@emulated
+@pytest.mark.parametrize("format", ["c4", "c4r8", "c6r8"])
+def test_teams_take_turns(format):
+    """One block has all steps of two sequences, so that both teams have several and rings go round."""
+    case = Case(format=format, heads=16, page=16, lens=(650, 40), queries=(1, 1))
+    attend_and_check(case, replace(H200, multiprocessors=1))
+
+
+@emulated
+@pytest.mark.parametrize(("format", "heads"), [("c4", 8), ("c4", 40), ("c6", 8), ("c6", 20)])
 def test_parts_and_workspace(format, heads):
     case = Case(format=format, heads=heads, page=64, lens=(700, 3, 130), queries=(1, 1, 1))
     need = latent_cuda.workspace_bytes(case.layout, 3, 3, heads, 1, SMALL)
@@ -166,7 +185,8 @@ def test_the_kernel_follows_rows_and_format():
         assert [rows_of(format, n) for n in rows] == [16, 16, None, None, 64, 64, None, None, 64, 64, 64]
         assert [rows_of(format, n, 320, 128) for n in (16, 64)] == [16, None]
         assert rows_of(format, 64, 512, 128) is None
-    assert [rows_of("c6r8", rows) for rows in (8, 64)] == [None, None]
+    assert [rows_of("c6r8", rows) for rows in (8, 16, 17, 64)] == [16, 16, None, None]
+    assert rows_of("c8r8", 16) == 16
 
 
 def test_equal_parts_fill_the_device():

@@ -234,6 +234,8 @@ SLIMKV_MMA_FROM_ZERO(mma_bf16_from_zero, "bf16")
 
 // x, of which the compiler no longer knows that all lanes have the same: it stays in a register of each lane.
 DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+// x = to, in the register that x has.
+DEVICE void overwrite(float& x, float to) { asm volatile("mov.f32 %0, %1;" : "+f"(x) : "f"(to)); }
 
 // The lane's number, asked for anew: what a loop derives from it is not kept in registers from turn to turn.
 DEVICE int read_laneid() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); return r; }

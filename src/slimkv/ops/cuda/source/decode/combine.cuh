@@ -17,7 +17,7 @@ DEVICE void sum_of_warps(const float* states, int column, float& all_max, float&
 
 // Is there such a column, of a query head of one of the item's queries?
 DEVICE bool is_real(const DecodeArgs& args, const WorkRange& range, int column) {
-  const int of_chunk = column / args.group_size, per_chunk = COLUMNS / args.group_size;
+  const int of_chunk = by_group(args, column), per_chunk = args.queries_of_chunk;
   return of_chunk < per_chunk && range.chunk * per_chunk + of_chunk < range.s.queries;
 }
 
@@ -61,8 +61,8 @@ DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* 
     MergedState merged;
     merged.clear();
     merged.add_spread(own < CLUSTER ? state[0] : MINUS_INFINITY, own < CLUSTER ? state[1] : 0.0f, v);
-    const int row = range.s.start + range.chunk * (COLUMNS / args.group_size) + column / args.group_size;
-    write_row(args, row, range.head * args.group_size + column % args.group_size, merged.highest, merged.row_sum, merged.x, nullptr, lane);
+    const int row = range.s.start + range.chunk * args.queries_of_chunk + by_group(args, column);
+    write_row(args, row, range.head * args.group_size + in_group(args, column), merged.highest, merged.row_sum, merged.x, nullptr, lane);
   }
 }
 
@@ -131,8 +131,10 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
 #pragma unroll
       for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
-        for (int r = 0; r < 2; r++)
-          mine[16 * i + g + 8 * r] = (acc.number(n, i, r, j) * VALUE_UNIT + acc.shift[c]) * factor;
+        for (int r = 0; r < 2; r++) {
+          const float x = acc.number(n, i, r, j);
+          mine[16 * i + g + 8 * r] = V_KIND == UNIFORM ? (x * VALUE_UNIT + acc.shift[c]) * factor : x * (VALUE_UNIT * factor);
+        }
     }
     sync_threads();
     auto sum_at = [&](int column, int d) {
@@ -159,13 +161,13 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       }
     } else if (whole) {
       for (int i = warp; i < GROUP; i += WARPS) {
-        const int column = GROUP * n + i, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + column / args.group_size;
+        const int column = GROUP * n + i, per_chunk = args.queries_of_chunk, query = range.chunk * per_chunk + by_group(args, column);
         if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
         float all_max, all_sum, x[VN];
         sum_of_warps(states, column, all_max, all_sum);
 #pragma unroll
         for (int j = 0; j < VN; j++) x[j] = lane + 32 * j < VD ? sum_at(i, lane + 32 * j) : 0.0f;
-        write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
+        write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), all_max, all_sum, x, nullptr, lane);
       }
     } else {
       if constexpr (POLLED) write_sums(args.parts + (part * COLUMNS + GROUP * n) * VD, shared);
