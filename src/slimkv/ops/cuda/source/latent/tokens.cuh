@@ -53,6 +53,32 @@ struct Tokens {
       if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
     }
   }
+  // The same piece by piece, where their registers are free.
+  DEVICE_MEMBER void load_rope(const u8* page, int place, int left, int lane) {
+    fields[0] = fields[1] = rope_fields[0] = rope_fields[1] = 0;
+    if (left <= 0) {
+      rope.clear();
+      return;
+    }
+    rope.load(page + R_CODES + place / 16 * R_TILE, lane);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int token = (lane >> 2) + 8 * i;
+      if (token < left) fields[i] = field_bits(page + L_FIELDS, place + token);
+      if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
+    }
+  }
+  // Chunk NUMBER of 64 dimensions, or all of them with the last one.
+  template <int NUMBER> DEVICE_MEMBER void load_chunk(const u8* page, int place, int left, int lane) {
+    const u8* const tile = page + place / 16 * L_TILE;
+    if constexpr (decltype(latent)::PIECEWISE) {
+      if (left > 0) latent.template load_piece<NUMBER, LD / 64>(tile, lane);
+      else latent.template clear_piece<NUMBER, LD / 64>();
+    } else if (NUMBER == LD / 64 - 1) {
+      if (left > 0) latent.load(tile, lane);
+      else latent = {};
+    }
+  }
   // What `load` is going to read of other 16 tokens, on its way to the L2 cache.
   DEVICE_MEMBER static void prefetch(const u8* page, int place, int left, int lane) {
     if (left <= 0) return;
