@@ -28,23 +28,25 @@ constexpr int BOARD_AT = WEIGHTS_AT + STAGES * WEIGHTS, R_LEVELS_AT = BOARD_AT +
 static_assert(R_LEVELS_AT + 2 * R_LEVELS == SHARED, "the launcher counts shared memory as this file does");
 constexpr int OF_VALUES = 1, QUERIES = 2, OF_SCORER = 3, ANY = 4;  // named barriers
 
+#ifndef QCOUNT
+#define QCOUNT 4
+#define QTOGETHER 1
+#endif
 // Rows of a block, by warps `warp`, `warp` + WARPS, ...: 64 dimensions side by side, those of the rope part behind the latent's. Rows
 // beyond the last are zeros and see nothing.
 template <int WARPS> DEVICE void stage_queries(const LatentArgs& args, const Item& item, int warp, int lane, u8* shared, Board& board) {
-  each_query<WARPS, 4>(args, item, warp, lane, [&](const Query& query, int n) {
+  each_query<WARPS, QCOUNT, QTOGETHER>(args, item, warp, lane, [&](const Query& query, int n) {
     u8* const to = shared + QUERIES_AT;
     const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
-    const float latent = query.latent_unit() * (LEVEL_UNIT / L_UNIT), ratio = query.rope_unit() / latent;
+    const float latent = query.latent_unit() * (LEVEL_UNIT / L_UNIT), ratio = query.rope_unit() * rcp_approx(latent);
     auto place = [&](int at) { return at / 64 * ROWS * 128 + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
     query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); },
                          [&](int at, u32 bits) { *(u32*)(to + place(at)) = bits ^ sign * 0x10001u; });
-    query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); }, ratio);
-    if (lane == 0) {
-      board.columns[n] = {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), 0.0f};
-      board.rope[n] = ratio, board.visible_ends[n] = query.real ? item.visible_end(args, n) : 0;
-      board.references[n] = MINUS_INFINITY;
-    }
+    query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + rope_column(at))) = (u16)(bits ^ sign); }, ratio);
+    if (lane == 0) board.columns[n] = {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), 0.0f}, board.rope[n] = ratio;
   });
+  for (int n = 32 * warp + lane; n < ROWS; n += 32 * WARPS)
+    board.references[n] = MINUS_INFINITY, board.visible_ends[n] = n < item.count ? item.visible_end(args, n) : 0;
 }
 
 template <int N> struct Number { static constexpr int VALUE = N; };
@@ -70,7 +72,22 @@ struct LaneScales {
   }
 };
 
+#ifndef TRACE
+#define TRACE 0
+#endif
+#if TRACE
+#define TICK(n) { const u32 now = clock_now(); ticks[n] += now - then; then = now; }
+DEVICE u32 clock_now() { u32 r; asm volatile("mov.u32 %0, %%clock;" : "=r"(r) :: "memory"); return r; }
+#define MARK(n) if (thread_index() % 128 == 0 && n < 24) ((u32*)(args.states + 2 * (args.sequences * args.row_tiles + args.blocks) * ROWS) + 64 * block_index())[16 + n] = clock_now();
+#else
+#define TICK(n)
+#define MARK(n)
+#endif
 struct Scorer {
+#if TRACE
+  u32 ticks[14] = {}, then = clock_now();
+  int mark = 2;
+#endif
   const LatentArgs& args;
   u8* const shared;
   Board& board;
@@ -141,8 +158,10 @@ struct Scorer {
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) most = max_f32(most, s[i]);
+    TICK(9)
     const bool behind = team_any(first || most > RESCALE_THRESHOLD, ANY, 128);
     if (behind) follow(s, stage);
+    TICK(10)
     if (warp == 0 && lane == 0) board.rescaled[stage] = behind;
     const u32 row = shared_address(shared + WEIGHTS_AT) + stage * WEIGHTS + (lane / 16 * 8 + lane % 8) * 128 +
                     ((2 * warp + (lane / 8 & 1) ^ (lane & 7)) << 4);
@@ -187,6 +206,7 @@ struct Scorer {
     const u64 queries = smem_descriptor(shared_address(shared + QUERIES_AT), 16);
     int number = 0;  // of the block's tiles
     Route* const route = board.routes + 1;
+    MARK(1)
     if (warp == 0) {
       const Walk walk(args, block_index(), lane);
       if (lane == 0) route->walk = walk;
@@ -196,6 +216,14 @@ struct Scorer {
       bar_sync(OF_SCORER, 128);
       const Range range = route->common_range();
       bar_sync(OF_SCORER, 128);
+      MARK(mark)
+#if TRACE
+      if (range.sequence < 0 && lane == 0 && warp == 0) {
+        u32* const to = (u32*)(args.states + 2 * (args.sequences * args.row_tiles + args.blocks) * ROWS) + 64 * block_index();
+        for (int i = 0; i < 14; i++) to[i] = ticks[i];
+        to[14] = number;
+      }
+#endif
       if (range.sequence < 0) return;
       const Item item(args, range.sequence, range.tile);
       const int first = range.first, last = shfl(min_i32(range.last, item.steps(args)), 0), clear_end = item.visible_end(args, 0);
@@ -212,6 +240,7 @@ struct Scorer {
         page = page_of(first + 1), ahead = page_of(first + 2), beyond = page_of(first + 3);
         if (first + 1 < last) prefetch(page, first + 1);
       }
+      MARK(mark + 1)
       if (first_item) {
         bar_sync(QUERIES, 384);
       } else {
@@ -221,6 +250,10 @@ struct Scorer {
       }
 #pragma unroll
       for (int c = 0; c < 16; c++) row_sum[c] = 0.0f;
+      MARK(mark + 2)
+#if TRACE
+      then = clock_now();
+#endif
 
       for (int tile = first; tile < last; tile++, number++) {
         const int stage = number % STAGES;
@@ -230,6 +263,7 @@ struct Scorer {
         const u8* const next_page = args.pages + page * args.page_stride;
         const int place = token_of(tile + 1) % BLOCK_SIZE, left = more ? item.length - token_of(tile + 1) : 0;
         page = ahead, ahead = beyond, beyond = page_of(tile + 4);
+        TICK(0)
         LaneScales scales;
         scales.take(tokens.fields, tokens.rope_fields);
         float s[32];
@@ -246,12 +280,18 @@ struct Scorer {
           }
           wgmma_commit();
         }
-        tokens.load_rope(next_page, place, left, lane);
+        TICK(1)
         mbarrier_wait(board.empty[stage], turn ^ 1);
+        TICK(2)
         const u32 to = shared_address(shared + RING_AT) + stage * STAGE + warp * 2048 + Tokens::row_of(lane);
         each_chunk<0>([&](auto chunk_number) {
           constexpr int CHUNK_NUMBER = decltype(chunk_number)::VALUE;
-          if (CHUNK_NUMBER == CHUNKS / 2) mbarrier_wait(board.empty[stage] + 1, turn ^ 1);
+          if (CHUNK_NUMBER == 1) TICK(3)
+          if (CHUNK_NUMBER == CHUNKS / 2) {
+            TICK(4)
+            mbarrier_wait(board.empty[stage] + 1, turn ^ 1);
+            TICK(5)
+          }
           u32 a[4][4];
 #pragma unroll
           for (int i = 0; i < 4; i++) {
@@ -267,6 +307,7 @@ struct Scorer {
             for (int i = 0; i < 32; i++)
               s[i] *= scales.rope[i / 2 % 2] * (BF16_ROPE ? 1.0f : board.rope[8 * (i / 4) + 2 * (lane & 3) + i % 2]);
             wgmma_fence_operand(s);
+            tokens.load_rope(next_page, place, left, lane);
           }
           wgmma_fence();
 #pragma unroll
@@ -276,14 +317,24 @@ struct Scorer {
           wgmma_commit();
           if (CHUNK_NUMBER) wgmma_wait<1>();
         });
+        TICK(6)
         wgmma_wait<0>();
         wgmma_fence_operand(s);
+        TICK(7)
         weigh(s, scales, stage, token_of(tile), (tile + 1) * STEP <= clear_end, tile == first);
+        TICK(11)
         fence_proxy_async();
+        TICK(12)
         sync_warp();
         if (lane == 0) mbarrier_arrive(board.full + stage);
       }
+      MARK(mark + 3)
       leave(item, range.part(args, block_index()));
+      MARK(mark + 4)
+#if TRACE
+      then = clock_now();
+      mark += 5;
+#endif
     }
   }
 };

@@ -31,9 +31,12 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, const LevelTable& lev
   }
 }
 
+template <bool PAIRS> struct RopeOf { typedef RopeCodes Type; };
+template <> struct RopeOf<true> { typedef RopePairs Type; };
+
 struct Tokens {
   Codes<L_BITS, S, false> latent;
-  RopeCodes rope;
+  typename RopeOf<ROPE_PAIRS>::Type rope;
   u32 fields[2], rope_fields[2];  // of tokens g and g + 8; zero beyond the sequence
 
   // 16 tokens of a page from `place` on, of which the sequence has `left`.
