@@ -10,7 +10,6 @@ from slimkv.ops.latent.cuda.narrow import wants_table
 from slimkv.spec import Kind, PageLayout
 
 _STAGES = 2
-_BOARD = 2960  # bytes that its warpgroups tell one another
 _LATENT_DIMS = (128, 256, 512)
 
 
@@ -34,9 +33,10 @@ class Cut:
 def shared_bytes(layout: PageLayout) -> int:
     """Shared memory of a block, as wide.cu counts it."""
     spec = layout.spec
-    chunks = spec.key_dim // 64
+    stage = 8192 * (spec.key_dim // 64 + -(-spec.value_dim // 64))
     levels = 2 << spec.value.bits if wants_table(spec.value) else 0
-    return 8192 * ((1 + _STAGES) * chunks + -(-spec.value_dim // 64) + _STAGES) + _BOARD + levels
+    scales = 256 * 3 + (16 if spec.value.kind == Kind.RAW else 256)
+    return (1 + _STAGES) * stage + 8192 + 4 * Cut.rows + _STAGES * (scales + 48) + 48 + levels
 
 
 def cut_for(layout: PageLayout, rows: int, device: Device) -> Cut | None:

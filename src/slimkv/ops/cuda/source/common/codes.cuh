@@ -62,20 +62,6 @@ template <int W, int S, int PARTS = 1> struct Plane {
     if (N > PAIRS) w[PAIRS] = *(const u32*)(plane + 128 * PAIRS + 4 * lane);
   }
 
-  // The words of one of PIECES equal pieces, each of whole quads.
-  template <int PIECE, int PIECES> DEVICE_MEMBER void load_piece(const u8* plane, int lane) {
-    static_assert(WORDS % (4 * PIECES) == 0, "whole quads");
-#pragma unroll
-    for (int i = WORDS / PIECES * PIECE; i < WORDS / PIECES * (PIECE + 1); i += 4) {
-      const Words4 x = *(const Words4*)(plane + 16 * (32 * (i / 4) + lane));
-      words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;
-    }
-  }
-  template <int PIECE, int PIECES> DEVICE_MEMBER void clear_piece() {
-#pragma unroll
-    for (int i = WORDS / PIECES * PIECE; i < WORDS / PIECES * (PIECE + 1); i++) words[i] = 0;
-  }
-
   // Words N part, N part + 1, ... of a plane of N PARTS.
   template <int N, int PARTS_> DEVICE_MEMBER static void load_words_of_part(const u8* plane, int lane, int part, u32 (&w)[at_least_one(N)]) {
     constexpr int QUADS = N * PARTS_ & ~3, PAIRS = N * PARTS_ & ~1;
@@ -115,10 +101,6 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
     if (REST >= 2) two.load(base + Plane<FIRST, S>::BYTES, lane, part);
     if (REST & 1) one.load(base + one_offset(), lane, part);
   }
-  // Slices 4 PIECE, 4 PIECE + 1, ... of each of S / PIECES, where planes have them side by side.
-  static constexpr bool PIECEWISE = BITS == 4 && PARTS == 1 && S % 4 == 0;
-  template <int PIECE, int PIECES> DEVICE_MEMBER void load_piece(const u8* tile, int lane_) { first.template load_piece<PIECE, PIECES>(tile, lane_); }
-  template <int PIECE, int PIECES> DEVICE_MEMBER void clear_piece() { first.template clear_piece<PIECE, PIECES>(); }
   DEVICE_MEMBER static constexpr int one_offset() { return Plane<FIRST, S>::BYTES + (REST >= 2 ? Plane<2, S>::BYTES : 0); }
 
   // Of two tiles of values, up to 4 bits: dimensions g of both (ODD: g + 8), the first one's codes in even nibbles and the second one's
@@ -172,9 +154,6 @@ template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PART
   static constexpr bool MERGEABLE = false;
   static constexpr bool VALUES = TRANSPOSED;
   Plane<4, 2 * S, PARTS> plane;
-  static constexpr bool PIECEWISE = PARTS == 1 && S % 2 == 0;
-  template <int PIECE, int PIECES> DEVICE_MEMBER void load_piece(const u8* tile, int lane) { plane.template load_piece<PIECE, PIECES>(tile, lane); }
-  template <int PIECE, int PIECES> DEVICE_MEMBER void clear_piece() { plane.template clear_piece<PIECE, PIECES>(); }
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
   DEVICE_MEMBER u32 low(int s) const { return plane.words[2 * s]; }
   DEVICE_MEMBER u32 high(int s) const { return plane.words[2 * s + 1]; }

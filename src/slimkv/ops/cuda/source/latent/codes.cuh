@@ -39,14 +39,12 @@ DEVICE void latent_matrices(u32 low, u32 high, Table table, const LevelTable& le
 
 // The exponent, as floats have it, of the largest of a row's numbers, lane, lane + 32, ...; LEAST at least.
 template <int DIM, int LEAST> DEVICE int exponent_of_row(const float (&x)[DIM / 32]) {
-  float most[DIM / 32];
+  float most = 0.0f;
 #pragma unroll
-  for (int i = 0; i < DIM / 32; i++) most[i] = as_float(as_bits(x[i]) & 0x7FFFFFFF);
+  for (int i = 0; i < DIM / 32; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
 #pragma unroll
-  for (int d = DIM / 64; d; d >>= 1)
-#pragma unroll
-    for (int i = 0; i < d; i++) most[i] = max_f32(most[i], most[i + d]);
-  return min_i32(max_i32((int)(warp_max(as_bits(most[0])) >> 23), LEAST), 253);
+  for (int d = 16; d; d >>= 1) most = max_f32(most, shfl_xor(most, d));
+  return min_i32(max_i32((int)(as_bits(most) >> 23), LEAST), 253);
 }
 
 DEVICE float marked_scale(u32 field) { return field == INVALID_FIELD ? NOT_A_NUMBER : scale_of(field); }

@@ -6,21 +6,6 @@
 constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64, CHUNK = 64 * 128;  // bytes of 64 dimensions of 64 tokens
 constexpr int STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;
 
-#ifndef FENCE
-#define FENCE 0
-#endif
-#ifndef AHEAD
-#define AHEAD 0
-#endif
-#ifndef TRACE
-#define TRACE 0
-#endif
-#if TRACE
-#define TICK(n) { const u32 now = clock_now(); ticks[n] += now - then; then = now; }
-DEVICE u32 clock_now() { u32 r; asm volatile("mov.u32 %0, %%clock;" : "=r"(r) :: "memory"); return r; }
-#else
-#define TICK(n)
-#endif
 template <int STAGES> struct Producer {
   const LatentArgs& args;
   u8* const ring;
@@ -32,17 +17,14 @@ template <int STAGES> struct Producer {
   DEVICE_MEMBER Producer(const LatentArgs& args_, u8* ring_, TokenScales* scales_, u64* full_, u64* empty_, int warp_, int lane_)
       : args(args_), ring(ring_), scales(scales_), full(full_), empty(empty_), warp(warp_), lane(lane_) {}
 
+  // Those that multiply put the fence before their products: here it would wait for loads.
   DEVICE_MEMBER void report(u64* to) const {
-    if (!FENCE) fence_proxy_async();  // it may wait for loads: the next ones come behind it
     sync_warp();
     if (lane == 0) mbarrier_arrive(to);
   }
 
   template <class Rope> DEVICE_MEMBER void run(const LevelTable& levels, const Rope& rope_levels) const {
     int number = 0;  // of the block's tiles
-#if TRACE
-    u32 ticks[14] = {}, then = clock_now();
-#endif
     Walk walk(args, block_index(), lane);
     Range range;
     while (walk.next(args, range)) {
@@ -67,53 +49,24 @@ template <int STAGES> struct Producer {
       }
       for (int tile = first; tile < last; tile++, number++) {
         const int stage = number % STAGES;
-        const bool more = tile + 1 < last;
-        const u8* const next_page = args.pages + page * args.page_stride;
-        const int place = token_of(tile + 1) % BLOCK_SIZE, left = item.length - token_of(tile + 1);
         if (tile + 2 < last) prefetch(ahead, tile + 2);
         const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1);
-        TICK(0)
         mbarrier_wait(empty + 2 * stage, turn ^ 1);
-        TICK(1)
         tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
-        if (AHEAD && more) tokens.load_rope(next_page, place, left, lane);
-        TICK(2)
         tokens.template unpack_latents<0, S / 4>(args.table, levels, to, lane);
-        TICK(3)
         report(full + 4 * stage);
-        TICK(4)
-        if (AHEAD && more) tokens.template load_latents<0>(next_page, place, left, lane);
         tokens.template unpack_latents<S / 4, S / 2>(args.table, levels, to, lane);
-        TICK(5)
         report(full + 4 * stage + 1);
-        TICK(6)
-        if (AHEAD && more) tokens.template load_latents<1>(next_page, place, left, lane);
         mbarrier_wait(empty + 2 * stage + 1, turn ^ 1);
-        TICK(7)
         tokens.template unpack_latents<S / 2, 3 * S / 4>(args.table, levels, to, lane);
-        TICK(8)
         report(full + 4 * stage + 2);
-        TICK(9)
-        if (AHEAD && more) tokens.template load_latents<2>(next_page, place, left, lane);
         tokens.template unpack_latents<3 * S / 4, S>(args.table, levels, to, lane);
-        TICK(10)
         report(full + 4 * stage + 3);
-        TICK(11)
-        if (more) {
-          if (AHEAD) tokens.template load_latents<3>(next_page, place, left, lane);
-          else load(page, tile + 1);
+        if (tile + 1 < last) {
+          load(page, tile + 1);
           page = ahead, ahead = beyond, beyond = page_of(tile + 4);
         }
-        TICK(12)
       }
-      TICK(13)
     }
-#if TRACE
-    if (lane == 0 && warp == 0) {
-      u32* const to = (u32*)(args.states + 2 * (args.sequences * args.row_tiles + args.blocks) * ROWS) + 64 * block_index();
-      for (int i = 0; i < 14; i++) to[i] = ticks[i];
-      to[14] = number;
-    }
-#endif
   }
 };

@@ -12,9 +12,11 @@ struct RawQuery {
   static constexpr int PER_PAIR = Q_TYPE == FLOAT32 ? 2 : 1;  // words
   u32 latent[PER_PAIR * LD / 64], rope[RD / 32];
 
-  // `first` and `first_rope`: where the row begins.
-  DEVICE_MEMBER void load(const LatentArgs& args, i64 first, i64 first_rope, bool real, int lane) {
-    const i64 at = first + 2 * lane, rope_at = first_rope + lane;
+  DEVICE_MEMBER void load(const LatentArgs& args, const Item& item, int n, int lane) {
+    const bool real = n < item.count;
+    const i64 query = item.start + (item.first + n) / args.heads, head = (item.first + n) % args.heads;
+    const i64 at = query * args.query_stride + head * args.query_head_stride + 2 * lane;
+    const i64 rope_at = query * args.rope_stride + head * args.rope_head_stride + lane;
 #pragma unroll
     for (int i = 0; i < LD / 64; i++) {
       if constexpr (Q_TYPE == FLOAT32) {
@@ -76,27 +78,21 @@ struct Query {
   }
 };
 
-// Calls stage(query, n) for rows first, first + STRIDE, ..., of which COUNT are on their way at a time and TOGETHER are staged
-// together. One after the other those are in the same registers: code of which every line is run once is waited for.
-template <int STRIDE, int COUNT, int TOGETHER = 1, class F>
+// Calls stage(query, n) for rows first, first + STRIDE, ..., of which COUNT are on their way at a time. One after the other they are
+// in the same registers: code of which every line is run once is waited for.
+template <int STRIDE, int COUNT, class F>
 DEVICE void each_query(const LatentArgs& args, const Item& item, int first, int lane, const F& stage) {
-  static_assert(ROWS % (COUNT * STRIDE) == 0 && COUNT % TOGETHER == 0 && ROWS <= 32 * STRIDE, "rows");
-  // A lane divides for one of the rows.
-  const int own = item.first + first + STRIDE * lane;
-  const i64 query = item.start + own / args.heads, head = own % args.heads;
-  const i64 at = query * args.query_stride + head * args.query_head_stride, rope_at = query * args.rope_stride + head * args.rope_head_stride;
+  static_assert(ROWS % (COUNT * STRIDE) == 0, "rows");
 #pragma unroll 1
-  for (int n = first, number = 0; n < ROWS;) {
+  for (int n = first; n < ROWS;) {
     RawQuery raw[COUNT];
 #pragma unroll
-    for (int i = 0; i < COUNT; i++, number++)
-      raw[i].load(args, shfl(at, number), shfl(rope_at, number), n + i * STRIDE < item.count, lane);
+    for (int i = 0; i < COUNT; i++) raw[i].load(args, item, n + i * STRIDE, lane);
 #pragma unroll 1
-    for (int i = 0; i < COUNT; i += TOGETHER, n += TOGETHER * STRIDE) {
+    for (int i = 0; i < COUNT; i++, n += STRIDE) {
+      stage(Query(args, item, raw[0], n, lane), n);
 #pragma unroll
-      for (int j = 0; j < TOGETHER; j++) stage(Query(args, item, raw[j], n + j * STRIDE, lane), n + j * STRIDE);
-#pragma unroll
-      for (int j = TOGETHER; j < COUNT; j++) raw[j - TOGETHER] = raw[j];
+      for (int j = 1; j < COUNT; j++) raw[j - 1] = raw[j];
     }
   }
 }

@@ -31,12 +31,9 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, const LevelTable& lev
   }
 }
 
-template <bool PAIRS> struct RopeOf { typedef RopeCodes Type; };
-template <> struct RopeOf<true> { typedef RopePairs Type; };
-
 struct Tokens {
   Codes<L_BITS, S, false> latent;
-  typename RopeOf<ROPE_PAIRS>::Type rope;
+  RopeCodes rope;
   u32 fields[2], rope_fields[2];  // of tokens g and g + 8; zero beyond the sequence
 
   // 16 tokens of a page from `place` on, of which the sequence has `left`.
@@ -56,36 +53,13 @@ struct Tokens {
       if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
     }
   }
-  // The same piece by piece, where their registers are free.
-  DEVICE_MEMBER void load_rope(const u8* page, int place, int left, int lane) {
-    fields[0] = fields[1] = rope_fields[0] = rope_fields[1] = 0;
-    if (left <= 0) {
-      rope.clear();
-      return;
-    }
-    rope.load(page + R_CODES + place / 16 * R_TILE, lane);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int token = (lane >> 2) + 8 * i;
-      if (token < left) fields[i] = field_bits(page + L_FIELDS, place + token);
-      if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
-    }
-  }
-  // Chunk NUMBER of 64 dimensions, or all of them with the last one.
-  template <int NUMBER> DEVICE_MEMBER void load_chunk(const u8* page, int place, int left, int lane) {
-    const u8* const tile = page + place / 16 * L_TILE;
-    if constexpr (decltype(latent)::PIECEWISE) {
-      if (left > 0) latent.template load_piece<NUMBER, LD / 64>(tile, lane);
-      else latent.template clear_piece<NUMBER, LD / 64>();
-    } else if (NUMBER == LD / 64 - 1) {
-      if (left > 0) latent.load(tile, lane);
-      else latent = {};
-    }
-  }
   // What `load` is going to read of other 16 tokens, on its way to the L2 cache.
   DEVICE_MEMBER static void prefetch(const u8* page, int place, int left, int lane) {
     if (left <= 0) return;
-    prefetch_codes(page, place, lane);
+    if (lane == 0) {
+      cp_async_bulk_prefetch(page + place / 16 * L_TILE, L_TILE);
+      cp_async_bulk_prefetch(page + R_CODES + place / 16 * R_TILE, R_TILE);
+    }
     if (lane == 31) prefetch_l2(page + L_FIELDS + 2 * place);
     if (R_KIND != RAW && lane == 30) prefetch_l2(page + R_FIELDS + 2 * place);
   }
@@ -98,9 +72,9 @@ struct Tokens {
     const u32 row = row_of(lane);
 #pragma unroll
     for (int s = 0; s < ROPE_SLICES; s++) {
-      u32 a[4];
-      rope.operand(s, table, levels, a);
-      stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
+      u32 v[4];
+      rope.matrices(s, table, levels, v);
+      stmatrix_x4_trans<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), v[0], v[2], v[1], v[3]);
     }
   }
   // Levels of latents likewise: slices FIRST to LAST.
