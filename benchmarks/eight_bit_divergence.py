@@ -1,6 +1,7 @@
 """KL divergence from the stock cache with 16-bit and with 8-bit prefill, and with 8-bit prefill of the same codes.
 
     python benchmarks/eight_bit_divergence.py [--model NAME] [--format k4v4+cal] [--text FILE] [--windows 16] [--json F]
+        [--device cuda]
 
 A change in one layer moves the keys and values of those behind it, and some of them to other codes. That draws most of
 the codes' error anew, whatever the change was. What 8 bits cost shows where later layers read the codes of the pass in
@@ -21,11 +22,13 @@ import torch
 from torch import Tensor
 
 from slimkv import models
+from slimkv.calibration import Calibration
 from slimkv.evals.agreement import compare_logits
-from slimkv.evals.harness import STOCK, CacheKind, attending, cache_kinds, window_logits, with_prefill
+from slimkv.evals.harness import RAW, STRICT, WITH_CALIBRATION, attending, new_cache, window_logits
 from slimkv.evals.texts import load_text, token_windows
 from slimkv.integrations.transformers.calibration.cached import auto_calibration
 from slimkv.ops.attention import reference
+from slimkv.ops.attention.api import REGISTRY
 
 EIGHT, SIXTEEN, SAME = "8bit", "16bit", "8bit, same codes"
 
@@ -34,6 +37,7 @@ EIGHT, SIXTEEN, SAME = "8bit", "16bit", "8bit, same codes"
 def reading(name: str, pages: list[Tensor]):
     """Long passes of the reference attend as ``name`` says; ``pages`` are those of each, kept or put back."""
     in_eight_bits, in_sixteen, left = reference._in_eight_bits, reference._one_sequence, list(pages)
+    select = REGISTRY.select  # stores are the device's own: their bytes are the reference's
 
     def attend(request: Any, *rest: Any) -> None:
         if name == SIXTEEN:
@@ -42,21 +46,25 @@ def reading(name: str, pages: list[Tensor]):
             request.pages.copy_(left.pop(0))
         (in_sixteen if name == SIXTEEN else in_eight_bits)(request, *rest)
 
-    with patch.object(reference, "_in_eight_bits", attend):
+    with (
+        patch.object(reference, "_in_eight_bits", attend),
+        patch.object(REGISTRY, "select", lambda device, request, _: select(device, request, "reference")),
+    ):
         yield
 
 
-def divergences(model: Any, kind: CacheKind, ids: Tensor) -> dict[str, float]:
-    """The mean KL divergence of a window from the stock cache, by arithmetic."""
+def divergences(model: Any, format: str, calibration: Calibration | None, ids: Tensor) -> dict[str, float]:
+    """The mean KL divergence of a window, ids int64 [1, tokens], from the stock cache, by arithmetic."""
+    options = {"calibration": calibration, "prefill": EIGHT}
 
-    def logits(kind: CacheKind) -> Tensor:
-        with attending(model, kind.format), torch.no_grad():
-            return window_logits(model, ids, kind.new(model, "strict"), None)
+    def logits(format: str, **options: Any) -> Tensor:
+        with attending(model, format), torch.no_grad():
+            return window_logits(model, ids, new_cache(model, format, STRICT, **options), None)
 
-    raw, pages, found = logits(STOCK), [], {}
+    raw, pages, found = logits(RAW), [], {}
     for name in (SIXTEEN, SAME, EIGHT):
         with reading(name, pages):
-            found[name] = float(compare_logits(raw, logits(kind))[1].double().mean())
+            found[name] = float(compare_logits(raw, logits(format, **options))[1].double().mean())
     return found
 
 
@@ -72,26 +80,33 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--format", default="k4v4+cal")
+    parser.add_argument("--format", default="k4v4+cal", help="+cal: with --calibration, or one made from the model")
+    parser.add_argument("--calibration", type=Path, help="a file from slimkv calibrate")
     parser.add_argument("--text", default="shipped")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--offset", type=int, default=0, help="skip so many tokens of the text first")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     models.quiet_loading()
-    loaded = models.load(options.model)
-    calibration = auto_calibration(loaded.model, progress=lambda *_: None)
-    (kind,) = with_prefill(cache_kinds([options.format], calibration), [EIGHT])
-    windows = token_windows(loaded.tokenizer, load_text(options.text), options.windows, options.tokens)
+    loaded, calibration = models.load(options.model, device=options.device), None
+    if options.format.endswith(WITH_CALIBRATION):
+        file = options.calibration
+        calibration = Calibration.load(file) if file else auto_calibration(loaded.model, progress=lambda *_: None)
+    format = options.format.removesuffix(WITH_CALIBRATION)
+    text = load_text(options.text)
+    windows = token_windows(loaded.tokenizer, text, options.windows, options.tokens, offset=options.offset)
     rows: list[dict[str, float]] = []
     for ids in windows:
-        rows.append(divergences(loaded.model, kind, ids[None]))
+        rows.append(divergences(loaded.model, format, calibration, ids[None].to(options.device)))
         found = {name: growth(rows, name) for name in (SAME, EIGHT)}
         print(f"window {len(rows)}  16 bits {rows[-1][SIXTEEN]:.4f}", end="  ")
         print(*(f"{name} {over:+.2%} ± {error:.2%}" for name, (over, error) in found.items()), flush=True)
         if options.json:
             report = {name: {"growth": over, "error": error} for name, (over, error) in found.items()}
-            written = {"model": options.model, "format": options.format, "tokens": options.tokens, "over_16bit": report}
+            written = {"model": options.model, "format": options.format, "tokens": options.tokens}
+            written |= {"device": options.device, "over_16bit": report}
             options.json.write_text(json.dumps(written | {"windows": rows}, indent=2) + "\n")
 
 
