@@ -116,9 +116,6 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
   memset(shared, host::POISON, bytes);
   host::landings.push_back({shared, global, bytes, barrier});
 }
-DEVICE void cp_async_bulk_prefetch(const void* global, u32 bytes) {
-  if (((u64)global | bytes) % 16) host::fail("a prefetch that is not aligned to 16 bytes");
-}
 DEVICE void fence_proxy_async() {}
 template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
   u64 mine[5] = {address, m0, m1, m2, m3};

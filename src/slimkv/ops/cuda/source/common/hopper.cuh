@@ -30,10 +30,6 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-// Global memory to the L2 cache, 16-byte units.
-DEVICE void cp_async_bulk_prefetch(const void* global, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(global), "r"(bytes) : "memory");
-}
 // Makes this thread's stores to shared memory, and those that it knows of by a barrier, visible to products and copies. It waits for
 // all that the thread has on its way to or from memory.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -53,17 +53,6 @@ struct Tokens {
       if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
     }
   }
-  // What `load` is going to read of other 16 tokens, on its way to the L2 cache.
-  DEVICE_MEMBER static void prefetch(const u8* page, int place, int left, int lane) {
-    if (left <= 0) return;
-    if (lane == 0) {
-      cp_async_bulk_prefetch(page + place / 16 * L_TILE, L_TILE);
-      cp_async_bulk_prefetch(page + R_CODES + place / 16 * R_TILE, R_TILE);
-    }
-    if (lane == 31) prefetch_l2(page + L_FIELDS + 2 * place);
-    if (R_KIND != RAW && lane == 30) prefetch_l2(page + R_FIELDS + 2 * place);
-  }
-
   // Levels of rope parts to rows at `to` (shared memory), where 8 KiB have 64 dimensions of a tile of 64 tokens, and the tokens' scales.
   template <class Levels>
   DEVICE_MEMBER void unpack_rope(Table table, const Levels& levels, u32 to, TokenScales& scales, int first, int lane) const {
