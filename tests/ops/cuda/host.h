@@ -566,6 +566,8 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
 DEVICE float ld_relaxed(const float* p) { return *p; }
 DEVICE void st_relaxed(float* p, float x) { *p = x; }
 DEVICE void st_relaxed(float* p, float a, float b, float c, float d) { p[0] = a, p[1] = b, p[2] = c, p[3] = d; }
+DEVICE i32 ld_acquire(const i32* p) { return *p; }
+DEVICE void add_relaxed(i32* p, i32 x) { *p += x; }
 DEVICE void fence_device() {}
 DEVICE void sleep_ns(u32) {}
 DEVICE void griddepcontrol_launch_dependents() {}
@@ -573,6 +575,7 @@ DEVICE void griddepcontrol_wait() { host::machine.threads[host::machine.current]
 DEVICE void end_behind_grid_before() {}
 DEVICE void prefetch_l2(const void*) {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
+DEVICE void overwrite(float& x, float to) { x = to; }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
 template <class F> DEVICE void mma_floats(const char* name, F to_float, float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   u64 mine[6] = {a0, a1, a2, a3, b0, b1};

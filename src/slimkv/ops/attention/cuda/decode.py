@@ -72,6 +72,7 @@ class Args(ctypes.Structure):
         ("value_sign_bits", _SignBits),
         *((name, ctypes.c_int32) for name in (
             "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split", "merge_places",
+            "queries_of_chunk", "group_inverse",
         )),
     )  # fmt: skip
 
@@ -246,7 +247,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
         blocks = shape.cluster * -(-total // (shape.columns // group)) * num_kv_heads
     slots = items + blocks  # every item has a part, and every block may begin another
     # Few rows have many parts, and then two warps share them; a warp alone reads some at once.
-    split = total * heads <= 32 * device.multiprocessors and blocks > _PARTS_AT_ONCE * items
+    split = total * heads <= 32 * device.multiprocessors and blocks // items > _PARTS_AT_ONCE
     merge_split = 2 if split else 1
     cuts = items > blocks and writes_whole_items(layout)  # most items are whole in one block
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
@@ -269,6 +270,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.sequences, args.heads, args.group, args.blocks = sequences, num_kv_heads, group, blocks
     args.most_queries, args.merge_places = most_queries, most_queries if rows < total else 0
     args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
+    args.queries_of_chunk, args.group_inverse = shape.columns // group, -(-(1 << 16) // group)
     part_bytes = 4 * slots * shape.columns * value_dim
     return _Call(
         plan, args, ((blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 2), cuts,

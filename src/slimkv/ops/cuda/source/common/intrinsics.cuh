@@ -241,6 +241,8 @@ SLIMKV_MMA_FROM_ZERO(mma_bf16_from_zero, "bf16")
 
 // x, of which the compiler no longer knows that all lanes have the same: it stays in a register of each lane.
 DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+// x = to, in the register that x has.
+DEVICE void overwrite(float& x, float to) { asm volatile("mov.f32 %0, %1;" : "+f"(x) : "f"(to)); }
 
 // The lane's number, asked for anew: what a loop derives from it is not kept in registers from turn to turn.
 DEVICE int read_laneid() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); return r; }
@@ -296,6 +298,12 @@ DEVICE void st_relaxed(float* p, float x) { asm volatile("st.relaxed.gpu.global.
 DEVICE void st_relaxed(float* p, float a, float b, float c, float d) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
+DEVICE i32 ld_acquire(const i32* p) {
+  i32 r;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+DEVICE void add_relaxed(i32* p, i32 x) { asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" :: "l"(p), "r"(x) : "memory"); }
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" :: "r"(ns)); }
 

@@ -23,7 +23,7 @@ DEVICE float* cluster_state(u8* shared, int column) { return (float*)column_at(s
 DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* shared, int warp, int lane) {
   cluster_sync();
   for (int column = cluster_rank() + CLUSTER * warp; column < COLUMNS; column += CLUSTER * WARPS) {
-    const int of_chunk = column / args.group_size, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + of_chunk;
+    const int of_chunk = by_group(args, column), per_chunk = args.queries_of_chunk, query = range.chunk * per_chunk + of_chunk;
     if (of_chunk >= per_chunk || query >= range.s.queries) continue;
     const float *state = cluster_state(shared, column), *sums = cluster_sums(shared, column / GROUP) + column % GROUP * VD;
     float m[CLUSTER], l[CLUSTER], v[CLUSTER][VN];
@@ -36,7 +36,7 @@ DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* 
     MergedState merged;
     merged.clear();
     merged.add(m, l, v);
-    write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, merged.highest, merged.row_sum,
+    write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), merged.highest, merged.row_sum,
               merged.x, nullptr, lane);
   }
   cluster_sync();  // nobody ends while another reads its shared memory
@@ -101,8 +101,10 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
 #pragma unroll
       for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
-        for (int r = 0; r < 2; r++)
-          mine[16 * i + g + 8 * r] = (acc.number(n, i, r, j) * VALUE_UNIT + acc.shift[c]) * factor;
+        for (int r = 0; r < 2; r++) {
+          const float x = acc.number(n, i, r, j);
+          mine[16 * i + g + 8 * r] = V_KIND == UNIFORM ? (x * VALUE_UNIT + acc.shift[c]) * factor : x * (VALUE_UNIT * factor);
+        }
     }
     sync_threads();
     auto sum_at = [&](int column, int d) {
@@ -121,13 +123,13 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
       }
     } else if (whole) {
       for (int i = warp; i < GROUP; i += WARPS) {
-        const int column = GROUP * n + i, per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + column / args.group_size;
+        const int column = GROUP * n + i, per_chunk = args.queries_of_chunk, query = range.chunk * per_chunk + by_group(args, column);
         if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
         float all_max, all_sum, x[VN];
         sum_of_warps(states, column, all_max, all_sum);
 #pragma unroll
         for (int j = 0; j < VN; j++) x[j] = lane + 32 * j < VD ? sum_at(i, lane + 32 * j) : 0.0f;
-        write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
+        write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), all_max, all_sum, x, nullptr, lane);
       }
     } else {
       if constexpr (POLLED) write_sums(args.parts + (part * COLUMNS + GROUP * n) * VD, shared);

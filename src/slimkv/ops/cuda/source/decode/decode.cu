@@ -151,7 +151,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       const int token0 = real || !WGMMA ? range.s.begin + step * STEP : NO_TOKEN;
       const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
       StepScores s;
-      const TokenUnits units = {};  // of one unit for all columns only
+      const TokenFields tokens = {};  // of pairs only
       Probabilities weights;
       if constexpr (WGMMA) {
         if (!real) {  // of no tokens the scales are zero
@@ -167,14 +167,14 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         };
         score();
         Weighing weighing;
-        const bool moves = publish_to_warpgroup<false>(s, slot, columns, units, operands, team, lane, acc, weighing);
+        const bool moves = publish_to_warpgroup<false>(s, slot, columns, tokens, operands, team, lane, acc, weighing);
         fence_proxy_async();  // before products read it, and the copy engine writes to the slot again
         const bool again = team.any(moves);
         load_ahead();  // nobody reads the values of the step before any more
         if (again) {
           score();
-          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), nullptr, units, acc);
-          publish_to_warpgroup<true>(s, slot, columns, units, operands, team, lane, acc, weighing);
+          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), nullptr, tokens, acc);
+          publish_to_warpgroup<true>(s, slot, columns, tokens, operands, team, lane, acc, weighing);
           fence_proxy_async();
           team.sync();
         }
@@ -195,13 +195,13 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
         if constexpr (!WIDE && !V_BYTES) {
           float sum[C], shift[C];
           if (warp_any(weigh_in_halves<false>(slot, columns, g, s, acc, weights, sum, shift))) {
-            update_max(slot, columns, g, t, s, real, team, nullptr, nullptr, units, acc);
+            update_max(slot, columns, g, t, s, real, team, nullptr, nullptr, tokens, acc);
             weigh_in_halves<true>(slot, columns, g, s, acc, weights, sum, shift);
           }
 #pragma unroll
           for (int c = 0; c < C; c++) acc.row_sum[c] = sum[c], acc.shift[c] = shift[c];
         } else {
-          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), nullptr, units, acc);
+          update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), nullptr, tokens, acc);
           if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more
           if (real) {
             exponentials(slot, columns, g, s, acc);

@@ -81,11 +81,11 @@ KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
   if (s.chunks == 0 || query >= s.queries) return griddepcontrol_wait();  // another kernel's
   const WorkOffset offset = offset_of(args, b, args.blocks, lane);
   const WorkPartition partition = offset.partition;
-  const int per_chunk = COLUMNS / args.group_size, chunk = query / per_chunk;
-  const int column = (query % per_chunk) * args.group_size + head % args.group_size;
-  const int within = chunk * args.num_kv_heads + head / args.group_size, item = offset.items + within;
-  const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = first / partition.share;
-  const int last_block = s.steps && head < query_heads ? (first + s.steps - 1) / partition.share : first_block - 1;
+  const int per_chunk = args.queries_of_chunk, chunk = small_quotient(query, per_chunk);
+  const int column = (query - chunk * per_chunk) * args.group_size + in_group(args, head);
+  const int within = chunk * args.num_kv_heads + by_group(args, head), item = offset.items + within;
+  const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = quotient(first, partition.share);
+  const int last_block = s.steps && head < query_heads ? quotient(first + s.steps - 1, partition.share) : first_block - 1;
   const bool whole = WHOLE_ITEMS && split == 1 && first_block == last_block, polls = POLLED && partition.padded && !whole;
   if (!polls) griddepcontrol_wait();
   if (whole) return;
@@ -119,8 +119,8 @@ HOST_TESTABLE(merge, DecodeArgs)
 // Block x: the item that is cut first between blocks x and x + 1 of `attend`, and sequences without keys, which no block has seen.
 KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, cut = block_index() + 1;
-  const int column = block_index_y() * MERGE_WARPS + warp, per_chunk = COLUMNS / args.group_size;
-  const int of_chunk = column / args.group_size, of_group = column % args.group_size;
+  const int column = block_index_y() * MERGE_WARPS + warp, per_chunk = args.queries_of_chunk;
+  const int of_chunk = by_group(args, column), of_group = in_group(args, column);
   WorkPartition partition;
   int left;
   const WorkRange range = first_range(args, BlockOf{cut, args.blocks}, lane, partition, left);

@@ -7,8 +7,8 @@ constexpr int QN = (KD + 31) / 32;
 
 // The query of column c of a range: dimension lane + 32 i. A negative scale of scores is a negative query.
 DEVICE void load_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], int lane) {
-  const int query = range.chunk * (COLUMNS / args.group_size) + c / args.group_size, head = range.head * args.group_size + c % args.group_size;
-  const bool valid = c < COLUMNS / args.group_size * args.group_size && query < range.s.queries;
+  const int query = range.chunk * args.queries_of_chunk + by_group(args, c), head = range.head * args.group_size + in_group(args, c);
+  const bool valid = c < args.queries_of_chunk * args.group_size && query < range.s.queries;
   const i64 at = (i64)(range.s.start + query) * args.query_stride + (i64)head * args.query_head_stride;
 #pragma unroll
   for (int i = 0; i < QN; i++) {
@@ -88,7 +88,7 @@ DEVICE void write_query(const DecodeArgs& args, const WorkRange& range, int c, c
 #pragma unroll
   for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (lane == 0) {
-    const int position = range.s.length - range.s.queries + range.chunk * (COLUMNS / args.group_size) + c / args.group_size;
+    const int position = range.s.length - range.s.queries + range.chunk * args.queries_of_chunk + by_group(args, c);
     *column_at(shared, c) = {finite || ONE_UNIT ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum, WINDOW ? position - args.sliding_window + 1 : 0,
                              args.causal ? min_i32(range.s.length, position + 1) : range.s.length};
   }

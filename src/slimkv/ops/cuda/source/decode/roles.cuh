@@ -38,30 +38,41 @@ struct PairMemory {
 DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const Team& pair,
                         const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, Accumulator& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(pair.member), field_offset = fields_of(pair.member) - FIELDS_AT;
+  // Fields of all own tiles, a word of each lane; what is kept for the loop must not be computed again in it.
+  constexpr int WORDS = 8 * OWN_TILES * FIELDS;
+  const auto word_offset = [&](int word) { return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) + 4 * (word % 8); };
+  const int own_fields = (int)in_register(field_offset + 2 * g, lane), own_word = (int)in_register(word_offset(lane), lane);
   for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
     u8 *slot = memory.slot(taken), *fields = slot + field_offset, *operands = memory.weights_of_step(taken);
     memory.wait_for_copy(taken);
+    KeyOperands keys;
+    keys.load(slot + key_offset, tables, lane);
     const int step_token = range.s.begin + step * STEP, token0 = step_token + 16 * pair.member;
     const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
     StepScores s;
-    TokenUnits units;
-    load_token_units(fields, columns, g, units);
+    TokenFields tokens;
+    load_token_fields(slot + own_fields, slot + own_word, columns, tokens);
+#pragma unroll
+    for (int i = 32; i < WORDS; i += 32)
+      if (i + 32 <= WORDS || i + lane < WORDS) tokens.largest = max_u16x2(tokens.largest, *(const u32*)(slot + word_offset(i + lane)));
     auto score = [&] {
-      multiply_keys_of_warpgroup(slot + key_offset, shared, tables, lane, s);
+      keys.multiply(shared, tables, s);
       if (!TOKEN_UNITS) scale_scores(args, fields, columns, g, s);
-      apply_mask(fields, shared, token0, clear, lane, s, acc.largest_fields);
+      if (clear) acc.largest_fields = max_u16x2(acc.largest_fields, tokens.largest);
+      else hide_tokens(fields, shared, token0, lane, s);
     };
     score();
     memory.wait_until_used(taken - 2);
     Weighing weighing;
-    const bool moves = publish_to_warpgroup<false>(s, fields, columns, units, operands, pair, lane, acc, weighing);
+    const bool moves = publish_to_warpgroup<false>(s, fields, columns, tokens, operands, pair, lane, acc, weighing);
     fence_proxy_async();  // before products read it
     const bool again = pair.any(moves);
     bool rescales = false;
     if (again) {
+      keys.load(slot + key_offset, tables, lane);
       score();
-      rescales = update_max(fields, columns, g, t, s, true, pair, (float*)(shared + STATE_AT), memory.factors_of(taken), units, acc);
-      publish_to_warpgroup<true>(s, fields, columns, units, operands, pair, lane, acc, weighing);
+      rescales = update_max(fields, columns, g, t, s, true, pair, (float*)(shared + STATE_AT), memory.factors_of(taken), tokens, acc);
+      publish_to_warpgroup<true>(s, fields, columns, tokens, operands, pair, lane, acc, weighing);
       fence_proxy_async();
       pair.sync();
     }
@@ -70,7 +81,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
       mbarrier_arrive(memory.published + (taken & 1));
     }
 #pragma unroll
-    for (int c = 0; c < C; c++) acc.row_sum[c] = weighing.sum[c], acc.shift[c] = weighing.shift[c];
+    for (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
   }
 }
 
@@ -124,7 +135,8 @@ DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, cons
     Codes<V_BITS, VS, true, TEAM> codes[NT];
 #pragma unroll
     for (int i = 0; i < NT; i++) codes[i].load(slot + values_of(i), lane, pair.member);
-    const u64 weights = smem_descriptor(shared_address(memory.weights_of_step(taken)), 16);
+    // By a lane for all: what is known to be alike is made into descriptors once, not for every product.
+    const u64 weights = smem_descriptor(shfl(shared_address(memory.weights_of_step(taken)), 0), 16);
 #pragma unroll
     for (int first = 0; first < NT; first += AT_ONCE) {
       u32 a[AT_ONCE][OUT_SLICES][4];
@@ -190,7 +202,10 @@ DEVICE void leave_results(const Accumulator& acc, const Team& pair, u8* shared, 
 #pragma unroll
     for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) mine[16 * i + g + 8 * r] = (acc.number(c / OWN, i, r, c % OWN) * VALUE_UNIT + shift) * factor;
+      for (int r = 0; r < 2; r++) {
+        const float x = acc.number(c / OWN, i, r, c % OWN);
+        mine[16 * i + g + 8 * r] = V_KIND == UNIFORM ? (x * VALUE_UNIT + shift) * factor : x * (VALUE_UNIT * factor);
+      }
   }
 }
 
@@ -199,7 +214,7 @@ DEVICE void write_rows(const DecodeArgs& args, const WorkRange& range, u8* share
   const float *states = (const float*)(shared + STATE_AT), *results = (const float*)(shared + OPERANDS_AT);
   const i64 part = (i64)range.item + block_index();
   for (int column = warp; column < COLUMNS; column += WARPS) {
-    const int per_chunk = COLUMNS / args.group_size, query = range.chunk * per_chunk + column / args.group_size;
+    const int per_chunk = args.queries_of_chunk, query = range.chunk * per_chunk + by_group(args, column);
     if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
     float all_max, all_sum, x[VN];
     sum_of_warps(states, column, all_max, all_sum);
@@ -212,7 +227,7 @@ DEVICE void write_rows(const DecodeArgs& args, const WorkRange& range, u8* share
         if (d < VD) x[j] += results[((w + d / (16 * OUT_SLICES)) * COLUMNS + column) * RESULT_ROW + d % (16 * OUT_SLICES)];
     }
     if (is_whole(args, range)) {
-      write_row(args, range.s.start + query, range.head * args.group_size + column % args.group_size, all_max, all_sum, x, nullptr, lane);
+      write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), all_max, all_sum, x, nullptr, lane);
       continue;
     }
     float* to = args.parts + (part * COLUMNS + column) * VD;

@@ -3,6 +3,20 @@
 #pragma once
 #include "decode/shape.cuh"
 
+// Quotients of numbers that are not negative. Instructions that a block meets once come from memory, which takes longer than running
+// them, and those of n / d are 22.
+DEVICE int small_quotient(int n, int d) { return (int)(((float)n + 0.5f) * rcp_approx((float)d)); }  // n < 2^20: 0.5 / d from any integer
+DEVICE int quotient(int n, int d) {
+  const float inverse = rcp_approx((float)d);
+  int q = (int)((float)n * inverse);
+  q += (int)((float)(n - q * d) * inverse);  // one more or less now
+  const int left = n - q * d;
+  return q + (left >= d) - (left < 0);
+}
+// Of a column of a chunk its query, of a query head its KV head: below 2^11 of either.
+DEVICE int by_group(const DecodeArgs& args, int column) { return column * args.group_inverse >> 16; }
+DEVICE int in_group(const DecodeArgs& args, int column) { return column - by_group(args, column) * args.group_size; }
+
 struct Sequence {
   int start, queries, length;
   int begin;   // the first token that is looked at, a multiple of a step
@@ -17,9 +31,9 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
   s.length = ldg_i32(args.seq_lens + b);
   s.begin = 0;
   if (WINDOW) s.begin = max_i32(0, s.length - s.queries - args.sliding_window + 1) / STEP * STEP;
-  const int per_chunk = COLUMNS / args.group_size;
+  const int per_chunk = args.queries_of_chunk;
   const bool ours = s.queries > 0 && s.queries <= args.max_decode_queries;
-  s.chunks = ours ? (s.queries + per_chunk - 1) / per_chunk : 0;
+  s.chunks = ours ? small_quotient(s.queries + per_chunk - 1, per_chunk) : 0;
   s.steps = ours ? (max_i32(0, s.length - s.begin) + STEP - 1) / STEP : 0;
   return s;
 }
@@ -37,16 +51,16 @@ struct WorkPartition {
   bool padded;
   DEVICE_MEMBER int lead() const { return padded ? 0 : ITEM_COST; }  // positions before an item's steps
   DEVICE_MEMBER int positions(int steps) const {
-    return padded ? (steps + share - 1) / share * share : steps ? steps + lead() : 0;
+    return padded ? small_quotient(steps + share - 1, share) * share : steps ? steps + lead() : 0;
   }
 };
 
 DEVICE WorkPartition make_partition(i32 steps, i32 items, i32 longest, int blocks) {
   const i32 total = steps + items * ITEM_COST;
-  const WorkPartition costs = {total, max_i32(1, (total + blocks - 1) / blocks), false};
+  const WorkPartition costs = {total, max_i32(1, quotient(total + blocks - 1, blocks)), false};
   if (items == 0 || items > blocks) return costs;
-  const int even = max_i32(1, (steps + blocks - 1) / blocks);
-  const int blocks_of_item = blocks / items, own = (longest + blocks_of_item - 1) / blocks_of_item;
+  const int even = max_i32(1, quotient(steps + blocks - 1, blocks));
+  const int blocks_of_item = small_quotient(blocks, items), own = small_quotient(longest + blocks_of_item - 1, blocks_of_item);
   return own <= even + ITEM_SWITCH_COST ? WorkPartition{steps, own, true} : costs;
 }
 
@@ -159,9 +173,9 @@ template <class Block> DEVICE WorkRange first_range(const DecodeArgs& args, Bloc
       range.b += over;
       range.s = {shfl(s.start, over), shfl(s.queries, over), shfl(s.length, over),
                  WINDOW ? shfl(s.begin, over) : 0, shfl(s.steps, over), shfl(s.chunks, over)};
-      const int one = shfl(positions_of_item, over), within = (from - positions) / one;
-      range.chunk = within / args.num_kv_heads;
-      range.head = within % args.num_kv_heads;
+      const int one = shfl(positions_of_item, over), within = quotient(from - positions, one);
+      range.chunk = small_quotient(within, args.num_kv_heads);
+      range.head = within - range.chunk * args.num_kv_heads;
       range.item = items + within;
       const int inside = from - positions - within * one, before = max_i32(0, partition.lead() - inside);
       range.first = max_i32(0, inside - partition.lead());

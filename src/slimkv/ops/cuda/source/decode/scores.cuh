@@ -120,6 +120,49 @@ DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const L
   }
 }
 
+// The same of a pair's step (ROLES): levels of the next slices are looked up while products of these are under way.
+struct KeyOperands {
+  static constexpr int AT_ONCE = KS % 2 ? 1 : 2, ROUNDS = KS / AT_ONCE, ALL = OWN_TILES * ROUNDS, BUFFERS = 3;  // slices
+  KeyCodes codes[OWN_TILES];
+  u32 a[BUFFERS][AT_ONCE][4];
+
+  DEVICE_MEMBER void look_up(int round, const LevelTables& tables) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) key_halves(codes[round / ROUNDS], round % ROUNDS * AT_ONCE + i, tables, a[round % BUFFERS][i]);
+  }
+  DEVICE_MEMBER void load(const u8* slot, const LevelTables& tables, int lane) {
+#pragma unroll
+    for (int x = 0; x < OWN_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
+    look_up(0, tables);
+  }
+  DEVICE_MEMBER void multiply(const u8* shared, const LevelTables& tables, StepScores& s) {
+    const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
+    float c[OWN_TILES][4 * NG];
+#pragma unroll
+    for (int round = 0; round < ALL; round++) {
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int x = round / ROUNDS, slice = round % ROUNDS * AT_ONCE + i;
+        const u32(&operand)[4] = a[round % BUFFERS][i];
+        const u64 query = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
+        if (slice == 0) WarpgroupProduct::register_a<false>(c[x], operand[0], operand[1], operand[2], operand[3], query);
+        else WarpgroupProduct::register_a<true>(c[x], operand[0], operand[1], operand[2], operand[3], query);
+      }
+      wgmma_commit();
+      if (round + 1 < ALL) look_up(round + 1, tables);  // the round before last has ended
+      if (round) wgmma_wait<1>();
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int x = 0; x < OWN_TILES; x++) {
+      wgmma_fence_operand(c[x]);
+#pragma unroll
+      for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
+    }
+  }
+};
+
 DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queries, const LevelTables& tables, int lane,
                           StepScores& s) {
   if constexpr (WGMMA) return multiply_keys_of_warpgroup(slot, shared, tables, lane, s);
@@ -130,13 +173,18 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
   else multiply_key_halves(codes, shared, queries, tables, lane, s);
 }
 
-// What makes products of a token scores, with TOKEN_UNITS.
-DEVICE void load_token_units(const u8* slot, const ColumnState& columns, int g, TokenUnits& units) {
+// `slot`: behind it lie the fields of the lane's own tokens. `words`: so lie fields of the warp's tiles, a word of each lane.
+DEVICE void load_token_fields(const u8* slot, const u8* words, const ColumnState& columns, TokenFields& tokens) {
 #pragma unroll
-  for (int x = 0; x < OWN_TILES; x++)
+  for (int x = 0; x < OWN_TILES; x++) {
+    const u8* fields = slot + fields_of(TILES_APART * x);
 #pragma unroll
-    for (int r = 0; r < 2; r++)  // zero times minus infinity would not be a number
-      units[x][r] = TOKEN_UNITS ? max_f32(small_scale_of(field_bits(slot + fields_of(TILES_APART * x), g + 8 * r)) * columns.unit_of(0), 1e-37f) : 1.0f;
+    for (int r = 0; r < 2; r++) {  // zero times minus infinity would not be a number
+      tokens.unit[x][r] = TOKEN_UNITS ? max_f32(small_scale_of(field_bits(fields, 8 * r)) * columns.unit_of(0), 1e-37f) : 1.0f;
+      tokens.scale[x][r] = scale_of(field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, 8 * r));
+    }
+  }
+  tokens.largest = *(const u32*)words;
 }
 
 // Takes the levels' offset off, multiplies by the keys' scales, adds their zeros.
@@ -165,18 +213,34 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
 
 constexpr int NO_TOKEN = 1 << 30;  // beyond what anybody sees
 
+// Of tokens that some column does not see, or that are marked.
+DEVICE void hide_tokens(const u8* slot, const u8* shared, int token0, int lane, StepScores& s) {
+  const int g = lane >> 2;
+  u32 bad = 0;
+#pragma unroll
+  for (int i = 0; i < 2 * OWN_TILES; i++) {
+    const u8* fields = slot + fields_of(TILES_APART * (i / 2));
+    const int token = g + 8 * (i & 1);
+    if (field_bits(fields, token) == INVALID_FIELD || field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD) bad |= 1u << i;
+  }
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    const Column* column = column_at(shared, own_column(c, lane & 3));
+    const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
+#pragma unroll
+    for (int i = 0; i < 2 * OWN_TILES; i++) {
+      const int x = i / 2, r = i & 1, token = token0 + 16 * TILES_APART * x + g + 8 * r;
+      if constexpr (ROLES) {  // where it is, so that steps without any move nothing
+        if (bad >> i & 1) overwrite(s[c][x][r], NOT_A_NUMBER);
+        if (token >= end || token < begin) overwrite(s[c][x][r], MINUS_INFINITY);
+      } else s[c][x][r] = token >= end || token < begin ? MINUS_INFINITY : bad >> i & 1 ? NOT_A_NUMBER : s[c][x][r];
+    }
+  }
+}
+
 // Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
 DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s, u32& largest_fields) {
-  const int g = lane >> 2;
-  if (clear && ROLES) {  // of the warp's own tiles
-    constexpr int WORDS = 8 * OWN_TILES * FIELDS;
-#pragma unroll
-    for (int i = 0; i < WORDS; i += 32) {
-      const int word = i + lane, tile = word / (8 * FIELDS), field = word / 8 % FIELDS;
-      if (i + 32 <= WORDS || word < WORDS)
-        largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + fields_of(TILES_APART * tile) + FIELD_STRIDE * field + 4 * (word % 8)));
-    }
-  } else if (clear) {
+  if (clear) {
     constexpr int WORDS = FIELDS * FIELD_STRIDE / 4;
 #pragma unroll
     for (int p = 0; p < PIECES; p++)
@@ -184,23 +248,5 @@ DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear,
       for (int i = 0; i < WORDS; i += 32)
         if (i + 32 <= WORDS || i + lane < WORDS)
           largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + FIELDS_AT + 4 * (i + lane) + p * PIECE));
-  } else {
-    u32 bad = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * OWN_TILES; i++) {
-      const u8* fields = slot + fields_of(TILES_APART * (i / 2));
-      const int token = g + 8 * (i & 1);
-      if (field_bits(fields, token) == INVALID_FIELD || field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD) bad |= 1u << i;
-    }
-#pragma unroll
-    for (int c = 0; c < C; c++) {
-      const Column* column = column_at(shared, own_column(c, lane & 3));
-      const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
-#pragma unroll
-      for (int i = 0; i < 2 * OWN_TILES; i++) {
-        const int x = i / 2, r = i & 1, token = token0 + 16 * TILES_APART * x + g + 8 * r;
-        s[c][x][r] = token >= end || token < begin ? MINUS_INFINITY : bad >> i & 1 ? NOT_A_NUMBER : s[c][x][r];
-      }
-    }
-  }
+  } else hide_tokens(slot, shared, token0, lane, s);
 }

@@ -50,8 +50,8 @@ constexpr bool WEIGHTS_BEHIND = WEIGHT_BYTES > K_TILE;
 constexpr int weights_of(int x) { return WEIGHTS_BEHIND ? FIELDS_END + x * WEIGHT_BYTES : keys_of(x); }
 constexpr int STEP_BYTES = FIELDS_END + (WEIGHTS_BEHIND ? NT * WEIGHT_BYTES : 0);
 constexpr int OUT_SLICES = VS / TEAM;         // of the output that a warp has
-constexpr int OUT_ROW = 16 * OUT_SLICES + 8;  // floats; keeps the columns of a warp's result in different banks
-constexpr int SLOT = STEP_BYTES > 4 * GROUP * OUT_ROW ? STEP_BYTES : 4 * GROUP * OUT_ROW;
+constexpr int OUT_ROW = 16 * OUT_SLICES + 8 / OWN;  // floats; keeps the columns of a warp's result in different banks
+constexpr int RESULT_BYTES = 4 * GROUP * (16 * OUT_SLICES + 8), SLOT = STEP_BYTES > RESULT_BYTES ? STEP_BYTES : RESULT_BYTES;
 // Levels as halves from tables in shared memory, by pairs of codes up to 5 bits. PERMUTED: 4 bits by permutations instead, so that logic
 // and shared memory share the work; values, which have to be put across anyway (pair_halves), and of the largest heads keys as well.
 constexpr bool PERMUTES = WIDE && (!WGMMA || WARPS > 8);
@@ -129,4 +129,6 @@ struct DecodeArgs {
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window, blocks, merge_split;
   i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
+  i32 queries_of_chunk;  // that are attended together: COLUMNS / group_size
+  i32 group_inverse;     // 2^16 / group_size, rounded up
 };

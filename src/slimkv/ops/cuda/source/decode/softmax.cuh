@@ -15,7 +15,7 @@ struct Probabilities {
 // state: other teams may have left theirs. ROLES: `factors` gets what the output is multiplied by.
 // Returns whether it moves.
 DEVICE bool update_max(const u8* slot, const ColumnState& columns, int g, int t, const StepScores& s, bool real, const Team& team,
-                       float* maxima, float* factors, const TokenUnits& units, Accumulator& acc) {
+                       float* maxima, float* factors, const TokenFields& tokens, Accumulator& acc) {
   float magnitude[OWN_TILES][2];
   if (OUT_IN_PRODUCTS)
 #pragma unroll
@@ -33,7 +33,7 @@ DEVICE bool update_max(const u8* slot, const ColumnState& columns, int g, int t,
 #pragma unroll
       for (int r = 0; r < 2; r++)
       {
-        const float base = LATE_UNIT ? 1024.0f * columns.unit_of(c) : TOKEN_UNITS ? 1024.0f * units[x][r] : 1024.0f;
+        const float base = LATE_UNIT ? 1024.0f * columns.unit_of(c) : TOKEN_UNITS ? 1024.0f * tokens.unit[x][r] : 1024.0f;
         highest[c] = max_f32(highest[c], OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], base, magnitude[x][r]) : s[c][x][r]);
       }
     if (OUT_IN_PRODUCTS) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
@@ -72,11 +72,11 @@ DEVICE bool update_max(const u8* slot, const ColumnState& columns, int g, int t,
   return any_moves;
 }
 
-// A score of column c to a probability times its value's scale, which is added to `sum` without that.
-DEVICE float weigh(const u8* slot, float base, float reference, int g, int x, int r, float score, float& sum, float& shift) {
+// A score of column c to a probability times its value's scale, which is added to `sum` without that. ROLES: `known` is the scale.
+DEVICE float weigh(const u8* slot, float base, float reference, float known, int g, int x, int r, float score, float& sum, float& shift) {
   const u8* fields = slot + fields_of(TILES_APART * x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS;
   const float e = exp2_approx(fma_rn(score, base, -reference));
-  const float scale = scale_of(field_bits(fields, g + 8 * r));
+  const float scale = ROLES ? known : scale_of(field_bits(fields, g + 8 * r));
   sum += e;
   if (V_KIND == UNIFORM) {
     const float zero = zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r));
@@ -163,7 +163,7 @@ DEVICE bool weigh_in_halves(const u8* slot, const ColumnState& columns, int g, c
     for (int x = 0; x < NT; x++) {
       float p[2];
 #pragma unroll
-      for (int r = 0; r < 2; r++) p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, reference, g, x, r, s[c][x][r], sum[c], shift[c]);
+      for (int r = 0; r < 2; r++) p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, reference, 0, g, x, r, s[c][x][r], sum[c], shift[c]);
       const u32 high = pack_f16x2(p[0], p[1]), low = pack_f16x2(p[0] - f16_to_f32(high & 0xFFFF), p[1] - f16_to_f32(high >> 16));
       w.p[c][x][0] = movmatrix_trans(prmt(high, low, 0x5410)), w.p[c][x][1] = movmatrix_trans(prmt(high, low, 0x7632));
       largest = max_u16x2(largest, high);

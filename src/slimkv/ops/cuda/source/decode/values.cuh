@@ -192,12 +192,12 @@ DEVICE void publish(const Probabilities& w, u8* slot, int lane) {
 
 // Of a warpgroup: for every tile an operand with a row of 64 tokens, 16 of each warp, for every column. Probabilities are taken from
 // the reference there is; `largest` shows, two halves at a time, whether it has to move. Four matrices at a time: both halves of
-// a tile, of two groups or of two tiles.
+// a tile, of two groups or of two tiles. Sums are those of the step (ROLES), or go on from what there is.
 struct Weighing {
   float reference[C], sum[C], shift[C];
   u32 largest;
 };
-template <int I> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot, const ColumnState& columns, const TokenUnits& units, int g,
+template <int I> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot, const ColumnState& columns, const TokenFields& tokens, int g,
                                             Weighing& w) {
   constexpr bool BY_GROUPS = NG > 1;
   constexpr int PER_TILE = BY_GROUPS ? NG / 2 : 1, X = BY_GROUPS ? I / PER_TILE : 2 * I, N = BY_GROUPS ? 2 * (I % PER_TILE) : 0;
@@ -209,30 +209,30 @@ template <int I> DEVICE void publish_pieces(u32 place, const StepScores& s, cons
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
       const int c = n * OWN + j;
-      const float base = LATE_UNIT ? columns.unit_of(c) : TOKEN_UNITS ? units[x][r] : 1.0f;
-      p[j] = weigh(slot, base, w.reference[c], g, x, r, s[c][x][r], w.sum[c], w.shift[c]);
+      const float base = LATE_UNIT ? columns.unit_of(c) : TOKEN_UNITS ? tokens.unit[x][r] : 1.0f;
+      p[j] = weigh(slot, base, w.reference[c], ROLES ? tokens.scale[x][r] : 0, g, x, r, s[c][x][r], w.sum[c], w.shift[c]);
     }
     word[i] = pack_f16x2(p[0], p[OWN - 1]);
     w.largest = max_u16x2(w.largest, word[i]);
   }
   stmatrix_x4_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1], word[2], word[3]);
-  if constexpr (I + 1 < OWN_TILES * NG / 2) publish_pieces<I + 1>(place, s, slot, columns, units, g, w);
+  if constexpr (I + 1 < OWN_TILES * NG / 2) publish_pieces<I + 1>(place, s, slot, columns, tokens, g, w);
 }
 
 // Returns whether the reference must move. AGAIN: it has; a column that has seen nothing yet has none.
 template <bool AGAIN>
-DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const ColumnState& columns, const TokenUnits& units, u8* weights,
+DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const ColumnState& columns, const TokenFields& tokens, u8* weights,
                                  const Team& team, int lane, const Accumulator& acc, Weighing& w) {
   static_assert(!WGMMA || OWN_TILES * NG % 2 == 0, "two groups or two tiles at a time");
   w.largest = 0;
 #pragma unroll
   for (int c = 0; c < C; c++) {
     w.reference[c] = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
-    w.sum[c] = acc.row_sum[c], w.shift[c] = acc.shift[c];
+    w.sum[c] = ROLES ? -0.0f : acc.row_sum[c], w.shift[c] = ROLES ? -0.0f : acc.shift[c];
   }
   const int row = lane & 7, half = lane >> 3 & 1, second = lane >> 4;
   const u32 place = shared_address(weights) + operand_place(row, 16 * team.member + 8 * half) + (NG > 1 ? 1024 : OPERAND_BYTES) * second;
-  publish_pieces<0>(place, s, slot, columns, units, lane >> 2, w);
+  publish_pieces<0>(place, s, slot, columns, tokens, lane >> 2, w);
   return w.largest >= 0x5C000000u || (w.largest & 0xFFFF) >= 0x5C00;  // 2^RESCALE_THRESHOLD; infinity and not a number are more
 }
 

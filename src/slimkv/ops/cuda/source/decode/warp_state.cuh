@@ -58,7 +58,7 @@ struct ColumnState {
   DEVICE_MEMBER float unit_of(int c) const { return unit[ONE_UNIT ? 0 : c]; }
 
   DEVICE_MEMBER void load(const DecodeArgs& args, const WorkRange& range, const u8* shared, int t) {
-    const int first_query = range.chunk * (COLUMNS / args.group_size);
+    const int first_query = range.chunk * args.queries_of_chunk;
 #pragma unroll
     for (int c = 0; c < C; c++) {
       const Column column = *column_at(shared, own_column(c, t));
@@ -68,7 +68,7 @@ struct ColumnState {
       sum[c] = column.sum;
       slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / u : RESCALE_THRESHOLD;
     }
-    const int last_query = min_i32(range.s.queries, first_query + COLUMNS / args.group_size) - 1;
+    const int last_query = min_i32(range.s.queries, first_query + args.queries_of_chunk) - 1;
     clear_end = args.causal ? range.s.length - range.s.queries + first_query + 1 : range.s.length;
     clear_begin = WINDOW ? range.s.length - range.s.queries + last_query - args.sliding_window + 1 : 0;
   }
@@ -116,7 +116,11 @@ struct Team {
   DEVICE_MEMBER bool any(bool p) const { return TEAM > 1 ? team_any(p, 1 + number, 32 * TEAM) : warp_any(p); }
 };
 
-// What multiplies the scores of a token, with TOKEN_UNITS.
-typedef float TokenUnits[OWN_TILES][2];
+// Of pairs, what a lane's tokens have in common for all columns: what multiplies their scores (with TOKEN_UNITS), their values'
+// scales, and the largest of some fields of the warp, two at a time.
+struct TokenFields {
+  float unit[OWN_TILES][2], scale[OWN_TILES][2];
+  u32 largest;
+};
 // Scores of a step, then probabilities: of tokens g and g + 8 of each tile.
 typedef float StepScores[C][OWN_TILES][2];
