@@ -30,7 +30,8 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-// Makes this thread's stores to shared memory visible to products and copies.
+// Makes this thread's stores to shared memory, and those that it knows of by a barrier, visible to products and copies. It waits for
+// all that the thread has on its way to or from memory.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Makes what other threads' stores to global memory were seen to have written visible to copies of this thread.
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
