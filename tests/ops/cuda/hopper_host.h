@@ -117,6 +117,7 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
   host::landings.push_back({shared, global, bytes, barrier});
 }
 DEVICE void fence_proxy_async() {}
+DEVICE void fence_proxy_async_global() {}
 template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
   u64 mine[5] = {address, m0, m1, m2, m3};
   host::Operands all = host::meet("stmatrix_x4", mine, 5);

@@ -566,6 +566,8 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
 DEVICE float ld_relaxed(const float* p) { return *p; }
 DEVICE void st_relaxed(float* p, float x) { *p = x; }
 DEVICE void st_relaxed(float* p, float a, float b, float c, float d) { p[0] = a, p[1] = b, p[2] = c, p[3] = d; }
+DEVICE i32 ld_acquire(const i32* p) { return *p; }
+DEVICE void add_relaxed(i32* p, i32 x) { *p += x; }
 DEVICE void fence_device() {}
 DEVICE void sleep_ns(u32) {}
 DEVICE void griddepcontrol_launch_dependents() {}

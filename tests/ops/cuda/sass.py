@@ -131,6 +131,7 @@ def variants() -> dict[str, Variant]:
         "prefill-d256-softcap": _prefill(256, softcap=True),
         **{f"prefill-fused-d{dim}": _prefill_fused("k4v4", dim) for dim in cuts.FUSED_SHAPES},
         **{f"prefill-wide-d{dim}": _prefill_fused("k4v4", dim, cuts.WIDE_SHAPES) for dim in cuts.WIDE_SHAPES},
+        **{f"prefill-ahead-d{dim}": _prefill_fused("k4v4", dim, cuts.AHEAD_SHAPES) for dim in cuts.AHEAD_SHAPES},
         "prefill-fused-k5vu4": _prefill_fused("k5vu4", 96),
         "prefill-unpack-d256": _unpack("k4v4", 256),
         **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},

@@ -152,6 +152,28 @@ def test_a_token_that_draws_nearly_all_attention_leaves_small_ones_their_share()
 
 
 @emulated
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("promote", [16, pytest.param(1, marks=pytest.mark.slow)])
+def test_tokens_that_tower_over_all_before_them(dim, promote):
+    """Tokens whose scores are higher than any before, by a little and by far, after tiles without masks."""
+    case = replace(SHORT, dim=dim, group=1, lens=(700,))
+    built = build(case, CPU)
+    kv = eight_bit.operands(built.codec, built.layout, built.pages, built.positions(0))
+    rotation = built.codec.rotate_query(torch.eye(case.dim)[:, None])[:, 0]
+    nats = [2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 30, 60, 90, 150, 400]
+    for query in range(case.queries[0]):
+        token = (0, 5, 70, 131, 200, 260, 390)[query % 7]
+        towering = (kv.key[token, 0] * kv.key_scale[token, 0]) @ rotation.T
+        built.query[query, 0] = nats[query % len(nats)] * towering * case.dim**0.5 / towering.square().sum()
+    (out, lse), (want, want_lse) = poisoned_out(case, built), poisoned_out(case, built)
+    request = request_in_bytes(built, out, lse)
+    prefill_cuda.attend_prefill(request, launch, shape=replace(MOST_ROWS[dim], promote=promote))
+    ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
+    assert row_errors(out, want.double()).max() < BOUND
+    assert ((lse - want_lse).abs() / (1 + want_lse.abs())).max() < 1e-3
+
+
+@emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("promote", [1, 2])
 def test_shapes(promote):

@@ -132,6 +132,33 @@ def test_attend_fused_with_one_producer():
     attend_and_check(replace(FEW, lens=(420,)), shape=shape)
 
 
+MANY = replace(LONG, lens=(300, 7, 140, 260), queries=(200, 1, 33, 65), num_kv_heads=2)
+AHEAD = [
+    replace(MANY, dim=128),
+    replace(MANY, dim=80, format="k5vu4", window=60, sinks=True, page=32),
+    replace(MANY, dim=96, format="k2v8", causal=False, softcap=3.0),
+    replace(MANY, dim=112, format="kur4vfp8", lens=(0, 33, 300, 129), queries=(40, 33, 33, 100), group=3, page=128),
+]
+
+
+@emulated
+@pytest.mark.parametrize("room", [prefill_cuda.WORKSPACE_BYTES, 1], ids=["all", "ring"])
+@pytest.mark.parametrize("case", AHEAD, ids=str)
+def test_attend_ahead(case, room):
+    """Blocks unpack what later ones attend, into a workspace of everything or of as little as there can be."""
+    cuts = []
+
+    def noting(source, name, defines, grid, threads, shared, args):
+        cuts.append((args.lead, args.slots))
+        launch(source, name, defines, grid, threads, shared, args)
+
+    attend_and_check(case, launch=noting, budget=room, shape=prefill_shape.AHEAD_SHAPES[case.dim])
+    lead, slots = cuts[0]
+    assert len(cuts) == 2
+    assert slots == (2 * len(case.lens) if room > 1 else lead + 1)
+    assert lead < 5, "all is unpacked before the first block"
+
+
 @emulated
 def test_fewer_queries_than_decode_takes():
     """Sequences of 17 queries and more can be this kernel's; the others stay as they are."""
@@ -163,16 +190,21 @@ def test_passes_over_sequences():
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize(
     ("format", "shapes"),
-    [("kur4vu4", prefill_shape.SHAPES), ("k4v4", prefill_shape.FUSED_SHAPES)],
-    ids=["unpacked", "fused"],
+    [
+        ("kur4vu4", prefill_shape.SHAPES),
+        ("k4v4", prefill_shape.FUSED_SHAPES),
+        ("k4v4", prefill_shape.AHEAD_SHAPES),
+    ],
+    ids=["unpacked", "fused", "ahead"],
 )
 def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, shapes):
-    built = build(replace(LONG, format=format), CPU)
+    dim = min(shapes)
+    built = build(replace(LONG, dim=dim, format=format), CPU)
     block, place = divmod(int(built.positions(0)[280]), built.layout.block_size)  # query 20 of 40 stands there
     field = getattr(built.layout, side).field_offset(0) + 2 * place
     built.pages[block, :, field : field + 2] = 0xFF
     out, lse = poisoned_out(built.case, built)
-    prefill_cuda.attend_prefill(request_of(built, out, lse), launch, shape=shapes[64])
+    prefill_cuda.attend_prefill(request_of(built, out, lse), launch, shape=shapes[dim])
     assert out[20:40].isnan().all()
     assert out[:20].isfinite().all()
     assert out[41:].isfinite().all()
@@ -233,10 +265,10 @@ def test_it_compiles(dim, tmp_path):
     assert compile_kernels(prefill_cuda.UNPACK, to_unpack, "sm_90", tmp_path)[:4] == b"\x7fELF"
 
 
-def test_it_compiles_fused(tmp_path):
+def test_it_compiles_with_warps_that_unpack(tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout = PageLayout(CodecSpec.parse("k5vu4", 96), 16)
-    for shape in prefill_cuda.fused_shapes(layout.spec):
+    for shape in (*prefill_cuda.fused_shapes(layout.spec), prefill_shape.AHEAD_SHAPES[96]):
         defines = prefill_shape.attend_defines(layout, shape, 1, 1, True, True)
         assert compile_kernels(prefill_cuda.ATTEND, defines, "sm_90a", tmp_path)[:4] == b"\x7fELF"
 
@@ -305,8 +337,35 @@ def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
     built = build(case, CPU)
     request = request_of(built, *poisoned_out(case, built))
     lengths = torch.full((sequences,), 8192, dtype=torch.int32)
-    shape = prefill_cuda.shape_of(replace(request, seq_lens=lengths, max_query_len=queries))
+    query = torch.empty(1).expand(sequences * queries, 32, 128)
+    shape = prefill_cuda.shape_of(replace(request, query=query, seq_lens=lengths, max_query_len=queries))
     assert (shape.rows if shape.fused else 0) == rows
+
+
+@pytest.mark.parametrize(
+    ("sequences", "queries", "tokens", "change", "ahead"),
+    [
+        (16, 512, 8704, {}, True),
+        (16, 256, 8192, {}, True),
+        (32, 128, 8192, {}, False),  # unpacking for four blocks takes them longer than attending
+        (1, 2048, 131072, {}, True),
+        (1, 8192, 8192, {}, True),
+        (16, 512, 131072, {}, False),  # the workspace holds 4 of 128 items
+        (16, 512, 8704, {"total": 6000}, False),  # sequences that are not alike
+        (16, 512, 8704, {"total": 527}, True),  # all but one decode
+        (16, 512, 8704, {"dim": 256}, False),
+    ],
+)
+def test_what_is_unpacked_ahead(sequences, queries, tokens, change, ahead, monkeypatch):
+    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 132)
+    case = replace(LONG, dim=change.get("dim", 128), num_kv_heads=8, group=4, lens=(40,), queries=(33,))
+    built = build(case, CPU)
+    query = torch.empty(1).expand(change.get("total", sequences * queries), 32, case.dim)
+    request = replace(
+        request_of(built, *poisoned_out(case, built)),
+        query=query, seq_lens=torch.full((sequences,), tokens), max_query_len=queries, max_seq_len=tokens,
+    )  # fmt: skip
+    assert prefill_cuda.shape_of(request).ahead == ahead
 
 
 def test_what_decode_leaves_to_it(monkeypatch):
@@ -384,6 +443,28 @@ def test_attend_fused_on_a_gpu(case, hopper):
         got = attend_and_check(case, hopper, launch, shape=shape)
         again = attend_and_check(case, hopper, launch, shape=shape)
         assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
+
+
+AHEAD_ON_A_GPU = [
+    *(replace(BIG, dim=dim) for dim in (80, 96, 112, 128)),
+    *(replace(BIG, group=group) for group in (1, 3, 8)),
+    replace(BIG, num_kv_heads=8, lens=(1700, 40, 900, 128, 2500, 700) * 3, queries=(700, 7, 500, 33, 128, 300) * 3),
+    replace(BIG, window=300, softcap=3.0, sinks=True),
+    *(replace(BIG, format=f) for f in ("k2v3", "k5v6", "k8v8", "fp8", "ku2vur8", "turboquant_k8v4")),
+    replace(BIG, dim=96, causal=False, strided=True, padding=9, slack=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("room", [prefill_cuda.WORKSPACE_BYTES, 1], ids=["all", "ring"])
+@pytest.mark.parametrize("case", AHEAD_ON_A_GPU, ids=str)
+def test_attend_ahead_on_a_gpu(case, room, hopper, monkeypatch):
+    """Few blocks are told to be enough, so that most tiles are unpacked by them."""
+    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 8)
+    launch, shape = prefill_cuda.launcher(hopper), prefill_shape.AHEAD_SHAPES[case.dim]
+    got = attend_and_check(case, hopper, launch, room, shape)
+    again = attend_and_check(case, hopper, launch, room, shape)
+    assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
 
 
 @pytest.mark.gpu

@@ -2,7 +2,8 @@
 
 Many queries a sequence: two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). More than the
 workspace holds takes several passes: over the sequences, or over a part of all contexts at a time, which hand on the
-state of the softmax. Few queries: one launch of ``attend``, whose blocks unpack for themselves
+state of the softmax. If sequences are alike, blocks of ``attend`` unpack what later ones attend instead, all in one
+pass (source/prefill/ahead.cuh). Few queries: one launch of ``attend``, whose blocks unpack for themselves
 (source/prefill/producer.cuh).
 """
 
@@ -23,6 +24,7 @@ from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
 from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
 from slimkv.ops.attention.cuda.prefill_shape import (
+    AHEAD_SHAPES,
     EIGHT_BIT_SHAPES,
     FUSED_SHAPES,
     SHAPES,
@@ -30,7 +32,16 @@ from slimkv.ops.attention.cuda.prefill_shape import (
     Shape,
     attend_defines,
     packed_stages,
+    tables_bytes,
     unpack_defines,
+)
+from slimkv.ops.attention.cuda.prefill_workspace import (
+    WORKSPACE_BYTES,
+    AheadCut,
+    Batch,
+    cut_ahead,
+    cut_passes,
+    lay_out,
 )
 from slimkv.ops.attention.cuda.shape import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
@@ -40,7 +51,6 @@ from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
 ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
 EVERY_QUERY = 1 << 30
 SECOND_LAUNCH = 0.05  # what it costs, in rounds of blocks of two warpgroups
-WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
 MOST_GROUP = 64
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 
@@ -55,8 +65,10 @@ FUSED_UP_TO, LESS_FUSED_UP_TO, LEAST_FUSED_UP_TO = 768, 512, 256
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
 # Times of a round of blocks over that of blocks which unpack for 128 rows: of those which do for 256, or for the 128 of
 # them that there are; of 128 rows on what was unpacked first; of unpacking that, a sequence's head a multiprocessor;
-# and what passes before the first blocks that unpack for themselves have something to multiply.
+# and what passes before the first blocks that unpack for themselves have something to multiply. What unpacking
+# a sequence's head for later blocks adds to a round of one block, and how long it takes at least.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.15
+BESIDE_ATTENDING, UNPACKING_AHEAD = 0.5, 3.6
 
 # source, kernel, defines, grid, threads, shared memory, argument
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
@@ -95,10 +107,26 @@ def shape_of(request: AttendRequest) -> Shape:
     gains = wanted == "auto" and dim in FASTER_IN_EIGHT_BITS and eight_bit_refusal(request) is None
     if wanted == EIGHT_BIT or gains:
         return eight_bit_shape(request)
+    unpacked, time = unpacked_shape(request)
     if request.max_query_len * request.group > _fused_up_to(request.layout.spec):
-        return SHAPES[dim]
+        return unpacked
     shape = min(fused_shapes(request.layout.spec), key=lambda shape: _fused_time(request, shape))
-    return SHAPES[dim] if dim <= 128 and _unpacked_time(request) < _fused_time(request, shape) else shape
+    return unpacked if dim <= 128 and time < _fused_time(request, shape) else shape
+
+
+def unpacked_shape(request: AttendRequest) -> tuple[Shape, float]:
+    """Of blocks that find their tiles unpacked, and their time: by earlier ones, if sequences are alike and that gains.
+
+    What a block unpacks for a sequence that is much longer than its own would take longer than what it attends.
+    """
+    dim, sequences = request.layout.spec.key_dim, request.seq_lens.shape[0]
+    total, longest, first = request.query.shape[0], request.max_query_len, (SHAPES[dim], _unpacked_time(request))
+    alike = total == sequences * longest or total - longest < sequences  # or all but one decode
+    if not alike or dim not in AHEAD_SHAPES:
+        return first
+    ahead = AHEAD_SHAPES[dim]
+    cut = cut_ahead(request, ahead, sequences, _multiprocessors(request.query.device), WORKSPACE_BYTES)
+    return min(first, (ahead, _ahead_time(request, cut)), key=lambda x: x[1]) if cut.flows else first
 
 
 def _fused_time(request: AttendRequest, shape: Shape) -> float:
@@ -116,6 +144,14 @@ def _unpacked_time(request: AttendRequest) -> float:
     items, multiprocessors = request.seq_lens.shape[0] * request.pages.shape[1], _multiprocessors(request.query.device)
     blocks = items * -(-request.max_query_len * request.group // SHAPES[request.layout.spec.key_dim].rows)
     return -(-blocks // multiprocessors) * UNPACKED_ROUND + items / multiprocessors * UNPACKING
+
+
+def _ahead_time(request: AttendRequest, cut: AheadCut) -> float:
+    """Likewise, if blocks unpack for later ones."""
+    multiprocessors = _multiprocessors(request.query.device)
+    rounds = -(-cut.items * cut.blocks // multiprocessors)
+    round_time = max(UNPACKED_ROUND + BESIDE_ATTENDING / cut.blocks, UNPACKING_AHEAD / cut.blocks)
+    return rounds * round_time + cut.lead / multiprocessors * UNPACKING
 
 
 def eight_bit_shape(request: AttendRequest) -> Shape:
@@ -188,46 +224,6 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What of a request its passes depend on."""
-
-    sequences: int  # that are prefilled, at most
-    num_kv_heads: int
-    blocks: int  # of queries of a KV head, over all sequences
-    max_seq_len: int
-
-
-def cut_passes(
-    layout: PageLayout, shape: Shape, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
-) -> tuple[int, int]:
-    """How many sequences, and how many tiles of each, the workspace holds at a time.
-
-    Whole sequences have nothing to hand on. They are taken if there are enough of them to keep the device busy.
-    """
-    dim, longest = layout.spec.key_dim, -(-batch.max_seq_len // shape.step)
-    tile = (shape.keys_bytes(dim) + shape.values_bytes(dim)) * batch.num_kv_heads
-    whole = min(batch.sequences, budget // (tile * longest))
-    if whole and whole * batch.num_kv_heads * batch.blocks >= 0.9 * multiprocessors * batch.sequences:
-        return _sequences_of_a_pass(batch, whole, multiprocessors), longest
-    if whole == batch.sequences:
-        return whole, longest
-    return batch.sequences, max(1, min(budget // (tile * batch.sequences), longest))
-
-
-def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
-    """As many as leave the fewest multiprocessors idle when the last blocks of passes run; a pass costs a little."""
-
-    def rounds(sequences: int) -> int:
-        return -(-sequences * batch.num_kv_heads * batch.blocks // (batch.sequences * multiprocessors))
-
-    def cost(sequences: int) -> float:
-        whole, rest = divmod(batch.sequences, sequences)
-        return whole * rounds(sequences) + rounds(rest) + 0.1 * (whole + (rest > 0))
-
-    return min(range(max(1, most // 2, most - 15), most + 1), key=cost)
-
-
-@dataclass(frozen=True)
 class Part:
     """Queries of each sequence that a launch attends, and how it is cut."""
 
@@ -279,6 +275,12 @@ def attend_prefill(
         args.tiles, args.ranks = -(-max(1, request.max_seq_len) // parts[0].shape.step), most_long
         args.section, args.first_pass, args.last_pass = args.heads, 1, 1
         launches[0].start()
+    elif parts[0].shape.ahead:
+        cut = cut_ahead(request, parts[0].shape, most_long, _multiprocessors(request.query.device), budget)
+        space = lay_out(launches[0].args, cut, parts[0].shape, request.layout.spec.key_dim, request.query.device)
+        launches[0].unpack_first()
+        launches[0].start()
+        del space
     else:
         _attend_in_passes(request, launches, most_long, budget, launch)
 
@@ -298,12 +300,21 @@ class _Attend:
         args, shape, dim = self.args, self.part.shape, self.request.layout.spec.key_dim
         return args.query_blocks * args.heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4)
 
-    def start(self) -> None:
-        request, shape, args = self.request, self.part.shape, self.args
-        defines = attend_defines(
-            request.layout, shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
+    @property
+    def defines(self) -> Defines:
+        request = self.request
+        return attend_defines(
+            request.layout, self.part.shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
             request.options.sliding_window is not None, request.options.softcap > 0, self.part.beside,
         )  # fmt: skip
+
+    def unpack_first(self) -> None:
+        """What the first blocks attend, if later ones find theirs unpacked by earlier ones."""
+        step, args, spec = self.part.shape.step, self.args, self.request.layout.spec
+        self.launch(ATTEND, "unpack_first", self.defines, (args.tiles, args.lead), 2 * step, tables_bytes(spec), args)
+
+    def start(self) -> None:
+        shape, args, defines = self.part.shape, self.args, self.defines
         self.launch(
             ATTEND, "attend", defines, (args.query_blocks * args.heads, 1), shape.threads, defines["SHARED"], args
         )

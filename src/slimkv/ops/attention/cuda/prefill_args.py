@@ -45,5 +45,7 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
         ("key_table", Table),
         ("value_table", Table),
-        *((name, ctypes.c_void_p) for name in ("key_signs", "value_signs")),
+        *((name, ctypes.c_void_p) for name in ("key_signs", "value_signs", "unpacked", "attended")),
+        ("lead", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
     )  # fmt: skip

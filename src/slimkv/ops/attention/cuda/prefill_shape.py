@@ -26,6 +26,7 @@ class Shape:
     eight_bit: bool = False  # queries and keys as int8, weights and values as e4m3; else halves
     promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
     fused: bool = False  # a warpgroup of ``attend`` unpacks tiles; else ``unpack`` does, into the workspace
+    ahead: bool = False  # blocks of ``attend`` unpack what later ones attend; else ``unpack`` does, before the first
     consumers: int = 2  # warpgroups that multiply
     producers: int = 1  # warpgroups that fetch tiles
     producer_registers: int = 24  # of each of their threads
@@ -63,6 +64,8 @@ WIDE_SHAPES = {
     64: Shape(128, 3, fused=True, producer_registers=56, row_blocks=2),
     **{dim: Shape(64, 3, fused=True, producer_registers=40, row_blocks=2) for dim in (80, 96, 112, 128)},
 }
+# At head size 64 there is so little to multiply that what unpacks beside it takes more time than before it.
+AHEAD_SHAPES = {dim: Shape(128, 2, ahead=True, producer_registers=56) for dim in (80, 96, 112, 128)}
 # Each with the time that a tile takes, over that of two warpgroups.
 EIGHT_BIT_SHAPES = {
     64: {Shape(128, 4, True): 1.0, Shape(128, 4, True, consumers=3): 1.26, Shape(128, 4, True, consumers=4): 1.72},
@@ -90,11 +93,11 @@ def packed_bytes(spec: CodecSpec, shape: Shape) -> int:
 
 def packed_stages(spec: CodecSpec, shape: Shape) -> int:
     """Tiles of pages for which there is room in shared memory."""
-    room = _SHARED_OF_BLOCK - shared_bytes(spec.key_dim, shape) - _tables_bytes(spec)
+    room = _SHARED_OF_BLOCK - shared_bytes(spec.key_dim, shape) - tables_bytes(spec)
     return min(shape.packed_stages, room // packed_bytes(spec, shape))
 
 
-def _tables_bytes(spec: CodecSpec) -> int:
+def tables_bytes(spec: CodecSpec) -> int:
     """Of the levels that ``attend`` looks up: one table if keys and values are alike."""
     return 128 * (_level_entries(spec.key) + (0 if spec.key == spec.value else _level_entries(spec.value)))
 
@@ -141,17 +144,19 @@ def attend_defines(
 ) -> Defines:
     """What prefill/attend.cu is compiled with."""
     spec, shared, pages = layout.spec, shared_bytes(layout.spec.key_dim, shape), {}
+    if shape.fused or shape.ahead:
+        pages = {"K_LEVELS": _level_entries(spec.key), "V_LEVELS": _level_entries(spec.value)}
+        pages |= {"ONE_TABLE": int(spec.key == spec.value), **_page_defines(layout)}
+        shared += tables_bytes(spec)
     if shape.fused:
-        tables = {"K_LEVELS": _level_entries(spec.key), "V_LEVELS": _level_entries(spec.value)}
         stages, packed = packed_stages(spec, shape), packed_bytes(spec, shape)
-        pages = {"ONE_TABLE": int(spec.key == spec.value), "PACKED_STAGES": stages, "PACKED_BYTES": packed}
-        pages |= _page_defines(layout) | tables
-        shared += _tables_bytes(spec) + stages * packed
+        pages |= {"PACKED_STAGES": stages, "PACKED_BYTES": packed}
+        shared += stages * packed
     return Defines({
         "D": spec.key_dim, "STEP": shape.step, "EIGHT_BIT": int(shape.eight_bit), "PROMOTE": shape.promote,
-        "FUSED": int(shape.fused), "BESIDE": int(beside), "CONSUMERS": shape.consumers, "PRODUCERS": shape.producers,
-        "PRODUCER_REGISTERS": shape.producer_registers, "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages,
-        "SHARED": shared,
+        "FUSED": int(shape.fused), "AHEAD": int(shape.ahead), "BESIDE": int(beside), "CONSUMERS": shape.consumers,
+        "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers,
+        "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages, "SHARED": shared,
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
         "V_ROTATED": int(spec.value.rotated), **pages,

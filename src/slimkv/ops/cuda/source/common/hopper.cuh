@@ -32,6 +32,8 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
 }
 // Makes this thread's stores to shared memory visible to products and copies.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes what other threads' stores to global memory were seen to have written visible to copies of this thread.
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Four 8 x 8 matrices of 16-bit elements, each in the lanes' fragments, to rows of 16 bytes: lane 8 m + r has the address of row
 // r of matrix m, to which OFFSET is added.

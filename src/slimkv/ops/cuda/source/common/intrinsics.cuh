@@ -298,6 +298,12 @@ DEVICE void st_relaxed(float* p, float x) { asm volatile("st.relaxed.gpu.global.
 DEVICE void st_relaxed(float* p, float a, float b, float c, float d) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
+DEVICE i32 ld_acquire(const i32* p) {
+  i32 r;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+DEVICE void add_relaxed(i32* p, i32 x) { asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" :: "l"(p), "r"(x) : "memory"); }
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" :: "r"(ns)); }
 

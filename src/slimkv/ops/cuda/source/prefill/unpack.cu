@@ -172,7 +172,8 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
   }
 }
 
-KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
+// EIGHT_BIT: a fourth block on a multiprocessor has registers; with a fifth they spill.
+KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   const int sequence = block_index_y(), tile = block_index() / args.num_kv_heads, head = block_index() % args.num_kv_heads;
@@ -185,8 +186,8 @@ KERNEL(32 * WARPS, 3) unpack(GRID_CONSTANT UnpackArgs args) {
   i32* exponents = (i32*)shared;  // of the warps' keys and values
   float* key_levels = (float*)shared + 2 * WARPS;
   float* value_levels = key_levels + LEVELS_K;
-  for (int i = thread_index(); i < LEVELS_K; i += 32 * WARPS) key_levels[i] = args.key_levels[i];
-  for (int i = thread_index(); i < LEVELS_V; i += 32 * WARPS) value_levels[i] = args.value_levels[i];
+  for (int i = thread_index(); !EIGHT_BIT && i < LEVELS_K; i += 32 * WARPS) key_levels[i] = args.key_levels[i];
+  for (int i = thread_index(); !EIGHT_BIT && i < LEVELS_V; i += 32 * WARPS) value_levels[i] = args.value_levels[i];
 
   // -- the codes of 16 tokens, which lie in one page
   const int begin = first + 16 * warp, place = begin % BLOCK_SIZE;

@@ -1,8 +1,8 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
 // Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
 // K_ROTATED, V_ROTATED, CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (of 64 rows, that each of the former has), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh),
-// BESIDE (follows another launch on the same tiles, whose end it need not wait for);
-// FUSED: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
+// BESIDE (follows another launch on the same tiles, whose end it need not wait for), AHEAD (blocks unpack what later ones attend);
+// FUSED, AHEAD: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
 #pragma once
 #include "common/codes.cuh"
 #include "common/numbers.cuh"
@@ -15,7 +15,10 @@ DEVICE float quad_max(float x) {
 }
 
 #if !FUSED
-constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1, PACKED_STAGES = 0, PACKED_BYTES = 0;
+constexpr int PACKED_STAGES = 0, PACKED_BYTES = 0;
+#if !AHEAD
+constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1;
+#endif
 #endif
 
 constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS), N = STEP / 2, OWN = PLACES / 4;
@@ -25,7 +28,7 @@ constexpr int KEYS_AT = CONSUMERS * ROW_BLOCKS * QUERY_BYTES, VALUES_AT = KEYS_A
 constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // EIGHT_BIT: of the output
 constexpr int BARRIERS_AT = TOTALS_AT + (EIGHT_BIT ? 4 * ROWS * D : 0);
 constexpr int SCALES_AT = BARRIERS_AT + 4 * STAGES * 8;
-constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // FUSED: of formats that are looked up
+constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // of formats that are looked up
 constexpr int PACKED_AT = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS));  // FUSED: pages on their way
 constexpr int SHARED_BYTES = PACKED_AT + PACKED_STAGES * PACKED_BYTES + (FUSED ? 0 : 1024);
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
@@ -72,7 +75,7 @@ enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
 
 struct PrefillArgs {
   const void* query;
-  const u8* keys;    // [rank, head, tile]
+  const u8* keys;    // [rank, head, tile]; AHEAD: [slot, tile]
   const u8* values;
   const TileScale* tile_scales;
   const i32* seq_lens;
@@ -93,7 +96,7 @@ struct PrefillArgs {
   i32 first_pass, last_pass;
   i32 first_query, end_query;  // of each sequence, that this launch attends
   i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
-  // FUSED, instead of keys, values and their scales:
+  // FUSED (instead of keys, values and their scales) and AHEAD:
   const u8* pages;
   const i32* block_table;
   const float* key_levels;  // by code
@@ -102,6 +105,11 @@ struct PrefillArgs {
   Table key_table, value_table;  // twice the magnitudes of levels of up to 4 bits
   const u16* key_signs;  // bf16 [D, D], the rotation's entries +-1
   const u16* value_signs;
+  // AHEAD:
+  i32* unpacked;  // groups of 16 tokens of each item
+  i32* attended;  // by so many blocks, each item
+  i32 lead;   // items that are unpacked before the first block
+  i32 slots;  // items that the workspace has room for
 };
 
 // What a block does.
@@ -110,6 +118,7 @@ struct Work {
   int sequence, head, first;   // query
   int tile, count;   // the last tile and how many there are
   int clear_begin, clear_end;  // tokens that all queries see
+  int present;  // AHEAD: sequences of this pass
 };
 
 // A row of a block: whose it is. None is not valid.
@@ -126,6 +135,11 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row
           of_block < ROWS / args.group_size * args.group_size && query < min_i32(w.s.queries, args.end_query)};
 }
 
+// How many of the sequences that are prefilled are of this pass.
+DEVICE int present_of(const PrefillArgs& args, int lane) {
+  return min_i32(args.ranks, prefilled_before(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, lane) - args.first_rank);
+}
+
 DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
   // Sections of few heads share their keys and values in the L2 cache; long rows of a causal mask come first in each.
@@ -134,20 +148,25 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
   const int block = args.query_blocks - 1 - inside / heads;
   w.head = section * args.section + inside % heads;
-  // The last sequence whose blocks begin at this one or before it.
-  int begun = 0;
-#pragma unroll 4
-  for (int i = lane; i < args.num_seqs; i += 32) begun += ldg_i32(args.cu_seqlens_q + i) / queries_of_block + i <= block;
-#pragma unroll
-  for (int d = 16; d; d >>= 1) begun += shfl_xor(begun, d);
-  const int sequence = w.sequence = shfl(begun, 0) - 1;  // known to be the same in all lanes
-  w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
+  // The last sequence whose blocks begin at this one or before it; how many up to it, and in all, are prefilled.
+  u32 begun = 0, prefilled = 0, prefilled_of_all = 0;
+  PrefillSequence own = {0, 0, 0, 0};  // the lane's last
+#pragma unroll 2
+  for (int i = lane; i < args.num_seqs; i += 32) {
+    own = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, i);
+    const bool begins = own.start / queries_of_block + i <= block, counts = own.queries > args.max_decode_queries;
+    begun += begins, prefilled += begins && counts, prefilled_of_all += counts;
+  }
+  const int sequence = w.sequence = (int)warp_sum(begun) - 1;  // the same in all lanes
+  if (args.num_seqs <= 32) w.s = {shfl(own.start, sequence), shfl(own.queries, sequence), shfl(own.length, sequence), 0};
+  else w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
   w.first = args.first_query + (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
   const int end_query = min_i32(w.s.queries, args.end_query);
   if (w.first >= end_query || w.s.queries <= args.max_decode_queries) return false;
   if (!FUSED) {  // whose tiles others have unpacked in this pass
-    w.s.rank = prefilled_before(args.cu_seqlens_q, sequence, args.max_decode_queries, lane) - args.first_rank;
+    w.s.rank = (int)warp_sum(prefilled) - 1 - args.first_rank;
     if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
+    if (AHEAD) w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
   }
   const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, end_query);
   const int end = args.causal ? before + last : w.s.length;

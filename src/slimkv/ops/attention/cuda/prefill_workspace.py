@@ -1,0 +1,100 @@
+"""The workspace of unpacked tiles: passes over what it holds, or a ring of what blocks unpack for later ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.ops.attention.api import AttendRequest
+from slimkv.ops.attention.cuda.prefill_args import AttendArgs
+from slimkv.ops.attention.cuda.prefill_shape import Shape
+from slimkv.spec import PageLayout
+
+WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What of a request its passes depend on."""
+
+    sequences: int  # that are prefilled, at most
+    num_kv_heads: int
+    blocks: int  # of queries of a KV head, over all sequences
+    max_seq_len: int
+
+
+def cut_passes(
+    layout: PageLayout, shape: Shape, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
+) -> tuple[int, int]:
+    """How many sequences, and how many tiles of each, the workspace holds at a time.
+
+    Whole sequences have nothing to hand on. They are taken if there are enough of them to keep the device busy.
+    """
+    dim, longest = layout.spec.key_dim, -(-batch.max_seq_len // shape.step)
+    tile = (shape.keys_bytes(dim) + shape.values_bytes(dim)) * batch.num_kv_heads
+    whole = min(batch.sequences, budget // (tile * longest))
+    if whole and whole * batch.num_kv_heads * batch.blocks >= 0.9 * multiprocessors * batch.sequences:
+        return _sequences_of_a_pass(batch, whole, multiprocessors), longest
+    if whole == batch.sequences:
+        return whole, longest
+    return batch.sequences, max(1, min(budget // (tile * batch.sequences), longest))
+
+
+def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
+    """As many as leave the fewest multiprocessors idle when the last blocks of passes run; a pass costs a little."""
+
+    def rounds(sequences: int) -> int:
+        return -(-sequences * batch.num_kv_heads * batch.blocks // (batch.sequences * multiprocessors))
+
+    def cost(sequences: int) -> float:
+        whole, rest = divmod(batch.sequences, sequences)
+        return whole * rounds(sequences) + rounds(rest) + 0.1 * (whole + (rest > 0))
+
+    return min(range(max(1, most // 2, most - 15), most + 1), key=cost)
+
+
+@dataclass(frozen=True)
+class AheadCut:
+    """Of shapes whose blocks unpack ahead (source/prefill/ahead.cuh). Items are the KV heads of sequences."""
+
+    items: int
+    blocks: int  # of an item, if sequences are alike
+    tiles: int  # of an item, at most
+    lead: int  # items that are unpacked before the first block
+    slots: int  # items that the workspace has room for
+
+    @property
+    def flows(self) -> bool:
+        """Whether what is unpacked seldom waits for those who attend what it takes the place of."""
+        return self.slots >= min(self.items, 2 * self.lead)
+
+
+def cut_ahead(request: AttendRequest, shape: Shape, sequences: int, multiprocessors: int, budget: int) -> AheadCut:
+    """For up to ``sequences``, in a workspace of ``budget`` bytes or what is needed at least.
+
+    While the first blocks attend ``lead`` items, which keep nearly all multiprocessors busy, they unpack as many.
+    """
+    dim, tiles = request.layout.spec.key_dim, -(-max(1, request.max_seq_len) // shape.step)
+    items = sequences * request.pages.shape[1]
+    blocks = -(-request.max_query_len * request.group // shape.rows)
+    lead = min(items, -(-95 * multiprocessors // (100 * blocks)))
+    room = budget // (tiles * (shape.keys_bytes(dim) + shape.values_bytes(dim)))
+    return AheadCut(items, blocks, tiles, lead, min(items, max(lead + 1, room)))
+
+
+def lay_out(args: AttendArgs, cut: AheadCut, shape: Shape, dim: int, device: torch.device) -> Tensor:
+    """The workspace, which ``args`` then point into: keys, values, their scales and counters."""
+    tiles = cut.slots * cut.tiles
+    keys, values = tiles * shape.keys_bytes(dim), tiles * shape.values_bytes(dim)
+    space = torch.empty(keys + values + 16 * tiles + 8 * cut.items, dtype=torch.uint8, device=device)
+    args.keys = space.data_ptr()
+    args.values = args.keys + keys
+    args.units = args.values + values
+    args.unpacked = args.units + 16 * tiles
+    args.attended = args.unpacked + 4 * cut.items
+    args.tiles, args.ranks, args.section = cut.tiles, cut.items // args.heads, 1
+    args.first_pass, args.last_pass = 1, 1
+    args.lead, args.slots = cut.lead, cut.slots
+    return space
