@@ -37,7 +37,8 @@ DEVICE void st_cluster(float* to, float a, float b, float c, float d, u64* barri
                :: "r"(shared_address(to)), "r"(shared_address(barrier)), "r"(rank), "f"(a), "f"(b), "f"(c),
                   "f"(d) : "memory");
 }
-// Makes this thread's stores to shared memory visible to products and copies.
+// Makes this thread's stores to shared memory, and those that it knows of by a barrier, visible to products and copies. It waits for
+// all that the thread has on its way to or from memory.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Makes what other threads' stores to global memory were seen to have written visible to copies of this thread.
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

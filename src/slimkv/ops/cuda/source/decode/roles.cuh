@@ -17,12 +17,14 @@ struct PairMemory {
   float* factors;  // of two steps: COLUMNS, and whether they are to be used
   u64 *full, *published, *used;
 
-  DEVICE_MEMBER PairMemory(u8* shared, int pair) {
-    ring = shared + RINGS_AT + pair * STAGES * SLOT;
-    weights = shared + TEAM_WEIGHTS_AT + pair * 2 * OWN_TILES * OPERAND_BYTES;
-    factors = (float*)(shared + FACTORS_AT) + pair * 2 * (COLUMNS + 2);
-    full = (u64*)(shared + BARRIERS_AT) + pair * BARRIERS;
-    published = (u64*)(shared + PAIR_BARRIERS_AT) + pair * 4;
+  // `kept`: in registers of each lane. What the compiler can compute anew are instructions of every step.
+  DEVICE_MEMBER PairMemory(u8* shared, int pair, int lane, bool kept) {
+    auto at = [&](int offset) { return shared + (kept ? (int)in_register((u32)offset, lane) : offset); };
+    ring = at(RINGS_AT + pair * STAGES * SLOT);
+    weights = at(TEAM_WEIGHTS_AT + pair * 2 * OWN_TILES * OPERAND_BYTES);
+    factors = (float*)at(FACTORS_AT + pair * 2 * (COLUMNS + 2) * 4);
+    full = (u64*)at(BARRIERS_AT + pair * BARRIERS * 8);
+    published = (u64*)at(PAIR_BARRIERS_AT + pair * 4 * 8);
     used = published + 2;
   }
   // Of the step with this number, counted over all ranges.
@@ -202,10 +204,8 @@ DEVICE void leave_results(const Accumulator& acc, const Team& pair, u8* shared, 
 #pragma unroll
     for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const float x = acc.number(c / OWN, i, r, c % OWN);
-        mine[16 * i + g + 8 * r] = V_KIND == UNIFORM ? (x * VALUE_UNIT + shift) * factor : x * (VALUE_UNIT * factor);
-      }
+      for (int r = 0; r < 2; r++) mine[16 * i + g + 8 * r] = V_KIND == UNIFORM ? (acc.number(c / OWN, i, r, c % OWN) * VALUE_UNIT + shift) * factor
+                                                                    : acc.number(c / OWN, i, r, c % OWN) * (VALUE_UNIT * factor);
   }
 }
 
@@ -270,7 +270,7 @@ DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
   WorkRange range = first_range(args, ThisBlock(), lane, partition, left);
   if (left <= 0) return;
   const Team pair = {worker / TEAM, worker % TEAM};
-  const PairMemory memory(shared, pair.number);
+  const PairMemory memory(shared, pair.number, lane, false);
   PairLoader loader;
   if (loads) loader.init(shared, memory, pair.number, lane);
   constexpr int QUERIES = COLUMNS / WARPS;
@@ -296,7 +296,7 @@ DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
       setmaxnreg_dec<256 - KEY_REGISTERS>();
       Accumulator acc;
       acc.clear();
-      attend_values(range, memory, pair, tables, lane, loader, taken, acc);
+      attend_values(range, PairMemory(shared, pair.number, lane, true), pair, tables, lane, loader, taken, acc);
       sync_threads();
       leave_results(acc, pair, shared, lane);
       setmaxnreg_inc<128>();
@@ -306,7 +306,7 @@ DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
       acc.clear();
       ColumnState columns;
       columns.load(args, range, shared, lane & 3);
-      attend_keys(args, range, shared, memory, pair, columns, tables, lane, taken, acc);
+      attend_keys(args, range, shared, PairMemory(shared, pair.number, lane, true), pair, columns, tables, lane, taken, acc);
       leave_states(columns, acc, (float*)(shared + STATE_AT), worker, lane);
       sync_threads();
       setmaxnreg_dec<128>();

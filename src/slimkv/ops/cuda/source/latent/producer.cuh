@@ -17,8 +17,8 @@ template <int STAGES> struct Producer {
   DEVICE_MEMBER Producer(const LatentArgs& args_, u8* ring_, TokenScales* scales_, u64* full_, u64* empty_, int warp_, int lane_)
       : args(args_), ring(ring_), scales(scales_), full(full_), empty(empty_), warp(warp_), lane(lane_) {}
 
+  // Those that multiply put the fence before their products: here it would wait for loads.
   DEVICE_MEMBER void report(u64* to) const {
-    fence_proxy_async();  // it may wait for loads: the next ones come behind it
     sync_warp();
     if (lane == 0) mbarrier_arrive(to);
   }
@@ -37,19 +37,14 @@ template <int STAGES> struct Producer {
       auto load = [&](i32 page, int tile) {
         tokens.load(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
       };
-      auto prefetch = [&](i32 page, int tile) {
-        Tokens::prefetch(args.pages + page * args.page_stride, token_of(tile) % BLOCK_SIZE, item.length - token_of(tile), lane);
-      };
       const int first = range.first;
       i32 page = 0, ahead = 0, beyond = 0;  // of the next tile and of those after it: none is waited for
       if (first < last) {
         load(page_of(first), first);
         page = page_of(first + 1), ahead = page_of(first + 2), beyond = page_of(first + 3);
-        if (first + 1 < last) prefetch(page, first + 1);
       }
       for (int tile = first; tile < last; tile++, number++) {
         const int stage = number % STAGES;
-        if (tile + 2 < last) prefetch(ahead, tile + 2);
         const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1);
         mbarrier_wait(empty + 2 * stage, turn ^ 1);
         tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);

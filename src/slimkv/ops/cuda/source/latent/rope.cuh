@@ -42,9 +42,8 @@ struct RopeCodes {
     words[2 * s] = prmt(even, odd, 0x5140), words[2 * s + 1] = prmt(even, odd, 0x7362);
   }
 
-  // Slice s, which pages have dimensions x tokens, as an operand: tokens x dimensions.
-  template <class Levels> DEVICE_MEMBER void operand(int s, Table table, const Levels& levels, u32 (&a)[4]) const {
-    u32 v[4];
+  // Slice s as pages have it: dimensions x tokens.
+  template <class Levels> DEVICE_MEMBER void matrices(int s, Table table, const Levels& levels, u32 (&v)[4]) const {
     if constexpr (R_KIND == RAW) {
       const u32* w = words + 4 * s;  // a token's dimensions g and g + 8
       v[0] = prmt(w[0], w[1], 0x5410), v[1] = prmt(w[0], w[1], 0x7632);
@@ -52,6 +51,11 @@ struct RopeCodes {
     } else {
       code_halves<R_KIND, 8, true>(words[2 * s], words[2 * s + 1], table, levels, v);
     }
+  }
+  // The same as an operand: tokens x dimensions.
+  template <class Levels> DEVICE_MEMBER void operand(int s, Table table, const Levels& levels, u32 (&a)[4]) const {
+    u32 v[4];
+    matrices(s, table, levels, v);
     a[0] = movmatrix_trans(v[0]), a[1] = movmatrix_trans(v[2]), a[2] = movmatrix_trans(v[1]), a[3] = movmatrix_trans(v[3]);
   }
 };

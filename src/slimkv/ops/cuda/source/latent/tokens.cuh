@@ -53,14 +53,6 @@ struct Tokens {
       if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
     }
   }
-  // What `load` is going to read of other 16 tokens, on its way to the L2 cache.
-  DEVICE_MEMBER static void prefetch(const u8* page, int place, int left, int lane) {
-    if (left <= 0) return;
-    prefetch_codes(page, place, lane);
-    if (lane == 31) prefetch_l2(page + L_FIELDS + 2 * place);
-    if (R_KIND != RAW && lane == 30) prefetch_l2(page + R_FIELDS + 2 * place);
-  }
-
   // Levels of rope parts to rows at `to` (shared memory), where 8 KiB have 64 dimensions of a tile of 64 tokens, and the tokens' scales.
   template <class Levels>
   DEVICE_MEMBER void unpack_rope(Table table, const Levels& levels, u32 to, TokenScales& scales, int first, int lane) const {
@@ -69,9 +61,9 @@ struct Tokens {
     const u32 row = row_of(lane);
 #pragma unroll
     for (int s = 0; s < ROPE_SLICES; s++) {
-      u32 a[4];
-      rope.operand(s, table, levels, a);
-      stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
+      u32 v[4];
+      rope.matrices(s, table, levels, v);
+      stmatrix_x4_trans<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), v[0], v[2], v[1], v[3]);
     }
   }
   // Levels of latents likewise: slices FIRST to LAST.

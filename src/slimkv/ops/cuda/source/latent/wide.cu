@@ -213,8 +213,49 @@ struct Consumer {
   }
 };
 
+// 16 rows of the output, from row `first` on, to memory: as they are in registers, or through shared memory, so that whole lines
+// are written.
+DEVICE void leave_output_directly(float* to, const Output& o, int first, int count, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int n = first + (lane >> 2) + 8 * r;
+    if (n >= count) continue;
+#pragma unroll
+    for (int j = 0; j < HALF / 8; j++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) to[(i64)n * LD + place_of(8 * j + 2 * (lane & 3) + i)] = o[4 * j + 2 * r + i] * LEVEL_UNIT;
+  }
+}
+constexpr int PASS = 32, PITCH = 4 * PASS + 32;  // dimensions at a time, and bytes of a row of them: rows are in different banks
+constexpr int SCRATCH = CHUNKS / 2 * CHUNK / 4;  // of a warp: its share of the own dimensions of a stage
+constexpr bool STAGED_OUTPUT = 2 * 16 * PITCH <= SCRATCH;
+DEVICE void leave_output(float* to, const Output& o, int first, int count, u8* scratch, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int pass = 0; pass < HALF / PASS; pass++) {
+    u8* const rows = scratch + pass % 2 * 16 * PITCH;
+#pragma unroll
+    for (int j = 0; j < PASS / 8; j++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int at = PASS / 2 * pass + 4 * j + 2 * r;
+        float* const row = (float*)(rows + (g + 8 * r) * PITCH);
+        const float low = o[at] * LEVEL_UNIT, high = o[at + 1] * LEVEL_UNIT;
+        if (IN_BYTES) *(Words2*)(row + 8 * j + 2 * t) = {as_bits(low), as_bits(high)};
+        else row[place_of(8 * j + 2 * t)] = low, row[place_of(8 * j + 2 * t + 1)] = high;
+      }
+    sync_warp();
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int n = 4 * k + lane / 8;
+      const Words4 own = *(const Words4*)(rows + n * PITCH + lane % 8 * 16);
+      if (first + n < count) *(Words4*)(to + (i64)(first + n) * LD + PASS * pass + lane % 8 * 4) = own;
+    }
+  }
+}
+
 DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* empty, int group, int lane) {
-  const int thread = thread_index() % 128, warp = shfl(thread / 32, 0), g = lane >> 2, t = lane & 3;
+  const int thread = thread_index() % 128, warp = shfl(thread / 32, 0), t = lane & 3;
   Consumer own;
   own.shared = shared, own.group = group, own.warp = warp, own.lane = lane;
   int before = 0;  // tiles
@@ -242,9 +283,10 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
 #pragma unroll
     for (int i = 0; i < HALF / 2; i++) o[i] = 0.0f;
 
-    auto release = [&](int tile) {  // the own dimensions, whose other reader, of scores, was there before
+    // The own dimensions, whose other reader, of scores, was there before. Those of the last tile make room for the output.
+    auto release = [&](int tile) {
       wgmma_fence_operand(o);
-      if (lane == 0) mbarrier_arrive(empty + 2 * ((before + tile) % STAGES) + group);
+      if (lane == 0 && tile + 1 < count) mbarrier_arrive(empty + 2 * ((before + tile) % STAGES) + group);
     };
     auto stage_at = [&](int tile) { return (before + tile) % STAGES; };
     auto attend_others = [&](int tile) {  // values of a tile whose weights are the other's, on their way
@@ -261,7 +303,10 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
       float s[32], by[2];
       Weights p;
       const u32 turn = (u32)((before + tile) / STAGES & 1);
-      auto await = [&](int quarter) { mbarrier_wait(full + 4 * stage + quarter, turn); };
+      auto await = [&](int quarter) {
+        mbarrier_wait(full + 4 * stage + quarter, turn);
+        fence_proxy_async();  // between stores of those that unpack, which the barrier has ordered before it, and products
+      };
       await(0);
       own.start_rope_scores(s, stage);
       wgmma_wait<0>();
@@ -310,20 +355,22 @@ DEVICE void attend_tiles(const LatentArgs& args, u8* shared, u64* full, u64* emp
     float* sums = (float*)(shared + WEIGHTS_AT) + 2 * thread;
     if (group) sums[0] = own.row_sum[0], sums[1] = own.row_sum[1];
     bar_sync(CONSUMERS, 256);
+    const i64 part = (i64)range.part(args, block_index()) * ROWS;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int n = 16 * warp + g + 8 * r;
-      if (n >= item.count) continue;
-      const i64 to = (i64)range.part(args, block_index()) * ROWS + n;
-      if (group == 0 && t == 0) args.states[2 * to] = own.reference[r], args.states[2 * to + 1] = own.row_sum[r] + sums[r];
-#pragma unroll
-      for (int j = 0; j < HALF / 8; j++) {
-        const int d = group * HALF + 8 * j + 2 * t;
-        const float low = o[4 * j + 2 * r] * LEVEL_UNIT, high = o[4 * j + 2 * r + 1] * LEVEL_UNIT;
-        if (IN_BYTES) *(Words2*)(args.parts + to * LD + d) = {as_bits(low), as_bits(high)};
-        else args.parts[to * LD + place_of(d)] = low, args.parts[to * LD + place_of(d + 1)] = high;
-      }
+      const int n = own.row_of(r);
+      if (group == 0 && t == 0 && n < item.count)
+        args.states[2 * (part + n)] = own.reference[r], args.states[2 * (part + n) + 1] = own.row_sum[r] + sums[r];
     }
+    float* const to = args.parts + part * LD + group * HALF;
+    if (STAGED_OUTPUT && count > 0) {
+      const u32 at = (before - 1) % STAGES * STAGE + group * (CHUNKS / 2) * CHUNK + warp * SCRATCH;
+      leave_output(to, o, 16 * warp, item.count, shared + RING_AT + at, lane);
+    } else {
+      leave_output_directly(to, o, 16 * warp, item.count, lane);
+    }
+    sync_warp();
+    if (lane == 0 && count > 0) mbarrier_arrive(empty + 2 * ((before - 1) % STAGES) + group);
   }
 }
 
