@@ -25,6 +25,7 @@ LATENT_NAMES = {
     "flashmla_bf16": "FlashMLA bf16",
     "flashmla_fp8": "FlashMLA fp8",
     "flash_attn_mla_bf16": "FA3 latents bf16",
+    "vllm_mla": "vLLM `concat_and_cache_mla`, bf16",
 }
 NAMES |= LATENT_NAMES
 
