@@ -1,6 +1,8 @@
 """A few small calls of every kernel, for a memory checker:
 
-compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py       (also --tool racecheck, --tool initcheck)
+compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py
+
+Also --tool racecheck and --tool initcheck.
 
 Exits with 1 where a result is wrong, so that a checker that changes nothing still says something.
 """
