@@ -1,0 +1,119 @@
+"""How prefill in CUDA is cut, and which of its kernels takes what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import build
+from test_attention import poisoned_out, request_of
+from test_prefill_cuda import CPU, LONG
+
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES
+from slimkv.ops.attention.cuda import prefill as prefill_cuda
+from slimkv.ops.attention.cuda import prefill_shape
+from slimkv.spec import CodecSpec, PageLayout
+
+
+def test_how_passes_are_cut():
+    layout, shape = PageLayout(CodecSpec.parse("k4v4", 128), 16), prefill_shape.Shape(128, 2)
+
+    def cut(sequences, blocks, max_seq_len):
+        return prefill_cuda.cut_passes(layout, shape, prefill_cuda.Batch(sequences, 8, blocks, max_seq_len), 132)
+
+    assert cut(1, 1, 1000) == (1, 8)
+    assert cut(1, 64, 1 << 20) == (1, 512)  # 256 MiB of 64 KiB tiles, for 8 heads
+    assert cut(1 << 17, 1 << 17, 1 << 20) == (1 << 17, 1)
+    assert cut(32, 64, 8192) == (8, 64)  # whole sequences, two blocks of each: 128 of 132 multiprocessors are busy
+    assert cut(16, 256, 8704) == (6, 68)  # three times rather than 7, 7 and 2
+    assert cut(16, 32, 32768) == (16, 32)  # two whole sequences would be 32 blocks
+    assert cut(10, 110, 8192) == (6, 64)  # 4 times 132 blocks and 352 rather than twice 440
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [
+        ({}, True),
+        ({"group": 64}, False),  # 2,560 rows a sequence
+        ({"format": "k5v4"}, True),
+        ({"format": "fp8", "dim": 96, "group": 13}, False),
+        ({"format": "k5v4", "dim": 256}, False),
+        ({"dim": 96, "group": 19}, True),
+        ({"format": "ku4vu4", "group": 7}, True),
+        ({"format": "ku4vu4", "group": 13}, False),
+        ({"dim": 256, "group": 7}, True),
+        ({"format": "ku4vu4", "dim": 256, "group": 7}, False),
+        ({"dim": 64, "group": 13}, False),
+    ],
+    ids=str,
+)
+def test_what_is_fused(change, fused):
+    case = replace(LONG, **{"dim": 128, **change})
+    built = build(case, CPU)
+    request = request_of(built, *poisoned_out(case, built))
+    shape = prefill_cuda.shape_of(request)
+    assert shape.fused == fused
+    assert not fused or shape in prefill_cuda.fused_shapes(built.layout.spec)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "queries", "rows"),
+    [(32, 32, 128), (32, 48, 256), (32, 64, 256), (32, 96, 128), (32, 128, 256), (8, 64, 128), (4, 64, 0)],
+)
+def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
+    """Of 32 query and 8 KV heads on 132 multiprocessors; 0: of what is unpacked first, where that is little."""
+    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 132)
+    case = replace(LONG, dim=128, num_kv_heads=8, group=4, lens=(40,), queries=(33,))
+    built = build(case, CPU)
+    request = request_of(built, *poisoned_out(case, built))
+    lengths = torch.full((sequences,), 8192, dtype=torch.int32)
+    query = torch.empty(1).expand(sequences * queries, 32, 128)
+    shape = prefill_cuda.shape_of(replace(request, query=query, seq_lens=lengths, max_query_len=queries))
+    assert (shape.rows if shape.fused else 0) == rows
+
+
+@pytest.mark.parametrize(
+    ("sequences", "queries", "tokens", "change", "ahead"),
+    [
+        (16, 512, 8704, {}, True),
+        (16, 256, 8192, {}, True),
+        (32, 128, 8192, {}, False),  # unpacking for four blocks takes them longer than attending
+        (1, 2048, 131072, {}, True),
+        (1, 8192, 8192, {}, True),
+        (16, 512, 131072, {}, False),  # the workspace holds 4 of 128 items
+        (16, 512, 8704, {"total": 6000}, False),  # sequences that are not alike
+        (16, 512, 8704, {"total": 527}, True),  # all but one decode
+        (16, 512, 8704, {"dim": 256}, False),
+    ],
+)
+def test_what_is_unpacked_ahead(sequences, queries, tokens, change, ahead, monkeypatch):
+    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 132)
+    case = replace(LONG, dim=change.get("dim", 128), num_kv_heads=8, group=4, lens=(40,), queries=(33,))
+    built = build(case, CPU)
+    query = torch.empty(1).expand(change.get("total", sequences * queries), 32, case.dim)
+    request = replace(
+        request_of(built, *poisoned_out(case, built)),
+        query=query, seq_lens=torch.full((sequences,), tokens), max_query_len=queries, max_seq_len=tokens,
+    )  # fmt: skip
+    assert prefill_cuda.shape_of(request).ahead == ahead
+
+
+def test_what_decode_leaves_to_it(monkeypatch):
+    """From 17 queries on, if they are more than 64 rows and keep all (here two) multiprocessors busy."""
+
+    def most(**change):
+        case = replace(LONG, **{"dim": 128, "group": 4, "lens": (40, 40), "queries": (20, 20), **change})
+        built = build(case, CPU)
+        return prefill_cuda.most_packed_queries(request_of(built, *poisoned_out(case, built)))
+
+    assert most() == MAX_DECODE_QUERIES  # not on this device
+    monkeypatch.setattr(prefill_cuda, "runs_on", lambda device: True)
+    assert most() == 16
+    assert most(group=3) == MAX_DECODE_QUERIES  # 60 rows
+    assert most(group=8) == 16
+    assert most(queries=(20, 1)) == MAX_DECODE_QUERIES
+    assert most(format="k6v4") == 16
+    assert most(format="k6v4", dim=256) == MAX_DECODE_QUERIES
+    assert most(queries=(16, 16)) == MAX_DECODE_QUERIES
+    assert most(lens=(300, 40), queries=(200, 20)) == MAX_DECODE_QUERIES  # 800 rows are unpacked first
