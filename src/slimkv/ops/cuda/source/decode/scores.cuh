@@ -84,6 +84,16 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
         for (int j = 0; j < OWN; j++) s[n * OWN + j][x][r] = WIDE ? c[x][n][2 * r + j] : c[x][n][2 * r] + c[x][n][2 * r + 1];
 }
 
+// Sums of a warpgroup's products, when these have ended, as scores.
+DEVICE void take_scores(float (&c)[OWN_TILES][4 * NG], StepScores& s) {
+#pragma unroll
+  for (int x = 0; x < OWN_TILES; x++) {
+    wgmma_fence_operand(c[x]);
+#pragma unroll
+    for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
+  }
+}
+
 // A warpgroup's: the tiles of four warps are the rows of one product.
 DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
   constexpr int AT_ONCE = KS < 4 ? KS : 4, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE;  // slices
@@ -112,12 +122,7 @@ DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const L
       if (x + round) wgmma_wait<1>();
     }
   wgmma_wait<0>();
-#pragma unroll
-  for (int x = 0; x < OWN_TILES; x++) {
-    wgmma_fence_operand(c[x]);
-#pragma unroll
-    for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
-  }
+  take_scores(c, s);
 }
 
 // The same of a pair's step (ROLES): levels of the next slices are looked up while products of these are under way.
@@ -154,12 +159,7 @@ struct KeyOperands {
       if (round) wgmma_wait<1>();
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int x = 0; x < OWN_TILES; x++) {
-      wgmma_fence_operand(c[x]);
-#pragma unroll
-      for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
-    }
+    take_scores(c, s);
   }
 };
 

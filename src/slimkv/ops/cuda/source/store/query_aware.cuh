@@ -15,6 +15,23 @@ constexpr int ROUNDS = SEARCH > 0 ? SEARCH : 1;
 constexpr bool PACKED_CODES = SEARCH == 0;
 template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 
+// What earlier errors of a slice add to coordinate n, beside the sum ``older`` of what later slices add. w: weights of its row in the slice;
+// ``errors``: of coordinates from n + 2 on, and with ``newest`` from n + 1 on. Only the newest is waited for: its product joins a
+// float that is an integer below 2^24.
+DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest, u32 newest_byte, u32 (&errors)[4]) {
+  if (n < 14) older = dp4a_s8(errors[3], w.w, older);
+  if (n < 10) older = dp4a_s8(errors[2], w.z, older);
+  if (n < 6) older = dp4a_s8(errors[1], w.y, older);
+  if (n < 2) older = dp4a_s8(errors[0], w.x, older);
+  float total = i32_to_f32_rn(older);
+  if (n < 15) {
+    const u32 word = n < 3 ? w.x : n < 7 ? w.y : n < 11 ? w.z : w.w;
+    total = fma_rn(newest, i32_to_f32_rn((i32)(word << (24 - 8 * ((n + 1) % 4))) >> 24), total);
+    errors[(n + 1) / 4 % 4] = prmt(errors[(n + 1) / 4 % 4], newest_byte, n % 4 == 3 ? 0x3214 : n % 4 == 0 ? 0x3240 : n % 4 == 1 ? 0x3410 : 0x4210);
+  }
+  return total;
+}
+
 #if SHARED_WEIGHTS
 #include "store/round_near.cuh"
 #else

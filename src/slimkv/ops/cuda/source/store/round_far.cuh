@@ -156,18 +156,7 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
     for (int n = 15; n >= 0; n--) {
       if (n == MIDDLE) sums.begin(memory, s - 1, lane);
       Words4 w = memory.own_weights(weights, 16 * s + n, s);
-      i32 older = later[n];
-      if (n < 14) older = dp4a_s8(errors[3], w.w, older);
-      if (n < 10) older = dp4a_s8(errors[2], w.z, older);
-      if (n < 6) older = dp4a_s8(errors[1], w.y, older);
-      if (n < 2) older = dp4a_s8(errors[0], w.x, older);
-      // Only the newest error is waited for: its product joins a float that is an integer below 2^24.
-      float total = i32_to_f32_rn(older);
-      if (n < 15) {
-        const u32 word = n < 3 ? w.x : n < 7 ? w.y : n < 11 ? w.z : w.w;
-        total = fma_rn(newest, i32_to_f32_rn((i32)(word << (24 - 8 * ((n + 1) % 4))) >> 24), total);
-        errors[(n + 1) / 4 % 4] = prmt(errors[(n + 1) / 4 % 4], newest_byte, n % 4 == 3 ? 0x3214 : n % 4 == 0 ? 0x3240 : n % 4 == 1 ? 0x3410 : 0x4210);
-      }
+      const float total = add_errors_of_slice(n, later[n], w, newest, newest_byte, errors);
       float x = numbers[n];
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
       const u32 cell = cell_from_below<F>(within);

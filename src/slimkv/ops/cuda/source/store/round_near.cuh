@@ -157,18 +157,8 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
         own_weights = memory.row_weights(at, 16 * s + n - 1, s);
         next_weights = memory.row_weights(at, 16 * s + n - 1, s + 1);
       }
-      i32 older = dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
-      if (n < 14) older = dp4a_s8(errors[3], w.w, older);
-      if (n < 10) older = dp4a_s8(errors[2], w.z, older);
-      if (n < 6) older = dp4a_s8(errors[1], w.y, older);
-      if (n < 2) older = dp4a_s8(errors[0], w.x, older);
-      // Only the newest error is waited for: its product joins a float that is an integer below 2^24.
-      float total = i32_to_f32_rn(older);
-      if (n < 15) {
-        const u32 word = n < 3 ? w.x : n < 7 ? w.y : n < 11 ? w.z : w.w;
-        total = fma_rn(newest, i32_to_f32_rn((i32)(word << (24 - 8 * ((n + 1) % 4))) >> 24), total);
-        errors[(n + 1) / 4 % 4] = prmt(errors[(n + 1) / 4 % 4], newest_byte, n % 4 == 3 ? 0x3214 : n % 4 == 0 ? 0x3240 : n % 4 == 1 ? 0x3410 : 0x4210);
-      }
+      const i32 older = dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
+      const float total = add_errors_of_slice(n, older, w, newest, newest_byte, errors);
       float x = numbers[n];
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
       const u32 cell = cell_from_below<F>(within);

@@ -1,0 +1,119 @@
+// Codes of latents and rope parts in narrow.cu: a step in shared memory to operands of products. For what narrow.cu is compiled for, with its
+// constants (OWN, BY_PAIRS, R_COPIES, ...).
+#pragma once
+#include "latent/codes.cuh"
+
+// Word i of a lane, of N in a plane.
+template <int N> DEVICE u32 plane_word(const u8* plane, int lane, int i) {
+  constexpr int QUADS = N & ~3, PAIRS = N & ~1;
+  if (i < QUADS) return *(const u32*)(plane + 16 * (32 * (i / 4) + lane) + 4 * (i % 4));
+  if (i < PAIRS) return *(const u32*)(plane + 128 * QUADS + 8 * lane + 4 * (i - QUADS));
+  return *(const u32*)(plane + 128 * PAIRS + 4 * lane);
+}
+// Slice s in a plane of W bits, value n in the low bits of nibble n.
+template <int W, int SLICES> DEVICE u32 plane_nibbles(const u8* plane, int lane, int s) {
+  const u32 word = plane_word<SLICES * W / 4>(plane, lane, s * W / 4);
+  return W == 4 ? word : word >> (s * W % 4) & (W == 2 ? 0x33333333u : 0x11111111u);
+}
+// What Codes has as low(s) and high(s), from memory.
+template <int BITS, int SLICES> DEVICE void read_codes(const u8* tile, int lane, int s, u32& low, u32& high) {
+  constexpr int FIRST = BITS >= 4 ? 4 : (BITS >= 2 ? 2 : 1), REST = BITS - FIRST;
+  constexpr int TWO_AT = 32 * SLICES * FIRST, ONE_AT = TWO_AT + (REST >= 2 ? 64 * SLICES : 0);
+  high = 0;
+  if constexpr (BITS == 8) {
+    low = plane_word<2 * SLICES>(tile, lane, 2 * s), high = plane_word<2 * SLICES>(tile, lane, 2 * s + 1);
+  } else {
+    low = plane_nibbles<FIRST, SLICES>(tile, lane, s);
+    if (BITS == 3) low |= plane_nibbles<1, SLICES>(tile + ONE_AT, lane, s) << 2;
+    if (BITS > 4 && REST >= 2) high = plane_nibbles<2, SLICES>(tile + TWO_AT, lane, s);
+    if (BITS > 4 && (REST & 1)) high |= plane_nibbles<1, SLICES>(tile + ONE_AT, lane, s) << (REST >= 2 ? 2 : 0);
+  }
+}
+
+// Whether a warp's slices are whole words of every plane.
+constexpr bool WHOLE_WORDS = L_BITS == 8 || S % ((L_BITS == 4 ? 1 : L_BITS == 2 || L_BITS == 6 ? 2 : 4) * WARPS) == 0;
+// Codes of 16 tokens, in the slices of a warp.
+struct OwnCodes {
+  Codes<L_BITS, S, false, WHOLE_WORDS ? WARPS : 1> codes;
+  const u8* tile;
+  int lane, warp;
+
+  DEVICE_MEMBER void load(const u8* tile_, int lane_, int warp_) {
+    tile = tile_, lane = lane_, warp = warp_;
+    if constexpr (WHOLE_WORDS) codes.load(tile, lane, warp);
+  }
+  // Slice i as four matrices (see latent_matrices).
+  DEVICE_MEMBER void matrices(int i, Table table, const LevelTable& levels, u32 (&a)[4]) const {
+    if constexpr (WHOLE_WORDS && L_LEVELS) {
+      u32 words[2];
+      codes.template bytes<true>(i, words);
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        const int first = m / 2 + 4 * (m % 2), second = first + 2;
+        a[m] = prmt(levels.at(words[codes.word_of_byte(first)], codes.place_of_byte(first)),
+                    levels.at(words[codes.word_of_byte(second)], codes.place_of_byte(second)), 0x5410);
+      }
+      return;
+    }
+    u32 low, high = 0;
+    if constexpr (!WHOLE_WORDS) {
+      read_codes<L_BITS, S>(tile, lane, warp * OWN + i, low, high);
+    } else {
+      low = codes.low(i);
+      if constexpr (L_BITS > 4) high = codes.high(i);
+    }
+    if constexpr (BY_PAIRS) a[0] = levels.at(low, 0), a[1] = levels.at(low, 2), a[2] = levels.at(low, 1), a[3] = levels.at(low, 3);
+    else latent_matrices(low, high, table, levels, a);
+  }
+};
+
+// Rope parts of 8 tokens (`half`: of the first or the last of 16), which pages have dimensions x tokens, as an operand.
+struct RopeOperand {
+  Words4 quads[R_KIND != RAW && R_BITS == 8 ? ROPE_SLICES / 2 : 1];
+  const u8* tile;
+  int lane, half;
+
+  DEVICE_MEMBER RopeOperand(const u8* tile_, int lane_, int half_) : tile(tile_), lane(lane_), half(half_) {
+    if constexpr (R_KIND != RAW && R_BITS == 8)
+#pragma unroll
+      for (int i = 0; i < ROPE_SLICES / 2; i++) quads[i] = *(const Words4*)(tile + 512 * i + 16 * lane);
+  }
+  DEVICE_MEMBER void slice(int s, Table table, const RopeLevels<R_COPIES>& levels, u32 (&b)[2]) const {
+    if constexpr (R_KIND == RAW) {
+      const Words2 w = *(const Words2*)(tile + 512 * s + 16 * lane + 8 * half);  // a token's dimensions g and g + 8
+      b[0] = movmatrix_trans(prmt(w.x, w.y, 0x5410)), b[1] = movmatrix_trans(prmt(w.x, w.y, 0x7632));
+    } else {
+      u32 word;
+      if constexpr (R_BITS == 8) {
+        const Words4& w = quads[s / 2];
+        word = s % 2 ? (half ? w.w : w.z) : (half ? w.y : w.x);
+      } else {
+        Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
+        codes.load(tile, lane);
+        const u32 low = codes.low(s), high = codes.high(s);
+        const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4, odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
+        word = prmt(even, odd, half ? 0x7362 : 0x5140);
+      }
+      // Bytes of a token's dimensions g and g + 8 are one element: of a token, the lane then has 2 t, 2 t + 8, 2 t + 1, 2 t + 9.
+      word = movmatrix_trans(word);
+      if constexpr (R_KIND == FP8) {
+        u32 v[4];
+        code_halves<FP8, 8, true>(word, word, table, levels, v);
+        b[0] = v[0], b[1] = v[1];
+      } else {
+        b[0] = prmt(levels.at(word, 0), levels.at(word, 2), 0x5410), b[1] = prmt(levels.at(word, 1), levels.at(word, 3), 0x5410);
+      }
+    }
+  }
+};
+
+// Levels of all pairs of codes, a copy of each for every lane.
+DEVICE void fill_pairs(Table table, u8* to, int warp, int lane) {
+  for (int entry = 32 * warp; entry < PAIR_ENTRIES; entry += THREADS) {
+    u32 first, second;
+    code_bytes<LLOYD, 4>((u32)(entry + lane), 0, table, first, second);
+    const u32 own = pack_f16x2((float)(first & 0xFF) - 63.5f, (float)(first >> 8 & 0xFF) - 63.5f);
+#pragma unroll
+    for (int i = 0; i < 32; i++) ((u32*)to)[32 * (entry + i) + lane] = shfl(own, i);
+  }
+}
