@@ -175,6 +175,8 @@ def _plan(
                 used = -(-(used + (by_cell if side.format.bits <= 4 else 4 << side.format.bits)) // 16) * 16
                 used += shaping * _shaped_bytes(side.dim, search, shared_weights)
                 used += side.dim * (side.dim + 16) if shared_weights else 0
+            if together and _by_slices(side):
+                used += _slice_bytes(side.dim)
             used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
             shared = shared + used if shaped else max(shared, used)
         warps = 2 * shaping if shaped else max(warps, split)
@@ -183,6 +185,8 @@ def _plan(
     wide = max(layout.spec.key_dim, layout.spec.value_dim) > 128
     lean = not wide and all(side.format.kind == Kind.LLOYD for _, side, *_ in sides)
     blocks = 16 // warps if shaped and lean and not few else 4 if lean else 2
+    if together and lean and warps > 4 and not all(_by_slices(side) for _, side, *_ in sides):
+        blocks = 2  # the other side needs more registers
     defines |= {
         "WARPS": warps,
         "TILES_PER_BLOCK": tiles_per_block,
@@ -209,6 +213,11 @@ def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
     return groups * -(-dim // groups // 32) * 64 * 8 * dtype.itemsize
 
 
+def _slice_bytes(dim: int) -> int:
+    """``SharedDigits::BYTES``, and what warps put together: words of up to two planes."""
+    return 3 * TILE_TOKENS * (dim + 32) + 128 + 256 * dim // SLICE_DIMS + 16
+
+
 def _shaped_bytes(dim: int, search: int, near: bool) -> int:
     """``QueryAwareMemory::BYTES`` of store/round_near.cuh or store/round_far.cuh."""
     if near:
@@ -232,12 +241,25 @@ def _groups(dim: int, seed: int) -> int:
     return groups
 
 
-def _slices_per_warp(side: SideLayout) -> int:
-    """A tile is shared by up to four warps, each with whole words of every plane."""
+def _slices_of_word(side: SideLayout) -> int:
+    """Slices that share a word of some plane."""
+    return max([4 // plane.bits for plane in side.planes if plane.bits <= 4], default=1)
+
+
+def _by_slices(side: SideLayout) -> bool:
+    """Whether few tokens have a warp for every slice: ``ONE_SLICE`` of store/format.cuh."""
     slices = side.dim // SLICE_DIMS
-    share = max([4 // plane.bits for plane in side.planes if plane.bits <= 4], default=1)
+    whole_words = slices % _slices_of_word(side) == 0
+    return side.format.kind == Kind.LLOYD and side.format.bits > 4 and slices in (2, 4, 8) and whole_words
+
+
+def _slices_per_warp(side: SideLayout) -> int:
+    """A tile is shared by up to four warps, each with whole words of every plane, or by one for each slice."""
+    slices, share = side.dim // SLICE_DIMS, _slices_of_word(side)
     if side.format.kind != Kind.LLOYD:
         return slices
+    if _by_slices(side):
+        return 1
     return next((n for n in range(share, slices, share) if slices % n == 0 and slices // n <= 4), slices)
 
 
