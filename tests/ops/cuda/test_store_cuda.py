@@ -137,6 +137,13 @@ def test_query_aware_rounding_is_the_codecs(case):
 
 
 @emulated
+@pytest.mark.parametrize("search", [0, 2])
+@pytest.mark.parametrize("format", ["k5v5", "k6v3", "k7v4"])
+def test_query_aware_rounding_of_few_tokens_by_records_of_cells_and_without(format, search):
+    check(Case(dim=128, heads=1, tokens=20, format=format), shaped=True, search=search)
+
+
+@emulated
 @pytest.mark.parametrize("dim", [128, 112])
 def test_query_aware_rounding_of_many_tokens(dim, monkeypatch):
     monkeypatch.setattr(store_cuda, "FEW_VECTORS", 0)

@@ -17,7 +17,7 @@ from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda import vectors
-from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables
+from slimkv.ops.store.cuda.args import RECORD_BITS, Plan, StoreArgs, code_tables
 from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, SideLayout, TensorFormat
 
 SOURCE, KERNEL = "store/store.cu", "store"
@@ -140,6 +140,7 @@ def _plan(
     together = few and not shaped
     # A matrix in shared memory: beyond a head size of 192 small GPUs have no room for it.
     shared_weights = shared_matrix or (bool(shaped) and few and layout.spec.key_dim <= 192)
+    cell_records = shared_weights and few and 4 < layout.spec.key.bits <= RECORD_BITS
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
@@ -171,8 +172,9 @@ def _plan(
         if side.format.kind == Kind.LLOYD:
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
-                by_cell = 2 * cell_zero * (4 if shared_weights else 1)
-                used = -(-(used + (by_cell if side.format.bits <= 4 else 4 << side.format.bits)) // 16) * 16
+                by_cell = 2 * cell_zero * (16 if cell_records else 4 if shared_weights else 1)
+                used += by_cell if side.format.bits <= 4 or cell_records else 4 << side.format.bits
+                used = -(-used // 16) * 16
                 used += shaping * _shaped_bytes(side.dim, search, shared_weights)
                 used += side.dim * (side.dim + 16) if shared_weights else 0
             if together and _by_slices(side):
@@ -193,6 +195,7 @@ def _plan(
         "MIN_BLOCKS": blocks,
         "QUERY_AWARE": int(shaped),
         "SHARED_WEIGHTS": int(shared_weights),
+        "CELL_RECORDS": int(cell_records),
         "SEARCH": search,
     }
     resident = 0

@@ -141,8 +141,8 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>&
 template <class F> DEVICE float cells_per_sum(const TokenScalars& s) { return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149)); }
 
 // Codes of slices i, i + PER, ... of the warp's. factor: of the lane's tokens.
-template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact[F::GROUPS][8], const float factor[F::TOKENS], int i, CodePlanes<F>& codes,
-                                             LevelSums<F>& sums, const LloydTables<F>& tables, const SideArgs& side) {
+template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact[F::GROUPS][8], const float factor[F::TOKENS], int i,
+                                             CodePlanes<F>& codes, LevelSums<F>& sums, const LloydTables<F>& tables, const SideArgs& side) {
 #pragma unroll
   for (int q = 0; q < F::GROUPS; q++) {
     float rotated[8];
@@ -201,8 +201,8 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
 }
 
 // The same where every warp has one slice, of digits in shared memory.
-template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDigits<F>& digits, const SliceFragments<F>& matrix, const SideArgs& side,
-                                                                  const StoreArgs& args, int head, int slice, Slots slots, u8* memory, int lane) {
+template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDigits<F>& digits, const SliceFragments<F>& matrix,
+                                                                  const SideArgs& side, const StoreArgs& args, int head, int slice, Slots slots, u8* memory, int lane) {
   i32 exact[1][8];
   rotate_slice<F>(digits, matrix, lane, exact[0]);
   const TokenScalars scalars = scalars_of<F>(digits.squared[lane & 15], digits.exponents[lane & 15], side.unit);
