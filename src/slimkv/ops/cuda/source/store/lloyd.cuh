@@ -202,7 +202,8 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
 
 // The same where every warp has one slice, of digits in shared memory.
 template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDigits<F>& digits, const SliceFragments<F>& matrix,
-                                                                  const SideArgs& side, const StoreArgs& args, int head, int slice, Slots slots, u8* memory, int lane) {
+                                                                  const SideArgs& side, const StoreArgs& args, int head, int slice,
+                                                                  Slots slots, u8* memory, int lane) {
   i32 exact[1][8];
   rotate_slice<F>(digits, matrix, lane, exact[0]);
   const TokenScalars scalars = scalars_of<F>(digits.squared[lane & 15], digits.exponents[lane & 15], side.unit);
