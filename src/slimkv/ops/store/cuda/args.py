@@ -16,7 +16,6 @@ from slimkv.codec.quantize import SideTables
 from slimkv.ops.cuda.module import Defines
 from slimkv.spec import Kind, ScalePolicy, SideLayout, TensorFormat
 
-
 RECORD_BITS = 6  # of more, cells are too many
 
 
