@@ -183,6 +183,11 @@ STORE_CELLS = (
     replace(_CHUNK, name="chunk-8192-k8v4", format="turboquant_k8v4"),
     replace(_CHUNK, name="chunk-8192-4bit_nc", format="turboquant_4bit_nc"),
     replace(_CHUNK, name="decode-128", tokens=128, scattered=True),
+    replace(_CHUNK, name="decode-128-k5v5", tokens=128, scattered=True, format="k5v5"),
+    *(
+        replace(_CHUNK, name=f"decode-16-{format}", tokens=16, num_kv_heads=4, scattered=True, format=format)
+        for format in ("k4v4", "k5v5", "k6v6", "k8v8")
+    ),
     replace(_CHUNK, name="chunk-8192-query-aware", query_aware=True),
     replace(_CHUNK, name="decode-128-query-aware", tokens=128, scattered=True, query_aware=True),
     replace(_CHUNK, name="chunk-8192-query-aware-positions", query_aware=True, max_positions=8192),

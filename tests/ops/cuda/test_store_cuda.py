@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import host
+import numpy as np
 import pytest
 import torch
 from store_cases import (
@@ -21,11 +22,12 @@ from test_store_query_aware import FULL as ALL_QUERY_AWARE
 from test_store_query_aware_search import FULL as ALL_SEARCHED
 
 from slimkv import Codec
-from slimkv.codec.codebook import codebook
+from slimkv.codec.codebook import LEVEL_DENOMINATOR, codebook
 from slimkv.ops.cuda.vectors import format_refusal
 from slimkv.ops.store.api import REGISTRY, StoreRequest
 from slimkv.ops.store.cuda import launch as store_cuda
 from slimkv.ops.store.cuda.args import cells
+from slimkv.spec import CodecSpec
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
@@ -99,9 +101,46 @@ def test_a_tile_for_a_warp_and_a_tile_for_several(case, many, monkeypatch):
 
 
 @emulated
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dim=128, heads=2, tokens=20, format="k5v5"),
+        Case(dim=128, heads=1, tokens=33, format="k6v7", slots="aligned"),
+        Case(dim=128, heads=1, tokens=17, format="k8v8", dtype="fp32", strided=True),
+        Case(dim=128, heads=2, tokens=16, format="k5v4", dtype="fp16"),
+        Case(dim=128, heads=1, tokens=5, format="k7v5", policy="unbiased"),
+        Case(dim=64, value_dim=128, heads=1, tokens=19, format="k5v6", policy="plain"),
+        Case(dim=64, heads=3, tokens=1, format="k4v5", slot_dtype="int32"),
+        Case(dim=32, heads=1, tokens=40, format="k8v6", dtype="fp32", slots="aligned"),
+        Case(dim=48, heads=1, tokens=18, format="k8v8"),
+    ],
+    ids=str,
+)
+def test_a_warp_for_every_slice(case):
+    check(case)
+
+
+@pytest.mark.parametrize("bits", [5, 6, 7, 8])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_squares_of_the_nearest_levels_fit_32_bits(bits, dim):
+    """A vector of this length, and the most that all of its levels are away from it."""
+    book, unit = codebook(bits, dim), Codec(CodecSpec.parse(f"k{bits}v{bits}", dim)).key_tables.unit
+    levels = np.sort(book.levels_by_code)
+    away = max(np.abs(book.boundaries - levels[1:]).max(), np.abs(book.boundaries - levels[:-1]).max())
+    assert dim * ((unit + away) * LEVEL_DENOMINATOR) ** 2 < 2**32
+
+
+@emulated
 @pytest.mark.parametrize("case", named(QUERY_AWARE, shaped=True))
 def test_query_aware_rounding_is_the_codecs(case):
     check(case, shaped=True)
+
+
+@emulated
+@pytest.mark.parametrize("search", [0, 2])
+@pytest.mark.parametrize("format", ["k5v5", "k6v3", "k7v4"])
+def test_query_aware_rounding_of_few_tokens_by_records_of_cells_and_without(format, search):
+    check(Case(dim=128, heads=1, tokens=20, format=format), shaped=True, search=search)
 
 
 @emulated

@@ -16,6 +16,8 @@ from slimkv.codec.quantize import SideTables
 from slimkv.ops.cuda.module import Defines
 from slimkv.spec import Kind, ScalePolicy, SideLayout, TensorFormat
 
+RECORD_BITS = 6  # of more, cells are too many
+
 
 class SideArgs(ctypes.Structure):
     """``SideArgs`` of store/format.cuh."""
@@ -95,7 +97,8 @@ def code_tables(
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:
     """The cells' width as a power of two and their zero; cells, bounds and levels.
 
-    Behind cells of up to 4 bits are their levels: twice, as bytes, and times ``error_steps``, as floats.
+    Behind cells of up to 4 bits are their levels: twice, as bytes, and times ``error_steps``, as floats. Behind those
+    of up to ``RECORD_BITS`` is what each of them says.
     """
     nothing = torch.zeros(0, device=device)
     if fmt.kind != Kind.LLOYD:
@@ -110,7 +113,20 @@ def code_tables(
         doubled = np.rint(2 * book.levels_by_code).astype(np.int8)[numbers]
         scaled = (error_steps * book.levels_by_code).astype(np.float32)[numbers]
         numbers = np.concatenate([numbers, doubled.view(np.uint8), scaled.view(np.uint8)])
+    elif fmt.bits <= RECORD_BITS:
+        numbers = np.concatenate([numbers, _cell_records(book, numbers, error_steps)])
     return shift, zero, (torch.from_numpy(numbers).to(device), bounds, levels)
+
+
+def _cell_records(book: Codebook, below: np.ndarray, error_steps: float) -> np.ndarray:
+    """``CellRecord`` of store/round_near.cuh of every cell, of which ``below`` boundaries lie below: uint8."""
+    half, top = 1 << (book.bits - 1), (1 << book.bits) - 1
+    index = np.stack([below, np.minimum(below.astype(np.int32) + 1, top)]).astype(np.int32)
+    codes = np.where(index >= half, index, half - 1 - index)
+    levels = (error_steps * book.levels_by_code).astype(np.float32)[codes]
+    bounds = np.append(book.boundaries, np.inf).astype(np.float32)[below]
+    records = np.stack([bounds.view(np.uint32), *levels.view(np.uint32), (codes[0] | codes[1] << 16).astype(np.uint32)])
+    return np.ascontiguousarray(records.T).view(np.uint8).reshape(-1)
 
 
 def cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:

@@ -17,7 +17,7 @@ from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda import vectors
-from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables
+from slimkv.ops.store.cuda.args import RECORD_BITS, Plan, StoreArgs, code_tables
 from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, SideLayout, TensorFormat
 
 SOURCE, KERNEL = "store/store.cu", "store"
@@ -140,6 +140,7 @@ def _plan(
     together = few and not shaped
     # A matrix in shared memory: beyond a head size of 192 small GPUs have no room for it.
     shared_weights = shared_matrix or (bool(shaped) and few and layout.spec.key_dim <= 192)
+    cell_records = shared_weights and few and 4 < layout.spec.key.bits <= RECORD_BITS
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
@@ -171,10 +172,13 @@ def _plan(
         if side.format.kind == Kind.LLOYD:
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
-                by_cell = 2 * cell_zero * (4 if shared_weights else 1)
-                used = -(-(used + (by_cell if side.format.bits <= 4 else 4 << side.format.bits)) // 16) * 16
+                by_cell = 2 * cell_zero * (16 if cell_records else 4 if shared_weights else 1)
+                used += by_cell if side.format.bits <= 4 or cell_records else 4 << side.format.bits
+                used = -(-used // 16) * 16
                 used += shaping * _shaped_bytes(side.dim, search, shared_weights)
                 used += side.dim * (side.dim + 16) if shared_weights else 0
+            if together and _by_slices(side):
+                used += _slice_bytes(side.dim)
             used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
             shared = shared + used if shaped else max(shared, used)
         warps = 2 * shaping if shaped else max(warps, split)
@@ -183,12 +187,15 @@ def _plan(
     wide = max(layout.spec.key_dim, layout.spec.value_dim) > 128
     lean = not wide and all(side.format.kind == Kind.LLOYD for _, side, *_ in sides)
     blocks = 16 // warps if shaped and lean and not few else 4 if lean else 2
+    if together and lean and warps > 4 and not all(_by_slices(side) for _, side, *_ in sides):
+        blocks = 2  # the other side needs more registers
     defines |= {
         "WARPS": warps,
         "TILES_PER_BLOCK": tiles_per_block,
         "MIN_BLOCKS": blocks,
         "QUERY_AWARE": int(shaped),
         "SHARED_WEIGHTS": int(shared_weights),
+        "CELL_RECORDS": int(cell_records),
         "SEARCH": search,
     }
     resident = 0
@@ -207,6 +214,11 @@ def _has_room(device: torch.device) -> bool:
 def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
     """``RowBuffer::BYTES``."""
     return groups * -(-dim // groups // 32) * 64 * 8 * dtype.itemsize
+
+
+def _slice_bytes(dim: int) -> int:
+    """``SharedDigits::BYTES``, and what warps put together: words of up to two planes."""
+    return 3 * TILE_TOKENS * (dim + 32) + 128 + 256 * dim // SLICE_DIMS + 16
 
 
 def _shaped_bytes(dim: int, search: int, near: bool) -> int:
@@ -232,12 +244,25 @@ def _groups(dim: int, seed: int) -> int:
     return groups
 
 
-def _slices_per_warp(side: SideLayout) -> int:
-    """A tile is shared by up to four warps, each with whole words of every plane."""
+def _slices_of_word(side: SideLayout) -> int:
+    """Slices that share a word of some plane."""
+    return max([4 // plane.bits for plane in side.planes if plane.bits <= 4], default=1)
+
+
+def _by_slices(side: SideLayout) -> bool:
+    """Whether few tokens have a warp for every slice: ``ONE_SLICE`` of store/format.cuh."""
     slices = side.dim // SLICE_DIMS
-    share = max([4 // plane.bits for plane in side.planes if plane.bits <= 4], default=1)
+    whole_words = slices % _slices_of_word(side) == 0
+    return side.format.kind == Kind.LLOYD and side.format.bits > 4 and slices in (2, 4, 8) and whole_words
+
+
+def _slices_per_warp(side: SideLayout) -> int:
+    """A tile is shared by up to four warps, each with whole words of every plane, or by one for each slice."""
+    slices, share = side.dim // SLICE_DIMS, _slices_of_word(side)
     if side.format.kind != Kind.LLOYD:
         return slices
+    if _by_slices(side):
+        return 1
     return next((n for n in range(share, slices, share) if slices % n == 0 and slices // n <= 4), slices)
 
 

@@ -66,6 +66,7 @@ struct Format {
   static constexpr int SLICES = INNER / 16;              // of a group
   static constexpr int SPLIT = SLICES / PER;
   static constexpr int LOCAL = PER * GROUPS;             // slices that a warp ends up with
+  static constexpr bool ONE_SLICE = KIND == LLOYD && BITS > 4 && PER == 1 && SPLIT > 1 && (SPLIT & (SPLIT - 1)) == 0;  // a warp's (slices.cuh)
   static constexpr int STEPS = (INNER + 31) / 32;        // matrix instructions along a group
   static constexpr int CHUNKS = GROUPS * STEPS;          // of 32 dimensions, of which a lane loads eight
   static constexpr int RAW = NARROW ? 4 : 8;             // words of those

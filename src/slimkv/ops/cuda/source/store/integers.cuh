@@ -100,25 +100,35 @@ template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane
   return mul_rn(i32_to_f32_rn((i32)sum_of_rows(sums, lane)), 65536.0f);
 }
 
+template <class F> constexpr int TOP_UNIT = F::NARROW ? 1 << 14 : 1 << 15;  // what one unit of the top digit is worth
+
+struct SquareSums {  // of integers in digits, by pairs of digits
+  u32 lows = 0, low_middle = 0, middles = 0;
+  i32 low_top = 0, middle_top = 0, tops = 0;
+
+  DEVICE_MEMBER void add(u32 low, u32 middle, u32 top) {  // four of them
+    lows = dp4a_u8(low, low, lows);
+    low_middle = dp4a_u8(low, middle, low_middle);
+    middles = dp4a_u8(middle, middle, middles);
+    low_top = dp4a_u8_s8(low, top, low_top);
+    middle_top = dp4a_u8_s8(middle, top, middle_top);
+    tops = dp4a_s8(top, top, tops);
+  }
+  template <class F> DEVICE_MEMBER i64 total() const {
+    constexpr i64 TOP = TOP_UNIT<F>;
+    return (i64)lows + (i64)low_middle * 512 + (i64)middles * 65536 + (i64)low_top * (2 * TOP) + (i64)middle_top * (512 * TOP) +
+           (i64)tops * (TOP * TOP);
+  }
+};
+
 template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lane) {
   i64 sums[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    u32 lows = 0, low_middle = 0, middles = 0;
-    i32 low_top = 0, middle_top = 0, tops = 0;
+    SquareSums squares;
 #pragma unroll
-    for (int i = 0; i < 2 * F::CHUNKS; i++) {
-      u32 low = d.low[i / 2][h][i % 2], middle = d.middle[i / 2][h][i % 2], top = d.top[i / 2][h][i % 2];
-      lows = dp4a_u8(low, low, lows);
-      low_middle = dp4a_u8(low, middle, low_middle);
-      middles = dp4a_u8(middle, middle, middles);
-      low_top = dp4a_u8_s8(low, top, low_top);
-      middle_top = dp4a_u8_s8(middle, top, middle_top);
-      tops = dp4a_s8(top, top, tops);
-    }
-    constexpr i64 TOP = F::NARROW ? 1 << 14 : 1 << 15;  // what one unit of the top digit is worth
-    sums[h] = (i64)lows + (i64)low_middle * 512 + (i64)middles * 65536 + (i64)low_top * (2 * TOP) +
-              (i64)middle_top * (512 * TOP) + (i64)tops * (TOP * TOP);
+    for (int i = 0; i < 2 * F::CHUNKS; i++) squares.add(d.low[i / 2][h][i % 2], d.middle[i / 2][h][i % 2], d.top[i / 2][h][i % 2]);
+    sums[h] = squares.total<F>();
   }
   return i64_to_f32_rn(sum_of_rows(sums, lane));
 }
@@ -160,15 +170,25 @@ template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW]
   }
 }
 
+// A power of two that brings the largest into [2^20, 2^21).
+DEVICE float digits_up(u32 exponent) {
+  return exponent < LEAST_EXPONENT ? 0.0f : as_float((274 - (exponent < 254 ? exponent : 254)) << 23);
+}
+
 template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2], Digits<F, false>& d) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    // A power of two that brings the largest into [2^20, 2^21).
-    float up = exponents[h] < LEAST_EXPONENT ? 0.0f : as_float((274 - (exponents[h] < 254 ? exponents[h] : 254)) << 23);
+    const float up = digits_up(exponents[h]);
 #pragma unroll
     for (int i = 0; i < 2 * F::CHUNKS; i++)
       take_digits<F>(raw[i / 2][h], 4 * (i % 2), up, d.low[i / 2][h][i % 2], d.middle[i / 2][h][i % 2], d.top[i / 2][h][i % 2]);
   }
+}
+
+// Of exponents of tokens g and g + 8 the one of the lane's own token.
+DEVICE u32 exponent_of_token(u32 both, int lane) {
+  u32 there = shfl(both, 4 * (lane & 7));
+  return lane & 8 ? there >> 16 : there & 0xFF;
 }
 
 // Digits of the tile's tokens, and the exponent of the lane's own.
@@ -176,19 +196,21 @@ template <class F> DEVICE u32 fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], i
   u32 both = largest_exponents<F>(raw);
   const u32 exponents[2] = {both & 0xFF, both >> 16};
   take_integers<F>(raw, exponents, d);
-  u32 there = shfl(both, 4 * (lane & 7));
-  return lane & 8 ? there >> 16 : there & 0xFF;
+  return exponent_of_token(both, lane);
 }
 
-// What there is one of per token.
-template <class F> DEVICE TokenScalars scalars_of(const Digits<F>& d, u32 exponent, float unit, int lane) {
+// What there is one of per token. squared: the sum of its squares.
+template <class F> DEVICE TokenScalars scalars_of(float squared, u32 exponent, float unit) {
   TokenScalars s;
   s.bad = exponent >= (F::SHORT ? TOO_LARGE : 255);
   s.zero = exponent < LEAST_EXPONENT;
   s.down = as_float(((s.zero ? LEAST_EXPONENT : s.bad ? 254 : exponent) - (F::SHORT ? 15 : 20)) << 23);
-  s.squared = max_f32(squared_norms<F>(d, lane), 1.0f);  // of zero as well a norm, so that nothing depends on it here
+  s.squared = max_f32(squared, 1.0f);  // of zero as well a norm, so that nothing depends on it here
   s.norm = sqrt_rn_normal(s.squared);
   s.factor = div_rn_normal(unit, s.norm);
   if (!F::SHORT && s.bad) s.factor = 0.0f;  // whose digits may be anything
   return s;
+}
+template <class F> DEVICE TokenScalars scalars_of(const Digits<F>& d, u32 exponent, float unit, int lane) {
+  return scalars_of<F>(squared_norms<F>(d, lane), exponent, unit);
 }

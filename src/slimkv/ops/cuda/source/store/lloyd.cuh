@@ -2,7 +2,7 @@
 #pragma once
 #include "store/fields.cuh"
 #include "store/pages.cuh"
-#include "store/rotate.cuh"
+#include "store/slices.cuh"
 
 // In shared memory: which code or boundary a cell of the number line has, and what codes stand for.
 template <class F> struct LloydTables {
@@ -27,6 +27,8 @@ template <class F> struct LloydTables {
   }
 };
 
+template <class F> constexpr int TILE_MEMORY = (LloydTables<F>::BYTES + 15) / 16 * 16;  // where what follows the tables begins
+
 // Cells belong to their upper edge.
 template <class F> DEVICE u32 cell_of(float x) { return ceil_product(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
 
@@ -50,7 +52,8 @@ template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) { r
 // What the scale needs of a lane's tokens: sums of squared levels, or of products with them.
 template <class F> struct LevelSums {
   static constexpr bool PACKED = F::BITS <= 4 && F::POLICY == NORM;
-  u32 squares[F::TOKENS] = {};  // of twice the levels
+  static constexpr bool WIDE = F::POLICY == NORM && F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
+  u32 squares[F::TOKENS] = {};  // of twice the levels, or in units of 1 / LEVEL_DENOMINATOR^2: of the nearest codes a vector has fewer than 2^32
   i64 sums[F::TOKENS] = {};     // in units of 1 / LEVEL_DENOMINATOR
   u32 before = 0;
 
@@ -74,7 +77,8 @@ template <class F> struct LevelSums {
   }
   DEVICE_MEMBER void add(int j, u32 levels) { squares[j] = dp4a_u8(levels, levels, squares[j]); }
   DEVICE_MEMBER void add_level(int j, float rotated, i32 level) {
-    if constexpr (F::POLICY == NORM) sums[j] += (i64)level * level;
+    if constexpr (SQUARES) squares[j] += (u32)(level * level);
+    else if constexpr (F::POLICY == NORM) sums[j] += (i64)level * level;
     else sums[j] += (i64)f32_to_i32_rz(rotated) * level;
   }
 };
@@ -116,7 +120,7 @@ template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sum
 // The sum that the policy wants, in the lane of each token, and the same rounded once.
 template <class F> DEVICE auto policy_sum(const LevelSums<F>& sums, int lane) {
   if constexpr (F::POLICY == PLAIN) return 0u;
-  else if constexpr (LevelSums<F>::PACKED) return sum_of_token<F>(sums.squares, lane);
+  else if constexpr (LevelSums<F>::SQUARES) return sum_of_token<F>(sums.squares, lane);
   else return sum_of_token<F>(sums.sums, lane);
 }
 DEVICE float policy_total(u32 sum) { return mul_rn(i32_to_f32_rn((i32)sum), 4096.0f); }  // (128 / 2)^2; below 2^24
@@ -135,6 +139,40 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>&
 
 // What makes a sum of short integers a number of cells, in units of the smallest float.
 template <class F> DEVICE float cells_per_sum(const TokenScalars& s) { return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149)); }
+
+// Codes of slices i, i + PER, ... of the warp's. factor: of the lane's tokens.
+template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact[F::GROUPS][8], const float factor[F::TOKENS], int i,
+                                             CodePlanes<F>& codes, LevelSums<F>& sums, const LloydTables<F>& tables, const SideArgs& side) {
+#pragma unroll
+  for (int q = 0; q < F::GROUPS; q++) {
+    float rotated[8];
+    u32 code[8];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      rotated[n] = integer_of<F>(exact[q][n]);
+      if constexpr (F::SHORT) code[n] = tables.cells[ceil_product(exact[q][n], factor[token_number<F>(n)], F::CELL_ZERO)];
+      else code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
+    }
+    put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);
+  }
+}
+
+// The policy's sum over the SPLIT warps of a tile, of which this is number ``part``; puts words together that several of them have slices of.
+template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSums<F>& sums, u8* memory, int lane, int part) {
+  auto sum = policy_sum<F>(sums, lane);
+  if constexpr (F::SPLIT > 1) {
+    auto* shared = (decltype(sum)*)memory;
+    u32* words = (u32*)(shared + 16 * F::SPLIT);
+    if (lane < 16) shared[part * 16 + lane] = sum;
+    codes.leave(words, lane, part);
+    sync_threads();
+    codes.join(words, lane, part);
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < F::SPLIT; i++) sum += shared[i * 16 + (lane & 15)];
+  }
+  return sum;
+}
 
 // Encodes and writes 16 tokens of one head, of which the warp has loaded the rows, with SPLIT warps, of which this is
 // number ``part``.
@@ -155,30 +193,29 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
     if (i > 0) rotate_slices<F>(digits, side, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
-#pragma unroll
-    for (int q = 0; q < F::GROUPS; q++) {
-      float rotated[8];
-      u32 code[8];
-#pragma unroll
-      for (int n = 0; n < 8; n++) {
-        rotated[n] = integer_of<F>(exact[q][n]);
-        if constexpr (F::SHORT) code[n] = tables.cells[ceil_product(exact[q][n], factor[token_number<F>(n)], F::CELL_ZERO)];
-        else code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
-      }
-      put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);
-    }
+    encode_slices<F>(exact, factor, i, codes, sums, tables, side);
   }
-  auto sum = policy_sum<F>(sums, lane);
-  if constexpr (F::SPLIT > 1) {
-    auto* shared = (decltype(sum)*)(memory + (LloydTables<F>::BYTES + 15) / 16 * 16);
-    if (lane < 16) shared[part * 16 + lane] = sum;
-    sync_threads();
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < F::SPLIT; i++) sum += shared[i * 16 + (lane & 15)];
-  }
+  const auto sum = sum_of_warps<F>(codes, sums, memory + TILE_MEMORY<F>, lane, part);
   if constexpr (F::SPLIT == 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, for registers
   store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token<F>(scalars, policy_total(sum), side), scalars.zero, args, head, slots, lane, part);
+}
+
+// The same where every warp has one slice, of digits in shared memory.
+template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDigits<F>& digits, const SliceFragments<F>& matrix,
+                                                                  const SideArgs& side, const StoreArgs& args, int head, int slice,
+                                                                  Slots slots, u8* memory, int lane) {
+  i32 exact[1][8];
+  rotate_slice<F>(digits, matrix, lane, exact[0]);
+  const TokenScalars scalars = scalars_of<F>(digits.squared[lane & 15], digits.exponents[lane & 15], side.unit);
+  float factor[F::TOKENS];
+#pragma unroll
+  for (int j = 0; j < F::TOKENS; j++) factor[j] = shfl(scalars.factor, token_of<F>(lane, j));
+  CodePlanes<F> codes;
+  LevelSums<F> sums;
+  encode_slices<F>(exact, factor, 0, codes, sums, LloydTables<F>(memory), side);
+  const auto sum = sum_of_warps<F>(codes, sums, memory + TILE_MEMORY<F> + SharedDigits<F>::BYTES, lane, slice);
+  const typename Choose<LevelSums<F>::WIDE, i64, decltype(sum)>::Type total = sum;
+  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token<F>(scalars, policy_total(total), side), scalars.zero, args, head, slots, lane, slice);
 }
 
 // Few tokens: the block's warps share a tile, and its rows, its slots and the tables are loaded at the same time.
@@ -186,21 +223,34 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together
                                                                                   int threads) {
   int lane = thread_index() & 31, part = thread_index() >> 5;
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
-  prefetch_rotation<F>(side, thread_index(), threads);
-  pdl_wait();
-  Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
-  u32 raw[F::CHUNKS][2][F::RAW];
-  load_rows<F>(side, head, first, args.tokens, lane, raw);
-  cp_async_wait<0>();
-  sync_threads();
-  if (first < args.tokens && part < F::SPLIT) store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
-  else if constexpr (F::SPLIT > 1) sync_threads();  // whole warps
+  if constexpr (F::ONE_SLICE) {
+    const SliceFragments<F> matrix(side, min_i32(part, F::SPLIT - 1), lane);
+    const SharedDigits<F> digits(memory + TILE_MEMORY<F>);
+    pdl_wait();
+    const Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
+    const bool mine = threads == 32 * F::SPLIT || part < F::SPLIT;
+    if (mine) digits.fill(side, head, first, args.tokens, thread_index());
+    cp_async_wait<0>();
+    sync_threads();
+    if (mine) store_lloyd_slice<F, PAGE_TOKENS>(digits, matrix, side, args, head, part, slots, memory, lane);
+    else sync_threads();  // whole warps
+  } else {
+    prefetch_rotation<F>(side, thread_index(), threads);
+    pdl_wait();
+    Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
+    u32 raw[F::CHUNKS][2][F::RAW];
+    load_rows<F>(side, head, first, args.tokens, lane, raw);
+    cp_async_wait<0>();
+    sync_threads();
+    if (first < args.tokens && part < F::SPLIT) store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
+    else if constexpr (F::SPLIT > 1) sync_threads();  // whole warps
+  }
 }
 
 // Many: every warp takes one tile after the other, from ``tile`` on, and fetches the rows of the next one meanwhile.
 template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(const SideArgs& side, const StoreArgs& args, int head, int tile, int step, u8* memory,
                                                                                int threads) {
-  RowBuffer<F> rows(memory + (LloydTables<F>::BYTES + 15) / 16 * 16 + (thread_index() >> 5) * RowBuffer<F>::BYTES, side, head, 16 * tile,
+  RowBuffer<F> rows(memory + TILE_MEMORY<F> + (thread_index() >> 5) * RowBuffer<F>::BYTES, side, head, 16 * tile,
                     16 * step, thread_index() & 31);
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
   prefetch_rotation<F>(side, thread_index(), threads);

@@ -32,16 +32,18 @@ DEVICE void store_bytes(u8* at, u32 word, int bytes) {
 template <class F> DEVICE u32 token_mask(int j) { return F::VALUES ? 0xFFu << (8 * j) : 0xFFFFu << (16 * j); }
 
 // The planes of a warp's codes. Nibble n of a slice's word has the plane's bits of value n; a plane of W < 4 bits has
-// 4 / W slices in a word, and what does not fill one apart, in ``rest``.
+// 4 / W slices in a word, and what does not fill one apart, in ``rest``. Where a warp has fewer slices, JOINED of them put a word together
+// in shared memory, and the first of them has it then.
 template <class F, int W> struct NibblePlane {
   static constexpr int SHARE = 4 / W;
   static constexpr int TAIL = (F::D / 16) % SHARE;
-  static constexpr int WORDS = F::LOCAL / SHARE;
-  static_assert(F::SPLIT == 1 || F::PER % SHARE == 0, "a word belongs to one warp");
+  static constexpr int JOINED = F::SPLIT > 1 && F::PER < SHARE ? SHARE / F::PER : 1;
+  static constexpr int WORDS = JOINED > 1 ? 1 : F::LOCAL / SHARE, PARTS = F::SPLIT / JOINED;
+  static_assert(F::SPLIT == 1 || (F::PER * JOINED % SHARE == 0 && F::SPLIT % JOINED == 0), "a word belongs to one warp");
   u32 word[WORDS > 0 ? WORDS : 1] = {}, rest[TAIL > 0 ? TAIL : 1] = {};
 
   DEVICE_MEMBER void put(int slice, u32 nibbles) {
-    if (slice / SHARE < WORDS) word[slice / SHARE] |= nibbles << (W * (slice % SHARE));  // slices come in any order
+    if (JOINED > 1 || slice / SHARE < WORDS) word[slice / SHARE] |= nibbles << (W * (slice % SHARE));  // slices come in any order
     else rest[slice % SHARE] = nibbles;
   }
 
@@ -52,8 +54,20 @@ template <class F, int W> struct NibblePlane {
     for (int i = 0; i < TAIL; i++) rest[i] &= ~mask;
   }
 
+  // Before and after the warps wait for each other; shared: [SPLIT][32].
+  DEVICE_MEMBER void leave(u32* shared, int lane, int part) const {
+    if constexpr (JOINED > 1) shared[32 * part + lane] = word[0] << (W * F::PER * (part % JOINED));
+  }
+  DEVICE_MEMBER void join(const u32* shared, int lane, int part) {
+    if constexpr (JOINED > 1)
+      if (part % JOINED == 0)
+#pragma unroll
+        for (int i = 1; i < JOINED; i++) word[0] |= shared[32 * (part + i) + lane];
+  }
+
   // base: the plane in the tile; every token of the tile is written.
   DEVICE_MEMBER void store_tile(u8* base, int lane, int part) const {
+    if (JOINED > 1 && part % JOINED) return;
     if constexpr (F::SPLIT == 1) {
 #pragma unroll
       for (int i = 0; i < WORDS / 4; i++) *(Words4*)(base + (i * 32 + lane) * 16) = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
@@ -62,18 +76,19 @@ template <class F, int W> struct NibblePlane {
       if constexpr (WORDS > PAIRS) *(u32*)(base + PAIRS * 128 + lane * 4) = word[PAIRS];
     } else {
 #pragma unroll
-      for (int i = 0; i < WORDS; i++) *(u32*)(base + fragment_word(part * WORDS + i, lane, WORDS * F::SPLIT) * 4) = word[i];
+      for (int i = 0; i < WORDS; i++) *(u32*)(base + fragment_word(part / JOINED * WORDS + i, lane, WORDS * PARTS) * 4) = word[i];
     }
   }
 
   // base: the plane in the tile of the lane's j-th token, which stands at ``position`` of 16.
   DEVICE_MEMBER void store_token(u8* base, int position, int j, int lane, int part) const {
+    if (JOINED > 1 && part % JOINED) return;
     int row = position & 7, high = position >> 3;
     int there = F::VALUES ? (lane & ~3) + row / 2 : 4 * row + (lane & 3);
     int byte = F::VALUES ? 2 * high + (row & 1) : 2 * high;
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
-      int index = F::SPLIT == 1 ? fragment_word(i, there, WORDS) : fragment_word(part * WORDS + i, there, WORDS * F::SPLIT);
+      int index = F::SPLIT == 1 ? fragment_word(i, there, WORDS) : fragment_word(part / JOINED * WORDS + i, there, WORDS * PARTS);
       store_bytes(base + index * 4 + byte, word[i] >> (F::VALUES ? 8 * j : 16 * j), F::VALUES ? 1 : 2);
     }
   }
@@ -147,6 +162,16 @@ template <class F> struct CodePlanes {
   }
   DEVICE_MEMBER void put_bytes(int slice, u32 first, u32 second) {
     if constexpr (F::BITS == 8) byte.word[2 * slice] = first, byte.word[2 * slice + 1] = second;
+  }
+  // Words that several warps have slices of; see NibblePlane. JOIN_WORDS: of shared memory.
+  static constexpr int JOIN_WORDS = 32 * F::SPLIT * (F::TWO + F::ONE);
+  DEVICE_MEMBER void leave(u32* shared, int lane, int part) const {
+    if constexpr (F::TWO) two.leave(shared, lane, part);
+    if constexpr (F::ONE) one.leave(shared + 32 * F::SPLIT * F::TWO, lane, part);
+  }
+  DEVICE_MEMBER void join(const u32* shared, int lane, int part) {
+    if constexpr (F::TWO) two.join(shared, lane, part);
+    if constexpr (F::ONE) one.join(shared + 32 * F::SPLIT * F::TWO, lane, part);
   }
   DEVICE_MEMBER void erase(int j) {
     if constexpr (F::FOUR) four.erase(token_mask<F>(j));

@@ -3,6 +3,12 @@
 #pragma once
 #include "store/lloyd.cuh"
 
+// A cell of codes of more than 4 bits, which has at most one boundary: levels times error_steps, and codes, below and above it.
+struct alignas(16) CellRecord {
+  float bound, below, above;
+  u32 codes;  // the one above in the high half
+};
+
 template <class F> constexpr int WEIGHT_STRIDE = F::D + 16;  // bytes of a matrix's row: rows do not meet in a bank
 
 template <class F> struct QueryAwareMemory {
@@ -40,9 +46,10 @@ template <class F> struct QueryAwareMemory {
 };
 
 // Levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next coordinate, else by code.
+// Of few tokens at 5 and 6 bits there is room for all that a cell says (CellRecord).
 template <class F> struct ScaledLevels {
-  static constexpr bool BY_CELL = F::BITS <= 4;
-  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + 4 * (BY_CELL ? F::CELLS : 1 << F::BITS) + 15) / 16 * 16;
+  static constexpr bool BY_CELL = F::BITS <= 4, RECORDS = CELL_RECORDS && !BY_CELL;
+  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + (RECORDS ? 16 * F::CELLS : 4 * (BY_CELL ? F::CELLS : 1 << F::BITS)) + 15) / 16 * 16;
   u8* levels;
 
   DEVICE_MEMBER ScaledLevels(u8* memory) : levels(memory + LloydTables<F>::BYTES) {}
@@ -51,16 +58,34 @@ template <class F> struct ScaledLevels {
 #pragma unroll 1
       for (int i = thread; i < F::CELLS / 4; i += threads) cp_async_16(levels + 16 * i, side.cells + 2 * LloydTables<F>::CELL_BYTES + 16 * i);
       cp_async_commit();
+    } else if constexpr (RECORDS) {
+#pragma unroll 1
+      for (int i = thread; i < F::CELLS; i += threads) cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
+      cp_async_commit();
     } else
 #pragma unroll 1
       for (int i = thread; i < 1 << F::BITS; i += threads)
         ((float*)levels)[i] = mul_rn(i32_to_f32_rn(side.levels[i]), mul_rn(error_steps, 1.0f / 128));
   }
-  // The level less x, times error_steps, rounded once: error_steps is a power of two, and so are products with it exact.
-  DEVICE_MEMBER float error(float x, float error_steps, u32 cell, u32 code) const {
-    return fma_rn(x, -error_steps, ((const float*)levels)[BY_CELL ? cell : code]);
+  // The level of a number in a cell, and its code. The level first: the next coordinate waits for it.
+  DEVICE_MEMBER float find(float x, u32 cell, const LloydTables<F>& tables, u32& code) const {
+    if constexpr (RECORDS) {
+      const CellRecord record = ((const CellRecord*)levels)[cell];
+      const bool above = x > record.bound;
+      code = above ? record.codes >> 16 : record.codes & 0xFFFF;
+      return above ? record.above : record.below;
+    } else if constexpr (BY_CELL) {
+      const float level = ((const float*)levels)[cell];
+      code = code_of_cell<F>(cell, x, tables);
+      return level;
+    } else {
+      code = code_of_cell<F>(cell, x, tables);
+      return ((const float*)levels)[code];
+    }
   }
 };
+// The level less x, times error_steps, rounded once: error_steps is a power of two, and so are products with it exact.
+DEVICE float error_of(float x, float error_steps, float level) { return fma_rn(x, -error_steps, level); }
 
 // What errors of slices from s + 2 on add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it: beside slice s + 1, when they
 // are all there, two slices with a coordinate, so that nothing waits for it. None of that is a branch, which would keep the compiler from
@@ -162,16 +187,14 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       float x = numbers[n];
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
       const u32 cell = cell_from_below<F>(within);
-      // The level first: the next coordinate waits for it. Of more than 4 bits it is looked up by code.
-      if constexpr (!ScaledLevels<F>::BY_CELL) codes[n] = code_of_cell<F>(cell, within, tables);
-      float unlimited = levels.error(x, error_steps, cell, codes[n]), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
-      if constexpr (ScaledLevels<F>::BY_CELL) codes[n] = code_of_cell<F>(cell, within, tables);
+      const float level = levels.find(within, cell, tables, codes[n]);
+      float unlimited = error_of(x, error_steps, level), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
       packed[n * CODE_WORDS<F> / 16] += codes[n] << (2 * CODE_WORDS<F> * n % 32);
       const float rounded = add_rn(error, 12582912.0f);
       newest = sub_rn(rounded, 12582912.0f);
       newest_byte = as_bits(rounded);
       if constexpr (SEARCH > 0) {
-        float distance = levels.error(target, error_steps, cell, codes[n]);
+        float distance = error_of(target, error_steps, level);
         cost = add_rn(cost, mul_rn(distance, distance));
       }
       sums.go_on(memory, s - 1, n, ahead, lane);

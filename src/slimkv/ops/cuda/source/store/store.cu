@@ -2,7 +2,8 @@
 // single IEEE operations. Compiled for one layout and one pair of input types.
 //
 // Given: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, QUERY_AWARE
-// (query-aware rounding of keys: 1 with one matrix a head, 2 with several), SHARED_WEIGHTS (is its matrix copied to shared memory?), SEARCH (how many scales are tried for it, or 0), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
+// (query-aware rounding of keys: 1 with one matrix a head, 2 with several), SHARED_WEIGHTS (is its matrix copied to shared memory?),
+// CELL_RECORDS (and all that cells say?), SEARCH (how many scales are tried for it, or 0), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
 // ROTATED, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
 #include "store/direct.cuh"
 #include "store/lloyd.cuh"

@@ -1,0 +1,79 @@
+// Few tokens of 22-bit integers: a warp for every slice of a tile. Every thread makes digits of eight numbers, which all warps multiply from
+// shared memory: nothing is done twice, and what runs once comes from memory and takes longer to get there than to run. Warps of 64
+// registers find room beside a block of the decode kernel, which is launched while this one runs.
+#pragma once
+#include "store/rotate.cuh"
+
+template <class F> struct SharedDigits {
+  static constexpr int EIGHTS = F::D / 8, ROW = 8 * EIGHTS + 32, PLANE = 16 * ROW;  // bytes; rows of neighbours do not meet in a bank
+  static constexpr int BYTES = 3 * PLANE + 128;
+  static_assert((EIGHTS & (EIGHTS - 1)) == 0 && EIGHTS <= 32, "lanes of a warp have whole tokens");
+  u8* low;  // [16 tokens][ROW]; then the same of middle and top digits
+  float* squared;  // [16]: the sums of their squares
+  u32* exponents;  // [16]
+
+  DEVICE_MEMBER SharedDigits(u8* memory) : low(memory), squared((float*)(memory + 3 * PLANE)), exponents((u32*)(squared + 16)) {}
+
+  // By 32 threads for each slice.
+  DEVICE_MEMBER void fill(const SideArgs& side, int head, int first, int tokens, int thread) const {
+    const int token = thread / EIGHTS, eight = thread % EIGHTS;
+    u32 raw[F::RAW] = {};
+    if (first + token < tokens) load_eight<F>(side.x + head * side.head_stride + (first + token) * side.stride + 8 * eight * F::ELEMENT, raw);
+    u32 most = raw[0];
+#pragma unroll
+    for (int i = 1; i < F::RAW; i++) most = larger_word<F>(most, raw[i]);
+    if constexpr (F::NARROW) most = larger_word<F>(most, prmt(most, most, 0x1032));
+#pragma unroll
+    for (int step = 1; step < EIGHTS; step *= 2) most = larger_word<F>(most, shfl_xor(most, step));
+    const u32 exponent = F::DTYPE == FLOAT32 ? most >> 23 : F::DTYPE == BFLOAT16 ? most >> 7 & 0xFF : as_bits(f16_to_f32(most & 0x7FFF)) >> 23;
+    const float up = digits_up(exponent);
+    u8* at = low + token * ROW + 8 * eight;
+    u32 digits[3][2];
+    SquareSums squares;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      take_digits<F>(raw, 4 * j, up, digits[0][j], digits[1][j], digits[2][j]);
+      squares.add(digits[0][j], digits[1][j], digits[2][j]);
+    }
+#pragma unroll
+    for (int i = 0; i < 3; i++) *(Words2*)(at + i * PLANE) = {digits[i][0], digits[i][1]};
+    i64 sum = squares.total<F>();
+#pragma unroll
+    for (int step = 1; step < EIGHTS; step *= 2) sum += shfl_xor(sum, step);
+    if (eight == 0) squared[token] = i64_to_f32_rn(sum), exponents[token] = exponent;
+  }
+
+  // A digit of the lane's eights of tokens g and g + 8: dimensions 32 step + 8 t on.
+  DEVICE_MEMBER void load(int digit, int step, int lane, u32 (&d)[2][2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const Words2 words = *(const Words2*)(low + digit * PLANE + ((lane >> 2) + 8 * h) * ROW + 32 * step + 8 * (lane & 3));
+      d[h][0] = words.x, d[h][1] = words.y;
+    }
+  }
+};
+
+// The matrix for a slice, as a lane holds it.
+template <class F> struct SliceFragments {
+  Words4 steps[F::STEPS];
+  DEVICE_MEMBER SliceFragments(const SideArgs& side, int slice, int lane) {
+#pragma unroll
+    for (int k = 0; k < F::STEPS; k++) steps[k] = ldg_cached(side.fragments + lane * 16 + (slice * F::STEPS + k) * 512);
+  }
+};
+
+// A slice of the rotated tile, in the page's order. Products of the three digits do not wait for one another.
+template <class F> DEVICE void rotate_slice(const SharedDigits<F>& digits, const SliceFragments<F>& matrix, int lane, i32 (&out)[8]) {
+  i32 sums[3][2][4] = {};
+#pragma unroll
+  for (int k = 0; k < F::STEPS; k++)
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+      u32 d[2][2];
+      digits.load(i, k, lane, d);
+      multiply<F>(sums[i], d, matrix.steps[k], i == 2 ? 0 : 1);
+    }
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    out[in_page<F>(i / 4, i % 4)] = (i32)((u32)sums[2][i / 4][i % 4] * TOP_UNIT<F> + (u32)sums[1][i / 4][i % 4] * 256 + (u32)sums[0][i / 4][i % 4]);
+}
