@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from slimkv import Codec
-from slimkv.codec.rotation import block_size, sign_bits, signed_hadamard
+from slimkv.codec.rotation import block_size, core_size, core_words, sign_bits, signed_hadamard
 
 GOLDEN_SIGNS = [-1, 1, -1, 1, -1, 1, -1, -1, -1, 1, -1, -1, 1, 1, 1, -1]  # of 16 dimensions and the default seed
 NAMED_DIMS = (64, 80, 96, 112, 128, 192, 256, 512, 576)
@@ -45,6 +45,17 @@ def test_signs_are_fixed_and_balanced():
     assert sign_bits(16, 0x51).tolist() == GOLDEN_SIGNS
     signs = np.concatenate([sign_bits(1024, seed) for seed in range(64)])
     assert abs(signs.mean()) < 5 / np.sqrt(signs.size)
+
+
+@pytest.mark.parametrize(("dim", "size"), [(80, 20), (96, 12), (112, 28), (192, 12), (64, 1)])
+def test_words_of_the_core(dim, size):
+    assert core_size(dim) == size
+    core = (signed_hadamard(dim, 7) * sign_bits(dim, 7)[:, None])[:size, :size]
+    for columns in (False, True):
+        words = core_words(dim, columns)
+        entries = [[-1 if word >> i & 1 else 1 for i in range(size)] for word in words]
+        assert np.array_equal(entries, core.T if columns else core)
+    assert core_words(144, True) == ()  # 36 do not fit a word
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 688])

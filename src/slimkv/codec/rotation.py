@@ -113,3 +113,14 @@ def sign_words(dim: int, seed: int) -> tuple[int, ...]:
     """The same as 32-bit words, a set bit for -1."""
     negative = sum(1 << i for i, sign in enumerate(sign_bits(dim, seed).tolist()) if sign < 0)
     return tuple((negative >> first) & 0xFFFFFFFF for first in range(0, dim, 32))
+
+
+def core_words(dim: int, columns: bool) -> tuple[int, ...]:
+    """Rows or columns of the matrix whose doubling makes the rotation, if it has up to 32: a set bit for -1."""
+    size = core_size(dim)
+    if size > 32:
+        return ()
+    core = _hadamard(size)
+    assert core is not None
+    negative = (core.T if columns else core) < 0
+    return tuple(sum(1 << i for i in np.flatnonzero(row).tolist()) for row in negative)

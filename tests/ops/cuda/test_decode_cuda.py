@@ -54,6 +54,7 @@ EMULATED = [
         for f in ("k4v4", "k3v2", "turboquant_4bit_nc", "turboquant_k8v4", "k6vfp8", "ku8vur3")
     ),
     *(replace(TINY, dim=dim, format=f) for dim, f in ((16, "k4v4"), (80, "k3v5"), (96, "k1v2"), (128, "k4v4"))),
+    replace(TINY, dim=112, format="k1v7"),
     replace(TINY, dim=256, format="k4v3", lens=(40,), queries=(1,)),
     replace(VERIFY, dim=192, value_dim=128),
     replace(TINY, dim=256, group=16, lens=(40,), queries=(1,)),
@@ -101,6 +102,11 @@ LONG_CASES = [
     replace(LONG, dim=96, queries=(8, 6, 1), **EVERYTHING),
     replace(LONG, dim=128, format="k6v6"),
     replace(LONG, format="k6v6", dim=80),
+    # Slices that are no whole words of a plane, and rotations without a free slot.
+    *(replace(LONG, page=64, format=f, dim=dim) for dim in (80, 112) for f in ("k3v3", "k5v5")),
+    *(replace(LONG, page=64, format=f, dim=96) for f in ("k3v5", "k7v1")),
+    *(replace(LONG, page=64, format="k5v5", dim=dim) for dim in (16, 192)),
+    replace(LONG, format="k3v5", dim=112, queries=(8, 6, 1)),
 ]
 
 
@@ -192,10 +198,14 @@ CLUSTER_CASES = [
     replace(TINY, lens=(500,), queries=(1,), num_kv_heads=3, group=8, dim=256, page=64),
     replace(TINY, lens=(500, 0, 90), queries=(1, 1, 1)),
     replace(TINY, lens=(40, 200), queries=(2, 4), group=4, padding=3),
+    replace(TINY, lens=(300,), queries=(1,), dim=80, format="k3v5"),
+    replace(TINY, lens=(300,), queries=(2,), dim=112, group=7),
 ]
 WHOLE_CASES = [
     *(replace(TINY, format=f, lens=(128, 9, 0, 1), queries=(1,) * 4) for f in ("k4v4", "k5v3", "k2v6")),
     replace(TINY, dim=128, lens=(128, 77), num_kv_heads=3),
+    replace(TINY, dim=112, format="k3v3", lens=(128, 9, 0, 1), queries=(1,) * 4),
+    replace(TINY, dim=96, format="k5v4", lens=(60, 30), queries=(2, 3), group=3, sinks=True),
     replace(TINY, lens=(60, 3, 0, 21), queries=(4, 2, 1, 3), group=3, sinks=True),
     replace(TINY, lens=(60, 30), queries=(0, 1), group=8, dim=256, page=64, padding=2),
     replace(VERIFY, **EVERYTHING | {"lens": (90, 700, 4, 1), "queries": (1, 2, 1, 1), "window": 20}),
@@ -251,14 +261,32 @@ def test_of_long_sequences_and_beside_a_prefill_there_are_two_launches(lens, que
     assert len(names) == launches
 
 
-@pytest.mark.parametrize(("dim", "name"), [(64, "merge_cuts"), (80, "merge")])
-def test_of_many_items_only_what_is_cut_is_merged(dim, name):
-    """Where a block writes the output of whole items itself: head size 80 takes shared memory for that."""
+@pytest.mark.parametrize(("rows", "warps"), [(64, 8), (128, 12), (256, 4), (96, 4)])
+def test_blocks_of_few_warps_are_for_short_sequences_that_do_not_share_evenly(rows, warps):
+    layout = PageLayout(CodecSpec.parse("k4v4", 96), 64)
+    cut = shape.shape_on(replace(LARGE_GPU, multiprocessors=132), layout, 4, 1, 8192, rows)
+    assert cut is not None
+    assert cut.warps == warps
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "name"), [(64, None, "merge_cuts"), (80, None, "merge_cuts"), (32, 80, "merge")]
+)
+def test_of_many_items_only_what_is_cut_is_merged(dim, value_dim, name):
+    """Where a block writes the output of whole items itself: head size 80 takes the queries' memory for that."""
     names: list[str] = []
-    built = build(replace(TINY, dim=dim, lens=(9, 0, 70) * 5, queries=(1,) * 15), CPU)
-    out, lse = poisoned_out(built.case, built)
-    attend_cuda.attend_packed(request_of(built, out, lse), SMALL_GPU, lambda name, *_: names.append(name))
+    case = replace(TINY, dim=dim, value_dim=value_dim, lens=(9, 0, 70) * 5, queries=(1,) * 15)
+
+    def named(name, *rest):
+        names.append(name)
+        launch(name, *rest)
+
+    built = build(case, CPU)
+    out, lse = poisoned_out(case, built)
+    attend_cuda.attend_packed(request_of(built, out, lse), SMALL_GPU, named)
     assert names == ["attend", name]
+    check_rows(built, out, lse, lambda count: True)
 
 
 # How work is cut: nine blocks on the small device, 96 on the large one.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.codec.rotation import sign_words
+from slimkv.codec.rotation import core_words, sign_words
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest
 from slimkv.ops.attention.cuda import prefill
@@ -52,6 +52,7 @@ class _Table(ctypes.Structure):
 
 
 _SignBits = ctypes.c_uint32 * 8
+_CoreWords = ctypes.c_uint32 * 32
 
 
 class Args(ctypes.Structure):
@@ -71,6 +72,8 @@ class Args(ctypes.Structure):
         ("value_table", _Table),
         ("key_sign_bits", _SignBits),
         ("value_sign_bits", _SignBits),
+        ("key_core", _CoreWords),
+        ("value_core", _CoreWords),
         *((name, ctypes.c_int32) for name in (
             "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split", "merge_places",
             "queries_of_chunk", "group_inverse",
@@ -232,7 +235,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     few = few_tokens(device, sequences, total, num_kv_heads, tokens)
     amount = amount_of(device, layout, tokens, sequences * num_kv_heads)
     if request.max_query_len > most_queries:  # beside a prefill: one kernel for all, however little there is to do
-        amount, few = Amount(False, False, False, False, False), None
+        amount, few = Amount(*(False,) * 6), None
     plan = _plan(
         device, layout, group, min(request.max_query_len, most_queries), amount, few,
         rows_bound(total * heads), query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
@@ -275,7 +278,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.queries_of_chunk, args.group_inverse = shape.columns // group, -(-(1 << 16) // group)
     part_bytes = 4 * slots * shape.columns * value_dim
     return _Call(
-        plan, args, ((blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 2), cuts,
+        plan, args, ((blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 4), cuts,
         part_bytes, 4 * slots * shape.columns * (value_dim + 2), () if sinks is None else (sinks,),
     )  # fmt: skip
 
@@ -298,6 +301,8 @@ def _plan(
         value_table=_Table(*level_bytes(spec.value, spec.value_dim)),
         key_sign_bits=_SignBits(*sign_words(spec.key_dim, spec.seed)),
         value_sign_bits=_SignBits(*sign_words(spec.value_dim, spec.seed)),
+        key_core=_CoreWords(*core_words(spec.key_dim, True)),
+        value_core=_CoreWords(*core_words(spec.value_dim, False)),
     )  # fmt: skip
     defines = kernel_defines(layout, shape, DTYPE_NUMBERS[q_dtype], DTYPE_NUMBERS[out_dtype], window, softcap)
     return Plan(shape, defines, shared_bytes(layout, shape), args)
@@ -315,7 +320,7 @@ def workspace_bytes(
     """Bytes that ``attend`` needs as ``workspace`` for these bounds."""
     about, need = device_of(device), 0
     for queries in range(1, min(max_query_len, MAX_DECODE_QUERIES) + 1):
-        for amount in product((False, True), repeat=5):
+        for amount in product((False, True), repeat=6):
             shape = shape_for(about, layout, group, queries, Amount(*amount))
             if shape is not None:
                 items = most_items(total_queries, sequences, num_kv_heads, group, shape)

@@ -16,15 +16,18 @@ from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout, SideLayout, T
 # With one stage, keys are copied while values are multiplied and the other way round.
 _SMALLER = ((4, 4, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 _LONG = {
-    4: ((8, 12, 2, 1), (4, 12, 2, 1), (4, 8, 2, 1), (2, 12, 2, 1), (2, 8, 2, 1), *_SMALLER),
+    4: ((8, 12, 2, 1), (8, 8, 2, 1), (4, 12, 2, 1), (4, 8, 2, 1), (2, 12, 2, 1), (2, 8, 2, 1), *_SMALLER),
     8: ((4, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
     16: ((4, 8, 2, 1), (2, 8, 2, 1), (4, 4, 2, 2), *_SMALLER),
     32: ((4, 8, 2, 1), (2, 8, 3, 1), (2, 8, 2, 1), (1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1)),
 }
+# Bytes of a step of 64 tokens up to which 12 warps are better than 8, unless codes have 2 bits and logic most of the
+# work; and of one of 128 tokens up to which it is better.
+_STEP_OF_TWELVE, _STEP_OF_128 = 8 << 10, 11 << 10
 # Levels from tables in shared memory: warps that wait for it.
 _LOOKED_UP = (
-    *((4, 12, 1, 1), (2, 16, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1), (2, 12, 1, 1), (2, 8, 1, 1)),
-    *_SMALLER,
+    *((4, 12, 2, 1), (4, 12, 1, 1), (2, 16, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1)),
+    *((2, 12, 1, 1), (2, 8, 1, 1), *_SMALLER),
 )
 # The most columns, by products of warpgroups: (tiles, warps).
 _WARPGROUPS = ((2, 12), (2, 8))
@@ -102,7 +105,8 @@ class Device:
 class Amount(NamedTuple):
     """Are sequences short, is all work little or tiny, are there more (sequence, KV head) than multiprocessors?
 
-    Has a sequence so few tokens, and are there so many, that every (sequence, KV head) has a block?
+    Has a sequence so few tokens, and are there so many, that every (sequence, KV head) has a block? If every one has as
+    many blocks, one a multiprocessor, are nearly all multiprocessors busy?
     """
 
     short: bool
@@ -110,6 +114,7 @@ class Amount(NamedTuple):
     tiny: bool
     many_rows: bool
     brief: bool
+    even: bool
 
 
 class Few(NamedTuple):
@@ -141,7 +146,13 @@ def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> Amo
     short = tokens * layout.page_bytes < _SHORT_BYTES * layout.block_size
     each = rows * tokens / device.multiprocessors
     brief = device.one_launch and tokens <= _BRIEF_TOKENS and rows > 2 * device.multiprocessors
-    return Amount(short, each < _LITTLE_TOKENS, each < _TINY_TOKENS, rows > device.multiprocessors, brief)
+    many = rows > device.multiprocessors
+    return Amount(short, each < _LITTLE_TOKENS, each < _TINY_TOKENS, many, brief, _is_even(device, tokens, rows))
+
+
+def _is_even(device: Device, tokens: int, rows: int) -> bool:
+    shares = device.multiprocessors // max(1, rows)  # large clusters of large blocks do not all find room at a time
+    return 10 * rows * shares >= 9 * device.multiprocessors and (shares <= 2 or tokens > _CLUSTER_TOKENS)
 
 
 @lru_cache(maxsize=1024)
@@ -151,9 +162,10 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
     if group <= most // 2 and team == 1:
         most //= 2  # of the most columns so many registers are output that fewer columns, more often, take less time
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
-    cuts = (_SHORT if amount.short else _LONG)[columns]
-    if columns == 4 and _looks_levels_up(layout):
-        cuts = _LOOKED_UP
+    looks_up = columns == 4 and _looks_levels_up(layout)
+    in_bytes = columns == 4 and not looks_up
+    short = amount.short and not (in_bytes and amount.even)
+    cuts = _LOOKED_UP if looks_up else (_SHORT if short else _LONG)[columns]
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
     if amount.brief and columns <= 8 and max(layout.spec.key_dim, layout.spec.value_dim) <= 128:
@@ -168,12 +180,15 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
             if _fits(device, layout, shape) and (warps <= 8 or amount.short or not amount.little):
                 return shape
     for tiles, warps, stages, resident in cuts:
-        if amount.little and warps > 8 and (not amount.short or layout.spec.key_dim > 128):
+        if amount.little and warps > 8 and (not short or layout.spec.key_dim > 128):
             continue
-        if stages == 1 and not _is_power_of_two(layout.spec.key_dim):
-            continue  # other rotations take a free slot
+        if in_bytes and _step_is_large(layout, tiles, warps, amount):
+            continue
+        if stages == 1 and tiles == 4 and layout.spec.value_dim > 128 and not _in_bytes(layout.spec.value):
+            continue  # its registers spill
         bulk = _in_pages(device, layout, tiles)
-        for apart in (True, False) if columns == 4 and not amount.little and _has_six_bits(layout) else (False,):
+        both = columns == 4 and not amount.little and _has_six_bits(layout) and (tiles < 4 or stages == 1)
+        for apart in (True, False) if both else (False,):
             shape = Shape(
                 max(1, columns // 8), columns > 4, tiles, warps, stages, resident, team if columns == 32 else 1,
                 bulk, apart,
@@ -189,9 +204,9 @@ def _fits(device: Device, layout: PageLayout, shape: Shape) -> bool:
 
 
 def writes_whole_items(layout: PageLayout) -> bool:
-    """Whether a block writes the output of what it has all keys of: where rotating back takes no shared memory."""
+    """Whether a block writes the output of what it has all keys of: if queries leave the memory to rotate back."""
     dim = layout.spec.value_dim
-    return not layout.spec.value.rotated or (_is_power_of_two(dim) and dim >= 32)
+    return not layout.spec.value.rotated or (_is_power_of_two(dim) and dim >= 32) or dim <= 2 * layout.spec.key_dim
 
 
 def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) -> Shape:
@@ -270,6 +285,18 @@ def _looks_levels_up(layout: PageLayout) -> bool:
     return any(fmt.kind == Kind.LLOYD and not _in_bytes(fmt) for fmt in (layout.spec.key, layout.spec.value))
 
 
+def _step_is_large(layout: PageLayout, tiles: int, warps: int, amount: Amount) -> bool:
+    """Whether a smaller step is better, or fewer warps are.
+
+    Nothing overlaps the wait for the first steps of all warps, and their last ones.
+    """
+    step = 16 * tiles * layout.page_bytes // layout.block_size
+    if tiles == 8:
+        return amount.little or step > _STEP_OF_128
+    bits = layout.spec.key.bits + layout.spec.value.bits
+    return tiles == 4 and warps > 8 and bits > 4 and step > _STEP_OF_TWELVE
+
+
 def _has_six_bits(layout: PageLayout) -> bool:
     return any(fmt.kind == Kind.LLOYD and fmt.bits == 6 for fmt in (layout.spec.key, layout.spec.value))
 
@@ -313,6 +340,8 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     if shape.cluster > 1:  # what its blocks send each other, and a barrier for every column
         columns = -(-shape.columns // shape.cluster)
         total = -(-(total + 8 * columns) // 16) * 16 + 4 * columns * shape.cluster * (spec.value_dim + 4)
+    if shape.stages == 1 and not (_is_power_of_two(spec.key_dim) and spec.key_dim >= 32):
+        total = -(-total // 16) * 16 + 4 * spec.key_dim * min(shape.columns, shape.warps)  # rotates without a free slot
     return total
 
 

@@ -1,54 +1,38 @@
 // The codes of one 16-token tile, from the bytes of a page in shared memory to operands of the tensor cores.
 // Lanes, slices, planes and value numbers are those of docs/design/page-format.md.
 #pragma once
+#include "common/token_rows.cuh"
 #include "common/types.cuh"
 
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
-// A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for what is left over.
-// A lane holds all of its words, or those of one of several equal PARTS of the slices, which then begins a word.
-template <int W, int S, int PARTS = 1> struct Plane {
+// A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for what is left over, which
+// becomes a word as well. A lane holds all of its words, or those of one of several equal PARTS of the slices, which then begins a word.
+template <int W, int S, bool TRANSPOSED, int PARTS = 1> struct Plane {
   static constexpr int PER_WORD = 4 / W;
-  static constexpr int WORDS = S / PER_WORD / PARTS;
-  static constexpr int TAIL = S % PER_WORD;
+  static constexpr int WHOLE_WORDS = S / PER_WORD / PARTS, TAIL = S % PER_WORD, WORDS = WHOLE_WORDS + (TAIL > 0);
   static constexpr int BYTES = 32 * S * W;
   static_assert(PARTS == 1 || S % (PER_WORD * PARTS) == 0, "a part is whole words");
-  u32 words[at_least_one(WORDS)];
+  u32 words[WORDS];
 
   DEVICE_MEMBER void load(const u8* plane, int lane, int part) {
-    if constexpr (PARTS == 1) load_words<WORDS>(plane, lane, words);
-    else load_words_of_part<WORDS, PARTS>(plane, lane, part, words);
+    if constexpr (PARTS == 1) load_words<WHOLE_WORDS>(plane, lane, words);
+    else load_words_of_part<WHOLE_WORDS, PARTS>(plane, lane, part, words);
+    if constexpr (TAIL > 0) {
+      const u8* rows = plane + 128 * WHOLE_WORDS;
+      words[WHOLE_WORDS] = TRANSPOSED ? value_rows_word<W, TAIL>(rows, lane) : key_rows_word<W, TAIL>(rows, lane);
+    }
   }
 
   // Value n of slice s in the low W bits of nibble n.
-  template <bool TRANSPOSED>
-  DEVICE_MEMBER u32 nibbles(const u8* plane, int lane, int s) const {
-    if (s < WORDS * PER_WORD) {
-      const u32 w = words[s / PER_WORD];
-      if (W == 4) return w;
-      return (w >> (W * (s % PER_WORD))) & (W == 2 ? 0x33333333u : 0x11111111u);
-    }
-    const u8* rows = plane + WORDS * 128;
-    const int g = lane >> 2, t = lane & 3, row_bytes = 2 * W * TAIL;
-    u32 out = 0;
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-      int token = TRANSPOSED ? 2 * t + 8 * (n / 4) + (n / 2) % 2 : g + 8 * (n / 4);
-      int dim = TRANSPOSED ? g + 8 * (n % 2) : 2 * t + 8 * ((n / 2) % 2) + n % 2;
-      int bit = W * (16 * (s - WORDS * PER_WORD) + dim);
-      out |= ((u32)(rows[token * row_bytes + bit / 8] >> (bit % 8)) & ((1u << W) - 1)) << (4 * n);
-    }
-    return out;
+  DEVICE_MEMBER u32 nibbles(int s) const {
+    return W == 4 ? word_of(s) : word_of(s) >> shift_of(s) & (W == 2 ? 0x33333333u : 0x11111111u);
   }
-
   // The word that has slice s, value n in nibble n, and where in the nibbles.
-  template <bool TRANSPOSED>
-  DEVICE_MEMBER u32 word_of(const u8* plane, int lane, int s) const {
-    return s < WORDS * PER_WORD ? words[s / PER_WORD] : nibbles<TRANSPOSED>(plane, lane, s);
-  }
-  DEVICE_MEMBER static constexpr int shift_of(int s) { return s < WORDS * PER_WORD ? W * (s % PER_WORD) : 0; }
+  DEVICE_MEMBER u32 word_of(int s) const { return words[s / PER_WORD]; }
+  DEVICE_MEMBER static constexpr int shift_of(int s) { return W * (s % PER_WORD); }
 
-  template <int N> DEVICE_MEMBER static void load_words(const u8* plane, int lane, u32 (&w)[at_least_one(N)]) {
+  template <int N, int M> DEVICE_MEMBER static void load_words(const u8* plane, int lane, u32 (&w)[M]) {
     constexpr int QUADS = N & ~3, PAIRS = N & ~1;
 #pragma unroll
     for (int i = 0; i < QUADS; i += 4) {
@@ -63,7 +47,7 @@ template <int W, int S, int PARTS = 1> struct Plane {
   }
 
   // Words N part, N part + 1, ... of a plane of N PARTS.
-  template <int N, int PARTS_> DEVICE_MEMBER static void load_words_of_part(const u8* plane, int lane, int part, u32 (&w)[at_least_one(N)]) {
+  template <int N, int PARTS_> DEVICE_MEMBER static void load_words_of_part(const u8* plane, int lane, int part, u32 (&w)[N]) {
     constexpr int QUADS = N * PARTS_ & ~3, PAIRS = N * PARTS_ & ~1;
     if constexpr (N % 4 == 0) {
       load_words<N>(plane + 128 * N * part, lane, w);
@@ -89,50 +73,49 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   static constexpr bool VALUES = TRANSPOSED;
   static constexpr int FIRST = BITS >= 4 ? 4 : (BITS >= 2 ? 2 : 1);
   static constexpr int REST = BITS - FIRST;  // 0..3: a plane of 2 and/or one of 1
-  Plane<FIRST, S, PARTS> first;
-  Plane<2, S, REST >= 2 ? PARTS : 1> two;
-  Plane<1, S, REST & 1 ? PARTS : 1> one;
-  const u8* base;
-  int lane;
+  typedef Plane<FIRST, S, TRANSPOSED, PARTS> First;
+  typedef Plane<2, S, TRANSPOSED, REST >= 2 ? PARTS : 1> Two;
+  typedef Plane<1, S, TRANSPOSED, REST & 1 ? PARTS : 1> One;
+  First first;
+  Two two;
+  One one;
 
-  DEVICE_MEMBER void load(const u8* tile, int lane_, int part = 0) {
-    base = tile, lane = lane_;
-    first.load(base, lane, part);
-    if (REST >= 2) two.load(base + Plane<FIRST, S>::BYTES, lane, part);
-    if (REST & 1) one.load(base + one_offset(), lane, part);
+  DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) {
+    first.load(tile, lane, part);
+    if (REST >= 2) two.load(tile + First::BYTES, lane, part);
+    if (REST & 1) one.load(tile + First::BYTES + (REST >= 2 ? Two::BYTES : 0), lane, part);
   }
-  DEVICE_MEMBER static constexpr int one_offset() { return Plane<FIRST, S>::BYTES + (REST >= 2 ? Plane<2, S>::BYTES : 0); }
 
   // Of two tiles of values, up to 4 bits: dimensions g of both (ODD: g + 8), the first one's codes in even nibbles and the second one's
   // in odd ones. Two words of a plane at a time, however many slices they have.
-  static constexpr bool MERGEABLE = BITS <= 4 && S % Plane<FIRST, S>::PER_WORD == 0 && (!(REST & 1) || S % 4 == 0);
+  static constexpr bool MERGEABLE = BITS <= 4;
   template <bool ODD> DEVICE_MEMBER void merge(const Codes& a, const Codes& b) {
 #pragma unroll
-    for (int i = 0; i < decltype(first)::WORDS; i++) first.words[i] = merged<ODD>(a.first.words[i], b.first.words[i]);
+    for (int i = 0; i < First::WORDS; i++) first.words[i] = merged<ODD>(a.first.words[i], b.first.words[i]);
     if (REST & 1)
 #pragma unroll
-      for (int i = 0; i < decltype(one)::WORDS; i++) one.words[i] = merged<ODD>(a.one.words[i], b.one.words[i]);
+      for (int i = 0; i < One::WORDS; i++) one.words[i] = merged<ODD>(a.one.words[i], b.one.words[i]);
   }
   template <bool ODD> DEVICE_MEMBER static u32 merged(u32 a, u32 b) {
     return bit_select(0x0F0F0F0Fu, ODD ? a >> 4 : a, ODD ? b : b << 4);
   }
 
   DEVICE_MEMBER u32 low(int s) const {
-    u32 x = first.template nibbles<TRANSPOSED>(base, lane, s);
-    if (BITS == 3) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << 2;
+    u32 x = first.nibbles(s);
+    if (BITS == 3) x |= one.nibbles(s) << 2;
     return x;
   }
   DEVICE_MEMBER u32 high(int s) const {
     u32 x = 0;
-    if (BITS > 4 && REST >= 2) x = two.template nibbles<TRANSPOSED>(base + Plane<FIRST, S>::BYTES, lane, s);
-    if (BITS > 4 && (REST & 1)) x |= one.template nibbles<TRANSPOSED>(base + one_offset(), lane, s) << (REST >= 2 ? 2 : 0);
+    if (BITS > 4 && REST >= 2) x = two.nibbles(s);
+    if (BITS > 4 && (REST & 1)) x |= one.nibbles(s) << (REST >= 2 ? 2 : 0);
     return x;
   }
   // 5-7 bits: bytes whose low nibbles are those of the codes at even and odd places, and whose high ones are what is above
   // them. ANYTHING_ABOVE: at 6 bits their highest two bits are anything, and a look-up has an entry for each of their values.
   template <bool ANYTHING_ABOVE> DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const {
     const u32 nibbles = low(s), mask = 0x0F0F0F0Fu;
-    if (ANYTHING_ABOVE && BITS == 6 && s < decltype(two)::WORDS * decltype(two)::PER_WORD) {
+    if (ANYTHING_ABOVE && BITS == 6) {
       const u32 above = two.words[s / 2];
       pair[0] = bit_select(mask, nibbles, above << (s % 2 ? 2 : 4));
       pair[1] = bit_select(mask, nibbles >> 4, above >> (s % 2 ? 2 : 0));
@@ -145,15 +128,15 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   DEVICE_MEMBER static constexpr int word_of_byte(int n) { return n % 2; }
   DEVICE_MEMBER static constexpr int place_of_byte(int n) { return n / 2; }
   // 5 bits: the word with the signs, and where in its nibbles.
-  DEVICE_MEMBER u32 sign_word(int s) const { return one.template word_of<TRANSPOSED>(base + one_offset(), lane, s); }
-  DEVICE_MEMBER static constexpr int sign_shift(int s) { return Plane<1, S, REST & 1 ? PARTS : 1>::shift_of(s); }
+  DEVICE_MEMBER u32 sign_word(int s) const { return one.word_of(s); }
+  DEVICE_MEMBER static constexpr int sign_shift(int s) { return One::shift_of(s); }
 };
 
 template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PARTS> {
   static constexpr int WIDTH = 8;
   static constexpr bool MERGEABLE = false;
   static constexpr bool VALUES = TRANSPOSED;
-  Plane<4, 2 * S, PARTS> plane;
+  Plane<4, 2 * S, TRANSPOSED, PARTS> plane;
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
   DEVICE_MEMBER u32 low(int s) const { return plane.words[2 * s]; }
   DEVICE_MEMBER u32 high(int s) const { return plane.words[2 * s + 1]; }

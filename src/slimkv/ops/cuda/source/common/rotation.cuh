@@ -75,25 +75,84 @@ DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const
   sync_warp();
 }
 
-// x times the rotation: its random signs are `bits`, its whole matrix `signs`. scratch: DIM floats of this warp's own.
+// The same of a core of so few dimensions that a lane has one of them, of every vector that the core multiplies, or of every other one: then it
+// needs a word of the core's entries, `core` (a set bit for -1), and doubling is additions in the lane.
+constexpr bool core_of_lanes(int core) { return core > 1 && core <= 32 && core % 4 == 0; }
+template <int DIM, int CORE, bool BACK>
+DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, float norm, float* scratch, int lane) {
+  constexpr int N = (DIM + 31) / 32, VECTORS = DIM / CORE, SPLIT = 32 / CORE >= 2 && VECTORS > 1 ? 2 : 1, OWN = VECTORS / SPLIT;
+  static_assert(DIM % CORE == 0 && VECTORS % SPLIT == 0, "vectors are doubled");
+  const int b = lane < CORE ? lane : lane < SPLIT * CORE ? lane - CORE : 0, upper = lane >= CORE && lane < SPLIT * CORE;
+  const u32 entries = core[b];
+#pragma unroll
+  for (int i = 0; i < N; i++)
+    if (lane + 32 * i < DIM) scratch[lane + 32 * i] = BACK ? x[i] * norm : signed_by(x[i] * norm, bits[i], lane);
+  sync_warp();
+  float sum[OWN];
+#pragma unroll
+  for (int a = 0; a < OWN; a++) sum[a] = 0.0f;
+  const float* vectors = scratch + upper * OWN * CORE;
+#pragma unroll 1
+  for (int j = 0; j < CORE; j += 4) {
+    float sign[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) sign[k] = as_float(bit_select(0x80000000u, entries >> j << (31 - k), 0x3F800000u));
+#pragma unroll
+    for (int a = 0; a < OWN; a++) {
+      const Words4 four = *(const Words4*)(vectors + a * CORE + j);
+      sum[a] = fma_rn(as_float(four.x), sign[0], sum[a]), sum[a] = fma_rn(as_float(four.y), sign[1], sum[a]);
+      sum[a] = fma_rn(as_float(four.z), sign[2], sum[a]), sum[a] = fma_rn(as_float(four.w), sign[3], sum[a]);
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < OWN; step <<= 1)
+#pragma unroll
+    for (int a = 0; a < OWN; a++)
+      if (!(a & step)) {
+        const float y = sum[a], z = sum[a | step];
+        sum[a] = y + z, sum[a | step] = y - z;
+      }
+  if (SPLIT > 1)
+#pragma unroll
+    for (int a = 0; a < OWN; a++) {
+      const float other = shfl(sum[a], upper ? b : b + CORE);
+      sum[a] = upper ? other - sum[a] : sum[a] + other;
+    }
+  sync_warp();
+  if (lane < SPLIT * CORE)
+#pragma unroll
+    for (int a = 0; a < OWN; a++) scratch[(upper * OWN + a) * CORE + b] = sum[a];
+  sync_warp();
+#pragma unroll
+  for (int i = 0; i < N; i++)
+    if (lane + 32 * i < DIM) x[i] = BACK ? signed_by(scratch[lane + 32 * i], bits[i], lane) : scratch[lane + 32 * i];
+  sync_warp();
+}
+
+// x times the rotation: its random signs are `bits`, its core's columns `core` (up to 32), its whole matrix `signs`. scratch: DIM floats of this
+// warp's own, on a boundary of 16 bytes.
 template <int DIM, int CORE>
-DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
+DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm, float* scratch, int lane) {
   if (POWER_OF_TWO(DIM) && DIM >= 32) {
 #pragma unroll
     for (int i = 0; i < (DIM + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
     hadamard<DIM>(x, lane);
+  } else if constexpr (core_of_lanes(CORE)) {
+    multiply_by_core_of_lanes<DIM, CORE, false>(x, bits, core, norm, scratch, lane);
   } else {
     multiply_by_core<DIM, CORE, false>(x, bits, signs, norm, scratch, lane);
   }
 }
 
-// The other way.
+// The other way; `core`: its rows.
 template <int DIM, int CORE>
-DEVICE void unrotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
+DEVICE void unrotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm, float* scratch, int lane) {
   if (POWER_OF_TWO(DIM) && DIM >= 32) {
     hadamard<DIM>(x, lane);
 #pragma unroll
     for (int i = 0; i < (DIM + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
+  } else if constexpr (core_of_lanes(CORE)) {
+    multiply_by_core_of_lanes<DIM, CORE, true>(x, bits, core, norm, scratch, lane);
   } else {
     multiply_by_core<DIM, CORE, true>(x, bits, signs, norm, scratch, lane);
   }

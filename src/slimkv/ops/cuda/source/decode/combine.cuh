@@ -48,7 +48,7 @@ struct ClusterInbox {
 // The rows of an item, of which each block of the cluster writes some.
 DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* shared, int warp, int lane) {
   const ClusterInbox inbox(shared);
-  for (int column = cluster_rank() + CLUSTER * warp; column < COLUMNS; column += CLUSTER * WARPS) {
+  for (int column = cluster_rank() + CLUSTER * warp; warp < WRITERS && column < COLUMNS; column += CLUSTER * WRITERS) {
     if (!is_real(args, range, column)) continue;
     mbarrier_wait(inbox.barriers + column / CLUSTER, 0);
     const int own = lane % CLUSTER_LANES;
@@ -62,7 +62,8 @@ DEVICE void combine_cluster(const DecodeArgs& args, const WorkRange& range, u8* 
     merged.clear();
     merged.add_spread(own < CLUSTER ? state[0] : MINUS_INFINITY, own < CLUSTER ? state[1] : 0.0f, v);
     const int row = range.s.start + range.chunk * args.queries_of_chunk + by_group(args, column);
-    write_row(args, row, range.head * args.group_size + in_group(args, column), merged.highest, merged.row_sum, merged.x, nullptr, lane);
+    write_row(args, row, range.head * args.group_size + in_group(args, column), merged.highest, merged.row_sum, merged.x,
+              scratch_of_writer(shared, warp), lane);
   }
 }
 
@@ -160,14 +161,15 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
         if (lane == 0) inbox.send(column, VD, all_max, all_sum, 0.0f, 0.0f);
       }
     } else if (whole) {
-      for (int i = warp; i < GROUP; i += WARPS) {
+      for (int i = warp; warp < WRITERS && i < GROUP; i += WRITERS) {
         const int column = GROUP * n + i, per_chunk = args.queries_of_chunk, query = range.chunk * per_chunk + by_group(args, column);
         if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
         float all_max, all_sum, x[VN];
         sum_of_warps(states, column, all_max, all_sum);
 #pragma unroll
         for (int j = 0; j < VN; j++) x[j] = lane + 32 * j < VD ? sum_at(i, lane + 32 * j) : 0.0f;
-        write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), all_max, all_sum, x, nullptr, lane);
+        write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), all_max, all_sum, x,
+                  scratch_of_writer(shared, warp), lane);
       }
     } else {
       if constexpr (POLLED) write_sums(args.parts + (part * COLUMNS + GROUP * n) * VD, shared);

@@ -126,7 +126,8 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       if (warp + i * WARPS < COLUMNS)
-        prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT, (float*)(ring + (filled % STAGES) * SLOT), lane);
+        prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT,
+                      (float*)(OWN_SCRATCH ? shared + SCRATCH_AT + 4 * KD * warp : ring + (filled % STAGES) * SLOT), lane);
     if (BULK || WGMMA) fence_proxy_async();  // rings and operands were written to
     sync_threads();
     if constexpr (POLLED) {

@@ -91,7 +91,7 @@ KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
   if (whole) return;
 
   MergedState merged = (POLLED ? poll_parts : merge_parts)(args, item, column, first_block + warp % split, last_block, split, lane);
-  float* mine = (float*)shared + warp * (VD + 2);
+  float* mine = (float*)shared + warp * (VD + 4);
   if (split > 1) {
     if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.row_sum;
 #pragma unroll
@@ -103,7 +103,7 @@ KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
       return;
     }
     for (int w = 1; w < split; w++) {
-      const float* theirs = mine + w * (VD + 2);
+      const float* theirs = mine + w * (VD + 4);
       const float m[1] = {theirs[VD]}, l[1] = {theirs[VD + 1]};
       float v[1][VN];
 #pragma unroll
@@ -118,6 +118,7 @@ HOST_TESTABLE(merge, DecodeArgs)
 
 // Block x: the item that is cut first between blocks x and x + 1 of `attend`, and sequences without keys, which no block has seen.
 KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
+  SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, cut = block_index() + 1;
   const int column = block_index_y() * MERGE_WARPS + warp, per_chunk = args.queries_of_chunk;
   const int of_chunk = by_group(args, column), of_group = in_group(args, column);
@@ -127,6 +128,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   const int query = range.chunk * per_chunk + of_chunk;
   const bool here = left > 0 && range.first > 0 && range.first <= partition.share && of_chunk < per_chunk && query < range.s.queries;
   const int last_block = cut + (range.s.steps - range.first - 1) / partition.share;
+  float* scratch = (float*)shared + warp * VD;
   MergedState none;
   none.clear();
   for (int b = block_index(); b < args.num_seqs; b += block_count()) {
@@ -134,11 +136,11 @@ KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
     if (s.steps || s.chunks == 0) continue;
     for (int i = of_chunk; i < s.queries && of_chunk < per_chunk; i += per_chunk)
       for (int head = of_group; head < args.num_kv_heads * args.group_size; head += args.group_size)
-        write_row(args, s.start + i, head, none.highest, none.row_sum, none.x, nullptr, lane);
+        write_row(args, s.start + i, head, none.highest, none.row_sum, none.x, scratch, lane);
   }
   griddepcontrol_wait();
   if (!here) return;
   const MergedState merged = merge_parts(args, range.item, column, cut - 1, last_block, 1, lane);
-  write_row(args, range.s.start + query, range.head * args.group_size + of_group, merged.highest, merged.row_sum, merged.x, nullptr, lane);
+  write_row(args, range.s.start + query, range.head * args.group_size + of_group, merged.highest, merged.row_sum, merged.x, scratch, lane);
 }
 HOST_TESTABLE(merge_cuts, DecodeArgs)

@@ -39,7 +39,7 @@ DEVICE const Column* column_at(const u8* shared, int c) { return (const Column*)
 
 // One warp: rotates a query. Returns its largest magnitude; what is not finite counts as that.
 DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch, int lane) {
-  if (K_ROTATED) rotate<KD, K_CORE>(y, args.key_sign_bits, (const u16*)args.key_signs, args.key_norm, scratch, lane);
+  if (K_ROTATED) rotate<KD, K_CORE>(y, args.key_sign_bits, args.key_core, (const u16*)args.key_signs, args.key_norm, scratch, lane);
   float row_max = 0.0f;
   bool finite = true;
 #pragma unroll

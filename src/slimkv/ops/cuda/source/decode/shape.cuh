@@ -21,6 +21,7 @@
 #pragma once
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
+#include "common/rotation.cuh"
 
 constexpr int KS = KD / 16, VS = VD / 16, STEP = 16 * NT;
 constexpr bool ONE_UNIT = ROLES;  // queries of all columns have the same unit
@@ -107,7 +108,11 @@ constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + (BULK ? 8 * RINGS * BARRIERS : 0)
 constexpr int INBOX_COLUMNS = (COLUMNS + CLUSTER - 1) / CLUSTER, CLUSTER_LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : 2;
 constexpr int INBOX_BARRIERS_AT = PAIR_BARRIERS_AT + (ROLES ? RINGS * 4 * 8 : 0);
 constexpr int INBOX_AT = (INBOX_BARRIERS_AT + (CLUSTER > 1 ? 8 * INBOX_COLUMNS : 0) + 15) / 16 * 16;
-constexpr int SHARED_BYTES = CLUSTER > 1 ? INBOX_AT + INBOX_COLUMNS * CLUSTER * 4 * (VD + 4) : INBOX_BARRIERS_AT;
+constexpr int INBOX_END = CLUSTER > 1 ? INBOX_AT + INBOX_COLUMNS * CLUSTER * 4 * (VD + 4) : INBOX_BARRIERS_AT;
+// Rotations that take shared memory have the ring's free slot for that, or, where there is none, memory of their own.
+constexpr bool OWN_SCRATCH = STAGES == 1 && !(POWER_OF_TWO(KD) && KD >= 32);
+constexpr int SCRATCH_AT = (INBOX_END + 15) / 16 * 16, SCRATCH_ROWS = COLUMNS < WARPS ? COLUMNS : WARPS;
+constexpr int SHARED_BYTES = OWN_SCRATCH ? SCRATCH_AT + SCRATCH_ROWS * 4 * KD : INBOX_END;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 // ROLES: parts of the output take the place of queries and probabilities; a row of 36 words keeps lanes in different banks.
 constexpr int RESULT_ROW = 16 * OUT_SLICES + 4;
@@ -135,6 +140,7 @@ struct DecodeArgs {
   float key_norm, value_norm;    // what makes the rotations orthonormal
   Table key_table, value_table;  // their signs are unused
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
+  u32 key_core[32], value_core[32];  // columns of the keys' core, rows of the values', likewise
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window, blocks, merge_split;
   i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
   i32 queries_of_chunk;  // that are attended together: COLUMNS / group_size

@@ -52,7 +52,7 @@ struct Query {
                                            : number_of(raw.latent[i / 2] >> 16 * (i % 2), Q_TYPE);
 #pragma unroll
     for (int i = 0; i < RD / 32; i++) y[i] = number_of(raw.rope[i], ROPE_TYPE);
-    if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, args.rope_norm, nullptr, lane);
+    if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, nullptr, args.rope_norm, nullptr, lane);
     // What is 2^40 times smaller than the rope part of the query makes no difference, and one unit fits in the other's range.
     rope_exponent = exponent_of_row<RD, LEAST>(y), exponent = max_i32(exponent_of_row<LD, LEAST>(x), rope_exponent - 40);
   }

@@ -29,7 +29,7 @@ struct RopeCodes {
   }
   DEVICE_MEMBER void load(const u8* tile, int lane) {
     if constexpr (R_BITS % 8 == 0) {
-      Plane<4, 8>::load_words<WORDS>(tile, lane, words);
+      Plane<4, 8, true>::load_words<WORDS>(tile, lane, words);
     } else {
       Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
       codes.load(tile, lane);

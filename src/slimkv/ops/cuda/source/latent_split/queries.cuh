@@ -33,7 +33,7 @@ DEVICE void stage_query(const LatentArgs& args, const Rows& rows, int n, u8* sha
 #pragma unroll
   for (int i = 0; i < RD / 32; i++)
     y[i] = real ? load_number(args.rope, query * args.rope_stride + head * args.rope_head_stride + lane + 32 * i, ROPE_TYPE) : 0.0f;
-  if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, args.rope_norm, nullptr, lane);
+  if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, nullptr, args.rope_norm, nullptr, lane);
   // What is 2^40 times smaller than the rope part of the query makes no difference, and one unit fits in the other's range.
   const int rope_exponent = exponent_of_row<RD, 1>(y), exponent = max_i32(exponent_of_row<LD, 1>(x), rope_exponent - 40);
   const float latent = stage_row<LD, true, false>(x, exponent, shared + QUERIES_AT, n, lane, sum) * L_UNIT;
