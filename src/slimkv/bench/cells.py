@@ -151,7 +151,10 @@ MORE_ATTEND_CELLS = (
     ),
     replace(_BIG, name="decode-32x8K-8q1kv-d256", context=8192, num_heads=8, num_kv_heads=1, head_dim=256),
     replace(_BIG, name="verify-4q-16x16K", batch=16, context=16384, queries=4),
-    replace(_BIG, name="verify-8q-16x16K", batch=16, context=16384, queries=8),
+    *(
+        replace(_BIG, name=f"verify-{queries}q-16x16K", batch=16, context=16384, queries=queries)
+        for queries in (8, 12, 16)
+    ),
     replace(_BIG, name="chunk-64q-32x8K", context=8192, queries=64),
     replace(_BIG, name="chunk-512q-16x8K", batch=16, context=8704, queries=512),
     replace(_BIG, name="prefill-2048q-1x16K-d64", batch=1, context=16384, queries=2048, head_dim=64),

@@ -130,11 +130,11 @@ DEVICE void st_cluster(float* to, float a, float b, float c, float d, u64* barri
 }
 DEVICE void fence_proxy_async() {}
 DEVICE void fence_proxy_async_global() {}
-template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+template <int OFFSET, int COUNT = 4> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
   u64 mine[5] = {address, m0, m1, m2, m3};
   host::Operands all = host::meet("stmatrix_x4", mine, 5);
   const int lane = host::lane();
-  for (int m = 0; m < 4; m++) {
+  for (int m = 0; m < COUNT; m++) {
     const u32 to = (u32)all[8 * m + lane / 4][0] + OFFSET + 4 * (lane % 4), word = (u32)mine[1 + m];
     if (to % 4 || to + 4 > (u32)host::machine.shared_bytes) host::fail("a matrix beyond shared memory");
     memcpy(host::machine.shared + to, &word, 4);
@@ -143,6 +143,9 @@ template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m
 }
 template <int OFFSET> DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
   stmatrix_x4<OFFSET>(address, movmatrix_trans(m0), movmatrix_trans(m1), movmatrix_trans(m2), movmatrix_trans(m3));
+}
+template <int OFFSET> DEVICE void stmatrix_x2_trans(u32 address, u32 m0, u32 m1) {
+  stmatrix_x4<OFFSET, 2>(address, movmatrix_trans(m0), movmatrix_trans(m1), 0, 0);
 }
 DEVICE void bar_sync(int number, int threads) {
   const u64 generation = host::named[number].generation;

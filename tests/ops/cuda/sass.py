@@ -105,6 +105,8 @@ def variants() -> dict[str, Variant]:
         "decode-k4v4-8-columns": _decode("k4v4", group=8),
         "decode-k4v4-16-columns": _decode("k4v4", queries=4),
         "decode-k4v4-32-columns": _decode("k4v4", queries=8),
+        **{f"decode-k4v4-{4 * q}-columns": _decode("k4v4", queries=q) for q in (10, 12, 14, 16)},
+        "decode-d256-32-columns": _decode("k4v4", 256, queries=8),
         "decode-d256-16-columns": _decode("k4v4", 256, 16),
         "decode-k5v5-8-columns": _decode("k5v5", group=8),
         "decode-d64-8-columns": _decode("k4v4", 64, 8),

@@ -115,6 +115,7 @@ def as_if_long(monkeypatch):
     """More warps and larger steps, which the few tokens of a test would not choose."""
     monkeypatch.setattr(shape, "_SHORT_BYTES", 0)
     monkeypatch.setattr(shape, "_LITTLE_TOKENS", 0)
+    monkeypatch.setattr(shape, "_SCANT_TOKENS", 0)
     monkeypatch.setattr(shape, "_TINY_TOKENS", 0)
 
 
@@ -148,6 +149,12 @@ def test_little_work_does_not_wait_for_its_parts():
 # Many columns by teams of four warps, whose products are those of sm_90a: in pairs, a team for keys and one for values,
 # or, of little work, each for both.
 HOPPER_GPU = replace(SMALL_GPU, warpgroups=True)
+NO_LENGTHS = {key: value for key, value in EVERYTHING.items() if key not in ("lens", "queries")}
+# Query heads of a KV head, queries of a sequence, columns of a block.
+GROUPS_QUERIES_COLUMNS = (
+    *((2, 16, 32), (3, 16, 48), (5, 16, 40), (6, 16, 48), (7, 8, 56), (8, 8, 64)),
+    *((12, 4, 48), (13, 4, 56), (16, 3, 48), (16, 4, 64)),
+)
 DRAFTS = replace(LONG, dim=128, lens=(700, 290, 33), queries=(8, 6, 8))
 WARPGROUP_CASES = [
     *(replace(DRAFTS, format=f, page=page) for f, page in (("k4v4", 64), ("k5v6", 16), ("ku4vur8", 64))),
@@ -166,6 +173,53 @@ def test_products_of_warpgroups(case, as_if_long):
     assert cut.warpgroup
     assert cut.roles
     check_emulated(case, HOPPER_GPU)
+
+
+# More columns than 32: as many of them as take the least time for all queries.
+MANY = replace(DRAFTS, page=64, lens=(300, 150), queries=(16, 9))
+RAGGED = replace(MANY, lens=(700, 33, 0, 290, 17), queries=(16, 1, 1, 11, 13))
+COLUMN_CASES = [
+    (replace(MANY, queries=(9, 3)), 40),
+    (replace(MANY, queries=(12, 9)), 48),
+    (replace(MANY, queries=(13, 2), page=16), 56),
+    (MANY, 64),
+    (replace(MANY, page=128, lens=(1300, 40), dim=64), 64),
+    (replace(RAGGED, dim=64, num_kv_heads=2), 64),
+    (replace(MANY, queries=(31, 20), dim=64), 64),  # twice
+    *((replace(MANY, group=g, queries=(q, q - 1), dim=64), n) for g, q, n in GROUPS_QUERIES_COLUMNS),
+    (replace(MANY, format="k5v5", queries=(12, 7)), 48),
+    (replace(MANY, format="ku4vur8", queries=(16, 7)), 64),
+    (replace(MANY, format="k6v3", queries=(9, 7)), 40),
+    *((replace(MANY, **NO_LENGTHS, queries=(q, 5)), n) for q, n in ((10, 40), (16, 64))),
+    (replace(MANY, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"), 64),
+    (replace(MANY, causal=False, scale=-0.1, dim=64), 64),
+    (replace(MANY, dim=256, queries=(8, 5)), 32),
+    (replace(MANY, dim=192, queries=(16, 9), format="k5v4"), 32),
+]
+
+
+@emulated
+@pytest.mark.parametrize(("case", "columns"), COLUMN_CASES, ids=str)
+def test_more_columns_than_32(case, columns, as_if_long):
+    cut = shape.shape_on(HOPPER_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
+    assert cut is not None
+    assert cut.roles
+    assert cut.columns == columns
+    check_emulated(case, HOPPER_GPU)
+
+
+@pytest.mark.parametrize(
+    ("longest", "total", "columns"), [(16, 48, 64), (16, 25, 64), (16, 24, 32), (12, 36, 48), (40, 300, 32)]
+)
+def test_one_long_draft_or_prompt_does_not_widen_the_columns_of_all(longest, total, columns, as_if_long):
+    """Of three sequences with ``total`` queries together."""
+    built, found = build(replace(MANY, lens=(700,) * 3, queries=(16,) * 3), CPU), []
+    out, lse = poisoned_out(built.case, built)
+    request = request_of(built, out, lse)
+    query = torch.empty(1).expand(total, *request.query.shape[1:])
+    request = replace(request, query=query, max_query_len=longest)
+    attend_cuda.attend_packed(request, HOPPER_GPU, lambda name, defines, *_: found.append(8 * defines["NG"]), 32)
+    assert found[0] == columns
 
 
 @emulated

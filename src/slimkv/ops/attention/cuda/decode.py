@@ -21,6 +21,7 @@ from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest
 from slimkv.ops.attention.cuda import prefill
 from slimkv.ops.attention.cuda.shape import (
+    FEW_COLUMNS,
     Amount,
     Device,
     Few,
@@ -235,9 +236,9 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     few = few_tokens(device, sequences, total, num_kv_heads, tokens)
     amount = amount_of(device, layout, tokens, sequences * num_kv_heads)
     if request.max_query_len > most_queries:  # beside a prefill: one kernel for all, however little there is to do
-        amount, few = Amount(*(False,) * 6), None
+        amount, few = Amount(*(False,) * len(Amount._fields)), None
     plan = _plan(
-        device, layout, group, min(request.max_query_len, most_queries), amount, few,
+        device, layout, group, min(request.max_query_len, most_queries), _cut_for(request, most_queries), amount, few,
         rows_bound(total * heads), query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
@@ -283,13 +284,20 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     )  # fmt: skip
 
 
+def _cut_for(request: AttendRequest, most_queries: int) -> int:
+    """Queries of a sequence that the kernel is cut for: those of most, if one has many more or is prefilled."""
+    longest, sequences = request.max_query_len, request.seq_lens.shape[0]
+    alike = longest <= most_queries and 2 * request.query.shape[0] > sequences * longest
+    return longest if alike else min(longest, most_queries, max(1, FEW_COLUMNS // request.group))
+
+
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, amount: Amount, few: Few | None, rows: int,
-    q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
+    device: Device, layout: PageLayout, group: int, queries: int, cut_for: int, amount: Amount, few: Few | None,
+    rows: int, q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    """``few``: if sequences are short; ``rows``: of output, at most."""
-    shape = shape_for(device, layout, group, queries, amount)
+    """Of up to ``queries``, mostly ``cut_for``; ``few``: if sequences are short; ``rows``: of output, at most."""
+    shape = shape_for(device, layout, group, cut_for, amount)
     if shape is None:
         return None
     if few is not None:
@@ -320,7 +328,7 @@ def workspace_bytes(
     """Bytes that ``attend`` needs as ``workspace`` for these bounds."""
     about, need = device_of(device), 0
     for queries in range(1, min(max_query_len, MAX_DECODE_QUERIES) + 1):
-        for amount in product((False, True), repeat=6):
+        for amount in product((False, True), repeat=len(Amount._fields)):
             shape = shape_for(about, layout, group, queries, Amount(*amount))
             if shape is not None:
                 items = most_items(total_queries, sequences, num_kv_heads, group, shape)

@@ -31,8 +31,13 @@ _LOOKED_UP = (
 )
 # The most columns, by products of warpgroups: (tiles, warps).
 _WARPGROUPS = ((2, 12), (2, 8))
-# The same by pairs of warpgroups, one for keys and one for values: (tiles, warps, stages).
-_PAIRS = ((8, 16, 4), (8, 16, 3))
+# The same by pairs of warpgroups, one for keys and one for values: (tiles, warps, stages). Of heads beyond 128 a step
+# is shorter, for registers.
+_PAIRS = ((8, 16, 4), (8, 16, 3), (8, 16, 2))
+_PAIRS_OF_LARGE_HEADS = ((4, 16, 4), (4, 16, 3))
+# What so many columns take by pairs, measured; the fewest are the best for sequences of different numbers of queries.
+FEW_COLUMNS = 32
+_PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 56: 1.47, 64: 1.6}
 # So little that every block has a step or two: of few heads small steps for many warps, of many heads blocks for all.
 _TINY = ((1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1))
 _TINY_AND_MANY = ((2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
@@ -42,6 +47,7 @@ _BRIEF = ((2, 4, 2, 4), (2, 4, 2, 3), *_TINY_AND_MANY)
 _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
 _LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
+_SCANT_TOKENS = 15 << 6
 _TINY_TOKENS = 1 << 9
 # Rows that wait for their parts: on four multiprocessors that have nothing else, or beside the blocks of all.
 _POLLED_ROWS, _POLLED_ROWS_BESIDE = 64, 256
@@ -103,14 +109,16 @@ class Device:
 
 
 class Amount(NamedTuple):
-    """Are sequences short, is all work little or tiny, are there more (sequence, KV head) than multiprocessors?
+    """Are sequences short, is all work little, too little for pairs of warpgroups, or tiny?
 
-    Has a sequence so few tokens, and are there so many, that every (sequence, KV head) has a block? If every one has as
-    many blocks, one a multiprocessor, are nearly all multiprocessors busy?
+    Are there more (sequence, KV head) than multiprocessors? Has a sequence so few tokens, and are there so many, that
+    every (sequence, KV head) has a block? If every one has as many blocks, one a multiprocessor, are nearly all
+    multiprocessors busy?
     """
 
     short: bool
     little: bool
+    scant: bool
     tiny: bool
     many_rows: bool
     brief: bool
@@ -146,8 +154,10 @@ def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> Amo
     short = tokens * layout.page_bytes < _SHORT_BYTES * layout.block_size
     each = rows * tokens / device.multiprocessors
     brief = device.one_launch and tokens <= _BRIEF_TOKENS and rows > 2 * device.multiprocessors
-    many = rows > device.multiprocessors
-    return Amount(short, each < _LITTLE_TOKENS, each < _TINY_TOKENS, many, brief, _is_even(device, tokens, rows))
+    return Amount(
+        short=short, little=each < _LITTLE_TOKENS, scant=each < _SCANT_TOKENS, tiny=each < _TINY_TOKENS,
+        many_rows=rows > device.multiprocessors, brief=brief, even=_is_even(device, tokens, rows),
+    )  # fmt: skip
 
 
 def _is_even(device: Device, tokens: int, rows: int) -> bool:
@@ -170,11 +180,12 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
     if amount.brief and columns <= 8 and max(layout.spec.key_dim, layout.spec.value_dim) <= 128:
         cuts = _BRIEF  # whose registers are few
-    if columns == 32 and device.warpgroups and not amount.tiny and _values_in_parts(layout, 4):
-        for tiles, warps, stages in _PAIRS:
-            shape = Shape(columns // 8, True, tiles, warps, stages, 1, 4, _in_pages(device, layout, tiles), roles=True)
-            if shape.bulk and _fits(device, layout, shape) and not amount.little:
-                return shape
+    in_parts = device.warpgroups and _values_in_parts(layout, 4, fractions=True)
+    if in_parts and not amount.scant and (columns == 32 or queries > columns // group):
+        pairs = _in_pairs(device, layout, group, queries)
+        if pairs is not None:
+            return pairs
+    if in_parts and columns == 32 and not amount.tiny:
         for tiles, warps in _WARPGROUPS:
             shape = Shape(columns // 8, True, tiles, warps, 2, 1, 4, _in_pages(device, layout, tiles))
             if _fits(device, layout, shape) and (warps <= 8 or amount.short or not amount.little):
@@ -194,6 +205,21 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
                 bulk, apart,
             )  # fmt: skip
             if _fits(device, layout, shape):
+                return shape
+    return None
+
+
+def _in_pairs(device: Device, layout: PageLayout, group: int, queries: int) -> Shape | None:
+    """By pairs of warpgroups, of as many columns as take the least time for all queries."""
+    large = max(layout.spec.key_dim, layout.spec.value_dim) > 128
+
+    def time(columns: int) -> float:
+        return -(-queries // (columns // group)) * _PAIR_TIMES[columns]
+
+    for columns in [32] if large else sorted(_PAIR_TIMES, key=time):
+        for tiles, warps, stages in _PAIRS_OF_LARGE_HEADS if large else _PAIRS:
+            shape = Shape(columns // 8, True, tiles, warps, stages, 1, 4, _in_pages(device, layout, tiles), roles=True)
+            if shape.bulk and _fits(device, layout, shape):
                 return shape
     return None
 
@@ -275,10 +301,13 @@ def team_of(layout: PageLayout) -> int:
     return 2 if max_columns(layout) == 32 and _values_in_parts(layout, 2) else 1
 
 
-def _values_in_parts(layout: PageLayout, parts: int) -> bool:
-    """Whether parts of the value slices are whole words of every plane."""
+def _values_in_parts(layout: PageLayout, parts: int, fractions: bool = False) -> bool:
+    """Whether parts of the value slices are whole words of every plane, or may be fractions of one."""
+    slices = layout.spec.value_dim // SLICE_DIMS
     words = [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4] or [1]
-    return layout.spec.value_dim // SLICE_DIMS % (parts * max(words)) == 0
+    if fractions and slices % parts == 0:
+        words = [n for n in words if slices % n or n % (slices // parts)]
+    return slices % (parts * max(words, default=1)) == 0
 
 
 def _looks_levels_up(layout: PageLayout) -> bool:
@@ -331,10 +360,14 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     if shape.warpgroup:  # operands of 64 numbers: queries, and probabilities of every team
         own_tiles = shape.tiles // 4 if shape.roles else shape.tiles
         query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // shape.team)
+        if shape.roles:  # where the output of a pair takes their place
+            query = max(query, 4 * shape.columns * (spec.value_dim + 4 * shape.team))
     states = shape.columns * (16 + (8 if shape.team == 1 else 12) * workers)
     barriers = 8 * rings * max(2, shape.stages) if shape.bulk else 0
     if shape.roles:  # factors of the output, and barriers of the probabilities
         barriers += rings * (2 * (4 * shape.columns + 8) + 32)
+        if shape.columns > 40:  # references of the softmax
+            barriers += 4 * shape.columns * workers
     tables = _level_table_bytes(layout, shape)
     total = rings * shape.stages * slot + tables + query + states + barriers
     if shape.cluster > 1:  # what its blocks send each other, and a barrier for every column

@@ -51,6 +51,9 @@ template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m
 }
 
 // The same of their transposes.
+template <int OFFSET> DEVICE void stmatrix_x2_trans(u32 address, u32 m0, u32 m1) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0 + %3], {%1, %2};" :: "r"(address), "r"(m0), "r"(m1), "n"(OFFSET) : "memory");
+}
 template <int OFFSET> DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0 + %5], {%1, %2, %3, %4};"
                :: "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3), "n"(OFFSET) : "memory");
@@ -81,6 +84,9 @@ template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
 #define REGISTERS_4 "%0,%1,%2,%3"
 #define REGISTERS_8 REGISTERS_4 ",%4,%5,%6,%7"
 #define REGISTERS_16 REGISTERS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGISTERS_20 REGISTERS_16 ",%16,%17,%18,%19"
+#define REGISTERS_24 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define REGISTERS_28 REGISTERS_24 ",%24,%25,%26,%27"
 #define REGISTERS_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGISTERS_64 REGISTERS_32 "," "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
@@ -95,6 +101,9 @@ template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
 #define HELD_ALL_4 HELD_4(0)
 #define HELD_ALL_8 HELD_8(0)
 #define HELD_ALL_16 HELD_8(0), HELD_8(8)
+#define HELD_ALL_20 HELD_ALL_16, HELD_4(16)
+#define HELD_ALL_24 HELD_ALL_16, HELD_8(16)
+#define HELD_ALL_28 HELD_ALL_24, HELD_4(24)
 #define HELD_32 HELD_8(0), HELD_8(8), HELD_8(16), HELD_8(24)
 #define HELD_48 HELD_32, HELD_8(32), HELD_8(40)
 #define HELD_96 HELD_64, HELD_8(64), HELD_8(72), HELD_8(80), HELD_8(88)
@@ -194,6 +203,9 @@ template <int N, bool BF16> struct WgmmaNarrow;
 SLIMKV_WGMMA_NARROW_BOTH(8, 4, "4", "5", "6", "7", "8")
 SLIMKV_WGMMA_NARROW_BOTH(16, 8, "8", "9", "10", "11", "12")
 SLIMKV_WGMMA_NARROW_BOTH(32, 16, "16", "17", "18", "19", "20")
+SLIMKV_WGMMA_NARROW_BOTH(40, 20, "20", "21", "22", "23", "24")
+SLIMKV_WGMMA_NARROW_BOTH(56, 28, "28", "29", "30", "31", "32")
+SLIMKV_WGMMA_NARROW_BOTH(48, 24, "24", "25", "26", "27", "28")
 SLIMKV_WGMMA_NARROW_BOTH(64, 32, "32", "33", "34", "35", "36")
 #endif
 

@@ -9,7 +9,7 @@
 #include "decode/scores.cuh"
 #include "decode/values.cuh"
 
-constexpr int KEY_REGISTERS = 136;  // of the 256 that a thread of each role have together
+constexpr int KEY_REGISTERS = NG == 5 ? 144 : 136;  // of the 256 that a thread of each role have together
 
 // What a pair of warpgroups shares.
 struct PairMemory {
@@ -43,7 +43,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
   // Fields of all own tiles, a word of each lane; what is kept for the loop must not be computed again in it.
   constexpr int WORDS = 8 * OWN_TILES * FIELDS;
   const auto word_offset = [&](int word) { return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) + 4 * (word % 8); };
-  const int own_fields = (int)in_register(field_offset + 2 * g, lane), own_word = (int)in_register(word_offset(lane), lane);
+  const int own_fields = (int)in_register(field_offset + 2 * g, lane), own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
   for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
     u8 *slot = memory.slot(taken), *fields = slot + field_offset, *operands = memory.weights_of_step(taken);
     memory.wait_for_copy(taken);
@@ -53,7 +53,8 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
     const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
     StepScores s;
     TokenFields tokens;
-    load_token_fields(slot + own_fields, slot + own_word, columns, tokens);
+    load_token_fields(slot + own_fields, columns, tokens);
+    tokens.largest = *(const u32*)(slot + own_word);
 #pragma unroll
     for (int i = 32; i < WORDS; i += 32)
       if (i + 32 <= WORDS || i + lane < WORDS) tokens.largest = max_u16x2(tokens.largest, *(const u32*)(slot + word_offset(i + lane)));
@@ -85,6 +86,80 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
 #pragma unroll
     for (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
   }
+}
+
+// The same of so many columns that scores of one tile at a time are all that registers hold, and the reference is in shared memory.
+DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const Team& pair,
+                                 const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, Accumulator& acc) {
+  const int g = lane >> 2, t = lane & 3, key_offset = keys_of(pair.member), field_offset = fields_of(pair.member) - FIELDS_AT;
+  constexpr int WORDS = 8 * OWN_TILES * FIELDS;
+  const auto word_offset = [&](int word) { return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) + 4 * (word % 8); };
+  const int own_fields = (int)in_register(field_offset + 2 * g, lane), own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
+  float* const references = references_of(shared, pair.number * TEAM + pair.member, t);
+#pragma unroll
+  for (int c = 0; c < C; c++) references[own_column(c, 0)] = MINUS_INFINITY;
+  for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
+    u8 *slot = memory.slot(taken), *operands = memory.weights_of_step(taken);
+    memory.wait_for_copy(taken);
+    KeyOperands keys;
+    keys.load(slot + key_offset, tables, lane);
+    const int step_token = range.s.begin + step * STEP;
+    const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
+    TokenFields tokens;
+    StepScores s;
+    Weighing weighing;
+    const u32 place = begin_publishing<false>(operands, pair, lane, acc, weighing);
+    if (clear)
+#pragma unroll
+      for (int i = 0; i < WORDS; i += 32)
+        if (i + 32 <= WORDS || i + lane < WORDS) acc.largest_fields = max_u16x2(acc.largest_fields, *(const u32*)(slot + (i ? word_offset(i + lane) : own_word)));
+    auto score = [&](int x) {
+      load_token_fields(slot + own_fields + fields_behind(x), columns, tokens);
+      keys.multiply(shared, tables, s);
+      if (!TOKEN_UNITS) scale_scores(args, slot + field_offset + fields_behind(x), columns, g, s);
+      if (!clear) hide_tokens(slot + field_offset + fields_behind(x), shared, step_token + 16 * (pair.member + TILES_APART * x), lane, s);
+    };
+    auto fields = [&](int x) { return slot + field_offset + fields_behind(x); };
+#pragma unroll
+    for (int x = 0; x < OWN_TILES; x++) {
+      score(x);
+      if (x + 1 < OWN_TILES) keys.load(slot + key_offset + keys_of(TILES_APART * (x + 1)), tables, lane);
+      if (x == 0) memory.wait_until_used(taken - 2);
+      publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), columns, tokens, references, g, weighing);
+    }
+    fence_proxy_async();  // before products read it
+    const bool again = pair.any(reference_is_behind(weighing));
+    bool rescales = false;
+    if (again) {
+      float highest[C];
+#pragma unroll
+      for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+#pragma unroll 1
+      for (int x = 0; x < OWN_TILES; x++) {
+        keys.load(slot + key_offset + keys_of(TILES_APART * x), tables, lane);
+        score(x);
+        find_highest(fields(x), columns, g, s, tokens, highest);
+      }
+      rescales = move_reference(columns, g, t, highest, true, pair, (float*)(shared + STATE_AT), memory.factors_of(taken), references, acc);
+      begin_publishing<true>(operands, pair, lane, acc, weighing);
+#pragma unroll 1
+      for (int x = 0; x < OWN_TILES; x++) {
+        keys.load(slot + key_offset + keys_of(TILES_APART * x), tables, lane);
+        score(x);
+        publish_pieces<0, true>(place + x * OPERAND_BYTES, s, fields(x), columns, tokens, references, g, weighing);
+      }
+      fence_proxy_async();
+      pair.sync();
+    }
+    if (pair.member == 0 && lane == 0) {
+      memory.factors_of(taken)[COLUMNS] = rescales ? 1.0f : 0.0f;
+      mbarrier_arrive(memory.published + (taken & 1));
+    }
+#pragma unroll
+    for (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
+  }
+#pragma unroll
+  for (int c = 0; c < C; c++) acc.row_max[c] = references[own_column(c, 0)];
 }
 
 // Copies the steps of a range, one after the other.
@@ -130,13 +205,14 @@ struct PairLoader {
 DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, const Team& pair, const LevelTables& tables, int lane,
                           PairLoader& loader, u32& taken, Accumulator& acc) {
   const int t = lane & 3;
-  constexpr int WANTED = 4 / OUT_SLICES, AT_ONCE = WANTED < 1 ? 1 : WANTED > NT ? NT : WANTED;  // tiles; 4 products, for registers
+  constexpr int WANTED = (NG > 4 ? 2 : 4) / OUT_SLICES, AT_ONCE = WANTED < 1 ? 1 : WANTED > NT ? NT : WANTED;  // tiles; so many products, for registers
+  constexpr int LOADED = 2 * AT_ONCE < NT ? 2 * AT_ONCE : NT;  // tiles ahead
   for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
     const u8* slot = memory.slot(taken);
     memory.wait_for_copy(taken);
     Codes<V_BITS, VS, true, TEAM> codes[NT];
 #pragma unroll
-    for (int i = 0; i < NT; i++) codes[i].load(slot + values_of(i), lane, pair.member);
+    for (int i = 0; i < LOADED; i++) codes[i].load(slot + values_of(i), lane, pair.member);
     // By a lane for all: what is known to be alike is made into descriptors once, not for every product.
     const u64 weights = smem_descriptor(shfl(shared_address(memory.weights_of_step(taken)), 0), 16);
 #pragma unroll
@@ -146,6 +222,9 @@ DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, cons
       for (int k = 0; k < AT_ONCE; k++)
 #pragma unroll
         for (int i = 0; i < OUT_SLICES; i++) value_halves(codes[first + k], i, tables, a[k][i]);
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; k++)
+        if (first + LOADED + k < NT) codes[first + LOADED + k].load(slot + values_of(first + LOADED + k), lane, pair.member);
       if (first == 0) {
         memory.wait_until_published(taken);
         const float* factors = memory.factors_of(taken);
@@ -187,8 +266,8 @@ DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, cons
 }
 
 // The warp's part of the output, of all columns at once, when all states are there.
-DEVICE void leave_results(const Accumulator& acc, const Team& pair, u8* shared, int lane) {
-  const int g = lane >> 2, t = lane & 3, worker = pair.number * TEAM + pair.member;
+DEVICE void leave_results(const Accumulator& acc, const Team& pair, u8* shared, int lane, bool adds) {
+  const int g = lane >> 2, t = lane & 3, worker = pair.number * TEAM + pair.member, place = worker % (TEAM * RESULT_SUMS);
   const float* states = (const float*)(shared + STATE_AT);
 #pragma unroll
   for (int c = 0; c < C; c++) {
@@ -200,12 +279,15 @@ DEVICE void leave_results(const Accumulator& acc, const Team& pair, u8* shared, 
     for (int w = 0; w < WORKERS; w += TEAM) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + column)]);  // a team has one
     const float row_max = states[STATE_WORDS * (worker * COLUMNS + column)];
     const float factor = row_max == MINUS_INFINITY ? 0.0f : exp2_approx(row_max - highest);
-    float* mine = (float*)(shared + OPERANDS_AT) + (worker * COLUMNS + column) * RESULT_ROW;
+    float* mine = (float*)(shared + OPERANDS_AT) + (place * COLUMNS + column) * RESULT_ROW;
 #pragma unroll
     for (int i = 0; i < OUT_SLICES; i++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) mine[16 * i + g + 8 * r] = V_KIND == UNIFORM ? (acc.number(c / OWN, i, r, c % OWN) * VALUE_UNIT + shift) * factor
-                                                                    : acc.number(c / OWN, i, r, c % OWN) * (VALUE_UNIT * factor);
+      for (int r = 0; r < 2; r++) {
+        const float x = V_KIND == UNIFORM ? (acc.number(c / OWN, i, r, c % OWN) * VALUE_UNIT + shift) * factor
+                                          : acc.number(c / OWN, i, r, c % OWN) * (VALUE_UNIT * factor);
+        mine[16 * i + g + 8 * r] = adds ? mine[16 * i + g + 8 * r] + x : x;
+      }
   }
 }
 
@@ -223,7 +305,7 @@ DEVICE void write_rows(const DecodeArgs& args, const WorkRange& range, u8* share
       const int d = lane + 32 * j;
       x[j] = 0;
 #pragma unroll
-      for (int w = 0; w < WORKERS; w += TEAM)
+      for (int w = 0; w < TEAM * RESULT_SUMS; w += TEAM)
         if (d < VD) x[j] += results[((w + d / (16 * OUT_SLICES)) * COLUMNS + column) * RESULT_ROW + d % (16 * OUT_SLICES)];
     }
     if (is_whole(args, range)) {
@@ -238,25 +320,65 @@ DEVICE void write_rows(const DecodeArgs& args, const WorkRange& range, u8* share
   }
 }
 
-// Queries of a range that are in the lanes' registers, to operands with one unit.
+// Queries of a range that are in the lanes' registers, to operands with one unit. In between they are in shared memory, so that one piece of
+// code does for all: it is met for the first time, and comes from far away.
 template <int QUERIES>
-DEVICE void prepare_queries(const DecodeArgs& args, const WorkRange& range, float (&query)[QUERIES][QN], u8* shared, int warp, int lane) {
+DEVICE void prepare_queries(const DecodeArgs& args, const WorkRange& range, const float (&query)[QUERIES][QN], u8* shared, int warp, int lane) {
   const float infinity = as_float(0x7F800000u);
-  float largest[QUERIES], all = 0;
+  float* scratch = (float*)(shared + TEAM_WEIGHTS_AT) + warp * KD;
+  constexpr bool STAGED = COLUMNS > 32 && 4 * KD * (WARPS + COLUMNS) <= RINGS_AT - TEAM_WEIGHTS_AT;
+  float* const rotated = (float*)(shared + TEAM_WEIGHTS_AT) + WARPS * KD + warp * KD + lane;
+  if (STAGED) {
 #pragma unroll
-  for (int i = 0; i < QUERIES; i++) {
-    largest[i] = rotate_query(args, query[i], (float*)(shared + TEAM_WEIGHTS_AT) + warp * KD, lane);
-    if (lane == 0) column_at(shared, warp + i * WARPS)->unit = largest[i] < infinity ? largest[i] : 0.0f;
+    for (int i = 0; i < QUERIES; i++)
+      if (i * WARPS + WARPS <= COLUMNS || i * WARPS + warp < COLUMNS)
+#pragma unroll
+        for (int j = 0; j < QN; j++)
+          if (lane + 32 * j < KD) rotated[i * WARPS * KD + 32 * j] = query[i][j];
+#pragma unroll 1
+    for (int column = warp; column < COLUMNS; column += WARPS) {
+      float* const place = rotated + (column - warp) * KD;
+      float y[QN];
+#pragma unroll
+      for (int j = 0; j < QN; j++) y[j] = lane + 32 * j < KD ? place[32 * j] : 0.0f;
+      const float largest = rotate_query(args, y, scratch, lane);
+#pragma unroll
+      for (int j = 0; j < QN; j++)
+        if (lane + 32 * j < KD) place[32 * j] = y[j];
+      if (lane == 0) *column_at(shared, column) = {largest < infinity ? largest : 0.0f, largest, 0, 0};
+    }
   }
+  float y[QUERIES][QN], largest[QUERIES], all = 0;
+  if (!STAGED)
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) {
+#pragma unroll
+      for (int j = 0; j < QN; j++) y[i][j] = query[i][j];
+      largest[i] = rotate_query(args, y[i], scratch, lane);
+      if (lane == 0 && warp + i * WARPS < COLUMNS) column_at(shared, warp + i * WARPS)->unit = largest[i] < infinity ? largest[i] : 0.0f;
+    }
   sync_threads();
 #pragma unroll
-  for (int c = 0; c < COLUMNS; c += 32) all = max_f32(all, column_at(shared, c + lane)->unit);
+  for (int c = 0; c < COLUMNS; c += 32)
+    if (c + 32 <= COLUMNS || c + lane < COLUMNS) all = max_f32(all, column_at(shared, c + lane)->unit);
 #pragma unroll
   for (int d = 16; d; d >>= 1) all = max_f32(all, shfl_xor(all, d));
   sync_threads();  // columns are written again
+  if (STAGED) {
+#pragma unroll 1
+    for (int column = warp; column < COLUMNS; column += WARPS) {
+      const float* const place = rotated + (column - warp) * KD;
+      const bool finite = column_at(shared, column)->sum < infinity;
+      sync_warp();
 #pragma unroll
-  for (int i = 0; i < QUERIES; i++)
-    write_query(args, range, warp + i * WARPS, query[i], all, largest[i] < infinity, shared, shared + QUERY_AT, lane);
+      for (int j = 0; j < QN; j++) y[0][j] = lane + 32 * j < KD ? place[32 * j] : 0.0f;
+      write_query(args, range, column, y[0], all, finite, shared, shared + QUERY_AT, lane);
+    }
+  } else
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++)
+      if (i * WARPS + WARPS <= COLUMNS || i * WARPS + warp < COLUMNS)
+        write_query(args, range, warp + i * WARPS, y[i], all, largest[i] < infinity, shared, shared + QUERY_AT, lane);
 }
 
 // What both roles do is one piece of code: instructions that are met for the first time come from far away.
@@ -273,8 +395,7 @@ DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
   const PairMemory memory(shared, pair.number, lane, false);
   PairLoader loader;
   if (loads) loader.init(shared, memory, pair.number, lane);
-  constexpr int QUERIES = COLUMNS / WARPS;
-  static_assert(QUERIES * WARPS == COLUMNS, "as many of every warp");
+  constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
   auto begin_loading = [&](const WorkRange& p) {
 #pragma unroll
@@ -298,7 +419,11 @@ DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
       acc.clear();
       attend_values(range, PairMemory(shared, pair.number, lane, true), pair, tables, lane, loader, taken, acc);
       sync_threads();
-      leave_results(acc, pair, shared, lane);
+#pragma unroll
+      for (int first = 0; first < RINGS; first += RESULT_SUMS) {
+        if (first) sync_team(1 + RINGS, 32 * WORKERS);
+        if (RESULT_SUMS == RINGS || pair.number == first) leave_results(acc, pair, shared, lane, first > 0);
+      }
       setmaxnreg_inc<128>();
     } else {
       setmaxnreg_inc<KEY_REGISTERS>();
@@ -306,7 +431,9 @@ DEVICE void attend_in_roles(const DecodeArgs& args, u8* shared) {
       acc.clear();
       ColumnState columns;
       columns.load(args, range, shared, lane & 3);
-      attend_keys(args, range, shared, PairMemory(shared, pair.number, lane, true), pair, columns, tables, lane, taken, acc);
+      const PairMemory kept(shared, pair.number, lane, true);
+      if constexpr (TILE_BY_TILE) attend_keys_by_tiles(args, range, shared, kept, pair, columns, tables, lane, taken, acc);
+      else attend_keys(args, range, shared, kept, pair, columns, tables, lane, taken, acc);
       leave_states(columns, acc, (float*)(shared + STATE_AT), worker, lane);
       sync_threads();
       setmaxnreg_dec<128>();

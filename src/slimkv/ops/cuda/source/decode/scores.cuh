@@ -85,9 +85,9 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
 }
 
 // Sums of a warpgroup's products, when these have ended, as scores.
-DEVICE void take_scores(float (&c)[OWN_TILES][4 * NG], StepScores& s) {
+DEVICE void take_scores(float (&c)[SCORED_TILES][4 * NG], StepScores& s) {
 #pragma unroll
-  for (int x = 0; x < OWN_TILES; x++) {
+  for (int x = 0; x < SCORED_TILES; x++) {
     wgmma_fence_operand(c[x]);
 #pragma unroll
     for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
@@ -98,12 +98,12 @@ DEVICE void take_scores(float (&c)[OWN_TILES][4 * NG], StepScores& s) {
 DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
   constexpr int AT_ONCE = KS < 4 ? KS : 4, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE;  // slices
   const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
-  KeyCodes codes[OWN_TILES];
+  KeyCodes codes[SCORED_TILES];
 #pragma unroll
-  for (int x = 0; x < OWN_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
-  float c[OWN_TILES][4 * NG];
+  for (int x = 0; x < SCORED_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
+  float c[SCORED_TILES][4 * NG];
 #pragma unroll
-  for (int x = 0; x < OWN_TILES; x++)
+  for (int x = 0; x < SCORED_TILES; x++)
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) {
       u32 a[AT_ONCE][4];
@@ -127,8 +127,8 @@ DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const L
 
 // The same of a pair's step (ROLES): levels of the next slices are looked up while products of these are under way.
 struct KeyOperands {
-  static constexpr int AT_ONCE = KS % 2 ? 1 : 2, ROUNDS = KS / AT_ONCE, ALL = OWN_TILES * ROUNDS, BUFFERS = 3;  // slices
-  KeyCodes codes[OWN_TILES];
+  static constexpr int AT_ONCE = KS % 2 ? 1 : 2, ROUNDS = KS / AT_ONCE, ALL = SCORED_TILES * ROUNDS, BUFFERS = 3;  // slices
+  KeyCodes codes[SCORED_TILES];
   u32 a[BUFFERS][AT_ONCE][4];
 
   DEVICE_MEMBER void look_up(int round, const LevelTables& tables) {
@@ -137,12 +137,12 @@ struct KeyOperands {
   }
   DEVICE_MEMBER void load(const u8* slot, const LevelTables& tables, int lane) {
 #pragma unroll
-    for (int x = 0; x < OWN_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
+    for (int x = 0; x < SCORED_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
     look_up(0, tables);
   }
   DEVICE_MEMBER void multiply(const u8* shared, const LevelTables& tables, StepScores& s) {
     const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
-    float c[OWN_TILES][4 * NG];
+    float c[SCORED_TILES][4 * NG];
 #pragma unroll
     for (int round = 0; round < ALL; round++) {
       wgmma_fence();
@@ -174,9 +174,9 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
 }
 
 // `slot`: behind it lie the fields of the lane's own tokens. `words`: so lie fields of the warp's tiles, a word of each lane.
-DEVICE void load_token_fields(const u8* slot, const u8* words, const ColumnState& columns, TokenFields& tokens) {
+DEVICE void load_token_fields(const u8* slot, const ColumnState& columns, TokenFields& tokens) {
 #pragma unroll
-  for (int x = 0; x < OWN_TILES; x++) {
+  for (int x = 0; x < SCORED_TILES; x++) {
     const u8* fields = slot + fields_of(TILES_APART * x);
 #pragma unroll
     for (int r = 0; r < 2; r++) {  // zero times minus infinity would not be a number
@@ -184,7 +184,6 @@ DEVICE void load_token_fields(const u8* slot, const u8* words, const ColumnState
       tokens.scale[x][r] = scale_of(field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, 8 * r));
     }
   }
-  tokens.largest = *(const u32*)words;
 }
 
 // Takes the levels' offset off, multiplies by the keys' scales, adds their zeros.
@@ -192,7 +191,7 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
   const float cap_by = SOFTCAP ? 2.0f * LOG2E * rcp_approx(args.softcap) : 0.0f;
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
 #pragma unroll
-  for (int x = 0; x < OWN_TILES; x++) {
+  for (int x = 0; x < SCORED_TILES; x++) {
     const u8* fields = slot + fields_of(TILES_APART * x);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -218,7 +217,7 @@ DEVICE void hide_tokens(const u8* slot, const u8* shared, int token0, int lane, 
   const int g = lane >> 2;
   u32 bad = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * OWN_TILES; i++) {
+  for (int i = 0; i < 2 * SCORED_TILES; i++) {
     const u8* fields = slot + fields_of(TILES_APART * (i / 2));
     const int token = g + 8 * (i & 1);
     if (field_bits(fields, token) == INVALID_FIELD || field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD) bad |= 1u << i;
@@ -228,7 +227,7 @@ DEVICE void hide_tokens(const u8* slot, const u8* shared, int token0, int lane, 
     const Column* column = column_at(shared, own_column(c, lane & 3));
     const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
 #pragma unroll
-    for (int i = 0; i < 2 * OWN_TILES; i++) {
+    for (int i = 0; i < 2 * SCORED_TILES; i++) {
       const int x = i / 2, r = i & 1, token = token0 + 16 * TILES_APART * x + g + 8 * r;
       if constexpr (ROLES) {  // where it is, so that steps without any move nothing
         if (bad >> i & 1) overwrite(s[c][x][r], NOT_A_NUMBER);

@@ -18,6 +18,7 @@
 //
 // With ROLES (roles.cuh) a warpgroup for keys and one for values are a pair: scores of the next step are made while values of the last
 // one are multiplied, and each of the two has registers for its own part only. A pair has a ring, and a step is NT tiles for all of it.
+// Of more than 40 columns a warp has the scores of one tile at a time (TILE_BY_TILE).
 #pragma once
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
@@ -28,6 +29,8 @@ constexpr bool ONE_UNIT = ROLES;  // queries of all columns have the same unit
 constexpr int RINGS = ROLES ? WARPS / 8 : WARPS;                // steps of a block at a time
 constexpr int WORKERS = ROLES ? WARPS / 2 : WARPS;              // warps that have scores
 constexpr int OWN_TILES = ROLES ? NT / 4 : NT, TILES_APART = ROLES ? 4 : 1;  // tiles of a step that a warp has scores of
+constexpr bool TILE_BY_TILE = ROLES && NG > 5;  // registers hold the scores of one tile
+constexpr int SCORED_TILES = TILE_BY_TILE ? 1 : OWN_TILES;  // at a time
 constexpr int OWN = WIDE ? 2 : 1;          // columns of a group that a lane has
 constexpr int GROUP = 4 * OWN, COLUMNS = NG * GROUP;
 constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE && in_bytes<V_KIND, V_BITS>();
@@ -95,12 +98,18 @@ constexpr int STATE_WORDS = TEAM > 1 ? 3 : 2;
 constexpr int OPERANDS_AT = LEVEL_BYTES;
 static_assert(!WGMMA || OPERANDS_AT % 1024 == 0, "rows are exchanged within 1024 bytes");
 constexpr int TEAM_WEIGHTS_AT = OPERANDS_AT + (WGMMA ? QUERY_BYTES : 0);
-constexpr int RINGS_AT = TEAM_WEIGHTS_AT + (WGMMA ? WORKERS / 2 * OWN_TILES * OPERAND_BYTES : 0);
+constexpr int OPERANDS_END = TEAM_WEIGHTS_AT + (WGMMA ? WORKERS / 2 * OWN_TILES * OPERAND_BYTES : 0);
+// ROLES: parts of the output take the place of queries and probabilities, of all pairs at once or added up by one after the other; a row
+// of 4 words more than a multiple of 16 keeps lanes in different banks.
+constexpr int RESULT_ROW = 16 * OUT_SLICES + 4, PAIR_RESULT_BYTES = 4 * RESULT_ROW * COLUMNS * TEAM;
+constexpr int RESULT_SUMS = RINGS * PAIR_RESULT_BYTES <= OPERANDS_END - OPERANDS_AT ? RINGS : 1;
+constexpr int RINGS_AT = ROLES && OPERANDS_AT + PAIR_RESULT_BYTES > OPERANDS_END ? OPERANDS_AT + PAIR_RESULT_BYTES : OPERANDS_END;
 constexpr int RINGS_END = RINGS_AT + RINGS * STAGES * SLOT;
 constexpr int QUERY_AT = WGMMA ? OPERANDS_AT : RINGS_END;
 constexpr int COLUMN_AT = RINGS_END + (WGMMA ? 0 : QUERY_BYTES);
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
-constexpr int FACTORS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // of pairs, for two steps: of every column, and whether there are any
+constexpr int REFERENCES_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // of the softmax, of every column and warp
+constexpr int FACTORS_AT = REFERENCES_AT + (TILE_BY_TILE ? 4 * COLUMNS * WORKERS : 0);  // of pairs, for two steps: of every column, and whether there are any
 constexpr int BARRIERS_AT = FACTORS_AT + (ROLES ? RINGS * 2 * (4 * COLUMNS + 8) : 0);
 constexpr int BARRIERS = STAGES > 1 ? STAGES : 2;  // of a ring: one a slot, or one for keys and one for values
 constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + (BULK ? 8 * RINGS * BARRIERS : 0);  // probabilities of two steps: there, used
@@ -114,10 +123,7 @@ constexpr bool OWN_SCRATCH = STAGES == 1 && !(POWER_OF_TWO(KD) && KD >= 32);
 constexpr int SCRATCH_AT = (INBOX_END + 15) / 16 * 16, SCRATCH_ROWS = COLUMNS < WARPS ? COLUMNS : WARPS;
 constexpr int SHARED_BYTES = OWN_SCRATCH ? SCRATCH_AT + SCRATCH_ROWS * 4 * KD : INBOX_END;
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
-// ROLES: parts of the output take the place of queries and probabilities; a row of 36 words keeps lanes in different banks.
-constexpr int RESULT_ROW = 16 * OUT_SLICES + 4;
-static_assert(!ROLES || (WGMMA && BULK && COLUMNS == 32 && WARPS % 8 == 0 && NT % 4 == 0), "a step is as many tiles of every warp");
-static_assert(!ROLES || 4 * RESULT_ROW * COLUMNS * WORKERS <= RINGS_AT - OPERANDS_AT, "results fit");
+static_assert(!ROLES || (WGMMA && BULK && WARPS % 8 == 0 && NT % 4 == 0), "a step is as many tiles of every warp");
 
 struct DecodeArgs {
   const void* query;

@@ -11,31 +11,37 @@ struct Probabilities {
 
 // The running maximum moves rarely. Values as halves: of the score and the logarithm of the value's scale, so that their product
 // stays within what halves hold. A field is about 1024 times that logarithm, plus 40.
-// A team has one reference; `real`: this warp has scores. `maxima`: of the team's warps, when it moves, where each will leave its
-// state: other teams may have left theirs. ROLES: `factors` gets what the output is multiplied by.
-// Returns whether it moves.
-DEVICE bool update_max(const u8* slot, const ColumnState& columns, int g, int t, const StepScores& s, bool real, const Team& team,
-                       float* maxima, float* factors, const TokenFields& tokens, Accumulator& acc) {
-  float magnitude[OWN_TILES][2];
+DEVICE void find_highest(const u8* slot, const ColumnState& columns, int g, const StepScores& s, const TokenFields& tokens, float (&highest)[C]) {
+  float magnitude[SCORED_TILES][2];
   if (OUT_IN_PRODUCTS)
 #pragma unroll
-    for (int x = 0; x < OWN_TILES; x++)
+    for (int x = 0; x < SCORED_TILES; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
         magnitude[x][r] = (float)(i32)field_bits(slot + fields_of(TILES_APART * x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r);
-  float highest[C];
-  bool moves = false;
 #pragma unroll
   for (int c = 0; c < C; c++) {
-    highest[c] = MINUS_INFINITY;
 #pragma unroll
-    for (int x = 0; x < OWN_TILES; x++)
+    for (int x = 0; x < SCORED_TILES; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
       {
         const float base = LATE_UNIT ? 1024.0f * columns.unit_of(c) : TOKEN_UNITS ? 1024.0f * tokens.unit[x][r] : 1024.0f;
         highest[c] = max_f32(highest[c], OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], base, magnitude[x][r]) : s[c][x][r]);
       }
+  }
+}
+
+// A team has one reference; `real`: this warp has scores. `maxima`: of the team's warps, when it moves, where each will leave its
+// state: other teams may have left theirs. ROLES: `factors` gets what the output is multiplied by. TILE_BY_TILE: `references` are those of
+// the warp, for the columns of lanes t.
+// Returns whether it moves.
+DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&highest)[C], bool real, const Team& team, float* maxima, float* factors,
+                           float* references, Accumulator& acc) {
+  bool moves = false;
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    if (TILE_BY_TILE) acc.row_max[c] = references[own_column(c, 0)];
     if (OUT_IN_PRODUCTS) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
     if (TEAM > 1 && !real) highest[c] = MINUS_INFINITY;
     moves = moves || highest[c] > acc.row_max[c] + columns.slack[c];
@@ -58,6 +64,7 @@ DEVICE bool update_max(const u8* slot, const ColumnState& columns, int g, int t,
       const float base = MAX_WITHOUT_UNIT ? columns.unit_of(c) : 1.0f;
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
       acc.row_max[c] = higher;
+      if (TILE_BY_TILE && g == 0) references[own_column(c, 0)] = higher;
       acc.row_sum[c] *= factor, acc.shift[c] *= factor;
       if (ROLES) {
         if (team.member == 0 && g == 0) factors[own_column(c, t)] = factor;
@@ -68,8 +75,17 @@ DEVICE bool update_max(const u8* slot, const ColumnState& columns, int g, int t,
 #pragma unroll
         for (int j = WIDE ? c % OWN : 0; j < OUT_NUMBERS; j += OWN) acc.numbers(c / OWN, i)[j] *= factor;
     }
+    if (TILE_BY_TILE) sync_warp();
   }
   return any_moves;
+}
+DEVICE bool update_max(const u8* slot, const ColumnState& columns, int g, int t, const StepScores& s, bool real, const Team& team,
+                       float* maxima, float* factors, const TokenFields& tokens, Accumulator& acc) {
+  float highest[C];
+#pragma unroll
+  for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+  find_highest(slot, columns, g, s, tokens, highest);
+  return move_reference(columns, g, t, highest, real, team, maxima, factors, nullptr, acc);
 }
 
 // A score of column c to a probability times its value's scale, which is added to `sum` without that. ROLES: `known` is the scale.

@@ -197,13 +197,21 @@ struct Weighing {
   float reference[C], sum[C], shift[C];
   u32 largest;
 };
-template <int I> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot, const ColumnState& columns, const TokenFields& tokens, int g,
-                                            Weighing& w) {
+template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot, const ColumnState& columns, const TokenFields& tokens,
+                                            const float* references, int g, Weighing& w) {
   constexpr bool BY_GROUPS = NG > 1;
-  constexpr int PER_TILE = BY_GROUPS ? NG / 2 : 1, X = BY_GROUPS ? I / PER_TILE : 2 * I, N = BY_GROUPS ? 2 * (I % PER_TILE) : 0;
-  u32 word[4];
+  constexpr int PER_TILE = BY_GROUPS ? (NG + 1) / 2 : 1, X = BY_GROUPS ? I / PER_TILE : 2 * I, N = BY_GROUPS ? 2 * (I % PER_TILE) : 0;
+  constexpr bool ONE_GROUP = BY_GROUPS && N + 1 == NG;  // is left
+  u32 word[4] = {0, 0, 0, 0};
+  if (TILE_BY_TILE)
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
+    for (int c = N * OWN; c < (ONE_GROUP ? N + 1 : N + 2) * OWN; c += OWN) {
+      const Words2 two = *(const Words2*)(references + own_column(c, 0));
+      const float first = as_float(two.x), second = as_float(two.y);
+      w.reference[c] = AGAIN && first == MINUS_INFINITY ? 0.0f : first, w.reference[c + OWN - 1] = AGAIN && second == MINUS_INFINITY ? 0.0f : second;
+    }
+#pragma unroll
+  for (int i = 0; i < (ONE_GROUP ? 2 : 4); i++) {
     const int n = BY_GROUPS ? N + i / 2 : 0, x = BY_GROUPS ? X : X + i / 2, r = i % 2;
     float p[OWN];
 #pragma unroll
@@ -215,25 +223,33 @@ template <int I> DEVICE void publish_pieces(u32 place, const StepScores& s, cons
     word[i] = pack_f16x2(p[0], p[OWN - 1]);
     w.largest = max_u16x2(w.largest, word[i]);
   }
-  stmatrix_x4_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1], word[2], word[3]);
-  if constexpr (I + 1 < OWN_TILES * NG / 2) publish_pieces<I + 1>(place, s, slot, columns, tokens, g, w);
+  if constexpr (ONE_GROUP) stmatrix_x2_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1]);
+  else stmatrix_x4_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1], word[2], word[3]);
+  if constexpr (I + 1 < (BY_GROUPS ? SCORED_TILES * PER_TILE : SCORED_TILES / 2)) publish_pieces<I + 1, AGAIN>(place, s, slot, columns, tokens, references, g, w);
 }
 
-// Returns whether the reference must move. AGAIN: it has; a column that has seen nothing yet has none.
-template <bool AGAIN>
-DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const ColumnState& columns, const TokenFields& tokens, u8* weights,
-                                 const Team& team, int lane, const Accumulator& acc, Weighing& w) {
-  static_assert(!WGMMA || OWN_TILES * NG % 2 == 0, "two groups or two tiles at a time");
+// Returns where a lane's part goes. AGAIN: the reference has moved; a column that has seen nothing yet has none.
+template <bool AGAIN> DEVICE u32 begin_publishing(u8* weights, const Team& team, int lane, const Accumulator& acc, Weighing& w) {
+  static_assert(!WGMMA || NG > 1 || SCORED_TILES % 2 == 0, "two groups or two tiles at a time");
   w.largest = 0;
 #pragma unroll
   for (int c = 0; c < C; c++) {
-    w.reference[c] = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+    if (!TILE_BY_TILE) w.reference[c] = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
     w.sum[c] = ROLES ? -0.0f : acc.row_sum[c], w.shift[c] = ROLES ? -0.0f : acc.shift[c];
   }
   const int row = lane & 7, half = lane >> 3 & 1, second = lane >> 4;
-  const u32 place = shared_address(weights) + operand_place(row, 16 * team.member + 8 * half) + (NG > 1 ? 1024 : OPERAND_BYTES) * second;
-  publish_pieces<0>(place, s, slot, columns, tokens, lane >> 2, w);
+  return shared_address(weights) + operand_place(row, 16 * team.member + 8 * half) + (NG > 1 ? 1024 : OPERAND_BYTES) * second;
+}
+DEVICE bool reference_is_behind(const Weighing& w) {
   return w.largest >= 0x5C000000u || (w.largest & 0xFFFF) >= 0x5C00;  // 2^RESCALE_THRESHOLD; infinity and not a number are more
+}
+// Returns whether the reference must move.
+template <bool AGAIN>
+DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const ColumnState& columns, const TokenFields& tokens, u8* weights,
+                                 const Team& team, int lane, const Accumulator& acc, Weighing& w) {
+  const u32 place = begin_publishing<AGAIN>(weights, team, lane, acc, w);
+  publish_pieces<0, AGAIN>(place, s, slot, columns, tokens, nullptr, lane >> 2, w);
+  return reference_is_behind(w);
 }
 
 // This warp's part of the values of a step of the team: `count` of its warps have tokens.

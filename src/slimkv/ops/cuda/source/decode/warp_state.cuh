@@ -119,8 +119,12 @@ struct Team {
 // Of pairs, what a lane's tokens have in common for all columns: what multiplies their scores (with TOKEN_UNITS), their values'
 // scales, and the largest of some fields of the warp, two at a time.
 struct TokenFields {
-  float unit[OWN_TILES][2], scale[OWN_TILES][2];
+  float unit[SCORED_TILES][2], scale[SCORED_TILES][2];
   u32 largest;
 };
 // Scores of a step, then probabilities: of tokens g and g + 8 of each tile.
-typedef float StepScores[C][OWN_TILES][2];
+typedef float StepScores[C][SCORED_TILES][2];
+// Fields of a warp's own tile x behind those of its first one.
+DEVICE int fields_behind(int x) { return fields_of(TILES_APART * x) - FIELDS_AT; }
+// A warp's references of the softmax, from the first of the columns of lanes t on.
+DEVICE float* references_of(u8* shared, int worker, int t) { return (float*)(shared + REFERENCES_AT) + worker * COLUMNS + OWN * t; }
