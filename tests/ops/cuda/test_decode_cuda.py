@@ -149,6 +149,7 @@ WARPGROUP_CASES = [
     replace(DRAFTS, dim=64, group=32, num_kv_heads=2, lens=(33, 300, 40, 1, 70), queries=(1,) * 5),
     replace(DRAFTS, dim=64, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),
     replace(DRAFTS, dim=64, page=128, lens=(1300, 40), queries=(8, 7)),
+    *(replace(DRAFTS, format=f, page=64) for f in ("k5v5", "k4v3")),  # two of four parts of the values share a word
 ]
 
 

@@ -158,7 +158,7 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
     if amount.brief and columns <= 8 and max(layout.spec.key_dim, layout.spec.value_dim) <= 128:
         cuts = _BRIEF  # whose registers are few
-    if columns == 32 and device.warpgroups and not amount.tiny and _values_in_parts(layout, 4):
+    if columns == 32 and device.warpgroups and not amount.tiny and _values_in_parts(layout, 4, fractions=True):
         for tiles, warps, stages in _PAIRS:
             shape = Shape(columns // 8, True, tiles, warps, stages, 1, 4, _in_pages(device, layout, tiles), roles=True)
             if shape.bulk and _fits(device, layout, shape) and not amount.little:
@@ -260,10 +260,13 @@ def team_of(layout: PageLayout) -> int:
     return 2 if max_columns(layout) == 32 and _values_in_parts(layout, 2) else 1
 
 
-def _values_in_parts(layout: PageLayout, parts: int) -> bool:
-    """Whether parts of the value slices are whole words of every plane."""
+def _values_in_parts(layout: PageLayout, parts: int, fractions: bool = False) -> bool:
+    """Whether parts of the value slices are whole words of every plane, or may be fractions of one."""
+    slices = layout.spec.value_dim // SLICE_DIMS
     words = [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4] or [1]
-    return layout.spec.value_dim // SLICE_DIMS % (parts * max(words)) == 0
+    if fractions and slices % parts == 0:
+        words = [n for n in words if slices % n or n % (slices // parts)]
+    return slices % (parts * max(words, default=1)) == 0
 
 
 def _looks_levels_up(layout: PageLayout) -> bool:

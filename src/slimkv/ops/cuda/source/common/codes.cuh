@@ -6,17 +6,24 @@
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
 // A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for what is left over.
-// A lane holds all of its words, or those of one of several equal PARTS of the slices, which then begins a word.
+// A lane holds all of its words, or those of one of several equal PARTS of the slices, each of whole words or a fraction of one.
 template <int W, int S, int PARTS = 1> struct Plane {
   static constexpr int PER_WORD = 4 / W;
-  static constexpr int WORDS = S / PER_WORD / PARTS;
+  static constexpr int OF_PART = S / PARTS;  // slices
+  static constexpr bool FRACTION = PARTS > 1 && OF_PART < PER_WORD;
+  static constexpr int WORDS = FRACTION ? 1 : OF_PART / PER_WORD;
   static constexpr int TAIL = S % PER_WORD;
   static constexpr int BYTES = 32 * S * W;
-  static_assert(PARTS == 1 || S % (PER_WORD * PARTS) == 0, "a part is whole words");
+  static_assert(PARTS == 1 || (S % PER_WORD == 0 && (FRACTION ? PER_WORD % OF_PART == 0 : S % (PER_WORD * PARTS) == 0)), "no part is cut by a word");
   u32 words[at_least_one(WORDS)];
 
   DEVICE_MEMBER void load(const u8* plane, int lane, int part) {
     if constexpr (PARTS == 1) load_words<WORDS>(plane, lane, words);
+    else if constexpr (FRACTION) {  // the others' bits above its own are left
+      constexpr int PARTS_OF_WORD = PER_WORD / OF_PART;
+      load_words_of_part<1, S / PER_WORD>(plane, lane, part / PARTS_OF_WORD, words);
+      words[0] >>= W * OF_PART * (part % PARTS_OF_WORD);
+    }
     else load_words_of_part<WORDS, PARTS>(plane, lane, part, words);
   }
 
