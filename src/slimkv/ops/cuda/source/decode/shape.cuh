@@ -77,11 +77,14 @@ constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are bette
 constexpr int OPERAND_BYTES = 128 * COLUMNS;
 constexpr int QUERY_BYTES = WGMMA ? OPERAND_BYTES * ((KD + 63) / 64) : 256 * NG * QI;
 static_assert(!WGMMA || (TEAM == 4 && WARPS % 4 == 0), "a warpgroup is a team");
+// Blocks that share a multiprocessor, with one slot: queries take the place of the last levels until lanes have them in registers.
+constexpr bool QUERIES_IN_LEVELS = STAGES == 1 && MIN_BLOCKS > 1 && LEVEL_BYTES >= QUERY_BYTES;
+static_assert(!QUERIES_IN_LEVELS || !Q_IN_SHARED, "queries do not stay there");
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : K_PERMUTED ? DENORMAL_UNIT : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_unit<V_KIND, V_BITS>();
 
 static_assert(CLUSTER == 1 || !POLLED, "clusters merge themselves");
-static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "a block of a cluster has one range and whole rows");
+static_assert(CLUSTER == 1 || TEAM == 1, "a block of a cluster has one range and whole rows");
 
 // WHOLE: a block for every sequence and KV head, and nothing to merge.
 static_assert(!WHOLE || (CLUSTER == 1 && !POLLED && !ROLES), "there are no parts");
@@ -96,8 +99,8 @@ static_assert(!WGMMA || OPERANDS_AT % 1024 == 0, "rows are exchanged within 1024
 constexpr int TEAM_WEIGHTS_AT = OPERANDS_AT + (WGMMA ? QUERY_BYTES : 0);
 constexpr int RINGS_AT = TEAM_WEIGHTS_AT + (WGMMA ? WORKERS / 2 * OWN_TILES * OPERAND_BYTES : 0);
 constexpr int RINGS_END = RINGS_AT + RINGS * STAGES * SLOT;
-constexpr int QUERY_AT = WGMMA ? OPERANDS_AT : RINGS_END;
-constexpr int COLUMN_AT = RINGS_END + (WGMMA ? 0 : QUERY_BYTES);
+constexpr int QUERY_AT = WGMMA ? OPERANDS_AT : QUERIES_IN_LEVELS ? LEVEL_BYTES - QUERY_BYTES : RINGS_END;
+constexpr int COLUMN_AT = RINGS_END + (WGMMA || QUERIES_IN_LEVELS ? 0 : QUERY_BYTES);
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
 constexpr int FACTORS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // of pairs, for two steps: of every column, and whether there are any
 constexpr int BARRIERS_AT = FACTORS_AT + (ROLES ? RINGS * 2 * (4 * COLUMNS + 8) : 0);
