@@ -162,6 +162,7 @@ WARPGROUP_CASES = [
     replace(DRAFTS, dim=64, group=32, num_kv_heads=2, lens=(33, 300, 40, 1, 70), queries=(1,) * 5),
     replace(DRAFTS, dim=64, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),
     replace(DRAFTS, dim=64, page=128, lens=(1300, 40), queries=(8, 7)),
+    *(replace(DRAFTS, format=f, page=64) for f in ("k5v5", "k4v3")),  # two of four parts of the values share a word
 ]
 
 
@@ -302,6 +303,45 @@ def test_one_launch_of_the_largest_clusters(case):
 @pytest.mark.parametrize("case", WHOLE_CASES, ids=str)
 def test_one_launch_of_a_block_for_every_head(case):
     assert check_one_launch(case, replace(CLUSTER_GPU, clusters=False)) == 1
+
+
+# Levels from tables in shared memory: small blocks that share a multiprocessor, in one launch and in two, and clusters.
+SHORT = replace(TINY, dim=128, page=64, num_kv_heads=2, lens=(700, 90, 0, 1, 130), queries=(1,) * 5)
+
+
+@emulated
+@pytest.mark.parametrize("device", [SMALL_GPU, replace(CLUSTER_GPU, clusters=False)], ids=["merged", "whole"])
+@pytest.mark.parametrize(
+    ("format", "cut"), [("k5v5", (1, 3)), ("k7v7", (1, 3)), ("k6v4", (2, 2)), ("k8v8", (1, 2)), ("k4v5", (1, 3))]
+)
+def test_blocks_that_share_a_multiprocessor(format, cut, device, monkeypatch):
+    monkeypatch.setattr(shape, "_TINY_TOKENS", 0)
+    case = replace(SHORT, format=format)
+    chosen = shape.shape_on(device, build(case, CPU).layout, case.group, 1, 700, 10)
+    assert chosen is not None
+    assert (chosen.warps, chosen.stages, chosen.resident) == (4, *cut)
+    if device.one_launch:
+        check_one_launch(case, device)
+    else:
+        check_emulated(case, device)
+
+
+@emulated
+@pytest.mark.parametrize("format", ["k4v4", "k5v5"])
+def test_blocks_of_eight_columns_that_share_a_multiprocessor(format, monkeypatch):
+    monkeypatch.setattr(shape, "_TINY_TOKENS", 0)
+    cuts = []
+    monkeypatch.setattr(attend_cuda, "in_one_launch", lambda *args: cuts.append(shape.in_one_launch(*args)) or cuts[-1])
+    check_one_launch(replace(SHORT, format=format, group=7), replace(CLUSTER_GPU, clusters=False, multiprocessors=6))
+    assert [(cut.columns, cut.warps, cut.stages, cut.resident) for cut in cuts] == [(8, 4, 1, 3)]
+
+
+@emulated
+@pytest.mark.parametrize(("format", "dim"), [("k5v5", 128), ("k6v6", 128), ("k5v5", 64)])
+def test_clusters_with_one_slot(format, dim, monkeypatch):
+    monkeypatch.setattr(shape, "_TINY_TOKENS", 0)
+    case = replace(SHORT, format=format, dim=dim, num_kv_heads=1, lens=(900, 0, 130), queries=(1,) * 3)
+    assert check_one_launch(case, CLUSTER_GPU) == 2
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,12 @@ _LOOKED_UP = (
     *((4, 12, 2, 1), (4, 12, 1, 1), (2, 16, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1)),
     *((2, 12, 1, 1), (2, 8, 1, 1), *_SMALLER),
 )
+# The same of many short sequences: blocks of four warps, three of them with one slot on a multiprocessor, of which one
+# computes while another begins or ends its sequence; of 6 bits, whose tables are small, two with two slots. Of few
+# sequences: warps that have something to do.
+_LOOKED_UP_SHORT = ((4, 4, 1, 3), (4, 4, 1, 2), *_LOOKED_UP)
+_SIX_BITS_SHORT = ((4, 4, 2, 2), *_LOOKED_UP_SHORT)
+_LOOKED_UP_FEW = ((4, 8, 1, 1), *_LOOKED_UP)
 # The most columns, by products of warpgroups: (tiles, warps).
 _WARPGROUPS = ((2, 12), (2, 8))
 # The same by pairs of warpgroups, one for keys and one for values: (tiles, warps, stages). Of heads beyond 128 a step
@@ -43,6 +49,7 @@ _TINY = ((1, 8, 2, 1), (2, 4, 2, 1), (1, 4, 2, 1))
 _TINY_AND_MANY = ((2, 4, 2, 2), (2, 4, 2, 1), (1, 4, 2, 1))
 # Many sequences of few tokens, a block for each head: as many as there is room for.
 _BRIEF = ((2, 4, 2, 4), (2, 4, 2, 3), *_TINY_AND_MANY)
+_LOOKED_UP_BRIEF = ((2, 4, 2, 4), (2, 4, 1, 4), (2, 4, 2, 3), (2, 4, 1, 3), *_TINY_AND_MANY)
 # Many short sequences: smaller blocks, of which one computes while another changes its sequence.
 _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
@@ -57,8 +64,8 @@ _CLUSTER_TOKENS = 3 << 10  # of a sequence; of more, blocks on all multiprocesso
 _FEW_TOKENS = 1 << 7  # are told apart
 _BRIEF_TOKENS = 1 << 9
 # Steps that a warp takes after one another, up to which a block takes all keys of a sequence's head: rather than a
-# cluster's blocks, and rather than blocks whose parts are merged in a second launch.
-_ROUNDS_OF_ONE, _MOST_ROUNDS = 1, 6
+# cluster's blocks, and rather than blocks whose parts are merged in a second launch; with levels from tables.
+_ROUNDS_OF_ONE, _MOST_ROUNDS, _MOST_ROUNDS_LOOKED_UP = 1, 6, 8
 
 
 @dataclass(frozen=True)
@@ -175,11 +182,11 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
     looks_up = columns == 4 and _looks_levels_up(layout)
     in_bytes = columns == 4 and not looks_up
     short = amount.short and not (in_bytes and amount.even)
-    cuts = _LOOKED_UP if looks_up else (_SHORT if short else _LONG)[columns]
+    cuts = _looked_up_cuts(layout, amount) if looks_up else (_SHORT if short else _LONG)[columns]
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
     if amount.brief and columns <= 8 and max(layout.spec.key_dim, layout.spec.value_dim) <= 128:
-        cuts = _BRIEF  # whose registers are few
+        cuts = _LOOKED_UP_BRIEF if looks_up else _BRIEF  # whose registers are few
     in_parts = device.warpgroups and _values_in_parts(layout, 4, fractions=True)
     if in_parts and not amount.scant and (columns == 32 or queries > columns // group):
         pairs = _in_pairs(device, layout, group, queries)
@@ -224,6 +231,16 @@ def _in_pairs(device: Device, layout: PageLayout, group: int, queries: int) -> S
     return None
 
 
+def _looked_up_cuts(layout: PageLayout, amount: Amount) -> tuple[tuple[int, int, int, int], ...]:
+    if not amount.short or not _is_power_of_two(layout.spec.key_dim):
+        return _LOOKED_UP
+    if amount.many_rows:
+        return _SIX_BITS_SHORT if _has_six_bits(layout) else _LOOKED_UP_SHORT
+    # 8 bits are looked up as they lie: fewer warps, with two slots, keep up with memory. Small heads have small steps.
+    fewer = amount.little and max(layout.spec.key.bits, layout.spec.value.bits) < 8 and layout.spec.key_dim >= 128
+    return _LOOKED_UP_FEW if fewer else _LOOKED_UP
+
+
 def _fits(device: Device, layout: PageLayout, shape: Shape) -> bool:
     shared = shared_bytes(layout, shape)
     return shared <= device.shared_of_block and (shared + 1024) * shape.resident <= device.shared_of_multiprocessor
@@ -238,8 +255,10 @@ def writes_whole_items(layout: PageLayout) -> bool:
 def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) -> Shape:
     """``shape`` for ``items`` of short sequences: where blocks enough are left for each, they are a cluster."""
     each = device.multiprocessors // items
-    if not device.clusters or each < 2 or shape.stages == 1:
+    if not device.clusters or each < 2:
         return shape
+    if shape.stages == 1:  # one on a multiprocessor: larger clusters do not all find room at a time
+        return replace(shape, cluster=2)
     # Two on a multiprocessor: then all clusters run at the same time, wherever they find room.
     close = replace(shape, resident=2) if not shape.wide and shape.tiles == 1 and shape.warps <= 8 else shape
     if not _fits(device, layout, close):
@@ -270,12 +289,25 @@ def in_one_launch(device: Device, layout: PageLayout, shape: Shape, group: int, 
     chunks = -(-(few.queries or queries) // per_chunk)
     if shape.team > 1 or not writes_whole_items(layout) or (chunks > 1 and few.sequences > 1):
         return shape
+    if chunks == 1 and few.sequences * few.heads > device.multiprocessors:
+        shape = _beside_others(device, layout, shape, few.tokens)
     rounds = few.tokens / (SLICE_DIMS * shape.tiles * shape.warps)
+    most = _MOST_ROUNDS_LOOKED_UP if shape.stages == 1 or _looks_levels_up(layout) else _MOST_ROUNDS
     whole = replace(shape, whole=True) if chunks == 1 else shape
     if rounds <= _ROUNDS_OF_ONE:
         return whole
     clustered = in_clusters(device, layout, shape, few.sequences * few.heads * chunks)
-    return clustered if clustered.cluster > 1 or rounds > _MOST_ROUNDS else whole
+    return clustered if clustered.cluster > 1 or rounds > most else whole
+
+
+def _beside_others(device: Device, layout: PageLayout, shape: Shape, tokens: int) -> Shape:
+    """Of 8 columns: blocks of four warps with one slot, three on a multiprocessor, of a (sequence, KV head) each."""
+    spec, tiles, warps = layout.spec, 4, 4
+    if shape.columns != 8 or shape.warps != 8 or Kind.LLOYD not in (spec.key.kind, spec.value.kind):
+        return shape
+    beside = replace(shape, tiles=tiles, warps=warps, stages=1, resident=3, bulk=_in_pages(device, layout, tiles))
+    fits = _is_power_of_two(spec.key_dim) and _fits(device, layout, beside)
+    return beside if fits and tokens <= _MOST_ROUNDS_LOOKED_UP * SLICE_DIMS * tiles * warps else shape
 
 
 def rows_bound(rows: int) -> int:
@@ -362,13 +394,15 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
         query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // shape.team)
         if shape.roles:  # where the output of a pair takes their place
             query = max(query, 4 * shape.columns * (spec.value_dim + 4 * shape.team))
+    tables = _level_table_bytes(layout, shape)
+    if shape.stages == 1 and shape.resident > 1 and tables >= query:
+        query = 0  # they take the place of levels
     states = shape.columns * (16 + (8 if shape.team == 1 else 12) * workers)
     barriers = 8 * rings * max(2, shape.stages) if shape.bulk else 0
     if shape.roles:  # factors of the output, and barriers of the probabilities
         barriers += rings * (2 * (4 * shape.columns + 8) + 32)
         if shape.columns > 40:  # references of the softmax
             barriers += 4 * shape.columns * workers
-    tables = _level_table_bytes(layout, shape)
     total = rings * shape.stages * slot + tables + query + states + barriers
     if shape.cluster > 1:  # what its blocks send each other, and a barrier for every column
         columns = -(-shape.columns // shape.cluster)

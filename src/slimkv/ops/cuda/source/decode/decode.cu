@@ -17,13 +17,18 @@
 #include "decode/scores.cuh"
 #include "decode/values.cuh"
 
+template <int BITS, int ENTRIES, bool IN_PAIRS, bool APART_> DEVICE u32 level_entry(const float* levels, int i) {
+  constexpr int FIRST = BITS == 5 ? 16 : 0, CODES = BITS < 4 ? 1 << BITS : 16;  // of what a nibble counts
+  u32 entry = f32_to_f16(levels[IN_PAIRS ? FIRST + i % CODES : i % (1 << BITS)]);
+  if (APART_ && i >= ENTRIES / 2) entry <<= 16;
+  if (IN_PAIRS) entry |= f32_to_f16(levels[FIRST + i / 16 % CODES]) << 16;
+  return entry;
+}
+
 // Every entry is written for all lanes, 16 bytes at a time, by threads that start at different lanes.
 template <int BITS, int ENTRIES, bool IN_PAIRS, bool APART_> DEVICE void fill_levels(u8* table, const float* levels) {
-  constexpr int FIRST = BITS == 5 ? 16 : 0, CODES = BITS < 4 ? 1 << BITS : 16;  // of what a nibble counts
   for (int i = thread_index(); i < ENTRIES; i += 32 * WARPS) {
-    u32 entry = f32_to_f16(levels[IN_PAIRS ? FIRST + i % CODES : i % (1 << BITS)]);
-    if (APART_ && i >= ENTRIES / 2) entry <<= 16;
-    if (IN_PAIRS) entry |= f32_to_f16(levels[FIRST + i / 16 % CODES]) << 16;
+    const u32 entry = level_entry<BITS, ENTRIES, IN_PAIRS, APART_>(levels, i);
 #pragma unroll
     for (int k = 0; k < 8; k++) *(Words4*)(table + 128 * i + 16 * ((k + i) & 7)) = {entry, entry, entry, entry};
   }
@@ -45,6 +50,25 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
   return {key_table, value_table, {shared_address(key_levels) + 4 * lane},
           {shared_address(value_levels) + 4 * lane}};
 }
+
+// What queries take the place of (QUERIES_IN_LEVELS): of each thread 16 bytes, copies of one entry.
+struct DisplacedLevels {
+  static constexpr int PLACES = QUERY_BYTES / 16, FIRST = LEVEL_BYTES / 16 - PLACES;
+  u32 entry;
+  DEVICE_MEMBER void load(const DecodeArgs& args) {
+    static_assert(!QUERIES_IN_LEVELS || PLACES <= 32 * WARPS, "one place of a thread");
+    const int i = (FIRST + min_i32(thread_index(), PLACES - 1)) / 8;
+    const bool of_values = !ONE_TABLE && i >= LEVEL_ENTRIES_K;
+    entry = of_values ? level_entry<V_BITS, LEVEL_ENTRIES_V, V_IN_PAIRS, V_APART>(args.value_levels, i - LEVEL_ENTRIES_K)
+                      : level_entry<K_BITS, LEVEL_ENTRIES_K, K_IN_PAIRS, K_APART>(args.key_levels, i);
+  }
+  // When all warps have their queries.
+  DEVICE_MEMBER void put_back(u8* shared) const {
+    sync_threads();
+    if (thread_index() < PLACES) *(Words4*)(shared + 16 * (FIRST + thread_index())) = {entry, entry, entry, entry};
+    sync_threads();
+  }
+};
 
 #if ROLES
 #include "decode/roles.cuh"
@@ -109,7 +133,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
       const int step = p.first + warp;
       loader.copy<true, false>(step, 0, step < p.last);
       loader.copy<false, true>(step, 0, step < p.last);
-      loader.look_up(min_i32(step + WARPS, p.last - 1));
+      look_up(p, step + WARPS);
     }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
@@ -120,6 +144,11 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
   };
   begin_loading(range);
+  DisplacedLevels displaced;
+  if constexpr (QUERIES_IN_LEVELS) {
+    displaced.load(args);
+    sync_threads();  // queries are written to what is filled
+  }
   bool starts_merge = POLLED;
 
   while (true) {
@@ -136,6 +165,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
     }
     QueryOperands queries;
     queries.load(shared + QUERY_AT, lane);
+    if constexpr (QUERIES_IN_LEVELS) displaced.put_back(shared);
     ColumnState columns;
     columns.load(args, range, shared, t);
     Accumulator acc;

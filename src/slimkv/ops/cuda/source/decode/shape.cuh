@@ -81,11 +81,14 @@ constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are bette
 constexpr int OPERAND_BYTES = 128 * COLUMNS;
 constexpr int QUERY_BYTES = WGMMA ? OPERAND_BYTES * ((KD + 63) / 64) : 256 * NG * QI;
 static_assert(!WGMMA || (TEAM == 4 && WARPS % 4 == 0), "a warpgroup is a team");
+// Blocks that share a multiprocessor, with one slot: queries take the place of the last levels until lanes have them in registers.
+constexpr bool QUERIES_IN_LEVELS = STAGES == 1 && MIN_BLOCKS > 1 && LEVEL_BYTES >= QUERY_BYTES;
+static_assert(!QUERIES_IN_LEVELS || !Q_IN_SHARED, "queries do not stay there");
 constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : K_PERMUTED ? DENORMAL_UNIT : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_unit<V_KIND, V_BITS>();
 
 static_assert(CLUSTER == 1 || !POLLED, "clusters merge themselves");
-static_assert(CLUSTER == 1 || (STAGES > 1 && TEAM == 1), "a block of a cluster has one range and whole rows");
+static_assert(CLUSTER == 1 || TEAM == 1, "a block of a cluster has one range and whole rows");
 
 // WHOLE: a block for every sequence and KV head, and nothing to merge.
 static_assert(!WHOLE || (CLUSTER == 1 && !POLLED && !ROLES), "there are no parts");
@@ -105,8 +108,8 @@ constexpr int RESULT_ROW = 16 * OUT_SLICES + 4, PAIR_RESULT_BYTES = 4 * RESULT_R
 constexpr int RESULT_SUMS = RINGS * PAIR_RESULT_BYTES <= OPERANDS_END - OPERANDS_AT ? RINGS : 1;
 constexpr int RINGS_AT = ROLES && OPERANDS_AT + PAIR_RESULT_BYTES > OPERANDS_END ? OPERANDS_AT + PAIR_RESULT_BYTES : OPERANDS_END;
 constexpr int RINGS_END = RINGS_AT + RINGS * STAGES * SLOT;
-constexpr int QUERY_AT = WGMMA ? OPERANDS_AT : RINGS_END;
-constexpr int COLUMN_AT = RINGS_END + (WGMMA ? 0 : QUERY_BYTES);
+constexpr int QUERY_AT = WGMMA ? OPERANDS_AT : QUERIES_IN_LEVELS ? LEVEL_BYTES - QUERY_BYTES : RINGS_END;
+constexpr int COLUMN_AT = RINGS_END + (WGMMA || QUERIES_IN_LEVELS ? 0 : QUERY_BYTES);
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
 constexpr int REFERENCES_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // of the softmax, of every column and warp
 constexpr int FACTORS_AT = REFERENCES_AT + (TILE_BY_TILE ? 4 * COLUMNS * WORKERS : 0);  // of pairs, for two steps: of every column, and whether there are any
