@@ -326,7 +326,7 @@ def _attend_in_passes(
     """Unpacks what the workspace holds and attends it, time after time."""
     layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
     args, shape, dim = launches[0].args, launches[0].part.shape, layout.spec.key_dim
-    longest, sequences = max(1, request.max_seq_len), args.sequences
+    longest = max(1, request.max_seq_len)
     batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (shape.rows // request.group), longest)
     ranks, tiles = cut_passes(layout, shape, batch, _multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
@@ -345,14 +345,14 @@ def _attend_in_passes(
         pages=args.pages, table=args.table, lengths=args.lengths, starts=args.starts, key_levels=args.key_levels,
         value_levels=args.value_levels, keys=args.keys, values=args.values, units=args.units,
         page_stride=args.page_stride, page_head_stride=args.page_head_stride, table_stride=args.table_stride,
-        heads=num_kv_heads, most_queries=args.most_queries, tiles=tiles, ranks=ranks,
+        sequences=args.sequences, heads=num_kv_heads, most_queries=args.most_queries, tiles=tiles,
         window=request.options.sliding_window or NO_WINDOW, **_byte_tables(layout, shape),
     )  # fmt: skip
     to_unpack = unpack_defines(layout, shape)
     for first_rank in range(0, most_long, ranks):
         for step in range(passes):
             unpack.first_rank, unpack.first_tile = first_rank, step * tiles
-            grid, threads = (tiles * num_kv_heads, sequences), 2 * shape.step
+            grid, threads = (tiles * num_kv_heads, min(ranks, most_long - first_rank)), 2 * shape.step
             launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
             for part in launches:
                 part.args.first_rank, part.args.first_tile = first_rank, step * tiles
