@@ -300,21 +300,21 @@ class _Attend:
         args, shape, dim = self.args, self.part.shape, self.request.layout.spec.key_dim
         return args.query_blocks * args.heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4)
 
-    @property
-    def defines(self) -> Defines:
+    def defines(self, hands_on: bool = False) -> Defines:
         request = self.request
         return attend_defines(
             request.layout, self.part.shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
-            request.options.sliding_window is not None, request.options.softcap > 0, self.part.beside,
+            request.options.sliding_window is not None, request.options.softcap > 0, self.part.beside, hands_on,
         )  # fmt: skip
 
     def unpack_first(self) -> None:
         """What the first blocks attend, if later ones find theirs unpacked by earlier ones."""
         step, args, spec = self.part.shape.step, self.args, self.request.layout.spec
-        self.launch(ATTEND, "unpack_first", self.defines, (args.tiles, args.lead), 2 * step, tables_bytes(spec), args)
+        self.launch(ATTEND, "unpack_first", self.defines(), (args.tiles, args.lead), 2 * step, tables_bytes(spec), args)
 
-    def start(self) -> None:
-        shape, args, defines = self.part.shape, self.args, self.defines
+    def start(self, hands_on: bool = False) -> None:
+        """With ``hands_on`` it may find a state, or leave one."""
+        shape, args, defines = self.part.shape, self.args, self.defines(hands_on)
         self.launch(
             ATTEND, "attend", defines, (args.query_blocks * args.heads, 1), shape.threads, defines["SHARED"], args
         )
@@ -357,7 +357,7 @@ def _attend_in_passes(
             for part in launches:
                 part.args.first_rank, part.args.first_tile = first_rank, step * tiles
                 part.args.first_pass, part.args.last_pass = step == 0, step == passes - 1
-                part.start()
+                part.start(hands_on=passes > 1)
 
 
 def _attend_args(request: AttendRequest, part: Part, sinks: Tensor | None, most_queries: int) -> AttendArgs:
