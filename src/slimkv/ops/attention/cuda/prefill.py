@@ -300,21 +300,21 @@ class _Attend:
         args, shape, dim = self.args, self.part.shape, self.request.layout.spec.key_dim
         return args.query_blocks * args.heads * 2 * shape.rows * (-(-dim // 32) * 16 + 4)
 
-    @property
-    def defines(self) -> Defines:
+    def defines(self, hands_on: bool = False) -> Defines:
         request = self.request
         return attend_defines(
             request.layout, self.part.shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
-            request.options.sliding_window is not None, request.options.softcap > 0, self.part.beside,
+            request.options.sliding_window is not None, request.options.softcap > 0, self.part.beside, hands_on,
         )  # fmt: skip
 
     def unpack_first(self) -> None:
         """What the first blocks attend, if later ones find theirs unpacked by earlier ones."""
         step, args, spec = self.part.shape.step, self.args, self.request.layout.spec
-        self.launch(ATTEND, "unpack_first", self.defines, (args.tiles, args.lead), 2 * step, tables_bytes(spec), args)
+        self.launch(ATTEND, "unpack_first", self.defines(), (args.tiles, args.lead), 2 * step, tables_bytes(spec), args)
 
-    def start(self) -> None:
-        shape, args, defines = self.part.shape, self.args, self.defines
+    def start(self, hands_on: bool = False) -> None:
+        """With ``hands_on`` it may find a state, or leave one."""
+        shape, args, defines = self.part.shape, self.args, self.defines(hands_on)
         self.launch(
             ATTEND, "attend", defines, (args.query_blocks * args.heads, 1), shape.threads, defines["SHARED"], args
         )
@@ -326,7 +326,7 @@ def _attend_in_passes(
     """Unpacks what the workspace holds and attends it, time after time."""
     layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
     args, shape, dim = launches[0].args, launches[0].part.shape, layout.spec.key_dim
-    longest, sequences = max(1, request.max_seq_len), args.sequences
+    longest = max(1, request.max_seq_len)
     batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (shape.rows // request.group), longest)
     ranks, tiles = cut_passes(layout, shape, batch, _multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // (tiles * shape.step))
@@ -345,19 +345,19 @@ def _attend_in_passes(
         pages=args.pages, table=args.table, lengths=args.lengths, starts=args.starts, key_levels=args.key_levels,
         value_levels=args.value_levels, keys=args.keys, values=args.values, units=args.units,
         page_stride=args.page_stride, page_head_stride=args.page_head_stride, table_stride=args.table_stride,
-        heads=num_kv_heads, most_queries=args.most_queries, tiles=tiles, ranks=ranks,
+        sequences=args.sequences, heads=num_kv_heads, most_queries=args.most_queries, tiles=tiles,
         window=request.options.sliding_window or NO_WINDOW, **_byte_tables(layout, shape),
     )  # fmt: skip
     to_unpack = unpack_defines(layout, shape)
     for first_rank in range(0, most_long, ranks):
         for step in range(passes):
             unpack.first_rank, unpack.first_tile = first_rank, step * tiles
-            grid, threads = (tiles * num_kv_heads, sequences), 2 * shape.step
+            grid, threads = (tiles * num_kv_heads, min(ranks, most_long - first_rank)), 2 * shape.step
             launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
             for part in launches:
                 part.args.first_rank, part.args.first_tile = first_rank, step * tiles
                 part.args.first_pass, part.args.last_pass = step == 0, step == passes - 1
-                part.start()
+                part.start(hands_on=passes > 1)
 
 
 def _attend_args(request: AttendRequest, part: Part, sinks: Tensor | None, most_queries: int) -> AttendArgs:

@@ -17,7 +17,7 @@ class UnpackArgs(ctypes.Structure):
         )),
         *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
         *((name, ctypes.c_int32) for name in (
-            "heads", "most_queries", "first_tile", "tiles", "first_rank", "ranks", "window",
+            "sequences", "heads", "most_queries", "first_tile", "tiles", "first_rank", "window",
         )),
         ("key_table", Table),
         ("value_table", Table),

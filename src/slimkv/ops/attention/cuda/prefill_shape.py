@@ -140,9 +140,13 @@ def _level_entries(fmt: TensorFormat) -> int:
 
 @lru_cache(maxsize=256)
 def attend_defines(
-    layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool, beside: bool = False
-) -> Defines:
-    """What prefill/attend.cu is compiled with."""
+    layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool, beside: bool = False,
+    hands_on: bool = False,
+) -> Defines:  # fmt: skip
+    """What prefill/attend.cu is compiled with.
+
+    Bytes at head size 128 have code that hands on a state only where there is one: it takes registers of the loop.
+    """
     spec, shared, pages = layout.spec, shared_bytes(layout.spec.key_dim, shape), {}
     if shape.fused or shape.ahead:
         pages = {"K_LEVELS": _level_entries(spec.key), "V_LEVELS": _level_entries(spec.value)}
@@ -159,5 +163,6 @@ def attend_defines(
         "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages, "SHARED": shared,
         "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
-        "V_ROTATED": int(spec.value.rotated), **pages,
+        "V_ROTATED": int(spec.value.rotated),
+        "HANDS_ON": int(hands_on or not shape.eight_bit or spec.key_dim == 64), **pages,
     })  # fmt: skip

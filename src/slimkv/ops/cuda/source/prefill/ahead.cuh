@@ -15,22 +15,8 @@ DEVICE int item_of(const Work& w) { return w.head * w.present + w.present - 1 - 
 // The sequence, its length and the head of an item that there is.
 DEVICE void find_item(const PrefillArgs& args, int item, int present, int lane, Work& w) {
   w.head = item / present;
-  int rank = args.first_rank + present - 1 - item % present;
-  // The sequence that so many before it are prefilled.
-  int sequence = 0;
-  for (int first = 0; first < args.num_seqs; first += 32) {
-    const int i = first + lane;
-    const bool prefilled = i < args.num_seqs && ldg_i32(args.cu_seqlens_q + i + 1) - ldg_i32(args.cu_seqlens_q + i) > args.max_decode_queries;
-    const u32 found = warp_ballot(prefilled);
-    int before = 0;
-#pragma unroll
-    for (int k = 0; k < 32; k++) before += k < lane ? (int)(found >> k & 1) : 0;
-    const u32 at = warp_ballot(prefilled && before == rank);
-    if (at) sequence = first + (int)warp_sum(at >> lane & 1 ? (u32)lane : 0u);
-    rank -= (int)warp_sum((u32)prefilled);
-  }
-  w.sequence = sequence;
-  w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
+  w.sequence = sequence_of_rank(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, args.first_rank + present - 1 - item % present, lane);
+  w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, w.sequence);
 }
 
 // Tiles of an item that some query sees.

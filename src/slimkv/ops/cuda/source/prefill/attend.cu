@@ -59,7 +59,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
   float o[OUTPUTS];
   const i64 state_stride = (i64)block_count() * 2 * ROWS;
   float* state = args.state + (i64)block_index() * 2 * ROWS + thread_index() - 128 * PRODUCERS;
-  if (args.first_pass) {
+  if (!HANDS_ON || args.first_pass) {
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) o[i] = 0.0f;
   } else {
@@ -72,7 +72,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 
   if (w.count > 0) attend_tiles(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
 
-  if (!args.last_pass) {
+  if (HANDS_ON && !args.last_pass) {
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) state[i * state_stride] = o[i];
 #pragma unroll

@@ -70,3 +70,18 @@ DEVICE int prefilled_before(const i32* starts, int sequence, int most_queries, i
   for (int d = 16; d; d >>= 1) before += shfl_xor(before, d);
   return before;
 }
+// The sequence that `rank` others before it are prefilled, and which is; -1 if there are not so many.
+DEVICE int sequence_of_rank(const i32* starts, int sequences, int most_queries, int rank, int lane) {
+  for (int first = 0; first < sequences; first += 32) {
+    const int i = first + lane;
+    const bool prefilled = i < sequences && ldg_i32(starts + i + 1) - ldg_i32(starts + i) > most_queries;
+    const u32 found = warp_ballot(prefilled);
+    int before = 0;
+#pragma unroll
+    for (int k = 0; k < 32; k++) before += k < lane ? (int)(found >> k & 1) : 0;
+    const u32 at = warp_ballot(prefilled && before == rank);
+    if (at) return first + (int)warp_sum(at >> lane & 1 ? (u32)lane : 0u);
+    rank -= warp_count(prefilled);
+  }
+  return -1;
+}

@@ -26,7 +26,7 @@ struct UnpackArgs {
   u8* values;
   TileScale* tile_scales;
   i64 page_stride, page_head_stride, table_stride;
-  i32 num_kv_heads, max_decode_queries, first_tile, tiles, first_rank, ranks;
+  i32 num_seqs, num_kv_heads, max_decode_queries, first_tile, tiles, first_rank;
   i32 sliding_window;  // of tokens; longer than any sequence where there is none
   Table key_table;    // EIGHT_BIT: see code_bytes
   Table value_table;  // EIGHT_BIT: the magnitudes of levels as e4m3
@@ -176,13 +176,13 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
 KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
-  const int sequence = block_index_y(), tile = block_index() / args.num_kv_heads, head = block_index() % args.num_kv_heads;
+  const int rank = block_index_y(), tile = block_index() / args.num_kv_heads, head = block_index() % args.num_kv_heads;
   pdl_wait();
-  if (sequence < args.first_rank) return;  // its rank is no higher
+  const int sequence = sequence_of_rank(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, args.first_rank + rank, lane);
+  if (sequence < 0) return;
   const PrefillSequence s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
   const int first = (args.first_tile + tile) * STEP;
-  const int rank = prefilled_before(args.cu_seqlens_q, sequence, args.max_decode_queries, lane) - args.first_rank;
-  if (s.queries <= args.max_decode_queries || first >= s.length || rank < 0 || rank >= args.ranks) return;
+  if (first >= s.length) return;
   i32* exponents = (i32*)shared;  // of the warps' keys and values
   float* key_levels = (float*)shared + 2 * WARPS;
   float* value_levels = key_levels + LEVELS_K;

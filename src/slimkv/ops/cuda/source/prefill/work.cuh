@@ -1,6 +1,7 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
 // Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
 // K_ROTATED, V_ROTATED, CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (of 64 rows, that each of the former has), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh),
+// HANDS_ON (there may be several passes, between which the state of the softmax is in device memory),
 // BESIDE (follows another launch on the same tiles, whose end it need not wait for), AHEAD (blocks unpack what later ones attend);
 // FUSED, AHEAD: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
 #pragma once
@@ -83,7 +84,7 @@ struct PrefillArgs {
   const float* sinks;  // or null
   void* out;
   float* lse;    // or null
-  float* state;  // between passes: [PLACES / 2 + 4, blocks, 2 ROWS]
+  float* state;  // HANDS_ON, between passes: [PLACES / 2 + 4, blocks, 2 ROWS]
   i64 query_stride, query_head_stride, out_stride, out_head_stride;
   float scale;    // of scores, times log2(e)
   float softcap;  // times log2(e)
@@ -93,7 +94,7 @@ struct PrefillArgs {
   i32 query_blocks, section;  // of the grid: blocks of queries, and KV heads that are attended at the same time
   i32 first_tile, tiles;      // of this pass
   i32 first_rank, ranks;      // likewise: sequences, of those that are prefilled
-  i32 first_pass, last_pass;
+  i32 first_pass, last_pass;   // HANDS_ON
   i32 first_query, end_query;  // of each sequence, that this launch attends
   i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
   // FUSED (instead of keys, values and their scales) and AHEAD:
