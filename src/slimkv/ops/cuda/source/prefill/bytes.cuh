@@ -19,13 +19,21 @@ struct Sums {
   }
 };
 
-// Of tokens from TOKENS half on.
-DEVICE void start_sums(Sums& s, u32 queries, u32 keys, int half) {
-  const u64 a = smem_descriptor(queries, 16);
+// Queries of a warpgroup, and the rings of keys and values, as operands.
+struct Operands {
+  u64 queries, keys, values;
+  DEVICE_MEMBER Operands(u32 queries, const Rings& rings)
+      : queries(smem_descriptor(queries, 16)), keys(smem_descriptor(shared_address(rings.keys), 16)),
+        values(smem_descriptor(shared_address(rings.values), 16)) {}
+};
+
+// Of tokens from TOKENS half on of the tile at `slot`.
+DEVICE void start_sums(Sums& s, const Operands& operands, int slot, int half) {
+  const u64 a = operands.queries, tile = operands.keys + (u64)(u32)slot * (KEYS_BYTES >> 4);
   wgmma_fence();
 #pragma unroll
   for (int h = 0; h < PARTS; h++) {
-    const u64 b = smem_descriptor(keys + (D == 64 ? 64 * (half + h) : 128 * TOKENS * half), 16);
+    const u64 b = tile + ((D == 64 ? 64 * (half + h) : 128 * TOKENS * half) >> 4);
     WgmmaBytes<TOKENS / PARTS>::template s8<false>(s.part[h], a, b);
 #pragma unroll
     for (int k = 1; k < D / 32; k++)
@@ -35,8 +43,9 @@ DEVICE void start_sums(Sums& s, u32 queries, u32 keys, int half) {
 }
 
 // Two sums over tokens: of the values, and of the digits behind them.
-DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)[WORDS], u32 values, int half, bool add) {
-  const u64 b = smem_descriptor(values + half * TOKENS, 16), last = smem_descriptor(values + half * TOKENS + STEP * D, 16);
+DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)[WORDS], const Operands& operands, int slot, int half,
+                         bool add) {
+  const u64 b = operands.values + (u64)(u32)slot * (VALUES_BYTES >> 4) + (half * TOKENS >> 4), last = b + (STEP * D >> 4);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < TOKENS / 32; k++)
