@@ -7,8 +7,8 @@
 constexpr int OUTPUTS = D / 2, TOKENS = CONSUMERS > 2 ? STEP / 2 : STEP, SCORES = TOKENS / 2, WORDS = SCORES / 4;
 // Weights, by their exponents. The largest of e4m3 is what 432 and more are rounded to. A tile with one of those is weighed again,
 // from a reference that brings its largest below 2^FRESH_WEIGHT. LARGE ones are good, but the next tile's may not be: the reference
-// is raised by LIFT for it.
-constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 1.0f;
+// is raised by LIFT for it: by 2 a third less often than by 1.
+constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 2.0f;
 constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u, TOP_BITS = 0x80808080u;  // to bit 7 of a byte: from 0x7E, from 2^7
 // Sums of bytes: scores before their scales, in parts of as many tokens as rows of keys are side by side.
 constexpr int PARTS = TOKENS / D > 0 ? TOKENS / D : 1;
