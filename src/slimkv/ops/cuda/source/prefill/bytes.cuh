@@ -7,8 +7,8 @@
 constexpr int OUTPUTS = D / 2, TOKENS = CONSUMERS > 2 ? STEP / 2 : STEP, SCORES = TOKENS / 2, WORDS = SCORES / 4;
 // Weights, by their exponents. The largest of e4m3 is what 432 and more are rounded to. A tile with one of those is weighed again,
 // from a reference that brings its largest below 2^FRESH_WEIGHT. LARGE ones are good, but the next tile's may not be: the reference
-// is raised by LIFT for it.
-constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 1.0f;
+// is raised by LIFT for it: by 2 a third less often than by 1.
+constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 2.0f;
 constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u, TOP_BITS = 0x80808080u;  // to bit 7 of a byte: from 0x7E, from 2^7
 // Sums of bytes: scores before their scales, in parts of as many tokens as rows of keys are side by side.
 constexpr int PARTS = TOKENS / D > 0 ? TOKENS / D : 1;
@@ -19,13 +19,21 @@ struct Sums {
   }
 };
 
-// Of tokens from TOKENS half on.
-DEVICE void start_sums(Sums& s, u32 queries, u32 keys, int half) {
-  const u64 a = smem_descriptor(queries, 16);
+// Queries of a warpgroup, and the rings of keys and values, as operands.
+struct Operands {
+  u64 queries, keys, values;
+  DEVICE_MEMBER Operands(u32 queries, const Rings& rings)
+      : queries(smem_descriptor(queries, 16)), keys(smem_descriptor(shared_address(rings.keys), 16)),
+        values(smem_descriptor(shared_address(rings.values), 16)) {}
+};
+
+// Of tokens from TOKENS half on of the tile at `slot`.
+DEVICE void start_sums(Sums& s, const Operands& operands, int slot, int half) {
+  const u64 a = operands.queries, tile = operands.keys + (u64)(u32)slot * (KEYS_BYTES >> 4);
   wgmma_fence();
 #pragma unroll
   for (int h = 0; h < PARTS; h++) {
-    const u64 b = smem_descriptor(keys + (D == 64 ? 64 * (half + h) : 128 * TOKENS * half), 16);
+    const u64 b = tile + ((D == 64 ? 64 * (half + h) : 128 * TOKENS * half) >> 4);
     WgmmaBytes<TOKENS / PARTS>::template s8<false>(s.part[h], a, b);
 #pragma unroll
     for (int k = 1; k < D / 32; k++)
@@ -35,8 +43,9 @@ DEVICE void start_sums(Sums& s, u32 queries, u32 keys, int half) {
 }
 
 // Two sums over tokens: of the values, and of the digits behind them.
-DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)[WORDS], u32 values, int half, bool add) {
-  const u64 b = smem_descriptor(values + half * TOKENS, 16), last = smem_descriptor(values + half * TOKENS + STEP * D, 16);
+DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)[WORDS], const Operands& operands, int slot, int half,
+                         bool add) {
+  const u64 b = operands.values + (u64)(u32)slot * (VALUES_BYTES >> 4) + (half * TOKENS >> 4), last = b + (STEP * D >> 4);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < TOKENS / 32; k++)

@@ -22,7 +22,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128 * PRODUCERS), {MINUS_INFINITY, MINUS_INFINITY}};
   if (w.count > PROMOTE) totals.clear();
   Place place = {0, 0};
-  const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
+  const Operands operands(queries, rings);
   // Zero, which the compiler does not know: what has it added is computed again instead of being held in registers.
   const u32 none = (u32)args.num_seqs >> 31;
   // From products that have ended, but for PENDING of them, to weights.
@@ -76,9 +76,9 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   auto first_half = [&](auto how, int i) {
     const Place next = place.next();
     mbarrier_wait(rings.keys_full + next.slot, next.parity);
-    start_sums(sums, queries, keys + next.slot * KEYS_BYTES, 0);
+    start_sums(sums, operands, next.slot, 0);
     if (SPARE_REGISTERS) rescale_output();
-    start_output(o, digits, p[1], values + place.slot * VALUES_BYTES, 1, add);
+    start_output(o, digits, p[1], operands, place.slot, 1, add);
     add = true;
     take(how, Yes{}, tile_at(w, i), next.slot, 0, p[0]);
     add_output(Yes{});
@@ -87,10 +87,10 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   };
   // The second half of tile i, beside the output of the first.
   auto second_half = [&](auto how, int i) {
-    start_sums(sums, queries, keys + place.slot * KEYS_BYTES, 1);
+    start_sums(sums, operands, place.slot, 1);
     if (SPARE_REGISTERS) rescale_output();
     mbarrier_wait(rings.values_full + place.slot, place.parity);
-    start_output(o, digits, p[0], values + place.slot * VALUES_BYTES, 0, add);
+    start_output(o, digits, p[0], operands, place.slot, 0, add);
     add = true;
     take(how, Yes{}, tile_at(w, i), place.slot, 1, p[1]);
     sync_warp();
@@ -104,7 +104,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     }
   };
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
-  start_sums(sums, queries, keys + place.slot * KEYS_BYTES, 0);
+  start_sums(sums, operands, place.slot, 0);
   take(FirstTile{}, No{}, tile_at(w, 0), place.slot, 0, p[0]);
   if (!SPARE_REGISTERS) rescale_output();
   second_half(SecondTile{}, 0);
@@ -119,7 +119,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     second_half(LaterTile{}, i);
   }
   if (SPARE_REGISTERS) rescale_output();
-  start_output(o, digits, p[1], values + place.slot * VALUES_BYTES, 1, add);
+  start_output(o, digits, p[1], operands, place.slot, 1, add);
   add_output(Yes{});
   if (w.count > PROMOTE) totals.add_to(o, softmax.row_max);
 }

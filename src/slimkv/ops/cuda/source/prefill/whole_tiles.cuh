@@ -13,7 +13,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128 * PRODUCERS), {MINUS_INFINITY, MINUS_INFINITY}};
   if (w.count > PROMOTE) totals.clear();
   Place place = {0, 0};  // of values
-  const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
+  const Operands operands(queries, rings);
   // Zero, which the compiler does not know: what has it added is computed again, and copied, instead of being held in registers,
   // or written to those that products read.
   const u32 none = (u32)args.num_seqs >> 31;
@@ -45,16 +45,16 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
   };
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
-  start_sums(sums, queries, keys + place.slot * KEYS_BYTES, 0);
+  start_sums(sums, operands, place.slot, 0);
   wgmma_wait<0>();
   take(tile_at(w, 0), place.slot, true, p);
   for (int i = 1; i < w.count; i++) {
     const Place next = place.next();  // of keys, which are one further than values
     mbarrier_wait(rings.keys_full + next.slot, next.parity);
-    start_sums(sums, queries, keys + next.slot * KEYS_BYTES, 0);
+    start_sums(sums, operands, next.slot, 0);
     if (needs_rescale) softmax.rescale_output(o);  // to the reference of p
     mbarrier_wait(rings.values_full + place.slot, place.parity);
-    start_output(o, digits, p, values + place.slot * VALUES_BYTES, 0, add);
+    start_output(o, digits, p, operands, place.slot, 0, add);
     add = true;
     wgmma_wait<1>();
     take(tile_at(w, i), next.slot, false, next_p);
@@ -74,7 +74,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   }
   if (needs_rescale) softmax.rescale_output(o);
   mbarrier_wait(rings.values_full + place.slot, place.parity);
-  start_output(o, digits, p, values + place.slot * VALUES_BYTES, 0, add);
+  start_output(o, digits, p, operands, place.slot, 0, add);
   wgmma_wait<0>();
   wgmma_fence_operand(o);
   wgmma_fence_operand(digits);
