@@ -20,7 +20,8 @@ def test_how_passes_are_cut():
     layout, shape = PageLayout(CodecSpec.parse("k4v4", 128), 16), prefill_shape.Shape(128, 2)
 
     def cut(sequences, blocks, max_seq_len):
-        return prefill_cuda.cut_passes(layout, shape, prefill_cuda.Batch(sequences, 8, blocks, max_seq_len), 132)
+        batch = prefill_cuda.Batch(sequences, 8, blocks, max_seq_len)
+        return prefill_cuda.cut_passes(layout, shape, batch, 132, 256 << 20)
 
     assert cut(1, 1, 1000) == (1, 8)
     assert cut(1, 64, 1 << 20) == (1, 512)  # 256 MiB of 64 KiB tiles, for 8 heads

@@ -12,7 +12,7 @@ from slimkv.ops.attention.cuda.prefill_args import AttendArgs
 from slimkv.ops.attention.cuda.prefill_shape import Shape
 from slimkv.spec import PageLayout
 
-WORKSPACE_BYTES = 256 << 20  # what unpacked K and V may take
+WORKSPACE_BYTES = 400 << 20  # what unpacked K and V may take
 
 
 @dataclass(frozen=True)
