@@ -196,6 +196,7 @@ COLUMN_CASES = [
     (replace(MANY, causal=False, scale=-0.1, dim=64), 64),
     (replace(MANY, dim=256, queries=(8, 5)), 32),
     (replace(MANY, dim=192, queries=(16, 9), format="k5v4"), 32),
+    (replace(MANY, dim=192, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
 ]
 
 

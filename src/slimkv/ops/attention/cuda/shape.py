@@ -409,6 +409,8 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
         total = -(-(total + 8 * columns) // 16) * 16 + 4 * columns * shape.cluster * (spec.value_dim + 4)
     if shape.stages == 1 and not (_is_power_of_two(spec.key_dim) and spec.key_dim >= 32):
         total = -(-total // 16) * 16 + 4 * spec.key_dim * min(shape.columns, shape.warps)  # rotates without a free slot
+    elif shape.roles and spec.value.rotated and not _is_power_of_two(spec.value_dim):
+        total = -(-total // 16) * 16 + 4 * spec.value_dim * shape.warps  # rotates the output back
     return total
 
 

@@ -5,13 +5,11 @@
 
 constexpr int VN = (VD + 31) / 32;
 // Blocks that have all keys of an item write its output themselves. Rotations that take shared memory have that of the queries, which nobody
-// needs any more: as many warps write as rows fit.
-constexpr bool TAKES_SCRATCH = V_ROTATED && !(POWER_OF_TWO(VD) && VD >= 32);
-constexpr int ROWS_OF_SCRATCH = QUERY_BYTES / (4 * VD), WRITERS = TAKES_SCRATCH && ROWS_OF_SCRATCH < WARPS ? ROWS_OF_SCRATCH : WARPS;
+// needs any more: as many warps write as rows fit. Those of pairs have their own.
+constexpr int ROWS_OF_SCRATCH = ROLES ? WARPS : QUERY_BYTES / (4 * VD), WRITERS = TAKES_SCRATCH && ROWS_OF_SCRATCH < WARPS ? ROWS_OF_SCRATCH : WARPS;
 constexpr bool WHOLE_ITEMS = !TAKES_SCRATCH || VD <= 2 * KD;
 static_assert(!WHOLE_ITEMS || WRITERS > 0, "queries are two bytes a number, of four columns");
-static_assert(!ROLES || !TAKES_SCRATCH, "results take the place of queries");
-DEVICE float* scratch_of_writer(u8* shared, int warp) { return (float*)(shared + QUERY_AT) + warp * VD; }
+DEVICE float* scratch_of_writer(u8* shared, int warp) { return (float*)(shared + (ROLES ? SCRATCH_AT : QUERY_AT)) + warp * VD; }
 DEVICE bool is_whole(const DecodeArgs& args, const WorkRange& range) {
   return WHOLE || WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
 }

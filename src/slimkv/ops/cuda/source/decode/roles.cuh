@@ -309,7 +309,8 @@ DEVICE void write_rows(const DecodeArgs& args, const WorkRange& range, u8* share
         if (d < VD) x[j] += results[((w + d / (16 * OUT_SLICES)) * COLUMNS + column) * RESULT_ROW + d % (16 * OUT_SLICES)];
     }
     if (is_whole(args, range)) {
-      write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), all_max, all_sum, x, nullptr, lane);
+      write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), all_max, all_sum, x,
+                scratch_of_writer(shared, warp), lane);
       continue;
     }
     float* to = args.parts + (part * COLUMNS + column) * VD;

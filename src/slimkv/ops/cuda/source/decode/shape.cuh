@@ -124,7 +124,10 @@ constexpr int INBOX_END = CLUSTER > 1 ? INBOX_AT + INBOX_COLUMNS * CLUSTER * 4 *
 // Rotations that take shared memory have the ring's free slot for that, or, where there is none, memory of their own.
 constexpr bool OWN_SCRATCH = STAGES == 1 && !(POWER_OF_TWO(KD) && KD >= 32);
 constexpr int SCRATCH_AT = (INBOX_END + 15) / 16 * 16, SCRATCH_ROWS = COLUMNS < WARPS ? COLUMNS : WARPS;
-constexpr int SHARED_BYTES = OWN_SCRATCH ? SCRATCH_AT + SCRATCH_ROWS * 4 * KD : INBOX_END;
+// Rotating the output back takes that of the queries, or, where results are in its place (ROLES), memory of its own.
+constexpr bool TAKES_SCRATCH = V_ROTATED && !(POWER_OF_TWO(VD) && VD >= 32);
+constexpr int SHARED_BYTES = OWN_SCRATCH ? SCRATCH_AT + SCRATCH_ROWS * 4 * KD : ROLES && TAKES_SCRATCH ? SCRATCH_AT + WARPS * 4 * VD : INBOX_END;
+static_assert(!OWN_SCRATCH || !ROLES, "rings of pairs have several slots");
 static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 static_assert(!ROLES || (WGMMA && BULK && WARPS % 8 == 0 && NT % 4 == 0), "a step is as many tiles of every warp");
 
