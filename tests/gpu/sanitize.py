@@ -2,7 +2,9 @@
 
 compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py
 
-Also --tool racecheck and --tool initcheck.
+Also --tool racecheck and --tool initcheck. Racecheck does not follow barriers of part of a block: behind one it reports
+what stands on two sides of the next barrier of the whole block, in kernels of teams (verification of 5 and more
+queries). Reports of other kernels, or within such a barrier, are what to look for.
 
 Exits with 1 where a result is wrong, so that a checker that changes nothing still says something.
 """

@@ -23,6 +23,7 @@ import torch
 
 from slimkv.ops.attention.cuda import decode, prefill, shape
 from slimkv.ops.attention.cuda import prefill_shape as cuts
+from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.latent.cuda import launch as latent
 from slimkv.ops.latent.cuda import split
@@ -49,7 +50,7 @@ def _decode(
     layout = _layout(format, dim, value_dim, block_size)
     cut = shape.shape_on(H200, layout, group, queries, tokens, 256)
     assert cut is not None
-    defines = dict(shape.kernel_defines(layout, cut, dtype, dtype, window, softcap))
+    defines = dict(kernel_defines(layout, cut, dtype, dtype, window, softcap))
     return decode.SOURCE, defines, "sm_90a" if cut.warpgroup else "sm_90"
 
 

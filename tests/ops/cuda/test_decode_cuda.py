@@ -16,6 +16,7 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import decode as attend_cuda
 from slimkv.ops.attention.cuda import shape
+from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, Kind, PageLayout
 
@@ -473,7 +474,7 @@ def test_it_compiles_for_every_architecture(architecture, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout = PageLayout(CodecSpec.parse("k4v4", 64), 16)
     cut = shape.Shape(1, False, 2, 4, 2, 1)
-    defines = shape.kernel_defines(layout, cut, 1, 1, False, False)
+    defines = kernel_defines(layout, cut, 1, 1, False, False)
     code = compile_kernels(attend_cuda.SOURCE, defines, architecture, tmp_path)
     assert code[:4] == b"\x7fELF"
     (path,) = tmp_path.iterdir()

@@ -20,6 +20,8 @@ from slimkv.codec.rotation import core_words, sign_words
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest
 from slimkv.ops.attention.cuda import prefill
+from slimkv.ops.attention.cuda.decode_defines import kernel_defines
+from slimkv.ops.attention.cuda.level_bytes import level_bytes
 from slimkv.ops.attention.cuda.shape import (
     FEW_COLUMNS,
     Amount,
@@ -29,8 +31,6 @@ from slimkv.ops.attention.cuda.shape import (
     amount_of,
     few_tokens,
     in_one_launch,
-    kernel_defines,
-    level_bytes,
     max_columns,
     polls,
     rows_bound,

@@ -22,6 +22,7 @@ from slimkv.codec.byte_levels import MOST_BITS, byte_levels
 from slimkv.codec.rotation import sign_words
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
+from slimkv.ops.attention.cuda.level_bytes import level_bytes
 from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
 from slimkv.ops.attention.cuda.prefill_shape import (
     AHEAD_SHAPES,
@@ -43,7 +44,6 @@ from slimkv.ops.attention.cuda.prefill_workspace import (
     cut_passes,
     lay_out,
 )
-from slimkv.ops.attention.cuda.shape import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat

@@ -6,11 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from slimkv.codec.codebook import codebook
-from slimkv.codec.rotation import core_size
-from slimkv.ops.cuda.constants import KIND_NUMBERS
-from slimkv.ops.cuda.module import Defines
-from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout, SideLayout, TensorFormat
+from slimkv.ops.attention.cuda.level_bytes import in_bytes
+from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout, TensorFormat
 
 # (tiles, warps, stages, resident) from best to smallest, by columns. Warps come in fours: one for each scheduler.
 # With one stage, keys are copied while values are multiplied and the other way round.
@@ -180,8 +177,8 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         most //= 2  # of the most columns so many registers are output that fewer columns, more often, take less time
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
     looks_up = columns == 4 and _looks_levels_up(layout)
-    in_bytes = columns == 4 and not looks_up
-    short = amount.short and not (in_bytes and amount.even)
+    as_integers = columns == 4 and not looks_up
+    short = amount.short and not (as_integers and amount.even)
     cuts = _looked_up_cuts(layout, amount) if looks_up else (_SHORT if short else _LONG)[columns]
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
@@ -200,9 +197,9 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
     for tiles, warps, stages, resident in cuts:
         if amount.little and warps > 8 and (not short or layout.spec.key_dim > 128):
             continue
-        if in_bytes and _step_is_large(layout, tiles, warps, amount):
+        if as_integers and _step_is_large(layout, tiles, warps, amount):
             continue
-        if stages == 1 and tiles == 4 and layout.spec.value_dim > 128 and not _in_bytes(layout.spec.value):
+        if stages == 1 and tiles == 4 and layout.spec.value_dim > 128 and not in_bytes(layout.spec.value):
             continue  # its registers spill
         bulk = _in_pages(device, layout, tiles)
         both = columns == 4 and not amount.little and _has_six_bits(layout) and (tiles < 4 or stages == 1)
@@ -343,7 +340,7 @@ def _values_in_parts(layout: PageLayout, parts: int, fractions: bool = False) ->
 
 
 def _looks_levels_up(layout: PageLayout) -> bool:
-    return any(fmt.kind == Kind.LLOYD and not _in_bytes(fmt) for fmt in (layout.spec.key, layout.spec.value))
+    return any(fmt.kind == Kind.LLOYD and not in_bytes(fmt) for fmt in (layout.spec.key, layout.spec.value))
 
 
 def _step_is_large(layout: PageLayout, tiles: int, warps: int, amount: Amount) -> bool:
@@ -388,7 +385,7 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     rings, workers = (shape.warps // 8, shape.warps // 2) if shape.roles else (shape.warps, shape.warps)
     slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim // shape.team + 8))
     slices = spec.key_dim // 16
-    query = 256 * shape.groups * (-(-slices // 2) if _in_bytes(spec.key) and not shape.wide else slices)
+    query = 256 * shape.groups * (-(-slices // 2) if in_bytes(spec.key) and not shape.wide else slices)
     if shape.warpgroup:  # operands of 64 numbers: queries, and probabilities of every team
         own_tiles = shape.tiles // 4 if shape.roles else shape.tiles
         query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // shape.team)
@@ -420,7 +417,7 @@ def _level_table_bytes(layout: PageLayout, shape: Shape) -> int:
     permutes = shape.wide and (not shape.warpgroup or shape.warps > 8)
 
     def entries(fmt: TensorFormat, permuted: bool) -> int:
-        if fmt.kind != Kind.LLOYD or (_in_bytes(fmt) and not shape.wide) or (permuted and fmt.bits == 4):
+        if fmt.kind != Kind.LLOYD or (in_bytes(fmt) and not shape.wide) or (permuted and fmt.bits == 4):
             return 0
         # Up to 5 bits by pairs of codes; of 6 bits, apart, all bytes that have them, as low and as high halves.
         return 512 if fmt.bits == 6 and shape.apart else 256 if fmt.bits <= 5 else 1 << fmt.bits
@@ -428,56 +425,3 @@ def _level_table_bytes(layout: PageLayout, shape: Shape) -> int:
     keys, values = entries(spec.key, permutes and spec.key_dim == 256), entries(spec.value, permutes)
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
     return 128 * (keys if alike else keys + values)
-
-
-def _in_bytes(fmt: TensorFormat) -> bool:
-    """Whether the integer tensor cores take its codes."""
-    return fmt.kind == Kind.UNIFORM or (fmt.kind == Kind.LLOYD and fmt.bits <= 4)
-
-
-@lru_cache(maxsize=256)
-def kernel_defines(
-    layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool
-) -> Defines:
-    """What decode/decode.cu is compiled with."""
-
-    def side(prefix: str, s: SideLayout) -> dict[str, int]:
-        return {
-            f"{prefix}_KIND": KIND_NUMBERS[s.format.kind],
-            f"{prefix}_BITS": s.format.bits,
-            f"{prefix}_FIELDS": s.fields_offset,
-            f"{prefix}_ROTATED": int(s.format.rotated),
-            f"{prefix}_CORE": core_size(s.dim),
-        }
-
-    return Defines({
-        "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
-        "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
-        "NG": shape.groups, "WIDE": int(shape.wide), "NT": shape.tiles, "WARPS": shape.warps,
-        "TEAM": shape.team, "WGMMA": int(shape.warpgroup), "ROLES": int(shape.roles), "STAGES": shape.stages,
-        "BULK": int(shape.bulk), "APART": int(shape.apart), "CLUSTER": shape.cluster,
-        "WHOLE": int(shape.whole), "POLLED": int(shape.polled), "MIN_BLOCKS": shape.resident,
-        "SHARED": shared_bytes(layout, shape), "Q_TYPE": q_type, "OUT_TYPE": out_type,
-        "WINDOW": int(window), "SOFTCAP": int(softcap),
-    })  # fmt: skip
-
-
-# -- levels as bytes ---------------------------------------------------------------------------------------------------
-
-
-def _words(entries: list[int]) -> tuple[int, int]:
-    padded = [entries[min(i, len(entries) - 1)] & 0xFF for i in range(8)]
-    return sum(b << 8 * i for i, b in enumerate(padded[:4])), sum(b << 8 * i for i, b in enumerate(padded[4:]))
-
-
-@lru_cache(maxsize=64)
-def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
-    """The bytes of codes: level + 63.5; at 4 bits what an exclusive or with 0xFF (positive) or 0x80 makes that of."""
-    if not _in_bytes(fmt) or fmt.bits > 4:
-        return 0, 0
-    if fmt.kind == Kind.UNIFORM:
-        return _words(list(range(8)))
-    levels = codebook(fmt.bits, dim).levels_by_code.tolist()
-    if fmt.bits == 4:
-        return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
-    return _words([int(level + 63.5) for level in levels])

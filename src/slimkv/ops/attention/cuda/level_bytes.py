@@ -1,0 +1,31 @@
+"""Levels of codes as the bytes that the integer tensor cores take."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from slimkv.codec.codebook import codebook
+from slimkv.spec import Kind, TensorFormat
+
+
+def in_bytes(fmt: TensorFormat) -> bool:
+    """Whether the integer tensor cores take its codes."""
+    return fmt.kind == Kind.UNIFORM or (fmt.kind == Kind.LLOYD and fmt.bits <= 4)
+
+
+def _words(entries: list[int]) -> tuple[int, int]:
+    padded = [entries[min(i, len(entries) - 1)] & 0xFF for i in range(8)]
+    return sum(b << 8 * i for i, b in enumerate(padded[:4])), sum(b << 8 * i for i, b in enumerate(padded[4:]))
+
+
+@lru_cache(maxsize=64)
+def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
+    """The bytes of codes: level + 63.5; at 4 bits what an exclusive or with 0xFF (positive) or 0x80 makes that of."""
+    if not in_bytes(fmt) or fmt.bits > 4:
+        return 0, 0
+    if fmt.kind == Kind.UNIFORM:
+        return _words(list(range(8)))
+    levels = codebook(fmt.bits, dim).levels_by_code.tolist()
+    if fmt.bits == 4:
+        return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
+    return _words([int(level + 63.5) for level in levels])
