@@ -27,7 +27,8 @@ def test_lossless_generation_equals_stock(kind):
         with slimkv.attention(model) as counts:
             fused = generate(model, ids, mask, cache)
         assert torch.equal(fused.sequences, stock.sequences)
-        torch.testing.assert_close(torch.stack(fused.logits), expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+        # Sums in float32 in another order; mixtures of experts carry them furthest.
+        torch.testing.assert_close(torch.stack(fused.logits), expected, rtol=0, atol=4e-5 * float(expected.abs().max()))
         assert counts.fused > 0
         assert counts.decoded == 0 or kind == "llama4"
     if kind == "llama4":
