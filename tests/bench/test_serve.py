@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -223,3 +226,34 @@ def test_a_small_run_in_sglang():
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     report = small_run("--engine", "sglang", "--systems", "k4v4", "--memory", "0.2", **on_cpu)
     assert report["systems"]["k4v4"]["block_size"] == 64
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_an_engine_ends_with_who_started_it(sent, tmp_path):
+    """The engine here is a shell that says which process it started, and waits for it."""
+    engine, started = tmp_path / "engine", tmp_path / "started"
+    engine.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {started}\nwait\n")
+    engine.chmod(0o755)
+    program = (
+        "import sys; from pathlib import Path; from slimkv.bench import serve; sys.executable = sys.argv[1];"
+        "settings = serve.ServeSettings(systems=('bf16',), shape='tiny');"
+        "serve._run_system({'system': 'bf16', 'environment': {}}, settings, Path(sys.argv[2]), print)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(engine), str(tmp_path)], stderr=subprocess.DEVNULL
+    ) as own:
+        deadline = time.monotonic() + 120
+        while not (started.is_file() and started.read_text().endswith("\n")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        own.send_signal(sent)
+        assert own.wait(30) != 0
+    child = int(started.read_text())
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(child)
+
+
+def _runs(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

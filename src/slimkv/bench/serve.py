@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -231,22 +232,24 @@ def _run_system(
     environment = {**_environment(), **plan["environment"]}
     begin = time.monotonic()
     with (
+        _ends_when_asked(),
         log.open("w") as out,
         subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment) as process,
     ):
         error, shown = None, 0
-        while process.poll() is None:
-            time.sleep(0.2)
-            shown = _show_progress(log, name, shown, step)
-            if time.monotonic() - begin > settings.limit_seconds:
-                error = f"stopped after {settings.limit_seconds} s"
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                shown = _show_progress(log, name, shown, step)
+                if time.monotonic() - begin > settings.limit_seconds:
+                    error = f"stopped after {settings.limit_seconds} s"
+                    break
+            _show_progress(log, name, shown, step)
+            if error is None and process.returncode:
+                error = f"exit code {process.returncode}"
+        finally:  # the engine's own processes as well, which would keep the next one's memory
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        _show_progress(log, name, shown, step)
-        if error is None and process.returncode:
-            error = f"exit code {process.returncode}"
-    with suppress(ProcessLookupError):  # the engine's own processes, which would keep the next one's memory
-        os.killpg(process.pid, signal.SIGKILL)
     result = json.loads(target.read_text()) if target.is_file() else {}
     if error is not None:
         tail = log.read_text(errors="replace")[-3000:]
@@ -270,7 +273,22 @@ def _show_progress(log: Path, system: str, shown: int, step: Callable[[str], Non
 
 
 def _environment() -> dict[str, str]:
-    return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+    """Of an engine's process. Requests are greedy: nothing needs a sampler that FlashInfer compiles for minutes."""
+    ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return {**ours, "PYTHONUNBUFFERED": "1", **os.environ}
+
+
+@contextmanager
+def _ends_when_asked() -> Iterator[None]:
+    """SIGTERM (a time limit around this process, say) ends the engine too, whose session is its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def over_stock(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
