@@ -76,7 +76,6 @@ struct Machine {
   Team teams[16];
   Thread threads[MOST_THREADS];
   u64 operands[2][MOST_THREADS][8];
-  u8* stacks = nullptr;
   u8* memory = nullptr;  // of all blocks of a cluster, so far apart
   size_t apart = 0;
   u8* shared = nullptr;  // of the current thread's block
@@ -92,6 +91,9 @@ struct Machine {
 #endif
 };
 static Machine machine;
+// One for all libraries of a process, which an inline variable is with g++: a test process loads hundreds of them, and a
+// fork() of it must find as much memory as all their stacks would take.
+inline u8* stacks = nullptr;
 
 static u8* shared_of(int block) { return machine.memory + block * machine.apart + GUARD_BYTES; }
 static void choose(int i) { machine.current = i, machine.shared = shared_of(i / machine.block_threads); }
@@ -163,7 +165,7 @@ static void start(int i) {
   t.groups = 0;
   t.waited = false;
   t.copies.clear();
-  u8* stack = machine.stacks + (size_t)i * STACK_BYTES;
+  u8* stack = stacks + (size_t)i * STACK_BYTES;
   memcpy(stack, &STACK_MARK, 8);
 #ifdef __x86_64__
   void** top = reinterpret_cast<void**>(stack + STACK_BYTES);
@@ -199,7 +201,7 @@ static bool run_block() {
       to_thread(i);
       if (machine.failed) return false;
       u64 mark;
-      memcpy(&mark, machine.stacks + (size_t)i * STACK_BYTES, 8);
+      memcpy(&mark, stacks + (size_t)i * STACK_BYTES, 8);
       if (mark != STACK_MARK) return refuse("thread %d used more than %d bytes of stack", i, STACK_BYTES), false;
       moved = true;
     }
@@ -262,7 +264,7 @@ static int launch(void (*kernel)(const void*), int x, int y, int threads, int sh
   if (x % cluster || threads * cluster > MOST_THREADS) return refuse("no clusters of %d blocks of %d threads in %d blocks", cluster, threads, x);
   if (threads < 1 || threads > 1024 || threads % 32) return refuse("%d threads: a multiple of 32 up to 1024", threads);
   if (shared < 0 || shared > 227 * 1024) return refuse("%d bytes of shared memory: at most 227 KiB", shared);
-  if (!machine.stacks) machine.stacks = static_cast<u8*>(aligned_alloc(4096, (size_t)MOST_THREADS * STACK_BYTES));
+  if (!stacks) stacks = static_cast<u8*>(aligned_alloc(4096, (size_t)MOST_THREADS * STACK_BYTES));
   size_t allocated = ((size_t)shared + 2 * GUARD_BYTES + 1023) / 1024 * 1024;
   machine.memory = static_cast<u8*>(aligned_alloc(1024, cluster * allocated));
   machine.apart = allocated;

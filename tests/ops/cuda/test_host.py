@@ -16,8 +16,10 @@ class Args(ctypes.Structure):
     _fields_ = [("into", ctypes.c_void_p), ("out", ctypes.c_void_p), ("mode", ctypes.c_int32), ("n", ctypes.c_int32)]
 
 
-def run(name: str, x: np.ndarray, out: int, *, threads: int, mode=0, n=0, grid=(1,), shared=0) -> np.ndarray:
-    library = host.compile(Path(__file__).parent / "machine.cu")
+def run(
+    name: str, x: np.ndarray, out: int, *, threads: int, mode=0, n=0, grid=(1,), shared=0, defines=None
+) -> np.ndarray:
+    library = host.compile(Path(__file__).parent / "machine.cu", defines)
     x = np.ascontiguousarray(x).view(np.uint32)
     result = np.zeros(out, np.uint32)
     args = Args(x.ctypes.data, result.ctypes.data, mode, n)
@@ -38,6 +40,22 @@ def test_shuffles_and_votes(rng):
         assert (got[1] == x[(lanes + 7) % 32]).all()
         assert (got[2] == x[lanes ^ 16]).all()
         assert (got[3] == 1).all()
+
+
+def data_mib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]) >> 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_libraries_share_their_stacks():
+    """Hundreds of libraries are loaded into a test process, whose ``fork`` fails where each keeps stacks of its own."""
+    x = np.arange(32, dtype=np.uint32)
+    run("shuffles", x, 128, threads=32)
+    before = data_mib()
+    for k in range(2):
+        run("shuffles", x, 128, threads=32, defines={"ANOTHER_LIBRARY": k})
+    assert data_mib() - before < 64
 
 
 def fragments(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
