@@ -236,7 +236,8 @@ def test_an_engine_ends_with_who_started_it(sent, tmp_path):
     engine.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {started}\nwait\n")
     engine.chmod(0o755)
     program = (
-        "import sys; from pathlib import Path; from slimkv.bench import serve; sys.executable = sys.argv[1];"
+        "import signal, sys; from pathlib import Path; from slimkv.bench import serve; sys.executable = sys.argv[1];"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # which a shell's background job ignores
         "settings = serve.ServeSettings(systems=('bf16',), shape='tiny');"
         "serve._run_system({'system': 'bf16', 'environment': {}}, settings, Path(sys.argv[2]), print)"
     )
