@@ -6,26 +6,40 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engines import engine, plugin_path, prefixed, run_engine, slimkv
+from engines import engine, partings, plugin_path, prefixed, run_engine, slimkv
 from prompts import long, model_folder, ragged, run
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 STEPS = 3
+NEAR_TIE = 0.1  # nats between the two most likely tokens
 
 
-def test_a_draft_model_changes_no_token(tmp_path):
-    """SmolLM2 drafting for itself: ragged and chunked prompts, and prompts whose pages the radix cache has."""
+def test_a_draft_model_changes_no_more_than_another_batch_does(tmp_path):
+    """SmolLM2 drafting for itself: ragged and chunked prompts, and prompts whose pages the radix cache has.
+
+    On some CPUs products of another shape round otherwise, numbers next to a code's boundary then get another code, and
+    a near tie may fall the other way: tokens may part by no more than where the same prompts part when they are asked
+    one by one, without a draft. A verified token that attended wrong pages would part by nats.
+    """
     drafts = {
         "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": model_folder(),
         "speculative_num_steps": STEPS, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": STEPS + 1,
         "speculative_draft_attention_backend": "torch_native",
     }  # fmt: skip
-    runs = [run("mixed", [*ragged(), *long()], 24), run("miss", prefixed(), 12), run("hit", prefixed(), 12)]
+    prompts = [*ragged(), *long()]
+    runs = [run("mixed", prompts, 24), run("miss", prefixed(), 12), run("hit", prefixed(), 12)]
+    singly = run("singly", prompts, 24, one_by_one=True, reset=True)
     path = plugin_path(tmp_path, "drafts", "torch_native_drafts:register")  # lets ``torch_native`` draft
-    alone = run_engine(engine(**slimkv("k4v4")), runs)
+    alone = run_engine(engine(**slimkv("k4v4")), [*({**one, "likely": 5} for one in runs), singly])
     drafted = run_engine(engine(**drafts, **slimkv("k4v4")), runs, PYTHONPATH=path)
-    assert drafted["tokens"] == alone["tokens"]
+    by_batch = partings(alone, alone, "singly", "mixed")
+    allowed = max([NEAR_TIE, *by_batch.values()])
+    assert allowed < 1, by_batch
+    for name in drafted["tokens"]:
+        found = partings(alone, drafted, name)
+        assert all(gap <= allowed for gap in found.values()), (name, found, by_batch)
+        assert len(found) <= len(by_batch) + 1, (name, found, by_batch)
     assert drafted["tokens"]["hit"] == drafted["tokens"]["miss"]
     assert min(drafted["cached"]["hit"]) >= 6 * drafted["page_size"]
     # The draft attends numbers, the target codes: it guesses most tokens, and a step that verifies takes several.
