@@ -7,5 +7,11 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "wire", HERE.parent / "ops", HERE.parent / "integrations" / "transformers"):
+for folder in (
+    HERE,
+    HERE.parent / "wire",
+    HERE.parent / "ops",
+    HERE.parent / "ops" / "cuda",
+    HERE.parent / "integrations" / "transformers",
+):
     sys.path.insert(0, str(folder))
