@@ -16,10 +16,10 @@ READY := $(VENV)/.ready
 SUITE_READY := $(VENV)/.suite
 endif
 
-.PHONY: demo docs test test-slow test-suite test-vllm test-vllm-extended test-sglang lint format clean setup help
+.PHONY: demo docs test test-slow test-suite test-vllm test-vllm-extended test-sglang test-sglang-extended engines lint format clean setup help
 
 help:
-	@echo "make demo | test | docs | test-slow | test-suite | test-vllm | test-vllm-extended | test-sglang | lint | format | clean      (PYTHON=... uses your own environment)"
+	@echo "make demo | test | docs | test-slow | test-suite | test-vllm | test-vllm-extended | test-sglang | test-sglang-extended | lint | format | clean      (PYTHON=... uses your own environment)"
 
 setup: $(READY)
 
@@ -97,9 +97,15 @@ $(SGLANG_VENV)/.ready: requirements/torch.txt requirements/sglang.txt requiremen
 	touch $@
 
 # SGLANG_TESTS='"not slow"' leaves out what starts engines
-SGLANG_TESTS ?= "slow or not slow"
+SGLANG_TESTS ?= "not extended"
 test-sglang: $(SGLANG_VENV)/.ready
 	OMP_NUM_THREADS=1 $(SGLANG_PY) -m pytest tests/integrations/sglang tests/bench/test_serve.py -m $(SGLANG_TESTS) -n 2 --dist loadfile
+
+test-sglang-extended:
+	$(MAKE) test-sglang SGLANG_TESTS=extended
+
+# Only the environments of both engines: most of it is waiting for downloads.
+engines: $(VLLM_VENV)/.ready $(SGLANG_VENV)/.ready
 
 CODE := src tests examples benchmarks
 

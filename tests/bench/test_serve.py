@@ -209,7 +209,6 @@ def small_run(*more: str, **environment: str) -> dict:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.extended
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_a_small_run():
@@ -220,7 +219,7 @@ def test_a_small_run():
 
 @pytest.mark.sglang
 @pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")
 def test_a_small_run_in_sglang():
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}

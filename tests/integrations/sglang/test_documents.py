@@ -34,6 +34,7 @@ def test_every_command_has_a_test():
     assert all(c.startswith("pip install ") for c in others), others
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", CALIBRATED)
 def test_calibrations_are_made(command, tmp_path):
     on_cpu = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "max_total_tokens": 1024}

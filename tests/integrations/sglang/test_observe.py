@@ -49,11 +49,13 @@ def observed(folder, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_it_finds_what_transformers_finds(folder, observed):
     check_it_is_what_transformers_finds(folder, Calibration.load(observed))
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_its_file_serves(folder, observed):
     runs = [{"name": "a", "prompts": [list(range(3, 90))], "max_tokens": 8}]
     cache = slimkv("k4v4", calibration=str(observed))
