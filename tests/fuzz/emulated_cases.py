@@ -22,7 +22,7 @@ from test_attention import check_rows, poisoned_out, request_of
 
 from slimkv.errors import SpecError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
-from slimkv.ops.attention.cuda import decode, prefill, prefill_shape, shape
+from slimkv.ops.attention.cuda import decode, prefill, prefill_shape
 from slimkv.ops.store.cuda import launch as store_launch
 from slimkv.spec import CodecSpec, Kind
 
@@ -33,7 +33,6 @@ SIDES = (
 )
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 128, 144, 160, 192, 224, 256)
 GROUPS = (1, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 12, 14, 16, 20, 32)
-LITTLE_WORK = ("_SHORT_BYTES", "_LITTLE_TOKENS", "_SCANT_TOKENS", "_TINY_TOKENS")
 SMALL_WORKSPACE = 1 << 18  # several passes over a few hundred tokens
 
 
@@ -104,8 +103,8 @@ def decode_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
         query_norm=chance.choice((1.0, 1.0, 0.3)), peaked=0 not in lens and chance.random() < 0.1,
     )  # fmt: skip
     as_if_long = chance.random() < 0.6
-    for name in LITTLE_WORK if as_if_long else ():
-        patch.setattr(shape, name, 0)
+    if as_if_long:
+        decode_tests.choose_as_if_long(patch)
     clusters = chance.random() < 0.5
     device = replace(
         decode_tests.SMALL_GPU, multiprocessors=chance.choice((2, 4, 8)) + as_if_long,  # shapes are kept by device

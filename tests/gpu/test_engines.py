@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
 
 import transformers
 from engines import NGRAM, draft_model, engine, repeating, run_engine, run_engines, slimkv
-from prompts import long, ragged, run
+from prompts import long, partings, ragged, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
@@ -32,18 +32,6 @@ GRAPHS = {"enforce_eager": False, "dtype": "bfloat16", "block_size": 64, **MEMOR
 # more than the target's, and vLLM compiles for no more than ``max_num_batched_tokens``.
 SPECULATING = {**GRAPHS, "max_num_batched_tokens": 2048, "long_prefill_token_threshold": 96}
 NEAR_TIE = 0.1  # nats between the two most likely tokens, within what bf16 products of another shape move
-
-
-def partings(alone: dict, drafted: dict, name: str) -> dict[int, tuple[int, float]]:
-    """Prompt: the first token that differs, and how far apart its two candidates were."""
-    out = {}
-    for i, (one, other) in enumerate(zip(alone["tokens"][name], drafted["tokens"][name], strict=True)):
-        if one != other:
-            at = next(j for j, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-            known = alone["logprobs"][name][i][at]
-            chosen, taken = str(one[at]), str(other[at])
-            out[i] = at, known[chosen] - known.get(taken, float("-inf"))
-    return out
 
 
 def test_speculation_changes_no_more_than_another_batch_does():

@@ -87,18 +87,6 @@ def plugin_path(folder: Path, name: str, register: str) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def partings(alone: dict[str, Any], other: dict[str, Any], name: str, alone_name: str = "") -> dict[int, float]:
-    """Prompts whose tokens part, and how far apart in nats ``alone`` had the first two that do."""
-    gaps = {}
-    known = alone["likely"][alone_name or name]
-    for i, (one, two) in enumerate(zip(alone["tokens"][alone_name or name], other["tokens"][name], strict=True)):
-        for place, (expected, got) in enumerate(zip(one, two, strict=True)):
-            if expected != got:
-                gaps[i] = known[i][place][str(expected)] - known[i][place].get(str(got), float("-inf"))
-                break
-    return gaps
-
-
 def prefixed() -> list[list[int]]:
     """Requests that share six pages and a little more."""
     return sharing(6 * PAGE + 12)

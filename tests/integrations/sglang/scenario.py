@@ -19,18 +19,18 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     cached: dict[str, list[int]] = {}
     retracted: dict[str, int] = {}
     verified: dict[str, int] = {}
-    likely: dict[str, list[list[dict[int, float]]]] = {}
+    logprobs: dict[str, list[list[dict[int, float]]]] = {}
     try:
         for run in request["runs"]:
             if run.get("reset"):
                 engine.flush_cache()
             params = {"temperature": 0, "max_new_tokens": run["max_tokens"], "ignore_eos": not run.get("may_end")}
             batches = [[p] for p in run["prompts"]] if run.get("one_by_one") else [run["prompts"]]
-            most = {"return_logprob": True, "top_logprobs_num": run["likely"]} if "likely" in run else {}
+            most = {"return_logprob": True, "top_logprobs_num": run["logprobs"]} if "logprobs" in run else {}
             outputs = [o for batch in batches for o in engine.generate(input_ids=batch, sampling_params=params, **most)]
             name = run["name"]
             if most:
-                likely[name] = [
+                logprobs[name] = [
                     [{token: logprob for logprob, token, _ in step} for step in o["meta_info"]["output_top_logprobs"]]
                     for o in outputs
                 ]
@@ -47,7 +47,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "cached": cached,
         "retracted": retracted,
         "verified": verified,  # chains of drafted tokens
-        "likely": likely,  # of runs that ask for so many tokens at every place, their log-probabilities
+        "logprobs": logprobs,  # of the most likely tokens at every place, in runs that ask for so many
         "max_total_num_tokens": info["max_total_num_tokens"],
         "page_size": info["page_size"],
         "kv_gib": state["memory_usage"]["kvcache"],

@@ -53,3 +53,14 @@ def long() -> list[list[int]]:
 def sharing(tokens: int) -> list[list[int]]:
     """Three requests with ``tokens`` tokens in common, and a few of their own."""
     return [piece(100, tokens) + piece(1500 + 20 * i, 9 + i) for i in range(3)]
+
+
+def partings(alone: dict[str, Any], other: dict[str, Any], name: str) -> dict[int, tuple[int, float]]:
+    """Prompts whose tokens part: the first place, and how far apart in nats ``alone`` had its two candidates."""
+    out = {}
+    for i, (one, two) in enumerate(zip(alone["tokens"][name], other["tokens"][name], strict=True)):
+        if one != two:
+            at = next(j for j, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+            known = alone["logprobs"][name][i][at]
+            out[i] = at, known[str(one[at])] - known.get(str(two[at]), float("-inf"))
+    return out

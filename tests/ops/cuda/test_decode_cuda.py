@@ -111,13 +111,15 @@ LONG_CASES = [
 ]
 
 
+def choose_as_if_long(patch: pytest.MonkeyPatch) -> None:
+    """More warps and larger steps, which the few tokens of a test would not choose."""
+    for bound in ("_SHORT_BYTES", "_LITTLE_TOKENS", "_SCANT_TOKENS", "_TINY_TOKENS"):
+        patch.setattr(shape, bound, 0)
+
+
 @pytest.fixture
 def as_if_long(monkeypatch):
-    """More warps and larger steps, which the few tokens of a test would not choose."""
-    monkeypatch.setattr(shape, "_SHORT_BYTES", 0)
-    monkeypatch.setattr(shape, "_LITTLE_TOKENS", 0)
-    monkeypatch.setattr(shape, "_SCANT_TOKENS", 0)
-    monkeypatch.setattr(shape, "_TINY_TOKENS", 0)
+    choose_as_if_long(monkeypatch)
 
 
 @emulated

@@ -36,6 +36,16 @@ struct PairMemory {
   DEVICE_MEMBER void wait_until_used(u32 number) const { mbarrier_wait(used + (number & 1), number >> 1 & 1); }  // -1, -2: at once
 };
 
+// All probabilities of a step are there, and whether the output is to be rescaled for them.
+DEVICE void end_publishing(const PairMemory& memory, const Team& pair, int lane, u32 taken, bool rescales, const Weighing& weighing, Accumulator& acc) {
+  if (pair.member == 0 && lane == 0) {
+    memory.factors_of(taken)[COLUMNS] = rescales ? 1.0f : 0.0f;
+    mbarrier_arrive(memory.published + (taken & 1));
+  }
+#pragma unroll
+  for (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
+}
+
 // Scores and probabilities of the pair's steps of a range.
 DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const Team& pair,
                         const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, Accumulator& acc) {
@@ -79,12 +89,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
       fence_proxy_async();
       pair.sync();
     }
-    if (pair.member == 0 && lane == 0) {
-      memory.factors_of(taken)[COLUMNS] = rescales ? 1.0f : 0.0f;
-      mbarrier_arrive(memory.published + (taken & 1));
-    }
-#pragma unroll
-    for (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
+    end_publishing(memory, pair, lane, taken, rescales, weighing, acc);
   }
 }
 
@@ -113,13 +118,13 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const WorkRange& range,
 #pragma unroll
       for (int i = 0; i < WORDS; i += 32)
         if (i + 32 <= WORDS || i + lane < WORDS) acc.largest_fields = max_u16x2(acc.largest_fields, *(const u32*)(slot + (i ? word_offset(i + lane) : own_word)));
+    auto fields = [&](int x) { return slot + field_offset + fields_behind(x); };
     auto score = [&](int x) {
       load_token_fields(slot + own_fields + fields_behind(x), columns, tokens);
       keys.multiply(shared, tables, s);
-      if (!TOKEN_UNITS) scale_scores(args, slot + field_offset + fields_behind(x), columns, g, s);
-      if (!clear) hide_tokens(slot + field_offset + fields_behind(x), shared, step_token + 16 * (pair.member + TILES_APART * x), lane, s);
+      if (!TOKEN_UNITS) scale_scores(args, fields(x), columns, g, s);
+      if (!clear) hide_tokens(fields(x), shared, step_token + 16 * (pair.member + TILES_APART * x), lane, s);
     };
-    auto fields = [&](int x) { return slot + field_offset + fields_behind(x); };
 #pragma unroll
     for (int x = 0; x < OWN_TILES; x++) {
       score(x);
@@ -151,12 +156,7 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const WorkRange& range,
       fence_proxy_async();
       pair.sync();
     }
-    if (pair.member == 0 && lane == 0) {
-      memory.factors_of(taken)[COLUMNS] = rescales ? 1.0f : 0.0f;
-      mbarrier_arrive(memory.published + (taken & 1));
-    }
-#pragma unroll
-    for (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
+    end_publishing(memory, pair, lane, taken, rescales, weighing, acc);
   }
 #pragma unroll
   for (int c = 0; c < C; c++) acc.row_max[c] = references[own_column(c, 0)];
