@@ -13,7 +13,7 @@ struct Barrier {  // in the 8 bytes of the real one
 static_assert(sizeof(Barrier) == 8, "a barrier has 8 bytes");
 
 struct Landing { void* to; const void* from; u32 bytes; u64* barrier; };
-static std::vector<Landing> landings;
+static List<Landing> landings;
 struct Named { int arrived; u64 generation; };
 static Named named[16];
 
@@ -30,10 +30,10 @@ static void arrive(u64* barrier, i32 bytes) {
 }
 
 static void land_one(u64* barrier) {
-  for (size_t i = 0; i < landings.size(); i++)
-    if (landings[i].barrier == barrier) {
-      const Landing l = landings[i];
-      landings.erase(landings.begin() + i);
+  for (size_t i = 0; i < landings.count; i++)
+    if (landings.items[i].barrier == barrier) {
+      const Landing l = landings.items[i];
+      landings.erase(i);
       memcpy(l.to, l.from, l.bytes);
       Barrier* b = reinterpret_cast<Barrier*>(barrier);
       b->bytes_and_phase -= 2 * (i32)l.bytes;
@@ -94,9 +94,9 @@ static void byte_rows(Operands all, int g, u8 (&rows)[2][32]) {
 
 DEVICE void mbarrier_init(u64* barrier, int count) {
   *reinterpret_cast<host::Barrier*>(barrier) = {(u16)count, (u16)count, 0};
-  std::vector<host::Landing>& all = host::landings;  // of a launch that failed
-  for (size_t i = all.size(); i-- > 0;)
-    if (all[i].barrier == barrier) all.erase(all.begin() + i);
+  host::List<host::Landing>& all = host::landings;  // of a launch that failed
+  for (size_t i = all.count; i-- > 0;)
+    if (all.items[i].barrier == barrier) all.erase(i);
   for (host::Named& n : host::named) n = {0, 0};
 }
 DEVICE void fence_mbarrier_init() {}

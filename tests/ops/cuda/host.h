@@ -3,13 +3,14 @@
 // intrinsics.cuh gives on a device. Lanes that do not meet are an error, shared memory starts as NaNs, and
 // asynchronous copies land only when they are waited for, so that a missing wait or barrier shows.
 #pragma once
-#include <cmath>
-#include <cstdarg>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <vector>
+// C's headers alone, and no containers: hundreds of libraries include this, and C++'s would take a third of the time to compile one.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #ifndef __x86_64__
 #include <ucontext.h>
 #endif
@@ -54,6 +55,16 @@ constexpr u64 STACK_MARK = 0x51CC5CA1AB1E57ACull;
 
 enum State { RUNNING, AT_WARP, AT_BLOCK, AT_CLUSTER, DONE };
 
+template <class T> struct List {  // of plain structs, in order
+  T* items = nullptr;
+  size_t count = 0, room = 0;
+  void push_back(const T& x) {
+    if (count == room) items = static_cast<T*>(realloc(items, (room = room ? 2 * room : 16) * sizeof(T)));
+    items[count++] = x;
+  }
+  void erase(size_t i) { memmove(items + i, items + i + 1, (--count - i) * sizeof(T)); }
+};
+
 struct Copy { void* to; const void* from; int bytes, group; };
 
 struct Thread {
@@ -62,7 +73,7 @@ struct Thread {
   u64 meetings;       // warp collectives so far: operands of two consecutive ones are kept apart
   int groups;         // committed groups of asynchronous copies
   bool waited;        // for the grid before
-  std::vector<Copy> copies;
+  List<Copy> copies;
 #ifdef __x86_64__
   void* stack_pointer;
 #else
@@ -164,7 +175,7 @@ static void start(int i) {
   t.meetings = 0;
   t.groups = 0;
   t.waited = false;
-  t.copies.clear();
+  t.copies.count = 0;
   u8* stack = stacks + (size_t)i * STACK_BYTES;
   memcpy(stack, &STACK_MARK, 8);
 #ifdef __x86_64__
@@ -310,10 +321,12 @@ template <class T> static T from_lane(const char* where, T x, int source) {
 static void land(int pending_groups) {
   Thread& t = machine.threads[machine.current];
   size_t n = 0;
-  for (const Copy& c : t.copies)
+  for (size_t i = 0; i < t.copies.count; i++) {
+    const Copy c = t.copies.items[i];
     if (c.group < t.groups - pending_groups) memcpy(c.to, c.from, c.bytes);
-    else t.copies[n++] = c;
-  t.copies.resize(n);
+    else t.copies.items[n++] = c;
+  }
+  t.copies.count = n;
 }
 static void begin_copy(void* to, const void* from, int bytes) {
   u64 offset = static_cast<u8*>(to) - machine.shared;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -57,9 +58,22 @@ def _processor() -> str:
     ).stdout
 
 
+def _included(source: Path) -> list[Path]:
+    """``source`` and whatever it may include, in whatever is between ``#if`` and ``#endif``."""
+    found, left = set(), [source]
+    while left:
+        path = left.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in re.findall(r'^#\s*include "(.+)"', path.read_text(), re.MULTILINE):
+            left.append(next(at for folder in (path.parent, HERE, SOURCES) if (at := folder / name).exists()))
+    return sorted(found)
+
+
 def _key(source: Path, options: list[str]) -> str:
     digest = hashlib.sha256(_processor().encode())
-    for path in sorted([source, *HERE.glob("*.h"), *SOURCES.rglob("*.cuh")]):
+    for path in _included(source):
         digest.update(path.read_bytes())
     digest.update(" ".join(options).encode())
     return digest.hexdigest()[:24]
