@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slimkv import models
 from slimkv.calibration import Calibration
-from slimkv.evals.agreement import compare_logits
+from slimkv.evals.agreement import compare_logits, growth_over
 from slimkv.evals.harness import RAW, STRICT, WITH_CALIBRATION, attending, new_cache, window_logits
 from slimkv.evals.texts import load_text, token_windows
 from slimkv.integrations.transformers.calibration.cached import auto_calibration
@@ -68,14 +68,6 @@ def divergences(model: Any, format: str, calibration: Calibration | None, ids: T
     return found
 
 
-def growth(rows: list[dict[str, float]], name: str) -> tuple[float, float]:
-    """How much larger than in 16 bits, and the standard error of that over windows."""
-    base = sum(row[SIXTEEN] for row in rows) / len(rows)
-    ratio = sum(row[name] for row in rows) / len(rows) / base
-    rest = [row[name] - ratio * row[SIXTEEN] for row in rows]
-    return ratio - 1, stdev(rest) / len(rows) ** 0.5 / base if len(rows) > 1 else float("nan")
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,9 +92,11 @@ def main() -> None:
     rows: list[dict[str, float]] = []
     for ids in windows:
         rows.append(divergences(loaded.model, format, calibration, ids[None].to(options.device)))
-        found = {name: growth(rows, name) for name in (SAME, EIGHT)}
+        base = [row[SIXTEEN] for row in rows]
+        found = {name: growth_over(base, [row[name] for row in rows]) for name in (SAME, EIGHT)}
         print(f"window {len(rows)}  16 bits {rows[-1][SIXTEEN]:.4f}", end="  ")
-        print(*(f"{name} {over:+.2%} ± {error:.2%}" for name, (over, error) in found.items()), flush=True)
+        of_both = [(name, over, math.nan if error is None else error) for name, (over, error) in found.items()]
+        print(*(f"{name} {over:+.2%} ± {error:.2%}" for name, over, error in of_both), flush=True)
         if options.json:
             report = {name: {"growth": over, "error": error} for name, (over, error) in found.items()}
             written = {"model": options.model, "format": options.format, "tokens": options.tokens}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slimkv.errors import InputError, SpecError, UnsupportedError
-from slimkv.evals.agreement import compare_logits, measure_agreement
+from slimkv.evals.agreement import compare_logits, growth_over, measure_agreement
 from slimkv.evals.fused_vs_decoded import compare_paths
 from slimkv.evals.generation import compare_tokens, measure_generation
 from slimkv.evals.harness import cache_kinds, check_formats, new_cache
@@ -83,6 +83,15 @@ def test_agreement_counts(small, windows):
     assert rows[1].top1 > rows[2].top1
 
 
+def test_growth_and_its_error_over_windows():
+    growth, error = growth_over([2.0, 4.0, 6.0, 8.0], [3.0, 4.0, 5.0, 12.0])
+    assert growth == pytest.approx(0.2)
+    rest = [3.0 - 2.4, 4.0 - 4.8, 5.0 - 7.2, 12.0 - 9.6]
+    assert error == pytest.approx((sum(x * x for x in rest) / 3) ** 0.5 / 2 / 5)
+    assert growth_over([2.0, 4.0], [2.0, 4.0]) == (0.0, 0.0)
+    assert growth_over([2.0], [3.0]) == (0.5, None)
+
+
 def test_two_arithmetics_of_prefill_in_one_run(small, windows):
     rows = measure_agreement(small.model, windows, ["k4v4", "k2v2"], prefill=["16bit", "8bit"]).rows
     assert [row.format for row in rows] == ["k4v4@16bit", "k4v4@8bit", "k2v2@16bit", "k2v2@8bit"]
@@ -92,6 +101,8 @@ def test_two_arithmetics_of_prefill_in_one_run(small, windows):
         assert bytes_.kl != plain.kl
         assert bytes_.kl_growth == pytest.approx(bytes_.kl / plain.kl - 1)
         assert abs(bytes_.kl_growth) < 0.5
+        assert plain.kl_growth_error == 0
+        assert bytes_.kl_growth_error > 0
     assert measure_agreement(small.model, windows[:1], ["k2v2"]).rows[0].kl_growth is None
     with pytest.raises(InputError, match="prefill must name each arithmetic once"):
         measure_agreement(small.model, windows, ["k2v2"], prefill=["8bit", "8bit"])

@@ -215,6 +215,8 @@ def agreement(
     for row in report.rows:
         numbers = f"{row.top1:.2%}", f"{row.kl:.5f}", f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
         growth = "" if row.kl_growth is None else f"{row.kl_growth:+.2%}"
+        if row.kl_growth_error:
+            growth += f" ± {row.kl_growth_error:.2%}"
         table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}", growth)
     _show(report, device, as_json, table)
 

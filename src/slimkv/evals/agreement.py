@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class AgreementRow:
     bytes_per_token: float  # see harness.bytes_per_token
     prefill: str  # see KVCacheConfig
     kl_growth: float | None  # over the row of the same format and the first prefill; None: there is one only
+    kl_growth_error: float | None  # its standard error over windows; None: there is one window, or no growth
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ def compare_logits(raw: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         same.append(a.argmax(-1) == b.argmax(-1))
         divergence.append((a.exp() * (a - b)).sum(-1))
     return torch.cat(same), torch.cat(divergence)
+
+
+def growth_over(base: Sequence[float], other: Sequence[float]) -> tuple[float, float | None]:
+    """Of two means over windows: by which share the second is larger, and the standard error of that, if several."""
+    ratio = sum(other) / sum(base)
+    rest = [b - ratio * a for a, b in zip(base, other, strict=True)]
+    return ratio - 1, stdev(rest) * len(rest) ** 0.5 / sum(base) if len(rest) > 1 else None
 
 
 def _unobserved(format: str, window: int, losses: Tensor) -> None:
@@ -132,6 +141,8 @@ def measure_agreement(
     for number, kind in enumerate(kinds):
         format, first = kind.name, kinds[number - number % len(prefill)].name
         kl, perplexity = torch.cat(divergence[format]), math.exp(nll[format] / scored)
+        of_windows = [[float(window.mean()) for window in divergence[name]] for name in (first, format)]
+        growth, error = growth_over(*of_windows) if len(prefill) > 1 else (None, None)
         rows.append(
             AgreementRow(
                 format,
@@ -142,7 +153,8 @@ def measure_agreement(
                 perplexity / base - 1,
                 size[format],
                 kind.prefill,
-                float(kl.mean() / torch.cat(divergence[first]).mean()) - 1 if len(prefill) > 1 else None,
+                growth,
+                error,
             )
         )
     read = calibration.source if calibration is not None else None
