@@ -24,7 +24,7 @@ def test_no_sequences():
     batch = AttentionBatch.build([], [], [], 16, "cpu")
     assert batch.block_table.shape == (0, 0)
     assert batch.cu_seqlens_q.tolist() == [0]
-    assert (batch.max_query_len, batch.max_seq_len) == (0, 0)
+    assert (batch.max_query_len, batch.min_query_len, batch.max_seq_len) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

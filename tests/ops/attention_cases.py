@@ -113,7 +113,7 @@ class Built:
         return {
             "query": self.query, "pages": self.pages, "block_table": b.block_table, "seq_lens": b.seq_lens,
             "cu_seqlens_q": b.cu_seqlens_q, "codec": self.codec, "layout": self.layout,
-            "max_query_len": b.max_query_len,
+            "max_query_len": b.max_query_len, "min_query_len": b.min_query_len,
             "max_seq_len": b.max_seq_len, "options": self.options, "fresh": self.fresh,
         }  # fmt: skip
 
@@ -140,11 +140,14 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
     blocks = [[order.pop() for _ in range(n)] for n in need]
     whole = AttentionBatch.build(blocks, case.lens, case.lens, case.page, device)
     starts = torch.tensor([0, *case.queries]).cumsum(0).to(torch.int32)
-    batch = replace(whole, cu_seqlens_q=starts.to(device), max_query_len=max(case.queries))
+    batch = replace(
+        whole, cu_seqlens_q=starts.to(device), max_query_len=max(case.queries), min_query_len=min(case.queries)
+    )
     if case.slack:
         wider = torch.nn.functional.pad(batch.block_table, (0, 3))
         largest = wider.shape[1] * case.page
-        batch = replace(batch, block_table=wider, max_query_len=sum(case.queries) + case.padding, max_seq_len=largest)
+        most = sum(case.queries) + case.padding
+        batch = replace(batch, block_table=wider, max_query_len=most, max_seq_len=largest, min_query_len=0)
     pages = torch.full(
         (sum(need) + 3, case.num_kv_heads, layout.page_bytes), POISON_BYTE, dtype=torch.uint8, device=device
     )

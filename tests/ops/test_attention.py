@@ -331,6 +331,8 @@ def test_a_workspace_that_is_too_small_is_refused(device):
         ({"cu_seqlens_q": torch.zeros(2, dtype=torch.int32)}, "do not describe the same sequences"),
         ({"max_seq_len": 1000}, "max_seq_len 1000 must fit the block table's"),
         ({"max_query_len": 3}, "max_query_len 3 must lie in 0..2"),
+        ({"min_query_len": 2}, "min_query_len 2 must lie in 0..1"),
+        ({"max_query_len": 2, "min_query_len": 2}, "min_query_len is 2, but a sequence of cu_seqlens_q has 1 queries"),
         ({"out": torch.zeros(2, 4, 32)}, r"out must be \[2, 4, 64\]"),
         ({"lse": torch.zeros(2, 5)}, r"lse must be contiguous float32 \[2, 4\]"),
         ({"fresh": (torch.zeros(2, 2, 64), torch.zeros(2, 1, 64))}, "fresh value must be"),

@@ -92,7 +92,8 @@ class Case:
         """The call that is timed."""
         out = ops.attend(
             self.query, self.pages, self.table, self.lens, self.starts, codec=self.codec, layout=self.cell.layout,
-            max_query_len=self.cell.queries, max_seq_len=self.cell.context, backend=self.backend, options=self.options,
+            max_query_len=self.cell.queries, min_query_len=self.cell.queries, max_seq_len=self.cell.context,
+            backend=self.backend, options=self.options,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out

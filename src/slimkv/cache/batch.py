@@ -22,6 +22,7 @@ class AttentionBatch:
     slot_mapping: Tensor  # int64 [new tokens]
     max_query_len: int
     max_seq_len: int
+    min_query_len: int = 0  # 0: not known; like the two above it goes with cu_seqlens_q
 
     @classmethod
     @typed
@@ -61,4 +62,5 @@ class AttentionBatch:
             slot_mapping=torch.tensor(slots, dtype=torch.int64).to(device),
             max_query_len=max(query_lens, default=0),
             max_seq_len=max(seq_lens, default=0),
+            min_query_len=min(query_lens, default=0),
         )

@@ -146,8 +146,8 @@ class PagedPool:
         return ops.attend(
             query, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, codec=self.codec,
             layout=self.layout,
-            max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, options=options, backend=self.backend,
-            **kwargs,
+            max_query_len=batch.max_query_len, min_query_len=batch.min_query_len, max_seq_len=batch.max_seq_len,
+            options=options, backend=self.backend, **kwargs,
         )  # fmt: skip
 
     @typed

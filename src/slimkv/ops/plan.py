@@ -165,6 +165,7 @@ def plan_attend(
     codec: Codec,
     layout: PageLayout,
     max_query_len: int,
+    min_query_len: int = 0,
     options: AttendOptions | None = None,
     backend: str | None = None,
 ) -> AttendPlan:
@@ -173,7 +174,7 @@ def plan_attend(
         raise InputError(f"block_table must be int32 with 2 axes, not {describe(block_table)}")
     request = checked_request(
         query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
-        max_seq_len=block_table.shape[1] * layout.block_size, options=options,
+        min_query_len=min_query_len, max_seq_len=block_table.shape[1] * layout.block_size, options=options,
     )  # fmt: skip
     module = ATTENTION.select(pages.device, request, backend).load()
     nothing = seq_lens[:0]

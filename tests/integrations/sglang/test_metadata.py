@@ -63,6 +63,7 @@ def test_prefill_and_decode_of_a_mixed_batch_are_two_parts(tables):
     prefill, decode = step.parts
     assert (prefill.rows, prefill.requests, prefill.max_query_len) == (slice(0, 37), slice(0, 2), 30)
     assert (decode.rows, decode.requests, decode.max_query_len) == (slice(37, 39), slice(2, 4), 1)
+    assert (prefill.min_query_len, decode.min_query_len) == (7, 1)
     assert prefill.cu_seqlens_q.tolist() == [0, 30, 37]
     assert decode.cu_seqlens_q.tolist() == [0, 1, 2]
     assert step.num_queries == 39

@@ -162,13 +162,14 @@ def test_a_uniform_step_is_one_part():
     assert part.cu_seqlens_q.tolist() == [0, 4, 8]
     (part,) = step([30, 20], [30, 40], padded=3).parts
     assert part.seq_lens.tolist() == [30, 40]
+    assert (part.max_query_len, part.min_query_len) == (30, 20)
 
 
 def test_a_mixed_step_is_two():
     decodes, rest = step([1, 1, 7, 1, 20], [5, 9, 7, 3, 40], padded=2).parts
     assert (decodes.first, decodes.end, decodes.max_query_len) == (0, 2, 1)
     assert decodes.cu_seqlens_q.tolist() == [0, 1, 2]
-    assert (rest.first, rest.end, rest.max_query_len) == (2, 30, 20)
+    assert (rest.first, rest.end, rest.max_query_len, rest.min_query_len) == (2, 30, 20, 1)
     assert rest.cu_seqlens_q.tolist() == [0, 7, 8, 28]
     assert rest.seq_lens.tolist() == [7, 3, 40]
     assert rest.block_table[:, 0].tolist() == [8, 12, 16]

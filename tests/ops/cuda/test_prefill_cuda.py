@@ -11,7 +11,9 @@ import torch
 from attention_cases import Case, build
 from test_attention import check, check_rows, poisoned_out, request_of
 
+from slimkv import ops
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
+from slimkv.ops.attention.cuda import decode as decode_cuda
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.attention.cuda import prefill_shape
 from slimkv.ops.cuda.compiler import compile_kernels
@@ -391,3 +393,23 @@ def test_it_is_what_hopper_gets_by_default(hopper, monkeypatch):
     assert len(seen) == 3
     check(replace(BIG, dim=48), hopper, backend="cuda")  # the Triton kernels'
     assert len(seen) == 3
+
+
+@pytest.mark.gpu
+def test_nothing_is_launched_for_short_sequences_where_there_are_none(hopper, monkeypatch):
+    seen = []
+
+    def noting(*args):
+        seen.append(args)
+        return attend_packed(*args)
+
+    attend_packed = decode_cuda.attend_packed
+    monkeypatch.setattr(decode_cuda, "attend_packed", noting)
+    built = build(replace(BIG, lens=(700, 300), queries=(300, 33)), hopper)
+    known = ops.attend(**built.arguments(), backend="cuda")
+    assert not seen
+    unknown = ops.attend(**{**built.arguments(), "min_query_len": 0}, backend="cuda")
+    assert len(seen) == 1
+    assert torch.equal(known, unknown)
+    check(replace(BIG, lens=(700, 300), queries=(300, 32)), hopper, backend="cuda")
+    assert len(seen) == 2

@@ -188,8 +188,8 @@ class SlimKVAttnBackend(AttentionBackend):
             rows, requests = part.rows, part.requests
             ops.attend(
                 query[rows], pages, table[requests], step.seq_lens[requests], part.cu_seqlens_q, codec=codec,
-                layout=of.layout, max_query_len=part.max_query_len, max_seq_len=step.max_seq_len,
-                options=self._attend_options(layer, sinks),
+                layout=of.layout, max_query_len=part.max_query_len, min_query_len=part.min_query_len,
+                max_seq_len=step.max_seq_len, options=self._attend_options(layer, sinks),
                 fresh=None if fresh is None else (fresh[0][rows], fresh[1][rows]), out=out[rows],
                 backend=self._config.backend,
             )  # fmt: skip

@@ -24,6 +24,7 @@ class Part:
     requests: slice
     cu_seqlens_q: Tensor  # int32 [requests + 1], from 0
     max_query_len: int
+    min_query_len: int = 0  # as far as the host knows
 
 
 @dataclass
@@ -139,7 +140,7 @@ def _parts(lengths: list[int], device: torch.device) -> tuple[Part, ...]:
             continue
         starts = torch.tensor([0, *own], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         rows = slice(first, first + sum(own))
-        parts.append(Part(rows, requests, starts.to(device, non_blocking=True), max(own)))
+        parts.append(Part(rows, requests, starts.to(device, non_blocking=True), max(own), min(own)))
         first = rows.stop
     return tuple(parts)
 

@@ -183,7 +183,8 @@ class PackedLayer(CacheLayerMixin):
         if plan is None or not plan.fits(query, pages, batch.block_table, batch.cu_seqlens_q, options):
             plan = self._plan = plan_attend(
                 query, pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, codec=self.pool.codec,
-                layout=self.pool.layout, max_query_len=batch.max_query_len, options=options,
+                layout=self.pool.layout, max_query_len=batch.max_query_len,
+                min_query_len=batch.min_query_len, options=options,
                 backend=self.settings.config.backend,
             )  # fmt: skip
         return plan.run(query, batch.seq_lens)

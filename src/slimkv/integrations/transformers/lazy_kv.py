@@ -151,6 +151,7 @@ class PagedKV:
             out = ops.attend(
                 rows, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
                 codec=self.codec, layout=self.layout, max_query_len=batch.max_query_len,
+                min_query_len=batch.min_query_len,
                 max_seq_len=batch.max_seq_len, options=options, fresh=fresh, backend=self.backend,
             )  # fmt: skip
         if step.query_rows is not None:  # padding attends nothing

@@ -248,6 +248,7 @@ class SequenceTables:
             slot_mapping=self.slots(past, new).reshape(-1),
             max_query_len=new if counts is None else max(counts),
             max_seq_len=self._longest(),
+            min_query_len=new if counts is None else min(counts),
         )
         return Step(batch, self.tokens, new, rows)
 

@@ -252,7 +252,7 @@ class SlimKVImpl(AttentionImpl):
                 continue
             ops.attend(
                 query[rows], pages, part.block_table, part.seq_lens, part.cu_seqlens_q, codec=codec, layout=layout,
-                max_query_len=part.max_query_len,
+                max_query_len=part.max_query_len, min_query_len=part.min_query_len,
                 max_seq_len=min(part.max_seq_len, part.block_table.shape[1] * layout.block_size),
                 options=self._options, fresh=(key[rows], value[rows]) if raw else None, out=output[rows],
                 backend=self._settings.backend,

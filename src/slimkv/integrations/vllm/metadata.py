@@ -40,6 +40,7 @@ class Part:
     cu_seqlens_q: Tensor  # int32 [requests + 1], from 0
     max_query_len: int
     max_seq_len: int
+    min_query_len: int = 0  # as far as the host knows
     shard: ShardTables | None = None  # where ranks share the tokens
 
 
@@ -173,10 +174,13 @@ def _parts(common: CommonAttentionMetadata, few: int) -> tuple[Part, ...]:
     if common.max_query_len <= few:
         return (Part(0, rows, table, lens, starts, min(common.max_query_len, rows), common.max_seq_len),)
     starts_on_host = common.query_start_loc_cpu[: requests + 1]
-    short = starts_on_host.diff() <= few
+    lengths = starts_on_host.diff()
+    short = lengths <= few
     count = requests if bool(short.all()) else int((~short).int().argmax())
+    longest = min(common.max_query_len, rows - int(starts_on_host[count]))
+    least = min(longest, int(lengths[count:].min())) if count < requests else 0
     if count == 0:
-        return (Part(0, rows, table, lens, starts, min(common.max_query_len, rows), common.max_seq_len),)
+        return (Part(0, rows, table, lens, starts, longest, common.max_seq_len, least),)
     middle = int(starts_on_host[count])
     decodes = Part(0, middle, table[:count], lens[:count], starts[: count + 1], min(few, middle), common.max_seq_len)
     rest = Part(
@@ -185,7 +189,8 @@ def _parts(common: CommonAttentionMetadata, few: int) -> tuple[Part, ...]:
         table[count:],
         lens[count:],
         starts[count:] - middle,
-        min(common.max_query_len, rows - middle),
+        longest,
         common.max_seq_len,
+        least,
     )
     return decodes, rest

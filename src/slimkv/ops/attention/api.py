@@ -82,6 +82,7 @@ class AttendRequest:
     lse: Tensor | None
     workspace: Tensor | None
     num_splits: int | None
+    min_query_len: int = 0
 
     @property
     def softmax_scale(self) -> float:
@@ -139,6 +140,7 @@ def attend(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
     num_splits: int | None = None,
+    min_query_len: int = 0,
     backend: str | None = None,
 ) -> Tensor: ...
 
@@ -162,6 +164,7 @@ def attend(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
     num_splits: int | None = None,
+    min_query_len: int = 0,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -185,6 +188,7 @@ def attend(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
     num_splits: int | None = None,
+    min_query_len: int = 0,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of variable-length queries on packed pages.
@@ -204,6 +208,8 @@ def attend(
         return_lse: return the natural log-sum-exp, float32 [total_queries, num_heads], beside the output.
         lse: where it is written, returned or not; ``return_lse`` alone allocates it.
         workspace: uint8, at least ``workspace_bytes(...)``, for backends that split keys; without it one is allocated.
+        min_query_len: no sequence has fewer queries (0: not known). Above ``MAX_DECODE_QUERIES`` nothing is launched
+            for short sequences: rows of one that has fewer all the same are not written.
         num_splits: how many parts a sequence's keys are cut into, by backends that let the caller choose (``triton``);
             by default chosen from the shapes and the device.
         backend: a backend's name; by default the best one that takes the request.
@@ -215,7 +221,7 @@ def attend(
     request = checked_request(
         query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
         max_seq_len=max_seq_len, options=options, fresh=fresh, out=out, lse=lse, workspace=workspace,
-        num_splits=num_splits,
+        num_splits=num_splits, min_query_len=min_query_len,
     )  # fmt: skip
     REGISTRY.select(pages.device, request, backend).load().run(request)
     if not return_lse:
@@ -241,6 +247,7 @@ def checked_request(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
     num_splits: int | None = None,
+    min_query_len: int = 0,
 ) -> AttendRequest:
     """The arguments of ``attend``, checked; ``out`` is allocated where it is missing."""
     check_pages(pages, layout)
@@ -254,6 +261,7 @@ def checked_request(
             "the block table's "
             f"{block_table.shape[1]} blocks of {layout.block_size}"
         )
+    _check_min_query_len(min_query_len, max_query_len, cu_seqlens_q)
     if num_splits is not None and num_splits < 1:
         raise InputError(f"num_splits must be at least 1, or None, not {num_splits}")
     if fresh is not None:
@@ -274,8 +282,17 @@ def checked_request(
     return AttendRequest(
         query, pages, block_table, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, codec, layout, options, fresh,
         out, lse,
-        workspace, num_splits,
+        workspace, num_splits, min_query_len,
     )  # fmt: skip
+
+
+def _check_min_query_len(least: int, most: int, cu_seqlens_q: Tensor) -> None:
+    """Against the other bound, and where they are on the host against the lengths themselves."""
+    if not 0 <= least <= most:
+        raise InputError(f"min_query_len {least} must lie in 0..{most}, which is max_query_len")
+    if least and cu_seqlens_q.device.type == "cpu" and bool((cu_seqlens_q.diff() < least).any()):
+        found = int(cu_seqlens_q.diff().min())
+        raise InputError(f"min_query_len is {least}, but a sequence of cu_seqlens_q has {found} queries")
 
 
 def refuses_split_arguments(request: AttendRequest) -> str | None:

@@ -144,7 +144,8 @@ def run(request: AttendRequest) -> None:
     if request.query.shape[0] == 0 or request.max_query_len == 0:
         return
     most_queries = prefill.most_packed_queries(request)
-    attend_packed(request, device_of(request.query.device), _launcher(request.query.device), most_queries)
+    if request.min_query_len <= most_queries:
+        attend_packed(request, device_of(request.query.device), _launcher(request.query.device), most_queries)
     if request.max_query_len > most_queries:
         if prefill.runs_on(request.query.device) and prefill.refusal(request) is None:
             prefill.attend_prefill(request, prefill.launcher(request.query.device), most_queries=most_queries)

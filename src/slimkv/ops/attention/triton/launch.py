@@ -152,7 +152,8 @@ def run(request: AttendRequest) -> None:
     ):
         _attend_packed(request, fresh, request.max_query_len)
         return
-    _attend_packed(request, fresh, MAX_DECODE_QUERIES)  # the host knows bounds only: any sequence may have few queries
+    if request.min_query_len <= MAX_DECODE_QUERIES:  # the host knows bounds only: any sequence may have few queries
+        _attend_packed(request, fresh, MAX_DECODE_QUERIES)
     _attend_prefill(request, fresh)
 
 
