@@ -1,10 +1,10 @@
 """A few small calls of every kernel, for a memory checker:
 
-compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py [store] [attend] [prefill] [latent]
+compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py [store attend prefill latent]
 
-All four if none is named. Also --tool racecheck and --tool initcheck. Racecheck does not follow barriers of part of a block: behind one it reports
-what stands on two sides of the next barrier of the whole block, in kernels of teams (verification of 5 and more
-queries). Reports of other kernels, or within such a barrier, are what to look for.
+All parts if none is named. Also --tool racecheck and --tool initcheck. Racecheck does not follow barriers of part of a
+block: behind one it reports what stands on two sides of the next barrier of the whole block, in kernels of teams
+(verification of 5 and more queries). Reports of other kernels, or within such a barrier, are what to look for.
 
 Exits with 1 where a result is wrong, so that a checker that changes nothing still says something.
 """
