@@ -6,7 +6,9 @@
 // next tile and the output of this one before the softmax of the next, which the output's products run beside.
 #include "common/hopper.cuh"
 #include "prefill/rows.cuh"
-#if EIGHT_BIT && CONSUMERS > 2
+#if EIGHT_BIT && CONSUMERS > 2 && D > 64
+#include "prefill/half_tile_loop.cuh"
+#elif EIGHT_BIT && CONSUMERS > 2
 #include "prefill/half_tiles.cuh"
 #elif EIGHT_BIT
 #include "prefill/whole_tiles.cuh"

@@ -19,12 +19,23 @@ struct Sums {
   }
 };
 
-// Queries of a warpgroup, and the rings of keys and values, as operands.
+// What is known when compiling, as an argument.
+struct Yes { static constexpr bool VALUE = true; };
+struct No { static constexpr bool VALUE = false; };
+
+// Queries of a warpgroup, and the rings of keys and values, as operands. Beyond head size 64 the compiler does not hold them in a loop, but
+// computes them anew: there they are sums with one of them, which are fewer instructions.
 struct Operands {
   u64 queries, keys, values;
-  DEVICE_MEMBER Operands(u32 queries, const Rings& rings)
-      : queries(smem_descriptor(queries, 16)), keys(smem_descriptor(shared_address(rings.keys), 16)),
-        values(smem_descriptor(shared_address(rings.values), 16)) {}
+  DEVICE_MEMBER Operands(u32 own_queries, const Rings& rings, int warpgroup) {
+    if (D == 64) {
+      queries = smem_descriptor(own_queries, 16), keys = smem_descriptor(shared_address(rings.keys), 16);
+      values = smem_descriptor(shared_address(rings.values), 16);
+    } else {
+      const u64 first = smem_descriptor(shared_address(rings.keys - KEYS_AT), 16);
+      queries = first + (u32)(warpgroup * (QUERY_BYTES >> 4)), keys = first + (KEYS_AT >> 4), values = first + (VALUES_AT >> 4);
+    }
+  }
 };
 
 // Of tokens from TOKENS half on of the tile at `slot`.
@@ -147,12 +158,11 @@ struct Softmax {
     return warp_any(behind);
   }
 
-  // Weights as e4m3, four in a word, in the order of the operand; `scales`: of the first four tokens. `large`: one of TOP_BITS if some of
+  // Weights as e4m3, four in a word, in the order of the operand; `scales`: of the first four tokens. `large` gets one of TOP_BITS if some of
   // the lane's weights of a row are LARGE, or not a number, as all are of a row that has no reference yet.
   template <bool MASKED>
   DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, const Visible& visible, int first, int t,
                            float softcap, u32 none, u32 (&p)[WORDS], u32 (&large)[2]) const {
-    large[0] = large[1] = 0;
     const float from[2] = {-row_max[0], -row_max[1]};
 #pragma unroll
     for (int j = 0; j < SCORES / 8; j++) {
@@ -170,6 +180,20 @@ struct Softmax {
         large[r] |= p[2 * j + r] + TO_LARGE;
       }
     }
+  }
+
+  // Weights of tokens that their rows do not see are none.
+  DEVICE_MEMBER static void hide(u32 (&p)[WORDS], const Visible& visible, int first, int t) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      if (visible.hides(first, i, t)) p[2 * (i / 8) + i / 2 % 2] &= ~(0xFFu << 8 * (i / 4 % 2 * 2 + i % 2));
+  }
+
+  // `large` as weigh leaves it, of weights that are there.
+  DEVICE_MEMBER static void find_large(const u32 (&p)[WORDS], u32 (&large)[2]) {
+    large[0] = large[1] = 0;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) large[i % 2] |= p[i] + TO_LARGE;
   }
 
   // Whether some weight of the warp is the most there is, or not a number.

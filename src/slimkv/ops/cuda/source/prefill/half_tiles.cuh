@@ -1,4 +1,5 @@
-// The tiles of a block of three or four warpgroups, on 8-bit tensor cores: half a tile at a time.
+// The tiles of a block of three or four warpgroups at head size 64, on 8-bit tensor cores: half a tile at a time. There
+// are no registers to spare: half_tile_loop.cuh, which takes more of them and gains at 128, spills and loses here.
 #pragma once
 #include "prefill/bytes.cuh"
 
@@ -6,10 +7,6 @@
 struct FirstTile { static constexpr bool MASKED = true, FIRST = true; };
 struct SecondTile { static constexpr bool MASKED = true, FIRST = false; };
 struct LaterTile { static constexpr bool MASKED = WINDOW, FIRST = false; };
-// At head size 64 there are no registers to spare: what takes more of them, and gains at 128, spills and loses there.
-constexpr bool SPARE_REGISTERS = D > 64;
-struct Yes { static constexpr bool VALUE = true; };
-struct No { static constexpr bool VALUE = false; };
 
 DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries,
                          Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
@@ -22,7 +19,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128 * PRODUCERS), {MINUS_INFINITY, MINUS_INFINITY}};
   if (w.count > PROMOTE) totals.clear();
   Place place = {0, 0};
-  const Operands operands(queries, rings);
+  const Operands operands(queries, rings, warpgroup);
   // Zero, which the compiler does not know: what has it added is computed again instead of being held in registers.
   const u32 none = (u32)args.num_seqs >> 31;
   // From products that have ended, but for PENDING of them, to weights.
@@ -39,6 +36,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     const bool clear = !MASKED || (first + TOKENS <= w.clear_end && (!WINDOW || first >= w.clear_begin));
     u32 large[2];
     auto weigh = [&](auto masked, const TokenScales& scales, u32 zero) {
+      large[0] = large[1] = 0;
       softmax.template weigh<decltype(masked)::VALUE>(sums, scales, numbers + zero, visible, first, t, args.softcap, zero, to, large);
     };
     if (!FIRST) {
@@ -47,11 +45,9 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     }
     if (FIRST || warp_any((large[0] | large[1]) & TOP_BITS)) {
       if (FIRST || softmax.too_large(to)) {
-        const bool bare = SPARE_REGISTERS && FIRST && clear;  // masks hide nothing of most first tiles
-        if (bare) needs_rescale |= softmax.template follow<false>(sums, numbers + none, visible, first, t, args.softcap, none);
-        else needs_rescale |= softmax.template follow<MASKED>(sums, numbers + none, visible, first, t, args.softcap, none);
+        needs_rescale |= softmax.template follow<MASKED>(sums, numbers + none, visible, first, t, args.softcap, none);
         const TokenScales again(numbers + none, 4 * t);
-        if (MASKED && !bare) weigh(Yes{}, again, none);
+        if (MASKED) weigh(Yes{}, again, none);
         else weigh(No{}, again, none);
       }
       lifted = softmax.find_lift(large, lane, lift);
@@ -68,7 +64,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
   };
-  // To the references of weights that are there, before they are multiplied; beside products of the next sums, where registers allow it.
+  // To the references of weights that are there, before they are multiplied.
   auto rescale_output = [&] {
     if (needs_rescale) softmax.rescale_output(o);
   };
@@ -77,18 +73,16 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     const Place next = place.next();
     mbarrier_wait(rings.keys_full + next.slot, next.parity);
     start_sums(sums, operands, next.slot, 0);
-    if (SPARE_REGISTERS) rescale_output();
     start_output(o, digits, p[1], operands, place.slot, 1, add);
     add = true;
     take(how, Yes{}, tile_at(w, i), next.slot, 0, p[0]);
     add_output(Yes{});
-    if (!SPARE_REGISTERS) rescale_output();
+    rescale_output();
     place = next;
   };
   // The second half of tile i, beside the output of the first.
   auto second_half = [&](auto how, int i) {
     start_sums(sums, operands, place.slot, 1);
-    if (SPARE_REGISTERS) rescale_output();
     mbarrier_wait(rings.values_full + place.slot, place.parity);
     start_output(o, digits, p[0], operands, place.slot, 0, add);
     add = true;
@@ -96,9 +90,8 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.keys_empty + place.slot);
     add_output(No{});
-    if (!SPARE_REGISTERS) rescale_output();
+    rescale_output();
     if (i > 0 && i % PROMOTE == 0) {
-      if (SPARE_REGISTERS) rescale_output(), needs_rescale = false;
       totals.add(o, softmax.row_max);
       add = false;
     }
@@ -106,7 +99,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
   start_sums(sums, operands, place.slot, 0);
   take(FirstTile{}, No{}, tile_at(w, 0), place.slot, 0, p[0]);
-  if (!SPARE_REGISTERS) rescale_output();
+  rescale_output();
   second_half(SecondTile{}, 0);
   int i = 1;
   // Without a window, what has masks is among the first tiles.
@@ -118,7 +111,6 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     first_half(LaterTile{}, i);
     second_half(LaterTile{}, i);
   }
-  if (SPARE_REGISTERS) rescale_output();
   start_output(o, digits, p[1], operands, place.slot, 1, add);
   add_output(Yes{});
   if (w.count > PROMOTE) totals.add_to(o, softmax.row_max);

@@ -13,7 +13,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128 * PRODUCERS), {MINUS_INFINITY, MINUS_INFINITY}};
   if (w.count > PROMOTE) totals.clear();
   Place place = {0, 0};  // of values
-  const Operands operands(queries, rings);
+  const Operands operands(queries, rings, warpgroup);
   // Zero, which the compiler does not know: what has it added is computed again, and copied, instead of being held in registers,
   // or written to those that products read.
   const u32 none = (u32)args.num_seqs >> 31;
@@ -27,11 +27,12 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     softmax.raise_references(lift);
     lifted = false;
     const bool weighed = !first && clear;
-    u32 large[2];
+    u32 large[2] = {0, 0};
     if (weighed) softmax.template weigh<false>(sums, TokenScales(numbers, 4 * t), numbers, visible, tile * STEP, t, args.softcap, 0, to, large);
     if (!weighed || warp_any((large[0] | large[1]) & TOP_BITS)) {
       if (!weighed || softmax.too_large(to)) {
         needs_rescale |= softmax.template follow<true>(sums, numbers + none, visible, tile * STEP, t, args.softcap, none);
+        large[0] = large[1] = 0;
         softmax.template weigh<true>(sums, TokenScales(numbers, 4 * t), numbers, visible, tile * STEP, t, args.softcap, 0, to, large);
       }
       lifted = softmax.find_lift(large, lane, lift);

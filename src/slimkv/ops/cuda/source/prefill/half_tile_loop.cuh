@@ -1,0 +1,121 @@
+// The tiles of a block of three warpgroups at head size 128, on 8-bit tensor cores: half a tile at a time, as in half_tiles.cuh.
+//
+// All halves but the first go through one loop. What is not like the others in it (masks, weights that are large, totals, the end) is
+// behind one branch of each half: the warp's vote has bits of what is known beforehand as well. What needs no scores (places in rings,
+// barriers) stands where their products are waited for.
+#pragma once
+#include "prefill/bytes.cuh"
+
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries,
+                         Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
+  const int t = lane & 3;
+  Sums sums;
+  u32 p[2][WORDS], large[2];  // of the first and of the second half of a tile
+  float digits[4], lift[2] = {0.0f, 0.0f};
+  bool add = true;  // what products find in o
+  bool lifted = false, needs_rescale = false;
+  Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128 * PRODUCERS), {MINUS_INFINITY, MINUS_INFINITY}};
+  if (w.count > PROMOTE) totals.clear();
+  Place place = {0, 0};
+  const Operands operands(queries, rings, warpgroup);
+  // Zero, which the compiler does not know: what has it added is computed again instead of being held in registers.
+  const u32 none = (u32)args.num_seqs >> 31;
+  // Without a window, what has masks is among the tiles before this one.
+  const int clear_from = max_i32(2, w.tile + 1 - w.clear_end / STEP);
+  int special = 0;  // the next tile that may have masks, that totals are added up after, or that is the last
+  // When products with values, and with their digits, have ended.
+  auto add_output = [&](auto release) {
+    const float inverse = rings.scales[place.slot].value_inverse;  // before the wait
+    wgmma_wait<0>();
+    wgmma_fence_operand(o);
+    wgmma_fence_operand(digits);
+    softmax.add_sums(digits, inverse);
+    if (!decltype(release)::VALUE) return;
+    sync_warp();
+    if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
+  };
+  auto first_token = [&](int i, int half) { return tile_at(w, i) * STEP + half * TOKENS; };
+  auto is_clear = [&](int first) { return first + TOKENS <= w.clear_end && (!WINDOW || first >= w.clear_begin); };
+  auto numbers_of = [&](const Place& at, int half) { return rings.keys + at.slot * KEYS_BYTES + half * TOKENS * 4; };
+  // From sums whose products have ended, beside those of the output, to weights; whether they are to be looked at.
+  auto weigh = [&](int i, const Place& at, int half, u32 (&to)[WORDS], auto release) {
+    const u8* numbers = numbers_of(at, half);
+    const TokenScales scales(numbers, 4 * t);  // before the wait
+    wgmma_wait<1>();
+    wgmma_fence_operand(sums.part[0]);
+    needs_rescale = lifted;
+    softmax.raise_references(lift);
+    lifted = false;
+    large[0] = i >= special || (WINDOW && !is_clear(first_token(i, half))) ? TOP_BITS : 0, large[1] = 0;
+    softmax.template weigh<false>(sums, scales, numbers, visible, 0, t, args.softcap, 0, to, large);
+    const bool look = warp_any((large[0] | large[1]) & TOP_BITS);
+    add_output(release);  // while the vote is on its way
+    return look;
+  };
+  // Hides weights that rows do not see; weighs again (the FIRST: at all) where one is too large. References are raised for large ones.
+  auto look_at = [&](auto very_first, int i, const Place& at, int half, u32 (&to)[WORDS]) {
+    constexpr bool FIRST = decltype(very_first)::VALUE;
+    const u8* numbers = numbers_of(at, half) + none;
+    const int first = first_token(i + none, half);
+    const bool masked = !is_clear(first);
+    if (!FIRST) {
+      if (masked) Softmax::hide(to, visible, first, t);
+      Softmax::find_large(to, large);
+    }
+    if (FIRST || Softmax::too_large(to)) {
+      if (masked) needs_rescale |= softmax.template follow<true>(sums, numbers, visible, first, t, args.softcap, none);
+      else needs_rescale |= softmax.template follow<false>(sums, numbers, visible, first, t, args.softcap, none);
+      softmax.template weigh<false>(sums, TokenScales(numbers, 4 * t), numbers, visible, first, t, args.softcap, none, to, large);
+      if (masked) Softmax::hide(to, visible, first, t);
+      Softmax::find_large(to, large);
+    }
+    lifted = softmax.find_lift(large, lane, lift);
+  };
+  // To the references of weights that are there, before they are multiplied, and beside products of the next sums.
+  auto rescale_output = [&] {
+    if (needs_rescale) softmax.rescale_output(o);
+  };
+  // Behind the second half of a tile that was looked at; whether it was the last.
+  auto end_tile = [&](int i) {
+    special = i + 1 < clear_from ? i + 1 : min_i32((i / PROMOTE + 1) * PROMOTE, w.count - 1);
+    if (i > 0 && i % PROMOTE == 0) {
+      rescale_output(), needs_rescale = false;
+      totals.add(o, softmax.row_max);
+      add = false;
+    }
+    return i + 1 == w.count;
+  };
+  mbarrier_wait(rings.keys_full + place.slot, place.parity);
+  start_sums(sums, operands, place.slot, 0);
+  wgmma_wait<0>();
+  wgmma_fence_operand(sums.part[0]);
+  softmax.raise_references(lift);
+  look_at(Yes{}, 0, place, 0, p[0]);
+  for (int i = 0;; i++) {
+    // The second half of tile i, beside the output of the first.
+    start_sums(sums, operands, place.slot, 1);
+    rescale_output();
+    mbarrier_wait(rings.values_full + place.slot, place.parity);
+    start_output(o, digits, p[0], operands, place.slot, 0, add);
+    add = true;
+    const Place next = place.next();
+    if (i + 1 < w.count) mbarrier_wait(rings.keys_full + next.slot, next.parity);
+    if (weigh(i, place, 1, p[1], No{})) {
+      look_at(No{}, i, place, 1, p[1]);
+      if (end_tile(i)) break;
+    }
+    sync_warp();
+    if (lane == 0) mbarrier_arrive(rings.keys_empty + place.slot);
+    // The first half of the next tile, beside the output of the second half of this one.
+    start_sums(sums, operands, next.slot, 0);
+    rescale_output();
+    start_output(o, digits, p[1], operands, place.slot, 1, add);
+    add = true;
+    if (weigh(i + 1, next, 0, p[0], Yes{})) look_at(No{}, i + 1, next, 0, p[0]);
+    place = next;
+  }
+  rescale_output();
+  start_output(o, digits, p[1], operands, place.slot, 1, add);
+  add_output(Yes{});
+  if (w.count > PROMOTE) totals.add_to(o, softmax.row_max);
+}
