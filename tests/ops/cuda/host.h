@@ -430,6 +430,7 @@ DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE float min_f32(float a, float b) { return fminf(a, b); }
 DEVICE int min_i32(int a, int b) { return a < b ? a : b; }
 DEVICE int max_i32(int a, int b) { return a > b ? a : b; }
+DEVICE u32 max_u32(u32 a, u32 b) { return a > b ? a : b; }
 
 DEVICE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x; }
 DEVICE float exp2_approx(float x) { return flushed(exp2f(flushed(x))); }

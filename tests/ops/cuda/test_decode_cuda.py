@@ -104,9 +104,10 @@ LONG_CASES = [
     replace(LONG, dim=128, format="k6v6"),
     replace(LONG, format="k6v6", dim=80),
     # Slices that are no whole words of a plane, and rotations without a free slot.
-    *(replace(LONG, page=64, format=f, dim=dim) for dim in (80, 112) for f in ("k3v3", "k5v5")),
+    *(replace(LONG, page=64, format=f, dim=dim) for dim in (80, 112) for f in ("k3v3", "k5v5", "k2v2")),
     *(replace(LONG, page=64, format=f, dim=96) for f in ("k3v5", "k7v1")),
     *(replace(LONG, page=64, format="k5v5", dim=dim) for dim in (16, 192)),
+    *(replace(LONG, page=64, format="k1v1", dim=dim) for dim in (64, 80, 112, 128, 192)),
     replace(LONG, format="k3v5", dim=112, queries=(8, 6, 1)),
 ]
 
@@ -365,6 +366,20 @@ def test_blocks_of_few_warps_are_for_short_sequences_that_do_not_share_evenly(ro
     cut = shape.shape_on(replace(LARGE_GPU, multiprocessors=132), layout, 4, 1, 8192, rows)
     assert cut is not None
     assert cut.warps == warps
+
+
+@pytest.mark.parametrize(
+    ("format", "dim", "tokens", "tiles", "warps"),
+    [
+        *(("k2v2", 64, 4096, 4, 4), ("k2v2", 64, 8192, 8, 12), ("k2v2", 128, 16384, 8, 12), ("k2v2", 256, 8192, 4, 4)),
+        *(("k1v1", 128, 4096, 4, 4), ("k1v1", 128, 8192, 16, 8), ("k1v1", 192, 32768, 8, 8), ("k3v3", 64, 8192, 4, 4)),
+    ],
+)
+def test_of_few_bits_sequences_are_short_by_their_tokens(format, dim, tokens, tiles, warps):
+    layout = PageLayout(CodecSpec.parse(format, dim), 64)
+    cut = shape.shape_on(replace(LARGE_GPU, multiprocessors=132), layout, 4, 1, tokens, 512)
+    assert cut is not None
+    assert (cut.tiles, cut.warps) == (tiles, warps)
 
 
 @emulated

@@ -21,6 +21,9 @@ _LONG = {
 # Bytes of a step of 64 tokens up to which 12 warps are better than 8, unless codes have 2 bits and logic most of the
 # work; and of one of 128 tokens up to which it is better.
 _STEP_OF_TWELVE, _STEP_OF_128 = 8 << 10, 11 << 10
+# Codes of 1 bit: hardly any instructions are theirs, most are a step's and its tokens'. Larger heads want registers.
+_SINGLE_BITS = ((16, 8, 2, 1), *_LONG[4])
+_SINGLE_BITS_OF_LARGE_HEADS = ((8, 8, 2, 1), *_LONG[4])
 # Levels from tables in shared memory: warps that wait for it.
 _LOOKED_UP = (
     *((4, 12, 2, 1), (4, 12, 1, 1), (2, 16, 2, 1), (2, 12, 2, 1), (4, 8, 2, 1), (2, 8, 2, 1)),
@@ -50,6 +53,8 @@ _LOOKED_UP_BRIEF = ((2, 4, 2, 4), (2, 4, 1, 4), (2, 4, 2, 3), (2, 4, 1, 3), *_TI
 # Many short sequences: smaller blocks, of which one computes while another changes its sequence.
 _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
+# The same of few bits, of keys and values together: instructions count there, not bytes.
+_FEW_BITS, _SHORT_TOKENS_OF_FEW_BITS = 4, 6 << 10
 _LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
 _SCANT_TOKENS = 15 << 6
 _TINY_TOKENS = 1 << 9
@@ -117,7 +122,7 @@ class Amount(NamedTuple):
 
     Are there more (sequence, KV head) than multiprocessors? Has a sequence so few tokens, and are there so many, that
     every (sequence, KV head) has a block? If every one has as many blocks, one a multiprocessor, are nearly all
-    multiprocessors busy?
+    multiprocessors busy, or are codes of so few bits that short sequences take as long as others' long ones?
     """
 
     short: bool
@@ -158,10 +163,16 @@ def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> Amo
     short = tokens * layout.page_bytes < _SHORT_BYTES * layout.block_size
     each = rows * tokens / device.multiprocessors
     brief = device.one_launch and tokens <= _BRIEF_TOKENS and rows > 2 * device.multiprocessors
+    slow = _has_few_bits(layout) and tokens >= _SHORT_TOKENS_OF_FEW_BITS and each >= _LITTLE_TOKENS
     return Amount(
         short=short, little=each < _LITTLE_TOKENS, scant=each < _SCANT_TOKENS, tiny=each < _TINY_TOKENS,
-        many_rows=rows > device.multiprocessors, brief=brief, even=_is_even(device, tokens, rows),
+        many_rows=rows > device.multiprocessors, brief=brief, even=slow or _is_even(device, tokens, rows),
     )  # fmt: skip
+
+
+def _has_few_bits(layout: PageLayout) -> bool:
+    spec = layout.spec
+    return spec.key.bits + spec.value.bits <= _FEW_BITS and max(spec.key_dim, spec.value_dim) <= 128
 
 
 def _is_even(device: Device, tokens: int, rows: int) -> bool:
@@ -180,6 +191,8 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
     as_integers = columns == 4 and not looks_up
     short = amount.short and not (as_integers and amount.even)
     cuts = _looked_up_cuts(layout, amount) if looks_up else (_SHORT if short else _LONG)[columns]
+    if as_integers and not short and _are_single_bits(layout):
+        cuts = _SINGLE_BITS if max(layout.spec.key_dim, layout.spec.value_dim) <= 128 else _SINGLE_BITS_OF_LARGE_HEADS
     if amount.tiny:
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
     if amount.brief and columns <= 8 and max(layout.spec.key_dim, layout.spec.value_dim) <= 128:
@@ -349,7 +362,7 @@ def _step_is_large(layout: PageLayout, tiles: int, warps: int, amount: Amount) -
     Nothing overlaps the wait for the first steps of all warps, and their last ones.
     """
     step = 16 * tiles * layout.page_bytes // layout.block_size
-    if tiles == 8:
+    if tiles >= 8:
         return amount.little or step > _STEP_OF_128
     bits = layout.spec.key.bits + layout.spec.value.bits
     return tiles == 4 and warps > 8 and bits > 4 and step > _STEP_OF_TWELVE
@@ -385,7 +398,8 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     rings, workers = (shape.warps // 8, shape.warps // 2) if shape.roles else (shape.warps, shape.warps)
     slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim // shape.team + 8))
     slices = spec.key_dim // 16
-    query = 256 * shape.groups * (-(-slices // 2) if in_bytes(spec.key) and not shape.wide else slices)
+    as_bytes = in_bytes(spec.key) and not shape.wide
+    query = 256 * shape.groups * (_products_of_bytes(spec.key, slices) if as_bytes else slices)
     if shape.warpgroup:  # operands of 64 numbers: queries, and probabilities of every team
         own_tiles = shape.tiles // 4 if shape.roles else shape.tiles
         query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // shape.team)
@@ -409,6 +423,21 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     elif shape.roles and spec.value.rotated and not _is_power_of_two(spec.value_dim):
         total = -(-total // 16) * 16 + 4 * spec.value_dim * shape.warps  # rotates the output back
     return total
+
+
+def _is_single_bit(fmt: TensorFormat) -> bool:
+    return fmt.kind == Kind.LLOYD and fmt.bits == 1
+
+
+def _are_single_bits(layout: PageLayout) -> bool:
+    return _is_single_bit(layout.spec.key) and _is_single_bit(layout.spec.value)
+
+
+def _products_of_bytes(fmt: TensorFormat, slices: int) -> int:
+    if _is_single_bit(fmt):  # two words of four slices at a time
+        words = -(-slices // 4)
+        return 4 * (words // 2) + 2 * (words % 2)
+    return -(-slices // 2)
 
 
 def _level_table_bytes(layout: PageLayout, shape: Shape) -> int:

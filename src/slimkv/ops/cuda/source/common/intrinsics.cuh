@@ -101,6 +101,7 @@ DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE float min_f32(float a, float b) { return fminf(a, b); }
 DEVICE int min_i32(int a, int b) { return min(a, b); }
 DEVICE int max_i32(int a, int b) { return max(a, b); }
+DEVICE u32 max_u32(u32 a, u32 b) { return max(a, b); }
 
 // Fast ones, accurate to a few units in the last place.
 DEVICE float exp2_approx(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }

@@ -134,7 +134,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const 
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const float x = acc.number(n, i, r, j);
-          mine[16 * i + g + 8 * r] = V_KIND == UNIFORM ? (x * VALUE_UNIT + acc.shift[c]) * factor : x * (VALUE_UNIT * factor);
+          mine[dimension_of(i, g, r)] = V_KIND == UNIFORM ? (x * VALUE_UNIT + acc.shift[c]) * factor : x * (VALUE_UNIT * factor);
         }
     }
     sync_threads();

@@ -6,8 +6,8 @@
 // bytes of the keys' levels, a probability (times its value's scale, 16 bits relative to the largest of the step) as two
 // unsigned bytes with the bytes of the values' levels: integer tensor cores, exact sums, no conversion of levels. The
 // bytes of a value word alternate between two dimensions, g and g + 8; they are regrouped (V_REGROUPED), or used as they
-// are, once with probabilities in the even bytes and once in the odd ones. Formats without byte levels use halves in the
-// same way.
+// are, once with probabilities in the even bytes and once in the odd ones. Of 1 bit no bytes of levels are made: single bits are
+// operands. Formats without byte levels use halves in the same way.
 //
 // More columns (wide groups of 8): integer products become dear, and what is done for every score counts more than what
 // is done for every level. Everything is in halves, and the output stays in the products' accumulators.
@@ -236,6 +236,14 @@ KERNEL(32 * WARPS, MIN_BLOCKS) IN_CLUSTERS attend(GRID_CONSTANT DecodeArgs args)
           }
 #pragma unroll
           for (int c = 0; c < C; c++) acc.row_sum[c] = sum[c], acc.shift[c] = shift[c];
+        } else if constexpr (!WIDE) {
+          StepScores p;
+          if (raised_exponents(columns, s, acc, p)) {
+            update_max(slot, columns, g, t, s, real, team, nullptr, nullptr, tokens, acc);
+            raised_exponents(columns, s, acc, p);
+          }
+          raised_exponentials(slot, g, p, acc);
+          pack_probabilities(p, weights);
         } else {
           update_max(slot, columns, g, t, s, real, team, (float*)(shared + STATE_AT), nullptr, tokens, acc);
           if (TEAM > 1) load_ahead();  // nobody reads the values of the step before any more

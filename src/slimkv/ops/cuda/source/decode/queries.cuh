@@ -53,6 +53,14 @@ DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch
   return warp_any(!finite) ? as_float(0x7F800000u) : row_max;
 }
 
+// A coordinate as two signed bytes; returns the integer that they are.
+DEVICE i32 write_bytes(float x, u8* to) {
+  const i32 n = (i32)as_bits(x + 12582912.0f) - 0x4B400000, high = (n + 64) >> 7;
+  to[0] = (u8)high;
+  to[NEXT_ROW] = (u8)(n - 128 * high);
+  return n;
+}
+
 // One warp: leaves the rotated query of column c in `operands` in their order, and the rest in `shared`. All coordinates are divided by
 // `row_max`: the column's own or, with ONE_UNIT, the largest of all. Columns that are smaller than others by many powers of two then lose
 // no more than their scores can show.
@@ -62,18 +70,18 @@ DEVICE void write_query(const DecodeArgs& args, const WorkRange& range, int c, c
   const int row = c / GROUP * 8 + (WIDE ? c % GROUP : 2 * (c % GROUP));
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < QN; i++) {
+  for (int i = 0; i < (K_SINGLE_BITS ? QI : QN); i++) {  // single bits that no dimension has count for nothing
     const int d = lane + 32 * i;
-    if (d >= KD) continue;
-    const float x = finite ? y[i] * up : 0.0f;
-    if (K_BYTES) {
-      const i32 n = (i32)as_bits(x + 12582912.0f) - 0x4B400000;
-      const i32 high = (n + 64) >> 7;
+    if (d >= KD && !K_SINGLE_BITS) continue;
+    const float x = finite && d < KD ? y[i < QN ? i : 0] * up : 0.0f;
+    if (K_SINGLE_BITS) {
+      const BitPlace place = bit_place<KS>(d / 16, d % 16);
+      const int times = place.weight / bit_unit<KS>();
+      const i32 n = write_bytes(x * (1.0f / times), operands + operand_offset(row, 8 * place.product + 4 * place.half + d % 8 / 2) + place.byte);
+      sum += (float)(times * n);
+    } else if (K_BYTES) {
       const int in_slice = d % 16, word = d / 16 * 4 + in_slice % 8 / 2, byte = (in_slice & 1) + 2 * (in_slice / 8);
-      u8* to = operands + operand_offset(row, word) + byte;
-      to[0] = (u8)high;
-      to[NEXT_ROW] = (u8)(n - 128 * high);
-      sum += (float)n;
+      sum += (float)write_bytes(x, operands + operand_offset(row, word) + byte);
     } else {
       const u32 high = ONE_UNIT && !finite ? 0x7E00u : f32_to_f16(x);
       // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
@@ -89,7 +97,8 @@ DEVICE void write_query(const DecodeArgs& args, const WorkRange& range, int c, c
   for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (lane == 0) {
     const int position = range.s.length - range.s.queries + range.chunk * args.queries_of_chunk + by_group(args, c);
-    *column_at(shared, c) = {finite || ONE_UNIT ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum, WINDOW ? position - args.sliding_window + 1 : 0,
+    const float level_unit = K_SINGLE_BITS ? bit_step(args.key_table) / bit_unit<KS>() : 1.0f;
+    *column_at(shared, c) = {finite || ONE_UNIT ? row_max / largest * KEY_UNIT * level_unit : NOT_A_NUMBER, sum, WINDOW ? position - args.sliding_window + 1 : 0,
                              args.causal ? min_i32(range.s.length, position + 1) : range.s.length};
   }
 }
@@ -103,5 +112,5 @@ DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c,
 DEVICE void load_operand(const u8* operands, int n, int i, int lane, u32 (&q)[2]) {
   const Words2 words = *(const Words2*)(operands + 8 * (32 * (n * QI + i) + lane));
   q[0] = words.x;
-  q[1] = !K_BYTES || 2 * i + 1 < KS ? words.y : 0;
+  q[1] = !K_BYTES || K_SINGLE_BITS || 2 * i + 1 < KS ? words.y : 0;
 }

@@ -15,7 +15,8 @@ DEVICE void key_bytes(const KeyCodes& codes, int slice, Table table, u32& first,
 }
 
 // Queries as two signed bytes times levels as bytes.
-DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, QueryOperands& queries, const LevelTables& tables,
+template <class PackedCodes>
+DEVICE void multiply_key_bytes(const PackedCodes (&codes)[NT], const u8* shared, QueryOperands& queries, const LevelTables& tables,
                                int lane, StepScores& s) {
   i32 c[NT][NG][4];
 #pragma unroll
@@ -23,14 +24,17 @@ DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, Qu
     queries.load_product(shared, i, lane);
 #pragma unroll
     for (int x = 0; x < NT; x++) {
-      u32 a0, a1, a2 = 0, a3 = 0;
-      key_bytes(codes[x], 2 * i, tables.key, a0, a1);
-      if (2 * i + 1 < KS) key_bytes(codes[x], 2 * i + 1, tables.key, a2, a3);
+      u32 a[4] = {0, 0, 0, 0};
+      if constexpr (K_SINGLE_BITS) key_bit_bytes<KS>(codes[x].first, i, a);
+      else {
+        key_bytes(codes[x], 2 * i, tables.key, a[0], a[1]);
+        if (2 * i + 1 < KS) key_bytes(codes[x], 2 * i + 1, tables.key, a[2], a[3]);
+      }
 #pragma unroll
       for (int n = 0; n < NG; n++) {
         const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
-        if (i == 0) mma_u8_s8_from(c[x][n], a0, a1, a2, a3, b0, b1, 0, 0, 0, 0);
-        else mma_u8_s8(c[x][n], a0, a1, a2, a3, b0, b1);
+        if (i == 0) mma_u8_s8_from(c[x][n], a[0], a[1], a[2], a[3], b0, b1, 0, 0, 0, 0);
+        else mma_u8_s8(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
       }
     }
   }
@@ -190,7 +194,7 @@ DEVICE void load_token_fields(const u8* slot, const ColumnState& columns, TokenF
 // Takes the levels' offset off, multiplies by the keys' scales, adds their zeros.
 DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
   const float cap_by = SOFTCAP ? 2.0f * LOG2E * rcp_approx(args.softcap) : 0.0f;
-  constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
+  constexpr float KEY_OFFSET = K_SINGLE_BITS ? bit_unit<KS>() / 2 : K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
 #pragma unroll
   for (int x = 0; x < SCORED_TILES; x++) {
     const u8* fields = slot + fields_of(TILES_APART * x);

@@ -75,7 +75,9 @@ static_assert(!BULK || (PIECE_TILES == BLOCK_SIZE / 16 && V_CODES == VALUES_AT &
                         V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS), "a step is whole pages, in the ring as they are there");
 static_assert(STAGES > 1 || TEAM == 1, "keys and values of a step are two copies");
 static_assert(TEAM == 1 || (WIDE && VS % TEAM == 0 && WARPS % TEAM == 0), "teams share wide values");
-constexpr int KP = (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
+// Single bits as they lie are bytes for the products: 1 bit, Lloyd-Max.
+constexpr bool K_SINGLE_BITS = K_BYTES && K_KIND == LLOYD && K_BITS == 1, V_SINGLE_BITS = V_BYTES && V_KIND == LLOYD && V_BITS == 1;
+constexpr int KP = K_SINGLE_BITS ? bit_products<KS>() : (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile
 constexpr bool Q_IN_SHARED = NG * QI > 16;                // registers are better spent on the output
 // A warpgroup's operands lie as smem_descriptor says: a row of 64 numbers for every column, another operand for the next 64.
 constexpr int OPERAND_BYTES = 128 * COLUMNS;

@@ -4,9 +4,10 @@
 
 // Probabilities times their values' scales, as the products take them.
 struct Probabilities {
-  u32 p[NG][NT][2];
+  u32 p[NG][NT][2];  // bytes: one word, of tokens 2 t, 2 t + 8, 2 t + 1, 2 t + 9
   float fold[NG];  // bytes: what makes products with them numbers again
-  i32 start[NG];   // bytes: minus the levels' offset, 63.5, times the sum of the probabilities
+  u32 all[NG];     // bytes, Lloyd-Max: the sum of the probabilities
+  i32 offset[NG];  // bytes: minus the levels' offset, 63.5, times that
 };
 
 // The running maximum moves rarely. Values as halves: of the score and the logarithm of the value's scale, so that their product
@@ -101,54 +102,86 @@ DEVICE float weigh(const u8* slot, float base, float reference, float known, int
   return e * scale;
 }
 
-// Scores to probabilities times their values' scales, which take their place.
+// Wide: scores to probabilities times their values' scales, which take their place.
 DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc) {
 #pragma unroll
   for (int c = 0; c < C; c++) {
     const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
-    const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : MAX_WITHOUT_UNIT ? acc.row_max[c] * base : acc.row_max[c];
+    const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+#pragma unroll
+    for (int x = 0; x < NT; x++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) s[c][x][r] = weigh(slot, base, reference, 0, g, x, r, s[c][x][r], acc.row_sum[c], acc.shift[c]);
+  }
+}
+
+// Narrow bytes: exponents of probabilities, raised, from the reference there is, whatever it is: they will be relative to the largest of the
+// step. Returns whether it has to move: one of them is MOST_RAISED or more, or there is none yet. Numbers above zero are in the order of
+// their bits, of which three are compared at once.
+DEVICE bool raised_exponents(const ColumnState& columns, const StepScores& s, const Accumulator& acc, StepScores& exponents) {
+  i32 highest = 0;
+  bool none = false;
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
+    const bool unseen = acc.row_max[c] == MINUS_INFINITY;
+    const float reference = MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded, as the warps' maxima will be
+    const float raised = unseen ? RAISED_BY : RAISED_BY - reference;
+    none = none || unseen;
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) exponents[c][x][r] = fma_rn(s[c][x][r], base, raised);
+      highest = max_i32(highest, max_i32((i32)as_bits(exponents[c][x][0]), (i32)as_bits(exponents[c][x][1])));
+    }
+  }
+  return warp_any(none || highest >= (i32)as_bits(MOST_RAISED));
+}
+
+// Those to probabilities times their values' scales, in units of FIELD_UNIT / RAISED.
+DEVICE void raised_exponentials(const u8* slot, int g, StepScores& s, Accumulator& acc) {
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    float sum = -0.0f, shift = -0.0f;
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       const u8* fields = slot + fields_of(x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const float e = exp2_approx(fma_rn(s[c][x][r], base, -reference));
-        const float scale = scale_of(field_bits(fields, g + 8 * r));
-        acc.row_sum[c] += e;
-        s[c][x][r] = e * scale;
-        if (V_KIND == UNIFORM) {
-          const float zero = zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r));
-          acc.shift[c] += e > 0 ? e * (WIDE ? zero - half_offset<V_KIND, V_BITS, true>() * scale : zero) : 0;
-        }
+        const float e = exp2_approx(s[c][x][r]);
+        sum += e;
+        s[c][x][r] = e * small_scale_of(field_bits(fields, g + 8 * r));
+        if (V_KIND == UNIFORM) shift += e > 0 ? e * zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)) : 0;
       }
     }
+    acc.row_sum[c] += sum * (1.0f / RAISED), acc.shift[c] += shift * (1.0f / RAISED);
   }
 }
 
 // Narrow bytes: relative to the largest of the step, as two unsigned bytes.
 DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
-  float largest = 1e-30f;
+  u32 bits_of_largest = as_bits(1e-33f);  // numbers that are not negative are in the order of their bits, of which three are compared at once
 #pragma unroll
-  for (int x = 0; x < NT; x++) largest = max_f32(largest, max_f32(s[n][x][0], s[n][x][1]));
+  for (int x = 0; x < NT; x++) bits_of_largest = max_u32(bits_of_largest, max_u32(as_bits(s[n][x][0]), as_bits(s[n][x][1])));
 #pragma unroll
-  for (int d = 4; d < 32; d <<= 1) largest = max_f32(largest, shfl_xor(largest, d));
+  for (int d = 4; d < 32; d <<= 1) bits_of_largest = max_u32(bits_of_largest, shfl_xor(bits_of_largest, d));
+  const float largest = as_float(bits_of_largest);
   const float up = 65535.0f * rcp_approx(largest);
-  w.fold[n] = largest * (1.0f / 65535.0f);
+  w.fold[n] = largest * (FIELD_UNIT / RAISED / 65535.0f);
   u32 all = 0;
 #pragma unroll
-  for (int x = 0; x < NT; x++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {  // high byte, 0, low byte, 0
-      const u32 bits = as_bits(s[n][x][r] * up + 8388608.0f);
-      all += bits;
-      w.p[n][x][r] = movmatrix_trans(prmt(bits, 0, 0x4041));
-    }
-  w.start[n] = 0;
+  for (int x = 0; x < NT; x++) {
+    const u32 first = as_bits(s[n][x][0] * up + 8388608.0f), second = as_bits(s[n][x][1] * up + 8388608.0f);
+    all += first + second;
+    w.p[n][x][0] = movmatrix_trans(prmt(first, second, 0x4051));  // high bytes, low bytes
+  }
+  w.offset[n] = 0;
   if (V_KIND == LLOYD) {          // the levels' offset comes off in integers
     all -= 2 * NT * 0x4B000000u;  // what a float of 2^23 has above the integer
 #pragma unroll
     for (int d = 4; d < 32; d <<= 1) all += shfl_xor(all, d);
-    w.start[n] = -(i32)((127 * all) >> 1);
+    w.all[n] = all;
+    w.offset[n] = -(i32)((127 * all) >> 1);
   }
 }
 

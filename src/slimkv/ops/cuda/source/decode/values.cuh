@@ -2,7 +2,8 @@
 #pragma once
 #include "decode/softmax.cuh"
 
-typedef Codes<V_BITS, VS, true> ValueCodes;
+constexpr int WHOLE_SLICES = V_PAIRED_TAIL ? VS - 1 : VS;
+typedef Codes<V_BITS, WHOLE_SLICES, true> ValueCodes;
 
 DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& first, u32& second) {
   code_bytes<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), table, first, second);
@@ -19,10 +20,18 @@ template <class C> DEVICE void value_halves(const C& codes, int slice, const Lev
   else code_halves<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), tables.value, tables.value_levels, a);
 }
 
+// What a slice's products add to the output of a step.
+DEVICE void add_products(const i32 (&c)[NG][4], const Probabilities& w, int slice, Accumulator& acc) {
+#pragma unroll
+  for (int n = 0; n < NG; n++)
+#pragma unroll
+    for (int j = 0; j < 2; j++) acc.numbers(n, slice)[j] += (float)(256 * c[n][2 * j] + (c[n][2 * j + 1] + w.offset[n])) * w.fold[n];
+}
+
 // The bytes of a word alternate between dimensions g and g + 8. They are put apart, and two tiles are one operand. Up to 4 bits codes are,
-// before they are turned into bytes: then the tokens of both tiles alternate, and so do probabilities.
+// before they are turned into bytes: then the tokens of both tiles alternate, and so do probabilities. `tail`: of the last slice, apart.
 template <class PackedCodes>
-DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
+DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const u32 (&tail)[NT], const Probabilities& w, Table table, Accumulator& acc) {
   u32 b[NG][NT / 2][2];
   PackedCodes even[NT / 2], odd[NT / 2];
 #pragma unroll
@@ -31,7 +40,7 @@ DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabi
 #pragma unroll
     for (int n = 0; n < NG; n++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) b[n][x / 2][r] = w.p[n][x][r] + (w.p[n][x + 1][r] << 8);
+      for (int r = 0; r < 2; r++) b[n][x / 2][r] = prmt(w.p[n][x][0], w.p[n][x + 1][0], r ? 0x7351 : 0x6240);
   }
 #pragma unroll
   for (int i = 0; i < VS; i++) {
@@ -39,20 +48,26 @@ DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabi
 #pragma unroll
     for (int x = 0; x < NT / 2; x++) {
       u32 a0, a1, a2, a3;
-      value_bytes(even[x], i, table, a0, a2);
-      value_bytes(odd[x], i, table, a1, a3);
+      if (i < WHOLE_SLICES) {
+        value_bytes(even[x], i, table, a0, a2);
+        value_bytes(odd[x], i, table, a1, a3);
+      } else {
+        const u32 both = bit_select(0x0F0F0F0Fu, tail[2 * x], tail[2 * x + 1] << 4);
+        code_bytes<V_KIND, V_BITS, true>(both & 0x33333333u, 0, table, a0, a2);
+        code_bytes<V_KIND, V_BITS, true>(both >> 2 & 0x33333333u, 0, table, a1, a3);
+      }
 #pragma unroll
       for (int n = 0; n < NG; n++) {
-        if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1], 0, w.start[n], 0, w.start[n]);
+        if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1], 0, 0, 0, 0);
         else mma_u8_u8(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1]);
       }
     }
-#pragma unroll
-    for (int n = 0; n < NG; n++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) acc.numbers(n, i)[j] += (float)(256 * c[n][2 * j] + c[n][2 * j + 1]) * w.fold[n];
+    add_products(c, w, i, acc);
   }
 }
+
+// The bytes of probabilities in the order of a value word's tokens.
+DEVICE u32 in_token_order(u32 p) { return prmt(p, 0, 0x3120); }
 
 // Others are put apart as bytes.
 DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
@@ -60,7 +75,7 @@ DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Proba
 #pragma unroll
   for (int n = 0; n < NG; n++)
 #pragma unroll
-    for (int x = 0; x < NT; x++) b[n][x] = prmt(w.p[n][x][0], w.p[n][x][1], 0x6420);
+    for (int x = 0; x < NT; x++) b[n][x] = in_token_order(w.p[n][x][0]);
 #pragma unroll
   for (int i = 0; i < VS; i++) {
     i32 c[NG][4];
@@ -76,14 +91,47 @@ DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Proba
 #pragma unroll
       for (int n = 0; n < NG; n++) {
         const u32 b0 = b[n][x], b1 = x + 1 < NT ? b[n][x + 1 < NT ? x + 1 : x] : 0;
-        if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b0, b1, 0, w.start[n], 0, w.start[n]);
+        if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b0, b1, 0, 0, 0, 0);
         else mma_u8_u8(c[n], a0, a1, a2, a3, b0, b1);
+      }
+    }
+    add_products(c, w, i, acc);
+  }
+}
+
+// Single bits: two tiles' words, as they lie, and as many numbers of slice i as there are bits of its word in a byte.
+template <class PackedCodes>
+DEVICE void add_value_bits(const PackedCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
+  u32 b[NG][NT];
+  float fold[NG];
+#pragma unroll
+  for (int n = 0; n < NG; n++) {
+    fold[n] = w.fold[n] * bit_step(table);
+#pragma unroll
+    for (int x = 0; x < NT; x++) b[n][x] = in_token_order(w.p[n][x][0]);
+  }
+#pragma unroll
+  for (int i = 0; i < VS; i++) {
+    i32 c[NG][4];
+    const u32 mask = 0x01010101u << (i % 4);
+#pragma unroll
+    for (int x = 0; x < NT; x += 2) {
+      const bool two = x + 1 < NT;
+      const u32 first = codes[x].first.words[i / 4], second = two ? codes[two ? x + 1 : x].first.words[i / 4] : 0;
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        const u32 b1 = two ? b[n][two ? x + 1 : x] : 0;
+        if (x == 0) mma_u8_u8_from(c[n], first & mask, first & mask << 4, second & mask, second & mask << 4, b[n][x], b1, 0, 0, 0, 0);
+        else mma_u8_u8(c[n], first & mask, first & mask << 4, second & mask, second & mask << 4, b[n][x], b1);
       }
     }
 #pragma unroll
     for (int n = 0; n < NG; n++)
 #pragma unroll
-      for (int j = 0; j < 2; j++) acc.numbers(n, i)[j] += (float)(256 * c[n][2 * j] + c[n][2 * j + 1]) * w.fold[n];
+      for (int j = 0; j < 2; j++) {
+        const u32 weight = 1u << (i % 4 + 4 * j), offset = weight * w.all[n] >> 1;
+        acc.numbers(n, i)[j] += (float)(i32)(256u * (u32)c[n][2 * j] + (u32)c[n][2 * j + 1] - offset) * (fold[n] * (1.0f / weight));
+      }
   }
 }
 
@@ -100,13 +148,13 @@ DEVICE void add_value_bytes_as_stored(const ValueCodes (&codes)[NT], const Proba
       if (i + 1 < VS) value_bytes(codes[x], i + 1, table, a1, a3);
 #pragma unroll
       for (int n = 0; n < NG; n++) {
-        const u32 b0 = w.p[n][x][0], b1 = w.p[n][x][1];
+        const u32 p = w.p[n][x][0], b0 = p & 0x00FF00FFu, b1 = prmt(p, 0, 0x4341), up0 = prmt(p, 0, 0x2404), up1 = p & 0xFF00FF00u;
         if (x == 0) {
-          mma_u8_u8_from(even[n], a0, a1, a2, a3, b0, b1, 0, w.start[n], 0, w.start[n]);
-          mma_u8_u8_from(odd[n], a0, a1, a2, a3, b0 << 8, b1 << 8, 0, w.start[n], 0, w.start[n]);
+          mma_u8_u8_from(even[n], a0, a1, a2, a3, b0, b1, 0, 0, 0, 0);
+          mma_u8_u8_from(odd[n], a0, a1, a2, a3, up0, up1, 0, 0, 0, 0);
         } else {
           mma_u8_u8(even[n], a0, a1, a2, a3, b0, b1);
-          mma_u8_u8(odd[n], a0, a1, a2, a3, b0 << 8, b1 << 8);
+          mma_u8_u8(odd[n], a0, a1, a2, a3, up0, up1);
         }
       }
     }
@@ -115,8 +163,8 @@ DEVICE void add_value_bytes_as_stored(const ValueCodes (&codes)[NT], const Proba
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         if (i + j >= VS) continue;
-        acc.numbers(n, i + j)[0] += (float)(256 * even[n][2 * j] + even[n][2 * j + 1]) * w.fold[n];
-        acc.numbers(n, i + j)[1] += (float)(256 * odd[n][2 * j] + odd[n][2 * j + 1]) * w.fold[n];
+        acc.numbers(n, i + j)[0] += (float)(256 * even[n][2 * j] + (even[n][2 * j + 1] + w.offset[n])) * w.fold[n];
+        acc.numbers(n, i + j)[1] += (float)(256 * odd[n][2 * j] + (odd[n][2 * j + 1] + w.offset[n])) * w.fold[n];
       }
   }
 }
@@ -317,9 +365,14 @@ DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const T
 
 DEVICE void add_values(const u8* slot, const Probabilities& w, const LevelTables& tables, int lane, Accumulator& acc) {
   ValueCodes codes[NT];
+  u32 tail[NT];
 #pragma unroll
-  for (int x = 0; x < NT; x++) codes[x].load(slot + values_of(x), lane);
-  if constexpr (V_BYTES && V_REGROUPED && NT % 2 == 0 && ValueCodes::MERGEABLE) add_merged_value_bytes(codes, w, tables.value, acc);
+  for (int x = 0; x < NT; x++) {
+    codes[x].load(slot + values_of(x), lane);
+    tail[x] = V_PAIRED_TAIL ? value_rows_pairs(slot + values_of(x) + 32 * V_BITS * WHOLE_SLICES, lane) : 0;
+  }
+  if constexpr (V_SINGLE_BITS) add_value_bits(codes, w, tables.value, acc);
+  else if constexpr (V_BYTES && V_REGROUPED && NT % 2 == 0 && ValueCodes::MERGEABLE) add_merged_value_bytes(codes, tail, w, tables.value, acc);
   else if constexpr (V_BYTES && V_REGROUPED) add_value_bytes_regrouped(codes, w, tables.value, acc);
   else if constexpr (V_BYTES) add_value_bytes_as_stored(codes, w, tables.value, acc);
   else if constexpr (V_IN_PAIRS && !WIDE) add_value_pairs_as_stored(codes, w, tables, acc);

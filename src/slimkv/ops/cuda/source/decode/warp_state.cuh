@@ -14,6 +14,9 @@ constexpr bool LATE_UNIT = !SOFTCAP && !ONE_UNIT, MAX_WITHOUT_UNIT = !WIDE && V_
 // as halves: the output stays in the products' accumulators, and the maximum counts the values' scales.
 constexpr bool OUT_IN_PRODUCTS = WIDE || !V_BYTES;
 constexpr bool V_AS_STORED = !WIDE && V_IN_PAIRS;
+// Of 2 bits, narrow: rows of the last slice's products are dimensions 2 g and 2 g + 1, as they lie in its token rows.
+constexpr bool V_PAIRED_TAIL = V_BYTES && V_REGROUPED && V_KIND == LLOYD && V_BITS == 2 && VS % 2 == 1 && VS > 1 && NT % 2 == 0;
+DEVICE int dimension_of(int i, int g, int r) { return V_PAIRED_TAIL && i == VS - 1 ? 16 * i + 2 * g + r : 16 * i + g + 8 * r; }
 constexpr int OUT_NUMBERS = OUT_IN_PRODUCTS ? 4 : 2;
 
 // With one unit, a token's scale and that make products scores in one multiplication, which joins them inside the exponential.
@@ -22,6 +25,10 @@ constexpr bool TOKEN_UNITS = ONE_UNIT && !SOFTCAP && K_KIND != UNIFORM;
 // The maximum that exponents are taken from follows only when it has fallen behind by so many powers of two: then output is
 // seldom rescaled.
 constexpr float RESCALE_THRESHOLD = 8.0f;
+
+// Narrow bytes: exponents are raised, so that exponentials can be multiplied by fields as they are, and the maximum follows one that is so
+// high.
+constexpr float RAISED_BY = 16.0f, RAISED = 65536.0f, MOST_RAISED = RAISED_BY + 24.0f;
 
 // Of a warpgroup, with as many columns.
 typedef WgmmaNarrow<8 * NG, false> WarpgroupProduct;
