@@ -201,10 +201,27 @@ COLUMN_CASES = [
     (replace(MANY, dim=192, queries=(16, 9), format="k5v4"), 32),
     (replace(MANY, dim=192, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
 ]
+# Value slices that four warps do not share evenly: the last ones have fewer or none. What fills no word of a plane is
+# in rows of tokens, for one or two of the warps.
+UNEVEN_CASES = [
+    *((replace(MANY, dim=d, queries=(q, 3), page=page), n) for d, q, page, n in ((80, 5, 16, 32), (96, 12, 64, 48))),
+    (replace(MANY, dim=112), 64),
+    *((replace(MANY, dim=d, queries=(8, 5), format=f), 32) for d, f in ((80, "k3v5"), (96, "k5v7"), (112, "k2v6"))),
+    *((replace(MANY, dim=d, queries=(8, 5), format=f), 32) for d, f in ((80, "k8v8"), (112, "k6v8"), (96, "ku4vur2"))),
+    (replace(MANY, dim=112, queries=(9, 7), format="k5v5", page=16), 40),
+    (replace(MANY, dim=80, queries=(13, 2), format="k4v1"), 56),
+    (replace(MANY, dim=112, **NO_LENGTHS, queries=(9, 5), format="k4v3"), 40),
+    (replace(RAGGED, dim=96, num_kv_heads=2, format="k1v4"), 64),
+    (replace(MANY, dim=80, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
+    (replace(MANY, dim=80, value_dim=112, queries=(8, 5), sinks=True), 32),
+    (replace(MANY, dim=128, value_dim=80, queries=(8, 5), format="k4v2"), 32),
+    (replace(MANY, dim=64, value_dim=48, queries=(8, 5), format="k4v3"), 32),
+    (replace(MANY, dim=160, queries=(8, 5)), 32),
+]
 
 
 @emulated
-@pytest.mark.parametrize(("case", "columns"), COLUMN_CASES, ids=str)
+@pytest.mark.parametrize(("case", "columns"), [*COLUMN_CASES, *UNEVEN_CASES], ids=str)
 def test_more_columns_than_32(case, columns, as_if_long):
     cut = shape.shape_on(HOPPER_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
     assert cut is not None

@@ -184,7 +184,7 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
     if amount.brief and columns <= 8 and max(layout.spec.key_dim, layout.spec.value_dim) <= 128:
         cuts = _LOOKED_UP_BRIEF if looks_up else _BRIEF  # whose registers are few
-    in_parts = device.warpgroups and _values_in_parts(layout, 4, fractions=True)
+    in_parts = device.warpgroups and _values_in_quarters(layout)
     if in_parts and not amount.scant and (columns == 32 or queries > columns // group):
         pairs = _in_pairs(device, layout, group, queries)
         if pairs is not None:
@@ -330,13 +330,30 @@ def team_of(layout: PageLayout) -> int:
     return 2 if max_columns(layout) == 32 and _values_in_parts(layout, 2) else 1
 
 
-def _values_in_parts(layout: PageLayout, parts: int, fractions: bool = False) -> bool:
-    """Whether parts of the value slices are whole words of every plane, or may be fractions of one."""
+def _values_in_parts(layout: PageLayout, parts: int) -> bool:
+    """Whether parts of the value slices are whole words of every plane."""
     slices = layout.spec.value_dim // SLICE_DIMS
-    words = [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4] or [1]
-    if fractions and slices % parts == 0:
-        words = [n for n in words if slices % n or n % (slices // parts)]
-    return slices % (parts * max(words, default=1)) == 0
+    return slices % (parts * max(_slices_of_words(layout), default=1)) == 0
+
+
+def _values_in_quarters(layout: PageLayout) -> bool:
+    """Whether warps of a warpgroup share the value slices, each with whole words of every plane or a fraction of one.
+
+    The last ones may have fewer or none, but products are made of as many: at least five of eight are to be there.
+    """
+    slices = layout.spec.value_dim // SLICE_DIMS
+    each = -(-slices // 4)
+    return 8 * slices >= 5 * 4 * each and all(n % each == 0 or each % n == 0 for n in _slices_of_words(layout))
+
+
+def _slices_of_words(layout: PageLayout) -> list[int]:
+    return [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4]
+
+
+def _padded_value_dim(layout: PageLayout, team: int) -> int:
+    """Dimensions of the output that the warps of a team have together: of each as many slices."""
+    each = team * SLICE_DIMS
+    return -(-layout.spec.value_dim // each) * each
 
 
 def _looks_levels_up(layout: PageLayout) -> bool:
@@ -383,14 +400,15 @@ def shared_bytes(layout: PageLayout, shape: Shape) -> int:
     if shape.team > 1 and not shape.warpgroup and 256 * shape.groups > 2 * spec.key_dim * spec.key.bits:
         tile += 256 * shape.groups  # probabilities that do not fit in the place of key codes
     rings, workers = (shape.warps // 8, shape.warps // 2) if shape.roles else (shape.warps, shape.warps)
-    slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim // shape.team + 8))
+    padded = _padded_value_dim(layout, shape.team)
+    slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (padded // shape.team + 8))
     slices = spec.key_dim // 16
     query = 256 * shape.groups * (-(-slices // 2) if in_bytes(spec.key) and not shape.wide else slices)
     if shape.warpgroup:  # operands of 64 numbers: queries, and probabilities of every team
         own_tiles = shape.tiles // 4 if shape.roles else shape.tiles
         query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // shape.team)
         if shape.roles:  # where the output of a pair takes their place
-            query = max(query, 4 * shape.columns * (spec.value_dim + 4 * shape.team))
+            query = max(query, 4 * shape.columns * (padded + 4 * shape.team))
     tables = _level_table_bytes(layout, shape)
     if shape.stages == 1 and shape.resident > 1 and tables >= query:
         query = 0  # they take the place of levels
