@@ -343,7 +343,8 @@ def _values_in_quarters(layout: PageLayout) -> bool:
     """
     slices = layout.spec.value_dim // SLICE_DIMS
     each = -(-slices // 4)
-    return 8 * slices >= 5 * 4 * each and all(n % each == 0 or each % n == 0 for n in _slices_of_words(layout))
+    whole = all(n % each == 0 or (each % n == 0 and slices % n == 0) for n in _slices_of_words(layout))
+    return whole and 8 * slices >= 5 * 4 * each
 
 
 def _slices_of_words(layout: PageLayout) -> list[int]:
