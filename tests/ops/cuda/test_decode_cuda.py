@@ -113,7 +113,8 @@ LONG_CASES = [
 
 def choose_as_if_long(patch: pytest.MonkeyPatch) -> None:
     """More warps and larger steps, which the few tokens of a test would not choose."""
-    for bound in ("_SHORT_BYTES", "_LITTLE_TOKENS", "_SCANT_TOKENS", "_TINY_TOKENS"):
+    scant = [name for name in vars(shape) if name.startswith(("_SCANT_", "_SPARSE_"))]
+    for bound in ("_SHORT_BYTES", "_LITTLE_TOKENS", "_TINY_TOKENS", *scant):
         patch.setattr(shape, bound, 0)
 
 
@@ -242,6 +243,33 @@ def test_one_long_draft_or_prompt_does_not_widen_the_columns_of_all(longest, tot
     request = replace(request, query=query, max_query_len=longest)
     attend_cuda.attend_packed(request, HOPPER_GPU, lambda name, defines, *_: found.append(8 * defines["NG"]), 32)
     assert found[0] == columns
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "queries", "sequences", "tokens", "columns"),
+    [
+        *((128, 4, q, 4, 4096, 16) for q in (5, 8, 16)),
+        *((dim, 4, 8, 4, 8192, n) for dim, n in ((128, 32), (112, 16), (96, 16), (80, 16), (64, 16))),
+        *((dim, 4, 16, 16, 2048, n) for dim, n in ((128, 64), (112, 64), (80, 16))),  # a block each
+        (128, 9, 4, 4, 4096, 40),  # of 16 columns 7 would do nothing
+        (128, 32, 1, 4, 4096, 32),
+        (256, 4, 8, 4, 4096 + 2048, 32),
+    ],
+)
+def test_little_work_for_few_rows_takes_16_columns_at_a_time(dim, group, queries, sequences, tokens, columns):
+    layout = PageLayout(CodecSpec.parse("k4v4", dim), 64)
+    cut = shape.shape_on(replace(HOPPER_GPU, multiprocessors=132), layout, group, queries, tokens, 8 * sequences)
+    assert cut is not None
+    assert cut.columns == columns
+    assert cut.roles == (columns > 16)
+
+
+@pytest.mark.parametrize(("dim", "tiles", "stages"), [(80, 8, 3), (96, 4, 4), (112, 4, 4)])
+def test_steps_that_fit_only_twice_are_shorter(dim, tiles, stages, as_if_long):
+    layout = PageLayout(CodecSpec.parse("k8v8", dim), 64)
+    cut = shape.shape_on(replace(HOPPER_GPU, multiprocessors=132), layout, 4, 8, 16384, 128)
+    assert cut is not None
+    assert (cut.roles, cut.tiles, cut.stages) == (True, tiles, stages)
 
 
 @emulated

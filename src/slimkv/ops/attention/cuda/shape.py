@@ -35,9 +35,9 @@ _LOOKED_UP_FEW = ((4, 8, 1, 1), *_LOOKED_UP)
 # The most columns, by products of warpgroups: (tiles, warps).
 _WARPGROUPS = ((2, 12), (2, 8))
 # The same by pairs of warpgroups, one for keys and one for values: (tiles, warps, stages). Of heads beyond 128 a step
-# is shorter, for registers.
+# is shorter, for registers; of 8 bits at 96 and 112, so that more than two of them fit.
 _PAIRS = ((8, 16, 4), (8, 16, 3), (8, 16, 2))
-_PAIRS_OF_LARGE_HEADS = ((4, 16, 4), (4, 16, 3))
+_PAIRS_OF_SHORT_STEPS = ((4, 16, 4), (4, 16, 3))
 # What so many columns take by pairs, measured; the fewest are the best for sequences of different numbers of queries.
 FEW_COLUMNS = 32
 _PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 56: 1.47, 64: 1.6}
@@ -52,6 +52,9 @@ _SHORT = _LONG | {4: ((4, 4, 2, 3), *_LONG[4])}
 _SHORT_BYTES = 3 << 19  # of the keys and values of one head
 _LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
 _SCANT_TOKENS = 15 << 6
+# The same times the dimensions of a key and a value, up to head size 128: if values are products of half as many slices
+# again as there are; and of few (sequence, KV head), if they are products of those there are, or of more.
+_SCANT_NUMBERS, _SPARSE_NUMBERS, _SPARSE_NUMBERS_UNEVEN = 1 << 19, 3 << 17, 11 << 16
 _TINY_TOKENS = 1 << 9
 # Rows that wait for their parts: on four multiprocessors that have nothing else, or beside the blocks of all.
 _POLLED_ROWS, _POLLED_ROWS_BESIDE = 64, 256
@@ -115,15 +118,16 @@ class Device:
 class Amount(NamedTuple):
     """Are sequences short, is all work little, too little for pairs of warpgroups, or tiny?
 
-    Are there more (sequence, KV head) than multiprocessors? Has a sequence so few tokens, and are there so many, that
-    every (sequence, KV head) has a block? If every one has as many blocks, one a multiprocessor, are nearly all
-    multiprocessors busy?
+    Is it so little, of so few (sequence, KV head), that 16 columns at a time are better than more? Are there more
+    (sequence, KV head) than multiprocessors? Has a sequence so few tokens, and are there so many, that every (sequence,
+    KV head) has a block? If every one has as many blocks, one a multiprocessor, are nearly all multiprocessors busy?
     """
 
     short: bool
     little: bool
     scant: bool
     tiny: bool
+    sparse: bool
     many_rows: bool
     brief: bool
     even: bool
@@ -158,10 +162,24 @@ def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> Amo
     short = tokens * layout.page_bytes < _SHORT_BYTES * layout.block_size
     each = rows * tokens / device.multiprocessors
     brief = device.one_launch and tokens <= _BRIEF_TOKENS and rows > 2 * device.multiprocessors
+    scant, sparse = _is_scant(layout, each), 2 * rows <= device.multiprocessors and _is_sparse(layout, each)
     return Amount(
-        short=short, little=each < _LITTLE_TOKENS, scant=each < _SCANT_TOKENS, tiny=each < _TINY_TOKENS,
+        short=short, little=each < _LITTLE_TOKENS, scant=scant, tiny=each < _TINY_TOKENS, sparse=sparse,
         many_rows=rows > device.multiprocessors, brief=brief, even=_is_even(device, tokens, rows),
     )  # fmt: skip
+
+
+def _is_scant(layout: PageLayout, each: float) -> bool:
+    """Whether pairs of warpgroups, which take longer to begin and to end, do not make up for it: measured."""
+    spec = layout.spec
+    wasteful = 2 * _padded_value_dim(layout, 4) > 3 * spec.value_dim
+    return each < _SCANT_TOKENS or (wasteful and each * (spec.key_dim + spec.value_dim) < _SCANT_NUMBERS)
+
+
+def _is_sparse(layout: PageLayout, each: float) -> bool:
+    spec = layout.spec
+    enough = _SPARSE_NUMBERS_UNEVEN if _padded_value_dim(layout, 4) > spec.value_dim else _SPARSE_NUMBERS
+    return max(spec.key_dim, spec.value_dim) <= 128 and each * (spec.key_dim + spec.value_dim) < enough
 
 
 def _is_even(device: Device, tokens: int, rows: int) -> bool:
@@ -175,6 +193,9 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
     most, team = max_columns(layout), team_of(layout)
     if group <= most // 2 and team == 1:
         most //= 2  # of the most columns so many registers are output that fewer columns, more often, take less time
+    sixteen = device.warpgroups and amount.sparse and not amount.tiny and _fill_sixteen(group, queries)
+    if sixteen:
+        most = min(most, 16)  # which take less time to begin and to end
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
     looks_up = columns == 4 and _looks_levels_up(layout)
     as_integers = columns == 4 and not looks_up
@@ -185,7 +206,7 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
     if amount.brief and columns <= 8 and max(layout.spec.key_dim, layout.spec.value_dim) <= 128:
         cuts = _LOOKED_UP_BRIEF if looks_up else _BRIEF  # whose registers are few
     in_parts = device.warpgroups and _values_in_quarters(layout)
-    if in_parts and not amount.scant and (columns == 32 or queries > columns // group):
+    if in_parts and not amount.scant and not sixteen and (columns == 32 or queries > columns // group):
         pairs = _in_pairs(device, layout, group, queries)
         if pairs is not None:
             return pairs
@@ -215,17 +236,28 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
 
 def _in_pairs(device: Device, layout: PageLayout, group: int, queries: int) -> Shape | None:
     """By pairs of warpgroups, of as many columns as take the least time for all queries."""
-    large = max(layout.spec.key_dim, layout.spec.value_dim) > 128
 
     def time(columns: int) -> float:
         return -(-queries // (columns // group)) * _PAIR_TIMES[columns]
 
-    for columns in [32] if large else sorted(_PAIR_TIMES, key=time):
-        for tiles, warps, stages in _PAIRS_OF_LARGE_HEADS if large else _PAIRS:
+    def first_of(cuts: tuple[tuple[int, int, int], ...], columns: int) -> Shape | None:
+        for tiles, warps, stages in cuts:
             shape = Shape(columns // 8, True, tiles, warps, stages, 1, 4, _in_pages(device, layout, tiles), roles=True)
             if shape.bulk and _fits(device, layout, shape):
                 return shape
-    return None
+        return None
+
+    large = max(layout.spec.key_dim, layout.spec.value_dim) > 128
+    uneven = _padded_value_dim(layout, 4) > layout.spec.value_dim
+    if large or (uneven and first_of(_PAIRS[:2], 32) is None):
+        return first_of(_PAIRS_OF_SHORT_STEPS, 32)
+    found = (first_of(_PAIRS, columns) for columns in sorted(_PAIR_TIMES, key=time))
+    return next((shape for shape in found if shape is not None), None)
+
+
+def _fill_sixteen(group: int, queries: int) -> bool:
+    """Whether 16 columns at a time are at most a third more in all than those of pairs of warpgroups."""
+    return group <= 16 and 3 * 16 * -(-queries // (16 // group)) <= 4 * max(32, group * queries)
 
 
 def _looked_up_cuts(layout: PageLayout, amount: Amount) -> tuple[tuple[int, int, int, int], ...]:

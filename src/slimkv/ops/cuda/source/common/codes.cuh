@@ -142,6 +142,7 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   One one;
 
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) {
+    static_assert(!First::SOME_IN_ROWS && !Two::SOME_IN_ROWS && !One::SOME_IN_ROWS, "load_parts knows of rows");
     first.load(tile, lane, part);
     if (REST >= 2) two.load(tile + First::BYTES, lane, part);
     if (REST & 1) one.load(tile + First::BYTES + (REST >= 2 ? Two::BYTES : 0), lane, part);

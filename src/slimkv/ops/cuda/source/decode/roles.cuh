@@ -206,7 +206,8 @@ DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, cons
                           PairLoader& loader, u32& taken, Accumulator& acc) {
   const int t = lane & 3;
   constexpr int WANTED = (NG > 4 ? 2 : 4) / OUT_SLICES, AT_ONCE = WANTED < 1 ? 1 : WANTED > NT ? NT : WANTED;  // tiles; so many products, for registers
-  constexpr int LOADED = 2 * AT_ONCE < NT ? 2 * AT_ONCE : NT;  // tiles ahead
+  // Tiles ahead; all where single bits are in token rows, which some warps take long to read.
+  constexpr int LOADED = 2 * AT_ONCE < NT && !(V_BITS % 2 && VS % 4) ? 2 * AT_ONCE : NT;
   for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
     const u8* slot = memory.slot(taken);
     memory.wait_for_copy(taken);
