@@ -114,7 +114,8 @@ LONG_CASES = [
 
 def choose_as_if_long(patch: pytest.MonkeyPatch) -> None:
     """More warps and larger steps, which the few tokens of a test would not choose."""
-    for bound in ("_SHORT_BYTES", "_LITTLE_TOKENS", "_SCANT_TOKENS", "_TINY_TOKENS"):
+    scant = [name for name in vars(shape) if name.startswith(("_SCANT_", "_SPARSE_"))]
+    for bound in ("_SHORT_BYTES", "_LITTLE_TOKENS", "_TINY_TOKENS", *scant):
         patch.setattr(shape, bound, 0)
 
 
@@ -202,10 +203,27 @@ COLUMN_CASES = [
     (replace(MANY, dim=192, queries=(16, 9), format="k5v4"), 32),
     (replace(MANY, dim=192, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
 ]
+# Value slices that four warps do not share evenly: the last ones have fewer or none. What fills no word of a plane is
+# in rows of tokens, for one or two of the warps.
+UNEVEN_CASES = [
+    *((replace(MANY, dim=d, queries=(q, 3), page=page), n) for d, q, page, n in ((80, 5, 16, 32), (96, 12, 64, 48))),
+    (replace(MANY, dim=112), 64),
+    *((replace(MANY, dim=d, queries=(8, 5), format=f), 32) for d, f in ((80, "k3v5"), (96, "k5v7"), (112, "k2v6"))),
+    *((replace(MANY, dim=d, queries=(8, 5), format=f), 32) for d, f in ((80, "k8v8"), (112, "k6v8"), (96, "ku4vur2"))),
+    (replace(MANY, dim=112, queries=(9, 7), format="k5v5", page=16), 40),
+    (replace(MANY, dim=80, queries=(13, 2), format="k4v1"), 56),
+    (replace(MANY, dim=112, **NO_LENGTHS, queries=(9, 5), format="k4v3"), 40),
+    (replace(RAGGED, dim=96, num_kv_heads=2, format="k1v4"), 64),
+    (replace(MANY, dim=80, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
+    (replace(MANY, dim=80, value_dim=112, queries=(8, 5), sinks=True), 32),
+    (replace(MANY, dim=128, value_dim=80, queries=(8, 5), format="k4v2"), 32),
+    (replace(MANY, dim=64, value_dim=48, queries=(8, 5), format="k4v3"), 32),
+    (replace(MANY, dim=160, queries=(8, 5)), 32),
+]
 
 
 @emulated
-@pytest.mark.parametrize(("case", "columns"), COLUMN_CASES, ids=str)
+@pytest.mark.parametrize(("case", "columns"), [*COLUMN_CASES, *UNEVEN_CASES], ids=str)
 def test_more_columns_than_32(case, columns, as_if_long):
     cut = shape.shape_on(HOPPER_GPU, build(case, CPU).layout, case.group, max(case.queries), 700, 3)
     assert cut is not None
@@ -226,6 +244,33 @@ def test_one_long_draft_or_prompt_does_not_widen_the_columns_of_all(longest, tot
     request = replace(request, query=query, max_query_len=longest)
     attend_cuda.attend_packed(request, HOPPER_GPU, lambda name, defines, *_: found.append(8 * defines["NG"]), 32)
     assert found[0] == columns
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "queries", "sequences", "tokens", "columns"),
+    [
+        *((128, 4, q, 4, 4096, 16) for q in (5, 8, 16)),
+        *((dim, 4, 8, 4, 8192, n) for dim, n in ((128, 32), (112, 16), (96, 16), (80, 16), (64, 16))),
+        *((dim, 4, 16, 16, 2048, n) for dim, n in ((128, 64), (112, 64), (80, 16))),  # a block each
+        (128, 9, 4, 4, 4096, 40),  # of 16 columns 7 would do nothing
+        (128, 32, 1, 4, 4096, 32),
+        (256, 4, 8, 4, 4096 + 2048, 32),
+    ],
+)
+def test_little_work_for_few_rows_takes_16_columns_at_a_time(dim, group, queries, sequences, tokens, columns):
+    layout = PageLayout(CodecSpec.parse("k4v4", dim), 64)
+    cut = shape.shape_on(replace(HOPPER_GPU, multiprocessors=132), layout, group, queries, tokens, 8 * sequences)
+    assert cut is not None
+    assert cut.columns == columns
+    assert cut.roles == (columns > 16)
+
+
+@pytest.mark.parametrize(("dim", "tiles", "stages"), [(80, 8, 3), (96, 4, 4), (112, 4, 4)])
+def test_steps_that_fit_only_twice_are_shorter(dim, tiles, stages, as_if_long):
+    layout = PageLayout(CodecSpec.parse("k8v8", dim), 64)
+    cut = shape.shape_on(replace(HOPPER_GPU, multiprocessors=132), layout, 4, 8, 16384, 128)
+    assert cut is not None
+    assert (cut.roles, cut.tiles, cut.stages) == (True, tiles, stages)
 
 
 @emulated

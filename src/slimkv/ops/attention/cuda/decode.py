@@ -36,9 +36,9 @@ from slimkv.ops.attention.cuda.shape import (
     rows_bound,
     shape_for,
     shape_on,
-    shared_bytes,
     writes_whole_items,
 )
+from slimkv.ops.attention.cuda.shared_memory import shared_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import PageLayout

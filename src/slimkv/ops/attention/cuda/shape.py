@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from slimkv.ops.attention.cuda.level_bytes import in_bytes
-from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout, TensorFormat
+from slimkv.ops.attention.cuda.shared_memory import is_power_of_two, is_single_bit, padded_value_dim, shared_bytes
+from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout
 
 # (tiles, warps, stages, resident) from best to smallest, by columns. Warps come in fours: one for each scheduler.
 # With one stage, keys are copied while values are multiplied and the other way round.
@@ -38,9 +39,9 @@ _LOOKED_UP_FEW = ((4, 8, 1, 1), *_LOOKED_UP)
 # The most columns, by products of warpgroups: (tiles, warps).
 _WARPGROUPS = ((2, 12), (2, 8))
 # The same by pairs of warpgroups, one for keys and one for values: (tiles, warps, stages). Of heads beyond 128 a step
-# is shorter, for registers.
+# is shorter, for registers; of 8 bits at 96 and 112, so that more than two of them fit.
 _PAIRS = ((8, 16, 4), (8, 16, 3), (8, 16, 2))
-_PAIRS_OF_LARGE_HEADS = ((4, 16, 4), (4, 16, 3))
+_PAIRS_OF_SHORT_STEPS = ((4, 16, 4), (4, 16, 3))
 # What so many columns take by pairs, measured; the fewest are the best for sequences of different numbers of queries.
 FEW_COLUMNS = 32
 _PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 56: 1.47, 64: 1.6}
@@ -57,6 +58,9 @@ _SHORT_BYTES = 3 << 19  # of the keys and values of one head
 _FEW_BITS, _SHORT_TOKENS_OF_FEW_BITS = 4, 6 << 10
 _LITTLE_TOKENS = 6 << 10  # of one head, a multiprocessor
 _SCANT_TOKENS = 15 << 6
+# The same times the dimensions of a key and a value, up to head size 128: if values are products of half as many slices
+# again as there are; and of few (sequence, KV head), if they are products of those there are, or of more.
+_SCANT_NUMBERS, _SPARSE_NUMBERS, _SPARSE_NUMBERS_UNEVEN = 1 << 19, 3 << 17, 11 << 16
 _TINY_TOKENS = 1 << 9
 # Rows that wait for their parts: on four multiprocessors that have nothing else, or beside the blocks of all.
 _POLLED_ROWS, _POLLED_ROWS_BESIDE = 64, 256
@@ -120,15 +124,17 @@ class Device:
 class Amount(NamedTuple):
     """Are sequences short, is all work little, too little for pairs of warpgroups, or tiny?
 
-    Are there more (sequence, KV head) than multiprocessors? Has a sequence so few tokens, and are there so many, that
-    every (sequence, KV head) has a block? If every one has as many blocks, one a multiprocessor, are nearly all
-    multiprocessors busy, or are codes of so few bits that short sequences take as long as others' long ones?
+    Is it so little, of so few (sequence, KV head), that 16 columns at a time are better than more? Are there more
+    (sequence, KV head) than multiprocessors? Has a sequence so few tokens, and are there so many, that every (sequence,
+    KV head) has a block? If every one has as many blocks, one a multiprocessor, are nearly all multiprocessors busy, or
+    are codes of so few bits that short sequences take as long as others' long ones?
     """
 
     short: bool
     little: bool
     scant: bool
     tiny: bool
+    sparse: bool
     many_rows: bool
     brief: bool
     even: bool
@@ -164,8 +170,9 @@ def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> Amo
     each = rows * tokens / device.multiprocessors
     brief = device.one_launch and tokens <= _BRIEF_TOKENS and rows > 2 * device.multiprocessors
     slow = _has_few_bits(layout) and tokens >= _SHORT_TOKENS_OF_FEW_BITS and each >= _LITTLE_TOKENS
+    scant, sparse = _is_scant(layout, each), 2 * rows <= device.multiprocessors and _is_sparse(layout, each)
     return Amount(
-        short=short, little=each < _LITTLE_TOKENS, scant=each < _SCANT_TOKENS, tiny=each < _TINY_TOKENS,
+        short=short, little=each < _LITTLE_TOKENS, scant=scant, tiny=each < _TINY_TOKENS, sparse=sparse,
         many_rows=rows > device.multiprocessors, brief=brief, even=slow or _is_even(device, tokens, rows),
     )  # fmt: skip
 
@@ -173,6 +180,19 @@ def amount_of(device: Device, layout: PageLayout, tokens: int, rows: int) -> Amo
 def _has_few_bits(layout: PageLayout) -> bool:
     spec = layout.spec
     return spec.key.bits + spec.value.bits <= _FEW_BITS and max(spec.key_dim, spec.value_dim) <= 128
+
+
+def _is_scant(layout: PageLayout, each: float) -> bool:
+    """Whether pairs of warpgroups, which take longer to begin and to end, do not make up for it: measured."""
+    spec = layout.spec
+    wasteful = 2 * padded_value_dim(layout, 4) > 3 * spec.value_dim
+    return each < _SCANT_TOKENS or (wasteful and each * (spec.key_dim + spec.value_dim) < _SCANT_NUMBERS)
+
+
+def _is_sparse(layout: PageLayout, each: float) -> bool:
+    spec = layout.spec
+    enough = _SPARSE_NUMBERS_UNEVEN if padded_value_dim(layout, 4) > spec.value_dim else _SPARSE_NUMBERS
+    return max(spec.key_dim, spec.value_dim) <= 128 and each * (spec.key_dim + spec.value_dim) < enough
 
 
 def _is_even(device: Device, tokens: int, rows: int) -> bool:
@@ -186,6 +206,9 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
     most, team = max_columns(layout), team_of(layout)
     if group <= most // 2 and team == 1:
         most //= 2  # of the most columns so many registers are output that fewer columns, more often, take less time
+    sixteen = device.warpgroups and amount.sparse and not amount.tiny and _fill_sixteen(group, queries)
+    if sixteen:
+        most = min(most, 16)  # which take less time to begin and to end
     columns = next(n for n in (4, 8, 16, 32) if n >= most or n >= group * queries)
     looks_up = columns == 4 and _looks_levels_up(layout)
     as_integers = columns == 4 and not looks_up
@@ -197,8 +220,8 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
         cuts = _TINY_AND_MANY if amount.many_rows else _TINY
     if amount.brief and columns <= 8 and max(layout.spec.key_dim, layout.spec.value_dim) <= 128:
         cuts = _LOOKED_UP_BRIEF if looks_up else _BRIEF  # whose registers are few
-    in_parts = device.warpgroups and _values_in_parts(layout, 4, fractions=True)
-    if in_parts and not amount.scant and (columns == 32 or queries > columns // group):
+    in_parts = device.warpgroups and _values_in_quarters(layout)
+    if in_parts and not amount.scant and not sixteen and (columns == 32 or queries > columns // group):
         pairs = _in_pairs(device, layout, group, queries)
         if pairs is not None:
             return pairs
@@ -228,21 +251,32 @@ def shape_for(device: Device, layout: PageLayout, group: int, queries: int, amou
 
 def _in_pairs(device: Device, layout: PageLayout, group: int, queries: int) -> Shape | None:
     """By pairs of warpgroups, of as many columns as take the least time for all queries."""
-    large = max(layout.spec.key_dim, layout.spec.value_dim) > 128
 
     def time(columns: int) -> float:
         return -(-queries // (columns // group)) * _PAIR_TIMES[columns]
 
-    for columns in [32] if large else sorted(_PAIR_TIMES, key=time):
-        for tiles, warps, stages in _PAIRS_OF_LARGE_HEADS if large else _PAIRS:
+    def first_of(cuts: tuple[tuple[int, int, int], ...], columns: int) -> Shape | None:
+        for tiles, warps, stages in cuts:
             shape = Shape(columns // 8, True, tiles, warps, stages, 1, 4, _in_pages(device, layout, tiles), roles=True)
             if shape.bulk and _fits(device, layout, shape):
                 return shape
-    return None
+        return None
+
+    large = max(layout.spec.key_dim, layout.spec.value_dim) > 128
+    uneven = padded_value_dim(layout, 4) > layout.spec.value_dim
+    if large or (uneven and first_of(_PAIRS[:2], 32) is None):
+        return first_of(_PAIRS_OF_SHORT_STEPS, 32)
+    found = (first_of(_PAIRS, columns) for columns in sorted(_PAIR_TIMES, key=time))
+    return next((shape for shape in found if shape is not None), None)
+
+
+def _fill_sixteen(group: int, queries: int) -> bool:
+    """Whether 16 columns at a time are at most a third more in all than those of pairs of warpgroups."""
+    return group <= 16 and 3 * 16 * -(-queries // (16 // group)) <= 4 * max(32, group * queries)
 
 
 def _looked_up_cuts(layout: PageLayout, amount: Amount) -> tuple[tuple[int, int, int, int], ...]:
-    if not amount.short or not _is_power_of_two(layout.spec.key_dim):
+    if not amount.short or not is_power_of_two(layout.spec.key_dim):
         return _LOOKED_UP
     if amount.many_rows:
         return _SIX_BITS_SHORT if _has_six_bits(layout) else _LOOKED_UP_SHORT
@@ -259,7 +293,7 @@ def _fits(device: Device, layout: PageLayout, shape: Shape) -> bool:
 def writes_whole_items(layout: PageLayout) -> bool:
     """Whether a block writes the output of what it has all keys of: if queries leave the memory to rotate back."""
     dim = layout.spec.value_dim
-    return not layout.spec.value.rotated or (_is_power_of_two(dim) and dim >= 32) or dim <= 2 * layout.spec.key_dim
+    return not layout.spec.value.rotated or (is_power_of_two(dim) and dim >= 32) or dim <= 2 * layout.spec.key_dim
 
 
 def in_clusters(device: Device, layout: PageLayout, shape: Shape, items: int) -> Shape:
@@ -316,7 +350,7 @@ def _beside_others(device: Device, layout: PageLayout, shape: Shape, tokens: int
     if shape.columns != 8 or shape.warps != 8 or Kind.LLOYD not in (spec.key.kind, spec.value.kind):
         return shape
     beside = replace(shape, tiles=tiles, warps=warps, stages=1, resident=3, bulk=_in_pages(device, layout, tiles))
-    fits = _is_power_of_two(spec.key_dim) and _fits(device, layout, beside)
+    fits = is_power_of_two(spec.key_dim) and _fits(device, layout, beside)
     return beside if fits and tokens <= _MOST_ROUNDS_LOOKED_UP * SLICE_DIMS * tiles * warps else shape
 
 
@@ -343,13 +377,25 @@ def team_of(layout: PageLayout) -> int:
     return 2 if max_columns(layout) == 32 and _values_in_parts(layout, 2) else 1
 
 
-def _values_in_parts(layout: PageLayout, parts: int, fractions: bool = False) -> bool:
-    """Whether parts of the value slices are whole words of every plane, or may be fractions of one."""
+def _values_in_parts(layout: PageLayout, parts: int) -> bool:
+    """Whether parts of the value slices are whole words of every plane."""
     slices = layout.spec.value_dim // SLICE_DIMS
-    words = [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4] or [1]
-    if fractions and slices % parts == 0:
-        words = [n for n in words if slices % n or n % (slices // parts)]
-    return slices % (parts * max(words, default=1)) == 0
+    return slices % (parts * max(_slices_of_words(layout), default=1)) == 0
+
+
+def _values_in_quarters(layout: PageLayout) -> bool:
+    """Whether warps of a warpgroup share the value slices, each with whole words of every plane or a fraction of one.
+
+    The last ones may have fewer or none, but products are made of as many: at least five of eight are to be there.
+    """
+    slices = layout.spec.value_dim // SLICE_DIMS
+    each = -(-slices // 4)
+    whole = all(n % each == 0 or (each % n == 0 and slices % n == 0) for n in _slices_of_words(layout))
+    return whole and 8 * slices >= 5 * 4 * each
+
+
+def _slices_of_words(layout: PageLayout) -> list[int]:
+    return [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4]
 
 
 def _looks_levels_up(layout: PageLayout) -> bool:
@@ -383,74 +429,5 @@ def _in_pages(device: Device, layout: PageLayout, tiles: int) -> bool:
     return (value.codes_offset, key.fields_offset, value.fields_offset) == (values_at, fields_at, after_keys)
 
 
-def _is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
-
-
-@lru_cache(maxsize=1024)
-def shared_bytes(layout: PageLayout, shape: Shape) -> int:
-    """Shared memory of a block; decode/shape.cuh counts the same and is not compiled otherwise."""
-    spec = layout.spec
-    fields = 32 * (spec.key.field_count + spec.value.field_count)
-    tile = 16 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields
-    if shape.team > 1 and not shape.warpgroup and 256 * shape.groups > 2 * spec.key_dim * spec.key.bits:
-        tile += 256 * shape.groups  # probabilities that do not fit in the place of key codes
-    rings, workers = (shape.warps // 8, shape.warps // 2) if shape.roles else (shape.warps, shape.warps)
-    slot = max(shape.tiles * tile, 4 * shape.columns // shape.groups * (spec.value_dim // shape.team + 8))
-    slices = spec.key_dim // 16
-    as_bytes = in_bytes(spec.key) and not shape.wide
-    query = 256 * shape.groups * (_products_of_bytes(spec.key, slices) if as_bytes else slices)
-    if shape.warpgroup:  # operands of 64 numbers: queries, and probabilities of every team
-        own_tiles = shape.tiles // 4 if shape.roles else shape.tiles
-        query = 128 * shape.columns * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // shape.team)
-        if shape.roles:  # where the output of a pair takes their place
-            query = max(query, 4 * shape.columns * (spec.value_dim + 4 * shape.team))
-    tables = _level_table_bytes(layout, shape)
-    if shape.stages == 1 and shape.resident > 1 and tables >= query:
-        query = 0  # they take the place of levels
-    states = shape.columns * (16 + (8 if shape.team == 1 else 12) * workers)
-    barriers = 8 * rings * max(2, shape.stages) if shape.bulk else 0
-    if shape.roles:  # factors of the output, and barriers of the probabilities
-        barriers += rings * (2 * (4 * shape.columns + 8) + 32)
-        if shape.columns > 40:  # references of the softmax
-            barriers += 4 * shape.columns * workers
-    total = rings * shape.stages * slot + tables + query + states + barriers
-    if shape.cluster > 1:  # what its blocks send each other, and a barrier for every column
-        columns = -(-shape.columns // shape.cluster)
-        total = -(-(total + 8 * columns) // 16) * 16 + 4 * columns * shape.cluster * (spec.value_dim + 4)
-    if shape.stages == 1 and not (_is_power_of_two(spec.key_dim) and spec.key_dim >= 32):
-        total = -(-total // 16) * 16 + 4 * spec.key_dim * min(shape.columns, shape.warps)  # rotates without a free slot
-    elif shape.roles and spec.value.rotated and not _is_power_of_two(spec.value_dim):
-        total = -(-total // 16) * 16 + 4 * spec.value_dim * shape.warps  # rotates the output back
-    return total
-
-
-def _is_single_bit(fmt: TensorFormat) -> bool:
-    return fmt.kind == Kind.LLOYD and fmt.bits == 1
-
-
 def _are_single_bits(layout: PageLayout) -> bool:
-    return _is_single_bit(layout.spec.key) and _is_single_bit(layout.spec.value)
-
-
-def _products_of_bytes(fmt: TensorFormat, slices: int) -> int:
-    if _is_single_bit(fmt):  # two words of four slices at a time
-        words = -(-slices // 4)
-        return 4 * (words // 2) + 2 * (words % 2)
-    return -(-slices // 2)
-
-
-def _level_table_bytes(layout: PageLayout, shape: Shape) -> int:
-    """Levels in shared memory, 4 bytes an entry for each lane; one table where K and V have the same levels."""
-    spec = layout.spec
-    permutes = shape.wide and (not shape.warpgroup or shape.warps > 8)
-
-    def entries(fmt: TensorFormat, permuted: bool) -> int:
-        if fmt.kind != Kind.LLOYD or (in_bytes(fmt) and not shape.wide) or (permuted and fmt.bits == 4):
-            return 0
-        # Up to 5 bits by pairs of codes; of 6 bits, apart, all bytes that have them, as low and as high halves.
-        return 512 if fmt.bits == 6 and shape.apart else 256 if fmt.bits <= 5 else 1 << fmt.bits
-
-    keys, values = entries(spec.key, permutes and spec.key_dim == 256), entries(spec.value, permutes)
-    alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
-    return 128 * (keys if alike else keys + values)
+    return is_single_bit(layout.spec.key) and is_single_bit(layout.spec.value)

@@ -7,31 +7,45 @@
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
 // A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for what is left over, which
-// becomes a word as well. A lane holds all of its words, or those of one of several equal PARTS of the slices, each of whole words or
-// a fraction of one.
-template <int W, int S, bool TRANSPOSED, int PARTS = 1> struct Plane {
+// becomes a word as well. A lane holds all of its words, or those of one of several PARTS of OF_PART slices, each of whole words or
+// a fraction of one. If PARTS are more than there are slices, the last ones have fewer or none, and anything in their place.
+template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS - 1) / PARTS> struct Plane {
   static constexpr int PER_WORD = 4 / W;
-  static constexpr int OF_PART = S / PARTS;  // slices
   static constexpr bool FRACTION = PARTS > 1 && OF_PART < PER_WORD;
-  static constexpr int WHOLE_WORDS = FRACTION ? 1 : OF_PART / PER_WORD, TAIL = S % PER_WORD, WORDS = WHOLE_WORDS + (TAIL > 0);
+  static constexpr int WHOLE_WORDS = FRACTION ? 1 : OF_PART / PER_WORD, TAIL = S % PER_WORD, WORDS = WHOLE_WORDS + (PARTS == 1 && TAIL > 0);
   static constexpr int BYTES = 32 * S * W;
-  static_assert(PARTS == 1 || (S % PER_WORD == 0 && (FRACTION ? PER_WORD % OF_PART == 0 : S % (PER_WORD * PARTS) == 0)), "no part is cut by a word");
+  static_assert(PARTS == 1 || (FRACTION ? PER_WORD % OF_PART : OF_PART % PER_WORD) == 0, "no part is cut by a word");
   u32 words[WORDS];
 
   DEVICE_MEMBER void load(const u8* plane, int lane, int part) {
     if constexpr (PARTS == 1) {
       load_words<WHOLE_WORDS>(plane, lane, words);
+      if constexpr (TAIL > 0) words[WHOLE_WORDS] = rows_word(plane, lane);
+    } else if constexpr (S != PARTS * OF_PART || TAIL > 0) {
+      load_uneven_part(plane, lane, part);
+      if constexpr (FRACTION) words[0] >>= shift_of_part(part);
     } else if constexpr (FRACTION) {  // the others' bits above its own are left
-      constexpr int PARTS_OF_WORD = PER_WORD / OF_PART;
-      load_words_of_part<1, S / PER_WORD>(plane, lane, part / PARTS_OF_WORD, words);
-      words[0] >>= W * OF_PART * (part % PARTS_OF_WORD);
+      load_words_of_part<1, S / PER_WORD>(plane, lane, word_of_part(part), words);
+      words[0] >>= shift_of_part(part);
     } else {
       load_words_of_part<WHOLE_WORDS, PARTS>(plane, lane, part, words);
     }
-    if constexpr (TAIL > 0) {
-      const u8* rows = plane + 128 * WHOLE_WORDS;
-      words[WHOLE_WORDS] = TRANSPOSED ? value_rows_word<W, TAIL>(rows, lane) : key_rows_word<W, TAIL>(rows, lane);
-    }
+  }
+  DEVICE_MEMBER static u32 rows_word(const u8* plane, int lane) {
+    const u8* rows = plane + 128 * (S / PER_WORD);
+    return TRANSPOSED ? value_rows_word<W, TAIL>(rows, lane) : key_rows_word<W, TAIL>(rows, lane);
+  }
+  // The word that has a fraction of one, and where in the nibbles.
+  DEVICE_MEMBER static int word_of_part(int part) { return part / (PER_WORD / OF_PART); }
+  DEVICE_MEMBER static int shift_of_part(int part) { return W * OF_PART * (part % (PER_WORD / OF_PART)); }
+
+  // Parts that `load` has no words for, but token rows.
+  static constexpr bool SOME_IN_ROWS = PARTS > 1 && TAIL > 0;
+  static_assert(!SOME_IN_ROWS || WORDS == 1, "words and rows of a part");
+  DEVICE_MEMBER static bool in_rows(int part) { return OF_PART * part >= S - TAIL; }
+  DEVICE_MEMBER void load_rows(const u8* plane, int lane, int part) {
+    words[0] = rows_word(plane, lane);
+    if constexpr (FRACTION) words[0] >>= shift_of_part(part);
   }
 
   // Value n of slice s in the low W bits of nibble n.
@@ -58,22 +72,59 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1> struct Plane {
 
   // Words N part, N part + 1, ... of a plane of N PARTS.
   template <int N, int PARTS_> DEVICE_MEMBER static void load_words_of_part(const u8* plane, int lane, int part, u32 (&w)[N]) {
-    constexpr int QUADS = N * PARTS_ & ~3, PAIRS = N * PARTS_ & ~1;
     if constexpr (N % 4 == 0) {
       load_words<N>(plane + 128 * N * part, lane, w);
-    } else if constexpr (N == 2 && QUADS == N * PARTS_) {
+    } else if constexpr (N == 2 && PARTS_ % 2 == 0) {
       const Words2 x = *(const Words2*)(plane + 512 * (part / 2) + 16 * lane + 8 * (part % 2));
       w[0] = x.x, w[1] = x.y;
     } else {
 #pragma unroll
-      for (int j = 0; j < N; j++) {
-        const int i = N * part + j;
-        w[j] = *(const u32*)(plane + (i < QUADS ? 512 * (i / 4) + 16 * lane + 4 * (i % 4)
-                                      : i < PAIRS ? 128 * QUADS + 8 * lane + 4 * (i - QUADS) : 128 * PAIRS + 4 * lane));
+      for (int j = 0; j < N; j++) w[j] = *(const u32*)(plane + place_of_word<N * PARTS_>(N * part + j, lane));
+    }
+  }
+
+  // Where word i of the ALL that a lane has is.
+  template <int ALL> DEVICE_MEMBER static int place_of_word(int i, int lane) {
+    constexpr int QUADS = ALL & ~3, PAIRS = ALL & ~1;
+    return i < QUADS ? 512 * (i / 4) + 16 * lane + 4 * (i % 4) : i < PAIRS ? 128 * QUADS + 8 * lane + 4 * (i - QUADS) : 128 * PAIRS + 4 * lane;
+  }
+
+  // Of parts that are not alike. Two words at a time; the last one of an odd number comes with that of another lane.
+  DEVICE_MEMBER void load_uneven_part(const u8* plane, int lane, int part) {
+    constexpr int ALL = at_least_one(S / PER_WORD), LAST_PAIR = (ALL - 1) & ~1;
+    if constexpr (WORDS % 2 == 0) {
+#pragma unroll
+      for (int j = 0; j < WORDS; j += 2) {
+        const int i = min_i32(WORDS * part + j, LAST_PAIR);
+        const bool alone = ALL % 2 && i == LAST_PAIR;
+        const Words2 x = *(const Words2*)(plane + place_of_word<ALL>(i, alone ? lane & ~1 : lane));
+        words[j] = alone && (lane & 1) ? x.y : x.x, words[j + 1] = x.y;
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < WORDS; j++) {
+        const int i = FRACTION ? word_of_part(part) : WORDS * part + j;
+        words[j] = *(const u32*)(plane + place_of_word<ALL>(min_i32(i, ALL - 1), lane));
       }
     }
   }
 };
+
+template <class P> struct PlaneAt {
+  P& plane;
+  const u8* at;
+};
+// A plane of N tiles. Whether a part is in token rows is asked once for all of them, so that loads of one tile do not wait for another's.
+template <class P, int N, class Tile> DEVICE void load_plane_of_tiles(const Tile& tile, int lane, int part) {
+  if constexpr (P::SOME_IN_ROWS)
+    if (P::in_rows(part)) {
+#pragma unroll
+      for (int i = 0; i < N; i++) tile(i).plane.load_rows(tile(i).at, lane, part);
+      return;
+    }
+#pragma unroll
+  for (int i = 0; i < N; i++) tile(i).plane.load(tile(i).at, lane, part);
+}
 
 // All planes of a tile's codes. low(s) and high(s): up to 4 bits, nibble n of low is code n; 5-7 bits, low nibbles and
 // what is above them; 8 bits, the bytes of codes 0-3 and 4-7.
@@ -91,9 +142,17 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   One one;
 
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) {
+    static_assert(!First::SOME_IN_ROWS && !Two::SOME_IN_ROWS && !One::SOME_IN_ROWS, "load_parts knows of rows");
     first.load(tile, lane, part);
     if (REST >= 2) two.load(tile + First::BYTES, lane, part);
     if (REST & 1) one.load(tile + First::BYTES + (REST >= 2 ? Two::BYTES : 0), lane, part);
+  }
+  // Parts of N tiles, tile i at `tile(i)`.
+  template <int N, class Tile> DEVICE_MEMBER static void load_parts(Codes* codes, const Tile& tile, int lane, int part) {
+    constexpr int TWO = First::BYTES, ONE = TWO + (REST >= 2 ? Two::BYTES : 0);
+    load_plane_of_tiles<First, N>([&](int i) { return PlaneAt<First>{codes[i].first, tile(i)}; }, lane, part);
+    if constexpr (REST >= 2) load_plane_of_tiles<Two, N>([&](int i) { return PlaneAt<Two>{codes[i].two, tile(i) + TWO}; }, lane, part);
+    if constexpr (REST & 1) load_plane_of_tiles<One, N>([&](int i) { return PlaneAt<One>{codes[i].one, tile(i) + ONE}; }, lane, part);
   }
 
   // Of two tiles of values, up to 4 bits: dimensions g of both (ODD: g + 8), the first one's codes in even nibbles and the second one's
@@ -146,8 +205,12 @@ template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PART
   static constexpr int WIDTH = 8;
   static constexpr bool MERGEABLE = false;
   static constexpr bool VALUES = TRANSPOSED;
-  Plane<4, 2 * S, TRANSPOSED, PARTS> plane;
+  Plane<4, 2 * S, TRANSPOSED, PARTS, 2 * ((S + PARTS - 1) / PARTS)> plane;
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
+  template <int N, class Tile> DEVICE_MEMBER static void load_parts(Codes* codes, const Tile& tile, int lane, int part) {
+#pragma unroll
+    for (int i = 0; i < N; i++) codes[i].load(tile(i), lane, part);
+  }
   DEVICE_MEMBER u32 low(int s) const { return plane.words[2 * s]; }
   DEVICE_MEMBER u32 high(int s) const { return plane.words[2 * s + 1]; }
   template <bool> DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const { pair[0] = low(s), pair[1] = high(s); }

@@ -206,13 +206,14 @@ DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, cons
                           PairLoader& loader, u32& taken, Accumulator& acc) {
   const int t = lane & 3;
   constexpr int WANTED = (NG > 4 ? 2 : 4) / OUT_SLICES, AT_ONCE = WANTED < 1 ? 1 : WANTED > NT ? NT : WANTED;  // tiles; so many products, for registers
-  constexpr int LOADED = 2 * AT_ONCE < NT ? 2 * AT_ONCE : NT;  // tiles ahead
+  // Tiles ahead; all where single bits are in token rows, which some warps take long to read.
+  constexpr int LOADED = 2 * AT_ONCE < NT && !(V_BITS % 2 && VS % 4) ? 2 * AT_ONCE : NT;
   for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
     const u8* slot = memory.slot(taken);
     memory.wait_for_copy(taken);
-    Codes<V_BITS, VS, true, TEAM> codes[NT];
-#pragma unroll
-    for (int i = 0; i < LOADED; i++) codes[i].load(slot + values_of(i), lane, pair.member);
+    typedef Codes<V_BITS, VS, true, TEAM> PartCodes;
+    PartCodes codes[NT];
+    PartCodes::load_parts<LOADED>(codes, [&](int i) { return slot + values_of(i); }, lane, pair.member);
     // By a lane for all: what is known to be alike is made into descriptors once, not for every product.
     const u64 weights = smem_descriptor(shfl(shared_address(memory.weights_of_step(taken)), 0), 16);
 #pragma unroll
@@ -222,9 +223,8 @@ DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, cons
       for (int k = 0; k < AT_ONCE; k++)
 #pragma unroll
         for (int i = 0; i < OUT_SLICES; i++) value_halves(codes[first + k], i, tables, a[k][i]);
-#pragma unroll
-      for (int k = 0; k < AT_ONCE; k++)
-        if (first + LOADED + k < NT) codes[first + LOADED + k].load(slot + values_of(first + LOADED + k), lane, pair.member);
+      const int ahead = first + LOADED;
+      if (ahead < NT) PartCodes::load_parts<AT_ONCE>(codes + ahead, [&](int i) { return slot + values_of(ahead + i); }, lane, pair.member);
       if (first == 0) {
         memory.wait_until_published(taken);
         const float* factors = memory.factors_of(taken);

@@ -132,13 +132,14 @@ DEVICE void multiply_keys_of_warpgroup(const u8* slot, const u8* shared, const L
 
 // The same of a pair's step (ROLES): levels of the next slices are looked up while products of these are under way.
 struct KeyOperands {
-  static constexpr int AT_ONCE = KS % 2 ? 1 : 2, ROUNDS = KS / AT_ONCE, ALL = SCORED_TILES * ROUNDS, BUFFERS = 3;  // slices
+  static constexpr int AT_ONCE = KS > 1 ? 2 : 1, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE, ALL = SCORED_TILES * ROUNDS, BUFFERS = 3;  // slices
   KeyCodes codes[SCORED_TILES];
   u32 a[BUFFERS][AT_ONCE][4];
 
   DEVICE_MEMBER void look_up(int round, const LevelTables& tables) {
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) key_halves(codes[round / ROUNDS], round % ROUNDS * AT_ONCE + i, tables, a[round % BUFFERS][i]);
+    for (int i = 0; i < AT_ONCE; i++)
+      if (round % ROUNDS * AT_ONCE + i < KS) key_halves(codes[round / ROUNDS], round % ROUNDS * AT_ONCE + i, tables, a[round % BUFFERS][i]);
   }
   DEVICE_MEMBER void load(const u8* slot, const LevelTables& tables, int lane) {
 #pragma unroll
@@ -157,7 +158,7 @@ struct KeyOperands {
         const u32(&operand)[4] = a[round % BUFFERS][i];
         const u64 query = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
         if (slice == 0) WarpgroupProduct::register_a<false>(c[x], operand[0], operand[1], operand[2], operand[3], query);
-        else WarpgroupProduct::register_a<true>(c[x], operand[0], operand[1], operand[2], operand[3], query);
+        else if (slice < KS) WarpgroupProduct::register_a<true>(c[x], operand[0], operand[1], operand[2], operand[3], query);
       }
       wgmma_commit();
       if (round + 1 < ALL) look_up(round + 1, tables);  // the round before last has ended

@@ -53,7 +53,7 @@ constexpr int WEIGHT_BYTES = TEAM > 1 && !WGMMA ? 256 * NG : 0;  // of a tile
 constexpr bool WEIGHTS_BEHIND = WEIGHT_BYTES > K_TILE;
 constexpr int weights_of(int x) { return WEIGHTS_BEHIND ? FIELDS_END + x * WEIGHT_BYTES : keys_of(x); }
 constexpr int STEP_BYTES = FIELDS_END + (WEIGHTS_BEHIND ? NT * WEIGHT_BYTES : 0);
-constexpr int OUT_SLICES = VS / TEAM;         // of the output that a warp has
+constexpr int OUT_SLICES = (VS + TEAM - 1) / TEAM;  // of the output that a warp has; in a warpgroup the last may have more than there are
 constexpr int OUT_ROW = 16 * OUT_SLICES + 8 / OWN;  // floats; keeps the columns of a warp's result in different banks
 constexpr int RESULT_BYTES = 4 * GROUP * (16 * OUT_SLICES + 8), SLOT = STEP_BYTES > RESULT_BYTES ? STEP_BYTES : RESULT_BYTES;
 // Levels as halves from tables in shared memory, by pairs of codes up to 5 bits. PERMUTED: 4 bits by permutations instead, so that logic
@@ -74,7 +74,7 @@ constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTR
 static_assert(!BULK || (PIECE_TILES == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
                         V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS), "a step is whole pages, in the ring as they are there");
 static_assert(STAGES > 1 || TEAM == 1, "keys and values of a step are two copies");
-static_assert(TEAM == 1 || (WIDE && VS % TEAM == 0 && WARPS % TEAM == 0), "teams share wide values");
+static_assert(TEAM == 1 || (WIDE && (WGMMA || VS % TEAM == 0) && WARPS % TEAM == 0), "teams share wide values");
 // Single bits as they lie are bytes for the products: 1 bit, Lloyd-Max.
 constexpr bool K_SINGLE_BITS = K_BYTES && K_KIND == LLOYD && K_BITS == 1, V_SINGLE_BITS = V_BYTES && V_KIND == LLOYD && V_BITS == 1;
 constexpr int KP = K_SINGLE_BITS ? bit_products<KS>() : (KS + 1) / 2, QI = K_BYTES ? KP : KS;  // products of a tile

@@ -332,9 +332,9 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
 // The same by products of the warpgroup: a warp's slices are its part of the rows of so many products. Warps without tokens have
 // probabilities of zero.
 DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const Team& team, const LevelTables& tables, int lane, Accumulator& acc) {
-  Codes<V_BITS, VS, true, TEAM> codes[TEAM * NT];
-#pragma unroll
-  for (int i = 0; i < TEAM * NT; i++) codes[i].load(slots + i / NT * STAGES * SLOT + values_of(i % NT), lane, team.member);
+  typedef Codes<V_BITS, VS, true, TEAM> PartCodes;
+  PartCodes codes[TEAM * NT];
+  PartCodes::load_parts<TEAM * NT>(codes, [&](int i) { return slots + i / NT * STAGES * SLOT + values_of(i % NT); }, lane, team.member);
   constexpr int WANTED = (WARPS > 8 ? 4 : 8) / OUT_SLICES,  // products, for registers
                 AT_ONCE = WANTED < 1 ? 1 : WANTED > TEAM * NT ? TEAM * NT : WANTED;  // tiles
   const u64 weights = smem_descriptor(shared_address(operands), 16);
