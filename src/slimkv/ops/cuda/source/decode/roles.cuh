@@ -211,7 +211,6 @@ DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, cons
   for (int step = range.first + pair.number; step < range.last; step += RINGS, taken++) {
     const u8* slot = memory.slot(taken);
     memory.wait_for_copy(taken);
-    typedef Codes<V_BITS, VS, true, TEAM> PartCodes;
     PartCodes codes[NT];
     PartCodes::load_parts<LOADED>(codes, [&](int i) { return slot + values_of(i); }, lane, pair.member);
     // By a lane for all: what is known to be alike is made into descriptors once, not for every product.

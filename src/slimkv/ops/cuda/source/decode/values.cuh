@@ -4,6 +4,7 @@
 
 constexpr int WHOLE_SLICES = V_PAIRED_TAIL ? VS - 1 : VS;
 typedef Codes<V_BITS, WHOLE_SLICES, true> ValueCodes;
+typedef Codes<V_BITS, VS, true, TEAM> PartCodes;  // those of a warp of a team
 
 DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& first, u32& second) {
   code_bytes<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), table, first, second);
@@ -309,9 +310,8 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
 #pragma unroll
   for (int w = 0; w < TEAM; w++) {
     if (w >= count) break;
-    Codes<V_BITS, VS, true, TEAM> codes[NT];
-#pragma unroll
-    for (int x = 0; x < NT; x++) codes[x].load(slots + w * STAGES * SLOT + values_of(x), lane, team.member);
+    PartCodes codes[NT];
+    PartCodes::load_parts<NT>(codes, [&](int x) { return slots + w * STAGES * SLOT + values_of(x); }, lane, team.member);
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       const u8* weights = slots + w * STAGES * SLOT + weights_of(x);
@@ -332,7 +332,6 @@ DEVICE void add_values_of_team(const u8* slots, int count, const Team& team, con
 // The same by products of the warpgroup: a warp's slices are its part of the rows of so many products. Warps without tokens have
 // probabilities of zero.
 DEVICE void add_values_of_warpgroup(const u8* slots, const u8* operands, const Team& team, const LevelTables& tables, int lane, Accumulator& acc) {
-  typedef Codes<V_BITS, VS, true, TEAM> PartCodes;
   PartCodes codes[TEAM * NT];
   PartCodes::load_parts<TEAM * NT>(codes, [&](int i) { return slots + i / NT * STAGES * SLOT + values_of(i % NT); }, lane, team.member);
   constexpr int WANTED = (WARPS > 8 ? 4 : 8) / OUT_SLICES,  // products, for registers
