@@ -2,9 +2,9 @@
 
 compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py [store attend prefill latent]
 
-All parts if none is named. Also --tool racecheck and --tool initcheck. Racecheck does not follow barriers of part of a
-block: behind one it reports what stands on two sides of the next barrier of the whole block, in kernels of teams
-(verification of 5 and more queries). Reports of other kernels, or within such a barrier, are what to look for.
+All parts if none is named. Also --tool racecheck and --tool initcheck. In kernels of teams of two warps (verifying
+5 and more queries of little work) racecheck reports reads and writes that stand on two sides of a barrier of the whole
+block. Why is not known: it follows barriers of part of a block in small kernels. Other reports are what to look for.
 
 Exits with 1 where a result is wrong, so that a checker that changes nothing still says something.
 """
