@@ -238,3 +238,16 @@ struct Softmax {
     for (int r = 0; r < 2; r++) row_sum[r] = fma_rn(fma_rn(digits[2 * r + 1], 0.03125f, digits[2 * r]), inverse, row_sum[r]);
   }
 };
+
+// When products with values, and with their digits, have ended. RELEASE: the values' place is free.
+template <bool RELEASE>
+DEVICE void end_output(Softmax& softmax, const Rings& rings, const Place& place, float (&o)[OUTPUTS], float (&digits)[4], int lane) {
+  const float inverse = rings.scales[place.slot].value_inverse;  // before the wait
+  wgmma_wait<0>();
+  wgmma_fence_operand(o);
+  wgmma_fence_operand(digits);
+  softmax.add_sums(digits, inverse);
+  if (!RELEASE) return;
+  sync_warp();
+  if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
+}

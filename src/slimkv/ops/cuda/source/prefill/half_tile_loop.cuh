@@ -23,17 +23,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   // Without a window, what has masks is among the tiles before this one.
   const int clear_from = max_i32(2, w.tile + 1 - w.clear_end / STEP);
   int special = 0;  // the next tile that may have masks, that totals are added up after, or that is the last
-  // When products with values, and with their digits, have ended.
-  auto add_output = [&](auto release) {
-    const float inverse = rings.scales[place.slot].value_inverse;  // before the wait
-    wgmma_wait<0>();
-    wgmma_fence_operand(o);
-    wgmma_fence_operand(digits);
-    softmax.add_sums(digits, inverse);
-    if (!decltype(release)::VALUE) return;
-    sync_warp();
-    if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
-  };
+  auto add_output = [&](auto release) { end_output<decltype(release)::VALUE>(softmax, rings, place, o, digits, lane); };
   auto first_token = [&](int i, int half) { return tile_at(w, i) * STEP + half * TOKENS; };
   auto is_clear = [&](int first) { return first + TOKENS <= w.clear_end && (!WINDOW || first >= w.clear_begin); };
   auto numbers_of = [&](const Place& at, int half) { return rings.keys + at.slot * KEYS_BYTES + half * TOKENS * 4; };

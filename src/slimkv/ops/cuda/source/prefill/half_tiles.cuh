@@ -53,17 +53,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
       lifted = softmax.find_lift(large, lane, lift);
     }
   };
-  // When products with values, and with their digits, have ended.
-  auto add_output = [&](auto release) {
-    const float inverse = rings.scales[place.slot].value_inverse;  // before the wait
-    wgmma_wait<0>();
-    wgmma_fence_operand(o);
-    wgmma_fence_operand(digits);
-    softmax.add_sums(digits, inverse);
-    if (!decltype(release)::VALUE) return;
-    sync_warp();
-    if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
-  };
+  auto add_output = [&](auto release) { end_output<decltype(release)::VALUE>(softmax, rings, place, o, digits, lane); };
   // To the references of weights that are there, before they are multiplied.
   auto rescale_output = [&] {
     if (needs_rescale) softmax.rescale_output(o);
