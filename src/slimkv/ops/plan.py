@@ -166,6 +166,7 @@ def plan_attend(
     layout: PageLayout,
     max_query_len: int,
     min_query_len: int = 0,
+    key_offset: Tensor | None = None,
     options: AttendOptions | None = None,
     backend: str | None = None,
 ) -> AttendPlan:
@@ -174,17 +175,20 @@ def plan_attend(
         raise InputError(f"block_table must be int32 with 2 axes, not {describe(block_table)}")
     request = checked_request(
         query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
-        min_query_len=min_query_len, max_seq_len=block_table.shape[1] * layout.block_size, options=options,
+        min_query_len=min_query_len, max_seq_len=block_table.shape[1] * layout.block_size,
+        key_offset=key_offset, options=options,
     )  # fmt: skip
     module = ATTENTION.select(pages.device, request, backend).load()
     nothing = seq_lens[:0]
     kept = replace(request, query=nothing, out=nothing, seq_lens=nothing)  # a plan holds no step's tensors
 
     def launch(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
-        module.run(replace(kept, query=query, out=out, seq_lens=seq_lens))
+        replace(kept, query=query, out=out, seq_lens=seq_lens).run(module)
 
-    prepared = _prepared(module, request) or launch
-    return AttendPlan(pages, block_table, cu_seqlens_q, options, _geometry(query), _geometry(request.out), prepared)
+    prepared = None if request.sees_offset else _prepared(module, request)
+    return AttendPlan(
+        pages, block_table, cu_seqlens_q, options, _geometry(query), _geometry(request.out), prepared or launch
+    )
 
 
 @typed

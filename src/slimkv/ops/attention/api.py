@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, overload
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, overload
 
 import torch
 from torch import Tensor
 
 from slimkv.arguments import describe, typed, typed_fields
 from slimkv.codec import Codec
+from slimkv.codec.key_offset import check_offset, score_shift, subtract_offset
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
@@ -63,6 +64,13 @@ class AttendOptions:
             raise InputError(f"prefill must be one of {', '.join(PREFILL)}, not {self.prefill!r}")
 
 
+class BackendModule(Protocol):
+    """A module of a backend."""
+
+    def run(self, request: AttendRequest) -> None:
+        """Attends ``request``: sinks are in ``request.sinks``, what precedes the soft cap in ``score_shift``."""
+
+
 @dataclass(frozen=True)
 class AttendRequest:
     """The checked arguments of one ``attend``."""
@@ -83,6 +91,11 @@ class AttendRequest:
     workspace: Tensor | None
     num_splits: int | None
     min_query_len: int = 0
+    key_offset: Tensor | None = None
+    # float32 [total_queries, num_heads]: added to scaled scores before the soft cap. Only with a soft cap.
+    score_shift: Tensor | None = None
+    # float32, contiguous: [num_heads], or [total_queries, num_heads] where centred keys make them differ by query.
+    sinks: Tensor | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -104,9 +117,33 @@ class AttendRequest:
         return self.query.shape[1] // self.pages.shape[1]
 
     @property
-    def lse_without_keys(self) -> Tensor | float:
-        """The log-sum-exp of a query that sees no key: the sinks [num_heads] alone, or of nothing."""
-        return -torch.inf if self.options.sinks is None else self.options.sinks.float()
+    def sees_offset(self) -> bool:
+        """Whether something but softmax looks at the scores of centred keys, so that they must be exact."""
+        seen = self.options.softcap > 0 or self.options.sinks is not None or self.lse is not None
+        return self.key_offset is not None and seen
+
+    def sinks_of(self, rows: slice) -> Tensor | None:
+        """The sinks of these queries: float32 [num_heads] or [queries, num_heads], or None."""
+        return self.sinks if self.sinks is None or self.sinks.ndim == 1 else self.sinks[rows]
+
+    def lse_without_keys(self, rows: slice) -> Tensor | float:
+        """The log-sum-exp of queries that see no key: that of the sinks alone, or of nothing."""
+        sinks = self.sinks_of(rows)
+        return -torch.inf if sinks is None else sinks
+
+    def run(self, backend: BackendModule) -> None:
+        """Runs a backend on the scores of centred keys, and makes exact what is seen of them."""
+        if not self.sees_offset:
+            backend.run(self)
+            return
+        assert self.key_offset is not None
+        shift = score_shift(self.query, self.key_offset, self.softmax_scale)
+        if self.options.softcap:  # the cap sees true scores, and so does what comes after it
+            backend.run(replace(self, score_shift=shift))
+            return
+        backend.run(replace(self, sinks=None if self.sinks is None else self.sinks - shift))
+        if self.lse is not None:
+            self.lse.add_(shift)
 
 
 REGISTRY = Registry(
@@ -133,6 +170,7 @@ def attend(
     layout: PageLayout,
     max_query_len: int,
     max_seq_len: int,
+    key_offset: Tensor | None = None,
     options: AttendOptions | None = None,
     fresh: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
@@ -157,6 +195,7 @@ def attend(
     layout: PageLayout,
     max_query_len: int,
     max_seq_len: int,
+    key_offset: Tensor | None = None,
     options: AttendOptions | None = None,
     fresh: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
@@ -181,6 +220,7 @@ def attend(
     layout: PageLayout,
     max_query_len: int,
     max_seq_len: int,
+    key_offset: Tensor | None = None,
     options: AttendOptions | None = None,
     fresh: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
@@ -203,6 +243,7 @@ def attend(
         seq_lens: int32 [sequences]; 0 gives zero output.
         cu_seqlens_q: int32 [sequences + 1], ascending from 0 to total_queries (rows beyond it are left untouched).
         max_query_len, max_seq_len: host-side upper bounds, so that no value is read back from the device.
+        key_offset: float32 [num_kv_heads, key_dim]: what was subtracted from keys when they were stored.
         fresh: K [total_queries, num_kv_heads, key_dim] and V of the query tokens; attended raw, instead of their codes.
         out: [total_queries, num_heads, value_dim] to write into, any of the three dtypes (default: the query's).
         return_lse: return the natural log-sum-exp, float32 [total_queries, num_heads], beside the output.
@@ -220,10 +261,10 @@ def attend(
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     request = checked_request(
         query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
-        max_seq_len=max_seq_len, options=options, fresh=fresh, out=out, lse=lse, workspace=workspace,
-        num_splits=num_splits, min_query_len=min_query_len,
+        max_seq_len=max_seq_len, key_offset=key_offset, options=options, fresh=fresh, out=out, lse=lse,
+        workspace=workspace, num_splits=num_splits, min_query_len=min_query_len,
     )  # fmt: skip
-    REGISTRY.select(pages.device, request, backend).load().run(request)
+    request.run(REGISTRY.select(pages.device, request, backend).load())
     if not return_lse:
         return request.out
     assert lse is not None
@@ -241,6 +282,7 @@ def checked_request(
     layout: PageLayout,
     max_query_len: int,
     max_seq_len: int,
+    key_offset: Tensor | None = None,
     options: AttendOptions | None = None,
     fresh: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
@@ -264,8 +306,12 @@ def checked_request(
     _check_min_query_len(min_query_len, max_query_len, cu_seqlens_q)
     if num_splits is not None and num_splits < 1:
         raise InputError(f"num_splits must be at least 1, or None, not {num_splits}")
+    if key_offset is not None:
+        check_offset(key_offset, layout.spec, pages.shape[1], device)
     if fresh is not None:
         _check_fresh(fresh, query, pages, layout)
+        if key_offset is not None:
+            fresh = subtract_offset(fresh[0], key_offset), fresh[1]
     if options.sinks is not None and (options.sinks.shape != (heads,) or options.sinks.device != query.device):
         raise InputError(
             f"sinks must be one number per query head ({heads}) on {query.device}, not {list(options.sinks.shape)}"
@@ -282,7 +328,8 @@ def checked_request(
     return AttendRequest(
         query, pages, block_table, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, codec, layout, options, fresh,
         out, lse,
-        workspace, num_splits, min_query_len,
+        workspace, num_splits, min_query_len, key_offset,
+        sinks=None if options.sinks is None else options.sinks.detach().float().contiguous(),
     )  # fmt: skip
 
 

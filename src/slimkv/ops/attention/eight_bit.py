@@ -108,11 +108,13 @@ def rounded_queries(rotated: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_sequence(
-    query: Tensor, kv: Operands, visible: Tensor, scale: float, softcap: float, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, kv: Operands, visible: Tensor, scale: float, softcap: float, sinks: Tensor | None,
+    score_shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotated queries float32 [queries, num_heads, key_dim] on a sequence.
 
-    ``visible``: bool [queries, tokens]; ``sinks``: float [num_heads] or None. Returns the output float32 [queries,
+    ``visible``: bool [queries, tokens]; ``sinks``: float [num_heads] or [queries, num_heads], or None;
+    ``score_shift``: float [queries, num_heads], added before the soft cap. Returns the output float32 [queries,
     num_heads, value_dim], still rotated, and the log-sum-exp [num_heads, queries].
     """
     count, heads, _ = query.shape
@@ -122,6 +124,8 @@ def attend_sequence(
     sums = torch.einsum("qhgd,khd->hgqk", rows, kv.key)  # integers below 2^24: exact
     x = sums * kv.key_scale.T[:, None, None, :]
     x = x * (row_scale.T.unflatten(0, (kv_heads, -1))[..., None] * (scale * LOG2E))
+    if score_shift is not None:
+        x = x + score_shift.T.unflatten(0, (kv_heads, -1))[..., None] * LOG2E
     if softcap:
         x = softcap * LOG2E * torch.tanh(x / (softcap * LOG2E))
     x = x.masked_fill(~visible, -torch.inf)
@@ -132,7 +136,8 @@ def attend_sequence(
     weights = torch.exp2(x - reference).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn).float()
     total = (weights / value_scale).sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp2(sinks.float().unflatten(0, (kv_heads, -1))[..., None, None] * LOG2E - reference)
+        by_row = sinks[:, None] if sinks.ndim == 1 else sinks.T  # [num_heads, 1 or queries]
+        total = total + torch.exp2(by_row.unflatten(0, (kv_heads, -1))[..., None] * LOG2E - reference)
     out = torch.einsum("hgqk,khd->hgqd", weights, kv.value) / torch.where(total == 0, 1.0, total)
     lse = (reference + total.log2()) / LOG2E
     return out.flatten(0, 1).transpose(0, 1).reshape(count, heads, -1), lse.flatten(0, 1)[..., 0]

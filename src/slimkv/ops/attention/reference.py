@@ -41,7 +41,7 @@ def each_sequence(request: AttendRequest, attend_one: Callable[[AttendRequest, i
             continue
         request.out[rows] = 0
         if request.lse is not None:
-            request.lse[rows] = request.lse_without_keys
+            request.lse[rows] = request.lse_without_keys(rows)
 
 
 def check_tables(request: AttendRequest, starts: list[int], lengths: list[int]) -> None:
@@ -82,12 +82,15 @@ def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slic
     query = query.unflatten(1, (key.shape[1], request.group))
     scores = torch.einsum("qhgd,khd->hgqk", query, key) * request.softmax_scale
     scores = scores.flatten(0, 1)  # [num_heads, queries, keys]
+    if request.score_shift is not None:
+        scores = scores + request.score_shift[rows].T[..., None]
     if request.options.softcap:
         scores = request.options.softcap * torch.tanh(scores / request.options.softcap)
     scores = scores.masked_fill(~visible(request, length, count), -torch.inf)
     lse = scores.logsumexp(-1)  # [num_heads, queries]
-    if request.options.sinks is not None:
-        lse = torch.logaddexp(lse, request.options.sinks.to(lse.dtype)[:, None])
+    sinks = request.sinks_of(rows)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, (sinks[:, None] if sinks.ndim == 1 else sinks.T).to(lse.dtype))
     weights = torch.exp(scores - lse[..., None]).unflatten(0, (key.shape[1], request.group))
     out = torch.einsum("hgqk,khd->qhgd", weights, value).reshape(count, heads, -1)
     request.out[rows] = codec.unrotate_output(out).to(request.out.dtype)
@@ -103,7 +106,7 @@ def _in_eight_bits(request: AttendRequest, sequence: int, length: int, rows: sli
     query = request.codec.rotate_query(request.query[rows])
     out, lse = eight_bit.attend_sequence(
         query, kv, visible(request, length, rows.stop - rows.start), request.softmax_scale, request.options.softcap,
-        request.options.sinks,
+        request.sinks_of(rows), None if request.score_shift is None else request.score_shift[rows],
     )  # fmt: skip
     request.out[rows] = request.codec.unrotate_output(out).to(request.out.dtype)
     if request.lse is not None:

@@ -44,7 +44,7 @@ def _call(request: AttendRequest) -> tuple[CAttendCall, tuple[object, ...]]:
     """The call, and what must stay alive as long as it."""
     options, table = request.options, request.block_table
     tables = layout_tables(request.layout)
-    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+    sinks = request.sinks
     fresh = (CVectors(), CVectors()) if request.fresh is None else tuple(map(vectors_of, request.fresh))
     call = CAttendCall(
         layout=tables.address, pages=pages_of(request.pages), query=vectors_of(request.query),

@@ -260,7 +260,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
     if cuts:
         merge_grid = (max(1, blocks - 1), -(-shape.columns // _MERGE_WARPS))
-    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    sinks = request.sinks
     key, value = request.codec.key_tables, request.codec.value_tables
     args = Args.from_buffer_copy(plan.args)
     args.query, args.query_stride, args.query_head_stride = query.data_ptr(), query.stride(0), query.stride(1)

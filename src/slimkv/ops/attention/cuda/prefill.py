@@ -268,7 +268,7 @@ def attend_prefill(
     if most_long == 0:
         return
     parts = parts or ([Part(shape)] if shape else parts_of(request))
-    sinks = None if request.options.sinks is None else request.options.sinks.float().contiguous()
+    sinks = request.sinks
     launches = [_Attend(request, part, _attend_args(request, part, sinks, most_queries), launch) for part in parts]
     if parts[0].shape.fused:
         args = launches[0].args

@@ -183,9 +183,9 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
     )
     part, part_lse = _part_views(request, total, heads, num_splits)
     k, v = request.codec.key_tables, request.codec.value_tables
-    sinks = options.sinks if options.sinks is not None else query
+    sinks = request.sinks if request.sinks is not None else query
     lse = request.lse if request.lse is not None else part_lse
-    flags = {"SINKS": options.sinks is not None, "LSE": request.lse is not None, "V_ROTATED": spec.value.rotated}
+    flags = {"SINKS": request.sinks is not None, "LSE": request.lse is not None, "V_ROTATED": spec.value.rotated}
     attend_kernel[(blocks, num_kv_heads, num_splits)](
         query, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, sinks, *fresh,
         out, lse, part, part_lse,
@@ -320,7 +320,7 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
         )  # fmt: skip
         prefill_kernel[(total // block_q + sequences, num_kv_heads)](
             query, dense_k, dense_v, request.seq_lens, request.cu_seqlens_q, rank, exponents,
-            options.sinks if options.sinks is not None else query, out,
+            request.sinks if request.sinks is not None else query, out,
             request.lse if request.lse is not None else ml, acc, ml,
             k.signs, v.signs, sequences, MAX_DECODE_QUERIES, chunk, step * chunk,
             query.stride(0), query.stride(1), out.stride(0), out.stride(1),
@@ -331,6 +331,6 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
             VDP=16 * padded_slices(spec.value_dim),
             K_ROTATED=spec.key.rotated, V_ROTATED=spec.value.rotated, FIRST=step == 0, LAST=step == passes - 1,
             CAUSAL=options.causal, WINDOW=options.sliding_window is not None, SOFTCAP=options.softcap > 0,
-            SINKS=options.sinks is not None,
+            SINKS=request.sinks is not None,
             LSE=request.lse is not None, STAGES=stages, num_warps=4 if wide else 8, num_stages=stages,
         )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Centred keys: a constant vector per KV head is subtracted before keys are encoded.
+
+Keys have a large constant part: a bias, or a mean that the model learnt. The error of a code is a share of the vector's
+norm, so a large constant drowns what tells keys apart. Softmax does not see it: with k = k' + c every score of a query
+changes by the same softmax_scale * q.c. Where something else is compared with the scores (soft caps, sinks, a
+log-sum-exp that leaves the call), that one number per query and head is added back (``score_shift``).
+
+Only keys are centred, and only those of lossy formats: raw keys are stored as they are. Subtraction is one float32
+operation and one rounding to the keys' own dtype, so that every backend stores the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimkv.errors import InputError
+from slimkv.formats import Kind
+from slimkv.spec import CodecSpec
+
+
+def takes_offset(spec: CodecSpec) -> bool:
+    """Whether keys of this format are centred: raw keys are not."""
+    return spec.key.kind != Kind.RAW
+
+
+def subtract_offset(key: Tensor, offset: Tensor) -> Tensor:
+    """[..., num_kv_heads, key_dim] minus float32 [num_kv_heads, key_dim], in the keys' dtype."""
+    return (key.float() - offset).to(key.dtype)
+
+
+def add_offset(key: Tensor, offset: Tensor) -> Tensor:
+    """The inverse of ``subtract_offset``, up to its rounding; any dtype."""
+    return (key.float() + offset).to(key.dtype)
+
+
+def score_shift(query: Tensor, offset: Tensor, softmax_scale: float) -> Tensor:
+    """By how much centring lowers every score of a query.
+
+    query [queries, num_heads, key_dim], offset float32 [num_kv_heads, key_dim] -> float32 [queries, num_heads].
+    """
+    grouped = query.float().unflatten(1, (offset.shape[0], -1))
+    return (torch.einsum("qhgd,hd->qhg", grouped, offset) * softmax_scale).flatten(1)
+
+
+def check_offset(offset: Tensor, spec: CodecSpec, num_kv_heads: int, device: torch.device) -> None:
+    """Raises unless ``offset`` can centre the keys of these pages."""
+    wanted = (num_kv_heads, spec.key_dim)
+    if (
+        offset.dtype != torch.float32
+        or offset.shape != wanted
+        or offset.device != device
+        or not offset.is_contiguous()
+        or offset.data_ptr() % 16
+    ):
+        raise InputError(
+            f"key_offset must be contiguous float32 {list(wanted)} on {device}, at a multiple of 16 bytes, not "
+            f"{offset.dtype} {list(offset.shape)} on {offset.device}"
+        )
+    if not takes_offset(spec):
+        raise InputError(f"keys of {spec.format} are stored as they are: leave key_offset at None")
