@@ -26,6 +26,7 @@ class SideArgs(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
         ("head_stride", ctypes.c_int64),
+        ("offset", ctypes.c_void_p),
         ("fragments", ctypes.c_void_p),
         ("cells", ctypes.c_void_p),
         ("bounds", ctypes.c_void_p),
