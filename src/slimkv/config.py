@@ -11,7 +11,6 @@ from typing import Any
 
 from slimkv.arguments import describe
 from slimkv.calibration import Calibration
-from slimkv.codec.query_aware import check_search
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import AUTO, CALIBRATED, RAW, RAW_LATENT, format_of_kind, is_latent_format
 from slimkv.ops.attention.api import EIGHT_BIT, PREFILL, SIXTEEN_BIT
@@ -60,8 +59,6 @@ class KVCacheConfig:
         sink_tokens, recent_tokens: so many of the first and last tokens are kept in the model's dtype.
         calibration: how keys are rounded: a file from ``slimkv calibrate`` or a loaded ``Calibration``; ``auto``: the
             one made before for exactly this model; None: to the nearest level.
-        query_aware_search: 2 or 4: so many roundings of each key are tried with the calibration, and the best is kept:
-            less error for more time at every store. 0: one. What is stored is read as any other codes.
         key_policy, value_policy: scale policies of Lloyd-Max sides; None is the format's own.
         seed: of the rotation.
         backend: the backend of store and attention by name; None is the best one for the device.
@@ -74,7 +71,6 @@ class KVCacheConfig:
     sink_tokens: int = 0
     recent_tokens: int = 0
     calibration: Calibration | str | Path | None = None
-    query_aware_search: int = 0
     key_policy: ScalePolicy | str | None = None
     value_policy: ScalePolicy | str | None = None
     seed: int = DEFAULT_SEED
@@ -145,18 +141,6 @@ class KVCacheConfig:
 
     def _check_calibration(self) -> None:
         given = self.calibration
-        if type(self.query_aware_search) is not int or self.query_aware_search != 0:
-            search = check_search(self.query_aware_search)
-            if given is None:
-                raise InputError(
-                    f"query_aware_search={search} tries roundings of a calibration, and there is none: give "
-                    "calibration='auto' or a file from slimkv calibrate"
-                )
-            if self.key_policy == ScalePolicy.PLAIN:
-                raise InputError(
-                    f"query_aware_search={search} needs a scale that follows the codes, which key_policy='plain' has "
-                    f"not: use {ScalePolicy.NORM} or {ScalePolicy.UNBIASED}"
-                )
         if given is None or given == AUTO or isinstance(given, Calibration):
             return
         if not isinstance(given, (str, Path)) or not Path(given).is_file():

@@ -23,7 +23,7 @@ class PagedPool:
     """uint8 pages [blocks, num_kv_heads, page_bytes], their allocator, and the three operations on them.
 
     ``query_aware``: int8 [num_kv_heads, key_dim, key_dim], or several of them by position, or None: how keys are
-    rounded; see ``slimkv.ops.store_kv``. ``query_aware_search``: how many roundings are tried where there is a matrix.
+    rounded; see ``slimkv.ops.store_kv``.
     """
 
     @typed
@@ -36,7 +36,6 @@ class PagedPool:
         device: torch.device | str = "cpu",
         backend: str | None = None,
         query_aware: Tensor | None = None,
-        query_aware_search: int = 0,
     ) -> None:
         if num_kv_heads < 1:
             raise InputError(f"num_kv_heads must be at least 1, not {num_kv_heads}")
@@ -45,7 +44,6 @@ class PagedPool:
         self.num_kv_heads = num_kv_heads
         self.backend = backend
         self.query_aware = query_aware
-        self.query_aware_search = query_aware_search
         self._plan: StorePlan | None = None
         self.allocator = BlockAllocator(blocks)
         self.pages = torch.zeros(blocks, num_kv_heads, self.layout.page_bytes, dtype=torch.uint8, device=device)
@@ -130,11 +128,11 @@ class PagedPool:
         See ``slimkv.ops.store_kv``.
         """
         matrices = self.query_aware
-        index, search = (None, 0) if matrices is None else (query_aware_index, self.query_aware_search)
-        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, matrices, index, search):
+        index = None if matrices is None else query_aware_index
+        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, matrices, index):
             self._plan = plan_store(
                 key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, query_aware=matrices,
-                query_aware_index=index, query_aware_search=search, backend=self.backend,
+                query_aware_index=index, backend=self.backend,
             )  # fmt: skip
         self._plan.run(key, value, slot_mapping, index)
 

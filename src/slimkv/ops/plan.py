@@ -103,7 +103,6 @@ class StorePlan:
 
     pages: Tensor
     query_aware: Tensor | None
-    query_aware_search: int
     _key: Geometry
     _value: Geometry
     _slots: torch.dtype
@@ -118,10 +117,9 @@ class StorePlan:
         slot_mapping: Tensor,
         query_aware: Tensor | None,
         query_aware_index: Tensor | None = None,
-        query_aware_search: int = 0,
     ) -> bool:
         """Whether ``run`` may take these vectors for ``pages`` and ``query_aware``, the very same objects."""
-        same = self.pages is pages and self.query_aware is query_aware and self.query_aware_search == query_aware_search
+        same = self.pages is pages and self.query_aware is query_aware
         return same and self._takes(key, value, slot_mapping, query_aware_index)
 
     def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None) -> None:
@@ -202,13 +200,12 @@ def plan_store(
     layout: PageLayout,
     query_aware: Tensor | None = None,
     query_aware_index: Tensor | None = None,
-    query_aware_search: int = 0,
     backend: str | None = None,
 ) -> StorePlan:
     """Prepares a ``store_kv`` of such vectors; stores nothing."""
     request = checked_store(
         key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware,
-        query_aware_index=query_aware_index, query_aware_search=query_aware_search,
+        query_aware_index=query_aware_index,
     )  # fmt: skip
     module = STORE.select(pages.device, request, backend).load()
     nothing = slot_mapping[:0]
@@ -219,9 +216,7 @@ def plan_store(
 
     prepared = _prepared(module, request) or launch
     indexed = query_aware_index is not None
-    return StorePlan(
-        pages, query_aware, query_aware_search, _geometry(key), _geometry(value), slot_mapping.dtype, indexed, prepared
-    )
+    return StorePlan(pages, query_aware, _geometry(key), _geometry(value), slot_mapping.dtype, indexed, prepared)
 
 
 def _prepared(module: Any, request: Any) -> Launch | None:

@@ -59,7 +59,7 @@ class SlimKVAttnBackend(AttentionBackend):
             _, pages, codec = pool.layer_pages(index)
             yield LayerKind(
                 codec, pages.layout, layer.tp_q_head_num, pages.num_kv_heads, dtype, self._attend_options(layer, None),
-                *pool.rounding(index), self._config.backend,
+                pool.query_aware(index), self._config.backend,
             )  # fmt: skip
 
     def _plain_pools(self) -> list[SlimKVPool]:

@@ -140,18 +140,16 @@ class SlimKVPool(MHATokenToKVPool):
         it.
         """
         pages, of, codec = self.layer_pages(index)
-        matrices, search = self.rounding(index)
+        matrices = self._query_aware[index]
         several = matrices is not None and matrices.ndim == 4
         ops.store_kv(
             key, value, pages, slots, codec=codec, layout=of.layout, query_aware=matrices,
-            query_aware_index=matrix_index if several else None, query_aware_search=search,
-            backend=self.plan.config.backend,
+            query_aware_index=matrix_index if several else None, backend=self.plan.config.backend,
         )  # fmt: skip
 
-    def rounding(self, index: int) -> tuple[Tensor | None, int]:
-        """The calibration's matrices of the pool's ``index``-th layer, and how many roundings of a key are tried."""
-        matrices = self._query_aware[index]
-        return matrices, 0 if matrices is None else self.plan.config.query_aware_search
+    def query_aware(self, index: int) -> Tensor | None:
+        """The calibration's matrices of the pool's ``index``-th layer."""
+        return self._query_aware[index]
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """Copies single tokens between slots, in all layers."""

@@ -98,7 +98,6 @@ class PackedLayer(CacheLayerMixin):
             self.tables = self.settings.tables.get(batch, self.device, self.window, self.partly)
             blocks, size, backend = self.tables.blocks, self.settings.block_size, self.settings.config.backend
             self.pool = PagedPool(spec, blocks, self.num_kv_heads, size, self.device, backend)
-            self.pool.query_aware_search = config.query_aware_search
         if self.settings.calibration is not None:
             self.pool.query_aware = self.settings.calibration.query_aware_matrices(self.number, self.pool.codec)
         self._learns_offset = False

@@ -110,7 +110,6 @@ def attend_shards(
     options: ops.AttendOptions,
     query_aware: Tensor | None,
     query_aware_index: Tensor | None,
-    query_aware_search: int,
     raw: bool,
     out: Tensor,
     backend: str | None,
@@ -130,7 +129,7 @@ def attend_shards(
     ops.store_kv(
         key, value, fresh_pages, tables.new_slots, codec=codec, layout=own, query_aware=query_aware,
         query_aware_index=query_aware_index if query_aware is not None and query_aware.ndim == 4 else None,
-        query_aware_search=query_aware_search, backend=backend,
+        backend=backend,
     )  # fmt: skip
     new = ops.attend(
         query, fresh_pages, tables.new_table, tables.new_lens, cu_seqlens_q, codec=codec, layout=own,

@@ -163,7 +163,7 @@ class SlimKVImpl(AttentionImpl):
         ops.store_kv(
             key[:count], value[:count], pages, slot_mapping, codec=codec, layout=layout,
             query_aware=self._query_aware(codec), query_aware_index=self._matrix_index(layer, codec, count),
-            query_aware_search=self._search(codec), backend=self._settings.backend,
+            backend=self._settings.backend,
         )  # fmt: skip
 
     def _matrix_index(self, layer: Any, codec: Codec, count: int) -> Tensor | None:
@@ -186,10 +186,6 @@ class SlimKVImpl(AttentionImpl):
                 else query_aware_matrices(known, model, self._number, codec, self.num_kv_heads),
             )  # fmt: skip
         return self._matrices[0]
-
-    def _search(self, codec: Codec) -> int:
-        """How many roundings of a key are tried: none but one in layers that have no matrices."""
-        return 0 if self._query_aware(codec) is None else self._settings.query_aware_search
 
     def forward(
         self,
@@ -219,7 +215,7 @@ class SlimKVImpl(AttentionImpl):
             layout = PageLayout(codec.spec, kernel_block(self._config))
             kind = LayerKind(
                 codec, layout, query.shape[1], self.num_kv_heads, query.dtype, self._options, self._query_aware(codec),
-                self._search(codec), self._settings.backend,
+                self._settings.backend,
             )  # fmt: skip
             profile_run(kind, query.shape[0], self._config)
             return output.zero_()
@@ -247,7 +243,7 @@ class SlimKVImpl(AttentionImpl):
                     part.shard, dcp_group(), codec=codec, layout=layout, options=self._options,
                     query_aware=self._query_aware(codec),
                     query_aware_index=None if step.matrix_index is None else step.matrix_index[rows],
-                    query_aware_search=self._search(codec), raw=raw, out=output[rows], backend=self._settings.backend,
+                    raw=raw, out=output[rows], backend=self._settings.backend,
                 )  # fmt: skip
                 continue
             ops.attend(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from slimkv.arguments import typed
 from slimkv.codec import Codec
-from slimkv.codec.query_aware import check_searchable
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
@@ -30,7 +29,6 @@ class StoreRequest:
     layout: PageLayout
     query_aware: Tensor | None = None
     query_aware_index: Tensor | None = None
-    query_aware_search: int = 0
 
     @property
     def matrices(self) -> int:
@@ -61,7 +59,6 @@ def store_kv(
     layout: PageLayout,
     query_aware: Tensor | None = None,
     query_aware_index: Tensor | None = None,
-    query_aware_search: int = 0,
     backend: str | None = None,
 ) -> None:
     """Encodes and writes new tokens.
@@ -75,8 +72,6 @@ def store_kv(
             moved to where no query looks. None rounds to the nearest.
         query_aware_index: int32 [tokens]: which of several matrices rounds each token's key; an index beyond the last
             takes the last, a negative one the first. Needed where there are several.
-        query_aware_search: 2 or 4: so many query-aware roundings of each key are tried, and the one kept whose error
-            queries see least; up to so many times the work. 0: one. The codes are read as any others.
         backend: an implementation's name; by default the best one for the device.
 
     A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
@@ -84,7 +79,7 @@ def store_kv(
     """
     request = checked_request(
         key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware,
-        query_aware_index=query_aware_index, query_aware_search=query_aware_search,
+        query_aware_index=query_aware_index,
     )  # fmt: skip
     REGISTRY.select(pages.device, request, backend).load().run(request)
 
@@ -99,7 +94,6 @@ def checked_request(
     layout: PageLayout,
     query_aware: Tensor | None = None,
     query_aware_index: Tensor | None = None,
-    query_aware_search: int = 0,
 ) -> StoreRequest:
     """The arguments of ``store_kv``, checked."""
     check_pages(pages, layout)
@@ -129,10 +123,7 @@ def checked_request(
         )
     if query_aware_index is not None:
         _check_index(query_aware_index, query_aware, slot_mapping)
-    check_searchable(query_aware_search, query_aware is not None, spec.key)
-    return StoreRequest(
-        key, value, pages, slot_mapping, codec, layout, query_aware, query_aware_index, query_aware_search
-    )
+    return StoreRequest(key, value, pages, slot_mapping, codec, layout, query_aware, query_aware_index)
 
 
 def _check_query_aware(query_aware: Tensor, pages: Tensor, layout: PageLayout) -> None:

@@ -72,9 +72,6 @@ class StoreArgs(ctypes.Structure):
         ("matrices", ctypes.c_int32),
         ("heads", ctypes.c_int32),
         ("spread", ctypes.c_int32),
-        ("search_scales", ctypes.c_float * 4),
-        ("search_weights", ctypes.c_float * 4),
-        ("spread_rounds", ctypes.c_int32),
     ]
 
 

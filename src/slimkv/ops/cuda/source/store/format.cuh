@@ -48,8 +48,6 @@ struct StoreArgs {
   float error_steps;
   i32 tokens, matrices;
   i32 heads, spread;  // spread: a block takes the tokens of one matrix, of blocks for all of them
-  float search_scales[4], search_weights[4];
-  i32 spread_rounds;  // a block takes one round of a search, of blocks for all of them
 };
 
 // PER: inner slices that a warp takes of a tile; a tile is shared by SPLIT warps.
