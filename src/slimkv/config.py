@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -11,6 +12,7 @@ from typing import Any
 
 from slimkv.arguments import describe
 from slimkv.calibration import Calibration
+from slimkv.calibration.guard import MAX_SCORE_ERROR
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import AUTO, CALIBRATED, RAW, RAW_LATENT, format_of_kind, is_latent_format
 from slimkv.ops.attention.api import EIGHT_BIT, PREFILL, SIXTEEN_BIT
@@ -59,6 +61,11 @@ class KVCacheConfig:
         sink_tokens, recent_tokens: so many of the first and last tokens are kept in the model's dtype.
         calibration: how keys are rounded: a file from ``slimkv calibrate`` or a loaded ``Calibration``; ``auto``: the
             one made before for exactly this model; None: to the nearest level.
+        center_keys: subtract a constant vector per layer and KV head from keys before they are encoded. It comes from
+            the calibration, from a short pass of the model, or from the first prompt. Not for ``raw`` keys and vLLM's
+            own recipes.
+        max_score_error: the guard's limit, in nats. Once per layer an engine compares attention scores from stored keys
+            with true ones, and stops beyond it. 0 switches the guard off.
         key_policy, value_policy: scale policies of Lloyd-Max sides; None is the format's own.
         seed: of the rotation.
         backend: the backend of store and attention by name; None is the best one for the device.
@@ -71,6 +78,8 @@ class KVCacheConfig:
     sink_tokens: int = 0
     recent_tokens: int = 0
     calibration: Calibration | str | Path | None = None
+    center_keys: bool = True
+    max_score_error: float = MAX_SCORE_ERROR
     key_policy: ScalePolicy | str | None = None
     value_policy: ScalePolicy | str | None = None
     seed: int = DEFAULT_SEED
@@ -95,6 +104,11 @@ class KVCacheConfig:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else parse_policy(value))
         self._check_calibration()
+        if not isinstance(self.center_keys, bool):
+            raise InputError(f"center_keys must be true or false, not {self.center_keys!r}")
+        limit = self.max_score_error
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 <= limit < math.inf:
+            raise InputError(f"max_score_error must be a number of nats, or 0 for no guard, not {limit!r}")
         if self.backend is not None and self.backend not in ATTENTION.names:
             raise InputError(f"backend must be one of {', '.join(ATTENTION.names)}, not {self.backend!r}")
 

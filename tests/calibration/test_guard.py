@@ -32,7 +32,7 @@ def test_a_constant_difference_does_not_count():
 
 
 def test_it_stops_with_layer_figure_and_cures():
-    guard = Guard(MAX_SCORE_ERROR, 2)
+    guard = Guard(MAX_SCORE_ERROR, ("0", "1"))
     query, key = vectors(HEADS, 0), vectors(KV_HEADS, 1)
     noise = 30 * vectors(KV_HEADS, 2)
     with pytest.raises(FidelityError, match=r"layer 1: .* nats .*slimkv calibrate.*'raw'.*max_score_error=0"):
@@ -40,7 +40,7 @@ def test_it_stops_with_layer_figure_and_cures():
 
 
 def test_healthy_layers_are_logged_once_in_one_line(caplog):
-    guard = Guard(MAX_SCORE_ERROR, 2)
+    guard = Guard(MAX_SCORE_ERROR, ("0", "1"))
     query, key = vectors(HEADS, 0), vectors(KV_HEADS, 1)
     with caplog.at_level(logging.INFO, "slimkv"):
         for layer in ("0", "1"):
@@ -53,12 +53,12 @@ def test_healthy_layers_are_logged_once_in_one_line(caplog):
 
 
 def test_short_prompts_and_a_limit_of_zero_are_left_alone():
-    assert not Guard(MAX_SCORE_ERROR, 1).wants("0", MIN_TOKENS - 1)
-    assert not Guard(0, 1).wants("0", MIN_TOKENS)
+    assert not Guard(MAX_SCORE_ERROR, ("0",)).wants("0", MIN_TOKENS - 1)
+    assert not Guard(0, ("0",)).wants("0", MIN_TOKENS)
 
 
 def test_nan_stops_too():
-    guard = Guard(MAX_SCORE_ERROR, 1)
+    guard = Guard(MAX_SCORE_ERROR, ("0",))
     key = vectors(KV_HEADS, 1)
     with pytest.raises(FidelityError):
         guard.compare("0", vectors(HEADS, 0), key, lambda rows: key[rows] * torch.nan, DIM**-0.5)

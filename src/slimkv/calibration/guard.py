@@ -8,7 +8,7 @@ layers at 4 bits are below 0.5; keys with a large constant part that was not sub
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -42,15 +42,20 @@ def score_errors(query: Tensor, key: Tensor, stored: Tensor, softmax_scale: floa
 class Guard:
     """Compares each layer once, logs the worst ones in one line, and stops beyond a limit."""
 
-    def __init__(self, limit: float, layers: int) -> None:
-        """``limit``: in nats; 0 switches the guard off. ``layers``: how many are going to be compared."""
+    def __init__(self, limit: float, layers: Iterable[str] = (), say: Callable[[str], object] = _LOG.info) -> None:
+        """``limit``: in nats; 0 switches the guard off. ``layers``: those that are going to be compared."""
         self.limit = limit
         self.figures: dict[str, float] = {}
-        self._layers = layers
+        self._layers = set(layers)
+        self._say = say
+
+    def expect(self, layer: str) -> None:
+        """One more layer is going to be compared."""
+        self._layers.add(layer)
 
     def wants(self, layer: str, tokens: int) -> bool:
         """Whether a step of ``tokens`` new tokens is to be compared in ``layer``."""
-        return self.limit > 0 and tokens >= MIN_TOKENS and layer not in self.figures
+        return self.limit > 0 and tokens >= MIN_TOKENS and layer in self._layers and layer not in self.figures
 
     def compare(
         self, layer: str, query: Tensor, key: Tensor, stored: Callable[[Tensor], Tensor], softmax_scale: float
@@ -66,13 +71,13 @@ class Guard:
         self.figures[layer] = figure
         if not figure <= self.limit:
             raise FidelityError(
-                f"layer {layer}: scores from stored keys differ from true ones by {figure:.2f} nats (standard deviation "
-                f"over keys); more than {self.limit:g} gives wrong answers. Calibrate the model (slimkv calibrate "
-                f"MODEL), give this layer more bits or 'raw' (layers={{{layer}: 'raw'}}), or set max_score_error=0 to "
-                "go on without this check"
+                f"layer {layer}: scores from stored keys differ from true ones by {figure:.2f} nats (standard "
+                f"deviation over keys); more than {self.limit:g} gives wrong answers. Calibrate the model (slimkv "
+                f"calibrate MODEL), give this layer more bits or 'raw' (layers={{'{layer}': 'raw'}}), or set "
+                "max_score_error=0 to go on without this check"
             )
-        if len(self.figures) == self._layers:
-            _LOG.info("%s", self.summary())
+        if self.figures.keys() == self._layers:
+            self._say(self.summary())
 
     def summary(self) -> str:
         """One line on the layers that were compared."""

@@ -6,7 +6,8 @@ store nothing (profiling, warm-up) do not set it, and neither does a step inside
 wait for the result. The tensor is updated in place: graphs that were captured before read the new values.
 
 A learnt offset is kept on disk by the digest of the model's files, one file per layer and tensor-parallel rank, so that
-restarts and replicas agree. The first process to write one wins; others keep what they stored with until they restart.
+restarts and replicas agree; one from fewer than 16 tokens serves its own process only. The first process to write one
+wins; others keep what they stored with until they restart.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from slimkv.errors import InputError, SlimKVError
 from slimkv.paths import cache_dir
 
 FORMAT = "slimkv-key-offset"
+MIN_TOKENS = 16  # of a first prompt whose mean is kept for later processes
 
 
 def offset_digest(offset: Tensor | None) -> str:
@@ -31,6 +33,11 @@ def offset_digest(offset: Tensor | None) -> str:
     if offset is None:
         return ""
     return hashlib.sha256(offset.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can be read back."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class LayerOffset:
@@ -72,7 +79,7 @@ class LayerOffset:
             pages: the layer's, all zeros before the first token is stored. Where they are not, tokens were stored
                 inside a captured graph: the provisional offset then stays.
         """
-        if self.known or (key.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self.known or is_capturing(key.device):
             return
         count = int(stored.sum())
         if count == 0:
@@ -82,7 +89,7 @@ class LayerOffset:
         else:
             self.tensor.copy_(key[stored].float().mean(0))
             self.source = f"the first prompt, {count} tokens"
-            if self._kept is not None:
+            if self._kept is not None and count >= MIN_TOKENS:
                 write_offset(self._kept, self.tensor)
         self.known = True
 

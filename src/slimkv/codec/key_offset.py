@@ -18,7 +18,6 @@ from slimkv.errors import InputError
 from slimkv.formats import Kind
 from slimkv.spec import CodecSpec
 
-
 _STOCK = "turboquant_"  # vLLM's recipes, which store keys as vLLM does
 
 

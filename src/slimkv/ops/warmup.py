@@ -26,6 +26,7 @@ class LayerKind:
     num_kv_heads: int
     dtype: torch.dtype
     options: AttendOptions
+    key_offset: Tensor | None = None
     query_aware: Tensor | None = None
     backend: str | None = None
 
@@ -80,9 +81,10 @@ def run_step(kind: LayerKind, step: Step) -> None:
     store_kv(
         ones(kind.num_kv_heads, spec.key_dim), ones(kind.num_kv_heads, spec.value_dim), pages,
         torch.arange(tokens, device=device) % layout.block_size, codec=codec, layout=layout,
-        query_aware=kind.query_aware, query_aware_index=ranges, backend=kind.backend,
+        key_offset=kind.key_offset, query_aware=kind.query_aware, query_aware_index=ranges, backend=kind.backend,
     )  # fmt: skip
     attend(
         ones(kind.num_heads, spec.key_dim), pages, table, lengths, starts, codec=codec, layout=layout,
-        max_query_len=step.queries, max_seq_len=step.max_seq_len, options=kind.options, backend=kind.backend,
+        max_query_len=step.queries, max_seq_len=step.max_seq_len, key_offset=kind.key_offset,
+        options=kind.options, backend=kind.backend,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """``Fingerprint``: what the bytes of a packed cache mean. Equal fingerprints: one process may read another's pages.
 
 It holds everything that decoding needs and everything that decides which K and V were encoded: layout, formats, sizes,
-rotation, codebooks, the offsets of centred keys, the model with its weights. The rounding of a calibration and the scale
-policies are not part of it: they choose other codes for the same vectors, and decoding needs neither.
+rotation, codebooks, key offsets, the model with its weights. Query-aware rounding and the scale policies are not part
+of it: they choose other codes for the same vectors, and decoding needs neither.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """``PromptCache``: the pages of one prompt, and the safetensors file they are kept in.
 
 Tensors: ``tokens`` int64 [tokens] and, for every layer, ``layer.<number>.pages`` uint8 [blocks, num_kv_heads,
-page_bytes] and, where keys are centred, ``layer.<number>.key_offset`` float32 [num_kv_heads, key_dim]. Metadata: the fingerprint, where each layer's pages begin, a chained hash per block, and a checksum over
-the whole file, in which the checksum's own digits count as zeros. Keys are stored as attention reads them: after rotary
-embedding, at positions 0, 1, 2, ...
+page_bytes] and, where keys are centred, ``layer.<number>.key_offset`` float32 [num_kv_heads, key_dim]. Metadata: the
+fingerprint, where each layer's pages begin, a chained hash per block, and a checksum over the whole file, in which the
+checksum's own digits count as zeros. Keys are stored as attention reads them: after rotary embedding, at positions 0,
+1, 2, ...
 """
 
 from __future__ import annotations

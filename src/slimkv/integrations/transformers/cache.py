@@ -374,7 +374,9 @@ def _offsets(
     model: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]
 ) -> Mapping[int, Tensor]:
     """Key offsets of a model at hand, where keys are centred and no calibration knows them."""
-    packed = [number for number, name in enumerate(formats) if name not in _STOCK_FORMATS and not is_latent_format(name)]
+    packed = [
+        number for number, name in enumerate(formats) if name not in _STOCK_FORMATS and not is_latent_format(name)
+    ]
     if model is None or not settings.center_keys or not packed:
         return {}
     if calibration is not None and all(

@@ -70,7 +70,9 @@ def mean_keys(model: Any) -> dict[int, Tensor]:
             model.eval()
             model(**arguments, past_key_values=cache, use_cache=True)
     except Exception as error:  # a class of its own wants more than ids; each says so in another way
-        _LOG.info("slimkv learns key offsets from the first prompt: %s does not read plain ids (%r)", type(model), error)
+        _LOG.info(
+            "slimkv learns key offsets from the first prompt: %s does not read plain ids (%r)", type(model), error
+        )
         return {}
     finally:
         model.train(training)

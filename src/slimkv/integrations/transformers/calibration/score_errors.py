@@ -37,13 +37,13 @@ def layer_score_errors(model: Any, cache: SlimKVCache, ids: Tensor | None = None
         layer = cache.layers[number] if number < len(cache.layers) else None
         if isinstance(layer, PackedLayer) and number not in found:
             layer.update(key, value)
-            kept = layer.keys
-            assert kept is not None
-            stored = kept.decoded()
+            states = layer.keys
+            assert states is not None
+            stored = states.decoded()
             tokens = stored.shape[2]  # those that a sliding layer still holds
-            rows = (x[0, :, -tokens:].transpose(0, 1) for x in (query, key, stored))
+            queries, keys, kept = (x[0, :, -tokens:].transpose(0, 1) for x in (query, key, stored))
             scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            found[number] = float(score_errors(*rows, scale).max())
+            found[number] = float(score_errors(queries, keys, kept, scale).max())
         return out, None
 
     AttentionInterface.register(NAME, attention)

@@ -43,6 +43,11 @@ def in_tiles(layout: PageLayout) -> bool:
     return all(side.format.kind != Kind.RAW and side.dim <= LARGEST_DIM for side in (layout.key, layout.value))
 
 
+def fuses_offset(request: StoreRequest) -> bool:
+    """Whether the kernel subtracts the offset of keys itself."""
+    return in_tiles(request.layout)
+
+
 def run(request: StoreRequest) -> None:
     """See ``slimkv.ops.store_kv``: one launch."""
     if request.slot_mapping.shape[0] == 0:
@@ -93,6 +98,7 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
     )
     args = StoreArgs.from_buffer_copy(plan.args)
     point_to_tokens(args, key_place, value_place, pages, slots)
+    args.key.offset = None if request.key_offset is None else request.key_offset.data_ptr()
     if request.query_aware is not None:
         args.query_aware, args.matrices = request.query_aware.data_ptr(), 1
         if request.query_aware_index is not None and request.matrices > 1:
