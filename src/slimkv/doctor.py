@@ -94,7 +94,8 @@ def _cpu_kernels() -> Check:
 
     failure = module.build_failure()
     if failure is not None:
-        return Check("cpu", False, None, f"torch runs in place of the compiled CPU kernels: {failure.splitlines()[0]}")
+        reason = failure.splitlines()[0]
+        return Check("cpu", False, None, f"no compiled kernels; the reference in plain torch runs, slowly: {reason}")
     library = module.library()
     threads = "torch's threads" if library.team is not None else "threads of their own: torch's OpenMP was not found"
     return Check("cpu", True, library.name, f"compiled kernels ({library.path}) on {threads}")

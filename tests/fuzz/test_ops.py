@@ -12,7 +12,7 @@ from op_cases import Fuzzer
 
 from slimkv.ops.cpu import module
 
-CPU = ("reference", "cpu_torch", *(("cpu",) if module.build_failure() is None else ()))
+CPU = ("reference", *(("cpu",) if module.build_failure() is None else ()))
 
 
 def run(cases: int, backends: tuple[str, ...], **options) -> None:

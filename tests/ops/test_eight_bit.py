@@ -70,7 +70,7 @@ def test_zero_and_tiny_values():
     assert (out.double() - want).norm() <= 0.045 * want.norm()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu_torch", "triton", "cuda"])
+@pytest.mark.parametrize("backend", ["cpu", "triton", "cuda"])
 def test_backends_without_it_refuse_by_name(backend):
     with pytest.raises(UnsupportedError, match=r"8 bits|does not run on cpu|not installed|Triton has no compiler"):
         attend(PREFILL, backend)
@@ -79,12 +79,12 @@ def test_backends_without_it_refuse_by_name(backend):
 def test_the_reference_is_what_a_cpu_uses():
     assert torch.equal(attend(PREFILL, None)[1], attend(PREFILL)[1])
     few = replace(PREFILL, lens=(300, 20), queries=(30, 3))
-    assert torch.equal(attend(few, "cpu_torch")[1], attend(few, "cpu_torch", "16bit")[1])
+    assert torch.equal(attend(few, "cpu")[1], attend(few, "cpu", "16bit")[1])
 
 
 @pytest.mark.parametrize("prefill", ["16bit", "auto"])
 def test_nothing_else_changes_on_a_cpu(prefill):
-    assert torch.equal(attend(PREFILL, "cpu_torch", prefill)[1], attend(PREFILL, "cpu_torch", "16bit")[1])
+    assert torch.equal(attend(PREFILL, "cpu", prefill)[1], attend(PREFILL, "cpu", "16bit")[1])
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_everything_under_inference_mode():
         query_aware = random_query_aware(TINY.heads, codec)
         assert query_aware.is_inference()
         want = expected(key, value, slots, pages, codec, TINY.layout, query_aware)
-        for backend in ("cpu", "cpu_torch"):
+        for backend in ("cpu", "reference"):
             written, call = pages.clone(), {"codec": codec, "layout": TINY.layout, "query_aware": query_aware}
             ops.store_kv(key, value, written, slots, **call, backend=backend)
             assert torch.equal(written, want), backend

@@ -78,7 +78,7 @@ def anywhere(device: torch.device) -> str | None:
 
 def cpu_unavailable_reason(device: torch.device) -> str | None:
     """Written for CPUs: before Triton's interpreter, which is there for testing kernels."""
-    return None if device.type == "cpu" else f"it decodes with a CPU's table lookups, not on {device.type}"
+    return None if device.type == "cpu" else f"it runs on a CPU, not on {device.type}"
 
 
 def triton_unavailable_reason(device: torch.device) -> str | None:

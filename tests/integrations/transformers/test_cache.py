@@ -312,17 +312,21 @@ def test_core_does_not_import_transformers():
 def test_a_named_implementation_also_attends(window, monkeypatch):
     """Asked for by name it is used or refuses; nothing else steps in."""
     from slimkv.ops.attention import reference
-    from slimkv.ops.attention.cpu import lookup as cpu
+    from slimkv.ops.attention.cpu import compiled as cpu
 
     ran = []
-    for module in (cpu, reference):
-        run = module.run
-        name = module.__name__.rsplit(".", 1)[1]
-        monkeypatch.setattr(module, "run", lambda request, run=run, name=name: (ran.append(name), run(request)))
+
+    def count(module, function):
+        real = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda request: ran.append(module) or real(request))
+
+    count(cpu, "run")
+    count(cpu, "plan")
+    count(reference, "run")
     model = tiny("llama")
     cache = slimkv.SlimKVCache(model.config, "k4v4", block_size=16, backend="reference", **window)
     with torch.no_grad(), slimkv.attention(model):
         for ids in (tokens(1, 40), tokens(1, 1)):
             model(ids, past_key_values=cache)
     assert ran
-    assert set(ran) == {"reference"}
+    assert set(ran) == {reference}

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 from slimkv.integrations.transformers import SlimKVCache, attention
 from slimkv.integrations.transformers import tables as sequence_tables
-from slimkv.ops.attention.cpu import lookup as attend_cpu
-from slimkv.ops.store.cpu import lookup as store_cpu
+from slimkv.ops.attention import reference as attend_reference
+from slimkv.ops.store import reference as store_reference
 
 LAYERS, STEPS = 3, 40
 VIEWS = ("view", "squeeze", "unsqueeze", "transpose", "slice", "select", "expand", "unbind", "t", "detach", "alias")
@@ -49,7 +49,7 @@ class Operations(TorchDispatchMode):
 def decode(kind: str, packed: bool) -> Operations:
     """STEPS steps of one token for two sequences with a mask, as ``generate`` calls the model."""
     model = tiny(kind, layers=LAYERS)
-    cache = SlimKVCache(model.config, "k4v4", backend="cpu_torch") if packed else DynamicCache(config=model.config)
+    cache = SlimKVCache(model.config, "k4v4", backend="reference") if packed else DynamicCache(config=model.config)
     with attention(model) if packed else contextlib.nullcontext():
         seen = 66  # the steps stay inside a block
         model(tokens(2, seen), attention_mask=torch.ones(2, seen), past_key_values=cache)
@@ -65,8 +65,8 @@ def decode(kind: str, packed: bool) -> Operations:
 @pytest.fixture
 def without_kernels(monkeypatch):
     """Leaves the host's part of store and attend; each is counted as the launches it stands for on a GPU."""
-    monkeypatch.setattr(store_cpu, "run", lambda request: None)
-    monkeypatch.setattr(attend_cpu, "run", lambda request: request.out.zero_())
+    monkeypatch.setattr(store_reference, "run", lambda request: None)
+    monkeypatch.setattr(attend_reference, "run", lambda request: request.out.zero_())
 
 
 def test_a_step_launches_no_more_than_with_the_stock_cache(without_kernels):

@@ -16,7 +16,7 @@ from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
 from slimkv.ops.cuda import cuda_unavailable_reason
-from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
+from slimkv.ops.registry import Backend, Registry, anywhere, triton_unavailable_reason
 from slimkv.spec import PageLayout
 
 MAX_DECODE_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
@@ -150,7 +150,6 @@ REGISTRY = Registry(
     "attend",
     [
         Backend("cpu", "slimkv.ops.attention.cpu.compiled", compiled_unavailable_reason),
-        Backend("cpu_torch", "slimkv.ops.attention.cpu.lookup", cpu_unavailable_reason),
         Backend("cuda", "slimkv.ops.attention.cuda.decode", cuda_unavailable_reason),
         Backend("triton", "slimkv.ops.attention.triton.launch", triton_unavailable_reason),
         Backend("reference", "slimkv.ops.attention.reference", anywhere),

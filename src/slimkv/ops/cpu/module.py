@@ -74,7 +74,7 @@ def build_failure() -> str | None:
         library()
     except (CompileError, OSError) as error:
         lines = str(error).splitlines()
-        _LOG.warning("the compiled CPU kernels are not available, torch runs instead (slower): %s", lines[0])
+        _LOG.warning("the CPU kernels cannot be compiled, so the reference in plain torch runs, slowly: %s", lines[0])
         return str(error)
     return None
 

@@ -14,7 +14,7 @@ from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
 from slimkv.ops.cuda import cuda_unavailable_reason
-from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
+from slimkv.ops.registry import Backend, Registry, anywhere, triton_unavailable_reason
 from slimkv.spec import PageLayout
 
 
@@ -35,7 +35,6 @@ REGISTRY = Registry(
     "gather",
     [
         Backend("cpu", "slimkv.ops.gather.cpu.compiled", compiled_unavailable_reason),
-        Backend("cpu_torch", "slimkv.ops.gather.cpu.lookup", cpu_unavailable_reason),
         Backend("cuda", "slimkv.ops.gather.cuda.launch", cuda_unavailable_reason),
         Backend("triton", "slimkv.ops.gather.triton.launch", triton_unavailable_reason),
         Backend("reference", "slimkv.ops.gather.reference", anywhere),

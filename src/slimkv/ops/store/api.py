@@ -15,7 +15,7 @@ from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
 from slimkv.ops.cuda import cuda_unavailable_reason
-from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
+from slimkv.ops.registry import Backend, Registry, anywhere, triton_unavailable_reason
 from slimkv.spec import Kind, PageLayout
 
 
@@ -51,7 +51,6 @@ REGISTRY = Registry(
     "store",
     [
         Backend("cpu", "slimkv.ops.store.cpu.compiled", compiled_unavailable_reason),
-        Backend("cpu_torch", "slimkv.ops.store.cpu.lookup", cpu_unavailable_reason),
         Backend("cuda", "slimkv.ops.store.cuda.launch", cuda_unavailable_reason),
         Backend("triton", "slimkv.ops.store.triton.launch", triton_unavailable_reason),
         Backend("reference", "slimkv.ops.store.reference", anywhere),
