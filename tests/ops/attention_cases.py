@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.cache import AttentionBatch
+from slimkv.codec.key_offset import add_offset, subtract_offset
 from slimkv.codec.pack import page_tables, take_tokens
 from slimkv.codec.quantize import SideTables
 from slimkv.codec.rotation import block_size
@@ -49,6 +50,7 @@ class Case:
     slack: bool = False  # host-side bounds beyond what the batch needs, as in a padded CUDA graph
     peaked: bool = False  # queries equal to one of the keys, so that its score towers over the others
     strided: bool = False  # query and out are slices of wider tensors
+    offset_norm: float = 0.0  # of a vector that is part of every key of a KV head, and subtracted before it is stored
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in self.__dict__.items() if v != getattr(Case, k)]
@@ -99,6 +101,7 @@ class Built:
     query: Tensor
     fresh: tuple[Tensor, Tensor] | None
     sinks: Tensor | None
+    key_offset: Tensor | None = None
 
     @property
     def options(self) -> ops.AttendOptions:
@@ -115,6 +118,7 @@ class Built:
             "cu_seqlens_q": b.cu_seqlens_q, "codec": self.codec, "layout": self.layout,
             "max_query_len": b.max_query_len, "min_query_len": b.min_query_len,
             "max_seq_len": b.max_seq_len, "options": self.options, "fresh": self.fresh,
+            "key_offset": self.key_offset,
         }  # fmt: skip
 
     def positions(self, sequence: int) -> Tensor:
@@ -161,6 +165,11 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
 
     key = random(total, case.num_kv_heads, spec.key_dim, case.key_norm, "key")
     value = random(total, case.num_kv_heads, spec.value_dim, case.value_norm, "value")
+    offset = None
+    if case.offset_norm:
+        direction = torch.randn(case.num_kv_heads, spec.key_dim, generator=torch.Generator().manual_seed(seed + 1))
+        offset = (direction * case.offset_norm / direction.norm(dim=-1, keepdim=True)).to(device)
+        key = subtract_offset(add_offset(key, offset), offset)
     if total:
         ops.store_kv(key, value, pages, whole.slot_mapping, codec=codec, layout=layout, backend="reference")
     rows, heads = sum(case.queries) + case.padding, case.num_kv_heads * case.group
@@ -182,10 +191,12 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
             random(rows, case.num_kv_heads, spec.key_dim, case.key_norm),
             random(rows, case.num_kv_heads, spec.value_dim, case.value_norm),
         )
+        if offset is not None:
+            fresh = add_offset(fresh[0], offset), fresh[1]
         for x in fresh:
             x[rows - case.padding :] = torch.nan
     sinks = torch.randn(heads, generator=g).to(device) if case.sinks else None
-    return Built(case, codec, layout, batch, pages, query, fresh, sinks)
+    return Built(case, codec, layout, batch, pages, query, fresh, sinks, offset)
 
 
 def _rotation(tables: SideTables, dim: int, rotated: bool, device: torch.device) -> Tensor:
@@ -212,6 +223,8 @@ def exact(built: Built) -> tuple[Tensor, Tensor]:
         encoded = take_tokens(built.layout, built.pages, built.positions(sequence))
         key = codec.decode_key(encoded[0], rotated=True).double() @ rotations[0].T
         value = codec.decode_value(encoded[1], rotated=True).double() @ rotations[1].T
+        if built.key_offset is not None:
+            key = key + built.key_offset.double()
         if built.fresh is not None and count:
             key[length - count :] = built.fresh[0][first : first + count].double()
             value[length - count :] = built.fresh[1][first : first + count].double()

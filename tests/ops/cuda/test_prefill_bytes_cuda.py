@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import host
 import pytest
 import torch
 from attention_cases import Built, Case, build
 from test_attention import poisoned_out, request_of, row_errors
-from test_prefill_cuda import BIG, CPU, LONG, hopper, launch  # noqa: F401 - a fixture
+from test_prefill_cuda import BIG, CENTRED, CPU, LONG, SOFT_CAP, hopper, launch  # noqa: F401 - a fixture
 
 from slimkv import ops
 from slimkv.ops.attention import eight_bit, reference
@@ -74,7 +75,8 @@ def attend_and_check(
     out, lse = poisoned_out(case, built)
     request = request_in_bytes(built, out, lse)
     assert prefill_cuda.eight_bit_refusal(request) is None
-    prefill_cuda.attend_prefill(request, launch, budget, shape or MOST_ROWS[case.dim], parts=parts)
+    shape = shape or MOST_ROWS[case.dim]
+    request.run(SimpleNamespace(run=lambda r: prefill_cuda.attend_prefill(r, launch, budget, shape, parts=parts)))
     want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
     ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
     first = 0
@@ -106,6 +108,8 @@ SHORT = replace(LONG, lens=(150,), queries=(33,))
 EMULATED = [
     replace(LONG, lens=(170, 7, 40), queries=(34, 1, 40), format="k3v2", sinks=True),
     replace(SHORT, dim=128, window=60, softcap=2.0),
+    *(replace(CENTRED, dim=dim, **SOFT_CAP) for dim in (64, 128)),
+    replace(CENTRED, dim=128, sinks=True),
     replace(SHORT, dim=128, group=3, lens=(140,), causal=False, dtype="fp16", format="k4v1"),
 ]
 MORE = [

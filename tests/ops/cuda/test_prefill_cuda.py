@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import host
 import pytest
@@ -35,7 +36,8 @@ def attend_and_check(
     out, lse = poisoned_out(case, built)
     request = request_of(built, out, lse)
     assert prefill_cuda.refusal(request) is None
-    prefill_cuda.attend_prefill(request, launch, budget, shape or prefill_shape.SHAPES[case.dim])
+    shape = shape or prefill_shape.SHAPES[case.dim]
+    request.run(SimpleNamespace(run=lambda request: prefill_cuda.attend_prefill(request, launch, budget, shape)))
     check_rows(built, out, lse, lambda count: count > MAX_DECODE_QUERIES)  # shorter sequences are another kernel's
     return out
 
@@ -132,6 +134,35 @@ def test_attend_fused_one_tile_of_pages_at_a_time():
 def test_attend_fused_with_one_producer():
     shape = replace(prefill_shape.FUSED_SHAPES[64], producers=1, producer_registers=88)
     attend_and_check(replace(FEW, lens=(420,)), shape=shape)
+
+
+# Keys have a vector of norm 1000 in common that was subtracted from them. It moves scores by about 6.
+CENTRED = replace(FEW, key_norm=8.0, query_norm=0.05, dtype="fp32", offset_norm=1000.0)
+SOFT_CAP = {"softcap": 6.0, "sinks": True}
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({}, prefill_shape.SHAPES[64]),
+        ({"sinks": True, "window": 100}, prefill_shape.SHAPES[64]),
+        (SOFT_CAP, prefill_shape.SHAPES[64]),
+        ({**SOFT_CAP, "dim": 80}, prefill_shape.SHAPES[80]),
+        (SOFT_CAP, prefill_shape.FUSED_SHAPES[64]),
+        ({**SOFT_CAP, "lens": (200,), "queries": (150,)}, prefill_shape.WIDE_SHAPES[64]),
+        ({**SOFT_CAP, "dim": 128, "lens": (300, 140), "queries": (40, 33)}, prefill_shape.AHEAD_SHAPES[128]),
+    ],
+    ids=["plain", "sinks", "softcap", "dim_80", "fused", "wide", "ahead"],
+)
+def test_centred_keys(options, shape):
+    attend_and_check(replace(CENTRED, **options), shape=shape)
+
+
+@emulated
+def test_centred_keys_in_passes():
+    case = replace(CENTRED, **SOFT_CAP, lens=(300,), queries=(40,))
+    attend_and_check(case, budget=4 * 128 * case.dim * 2)
 
 
 MANY = replace(LONG, lens=(300, 7, 140, 260), queries=(200, 1, 33, 65), num_kv_heads=2)

@@ -163,6 +163,8 @@ class CAttendCall(Structure):
         ("softmax_scale", c_float),
         ("softcap", c_float),
         ("sinks", c_void_p),
+        ("sink_stride", c_int64),
+        ("score_shift", c_void_p),
         ("lse", c_void_p),
         ("threads", c_int32),
         ("padding", c_int32),

@@ -44,7 +44,7 @@ def _call(request: AttendRequest) -> tuple[CAttendCall, tuple[object, ...]]:
     """The call, and what must stay alive as long as it."""
     options, table = request.options, request.block_table
     tables = layout_tables(request.layout)
-    sinks = request.sinks
+    sinks, shift = request.sinks, request.score_shift
     fresh = (CVectors(), CVectors()) if request.fresh is None else tuple(map(vectors_of, request.fresh))
     call = CAttendCall(
         layout=tables.address, pages=pages_of(request.pages), query=vectors_of(request.query),
@@ -54,6 +54,8 @@ def _call(request: AttendRequest) -> tuple[CAttendCall, tuple[object, ...]]:
         total_queries=request.query.shape[0], heads=request.query.shape[1], causal=options.causal,
         window=options.sliding_window or 0, softmax_scale=request.softmax_scale, softcap=options.softcap,
         sinks=None if sinks is None else sinks.data_ptr(),
+        sink_stride=0 if sinks is None or sinks.ndim == 1 else sinks.stride(0),
+        score_shift=None if shift is None else shift.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), threads=torch.get_num_threads(),
     )  # fmt: skip
-    return call, (tables, sinks, table, request.cu_seqlens_q)
+    return call, (tables, sinks, shift, table, request.cu_seqlens_q)

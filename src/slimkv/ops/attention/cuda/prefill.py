@@ -268,8 +268,7 @@ def attend_prefill(
     if most_long == 0:
         return
     parts = parts or ([Part(shape)] if shape else parts_of(request))
-    sinks = request.sinks
-    launches = [_Attend(request, part, _attend_args(request, part, sinks, most_queries), launch) for part in parts]
+    launches = [_Attend(request, part, _attend_args(request, part, most_queries), launch) for part in parts]
     if parts[0].shape.fused:
         args = launches[0].args
         args.tiles, args.ranks = -(-max(1, request.max_seq_len) // parts[0].shape.step), most_long
@@ -304,7 +303,8 @@ class _Attend:
         request = self.request
         return attend_defines(
             request.layout, self.part.shape, DTYPE_NUMBERS[request.query.dtype], DTYPE_NUMBERS[request.out.dtype],
-            request.options.sliding_window is not None, request.options.softcap > 0, self.part.beside, hands_on,
+            request.options.sliding_window is not None, request.options.softcap > 0,
+            request.score_shift is not None, self.part.beside, hands_on,
         )  # fmt: skip
 
     def unpack_first(self) -> None:
@@ -360,16 +360,18 @@ def _attend_in_passes(
                 part.start(hands_on=passes > 1)
 
 
-def _attend_args(request: AttendRequest, part: Part, sinks: Tensor | None, most_queries: int) -> AttendArgs:
+def _attend_args(request: AttendRequest, part: Part, most_queries: int) -> AttendArgs:
     """All but what depends on where unpacked tiles are, and which."""
     query, out, pages, options, spec = (
         request.query, request.out, request.pages, request.options, request.layout.spec,
     )  # fmt: skip
     key, value, sequences = request.codec.key_tables, request.codec.value_tables, request.seq_lens.shape[0]
-    queries = max(0, min(part.end, query.shape[0]) - part.first)
+    sinks, queries = request.sinks, max(0, min(part.end, query.shape[0]) - part.first)
     return AttendArgs(
         query=query.data_ptr(), lengths=request.seq_lens.data_ptr(), starts=request.cu_seqlens_q.data_ptr(),
-        sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        sink_stride=0 if sinks is None or sinks.ndim == 1 else sinks.stride(0),
+        score_shift=None if request.score_shift is None else request.score_shift.data_ptr(), out=out.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), query_stride=query.stride(0),
         query_head_stride=query.stride(1), out_stride=out.stride(0), out_head_stride=out.stride(1),
         scale=request.softmax_scale * LOG2E, softcap=options.softcap * LOG2E, key_norm=key.orthonormal,

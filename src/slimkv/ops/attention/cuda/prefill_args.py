@@ -30,9 +30,12 @@ class AttendArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "query", "keys", "values", "units", "lengths", "starts", "sinks", "out", "lse", "state",
+            "query", "keys", "values", "units", "lengths", "starts", "sinks", "score_shift", "out", "lse",
+            "state",
         )),
-        *((name, ctypes.c_int64) for name in ("query_stride", "query_head_stride", "out_stride", "out_head_stride")),
+        *((name, ctypes.c_int64) for name in (
+            "query_stride", "query_head_stride", "out_stride", "out_head_stride", "sink_stride",
+        )),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "key_norm", "value_norm")),
         ("key_sign_bits", SignBits),
         ("value_sign_bits", SignBits),

@@ -140,8 +140,8 @@ def _level_entries(fmt: TensorFormat) -> int:
 
 @lru_cache(maxsize=256)
 def attend_defines(
-    layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool, beside: bool = False,
-    hands_on: bool = False,
+    layout: PageLayout, shape: Shape, q_type: int, out_type: int, window: bool, softcap: bool,
+    shifted: bool = False, beside: bool = False, hands_on: bool = False,
 ) -> Defines:  # fmt: skip
     """What prefill/attend.cu is compiled with.
 
@@ -161,7 +161,8 @@ def attend_defines(
         "FUSED": int(shape.fused), "AHEAD": int(shape.ahead), "BESIDE": int(beside), "CONSUMERS": shape.consumers,
         "PRODUCERS": shape.producers, "PRODUCER_REGISTERS": shape.producer_registers,
         "ROW_BLOCKS": shape.row_blocks, "STAGES": shape.stages, "SHARED": shared,
-        "WINDOW": int(window), "SOFTCAP": int(softcap), "Q_TYPE": q_type, "OUT_TYPE": out_type,
+        "WINDOW": int(window), "SOFTCAP": int(softcap), "SCORE_SHIFT": int(shifted), "Q_TYPE": q_type,
+        "OUT_TYPE": out_type,
         "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
         "V_ROTATED": int(spec.value.rotated),
         "HANDS_ON": int(hands_on or not shape.eight_bit or spec.key_dim == 64), **pages,

@@ -189,7 +189,7 @@ def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, vali
 
 
 @triton.jit
-def _add_fresh(fresh0, m, z, acc, qh, row_scale, row_valid, position, fresh_k_ptr, fresh_v_ptr, fresh_k_stride,
+def _add_fresh(fresh0, m, z, acc, qh, row_scale, shift, row_valid, position, fresh_k_ptr, fresh_v_ptr, fresh_k_stride,
                fresh_v_stride, start, queries, length, softcap, window, KD: tl.constexpr, VD: tl.constexpr,
                BT: tl.constexpr, KDP: tl.constexpr, VDP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                SOFTCAP: tl.constexpr):  # fmt: skip
@@ -204,7 +204,7 @@ def _add_fresh(fresh0, m, z, acc, qh, row_scale, row_valid, position, fresh_k_pt
     k = (k * k_down[:, None]).to(tl.float16)
     s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
     if SOFTCAP:
-        s = soft_cap(s, softcap)
+        s = soft_cap(s + shift[None, :], softcap)
     seen = present[:, None] & row_valid[None, :]
     token = length - queries + fresh
     if CAUSAL:
@@ -223,7 +223,7 @@ def _add_fresh(fresh0, m, z, acc, qh, row_scale, row_valid, position, fresh_k_pt
 
 @triton.jit(do_not_specialize=["sequences", "most_queries", "window"])
 def attend_kernel(
-    q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, fresh_k_ptr, fresh_v_ptr,
+    q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, shift_ptr, fresh_k_ptr, fresh_v_ptr,
     out_ptr, lse_ptr, part_ptr, part_lse_ptr,
     key_rotation, value_rotation, key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
     sequences, most_queries, q_stride, q_head_stride, block_stride, page_stride, table_stride, out_stride,
@@ -236,8 +236,9 @@ def attend_kernel(
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_ROTATED: tl.constexpr, K_FIELDS: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr, V_ROTATED: tl.constexpr, V_CODES: tl.constexpr,
     V_FIELDS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    FRESH: tl.constexpr, LSE: tl.constexpr, PTX: tl.constexpr, ROTATE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr,
+    SINKS: tl.constexpr, SINK_STRIDE: tl.constexpr, FRESH: tl.constexpr, LSE: tl.constexpr, PTX: tl.constexpr,
+    ROTATE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries of one sequence, one KV head, one of SPLITS parts of the keys.
 
@@ -281,6 +282,9 @@ def attend_kernel(
         q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, K_KIND, K_BITS, K_BF16, K_ROTATED, ROTATE_BLOCK
     )
     row_scale = up * scale_log2
+    shift = tl.zeros([M], tl.float32)
+    if SHIFT:
+        shift = tl.load(shift_ptr + q_row * (HEADS * GROUP) + q_head, mask=row_valid, other=0.0) * _LOG2E
 
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M], tl.float32)
@@ -308,7 +312,7 @@ def attend_kernel(
             BLOCK_SIZE, KD, KS, K_KIND, K_BITS, K_BF16, K_FIELDS, BT, M, PTX,
         )  # fmt: skip
         if SOFTCAP:
-            s = soft_cap(s, softcap)
+            s = soft_cap(s + shift[None, :], softcap)
         # Rows without a query attend garbage that is never stored, so only the edges of what is visible need a mask.
         if token0 + BT > clear_end or token0 < clear_begin:
             visible = (valid & (token < packed_end))[:, None] & (position == position)[None, :]
@@ -331,7 +335,7 @@ def attend_kernel(
             own_v_ptr = fresh_v_ptr + head * fresh_v_head_stride
             for fresh0 in range(tl.maximum(begin - (length - queries), 0), end - (length - queries), BT):
                 m, z, acc = _add_fresh(
-                    fresh0, m, z, acc, qh, row_scale, row_valid, position, own_k_ptr, own_v_ptr, fresh_k_stride,
+                    fresh0, m, z, acc, qh, row_scale, shift, row_valid, position, own_k_ptr, own_v_ptr, fresh_k_stride,
                     fresh_v_stride, start, queries, length, softcap, window, KD, VD, BT, KDP, VDP, CAUSAL, WINDOW,
                     SOFTCAP,
                 )  # fmt: skip
@@ -341,8 +345,8 @@ def attend_kernel(
     if SPLITS == 1:
         out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
         lse = finish(
-            tl.trans(acc), m, z, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED,
-            VD, VDP, 16,
+            tl.trans(acc), m, z, sinks_ptr + q_row * SINK_STRIDE + q_head, row_valid, value_rotation, value_norm,
+            out_ptrs, SINKS, V_ROTATED, VD, VDP, 16,
         )  # fmt: skip
         if LSE:
             tl.store(lse_ptr + q_row * (HEADS * GROUP) + q_head, lse, mask=row_valid)
@@ -364,13 +368,13 @@ def soft_cap(s, cap_log2):
 
 
 @triton.jit
-def finish(acc, m, z, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs,
+def finish(acc, m, z, sink_ptrs, row_valid, value_rotation, value_norm, out_ptrs,
            SINKS: tl.constexpr, V_ROTATED: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr,
            NB: tl.constexpr):  # fmt: skip
-    """Adds the sink, divides, rotates back and stores acc [M, VDP] to the rows out_ptrs [M]; returns the natural
-    log-sum-exp [M]."""
+    """Adds the sinks at sink_ptrs [M], divides, rotates back and stores acc [M, VDP] to the rows out_ptrs [M];
+    returns the natural log-sum-exp [M]."""
     if SINKS:
-        sink = tl.load(sinks_ptr + q_head, mask=row_valid, other=0.0).to(tl.float32) * _LOG2E
+        sink = tl.load(sink_ptrs, mask=row_valid, other=0.0) * _LOG2E
         top = tl.maximum(m, sink)
         acc = acc * tl.exp2(m - top)[:, None]
         z = z * tl.exp2(m - top) + tl.exp2(sink - top)
@@ -387,7 +391,7 @@ def merge_kernel(
     out_stride, out_head_stride,
     Q_HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, VD: tl.constexpr,
     VDP: tl.constexpr,
-    NB: tl.constexpr, V_ROTATED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    NB: tl.constexpr, V_ROTATED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SINK_STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
     """Merges the SPLITS parts of ROWS (query, head) rows, PARTS at a time, and rotates the result back."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -417,7 +421,8 @@ def merge_kernel(
         m = m_new
     out_ptrs = out_ptr + (row // Q_HEADS) * out_stride + q_head * out_head_stride
     lse = finish(
-        acc, m, z, sinks_ptr, q_head, row_valid, value_rotation, value_norm, out_ptrs, SINKS, V_ROTATED, VD, VDP, NB
-    )
+        acc, m, z, sinks_ptr + (row // Q_HEADS) * SINK_STRIDE + q_head, row_valid, value_rotation, value_norm, out_ptrs,
+        SINKS, V_ROTATED, VD, VDP, NB,
+    )  # fmt: skip
     if LSE:
         tl.store(lse_ptr + row, lse, mask=row_valid)

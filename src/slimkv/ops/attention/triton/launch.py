@@ -183,12 +183,12 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
     )
     part, part_lse = _part_views(request, total, heads, num_splits)
     k, v = request.codec.key_tables, request.codec.value_tables
-    sinks = request.sinks if request.sinks is not None else query
+    sinks, shift = (query if x is None else x for x in (request.sinks, request.score_shift))
     lse = request.lse if request.lse is not None else part_lse
-    flags = {"SINKS": request.sinks is not None, "LSE": request.lse is not None, "V_ROTATED": spec.value.rotated}
+    flags = {**_sink_flags(request), "LSE": request.lse is not None, "V_ROTATED": spec.value.rotated}
     attend_kernel[(blocks, num_kv_heads, num_splits)](
-        query, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, sinks, *fresh,
-        out, lse, part, part_lse,
+        query, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, sinks, shift,
+        *fresh, out, lse, part, part_lse,
         k.signs, v.signs, k.levels, v.levels, *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value,
         spec.value_dim),
         sequences, most_queries, query.stride(0), query.stride(1), request.pages.stride(0), request.pages.stride(1),
@@ -199,8 +199,9 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
         HEADS=num_kv_heads, GROUP=request.group, BLOCK_Q=shape.queries, M=shape.rows, NT=shape.tiles, SPLITS=num_splits,
         K_ROTATED=spec.key.rotated, ONE_BLOCK=one_block, CAUSAL=options.causal,
         WINDOW=options.sliding_window is not None,
-        SOFTCAP=options.softcap > 0, FRESH=request.fresh is not None, ROTATE_BLOCK=16, STAGES=shape.stages,
-        **format_constants(layout), **flags, num_warps=shape.warps, num_stages=shape.stages,
+        SOFTCAP=options.softcap > 0, SHIFT=request.score_shift is not None, FRESH=request.fresh is not None,
+        ROTATE_BLOCK=16, STAGES=shape.stages, **format_constants(layout), **flags, num_warps=shape.warps,
+        num_stages=shape.stages,
     )  # fmt: skip
     if num_splits > 1:
         rows = 4 if total * heads >= 1024 else 1
@@ -212,6 +213,12 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
             VDP=16 * padded_slices(spec.value_dim),
             NB=min(128, 16 * padded_slices(spec.value_dim)) if rows == 4 else 32, **flags, num_warps=4,
         )  # fmt: skip
+
+
+def _sink_flags(request: AttendRequest) -> dict[str, Any]:
+    """Whether there are sinks, and how far they lie apart from query to query."""
+    sinks = request.sinks
+    return {"SINKS": sinks is not None, "SINK_STRIDE": 0 if sinks is None or sinks.ndim == 1 else sinks.stride(0)}
 
 
 def _part_views(request: AttendRequest, total: int, heads: int, num_splits: int) -> tuple[Tensor, Tensor]:
@@ -320,7 +327,7 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
         )  # fmt: skip
         prefill_kernel[(total // block_q + sequences, num_kv_heads)](
             query, dense_k, dense_v, request.seq_lens, request.cu_seqlens_q, rank, exponents,
-            request.sinks if request.sinks is not None else query, out,
+            *(query if x is None else x for x in (request.sinks, request.score_shift)), out,
             request.lse if request.lse is not None else ml, acc, ml,
             k.signs, v.signs, sequences, MAX_DECODE_QUERIES, chunk, step * chunk,
             query.stride(0), query.stride(1), out.stride(0), out.stride(1),
@@ -331,6 +338,6 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
             VDP=16 * padded_slices(spec.value_dim),
             K_ROTATED=spec.key.rotated, V_ROTATED=spec.value.rotated, FIRST=step == 0, LAST=step == passes - 1,
             CAUSAL=options.causal, WINDOW=options.sliding_window is not None, SOFTCAP=options.softcap > 0,
-            SINKS=request.sinks is not None,
+            SHIFT=request.score_shift is not None, **_sink_flags(request),
             LSE=request.lse is not None, STAGES=stages, num_warps=4 if wide else 8, num_stages=stages,
         )  # fmt: skip

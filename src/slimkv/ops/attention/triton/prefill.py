@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from slimkv.codec import scale16
-from slimkv.ops.attention.triton.decode import find_block, finish, power_below, soft_cap
+from slimkv.ops.attention.triton.decode import _LOG2E, find_block, finish, power_below, soft_cap
 from slimkv.ops.triton import unpack
 from slimkv.ops.triton.rotate import dot, rotate_rows
 from slimkv.ops.triton.unpack import (
@@ -223,8 +223,8 @@ def _softmax_rows(s, factor, m, z, acc):
 
 @triton.jit(do_not_specialize=["sequences", "most_queries", "window"])
 def prefill_kernel(
-    q_ptr, dense_k_ptr, dense_v_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, sinks_ptr, out_ptr, lse_ptr,
-    acc_ptr, ml_ptr,
+    q_ptr, dense_k_ptr, dense_v_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, sinks_ptr, shift_ptr, out_ptr,
+    lse_ptr, acc_ptr, ml_ptr,
     key_rotation, value_rotation,
     sequences, most_queries, chunk, first_token, q_stride, q_head_stride, out_stride, out_head_stride,
     scale_log2, softcap, key_norm, value_norm, window,
@@ -232,7 +232,7 @@ def prefill_kernel(
     KD: tl.constexpr, VD: tl.constexpr, KDP: tl.constexpr, VDP: tl.constexpr, K_ROTATED: tl.constexpr,
     V_ROTATED: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
+    SHIFT: tl.constexpr, SINKS: tl.constexpr, SINK_STRIDE: tl.constexpr,
     LSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries of one sequence, one KV head, the keys [first_token, first_token + chunk)."""
@@ -282,6 +282,9 @@ def prefill_kernel(
     factor = tl.maximum(up * (tl.abs(scale_log2) * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True)), 1e-30)
 
     state = q_row * HEADS * GROUP + q_head
+    shift = tl.zeros([M], tl.float32)
+    if SHIFT:
+        shift = tl.load(shift_ptr + state, mask=row_valid, other=0.0) * _LOG2E
     v_dim = tl.arange(0, VDP)
     state_mask = row_valid[:, None] & (v_dim < VD)[None, :]
     if FIRST:
@@ -309,7 +312,7 @@ def prefill_kernel(
             )
         s = dot(qh, kt, tl.zeros([M, BN], tl.float32))
         if SOFTCAP:
-            s = soft_cap(s * factor[:, None], softcap)
+            s = soft_cap(s * factor[:, None] + shift[:, None], softcap)
         if token0 + BN > clear_end or token0 < clear_begin or token0 + BN > end:
             visible = (token < end)[None, :] & (token >= 0)[None, :]
             if CAUSAL:
@@ -340,8 +343,7 @@ def prefill_kernel(
             acc,
             m,
             z,
-            sinks_ptr,
-            q_head,
+            sinks_ptr + q_row * SINK_STRIDE + q_head,
             row_valid,
             value_rotation,
             value_norm,

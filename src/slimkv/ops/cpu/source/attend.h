@@ -115,7 +115,7 @@ struct TileMemory {
   float* query;      // [rows][key_stride], in the order of K's bytes
   i8* digits;        // [rows][3][key_stride]
   i32* offset;       // [rows][3]
-  float *row_scale, *row_sum, *rescale;  // [rows]
+  float *row_scale, *row_sum, *row_shift, *rescale;  // [rows]
   u8* active;        // [rows]
   float* scores;     // [rows][CHUNK]; then weights
   i8* weight_digits;  // [rows][3][CHUNK]
@@ -142,6 +142,7 @@ struct TileMemory {
     take(offset, rows * 3, base, used);
     take(row_scale, rows, base, used);
     take(row_sum, rows, base, used);
+    take(row_shift, rows, base, used);
     take(rescale, rows, base, used);
     take(active, rows, base, used);
     take(scores, rows * CHUNK, base, used);
@@ -166,7 +167,8 @@ static void prepare_queries(const Attention& a, const RowTile& tile, TileMemory&
   const i64 rows = tile.end - tile.first, stride = a.key_stride;
   for (i64 r = 0; r < rows; r++) {
     const i64 row = tile.first + r;
-    load_row(a.call.query, a.call.cu_seqlens_q[tile.sequence] + row / a.group, tile.head * a.group + row % a.group, side.dim, m.row);
+    const i64 at = a.call.cu_seqlens_q[tile.sequence] + row / a.group, head = tile.head * a.group + row % a.group;
+    load_row(a.call.query, at, head, side.dim, m.row);
     if (side.rotated) rotate_normalised(m.row, side);
     float* query = m.query + r * stride;
     float sum = 0, largest = 0;
@@ -179,6 +181,7 @@ static void prepare_queries(const Attention& a, const RowTile& tile, TileMemory&
     for (i64 d = side.dim; d < stride; d++) query[d] = 0;
     m.row_scale[r] = a.call.softmax_scale;
     m.row_sum[r] = a.call.softmax_scale * sum;
+    m.row_shift[r] = a.call.score_shift == nullptr ? 0.0f : a.call.score_shift[at * a.call.heads + head];
 #if defined(SLIMKV_DOT)
     if (a.key.bytes) {
       largest = largest > 1e-30f ? largest : 1e-30f;
@@ -310,7 +313,7 @@ static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, 
   for (int t = 0; t < all; t += W) {
     VF s = load_f(scores + t) * (load_f(m.key_scale + t) * row_scale);
     if (ZEROS) s = fma_f(load_f(m.key_zero + t), splat(m.row_sum[r]), s);
-    if (softcap > 0) s = tanh_f(s * (1.0f / softcap)) * softcap;
+    if (softcap > 0) s = tanh_f((s + m.row_shift[r]) * (1.0f / softcap)) * softcap;
     s = seen.select<ALL>(t, s, splat(-INFINITY));
     most = greater(s, most);
     store_f(scores + t, s);
@@ -509,8 +512,9 @@ static void finish_tile(const Attention& a, const RowTile& tile, const float* pa
       greatest = state.greatest[r] > greatest ? state.greatest[r] : greatest;
     }
     const i64 row = tile.first + r, query = a.call.cu_seqlens_q[tile.sequence] + row / a.group, head = tile.head * a.group + row % a.group;
-    const bool sink = a.call.sinks != nullptr;
-    if (sink) greatest = a.call.sinks[head] > greatest ? a.call.sinks[head] : greatest;
+    const bool has_sink = a.call.sinks != nullptr;
+    const float sink = has_sink ? a.call.sinks[query * a.call.sink_stride + head] : -INFINITY;
+    greatest = sink > greatest ? sink : greatest;
     for (i64 d = 0; d < dim; d++) out[d] = 0;
     for (i64 s = 0; s < tile.splits; s++) {
       const State state = state_at((float*)partial + s * state_floats(rows, dim), rows);
@@ -521,7 +525,7 @@ static void finish_tile(const Attention& a, const RowTile& tile, const float* pa
       const float* from = state.out + r * dim;
       for (i64 d = 0; d < dim; d++) out[d] += share * from[d];
     }
-    if (sink) sum += expf(a.call.sinks[head] - greatest);
+    if (has_sink) sum += expf(sink - greatest);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     for (i64 d = 0; d < dim; d++) x[a.value.order[d]] = (out[d] + zero) * inverse;
     if (side.rotated) unrotate_normalised(x, side);

@@ -120,8 +120,10 @@ struct AttendCall {
   i32 heads, causal;
   i64 window;  // 0: none
   float softmax_scale, softcap;
-  const float* sinks;  // [heads] or null
-  float* lse;          // [total_queries, heads] or null
+  const float* sinks;        // [heads], or [total_queries, heads] for centred keys; or null
+  i64 sink_stride;           // from query to query: 0 or heads
+  const float* score_shift;  // [total_queries, heads]: added to scores before the soft cap; or null
+  float* lse;                // [total_queries, heads] or null
   i32 threads, padding;
   Fault fault;
 };

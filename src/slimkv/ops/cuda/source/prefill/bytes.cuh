@@ -114,6 +114,7 @@ struct TokenScales {
 // The running softmax of the rows of a lane.
 struct Softmax {
   float factor[2];   // of this lane's rows g and g + 8
+  float shift[2];    // SCORE_SHIFT: what their scores are raised by, times cap_factor
   float row_max[2];  // the reference that exponents are taken from, an integer: it leaves mantissas as they are
   float row_sum[2];  // of this lane's share of the row, relative to it
   float rescale[2];  // what the output so far is to be multiplied by
@@ -123,9 +124,8 @@ struct Softmax {
     const int r = i / 2 % 2;
     const float x = sums.at(i, none) * key;
     if (!SOFTCAP) return fma_rn(x, factor[r], from);
-    // cap tanh(x / cap) = cap - 2 cap / (e + 1), where e = exp(2 x / cap)
-    const float e = exp2_approx(min_f32(x * (factor[r] * 2.0f * LOG2E * rcp_approx(softcap)), 80.0f));
-    return fma_rn(-2.0f * softcap, rcp_approx(e + 1.0f), softcap) + from;
+    const float by = factor[r] * cap_factor(softcap);
+    return soft_cap(SCORE_SHIFT ? fma_rn(x, by, shift[r]) : x * by, from, softcap);
   }
 
   // Raises the reference of rows whose largest weight would be too large; whether some row's was.

@@ -28,6 +28,7 @@ DEVICE void start_output(float (&o)[OUTPUTS], const u32 (&p)[N / 2], u32 values)
 // The running softmax of the rows of a lane.
 struct Softmax {
   float factor[2];   // of this lane's rows g and g + 8
+  float shift[2];    // SCORE_SHIFT: what their scores are raised by, times cap_factor
   float row_max[2];  // the reference that exponents are taken from: score plus the exponent of the values' unit
   float row_sum[2];  // of this lane's share of the row, relative to it
   float rescale[2];  // what the output so far is to be multiplied by
@@ -35,9 +36,8 @@ struct Softmax {
   // A score, relative to `from`.
   DEVICE_MEMBER float score(float s, int r, const TileScale& unit, float from, float softcap) const {
     if (!SOFTCAP) return fma_rn(s, factor[r] * unit.key, from);
-    // cap tanh(x / cap) = cap - 2 cap / (e + 1), where e = exp(2 x / cap)
-    const float e = exp2_approx(min_f32(s * (factor[r] * unit.key * 2.0f * LOG2E * rcp_approx(softcap)), 80.0f));
-    return fma_rn(-2.0f * softcap, rcp_approx(e + 1.0f), softcap) + from;
+    const float by = factor[r] * unit.key * cap_factor(softcap);
+    return soft_cap(SCORE_SHIFT ? fma_rn(s, by, shift[r]) : s * by, from, softcap);
   }
 
   // The reference follows the maximum when it has fallen behind by RESCALE_THRESHOLD powers of two, so that the output is

@@ -21,6 +21,10 @@ DEVICE LaneRows prepare_lane_rows(const PrefillArgs& args, const Work& w, u8* op
     lane_rows.visible.end[r] = args.causal ? min_i32(w.s.length, position + 1) : w.s.length;
     lane_rows.visible.begin[r] = WINDOW ? position - args.sliding_window + 1 : 0;
     lane_rows.softmax.row_max[r] = MINUS_INFINITY, lane_rows.softmax.row_sum[r] = 0.0f;
+    if (SCORE_SHIFT) {
+      const i64 at = row.query * args.num_kv_heads * args.group_size + row.head;
+      lane_rows.softmax.shift[r] = row.valid ? args.score_shift[at] * LOG2E * cap_factor(args.softcap) : 0.0f;
+    }
     valid[r] = row.valid, from[r] = row.query * args.query_stride + row.head * args.query_head_stride;
   }
   prepare_rows(args, valid, from, operand, 16 * warp + g, t, lane_rows.softmax.factor, lane_rows.softmax.row_sum);
@@ -38,7 +42,7 @@ DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softma
     row_sum += shfl_xor(row_sum, 1);
     row_sum += shfl_xor(row_sum, 2);
     if (args.sinks && row.valid) {
-      const float sink = args.sinks[row.head] * LOG2E, higher = max_f32(row_max, sink);
+      const float sink = args.sinks[row.query * args.sink_stride + row.head] * LOG2E, higher = max_f32(row_max, sink);
       by = exp2_approx(row_max - higher);
       row_sum = row_sum * by + exp2_approx(sink - higher);
       row_max = higher;

@@ -1,5 +1,5 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
-// Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, Q_TYPE, OUT_TYPE (types.cuh),
+// Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, SCORE_SHIFT (of SOFTCAP: something is added to scores before it), Q_TYPE, OUT_TYPE (types.cuh),
 // K_ROTATED, V_ROTATED, CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (of 64 rows, that each of the former has), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh),
 // HANDS_ON (there may be several passes, between which the state of the softmax is in device memory),
 // BESIDE (follows another launch on the same tiles, whose end it need not wait for), AHEAD (blocks unpack what later ones attend);
@@ -14,6 +14,12 @@ DEVICE float quad_max(float x) {
   x = max_f32(x, shfl_xor(x, 1));
   return max_f32(x, shfl_xor(x, 2));
 }
+
+// cap tanh(x / cap) relative to `from`, where `exponent` is 2 log2(e) x / cap: cap - 2 cap / (e + 1), where e = exp(2 x / cap).
+DEVICE float soft_cap(float exponent, float from, float softcap) {
+  return fma_rn(-2.0f * softcap, rcp_approx(exp2_approx(min_f32(exponent, 80.0f)) + 1.0f), softcap) + from;
+}
+DEVICE float cap_factor(float softcap) { return 2.0f * LOG2E * rcp_approx(softcap); }  // of x
 
 #if !FUSED
 constexpr int PACKED_STAGES = 0, PACKED_BYTES = 0;
@@ -81,11 +87,13 @@ struct PrefillArgs {
   const TileScale* tile_scales;
   const i32* seq_lens;
   const i32* cu_seqlens_q;
-  const float* sinks;  // or null
+  const float* sinks;        // of heads, or of queries and heads for centred keys; or null
+  const float* score_shift;  // SCORE_SHIFT: of queries and heads
   void* out;
   float* lse;    // or null
   float* state;  // HANDS_ON, between passes: [PLACES / 2 + 4, blocks, 2 ROWS]
   i64 query_stride, query_head_stride, out_stride, out_head_stride;
+  i64 sink_stride;  // from query to query: 0, or heads
   float scale;    // of scores, times log2(e)
   float softcap;  // times log2(e)
   float key_norm, value_norm;
