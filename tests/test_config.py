@@ -28,7 +28,6 @@ def test_everything_at_once(tmp_path):
             "sink_tokens": 4,
             "recent_tokens": 64,
             "calibration": str(file),
-            "query_aware_search": 4,
             "key_policy": "unbiased",
             "value_policy": "plain",
             "seed": 7,
@@ -88,10 +87,6 @@ def test_layers_that_do_not_exist(layers, count):
         ({"key_policy": "best"}, "unknown scale policy 'best'"),
         ({"calibration": "nowhere.safetensors"}, "calibration must be an existing file"),
         ({"calibration": 3}, "calibration must be an existing file"),
-        ({"query_aware_search": 4}, "query_aware_search=4 tries roundings of a calibration, and there is none"),
-        ({"query_aware_search": 3, "calibration": "auto"}, "query_aware_search must be 0 (off), 2 or 4, not 3"),
-        ({"query_aware_search": True, "calibration": "auto"}, "query_aware_search must be 0 (off), 2 or 4, not True"),
-        ({"query_aware_search": 2, "calibration": "auto", "key_policy": "plain"}, "which key_policy='plain' has not"),
         ({"backend": "fast"}, "backend must be one of"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -11,7 +12,7 @@ from typing import Any
 
 from slimkv.arguments import describe
 from slimkv.calibration import Calibration
-from slimkv.codec.query_aware import check_search
+from slimkv.calibration.guard import MAX_SCORE_ERROR
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import AUTO, CALIBRATED, RAW, RAW_LATENT, format_of_kind, is_latent_format
 from slimkv.ops.attention.api import EIGHT_BIT, PREFILL, SIXTEEN_BIT
@@ -60,8 +61,11 @@ class KVCacheConfig:
         sink_tokens, recent_tokens: so many of the first and last tokens are kept in the model's dtype.
         calibration: how keys are rounded: a file from ``slimkv calibrate`` or a loaded ``Calibration``; ``auto``: the
             one made before for exactly this model; None: to the nearest level.
-        query_aware_search: 2 or 4: so many roundings of each key are tried with the calibration, and the best is kept:
-            less error for more time at every store. 0: one. What is stored is read as any other codes.
+        center_keys: subtract a constant vector per layer and KV head from keys before they are encoded. It comes from
+            the calibration, from a short pass of the model, or from the first prompt. Not for ``raw`` keys and vLLM's
+            own recipes.
+        max_score_error: the guard's limit, in nats. Once per layer an engine compares attention scores from stored keys
+            with true ones, and stops beyond it. 0 switches the guard off.
         key_policy, value_policy: scale policies of Lloyd-Max sides; None is the format's own.
         seed: of the rotation.
         backend: the backend of store and attention by name; None is the best one for the device.
@@ -74,7 +78,8 @@ class KVCacheConfig:
     sink_tokens: int = 0
     recent_tokens: int = 0
     calibration: Calibration | str | Path | None = None
-    query_aware_search: int = 0
+    center_keys: bool = True
+    max_score_error: float = MAX_SCORE_ERROR
     key_policy: ScalePolicy | str | None = None
     value_policy: ScalePolicy | str | None = None
     seed: int = DEFAULT_SEED
@@ -99,6 +104,11 @@ class KVCacheConfig:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else parse_policy(value))
         self._check_calibration()
+        if not isinstance(self.center_keys, bool):
+            raise InputError(f"center_keys must be true or false, not {self.center_keys!r}")
+        limit = self.max_score_error
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 <= limit < math.inf:
+            raise InputError(f"max_score_error must be a number of nats, or 0 for no guard, not {limit!r}")
         if self.backend is not None and self.backend not in ATTENTION.names:
             raise InputError(f"backend must be one of {', '.join(ATTENTION.names)}, not {self.backend!r}")
 
@@ -145,18 +155,6 @@ class KVCacheConfig:
 
     def _check_calibration(self) -> None:
         given = self.calibration
-        if type(self.query_aware_search) is not int or self.query_aware_search != 0:
-            search = check_search(self.query_aware_search)
-            if given is None:
-                raise InputError(
-                    f"query_aware_search={search} tries roundings of a calibration, and there is none: give "
-                    "calibration='auto' or a file from slimkv calibrate"
-                )
-            if self.key_policy == ScalePolicy.PLAIN:
-                raise InputError(
-                    f"query_aware_search={search} needs a scale that follows the codes, which key_policy='plain' has "
-                    f"not: use {ScalePolicy.NORM} or {ScalePolicy.UNBIASED}"
-                )
         if given is None or given == AUTO or isinstance(given, Calibration):
             return
         if not isinstance(given, (str, Path)) or not Path(given).is_file():

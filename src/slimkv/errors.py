@@ -25,5 +25,9 @@ class CorruptDataError(SlimKVError, RuntimeError):
     """Stored bytes that cannot have been written by slimkv."""
 
 
+class FidelityError(SlimKVError, RuntimeError):
+    """Stored keys give attention scores so far from true ones that answers would be wrong."""
+
+
 class OutOfPagesError(SlimKVError, RuntimeError):
     """A pool has no free page left."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 from slimkv.codec import Codec
 from slimkv.codec.query_aware import (
     LARGEST_BYTE,
-    SEARCH_SCALES,
     WEIGHT_STEPS,
     isotropic_cost,
     query_aware_index,
     query_aware_matrix,
-    searched_index,
     unit_triangular,
 )
 from slimkv.errors import InputError
@@ -48,48 +45,6 @@ def test_the_error_that_queries_see_falls(bits):
     plain = errors(codec, x, None)
     seen = [torch.einsum("ni,ij,nj->", e, moment, e) for e in (shaped, plain)]
     assert seen[0] < 0.6 * seen[1]
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
-def test_a_search_lowers_it_further(bits):
-    codec, x, moment = Codec.from_format(f"k{bits}v4", DIM), keys(1000), skewed_moment(0)
-    query_aware = query_aware_matrix(moment, codec.key_rotation)
-    seen = []
-    for search in (0, 2, 4):
-        encoded = codec.encode_key(x, query_aware=query_aware, query_aware_search=search)
-        e = (codec.decode_key(encoded) - x).double()
-        seen.append(torch.einsum("ni,ij,nj->", e, moment, e))
-    assert seen[2] < seen[1] < seen[0]
-    assert seen[2] < (0.97 if bits == 2 else 0.9) * seen[0]
-
-
-def test_scales_are_evenly_spaced_and_exact():
-    for count, scales in SEARCH_SCALES.items():
-        assert len(scales) == count
-        assert len({b - a for a, b in itertools.pairwise(scales)}) == 1
-        assert all(float(torch.tensor(x)) == x and float(torch.tensor(x) ** 2) == x**2 for x in scales)
-
-
-def test_the_best_scale_is_kept():
-    """By hand: every scale by itself, and what its codes cost, in the order of the coordinates."""
-    codec, x = Codec.from_format("k4v4", 32), keys(12, dim=32)
-    tables = codec.key_tables
-    query_aware = query_aware_matrix(skewed_moment(6, dim=32), codec.key_rotation)
-    y = x @ codec.key_rotation
-    y = y / y.norm(dim=-1, keepdim=True) * (tables.unit * math.sqrt(32))
-    levels = tables.levels.sort().values
-    given = levels, tables.boundaries, query_aware, tables.error_steps
-    found = searched_index(y, *given, 4)
-    for row, chosen in zip(y, found, strict=True):
-        costs = []
-        for scale in SEARCH_SCALES[4]:
-            index = query_aware_index(row * scale, *given)
-            error = ((levels[index] - row * scale) * tables.error_steps).clamp(-LARGEST_BYTE, LARGEST_BYTE).round()
-            corrections = query_aware.double().triu(1) @ error.double() / (WEIGHT_STEPS * tables.error_steps)
-            costs.append(float((levels[index] - (row * scale - corrections)).square().sum() / scale**2))
-            if torch.equal(index, chosen):
-                own = costs[-1]
-        assert own <= min(costs) * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 5, 6])

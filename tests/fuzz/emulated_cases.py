@@ -172,19 +172,18 @@ def eight_bit_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
 
 def store_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
     query_aware = chance.random() < 0.4
-    search = chance.choice((0, 0, 2, 4)) if query_aware else 0
     case = store_cases.Case(
         **draw_format(chance, DIMS, SIDES), heads=chance.randint(1, 3), tokens=chance.choice((1, 2, 5, 16, 17, 33, 77)),
         page=chance.choice((16, 32, 64)), dtype=chance.choice(("bf16", "fp16", "fp32")),
         slots=chance.choice(("aligned", "unaligned", "scattered")), strided=chance.random() < 0.2,
-        policy=chance.choice(("norm", "unbiased", "norm" if search else "plain")),
+        policy=chance.choice(("norm", "unbiased", "plain")),
     )  # fmt: skip
     spec = case.layout.spec
     if (query_aware and spec.key.kind != Kind.LLOYD) or not store_tests.taken(case, query_aware):
         return False
     patch.setattr(store_launch, "FEW_VECTORS", chance.choice((0, 8192)))
-    print(case, f"query_aware={query_aware}, search={search}, few={store_launch.FEW_VECTORS}")
-    store_tests.check(case, shaped=query_aware, search=search)
+    print(case, f"query_aware={query_aware}, few={store_launch.FEW_VECTORS}")
+    store_tests.check(case, shaped=query_aware)
     return True
 
 

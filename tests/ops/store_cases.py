@@ -136,13 +136,12 @@ def expected(
     codec: Codec,
     layout: PageLayout,
     query_aware: Tensor | None = None,
-    search: int = 0,
 ) -> Tensor:
     """The pages after the store, from the codec alone: vectors that cannot be encoded are marked."""
     keep = (slots >= 0).nonzero().flatten()
     rows = pack_rows(
         layout,
-        codec.encode_key(key[keep], query_aware=query_aware, query_aware_search=search, mark_invalid=True),
+        codec.encode_key(key[keep], query_aware=query_aware, mark_invalid=True),
         codec.encode_value(value[keep], mark_invalid=True),
     )
     out, where = pages.clone(), slots[keep].long()

@@ -79,8 +79,8 @@ class AttendCell:
 class StoreCell:
     """``tokens`` new tokens: a prefill chunk in whole pages, or one token of each of many sequences (``scattered``).
 
-    ``query_aware``: keys are rounded with a matrix per head; ``search``: so many times each. ``warm``: a chunk that has
-    just been written, not one that is read from memory. ``rope_dim``: latents of ``head_dim`` with rope parts of that.
+    ``query_aware``: keys are rounded with a matrix per head. ``warm``: a chunk that has just been written,
+    not one that is read from memory. ``rope_dim``: latents of ``head_dim`` with rope parts of that.
     """
 
     name: str
@@ -92,7 +92,6 @@ class StoreCell:
     format: str = "k4v4"
     page: int = 64
     query_aware: bool = False
-    search: int = 0
     max_positions: int = 0  # a matrix per range of so many positions, which a decode step's tokens are scattered over
     rope_dim: int = 0
 
@@ -202,9 +201,6 @@ STORE_CELLS = (
         query_aware=True,
         max_positions=8192,
     ),
-    replace(_CHUNK, name="chunk-8192-query-aware-search-2", query_aware=True, search=2),
-    replace(_CHUNK, name="chunk-8192-query-aware-search-4", query_aware=True, search=4),
-    replace(_CHUNK, name="decode-128-query-aware-search-4", tokens=128, scattered=True, query_aware=True, search=4),
     replace(_CHUNK, name="decode-128-4bit_nc", tokens=128, scattered=True, format="turboquant_4bit_nc"),
     replace(_CHUNK, name="rotation-off-8192", format="ku4vu4"),
     replace(_CHUNK, name="rotation-on-8192", format="kur4vur4"),
@@ -240,8 +236,6 @@ SMALL_STORE_CELLS = (
     replace(_SMALL_CHUNK, name="chunk-512-warm", warm=True),
     replace(_SMALL_CHUNK, name="decode-16", tokens=16, scattered=True),
     replace(_SMALL_CHUNK, name="chunk-512-query-aware", query_aware=True),
-    replace(_SMALL_CHUNK, name="chunk-512-query-aware-search-2", query_aware=True, search=2),
-    replace(_SMALL_CHUNK, name="chunk-512-query-aware-search-4", query_aware=True, search=4),
     replace(_SMALL_CHUNK, name="chunk-512-query-aware-positions", query_aware=True, max_positions=512),
     replace(_SMALL_CHUNK, name="rotation-off-512", format="ku4vu4"),
     replace(_SMALL_CHUNK, name="rotation-on-512", format="kur4vur4"),

@@ -60,7 +60,6 @@ def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[
         layout=layout,
         query_aware=query_aware,
         query_aware_index=index,
-        query_aware_search=cell.search,
         backend=backend,
     )
     return partial(plan.run, key, value, slots, index), (key, value, slots)  # as engines do, step after step

@@ -22,8 +22,11 @@ from slimkv.spec import CodecSpec, page_layout
 class PagedPool:
     """uint8 pages [blocks, num_kv_heads, page_bytes], their allocator, and the three operations on them.
 
+    ``key_offset``: float32 [num_kv_heads, key_dim] or None: subtracted from keys before they are encoded and added back
+    by ``gather``; it must not change while tokens are stored.
+
     ``query_aware``: int8 [num_kv_heads, key_dim, key_dim], or several of them by position, or None: how keys are
-    rounded; see ``slimkv.ops.store_kv``. ``query_aware_search``: how many roundings are tried where there is a matrix.
+    rounded; see ``slimkv.ops.store_kv``.
     """
 
     @typed
@@ -35,8 +38,8 @@ class PagedPool:
         block_size: int = 64,
         device: torch.device | str = "cpu",
         backend: str | None = None,
+        key_offset: Tensor | None = None,
         query_aware: Tensor | None = None,
-        query_aware_search: int = 0,
     ) -> None:
         if num_kv_heads < 1:
             raise InputError(f"num_kv_heads must be at least 1, not {num_kv_heads}")
@@ -44,8 +47,8 @@ class PagedPool:
         self.codec = Codec(spec, device)
         self.num_kv_heads = num_kv_heads
         self.backend = backend
+        self.key_offset = key_offset
         self.query_aware = query_aware
-        self.query_aware_search = query_aware_search
         self._plan: StorePlan | None = None
         self.allocator = BlockAllocator(blocks)
         self.pages = torch.zeros(blocks, num_kv_heads, self.layout.page_bytes, dtype=torch.uint8, device=device)
@@ -130,11 +133,12 @@ class PagedPool:
         See ``slimkv.ops.store_kv``.
         """
         matrices = self.query_aware
-        index, search = (None, 0) if matrices is None else (query_aware_index, self.query_aware_search)
-        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, matrices, index, search):
+        index = None if matrices is None else query_aware_index
+        offset = self.key_offset
+        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, offset, matrices, index):
             self._plan = plan_store(
-                key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, query_aware=matrices,
-                query_aware_index=index, query_aware_search=search, backend=self.backend,
+                key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, key_offset=offset,
+                query_aware=matrices, query_aware_index=index, backend=self.backend,
             )  # fmt: skip
         self._plan.run(key, value, slot_mapping, index)
 
@@ -147,12 +151,13 @@ class PagedPool:
             query, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, codec=self.codec,
             layout=self.layout,
             max_query_len=batch.max_query_len, min_query_len=batch.min_query_len, max_seq_len=batch.max_seq_len,
-            options=options, backend=self.backend, **kwargs,
+            key_offset=self.key_offset, options=options, backend=self.backend, **kwargs,
         )  # fmt: skip
 
     @typed
     def gather(self, slots: Tensor, dtype: torch.dtype = torch.float32, rotated: bool = False) -> tuple[Tensor, Tensor]:
         """slots [tokens] -> dense K and V; see ``slimkv.ops.gather_kv``."""
         return ops.gather_kv(
-            self.pages, slots, codec=self.codec, layout=self.layout, dtype=dtype, rotated=rotated, backend=self.backend
-        )
+            self.pages, slots, codec=self.codec, layout=self.layout, key_offset=self.key_offset, dtype=dtype,
+            rotated=rotated, backend=self.backend,
+        )  # fmt: skip

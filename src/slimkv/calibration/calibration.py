@@ -23,7 +23,9 @@ from slimkv.errors import CorruptDataError, InputError
 from slimkv.spec import DEFAULT_SEED, Kind, parse_format
 
 _MOMENT, _SCALE, _KEY_WEIGHT, _VALUE_WEIGHT = "query_moment", "query_scale", "key_weight", "value_weight"
-_PLANES, _FREQUENCIES = "rotary_planes", "rotary_frequencies"
+_PLANES, _FREQUENCIES, _KEY_MEAN = "rotary_planes", "rotary_frequencies", "key_mean"
+# Over which positions the mean key is taken: beyond, planes that turn slowly are no longer constant.
+OFFSET_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Calibration:
         for number, statistics in sorted(self.layers.items()):
             packed, scale = pack_moments(statistics.query_moment)
             tensors[f"{_MOMENT}.{number}"], tensors[f"{_SCALE}.{number}"] = packed, scale
+            if statistics.key_mean is not None:
+                tensors[f"{_KEY_MEAN}.{number}"] = statistics.key_mean.float().cpu().contiguous()
             if statistics.rotary.turns:
                 tensors[f"{_PLANES}.{number}"] = statistics.rotary.planes.to(torch.int16).contiguous()
                 tensors[f"{_FREQUENCIES}.{number}"] = statistics.rotary.frequencies.double().contiguous()
@@ -174,6 +178,17 @@ class Calibration:
                 self._matrices[key] = _matrices(statistics, chosen, edges, codec).to(codec.device).contiguous()
         return self._matrices[key]
 
+    def key_offset(self, layer: int, device: torch.device, heads: slice | None = None) -> Tensor | None:
+        """What is subtracted from the keys of a layer before they are encoded.
+
+        float32 [heads, key_dim] on ``device``; None where the statistics hold no mean of keys. ``heads`` as above.
+        """
+        offset = self.statistics(layer).key_offset(min(OFFSET_POSITIONS, self.max_positions))
+        if offset is None:
+            return None
+        with torch.inference_mode(False):
+            return offset[heads if heads is not None else slice(None)].float().contiguous().to(device)
+
     def with_formats(self, formats: Mapping[int, str], seed: int = DEFAULT_SEED) -> Calibration:
         """The same statistics with a format name for every layer."""
         return replace(self, formats=dict(formats), seed=seed)
@@ -212,4 +227,7 @@ def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Te
             raise CorruptDataError(
                 f"{where} has weights {list(weight.shape)}, not one number for each of {heads} heads"
             )
-    return LayerStatistics(moment, value_dim, key_weight, value_weight, rotary, window)
+    key_mean = tensors[f"{_KEY_MEAN}.{number}"].double() if f"{_KEY_MEAN}.{number}" in tensors else None
+    if key_mean is not None and (key_mean.shape != (heads, key_dim) or not bool(key_mean.isfinite().all())):
+        raise CorruptDataError(f"{where} has a mean key {list(key_mean.shape)}, not finite [{heads}, {key_dim}]")
+    return LayerStatistics(moment, value_dim, key_mean, key_weight, value_weight, rotary, window)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, UnsupportedError
 
-FORMAT, VERSION = "slimkv-calibration", 2
+FORMAT, VERSION = "slimkv-calibration", 3
 
 
-def write(path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write(path: Path, about: dict[str, Any], tensors: dict[str, Tensor], format: str = FORMAT) -> None:
     """Writes the file beside its place and then moves it there; ``about`` becomes JSON."""
     save_file = _safetensors("save_file")
-    header = {"format": FORMAT, "version": str(VERSION), "about": json.dumps(about, sort_keys=True)}
+    header = {"format": format, "version": str(VERSION), "about": json.dumps(about, sort_keys=True)}
     header["sha256"] = _checksum(header, tensors)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -34,12 +34,12 @@ def write(path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> None
         raise
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(path: Path, format: str = FORMAT) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``about`` and the tensors of a file; raises unless it is whole and of this version."""
     if not path.is_file():
         raise InputError(f"there is no calibration file {path}; make one with slimkv calibrate MODEL -o {path}")
     header, tensors = _read(path)
-    if header.get("format") != FORMAT:
+    if header.get("format") != format:
         raise CorruptDataError(
             f"{path} is a safetensors file, but no calibration: its format is {header.get('format')}"
         )

@@ -55,24 +55,40 @@ def rotary_of_layer(plain: Tensor, shifted: Mapping[int, Tensor]) -> MeasuredRot
     return MeasuredRotary(Rotary.none(), None)
 
 
-class MomentSum:
-    """The sum of q q' over the queries of one layer, turned back to position 0."""
+class LayerSums:
+    """The sums of q q' and of k over what one layer is given, turned back to position 0."""
 
     def __init__(self, num_kv_heads: int, dim: int, rotary: Rotary, device: torch.device) -> None:
         self.rotary = rotary
         self.vectors = 0  # per KV head
         self.total = torch.zeros(num_kv_heads, dim, dim, dtype=torch.float64, device=device)
+        self.keys = 0
+        self.key_total = torch.zeros(num_kv_heads, dim, dtype=torch.float64, device=device)
 
-    def add(self, query: Tensor, positions: Tensor) -> None:
-        """Query [tokens, num_heads, dim] at positions int [tokens]."""
-        turned = self.rotary.turned(query, -positions)
-        grouped = turned.transpose(0, 1).reshape(self.total.shape[0], -1, query.shape[-1]).double()
-        self.total += grouped.mT @ grouped
-        self.vectors += grouped.shape[1]
+    def add(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
+        """Query [tokens, num_heads, dim] and key [tokens, num_kv_heads, dim] at positions int [tokens].
 
-    def mean(self) -> Tensor:
+        Several sequences at the same positions may stand beside one another within each head.
+        """
+        keys = self._grouped(key, positions)
+        self.key_total += keys.sum(1)
+        self.keys += keys.shape[1]
+        queries = self._grouped(query, positions)
+        self.total += queries.mT @ queries
+        self.vectors += queries.shape[1]
+
+    def _grouped(self, x: Tensor, positions: Tensor) -> Tensor:
+        """By KV head, turned back: float64 [num_kv_heads, vectors, dim]."""
+        turned = self.rotary.turned(x, -positions)
+        return turned.transpose(0, 1).reshape(self.total.shape[0], -1, x.shape[-1]).double()
+
+    def query_moment(self) -> Tensor:
         """float64 [num_kv_heads, dim, dim] on the CPU."""
         return (self.total / max(self.vectors, 1)).cpu()
+
+    def key_mean(self) -> Tensor:
+        """float64 [num_kv_heads, dim] on the CPU."""
+        return (self.key_total / max(self.keys, 1)).cpu()
 
 
 def common_range(measured: Mapping[int, MeasuredRotary], wanted: int, probed: int, read: int) -> int:

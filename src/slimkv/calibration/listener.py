@@ -16,8 +16,8 @@ from torch import Tensor
 from slimkv.calibration.calibration import Calibration
 from slimkv.calibration.gather import (
     PROBE_TOKENS,
+    LayerSums,
     MeasuredRotary,
-    MomentSum,
     common_range,
     probe_shifts,
     rotary_of_layer,
@@ -30,6 +30,7 @@ from slimkv.errors import InputError
 
 FRAGMENT = 128  # tokens that are sampled in a row
 STEPS = 4  # that progress is told of
+SUMS = ("moment", "key_mean")  # of what a process collects: bytes of float64
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class QueryListener:
         self.shift = 0  # positions by which the model is to read later
         self._probes: dict[int, dict[int, Tensor]] = {}
         self._measured: dict[int, MeasuredRotary] = {}
-        self._sums: dict[int, MomentSum] = {}
+        self._sums: dict[int, LayerSums] = {}
         self._probing = True
 
     def probe(self, shift: int) -> None:
@@ -65,16 +66,19 @@ class QueryListener:
             self._measured[number] = rotary_of_layer(queries, {s: x[number] for s, x in shifted.items()})
         self._probes, self._probing, self.shift = {}, False, 0
 
-    def take(self, number: int, query: Tensor, positions: Tensor) -> None:
-        """The queries [tokens, num_heads, dim] of layer ``number`` at positions int [tokens]."""
+    def take(self, number: int, query: Tensor, key: Tensor, positions: Tensor) -> None:
+        """What layer ``number`` is given for tokens at positions int [tokens].
+
+        query [tokens, num_heads, dim], key [tokens, num_kv_heads, dim].
+        """
         if self._probing:
             if self.shift in self._probes and query.shape[0] == PROBE_TOKENS:
                 self._probes[self.shift][number] = query.flatten(0, 1).float().clone()
             return
         if number not in self._sums:
             layer, rotary = self.layers[number], self._measured[number].rotary
-            self._sums[number] = MomentSum(layer.num_kv_heads, layer.dim, rotary, query.device)
-        self._sums[number].add(query, positions)
+            self._sums[number] = LayerSums(layer.num_kv_heads, layer.dim, rotary, query.device)
+        self._sums[number].add(query, key, positions)
 
     def collect(self, rank: int, ranks: int) -> dict[str, Any]:
         """This process's sums, by layer; it is one of ``ranks`` that share the layers' heads."""
@@ -85,7 +89,8 @@ class QueryListener:
                 "heads": sums.total.shape[0],
                 "dim": sums.total.shape[-1],
                 "value_dim": layer.value_dim,
-                "moment": sums.mean().numpy().tobytes(),
+                "moment": sums.query_moment().numpy().tobytes(),
+                "key_mean": sums.key_mean().numpy().tobytes(),
                 "planes": measured.rotary.planes.flatten().tolist(),
                 "frequencies": measured.rotary.frequencies.tolist(),
                 "max_positions": measured.max_positions,
@@ -167,6 +172,7 @@ def merge_ranks(
 ) -> tuple[dict[int, LayerStatistics], dict[int, MeasuredRotary]]:
     """Statistics of whole layers from those of tensor- and pipeline-parallel ranks."""
     moments: dict[int, Tensor] = {}
+    means: dict[int, Tensor] = {}
     counts: dict[int, Tensor] = {}
     layers: dict[int, LayerStatistics] = {}
     measured: dict[int, MeasuredRotary] = {}
@@ -179,15 +185,19 @@ def merge_ranks(
             own = torch.frombuffer(bytearray(given["moment"]), dtype=torch.float64).view(held, dim, dim)
             if number not in moments:
                 moments[number] = torch.zeros(total, dim, dim, dtype=torch.float64)
+                means[number] = torch.zeros(total, dim, dtype=torch.float64)
                 counts[number] = torch.zeros(total, 1, 1, dtype=torch.float64)
                 planes = torch.tensor(given["planes"], dtype=torch.int64).view(-1, 2)
                 rotary = Rotary(planes, torch.tensor(given["frequencies"], dtype=torch.float64))
                 measured[number] = MeasuredRotary(rotary, given["max_positions"])
                 layers[number] = LayerStatistics(
-                    moments[number], given["value_dim"], rotary=rotary, sliding_window=given["sliding_window"]
-                )
+                    moments[number], given["value_dim"], means[number], rotary=rotary,
+                    sliding_window=given["sliding_window"],
+                )  # fmt: skip
             moments[number][heads] += own
+            means[number][heads] += torch.frombuffer(bytearray(given["key_mean"]), dtype=torch.float64).view(held, dim)
             counts[number][heads] += 1
     for number, moment in moments.items():
         moment /= counts[number].clamp(min=1)
+        means[number] /= counts[number].clamp(min=1)[..., 0]
     return dict(sorted(layers.items())), measured

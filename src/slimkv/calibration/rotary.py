@@ -85,6 +85,21 @@ class Rotary:
             means.append((mean + mean.mT) / 2)
         return torch.stack(means)
 
+    def mean_vector(self, vector: Tensor, positions: int) -> Tensor:
+        """The mean of R_t v over positions t in [0, positions): float64 [..., dim], for v float [..., dim]."""
+        if positions < 1:
+            raise InputError(f"a mean is taken over 1 position or more, not {positions}")
+        out = vector.double().clone()
+        if not self.turns:
+            return out
+        half = self.frequencies.to(out.device) / 2
+        ratio = torch.where(half.sin().abs() < 1e-12, 1.0, (positions * half).sin() / (positions * half.sin()))
+        cos, sin = ((positions - 1) * half).cos() * ratio, ((positions - 1) * half).sin() * ratio
+        first, second = self.planes.to(out.device).unbind(1)
+        a, b = out[..., first], out[..., second]
+        out[..., first], out[..., second] = a * cos - b * sin, a * sin + b * cos
+        return out
+
     def _eigenbasis(self, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """In which R_t is diagonal: complex128 [dim, dim] (rows), and the phases per position float64 [dim]."""
         basis = torch.zeros(dim, dim, dtype=torch.complex128, device=device)

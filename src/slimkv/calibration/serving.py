@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slimkv.calibration.cache import cached_calibration
@@ -55,6 +56,14 @@ def rank_heads(total: int, held: int, rank: int, ranks: int) -> slice:
     """Which of a layer's ``total`` KV heads a rank holds: its share, or one that several ranks hold alike."""
     first = rank * held if total >= ranks else rank * total // ranks
     return slice(first, first + held)
+
+
+def rank_offset(
+    calibration: Calibration, layer: int, held: int, rank: int, ranks: int, device: torch.device
+) -> Tensor | None:
+    """``Calibration.key_offset`` for the ``held`` KV heads of a layer that a rank has."""
+    heads = rank_heads(calibration.statistics(layer).num_kv_heads, held, rank, ranks)
+    return calibration.key_offset(layer, device, heads)
 
 
 def rank_matrices(

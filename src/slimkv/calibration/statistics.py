@@ -15,8 +15,8 @@ from slimkv.errors import InputError
 class LayerStatistics:
     """Of one attention layer; every tensor has one row per KV head.
 
-    ``query_moment`` is that of queries turned back to position 0, where the layer turns them (``rotary``); otherwise
-    of queries as they are.
+    ``query_moment`` and ``key_mean`` are of queries and keys turned back to position 0, where the layer turns them
+    (``rotary``); otherwise of queries and keys as they are.
 
     ``key_weight`` and ``value_weight`` say what quantisation noise in this layer costs, relative to other layers: that
     of keys is key_weight times E(q.e)^2 over |key|^2 (e the key's error), that of values value_weight times |error|^2
@@ -25,6 +25,7 @@ class LayerStatistics:
 
     query_moment: Tensor  # float64 [num_kv_heads, key_dim, key_dim]: mean of q q' over tokens and the group's heads
     value_dim: int
+    key_mean: Tensor | None = None  # float64 [num_kv_heads, key_dim]; None: keys were not seen
     key_weight: Tensor | None = None  # float64 [num_kv_heads]
     value_weight: Tensor | None = None  # float64 [num_kv_heads]
     rotary: Rotary = field(default_factory=Rotary.none)
@@ -33,6 +34,10 @@ class LayerStatistics:
     def moment_at(self, start: int, stop: int) -> Tensor:
         """The mean of q q' over queries at positions [start, stop): float64 [num_kv_heads, key_dim, key_dim]."""
         return self.rotary.mean_moment(self.query_moment.double(), start, stop)
+
+    def key_offset(self, positions: int) -> Tensor | None:
+        """The mean key at positions [0, positions): float64 [num_kv_heads, key_dim]."""
+        return None if self.key_mean is None else self.rotary.mean_vector(self.key_mean, positions)
 
     @property
     def num_kv_heads(self) -> int:

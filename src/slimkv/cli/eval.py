@@ -98,11 +98,10 @@ def query_aware(
         if plot is not None:
             plot_query_aware(moment, plot)
     table = Table(title=f"squared error over plain rounding's; {source}")
-    searches = "search 2", "search 4"
-    for name in ("bits", "seen by queries", "predicted", "plain scale", "second sweep", *searches, "of the key"):
+    for name in ("bits", "seen by queries", "predicted", "plain scale", "second sweep", "of the key"):
         table.add_column(name, justify="right")
     for row in report.rows:
-        numbers = row.query_aware, row.predicted, row.plain_scale, row.second_sweep, row.search_2, row.search_4
+        numbers = row.query_aware, row.predicted, row.plain_scale, row.second_sweep
         table.add_row(str(row.bits), *(f"{x:.3f}" for x in (*numbers, row.isotropic)))
     emit(report, as_json, table)
 

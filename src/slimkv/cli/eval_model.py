@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Model = Annotated[str, typer.Option(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
 Formats = Annotated[
     str,
-    typer.Option("--format", help="Formats to measure: k4v4,k5v4; with a calibration also k4v4+cal, k4v4+cal+search4."),
+    typer.Option("--format", help="Formats to measure: k4v4,k5v4; with a calibration also k4v4+cal."),
 ]
 Text = Annotated[str, typer.Option(help="A file, a hub data set (name:config:split), or the shipped text.")]
 Offset = Annotated[int, typer.Option(help="Skip so many tokens of the text first.")]

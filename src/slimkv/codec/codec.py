@@ -12,7 +12,6 @@ from slimkv.arguments import describe, typed
 from slimkv.codec import pack, quantize
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, codebook
 from slimkv.codec.quantize import Encoded, SideTables
-from slimkv.codec.query_aware import check_searchable
 from slimkv.codec.rotation import block_size, signed_hadamard
 from slimkv.errors import InputError
 from slimkv.spec import CodecSpec, Kind, PageLayout, ScalePolicy, TensorFormat
@@ -113,22 +112,18 @@ class Codec:
         x: Tensor,
         *,
         query_aware: Tensor | None = None,
-        query_aware_search: int = 0,
         mark_invalid: bool = False,
     ) -> Encoded:
         """[..., key_dim] -> ``Encoded``.
 
-        ``query_aware``: from ``slimkv.codec.query_aware.query_aware_matrix``, int8 broadcastable to [..., key_dim,
-        key_dim]
-        (one matrix per KV head beside x [..., num_kv_heads, key_dim]); for ``lloyd`` keys. Decoding does not need it.
-        ``query_aware_search``: how many roundings are tried for each vector, the best is kept; 0 tries none but one.
+        ``query_aware``: from ``slimkv.codec.query_aware.query_aware_matrix``, int8 broadcastable to
+        [..., key_dim, key_dim] (one matrix per KV head beside x [..., num_kv_heads, key_dim]); for ``lloyd`` keys.
+        Decoding does not need it.
 
         Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector; with ``mark_invalid`` such
         vectors are marked the way kernels mark them instead.
         """
-        return self._encode(
-            x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid, query_aware, query_aware_search
-        )
+        return self._encode(x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid, query_aware)
 
     @typed
     def encode_value(self, x: Tensor, *, mark_invalid: bool = False) -> Encoded:
@@ -144,18 +139,16 @@ class Codec:
         name: str,
         mark: bool,
         query_aware: Tensor | None = None,
-        search: int = 0,
     ) -> Encoded:
         self._check(x, dim, name)
         if query_aware is not None:
             self._check_query_aware(query_aware, fmt, x)
-        check_searchable(search, query_aware is not None, fmt)
         if fmt.kind == Kind.RAW:
             return quantize.encode_raw(x, fmt)
         short = quantize.becomes_short(fmt, x.dtype, dim)
         x = x.float().contiguous()
         if fmt.kind == Kind.LLOYD:
-            encoded = quantize.encode_lloyd(x, fmt, tables, query_aware, short, search)
+            encoded = quantize.encode_lloyd(x, fmt, tables, query_aware, short)
         elif fmt.kind == Kind.UNIFORM:
             encoded = quantize.encode_uniform(x, fmt, tables)
         else:

@@ -5,7 +5,7 @@ norm, so a large constant drowns what tells keys apart. Softmax does not see it:
 changes by the same softmax_scale * q.c. Where something else is compared with the scores (soft caps, sinks, a
 log-sum-exp that leaves the call), that one number per query and head is added back (``score_shift``).
 
-Only keys are centred, and only those of lossy formats: raw keys are stored as they are. Subtraction is one float32
+Only keys are centred, never values, and only those stored as Lloyd-Max codes or fp8. Subtraction is one float32
 operation and one rounding to the keys' own dtype, so that every backend stores the same bytes.
 """
 
@@ -18,10 +18,17 @@ from slimkv.errors import InputError
 from slimkv.formats import Kind
 from slimkv.spec import CodecSpec
 
+_STOCK = "turboquant_"  # vLLM's recipes, which store keys as vLLM does
+
 
 def takes_offset(spec: CodecSpec) -> bool:
-    """Whether keys of this format are centred: raw keys are not."""
-    return spec.key.kind != Kind.RAW
+    """Whether keys of this format can be centred."""
+    return spec.key.kind in (Kind.LLOYD, Kind.FP8)
+
+
+def wants_offset(spec: CodecSpec) -> bool:
+    """Whether an engine centres keys of this format: all that can be, but for vLLM's own recipes."""
+    return takes_offset(spec) and not spec.format.startswith(_STOCK)
 
 
 def subtract_offset(key: Tensor, offset: Tensor) -> Tensor:
@@ -58,4 +65,4 @@ def check_offset(offset: Tensor, spec: CodecSpec, num_kv_heads: int, device: tor
             f"{offset.dtype} {list(offset.shape)} on {offset.device}"
         )
     if not takes_offset(spec):
-        raise InputError(f"keys of {spec.format} are stored as they are: leave key_offset at None")
+        raise InputError(f"keys of {spec.format} are not centred: leave key_offset at None")

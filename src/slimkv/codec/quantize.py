@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slimkv.codec import scale16
 from slimkv.codec.codebook import LEVEL_DENOMINATOR
-from slimkv.codec.query_aware import query_aware_index, searched_index
+from slimkv.codec.query_aware import query_aware_index
 from slimkv.errors import InputError
 from slimkv.spec import Kind, ScalePolicy, TensorFormat
 
@@ -99,11 +99,10 @@ def encode_lloyd(
     tables: SideTables,
     query_aware: Tensor | None = None,
     short: bool = False,
-    search: int = 0,
 ) -> Encoded:
     """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale.
 
-    ``query_aware`` and ``search`` as in ``slimkv.codec.query_aware``; ``short`` from ``becomes_short``.
+    ``query_aware`` as in ``slimkv.codec.query_aware``; ``short`` from ``becomes_short``.
     """
     fixed, down, zero = _fixed_point(x, SHORT_FIXED_POINT_BITS if short else FIXED_POINT_BITS)
     rotated = rotate_fixed(fixed, tables)
@@ -114,8 +113,7 @@ def encode_lloyd(
     half = 1 << (fmt.bits - 1)
     if query_aware is not None:
         ascending = torch.cat([tables.levels[:half].flip(0), tables.levels[half:]])
-        given = rotated * factor, ascending, tables.boundaries, query_aware, tables.error_steps
-        index = searched_index(*given, search) if search else query_aware_index(*given)
+        index = query_aware_index(rotated * factor, ascending, tables.boundaries, query_aware, tables.error_steps)
     elif short:  # the product is compared as it is, not rounded: 48 bits, which float64 holds
         index = torch.bucketize(rotated.double() * factor.double(), tables.boundaries.double())
     else:

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
-from slimkv.codec.query_aware import check_search
 from slimkv.config import AUTO, CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.spec import BF16_BYTES, parse_format
 
 RAW = "raw"
 WITH_CALIBRATION = "+cal"
-WITH_SEARCH = "+search"  # and how many roundings are tried
 STRICT, SERVING = "strict", "serving"
 Progress = Callable[[str, int, int], None]  # what, done, of
 
@@ -38,21 +36,19 @@ def check_mode(mode: str) -> None:
 class CacheKind:
     """A cache to measure, under the name it was asked for by.
 
-    ``raw``, ``k4v4``, ``k4v4+cal``, ``calibrated``; ``k4v4+cal+search4`` and ``calibrated+search4`` search.
+    ``raw``, ``k4v4``, ``k4v4+cal``, ``calibrated``.
     """
 
     name: str
     format: str
     calibration: Calibration | None = None  # None: keys are rounded to the nearest level
-    search: int = 0
     prefill: str = AUTO  # see ``KVCacheConfig``
 
     def new(self, model: Any, mode: str) -> Any:
         """An empty cache of this kind."""
         if self.format == RAW:
             return new_cache(model, RAW, mode)
-        options = {"calibration": self.calibration, "query_aware_search": self.search, "prefill": self.prefill}
-        return new_cache(model, self.format, mode, **options)
+        return new_cache(model, self.format, mode, calibration=self.calibration, prefill=self.prefill)
 
 
 STOCK = CacheKind(RAW, RAW)
@@ -60,27 +56,14 @@ STOCK = CacheKind(RAW, RAW)
 
 def check_formats(names: Sequence[str], calibrated: bool) -> None:
     """Raises unless every name is a format, with ``+cal`` or ``calibrated`` only where there is a calibration."""
-    for given in names:
-        name, search = _without_search(given)
+    for name in names:
         format = name.removesuffix(WITH_CALIBRATION)
         if format != CALIBRATED:
             parse_format(format)
-        if search and name == format != CALIBRATED:
-            raise InputError(
-                f"{given!r} searches without a calibration; write {format}{WITH_CALIBRATION}{given[len(name) :]}"
-            )
         if name.endswith(WITH_CALIBRATION) and format in (RAW, CALIBRATED):
             raise InputError(f"{name!r} is not a format that can be calibrated; write k4v4{WITH_CALIBRATION}")
         if (format == CALIBRATED or name != format) and not calibrated:
             raise InputError(f"{name!r} needs a calibration: give --calibration FILE (from slimkv calibrate) or auto")
-
-
-def _without_search(name: str) -> tuple[str, int]:
-    """``k4v4+cal+search4`` -> ``k4v4+cal`` and 4; 0 where there is no search."""
-    name, found, count = name.partition(WITH_SEARCH)
-    if not found:
-        return name, 0
-    return name, check_search(int(count) if count.isdecimal() else count)
 
 
 def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[CacheKind]:
@@ -90,14 +73,13 @@ def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[C
     ``k4v4,k4v4+cal`` compares the two.
     """
     check_formats(names, calibration is not None)
-    chosen = any(_without_search(name)[0].endswith(WITH_CALIBRATION) for name in names)
+    chosen = any(name.endswith(WITH_CALIBRATION) for name in names)
     kinds = []
-    for given in names:
-        name, search = _without_search(given)
+    for name in names:
         format = name.removesuffix(WITH_CALIBRATION)
         used = not chosen or format != name or format == CALIBRATED
         if format != RAW:
-            kinds.append(CacheKind(given, format, calibration if used else None, search))
+            kinds.append(CacheKind(name, format, calibration if used else None))
     return kinds
 
 

@@ -1,4 +1,4 @@
-"""Query-aware rounding by itself: the error that queries see, with it and without, and what a search adds."""
+"""Query-aware rounding by itself: the error that queries see, with it and without."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ class RoundingRow:
     plain_scale: float  # the same with the scale policy ``plain``
     predicted: float  # the same, from the matrix alone
     second_sweep: float  # if every coordinate were rounded again, knowing the errors of all others
-    search_2: float  # with the best of two roundings of every vector
-    search_4: float  # of four
     isotropic: float  # of the key itself: what queries of no preferred direction would see
     isotropic_predicted: float
 
@@ -76,8 +74,6 @@ def measure_query_aware(
                 _seen(_errors(other, keys, query_aware), moment) / base,
                 float(torch.trace(inverse @ seen @ inverse.mT) / torch.trace(seen)),
                 _seen(_second_sweep(codec, keys, query_aware, damped), moment) / base,
-                _seen(_errors(codec, keys, query_aware, 2), moment) / base,
-                _seen(_errors(codec, keys, query_aware, 4), moment) / base,
                 float(shaped.square().sum() / plain.square().sum()),
                 float(isotropic_cost(query_aware)),
             )
@@ -85,9 +81,9 @@ def measure_query_aware(
     return RoundingReport(source, dim, vectors, tuple(rows))
 
 
-def _errors(codec: Codec, keys: Tensor, query_aware: Tensor | None, search: int = 0) -> Tensor:
+def _errors(codec: Codec, keys: Tensor, query_aware: Tensor | None) -> Tensor:
     """Errors of keys, in units of their own norm: float64 [vectors, dim]."""
-    encoded = codec.encode_key(keys, query_aware=query_aware, query_aware_search=search)
+    encoded = codec.encode_key(keys, query_aware=query_aware)
     error = codec.decode_key(encoded) - keys
     return (error / keys.norm(dim=-1, keepdim=True)).double()
 

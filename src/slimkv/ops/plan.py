@@ -102,8 +102,8 @@ class StorePlan:
     """A ``store_kv`` in which keys, values, slots and the index of query-aware matrices may change."""
 
     pages: Tensor
+    key_offset: Tensor | None
     query_aware: Tensor | None
-    query_aware_search: int
     _key: Geometry
     _value: Geometry
     _slots: torch.dtype
@@ -116,12 +116,12 @@ class StorePlan:
         value: Tensor,
         pages: Tensor,
         slot_mapping: Tensor,
+        key_offset: Tensor | None,
         query_aware: Tensor | None,
         query_aware_index: Tensor | None = None,
-        query_aware_search: int = 0,
     ) -> bool:
-        """Whether ``run`` may take these vectors for ``pages`` and ``query_aware``, the very same objects."""
-        same = self.pages is pages and self.query_aware is query_aware and self.query_aware_search == query_aware_search
+        """Whether ``run`` may take these vectors for the very same pages, offset and matrices."""
+        same = self.pages is pages and self.key_offset is key_offset and self.query_aware is query_aware
         return same and self._takes(key, value, slot_mapping, query_aware_index)
 
     def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None) -> None:
@@ -200,27 +200,29 @@ def plan_store(
     *,
     codec: Codec,
     layout: PageLayout,
+    key_offset: Tensor | None = None,
     query_aware: Tensor | None = None,
     query_aware_index: Tensor | None = None,
-    query_aware_search: int = 0,
     backend: str | None = None,
 ) -> StorePlan:
     """Prepares a ``store_kv`` of such vectors; stores nothing."""
     request = checked_store(
-        key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware,
-        query_aware_index=query_aware_index, query_aware_search=query_aware_search,
+        key, value, pages, slot_mapping, codec=codec, layout=layout, key_offset=key_offset,
+        query_aware=query_aware, query_aware_index=query_aware_index,
     )  # fmt: skip
     module = STORE.select(pages.device, request, backend).load()
     nothing = slot_mapping[:0]
     kept = replace(request, key=nothing, value=nothing, slot_mapping=nothing, query_aware_index=None)
 
     def launch(key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None) -> None:
-        module.run(replace(kept, key=key, value=value, slot_mapping=slot_mapping, query_aware_index=index))
+        replace(kept, key=key, value=value, slot_mapping=slot_mapping, query_aware_index=index).run(module)
 
-    prepared = _prepared(module, request) or launch
+    fuses = getattr(module, "fuses_offset", None)
+    whole = key_offset is None or (fuses is not None and fuses(request))
+    prepared = (_prepared(module, request) if whole else None) or launch
     indexed = query_aware_index is not None
     return StorePlan(
-        pages, query_aware, query_aware_search, _geometry(key), _geometry(value), slot_mapping.dtype, indexed, prepared
+        pages, key_offset, query_aware, _geometry(key), _geometry(value), slot_mapping.dtype, indexed, prepared
     )
 
 

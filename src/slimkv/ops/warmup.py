@@ -26,8 +26,8 @@ class LayerKind:
     num_kv_heads: int
     dtype: torch.dtype
     options: AttendOptions
+    key_offset: Tensor | None = None
     query_aware: Tensor | None = None
-    query_aware_search: int = 0
     backend: str | None = None
 
     @property
@@ -35,7 +35,7 @@ class LayerKind:
         """Equal for layers that run the same kernels."""
         return (
             self.layout, self.num_heads, self.num_kv_heads, self.dtype, self.options.sliding_window,
-            self.options.softcap > 0, self.query_aware is None, self.query_aware_search, self.backend,
+            self.options.softcap > 0, self.query_aware is None, self.backend,
         )  # fmt: skip
 
 
@@ -81,10 +81,10 @@ def run_step(kind: LayerKind, step: Step) -> None:
     store_kv(
         ones(kind.num_kv_heads, spec.key_dim), ones(kind.num_kv_heads, spec.value_dim), pages,
         torch.arange(tokens, device=device) % layout.block_size, codec=codec, layout=layout,
-        query_aware=kind.query_aware, query_aware_index=ranges, query_aware_search=kind.query_aware_search,
-        backend=kind.backend,
+        key_offset=kind.key_offset, query_aware=kind.query_aware, query_aware_index=ranges, backend=kind.backend,
     )  # fmt: skip
     attend(
         ones(kind.num_heads, spec.key_dim), pages, table, lengths, starts, codec=codec, layout=layout,
-        max_query_len=step.queries, max_seq_len=step.max_seq_len, options=kind.options, backend=kind.backend,
+        max_query_len=step.queries, max_seq_len=step.max_seq_len, key_offset=kind.key_offset,
+        options=kind.options, backend=kind.backend,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """``Fingerprint``: what the bytes of a packed cache mean. Equal fingerprints: one process may read another's pages.
 
 It holds everything that decoding needs and everything that decides which K and V were encoded: layout, formats, sizes,
-rotation, codebooks, the model with its weights. A calibration and the scale policies are not part of it: they choose
-other codes for the same vectors, and whoever decodes them needs to know neither.
+rotation, codebooks, key offsets, the model with its weights. Query-aware rounding and the scale policies are not part
+of it: they choose other codes for the same vectors, and decoding needs neither.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from slimkv.calibration.learned_offset import offset_digest
 from slimkv.codec.codebook import codebook
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.errors import CorruptDataError, InputError
 from slimkv.spec import LAYOUT_VERSION, CodecSpec, Kind, PageLayout, parse_spec
 
-VERSION = 1
+VERSION = 2
 _DIGEST = 64  # hex digits of a sha256
 
 
@@ -35,14 +37,25 @@ class LayerFingerprint:
     key_dim: int
     value_dim: int
     window: int | None = None  # tokens that a sliding layer attends
+    key_offset: str = ""  # digest of what was subtracted from the keys of all heads; empty: nothing
 
     @classmethod
     def of(
-        cls, number: int, spec: CodecSpec, num_kv_heads: int, dtype: str, window: int | None = None
+        cls,
+        number: int,
+        spec: CodecSpec,
+        num_kv_heads: int,
+        dtype: str,
+        window: int | None = None,
+        key_offset: Tensor | None = None,
     ) -> LayerFingerprint:
-        """Of a layer that stores ``spec`` in a model that computes in ``dtype``."""
+        """Of a layer that stores ``spec`` in a model that computes in ``dtype``.
+
+        ``key_offset``: float32 [num_kv_heads, key_dim] of all heads, or None where keys are not centred.
+        """
         plain = spec.with_raw_dtype(dtype)
-        return cls(number, plain.canonical_format, num_kv_heads, plain.key_dim, plain.value_dim, window)
+        sizes = num_kv_heads, plain.key_dim, plain.value_dim
+        return cls(number, plain.canonical_format, *sizes, window, offset_digest(key_offset))
 
     def spec(self, seed: int) -> CodecSpec:
         """The codec that reads these pages."""
@@ -95,7 +108,7 @@ class Fingerprint:
             "dtype": self.dtype,
             "weights": self.weights,
             "model": dict(self.model),
-            "layers": [[x.number, x.format, x.num_kv_heads, x.key_dim, x.value_dim, x.window] for x in self.layers],
+            "layers": [list(astuple(x)) for x in self.layers],
         }
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
@@ -139,6 +152,8 @@ class Fingerprint:
             _check_count("num_kv_heads", layer.num_kv_heads, 1)
             if layer.window is not None:
                 _check_count("window", layer.window, 1)
+            if not isinstance(layer.key_offset, str):
+                raise ValueError(f"key_offset is {layer.key_offset!r}")
             layer.layout(self.seed, self.block_size)
 
     @property
@@ -185,12 +200,13 @@ def _layer_differences(mine: tuple[LayerFingerprint, ...], theirs: tuple[LayerFi
     if numbers[0] != numbers[1]:
         return [f"layers with packed pages are {_short(numbers[0])}, not {_short(numbers[1])}"]
     out = []
-    for name in ("format", "num_kv_heads", "key_dim", "value_dim", "window"):
+    for name in ("format", "num_kv_heads", "key_dim", "value_dim", "window", "key_offset"):
         changed = [(a, b) for a, b in zip(mine, theirs, strict=True) if getattr(a, name) != getattr(b, name)]
         if changed:
             first, second = changed[0]
             more = f" (and {len(changed) - 1} more layers)" if len(changed) > 1 else ""
-            out.append(f"{name} of layer {first.number} is {getattr(first, name)}, not {getattr(second, name)}{more}")
+            was, now = (getattr(x, name) or "none" for x in (first, second))
+            out.append(f"{name} of layer {first.number} is {was}, not {now}{more}")
     return out
 
 

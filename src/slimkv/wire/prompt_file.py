@@ -1,9 +1,10 @@
 """``PromptCache``: the pages of one prompt, and the safetensors file they are kept in.
 
 Tensors: ``tokens`` int64 [tokens] and, for every layer, ``layer.<number>.pages`` uint8 [blocks, num_kv_heads,
-page_bytes]. Metadata: the fingerprint, where each layer's pages begin, a chained hash per block, and a checksum over
-the whole file, in which the checksum's own digits count as zeros. Keys are stored as attention reads them: after rotary
-embedding, at positions 0, 1, 2, ...
+page_bytes] and, where keys are centred, ``layer.<number>.key_offset`` float32 [num_kv_heads, key_dim]. Metadata: the
+fingerprint, where each layer's pages begin, a chained hash per block, and a checksum over the whole file, in which the
+checksum's own digits count as zeros. Keys are stored as attention reads them: after rotary embedding, at positions 0,
+1, 2, ...
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimkv.calibration.learned_offset import offset_digest
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, UnsupportedError
 from slimkv.wire.fingerprint import Fingerprint, LayerFingerprint
 
-FORMAT, VERSION = "slimkv-prompt-cache", 1
+FORMAT, VERSION = "slimkv-prompt-cache", 2
 _TOKENS = "tokens"
 _CHECKSUM, _UNSIGNED = "sha256", "0" * 64
 _MOST_HEADER_BYTES = 100 << 20  # as safetensors
@@ -36,6 +38,7 @@ class LayerPages:
 
     pages: Tensor  # uint8 [blocks, num_kv_heads, page_bytes]
     first_token: int = 0  # a sliding layer may have lost the tokens before its window
+    key_offset: Tensor | None = None  # float32 [num_kv_heads, key_dim], where keys are centred
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class PromptCache:
                     f"layer {layer.number} has pages {given.pages.dtype} {list(given.pages.shape)} from token "
                     f"{given.first_token} on; {len(self.tokens)} tokens need uint8 {list(wanted)}"
                 )
+            if offset_digest(given.key_offset) != layer.key_offset:
+                raise InputError(f"layer {layer.number} has another key offset than its fingerprint says")
             if given.first_token > first_needed(layer, len(self.tokens)):
                 raise InputError(
                     f"layer {layer.number} lacks tokens before {given.first_token} that its attention still reads"
@@ -109,6 +114,9 @@ class PromptCache:
         }
         header = {FORMAT: json.dumps(about, sort_keys=True, separators=(",", ":"))}  # one entry has one order
         tensors = {_name(n): x.pages.detach().cpu().contiguous() for n, x in self.layers.items()}
+        for number, layer in self.layers.items():
+            if layer.key_offset is not None:
+                tensors[_offset_name(number)] = layer.key_offset.detach().float().cpu().contiguous()
         tensors[_TOKENS] = torch.tensor(self.tokens, dtype=torch.int64)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -128,7 +136,8 @@ class PromptCache:
         """The whole file, checked: every bit by its checksum, every block's hash by the tokens."""
         header = read_header(path)
         tokens, pages = read_pages(header)
-        found = {n: LayerPages(x, header.first_tokens[n]) for n, x in pages.items()}
+        offsets = read_offsets(header)
+        found = {n: LayerPages(x, header.first_tokens[n], offsets.get(n)) for n, x in pages.items()}
         return cls(header.fingerprint, tokens, found)
 
 
@@ -139,6 +148,10 @@ def first_needed(layer: LayerFingerprint, tokens: int) -> int:
 
 def _name(layer: int) -> str:
     return f"layer.{layer}.pages"
+
+
+def _offset_name(layer: int) -> str:
+    return f"layer.{layer}.key_offset"
 
 
 def block_hashes(fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[str, ...]:
@@ -200,6 +213,26 @@ def read_pages(
     wanted = [x.number for x in header.fingerprint.layers] if layers is None else list(layers)
     tensors = _read(header, [_TOKENS, *map(_name, wanted)], heads)
     return tuple(tensors[_TOKENS].tolist()), {n: tensors[_name(n)] for n in wanted}
+
+
+def read_offsets(header: PromptHeader) -> dict[int, Tensor]:
+    """The key offsets float32 [num_kv_heads, key_dim] of layers with centred keys, checked by their digests."""
+    offsets = {}
+    try:
+        with _safetensors("safe_open")(header.path, framework="pt") as file:
+            for layer in header.fingerprint.layers:
+                if layer.key_offset:
+                    offsets[layer.number] = file.get_tensor(_offset_name(layer.number))
+    except (_safetensors("SafetensorError"), OSError, ValueError) as error:
+        raise CorruptDataError(f"{header.path} is not a whole prompt cache ({error}); write it again") from error
+    for layer in header.fingerprint.layers:
+        given = offsets.get(layer.number)
+        wanted = (layer.num_kv_heads, layer.key_dim)
+        if given is not None and (
+            given.dtype != torch.float32 or given.shape != wanted or offset_digest(given) != layer.key_offset
+        ):
+            raise CorruptDataError(f"{header.path}: the key offset of layer {layer.number} was altered; write it again")
+    return offsets
 
 
 def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> dict[str, Tensor]:

@@ -96,9 +96,9 @@ def test_a_rank_has_the_matrices_of_its_own_heads(rank, ranks, held, monkeypatch
     assert torch.equal(matrices, everything[first : first + held])
 
 
-def calibrated_pool(calibration: Calibration | None, search: int = 0):
+def calibrated_pool(calibration: Calibration | None):
     layers = tuple(LayerPages(i, page_layout(CodecSpec.parse("k3v4", DIM), PAGE), HEADS) for i in range(3))
-    config = KVCacheConfig("k3v4", calibration=calibration, query_aware_search=search)
+    config = KVCacheConfig("k3v4", calibration=calibration)
     plan = CachePlan(config, calibration, PAGE, CONTEXT, {None: layers})
     return bind(plan, ())(
         4 * PAGE, page_size=PAGE, dtype=torch.float32, head_num=HEADS, head_dim=DIM, layer_num=3, device="cpu",
@@ -117,17 +117,6 @@ def test_the_pool_stores_with_them():
         stored.append([pool.layer_pages(layer)[0].clone() for layer in range(3)])
     plain, calibrated = stored
     assert [torch.equal(a, b) for a, b in zip(plain, calibrated, strict=True)] == [False, False, True]
-
-
-def test_the_pool_searches_where_there_are_matrices():
-    key, value = torch.randn(2, 16, HEADS, DIM, generator=torch.Generator().manual_seed(0))
-    stored = []
-    for search in (0, 4):
-        pool = calibrated_pool(make_calibration(), search)
-        for layer in range(3):
-            pool.set_kv_buffer(SimpleNamespace(layer_id=layer), torch.arange(PAGE, 2 * PAGE), key, value)
-        stored.append([pool.layer_pages(layer)[0].clone() for layer in range(3)])
-    assert [torch.equal(a, b) for a, b in zip(*stored, strict=True)] == [False, False, True]
 
 
 def test_tokens_are_rounded_by_their_positions():

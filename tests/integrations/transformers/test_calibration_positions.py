@@ -117,15 +117,7 @@ def calibration(model):
     return gather_calibration(model, tokens(2, 96), costs=False)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"fresh": "codes"},
-        {"sink_tokens": 4, "recent_tokens": 8},
-        {"fresh": "codes", "query_aware_search": 4},
-        {"sink_tokens": 4, "query_aware_search": 2},
-    ],
-)
+@pytest.mark.parametrize("options", [{"fresh": "codes"}, {"sink_tokens": 4, "recent_tokens": 8}])
 def test_keys_take_the_matrix_of_their_position(model, calibration, options):
     """However a context is cut into passes, a token's codes are those of its own position's matrix."""
     ids = tokens(2, 300)
@@ -142,10 +134,9 @@ def test_keys_take_the_matrix_of_their_position(model, calibration, options):
     assert index.unique().tolist() == [0, 1, 2]
     got = layer.keys.decoded()
     packed = slice(options.get("sink_tokens", 0), 300 - options.get("recent_tokens", 0))
-    search = options.get("query_aware_search", 0)
     for number in range(3):
         own = (index[packed] == number).nonzero().flatten() + packed.start
-        encoded = codec.encode_key(keys[:, :, own], query_aware=matrices[number][:, None], query_aware_search=search)
+        encoded = codec.encode_key(keys[:, :, own], query_aware=matrices[number][:, None])
         assert torch.allclose(got[:, :, own], codec.decode_key(encoded), atol=1e-5), number
 
 

@@ -202,10 +202,9 @@ def test_graphs_hold_uniform_batches(monkeypatch):
     assert SlimKVMetadataBuilder.get_varlen_cudagraph_max_query_len(config, full()) == 4
 
 
-@pytest.mark.parametrize("search", [0, 4])
-def test_a_layer_stores_as_its_settings_say(search):
-    """The search of the settings where the layer has matrices, none where it has not."""
-    settings = {"format": "k4v4", "calibration": "auto", "query_aware_search": search}
+def test_a_layer_stores_with_its_matrices():
+    """And rounds to the nearest where it has none."""
+    settings = {"format": "k4v4", "calibration": "auto"}
     with set_current_vllm_config(VllmConfig(additional_config={"slimkv": settings})):
         layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
     layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
@@ -217,8 +216,7 @@ def test_a_layer_stores_as_its_settings_say(search):
         layer._matrices = (matrices,)
         got, want = torch.zeros(2, 1, 2, layout.page_bytes, dtype=torch.uint8)
         layer.do_kv_cache_update(None, key, value, got.view(1, 2, 16, -1), slots)
-        used = search if matrices is not None else 0
-        ops.store_kv(key, value, want, slots, codec=codec, layout=layout, query_aware=matrices, query_aware_search=used)
+        ops.store_kv(key, value, want, slots, codec=codec, layout=layout, query_aware=matrices)
         assert torch.equal(got, want)
 
 

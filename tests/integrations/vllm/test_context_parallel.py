@@ -103,7 +103,7 @@ def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries
         attend_shards(
             mine, new[0], new[1], held, held_table, starts, most["max_query_len"], tables,
             Rank(threads, ranks, rank), codec=codec, layout=layout, options=options, query_aware=None,
-            query_aware_index=None, query_aware_search=0, raw=raw, out=out, backend=None,
+            query_aware_index=None, raw=raw, out=out, backend=None,
         )  # fmt: skip
         results[rank] = out
 

@@ -60,10 +60,9 @@ def _store(
     dtype: torch.dtype = torch.bfloat16,
     few: bool = False,
     query_aware: bool = False,
-    search: int = 0,
 ) -> Variant:
     rows = (dtype, True)
-    plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, int(query_aware), search)
+    plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, int(query_aware))
     return store.SOURCE, dict(plan.defines), "sm_90"
 
 
@@ -122,8 +121,6 @@ def variants() -> dict[str, Variant]:
         "store-d96": _store("k3v2", 96),
         "store-query-aware": _store("k4v4", query_aware=True),
         "store-query-aware-few": _store("k4v4", few=True, query_aware=True),
-        "store-query-aware-search": _store("k4v4", query_aware=True, search=4),
-        "store-query-aware-search-few": _store("k4v4", few=True, query_aware=True, search=4),
         **{f"store-{f}": _store_latent(f) for f in ("c4", "c4r8", "c6r8")},
         "prefill-unpack-k4v4": _unpack("k4v4", 128),
         "prefill-unpack-k5vu4": _unpack("k5vu4", 64),

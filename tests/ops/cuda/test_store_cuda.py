@@ -19,7 +19,6 @@ from store_cases import (
 from test_store import COVERING, MATRIX, assert_same_bytes
 from test_store_query_aware import COVERING as QUERY_AWARE
 from test_store_query_aware import FULL as ALL_QUERY_AWARE
-from test_store_query_aware_search import FULL as ALL_SEARCHED
 
 from slimkv import Codec
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, codebook
@@ -31,13 +30,6 @@ from slimkv.spec import CodecSpec
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
-SEARCHED = [
-    (Case(heads=1, tokens=40), 4),
-    (Case(heads=1, tokens=40, slots="aligned", format="k5v3", dtype="fp32"), 2),
-    (Case(dim=80, heads=2, tokens=11, format="k2v4"), 4),
-    (Case(dim=96, value_dim=48, heads=1, tokens=17, strided=True, policy="unbiased", format="k3v3"), 2),
-    (Case(dim=128, heads=1, tokens=33, format="k8v4", dtype="fp16"), 4),
-]
 
 
 def emulate(request: StoreRequest) -> None:
@@ -53,16 +45,14 @@ def taken(case: Case, shaped: bool = False) -> bool:
     return in_tiles or (not shaped and format_refusal(case.layout) is None)
 
 
-def check(
-    case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU, search: int = 0, times: int = 1
-) -> None:
+def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU, times: int = 1) -> None:
     key, value, slots, pages, codec = build(case, device)
     query_aware = None
     if shaped:
         query_aware = (random_query_aware(case.heads, codec).int() * times).clamp(-127, 127).to(torch.int8)
-    want = expected(key, value, slots, pages, codec, case.layout, query_aware, search)
+    want = expected(key, value, slots, pages, codec, case.layout, query_aware)
     assert not torch.equal(want, pages)
-    request = StoreRequest(key, value, pages, slots, codec, case.layout, query_aware, query_aware_search=search)
+    request = StoreRequest(key, value, pages, slots, codec, case.layout, query_aware)
     assert store_cuda.supports(request) is None
     run(request)
     assert_same_bytes(pages, want, case.layout)
@@ -137,10 +127,9 @@ def test_query_aware_rounding_is_the_codecs(case):
 
 
 @emulated
-@pytest.mark.parametrize("search", [0, 2])
 @pytest.mark.parametrize("format", ["k5v5", "k6v3", "k7v4"])
-def test_query_aware_rounding_of_few_tokens_by_records_of_cells_and_without(format, search):
-    check(Case(dim=128, heads=1, tokens=20, format=format), shaped=True, search=search)
+def test_query_aware_rounding_of_few_tokens_by_records_of_cells_and_without(format):
+    check(Case(dim=128, heads=1, tokens=20, format=format), shaped=True)
 
 
 @emulated
@@ -151,14 +140,13 @@ def test_query_aware_rounding_of_many_tokens(dim, monkeypatch):
 
 
 @emulated
-@pytest.mark.parametrize("search", [0, 4])
 @pytest.mark.parametrize("format", ["k4v4", "k6v4"])
-def test_errors_are_limited_to_a_byte(format, search):
+def test_errors_are_limited_to_a_byte(format):
     """With weights so large that errors are corrected by far more than they are."""
-    check(Case(format=format, tokens=20), shaped=True, search=search, times=9)
+    check(Case(format=format, tokens=20), shaped=True, times=9)
 
 
-def check_index(run, device: torch.device, tokens: int = 40, search: int = 0) -> None:
+def check_index(run, device: torch.device, tokens: int = 40) -> None:
     """Tokens of one warp with different matrices, with the same, and the last warp not full."""
     case = Case(heads=2, tokens=tokens)
     for index in (torch.arange(tokens) * 7 % 5 - 1, torch.full((tokens,), 2)):
@@ -168,42 +156,22 @@ def check_index(run, device: torch.device, tokens: int = 40, search: int = 0) ->
         want = pages.clone()
         for number in range(3):
             mine = torch.where(index.clamp(0, 2) == number, slots, -1)
-            want = expected(key, value, mine, want, codec, case.layout, matrices[number], search)
-        run(StoreRequest(key, value, pages, slots, codec, case.layout, matrices.contiguous(), index, search))
+            want = expected(key, value, mine, want, codec, case.layout, matrices[number])
+        run(StoreRequest(key, value, pages, slots, codec, case.layout, matrices.contiguous(), index))
         assert torch.equal(pages, want)
 
 
-@pytest.mark.parametrize("search", [0, 4])
 @pytest.mark.parametrize("few", [True, False])
-def test_every_token_takes_its_own_matrix(few, search, monkeypatch):
+def test_every_token_takes_its_own_matrix(few, monkeypatch):
     """Whether each matrix has blocks of its own or a warp takes them one after the other."""
     monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
-    check_index(emulate, CPU, search=search)
+    check_index(emulate, CPU)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("search", [0, 2, 4])
-def test_every_token_takes_its_own_matrix_on_a_gpu(search, device):
+def test_every_token_takes_its_own_matrix_on_a_gpu(device):
     for tokens in (7, 40, 3000):
-        check_index(store_cuda.run, device, tokens, search)
-
-
-@emulated
-@pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize(("case", "search"), SEARCHED)
-def test_a_search_is_the_codecs(case, search, few, monkeypatch):
-    """Whether rounds have blocks of their own or a warp takes them one after the other."""
-    monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
-    check(case, shaped=True, search=search)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("search", [2, 4])
-@pytest.mark.parametrize("case", named(ALL_SEARCHED, shaped=True))
-def test_a_search_on_a_gpu(case, search, few, device, monkeypatch):
-    monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
-    check(case, True, store_cuda.run, device, search)
+        check_index(store_cuda.run, device, tokens)
 
 
 @emulated

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
+from slimkv.calibration.guard import Guard
+from slimkv.calibration.learned_offset import is_capturing
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.sglang import refusals
-from slimkv.integrations.sglang.compat import AttentionBackend, HybridLinearKVPool, SWAKVPool
+from slimkv.integrations.sglang.compat import AttentionBackend, HybridLinearKVPool, SWAKVPool, logger
 from slimkv.integrations.sglang.metadata import BlockTables, GraphTables, Step, eager_step, verified_tokens
 from slimkv.integrations.sglang.pool import SlimKVPool
 from slimkv.integrations.sglang.warmup import compile_kernels
 from slimkv.ops.attention.api import SIXTEEN_BIT
 from slimkv.ops.warmup import LayerKind
+from slimkv.spec import Kind
 
 
 class SlimKVAttnBackend(AttentionBackend):
@@ -45,6 +48,8 @@ class SlimKVAttnBackend(AttentionBackend):
             model_runner.req_to_token_pool.req_to_token, model_runner.page_size, self._window_pool,
             plain[0].plan.position_edges,
         )  # fmt: skip
+        lossy = [x for one in plain for x in one.layers if x.layout.spec.key.kind != Kind.RAW]
+        self._guard = Guard(self._config.max_score_error, (str(x.layer) for x in lossy), logger.info)
         self._graph: GraphTables | None = None
         self._options: dict[int, ops.AttendOptions] = {}
         self.forward_metadata: Step | None = None
@@ -59,7 +64,7 @@ class SlimKVAttnBackend(AttentionBackend):
             _, pages, codec = pool.layer_pages(index)
             yield LayerKind(
                 codec, pages.layout, layer.tp_q_head_num, pages.num_kv_heads, dtype, self._attend_options(layer, None),
-                *pool.rounding(index), self._config.backend,
+                pool.key_offset(index), pool.query_aware(index), self._config.backend,
             )  # fmt: skip
 
     def _plain_pools(self) -> list[SlimKVPool]:
@@ -163,6 +168,8 @@ class SlimKVAttnBackend(AttentionBackend):
         if query.shape[0] > step.num_queries:  # padding, which nothing else writes
             out[step.num_queries :].zero_()
         fresh = (k, v) if self._raw and k is not None and v is not None else None
+        if save_kv_cache and k is not None:
+            self._check_scores(query, k, layer, step, batch.out_cache_loc)
         self._attend(query, fresh, layer, step, sinks, out)
         return out.view(out.shape[0], -1)
 
@@ -175,6 +182,24 @@ class SlimKVAttnBackend(AttentionBackend):
             slots = step.window_slots[:count]
         ranges = None if step.matrix_index is None else step.matrix_index[:count]
         pool.store(index, slots, key, value, ranges)
+
+    def _check_scores(self, query: Tensor, key: Tensor, layer: Any, step: Step, slots: Tensor) -> None:
+        """Once, on a prompt that is long enough: scores from stored keys against true ones."""
+        name, count = str(layer.layer_id), min(step.num_queries, slots.shape[0])
+        if not self._guard.wants(name, count) or is_capturing(query.device):
+            return
+        pool, index, windowed = self._pool_of(layer.layer_id)
+        pages, of, codec = pool.layer_pages(index)
+        where = step.window_slots if windowed else slots
+        assert where is not None
+
+        def stored(rows: Tensor) -> Tensor:
+            return ops.gather_kv(
+                pages, where[:count][rows], codec=codec, layout=of.layout, key_offset=pool.key_offset(index),
+                backend=self._config.backend,
+            )[0]  # fmt: skip
+
+        self._guard.compare(name, query[:count], key[:count], stored, float(layer.scaling))
 
     def _attend(
         self, query: Tensor, fresh: tuple[Tensor, Tensor] | None, layer: Any, step: Step, sinks: Tensor | None,
@@ -189,7 +214,8 @@ class SlimKVAttnBackend(AttentionBackend):
             ops.attend(
                 query[rows], pages, table[requests], step.seq_lens[requests], part.cu_seqlens_q, codec=codec,
                 layout=of.layout, max_query_len=part.max_query_len, min_query_len=part.min_query_len,
-                max_seq_len=step.max_seq_len, options=self._attend_options(layer, sinks),
+                max_seq_len=step.max_seq_len, key_offset=pool.key_offset(index),
+                options=self._attend_options(layer, sinks),
                 fresh=None if fresh is None else (fresh[0][rows], fresh[1][rows]), out=out[rows],
                 backend=self._config.backend,
             )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.listener import STEPS, ListeningPlan, ObservedLayer, QueryListener, refuse_fixed
+from slimkv.calibration.listener import STEPS, SUMS, ListeningPlan, ObservedLayer, QueryListener, refuse_fixed
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang.names import BACKEND, LISTENING
 
@@ -84,7 +84,8 @@ class Observer:
         count = min(query.shape[0], self._positions.shape[0])
         if count:
             query = query.reshape(query.shape[0], layer.tp_q_head_num, layer.qk_head_dim)[:count]
-            self._listener.take(layer.layer_id, query, self._positions[:count])
+            key = key.reshape(key.shape[0], layer.tp_k_head_num, layer.qk_head_dim)[:count]
+            self._listener.take(layer.layer_id, query, key, self._positions[:count])
 
 
 def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -98,14 +99,15 @@ def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 
 
 def save_part(part: dict[str, Any], path: Path) -> None:
-    """What a rank collected as one file: moments as tensors, the rest as JSON."""
+    """What a rank collected as one file: sums as tensors, the rest as JSON."""
     from safetensors.torch import save_file
 
-    moments, layers = {}, {}
+    sums, layers = {}, {}
     for name, given in part["layers"].items():
-        layers[name] = {field: value for field, value in given.items() if field != "moment"}
-        moments[name] = torch.frombuffer(bytearray(given["moment"]), dtype=torch.float64)
-    save_file(moments, path, metadata={"part": json.dumps({**part, "layers": layers})})
+        layers[name] = {field: value for field, value in given.items() if field not in SUMS}
+        for field in SUMS:
+            sums[f"{name}.{field}"] = torch.frombuffer(bytearray(given[field]), dtype=torch.float64)
+    save_file(sums, path, metadata={"part": json.dumps({**part, "layers": layers})})
 
 
 def load_part(path: Path) -> dict[str, Any]:
@@ -115,7 +117,8 @@ def load_part(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         part = json.loads(file.metadata()["part"])
         for name, given in part["layers"].items():
-            given["moment"] = file.get_tensor(name).numpy().tobytes()
+            for field in SUMS:
+                given[field] = file.get_tensor(f"{name}.{field}").numpy().tobytes()
     return part
 
 

@@ -23,6 +23,7 @@ from slimkv.integrations.sglang.compat import (
     check_hooks,
     unwrap_write_loc,
 )
+from slimkv.integrations.sglang.key_offset import layer_offset
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
 from slimkv.spec import CodecSpec
 
@@ -72,6 +73,9 @@ class SlimKVPool(MHATokenToKVPool):
         )
         self._codecs = tuple(shared_codec(pages.layout.spec, self._slab.device) for pages in self.layers)
         self._query_aware = tuple(map(self._matrices, self.layers, self._codecs))
+        self._offsets = tuple(
+            layer_offset(self.plan, pages, codec.device) for pages, codec in zip(self.layers, self._codecs, strict=True)
+        )
 
     def _check_shapes(self) -> None:
         """Raises unless SGLang builds the layers it sized."""
@@ -140,18 +144,25 @@ class SlimKVPool(MHATokenToKVPool):
         it.
         """
         pages, of, codec = self.layer_pages(index)
-        matrices, search = self.rounding(index)
+        matrices = self._query_aware[index]
         several = matrices is not None and matrices.ndim == 4
+        offset = self._offsets[index]
+        if offset is not None and not offset.known:
+            offset.learn(key, slots >= self.page_size, pages[1:])  # block 0 takes padding
         ops.store_kv(
-            key, value, pages, slots, codec=codec, layout=of.layout, query_aware=matrices,
-            query_aware_index=matrix_index if several else None, query_aware_search=search,
-            backend=self.plan.config.backend,
+            key, value, pages, slots, codec=codec, layout=of.layout, key_offset=self.key_offset(index),
+            query_aware=matrices,
+            query_aware_index=matrix_index if several else None, backend=self.plan.config.backend,
         )  # fmt: skip
 
-    def rounding(self, index: int) -> tuple[Tensor | None, int]:
-        """The calibration's matrices of the pool's ``index``-th layer, and how many roundings of a key are tried."""
-        matrices = self._query_aware[index]
-        return matrices, 0 if matrices is None else self.plan.config.query_aware_search
+    def query_aware(self, index: int) -> Tensor | None:
+        """The calibration's matrices of the pool's ``index``-th layer."""
+        return self._query_aware[index]
+
+    def key_offset(self, index: int) -> Tensor | None:
+        """What is subtracted from keys of the pool's ``index``-th layer, which may still be learnt; None: nothing."""
+        offset = self._offsets[index]
+        return None if offset is None else offset.tensor
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """Copies single tokens between slots, in all layers."""

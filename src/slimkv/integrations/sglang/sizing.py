@@ -49,6 +49,7 @@ class CachePlan:
     page_size: int
     context: int  # positions of the longest sequence
     groups: dict[str | None, tuple[LayerPages, ...]]
+    model: str | None = None  # folder or hub name of its weights; None: they are random
 
     def token_bytes(self, label: str | None) -> int:
         """Bytes of one token in all layers of a pool."""
@@ -99,7 +100,9 @@ def make_plan(kvc: Any) -> CachePlan:
     groups = {
         label: tuple(pages(layer, shape) for layer in layers) for label, (layers, shape) in _geometry(kvc).items()
     }
-    return CachePlan(config, calibration, kvc.page_size, kvc.model_config.context_len, groups)
+    random_weights = str(kvc.server_args.load_format) == "dummy"
+    model = None if random_weights else str(kvc.model_config.model_path)
+    return CachePlan(config, calibration, kvc.page_size, kvc.model_config.context_len, groups, model)
 
 
 def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +15,10 @@ from slimkv.arguments import describe, typed
 from slimkv.calibration import Calibration
 from slimkv.config import AUTO, CALIBRATED, RAW, RAW_LATENT, KVCacheConfig
 from slimkv.errors import InputError, SlimKVError
+from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
+from slimkv.integrations.transformers.calibration.offsets import model_offsets
 from slimkv.integrations.transformers.compat import (
     Cache,
     CacheLayerMixin,
@@ -70,6 +72,9 @@ class SlimKVCache(Cache):
             latents), or a whole ``KVCacheConfig``. ``auto`` is 4 bits: ``k4v4``, or ``c4`` for latents.
         block_size: tokens per block: 16, 32, 64 or 128.
         offloading, offload_only_non_sliding: as in ``DynamicCache``: pages wait in CPU memory while not in use.
+        offsets: what is subtracted from the keys of each layer before they are encoded, float [num_kv_heads, key_dim]
+            by layer number. None: from the calibration; else from a pass of 256 random ids, made once for a model and
+            kept on disk; else, where only a config is given, from the first tokens of each layer.
         fields: the other fields of ``KVCacheConfig``. ``raw`` layers are stock layers. ``fresh="auto"`` is ``raw``: a
             forward pass of more than 8 new tokens attends those tokens raw, and only later passes read their codes.
             ``calibration="auto"`` is made when this model is first seen, which runs it once (so it needs the model, not
@@ -86,6 +91,7 @@ class SlimKVCache(Cache):
         block_size: int = 64,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
+        offsets: Mapping[int, Tensor] | None = None,
         **fields: Any,
     ) -> None:
         self.settings = _settings(format, fields)
@@ -101,7 +107,9 @@ class SlimKVCache(Cache):
         _check_formats(config, formats, block_size)
         fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
         index = MatrixIndex(known) if known is not None else None
-        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index)
+        if offsets is None:
+            offsets = _offsets(model, self.settings, known, formats)
+        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index, offsets)
         layers = [
             _layer(kind, arguments, name, settings, number)
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
@@ -360,6 +368,22 @@ def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
     if fields:
         raise InputError(f"{', '.join(fields)}: give them inside the KVCacheConfig, or a format and fields, not both")
     return format
+
+
+def _offsets(
+    model: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]
+) -> Mapping[int, Tensor]:
+    """Key offsets of a model at hand, where keys are centred and no calibration knows them."""
+    packed = [
+        number for number, name in enumerate(formats) if name not in _STOCK_FORMATS and not is_latent_format(name)
+    ]
+    if model is None or not settings.center_keys or not packed:
+        return {}
+    if calibration is not None and all(
+        number in calibration.layers and calibration.layers[number].key_mean is not None for number in packed
+    ):
+        return {}
+    return model_offsets(model)
 
 
 def _formats(settings: KVCacheConfig, calibration: Calibration | None, num_layers: int, latent: bool) -> list[str]:

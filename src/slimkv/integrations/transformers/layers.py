@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from slimkv.cache import AttentionBatch, PagedPool
 from slimkv.calibration import Calibration
+from slimkv.codec.key_offset import wants_offset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import is_latent_format
@@ -35,6 +37,7 @@ class LayerSettings:
     tables: TableSet
     calibration: Calibration | None = None
     matrix_index: MatrixIndex | None = None  # of its matrices
+    offsets: Mapping[int, Tensor] = field(default_factory=dict)  # of keys, by layer; others are learnt from tokens
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
         """A copied cache has tables of its own; what nobody changes is shared."""
@@ -65,7 +68,7 @@ class PackedLayer(CacheLayerMixin):
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
         """Copies pages and tables; codec and matrices, which nobody changes, are shared."""
         if self.is_initialized:
-            for shared in (self.pool.codec, self.pool.layout, self.pool.query_aware):
+            for shared in (self.pool.codec, self.pool.layout, self.pool.query_aware, self.pool.key_offset):
                 memo[id(shared)] = shared
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
@@ -95,13 +98,30 @@ class PackedLayer(CacheLayerMixin):
             self.tables = self.settings.tables.get(batch, self.device, self.window, self.partly)
             blocks, size, backend = self.tables.blocks, self.settings.block_size, self.settings.config.backend
             self.pool = PagedPool(spec, blocks, self.num_kv_heads, size, self.device, backend)
-            self.pool.query_aware_search = config.query_aware_search
         if self.settings.calibration is not None:
             self.pool.query_aware = self.settings.calibration.query_aware_matrices(self.number, self.pool.codec)
+        self._learns_offset = False
+        if config.center_keys and not is_latent_format(self.format) and wants_offset(spec):
+            self.pool.key_offset = self._known_offset()
+            self._learns_offset = self.pool.key_offset is None
         self._plan: AttendPlan | None = None
         self._prefill = config.prefill_of(spec, shared_pages=False)
         self.tables.join(self)
         self.is_initialized = True
+
+    def _known_offset(self) -> Tensor | None:
+        """What is known of this layer's keys before it has seen any: of a file, the calibration or the model."""
+        settings = self.settings
+        known = settings.offsets.get(self.number)
+        if known is None and settings.calibration is not None:
+            known = settings.calibration.key_offset(self.number, self.device)
+        if known is not None and known.shape != (self.num_kv_heads, self.pool.codec.spec.key_dim):
+            raise InputError(
+                f"layer {self.number} has a key offset {list(known.shape)}, and keys of {self.num_kv_heads} heads of "
+                f"{self.pool.codec.spec.key_dim} dimensions"
+            )
+        with lasting():
+            return None if known is None else known.to(self.device, torch.float32).contiguous()
 
     def _check_kind(self, key_states: Tensor) -> None:
         """Raises where a format of latents meets K and V of several heads."""
@@ -141,6 +161,10 @@ class PackedLayer(CacheLayerMixin):
             x if side.kind != Kind.RAW else x.to(getattr(torch, side.raw_dtype))
             for x, side in ((key_states, spec.key), (value_states, spec.value))
         )
+        if self._learns_offset and key.shape[2]:  # nothing is stored yet: from now on it is fixed
+            with lasting():
+                self.pool.key_offset = key.float().mean((0, 2)).contiguous()
+            self._learns_offset = False
         index, matrices, chosen = self.settings.matrix_index, self.pool.query_aware, None
         if index is not None and matrices is not None and matrices.ndim == 4:
             chosen = index(first, key_states.shape[2], self.tables.pads, self.device)
@@ -169,9 +193,9 @@ class PackedLayer(CacheLayerMixin):
     def _kv(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
         visible = self._visible(new)
         return PagedKV(
-            self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, self.tokens - visible, visible,
-            self.dtype, self.window, self.chunked, fresh, self.settings.config.backend, self.attend_codes,
-            self._prefill,
+            self.pool.pages, self.pool.codec, self.pool.layout, self.pool.key_offset, self.tables, step,
+            self.tokens - visible, visible, self.dtype, self.window, self.chunked, fresh, self.settings.config.backend,
+            self.attend_codes, self._prefill,
         )  # fmt: skip
 
     def attend_codes(self, query: Tensor, pages: Tensor, batch: AttentionBatch, options: AttendOptions) -> Tensor:
@@ -183,9 +207,8 @@ class PackedLayer(CacheLayerMixin):
         if plan is None or not plan.fits(query, pages, batch.block_table, batch.cu_seqlens_q, options):
             plan = self._plan = plan_attend(
                 query, pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, codec=self.pool.codec,
-                layout=self.pool.layout, max_query_len=batch.max_query_len,
-                min_query_len=batch.min_query_len, options=options,
-                backend=self.settings.config.backend,
+                layout=self.pool.layout, max_query_len=batch.max_query_len, min_query_len=batch.min_query_len,
+                key_offset=self.pool.key_offset, options=options, backend=self.settings.config.backend,
             )  # fmt: skip
         return plan.run(query, batch.seq_lens)
 

@@ -72,6 +72,7 @@ class PagedKV:
     pages: Tensor  # taken at the step: offloading may move the layer's own
     codec: Codec
     layout: PageLayout
+    key_offset: Tensor | None  # see ``slimkv.codec.key_offset``
     tables: SequenceTables
     step: Step
     first: int  # the first position that attention may see
@@ -115,8 +116,9 @@ class PagedKV:
             count = self.positions - (self.step.new if self.fresh is not None else 0)
             slots = self.tables.slots(self.first, count)
             key, value = ops.gather_kv(
-                self.pages, slots.reshape(-1), codec=self.codec, layout=self.layout, dtype=self.dtype
-            )
+                self.pages, slots.reshape(-1), codec=self.codec, layout=self.layout, key_offset=self.key_offset,
+                dtype=self.dtype,
+            )  # fmt: skip
             pair = [x.unflatten(0, (self.tables.batch, count)).transpose(1, 2) for x in (key, value)]
             if self.fresh is None:
                 pair = [x.contiguous() for x in pair]  # as stock tensors are: some models take views of them
@@ -151,8 +153,8 @@ class PagedKV:
             out = ops.attend(
                 rows, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
                 codec=self.codec, layout=self.layout, max_query_len=batch.max_query_len,
-                min_query_len=batch.min_query_len,
-                max_seq_len=batch.max_seq_len, options=options, fresh=fresh, backend=self.backend,
+                min_query_len=batch.min_query_len, max_seq_len=batch.max_seq_len, key_offset=self.key_offset,
+                options=options, fresh=fresh, backend=self.backend,
             )  # fmt: skip
         if step.query_rows is not None:  # padding attends nothing
             out = out.new_zeros(query.shape[0] * step.new, *out.shape[1:]).index_copy_(0, step.query_rows, out)

@@ -107,7 +107,7 @@ def _layer_pages(
             )
         first = layer.tables.kept_from
         rows = [j % layer.tables.rows for j in range(first // block_size, -(-count // block_size))]
-        pages, layout = layer.pool.pages[rows].cpu(), layer.pool.layout
+        pages, layout, offset = layer.pool.pages[rows].cpu(), layer.pool.layout, layer.pool.key_offset
         heads, dtype, window = layer.num_kv_heads, layer.dtype, layer.window
     elif type(layer) in _STOCK:
         if not layer.is_initialized or layer.keys.shape[0] != 1:
@@ -121,7 +121,7 @@ def _layer_pages(
         pool = PagedPool(spec, -(-count // block_size) - first // block_size, heads, block_size)
         slots = torch.arange(first, count) - first // block_size * block_size
         pool.store(_rows(layer.keys), _rows(layer.values), slots)
-        pages, layout = pool.pages, pool.layout
+        pages, layout, offset = pool.pages, pool.layout, None
     else:
         raise UnsupportedError(
             f"layer {number} is a {type(layer).__name__}, whose state a prompt-cache file does not hold; files are for "
@@ -130,8 +130,8 @@ def _layer_pages(
     offsets = page_tables(layout, pages.device).byte_offsets
     pages[0][:, offsets[: first % block_size].flatten()] = 0
     pages[-1][:, offsets[block_size - -count % block_size :].flatten()] = 0
-    mark = LayerFingerprint.of(number, layout.spec, heads, _name(dtype), window)
-    return mark, LayerPages(pages, first), dtype
+    mark = LayerFingerprint.of(number, layout.spec, heads, _name(dtype), window, offset)
+    return mark, LayerPages(pages, first, offset), dtype
 
 
 def _rows(states: Tensor) -> Tensor:
@@ -162,12 +162,17 @@ def load_prompt(
     formats = {layer.number: layer.format for layer in mark.layers}
     cache = cache_class(
         model, layers={n: _as_asked(x, mark.dtype) for n, x in formats.items()}, seed=mark.seed,
-        block_size=mark.block_size, **fields,
+        block_size=mark.block_size, offsets=_offsets(prompt), center_keys=bool(_offsets(prompt)), **fields,
     )  # fmt: skip
     device = getattr(model, "device", torch.device("cpu"))
     for number, layer in enumerate(mark.layers):
         _fill(cache.layers[number], layer, prompt, count, device)
     return cache
+
+
+def _offsets(prompt: PromptCache) -> dict[int, Tensor]:
+    """What was subtracted from keys, by layer: later tokens are stored with the same."""
+    return {number: x.key_offset for number, x in prompt.layers.items() if x.key_offset is not None}
 
 
 def _as_asked(format: str, dtype: str) -> str:

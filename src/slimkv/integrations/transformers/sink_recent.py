@@ -83,8 +83,8 @@ class SinkRecentKV:
         plain = ops.AttendOptions(softmax_scale=options.softmax_scale, causal=False, softcap=options.softcap)
         packed_out, packed_lse = ops.attend(
             token_rows(query), middle.pages, step.block_table, step.seq_lens, starts, codec=middle.codec,
-            layout=middle.layout, max_query_len=new, max_seq_len=step.max_seq_len, options=plain, return_lse=True,
-            backend=middle.backend,
+            layout=middle.layout, max_query_len=new, max_seq_len=step.max_seq_len, key_offset=middle.key_offset,
+            options=plain, return_lse=True, backend=middle.backend,
         )  # fmt: skip
         packed = packed_out.unflatten(0, (batch, new)), packed_lse.unflatten(0, (batch, new))
         return merge_attention_states((out, lse), packed).to(query.dtype)
@@ -147,8 +147,8 @@ class SinkRecentLayer(PackedLayer):
     def _middle(self, packed: int) -> PagedKV:
         step = self.tables.prefix(packed)
         return PagedKV(
-            self.pool.pages, self.pool.codec, self.pool.layout, self.tables, step, 0, packed, self.dtype, None, False,
-            None, self.settings.config.backend, self.attend_codes, SIXTEEN_BIT,
+            self.pool.pages, self.pool.codec, self.pool.layout, self.pool.key_offset, self.tables, step, 0, packed,
+            self.dtype, None, False, None, self.settings.config.backend, self.attend_codes, SIXTEEN_BIT,
         )  # fmt: skip
 
     def _view(self, side: int) -> PackedStates | None:

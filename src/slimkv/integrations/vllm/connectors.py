@@ -88,6 +88,11 @@ def check_fingerprints(vllm_config: Any, block_size: int) -> None:
             _check_stated(name, extra, fingerprint)
 
 
+def pages_leave_the_engine(vllm_config: Any) -> bool:
+    """Whether other processes, or later ones, read the pages of this engine."""
+    return any(_leaves_the_engine(name, extra) for name, extra in connectors(vllm_config))
+
+
 def _leaves_the_engine(name: str, extra: Mapping[str, Any]) -> bool:
     rule = CONNECTORS.get(name, (None, ""))[0]
     if rule is Rule.IN_PROCESS:
@@ -131,9 +136,12 @@ def engine_fingerprint(vllm_config: Any, block_size: int) -> Fingerprint:
         )
     dtype = str(model.dtype).removeprefix("torch.")
     layers = [
-        LayerFingerprint.of(number, spec, _all_heads(vllm_config, layer), dtype, layer.impl.sliding_window)
+        LayerFingerprint.of(
+            number, spec, _all_heads(vllm_config, layer), dtype, layer.impl.sliding_window,
+            layer.impl.whole_key_offset(),
+        )
         for number, spec, layer in packed_layers(vllm_config).values()
-    ]
+    ]  # fmt: skip
     seeds = {spec.seed for _, spec, _ in packed_layers(vllm_config).values()}
     return Fingerprint.of(
         layers,

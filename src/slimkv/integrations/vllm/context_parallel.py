@@ -108,9 +108,9 @@ def attend_shards(
     codec: Codec,
     layout: PageLayout,
     options: ops.AttendOptions,
+    key_offset: Tensor | None,
     query_aware: Tensor | None,
     query_aware_index: Tensor | None,
-    query_aware_search: int,
     raw: bool,
     out: Tensor,
     backend: str | None,
@@ -121,6 +121,7 @@ def attend_shards(
         query: [queries, heads, dim], this rank's heads; key, value: [queries, num_kv_heads, dim],
         the same on every rank.
         pages, block_table: the tokens that this rank holds.
+        key_offset: what this rank subtracts from keys.
         raw: the step's tokens are attended as they are, not through their codes.
         out: [queries, heads, value_dim], written in place.
     """
@@ -128,13 +129,14 @@ def attend_shards(
     own = page_layout(layout.spec, NEW_BLOCK)
     fresh_pages = pages.new_empty(tables.new_blocks, num_kv_heads, own.page_bytes)
     ops.store_kv(
-        key, value, fresh_pages, tables.new_slots, codec=codec, layout=own, query_aware=query_aware,
+        key, value, fresh_pages, tables.new_slots, codec=codec, layout=own, key_offset=key_offset,
+        query_aware=query_aware,
         query_aware_index=query_aware_index if query_aware is not None and query_aware.ndim == 4 else None,
-        query_aware_search=query_aware_search, backend=backend,
+        backend=backend,
     )  # fmt: skip
     new = ops.attend(
         query, fresh_pages, tables.new_table, tables.new_lens, cu_seqlens_q, codec=codec, layout=own,
-        max_query_len=max_query_len, max_seq_len=max_query_len, options=options,
+        max_query_len=max_query_len, max_seq_len=max_query_len, key_offset=key_offset, options=options,
         fresh=(key, value) if raw else None, out=query.new_empty(*out.shape, dtype=torch.float32), return_lse=True,
         backend=backend,
     )  # fmt: skip
@@ -143,7 +145,7 @@ def attend_shards(
         everyone, pages, block_table, tables.context_lens, cu_seqlens_q, codec=codec, layout=layout,
         max_query_len=max_query_len,
         max_seq_len=min(tables.max_context_len, block_table.shape[1] * layout.block_size),
-        options=replace(options, causal=False),
+        key_offset=key_offset, options=replace(options, causal=False),
         out=query.new_empty(rows, everyone.shape[1], layout.spec.value_dim, dtype=torch.float32), return_lse=True,
         backend=backend,
     )  # fmt: skip

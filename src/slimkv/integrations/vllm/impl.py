@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
+from slimkv.calibration.guard import Guard
+from slimkv.calibration.learned_offset import LayerOffset, is_capturing
 from slimkv.codec import Codec
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
@@ -21,6 +23,7 @@ from slimkv.integrations.vllm.compat import (
 )
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
+from slimkv.integrations.vllm.key_offset import guard_of, layer_offset, whole_offset
 from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec, shared_codec
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
@@ -28,7 +31,7 @@ from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import kernel_block, profile_run
 from slimkv.ops.warmup import LayerKind
-from slimkv.spec import CodecSpec, PageLayout, page_layout
+from slimkv.spec import CodecSpec, Kind, PageLayout, page_layout
 
 
 class SlimKVImpl(AttentionImpl):
@@ -69,6 +72,7 @@ class SlimKVImpl(AttentionImpl):
         self._spec: CodecSpec | None = None
         self._number: int | None = None
         self._matrices: tuple[Tensor | None] | None = None
+        self._key_offset: tuple[LayerOffset | None] | None = None
         self._settings: KVCacheConfig = parse(self._config.additional_config)
         check_engine(self._config)
         if attn_type != AttentionType.DECODER:
@@ -117,6 +121,7 @@ class SlimKVImpl(AttentionImpl):
             self._stock.process_weights_after_loading(act_dtype)
             return
         name, layer = find_layer(self._config, self)
+        self._name = name
         self._spec, self._number = layer_spec(
             self._settings,
             self._config,
@@ -128,6 +133,10 @@ class SlimKVImpl(AttentionImpl):
         layer.attn_backend = backend_for_spec(
             layer.attn_backend, self._spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
         )
+        self._guard: Guard | None = None
+        if self.kv_sharing_target_layer_name is None and self._spec.key.kind != Kind.RAW:
+            self._guard = guard_of(self._settings, self._config)
+            self._guard.expect(name)
         self._options = ops.AttendOptions(
             softmax_scale=self.scale,
             sliding_window=self.sliding_window,
@@ -160,10 +169,13 @@ class SlimKVImpl(AttentionImpl):
             return
         pages, layout = self._pages(kv_cache)
         count, codec = slot_mapping.shape[0], shared_codec(self._spec, key.device)
+        offset = self._offset(key.device)
+        if offset is not None and not offset.known:
+            offset.learn(key[:count], slot_mapping >= 0, pages)
         ops.store_kv(
             key[:count], value[:count], pages, slot_mapping, codec=codec, layout=layout,
-            query_aware=self._query_aware(codec), query_aware_index=self._matrix_index(layer, codec, count),
-            query_aware_search=self._search(codec), backend=self._settings.backend,
+            key_offset=None if offset is None else offset.tensor, query_aware=self._query_aware(codec),
+            query_aware_index=self._matrix_index(layer, codec, count), backend=self._settings.backend,
         )  # fmt: skip
 
     def _matrix_index(self, layer: Any, codec: Codec, count: int) -> Tensor | None:
@@ -187,9 +199,41 @@ class SlimKVImpl(AttentionImpl):
             )  # fmt: skip
         return self._matrices[0]
 
-    def _search(self, codec: Codec) -> int:
-        """How many roundings of a key are tried: none but one in layers that have no matrices."""
-        return 0 if self._query_aware(codec) is None else self._settings.query_aware_search
+    def _offset(self, device: torch.device) -> LayerOffset | None:
+        """What is subtracted from this layer's keys; that of the layer whose cache it reads, where layers share one."""
+        if self.kv_sharing_target_layer_name is not None:
+            target = self._config.compilation_config.static_forward_context[self.kv_sharing_target_layer_name]
+            return target.impl._offset(device)
+        if self._key_offset is None:
+            assert self._spec is not None
+            self._key_offset = (
+                layer_offset(self._settings, self._config, self._number, self._spec, self.num_kv_heads, device),
+            )
+        return self._key_offset[0]
+
+    def whole_key_offset(self) -> Tensor | None:
+        """The offset of all KV heads, for fingerprints of pages that leave the engine."""
+        if self._number is None or self._spec is None:
+            return None
+        return whole_offset(self._settings, self._config, self._number, self._spec)
+
+    def _check_scores(
+        self, query: Tensor, key: Tensor, pages: Tensor, layout: PageLayout, codec: Codec, step: SlimKVMetadata
+    ) -> None:
+        """Once, on a prompt that is long enough: scores from stored keys against true ones."""
+        count = step.num_actual_tokens
+        if self._guard is None or not self._guard.wants(self._name, count) or is_capturing(query.device):
+            return
+        rows = (step.slot_mapping[:count] >= 0).nonzero().flatten()  # ranks may share the tokens
+        offset = self._offset(query.device)
+
+        def stored(chosen: Tensor) -> Tensor:
+            return ops.gather_kv(
+                pages, step.slot_mapping[rows[chosen]], codec=codec, layout=layout,
+                key_offset=None if offset is None else offset.tensor, backend=self._settings.backend,
+            )[0]  # fmt: skip
+
+        self._guard.compare(self._name, query[:count], key[rows], stored, self.scale)
 
     def forward(
         self,
@@ -217,13 +261,17 @@ class SlimKVImpl(AttentionImpl):
         codec = shared_codec(self._spec, query.device)
         if attn_metadata is None:  # vLLM measures memory, before there is a cache
             layout = PageLayout(codec.spec, kernel_block(self._config))
+            offset = self._offset(query.device)
+            if offset is not None and self.kv_sharing_target_layer_name is None:
+                offset.provisional(key)
             kind = LayerKind(
-                codec, layout, query.shape[1], self.num_kv_heads, query.dtype, self._options, self._query_aware(codec),
-                self._search(codec), self._settings.backend,
+                codec, layout, query.shape[1], self.num_kv_heads, query.dtype, self._options,
+                None if offset is None else offset.tensor, self._query_aware(codec), self._settings.backend,
             )  # fmt: skip
             profile_run(kind, query.shape[0], self._config)
             return output.zero_()
         pages, layout = self._pages(kv_cache)
+        self._check_scores(query, key, pages, layout, codec, attn_metadata)
         self._attend(query, key, value, pages, layout, codec, attn_metadata, output)
         return output
 
@@ -239,21 +287,23 @@ class SlimKVImpl(AttentionImpl):
         output: Tensor,
     ) -> None:
         raw = self._settings.reads_fresh_raw(shared_pages=True) and self.kv_sharing_target_layer_name is None
+        offset = self._offset(query.device)
+        key_offset = None if offset is None else offset.tensor
         for part in step.parts:
             rows = slice(part.first, part.end)
             if part.shard is not None:
                 attend_shards(
                     query[rows], key[rows], value[rows], pages, part.block_table, part.cu_seqlens_q, part.max_query_len,
-                    part.shard, dcp_group(), codec=codec, layout=layout, options=self._options,
+                    part.shard, dcp_group(), codec=codec, layout=layout, options=self._options, key_offset=key_offset,
                     query_aware=self._query_aware(codec),
                     query_aware_index=None if step.matrix_index is None else step.matrix_index[rows],
-                    query_aware_search=self._search(codec), raw=raw, out=output[rows], backend=self._settings.backend,
+                    raw=raw, out=output[rows], backend=self._settings.backend,
                 )  # fmt: skip
                 continue
             ops.attend(
                 query[rows], pages, part.block_table, part.seq_lens, part.cu_seqlens_q, codec=codec, layout=layout,
                 max_query_len=part.max_query_len, min_query_len=part.min_query_len,
                 max_seq_len=min(part.max_seq_len, part.block_table.shape[1] * layout.block_size),
-                options=self._options, fresh=(key[rows], value[rows]) if raw else None, out=output[rows],
-                backend=self._settings.backend,
+                key_offset=key_offset, options=self._options, fresh=(key[rows], value[rows]) if raw else None,
+                out=output[rows], backend=self._settings.backend,
             )  # fmt: skip

@@ -74,9 +74,11 @@ class Observer:
             if step is None:  # vLLM measures memory
                 return
             query = kwargs["query"] if "query" in kwargs else args[0]
+            key = kwargs["key"] if "key" in kwargs else args[1]
             count = min(int(getattr(step, "num_actual_tokens", query.shape[0])), query.shape[0])
             query = query.reshape(query.shape[0], layer.num_heads, layer.head_size)[:count]
-            self._slimkv_listener.take(number, query, self._slimkv_positions[:count])
+            key = key.reshape(key.shape[0], layer.num_kv_heads, layer.head_size)[:count]
+            self._slimkv_listener.take(number, query, key, self._slimkv_positions[:count])
 
         return hook
 

@@ -258,6 +258,7 @@ class _Worker:
         self.failed: set[int] = set()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="slimkv-prompts")
         self._pages: dict[int, Tensor] = {}  # by layer: [blocks, num_kv_heads, page_bytes]
+        self._offsets: dict[int, Tensor | None] = {}  # by layer: of keys, of all KV heads
         self._fingerprint: Fingerprint | None = None
 
     def register(self, kv_caches: dict[str, Tensor]) -> None:
@@ -274,7 +275,9 @@ class _Worker:
                     f"{NAME} needs blocks that kernels read whole: blocks of {config.cache_config.block_size} tokens "
                     f"are cut into {tokens}; use --block-size {tokens}"
                 )
-            self._pages[packed[name][0]] = cache.view(blocks, heads, tokens * size)
+            number, _, layer = packed[name]
+            self._pages[number] = cache.view(blocks, heads, tokens * size)
+            self._offsets[number] = layer.impl.whole_key_offset()
         self._fingerprint = engine_fingerprint(config, config.cache_config.block_size)
         PromptStore(self._connector._folder, self._fingerprint)  # refuses a folder of another cache
 
@@ -323,7 +326,8 @@ class _Worker:
             for layer in self.fingerprint.layers:
                 shards = taken[layer.number]
                 step = max(1, len(shards) // layer.num_kv_heads)  # ranks that hold copies of the same head
-                layers[layer.number] = LayerPages(torch.cat(shards[::step], 1))
+                offset = self._offsets[layer.number]
+                layers[layer.number] = LayerPages(torch.cat(shards[::step], 1), key_offset=offset)
             prompt = PromptCache(self.fingerprint, tokens, layers)
             path = self._connector._folder / f"{block_hashes(self.fingerprint, tokens)[-1]}.safetensors"
             if not path.exists():

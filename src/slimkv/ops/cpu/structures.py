@@ -118,10 +118,6 @@ class CStoreCall(Structure):
         ("query_aware", c_void_p),
         ("query_aware_index", c_void_p),
         ("matrices", c_int64),
-        ("search_count", c_int32),
-        ("padding", c_int32),
-        ("search_scales", c_float * 4),
-        ("search_weights", c_float * 4),
         ("fault", CFault),
     ]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slimkv.arguments import describe, typed
 from slimkv.codec import Codec
+from slimkv.codec.key_offset import check_offset
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
@@ -49,6 +50,7 @@ def gather_kv(
     *,
     codec: Codec,
     layout: PageLayout,
+    key_offset: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     rotated: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
@@ -59,6 +61,8 @@ def gather_kv(
     Args:
         pages: uint8 [blocks, num_kv_heads, page_bytes].
         slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
+        key_offset: float32 [num_kv_heads, key_dim]: what was subtracted from keys when they were stored; it is added
+            back, in float32.
         dtype: of the result when ``out`` is not given.
         rotated: leave K and V in the space they are stored in.
         out: K [tokens, num_kv_heads, key_dim] and V [tokens, num_kv_heads, value_dim] to write into.
@@ -80,6 +84,13 @@ def gather_kv(
             raise InputError(
                 f"out {name} must be float {list(shape)} with a contiguous last axis, not {x.dtype} {list(x.shape)}"
             )
-    request = GatherRequest(pages, slots, key, value, codec, layout, rotated)
+    centred = key
+    if key_offset is not None:
+        check_offset(key_offset, layout.spec, pages.shape[1], pages.device)
+        centred = torch.empty(shapes[0], dtype=torch.float32, device=pages.device)
+    request = GatherRequest(pages, slots, centred, value, codec, layout, rotated)
     REGISTRY.select(pages.device, request, backend).load().run(request)
+    if key_offset is not None:
+        back = codec.rotate_query(key_offset) if rotated else key_offset
+        key.copy_(torch.where((slots >= 0)[:, None, None], centred + back, 0.0))
     return key, value

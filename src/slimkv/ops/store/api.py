@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimkv.arguments import typed
 from slimkv.codec import Codec
-from slimkv.codec.query_aware import check_searchable
+from slimkv.codec.key_offset import check_offset, subtract_offset
 from slimkv.errors import InputError
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
@@ -30,12 +31,20 @@ class StoreRequest:
     layout: PageLayout
     query_aware: Tensor | None = None
     query_aware_index: Tensor | None = None
-    query_aware_search: int = 0
+    key_offset: Tensor | None = None
 
     @property
     def matrices(self) -> int:
         """How many query-aware matrices each KV head has."""
         return self.query_aware.shape[0] if self.query_aware is not None and self.query_aware.ndim == 4 else 1
+
+    def run(self, backend: Any) -> None:
+        """Runs a backend's module; keys are centred first where it does not do so itself."""
+        fuses = getattr(backend, "fuses_offset", None)
+        if self.key_offset is None or (fuses is not None and fuses(self)):
+            backend.run(self)
+        else:
+            backend.run(replace(self, key=subtract_offset(self.key, self.key_offset), key_offset=None))
 
 
 REGISTRY = Registry(
@@ -59,9 +68,9 @@ def store_kv(
     *,
     codec: Codec,
     layout: PageLayout,
+    key_offset: Tensor | None = None,
     query_aware: Tensor | None = None,
     query_aware_index: Tensor | None = None,
-    query_aware_search: int = 0,
     backend: str | None = None,
 ) -> None:
     """Encodes and writes new tokens.
@@ -70,23 +79,23 @@ def store_kv(
         key, value: [tokens, num_kv_heads, key_dim / value_dim], float16, bfloat16 or float32, last axis contiguous.
         pages: uint8 [blocks, num_kv_heads, page_bytes], last axis contiguous.
         slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
+        key_offset: float32 [num_kv_heads, key_dim], contiguous: subtracted from keys before they are encoded (see
+            ``slimkv.codec.key_offset``). Whatever reads the pages must be given the same.
         query_aware: int8 [num_kv_heads, key_dim, key_dim] or [matrices, num_kv_heads, key_dim, key_dim], contiguous,
             from ``slimkv.codec.query_aware.query_aware_matrix``: keys (which must be lloyd) are rounded with the error
             moved to where no query looks. None rounds to the nearest.
         query_aware_index: int32 [tokens]: which of several matrices rounds each token's key; an index beyond the last
             takes the last, a negative one the first. Needed where there are several.
-        query_aware_search: 2 or 4: so many query-aware roundings of each key are tried, and the one kept whose error
-            queries see least; up to so many times the work. 0: one. The codes are read as any others.
         backend: an implementation's name; by default the best one for the device.
 
     A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
     so that whoever attends it gets NaN.
     """
     request = checked_request(
-        key, value, pages, slot_mapping, codec=codec, layout=layout, query_aware=query_aware,
-        query_aware_index=query_aware_index, query_aware_search=query_aware_search,
+        key, value, pages, slot_mapping, codec=codec, layout=layout, key_offset=key_offset,
+        query_aware=query_aware, query_aware_index=query_aware_index,
     )  # fmt: skip
-    REGISTRY.select(pages.device, request, backend).load().run(request)
+    request.run(REGISTRY.select(pages.device, request, backend).load())
 
 
 def checked_request(
@@ -97,9 +106,9 @@ def checked_request(
     *,
     codec: Codec,
     layout: PageLayout,
+    key_offset: Tensor | None = None,
     query_aware: Tensor | None = None,
     query_aware_index: Tensor | None = None,
-    query_aware_search: int = 0,
 ) -> StoreRequest:
     """The arguments of ``store_kv``, checked."""
     check_pages(pages, layout)
@@ -121,6 +130,8 @@ def checked_request(
         )
     if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
         raise InputError(f"{key.shape[0]} keys, {value.shape[0]} values and {slot_mapping.shape[0]} slots do not match")
+    if key_offset is not None:
+        check_offset(key_offset, spec, heads, device)
     if query_aware is not None:
         _check_query_aware(query_aware, pages, layout)
     if query_aware_index is None and query_aware is not None and query_aware.ndim == 4 and query_aware.shape[0] > 1:
@@ -129,10 +140,7 @@ def checked_request(
         )
     if query_aware_index is not None:
         _check_index(query_aware_index, query_aware, slot_mapping)
-    check_searchable(query_aware_search, query_aware is not None, spec.key)
-    return StoreRequest(
-        key, value, pages, slot_mapping, codec, layout, query_aware, query_aware_index, query_aware_search
-    )
+    return StoreRequest(key, value, pages, slot_mapping, codec, layout, query_aware, query_aware_index, key_offset)
 
 
 def _check_query_aware(query_aware: Tensor, pages: Tensor, layout: PageLayout) -> None:

@@ -28,21 +28,21 @@ def run(request: StoreRequest) -> None:
 
 def encode_keys(request: StoreRequest, key: Tensor, keep: Tensor) -> Encoded:
     """The keys [tokens, num_kv_heads, key_dim] of the rows ``keep`` (bool) of a request, each with its own matrix."""
-    matrices, index, search = request.query_aware, request.query_aware_index, request.query_aware_search
+    matrices, index = request.query_aware, request.query_aware_index
     if matrices is None or matrices.ndim == 3:
-        return request.codec.encode_key(key, query_aware=matrices, query_aware_search=search)
+        return request.codec.encode_key(key, query_aware=matrices)
     if index is None:
-        return request.codec.encode_key(key, query_aware=matrices[0], query_aware_search=search)
+        return request.codec.encode_key(key, query_aware=matrices[0])
     index = index[keep].clamp(0, len(matrices) - 1)
     codes, fields = [], []
     order = index.argsort(stable=True)
     numbers, counts = index.unique(return_counts=True)  # ascending, as the order
     for number, rows in zip(numbers.tolist(), order.split(counts.tolist()), strict=True):
-        encoded = request.codec.encode_key(key[rows], query_aware=matrices[number], query_aware_search=search)
+        encoded = request.codec.encode_key(key[rows], query_aware=matrices[number])
         codes.append(encoded.codes)
         fields.append(encoded.fields)
     if not codes:
-        return request.codec.encode_key(key, query_aware=matrices[0], query_aware_search=search)
+        return request.codec.encode_key(key, query_aware=matrices[0])
     back = order.argsort()
     return Encoded(torch.cat(codes)[back], torch.cat(fields)[back])
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity
 from slimkv.calibration.gather import (
     PROBE_TOKENS,
+    LayerSums,
     MeasuredRotary,
-    MomentSum,
     common_range,
     probe_shifts,
     rotary_of_layer,
@@ -137,7 +137,7 @@ def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress:
 class _Layer:
     """Sums over what one layer has seen."""
 
-    moment: MomentSum
+    sums: LayerSums
     value_dim: int
     sliding_window: int | None
     key_cost: Tensor | float = 0.0  # float64 [num_kv_heads], sums over sampled queries
@@ -147,8 +147,9 @@ class _Layer:
     def statistics(self, gain: float | None) -> LayerStatistics:
         """``gain``: of ``layer_gains``; None where costs are not known."""
         known = LayerStatistics(
-            self.moment.mean(), self.value_dim, rotary=self.moment.rotary, sliding_window=self.sliding_window
-        )
+            self.sums.query_moment(), self.value_dim, self.sums.key_mean(), rotary=self.sums.rotary,
+            sliding_window=self.sliding_window,
+        )  # fmt: skip
         if gain is None or not isinstance(self.key_cost, Tensor) or not isinstance(self.value_cost, Tensor):
             return known
         factor = gain / max(self.output_energy, 1e-30)
@@ -189,13 +190,14 @@ class _Recorder:
             self.probe.setdefault(number, query[0].flatten(0, 1).float())
             return out, None
         if number not in self.layers:
-            sums = MomentSum(key.shape[1], key.shape[-1], self.rotary[number].rotary, query.device)
+            sums = LayerSums(key.shape[1], key.shape[-1], self.rotary[number].rotary, query.device)
             self.layers[number] = _Layer(sums, value.shape[-1], kwargs.get("sliding_window"))
         layer = self.layers[number]
         if self.moments:
             positions = torch.arange(self._first, self._first + query.shape[2], device=query.device)
-            tokens = query.permute(2, 1, 0, 3).flatten(1, 2)  # heads outermost: those of a KV head stay together
-            layer.moment.add(tokens, positions)
+            # Heads outermost: those of a KV head stay together. Keys may hold those of earlier passes, too.
+            tokens, keys = (x.permute(2, 1, 0, 3).flatten(1, 2) for x in (query, key[:, :, -query.shape[2] :]))
+            layer.sums.add(tokens, keys, positions)
         gram = self._gram(module, query.shape[1], value.shape[-1]) if self.costs else None
         if gram is not None:
             self._costs(layer, gram, query, key, value, attention_mask, kwargs)

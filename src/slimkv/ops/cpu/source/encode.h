@@ -17,14 +17,6 @@ struct Encoded {
   u32 fields[2];
 };
 
-// How keys are rounded: matrix null: to the nearest level. count > 0: under each of so many scales, of which the one is
-// kept whose cost times its weight is least.
-struct QueryAware {
-  const i8* matrix;  // [dim, dim], transposed
-  int count;
-  const float *scales, *weights;
-};
-
 // Working memory of one vector.
 struct EncodeScratch {
   alignas(64) float x[MAX_DIM];
@@ -32,8 +24,6 @@ struct EncodeScratch {
   alignas(64) i64 wide[MAX_DIM];
   alignas(64) float rotated[MAX_DIM];
   alignas(64) i32 sums[MAX_DIM];
-  alignas(64) float scaled[MAX_DIM];
-  alignas(64) i32 trial[MAX_DIM];
 };
 
 static inline u32 largest_bits(const float* x, int dim) {
@@ -104,11 +94,9 @@ static void level_indices(const float* v, int dim, const float* boundaries, int 
 }
 
 // Query-aware: coordinates from the last to the first, each corrected for the errors made so far (codec.query_aware).
-// Returns the sum of squared distances of levels from their targets.
-static float query_aware_indices(const float* standard, const Side& side, const i8* weights, i32* sums, i32* index) {
+static void query_aware_indices(const float* standard, const Side& side, const i8* weights, i32* sums, i32* index) {
   const int dim = side.dim, half = 1 << (side.bits - 1);
   const float step = 1.0f / (WEIGHT_STEPS * side.error_steps);
-  float cost = 0;
   for (int d = 0; d < dim; d++) sums[d] = 0;
   for (int j = dim - 1; j >= 0; j--) {
     const float target = standard[j] - (float)sums[j] * step;
@@ -118,24 +106,8 @@ static float query_aware_indices(const float* standard, const Side& side, const 
     float error = (level - standard[j]) * side.error_steps;
     error = error < -127.0f ? -127.0f : error > 127.0f ? 127.0f : error;
     const i32 whole = (i32)((error + ROUND_MAGIC) - ROUND_MAGIC);
-    const float distance = (level - target) * side.error_steps;
-    cost += distance * distance;
     const i8* column = weights + (i64)j * dim;
     for (int i = 0; i < j; i++) sums[i] += (i32)column[i] * whole;
-  }
-  return cost;
-}
-
-// The best of several scales; the first one of equals.
-static void searched_indices(EncodeScratch& s, const float* standard, const Side& side, const QueryAware& given, i32* index) {
-  const int dim = side.dim;
-  float least = 0;
-  for (int i = 0; i < given.count; i++) {
-    for (int d = 0; d < dim; d++) s.scaled[d] = standard[d] * given.scales[i];
-    const float cost = query_aware_indices(s.scaled, side, given.matrix, s.sums, s.trial) * given.weights[i];
-    if (i > 0 && !(cost < least)) continue;
-    least = cost;
-    memcpy(index, s.trial, sizeof(i32) * (size_t)dim);
   }
 }
 
@@ -155,7 +127,7 @@ static float lloyd_scale(const EncodeScratch& s, const Encoded& e, const Side& s
   return squared * side.root_dim / (float)dot * LEVEL_DENOMINATOR;
 }
 
-static void encode_lloyd(EncodeScratch& s, const Side& side, u32 largest, bool narrow, const QueryAware& given, Encoded& e) {
+static void encode_lloyd(EncodeScratch& s, const Side& side, u32 largest, bool narrow, const i8* weights, Encoded& e) {
   const int dim = side.dim, half = 1 << (side.bits - 1);
   const bool short_integers = narrow && side.bits <= 4 && dim <= LARGEST_SHORT_DIM;
   float down;
@@ -178,10 +150,8 @@ static void encode_lloyd(EncodeScratch& s, const Side& side, u32 largest, bool n
   float* standard = s.x;  // the input is no longer needed
   for (int d = 0; d < dim; d++) standard[d] = s.rotated[d] * factor;
   i32* index = s.fixed;
-  if (given.matrix != nullptr && given.count > 0) {
-    searched_indices(s, standard, side, given, index);
-  } else if (given.matrix != nullptr) {
-    query_aware_indices(standard, side, given.matrix, s.sums, index);
+  if (weights != nullptr) {
+    query_aware_indices(standard, side, weights, s.sums, index);
   } else {
     if (short_integers) {
       // The product is compared as it is, 48 bits, not rounded: one that was rounded down moves up by a step, which
@@ -240,8 +210,9 @@ static void encode_fp8(EncodeScratch& s, const Side& side, u32 largest, Encoded&
   e.fields[0] = encode_unsigned(power_of_two(exponent - 8 + over));
 }
 
-// Row `token`, `head` of x -> codes and fields; a vector that cannot be encoded is marked.
-static void encode(const Vectors& x, i64 token, i64 head, const Side& side, const QueryAware& given, EncodeScratch& s, Encoded& e) {
+// Row `token`, `head` of x -> codes and fields; a vector that cannot be encoded is marked. weights: the transposed matrix of
+// query-aware rounding, [dim, dim]; null rounds to the nearest level.
+static void encode(const Vectors& x, i64 token, i64 head, const Side& side, const i8* weights, EncodeScratch& s, Encoded& e) {
   const int dim = side.dim;
   if (side.kind == RAW) {
     const i64 first = token * x.token_stride + head * x.head_stride;
@@ -256,7 +227,7 @@ static void encode(const Vectors& x, i64 token, i64 head, const Side& side, cons
   bool bad = !finite_bits(largest);
   if (!bad) {
     if (side.kind == LLOYD)
-      encode_lloyd(s, side, largest, x.dtype != F32, given, e);
+      encode_lloyd(s, side, largest, x.dtype != F32, weights, e);
     else if (side.kind == UNIFORM)
       encode_uniform(s, side, largest, e);
     else

@@ -45,9 +45,8 @@ static void store_token(const StoreCall& call, i64 token, i64 slot, i64 head, St
     const i64 asked = call.query_aware_index[token], last = call.matrices - 1;
     weights += (asked < 0 ? 0 : asked > last ? last : asked) * call.pages.heads * key_dim * key_dim;
   }
-  const QueryAware given = {weights, call.search_count, call.search_scales, call.search_weights};
-  encode(call.key, token, head, layout.key, given, s.encode, s.key);
-  encode(call.value, token, head, layout.value, {nullptr, 0, nullptr, nullptr}, s.encode, s.value);
+  encode(call.key, token, head, layout.key, weights, s.encode, s.key);
+  encode(call.value, token, head, layout.value, nullptr, s.encode, s.value);
   memset(s.row, 0, (size_t)layout.row_bytes);
   pack_row(layout.key, s.key, s.row);
   pack_row(layout.value, s.value, s.row);

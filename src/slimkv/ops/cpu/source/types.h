@@ -92,8 +92,6 @@ struct StoreCall {
   const i8* query_aware;  // [matrices, heads, key_dim, key_dim] transposed: [j][i] corrects i for the error of j; or null
   const i32* query_aware_index;  // [tokens]: which of the matrices; or null for the first
   i64 matrices;
-  i32 search_count, padding;  // 0: one rounding of each key; else so many scales are tried
-  float search_scales[4], search_weights[4];
   Fault fault;
 };
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimkv.codec.query_aware import SEARCH_SCALES, scale_weight
 from slimkv.ops.cpu.module import check_status, layout_tables, library
 from slimkv.ops.cpu.structures import CStoreCall, pages_of, vectors_of
 from slimkv.ops.store.api import StoreRequest
@@ -64,10 +63,8 @@ def _call(request: StoreRequest) -> tuple[CStoreCall, tuple[object, ...]]:
         value=vectors_of(request.value), slots=slots.data_ptr(), tokens=slots.shape[0],
         wide_slots=slots.dtype == torch.int64, threads=torch.get_num_threads(),
         query_aware=None if matrices is None else matrices.data_ptr(), matrices=request.matrices,
-        query_aware_index=None if index is None else index.data_ptr(), search_count=request.query_aware_search,
+        query_aware_index=None if index is None else index.data_ptr(),
     )  # fmt: skip
-    for i, scale in enumerate(SEARCH_SCALES.get(request.query_aware_search, ())):
-        call.search_scales[i], call.search_weights[i] = scale, scale_weight(scale)
     return call, (tables, matrices, slots, index)
 
 

@@ -26,6 +26,7 @@ class SideArgs(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
         ("head_stride", ctypes.c_int64),
+        ("offset", ctypes.c_void_p),
         ("fragments", ctypes.c_void_p),
         ("cells", ctypes.c_void_p),
         ("bounds", ctypes.c_void_p),
@@ -71,9 +72,6 @@ class StoreArgs(ctypes.Structure):
         ("matrices", ctypes.c_int32),
         ("heads", ctypes.c_int32),
         ("spread", ctypes.c_int32),
-        ("search_scales", ctypes.c_float * 4),
-        ("search_weights", ctypes.c_float * 4),
-        ("spread_rounds", ctypes.c_int32),
     ]
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from slimkv.codec.quantize import becomes_short
-from slimkv.codec.query_aware import SEARCH_SCALES, scale_weight
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBERS
 from slimkv.ops.cuda.module import Defines, load
@@ -42,6 +41,11 @@ def supports(request: StoreRequest) -> str | None:
 def in_tiles(layout: PageLayout) -> bool:
     """Whether warps take tiles of 16 tokens; they take single vectors else."""
     return all(side.format.kind != Kind.RAW and side.dim <= LARGEST_DIM for side in (layout.key, layout.value))
+
+
+def fuses_offset(request: StoreRequest) -> bool:
+    """Whether the kernel subtracts the offset of keys itself."""
+    return in_tiles(request.layout)
 
 
 def run(request: StoreRequest) -> None:
@@ -91,10 +95,10 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
         else 2
         if request.query_aware_index is not None and request.matrices > 1
         else 1,
-        request.query_aware_search,
     )
     args = StoreArgs.from_buffer_copy(plan.args)
     point_to_tokens(args, key_place, value_place, pages, slots)
+    args.key.offset = None if request.key_offset is None else request.key_offset.data_ptr()
     if request.query_aware is not None:
         args.query_aware, args.matrices = request.query_aware.data_ptr(), 1
         if request.query_aware_index is not None and request.matrices > 1:
@@ -103,9 +107,6 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
             args.heads, args.spread = heads, int(tokens * heads < FEW_VECTORS)
     blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
     if request.query_aware is not None:
-        if request.query_aware_search and tokens * heads < FEW_VECTORS:  # a step of decoding waits for every round
-            args.spread_rounds = 1
-            blocks *= request.query_aware_search
         # Neighbours in a chunk share a matrix; those of a decode step do not, and have blocks enough to take one each.
         return plan, (blocks, heads * (args.matrices if args.spread else 1)), args
     if plan.resident:  # all run at the same time, and every warp has as many tiles as the others, or one fewer
@@ -122,17 +123,14 @@ def _plan(
     long_slots: bool,
     few: bool,
     shaped: int,  # 0: no, 1: with one matrix a head, 2: with several
-    search: int = 0,
 ) -> Plan:
     from slimkv.codec import Codec
 
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
-    for i, scale in enumerate(SEARCH_SCALES.get(search, ())):
-        args.search_scales[i], args.search_weights[i] = scale, scale_weight(scale)
     defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots)})
     warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if shaped else _WARPS, 0
-    shared_matrix = shaped == 1 and not few and not search and layout.spec.key_dim <= 128 and _has_room(device)
+    shared_matrix = shaped == 1 and not few and layout.spec.key_dim <= 128 and _has_room(device)
     if shared_matrix:
         warps = _MATRIX_WARPS
     shaping = warps  # as many again store values
@@ -175,7 +173,7 @@ def _plan(
                 by_cell = 2 * cell_zero * (16 if cell_records else 4 if shared_weights else 1)
                 used += by_cell if side.format.bits <= 4 or cell_records else 4 << side.format.bits
                 used = -(-used // 16) * 16
-                used += shaping * _shaped_bytes(side.dim, search, shared_weights)
+                used += shaping * _shaped_bytes(side.dim, shared_weights)
                 used += side.dim * (side.dim + 16) if shared_weights else 0
             if together and _by_slices(side):
                 used += _slice_bytes(side.dim)
@@ -196,7 +194,6 @@ def _plan(
         "QUERY_AWARE": int(shaped),
         "SHARED_WEIGHTS": int(shared_weights),
         "CELL_RECORDS": int(cell_records),
-        "SEARCH": search,
     }
     resident = 0
     if lean and tiles_per_block > 1:
@@ -221,11 +218,9 @@ def _slice_bytes(dim: int) -> int:
     return 3 * TILE_TOKENS * (dim + 32) + 128 + 256 * dim // SLICE_DIMS + 16
 
 
-def _shaped_bytes(dim: int, search: int, near: bool) -> int:
+def _shaped_bytes(dim: int, near: bool) -> int:
     """``QueryAwareMemory::BYTES`` of store/round_near.cuh or store/round_far.cuh."""
-    if near:
-        return 128 * (dim + 4) + 5120 + (32 * (dim + 16) if search else 0)
-    return 144 * (dim + 16) + (40 * dim if search else 16 * dim)
+    return 128 * (dim + 4) + 5120 if near else 144 * (dim + 16) + 16 * dim
 
 
 def _groups(dim: int, seed: int) -> int:

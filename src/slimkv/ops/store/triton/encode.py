@@ -25,7 +25,7 @@ from slimkv.ops.store.triton.query_aware import (
     crossing_of_product,
     indexed_levels,
     magnitude,
-    searched_levels,
+    shaped_levels,
 )
 from slimkv.ops.triton.rotate import hadamard_16, hadamard_rows
 from slimkv.ops.triton.unpack import decode_signed, decode_unsigned
@@ -163,10 +163,10 @@ def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP
 def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, root_dim, weights, which,
                  matrix_stride, levels, error_steps,
                  D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
-                 QUERY_AWARE: tl.constexpr, INDEXED: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
+                 QUERY_AWARE: tl.constexpr, INDEXED: tl.constexpr):  # fmt: skip
     """Rows -> codes int32 [M, DP] and the scale's field int32 [M]; QUERY_AWARE: with the head's matrix, weights.
 
-    INDEXED: with matrix which [M] of several, matrix_stride apart. SEARCH: under the best of so many scales.
+    INDEXED: with matrix which [M] of several, matrix_stride apart.
 
     x: as it was given; 16-bit floats become short integers.
     """
@@ -186,10 +186,10 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, 
     if QUERY_AWARE:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
         if INDEXED:
             standard = indexed_levels(
-                standard, weights, which, matrix_stride, row_mask, bounds, levels, error_steps, D, DP, BITS, SEARCH
+                standard, weights, which, matrix_stride, row_mask, bounds, levels, error_steps, D, DP, BITS
             )
         else:
-            standard = searched_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS, SEARCH)
+            standard = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
     if SHORT and not QUERY_AWARE:
         across = crossing_of_product(rotated, tl.broadcast_to(factor[:, None], rotated.shape), standard)
     else:

@@ -185,7 +185,7 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
                 BITS: tl.constexpr,
                 POLICY: tl.constexpr, ROTATED: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
                 TRANSPOSED: tl.constexpr, QUERY_AWARE: tl.constexpr, MATRICES: tl.constexpr,
-                SPREAD: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
+                SPREAD: tl.constexpr):  # fmt: skip
     """Encodes and writes 16 NT tokens of one head of K or V.
 
     weights: pointer to the head's first matrix, the next one matrix_stride behind it; index_ptr: which of several
@@ -223,7 +223,7 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
     elif KIND == _LLOYD:
         codes, field = encode_lloyd(
             x, x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, weights, which, matrix_stride, levels,
-            error_steps, D, DP, BITS, POLICY, QUERY_AWARE, MATRICES > 1, SEARCH,
+            error_steps, D, DP, BITS, POLICY, QUERY_AWARE, MATRICES > 1,
         )  # fmt: skip
         _store_field(field, page, position, keep, FIELDS)
     elif KIND == _UNIFORM:
@@ -246,7 +246,6 @@ def store_kernel(
     query_aware_ptr, index_ptr, key_levels, key_error_steps,
     tokens, key_stride, key_head_stride, value_stride, value_head_stride, block_stride, page_stride,
     NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERY_AWARE: tl.constexpr, MATRICES: tl.constexpr, SPREAD: tl.constexpr,
-    SEARCH: tl.constexpr,
     K_D: tl.constexpr, K_SP: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_POLICY: tl.constexpr,
     K_ROTATED: tl.constexpr, K_CODES: tl.constexpr, K_FIELDS: tl.constexpr,
     V_D: tl.constexpr, V_SP: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_POLICY: tl.constexpr,
@@ -255,7 +254,7 @@ def store_kernel(
     """One program: 16 NT tokens of one head, K (axis 2, one for each matrix where they are SPREAD) or V (its last).
 
     QUERY_AWARE: keys are rounded with query_aware_ptr, int8 [MATRICES, num_kv_heads, K_D, K_D]; where there are
-    several, index_ptr int32 [tokens] chooses. SEARCH: how many scales are tried, or 0.
+    several, index_ptr int32 [tokens] chooses.
     """
     group = tl.program_id(0)
     head = tl.program_id(1)
@@ -266,7 +265,7 @@ def store_kernel(
                     tl.num_programs(1) * (K_D * K_D), tl.program_id(2), key_levels, key_error_steps,
                     tokens, block_stride, page_stride, group, head,
                     NT, BLOCK_SIZE, K_D, K_SP, K_KIND, K_BITS, K_POLICY, K_ROTATED, K_CODES, K_FIELDS, False,
-                    QUERY_AWARE, MATRICES, SPREAD, SEARCH)  # fmt: skip
+                    QUERY_AWARE, MATRICES, SPREAD)  # fmt: skip
     else:
         _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds,
             value_entries, value_unit,
@@ -274,7 +273,7 @@ def store_kernel(
                     key_error_steps,
                     tokens, block_stride, page_stride, group, head,
                     NT, BLOCK_SIZE, V_D, V_SP, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, True,
-                    False, 1, False, 0)  # fmt: skip
+                    False, 1, False)  # fmt: skip
 
 
 def supports(request: StoreRequest) -> str | None:
@@ -330,7 +329,6 @@ def run(request: StoreRequest) -> None:
         tokens, key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
         NT=tiles, BLOCK_SIZE=layout.block_size, QUERY_AWARE=shaped,
         MATRICES=request.matrices if index is not None else 1, SPREAD=spread,
-        SEARCH=request.query_aware_search,
         **_side_constants(layout.key, "K"), **_side_constants(layout.value, "V"),
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

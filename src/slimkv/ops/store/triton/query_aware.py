@@ -2,8 +2,7 @@
 
 Rounding goes from the last coordinate to the first, in slices of 16. Errors of later slices correct a whole slice by a
 product on the tensor cores; within a slice each row of 16 coordinates is taken apart into 16 columns, so that the
-sequential part is plain arithmetic on registers. All sums are of integers below 2^24: exact in any order. Costs of a
-search are sums of floats: every row adds its coordinates one after the other.
+sequential part is plain arithmetic on registers. All sums are of integers below 2^24: exact in any order.
 """
 
 # mypy: disable-error-code="assignment"
@@ -15,16 +14,12 @@ import triton
 import triton.language as tl
 
 from slimkv.codec.quantize import ROUND_MAGIC
-from slimkv.codec.query_aware import LARGEST_BYTE, SEARCH_SCALES, WEIGHT_STEPS
+from slimkv.codec.query_aware import LARGEST_BYTE, WEIGHT_STEPS
 
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
 _MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)  # of _MAGIC; adding n to the bits adds n to the number
 _LARGEST: tl.constexpr = tl.constexpr(float(LARGEST_BYTE))
 _WEIGHT_STEPS: tl.constexpr = tl.constexpr(WEIGHT_STEPS)
-_FIRST_OF_TWO: tl.constexpr = tl.constexpr(SEARCH_SCALES[2][0])
-_STEP_OF_TWO: tl.constexpr = tl.constexpr(SEARCH_SCALES[2][1] - SEARCH_SCALES[2][0])
-_FIRST_OF_FOUR: tl.constexpr = tl.constexpr(SEARCH_SCALES[4][0])
-_STEP_OF_FOUR: tl.constexpr = tl.constexpr(SEARCH_SCALES[4][1] - SEARCH_SCALES[4][0])
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -140,9 +135,9 @@ def _from_columns(parts, M: tl.constexpr):
 
 
 @triton.jit
-def _shape_slice(standard, sums, weights, bounds, levels, error_steps, back, cost, M: tl.constexpr, D: tl.constexpr,
+def _shape_slice(standard, sums, weights, bounds, levels, error_steps, back, M: tl.constexpr, D: tl.constexpr,
                  BITS: tl.constexpr):  # fmt: skip
-    """The levels and errors (integers) of one slice, float32 [M, 16] each, and cost [M] with its distances added.
+    """The levels and errors (integers) of one slice, float32 [M, 16] each.
 
     sums: its corrections by later slices, integers; weights: pointer to the slice's own 16 x 16 piece of the matrix.
     """
@@ -154,18 +149,16 @@ def _shape_slice(standard, sums, weights, bounds, levels, error_steps, back, cos
             total += _as_float(tl.load(weights + (15 - n) * D + (16 - n + m))) * errors[m]
         target = own[15 - n] - total * back
         level = _level(target, bounds, levels, BITS)
-        distance = (level - target) * error_steps
-        cost += distance * distance
         error = tl.minimum(tl.maximum((level - own[15 - n]) * error_steps, -_LARGEST), _LARGEST)
         chosen = (level,) + chosen
         errors = ((error + _MAGIC) - _MAGIC,) + errors
-    return _from_columns(chosen, M), _from_columns(errors, M), cost
+    return _from_columns(chosen, M), _from_columns(errors, M)
 
 
 @triton.jit
 def shaped_levels(standard, weights, bounds, levels, error_steps, D: tl.constexpr, DP: tl.constexpr,
                   BITS: tl.constexpr):  # fmt: skip
-    """Coordinates float32 [M, DP] -> the levels that query-aware rounding chooses, float32 [M, DP], and their cost [M].
+    """Coordinates float32 [M, DP] -> the levels that query-aware rounding chooses, float32 [M, DP].
 
     weights: pointer to the head's matrix, int8 [D, D]; levels: pointer to the levels by code, float32 [2 ** BITS].
     """
@@ -177,48 +170,24 @@ def shaped_levels(standard, weights, bounds, levels, error_steps, D: tl.constexp
     by_slice = tl.reshape(standard, (M, S, 16))
     chosen = by_slice
     errors = tl.zeros((M, S, 16), tl.float16)
-    cost = tl.zeros((M,), tl.float32)
     for n in range(D // 16):
         at = D // 16 - 1 - n
         row = at * 16 + tl.arange(0, 16)
         piece = tl.load(weights + row[None, :] * D + col[:, None], mask=(col < D)[:, None], other=0)
         sums = tl.dot(tl.reshape(errors, (M, DP)), _as_float(piece).to(tl.float16))  # errors not yet made are zero
         own = tl.sum(tl.where(number == at, by_slice, 0.0), 1)
-        found, error, cost = _shape_slice(
-            own, sums, weights + at * 16 * (D + 1), bounds, levels + (1 << (BITS - 1)), error_steps, back, cost, M, D,
-            BITS,
+        found, error = _shape_slice(
+            own, sums, weights + at * 16 * (D + 1), bounds, levels + (1 << (BITS - 1)), error_steps, back, M, D, BITS
         )  # fmt: skip
         chosen = tl.where(number == at, found[:, None, :], chosen)
         errors = tl.where(number == at, error.to(tl.float16)[:, None, :], errors)
-    return tl.reshape(chosen, (M, DP)), cost
-
-
-@triton.jit
-def searched_levels(standard, weights, bounds, levels, error_steps, D: tl.constexpr, DP: tl.constexpr,
-                    BITS: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
-    """`shaped_levels` under the best of SEARCH scales, the first one of equals; 0: as the coordinates are."""
-    if SEARCH == 0:
-        best, _ = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
-    else:
-        FIRST: tl.constexpr = _FIRST_OF_TWO if SEARCH == 2 else _FIRST_OF_FOUR
-        STEP: tl.constexpr = _STEP_OF_TWO if SEARCH == 2 else _STEP_OF_FOUR
-        best = standard
-        least = tl.full((standard.shape[0],), float("inf"), tl.float32)
-        scale = tl.full((), FIRST, tl.float32)
-        for _ in range(SEARCH):  # not unrolled: one try after the other keeps the registers of one
-            found, cost = shaped_levels(standard * scale, weights, bounds, levels, error_steps, D, DP, BITS)
-            cost = cost * tl.div_rn(scale * 0.0 + 1.0, scale * scale)
-            better = cost < least
-            best = tl.where(better[:, None], found, best)
-            least = tl.where(better, cost, least)
-            scale += STEP
-    return best
+    return tl.reshape(chosen, (M, DP))
 
 
 @triton.jit
 def indexed_levels(standard, weights, which, matrix_stride, row_mask, bounds, levels, error_steps, D: tl.constexpr,
-                   DP: tl.constexpr, BITS: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
-    """`searched_levels` with matrix which int32 [M] of several, matrix_stride apart; rows outside row_mask are free.
+                   DP: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """`shaped_levels` with matrix which int32 [M] of several, matrix_stride apart; rows outside row_mask are free.
 
     Tokens of a program nearly always share a matrix: those of a prefill chunk are neighbours.
     """
@@ -229,6 +198,6 @@ def indexed_levels(standard, weights, which, matrix_stride, row_mask, bounds, le
         mine = row_mask & (which == number)
         if tl.max(mine.to(tl.int32), 0) > 0:
             own = weights + number * matrix_stride
-            found = searched_levels(standard, own, bounds, levels, error_steps, D, DP, BITS, SEARCH)
+            found = shaped_levels(standard, own, bounds, levels, error_steps, D, DP, BITS)
             chosen = tl.where(mine[:, None], found, chosen)
     return chosen

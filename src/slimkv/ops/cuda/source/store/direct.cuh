@@ -4,6 +4,7 @@
 #include "store/fp8.cuh"
 #include "store/pages.cuh"
 #include "store/rotate.cuh"
+#include "store/rows.cuh"
 
 // Over the lanes that hold a token: all of them get the result.
 template <class F, class O> DEVICE void over_token(float x[F::TOKENS], O combine) {
@@ -44,6 +45,12 @@ template <class F> DEVICE void load_in_page_order(const SideArgs& side, int head
 #pragma unroll
       for (int i = 0; i < COUNT; i++)
         x[s][j * COUNT + i] = F::DTYPE == BFLOAT16 ? as_float(bits[i] << 16) : F::DTYPE == FLOAT16 ? f16_to_f32(bits[i]) : as_float(bits[i]);
+      if (!F::VALUES && side.offset)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+          float& y = x[s][j * COUNT + i];
+          y = rounded<F::DTYPE>(sub_rn(y, side.offset[head * F::D + 16 * s + dim_of<F>(lane, j * COUNT + i)]));
+        }
     }
   }
 }

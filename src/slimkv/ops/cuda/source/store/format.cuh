@@ -22,6 +22,7 @@ DEVICE int fragment_word(int word, int lane, int words) {
 struct SideArgs {
   const u8* x;            // [tokens, heads, D], strides in bytes
   i64 stride, head_stride;
+  const float* offset;    // [heads, D], subtracted from the vectors; or null
   // The rotation, as the lanes hold it: bytes [GROUPS][SLICES][STEPS][32 lanes][16], then 64 times it; for short integers
   // in 16-bit floats that stand for its signs (store_integers.cuh), [GROUPS][SLICES][STEPS][2][32 lanes][8].
   const u8* fragments;
@@ -47,8 +48,6 @@ struct StoreArgs {
   float error_steps;
   i32 tokens, matrices;
   i32 heads, spread;  // spread: a block takes the tokens of one matrix, of blocks for all of them
-  float search_scales[4], search_weights[4];
-  i32 spread_rounds;  // a block takes one round of a search, of blocks for all of them
 };
 
 // PER: inner slices that a warp takes of a tile; a tile is shared by SPLIT warps.

@@ -3,16 +3,10 @@
 // cores; within a slice every lane has a token of its own, and its 16 coordinates one after the other. That is one long chain
 // of dependent steps, so a second warp does what it can beside it: it rotates and packs 16 of the 32 tokens, and stores values
 // while the first one rounds.
-//
-// A search under SEARCH scales has as many lanes for each token, next to each other, and takes the warp's tokens in SEARCH
-// rounds of 32 / SEARCH. Each lane is a row of its own, with errors of its own; codes are bytes of the token's word.
 #pragma once
 #include "store/lloyd.cuh"
 
-constexpr int ROUNDS = SEARCH > 0 ? SEARCH : 1;
-
-// Without a search, codes are left in memory packed: those of a token's slice are two words of nibbles, or four of bytes.
-constexpr bool PACKED_CODES = SEARCH == 0;
+// Codes are left in memory packed: those of a token's slice are two words of nibbles, or four of bytes.
 template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 
 // What earlier errors of a slice add to coordinate n, beside the sum ``older`` of what later slices add. w: weights of its row in the slice;
@@ -40,51 +34,26 @@ DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest
 
 // With every matrix that the lanes' tokens ask for; see round_query_aware. index: which one the lane's token takes; only:
 // the one that it is for where matrices are spread over blocks. loaded: the one of which memory has weights.
-template <class F> DEVICE float round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels,
-                                                    const StoreArgs& args, int head, int index, int only, int& loaded, float scale, int token, int lane) {
+template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels,
+                                                   const StoreArgs& args, int head, int index, int only, int loaded, int lane) {
   const u8* weights = args.query_aware + (i64)head * F::D * F::D;
-  if constexpr (SHARED_WEIGHTS || QUERY_AWARE == 1) return round_query_aware<F>(memory, tables, levels, weights, args.error_steps, scale, token, true, lane);
-  float cost = 0.0f;
-  int end = args.spread ? only + 1 : args.matrices;
+  if constexpr (SHARED_WEIGHTS || QUERY_AWARE == 1) round_query_aware<F>(memory, tables, levels, weights, args.error_steps, true, lane);
+  else {
+    int end = args.spread ? only + 1 : args.matrices;
 #pragma unroll 1
-  for (int matrix = args.spread ? only : 0; matrix < end; matrix++) {  // 32 neighbours nearly always share one
-    if (!warp_any(index == matrix)) continue;
-    if (!SHARED_WEIGHTS && matrix != loaded) {
-      sync_warp();
-      memory.copy_weights(weights + matrix * args.matrix_stride, lane, 32);
-      cp_async_wait<0>();
-      sync_warp();
-      loaded = matrix;
+    for (int matrix = args.spread ? only : 0; matrix < end; matrix++) {  // 32 neighbours nearly always share one
+      if (!warp_any(index == matrix)) continue;
+      if (matrix != loaded) {
+        sync_warp();
+        memory.copy_weights(weights + matrix * args.matrix_stride, lane, 32);
+        cp_async_wait<0>();
+        sync_warp();
+        loaded = matrix;
+      }
+      bool mine = args.spread || index == matrix;
+      round_query_aware<F>(memory, tables, levels, weights + matrix * args.matrix_stride, args.error_steps, mine, lane);
     }
-    bool mine = args.spread || index == matrix;
-    float found = round_query_aware<F>(memory, tables, levels, weights + matrix * args.matrix_stride, args.error_steps, scale, token, mine, lane);
-    if (mine) cost = found;
   }
-  return cost;
-}
-
-// The rounds of a search, or the one numbered ``only_round``; returns the number of the best scale of token ``lane``, the
-// first one of equals.
-template <class F> DEVICE int search_scales(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const StoreArgs& args,
-                                            int head, int index, int only, int& loaded, int only_round, int lane) {
-  constexpr int TOKENS = 32 / ROUNDS;
-  int best = 0, own = lane % ROUNDS;
-  float scale = args.search_scales[own], weight = args.search_weights[own];
-#pragma unroll 1
-  for (int round = only_round < 0 ? 0 : only_round; round < (only_round < 0 ? ROUNDS : only_round + 1); round++) {
-    int token = round * TOKENS + lane / ROUNDS;
-    float cost = mul_rn(round_with_matrices<F>(memory, tables, levels, args, head, shfl(index, token), only, loaded, scale, token, lane), weight);
-    int number = own;
-#pragma unroll
-    for (int step = 1; step < ROUNDS; step *= 2) {
-      float other = shfl_xor(cost, step);
-      int its = shfl_xor(number, step);
-      if (other < cost || (other == cost && its < number)) cost = other, number = its;
-    }
-    number = shfl(number, lane % TOKENS * ROUNDS);
-    if (lane / TOKENS == round) best = number;
-  }
-  return best;
 }
 
 // Digits and scalars of a tile of 16 tokens.
@@ -112,7 +81,7 @@ template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, cons
 }
 
 template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(const SideArgs& side, const StoreArgs& args, int head, int first,
-                                                                                 TokenScalars scalars, bool keep, int best, const LloydTables<F>& tables,
+                                                                                 TokenScalars scalars, bool keep, const LloydTables<F>& tables,
                                                                                  const QueryAwareMemory<F>& memory, int tile, int lane) {
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
   if (!keep) slots.slot = -1;
@@ -125,10 +94,6 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
     load_rows<F>(side, head, first, args.tokens, lane, raw);
     prepare_tile<F>(raw, side, lane, digits);
   }
-  int shift[2] = {};  // of the best scale's code, in the words of the lane's tokens
-  if constexpr (SEARCH > 0)
-#pragma unroll
-    for (int j = 0; j < 2; j++) shift[j] = 8 * shfl(best, token_of<F>(lane, j));
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
     typename Digits<F>::Sum exact[F::GROUPS][8] = {};
@@ -138,28 +103,21 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
       u32 code[8];
       float rotated[8];
       int slice = q * F::PER + i;
-      if constexpr (PACKED_CODES) {  // of each token two neighbours, and two more eight dimensions on
-        constexpr int BYTES = CODE_WORDS<F> / 2;  // of two neighbours
-        u32 low = 0;
+      constexpr int BYTES = CODE_WORDS<F> / 2;  // of two neighbours
+      u32 low = 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const u8* two = memory.codes(16 * tile + (lane >> 2) + 8 * (j >> 1), slice, (lane & 3) + 4 * (j & 1));
-          if constexpr (BYTES == 1) low += (u32)*two << (8 * j);
-          else code[2 * j] = two[0], code[2 * j + 1] = two[1];
-        }
-        if constexpr (BYTES == 1 && (LevelSums<F>::PACKED || F::POLICY == PLAIN)) {
-          put_nibbles<F>(codes, sums, slice, i * F::GROUPS + q, low, side);
-          continue;
-        }
-        if constexpr (BYTES == 1)
-#pragma unroll
-          for (int n = 0; n < 8; n++) code[n] = low >> (4 * n) & 15;
+      for (int j = 0; j < 4; j++) {  // of each token two neighbours, and two more eight dimensions on
+        const u8* two = memory.codes(16 * tile + (lane >> 2) + 8 * (j >> 1), slice, (lane & 3) + 4 * (j & 1));
+        if constexpr (BYTES == 1) low += (u32)*two << (8 * j);
+        else code[2 * j] = two[0], code[2 * j + 1] = two[1];
+      }
+      if constexpr (BYTES == 1 && (LevelSums<F>::PACKED || F::POLICY == PLAIN)) {
+        put_nibbles<F>(codes, sums, slice, i * F::GROUPS + q, low, side);
+        continue;
       }
 #pragma unroll
       for (int n = 0; n < 8; n++) {
-        if constexpr (!PACKED_CODES)
-          code[n] = memory.word(16 * tile + token_of<F>(lane, token_number<F>(n)), 16 * slice + dim_of<F>(lane, n));
-        if constexpr (SEARCH > 0) code[n] = code[n] >> shift[token_number<F>(n)] & ((1 << F::BITS) - 1);  // those of other rounds are no codes
+        if constexpr (BYTES == 1) code[n] = low >> (4 * n) & 15;
         rotated[n] = integer_of<F>(exact[q][n]);
       }
       put_slice<F>(codes, sums, slice, i * F::GROUPS + q, code, rotated, tables, side);
@@ -178,15 +136,14 @@ template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, con
 }
 
 // Encodes and writes 32 keys of one head with two warps and the ``number``-th part of the block's memory: where matrices are
-// spread over blocks those of them that take matrix ``only``, and where rounds are those of ``only_round``. Each warp has a tile
-// of 16, of which ``raw`` are the rows; warp 0 rounds all of them, while warp 1 does ``meanwhile``.
-template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only, int only_round,
+// spread over blocks those of them that take matrix ``only``. Each warp has a tile of 16, of which ``raw`` are the rows; warp 0
+// rounds all of them, while warp 1 does ``meanwhile``.
+template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only,
                                                                                           int first, const u32 raw[F::CHUNKS][2][F::RAW], u8* shared, int number, int warp, Work meanwhile) {
-  constexpr int ROUND_TOKENS = 32 / ROUNDS;
   int lane = thread_index() & 31, index = 0;
   constexpr bool SEVERAL = QUERY_AWARE > 1;
   const bool spread = SEVERAL && args.spread;
-  bool none = first + max_i32(only_round, 0) * ROUND_TOKENS >= args.tokens;
+  bool none = first >= args.tokens;
   if (!none && SEVERAL && args.query_aware_index != nullptr)
     index = min_i32(max_i32(args.query_aware_index[min_i32(first + lane, args.tokens - 1)], 0), args.matrices - 1);
   none = none || (spread && !warp_any(index == only));  // the same for both
@@ -204,18 +161,10 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   cp_async_wait<0>();
   sync_threads();  // for the block's tables, too
   if (warp) meanwhile();
-  else if (!none) {
-    if constexpr (SEARCH > 0) {
-      const int best = search_scales<F>(memory, tables, levels, args, head, index, only, loaded, only_round, lane);
-      sync_warp();
-      memory.sums[lane] = best;
-    } else round_with_matrices<F>(memory, tables, levels, args, head, index, only, loaded, 1.0f, lane, lane);
-  }
+  else if (!none) round_with_matrices<F>(memory, tables, levels, args, head, index, only, loaded, lane);
   if (none) return;
   sync_team(1 + number, 64);
-  const int from = 16 * warp + (lane & 15);
-  const bool keep = (!spread || shfl(index, from) == only) && (only_round < 0 || from / ROUND_TOKENS == only_round);
-  const int best = SEARCH > 0 ? memory.sums[from] : 0;
+  const bool keep = !spread || shfl(index, 16 * warp + (lane & 15)) == only;
   if (first + 16 * warp < args.tokens)
-    store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * warp, scalars, keep, best, tables, memory, warp, lane);
+    store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * warp, scalars, keep, tables, memory, warp, lane);
 }

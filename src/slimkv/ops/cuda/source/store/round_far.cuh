@@ -1,22 +1,18 @@
 // Query-aware rounding of 32 tokens by a warp (query_aware.cuh) with a matrix that stays in global memory, but for what slices have of
-// themselves: there is no room for it beside others, or a search's errors.
+// themselves: there is no room for it beside others.
 #pragma once
 #include "store/lloyd.cuh"
 
-constexpr bool OWN_WEIGHTS = SEARCH == 0;  // is what slices have of themselves in shared memory? A search has no room for it.
-
 template <class F> struct QueryAwareMemory {
   static constexpr int STRIDE = 36;  // of a dimension's 32 tokens, in words: no two lanes meet in a bank
-  static constexpr int ERROR_STRIDE = PACKED_CODES ? 2 * STRIDE : 40;  // of four dimensions' errors: likewise
-  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, ERRORS = PACKED_CODES ? 0 : F::D / 4 * ERROR_STRIDE * 4;
-  static constexpr int WEIGHTS = OWN_WEIGHTS ? 16 * F::D : 0, BYTES = NUMBERS + SUMS + ERRORS + WEIGHTS, MATRIX = 0;
+  static constexpr int ERROR_STRIDE = 2 * STRIDE;  // of four dimensions' errors: likewise
+  static constexpr int NUMBERS = F::D * STRIDE * 4, SUMS = 16 * STRIDE * 4, BYTES = NUMBERS + SUMS + 16 * F::D, MATRIX = 0;
   float* numbers;  // [D][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;       // [16][STRIDE]: corrections of a slice by later ones, in steps
   u8* weights;     // [D][16]: of the matrix, what slices have of themselves
   // ``block``: the memory of all pairs, of which this is the ``number``-th.
   DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
-      : numbers((float*)(block + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)), weights((u8*)sums + SUMS + ERRORS) {}
-  DEVICE_MEMBER u32 word(int token, int d) const { return as_bits(numbers[d * STRIDE + token]); }
+      : numbers((float*)(block + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)), weights((u8*)sums + SUMS) {}
   DEVICE_MEMBER void put_neighbours(int token, int d, float x, float y) const { numbers[d * STRIDE + token] = x, numbers[(d + 1) * STRIDE + token] = y; }
   // The codes of neighbours 2 pair and 2 pair + 1 of a token's slice, packed.
   DEVICE_MEMBER const u8* codes(int token, int slice, int pair) const {
@@ -24,23 +20,16 @@ template <class F> struct QueryAwareMemory {
     return (const u8*)(numbers + (16 * slice + pair * BYTES_OF_TWO / 4) * STRIDE + token) + pair * BYTES_OF_TWO % 4;
   }
   // [4][ERROR_STRIDE]: the errors of a slice when it is done, signed bytes: behind codes, where coordinates of the same tokens were.
-  DEVICE_MEMBER u32* errors(int slice) const {
-    if constexpr (PACKED_CODES) return (u32*)numbers + (16 * slice + CODE_WORDS<F>) * STRIDE;
-    else return (u32*)sums + SUMS / 4 + 4 * slice * ERROR_STRIDE;
-  }
+  DEVICE_MEMBER u32* errors(int slice) const { return (u32*)numbers + (16 * slice + CODE_WORDS<F>) * STRIDE; }
   // For the threads of a pair, and for those of the block.
   DEVICE_MEMBER void copy_weights(const u8* from, int thread, int threads) const {
-    if constexpr (OWN_WEIGHTS)
 #pragma unroll 1
-      for (int i = thread; i < F::D; i += threads) cp_async_16(weights + 16 * i, from + i * F::D + i / 16 * 16);
+    for (int i = thread; i < F::D; i += threads) cp_async_16(weights + 16 * i, from + i * F::D + i / 16 * 16);
     cp_async_commit();
   }
   DEVICE_MEMBER static void copy_matrix(u8*, const u8*, int, int) {}
-  // Of row i, what slice s has, which is its own.
-  DEVICE_MEMBER Words4 own_weights(const u8* matrix, int i, int s) const {
-    if constexpr (OWN_WEIGHTS) return *(const Words4*)(weights + 16 * i);
-    else return ldg_cached(matrix + i * F::D + 16 * s);
-  }
+  // Of row i, what its own slice has.
+  DEVICE_MEMBER Words4 own_weights(int i) const { return *(const Words4*)(weights + 16 * i); }
 };
 
 // What levels are, behind the other tables: up to 4 bits twice the level by cell, a signed byte, so that one look-up leads to
@@ -110,7 +99,7 @@ template <class F> struct LaterErrors {
   // The rest; to memory.sums.
   DEVICE_MEMBER void end(const QueryAwareMemory<F>& memory, int s, int lane) {
     int g = lane >> 2, t = lane & 3;
-    if (SEARCH > 0 || s + 1 < SLICES) {  // the branch saves the first slice's share, and a search is better without
+    if (s + 1 < SLICES) {  // saves the first slice's share
 #pragma unroll
       for (int h = 0; h < 2; h++) last[h][1] = s % 2 == 1 && s + 2 < SLICES ? last[h][1] : 0;
       add(memory, min_i32(s + 1, SLICES - 1), last, lane);
@@ -121,32 +110,26 @@ template <class F> struct LaterErrors {
   }
 };
 
-// Replaces the coordinates of a token for each lane, whose column is ``token``, by codes; of those that are not ``mine``,
-// nothing changes. With a search the coordinates are taken times ``scale`` and the codes are byte number ``lane`` % SEARCH;
-// returns the sum of squared distances from the targets.
-template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* weights,
-                                            float error_steps, float scale, int token, bool mine, int lane) {
+// Replaces the coordinates of a token for each lane by codes; of those that are not ``mine``, nothing changes.
+template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* weights,
+                                            float error_steps, bool mine, int lane) {
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
-  float cost = 0.0f;
   constexpr int MIDDLE = 6;  // weights have come from far by then
   LaterErrors<F> sums = {};
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
-    float* own = memory.numbers + 16 * s * memory.STRIDE + token;
+    float* own = memory.numbers + 16 * s * memory.STRIDE + lane;
     // Nothing is stored before the slice is done: the compiler would not load what comes next before that.
     float numbers[16];
     i32 later[16];
-    u32 codes[16], packed[CODE_WORDS<F>] = {};
-    if constexpr (SEARCH > 0)  // before another lane of this token puts a code there
-#pragma unroll
-      for (int n = 15; n >= 0; n--) numbers[n] = mul_rn(own[n * memory.STRIDE], scale);
+    u32 packed[CODE_WORDS<F>] = {};
     sums.end(memory, s, lane);
     sync_warp();
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
       later[n] = memory.sums[n * memory.STRIDE + lane];
-      if constexpr (SEARCH == 0) numbers[n] = own[n * memory.STRIDE];
+      numbers[n] = own[n * memory.STRIDE];
     }
     sums.load(weights, s - 1, lane);
     u32 errors[4] = {};  // without the newest, which is a float
@@ -155,34 +138,25 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
       if (n == MIDDLE) sums.begin(memory, s - 1, lane);
-      Words4 w = memory.own_weights(weights, 16 * s + n, s);
+      Words4 w = memory.own_weights(16 * s + n);
       const float total = add_errors_of_slice(n, later[n], w, newest, newest_byte, errors);
       float x = numbers[n];
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
       const u32 cell = cell_from_below<F>(within);
-      codes[n] = code_of_cell<F>(cell, within, tables);
-      packed[n * CODE_WORDS<F> / 16] += codes[n] << (2 * CODE_WORDS<F> * n % 32);
-      float unlimited = levels.error(x, error_steps, cell, codes[n]), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
+      const u32 code = code_of_cell<F>(cell, within, tables);
+      packed[n * CODE_WORDS<F> / 16] += code << (2 * CODE_WORDS<F> * n % 32);
+      float unlimited = levels.error(x, error_steps, cell, code), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
       const float rounded = add_rn(error, 12582912.0f);
       newest = sub_rn(rounded, 12582912.0f);
       newest_byte = as_bits(rounded);
-      if constexpr (SEARCH > 0) {
-        float distance = levels.error(target, error_steps, cell, codes[n]);
-        cost = add_rn(cost, mul_rn(distance, distance));
-      }
     }
-    if (mine) {
+    if (mine)
 #pragma unroll
-      for (int n = 0; n < (PACKED_CODES ? CODE_WORDS<F> : 16); n++) {
-        if constexpr (SEARCH > 0) ((u8*)(own + n * memory.STRIDE))[lane % ROUNDS] = (u8)codes[n];
-        else own[n * memory.STRIDE] = as_float(packed[n]);
-      }
-    }
+      for (int n = 0; n < CODE_WORDS<F>; n++) own[n * memory.STRIDE] = as_float(packed[n]);
     errors[0] = prmt(errors[0], newest_byte, 0x3214);
     if (mine)
 #pragma unroll
       for (int i = 0; i < 4; i++) memory.errors(s)[i * memory.ERROR_STRIDE + lane] = errors[i];
     sync_warp();
   }
-  return cost;
 }

@@ -13,26 +13,22 @@ template <class F> constexpr int WEIGHT_STRIDE = F::D + 16;  // bytes of a matri
 
 template <class F> struct QueryAwareMemory {
   // Words from token to token, of each kind: lanes that load 16 bytes of a token each do not meet in a bank.
-  static constexpr int STRIDE = F::D + 4, SUM_STRIDE = 20, ERROR_STRIDE = PACKED_CODES ? STRIDE : F::D / 4 + 4;
-  static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = 2 * 32 * SUM_STRIDE * 4, ERRORS = PACKED_CODES ? 0 : 32 * ERROR_STRIDE * 4;
-  static constexpr int BYTES = NUMBERS + SUMS + ERRORS, MATRIX = F::D * WEIGHT_STRIDE<F>;
+  static constexpr int STRIDE = F::D + 4, SUM_STRIDE = 20;
+  static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = 2 * 32 * SUM_STRIDE * 4;
+  static constexpr int BYTES = NUMBERS + SUMS, MATRIX = F::D * WEIGHT_STRIDE<F>;
   float* numbers;  // [32][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;       // [2][32][SUM_STRIDE]: corrections of this slice and the one before it in the vector, in steps
   u8* weights;     // [D][WEIGHT_STRIDE]: the block's matrix
   // ``block``: the memory of the matrix, and of all pairs, of which this is the ``number``-th.
   DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
       : numbers((float*)(block + MATRIX + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)), weights(block) {}
-  DEVICE_MEMBER u32 word(int token, int d) const { return as_bits(numbers[token * STRIDE + d]); }
   DEVICE_MEMBER void put_neighbours(int token, int d, float x, float y) const { *(Words2*)(numbers + token * STRIDE + d) = {as_bits(x), as_bits(y)}; }
   // The codes of neighbours 2 pair and 2 pair + 1 of a token's slice, packed.
   DEVICE_MEMBER const u8* codes(int token, int slice, int pair) const {
     return (const u8*)(numbers + token * STRIDE + 16 * slice) + pair * CODE_WORDS<F> / 2;
   }
-  // The errors of a row's slice when it is done, 16 signed bytes: behind codes, where its coordinates were, or apart.
-  DEVICE_MEMBER u32* errors(int row, int slice) const {
-    if constexpr (PACKED_CODES) return (u32*)numbers + row * STRIDE + 16 * slice + 4;
-    else return (u32*)sums + SUMS / 4 + row * ERROR_STRIDE + 4 * slice;
-  }
+  // The errors of a row's slice when it is done, 16 signed bytes: behind codes, where its coordinates were.
+  DEVICE_MEMBER u32* errors(int row, int slice) const { return (u32*)numbers + row * STRIDE + 16 * slice + 4; }
   // For the threads of a pair, and for those of the block.
   DEVICE_MEMBER void copy_weights(const u8*, int, int) const {}
   DEVICE_MEMBER static void copy_matrix(u8* block, const u8* from, int thread, int threads) {
@@ -136,14 +132,11 @@ template <class F> struct LaterErrors {
   }
 };
 
-// Replaces the coordinates of a token for each lane, whose column is ``token``, by codes; of those that are not ``mine``,
-// nothing changes. With a search the coordinates are taken times ``scale`` and the codes are byte number ``lane`` % SEARCH;
-// returns the sum of squared distances from the targets.
-template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8*,
-                                            float error_steps, float scale, int token, bool mine, int lane) {
+// Replaces the coordinates of a token for each lane by codes; of those that are not ``mine``, nothing changes.
+template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8*,
+                                            float error_steps, bool mine, int lane) {
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
-  float cost = 0.0f;
   LaterErrors<F> sums = {};
   const u32 at = settled(shared_address(memory.weights));
   u32 errors[4] = {};
@@ -152,11 +145,11 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
   for (int i = 0; i < 4; i++) *(Words4*)(here + lane * memory.SUM_STRIDE + 4 * i) = {0, 0, 0, 0};
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
-    float* own = memory.numbers + token * memory.STRIDE + 16 * s;
+    float* own = memory.numbers + lane * memory.STRIDE + 16 * s;
     // Nothing is stored before the slice is done, but sums at its end: the compiler would not load what comes next before that.
     float numbers[16];
     i32 later[16];
-    u32 codes[16], packed[CODE_WORDS<F>] = {};
+    u32 packed[CODE_WORDS<F>] = {};
     sync_warp();
     sums.load(memory.weights, s - 1, lane);
 #pragma unroll
@@ -164,11 +157,6 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       const Words4 four = *(const Words4*)(here + lane * memory.SUM_STRIDE + 4 * i), x = *(const Words4*)(own + 4 * i);
       later[4 * i] = (i32)four.x, later[4 * i + 1] = (i32)four.y, later[4 * i + 2] = (i32)four.z, later[4 * i + 3] = (i32)four.w;
       numbers[4 * i] = as_float(x.x), numbers[4 * i + 1] = as_float(x.y), numbers[4 * i + 2] = as_float(x.z), numbers[4 * i + 3] = as_float(x.w);
-    }
-    if constexpr (SEARCH > 0) {
-      sync_warp();  // before another lane of this token puts a code there
-#pragma unroll
-      for (int n = 0; n < 16; n++) numbers[n] = mul_rn(numbers[n], scale);
     }
     const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};  // of slice s + 1
     errors[0] = errors[1] = errors[2] = errors[3] = 0;                    // without the newest, which is a float
@@ -187,29 +175,22 @@ template <class F> DEVICE float round_query_aware(const QueryAwareMemory<F>& mem
       float x = numbers[n];
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
       const u32 cell = cell_from_below<F>(within);
-      const float level = levels.find(within, cell, tables, codes[n]);
+      u32 code;
+      const float level = levels.find(within, cell, tables, code);
       float unlimited = error_of(x, error_steps, level), error = min_f32(max_f32(unlimited, -127.0f), 127.0f);
-      packed[n * CODE_WORDS<F> / 16] += codes[n] << (2 * CODE_WORDS<F> * n % 32);
+      packed[n * CODE_WORDS<F> / 16] += code << (2 * CODE_WORDS<F> * n % 32);
       const float rounded = add_rn(error, 12582912.0f);
       newest = sub_rn(rounded, 12582912.0f);
       newest_byte = as_bits(rounded);
-      if constexpr (SEARCH > 0) {
-        float distance = error_of(target, error_steps, level);
-        cost = add_rn(cost, mul_rn(distance, distance));
-      }
       sums.go_on(memory, s - 1, n, ahead, lane);
     }
     errors[0] = prmt(errors[0], newest_byte, 0x3214);
     if (mine) {
-      if constexpr (SEARCH > 0)
-#pragma unroll
-        for (int n = 0; n < 16; n++) ((u8*)(own + n))[lane % ROUNDS] = (u8)codes[n];
-      else if constexpr (CODE_WORDS<F> == 2) *(Words2*)own = {packed[0], packed[1]};
+      if constexpr (CODE_WORDS<F> == 2) *(Words2*)own = {packed[0], packed[1]};
       else *(Words4*)own = {packed[0], packed[1], packed[2], packed[3]};
       *(Words4*)memory.errors(lane, s) = {errors[0], errors[1], errors[2], errors[3]};
     }
     i32* const swapped = here;
     here = ahead, ahead = swapped;
   }
-  return cost;
 }

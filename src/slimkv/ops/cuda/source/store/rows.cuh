@@ -22,6 +22,37 @@ template <int DTYPE> DEVICE float element(const u32* raw, int i) {
   else return f16_to_f32(i & 1 ? raw[i / 2] >> 16 : raw[i / 2] & 0xFFFFu);
 }
 
+// A number of the input's dtype, as float32 rounds to it.
+template <int DTYPE> DEVICE float rounded(float x) {
+  if constexpr (DTYPE == FLOAT32) return x;
+  else if constexpr (DTYPE == BFLOAT16) return as_float(f32_to_bf16(x) << 16);
+  else return f16_to_f32(f32_to_f16(x));
+}
+
+// Centres the rows that load_rows gives: x - offset, rounded to the input's dtype.
+template <class F> DEVICE void subtract_offset(const SideArgs& side, int head, int lane, u32 raw[F::CHUNKS][2][F::RAW]) {
+  if (!side.offset) return;
+#pragma unroll
+  for (int c = 0; c < F::CHUNKS; c++) {
+    const int within = c % F::STEPS * 32 + 8 * (lane & 3);
+    if (F::INNER % 32 != 0 && within >= F::INNER) continue;
+    const u8* at = (const u8*)(side.offset + head * F::D + c / F::STEPS * F::INNER + within);
+    const Words4 low = ldg_cached(at), high = ldg_cached(at + 16);
+    const u32 offset[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[i] = sub_rn(element<F::DTYPE>(raw[c][half], i), as_float(offset[i]));
+#pragma unroll
+      for (int i = 0; i < F::RAW; i++)
+        raw[c][half][i] = F::DTYPE == FLOAT32    ? as_bits(x[i])
+                          : F::DTYPE == BFLOAT16 ? pack_bf16x2(x[2 * i % 8], x[(2 * i + 1) % 8])
+                                                 : pack_f16x2(x[2 * i % 8], x[(2 * i + 1) % 8]);
+    }
+  }
+}
+
 // The rows of tokens g and g + 8 in eights: chunk c, dimensions 8 t .. 8 t + 7 of its 32.
 template <class F> DEVICE void load_rows(const SideArgs& side, int head, int first, int tokens, int lane,
                                          u32 raw[F::CHUNKS][2][F::RAW]) {
@@ -40,6 +71,7 @@ template <class F> DEVICE void load_rows(const SideArgs& side, int head, int fir
         for (int i = 0; i < F::RAW; i++) raw[c][half][i] = 0;
     }
   }
+  if constexpr (!F::VALUES) subtract_offset<F>(side, head, lane, raw);
 }
 
 // The same rows by way of shared memory, ahead of their use: a lane copies what it will need itself, and waits for no other.
@@ -80,5 +112,6 @@ template <class F> struct RowBuffer {
         u32* to = raw[i / 2][i & 1] + 4 * j;
         to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;
       }
+    if constexpr (!F::VALUES) subtract_offset<F>(side, head, lane, raw);
   }
 };

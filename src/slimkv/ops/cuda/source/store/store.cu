@@ -3,7 +3,7 @@
 //
 // Given: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, QUERY_AWARE
 // (query-aware rounding of keys: 1 with one matrix a head, 2 with several), SHARED_WEIGHTS (is its matrix copied to shared memory?),
-// CELL_RECORDS (and all that cells say?), SEARCH (how many scales are tried for it, or 0), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
+// CELL_RECORDS (and all that cells say?), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
 // ROTATED, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
 #include "store/direct.cuh"
 #include "store/lloyd.cuh"
@@ -42,14 +42,12 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
   if constexpr (WARPS == 2) fetch_tables();  // few tokens: while the kernel before this one ends
   pdl_wait();
   int warp = shfl(thread_index() >> 5, 0);  // as above: no warp takes both ways
-  bool spread = SEARCH > 0 && args.spread_rounds;
-  int block = spread ? block_index() / ROUNDS : block_index(), round = spread ? block_index() % ROUNDS : -1;
-  int pair = warp % HALF, first = 32 * (block * HALF + pair);
+  int pair = warp % HALF, first = 32 * (block_index() * HALF + pair);
   u32 rows[K::CHUNKS][2][K::RAW];
   load_rows<K>(args.key, head, first + 16 * (warp / HALF), args.tokens, thread_index() & 31, rows);
   if constexpr (WARPS > 2) fetch_tables();  // they are needed when the rows are rotated
   auto values = [&] {
-    if (matrix > 0 || round > 0) return;
+    if (matrix > 0) return;
 #pragma unroll 1
     for (int at = first; at < first + 32 && at < args.tokens; at += 16) {
       if constexpr (TABLES) {
@@ -59,12 +57,11 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
       } else store_direct<V, BLOCK_SIZE, SlotNumber>(args.value, args, head, at);
     }
   };
-  store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, round, first, rows, memory, pair, warp / HALF, values);
+  store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, first, rows, memory, pair, warp / HALF, values);
 }
 
 // Grid: tiles (or, of many, any number of blocks) by twice the heads, keys and values in turn; with query-aware rounding
-// WARPS tiles by the heads, and where few tokens have different matrices, again for each matrix. A search of few tokens has
-// SEARCH blocks for each of these, one for each round.
+// WARPS tiles by the heads, and where few tokens have different matrices, again for each matrix.
 KERNEL(32 * WARPS, MIN_BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
   if constexpr (QUERY_AWARE) {

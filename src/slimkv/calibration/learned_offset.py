@@ -1,0 +1,130 @@
+"""Key offsets without a calibration: learnt from the first prompt that a layer is given, then fixed and kept.
+
+Sixteen tokens are enough for a mean that serves every later prompt. The offset is part of what stored bytes mean, so it
+may only change while a layer's pages are empty: it is learnt right before the first real tokens are stored. Steps that
+store nothing (profiling, warm-up) do not set it, and neither does a step inside a captured CUDA graph, which cannot
+wait for the result. The tensor is updated in place: graphs that were captured before read the new values.
+
+A learnt offset is kept on disk by the digest of the model's files, one file per layer and tensor-parallel rank, so that
+restarts and replicas agree; one from fewer than 16 tokens serves its own process only. The first process to write one
+wins; others keep what they stored with until they restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration import file
+from slimkv.calibration.cache import files_key, model_folder
+from slimkv.errors import InputError, SlimKVError
+from slimkv.paths import cache_dir
+
+FORMAT = "slimkv-key-offset"
+MIN_TOKENS = 16  # of a first prompt whose mean is kept for later processes
+
+
+def offset_digest(offset: Tensor | None) -> str:
+    """32 hexadecimal digits of a layer's offset float32 [heads, dim]; empty without one."""
+    if offset is None:
+        return ""
+    return hashlib.sha256(offset.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can be read back."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class LayerOffset:
+    """The offset of one layer's keys in one process: known from the start, or learnt from the first prompt."""
+
+    def __init__(self, num_kv_heads: int, dim: int, device: torch.device, known: Tensor | None = None) -> None:
+        with torch.inference_mode(False):  # it outlives the pass that first needs it
+            self.tensor = torch.zeros(num_kv_heads, dim, dtype=torch.float32, device=device)
+            if known is not None:
+                self.tensor.copy_(known)
+        self.known = known is not None
+        self.source = "given" if known is not None else "not yet learnt"
+        self._kept: Path | None = None
+
+    @classmethod
+    def kept(cls, path: Path | None, num_kv_heads: int, dim: int, device: torch.device) -> LayerOffset:
+        """The offset in the file ``path``, or one that is learnt and then written there; None: it is not kept."""
+        known = read_offset(path, num_kv_heads, dim) if path is not None else None
+        made = cls(num_kv_heads, dim, device, known)
+        made._kept = path
+        if known is not None:
+            made.source = f"kept in {path}"
+        return made
+
+    def provisional(self, key: Tensor) -> None:
+        """Takes the mean of a profiling step's keys [tokens, heads, dim]: all that is known of biases before a prompt.
+
+        It serves only where tokens are stored before anything could be learnt (see ``learn``).
+        """
+        if not self.known:
+            self.tensor.copy_(key.float().mean(0))
+
+    def learn(self, key: Tensor, stored: Tensor, pages: Tensor) -> None:
+        """Learns from the first tokens that are stored. Does nothing once the offset is known.
+
+        Args:
+            key: [tokens, heads, dim], before they are stored.
+            stored: bool [tokens]: which of them will be.
+            pages: the layer's, all zeros before the first token is stored. Where they are not, tokens were stored
+                inside a captured graph: the provisional offset then stays.
+        """
+        if self.known or is_capturing(key.device):
+            return
+        count = int(stored.sum())
+        if count == 0:
+            return
+        if pages.count_nonzero():
+            self.source = "a profiling step"
+        else:
+            self.tensor.copy_(key[stored].float().mean(0))
+            self.source = f"the first prompt, {count} tokens"
+            if self._kept is not None and count >= MIN_TOKENS:
+                write_offset(self._kept, self.tensor)
+        self.known = True
+
+
+def kept_path(model: str, layer: int, rank: int = 0, ranks: int = 1) -> Path | None:
+    """Where the offset of a layer of ``model`` (a folder or a hub name) is kept; None: its files are not known."""
+    key = _files_key(model)
+    if key is None:
+        return None
+    return cache_dir("offsets") / key / f"rank-{rank}-of-{ranks}" / f"layer-{layer}.safetensors"
+
+
+@lru_cache(maxsize=8)
+def _files_key(model: str) -> str | None:
+    try:
+        return files_key(model_folder(model))
+    except InputError:
+        return None
+
+
+def read_offset(path: Path, num_kv_heads: int, dim: int) -> Tensor | None:
+    """What ``write_offset`` wrote, float32 [num_kv_heads, dim]; None where there is no whole file of that shape."""
+    if not path.is_file():
+        return None
+    try:
+        _, tensors = file.read(path, FORMAT)
+        found = tensors["offset"]
+    except (SlimKVError, KeyError):
+        path.unlink(missing_ok=True)  # ours, and damaged or of another version: it is learnt again
+        return None
+    fits = found.shape == (num_kv_heads, dim) and found.dtype == torch.float32 and bool(found.isfinite().all())
+    return found if fits else None
+
+
+def write_offset(path: Path, offset: Tensor) -> None:
+    """Keeps an offset unless another process was first."""
+    if not path.is_file():
+        file.write(path, {}, {"offset": offset.detach().float().cpu().contiguous()}, FORMAT)

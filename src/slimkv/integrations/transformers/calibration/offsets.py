@@ -1,0 +1,85 @@
+"""Key offsets of a model at hand: the mean keys of a pass over random ids, made once and kept by the model's digest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration import file
+from slimkv.calibration.learned_offset import FORMAT
+from slimkv.errors import SlimKVError
+from slimkv.integrations.transformers.calibration.cached import fingerprint
+from slimkv.integrations.transformers.calibration.samples import random_windows
+from slimkv.integrations.transformers.compat import DynamicCache, EncoderDecoderCache
+from slimkv.paths import cache_dir
+
+TOKENS = 256
+_NAME = "offset"
+_LOG = logging.getLogger("slimkv")
+_known: WeakKeyDictionary[torch.nn.Module, Mapping[int, Tensor]] = WeakKeyDictionary()
+
+
+def model_offsets(model: torch.nn.Module, folder: Path | None = None) -> Mapping[int, Tensor]:
+    """The mean key of every cache layer: float32 [num_kv_heads, key_dim] on the CPU, by layer number.
+
+    From memory, from ``folder`` (by default slimkv's cache directory), or from a pass of ``TOKENS`` random ids. Empty
+    for a model that cannot read plain ids: its offsets are learnt from the first prompt.
+    """
+    if model not in _known:
+        _known[model] = _kept_or_made(model, folder if folder is not None else cache_dir("offsets"))
+    return _known[model]
+
+
+def _kept_or_made(model: Any, folder: Path) -> Mapping[int, Tensor]:
+    from filelock import FileLock
+
+    path = folder / f"{fingerprint(model)}.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # two processes need not do it twice
+        if path.is_file():
+            try:
+                _, tensors = file.read(path, FORMAT)
+                return {int(name.removeprefix(f"{_NAME}.")): tensor for name, tensor in tensors.items()}
+            except (SlimKVError, ValueError):
+                path.unlink()  # ours, and not whole or of an older version: it is made again
+        found = mean_keys(model)
+        if found:
+            file.write(path, {}, {f"{_NAME}.{number}": offset for number, offset in found.items()}, FORMAT)
+    return found
+
+
+def mean_keys(model: Any) -> dict[int, Tensor]:
+    """The mean keys of a pass of ``TOKENS`` random ids; empty where the model does not take them."""
+    text = model.config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None) or TOKENS
+    training = model.training
+    try:
+        ids = random_windows(model.config, 1, min(TOKENS, longest)).to(model.device)
+        cache: Any = DynamicCache(config=text)
+        arguments = {"input_ids": ids}
+        if getattr(model.config, "is_encoder_decoder", False):
+            cache = EncoderDecoderCache(cache, DynamicCache(config=text))
+            arguments["decoder_input_ids"] = ids
+        with torch.no_grad():
+            model.eval()
+            model(**arguments, past_key_values=cache, use_cache=True)
+    except Exception as error:  # a class of its own wants more than ids; each says so in another way
+        _LOG.info(
+            "slimkv learns key offsets from the first prompt: %s does not read plain ids (%r)", type(model), error
+        )
+        return {}
+    finally:
+        model.train(training)
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    keys = {number: getattr(layer, "keys", None) for number, layer in enumerate(layers)}
+    return {
+        number: x.float().mean((0, 2)).cpu().contiguous()
+        for number, x in keys.items()
+        if isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] and bool(x.isfinite().all())
+    }

@@ -1,0 +1,56 @@
+"""What quantised keys do to the attention scores of each layer of a model: the guard's figure, on any tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration.guard import score_errors
+from slimkv.integrations.transformers.cache import SlimKVCache
+from slimkv.integrations.transformers.calibration.collect import layer_number
+from slimkv.integrations.transformers.calibration.offsets import TOKENS
+from slimkv.integrations.transformers.calibration.samples import random_windows
+from slimkv.integrations.transformers.compat import AttentionInterface, AttentionMaskInterface
+from slimkv.integrations.transformers.layers import PackedLayer
+from slimkv.integrations.transformers.mask import slimkv_mask
+from slimkv.integrations.transformers.plugin import slimkv_attention, use_attn_implementation
+
+NAME = "slimkv_score_errors"
+
+
+def layer_score_errors(model: Any, cache: SlimKVCache, ids: Tensor | None = None) -> dict[int, float]:
+    """The noise in the scores of each packed layer, in nats: that of its worst KV head.
+
+    Args:
+        cache: an empty cache of the model, which says how keys are stored; it is filled.
+        ids: int64 [1, tokens] that the model reads; by default random ones.
+    """
+    found: dict[int, float] = {}
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        out, _ = slimkv_attention(module, query, key, value, mask, **kwargs)
+        number = layer_number(module)
+        layer = cache.layers[number] if number < len(cache.layers) else None
+        if isinstance(layer, PackedLayer) and number not in found:
+            layer.update(key, value)
+            states = layer.keys
+            assert states is not None
+            stored = states.decoded()
+            tokens = stored.shape[2]  # those that a sliding layer still holds
+            queries, keys, kept = (x[0, :, -tokens:].transpose(0, 1) for x in (query, key, stored))
+            scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            found[number] = float(score_errors(queries, keys, kept, scale).max())
+        return out, None
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, slimkv_mask)
+    if ids is None:
+        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or TOKENS
+        ids = random_windows(model.config, 1, min(TOKENS, longest))
+    with use_attn_implementation(model, NAME), torch.no_grad():
+        model(ids[:1].to(model.device), use_cache=False)
+    return dict(sorted(found.items()))
