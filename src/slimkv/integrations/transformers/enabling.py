@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.transformers.cache import SlimKVCache
 from slimkv.integrations.transformers.calibration.matrix_index import note_positions
-from slimkv.integrations.transformers.switching import switch_off, switch_on
+from slimkv.integrations.transformers.switching import switch_off, switch_on, warn_if_decoded
 
 _lock = threading.Lock()
 
@@ -50,8 +52,11 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
     SlimKVCache(model, format, **options)  # refuses now what it would refuse in the first generate
     disable(model)
     with _lock:
-        _enabled[model] = _Enabled(format, options, switch_on(model) if fused else [], note_positions(model))
+        configs = switch_on(model) if fused else []
+        _enabled[model] = _Enabled(format, options, configs, note_positions(model))
         vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
+    if fused:
+        warn_if_decoded(model, configs, stacklevel=2)
     return model
 
 
@@ -69,21 +74,42 @@ def disable(model: Any) -> Any:
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` of the model's class, with a packed cache unless the call brings or forbids one."""
-    record = _enabled.get(model)
-    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-    asked = {
-        name: kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
-        for name in ("use_cache", "cache_implementation")
-    }
-    if asked["cache_implementation"] is not None:
+    generate, record = type(model).generate, _enabled.get(model)
+    if record is None:  # a copy of an enabled model
+        return generate(model, *args, **kwargs)
+    given = _given(generate, args, kwargs)
+    kind = _asked("cache_implementation", model, given)
+    if kind not in (None, "hybrid"):  # "hybrid" is what old checkpoints of sliding-window models name their default
         raise UnsupportedError(
-            f"cache_implementation={asked['cache_implementation']!r} names another cache than the packed one that "
-            "slimkv.enable set up: leave it out, or call slimkv.disable(model)"
+            f"cache_implementation={kind!r} names another cache than the packed one that slimkv.enable set up: leave "
+            "it out, or call slimkv.disable(model)"
         )
-    given = any(kwargs.get(name) is not None for name in ("past_key_values", "cache_params"))
-    if record is not None and not given and asked["use_cache"] is not False:
-        kwargs["past_key_values"] = SlimKVCache(model, record.format, **record.options)
-    return type(model).generate(model, *args, **kwargs)
+    cache = next((given[x] for x in ("past_key_values", "cache_params") if given.get(x) is not None), None)
+    if cache is not None:
+        if not isinstance(cache, SlimKVCache):
+            warnings.warn(
+                f"this call of generate brings a {type(cache).__name__}, which is not packed: leave past_key_values "
+                "out, or pass a SlimKVCache",
+                stacklevel=2,
+            )
+    elif _asked("use_cache", model, given) is not False:
+        kwargs["past_key_values"] = cache = SlimKVCache(model, record.format, **record.options)
+        if _asked("is_assistant", model, given):  # the draft's tokens are taken back, also out of sliding windows
+            cache.activate_past_recording()
+    return generate(model, *args, **kwargs)
+
+
+def _given(generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``generate`` by name, positional ones too."""
+    positional = [x.name for x in inspect.signature(generate).parameters.values() if x.kind == x.POSITIONAL_OR_KEYWORD]
+    return {**dict(zip(positional[1:], args, strict=False)), **kwargs}
+
+
+def _asked(name: str, model: Any, given: dict[str, Any]) -> Any:
+    """A setting of ``generate``: from the call's arguments, else its ``generation_config``, else the model's."""
+    configs = (given.get("generation_config"), getattr(model, "generation_config", None))
+    values = (given.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 def _refuse(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:

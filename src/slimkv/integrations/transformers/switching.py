@@ -14,7 +14,11 @@ import torch
 from slimkv.arguments import describe
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.calibration.matrix_index import note_positions
-from slimkv.integrations.transformers.stock_attention import stock_implementation, switchable_configs
+from slimkv.integrations.transformers.stock_attention import (
+    registered_by_user,
+    stock_implementation,
+    switchable_configs,
+)
 
 NAME = "slimkv"
 
@@ -76,12 +80,13 @@ def count(kind: str, config: Any = None) -> None:
 def switch_on(model: Any) -> list[Any]:
     """Gives the text decoder of ``model`` the packed attention; returns the configs for ``switch_off``.
 
-    May be called while it is on already, by any thread: the last ``switch_off`` puts back what was there.
+    May be called while it is on already, by any thread: the last ``switch_off`` puts back what was there. A config
+    whose attention function the user registered keeps it.
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise InputError(f"slimkv.attention takes a model of transformers, not {describe(model)}")
     with _lock:
-        configs = switchable_configs(model)
+        configs = [x for x in switchable_configs(model) if not registered_by_user(x._attn_implementation)]
         for config in configs:
             switch = _switches.get(id(config))
             if switch is None:
@@ -103,6 +108,21 @@ def switch_off(configs: list[Any]) -> None:
                 del _switches[id(config)]
 
 
+def warn_if_decoded(model: Any, configs: list[Any], stacklevel: int) -> None:
+    """Warns where ``switch_on`` found nothing to switch, so that attention reads decoded keys and values."""
+    if configs:
+        return
+    own = sorted({x._attn_implementation for x in switchable_configs(model)})
+    if own:
+        why = f"{type(model).__name__} attends with {own[0]!r}, a function registered outside transformers"
+    else:
+        why = f"the attention of {type(model).__name__} does not use transformers' attention interface"
+    warnings.warn(
+        f"{why}: it runs unchanged, on decoded keys and values; the cache is packed all the same",
+        stacklevel=stacklevel + 1,
+    )
+
+
 @contextmanager
 def attention(model: Any) -> Iterator[Counts]:
     """Inside it ``model`` attends packed pages directly; yields counts of how its attention ran.
@@ -111,12 +131,7 @@ def attention(model: Any) -> Iterator[Counts]:
     at the same time; vision and audio towers keep their own attention.
     """
     configs, noting = switch_on(model), note_positions(model)
-    if not configs:
-        warnings.warn(
-            f"the attention of {type(model).__name__} does not go through transformers' attention interface (or "
-            "depends on its name): it runs as it is, on decoded keys and values",
-            stacklevel=3,
-        )
+    warn_if_decoded(model, configs, stacklevel=3)
     context = _Context(frozenset(map(id, configs)), threading.get_ident())
     with _lock:
         _contexts.append(context)
