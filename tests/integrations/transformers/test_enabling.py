@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 
 import pytest
@@ -127,6 +128,51 @@ def test_an_attention_function_of_the_user_keeps_running(way):
     torch.testing.assert_close(torch.stack(out.logits), torch.stack(expected.logits), rtol=0, atol=0)
     with pytest.raises(UnsupportedError, match=r"attends with 'doubled'.*calibrate with attn_implementation"):
         slimkv.calibrate_model(model)
+
+
+def test_status_says_what_is_packed_and_what_ran():
+    model, ids = tiny("gemma3"), tokens(1, 130)
+    assert str(slimkv.status(model)) == "slimkv is off: generate uses the stock cache"
+    slimkv.enable(model, layers={1: "raw"})
+    before = slimkv.status(model)
+    assert (before.enabled, before.fused, before.formats, before.packed_layers) == (
+        True,
+        True,
+        {"k4v4": 2, "stock": 1},
+        2,
+    )
+    assert before.calls is before.size is None
+    out = model.generate(ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    after = slimkv.status(model)
+    assert (after.calls.fused, after.calls.decoded, after.calls.plain) == (4 * 2, 0, 3 + 4)
+    assert after.size == out.past_key_values.size()
+    assert "2 of 3 layers are packed" in str(after)
+    assert f"{after.size.allocated_bytes:,} bytes" in str(after)
+    slimkv.enable(model, fused=False)
+    model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert slimkv.status(model).calls.decoded == 4 * 3
+    assert "gets decoded" in str(slimkv.status(model))
+    assert not slimkv.status(slimkv.disable(model)).enabled
+    with pytest.raises(slimkv.InputError, match="takes a model, not str"):
+        slimkv.status("gpt2")
+
+
+def test_a_cache_attended_decoded_says_so():
+    gc.collect()  # a model that an earlier test enabled counts until it is deleted
+    model, ids = tiny("llama"), tokens(1, 20)
+    arguments = {"max_new_tokens": 3, "do_sample": False}
+    cache = slimkv.SlimKVCache(model, "k4v4")
+    with pytest.warns(UserWarning, match=r"attended through decoded keys and values: .*slimkv.attention\(model\)"):
+        model.generate(ids, past_key_values=cache, **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.layers[0].keys.sum()  # looking into a cache is not attention
+        with slimkv.attention(model):
+            model.generate(ids, past_key_values=slimkv.SlimKVCache(model, "k4v4"), **arguments)
+        slimkv.enable(model, "k4v4", fused=False).generate(ids, **arguments)  # asked for
+        slimkv.disable(model)
+        model.set_attn_implementation("slimkv")
+        model.generate(ids, past_key_values=slimkv.SlimKVCache(model, "k4v4"), **arguments)
 
 
 def test_enable_says_where_attention_is_decoded():

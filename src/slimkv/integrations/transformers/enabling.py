@@ -5,33 +5,40 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 
 from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.transformers.cache import SlimKVCache
+from slimkv.integrations.transformers.cache import CacheSize, SlimKVCache
 from slimkv.integrations.transformers.calibration.matrix_index import note_positions
-from slimkv.integrations.transformers.switching import switch_off, switch_on, warn_if_decoded
+from slimkv.integrations.transformers.switching import Counts, counting, switch_off, switch_on, warn_if_decoded
+
+STOCK = "stock"  # the layers that are not packed
 
 _lock = threading.Lock()
 
 
 @dataclass
-class _Enabled:
+class Enabled:
     """What ``enable`` was asked for, and what ``disable`` puts back."""
 
     format: str | KVCacheConfig
     options: dict[str, Any]
     configs: list[Any]  # whose attention was switched
+    switched: Any  # the finalizer that switches it back, also when the model is deleted
     noting: Any  # the handle of ``note_positions``
+    formats: Counter[str]  # layers by format
+    calibration: str | None  # what the model read for it
+    last: tuple[Counts, CacheSize] | None = None  # of the last ``generate``
 
 
-_enabled: WeakKeyDictionary[torch.nn.Module, _Enabled] = WeakKeyDictionary()
+_enabled: WeakKeyDictionary[torch.nn.Module, Enabled] = WeakKeyDictionary()
 
 
 def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True, **options: Any) -> Any:
@@ -49,11 +56,16 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "generate"):
         raise InputError(f"slimkv.enable takes a model that generates, not {type(model).__name__}")
-    SlimKVCache(model, format, **options)  # refuses now what it would refuse in the first generate
+    cache = SlimKVCache(model, format, **options)  # refuses now what it would refuse in the first generate
+    formats = Counter(getattr(layer, "format", STOCK) for layer in cache.layers)
+    calibration = next((x.settings.calibration for x in cache.packed_layers), None)
     disable(model)
     with _lock:
         configs = switch_on(model) if fused else []
-        _enabled[model] = _Enabled(format, options, configs, note_positions(model))
+        _enabled[model] = Enabled(
+            format, options, configs, finalize(model, switch_off, configs), note_positions(model), formats,
+            calibration.source if calibration else None,
+        )  # fmt: skip
         vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
     if fused:
         warn_if_decoded(model, configs, stacklevel=2)
@@ -65,11 +77,16 @@ def disable(model: Any) -> Any:
     with _lock:
         record = _enabled.pop(model, None) if isinstance(model, torch.nn.Module) else None
         if record is not None:
-            switch_off(record.configs)
+            record.switched()
             record.noting.remove()
             for name in ("generate", "generate_batch"):
                 vars(model).pop(name, None)
     return model
+
+
+def enabled(model: Any) -> Enabled | None:
+    """What ``enable`` was asked for on ``model``; None where it was not, or was disabled."""
+    return _enabled.get(model) if isinstance(model, torch.nn.Module) else None
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +113,11 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["past_key_values"] = cache = SlimKVCache(model, record.format, **record.options)
         if _asked("is_assistant", model, given):  # the draft's tokens are taken back, also out of sliding windows
             cache.activate_past_recording()
-    return generate(model, *args, **kwargs)
+    with counting(record.configs) as counts:
+        out = generate(model, *args, **kwargs)
+    if isinstance(cache, SlimKVCache):
+        record.last = counts, cache.size()
+    return out
 
 
 def _given(generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

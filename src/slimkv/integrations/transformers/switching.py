@@ -123,6 +123,29 @@ def warn_if_decoded(model: Any, configs: list[Any], stacklevel: int) -> None:
     )
 
 
+def warn_if_off() -> None:
+    """Warns that a cache is attended decoded, unless ``attention`` or ``enable`` is in use: those have said so."""
+    if not _switches and not _contexts:
+        warnings.warn(
+            "a packed cache is being attended through decoded keys and values: run the model inside "
+            "slimkv.attention(model), or call slimkv.enable(model), so that attention reads the packed codes",
+            stacklevel=2,
+        )
+
+
+@contextmanager
+def counting(configs: list[Any]) -> Iterator[Counts]:
+    """Counts how the attention of ``configs`` runs inside it."""
+    context = _Context(frozenset(map(id, configs)), threading.get_ident())
+    with _lock:
+        _contexts.append(context)
+    try:
+        yield context.counts
+    finally:
+        with _lock:
+            _contexts[:] = [x for x in _contexts if x is not context]
+
+
 @contextmanager
 def attention(model: Any) -> Iterator[Counts]:
     """Inside it ``model`` attends packed pages directly; yields counts of how its attention ran.
@@ -132,13 +155,9 @@ def attention(model: Any) -> Iterator[Counts]:
     """
     configs, noting = switch_on(model), note_positions(model)
     warn_if_decoded(model, configs, stacklevel=3)
-    context = _Context(frozenset(map(id, configs)), threading.get_ident())
-    with _lock:
-        _contexts.append(context)
     try:
-        yield context.counts
+        with counting(configs) as counts:
+            yield counts
     finally:
-        with _lock:
-            _contexts[:] = [x for x in _contexts if x is not context]
         noting.remove()
         switch_off(configs)
