@@ -120,3 +120,10 @@ def test_prefill_of_a_layer():
     assert not eight.reads_fresh_raw(shared_pages=False)
     with pytest.raises(UnsupportedError, match="prefill='8bit': key format 5 is not attended in 8 bits"):
         eight.prefill_of(k5v4, shared_pages=False)
+
+
+def test_its_repr_names_what_was_set():
+    assert repr(KVCacheConfig()) == "KVCacheConfig()"
+    assert repr(KVCacheConfig("k5v4", layers={0: "k8v8"}, seed=3)) == (
+        "KVCacheConfig(format='k5v4', layers={0: 'k8v8'}, seed=3)"
+    )

@@ -276,3 +276,10 @@ def test_latents_are_not_keys_and_values():
             LatentSpec.parse(wrong)
     with pytest.raises(SpecError, match="key head_dim 500"):
         LatentSpec.parse("c4", 500)
+
+
+def test_reprs_are_one_short_line():
+    assert repr(CodecSpec.parse("k4v4", 128)) == "CodecSpec('k4v4', key_dim=128, value_dim=128, seed=81)"
+    unbiased = CodecSpec.parse("k4v4", 128, key_policy="unbiased")
+    assert repr(unbiased) == "CodecSpec('k4v4', key_dim=128, value_dim=128, key_policy='unbiased', seed=81)"
+    assert repr(LatentSpec.parse("c4r8", 512, 64)) == "LatentSpec('c4r8', key_dim=512, value_dim=64, seed=81)"

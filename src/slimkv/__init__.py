@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slimkv.cache import AttentionBatch, PagedPool
     from slimkv.calibration import Calibration
     from slimkv.config import KVCacheConfig
-    from slimkv.integrations.transformers import SlimKVCache, attention, disable, enable
+    from slimkv.integrations.transformers import SlimKVCache, attention, disable, enable, status
     from slimkv.integrations.transformers.calibration.calibrate import calibrate_model
 
 __version__ = "0.1.0"
@@ -52,6 +52,7 @@ __all__ = [
     "enable",
     "models",
     "ops",
+    "status",
 ]
 
 # Imported when first used: what they need (an engine, kernels) is not needed by everybody.
@@ -65,6 +66,7 @@ _HOME = {
     "calibrate_model": "slimkv.integrations.transformers.calibration.calibrate",
     "disable": "slimkv.integrations.transformers",
     "enable": "slimkv.integrations.transformers",
+    "status": "slimkv.integrations.transformers",
 }
 _MODULES = ("models", "ops")
 

@@ -85,6 +85,10 @@ class KVCacheConfig:
     seed: int = DEFAULT_SEED
     backend: str | None = None
 
+    def __repr__(self) -> str:
+        set_fields = [x.name for x in fields(self) if getattr(self, x.name) != getattr(KVCacheConfig, x.name, {})]
+        return f"KVCacheConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in set_fields)})"
+
     def __post_init__(self) -> None:
         self._check_format("format", self.format)
         object.__setattr__(self, "layers", self._checked_layers())

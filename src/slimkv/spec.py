@@ -75,6 +75,12 @@ class CodecSpec:
         if not 0 <= self.seed < 2**63:
             raise SpecError(f"seed {self.seed} is not in 0 .. 2**63 - 1")
 
+    def __repr__(self) -> str:
+        sides = (("key_policy", self.key), ("value_policy", self.value))
+        policies = "".join(f", {name}={x.policy.value!r}" for name, x in sides if x.policy != ScalePolicy.NORM)
+        dims = f"key_dim={self.key_dim}, value_dim={self.value_dim}"
+        return f"{type(self).__name__}({self.canonical_format!r}, {dims}{policies}, seed={self.seed})"
+
     @classmethod
     @typed
     def parse(
@@ -131,7 +137,7 @@ class CodecSpec:
         return (codes + fields) / (self.key_dim + self.value_dim)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LatentSpec(CodecSpec):
     """The formats of a latent (MLA): what all heads share of a token, and its rope part.
 

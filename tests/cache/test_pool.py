@@ -111,3 +111,13 @@ def test_an_implementation_by_name(device):
     pool = PagedPool(CodecSpec.parse("k4v4", DIM), 2, HEADS, TOKENS, device, backend="nonesuch")
     with pytest.raises(InputError, match="called 'nonesuch'; known: "):
         fill(pool, [0], 4)
+
+
+def test_a_pool_takes_the_name_of_a_format():
+    pool = PagedPool("k4v4", 4, HEADS, TOKENS, head_dim=DIM)
+    assert pool.layout.spec == CodecSpec.parse("k4v4", DIM)
+    assert repr(pool) == f"PagedPool(k4v4, 4 blocks of {TOKENS} tokens, {HEADS} KV heads, {pool.nbytes:,} bytes)"
+    with pytest.raises(InputError, match="'k4v4', needs the size of a head: head_dim=128"):
+        PagedPool("k4v4", 4, HEADS)
+    with pytest.raises(InputError, match="head_dim=32 contradicts the spec"):
+        PagedPool(CodecSpec.parse("k4v4", DIM), 4, HEADS, head_dim=32)

@@ -190,3 +190,9 @@ def test_python_m_slimkv():
         [sys.executable, "-m", "slimkv", "version", "--json"], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["slimkv"] == __version__
+
+
+def test_the_version_option_needs_no_extras():
+    code = "import sys; sys.modules['typer'] = None; sys.argv = ['slimkv', '--version']; import slimkv.cli; slimkv.cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"slimkv {__version__}\n"

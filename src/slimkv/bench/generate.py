@@ -195,7 +195,9 @@ def time_generation(
             for name, kind in kinds.items():
                 with attending(model, kind.format):
                     found, cache = _one(model, given, kind, settings)
-                sizes[name] = _stock_size(cache) if kind is STOCK else (cache.nbytes, cache.size().ratio)
+                sizes[name] = (
+                    _stock_size(cache) if kind is STOCK else (cache.nbytes, 1 / cache.size().compression_ratio)
+                )
                 times[name].append(found)
                 del cache
     finally:

@@ -16,11 +16,13 @@ from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError
 from slimkv.ops.checks import INTEGERS, check_slot_range
 from slimkv.ops.plan import StorePlan, plan_store
-from slimkv.spec import CodecSpec, page_layout
+from slimkv.spec import CodecSpec, page_layout, parse_spec
 
 
 class PagedPool:
     """uint8 pages [blocks, num_kv_heads, page_bytes], their allocator, and the three operations on them.
+
+    ``spec`` may be a format's name, such as ``"k4v4"``, with ``head_dim``.
 
     ``key_offset``: float32 [num_kv_heads, key_dim] or None: subtracted from keys before they are encoded and added back
     by ``gather``; it must not change while tokens are stored.
@@ -32,7 +34,7 @@ class PagedPool:
     @typed
     def __init__(
         self,
-        spec: CodecSpec,
+        spec: CodecSpec | str,
         blocks: int,
         num_kv_heads: int,
         block_size: int = 64,
@@ -40,7 +42,10 @@ class PagedPool:
         backend: str | None = None,
         key_offset: Tensor | None = None,
         query_aware: Tensor | None = None,
+        *,
+        head_dim: int | None = None,
     ) -> None:
+        spec = _spec(spec, head_dim)
         if num_kv_heads < 1:
             raise InputError(f"num_kv_heads must be at least 1, not {num_kv_heads}")
         self.layout = page_layout(spec, block_size)
@@ -52,6 +57,10 @@ class PagedPool:
         self._plan: StorePlan | None = None
         self.allocator = BlockAllocator(blocks)
         self.pages = torch.zeros(blocks, num_kv_heads, self.layout.page_bytes, dtype=torch.uint8, device=device)
+
+    def __repr__(self) -> str:
+        blocks = f"{self.allocator.count} blocks of {self.layout.block_size} tokens"
+        return f"PagedPool({self.layout.spec.format}, {blocks}, {self.num_kv_heads} KV heads, {self.nbytes:,} bytes)"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plan": None}  # a copy has pages of its own
@@ -161,3 +170,13 @@ class PagedPool:
             self.pages, slots, codec=self.codec, layout=self.layout, key_offset=self.key_offset, dtype=dtype,
             rotated=rotated, backend=self.backend,
         )  # fmt: skip
+
+
+def _spec(spec: CodecSpec | str, head_dim: int | None) -> CodecSpec:
+    if isinstance(spec, str):
+        if head_dim is None:
+            raise InputError(f"a format's name, such as {spec!r}, needs the size of a head: head_dim=128, for instance")
+        return parse_spec(spec, head_dim)
+    if head_dim not in (None, spec.key_dim):
+        raise InputError(f"head_dim={head_dim} contradicts the spec, whose keys have {spec.key_dim} dimensions")
+    return spec

@@ -46,6 +46,9 @@ class Calibration:
     _matrices: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _warned: list[int] = field(default_factory=list, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        return f"Calibration({len(self.layers)} layers, up to position {self.max_positions:,}, from {self.source})"
+
     # -- the file ------------------------------------------------------------------------------------------------------
 
     @classmethod

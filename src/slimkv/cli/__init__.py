@@ -5,6 +5,11 @@ import sys
 
 def main() -> None:
     """Runs the command line; explains which extra is missing where typer or rich are not installed."""
+    if sys.argv[1:] == ["--version"]:
+        from slimkv import __version__
+
+        print(f"slimkv {__version__}")
+        return
     try:
         import rich  # noqa: F401  (commands import it only when they print)
 

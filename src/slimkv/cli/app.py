@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from slimkv.cli import bench, cache, calibrate, demo, doctor, eval, eval_model, memory_plan, soak, suite
+from slimkv.cli import bench, cache, calibrate, demo, doctor, eval, eval_model, memory_plan, serve, soak, suite
 from slimkv.cli.options import Json
 
 app = typer.Typer(name="slimkv", no_args_is_help=True)
@@ -12,6 +12,7 @@ app.command()(demo.demo)
 app.command()(memory_plan.plan)
 app.command()(calibrate.calibrate)
 app.command()(doctor.doctor)
+app.command()(serve.serve)
 app.command()(soak.soak)
 eval_model.add_to(eval.app)
 app.add_typer(eval.app)

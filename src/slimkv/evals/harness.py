@@ -107,7 +107,7 @@ def new_cache(model: Any, format: str | dict[int | str, str], mode: str, **optio
 
     fresh = "codes" if mode == STRICT else "raw"
     formats = {"format": format} if isinstance(format, str) else {"layers": format}
-    return SlimKVCache(model.config, **formats, fresh=fresh, **options)
+    return SlimKVCache(model, **formats, fresh=fresh, **options)
 
 
 @contextmanager

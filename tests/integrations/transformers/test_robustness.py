@@ -314,60 +314,6 @@ def test_a_cache_that_packs_nothing_says_so():
         slimkv.SlimKVCache(config, "raw")  # asked for
 
 
-# -- enable ----------------------------------------------------------------------------------------------------------
-
-
-def test_enable_packs_what_generate_keeps():
-    model, ids = tiny("llama"), tokens(1, 20)
-    stock = model.generate(ids, max_new_tokens=6, do_sample=False)
-    assert slimkv.enable(model, LOSSLESS, block_size=16) is model
-    out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, stock)
-    assert isinstance(out.past_key_values, slimkv.SlimKVCache)
-    assert model.config._attn_implementation == "slimkv"
-    for forbidden in ({"use_cache": False}, {"past_key_values": DynamicCache(config=model.config)}):
-        out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, **forbidden)
-        assert not isinstance(out.past_key_values, slimkv.SlimKVCache)
-    with pytest.raises(UnsupportedError, match="generate_batch"):
-        model.generate_batch([[5, 6, 7]])
-    slimkv.enable(model, "k4v4", fused=False)  # again: other settings
-    assert model.config._attn_implementation == "sdpa"
-    out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
-    assert out.past_key_values.layers[0].format == "k4v4"
-    assert slimkv.disable(slimkv.disable(model)) is model
-    assert "generate" not in vars(model)
-    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), stock)
-
-
-def test_enable_works_in_a_pipeline():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, pipeline
-
-    words = {f"w{i}": i for i in range(97)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w3")
-    model = tiny("llama")
-    pipe = pipeline("text-generation", model=model, tokenizer=fast)
-    arguments = {"max_new_tokens": 6, "do_sample": False}
-    stock = pipe("w5 w9 w12 w44", **arguments)
-    caches = []
-    slimkv.enable(model, LOSSLESS)
-    update = slimkv.SlimKVCache.update
-    slimkv.SlimKVCache.update = lambda self, *args: (caches.append(self), update(self, *args))[1]
-    try:
-        assert pipe("w5 w9 w12 w44", **arguments) == stock
-    finally:
-        slimkv.SlimKVCache.update = update
-    assert caches
-    slimkv.disable(model)
-
-
-def test_enable_refuses_at_once():
-    with pytest.raises(slimkv.SlimKVError, match="k9v9"):
-        slimkv.enable(tiny("llama"), "k9v9")
-
-
 # -- encoder-decoder models ------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from slimkv.integrations.transformers.cache import CacheSize, SlimKVCache
 from slimkv.integrations.transformers.enabling import disable, enable
 from slimkv.integrations.transformers.encoder_decoder import EncoderDecoderSlimKVCache
+from slimkv.integrations.transformers.model_status import Status, status
 from slimkv.integrations.transformers.plugin import register, slimkv_attention
 from slimkv.integrations.transformers.switching import Counts, attention
 
@@ -11,11 +12,13 @@ __all__ = [
     "Counts",
     "EncoderDecoderSlimKVCache",
     "SlimKVCache",
+    "Status",
     "attention",
     "disable",
     "enable",
     "register",
     "slimkv_attention",
+    "status",
 ]
 
 register()

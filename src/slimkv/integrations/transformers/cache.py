@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +56,15 @@ class CacheSize:
     batch: int
 
     @property
-    def ratio(self) -> float:
-        """Allocated bytes over bf16 bytes."""
-        return self.allocated_bytes / self.bf16_bytes if self.bf16_bytes else 0.0
+    def compression_ratio(self) -> float:
+        """bf16 bytes over allocated bytes; 0 for an empty cache."""
+        return self.bf16_bytes / self.allocated_bytes if self.allocated_bytes else 0.0
+
+    def __str__(self) -> str:
+        if not self.allocated_bytes:
+            return "empty"
+        bf16 = f"bf16 takes {self.bf16_bytes:,}, {self.compression_ratio:.2f}x as many"
+        return f"{self.tokens:,} tokens in {self.allocated_bytes:,} bytes; {bf16}"
 
 
 class SlimKVCache(Cache):
@@ -131,6 +138,11 @@ class SlimKVCache(Cache):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _restored, (type(self),), self.__dict__
 
+    def __repr__(self) -> str:
+        formats = Counter(getattr(layer, "format", "stock") for layer in self.layers)
+        layers = ", ".join(f"{count} layers {name}" for name, count in formats.items())
+        return f"{type(self).__name__}({layers}: {self.size()})"
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -153,10 +165,13 @@ class SlimKVCache(Cache):
                 f"{len(self.layers) - 1} have a cache"
             )
         try:
-            return Cache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
+            key, value = Cache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
         except SlimKVError:
             self._take_back(self.layers[layer_idx])
             raise
+        if isinstance(key, PackedStates):
+            key.for_attention = True
+        return key, value
 
     def _take_back(self, failed: Any) -> None:
         """Undoes the pass in which ``failed`` has not stored anything yet."""

@@ -120,8 +120,13 @@ def refuse_without_cache(config: Any, model: Any) -> None:
     other = next((x for x in _OTHER_MEMORIES if x in takes), None)
     # Models of several parts may hand a cache on to the part that writes text; a causal LM has nobody to hand it to.
     alone = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and "use_cache" not in takes
-    if ("past_key_values" not in takes and (other or alone)) or not supports():
+    if "past_key_values" not in takes and (other or alone):
         instead = f"; what it keeps between steps is called {other}" if other else ""
         raise UnsupportedError(
             f"{kind.__name__} takes no cache of keys and values, so there is nothing to pack{instead}"
+        )
+    if not supports():
+        raise UnsupportedError(
+            f"{kind.__name__} accepts only the cache class of its own modeling file, which slimkv does not pack: use "
+            "it with its own cache"
         )

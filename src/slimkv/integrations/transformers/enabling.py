@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+import warnings
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 
 from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.transformers.cache import SlimKVCache
+from slimkv.integrations.transformers.cache import CacheSize, SlimKVCache
 from slimkv.integrations.transformers.calibration.matrix_index import note_positions
-from slimkv.integrations.transformers.switching import switch_off, switch_on
+from slimkv.integrations.transformers.switching import Counts, counting, switch_off, switch_on, warn_if_decoded
+
+STOCK = "stock"  # the layers that are not packed
 
 _lock = threading.Lock()
 
 
 @dataclass
-class _Enabled:
+class Enabled:
     """What ``enable`` was asked for, and what ``disable`` puts back."""
 
     format: str | KVCacheConfig
     options: dict[str, Any]
     configs: list[Any]  # whose attention was switched
+    switched: Any  # the finalizer that switches it back, also when the model is deleted
     noting: Any  # the handle of ``note_positions``
+    formats: Counter[str]  # layers by format
+    calibration: str | None  # what the model read for it
+    last: tuple[Counts, CacheSize] | None = None  # of the last ``generate``
 
 
-_enabled: WeakKeyDictionary[torch.nn.Module, _Enabled] = WeakKeyDictionary()
+_enabled: WeakKeyDictionary[torch.nn.Module, Enabled] = WeakKeyDictionary()
 
 
 def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True, **options: Any) -> Any:
@@ -47,11 +56,19 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "generate"):
         raise InputError(f"slimkv.enable takes a model that generates, not {type(model).__name__}")
-    SlimKVCache(model, format, **options)  # refuses now what it would refuse in the first generate
+    cache = SlimKVCache(model, format, **options)  # refuses now what it would refuse in the first generate
+    formats = Counter(getattr(layer, "format", STOCK) for layer in cache.layers)
+    calibration = next((x.settings.calibration for x in cache.packed_layers), None)
     disable(model)
     with _lock:
-        _enabled[model] = _Enabled(format, options, switch_on(model) if fused else [], note_positions(model))
+        configs = switch_on(model) if fused else []
+        _enabled[model] = Enabled(
+            format, options, configs, finalize(model, switch_off, configs), note_positions(model), formats,
+            calibration.source if calibration else None,
+        )  # fmt: skip
         vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
+    if fused:
+        warn_if_decoded(model, configs, stacklevel=2)
     return model
 
 
@@ -60,30 +77,60 @@ def disable(model: Any) -> Any:
     with _lock:
         record = _enabled.pop(model, None) if isinstance(model, torch.nn.Module) else None
         if record is not None:
-            switch_off(record.configs)
+            record.switched()
             record.noting.remove()
             for name in ("generate", "generate_batch"):
                 vars(model).pop(name, None)
     return model
 
 
+def enabled(model: Any) -> Enabled | None:
+    """What ``enable`` was asked for on ``model``; None where it was not, or was disabled."""
+    return _enabled.get(model) if isinstance(model, torch.nn.Module) else None
+
+
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` of the model's class, with a packed cache unless the call brings or forbids one."""
-    record = _enabled.get(model)
-    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-    asked = {
-        name: kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
-        for name in ("use_cache", "cache_implementation")
-    }
-    if asked["cache_implementation"] is not None:
+    generate, record = type(model).generate, _enabled.get(model)
+    if record is None:  # a copy of an enabled model
+        return generate(model, *args, **kwargs)
+    given = _given(generate, args, kwargs)
+    kind = _asked("cache_implementation", model, given)
+    if kind not in (None, "hybrid"):  # "hybrid" is what old checkpoints of sliding-window models name their default
         raise UnsupportedError(
-            f"cache_implementation={asked['cache_implementation']!r} names another cache than the packed one that "
-            "slimkv.enable set up: leave it out, or call slimkv.disable(model)"
+            f"cache_implementation={kind!r} names another cache than the packed one that slimkv.enable set up: leave "
+            "it out, or call slimkv.disable(model)"
         )
-    given = any(kwargs.get(name) is not None for name in ("past_key_values", "cache_params"))
-    if record is not None and not given and asked["use_cache"] is not False:
-        kwargs["past_key_values"] = SlimKVCache(model, record.format, **record.options)
-    return type(model).generate(model, *args, **kwargs)
+    cache = next((given[x] for x in ("past_key_values", "cache_params") if given.get(x) is not None), None)
+    if cache is not None:
+        if not isinstance(cache, SlimKVCache):
+            warnings.warn(
+                f"this call of generate brings a {type(cache).__name__}, which is not packed: leave past_key_values "
+                "out, or pass a SlimKVCache",
+                stacklevel=2,
+            )
+    elif _asked("use_cache", model, given) is not False:
+        kwargs["past_key_values"] = cache = SlimKVCache(model, record.format, **record.options)
+        if _asked("is_assistant", model, given):  # the draft's tokens are taken back, also out of sliding windows
+            cache.activate_past_recording()
+    with counting(record.configs) as counts:
+        out = generate(model, *args, **kwargs)
+    if isinstance(cache, SlimKVCache):
+        record.last = counts, cache.size()
+    return out
+
+
+def _given(generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``generate`` by name, positional ones too."""
+    positional = [x.name for x in inspect.signature(generate).parameters.values() if x.kind == x.POSITIONAL_OR_KEYWORD]
+    return {**dict(zip(positional[1:], args, strict=False)), **kwargs}
+
+
+def _asked(name: str, model: Any, given: dict[str, Any]) -> Any:
+    """A setting of ``generate``: from the call's arguments, else its ``generation_config``, else the model's."""
+    configs = (given.get("generation_config"), getattr(model, "generation_config", None))
+    values = (given.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 def _refuse(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:

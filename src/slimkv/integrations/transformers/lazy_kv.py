@@ -18,6 +18,7 @@ from slimkv.cache import AttentionBatch
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.switching import count as count_call
+from slimkv.integrations.transformers.switching import warn_if_off
 from slimkv.integrations.transformers.tables import SequenceTables, Step
 from slimkv.spec import PageLayout
 
@@ -172,6 +173,7 @@ class PackedStates(Tensor):
 
     kv: LazyKV
     side: int  # 0 keys, 1 values
+    for_attention: bool = False  # given to a model's attention, rather than to somebody who looks into the cache
 
     @staticmethod
     def __new__(cls, kv: LazyKV, side: int, dim: int, dtype: torch.dtype, device: torch.device) -> PackedStates:
@@ -187,8 +189,13 @@ class PackedStates(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every operation runs on the decoded tensor."""
-        unwrap = tree_map_only(PackedStates, PackedStates.decoded, (args, kwargs or {}))
+        unwrap = tree_map_only(PackedStates, PackedStates._touched, (args, kwargs or {}))
         return func(*unwrap[0], **unwrap[1])
+
+    def _touched(self) -> Tensor:
+        if self.for_attention:
+            warn_if_off()
+        return self.decoded()
 
     def decoded(self) -> Tensor:
         """The numbers."""

@@ -21,7 +21,13 @@ from slimkv.integrations.transformers.compat import (
 from slimkv.integrations.transformers.decoded_attention import masked_attention
 from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates
 from slimkv.integrations.transformers.mask import Pattern, pattern_of, slimkv_mask
-from slimkv.integrations.transformers.stock_attention import EAGER, SDPA, stock_function, switchable_configs
+from slimkv.integrations.transformers.stock_attention import (
+    EAGER,
+    SDPA,
+    registered_by_user,
+    stock_function,
+    switchable_configs,
+)
 from slimkv.integrations.transformers.switching import NAME, count, stock_of
 from slimkv.ops import AttendOptions
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES
@@ -191,6 +197,13 @@ def use_attn_implementation(model: Any, name: str) -> Iterator[None]:
     if not before:
         raise UnsupportedError(
             f"the attention of {type(model).__name__} does not go through transformers' attention interface"
+        )
+    own = next((x for _, x in before if registered_by_user(x)), None)
+    if own is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} attends with {own!r}, a function registered outside transformers, and a "
+            "calibration observes queries through a function of its own: calibrate with "
+            'attn_implementation="sdpa" or "eager", and pass the file as calibration'
         )
     for config, _ in before:
         config._attn_implementation_internal = name

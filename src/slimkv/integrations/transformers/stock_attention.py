@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -69,6 +69,18 @@ def stock_implementation(model: Any, name: str | None) -> str:
     if name in (EAGER, SDPA):
         return str(name)
     return SDPA if getattr(model, "_supports_sdpa", False) else EAGER
+
+
+def registered_by_user(name: str | None) -> bool:
+    """Whether ``name`` is an attention function from outside transformers and slimkv (``AttentionInterface.register``).
+
+    Only the function itself knows what it computes, so nothing may stand in for it.
+    """
+    function = ALL_ATTENTION_FUNCTIONS.get(name, None) if name is not None else None
+    while isinstance(function, partial):
+        function = function.func
+    package = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+    return function is not None and package not in ("transformers", "slimkv")
 
 
 def decoder_of(model: Any) -> torch.nn.Module:

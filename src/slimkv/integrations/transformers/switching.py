@@ -14,7 +14,11 @@ import torch
 from slimkv.arguments import describe
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.calibration.matrix_index import note_positions
-from slimkv.integrations.transformers.stock_attention import stock_implementation, switchable_configs
+from slimkv.integrations.transformers.stock_attention import (
+    registered_by_user,
+    stock_implementation,
+    switchable_configs,
+)
 
 NAME = "slimkv"
 
@@ -76,12 +80,13 @@ def count(kind: str, config: Any = None) -> None:
 def switch_on(model: Any) -> list[Any]:
     """Gives the text decoder of ``model`` the packed attention; returns the configs for ``switch_off``.
 
-    May be called while it is on already, by any thread: the last ``switch_off`` puts back what was there.
+    May be called while it is on already, by any thread: the last ``switch_off`` puts back what was there. A config
+    whose attention function the user registered keeps it.
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise InputError(f"slimkv.attention takes a model of transformers, not {describe(model)}")
     with _lock:
-        configs = switchable_configs(model)
+        configs = [x for x in switchable_configs(model) if not registered_by_user(x._attn_implementation)]
         for config in configs:
             switch = _switches.get(id(config))
             if switch is None:
@@ -103,20 +108,34 @@ def switch_off(configs: list[Any]) -> None:
                 del _switches[id(config)]
 
 
-@contextmanager
-def attention(model: Any) -> Iterator[Counts]:
-    """Inside it ``model`` attends packed pages directly; yields counts of how its attention ran.
+def warn_if_decoded(model: Any, configs: list[Any], stacklevel: int) -> None:
+    """Warns where ``switch_on`` found nothing to switch, so that attention reads decoded keys and values."""
+    if configs:
+        return
+    own = sorted({x._attn_implementation for x in switchable_configs(model)})
+    if own:
+        why = f"{type(model).__name__} attends with {own[0]!r}, a function registered outside transformers"
+    else:
+        why = f"the attention of {type(model).__name__} does not use transformers' attention interface"
+    warnings.warn(
+        f"{why}: it runs unchanged, on decoded keys and values; the cache is packed all the same",
+        stacklevel=stacklevel + 1,
+    )
 
-    Without it stock attention gets decoded tensors. Contexts may be nested, and threads may open them for one model
-    at the same time; vision and audio towers keep their own attention.
-    """
-    configs, noting = switch_on(model), note_positions(model)
-    if not configs:
+
+def warn_if_off() -> None:
+    """Warns that a cache is attended decoded, unless ``attention`` or ``enable`` is in use: those have said so."""
+    if not _switches and not _contexts:
         warnings.warn(
-            f"the attention of {type(model).__name__} does not go through transformers' attention interface (or "
-            "depends on its name): it runs as it is, on decoded keys and values",
-            stacklevel=3,
+            "a packed cache is being attended through decoded keys and values: run the model inside "
+            "slimkv.attention(model), or call slimkv.enable(model), so that attention reads the packed codes",
+            stacklevel=2,
         )
+
+
+@contextmanager
+def counting(configs: list[Any]) -> Iterator[Counts]:
+    """Counts how the attention of ``configs`` runs inside it."""
     context = _Context(frozenset(map(id, configs)), threading.get_ident())
     with _lock:
         _contexts.append(context)
@@ -125,5 +144,20 @@ def attention(model: Any) -> Iterator[Counts]:
     finally:
         with _lock:
             _contexts[:] = [x for x in _contexts if x is not context]
+
+
+@contextmanager
+def attention(model: Any) -> Iterator[Counts]:
+    """Inside it ``model`` attends packed pages directly; yields counts of how its attention ran.
+
+    Without it stock attention gets decoded tensors. Contexts may be nested, and threads may open them for one model
+    at the same time; vision and audio towers keep their own attention.
+    """
+    configs, noting = switch_on(model), note_positions(model)
+    warn_if_decoded(model, configs, stacklevel=3)
+    try:
+        with counting(configs) as counts:
+            yield counts
+    finally:
         noting.remove()
         switch_off(configs)

@@ -1,0 +1,192 @@
+"""``enable``: what ``generate`` does with a packed cache, what it warns of and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+
+import pytest
+import torch
+import transformers
+from tiny import LOSSLESS, SHAPE, generate, tiny, tokens
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationConfig
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import slimkv
+from slimkv.errors import UnsupportedError
+
+
+def test_enable_packs_what_generate_keeps():
+    model, ids = tiny("llama"), tokens(1, 20)
+    stock = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert slimkv.enable(model, LOSSLESS, block_size=16) is model
+    out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, stock)
+    assert isinstance(out.past_key_values, slimkv.SlimKVCache)
+    assert model.config._attn_implementation == "slimkv"
+    for forbidden in ({"use_cache": False}, {"past_key_values": DynamicCache(config=model.config)}):
+        out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, **forbidden)
+        assert not isinstance(out.past_key_values, slimkv.SlimKVCache)
+    with pytest.raises(UnsupportedError, match="generate_batch"):
+        model.generate_batch([[5, 6, 7]])
+    slimkv.enable(model, "k4v4", fused=False)  # again: other settings
+    assert model.config._attn_implementation == "sdpa"
+    out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    assert out.past_key_values.layers[0].format == "k4v4"
+    assert slimkv.disable(slimkv.disable(model)) is model
+    assert "generate" not in vars(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), stock)
+
+
+def test_enable_works_in_a_pipeline():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, pipeline
+
+    words = {f"w{i}": i for i in range(97)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w3")
+    model = tiny("llama")
+    pipe = pipeline("text-generation", model=model, tokenizer=fast)
+    arguments = {"max_new_tokens": 6, "do_sample": False}
+    stock = pipe("w5 w9 w12 w44", **arguments)
+    caches = []
+    slimkv.enable(model, LOSSLESS)
+    update = slimkv.SlimKVCache.update
+    slimkv.SlimKVCache.update = lambda self, *args: (caches.append(self), update(self, *args))[1]
+    try:
+        assert pipe("w5 w9 w12 w44", **arguments) == stock
+    finally:
+        slimkv.SlimKVCache.update = update
+    assert caches
+    slimkv.disable(model)
+
+
+def test_enable_refuses_at_once():
+    with pytest.raises(slimkv.SlimKVError, match="k9v9"):
+        slimkv.enable(tiny("llama"), "k9v9")
+
+
+def test_enable_obeys_a_positional_generation_config():
+    model, ids = slimkv.enable(tiny("llama"), "k4v4"), tokens(1, 20)
+    settings = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    out = model.generate(ids, GenerationConfig(**settings))
+    assert isinstance(out.past_key_values, slimkv.SlimKVCache)
+    assert model.generate(ids, GenerationConfig(**settings, use_cache=False)).past_key_values is None
+    with pytest.raises(UnsupportedError, match="cache_implementation='offloaded'"):
+        model.generate(ids, GenerationConfig(**settings, cache_implementation="offloaded"))
+    # Checkpoints of Gemma 2 and 3 name their default so; transformers ignores it.
+    model.generation_config.cache_implementation = "hybrid"
+    assert isinstance(model.generate(ids, GenerationConfig(**settings)).past_key_values, slimkv.SlimKVCache)
+
+
+def test_enable_warns_of_a_stock_cache():
+    model, ids = slimkv.enable(tiny("llama"), "k4v4"), tokens(1, 20)
+    with pytest.warns(UserWarning, match="brings a DynamicCache, which is not packed"):
+        model.generate(ids, max_new_tokens=2, past_key_values=DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3", "gpt_oss"])
+def test_an_enabled_assistant_takes_back_its_draft(kind):
+    """Its draft is rejected again and again, past the sliding windows (24 tokens): the text stays the model's own."""
+    model, assistant, ids = tiny(kind), tiny(kind), tokens(1, 40)
+    assistant.lm_head.weight = torch.nn.Parameter(assistant.lm_head.weight.roll(1, 0))  # every draft is wrong
+    expected = model.generate(ids, max_new_tokens=24, do_sample=False)
+    slimkv.enable(assistant, LOSSLESS, block_size=16)
+    crops, crop = [], slimkv.SlimKVCache.crop
+    slimkv.SlimKVCache.crop = lambda self, count: (crops.append(count), crop(self, count))[1]
+    try:
+        out = model.generate(ids, max_new_tokens=24, do_sample=False, assistant_model=assistant)
+    finally:
+        slimkv.SlimKVCache.crop = crop
+    assert torch.equal(out, expected)
+    assert min(crops) < 0
+
+
+@pytest.mark.parametrize("way", ["enable", "attention"])
+def test_an_attention_function_of_the_user_keeps_running(way):
+    calls = []
+
+    def doubled(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        calls.append(type(key).__name__)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=2 * scaling, **kwargs)
+
+    AttentionInterface.register("doubled", doubled)
+    AttentionMaskInterface.register("doubled", sdpa_mask)
+    model, ids = tiny("llama", attention="doubled"), tokens(1, 20)
+    expected = generate(model, ids, torch.ones_like(ids), DynamicCache(config=model.config), new=6)
+    with contextlib.ExitStack() as stack:
+        with pytest.warns(UserWarning, match=r"LlamaForCausalLM attends with 'doubled'.*on decoded keys and values"):
+            slimkv.enable(model) if way == "enable" else stack.enter_context(slimkv.attention(model))
+        calls.clear()
+        cache = slimkv.SlimKVCache(model, LOSSLESS, fresh="codes")
+        out = generate(model, ids, torch.ones_like(ids), cache, new=6)
+    assert calls == 6 * 3 * ["PackedStates"]
+    assert model.config._attn_implementation == "doubled"
+    torch.testing.assert_close(torch.stack(out.logits), torch.stack(expected.logits), rtol=0, atol=0)
+    with pytest.raises(UnsupportedError, match=r"attends with 'doubled'.*calibrate with attn_implementation"):
+        slimkv.calibrate_model(model)
+
+
+def test_status_says_what_is_packed_and_what_ran():
+    model, ids = tiny("gemma3"), tokens(1, 130)
+    assert str(slimkv.status(model)) == "slimkv is off: generate uses the stock cache"
+    slimkv.enable(model, layers={1: "raw"})
+    before = slimkv.status(model)
+    assert (before.enabled, before.fused, before.formats, before.packed_layers) == (
+        True,
+        True,
+        {"k4v4": 2, "stock": 1},
+        2,
+    )
+    assert before.calls is before.size is None
+    out = model.generate(ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    after = slimkv.status(model)
+    assert (after.calls.fused, after.calls.decoded, after.calls.plain) == (4 * 2, 0, 3 + 4)
+    assert after.size == out.past_key_values.size()
+    assert "2 of 3 layers are packed" in str(after)
+    assert f"{after.size.allocated_bytes:,} bytes" in str(after)
+    slimkv.enable(model, fused=False)
+    model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert slimkv.status(model).calls.decoded == 4 * 3
+    assert "gets decoded" in str(slimkv.status(model))
+    assert not slimkv.status(slimkv.disable(model)).enabled
+    with pytest.raises(slimkv.InputError, match="takes a model, not str"):
+        slimkv.status("gpt2")
+
+
+def test_a_cache_attended_decoded_says_so():
+    gc.collect()  # a model that an earlier test enabled counts until it is deleted
+    model, ids = tiny("llama"), tokens(1, 20)
+    arguments = {"max_new_tokens": 3, "do_sample": False}
+    cache = slimkv.SlimKVCache(model, "k4v4")
+    with pytest.warns(UserWarning, match=r"attended through decoded keys and values: .*slimkv.attention\(model\)"):
+        model.generate(ids, past_key_values=cache, **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.layers[0].keys.sum()  # looking into a cache is not attention
+        with slimkv.attention(model):
+            model.generate(ids, past_key_values=slimkv.SlimKVCache(model, "k4v4"), **arguments)
+        slimkv.enable(model, "k4v4", fused=False).generate(ids, **arguments)  # asked for
+        slimkv.disable(model)
+        model.set_attn_implementation("slimkv")
+        model.generate(ids, past_key_values=slimkv.SlimKVCache(model, "k4v4"), **arguments)
+
+
+def test_enable_says_where_attention_is_decoded():
+    config = transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=2, vocab_size=97)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.warns(UserWarning, match="BloomForCausalLM does not use transformers' attention interface.*decoded"):
+        slimkv.enable(model, "k4v4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        slimkv.enable(model, "k4v4", fused=False)  # asked for
+        slimkv.enable(tiny("llama"), "k4v4")
+
+
+def test_minimax_is_refused_for_its_cache_class():
+    config = transformers.MiniMaxConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1)
+    with pytest.raises(UnsupportedError, match="MiniMaxForCausalLM accepts only the cache class of its own"):
+        slimkv.SlimKVCache(config, "k4v4")
