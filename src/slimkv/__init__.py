@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from slimkv.codec import Codec, Encoded
 from slimkv.errors import (
     CorruptDataError,
+    FidelityError,
     InputError,
     MissingDependencyError,
     OutOfPagesError,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from slimkv.config import KVCacheConfig
     from slimkv.integrations.transformers import SlimKVCache, attention, disable, enable, status
     from slimkv.integrations.transformers.calibration.calibrate import calibrate_model
+    from slimkv.training import fake_quantize
 
 __version__ = "0.1.0"
 
@@ -32,6 +34,7 @@ __all__ = [
     "CodecSpec",
     "CorruptDataError",
     "Encoded",
+    "FidelityError",
     "InputError",
     "KVCacheConfig",
     "LatentSpec",
@@ -50,6 +53,7 @@ __all__ = [
     "calibrate_model",
     "disable",
     "enable",
+    "fake_quantize",
     "models",
     "ops",
     "status",
@@ -66,6 +70,7 @@ _HOME = {
     "calibrate_model": "slimkv.integrations.transformers.calibration.calibrate",
     "disable": "slimkv.integrations.transformers",
     "enable": "slimkv.integrations.transformers",
+    "fake_quantize": "slimkv.training",
     "status": "slimkv.integrations.transformers",
 }
 _MODULES = ("models", "ops")

@@ -30,6 +30,10 @@ def test_a_fingerprint_survives_a_round_trip():
         (fingerprint(layer(0, heads=4), layer(1, "k5v3")), "num_kv_heads of layer 0 is 2, not 4"),
         (fingerprint(layer(0, dim=64), layer(1, "k5v3")), "key_dim of layer 0 is 32, not 64"),
         (fingerprint(layer(0, window=64), layer(1, "k5v3")), "window of layer 0 is None, not 64"),
+        (
+            fingerprint(replace(layer(0), key_offset="ab" * 16), layer(1, "k5v3")),
+            f"key_offset of layer 0 is none, not {'ab' * 16}",
+        ),
         (fingerprint(block_size=32), "block size is 16, not 32"),
         (fingerprint(seed=7), "seed is 81, not 7"),
         (fingerprint(dtype="bfloat16"), "dtype is float32, not bfloat16"),

@@ -205,7 +205,7 @@ def _layer_differences(mine: tuple[LayerFingerprint, ...], theirs: tuple[LayerFi
         if changed:
             first, second = changed[0]
             more = f" (and {len(changed) - 1} more layers)" if len(changed) > 1 else ""
-            was, now = (getattr(x, name) or "none" for x in (first, second))
+            was, now = ("none" if x == "" else x for x in (getattr(first, name), getattr(second, name)))
             out.append(f"{name} of layer {first.number} is {was}, not {now}{more}")
     return out
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from slimkv.arguments import describe, typed
-from slimkv.calibration import Calibration
+from slimkv.calibration import Calibration, ModelIdentity
+from slimkv.calibration.guard import Guard
 from slimkv.config import AUTO, CALIBRATED, RAW, RAW_LATENT, KVCacheConfig
 from slimkv.errors import InputError, SlimKVError
 from slimkv.formats import is_latent_format
@@ -116,7 +117,8 @@ class SlimKVCache(Cache):
         index = MatrixIndex(known) if known is not None else None
         if offsets is None:
             offsets = _offsets(model, self.settings, known, formats)
-        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index, offsets)
+        guard = _guard(config, self.settings, known, formats)
+        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index, offsets, guard)
         layers = [
             _layer(kind, arguments, name, settings, number)
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
@@ -383,6 +385,21 @@ def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
     if fields:
         raise InputError(f"{', '.join(fields)}: give them inside the KVCacheConfig, or a format and fields, not both")
     return format
+
+
+_guards: dict[tuple[Any, ...], Guard] = {}  # one for all caches of a model that store keys alike
+
+
+def _guard(config: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]) -> Guard | None:
+    """What compares scores once per packed layer; None where it is switched off."""
+    if not settings.max_score_error:
+        return None
+    stored = tuple(formats), settings.seed, settings.center_keys, calibration.source if calibration else None
+    key = ModelIdentity.of(config).hash, settings.max_score_error, *stored
+    if key not in _guards:
+        packed = (str(i) for i, name in enumerate(formats) if name not in _STOCK_FORMATS)
+        _guards[key] = Guard(settings.max_score_error, packed)
+    return _guards[key]
 
 
 def _offsets(

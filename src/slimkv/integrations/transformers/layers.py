@@ -6,12 +6,14 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from slimkv.cache import AttentionBatch, PagedPool
 from slimkv.calibration import Calibration
+from slimkv.calibration.guard import Guard
 from slimkv.codec.key_offset import wants_offset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
@@ -38,10 +40,19 @@ class LayerSettings:
     calibration: Calibration | None = None
     matrix_index: MatrixIndex | None = None  # of its matrices
     offsets: Mapping[int, Tensor] = field(default_factory=dict)  # of keys, by layer; others are learnt from tokens
+    guard: Guard | None = None  # shared by the caches of a model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
         """A copied cache has tables of its own; what nobody changes is shared."""
         return memo.setdefault(id(self), replace(self, tables=copy.deepcopy(self.tables, memo)))
+
+
+_unchecked: WeakValueDictionary[int, PackedLayer] = WeakValueDictionary()  # by the id of the keys they returned
+
+
+def unchecked_layer(key: Tensor) -> PackedLayer | None:
+    """The layer whose ``update`` returned ``key`` and whose scores the guard has not seen, once."""
+    return _unchecked.pop(id(key), None) if _unchecked else None
 
 
 class PackedLayer(CacheLayerMixin):
@@ -61,6 +72,7 @@ class PackedLayer(CacheLayerMixin):
         self.settings = settings
         self.is_initialized = False
         self.tokens = 0
+        self._unchecked: Tensor | None = None  # keys of the last update that the guard has not seen
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.format}, tokens={self.tokens}, bytes={self.nbytes})"
@@ -146,10 +158,29 @@ class PackedLayer(CacheLayerMixin):
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
         self._store(key_states, value_states, step, past)
         self.tokens += new
-        if raw and past == 0:
-            return key_states, value_states
-        kv = self._kv(step, new, (key_states, value_states) if raw else None)
-        return packed_pair(kv, self.pool.layout, self.dtype, self.device)
+        returned: tuple[Tensor, Tensor] = (key_states, value_states)
+        if past or not raw:
+            kv = self._kv(step, new, returned if raw else None)
+            returned = packed_pair(kv, self.pool.layout, self.dtype, self.device)
+        guard = self.settings.guard
+        if guard is not None and guard.wants(str(self.number), new):
+            self._unchecked = key_states
+            _unchecked[id(returned[0])] = self
+        return returned
+
+    def check_scores(self, query: Tensor, softmax_scale: float) -> None:
+        """Compares scores from the keys that the last ``update`` stored with true ones; see ``slimkv.calibration.guard``.
+
+        query [batch, num_heads, new, key_dim]: of the same tokens; the first sequence is looked at.
+        """
+        key, self._unchecked = self._unchecked, None
+        guard = self.settings.guard
+        if key is None or guard is None or query.shape[2] != key.shape[2]:
+            return
+        new = min(key.shape[2], self._visible(key.shape[2]))  # a sliding layer keeps no more
+        slots = self.tables.slots(self.tokens - new, new)[0]
+        last = (x[0, :, -new:].transpose(0, 1) for x in (query, key))
+        guard.compare(str(self.number), *last, lambda rows: self.pool.gather(slots[rows])[0], softmax_scale)
 
     def _store(self, key_states: Tensor, value_states: Tensor, step: Step, first: int) -> None:
         """K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on to the slots of ``step``.
@@ -213,7 +244,7 @@ class PackedLayer(CacheLayerMixin):
         return plan.run(query, batch.seq_lens)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plan": None}  # a copy has pages of its own
+        return {**self.__dict__, "_plan": None, "_unchecked": None}  # a copy has pages of its own
 
     def _visible(self, new: int) -> int:
         """How many of the last positions a step of ``new`` tokens may look at."""

@@ -19,6 +19,7 @@ from slimkv.integrations.transformers.compat import (
     AttentionMaskInterface,
 )
 from slimkv.integrations.transformers.decoded_attention import masked_attention
+from slimkv.integrations.transformers.layers import unchecked_layer
 from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates
 from slimkv.integrations.transformers.mask import Pattern, pattern_of, slimkv_mask
 from slimkv.integrations.transformers.stock_attention import (
@@ -67,6 +68,8 @@ def slimkv_attention(
     stock = stock_of(config)
     function = stock_function(type(module), stock) if stock is not None else None  # type: ignore[arg-type]
     kv = _packed(key, value)
+    if (layer := unchecked_layer(key)) is not None:
+        layer.check_scores(query, scaling if scaling is not None else query.shape[-1] ** -0.5)
     if kv is not None:
         pattern = _pattern(module, query, kv, attention_mask, is_causal, stock)
         asked = kwargs if function is not TORCH_ATTENTION else {**kwargs, "softcap": None, "s_aux": None}

@@ -29,27 +29,39 @@ template <int DTYPE> DEVICE float rounded(float x) {
   else return f16_to_f32(f32_to_f16(x));
 }
 
-// Centres the rows that load_rows gives: x - offset, rounded to the input's dtype.
+// Eight numbers of a head's offset.
+struct OffsetEight {
+  u32 bits[8];
+  template <class F> DEVICE_MEMBER void load(const SideArgs& side, int head, int dim) {
+    const u8* at = (const u8*)(side.offset + head * F::D + dim);
+    const Words4 low = ldg_cached(at), high = ldg_cached(at + 16);
+    bits[0] = low.x, bits[1] = low.y, bits[2] = low.z, bits[3] = low.w;
+    bits[4] = high.x, bits[5] = high.y, bits[6] = high.z, bits[7] = high.w;
+  }
+  // x - offset, rounded to the input's dtype.
+  template <class F> DEVICE_MEMBER void subtract_from(u32 raw[F::RAW]) const {
+    float x[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = sub_rn(element<F::DTYPE>(raw, i), as_float(bits[i]));
+#pragma unroll
+    for (int i = 0; i < F::RAW; i++)
+      raw[i] = F::DTYPE == FLOAT32    ? as_bits(x[i])
+               : F::DTYPE == BFLOAT16 ? pack_bf16x2(x[2 * i % 8], x[(2 * i + 1) % 8])
+                                      : pack_f16x2(x[2 * i % 8], x[(2 * i + 1) % 8]);
+  }
+};
+
+// Centres the rows that load_rows gives.
 template <class F> DEVICE void subtract_offset(const SideArgs& side, int head, int lane, u32 raw[F::CHUNKS][2][F::RAW]) {
   if (!side.offset) return;
 #pragma unroll
   for (int c = 0; c < F::CHUNKS; c++) {
     const int within = c % F::STEPS * 32 + 8 * (lane & 3);
     if (F::INNER % 32 != 0 && within >= F::INNER) continue;
-    const u8* at = (const u8*)(side.offset + head * F::D + c / F::STEPS * F::INNER + within);
-    const Words4 low = ldg_cached(at), high = ldg_cached(at + 16);
-    const u32 offset[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float x[8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) x[i] = sub_rn(element<F::DTYPE>(raw[c][half], i), as_float(offset[i]));
-#pragma unroll
-      for (int i = 0; i < F::RAW; i++)
-        raw[c][half][i] = F::DTYPE == FLOAT32    ? as_bits(x[i])
-                          : F::DTYPE == BFLOAT16 ? pack_bf16x2(x[2 * i % 8], x[(2 * i + 1) % 8])
-                                                 : pack_f16x2(x[2 * i % 8], x[(2 * i + 1) % 8]);
-    }
+    OffsetEight offset;
+    offset.load<F>(side, head, c / F::STEPS * F::INNER + within);
+    offset.subtract_from<F>(raw[c][0]);
+    offset.subtract_from<F>(raw[c][1]);
   }
 }
 

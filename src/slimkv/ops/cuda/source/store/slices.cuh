@@ -3,6 +3,7 @@
 // registers find room beside a block of the decode kernel, which is launched while this one runs.
 #pragma once
 #include "store/rotate.cuh"
+#include "store/rows.cuh"
 
 template <class F> struct SharedDigits {
   static constexpr int EIGHTS = F::D / 8, ROW = 8 * EIGHTS + 32, PLANE = 16 * ROW;  // bytes; rows of neighbours do not meet in a bank
@@ -19,6 +20,11 @@ template <class F> struct SharedDigits {
     const int token = thread / EIGHTS, eight = thread % EIGHTS;
     u32 raw[F::RAW] = {};
     if (first + token < tokens) load_eight<F>(side.x + head * side.head_stride + (first + token) * side.stride + 8 * eight * F::ELEMENT, raw);
+    if (!F::VALUES && side.offset) {
+      OffsetEight offset;
+      offset.load<F>(side, head, 8 * eight);
+      offset.subtract_from<F>(raw);
+    }
     u32 most = raw[0];
 #pragma unroll
     for (int i = 1; i < F::RAW; i++) most = larger_word<F>(most, raw[i]);

@@ -1,0 +1,96 @@
+"""``fake_quantize``: what a packed cache gives back for keys and values, with a gradient, for training under one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.cache import PagedPool
+from slimkv.calibration import Calibration
+from slimkv.calibration.positions import matrix_index
+from slimkv.codec.key_offset import wants_offset
+from slimkv.config import CALIBRATED, KVCacheConfig
+from slimkv.errors import InputError
+from slimkv.formats import format_of_kind
+from slimkv.spec import Kind, parse_spec
+
+_BLOCK = 64
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The second argument forward, the gradient of the first backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantized: Tensor) -> Tensor:
+        return quantized
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def fake_quantize(
+    key: Tensor,
+    value: Tensor,
+    config: KVCacheConfig | str = "k4v4",
+    calibration: Calibration | None = None,
+    *,
+    layer: int = 0,
+    num_layers: int = 1,
+    key_offset: Tensor | None = None,
+    first_position: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values as attention reads them from a packed cache, in the dtype of the input.
+
+    The forward values are those that engines store, bit for bit: the vectors go through ``store_kv`` and ``gather_kv``.
+    The gradient passes straight through.
+
+    Args:
+        key, value: [batch, num_kv_heads, tokens, dim], after rotary embedding.
+        config: a format or a whole ``KVCacheConfig``; ``layers``, ``center_keys``, the scale policies, ``seed`` and
+            ``backend`` of it are used.
+        calibration: how keys are rounded and centred; by default ``config.calibration``, if that is a loaded one.
+        layer, num_layers: which layer of the model this is; a calibration and ``layers`` look at it.
+        key_offset: float [num_kv_heads, key_dim]: what an engine subtracts from the keys of this layer. None: the
+            calibration's, else the mean of these keys, as an engine learns it from a first prompt.
+        first_position: of the first token, for a calibration whose rounding depends on the position.
+    """
+    settings = config if isinstance(config, KVCacheConfig) else KVCacheConfig(format=config)
+    if calibration is None and isinstance(settings.calibration, Calibration):
+        calibration = settings.calibration
+    if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
+        raise InputError(
+            f"key and value must be [batch, num_kv_heads, tokens, dim] of the same tokens, not {list(key.shape)} and "
+            f"{list(value.shape)}"
+        )
+    batch, heads, tokens, dim = key.shape
+    format = format_of_kind(settings.format_of(layer, num_layers), latent=False)
+    if format == CALIBRATED:
+        if calibration is None or calibration.formats is None:
+            raise InputError("format 'calibrated' takes the widths from a calibration made for a budget: give one")
+        format = calibration.formats[layer]
+    spec = parse_spec(
+        format, dim, value.shape[-1], key_policy=settings.key_policy, value_policy=settings.value_policy,
+        seed=settings.seed,
+    ).with_raw_dtype(str(key.dtype).removeprefix("torch."))  # fmt: skip
+    with torch.no_grad():
+        rows = [x.detach().transpose(1, 2).reshape(batch * tokens, heads, -1).contiguous() for x in (key, value)]
+        pool = PagedPool(spec, -(-batch * tokens // _BLOCK) or 1, heads, _BLOCK, key.device, settings.backend)
+        if settings.center_keys and wants_offset(spec):
+            if key_offset is None and calibration is not None:
+                key_offset = calibration.key_offset(layer, key.device)
+            if key_offset is None:
+                key_offset = rows[0].float().mean(0)
+            pool.key_offset = key_offset.detach().to(key.device, torch.float32).contiguous()
+        index = None
+        if calibration is not None and spec.key.kind == Kind.LLOYD:
+            pool.query_aware = calibration.query_aware_matrices(layer, pool.codec)
+            positions = torch.arange(first_position, first_position + tokens, device=key.device).repeat(batch)
+            if pool.query_aware is not None and pool.query_aware.ndim == 4:
+                index = matrix_index(positions, calibration.position_edges())
+        slots = torch.arange(batch * tokens, device=key.device)
+        pool.store(rows[0], rows[1], slots, index)
+        stored = [x.unflatten(0, (batch, tokens)).transpose(1, 2) for x in pool.gather(slots, key.dtype)]
+    return _StraightThrough.apply(key, stored[0]), _StraightThrough.apply(value, stored[1].to(value.dtype))
