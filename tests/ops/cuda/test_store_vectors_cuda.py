@@ -56,8 +56,8 @@ FORMATS = [
     Case(format="krawbf16v4", dim=512, tokens=3000),
     Case(format="k3vrawfp32", dim=384, heads=3),
     Case(format="k4v4", dim=512, tokens=300),
-    Case(format="k6v2", dim=384, policy="unbiased"),
-    Case(format="k4v5", dim=512, policy="plain"),
+    Case(format="k6v2", dim=384),
+    Case(format="k4v5", dim=512),
 ]
 
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from slimkv.codec.quantize import becomes_short
 from slimkv.codec.rotation import signed_hadamard
-from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBERS
+from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda import vectors
 from slimkv.ops.store.cuda.args import RECORD_BITS, Plan, StoreArgs, code_tables
+from slimkv.ops.store.refusals import refuses_policy
 from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, SideLayout, TensorFormat
 
 SOURCE, KERNEL = "store/store.cu", "store"
@@ -30,11 +31,20 @@ _SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Blocks of at least a tile; every format of head sizes up to 256, and what ``vectors`` takes beyond."""
+    """Blocks of at least a tile; Lloyd-Max codes and fp8 of head sizes up to 256, what ``vectors`` takes beyond."""
     layout = request.layout
     if layout.block_size == 1:
         return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
-    return None if in_tiles(layout) else vectors.refusal(request)
+    return refuses_policy(layout) or format_refusal(layout) or (None if in_tiles(layout) else vectors.refusal(request))
+
+
+@cache
+def format_refusal(layout: PageLayout) -> str | None:
+    """Why it does not store pages of this layout, or None."""
+    for side in (layout.key, layout.value):
+        if side.format.kind == Kind.UNIFORM:
+            return f"it stores Lloyd-Max codes and fp8, not {side.format.name}; triton stores uniform codes"
+    return None
 
 
 @cache
@@ -147,8 +157,6 @@ def _plan(
             "PER": per,
             "KIND": KIND_NUMBERS[side.format.kind],
             "BITS": side.format.bits,
-            "POLICY": POLICY_NUMBERS[side.format.policy],
-            "ROTATED": int(side.format.rotated),
             "CODES": side.codes_offset,
             "FIELDS": side.fields_offset,
             "DTYPE": DTYPE_NUMBERS[dtype],

@@ -88,42 +88,24 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
   slots.aligned = slots.aligned && !warp_any(!keep);
   CodePlanes<F> codes;
   LevelSums<F> sums;
-  Digits<F> digits;
-  if constexpr (F::POLICY == UNBIASED) {
-    u32 raw[F::CHUNKS][2][F::RAW];
-    load_rows<F>(side, head, first, args.tokens, lane, raw);
-    prepare_tile<F>(raw, side, lane, digits);
-  }
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
-    typename Digits<F>::Sum exact[F::GROUPS][8] = {};
-    if constexpr (F::POLICY == UNBIASED) rotate_slices<F>(digits, side, i, lane, exact);
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++) {
-      u32 code[8];
-      float rotated[8];
-      int slice = q * F::PER + i;
       constexpr int BYTES = CODE_WORDS<F> / 2;  // of two neighbours
-      u32 low = 0;
+      const int slice = q * F::PER + i, order = i * F::GROUPS + q;
+      u32 code[8], nibbles = 0;
 #pragma unroll
       for (int j = 0; j < 4; j++) {  // of each token two neighbours, and two more eight dimensions on
         const u8* two = memory.codes(16 * tile + (lane >> 2) + 8 * (j >> 1), slice, (lane & 3) + 4 * (j & 1));
-        if constexpr (BYTES == 1) low += (u32)*two << (8 * j);
+        if constexpr (BYTES == 1) nibbles += (u32)*two << (8 * j);
         else code[2 * j] = two[0], code[2 * j + 1] = two[1];
       }
-      if constexpr (BYTES == 1 && (LevelSums<F>::PACKED || F::POLICY == PLAIN)) {
-        put_nibbles<F>(codes, sums, slice, i * F::GROUPS + q, low, side);
-        continue;
-      }
-#pragma unroll
-      for (int n = 0; n < 8; n++) {
-        if constexpr (BYTES == 1) code[n] = low >> (4 * n) & 15;
-        rotated[n] = integer_of<F>(exact[q][n]);
-      }
-      put_slice<F>(codes, sums, slice, i * F::GROUPS + q, code, rotated, tables, side);
+      if constexpr (BYTES == 1) put_nibbles<F>(codes, sums, slice, order, nibbles, side);
+      else put_slice<F>(codes, sums, slice, order, code, tables, side);
     }
   }
-  u32 field = field_of_token<F>(scalars, policy_total(policy_sum<F>(sums, lane)), side);
+  u32 field = field_of_token(scalars, total_of_squares(sum_of_squares<F>(sums, lane)));
   store_lloyd_codes<F, PAGE_TOKENS>(codes, field, scalars.zero, args, head, slots, lane, 0);
 }
 
