@@ -133,7 +133,7 @@ def test_query_aware_rounding_of_few_tokens_by_records_of_cells_and_without(form
 
 
 @emulated
-@pytest.mark.parametrize("dim", [128, 112])
+@pytest.mark.parametrize("dim", [112, 128, 208, 256])
 def test_query_aware_rounding_of_many_tokens(dim, monkeypatch):
     monkeypatch.setattr(store_cuda, "FEW_VECTORS", 0)
     check(Case(dim=dim, heads=2, tokens=72, slots="aligned"), shaped=True)

@@ -90,8 +90,8 @@ def code_tables(
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:
     """The cells' width as a power of two and their zero; cells, bounds and levels.
 
-    Behind cells of up to 4 bits are their levels: twice, as bytes, and times ``error_steps``, as floats. Behind those
-    of up to ``RECORD_BITS`` is what each of them says.
+    Behind cells of up to 4 bits are their levels times ``error_steps``, as floats. Behind those of up to
+    ``RECORD_BITS`` is what each of them says.
     """
     nothing = torch.zeros(0, device=device)
     if fmt.kind != Kind.LLOYD:
@@ -103,16 +103,15 @@ def code_tables(
     if fmt.bits > 4:
         bounds = torch.tensor([*book.boundaries, math.inf], dtype=torch.float32, device=device)
     if fmt.bits <= 4:
-        doubled = np.rint(2 * book.levels_by_code).astype(np.int8)[numbers]
         scaled = (error_steps * book.levels_by_code).astype(np.float32)[numbers]
-        numbers = np.concatenate([numbers, doubled.view(np.uint8), scaled.view(np.uint8)])
+        numbers = np.concatenate([numbers, scaled.view(np.uint8)])
     elif fmt.bits <= RECORD_BITS:
         numbers = np.concatenate([numbers, _cell_records(book, numbers, error_steps)])
     return shift, zero, (torch.from_numpy(numbers).to(device), bounds, levels)
 
 
 def _cell_records(book: Codebook, below: np.ndarray, error_steps: float) -> np.ndarray:
-    """``CellRecord`` of store/round_near.cuh of every cell, of which ``below`` boundaries lie below: uint8."""
+    """``CellRecord`` of store/round.cuh of every cell, of which ``below`` boundaries lie below: uint8."""
     half, top = 1 << (book.bits - 1), (1 << book.bits) - 1
     index = np.stack([below, np.minimum(below.astype(np.int32) + 1, top)]).astype(np.int32)
     codes = np.where(index >= half, index, half - 1 - index)

@@ -172,10 +172,10 @@ def _plan(
         if side.format.kind == Kind.LLOYD:
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
-                by_cell = 2 * cell_zero * (16 if cell_records else 4 if shared_weights else 1)
+                by_cell = 2 * cell_zero * (16 if cell_records else 4)
                 used += by_cell if side.format.bits <= 4 or cell_records else 4 << side.format.bits
                 used = -(-used // 16) * 16
-                used += shaping * _shaped_bytes(side.dim, shared_weights)
+                used += shaping * _shaped_bytes(side.dim)
                 used += side.dim * (side.dim + 16) if shared_weights else 0
             if together and _by_slices(side):
                 used += _slice_bytes(side.dim)
@@ -220,9 +220,9 @@ def _slice_bytes(dim: int) -> int:
     return 3 * TILE_TOKENS * (dim + 32) + 128 + 256 * dim // SLICE_DIMS + 16
 
 
-def _shaped_bytes(dim: int, near: bool) -> int:
-    """``QueryAwareMemory::BYTES`` of store/round_near.cuh or store/round_far.cuh."""
-    return 128 * (dim + 4) + 5120 if near else 144 * (dim + 16) + 16 * dim
+def _shaped_bytes(dim: int) -> int:
+    """``QueryAwareMemory::BYTES`` of store/round.cuh."""
+    return 128 * (dim + 4) + 5120
 
 
 def _groups(dim: int, seed: int) -> int:

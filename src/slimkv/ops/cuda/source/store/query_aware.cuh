@@ -26,16 +26,12 @@ DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest
   return total;
 }
 
-#if SHARED_WEIGHTS
-#include "store/round_near.cuh"
-#else
-#include "store/round_far.cuh"
-#endif
+#include "store/round.cuh"
 
 // With every matrix that the lanes' tokens ask for; see round_query_aware. index: which one the lane's token takes; only:
-// the one that it is for where matrices are spread over blocks. loaded: the one of which memory has weights.
+// the one that it is for where matrices are spread over blocks.
 template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels,
-                                                   const StoreArgs& args, int head, int index, int only, int loaded, int lane) {
+                                                   const StoreArgs& args, int head, int index, int only, int lane) {
   const u8* weights = args.query_aware + (i64)head * F::D * F::D;
   if constexpr (SHARED_WEIGHTS || QUERY_AWARE == 1) round_query_aware<F>(memory, tables, levels, weights, args.error_steps, true, lane);
   else {
@@ -43,13 +39,7 @@ template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& me
 #pragma unroll 1
     for (int matrix = args.spread ? only : 0; matrix < end; matrix++) {  // 32 neighbours nearly always share one
       if (!warp_any(index == matrix)) continue;
-      if (matrix != loaded) {
-        sync_warp();
-        memory.copy_weights(weights + matrix * args.matrix_stride, lane, 32);
-        cp_async_wait<0>();
-        sync_warp();
-        loaded = matrix;
-      }
+      sync_warp();  // sums that lanes stored for one another are no longer needed
       bool mine = args.spread || index == matrix;
       round_query_aware<F>(memory, tables, levels, weights + matrix * args.matrix_stride, args.error_steps, mine, lane);
     }
@@ -111,7 +101,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
 
 // The tables of a block whose warps store keys.
 template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, const StoreArgs& args, int head, int matrix, u8* shared, int threads) {
-  QueryAwareMemory<F>::copy_matrix(shared + ScaledLevels<F>::TABLE_BYTES, args.query_aware + (i64)head * F::D * F::D + matrix * args.matrix_stride,
+  Weights<F>::copy(shared + ScaledLevels<F>::TABLE_BYTES, args.query_aware + (i64)head * F::D * F::D + matrix * args.matrix_stride,
                                    thread_index(), threads);
   LloydTables<F>(shared).fill(shared, side, thread_index(), threads);
   ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
@@ -132,10 +122,8 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
   QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES, number);
-  int loaded = !SEVERAL ? 0 : spread ? only : shfl(index, 0);
   TokenScalars scalars;
   if (!none) {
-    memory.copy_weights(args.query_aware + (i64)head * F::D * F::D + (SEVERAL ? loaded * args.matrix_stride : 0), 32 * warp + lane, 64);
     Digits<F> digits;
     scalars = prepare_tile<F>(raw, side, lane, digits);
     coordinates_of_tile<F>(digits, scalars, side, memory, warp, lane);
@@ -143,7 +131,7 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   cp_async_wait<0>();
   sync_threads();  // for the block's tables, too
   if (warp) meanwhile();
-  else if (!none) round_with_matrices<F>(memory, tables, levels, args, head, index, only, loaded, lane);
+  else if (!none) round_with_matrices<F>(memory, tables, levels, args, head, index, only, lane);
   if (none) return;
   sync_team(1 + number, 64);
   const bool keep = !spread || shfl(index, 16 * warp + (lane & 15)) == only;

@@ -33,7 +33,7 @@ template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs&
 template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, int matrix, u8* memory) {
   constexpr int HALF = WARPS / 2;
   constexpr bool TABLES = V::KIND == LLOYD;
-  u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + QueryAwareMemory<K>::MATRIX + HALF * QueryAwareMemory<K>::BYTES;
+  u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + Weights<K>::SHARED_BYTES + HALF * QueryAwareMemory<K>::BYTES;
   auto fetch_tables = [&] {
     fill_query_aware_tables<K>(args.key, args, head, matrix, memory, 32 * WARPS);
     if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
