@@ -60,22 +60,6 @@ def test_raw_follows_the_model_unless_it_names_its_dtype():
     assert explicit.with_raw_dtype("float32") is explicit
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("tq4", "k4v4"),
-        ("kl8vl4", "k8v4"),
-        ("kl6vfp8", "k6vfp8"),
-        ("4bit_nc", "turboquant_4bit_nc"),
-        ("k3v4_nc", "turboquant_k3v4_nc"),
-        ("3bit_nc", "turboquant_3bit_nc"),
-    ],
-)
-def test_names_that_were_replaced_say_by_what(old, new):
-    with pytest.raises(SpecError, match=f"unknown format '{old}': it is called '{new}'"):
-        CodecSpec.parse(old, 64)
-
-
 def test_a_number_means_lloyd_max():
     assert CodecSpec.parse("k8v4", 64).key == lloyd(8)
 

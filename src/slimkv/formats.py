@@ -126,16 +126,6 @@ _PART = r"(?:[1-8]|u[2-8]|ur[2-8]|fp8|raw|rawbf16|rawfp16|rawfp32)"
 _PAIR = re.compile(rf"k({_PART})v({_PART})")
 _LATENT = re.compile(rf"c({_PART})(?:r({_PART}))?")
 _RAW_DTYPES_BY_NAME = {name: dtype for dtype, name in _RAW_NAMES.items()}
-# Names that are no longer accepted, and what to write instead.
-_REPLACED = {
-    "tq2": "k2v2",
-    "tq3": "k3v3",
-    "tq4": "k4v4",
-    "4bit_nc": "turboquant_4bit_nc",
-    "k3v4_nc": "turboquant_k3v4_nc",
-    "3bit_nc": "turboquant_3bit_nc",
-}
-_REPLACED_PART = re.compile(r"(?<=[kv])l(?=[1-8])")
 
 
 def known_formats() -> str:
@@ -148,12 +138,6 @@ def known_formats() -> str:
     )
 
 
-def _replacement(name: str) -> str | None:
-    """What to write instead of a name that used to be a format."""
-    without = _REPLACED_PART.sub("", name)
-    return _REPLACED.get(name) or (without if without != name and _PAIR.fullmatch(without) else None)
-
-
 def parse_format(name: str) -> tuple[TensorFormat, TensorFormat]:
     """The formats of K and V that ``name`` stands for, such as ``k4v4`` or ``turboquant_4bit_nc``."""
     if not isinstance(name, str):
@@ -163,8 +147,6 @@ def parse_format(name: str) -> tuple[TensorFormat, TensorFormat]:
         return _PRESETS[known]
     if match := _PAIR.fullmatch(known):
         return _parse_part(match[1]), _parse_part(match[2])
-    if replacement := _replacement(known):
-        raise SpecError(f"unknown format {name!r}: it is called {replacement!r}")
     raise SpecError(f"unknown format {name!r}; known are {known_formats()}")
 
 

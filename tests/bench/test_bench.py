@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from slimkv.bench import attention as attend
 from slimkv.bench import baselines, results
 from slimkv.bench import commands as plain
+from slimkv.bench import options as bench_options
+from slimkv.bench import store as bench_store
 from slimkv.bench.cells import (
     ATTEND_CELLS,
     MORE_ATTEND_CELLS,
@@ -226,3 +228,13 @@ def test_a_timer_takes_the_median(monkeypatch):
     clock = iter([0.0, 0.150, 1.0, 1.020, 2.0, 2.030, 3.0, 3.040, 4.0, 4.010])
     monkeypatch.setattr("slimkv.bench.timing.time.perf_counter", lambda: next(clock))
     assert Timer(CPU)(lambda: None) == pytest.approx(30.0)
+
+
+def test_uniform_codes_are_timed_where_they_are_stored(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(bench_options, "cuda_unavailable_reason", lambda device: None)
+    cells = {cell.name: cell for cell in STORE_CELLS}
+    chosen = {name: bench_store._backends(cell, Options(), device) for name, cell in cells.items()}
+    assert chosen["decode-128-4bit_nc"] == chosen["rotation-on-8192"] == ["triton"]
+    assert chosen["chunk-8192"] == chosen["mla-chunk-8192"] == ["cuda"]
+    assert bench_store._backends(cells["rotation-on-8192"], Options(backends=["cuda"]), device) == ["cuda"]

@@ -176,7 +176,6 @@ def store_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
         **draw_format(chance, DIMS, SIDES), heads=chance.randint(1, 3), tokens=chance.choice((1, 2, 5, 16, 17, 33, 77)),
         page=chance.choice((16, 32, 64)), dtype=chance.choice(("bf16", "fp16", "fp32")),
         slots=chance.choice(("aligned", "unaligned", "scattered")), strided=chance.random() < 0.2,
-        policy=chance.choice(("norm", "unbiased", "plain")),
     )  # fmt: skip
     spec = case.layout.spec
     if (query_aware and spec.key.kind != Kind.LLOYD) or not store_tests.taken(case, query_aware):

@@ -86,11 +86,10 @@ def test_store_writes_the_reference_bytes_for_every_head_size(format):
             check_bytes(store_cases.Case(format=format, dim=dim, page=block, dtype="fp32", tokens=24))
 
 
-@pytest.mark.parametrize("policy", ["plain", "norm", "unbiased"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_store_knows_every_scale_policy(policy, dtype):
-    for format in ("k4v4", "k2v5", "k8v1"):
-        check_bytes(store_cases.Case(format=format, policy=policy, dtype=dtype))
+@pytest.mark.parametrize("policy", ["plain", "unbiased"])
+def test_store_leaves_other_scale_policies_to_the_reference(policy):
+    with pytest.raises(UnsupportedError, match=f"'cpu': kernels encode with .*key_policy='{policy}' needs backend="):
+        check_bytes(store_cases.Case(policy=policy))
 
 
 @pytest.mark.parametrize("format", ["k4v4", "k3v5", "kur4vu8", "fp8", "krawfp32vrawfp32"])

@@ -19,12 +19,12 @@ COVERING = [
     replace(TINY, dim=80, heads=1, slots="aligned"),
     replace(TINY, dim=128, heads=1, tokens=17, format="k3v3"),
     replace(TINY, dim=96, value_dim=48, heads=1, tokens=17, strided=True),
-    replace(TINY, policy="unbiased", dtype="fp32", tokens=20),
+    replace(TINY, dtype="fp32", tokens=20),
 ]
 FULL = [
     *(replace(TINY, format=f"k{b}v4", dim=dim, tokens=n) for b in range(1, 9) for dim in (64, 128) for n in (5, 700)),
     *(replace(TINY, dim=dim, slots=s) for dim in (80, 112, 192, 256, 576, 1024) for s in ("aligned", "scattered")),
-    *(replace(TINY, policy=policy, format=format) for policy in ("plain", "unbiased") for format in ("k3v3", "k6v2")),
+    *(replace(TINY, format=format) for format in ("k3v3", "k6v2")),
     replace(TINY, dim=128, heads=8, tokens=8192, slots="aligned", page=64),
 ]  # fmt: skip
 

@@ -18,6 +18,7 @@ from slimkv.bench.timing import Timer, copy_bandwidth
 from slimkv.calibration.positions import matrix_index, position_edges
 from slimkv.codec import Codec
 from slimkv.codec.query_aware import query_aware_matrix
+from slimkv.ops.store.cuda.launch import format_refusal
 from slimkv.spec import PageLayout
 
 Sized = tuple[Callable[[], baselines.Candidates], int]  # a baseline, and the bytes that it moves
@@ -99,6 +100,13 @@ def _engines(cell: StoreCell, inputs: tuple[Tensor, Tensor, Tensor], moved: int)
     return {"vllm_4bit_nc": (partial(baselines.turboquant_store, cell, *inputs), moved)}
 
 
+def _backends(cell: StoreCell, options: Options, device: torch.device) -> list[str]:
+    """The implementations to time; where none is asked for, the one that stores the cell's format on ``device``."""
+    chosen = options.chosen_backends(device)
+    left_to_triton = not options.backends and chosen == ["cuda"] and format_refusal(_layout(cell, device)) is not None
+    return ["triton"] if left_to_triton else chosen
+
+
 def _compile(job: tuple[StoreCell, str, str]) -> None:
     """Compiles what a cell needs, in a process of its own."""
     cell, backend, device = job
@@ -117,13 +125,13 @@ def bench_store(options: Options, step: Step = silent) -> Report:
     small = options.small or device.type != "cuda"
     more = CPU_STORE_CELLS if device.type == "cpu" and options.cells else ()
     cells = choose((SMALL_STORE_CELLS if small else STORE_CELLS) + more, options.cells, options.page)
-    backends = options.chosen_backends(device)
-    compile_ahead(_compile, [(cell, backend, str(device)) for cell in cells for backend in backends], device, step)
+    backends = {cell: _backends(cell, options, device) for cell in cells}
+    compile_ahead(_compile, [(c, backend, str(device)) for c in cells for backend in backends[c]], device, step)
     step("copy bandwidth")
     copy, timer, rows = copy_bandwidth(device), Timer(device), []
     for cell in cells:
         known: list[Baseline] = []  # the same for every implementation
-        for backend in backends:
+        for backend in backends[cell]:
             step(f"{cell.name}: {backend}")
             torch.manual_seed(0)
             call, inputs = _call(cell, backend, device)

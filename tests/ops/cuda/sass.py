@@ -59,10 +59,10 @@ def _store(
     dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     few: bool = False,
-    query_aware: bool = False,
+    query_aware: int = 0,  # matrices of a head: 2 stands for several
 ) -> Variant:
     rows = (dtype, True)
-    plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, int(query_aware))
+    plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, query_aware)
     return store.SOURCE, dict(plan.defines), "sm_90"
 
 
@@ -115,12 +115,14 @@ def variants() -> dict[str, Variant]:
         "decode-d192-128": _decode("k4v4", 192, value_dim=128, block_size=64),
         "decode-window-fp16": _decode("k4v4", window=True, dtype=FP16, block_size=64),
         "decode-d80-fp32": _decode("k7v1", 80, dtype=FP32),
-        **{f"store-{f}": _store(f) for f in ("k4v4", "k5v6", "ku4vur4", "fp8")},
+        **{f"store-{f}": _store(f) for f in ("k4v4", "k5v6", "fp8")},
         "store-k4v4-few": _store("k4v4", few=True),
         "store-k4v4-fp32": _store("k4v4", dtype=torch.float32),
         "store-d96": _store("k3v2", 96),
-        "store-query-aware": _store("k4v4", query_aware=True),
-        "store-query-aware-few": _store("k4v4", few=True, query_aware=True),
+        "store-query-aware": _store("k4v4", query_aware=1),
+        "store-query-aware-few": _store("k4v4", few=True, query_aware=1),
+        "store-query-aware-positions": _store("k4v4", query_aware=2),
+        "store-query-aware-d256": _store("k4v4", 256, query_aware=1),
         **{f"store-{f}": _store_latent(f) for f in ("c4", "c4r8", "c6r8")},
         "prefill-unpack-k4v4": _unpack("k4v4", 128),
         "prefill-unpack-k5vu4": _unpack("k5vu4", 64),

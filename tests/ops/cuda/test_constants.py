@@ -16,7 +16,6 @@ def _enum(name: str) -> dict[str, int]:
     return {word: int(number) for word, number in re.findall(r"(\w+) = (\d+)", body[1])}
 
 
-def test_the_sources_number_kinds_dtypes_and_policies_as_the_launchers_do():
+def test_the_sources_number_kinds_and_dtypes_as_the_launchers_do():
     assert _enum("Kind") == {kind.name: n for kind, n in constants.KIND_NUMBERS.items()}
     assert _enum("DType") == {str(dtype)[6:].upper(): n for dtype, n in constants.DTYPE_NUMBERS.items()}
-    assert _enum("ScalePolicy") == {policy.name: n for policy, n in constants.POLICY_NUMBERS.items()}

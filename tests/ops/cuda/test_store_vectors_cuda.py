@@ -56,8 +56,8 @@ FORMATS = [
     Case(format="krawbf16v4", dim=512, tokens=3000),
     Case(format="k3vrawfp32", dim=384, heads=3),
     Case(format="k4v4", dim=512, tokens=300),
-    Case(format="k6v2", dim=384, policy="unbiased"),
-    Case(format="k4v5", dim=512, policy="plain"),
+    Case(format="k6v2", dim=384),
+    Case(format="k4v5", dim=512),
 ]
 
 
@@ -138,7 +138,7 @@ def test_rows_may_start_anywhere_on_a_gpu(device):
 
 def test_what_it_does_not_take_is_named():
     for case, reason in (
-        (Case(format="k4vu4", dim=384), "does not take u4"),
+        (Case(format="k4vu4", dim=384), "not u4; triton stores uniform codes"),
         (Case(format="krawbf16v4", dim=128), "beyond 256; triton"),
         (Case(format="k4v4", dim=576), "up to 512, not 576"),
         (Case(format="k4v4", dim=272, value_dim=512), "does not take a head size of 272"),

@@ -103,7 +103,6 @@ __all__ = [
     "KVConnectorRole",
     "PageShape",
     "Rule",
-    "cpu_unavailable_reason",
     "dcp_group",
     "get_current_vllm_config",
     "is_delegated",
@@ -222,20 +221,14 @@ class PageShape:
         return False
 
 
-def cpu_unavailable_reason() -> bool:
-    """Whether this vLLM runs on the CPU."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
 def stock_backend(head_size: int, attn_type: str) -> type[AttentionBackend]:
     """The backend vLLM itself would take for a kind of attention that keeps no growing cache."""
-    if cpu_unavailable_reason():
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         return CPUAttentionBackend
-    from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.selector import AttentionSelectorConfig
 

@@ -148,10 +148,7 @@ class SlimKVImpl(AttentionImpl):
     # -- running -----------------------------------------------------------------------------------------------------
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, PageLayout]:
-        """vLLM's uint8 [blocks, num_kv_heads, tokens, bytes] -> pages [blocks, num_kv_heads, page_bytes] and their.
-
-        Layout.
-        """
+        """vLLM's uint8 [blocks, num_kv_heads, tokens, bytes] -> pages [blocks, num_kv_heads, page_bytes], layout."""
         assert self._spec is not None
         blocks, heads, tokens, size = kv_cache.shape
         return kv_cache.view(blocks, heads, tokens * size), page_layout(self._spec, tokens)

@@ -14,10 +14,9 @@ from slimkv.codec import Codec
 from slimkv.codec.pack import Piece, page_tables
 from slimkv.codec.quantize import SideTables
 from slimkv.codec.rotation import block_size, sign_bits, signed_hadamard
-from slimkv.spec import Kind, PageLayout, ScalePolicy, SideLayout
+from slimkv.spec import Kind, PageLayout, SideLayout
 
 KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2, Kind.RAW: 3}
-POLICIES = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -43,7 +42,7 @@ class CSide(Structure):
     """``Side``."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("kind", "bits", "dim", "policy")),
+        *((name, c_int32) for name in ("kind", "bits", "dim")),
         *((name, c_int32) for name in ("rotated", "raw_dtype", "field_count", "block_size")),
         ("codes_offset", c_int32),
         ("tile_bytes", c_int32),
@@ -55,7 +54,7 @@ class CSide(Structure):
         ("hadamard_block", c_int32),
         ("core", c_int32),
         *((name, c_void_p) for name in ("core_matrix", "signs", "levels", "boundaries")),
-        *((name, c_float) for name in ("unit", "plain_scale", "orthonormal", "root_dim", "error_steps")),
+        *((name, c_float) for name in ("unit", "orthonormal", "error_steps")),
     ]
 
 
@@ -222,15 +221,14 @@ class LayoutTables:
         form = side.format
         core, matrix = hadamard_core(side.dim, seed)
         out = CSide(
-            kind=KINDS[form.kind], bits=form.bits, dim=side.dim, policy=POLICIES[form.policy], rotated=form.rotated,
+            kind=KINDS[form.kind], bits=form.bits, dim=side.dim, rotated=form.rotated,
             raw_dtype=DTYPES[getattr(torch, form.raw_dtype)], field_count=form.field_count,
             block_size=side.block_size, codes_offset=side.codes_offset, tile_bytes=side.tile_bytes,
             plane_count=len(side.planes), piece_count=len(pieces), hadamard_block=block_size(side.dim), core=core,
             core_matrix=self._keep(matrix, np.int8), signs=self._keep(sign_bits(side.dim, seed), np.float32),
             levels=self._keep(tables.levels.numpy(), np.float32),
             boundaries=self._keep(tables.boundaries.numpy(), np.float32),
-            unit=tables.unit, plain_scale=tables.plain_scale, orthonormal=tables.orthonormal,
-            root_dim=tables.root_dim, error_steps=tables.error_steps,
+            unit=tables.unit, orthonormal=tables.orthonormal, error_steps=tables.error_steps,
         )  # fmt: skip
         for i in range(form.field_count):
             out.field_offset[i] = side.field_offset(i)

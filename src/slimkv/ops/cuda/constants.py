@@ -6,10 +6,9 @@ import math
 
 import torch
 
-from slimkv.spec import Kind, ScalePolicy
+from slimkv.spec import Kind
 
 KIND_NUMBERS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2}
 RAW_NUMBER = 3  # beside those: only latents and stores take raw sides
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-POLICY_NUMBERS = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
 LOG2E = math.log2(math.e)

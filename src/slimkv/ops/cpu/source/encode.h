@@ -111,20 +111,14 @@ static void query_aware_indices(const float* standard, const Side& side, const i
   }
 }
 
-static float lloyd_scale(const EncodeScratch& s, const Encoded& e, const Side& side, float squared, float norm) {
-  if (side.policy == PLAIN) return norm * side.plain_scale;
-  const int dim = side.dim;
-  if (side.policy == NORM) {
-    double sum = 0;
-    for (int d = 0; d < dim; d++) {
-      const double level = side.levels[e.codes[d]] * LEVEL_DENOMINATOR;
-      sum += level * level;
-    }
-    return norm / sqrtf((float)sum) * LEVEL_DENOMINATOR;
+// The scale that gives the reconstruction the norm of the vector.
+static float lloyd_scale(const Encoded& e, const Side& side, float norm) {
+  double sum = 0;
+  for (int d = 0; d < side.dim; d++) {
+    const double level = side.levels[e.codes[d]] * LEVEL_DENOMINATOR;
+    sum += level * level;
   }
-  i64 dot = 0;
-  for (int d = 0; d < dim; d++) dot += (i64)s.rotated[d] * (i64)(side.levels[e.codes[d]] * LEVEL_DENOMINATOR);
-  return squared * side.root_dim / (float)dot * LEVEL_DENOMINATOR;
+  return norm / sqrtf((float)sum) * LEVEL_DENOMINATOR;
 }
 
 static void encode_lloyd(EncodeScratch& s, const Side& side, u32 largest, bool narrow, const i8* weights, Encoded& e) {
@@ -165,7 +159,7 @@ static void encode_lloyd(EncodeScratch& s, const Side& side, u32 largest, bool n
     level_indices(standard, dim, side.boundaries, side.bits, index);
   }
   for (int d = 0; d < dim; d++) e.codes[d] = (u32)(index[d] >= half ? index[d] : half - 1 - index[d]);
-  e.fields[0] = encode_unsigned(lloyd_scale(s, e, side, squared, norm) * down);
+  e.fields[0] = encode_unsigned(lloyd_scale(e, side, norm) * down);
 }
 
 static void encode_uniform(EncodeScratch& s, const Side& side, u32 largest, Encoded& e) {

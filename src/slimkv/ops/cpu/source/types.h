@@ -18,7 +18,6 @@ constexpr int MAX_DIM = 1024;  // head size
 constexpr u32 INVALID = 0xFFFF;
 
 enum Kind : i32 { LLOYD = 0, UNIFORM = 1, FP8 = 2, RAW = 3 };
-enum Policy : i32 { PLAIN = 0, NORM = 1, UNBIASED = 2 };
 enum Dtype : i32 { F32 = 0, F16 = 1, BF16 = 2 };
 
 // One bit plane in fragment order (spec.PlaneLayout).
@@ -39,7 +38,7 @@ struct Piece {
 
 // K or V.
 struct Side {
-  i32 kind, bits, dim, policy;
+  i32 kind, bits, dim;
   i32 rotated, raw_dtype, field_count, block_size;
   i32 codes_offset, tile_bytes;
   i32 field_offset[2];  // of token 0: scale, zero
@@ -52,7 +51,7 @@ struct Side {
   const float* signs;       // [dim] of +-1
   const float* levels;      // [2 ** bits] by code
   const float* boundaries;  // [2 ** bits - 1], ascending
-  float unit, plain_scale, orthonormal, root_dim, error_steps;
+  float unit, orthonormal, error_steps;
 };
 
 struct Layout {

@@ -12,18 +12,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from slimkv.ops.cpu.module import check_status, layout_tables, library
 from slimkv.ops.cpu.structures import CStoreCall, pages_of, vectors_of
 from slimkv.ops.store.api import StoreRequest
-from slimkv.spec import Kind
+from slimkv.ops.store.refusals import refuses_policy, refuses_raw_dtype
 
 _transposed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Everything; a raw side takes its own dtype only."""
-    spec = request.layout.spec
-    for name, fmt, x in (("key", spec.key, request.key), ("value", spec.value, request.value)):
-        if fmt.kind == Kind.RAW and x.dtype != getattr(torch, fmt.raw_dtype):
-            return f"the raw format holds {fmt.raw_dtype} bit for bit, but the {name} is {x.dtype}"
-    return None
+    """Every format with the scale policy ``norm``; a raw side takes its own dtype only."""
+    return refuses_policy(request.layout) or refuses_raw_dtype(request)
 
 
 def run(request: StoreRequest) -> None:

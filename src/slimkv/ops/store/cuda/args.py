@@ -14,7 +14,7 @@ from torch import Tensor
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
 from slimkv.codec.quantize import SideTables
 from slimkv.ops.cuda.module import Defines
-from slimkv.spec import Kind, ScalePolicy, SideLayout, TensorFormat
+from slimkv.spec import Kind, SideLayout, TensorFormat
 
 RECORD_BITS = 6  # of more, cells are too many
 
@@ -32,9 +32,6 @@ class SideArgs(ctypes.Structure):
         ("bounds", ctypes.c_void_p),
         ("levels", ctypes.c_void_p),
         ("unit", ctypes.c_float),
-        ("plain_scale", ctypes.c_float),
-        ("root_dim", ctypes.c_float),
-        ("orthonormal", ctypes.c_float),
         ("doubled_levels", ctypes.c_uint32 * 2),
         ("by_256", ctypes.c_uint32),
         ("one", ctypes.c_int32),
@@ -44,8 +41,7 @@ class SideArgs(ctypes.Structure):
     def point_to(self, side: SideLayout, constants: SideTables, tables: Sequence[Tensor]) -> None:
         """The constant part. tables: fragments (or what else stands for the rotation), cells, bounds and levels."""
         self.fragments, self.cells, self.bounds, self.levels = (t.data_ptr() for t in tables)
-        self.unit, self.plain_scale = constants.unit, constants.plain_scale
-        self.root_dim, self.orthonormal = constants.root_dim, constants.orthonormal
+        self.unit = constants.unit
         self.by_256, self.one, self.minus_one = 256, 1, -1
         if side.format.kind == Kind.LLOYD and side.format.bits <= 4:
             doubled = np.zeros(8, np.uint8)
@@ -95,8 +91,8 @@ def code_tables(
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:
     """The cells' width as a power of two and their zero; cells, bounds and levels.
 
-    Behind cells of up to 4 bits are their levels: twice, as bytes, and times ``error_steps``, as floats. Behind those
-    of up to ``RECORD_BITS`` is what each of them says.
+    Behind cells of up to 4 bits are their levels times ``error_steps``, as floats. Behind those of up to
+    ``RECORD_BITS`` is what each of them says.
     """
     nothing = torch.zeros(0, device=device)
     if fmt.kind != Kind.LLOYD:
@@ -105,19 +101,18 @@ def code_tables(
     shift, zero, numbers = cells(book, unit * math.sqrt(dim))
     levels = torch.tensor(book.levels_by_code * LEVEL_DENOMINATOR, dtype=torch.int32, device=device)
     bounds = nothing
-    if fmt.bits > 4 or fmt.policy == ScalePolicy.UNBIASED:
+    if fmt.bits > 4:
         bounds = torch.tensor([*book.boundaries, math.inf], dtype=torch.float32, device=device)
     if fmt.bits <= 4:
-        doubled = np.rint(2 * book.levels_by_code).astype(np.int8)[numbers]
         scaled = (error_steps * book.levels_by_code).astype(np.float32)[numbers]
-        numbers = np.concatenate([numbers, doubled.view(np.uint8), scaled.view(np.uint8)])
+        numbers = np.concatenate([numbers, scaled.view(np.uint8)])
     elif fmt.bits <= RECORD_BITS:
         numbers = np.concatenate([numbers, _cell_records(book, numbers, error_steps)])
     return shift, zero, (torch.from_numpy(numbers).to(device), bounds, levels)
 
 
 def _cell_records(book: Codebook, below: np.ndarray, error_steps: float) -> np.ndarray:
-    """``CellRecord`` of store/round_near.cuh of every cell, of which ``below`` boundaries lie below: uint8."""
+    """``CellRecord`` of store/round.cuh of every cell, of which ``below`` boundaries lie below: uint8."""
     half, top = 1 << (book.bits - 1), (1 << book.bits) - 1
     index = np.stack([below, np.minimum(below.astype(np.int32) + 1, top)]).astype(np.int32)
     codes = np.where(index >= half, index, half - 1 - index)

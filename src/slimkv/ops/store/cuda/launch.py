@@ -11,12 +11,13 @@ from torch import Tensor
 
 from slimkv.codec.quantize import becomes_short
 from slimkv.codec.rotation import signed_hadamard
-from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, POLICY_NUMBERS
+from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda import vectors
 from slimkv.ops.store.cuda.args import RECORD_BITS, Plan, StoreArgs, code_tables
+from slimkv.ops.store.refusals import refuses_policy
 from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, SideLayout, TensorFormat
 
 SOURCE, KERNEL = "store/store.cu", "store"
@@ -30,11 +31,20 @@ _SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Blocks of at least a tile; every format of head sizes up to 256, and what ``vectors`` takes beyond."""
+    """Blocks of at least a tile; Lloyd-Max codes and fp8 of head sizes up to 256, what ``vectors`` takes beyond."""
     layout = request.layout
     if layout.block_size == 1:
         return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
-    return None if in_tiles(layout) else vectors.refusal(request)
+    return refuses_policy(layout) or format_refusal(layout) or (None if in_tiles(layout) else vectors.refusal(request))
+
+
+@cache
+def format_refusal(layout: PageLayout) -> str | None:
+    """Why it does not store pages of this layout, or None."""
+    for side in (layout.key, layout.value):
+        if side.format.kind == Kind.UNIFORM:
+            return f"it stores Lloyd-Max codes and fp8, not {side.format.name}; triton stores uniform codes"
+    return None
 
 
 @cache
@@ -153,8 +163,6 @@ def _plan(
             "PER": per,
             "KIND": KIND_NUMBERS[side.format.kind],
             "BITS": side.format.bits,
-            "POLICY": POLICY_NUMBERS[side.format.policy],
-            "ROTATED": int(side.format.rotated),
             "CODES": side.codes_offset,
             "FIELDS": side.fields_offset,
             "DTYPE": DTYPE_NUMBERS[dtype],
@@ -170,10 +178,10 @@ def _plan(
         if side.format.kind == Kind.LLOYD:
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":
-                by_cell = 2 * cell_zero * (16 if cell_records else 4 if shared_weights else 1)
+                by_cell = 2 * cell_zero * (16 if cell_records else 4)
                 used += by_cell if side.format.bits <= 4 or cell_records else 4 << side.format.bits
                 used = -(-used // 16) * 16
-                used += shaping * _shaped_bytes(side.dim, shared_weights)
+                used += shaping * _shaped_bytes(side.dim)
                 used += side.dim * (side.dim + 16) if shared_weights else 0
             if together and _by_slices(side):
                 used += _slice_bytes(side.dim)
@@ -218,9 +226,9 @@ def _slice_bytes(dim: int) -> int:
     return 3 * TILE_TOKENS * (dim + 32) + 128 + 256 * dim // SLICE_DIMS + 16
 
 
-def _shaped_bytes(dim: int, near: bool) -> int:
-    """``QueryAwareMemory::BYTES`` of store/round_near.cuh or store/round_far.cuh."""
-    return 128 * (dim + 4) + 5120 if near else 144 * (dim + 16) + 16 * dim
+def _shaped_bytes(dim: int) -> int:
+    """``QueryAwareMemory::BYTES`` of store/round.cuh."""
+    return 128 * (dim + 4) + 5120
 
 
 def _groups(dim: int, seed: int) -> int:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from slimkv.codec import Codec
-from slimkv.ops.cuda.constants import POLICY_NUMBERS
 from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
 from slimkv.ops.cuda.vectors import (
     WARPS,
@@ -22,6 +21,7 @@ from slimkv.ops.cuda.vectors import (
 )
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables
+from slimkv.ops.store.refusals import refuses_raw_dtype
 from slimkv.spec import Kind, PageLayout
 
 SOURCE, KERNEL = "vectors/store.cu", "store_vectors"
@@ -32,10 +32,7 @@ def refusal(request: StoreRequest) -> str | None:
     """Why it does not take the request, or None: Lloyd-Max and fp8 of up to 512, and raw sides; nearest rounding."""
     if request.query_aware is not None:
         return "beside raw sides and beyond a head size of 256 it rounds to the nearest; triton is query-aware there"
-    for side, x in ((request.layout.key, request.key), (request.layout.value, request.value)):
-        if side.format.kind == Kind.RAW and str(x.dtype) != f"torch.{side.format.raw_dtype}":
-            return f"the raw format holds {side.format.raw_dtype} bit for bit, but the input is {x.dtype}"
-    return format_refusal(request.layout)
+    return refuses_raw_dtype(request) or format_refusal(request.layout)
 
 
 def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
@@ -72,7 +69,6 @@ def _plan(
     for prefix, side, (dtype, aligned), constants, side_args in sides:
         cell_shift, cell_zero, tensors = code_tables(side.format, side.dim, constants.unit, device)
         own = {
-            "POLICY": POLICY_NUMBERS[side.format.policy],
             "VECTORS": int(aligned or side.format.kind == Kind.RAW),  # raw sides are copied number by number
             "CELL_SHIFT": cell_shift,
             "CELL_ZERO": cell_zero,

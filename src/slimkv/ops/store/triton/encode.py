@@ -160,10 +160,9 @@ def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP
 
 
 @triton.jit
-def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, root_dim, weights, which,
-                 matrix_stride, levels, error_steps,
-                 D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, POLICY: tl.constexpr,
-                 QUERY_AWARE: tl.constexpr, INDEXED: tl.constexpr):  # fmt: skip
+def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, weights, which, matrix_stride, levels, error_steps,
+                 D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, QUERY_AWARE: tl.constexpr,
+                 INDEXED: tl.constexpr):  # fmt: skip
     """Rows -> codes int32 [M, DP] and the scale's field int32 [M]; QUERY_AWARE: with the head's matrix, weights.
 
     INDEXED: with matrix which [M] of several, matrix_stride apart.
@@ -198,20 +197,13 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, plain_scale, 
     codes = index | ((standard > 0).to(tl.int32) << (BITS - 1))
     if DP != D:
         entry = tl.where(col[None, :] < D, entry, 0)
-    if POLICY == 0:
-        scale = norm * plain_scale
-    elif POLICY == 1:
-        if BITS <= 4:  # entries are entries of twice the level
-            square_sum = tl.sum(entry, 1).to(tl.int64) * (_DENOMINATOR * _DENOMINATOR // 4)
-        else:
-            level = entry.to(tl.int64)
-            square_sum = tl.sum(level * level, 1)
-        length = tl.sqrt_rn(square_sum.to(tl.float32))
-        scale = tl.div_rn(norm, tl.where(length > 0, length, 1.0)) * _DENOMINATOR
+    if BITS <= 4:  # entries are squares of twice the level
+        square_sum = tl.sum(entry, 1).to(tl.int64) * (_DENOMINATOR * _DENOMINATOR // 4)
     else:
-        level = tl.where(standard > 0, entry, -entry).to(tl.int64)
-        dot = tl.sum(rotated.to(tl.int32).to(tl.int64) * level, 1).to(tl.float32)
-        scale = tl.div_rn(squared * root_dim, tl.where(dot == 0, 1.0, dot)) * _DENOMINATOR
+        level = entry.to(tl.int64)
+        square_sum = tl.sum(level * level, 1)
+    length = tl.sqrt_rn(square_sum.to(tl.float32))
+    scale = tl.div_rn(norm, tl.where(length > 0, length, 1.0)) * _DENOMINATOR
     field = _encode_unsigned(tl.where(zero, 0.0, scale * down))
     bad = bad | (field == _INVALID)
     codes = tl.where((bad | zero)[:, None], 0, codes)

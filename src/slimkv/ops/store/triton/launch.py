@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 
 from slimkv.ops.store.api import StoreRequest
+from slimkv.ops.store.refusals import refuses_policy, refuses_raw_dtype
 from slimkv.ops.store.triton.encode import encode_fp8, encode_lloyd, encode_uniform
 from slimkv.ops.triton import unpack
 from slimkv.ops.triton.unpack import PLAIN_ROWS, lane_and_number, side_constants, word_index
-from slimkv.spec import Kind, PageLayout, ScalePolicy, SideLayout
+from slimkv.spec import PageLayout, SideLayout
 
 _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
 _UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
 _RAW: tl.constexpr = tl.constexpr(unpack.RAW)
 FEW_VECTORS = 8192  # tokens times heads: of fewer, each matrix has programs of its own
-_POLICY_NUMBER = {ScalePolicy.PLAIN: 0, ScalePolicy.NORM: 1, ScalePolicy.UNBIASED: 2}
 
 
 @triton.jit
@@ -178,12 +178,11 @@ def _store_field(field, page, position, keep, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bounds, entries, unit, plain_scale,
-                root_dim, orthonormal, weights, index_ptr, matrix_stride, only, levels, error_steps,
+def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bounds, entries, unit, orthonormal,
+                weights, index_ptr, matrix_stride, only, levels, error_steps,
                 tokens, block_stride, page_stride, group, head,
                 NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr,
-                BITS: tl.constexpr,
-                POLICY: tl.constexpr, ROTATED: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
+                BITS: tl.constexpr, ROTATED: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
                 TRANSPOSED: tl.constexpr, QUERY_AWARE: tl.constexpr, MATRICES: tl.constexpr,
                 SPREAD: tl.constexpr):  # fmt: skip
     """Encodes and writes 16 NT tokens of one head of K or V.
@@ -222,8 +221,8 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
             codes = x.to(tl.int16, bitcast=True).to(tl.int32)
     elif KIND == _LLOYD:
         codes, field = encode_lloyd(
-            x, x_rows, keep, signs, bounds, entries, unit, plain_scale, root_dim, weights, which, matrix_stride, levels,
-            error_steps, D, DP, BITS, POLICY, QUERY_AWARE, MATRICES > 1,
+            x, x_rows, keep, signs, bounds, entries, unit, weights, which, matrix_stride, levels, error_steps,
+            D, DP, BITS, QUERY_AWARE, MATRICES > 1,
         )  # fmt: skip
         _store_field(field, page, position, keep, FIELDS)
     elif KIND == _UNIFORM:
@@ -241,14 +240,14 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
 @triton.jit(do_not_specialize=["tokens"])
 def store_kernel(
     key_ptr, value_ptr, pages_ptr, slots_ptr,
-    key_signs, key_bounds, key_entries, key_unit, key_plain, key_root, key_orthonormal,
-    value_signs, value_bounds, value_entries, value_unit, value_plain, value_root, value_orthonormal,
+    key_signs, key_bounds, key_entries, key_unit, key_orthonormal,
+    value_signs, value_bounds, value_entries, value_unit, value_orthonormal,
     query_aware_ptr, index_ptr, key_levels, key_error_steps,
     tokens, key_stride, key_head_stride, value_stride, value_head_stride, block_stride, page_stride,
     NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERY_AWARE: tl.constexpr, MATRICES: tl.constexpr, SPREAD: tl.constexpr,
-    K_D: tl.constexpr, K_SP: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_POLICY: tl.constexpr,
+    K_D: tl.constexpr, K_SP: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr,
     K_ROTATED: tl.constexpr, K_CODES: tl.constexpr, K_FIELDS: tl.constexpr,
-    V_D: tl.constexpr, V_SP: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_POLICY: tl.constexpr,
+    V_D: tl.constexpr, V_SP: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr,
     V_ROTATED: tl.constexpr, V_CODES: tl.constexpr, V_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: 16 NT tokens of one head, K (axis 2, one for each matrix where they are SPREAD) or V (its last).
@@ -260,39 +259,30 @@ def store_kernel(
     head = tl.program_id(1)
     if tl.program_id(2) < tl.num_programs(2) - 1:
         _store_side(key_ptr, key_stride, key_head_stride, pages_ptr, slots_ptr, key_signs, key_bounds, key_entries,
-            key_unit, key_plain,
-                    key_root, key_orthonormal, query_aware_ptr + head * (K_D * K_D), index_ptr,
+                    key_unit, key_orthonormal, query_aware_ptr + head * (K_D * K_D), index_ptr,
                     tl.num_programs(1) * (K_D * K_D), tl.program_id(2), key_levels, key_error_steps,
                     tokens, block_stride, page_stride, group, head,
-                    NT, BLOCK_SIZE, K_D, K_SP, K_KIND, K_BITS, K_POLICY, K_ROTATED, K_CODES, K_FIELDS, False,
+                    NT, BLOCK_SIZE, K_D, K_SP, K_KIND, K_BITS, K_ROTATED, K_CODES, K_FIELDS, False,
                     QUERY_AWARE, MATRICES, SPREAD)  # fmt: skip
     else:
         _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds,
-            value_entries, value_unit,
-                    value_plain, value_root, value_orthonormal, query_aware_ptr, index_ptr, 0, 0, key_levels,
+                    value_entries, value_unit, value_orthonormal, query_aware_ptr, index_ptr, 0, 0, key_levels,
                     key_error_steps,
                     tokens, block_stride, page_stride, group, head,
-                    NT, BLOCK_SIZE, V_D, V_SP, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, True,
+                    NT, BLOCK_SIZE, V_D, V_SP, V_KIND, V_BITS, V_ROTATED, V_CODES, V_FIELDS, True,
                     False, 1, False)  # fmt: skip
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Every format; blocks of at least a tile."""
+    """Every format with the scale policy ``norm``; blocks of at least a tile."""
     if request.layout.block_size == 1:
         return PLAIN_ROWS
-    for name, fmt, x in (
-        ("key", request.layout.spec.key, request.key),
-        ("value", request.layout.spec.value, request.value),
-    ):
-        if fmt.kind == Kind.RAW and str(x.dtype) != f"torch.{fmt.raw_dtype}":
-            return f"the raw format holds {fmt.raw_dtype} bit for bit, but the {name} is {x.dtype}"
-    return None
+    return refuses_policy(request.layout) or refuses_raw_dtype(request)
 
 
 @lru_cache(maxsize=256)
 def _side_constants(side: SideLayout, prefix: str) -> dict[str, int | bool]:
-    own = {f"{prefix}_POLICY": _POLICY_NUMBER[side.format.policy], f"{prefix}_ROTATED": side.format.rotated}
-    return {**side_constants(side, prefix), **own}
+    return {**side_constants(side, prefix), f"{prefix}_ROTATED": side.format.rotated}
 
 
 def _plain_program(tokens: int, layout: PageLayout) -> tuple[int, int]:
@@ -323,8 +313,8 @@ def run(request: StoreRequest) -> None:
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 1 + (request.matrices if spread else 1))
     store_kernel[grid](
         key, value, pages, request.slot_mapping,
-        k.signs, k.bounds, k.entries, k.unit, k.plain_scale, k.root_dim, k.orthonormal,
-        v.signs, v.bounds, v.entries, v.unit, v.plain_scale, v.root_dim, v.orthonormal,
+        k.signs, k.bounds, k.entries, k.unit, k.orthonormal,
+        v.signs, v.bounds, v.entries, v.unit, v.orthonormal,
         request.query_aware if shaped else k.bounds, index if index is not None else k.bounds, k.levels, k.error_steps,
         tokens, key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
         NT=tiles, BLOCK_SIZE=layout.block_size, QUERY_AWARE=shaped,

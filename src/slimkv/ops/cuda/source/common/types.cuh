@@ -5,6 +5,5 @@
 enum Kind { LLOYD = 0, UNIFORM = 1, FP8 = 2 };
 constexpr int RAW = 3;  // beside those kinds: numbers as they are, of the rope parts of latents and of stores
 enum DType { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
-enum ScalePolicy { PLAIN = 0, NORM = 1, UNBIASED = 2 };
 
 constexpr u32 INVALID_FIELD = 0xFFFF;  // of a token whose K or V was not a number

@@ -29,7 +29,7 @@ struct SideArgs {
   const u8* cells;        // [CELLS]: which code (up to 4 bits) or how many boundaries lie below the cell
   const float* bounds;    // [2 ** BITS]: ascending, and infinity (5 bits and more)
   const i32* levels;      // [2 ** BITS]: levels by code, times LEVEL_DENOMINATOR
-  float unit, plain_scale, root_dim, orthonormal;
+  float unit;
   u32 doubled_levels[2];  // twice the positive levels, in bytes (up to 4 bits)
   // 256, 1 and -1, unknown to the compiler: products with them are shifts and sums that leave the logic units, which the
   // rest keeps busiest, to others.
@@ -51,12 +51,12 @@ struct StoreArgs {
 };
 
 // PER: inner slices that a warp takes of a tile; a tile is shared by SPLIT warps.
-template <bool VALUES_, int D_, int GROUPS_, int PER_, int KIND_, int BITS_, int POLICY_, bool ROTATED_, int CODES_,
-          int FIELDS_, int DTYPE_, bool VECTORS_, int CELL_SHIFT_, int CELL_ZERO_>
+template <bool VALUES_, int D_, int GROUPS_, int PER_, int KIND_, int BITS_, int CODES_, int FIELDS_,
+          int DTYPE_, bool VECTORS_, int CELL_SHIFT_, int CELL_ZERO_>
 struct Format {
-  static constexpr bool VALUES = VALUES_, ROTATED = ROTATED_;
-  static constexpr int D = D_, GROUPS = GROUPS_, PER = PER_, KIND = KIND_, BITS = BITS_, POLICY = POLICY_, CODES = CODES_,
-                       FIELDS = FIELDS_, DTYPE = DTYPE_, CELL_SHIFT = CELL_SHIFT_, CELL_ZERO = CELL_ZERO_;
+  static constexpr bool VALUES = VALUES_;
+  static constexpr int D = D_, GROUPS = GROUPS_, PER = PER_, KIND = KIND_, BITS = BITS_, CODES = CODES_, FIELDS = FIELDS_,
+                       DTYPE = DTYPE_, CELL_SHIFT = CELL_SHIFT_, CELL_ZERO = CELL_ZERO_;
   static constexpr bool VECTORS = VECTORS_;              // rows start at multiples of 16 bytes
   static constexpr bool NARROW = DTYPE != FLOAT32;
   static constexpr bool SHORT = KIND == LLOYD && BITS <= 4 && NARROW && D <= 256;  // rotated as 16-bit integers, not 22-bit ones

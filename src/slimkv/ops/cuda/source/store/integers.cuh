@@ -24,7 +24,7 @@ template <class F> DEVICE float integer_of(float sum) { return sum * power_of_tw
 template <class F> DEVICE float integer_of(i32 sum) { return i32_to_f32_rn(sum); }
 
 struct TokenScalars {  // of the lane's token (lane % 16), in fixed-point units
-  float squared, norm;
+  float norm;
   float factor;  // what makes an integer a coordinate in the codebook's units
   float down;
   bool zero, bad;
@@ -205,8 +205,7 @@ template <class F> DEVICE TokenScalars scalars_of(float squared, u32 exponent, f
   s.bad = exponent >= (F::SHORT ? TOO_LARGE : 255);
   s.zero = exponent < LEAST_EXPONENT;
   s.down = as_float(((s.zero ? LEAST_EXPONENT : s.bad ? 254 : exponent) - (F::SHORT ? 15 : 20)) << 23);
-  s.squared = max_f32(squared, 1.0f);  // of zero as well a norm, so that nothing depends on it here
-  s.norm = sqrt_rn_normal(s.squared);
+  s.norm = sqrt_rn_normal(max_f32(squared, 1.0f));  // of zero as well a norm, so that nothing depends on it here
   s.factor = div_rn_normal(unit, s.norm);
   if (!F::SHORT && s.bad) s.factor = 0.0f;  // whose digits may be anything
   return s;

@@ -6,7 +6,7 @@
 
 // In shared memory: which code or boundary a cell of the number line has, and what codes stand for.
 template <class F> struct LloydTables {
-  static constexpr int COUNT = F::BITS > 4 || F::POLICY == UNBIASED ? 1 << F::BITS : 0;  // bounds and levels
+  static constexpr int COUNT = F::BITS > 4 ? 1 << F::BITS : 0;  // bounds and levels
   static constexpr int CELL_BYTES = (F::CELLS + 15) / 16 * 16;
   static constexpr int BYTES = CELL_BYTES + 8 * COUNT;
   const u8* cells;
@@ -49,12 +49,11 @@ template <class F> DEVICE u32 code_of_cell(u32 cell, float x, const LloydTables<
 
 template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) { return code_of_cell<F>(cell_of<F>(x), x, tables); }
 
-// What the scale needs of a lane's tokens: sums of squared levels, or of products with them.
+// What the scale needs of a lane's tokens: sums of squared levels.
 template <class F> struct LevelSums {
-  static constexpr bool PACKED = F::BITS <= 4 && F::POLICY == NORM;
-  static constexpr bool WIDE = F::POLICY == NORM && F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
+  static constexpr bool PACKED = F::BITS <= 4, WIDE = F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
   u32 squares[F::TOKENS] = {};  // of twice the levels, or in units of 1 / LEVEL_DENOMINATOR^2: of the nearest codes a vector has fewer than 2^32
-  i64 sums[F::TOKENS] = {};     // in units of 1 / LEVEL_DENOMINATOR
+  i64 sums[F::TOKENS] = {};     // the same where 32 bits do not hold them
   u32 before = 0;
 
   // The codes of a slice as nibbles: levels are looked up four at a time, and squared and added four at a time. Values are
@@ -76,55 +75,47 @@ template <class F> struct LevelSums {
     }
   }
   DEVICE_MEMBER void add(int j, u32 levels) { squares[j] = dp4a_u8(levels, levels, squares[j]); }
-  DEVICE_MEMBER void add_level(int j, float rotated, i32 level) {
+  DEVICE_MEMBER void add_level(int j, i32 level) {
     if constexpr (SQUARES) squares[j] += (u32)(level * level);
-    else if constexpr (F::POLICY == NORM) sums[j] += (i64)level * level;
-    else sums[j] += (i64)f32_to_i32_rz(rotated) * level;
+    else sums[j] += (i64)level * level;
   }
 };
 
-// total: the sum that the policy wants, in units of 1 / LEVEL_DENOMINATOR or their square.
-template <class F> DEVICE float scale_of_token(const TokenScalars& s, float total, const SideArgs& side) {
-  if constexpr (F::POLICY == PLAIN) return mul_rn(mul_rn(s.norm, side.plain_scale), s.down);
-  float scale = F::POLICY == NORM ? div_rn_normal(s.norm, sqrt_rn_normal(total)) : div_rn(mul_rn(s.squared, side.root_dim), total);
-  return mul_rn(mul_rn(scale, 128.0f), s.down);
-}
-
-// The scale's field of the lane's token.
-template <class F> DEVICE u32 field_of_token(const TokenScalars& s, float total, const SideArgs& side) {
-  u32 field = encode_unsigned(scale_of_token<F>(s, total, side));
+// The scale's field of the lane's token, whose reconstruction has its norm. total: the levels' squares, in units of 1 / LEVEL_DENOMINATOR^2.
+DEVICE u32 field_of_token(const TokenScalars& s, float total) {
+  const float scale = div_rn_normal(s.norm, sqrt_rn_normal(total));
+  u32 field = encode_unsigned(mul_rn(mul_rn(scale, 128.0f), s.down));
   return s.bad ? INVALID_FIELD : s.zero ? 0 : field;
 }
 
-// Takes the eight codes of a slice of up to 4 bits as nibbles, where no level is looked up.
+// Takes the eight codes of a slice of up to 4 bits as nibbles.
 template <class F> DEVICE void put_nibbles(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, u32 nibbles, const SideArgs& side) {
-  if constexpr (LevelSums<F>::PACKED) sums.add_codes(order, nibbles, side);
+  sums.add_codes(order, nibbles, side);
   codes.put(slice, nibbles, 0);
 }
 
 // Takes the eight codes of a slice.
-template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, const u32 code[8], const float rotated[8],
+template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, const u32 code[8],
                                          const LloydTables<F>& tables, const SideArgs& side) {
   u32 low = 0, high = 0;
 #pragma unroll
   for (int n = 0; n < 8; n++) {
     if constexpr (F::BITS <= 4) low += code[n] << (4 * n);
     else if constexpr (F::BITS < 8) low += (code[n] & 15) << (4 * n), high += code[n] >> 4 << (4 * n);
-    if constexpr (F::POLICY != PLAIN && !LevelSums<F>::PACKED) sums.add_level(token_number<F>(n), rotated[n], tables.levels[code[n]]);
+    if constexpr (!LevelSums<F>::PACKED) sums.add_level(token_number<F>(n), tables.levels[code[n]]);
   }
   if constexpr (LevelSums<F>::PACKED) sums.add_codes(order, low, side);
   if constexpr (F::BITS < 8) codes.put(slice, low, high);
   else codes.put_bytes(slice, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24, code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
 }
 
-// The sum that the policy wants, in the lane of each token, and the same rounded once.
-template <class F> DEVICE auto policy_sum(const LevelSums<F>& sums, int lane) {
-  if constexpr (F::POLICY == PLAIN) return 0u;
-  else if constexpr (LevelSums<F>::SQUARES) return sum_of_token<F>(sums.squares, lane);
+// The sum of squares in the lane of each token, and the same rounded once.
+template <class F> DEVICE auto sum_of_squares(const LevelSums<F>& sums, int lane) {
+  if constexpr (LevelSums<F>::SQUARES) return sum_of_token<F>(sums.squares, lane);
   else return sum_of_token<F>(sums.sums, lane);
 }
-DEVICE float policy_total(u32 sum) { return mul_rn(i32_to_f32_rn((i32)sum), 4096.0f); }  // (128 / 2)^2; below 2^24
-DEVICE float policy_total(i64 sum) { return i64_to_f32_rn(sum); }
+DEVICE float total_of_squares(u32 sum) { return mul_rn(i32_to_f32_rn((i32)sum), 4096.0f); }  // (128 / 2)^2; below 2^24
+DEVICE float total_of_squares(i64 sum) { return i64_to_f32_rn(sum); }
 
 template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>& codes, u32 field, bool zero, const StoreArgs& args, int head, Slots slots,
                                                            int lane, int part) {
@@ -145,21 +136,19 @@ template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact
                                              CodePlanes<F>& codes, LevelSums<F>& sums, const LloydTables<F>& tables, const SideArgs& side) {
 #pragma unroll
   for (int q = 0; q < F::GROUPS; q++) {
-    float rotated[8];
     u32 code[8];
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-      rotated[n] = integer_of<F>(exact[q][n]);
       if constexpr (F::SHORT) code[n] = tables.cells[ceil_product(exact[q][n], factor[token_number<F>(n)], F::CELL_ZERO)];
-      else code[n] = code_of<F>(mul_rn(rotated[n], factor[token_number<F>(n)]), tables);
+      else code[n] = code_of<F>(mul_rn(integer_of<F>(exact[q][n]), factor[token_number<F>(n)]), tables);
     }
-    put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, rotated, tables, side);
+    put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, tables, side);
   }
 }
 
-// The policy's sum over the SPLIT warps of a tile, of which this is number ``part``; puts words together that several of them have slices of.
+// The sum of squares over the SPLIT warps of a tile, of which this is number ``part``; puts words together that several of them have slices of.
 template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSums<F>& sums, u8* memory, int lane, int part) {
-  auto sum = policy_sum<F>(sums, lane);
+  auto sum = sum_of_squares<F>(sums, lane);
   if constexpr (F::SPLIT > 1) {
     auto* shared = (decltype(sum)*)memory;
     u32* words = (u32*)(shared + 16 * F::SPLIT);
@@ -197,7 +186,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
   }
   const auto sum = sum_of_warps<F>(codes, sums, memory + TILE_MEMORY<F>, lane, part);
   if constexpr (F::SPLIT == 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, for registers
-  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token<F>(scalars, policy_total(sum), side), scalars.zero, args, head, slots, lane, part);
+  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token(scalars, total_of_squares(sum)), scalars.zero, args, head, slots, lane, part);
 }
 
 // The same where every warp has one slice, of digits in shared memory.
@@ -215,7 +204,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDi
   encode_slices<F>(exact, factor, 0, codes, sums, LloydTables<F>(memory), side);
   const auto sum = sum_of_warps<F>(codes, sums, memory + TILE_MEMORY<F> + SharedDigits<F>::BYTES, lane, slice);
   const typename Choose<LevelSums<F>::WIDE, i64, decltype(sum)>::Type total = sum;
-  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token<F>(scalars, policy_total(total), side), scalars.zero, args, head, slots, lane, slice);
+  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token(scalars, total_of_squares(total)), scalars.zero, args, head, slots, lane, slice);
 }
 
 // Few tokens: the block's warps share a tile, and its rows, its slots and the tables are loaded at the same time.

@@ -26,16 +26,12 @@ DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest
   return total;
 }
 
-#if SHARED_WEIGHTS
-#include "store/round_near.cuh"
-#else
-#include "store/round_far.cuh"
-#endif
+#include "store/round.cuh"
 
 // With every matrix that the lanes' tokens ask for; see round_query_aware. index: which one the lane's token takes; only:
-// the one that it is for where matrices are spread over blocks. loaded: the one of which memory has weights.
+// the one that it is for where matrices are spread over blocks.
 template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels,
-                                                   const StoreArgs& args, int head, int index, int only, int loaded, int lane) {
+                                                   const StoreArgs& args, int head, int index, int only, int lane) {
   const u8* weights = args.query_aware + (i64)head * F::D * F::D;
   if constexpr (SHARED_WEIGHTS || QUERY_AWARE == 1) round_query_aware<F>(memory, tables, levels, weights, args.error_steps, true, lane);
   else {
@@ -43,13 +39,7 @@ template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& me
 #pragma unroll 1
     for (int matrix = args.spread ? only : 0; matrix < end; matrix++) {  // 32 neighbours nearly always share one
       if (!warp_any(index == matrix)) continue;
-      if (matrix != loaded) {
-        sync_warp();
-        memory.copy_weights(weights + matrix * args.matrix_stride, lane, 32);
-        cp_async_wait<0>();
-        sync_warp();
-        loaded = matrix;
-      }
+      sync_warp();  // sums that lanes stored for one another are no longer needed
       bool mine = args.spread || index == matrix;
       round_query_aware<F>(memory, tables, levels, weights + matrix * args.matrix_stride, args.error_steps, mine, lane);
     }
@@ -88,48 +78,30 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
   slots.aligned = slots.aligned && !warp_any(!keep);
   CodePlanes<F> codes;
   LevelSums<F> sums;
-  Digits<F> digits;
-  if constexpr (F::POLICY == UNBIASED) {
-    u32 raw[F::CHUNKS][2][F::RAW];
-    load_rows<F>(side, head, first, args.tokens, lane, raw);
-    prepare_tile<F>(raw, side, lane, digits);
-  }
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
-    typename Digits<F>::Sum exact[F::GROUPS][8] = {};
-    if constexpr (F::POLICY == UNBIASED) rotate_slices<F>(digits, side, i, lane, exact);
 #pragma unroll
     for (int q = 0; q < F::GROUPS; q++) {
-      u32 code[8];
-      float rotated[8];
-      int slice = q * F::PER + i;
       constexpr int BYTES = CODE_WORDS<F> / 2;  // of two neighbours
-      u32 low = 0;
+      const int slice = q * F::PER + i, order = i * F::GROUPS + q;
+      u32 code[8], nibbles = 0;
 #pragma unroll
       for (int j = 0; j < 4; j++) {  // of each token two neighbours, and two more eight dimensions on
         const u8* two = memory.codes(16 * tile + (lane >> 2) + 8 * (j >> 1), slice, (lane & 3) + 4 * (j & 1));
-        if constexpr (BYTES == 1) low += (u32)*two << (8 * j);
+        if constexpr (BYTES == 1) nibbles += (u32)*two << (8 * j);
         else code[2 * j] = two[0], code[2 * j + 1] = two[1];
       }
-      if constexpr (BYTES == 1 && (LevelSums<F>::PACKED || F::POLICY == PLAIN)) {
-        put_nibbles<F>(codes, sums, slice, i * F::GROUPS + q, low, side);
-        continue;
-      }
-#pragma unroll
-      for (int n = 0; n < 8; n++) {
-        if constexpr (BYTES == 1) code[n] = low >> (4 * n) & 15;
-        rotated[n] = integer_of<F>(exact[q][n]);
-      }
-      put_slice<F>(codes, sums, slice, i * F::GROUPS + q, code, rotated, tables, side);
+      if constexpr (BYTES == 1) put_nibbles<F>(codes, sums, slice, order, nibbles, side);
+      else put_slice<F>(codes, sums, slice, order, code, tables, side);
     }
   }
-  u32 field = field_of_token<F>(scalars, policy_total(policy_sum<F>(sums, lane)), side);
+  u32 field = field_of_token(scalars, total_of_squares(sum_of_squares<F>(sums, lane)));
   store_lloyd_codes<F, PAGE_TOKENS>(codes, field, scalars.zero, args, head, slots, lane, 0);
 }
 
 // The tables of a block whose warps store keys.
 template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, const StoreArgs& args, int head, int matrix, u8* shared, int threads) {
-  QueryAwareMemory<F>::copy_matrix(shared + ScaledLevels<F>::TABLE_BYTES, args.query_aware + (i64)head * F::D * F::D + matrix * args.matrix_stride,
+  Weights<F>::copy(shared + ScaledLevels<F>::TABLE_BYTES, args.query_aware + (i64)head * F::D * F::D + matrix * args.matrix_stride,
                                    thread_index(), threads);
   LloydTables<F>(shared).fill(shared, side, thread_index(), threads);
   ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
@@ -150,10 +122,8 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
   QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES, number);
-  int loaded = !SEVERAL ? 0 : spread ? only : shfl(index, 0);
   TokenScalars scalars;
   if (!none) {
-    memory.copy_weights(args.query_aware + (i64)head * F::D * F::D + (SEVERAL ? loaded * args.matrix_stride : 0), 32 * warp + lane, 64);
     Digits<F> digits;
     scalars = prepare_tile<F>(raw, side, lane, digits);
     coordinates_of_tile<F>(digits, scalars, side, memory, warp, lane);
@@ -161,7 +131,7 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   cp_async_wait<0>();
   sync_threads();  // for the block's tables, too
   if (warp) meanwhile();
-  else if (!none) round_with_matrices<F>(memory, tables, levels, args, head, index, only, loaded, lane);
+  else if (!none) round_with_matrices<F>(memory, tables, levels, args, head, index, only, lane);
   if (none) return;
   sync_team(1 + number, 64);
   const bool keep = !spread || shfl(index, 16 * warp + (lane & 15)) == only;

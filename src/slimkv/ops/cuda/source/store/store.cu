@@ -3,14 +3,14 @@
 //
 // Given: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, QUERY_AWARE
 // (query-aware rounding of keys: 1 with one matrix a head, 2 with several), SHARED_WEIGHTS (is its matrix copied to shared memory?),
-// CELL_RECORDS (and all that cells say?), and of K_ and V_: D, GROUPS, PER, KIND, BITS, POLICY,
-// ROTATED, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
-#include "store/direct.cuh"
+// CELL_RECORDS (and all that cells say?), and of K_ and V_: D, GROUPS, PER, KIND, BITS,
+// CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
+#include "store/fp8_tiles.cuh"
 #include "store/lloyd.cuh"
 #include "store/query_aware.cuh"
 
-typedef Format<false, K_D, K_GROUPS, K_PER, K_KIND, K_BITS, K_POLICY, K_ROTATED, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, K_CELL_SHIFT, K_CELL_ZERO> Key;
-typedef Format<true, V_D, V_GROUPS, V_PER, V_KIND, V_BITS, V_POLICY, V_ROTATED, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, V_CELL_SHIFT, V_CELL_ZERO> Value;
+typedef Format<false, K_D, K_GROUPS, K_PER, K_KIND, K_BITS, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, K_CELL_SHIFT, K_CELL_ZERO> Key;
+typedef Format<true, V_D, V_GROUPS, V_PER, V_KIND, V_BITS, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, V_CELL_SHIFT, V_CELL_ZERO> Value;
 typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 
 template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs& args, int head, u8* memory) {
@@ -21,7 +21,7 @@ template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs&
     pdl_wait();
     if (TOGETHER && warp > 0) return;
 #pragma unroll 1
-    for (; 16 * tile < args.tokens; tile += step) store_direct<F, BLOCK_SIZE, SlotNumber>(side, args, head, 16 * tile);
+    for (; 16 * tile < args.tokens; tile += step) store_fp8<F, BLOCK_SIZE, SlotNumber>(side, args, head, 16 * tile);
   } else if constexpr (TOGETHER) {
     store_lloyd_together<F, BLOCK_SIZE, SlotNumber>(side, args, head, 16 * tile, memory, 32 * WARPS);
   } else {
@@ -33,7 +33,7 @@ template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs&
 template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, int matrix, u8* memory) {
   constexpr int HALF = WARPS / 2;
   constexpr bool TABLES = V::KIND == LLOYD;
-  u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + QueryAwareMemory<K>::MATRIX + HALF * QueryAwareMemory<K>::BYTES;
+  u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + Weights<K>::SHARED_BYTES + HALF * QueryAwareMemory<K>::BYTES;
   auto fetch_tables = [&] {
     fill_query_aware_tables<K>(args.key, args, head, matrix, memory, 32 * WARPS);
     if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
@@ -54,7 +54,7 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
         u32 raw[V::CHUNKS][2][V::RAW];
         load_rows<V>(args.value, head, at, args.tokens, thread_index() & 31, raw);
         store_lloyd_rows<V, BLOCK_SIZE, SlotNumber>(raw, args.value, args, head, at, 0, Slots(), value_memory, thread_index() & 31);
-      } else store_direct<V, BLOCK_SIZE, SlotNumber>(args.value, args, head, at);
+      } else store_fp8<V, BLOCK_SIZE, SlotNumber>(args.value, args, head, at);
     }
   };
   store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, first, rows, memory, pair, warp / HALF, values);

@@ -117,18 +117,17 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
     }
     rotate(fixed, lane, sums);
     squares = warp_sum_of(squares);
-    s.squared = F::SHORT ? mul_rn(i32_to_f32_rn((i32)squares), 65536.0f) : i64_to_f32_rn((i64)squares);
-    s.squared = max_f32(s.squared, 1.0f);
-    s.norm = sqrt_rn_normal(s.squared);
+    const float squared = F::SHORT ? mul_rn(i32_to_f32_rn((i32)squares), 65536.0f) : i64_to_f32_rn((i64)squares);
+    s.norm = sqrt_rn_normal(max_f32(squared, 1.0f));
     s.factor = s.bad ? 0.0f : div_rn_normal(side.unit, s.norm);  // the integers of what is bad may be anything
     const float total = put_codes(s, sums, lane);
-    const u32 field = field_of_token<F>(s, total, side);
+    const u32 field = field_of_token(s, total);
     return {field, s.zero || field == INVALID_FIELD ? 0 : 0xFFFFFFFFu};
   }
 
-  // Codes to shared memory; what the policy sums.
+  // Codes to shared memory; the sum of their levels' squares.
   DEVICE_MEMBER float put_codes(const TokenScalars& s, const i32 (&sums)[OWN], int lane) {
-    constexpr bool DOUBLED = F::BITS <= 4 && F::POLICY == NORM;
+    constexpr bool DOUBLED = F::BITS <= 4;
     typename Choose<DOUBLED, u32, i64>::Type sum = 0;
     // Short integers' products are compared as they are: as numbers of cells, in units of the smallest float.
     const float cells = mul_rn(s.factor, power_of_two(64 + F::CELL_SHIFT - 149));
@@ -142,10 +141,9 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
       if constexpr (DOUBLED) {
         const u32 level = prmt(side.doubled_levels[0], side.doubled_levels[1], code & ((1 << (F::BITS - 1)) - 1)) & 0xFF;
         sum += level * level;
-      } else if constexpr (F::POLICY == NORM) sum += (i64)tables.levels[code] * tables.levels[code];
-      else if constexpr (F::POLICY == UNBIASED) sum += (i64)f32_to_i32_rz(rotated) * tables.levels[code];
+      } else sum += (i64)tables.levels[code] * tables.levels[code];
     }
     sync_warp();
-    return F::POLICY == PLAIN ? 0.0f : policy_total(warp_sum_of(sum));
+    return total_of_squares(warp_sum_of(sum));
   }
 };

@@ -1,13 +1,13 @@
 // K and V, or latents and rope parts, of new tokens to their slots, a warp for each vector: sizes beyond what a warp holds 16
 // of, and numbers stored as they are. Byte for byte as slimkv.codec has it, like store/store.cu.
 //
-// Given: BLOCK_SIZE, WARPS, MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, and of K_ and V_: D, CORE (the rotation is a matrix of CORE, doubled), KIND, BITS, POLICY,
+// Given: BLOCK_SIZE, WARPS, MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, and of K_ and V_: D, CORE (the rotation is a matrix of CORE, doubled), KIND, BITS,
 // CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
 #include "vectors/encode.cuh"
 #include "vectors/write.cuh"
 
-typedef Format<false, K_D, 1, K_D / 16, K_KIND, K_BITS, K_POLICY, K_KIND == LLOYD, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, K_CELL_SHIFT, K_CELL_ZERO> Key;
-typedef Format<true, V_D, 1, V_D / 16, V_KIND, V_BITS, V_POLICY, V_KIND == LLOYD, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, V_CELL_SHIFT, V_CELL_ZERO> Value;
+typedef Format<false, K_D, 1, K_D / 16, K_KIND, K_BITS, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, K_CELL_SHIFT, K_CELL_ZERO> Key;
+typedef Format<true, V_D, 1, V_D / 16, V_KIND, V_BITS, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, V_CELL_SHIFT, V_CELL_ZERO> Value;
 typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 
 template <class F, int CORE> DEVICE void store_side(const SideArgs& side, const StoreArgs& args, int head, u8* memory) {

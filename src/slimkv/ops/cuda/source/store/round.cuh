@@ -1,5 +1,5 @@
-// Query-aware rounding of 32 tokens by a warp (query_aware.cuh) with a matrix in the block's shared memory. What slice s + 1 adds to slice s
-// is summed by the lane itself, which has those errors in registers still: no slice waits for sums of the last.
+// Query-aware rounding of 32 tokens by a warp (query_aware.cuh). What slice s + 1 adds to slice s is summed by the lane itself, which has those
+// errors in registers still: no slice waits for sums of the last.
 #pragma once
 #include "store/lloyd.cuh"
 
@@ -9,19 +9,45 @@ struct alignas(16) CellRecord {
   u32 codes;  // the one above in the high half
 };
 
-template <class F> constexpr int WEIGHT_STRIDE = F::D + 16;  // bytes of a matrix's row: rows do not meet in a bank
+// A head's matrix, int8 [D][D]: a copy in the block's shared memory, or where there is no room for one, in global memory.
+template <class F> struct Weights {
+  static constexpr int STRIDE = SHARED_WEIGHTS ? F::D + 16 : F::D;  // bytes of a row: in shared memory rows do not meet in a bank
+  static constexpr int SHARED_BYTES = SHARED_WEIGHTS ? F::D * STRIDE : 0;
+  const u8* matrix;
+  u32 at;  // its address in shared memory
+  DEVICE_MEMBER Weights(const u8* shared, const u8* global) : matrix(SHARED_WEIGHTS ? shared : global), at(0) {
+    if constexpr (SHARED_WEIGHTS) at = settled(shared_address(shared));
+  }
+  DEVICE_MEMBER static void copy(u8* shared, const u8* from, int thread, int threads) {
+    if constexpr (SHARED_WEIGHTS) {
+#pragma unroll 1
+      for (int i = thread; i < F::D * F::D / 16; i += threads) cp_async_16(shared + 16 * i / F::D * STRIDE + 16 * i % F::D, from + 16 * i);
+      cp_async_commit();
+    }
+  }
+  // Of row i, those of slice s, if there is one.
+  DEVICE_MEMBER Words4 row(int i, int s) const {
+    const int from = i * STRIDE + 16 * min_i32(s, F::D / 16 - 1);
+    if constexpr (SHARED_WEIGHTS) return ld_shared_constant_16(at + from);
+    else return ldg_cached(matrix + from);
+  }
+  DEVICE_MEMBER u32 word(int i, int d) const {
+    if constexpr (SHARED_WEIGHTS) return *(const u32*)(matrix + i * STRIDE + d);
+    else return ldg_word(matrix + i * STRIDE + d);
+  }
+};
 
 template <class F> struct QueryAwareMemory {
   // Words from token to token, of each kind: lanes that load 16 bytes of a token each do not meet in a bank.
   static constexpr int STRIDE = F::D + 4, SUM_STRIDE = 20;
   static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = 2 * 32 * SUM_STRIDE * 4;
-  static constexpr int BYTES = NUMBERS + SUMS, MATRIX = F::D * WEIGHT_STRIDE<F>;
+  static constexpr int BYTES = NUMBERS + SUMS;
   float* numbers;  // [32][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;       // [2][32][SUM_STRIDE]: corrections of this slice and the one before it in the vector, in steps
-  u8* weights;     // [D][WEIGHT_STRIDE]: the block's matrix
+  u8* weights;     // of the block, if it is copied
   // ``block``: the memory of the matrix, and of all pairs, of which this is the ``number``-th.
   DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
-      : numbers((float*)(block + MATRIX + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)), weights(block) {}
+      : numbers((float*)(block + Weights<F>::SHARED_BYTES + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)), weights(block) {}
   DEVICE_MEMBER void put_neighbours(int token, int d, float x, float y) const { *(Words2*)(numbers + token * STRIDE + d) = {as_bits(x), as_bits(y)}; }
   // The codes of neighbours 2 pair and 2 pair + 1 of a token's slice, packed.
   DEVICE_MEMBER const u8* codes(int token, int slice, int pair) const {
@@ -29,16 +55,6 @@ template <class F> struct QueryAwareMemory {
   }
   // The errors of a row's slice when it is done, 16 signed bytes: behind codes, where its coordinates were.
   DEVICE_MEMBER u32* errors(int row, int slice) const { return (u32*)numbers + row * STRIDE + 16 * slice + 4; }
-  // For the threads of a pair, and for those of the block.
-  DEVICE_MEMBER void copy_weights(const u8*, int, int) const {}
-  DEVICE_MEMBER static void copy_matrix(u8* block, const u8* from, int thread, int threads) {
-#pragma unroll 1
-    for (int i = thread; i < F::D * F::D / 16; i += threads)
-      cp_async_16(block + 16 * i / F::D * WEIGHT_STRIDE<F> + 16 * i % F::D, from + 16 * i);
-    cp_async_commit();
-  }
-  // Of row i, what slice s has, if there is one. at: of ``weights``.
-  DEVICE_MEMBER static Words4 row_weights(u32 at, int i, int s) { return ld_shared_constant_16(at + i * WEIGHT_STRIDE<F> + 16 * min_i32(s, F::D / 16 - 1)); }
 };
 
 // Levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next coordinate, else by code.
@@ -52,7 +68,7 @@ template <class F> struct ScaledLevels {
   DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
     if constexpr (BY_CELL) {
 #pragma unroll 1
-      for (int i = thread; i < F::CELLS / 4; i += threads) cp_async_16(levels + 16 * i, side.cells + 2 * LloydTables<F>::CELL_BYTES + 16 * i);
+      for (int i = thread; i < F::CELLS / 4; i += threads) cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
       cp_async_commit();
     } else if constexpr (RECORDS) {
 #pragma unroll 1
@@ -92,13 +108,13 @@ template <class F> struct LaterErrors {
   i32 c[2][2][4];      // tiles of 16 tokens, halves of the slice
   u32 b[STEPS][2][2];  // halves of the slice, slices 2 k and 2 k + 1
 
-  DEVICE_MEMBER void load(const u8* weights, int s, int lane) {
-    const u8* rows = weights + (16 * max_i32(s, 0) + (lane >> 2)) * WEIGHT_STRIDE<F> + 4 * (lane & 3);
+  DEVICE_MEMBER void load(const Weights<F>& weights, int s, int lane) {
+    const int row = 16 * max_i32(s, 0) + (lane >> 2), first = 4 * (lane & 3);
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
       for (int k = 1; k < STEPS; k++)
-        b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? *(const u32*)(rows + 8 * (i >> 1) * WEIGHT_STRIDE<F> + 32 * k + 16 * (i & 1)) : 0;
+        b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? weights.word(row + 8 * (i >> 1), first + 32 * k + 16 * (i & 1)) : 0;
   }
   // Slices 2 k and 2 k + 1.
   DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int s, int k, int lane) {
@@ -133,12 +149,12 @@ template <class F> struct LaterErrors {
 };
 
 // Replaces the coordinates of a token for each lane by codes; of those that are not ``mine``, nothing changes.
-template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8*,
+template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* matrix,
                                             float error_steps, bool mine, int lane) {
   constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
   LaterErrors<F> sums = {};
-  const u32 at = settled(shared_address(memory.weights));
+  const Weights<F> weights(memory.weights, matrix);
   u32 errors[4] = {};
   i32 *here = memory.sums, *ahead = memory.sums + 32 * memory.SUM_STRIDE;
 #pragma unroll
@@ -151,7 +167,7 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
     i32 later[16];
     u32 packed[CODE_WORDS<F>] = {};
     sync_warp();
-    sums.load(memory.weights, s - 1, lane);
+    sums.load(weights, s - 1, lane);
 #pragma unroll
     for (int i = 3; i >= 0; i--) {
       const Words4 four = *(const Words4*)(here + lane * memory.SUM_STRIDE + 4 * i), x = *(const Words4*)(own + 4 * i);
@@ -162,13 +178,13 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
     errors[0] = errors[1] = errors[2] = errors[3] = 0;                    // without the newest, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
-    Words4 own_weights = memory.row_weights(at, 16 * s + 15, s), next_weights = memory.row_weights(at, 16 * s + 15, s + 1);
+    Words4 own_weights = weights.row(16 * s + 15, s), next_weights = weights.row(16 * s + 15, s + 1);
 #pragma unroll
     for (int n = 15; n >= 0; n--) {
       const Words4 w = own_weights, v = next_weights;
       if (n > 0) {  // before anything is stored
-        own_weights = memory.row_weights(at, 16 * s + n - 1, s);
-        next_weights = memory.row_weights(at, 16 * s + n - 1, s + 1);
+        own_weights = weights.row(16 * s + n - 1, s);
+        next_weights = weights.row(16 * s + n - 1, s + 1);
       }
       const i32 older = dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
       const float total = add_errors_of_slice(n, older, w, newest, newest_byte, errors);
