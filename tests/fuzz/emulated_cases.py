@@ -22,7 +22,7 @@ from test_attention import check_rows, poisoned_out, request_of
 
 from slimkv.errors import SpecError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
-from slimkv.ops.attention.cuda import decode, prefill, prefill_shape
+from slimkv.ops.attention.cuda import decode, prefill, prefill_config
 from slimkv.ops.store.cuda import launch as store_launch
 from slimkv.spec import CodecSpec, Kind
 
@@ -134,38 +134,39 @@ def draw_prompts(chance: random.Random, longest: int, before: int) -> dict:
 
 
 def prefill_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
-    form = draw_format(chance, tuple(prefill_shape.SHAPES), SIDES) | {"value_dim": None}
+    form = draw_format(chance, prefill_config.HEAD_DIMS, SIDES) | {"value_dim": None}
     case = Case(
         **form, **draw_options(chance), **draw_prompts(chance, 150, 300), group=chance.choice((1, 2, 3, 4, 5, 7, 8)),
         num_kv_heads=chance.choice((1, 1, 2)),
     )  # fmt: skip
-    cuts = [prefill_shape.SHAPES[case.dim], *prefill.fused_shapes(CodecSpec.parse(case.format, case.dim))]
-    cut, budget = chance.choice(cuts), chance.choice((prefill.WORKSPACE_BYTES, SMALL_WORKSPACE))
-    print(case, cut, budget)
+    spec = CodecSpec.parse(case.format, case.dim)
+    configs = [config for unpack in prefill_config.Unpack for config in prefill_config.configs(spec, unpack)]
+    config, budget = chance.choice(configs), chance.choice((prefill.WORKSPACE_BYTES, SMALL_WORKSPACE))
+    print(case, config, budget)
 
     def attend(built: Built, out: torch.Tensor, lse: torch.Tensor) -> None:
-        prefill.attend_prefill(request_of(built, out, lse), prefill_tests.launch, budget, cut)
+        prefill.attend_prefill(request_of(built, out, lse), prefill_tests.launch, budget, config)
 
-    out = prefill_tests.attend_and_check(case, shape=cut, budget=budget)
+    out = prefill_tests.attend_and_check(case, config=config, budget=budget)
     check_unseen(case, out, attend)
     return True
 
 
 def eight_bit_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
-    form = draw_format(chance, tuple(prefill_shape.EIGHT_BIT_SHAPES), ("1", "2", "3", "4", "4")) | {"value_dim": None}
+    form = draw_format(chance, prefill_config.EIGHT_BIT_HEAD_DIMS, ("1", "2", "3", "4", "4")) | {"value_dim": None}
     case = Case(
         **form, **draw_options(chance), **draw_prompts(chance, 120, 600), group=chance.choice((1, 2, 3, 4, 7, 8)),
         num_kv_heads=1,
     )  # fmt: skip
-    cut = chance.choice(list(prefill_shape.EIGHT_BIT_SHAPES[case.dim]))
+    config = chance.choice(eight_bit_tests.CONFIGS[case.dim])
     budget = chance.choice((prefill.WORKSPACE_BYTES, SMALL_WORKSPACE))
-    print(case, cut, budget)
+    print(case, config, budget)
 
     def attend(built: Built, out: torch.Tensor, lse: torch.Tensor) -> None:
         request = eight_bit_tests.request_in_bytes(built, out, lse)
-        prefill.attend_prefill(request, prefill_tests.launch, budget, cut)
+        prefill.attend_prefill(request, prefill_tests.launch, budget, config)
 
-    out = eight_bit_tests.attend_and_check(case, shape=cut, budget=budget)
+    out = eight_bit_tests.attend_and_check(case, config=config, budget=budget)
     check_unseen(case, out, attend)
     return True
 

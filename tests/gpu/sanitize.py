@@ -27,12 +27,12 @@ from latent_cases import build as build_latent  # noqa: E402
 from store_cases import Case as StoreCase  # noqa: E402
 from store_cases import build as build_store  # noqa: E402
 from store_cases import expected  # noqa: E402
-from test_prefill_bytes_cuda import TWO_LAUNCHES  # noqa: E402
+from test_prefill_bytes_cuda import CONFIGS, TWO_LAUNCHES  # noqa: E402
 from test_prefill_bytes_cuda import attend_and_check as attend_in_bytes  # noqa: E402
 from test_prefill_cuda import LONG, attend_and_check  # noqa: E402
 
 from slimkv import ops  # noqa: E402
-from slimkv.ops.attention.cuda import prefill, prefill_shape  # noqa: E402
+from slimkv.ops.attention.cuda import prefill, prefill_config  # noqa: E402
 from slimkv.ops.store.cuda.launch import format_refusal  # noqa: E402
 
 MIXED = Case(num_kv_heads=1, lens=(70, 20, 33, 0, 41), queries=(36, 1, 4, 1, 41))
@@ -80,12 +80,12 @@ def prefill_failures(device: torch.device) -> int:
         return 0
     launch, tile, wrong = prefill.launcher(device), 1 << 20, 0
     long = replace(LONG, dim=128, num_kv_heads=2, lens=(700, 7, 300), queries=(200, 1, 33))
-    cuts = [prefill_shape.SHAPES[128], *prefill.fused_shapes(long.spec), prefill_shape.AHEAD_SHAPES[128]]
-    calls = [lambda cut=cut: attend_and_check(long, device, launch, shape=cut) for cut in cuts]
+    configs = [config for unpack in prefill_config.Unpack for config in prefill_config.configs(long.spec, unpack)]
+    calls = [lambda config=config: attend_and_check(long, device, launch, config=config) for config in configs]
     calls += [lambda: attend_and_check(long, device, launch, tile)]  # several passes
-    for dim, shapes in prefill_shape.EIGHT_BIT_SHAPES.items():
+    for dim, configs in CONFIGS.items():
         case = replace(long, dim=dim)
-        calls += [lambda case=case, cut=cut: attend_in_bytes(case, device, launch, shape=cut) for cut in shapes]
+        calls += [lambda case=case, c=config: attend_in_bytes(case, device, launch, config=c) for config in configs]
     one = replace(long, lens=(700,), queries=(200,))
     calls += [lambda: attend_in_bytes(one, device, launch, parts=TWO_LAUNCHES)]
     calls += [lambda: attend_in_bytes(one, device, launch, tile, parts=TWO_LAUNCHES)]

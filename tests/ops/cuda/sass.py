@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from slimkv.ops.attention.cuda import decode, prefill, shape
-from slimkv.ops.attention.cuda import prefill_shape as cuts
+from slimkv.ops.attention.cuda import decode, prefill, prefill_config, shape
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
+from slimkv.ops.attention.cuda.prefill_config import AHEAD, FIRST, FUSED, PrefillConfig
+from slimkv.ops.attention.cuda.prefill_defines import attend_defines, unpack_defines
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.latent.cuda import launch as latent
 from slimkv.ops.latent.cuda import split
@@ -73,22 +74,34 @@ def _store_latent(format: str) -> Variant:
     return plan.source, dict(plan.defines), "sm_90"
 
 
-def _unpack(format: str, dim: int, cut: cuts.Shape | None = None) -> Variant:
-    return prefill.UNPACK, dict(cuts.unpack_defines(_layout(format, dim), cut or cuts.SHAPES[dim])), "sm_90"
+def _unpack(format: str, dim: int, eight_bit: bool = False) -> Variant:
+    layout = _layout(format, dim)
+    config = prefill_config.configs(layout.spec, FIRST, eight_bit)[0]
+    return prefill.UNPACK, dict(unpack_defines(layout, config)), "sm_90"
 
 
-def _prefill_bytes(dim: int, cut: cuts.Shape) -> Variant:
-    return prefill.ATTEND, dict(cuts.attend_defines(_layout("k4v4", dim), cut, BF16, BF16, False, False)), "sm_90a"
+def _prefill(format: str, dim: int, config: PrefillConfig, window: bool = False, softcap: bool = False) -> Variant:
+    return prefill.ATTEND, dict(attend_defines(_layout(format, dim), config, BF16, BF16, window, softcap)), "sm_90a"
 
 
-def _prefill(dim: int, window: bool = False, softcap: bool = False) -> Variant:
-    defines = cuts.attend_defines(_layout("k4v4", dim), cuts.SHAPES[dim], BF16, BF16, window, softcap)
-    return prefill.ATTEND, dict(defines), "sm_90a"
+def _first(dim: int) -> PrefillConfig:
+    return prefill_config.configs(CodecSpec.parse("k4v4", dim), FIRST)[0]
 
 
-def _prefill_fused(format: str, dim: int, shapes: dict[int, cuts.Shape] = cuts.FUSED_SHAPES) -> Variant:
-    defines = cuts.attend_defines(_layout(format, dim), shapes[dim], BF16, BF16, False, False)
-    return prefill.ATTEND, dict(defines), "sm_90a"
+def _every_prefill(format: str, dim: int) -> dict[str, Variant]:
+    """Each configuration of the table."""
+    spec = CodecSpec.parse(format, dim)
+
+    def name(config: PrefillConfig) -> str:
+        bits = 8 if config.eight_bit else 16
+        return f"prefill-{format}-d{dim}-{config.unpack.value}-{config.rows}-rows-{bits}bit"
+
+    return {
+        name(config): _prefill(format, dim, config)
+        for unpack in (FIRST, AHEAD, FUSED)
+        for eight_bit in (False, True)
+        for config in prefill_config.configs(spec, unpack, eight_bit)
+    }
 
 
 def _latent(format: str, heads: int) -> Variant:
@@ -126,23 +139,13 @@ def variants() -> dict[str, Variant]:
         **{f"store-{f}": _store_latent(f) for f in ("c4", "c4r8", "c6r8")},
         "prefill-unpack-k4v4": _unpack("k4v4", 128),
         "prefill-unpack-k5vu4": _unpack("k5vu4", 64),
-        "prefill-d64": _prefill(64),
-        "prefill-d128": _prefill(128),
-        "prefill-window": _prefill(128, window=True),
-        "prefill-d256": _prefill(256),
-        "prefill-d256-softcap": _prefill(256, softcap=True),
-        **{f"prefill-fused-d{dim}": _prefill_fused("k4v4", dim) for dim in cuts.FUSED_SHAPES},
-        **{f"prefill-wide-d{dim}": _prefill_fused("k4v4", dim, cuts.WIDE_SHAPES) for dim in cuts.WIDE_SHAPES},
-        **{f"prefill-ahead-d{dim}": _prefill_fused("k4v4", dim, cuts.AHEAD_SHAPES) for dim in cuts.AHEAD_SHAPES},
-        "prefill-fused-k5vu4": _prefill_fused("k5vu4", 96),
+        **{n: v for dim in prefill_config.HEAD_DIMS for n, v in _every_prefill("k4v4", dim).items()},
+        **_every_prefill("k5vu4", 96),
+        "prefill-window": _prefill("k4v4", 128, _first(128), window=True),
+        "prefill-d256-softcap": _prefill("k4v4", 256, _first(256), softcap=True),
         "prefill-unpack-d256": _unpack("k4v4", 256),
         **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},
-        **{
-            f"prefill-bytes-d{dim}-{cut.rows}-rows": _prefill_bytes(dim, cut)
-            for dim, cuts in cuts.EIGHT_BIT_SHAPES.items()
-            for cut in cuts
-        },
-        "prefill-bytes-unpack": _unpack("k4v4", 128, cuts.Shape(128, 4, True)),
+        "prefill-unpack-8bit": _unpack("k4v4", 128, eight_bit=True),
     }
 
 

@@ -17,12 +17,16 @@ from slimkv import ops
 from slimkv.ops.attention import eight_bit, reference
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
-from slimkv.ops.attention.cuda import prefill_shape
+from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
-MOST_ROWS = {dim: list(shapes)[-1] for dim, shapes in prefill_shape.EIGHT_BIT_SHAPES.items()}
+CONFIGS = {
+    dim: prefill_config.configs(CodecSpec.parse("k4v4", dim), prefill_config.FIRST, eight_bit=True)
+    for dim in prefill_config.EIGHT_BIT_HEAD_DIMS
+}
+MOST_ROWS = {dim: configs[-1] for dim, configs in CONFIGS.items()}
 BOUND = 5e-3  # of a row's relative error, against the reference
 # Two implementations may round differently what lies between two numbers: a coordinate of the rotated query, which
 # moves all of a row's weights a little, or one of its weights. Such rows are held to the bound with either rounding.
@@ -68,15 +72,15 @@ def _error_with_ties(request: AttendRequest, kv: eight_bit.Operands, seen: torch
 
 
 def attend_and_check(
-    case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, shape=None, parts=None
+    case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, config=None, parts=None
 ):
     """Compares the sequences of many queries with the reference; rows of others must stay as they are."""
     built = build(case, device)
     out, lse = poisoned_out(case, built)
     request = request_in_bytes(built, out, lse)
     assert prefill_cuda.eight_bit_refusal(request) is None
-    shape = shape or MOST_ROWS[case.dim]
-    request.run(SimpleNamespace(run=lambda r: prefill_cuda.attend_prefill(r, launch, budget, shape, parts=parts)))
+    config = config or MOST_ROWS[case.dim]
+    request.run(SimpleNamespace(run=lambda r: prefill_cuda.attend_prefill(r, launch, budget, config, parts=parts)))
     want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
     ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
     first = 0
@@ -171,7 +175,7 @@ def test_tokens_that_tower_over_all_before_them(dim, promote):
         built.query[query, 0] = nats[query % len(nats)] * towering * case.dim**0.5 / towering.square().sum()
     (out, lse), (want, want_lse) = poisoned_out(case, built), poisoned_out(case, built)
     request = request_in_bytes(built, out, lse)
-    prefill_cuda.attend_prefill(request, launch, shape=replace(MOST_ROWS[dim], promote=promote))
+    prefill_cuda.attend_prefill(request, launch, config=replace(MOST_ROWS[dim], promote=promote))
     ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
     assert row_errors(out, want.double()).max() < BOUND
     assert ((lse - want_lse).abs() / (1 + want_lse.abs())).max() < 1e-3
@@ -180,11 +184,11 @@ def test_tokens_that_tower_over_all_before_them(dim, promote):
 @emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("promote", [1, 2])
-def test_shapes(promote):
+def test_configs(promote):
     """Two and more warpgroups, few tiles in shared memory, and totals of few."""
-    for dim, shapes in prefill_shape.EIGHT_BIT_SHAPES.items():
-        for shape in shapes:
-            attend_and_check(replace(SHORT, dim=dim, lens=(600,)), shape=replace(shape, stages=2, promote=promote))
+    for dim, configs in CONFIGS.items():
+        for config in configs:
+            attend_and_check(replace(SHORT, dim=dim, lens=(600,)), config=replace(config, stages=2, promote=promote))
 
 
 @emulated
@@ -192,9 +196,9 @@ def test_shapes(promote):
 @pytest.mark.parametrize("options", [{}, {"window": 150}, {"causal": False, "sinks": True}], ids=str)
 def test_passes(options):
     """A workspace of one tile, and of two."""
-    case, shape = replace(LONG, **options, lens=(300, 7, 260), num_kv_heads=2), MOST_ROWS[64]
+    case, config = replace(LONG, **options, lens=(300, 7, 260), num_kv_heads=2), MOST_ROWS[64]
     for tiles in (1, 2):
-        each = shape.keys_bytes(case.dim) + shape.values_bytes(case.dim)
+        each = 2 * config.tile_bytes(case.dim)
         attend_and_check(case, budget=tiles * each * 2 * case.num_kv_heads)
 
 
@@ -243,46 +247,41 @@ def test_what_it_does_not_do_is_named(case, reason):
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_it_compiles(dim, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
-    layout, shape = PageLayout(CodecSpec.parse("k4v4", dim), 16), MOST_ROWS[dim]
-    to_attend = prefill_shape.attend_defines(layout, shape, 1, 1, False, False)
+    layout, config = PageLayout(CodecSpec.parse("k4v4", dim), 16), MOST_ROWS[dim]
+    to_attend = prefill_defines.attend_defines(layout, config, 1, 1, False, False)
     code = compile_kernels(prefill_cuda.ATTEND, to_attend, "sm_90a", tmp_path)
     assert code[:4] == b"\x7fELF"
-    to_unpack = prefill_shape.unpack_defines(layout, shape)
+    to_unpack = prefill_defines.unpack_defines(layout, config)
     assert compile_kernels(prefill_cuda.UNPACK, to_unpack, "sm_90", tmp_path)[:4] == b"\x7fELF"
 
 
 def test_shared_memory_fits_hopper():
-    for dim, shapes in prefill_shape.EIGHT_BIT_SHAPES.items():
-        assert all(prefill_shape.shared_bytes(dim, shape) <= 227 << 10 for shape in shapes)
+    for dim, configs in CONFIGS.items():
+        layout = PageLayout(CodecSpec.parse("k4v4", dim), 16)
+        for config in configs:
+            shared = prefill_defines.attend_defines(layout, config, 1, 1, False, False)["SHARED"]
+            assert shared <= prefill_defines.SHARED_OF_BLOCK
 
 
-def test_eight_bits_are_taken_where_they_must_be_or_gain(monkeypatch):
+@pytest.mark.parametrize(("prefill", "taken"), [("8bit", True), ("16bit", False), ("auto", False)])
+def test_eight_bits_are_taken_where_they_must_be(prefill, taken):
     built = build(SHORT, CPU)
     request = request_of(built, *poisoned_out(SHORT, built))
-    auto, must = (replace(request, options=replace(request.options, prefill=p)) for p in ("auto", "8bit"))
-    bytes_ = prefill_cuda.eight_bit_shape(request)
-    assert not prefill_cuda.shape_of(request).eight_bit
-    assert prefill_cuda.shape_of(must) == bytes_
-    monkeypatch.setattr(prefill_cuda, "FASTER_IN_EIGHT_BITS", frozenset())
-    assert not prefill_cuda.shape_of(auto).eight_bit
-    monkeypatch.setattr(prefill_cuda, "FASTER_IN_EIGHT_BITS", frozenset({64}))
-    assert prefill_cuda.shape_of(auto) == bytes_
-    fine = build(replace(SHORT, format="k5v4"), CPU)
-    request = request_of(fine, *poisoned_out(SHORT, fine))
-    assert prefill_cuda.shape_of(replace(request, options=auto.options)).eight_bit is False
+    request = replace(request, options=replace(request.options, prefill=prefill))
+    assert prefill_config.config_for(request).eight_bit == taken
 
 
-@pytest.mark.parametrize(("queries", "consumers"), [(33, 2), (190, 3), (256, 4)])
+@pytest.mark.parametrize(("queries", "consumers"), [(33, 2), (190, 3)])
 def test_rows_of_a_block(queries, consumers):
-    """On two multiprocessors; a block has 64, 96 or 128 queries."""
+    """On two multiprocessors; a block has 64 or 96 queries."""
     case = replace(SHORT, lens=(queries,), queries=(queries,))
     built = build(case, CPU)
     request = request_in_bytes(built, *poisoned_out(case, built))
-    assert prefill_cuda.shape_of(request).consumers == consumers
+    assert prefill_config.config_for(request).consumers == consumers
 
 
-SMALL, LARGE = prefill_shape.EIGHT_BIT_SHAPES[128]
-TWO_LAUNCHES = [prefill_cuda.Part(LARGE, first=40), prefill_cuda.Part(SMALL, end=40, beside=True)]
+SMALL, LARGE = CONFIGS[128]
+TWO_LAUNCHES = [prefill_config.Part(LARGE, first=40), prefill_config.Part(SMALL, end=40, beside=True)]
 
 
 @emulated
@@ -301,14 +300,14 @@ def test_two_launches_attend_the_same_tiles(budget):
     ],
 )
 def test_rounds_of_large_blocks_and_one_of_small_ones(queries, length, consumers, first, monkeypatch):
-    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(prefill_config, "multiprocessors", lambda device: 132)
     case = replace(SHORT, dim=128)
     built = build(case, CPU)
     request = request_in_bytes(built, *poisoned_out(case, built))
     one, many = (torch.empty(n, 8, 1) for n in (1, queries))
     request = replace(request, query=many.repeat(1, 4, 1), pages=one, max_query_len=queries, max_seq_len=length)
-    parts = prefill_cuda.parts_of(request)
-    assert [part.shape.consumers for part in parts] == consumers
+    parts = prefill_config.parts_of(request)
+    assert [part.config.consumers for part in parts] == consumers
     assert parts[0].first == first
     assert [(part.end, part.beside) for part in parts[1:]] == [(first, True)] * (len(parts) - 1)
 
@@ -345,7 +344,6 @@ def test_attend_on_a_gpu(case, hopper):  # noqa: F811
 
 @pytest.mark.gpu
 def test_passes_on_a_gpu(hopper):  # noqa: F811
-    shape = MOST_ROWS[128]
-    each = shape.keys_bytes(128) + shape.values_bytes(128)
+    each = 2 * MOST_ROWS[128].tile_bytes(128)
     for tiles in (1, 3):
         attend_and_check(BIG, hopper, prefill_cuda.launcher(hopper), tiles * each * 4 * BIG.num_kv_heads)

@@ -8,20 +8,20 @@ import pytest
 import torch
 from attention_cases import build
 from test_attention import poisoned_out, request_of
-from test_prefill_cuda import CPU, LONG
+from test_prefill_cuda import CPU, LONG, config_of
 
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
-from slimkv.ops.attention.cuda import prefill as prefill_cuda
-from slimkv.ops.attention.cuda import prefill_shape
+from slimkv.ops.attention.cuda import prefill_config
+from slimkv.ops.attention.cuda.prefill_workspace import Batch, cut_passes
 from slimkv.spec import CodecSpec, PageLayout
 
 
 def test_how_passes_are_cut():
-    layout, shape = PageLayout(CodecSpec.parse("k4v4", 128), 16), prefill_shape.Shape(128, 2)
+    layout, config = PageLayout(CodecSpec.parse("k4v4", 128), 16), config_of("k4v4", 128)
 
     def cut(sequences, blocks, max_seq_len):
-        batch = prefill_cuda.Batch(sequences, 8, blocks, max_seq_len)
-        return prefill_cuda.cut_passes(layout, shape, batch, 132, 256 << 20)
+        batch = Batch(sequences, 8, blocks, max_seq_len)
+        return cut_passes(layout, config, batch, 132, 256 << 20)
 
     assert cut(1, 1, 1000) == (1, 8)
     assert cut(1, 64, 1 << 20) == (1, 512)  # 256 MiB of 64 KiB tiles, for 8 heads
@@ -53,9 +53,9 @@ def test_what_is_fused(change, fused):
     case = replace(LONG, **{"dim": 128, **change})
     built = build(case, CPU)
     request = request_of(built, *poisoned_out(case, built))
-    shape = prefill_cuda.shape_of(request)
-    assert shape.fused == fused
-    assert not fused or shape in prefill_cuda.fused_shapes(built.layout.spec)
+    config = prefill_config.config_for(request)
+    assert config.fused == fused
+    assert not fused or config in prefill_config.configs(built.layout.spec, prefill_config.FUSED)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_what_is_fused(change, fused):
 )
 def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
     """Of 32 query and 8 KV heads on 132 multiprocessors; 0: of what is unpacked first, where that is little."""
-    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(prefill_config, "multiprocessors", lambda device: 132)
     case = replace(LONG, dim=128, num_kv_heads=8, group=4, lens=(40,), queries=(33,))
     built = build(case, CPU)
     request = request_of(built, *poisoned_out(case, built))
     lengths = torch.full((sequences,), 8192, dtype=torch.int32)
     query = torch.empty(1).expand(sequences * queries, 32, 128)
-    shape = prefill_cuda.shape_of(replace(request, query=query, seq_lens=lengths, max_query_len=queries))
-    assert (shape.rows if shape.fused else 0) == rows
+    config = prefill_config.config_for(replace(request, query=query, seq_lens=lengths, max_query_len=queries))
+    assert (config.rows if config.fused else 0) == rows
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
     ],
 )
 def test_what_is_unpacked_ahead(sequences, queries, tokens, change, ahead, monkeypatch):
-    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(prefill_config, "multiprocessors", lambda device: 132)
     case = replace(LONG, dim=change.get("dim", 128), num_kv_heads=8, group=4, lens=(40,), queries=(33,))
     built = build(case, CPU)
     query = torch.empty(1).expand(change.get("total", sequences * queries), 32, case.dim)
@@ -97,7 +97,7 @@ def test_what_is_unpacked_ahead(sequences, queries, tokens, change, ahead, monke
         request_of(built, *poisoned_out(case, built)),
         query=query, seq_lens=torch.full((sequences,), tokens), max_query_len=queries, max_seq_len=tokens,
     )  # fmt: skip
-    assert prefill_cuda.shape_of(request).ahead == ahead
+    assert prefill_config.config_for(request).ahead == ahead
 
 
 def test_what_decode_leaves_to_it(monkeypatch):
@@ -106,10 +106,10 @@ def test_what_decode_leaves_to_it(monkeypatch):
     def most(**change):
         case = replace(LONG, **{"dim": 128, "group": 4, "lens": (40, 40), "queries": (20, 20), **change})
         built = build(case, CPU)
-        return prefill_cuda.most_packed_queries(request_of(built, *poisoned_out(case, built)))
+        return prefill_config.most_packed_queries(request_of(built, *poisoned_out(case, built)))
 
     assert most() == MAX_DECODE_QUERIES  # not on this device
-    monkeypatch.setattr(prefill_cuda, "runs_on", lambda device: True)
+    monkeypatch.setattr(prefill_config, "runs_on", lambda device: True)
     assert most() == 16
     assert most(group=3) == MAX_DECODE_QUERIES  # 60 rows
     assert most(group=8) == 16

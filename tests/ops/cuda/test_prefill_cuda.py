@@ -16,7 +16,8 @@ from slimkv import ops
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import decode as decode_cuda
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
-from slimkv.ops.attention.cuda import prefill_shape
+from slimkv.ops.attention.cuda import prefill_config, prefill_defines
+from slimkv.ops.attention.cuda.prefill_config import AHEAD, FIRST, FUSED
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.spec import CodecSpec, PageLayout
 
@@ -28,16 +29,20 @@ def launch(source, name, defines, grid, threads, shared, args) -> None:
     host.launch(host.compile(Path(source), defines), name, grid=grid, threads=threads, shared=shared, args=args)
 
 
+def config_of(format: str, dim: int, unpack=FIRST, at: int = 0) -> prefill_config.PrefillConfig:
+    return prefill_config.configs(CodecSpec.parse(format, dim), unpack)[at]
+
+
 def attend_and_check(
-    case: Case, device: torch.device = CPU, launch=launch, budget: int = prefill_cuda.WORKSPACE_BYTES, shape=None
+    case: Case, device: torch.device = CPU, launch=launch, budget: int = prefill_cuda.WORKSPACE_BYTES, config=None
 ) -> torch.Tensor:
     """Attends the sequences of many queries and compares them; rows of others must stay as they are."""
     built = build(case, device)
     out, lse = poisoned_out(case, built)
     request = request_of(built, out, lse)
     assert prefill_cuda.refusal(request) is None
-    shape = shape or prefill_shape.SHAPES[case.dim]
-    request.run(SimpleNamespace(run=lambda request: prefill_cuda.attend_prefill(request, launch, budget, shape)))
+    config = config or config_of(case.format, case.dim)
+    request.run(SimpleNamespace(run=lambda request: prefill_cuda.attend_prefill(request, launch, budget, config)))
     check_rows(built, out, lse, lambda count: count > MAX_DECODE_QUERIES)  # shorter sequences are another kernel's
     return out
 
@@ -87,7 +92,7 @@ def test_attend(case):
 
 
 FEW = replace(LONG, lens=(150,), queries=(34,))
-FUSED = [
+FUSED_CASES = [
     LONG,
     *(replace(FEW, format=f) for f in ("k5v6", "fp8", "ku8vur3")),
     replace(FEW, dim=80, format="k2v3", dtype="fp32", out_dtype="bf16", scale=-0.2, strided=True),
@@ -102,10 +107,10 @@ FUSED = [
 
 
 @emulated
-@pytest.mark.parametrize("case", FUSED, ids=str)
+@pytest.mark.parametrize("case", FUSED_CASES, ids=str)
 def test_attend_fused(case):
     """A warpgroup that unpacks beside those that multiply."""
-    attend_and_check(case, shape=prefill_cuda.fused_shapes(CodecSpec.parse(case.format, case.dim))[0])
+    attend_and_check(case, config=config_of(case.format, case.dim, FUSED))
 
 
 WIDE = [
@@ -120,20 +125,20 @@ WIDE = [
 @emulated
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_attend_fused_with_two_blocks_of_rows(case):
-    shape = prefill_cuda.fused_shapes(CodecSpec.parse(case.format, case.dim))[-1]
-    assert shape.row_blocks == 2
-    attend_and_check(case, shape=shape)
+    config = config_of(case.format, case.dim, FUSED, -1)
+    assert config.row_blocks == 2
+    attend_and_check(case, config=config)
 
 
 @emulated
 def test_attend_fused_one_tile_of_pages_at_a_time():
-    attend_and_check(replace(FEW, lens=(420,)), shape=replace(prefill_shape.FUSED_SHAPES[64], packed_stages=1))
+    attend_and_check(replace(FEW, lens=(420,)), config=replace(config_of("k4v4", 64, FUSED), packed_stages=1))
 
 
 @emulated
 def test_attend_fused_with_one_producer():
-    shape = replace(prefill_shape.FUSED_SHAPES[64], producers=1, producer_registers=88)
-    attend_and_check(replace(FEW, lens=(420,)), shape=shape)
+    config = replace(config_of("k4v4", 64, FUSED), producers=1, producer_registers=88)
+    attend_and_check(replace(FEW, lens=(420,)), config=config)
 
 
 # Keys have a vector of norm 1000 in common that was subtracted from them. It moves scores by about 6.
@@ -143,20 +148,21 @@ SOFT_CAP = {"softcap": 6.0, "sinks": True}
 
 @emulated
 @pytest.mark.parametrize(
-    ("options", "shape"),
+    ("options", "unpack", "at"),
     [
-        ({}, prefill_shape.SHAPES[64]),
-        ({"sinks": True, "window": 100}, prefill_shape.SHAPES[64]),
-        (SOFT_CAP, prefill_shape.SHAPES[64]),
-        ({**SOFT_CAP, "dim": 80}, prefill_shape.SHAPES[80]),
-        (SOFT_CAP, prefill_shape.FUSED_SHAPES[64]),
-        ({**SOFT_CAP, "lens": (200,), "queries": (150,)}, prefill_shape.WIDE_SHAPES[64]),
-        ({**SOFT_CAP, "dim": 128, "lens": (300, 140), "queries": (40, 33)}, prefill_shape.AHEAD_SHAPES[128]),
+        ({}, FIRST, 0),
+        ({"sinks": True, "window": 100}, FIRST, 0),
+        (SOFT_CAP, FIRST, 0),
+        ({**SOFT_CAP, "dim": 80}, FIRST, 0),
+        (SOFT_CAP, FUSED, 0),
+        ({**SOFT_CAP, "lens": (200,), "queries": (150,)}, FUSED, -1),
+        ({**SOFT_CAP, "dim": 128, "lens": (300, 140), "queries": (40, 33)}, AHEAD, 0),
     ],
     ids=["plain", "sinks", "softcap", "dim_80", "fused", "wide", "ahead"],
 )
-def test_centred_keys(options, shape):
-    attend_and_check(replace(CENTRED, **options), shape=shape)
+def test_centred_keys(options, unpack, at):
+    case = replace(CENTRED, **options)
+    attend_and_check(case, config=config_of(case.format, case.dim, unpack, at))
 
 
 @emulated
@@ -166,7 +172,7 @@ def test_centred_keys_in_passes():
 
 
 MANY = replace(LONG, lens=(300, 7, 140, 260), queries=(200, 1, 33, 65), num_kv_heads=2)
-AHEAD = [
+AHEAD_CASES = [
     replace(MANY, dim=128),
     replace(MANY, dim=80, format="k5vu4", window=60, sinks=True, page=32),
     replace(MANY, dim=96, format="k2v8", causal=False, softcap=3.0),
@@ -176,7 +182,7 @@ AHEAD = [
 
 @emulated
 @pytest.mark.parametrize("room", [prefill_cuda.WORKSPACE_BYTES, 1], ids=["all", "ring"])
-@pytest.mark.parametrize("case", AHEAD, ids=str)
+@pytest.mark.parametrize("case", AHEAD_CASES, ids=str)
 def test_attend_ahead(case, room):
     """Blocks unpack what later ones attend, into a workspace of everything or of as little as there can be."""
     cuts = []
@@ -185,7 +191,7 @@ def test_attend_ahead(case, room):
         cuts.append((args.lead, args.slots))
         launch(source, name, defines, grid, threads, shared, args)
 
-    attend_and_check(case, launch=noting, budget=room, shape=prefill_shape.AHEAD_SHAPES[case.dim])
+    attend_and_check(case, launch=noting, budget=room, config=config_of(case.format, case.dim, AHEAD))
     lead, slots = cuts[0]
     assert len(cuts) == 2
     assert slots == (2 * len(case.lens) if room > 1 else lead + 1)
@@ -199,7 +205,7 @@ def test_fewer_queries_than_decode_takes():
     built = build(case, CPU)
     out, lse = poisoned_out(case, built)
     request = request_of(built, out, lse)
-    prefill_cuda.attend_prefill(request, launch, shape=prefill_shape.FUSED_SHAPES[64], most_queries=16)
+    prefill_cuda.attend_prefill(request, launch, config=config_of("k4v4", 64, FUSED), most_queries=16)
     check_rows(built, out, lse, lambda count: count > 16)
 
 
@@ -222,22 +228,17 @@ def test_passes_over_sequences():
 @emulated
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize(
-    ("format", "shapes"),
-    [
-        ("kur4vu4", prefill_shape.SHAPES),
-        ("k4v4", prefill_shape.FUSED_SHAPES),
-        ("k4v4", prefill_shape.AHEAD_SHAPES),
-    ],
+    ("format", "dim", "unpack"),
+    [("kur4vu4", 64, FIRST), ("k4v4", 64, FUSED), ("k4v4", 80, AHEAD)],
     ids=["unpacked", "fused", "ahead"],
 )
-def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, shapes):
-    dim = min(shapes)
+def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, dim, unpack):
     built = build(replace(LONG, dim=dim, format=format), CPU)
     block, place = divmod(int(built.positions(0)[280]), built.layout.block_size)  # query 20 of 40 stands there
     field = getattr(built.layout, side).field_offset(0) + 2 * place
     built.pages[block, :, field : field + 2] = 0xFF
     out, lse = poisoned_out(built.case, built)
-    prefill_cuda.attend_prefill(request_of(built, out, lse), launch, shape=shapes[dim])
+    prefill_cuda.attend_prefill(request_of(built, out, lse), launch, config=config_of(format, dim, unpack))
     assert out[20:40].isnan().all()
     assert out[:20].isfinite().all()
     assert out[41:].isfinite().all()
@@ -245,15 +246,15 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, shapes):
 
 @emulated
 @pytest.mark.parametrize(
-    ("format", "softcap", "shapes"),
+    ("format", "softcap", "unpack"),
     [
-        *((f, cap, prefill_shape.SHAPES) for f, cap in (("k4v4", 0.0), ("kur4vu4", 20.0), ("fp8", 0.0))),
-        *((f, 0.0, prefill_shape.FUSED_SHAPES) for f in ("k4v4", "kur4vu4")),
+        *((f, cap, FIRST) for f, cap in (("k4v4", 0.0), ("kur4vu4", 20.0), ("fp8", 0.0))),
+        *((f, 0.0, FUSED) for f in ("k4v4", "kur4vu4")),
     ],
     ids=["k4v4", "uniform", "fp8", "k4v4-fused", "uniform-fused"],
 )
 @pytest.mark.parametrize("poison", [0xFF, 0xF0])  # scales that are not numbers, and large ones
-def test_what_no_query_sees_changes_no_bit(format, softcap, shapes, poison):
+def test_what_no_query_sees_changes_no_bit(format, softcap, unpack, poison):
     """Not even through the power of two that the numbers of a tile share."""
     case = replace(LONG, format=format, softcap=softcap, window=9, lens=(140,), queries=(33,))
     outs = []
@@ -262,7 +263,7 @@ def test_what_no_query_sees_changes_no_bit(format, softcap, shapes, poison):
         if poisoned:
             built.poison(built.positions(0)[: 140 - 33 - 9 + 1], poison)
         out, lse = poisoned_out(case, built)
-        prefill_cuda.attend_prefill(request_of(built, out, lse), launch, shape=shapes[64])
+        prefill_cuda.attend_prefill(request_of(built, out, lse), launch, config=config_of(format, 64, unpack))
         outs.append(out)
     assert outs[0].isfinite().all()
     assert torch.equal(*outs)
@@ -291,31 +292,32 @@ def test_it_runs_on_hopper_only():
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_it_compiles(dim, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
-    layout, shape = PageLayout(CodecSpec.parse("k4v4", dim), 16), prefill_shape.SHAPES[dim]
-    to_attend = prefill_shape.attend_defines(layout, shape, 1, 1, True, True)
+    layout, config = PageLayout(CodecSpec.parse("k4v4", dim), 16), config_of("k4v4", dim)
+    to_attend = prefill_defines.attend_defines(layout, config, 1, 1, True, True, True)
     assert compile_kernels(prefill_cuda.ATTEND, to_attend, "sm_90a", tmp_path)[:4] == b"\x7fELF"
-    to_unpack = prefill_shape.unpack_defines(layout, shape)
+    to_unpack = prefill_defines.unpack_defines(layout, config)
     assert compile_kernels(prefill_cuda.UNPACK, to_unpack, "sm_90", tmp_path)[:4] == b"\x7fELF"
 
 
 def test_it_compiles_with_warps_that_unpack(tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout = PageLayout(CodecSpec.parse("k5vu4", 96), 16)
-    for shape in (*prefill_cuda.fused_shapes(layout.spec), prefill_shape.AHEAD_SHAPES[96]):
-        defines = prefill_shape.attend_defines(layout, shape, 1, 1, True, True)
+    for config in (*prefill_config.configs(layout.spec, FUSED), config_of("k5vu4", 96, AHEAD)):
+        defines = prefill_defines.attend_defines(layout, config, 1, 1, True, True)
         assert compile_kernels(prefill_cuda.ATTEND, defines, "sm_90a", tmp_path)[:4] == b"\x7fELF"
 
 
-def test_shared_memory_fits_hopper():
-    for dim, shape in prefill_shape.SHAPES.items():
-        assert prefill_shape.shared_bytes(dim, shape) <= 227 << 10
-    for dim in prefill_shape.FUSED_SHAPES:
-        for format in ("k4v4", "ku4vur4", "k7v8"):
-            layout = PageLayout(CodecSpec.parse(format, dim), 16)
-            shapes = prefill_cuda.fused_shapes(layout.spec)
-            assert format == "k7v8" or len(shapes) == (2 if dim <= 128 else 1)
-            for shape in shapes:
-                assert prefill_shape.attend_defines(layout, shape, 1, 1, False, False)["SHARED"] <= 227 << 10
+@pytest.mark.parametrize("format", ["k4v4", "ku4vur4", "k7v8"])
+def test_shared_memory_fits_hopper(format):
+    """Every configuration; and there is one of each kind, but for long codes of many dimensions."""
+    for dim in prefill_config.HEAD_DIMS:
+        layout = PageLayout(CodecSpec.parse(format, dim), 16)
+        found = [config for unpack in prefill_config.Unpack for config in prefill_config.configs(layout.spec, unpack)]
+        for config in found:
+            shared = prefill_defines.attend_defines(layout, config, 1, 1, False, False)["SHARED"]
+            assert shared <= prefill_defines.SHARED_OF_BLOCK
+        fused = sum(config.fused for config in found)
+        assert format == "k7v8" or fused == (2 if dim <= 128 else 1)
 
 
 BIG = replace(
@@ -369,9 +371,9 @@ FUSED_ON_A_GPU = [
 @pytest.mark.parametrize("case", FUSED_ON_A_GPU, ids=str)
 def test_attend_fused_on_a_gpu(case, hopper):
     launch = prefill_cuda.launcher(hopper)
-    for shape in prefill_cuda.fused_shapes(CodecSpec.parse(case.format, case.dim)):
-        got = attend_and_check(case, hopper, launch, shape=shape)
-        again = attend_and_check(case, hopper, launch, shape=shape)
+    for config in prefill_config.configs(CodecSpec.parse(case.format, case.dim), FUSED):
+        got = attend_and_check(case, hopper, launch, config=config)
+        again = attend_and_check(case, hopper, launch, config=config)
         assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
 
 
@@ -390,10 +392,10 @@ AHEAD_ON_A_GPU = [
 @pytest.mark.parametrize("case", AHEAD_ON_A_GPU, ids=str)
 def test_attend_ahead_on_a_gpu(case, room, hopper, monkeypatch):
     """Few blocks are told to be enough, so that most tiles are unpacked by them."""
-    monkeypatch.setattr(prefill_cuda, "_multiprocessors", lambda device: 8)
-    launch, shape = prefill_cuda.launcher(hopper), prefill_shape.AHEAD_SHAPES[case.dim]
-    got = attend_and_check(case, hopper, launch, room, shape)
-    again = attend_and_check(case, hopper, launch, room, shape)
+    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda device: 8)
+    launch, config = prefill_cuda.launcher(hopper), config_of(case.format, case.dim, AHEAD)
+    got = attend_and_check(case, hopper, launch, room, config)
+    again = attend_and_check(case, hopper, launch, room, config)
     assert torch.equal(got.nan_to_num(), again.nan_to_num()), "not the same bits again"
 
 
@@ -401,7 +403,7 @@ def test_attend_ahead_on_a_gpu(case, room, hopper, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"window": 300}, {"causal": False, "sinks": True}], ids=str)
 def test_passes_on_a_gpu(options, hopper):
     case = replace(BIG, **options)
-    tile = 4 * prefill_shape.SHAPES[128].step * 128 * 4 * case.num_kv_heads
+    tile = 4 * config_of(case.format, 128).tile_tokens * 128 * 4 * case.num_kv_heads
     for tiles in (1, 3):
         attend_and_check(case, hopper, prefill_cuda.launcher(hopper), tiles * tile)
 

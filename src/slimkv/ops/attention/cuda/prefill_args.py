@@ -13,11 +13,12 @@ class UnpackArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "pages", "table", "lengths", "starts", "key_levels", "value_levels", "keys", "values", "units",
+            "pages", "block_table", "seq_lens", "cu_seqlens_q", "key_levels", "value_levels", "keys", "values",
+            "tile_scales",
         )),
         *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "most_queries", "first_tile", "tiles", "first_rank", "window",
+            "num_seqs", "num_kv_heads", "max_decode_queries", "first_tile", "tiles", "first_rank", "sliding_window",
         )),
         ("key_table", Table),
         ("value_table", Table),
@@ -30,8 +31,8 @@ class AttendArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "query", "keys", "values", "units", "lengths", "starts", "sinks", "score_shift", "out", "lse",
-            "state",
+            "query", "keys", "values", "tile_scales", "seq_lens", "cu_seqlens_q", "sinks", "score_shift", "out",
+            "lse", "state",
         )),
         *((name, ctypes.c_int64) for name in (
             "query_stride", "query_head_stride", "out_stride", "out_head_stride", "sink_stride",
@@ -40,11 +41,12 @@ class AttendArgs(ctypes.Structure):
         ("key_sign_bits", SignBits),
         ("value_sign_bits", SignBits),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "query_blocks", "section",
+            "num_seqs", "num_kv_heads", "group_size", "max_decode_queries", "causal", "sliding_window",
+            "query_blocks", "section",
             "first_tile", "tiles", "first_rank", "ranks", "first_pass", "last_pass", "first_query", "end_query",
             "aligned",
         )),
-        *((name, ctypes.c_void_p) for name in ("pages", "table", "key_levels", "value_levels")),
+        *((name, ctypes.c_void_p) for name in ("pages", "block_table", "key_levels", "value_levels")),
         *((name, ctypes.c_int64) for name in ("page_stride", "page_head_stride", "table_stride")),
         ("key_table", Table),
         ("value_table", Table),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slimkv.ops.attention.api import AttendRequest
 from slimkv.ops.attention.cuda.prefill_args import AttendArgs
-from slimkv.ops.attention.cuda.prefill_shape import Shape
 from slimkv.spec import PageLayout
+
+if TYPE_CHECKING:
+    from slimkv.ops.attention.cuda.prefill_config import PrefillConfig
 
 WORKSPACE_BYTES = 400 << 20  # what unpacked K and V may take
 
@@ -26,14 +29,14 @@ class Batch:
 
 
 def cut_passes(
-    layout: PageLayout, shape: Shape, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
+    layout: PageLayout, config: PrefillConfig, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
 ) -> tuple[int, int]:
     """How many sequences, and how many tiles of each, the workspace holds at a time.
 
     Whole sequences have nothing to hand on. They are taken if there are enough of them to keep the device busy.
     """
-    dim, longest = layout.spec.key_dim, -(-batch.max_seq_len // shape.step)
-    tile = (shape.keys_bytes(dim) + shape.values_bytes(dim)) * batch.num_kv_heads
+    dim, longest = layout.spec.key_dim, -(-batch.max_seq_len // config.tile_tokens)
+    tile = 2 * config.tile_bytes(dim) * batch.num_kv_heads
     whole = min(batch.sequences, budget // (tile * longest))
     if whole and whole * batch.num_kv_heads * batch.blocks >= 0.9 * multiprocessors * batch.sequences:
         return _sequences_of_a_pass(batch, whole, multiprocessors), longest
@@ -57,7 +60,7 @@ def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
 
 @dataclass(frozen=True)
 class AheadCut:
-    """Of shapes whose blocks unpack ahead (source/prefill/ahead.cuh). Items are the KV heads of sequences."""
+    """Of configurations whose blocks unpack ahead (source/prefill/ahead.cuh). Items are the KV heads of sequences."""
 
     items: int
     blocks: int  # of an item, if sequences are alike
@@ -71,30 +74,32 @@ class AheadCut:
         return self.slots >= min(self.items, 2 * self.lead)
 
 
-def cut_ahead(request: AttendRequest, shape: Shape, sequences: int, multiprocessors: int, budget: int) -> AheadCut:
+def cut_ahead(
+    request: AttendRequest, config: PrefillConfig, sequences: int, multiprocessors: int, budget: int
+) -> AheadCut:
     """For up to ``sequences``, in a workspace of ``budget`` bytes or what is needed at least.
 
     While the first blocks attend ``lead`` items, which keep nearly all multiprocessors busy, they unpack as many.
     """
-    dim, tiles = request.layout.spec.key_dim, -(-max(1, request.max_seq_len) // shape.step)
+    dim, tiles = request.layout.spec.key_dim, -(-max(1, request.max_seq_len) // config.tile_tokens)
     items = sequences * request.pages.shape[1]
-    blocks = -(-request.max_query_len * request.group // shape.rows)
+    blocks = -(-request.max_query_len * request.group // config.rows)
     lead = min(items, -(-95 * multiprocessors // (100 * blocks)))
-    room = budget // (tiles * (shape.keys_bytes(dim) + shape.values_bytes(dim)))
+    room = budget // (tiles * 2 * config.tile_bytes(dim))
     return AheadCut(items, blocks, tiles, lead, min(items, max(lead + 1, room)))
 
 
-def lay_out(args: AttendArgs, cut: AheadCut, shape: Shape, dim: int, device: torch.device) -> Tensor:
+def lay_out(args: AttendArgs, cut: AheadCut, config: PrefillConfig, dim: int, device: torch.device) -> Tensor:
     """The workspace, which ``args`` then point into: keys, values, their scales and counters."""
     tiles = cut.slots * cut.tiles
-    keys, values = tiles * shape.keys_bytes(dim), tiles * shape.values_bytes(dim)
-    space = torch.empty(keys + values + 16 * tiles + 8 * cut.items, dtype=torch.uint8, device=device)
+    side = tiles * config.tile_bytes(dim)  # keys, and values
+    space = torch.empty(2 * side + 16 * tiles + 8 * cut.items, dtype=torch.uint8, device=device)
     args.keys = space.data_ptr()
-    args.values = args.keys + keys
-    args.units = args.values + values
-    args.unpacked = args.units + 16 * tiles
+    args.values = args.keys + side
+    args.tile_scales = args.values + side
+    args.unpacked = args.tile_scales + 16 * tiles
     args.attended = args.unpacked + 4 * cut.items
-    args.tiles, args.ranks, args.section = cut.tiles, cut.items // args.heads, 1
+    args.tiles, args.ranks, args.section = cut.tiles, cut.items // args.num_kv_heads, 1
     args.first_pass, args.last_pass = 1, 1
     args.lead, args.slots = cut.lead, cut.slots
     return space

@@ -53,6 +53,17 @@ def find_block(starts, sequences, block, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def _first_query(starts_ptr, sequences, block, BLOCK_Q: tl.constexpr, ONE_BLOCK: tl.constexpr):
+    """The sequence of a block of queries, its first row of query, and the block's first query in it."""
+    if ONE_BLOCK:
+        return block, tl.load(starts_ptr + block), 0
+    else:
+        sequence = find_block(starts_ptr, sequences, block, BLOCK_Q)
+        start = tl.load(starts_ptr + sequence)
+        return sequence, start, (block - (start // BLOCK_Q + sequence)) * BLOCK_Q
+
+
+@triton.jit
 def power_below(top):
     """For magnitudes top [N]: 1 / 2^e, 2^e and e with top / 2^e in [1, 2), float32 [N] each."""
     exponent = (top.to(tl.int32, bitcast=True) >> 23) & 0xFF
@@ -130,25 +141,28 @@ def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, KD:
 
 @triton.jit
 def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, key_table0, key_table1,
-            BLOCK_SIZE: tl.constexpr, KD: tl.constexpr, KS: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr,
-            K_BF16: tl.constexpr, K_FIELDS: tl.constexpr, BT: tl.constexpr, M: tl.constexpr,
-            PTX: tl.constexpr):  # fmt: skip
+            F: tl.constexpr, BT: tl.constexpr, M: tl.constexpr):  # fmt: skip
     """Scores [BT, M] of a step's keys, in powers of two."""
+    KD: tl.constexpr = F.KD
+    KS: tl.constexpr = F.KS
+    K_KIND: tl.constexpr = F.K_KIND
+    K_BITS: tl.constexpr = F.K_BITS
+    PTX: tl.constexpr = F.PTX
     key_base = page + inside * (2 * KD * K_BITS)
     if K_KIND == _RAW:
-        k = as_keys(raw_numbers(key_base, tile_valid, K_BITS, K_BF16, KD // 16, KS))
+        k = as_keys(raw_numbers(key_base, tile_valid, K_BITS, F.K_BF16, KD // 16, KS))
         s = dot(k, qh, tl.zeros([BT, M], tl.float32)) * row_scale[None, :]
     else:
         low, high = load_code_words(key_base, tile_valid, K_BITS, KD // 16, KS, False)
         k = as_keys(numbers(low, high, key_levels, key_table0, key_table1, K_KIND, K_BITS, False, PTX))
-        k_field = load_field((page + K_FIELDS)[:, None], field_at, valid_tiles)
+        k_field = load_field((page + F.K_FIELDS)[:, None], field_at, valid_tiles)
         k_scale = tl.reshape(decode_unsigned(k_field), (BT,))
         s = tl.dot(k, qh)
         if PTX and K_KIND == _LLOYD and K_BITS <= 4:
             s -= _KEY_OFFSET * q_sum[None, :]
         s *= k_scale[:, None]
         if K_KIND == _UNIFORM:
-            k_zero = load_field((page + K_FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
+            k_zero = load_field((page + F.K_FIELDS + 2 * F.BLOCK_SIZE)[:, None], field_at, valid_tiles)
             centre = tl.reshape(decode_signed(k_zero), (BT,)) + k_scale * uniform_centre(K_BITS)
             s += centre[:, None] * q_sum[None, :]
         s *= row_scale[None, :]
@@ -157,21 +171,24 @@ def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scal
 
 @triton.jit
 def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
-                value_levels, value_table0, value_table1, BLOCK_SIZE: tl.constexpr, NT: tl.constexpr, VD: tl.constexpr,
-                VS: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr,
-                V_CODES: tl.constexpr, V_FIELDS: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+                value_levels, value_table0, value_table1, F: tl.constexpr, NT: tl.constexpr):  # fmt: skip
     """One step of the online softmax with a step's values: scores s [BT, M] -> m, z, w [M] and acc [VDP, M]."""
     BT: tl.constexpr = 16 * NT
-    value_base = page + V_CODES + inside * (2 * VD * V_BITS)
+    VD: tl.constexpr = F.VD
+    VS: tl.constexpr = F.VS
+    V_KIND: tl.constexpr = F.V_KIND
+    V_BITS: tl.constexpr = F.V_BITS
+    PTX: tl.constexpr = F.PTX
+    value_base = page + F.V_CODES + inside * (2 * VD * V_BITS)
     if V_KIND == _RAW:
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
-        v = as_values(raw_numbers(value_base, tile_valid, V_BITS, V_BF16, VD // 16, VS))
+        v = as_values(raw_numbers(value_base, tile_valid, V_BITS, F.V_BF16, VD // 16, VS))
         v_token = token0 + fragment_order(tl.arange(0, BT))
         present = (v_token < length) & (v_token >= seen_from)
         v = tl.where(present[None, :], v, 0.0).to(v.dtype)
         acc = dot(v, in_fragment_order(p.to(v.dtype)), acc)
     else:
-        v_field = load_field((page + V_FIELDS)[:, None], field_at, valid_tiles)
+        v_field = load_field((page + F.V_FIELDS)[:, None], field_at, valid_tiles)
         v_scale = tl.reshape(decode_unsigned(v_field), (BT,))
         exponent = tl.reshape(field_exponent(v_field), (BT,))
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
@@ -180,7 +197,7 @@ def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, vali
         v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX))
         acc = tl.dot(v, in_fragment_order(ph), acc)
         if V_KIND == _UNIFORM:
-            v_zero = load_field((page + V_FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
+            v_zero = load_field((page + F.V_FIELDS + 2 * F.BLOCK_SIZE)[:, None], field_at, valid_tiles)
             centre = tl.reshape(decode_signed(v_zero), (BT,)) + v_scale * uniform_centre(V_BITS)
             w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
         elif PTX and V_KIND == _LLOYD and V_BITS <= 4:
@@ -189,76 +206,71 @@ def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, vali
 
 
 @triton.jit
-def _add_fresh(fresh0, m, z, acc, qh, row_scale, shift, row_valid, position, fresh_k_ptr, fresh_v_ptr, fresh_k_stride,
-               fresh_v_stride, start, queries, length, softcap, window, KD: tl.constexpr, VD: tl.constexpr,
-               BT: tl.constexpr, KDP: tl.constexpr, VDP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-               SOFTCAP: tl.constexpr):  # fmt: skip
-    """One step of the online softmax with BT of the query tokens' own unquantised keys and values."""
-    fresh = fresh0 + tl.arange(0, BT)
-    present = fresh < queries
-    at = (start + fresh).to(tl.int64)
-    dim = fragment_order(tl.arange(0, KDP))
-    k_at = fresh_k_ptr + at * fresh_k_stride
-    k = tl.load(k_at[:, None] + dim[None, :], mask=present[:, None] & (dim < KD)[None, :], other=0.0).to(tl.float32)
-    k_down, k_up, _ = power_below(tl.max(tl.abs(k), 1))
-    k = (k * k_down[:, None]).to(tl.float16)
-    s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
-    if SOFTCAP:
-        s = soft_cap(s + shift[None, :], softcap)
-    seen = present[:, None] & row_valid[None, :]
-    token = length - queries + fresh
+def _hide(s, token, present, position, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Scores s [BT, M] with -inf where the row's query, at position [M], does not see the token [BT]."""
+    seen = present[:, None] & (position == position)[None, :]
     if CAUSAL:
         seen = seen & (token[:, None] <= position[None, :])
     if WINDOW:
         seen = seen & (token[:, None] > position[None, :] - window)
-    s = tl.where(seen, s, float("-inf"))
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def _add_fresh(m, z, acc, qh, row_scale, shift, position, k_ptr, v_ptr, begin, end, start, queries, length, softcap,
+               window, HEADS: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, BT: tl.constexpr, KDP: tl.constexpr,
+               VDP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+    """The online softmax with the query tokens' own unquantised keys and values, BT at a time.
+
+    k_ptr and v_ptr: the KV head's, of [total_queries, HEADS, dim].
+    """
+    dim = fragment_order(tl.arange(0, KDP))
     v_dim = tl.arange(0, VDP)
-    v_at = fresh_v_ptr + at * fresh_v_stride
-    v = tl.load(v_at[None, :] + v_dim[:, None], mask=present[None, :] & (v_dim < VD)[:, None], other=0.0).to(tl.float32)
-    v_down, v_up, v_exponent = power_below(tl.max(tl.abs(v), 0))
-    p, m, z, acc, _ = softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, z, acc)
-    acc = tl.dot((v * v_down[None, :]).to(tl.float16), (p * v_up[:, None]).to(tl.float16), acc)
+    for fresh0 in range(tl.maximum(begin - (length - queries), 0), end - (length - queries), BT):
+        fresh = fresh0 + tl.arange(0, BT)
+        present = fresh < queries
+        at = (start + fresh).to(tl.int64) * HEADS
+        mask = present[:, None] & (dim < KD)[None, :]
+        k = tl.load(k_ptr + (at * KD)[:, None] + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+        k_down, k_up, _ = power_below(tl.max(tl.abs(k), 1))
+        k = (k * k_down[:, None]).to(tl.float16)
+        s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
+        if SOFTCAP:
+            s = soft_cap(s + shift[None, :], softcap)
+        s = _hide(s, length - queries + fresh, present, position, window, CAUSAL, WINDOW)
+        mask = present[None, :] & (v_dim < VD)[:, None]
+        v = tl.load(v_ptr + (at * VD)[None, :] + v_dim[:, None], mask=mask, other=0.0).to(tl.float32)
+        v_down, v_up, v_exponent = power_below(tl.max(tl.abs(v), 0))
+        p, m, z, acc, _ = softmax_columns(s, tl.max(s + v_exponent[:, None], 0), m, z, acc)
+        acc = tl.dot((v * v_down[None, :]).to(tl.float16), (p * v_up[:, None]).to(tl.float16), acc)
     return m, z, acc
 
 
 @triton.jit(do_not_specialize=["sequences", "most_queries", "window"])
 def attend_kernel(
-    q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, shift_ptr, fresh_k_ptr, fresh_v_ptr,
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr,
+    q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, shift_ptr, fresh_k_ptr, fresh_v_ptr, out_ptr, lse_ptr,
     key_rotation, value_rotation, key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
     sequences, most_queries, q_stride, q_head_stride, block_stride, page_stride, table_stride, out_stride,
-    out_head_stride,
-    fresh_k_stride, fresh_k_head_stride, fresh_v_stride, fresh_v_head_stride,
-    scale_log2, softcap, key_norm, value_norm, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr, NT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr,
-    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_ROTATED: tl.constexpr, K_FIELDS: tl.constexpr,
-    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr, V_ROTATED: tl.constexpr, V_CODES: tl.constexpr,
-    V_FIELDS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr,
-    SINKS: tl.constexpr, SINK_STRIDE: tl.constexpr, FRESH: tl.constexpr, LSE: tl.constexpr, PTX: tl.constexpr,
-    ROTATE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    out_head_stride, scale_log2, softcap, key_norm, value_norm, window,
+    F: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, NT: tl.constexpr, SPLITS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINK_STRIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries of one sequence, one KV head, one of SPLITS parts of the keys.
 
-    Sequences with more than ``most_queries`` queries are left to the prefill kernel."""
-    block = tl.program_id(0)
+    Sequences with more than ``most_queries`` queries are left to the prefill kernel. F: the format of pages. Pointers
+    may be None: no sinks, no score shift, no fresh K and V (else contiguous), no log-sum-exp wanted, sides that are not
+    rotated. With several SPLITS, out_ptr and lse_ptr are the workspace of their results: [rows, SPLITS, dim].
+    """
     head = tl.program_id(1)
     part = tl.program_id(2)
     BT: tl.constexpr = 16 * NT
-    KDP: tl.constexpr = 16 * KS
-    VDP: tl.constexpr = 16 * VS
-    TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // 16
+    BLOCK_Q: tl.constexpr = M // GROUP
+    KDP: tl.constexpr = 16 * F.KS
+    VDP: tl.constexpr = 16 * F.VS
+    TILES_PER_BLOCK: tl.constexpr = F.BLOCK_SIZE // 16
 
-    if ONE_BLOCK:
-        sequence = block
-        first = 0
-        start = tl.load(starts_ptr + sequence)
-    else:
-        sequence = find_block(starts_ptr, sequences, block, BLOCK_Q)
-        start = tl.load(starts_ptr + sequence)
-        first = (block - (start // BLOCK_Q + sequence)) * BLOCK_Q
+    sequence, start, first = _first_query(starts_ptr, sequences, tl.program_id(0), BLOCK_Q, ONE_BLOCK)
     queries = tl.load(starts_ptr + sequence + 1) - start
     if (first >= queries) | (queries > most_queries):
         return
@@ -269,93 +281,82 @@ def attend_kernel(
     q_head = head * GROUP + row % GROUP
     row_valid = (row < BLOCK_Q * GROUP) & (query < queries)
     q_row = (start + query).to(tl.int64)
+    row_at = q_row * (HEADS * GROUP) + q_head
     position = length - queries + query  # of each row's query in its sequence
 
     begin, end, packed_end, seen_from, clear_begin, clear_end = _keys_to_read(
-        length, queries, first, window, BLOCK_Q, BT, CAUSAL, WINDOW, FRESH
+        length, queries, first, window, BLOCK_Q, BT, CAUSAL, WINDOW, fresh_k_ptr is not None
     )
     steps = tl.cdiv(tl.maximum(packed_end - begin, 0), BT)
     per_part = tl.cdiv(steps, SPLITS)
-    step_end = tl.minimum((part + 1) * per_part, steps)
-    q_ptrs = q_ptr + q_row * q_stride + q_head * q_head_stride
     qh, q_sum, up = load_queries(
-        q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, K_KIND, K_BITS, K_BF16, K_ROTATED, ROTATE_BLOCK
-    )
+        q_ptr + q_row * q_stride + q_head * q_head_stride, row_valid, key_rotation, key_norm, M, F.KD, KDP, F.K_KIND,
+        F.K_BITS, F.K_BF16, key_rotation is not None, 16,
+    )  # fmt: skip
     row_scale = up * scale_log2
     shift = tl.zeros([M], tl.float32)
-    if SHIFT:
-        shift = tl.load(shift_ptr + q_row * (HEADS * GROUP) + q_head, mask=row_valid, other=0.0) * _LOG2E
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + row_at, mask=row_valid, other=0.0) * _LOG2E
 
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M], tl.float32)
     w = tl.zeros([M], tl.float32)  # what an offset of all value numbers adds to the output
     acc = tl.zeros([VDP, M], tl.float32)
-
-    for step in tl.range(part * per_part, step_end, num_stages=STAGES):
+    for step in tl.range(part * per_part, tl.minimum((part + 1) * per_part, steps), num_stages=STAGES):
         token0 = begin + step * BT
         token = token0 + tl.arange(0, BT)
         tile = token0 // 16 + tl.arange(0, NT)
         tile_valid = tile * 16 < length
-        block_id = tl.load(table_ptr + sequence * table_stride + tile // TILES_PER_BLOCK, mask=tile_valid, other=0).to(
-            tl.int64
-        )
+        block_ptrs = table_ptr + sequence * table_stride + tile // TILES_PER_BLOCK
+        block_id = tl.load(block_ptrs, mask=tile_valid, other=0).to(tl.int64)
         page = pages_ptr + block_id * block_stride + head * page_stride
         inside = (tile % TILES_PER_BLOCK).to(tl.int64)
-        # each tile's fields are 16 consecutive numbers
-        field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
+        field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]  # a tile's fields are 16 consecutive numbers
         valid = token < length
         if WINDOW:
             valid = valid & (token >= seen_from)
         valid_tiles = tl.reshape(valid, (NT, 16))
         s = _scores(
             page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, key_table0, key_table1,
-            BLOCK_SIZE, KD, KS, K_KIND, K_BITS, K_BF16, K_FIELDS, BT, M, PTX,
+            F, BT, M,
         )  # fmt: skip
         if SOFTCAP:
             s = soft_cap(s + shift[None, :], softcap)
         # Rows without a query attend garbage that is never stored, so only the edges of what is visible need a mask.
         if token0 + BT > clear_end or token0 < clear_begin:
-            visible = (valid & (token < packed_end))[:, None] & (position == position)[None, :]
-            if CAUSAL:
-                visible = visible & (token[:, None] <= position[None, :])
-            if WINDOW:
-                visible = visible & (token[:, None] > position[None, :] - window)
-            s = tl.where(visible, s, float("-inf"))
+            s = _hide(s, token, valid & (token < packed_end), position, window, CAUSAL, WINDOW)
         m, z, w, acc = _add_values(
             s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
-            value_levels, value_table0, value_table1, BLOCK_SIZE, NT, VD, VS, V_KIND, V_BITS, V_BF16, V_CODES, V_FIELDS,
-            PTX,
+            value_levels, value_table0, value_table1, F, NT,
         )  # fmt: skip
-
     acc += w[None, :]
 
-    if FRESH:
+    if fresh_k_ptr is not None:
         if part == SPLITS - 1:
-            own_k_ptr = fresh_k_ptr + head * fresh_k_head_stride
-            own_v_ptr = fresh_v_ptr + head * fresh_v_head_stride
-            for fresh0 in range(tl.maximum(begin - (length - queries), 0), end - (length - queries), BT):
-                m, z, acc = _add_fresh(
-                    fresh0, m, z, acc, qh, row_scale, shift, row_valid, position, own_k_ptr, own_v_ptr, fresh_k_stride,
-                    fresh_v_stride, start, queries, length, softcap, window, KD, VD, BT, KDP, VDP, CAUSAL, WINDOW,
-                    SOFTCAP,
-                )  # fmt: skip
-
-    # -- the result, or this part of it
-    v_dim = tl.arange(0, VDP)
+            m, z, acc = _add_fresh(
+                m, z, acc, qh, row_scale, shift, position, fresh_k_ptr + head * F.KD, fresh_v_ptr + head * F.VD, begin,
+                end, start, queries, length, softcap, window, HEADS, F.KD, F.VD, BT, KDP, VDP, CAUSAL, WINDOW, SOFTCAP,
+            )  # fmt: skip
     if SPLITS == 1:
-        out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
         lse = finish(
-            tl.trans(acc), m, z, sinks_ptr + q_row * SINK_STRIDE + q_head, row_valid, value_rotation, value_norm,
-            out_ptrs, SINKS, V_ROTATED, VD, VDP, 16,
+            tl.trans(acc), m, z, sinks_ptr, q_row * SINK_STRIDE + q_head, row_valid, value_rotation, value_norm,
+            out_ptr + q_row * out_stride + q_head * out_head_stride, sinks_ptr is not None, value_rotation is not None,
+            F.VD, VDP, 16,
         )  # fmt: skip
-        if LSE:
-            tl.store(lse_ptr + q_row * (HEADS * GROUP) + q_head, lse, mask=row_valid)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row_at, lse, mask=row_valid)
     else:
-        safe = tl.where(z > 0, z, 1.0)
-        at = (q_row * (HEADS * GROUP) + q_head) * SPLITS + part
-        mask = row_valid[None, :] & (v_dim < VD)[:, None]
-        tl.store(part_ptr + at[None, :] * VD + v_dim[:, None], acc / safe[None, :], mask=mask)
-        tl.store(part_lse_ptr + at, tl.where(z > 0, m + tl.log2(safe), float("-inf")), mask=row_valid)
+        _store_part(acc, m, z, row_at * SPLITS + part, row_valid, out_ptr, lse_ptr, F.VD, VDP)
+
+
+@triton.jit
+def _store_part(acc, m, z, at, row_valid, part_ptr, part_lse_ptr, VD: tl.constexpr, VDP: tl.constexpr):
+    """Output acc [VDP, M] and log-sum-exp, base 2, of one part of the keys, for ``merge_kernel``."""
+    dim = tl.arange(0, VDP)
+    safe = tl.where(z > 0, z, 1.0)
+    mask = row_valid[None, :] & (dim < VD)[:, None]
+    tl.store(part_ptr + at[None, :] * VD + dim[:, None], acc / safe[None, :], mask=mask)
+    tl.store(part_lse_ptr + at, tl.where(z > 0, m + tl.log2(safe), float("-inf")), mask=row_valid)
 
 
 @triton.jit
@@ -368,13 +369,13 @@ def soft_cap(s, cap_log2):
 
 
 @triton.jit
-def finish(acc, m, z, sink_ptrs, row_valid, value_rotation, value_norm, out_ptrs,
+def finish(acc, m, z, sinks_ptr, sink_at, row_valid, value_rotation, value_norm, out_ptrs,
            SINKS: tl.constexpr, V_ROTATED: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr,
            NB: tl.constexpr):  # fmt: skip
-    """Adds the sinks at sink_ptrs [M], divides, rotates back and stores acc [M, VDP] to the rows out_ptrs [M];
+    """Adds the sinks numbered sink_at [M], divides, rotates back and stores acc [M, VDP] to the rows out_ptrs [M];
     returns the natural log-sum-exp [M]."""
     if SINKS:
-        sink = tl.load(sink_ptrs, mask=row_valid, other=0.0) * _LOG2E
+        sink = tl.load(sinks_ptr + sink_at, mask=row_valid, other=0.0) * _LOG2E
         top = tl.maximum(m, sink)
         acc = acc * tl.exp2(m - top)[:, None]
         z = z * tl.exp2(m - top) + tl.exp2(sink - top)
@@ -421,7 +422,7 @@ def merge_kernel(
         m = m_new
     out_ptrs = out_ptr + (row // Q_HEADS) * out_stride + q_head * out_head_stride
     lse = finish(
-        acc, m, z, sinks_ptr + (row // Q_HEADS) * SINK_STRIDE + q_head, row_valid, value_rotation, value_norm, out_ptrs,
+        acc, m, z, sinks_ptr, (row // Q_HEADS) * SINK_STRIDE + q_head, row_valid, value_rotation, value_norm, out_ptrs,
         SINKS, V_ROTATED, VD, VDP, NB,
     )  # fmt: skip
     if LSE:

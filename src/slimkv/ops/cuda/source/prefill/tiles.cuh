@@ -1,5 +1,5 @@
 // What the prefill kernels share: the order of unpacked keys and values in device memory, and their sizes.
-// Compile-time: D (the head size, of keys and values), STEP (tokens of a tile), EIGHT_BIT.
+// Compile-time: D (the head size, of keys and values), STEP (tokens of a tile), EIGHT_BIT, KEYS_BYTES and VALUES_BYTES (of a tile).
 //
 // A tile is STEP tokens of one KV head, keys or values, as halves: for each 64 dimensions STEP rows of 128 bytes, in the
 // very order in which the tensor cores read shared memory (hopper.cuh), so that loading a tile is one copy. Dimensions are
@@ -26,11 +26,9 @@
 #pragma once
 #include "common/intrinsics.cuh"
 
-constexpr int TOKEN_NUMBERS = 2, HALF_TILE = 128 * STEP;
+constexpr int HALF_TILE = 128 * STEP;
 constexpr int PLACES = (D + 31) / 32 * 32, HALVES = (PLACES + 63) / 64, WHOLE_HALVES = PLACES / 64;
 constexpr bool POWER_OF_TWO_D = (D & (D - 1)) == 0;
-constexpr int KEYS_BYTES = EIGHT_BIT ? STEP * (D + 4 * TOKEN_NUMBERS) : HALF_TILE * HALVES;
-constexpr int VALUES_BYTES = EIGHT_BIT ? STEP * (D + 8) : HALF_TILE * HALVES;
 static_assert(D % 16 == 0 && D >= 64 && D <= 256 && STEP % 16 == 0, "shape");
 static_assert(!EIGHT_BIT || (STEP == 128 && D <= 128), "rows of bytes");
 

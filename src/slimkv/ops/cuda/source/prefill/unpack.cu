@@ -3,17 +3,15 @@
 // a lane unpacks are whole 16-byte units of the tile. Tokens that no query sees, beyond the sequence or before every window,
 // become zeros: their pages may hold anything.
 //
-// Compile-time: D, STEP, EIGHT_BIT, PAGE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), SHARED.
+// Compile-time: D, STEP, EIGHT_BIT, KEYS_BYTES, VALUES_BYTES (tiles.cuh), BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS,
+// V_CODES, V_FIELDS (the pages), LEVELS_K, LEVELS_V (entries of tables), STAGED_AT (of shared memory, where values as bytes are put
+// together: a warp has 16 tokens of every row of theirs, which are half a sector).
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
 #include "prefill/tiles.cuh"
 
 constexpr int S = D / 16, WARPS = STEP / 16, LARGEST_EXPONENT = 6, FIELD_BIAS = 40;
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
-constexpr int LEVELS_K = K_KIND == LLOYD ? 1 << K_BITS : 0, LEVELS_V = V_KIND == LLOYD ? 1 << V_BITS : 0;
-// Values as bytes are put together in shared memory: a warp has 16 tokens of every row of theirs, which are half a sector.
-constexpr int LEVELS_END = 4 * (2 * WARPS + LEVELS_K + LEVELS_V), STAGED_AT = (LEVELS_END + 15) / 16 * 16;
-static_assert((EIGHT_BIT ? STAGED_AT + VALUES_BYTES : LEVELS_END) == SHARED, "the launcher counts shared memory as this file does");
 
 struct UnpackArgs {
   const u8* pages;
@@ -172,6 +170,90 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
   }
 }
 
+// One power of two for the keys of the whole tile, and one for the values: exponents that none of their numbers exceeds.
+struct TileExponents { int key, value; };
+
+DEVICE TileExponents tile_exponents(const u8* page, int begin, const Seen& seen, int place, int warp, int lane, i32* exponents) {
+  i32 key = -FIELD_BIAS, value = -FIELD_BIAS;
+  if (seen.has(begin + lane % 16)) {
+    key = exponent_of<K_KIND, K_BITS>(page + K_FIELDS, place + lane % 16);
+    value = exponent_of<V_KIND, V_BITS>(page + V_FIELDS, place + lane % 16);
+  }
+#pragma unroll
+  for (int d = 8; d; d >>= 1) {
+    key = max_i32(key, shfl_xor(key, d));
+    value = max_i32(value, shfl_xor(value, d));
+  }
+  if (lane == 0) exponents[2 * warp] = key, exponents[2 * warp + 1] = value;
+  sync_threads();
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) {
+    key = max_i32(key, exponents[2 * i]);
+    value = max_i32(value, exponents[2 * i + 1]);
+  }
+  return {key, value};
+}
+
+// 16 tokens' keys as halves.
+DEVICE void store_fp16_keys(const Codes<K_BITS, S, false>& codes, const Field (&fields)[2], bool some, int begin, const Seen& seen, int warp, int lane,
+                            const float* levels, u8* keys) {
+  const int g = lane >> 2, t = lane & 3;
+  float x[8], y[8];
+#pragma unroll
+  for (int j = 0; j < PLACES / 32; j++) {
+    const bool both = 2 * j + 1 < S;  // slices that there are
+    if (some) {
+      numbers_of<K_KIND, K_BITS>(codes, 2 * j, levels, x);
+      if (both) numbers_of<K_KIND, K_BITS>(codes, 2 * j + 1, levels, y);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const Field f = fields[i];
+      Words4 words = {0, 0, 0, 0};
+      if (seen.has(begin + g + 8 * i)) {
+        u32 pairs[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          pairs[k] = pack_f16x2(x[4 * i + k] * f.scale + f.zero, both ? y[4 * i + k] * f.scale + f.zero : 0.0f);
+        words = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      }
+      *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 4 * (j % 2) + t, STEP)) = words;
+    }
+  }
+}
+
+// 16 tokens' values as halves.
+DEVICE void store_fp16_values(const Codes<V_BITS, S, true>& codes, const Field (&fields)[4], bool some, int begin, const Seen& seen, int warp, int lane,
+                              const float* levels, u8* values) {
+  const int g = lane >> 2, t = lane & 3;
+  float x[8], y[8];
+#pragma unroll
+  for (int h = 0; h < HALVES; h++) {
+    u32 words[4][4] = {};
+#pragma unroll
+    for (int k = 0; k < (h < WHOLE_HALVES ? 2 : 1); k++) {
+      const int slice = 4 * h + 2 * k;
+      const bool first = slice < S, both = slice + 1 < S;  // slices that there are
+      if (some && first) numbers_of<V_KIND, V_BITS>(codes, slice, levels, x);
+      if (some && both) numbers_of<V_KIND, V_BITS>(codes, slice + 1, levels, y);
+#pragma unroll
+      for (int i = 0; first && i < 4; i++) {
+        const Field f = fields[i];
+        const bool real = seen.has(begin + 2 * t + 8 * (i / 2) + i % 2);
+#pragma unroll
+        for (int b = 0; b < 2; b++)
+          words[i][2 * k + b] = real ? pack_f16x2(x[2 * i + b] * f.scale + f.zero, both ? y[2 * i + b] * f.scale + f.zero : 0.0f) : 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = 16 * warp + 2 * t + 8 * (i / 2) + i % 2;
+      if (h < WHOLE_HALVES) *(Words4*)(values + unit_at(h, token, g, STEP)) = {words[i][0], words[i][1], words[i][2], words[i][3]};
+      else *(Words2*)(values + unit_at(h, token, g / 2, STEP) + g % 2 * 8) = {words[i][0], words[i][1]};
+    }
+  }
+}
+
 // EIGHT_BIT: a fourth block on a multiprocessor has registers; with a fifth they spill.
 KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   SHARED_MEMORY(shared);
@@ -202,26 +284,8 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
     value_codes.load(page + V_CODES + place / 16 * V_TILE, lane);
   }
 
-  // -- one power of two for the keys of the whole tile, and one for the values
-  i32 key_exponent = -FIELD_BIAS, value_exponent = -FIELD_BIAS;
-  if (seen.has(begin + lane % 16)) {
-    key_exponent = exponent_of<K_KIND, K_BITS>(page + K_FIELDS, place + lane % 16);
-    value_exponent = exponent_of<V_KIND, V_BITS>(page + V_FIELDS, place + lane % 16);
-  }
-#pragma unroll
-  for (int d = 8; d; d >>= 1) {
-    key_exponent = max_i32(key_exponent, shfl_xor(key_exponent, d));
-    value_exponent = max_i32(value_exponent, shfl_xor(value_exponent, d));
-  }
-  if (lane == 0) exponents[2 * warp] = key_exponent, exponents[2 * warp + 1] = value_exponent;
-  sync_threads();
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) {
-    key_exponent = max_i32(key_exponent, exponents[2 * i]);
-    value_exponent = max_i32(value_exponent, exponents[2 * i + 1]);
-  }
-  key_exponent -= LARGEST_EXPONENT, value_exponent -= LARGEST_EXPONENT;
-  if (EIGHT_BIT) key_exponent = 0;
+  const TileExponents exponent = tile_exponents(page, begin, seen, place, warp, lane, exponents);
+  const int key_exponent = EIGHT_BIT ? 0 : exponent.key - LARGEST_EXPONENT, value_exponent = exponent.value - LARGEST_EXPONENT;
   const float key_up = as_float((u32)(127 - key_exponent) << 23), value_up = as_float((u32)(127 - value_exponent) << 23);
   // 2^-12 of the power of two above the tile's largest scale, which is 2^(value_exponent - 2): smaller ones count as zero.
   const float value_limit = as_float((u32)(127 + value_exponent - 14) << 23);
@@ -234,7 +298,6 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   // -- the numbers
   u8* keys = args.keys + row * KEYS_BYTES;
   u8* values = args.values + row * VALUES_BYTES;
-  float x[8], y[8];
   Field of_key[2], of_value[4];
   // What is not a number shows in the scores of those who see the token. In its values it would show everywhere: a hidden
   // token's probability is 0, and 0 times that is not 0.
@@ -254,29 +317,6 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   if constexpr (EIGHT_BIT) {
     store_int8_keys(args, key_codes, some, begin, seen, warp, lane, keys);
     store_token_numbers(args, page, begin, seen, place, warp, lane, value_limit, keys);
-  }
-#pragma unroll
-  for (int j = 0; !EIGHT_BIT && j < PLACES / 32; j++) {
-    const bool both = 2 * j + 1 < S;  // slices that there are
-    if (some) {
-      numbers_of<K_KIND, K_BITS>(key_codes, 2 * j, key_levels, x);
-      if (both) numbers_of<K_KIND, K_BITS>(key_codes, 2 * j + 1, key_levels, y);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const Field f = of_key[i];
-      Words4 words = {0, 0, 0, 0};
-      if (seen.has(begin + g + 8 * i)) {
-        u32 pairs[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          pairs[k] = pack_f16x2(x[4 * i + k] * f.scale + f.zero, both ? y[4 * i + k] * f.scale + f.zero : 0.0f);
-        words = {pairs[0], pairs[1], pairs[2], pairs[3]};
-      }
-      *(Words4*)(keys + unit_at(j / 2, 16 * warp + g + 8 * i, 4 * (j % 2) + t, STEP)) = words;
-    }
-  }
-  if constexpr (EIGHT_BIT) {
     u32 real = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -289,31 +329,9 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
     sync_threads();
     for (int i = thread_index(); i < VALUES_BYTES / 16; i += 32 * WARPS)
       *(Words4*)(values + 16 * i) = *(const Words4*)(staged + staged_unit(i / 8, i % 8));
-  }
-#pragma unroll
-  for (int h = 0; !EIGHT_BIT && h < HALVES; h++) {
-    u32 words[4][4] = {};
-#pragma unroll
-    for (int k = 0; k < (h < WHOLE_HALVES ? 2 : 1); k++) {
-      const int slice = 4 * h + 2 * k;
-      const bool first = slice < S, both = slice + 1 < S;  // slices that there are
-      if (some && first) numbers_of<V_KIND, V_BITS>(value_codes, slice, value_levels, x);
-      if (some && both) numbers_of<V_KIND, V_BITS>(value_codes, slice + 1, value_levels, y);
-#pragma unroll
-      for (int i = 0; first && i < 4; i++) {
-        const Field f = of_value[i];
-        const bool real = seen.has(begin + 2 * t + 8 * (i / 2) + i % 2);
-#pragma unroll
-        for (int b = 0; b < 2; b++)
-          words[i][2 * k + b] = real ? pack_f16x2(x[2 * i + b] * f.scale + f.zero, both ? y[2 * i + b] * f.scale + f.zero : 0.0f) : 0;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int token = 16 * warp + 2 * t + 8 * (i / 2) + i % 2;
-      if (h < WHOLE_HALVES) *(Words4*)(values + unit_at(h, token, g, STEP)) = {words[i][0], words[i][1], words[i][2], words[i][3]};
-      else *(Words2*)(values + unit_at(h, token, g / 2, STEP) + g % 2 * 8) = {words[i][0], words[i][1]};
-    }
+  } else {
+    store_fp16_keys(key_codes, of_key, some, begin, seen, warp, lane, key_levels, keys);
+    store_fp16_values(value_codes, of_value, some, begin, seen, warp, lane, value_levels, values);
   }
 }
 HOST_TESTABLE(unpack, UnpackArgs)

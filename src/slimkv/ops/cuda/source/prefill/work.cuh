@@ -1,9 +1,16 @@
 // What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
-// Compile-time: D, STEP, EIGHT_BIT, PROMOTE (of EIGHT_BIT), FUSED, STAGES, WINDOW, SOFTCAP, SCORE_SHIFT (of SOFTCAP: something is added to scores before it), Q_TYPE, OUT_TYPE (types.cuh),
-// K_ROTATED, V_ROTATED, CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (of 64 rows, that each of the former has), PRODUCER_REGISTERS, SHARED, ROTATION_CORE (rotation.cuh),
+// Compile-time (ops/attention/cuda/prefill_defines.py):
+// D, STEP (tokens of a tile), EIGHT_BIT, PROMOTE (of EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED, ROTATION_CORE (rotation.cuh);
+// FUSED (warpgroups unpack pages into shared memory), AHEAD (blocks unpack what later ones attend), and of these the pages
+//   (BLOCK_SIZE, K_KIND, ...), K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both);
+// CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (of 64 rows, that each of the former has),
+//   PRODUCER_REGISTERS, STAGES;
+// WINDOW, SOFTCAP, SCORE_SHIFT (of SOFTCAP: something is added to scores before it);
 // HANDS_ON (there may be several passes, between which the state of the softmax is in device memory),
-// BESIDE (follows another launch on the same tiles, whose end it need not wait for), AHEAD (blocks unpack what later ones attend);
-// FUSED, AHEAD: K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both).
+// BESIDE (follows another launch on the same tiles, whose end it need not wait for).
+// Shared memory, from a boundary of 1,024 bytes: queries of all blocks of rows, QUERY_BYTES each | KEYS_AT: ring of tiles, KEYS_BYTES
+//   each | VALUES_AT: likewise | TOTALS_AT: EIGHT_BIT, of the output | BARRIERS_AT | SCALES_AT: ring of tiles' scales | LEVELS_AT: of
+//   formats that are looked up | PACKED_AT: FUSED, pages on their way, PACKED_STAGES of PACKED_BYTES.
 #pragma once
 #include "common/codes.cuh"
 #include "common/numbers.cuh"
@@ -21,24 +28,7 @@ DEVICE float soft_cap(float exponent, float from, float softcap) {
 }
 DEVICE float cap_factor(float softcap) { return 2.0f * LOG2E * rcp_approx(softcap); }  // of x
 
-#if !FUSED
-constexpr int PACKED_STAGES = 0, PACKED_BYTES = 0;
-#if !AHEAD
-constexpr int K_LEVELS = 0, V_LEVELS = 0, ONE_TABLE = 1;
-#endif
-#endif
-
 constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS), N = STEP / 2, OWN = PLACES / 4;
-constexpr int QUERY_BYTES = GROUP_ROWS * (EIGHT_BIT ? 128 : 128 * HALVES);  // of a block of rows
-// Shared memory, from a boundary of 1,024 bytes: queries of all blocks of rows | rings of keys and of values | totals | barriers | ring of tiles' scales
-constexpr int KEYS_AT = CONSUMERS * ROW_BLOCKS * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEYS_BYTES;
-constexpr int TOTALS_AT = VALUES_AT + STAGES * VALUES_BYTES;  // EIGHT_BIT: of the output
-constexpr int BARRIERS_AT = TOTALS_AT + (EIGHT_BIT ? 4 * ROWS * D : 0);
-constexpr int SCALES_AT = BARRIERS_AT + 4 * STAGES * 8;
-constexpr int LEVELS_AT = SCALES_AT + 16 * STAGES;  // of formats that are looked up
-constexpr int PACKED_AT = LEVELS_AT + 128 * (K_LEVELS + (ONE_TABLE ? 0 : V_LEVELS));  // FUSED: pages on their way
-constexpr int SHARED_BYTES = PACKED_AT + PACKED_STAGES * PACKED_BYTES + (FUSED ? 0 : 1024);
-static_assert(SHARED_BYTES == SHARED, "the launcher counts shared memory as this file does");
 constexpr float RESCALE_THRESHOLD = 8.0f;
 // What producers leave of the registers that threads begin with.
 constexpr int WARPGROUPS = PRODUCERS + CONSUMERS;

@@ -1,13 +1,19 @@
-// The tiles of a block of three warpgroups at head size 128, on 8-bit tensor cores: half a tile at a time, as in half_tiles.cuh.
+// The loop over a block's tiles on 8-bit tensor cores, half a tile at a time: scores of 64 tokens leave registers for three warpgroups,
+// and weights of a tile's halves have registers of their own, so that none are copied.
 //
 // All halves but the first go through one loop. What is not like the others in it (masks, weights that are large, totals, the end) is
 // behind one branch of each half: the warp's vote has bits of what is known beforehand as well. What needs no scores (places in rings,
 // barriers) stands where their products are waited for.
 #pragma once
-#include "prefill/bytes.cuh"
+#include "prefill/eight_bit.cuh"
 
-DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries,
-                         Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
+template <int BLOCKS>
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible (&visible_of)[1], u32 queries,
+                         Softmax (&softmax_of)[1], float (&o_of)[1][OUTPUTS], int warpgroup, int lane) {
+  static_assert(BLOCKS == 1 && ROW_BLOCKS == 1, "a warpgroup has one block of rows");
+  const Visible& visible = visible_of[0];
+  Softmax& softmax = softmax_of[0];
+  float (&o)[OUTPUTS] = o_of[0];
   const int t = lane & 3;
   Sums sums;
   u32 p[2][WORDS], large[2];  // of the first and of the second half of a tile
@@ -32,12 +38,12 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     const u8* numbers = numbers_of(at, half);
     const TokenScales scales(numbers, 4 * t);  // before the wait
     wgmma_wait<1>();
-    wgmma_fence_operand(sums.part[0]);
+    wgmma_fence_operand(sums);
     needs_rescale = lifted;
     softmax.raise_references(lift);
     lifted = false;
     large[0] = i >= special || (WINDOW && !is_clear(first_token(i, half))) ? TOP_BITS : 0, large[1] = 0;
-    softmax.template weigh<false>(sums, scales, numbers, visible, 0, t, args.softcap, 0, to, large);
+    softmax.weigh(sums, scales, numbers, t, args.softcap, 0, to, large);
     const bool look = warp_any((large[0] | large[1]) & TOP_BITS);
     add_output(release);  // while the vote is on its way
     return look;
@@ -55,7 +61,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     if (FIRST || Softmax::too_large(to)) {
       if (masked) needs_rescale |= softmax.template follow<true>(sums, numbers, visible, first, t, args.softcap, none);
       else needs_rescale |= softmax.template follow<false>(sums, numbers, visible, first, t, args.softcap, none);
-      softmax.template weigh<false>(sums, TokenScales(numbers, 4 * t), numbers, visible, first, t, args.softcap, none, to, large);
+      softmax.weigh(sums, TokenScales(numbers, 4 * t), numbers, t, args.softcap, none, to, large);
       if (masked) Softmax::hide(to, visible, first, t);
       Softmax::find_large(to, large);
     }
@@ -78,7 +84,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
   start_sums(sums, operands, place.slot, 0);
   wgmma_wait<0>();
-  wgmma_fence_operand(sums.part[0]);
+  wgmma_fence_operand(sums);
   softmax.raise_references(lift);
   look_at(Yes{}, 0, place, 0, p[0]);
   for (int i = 0;; i++) {

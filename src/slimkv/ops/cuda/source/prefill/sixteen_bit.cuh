@@ -1,4 +1,4 @@
-// The tiles of a block on 16-bit tensor cores: scores, softmax and output of the rows of a warpgroup.
+// 16-bit tensor cores: scores, softmax and output of the rows of a warpgroup, and the loop over a block's tiles.
 #pragma once
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
@@ -88,8 +88,15 @@ struct Softmax {
   }
 };
 
-DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible& visible, u32 queries,
-                         Softmax& softmax, float (&o)[OUTPUTS], int warpgroup, int lane) {
+template <int VALUE> struct Constant { static constexpr int value = VALUE; };
+
+// The loop over a block's tiles, for the first BLOCKS blocks of 64 rows of a warpgroup. A step is a tile for one of them: its scores
+// are multiplied and weighed beside the output of the step before, so that a tile in shared memory serves all of them.
+template <int BLOCKS>
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible (&visible)[ROW_BLOCKS], u32 queries,
+                         Softmax (&softmax)[ROW_BLOCKS], float (&o)[ROW_BLOCKS][OUTPUTS], int warpgroup, int lane) {
+  static_assert(BLOCKS <= 2, "steps of a tile");
+  constexpr int LAST = BLOCKS - 1;
   const int t = lane & 3;
   float s[N];
   u32 p[N / 2], next_p[N / 2];
@@ -98,58 +105,69 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   // Zero, which the compiler does not know: without it, it would write to the registers that products read.
   const u32 none = (u32)args.num_seqs >> 31;
   bool needs_rescale;
-  // From products that have ended to probabilities.
-  auto take = [&](int tile, int at, bool follow, u32 (&to)[N / 2]) {
+  // From products that have ended to probabilities of rows `block`.
+  auto take = [&](auto block, int tile, int at, bool follow, u32 (&to)[N / 2]) {
+    constexpr int b = decltype(block)::value;
     wgmma_fence_operand(s);
     const TileScale unit = rings.scales[at];
-    sync_warp();
-    if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
+    if (b == LAST) {
+      sync_warp();
+      if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
+    }
     const bool clear = (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
     float sum[2];
     needs_rescale = false;
     auto weigh = [&](bool masked) {
-      return masked ? softmax.template weigh<true>(s, unit, visible, tile, t, args.softcap, to, sum)
-                    : softmax.template weigh<false>(s, unit, visible, tile, t, args.softcap, to, sum);
+      return masked ? softmax[b].template weigh<true>(s, unit, visible[b], tile, t, args.softcap, to, sum)
+                    : softmax[b].template weigh<false>(s, unit, visible[b], tile, t, args.softcap, to, sum);
     };
     if (follow || warp_any(weigh(!clear))) {
-      needs_rescale = softmax.follow(s, unit, visible, tile, t, args.softcap);
-      softmax.template weigh<true>(s, unit, visible, tile, t, args.softcap, to, sum);
-      if (needs_rescale) softmax.row_sum[0] *= softmax.rescale[0], softmax.row_sum[1] *= softmax.rescale[1];
+      needs_rescale = softmax[b].follow(s, unit, visible[b], tile, t, args.softcap);
+      softmax[b].template weigh<true>(s, unit, visible[b], tile, t, args.softcap, to, sum);
+      if (needs_rescale) softmax[b].row_sum[0] *= softmax[b].rescale[0], softmax[b].row_sum[1] *= softmax[b].rescale[1];
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++) softmax.row_sum[r] += sum[r] * unit.value_inverse;
+    for (int r = 0; r < 2; r++) softmax[b].row_sum[r] += sum[r] * unit.value_inverse;
   };
-  auto rescale_output = [&] {
+  auto rescale_output = [&](auto block) {
+    constexpr int b = decltype(block)::value;
     if (needs_rescale)
 #pragma unroll
-      for (int i = 0; i < OUTPUTS; i++) o[i] *= softmax.rescale[i / 2 % 2];
+      for (int i = 0; i < OUTPUTS; i++) o[b][i] *= softmax[b].rescale[i / 2 % 2];
+  };
+  // The output of rows `before`, with the values at `place`, beside the scores of rows `block`, with the keys of tile `tile` at `next`.
+  auto step = [&](auto before, auto block, int tile, const Place& next, bool last) {
+    constexpr int a = decltype(before)::value, b = decltype(block)::value;
+    if (b == 0) mbarrier_wait(rings.keys_full + next.slot, next.parity);
+    bar_sync(3 + warpgroup, 256);
+    start_scores(s, queries + b * CONSUMERS * QUERY_BYTES, keys + next.slot * KEYS_BYTES);
+    if (a == 0) mbarrier_wait(rings.values_full + place.slot, place.parity);
+    start_output(o[a], p, values + place.slot * VALUES_BYTES);
+    if (warpgroup == 0 || !last) bar_arrive(4 - warpgroup, 256);
+    wgmma_wait<1>();
+    take(block, tile, next.slot, false, next_p);
+    wgmma_wait<0>();
+    wgmma_fence_operand(o[a]);
+    if (a == LAST && lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
+    rescale_output(block);
+#pragma unroll
+    for (int k = 0; k < N / 2; k++) p[k] = next_p[k] + none;
   };
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
   start_scores(s, queries, keys + place.slot * KEYS_BYTES);
   wgmma_wait<0>();
-  take(tile_at(w, 0), place.slot, true, p);
-  rescale_output();
-  if (warpgroup == 1 && w.count > 1) bar_arrive(3, 256);
-  for (int i = 1; i < w.count; i++) {
-    const Place next = place.next();  // of keys, which are one further than values
-    mbarrier_wait(rings.keys_full + next.slot, next.parity);
-    bar_sync(3 + warpgroup, 256);
-    start_scores(s, queries, keys + next.slot * KEYS_BYTES);
-    mbarrier_wait(rings.values_full + place.slot, place.parity);
-    start_output(o, p, values + place.slot * VALUES_BYTES);
-    if (warpgroup == 0 || i + 1 < w.count) bar_arrive(4 - warpgroup, 256);
-    wgmma_wait<1>();
-    take(tile_at(w, i), next.slot, false, next_p);
-    wgmma_wait<0>();
-    wgmma_fence_operand(o);
-    if (lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
-    rescale_output();
-#pragma unroll
-    for (int k = 0; k < N / 2; k++) p[k] = next_p[k] + none;
+  take(Constant<0>(), tile_at(w, 0), place.slot, true, p);
+  rescale_output(Constant<0>());
+  if (warpgroup == 1 && (BLOCKS > 1 || w.count > 1)) bar_arrive(3, 256);
+  for (int i = 1;; i++) {
+    if constexpr (BLOCKS > 1) step(Constant<0>(), Constant<LAST>(), tile_at(w, i - 1), place, i >= w.count);
+    if (i >= w.count) break;
+    const Place next = place.next();  // of keys
+    step(Constant<LAST>(), Constant<0>(), tile_at(w, i), next, BLOCKS == 1 && i + 1 >= w.count);
     place = next;
   }
-  mbarrier_wait(rings.values_full + place.slot, place.parity);
-  start_output(o, p, values + place.slot * VALUES_BYTES);
+  if (BLOCKS == 1) mbarrier_wait(rings.values_full + place.slot, place.parity);
+  start_output(o[LAST], p, values + place.slot * VALUES_BYTES);
   wgmma_wait<0>();
-  wgmma_fence_operand(o);
+  wgmma_fence_operand(o[LAST]);
 }

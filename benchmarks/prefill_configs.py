@@ -1,9 +1,9 @@
-"""Times every cut of the 8-bit and the fused prefill kernels beside the 16-bit one, each checked first, on Hopper.
+"""Times every configuration of the prefill kernels, each checked first, on Hopper.
 
-    python benchmarks/prefill_shapes.py [--json FILE] [--cells PATTERN ...]
+    python benchmarks/prefill_configs.py [--json FILE] [--cells PATTERN ...]
 
-One process: a short case of every shape against the reference (the same arithmetic in torch) and twice for the same
-bits, then the times of all cells, as a table, with the error of each against float64 on the same codes.
+One process: a short case of every configuration against the reference (the same arithmetic in torch) and twice for
+the same bits, then the times of all cells, as a table, with the error of each against float64 on the same codes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,20 +23,8 @@ from slimkv.bench.timing import Timer
 from slimkv.ops.attention import reference
 from slimkv.ops.attention.api import AttendRequest, checked_request
 from slimkv.ops.attention.cuda import prefill
-from slimkv.ops.attention.cuda.prefill_shape import Shape
+from slimkv.ops.attention.cuda.prefill_config import PrefillConfig, Unpack, configs
 
-SHAPES = {
-    "halves": Shape(128, 2),
-    **{
-        f"fused-{producers}x{registers}": Shape(128, 2, fused=True, producers=producers, producer_registers=registers)
-        for producers, registers in ((1, 88), (1, 104), (2, 48), (2, 56))
-    },
-    **{
-        f"bytes-{consumers}x64-{stages}": Shape(128, stages, True, consumers=consumers)
-        for consumers, stages in ((2, 4), (3, 2), (3, 3))
-    },
-    **{f"bytes-promote{n}": Shape(128, 3, True, promote=n, consumers=3) for n in (4, 16, 1 << 20)},
-}
 CHECKED = AttendCell("", batch=2, context=4096, queries=300, num_heads=8, num_kv_heads=2)
 
 
@@ -49,15 +37,25 @@ def request_of(case: Case) -> AttendRequest:
     )  # fmt: skip
 
 
-def check(name: str, shape: Shape, dim: int, device: torch.device) -> float:
+def named(case: Case) -> dict[str, PrefillConfig]:
+    """The configurations of a case's head size and codes."""
+    return {
+        f"{config.unpack.value}-{config.rows}-rows-{8 if config.eight_bit else 16}bit": config
+        for unpack in Unpack
+        for eight_bit in (False, True)
+        for config in configs(case.cell.layout.spec, unpack, eight_bit)
+    }
+
+
+def check(name: str, config: PrefillConfig, dim: int, device: torch.device) -> float:
     """Largest relative error of a row against the reference; raises if it is not the same twice."""
     torch.manual_seed(0)
-    wanted = "8bit" if shape.eight_bit else "16bit"
+    wanted = "8bit" if config.eight_bit else "16bit"
     request = request_of(Case.create(replace(CHECKED, head_dim=dim, prefill=wanted), "cuda", device))
     outs = []
     for _ in range(2):
         outs.append(torch.full_like(request.out, torch.nan))
-        prefill.attend_prefill(replace(request, out=outs[-1]), prefill.launcher(device), shape=shape)
+        prefill.attend_prefill(replace(request, out=outs[-1]), prefill.launcher(device), config=config)
     if not torch.equal(*outs):
         raise SystemExit(f"{name}, head size {dim}: not the same bits twice")
     want = torch.empty_like(request.out, dtype=torch.float32)
@@ -76,8 +74,9 @@ def main() -> int:
         print("these kernels are for compute capability 9.0", file=sys.stderr)
         return 2
     for dim in (64, 128):
-        for name, shape in SHAPES.items():
-            print(f"{name:24} d{dim}: worst row {check(name, shape, dim, device):.1e}", flush=True)
+        case = Case.create(replace(CHECKED, head_dim=dim), "cuda", device)
+        for name, config in named(case).items():
+            print(f"{name:24} d{dim}: worst row {check(name, config, dim, device):.1e}", flush=True)
     every = ATTEND_CELLS + MORE_ATTEND_CELLS
     cells = tuple(cell for cell in every if cell.prefill == "8bit" or cell.name.startswith("chunk-64q"))
     timer, rows = Timer(device), []
@@ -85,9 +84,9 @@ def main() -> int:
         torch.manual_seed(0)
         case = Case.create(cell, "cuda", device)
         request, launch = request_of(case), prefill.launcher(device)
-        for name, shape in SHAPES.items():
-            ms = timer(partial(prefill.attend_prefill, request, launch, shape=shape))
-            rows.append({"cell": cell.name, "shape": name, **asdict(shape), "ms": ms, "tflops": cell.flops / ms / 1e9})
+        for name, config in named(case).items():
+            ms = timer(partial(prefill.attend_prefill, request, launch, config=config))
+            rows.append({"cell": cell.name, "config": name, "ms": ms, "tflops": cell.flops / ms / 1e9})
             print(f"{cell.name:32} {name:24} {ms:8.3f} ms {rows[-1]['tflops']:7.0f} TFLOP/s", flush=True)
         del case, request, launch
         torch.cuda.empty_cache()

@@ -1,23 +1,16 @@
-// 8-bit tensor cores: int8 scores, e4m3 weights and the output of the rows of a warpgroup, TOKENS at a time.
+// 8-bit tensor cores: int8 scores, e4m3 weights and the output of the rows of a warpgroup, half a tile (TOKENS) at a time.
 #pragma once
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-// Registers for scores of a whole tile have two warpgroups only.
-constexpr int OUTPUTS = D / 2, TOKENS = CONSUMERS > 2 ? STEP / 2 : STEP, SCORES = TOKENS / 2, WORDS = SCORES / 4;
+constexpr int OUTPUTS = D / 2, TOKENS = STEP / 2, SCORES = TOKENS / 2, WORDS = SCORES / 4;
 // Weights, by their exponents. The largest of e4m3 is what 432 and more are rounded to. A tile with one of those is weighed again,
 // from a reference that brings its largest below 2^FRESH_WEIGHT. LARGE ones are good, but the next tile's may not be: the reference
 // is raised by LIFT for it: by 2 a third less often than by 1.
 constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 2.0f;
 constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u, TOP_BITS = 0x80808080u;  // to bit 7 of a byte: from 0x7E, from 2^7
-// Sums of bytes: scores before their scales, in parts of as many tokens as rows of keys are side by side.
-constexpr int PARTS = TOKENS / D > 0 ? TOKENS / D : 1;
-struct Sums {
-  u32 part[PARTS][SCORES / PARTS];
-  DEVICE_MEMBER float at(int i, u32 none) const {
-    return i32_to_f32_rn((i32)(part[i / (SCORES / PARTS)][i % (SCORES / PARTS)] + none));
-  }
-};
+// Sums of bytes: scores before their scales.
+using Sums = u32[SCORES];
 
 // What is known when compiling, as an argument.
 struct Yes { static constexpr bool VALUE = true; };
@@ -42,14 +35,10 @@ struct Operands {
 DEVICE void start_sums(Sums& s, const Operands& operands, int slot, int half) {
   const u64 a = operands.queries, tile = operands.keys + (u64)(u32)slot * (KEYS_BYTES >> 4);
   wgmma_fence();
+  const u64 b = tile + ((D == 64 ? 64 : 128 * TOKENS) * half >> 4);  // tiles.cuh: at head size 64 halves are side by side
+  WgmmaBytes<TOKENS>::template s8<false>(s, a, b);
 #pragma unroll
-  for (int h = 0; h < PARTS; h++) {
-    const u64 b = tile + ((D == 64 ? 64 * (half + h) : 128 * TOKENS * half) >> 4);
-    WgmmaBytes<TOKENS / PARTS>::template s8<false>(s.part[h], a, b);
-#pragma unroll
-    for (int k = 1; k < D / 32; k++)
-      WgmmaBytes<TOKENS / PARTS>::template s8<true>(s.part[h], a + (k * 32 >> 4), b + (k * 32 >> 4));
-  }
+  for (int k = 1; k < D / 32; k++) WgmmaBytes<TOKENS>::template s8<true>(s, a + (k * 32 >> 4), b + (k * 32 >> 4));
   wgmma_commit();
 }
 
@@ -122,7 +111,7 @@ struct Softmax {
   // Score i of a tile, relative to `from`, whose key has this scale.
   DEVICE_MEMBER float score(const Sums& sums, int i, float key, float from, float softcap, u32 none) const {
     const int r = i / 2 % 2;
-    const float x = sums.at(i, none) * key;
+    const float x = i32_to_f32_rn((i32)(sums[i] + none)) * key;
     if (!SOFTCAP) return fma_rn(x, factor[r], from);
     const float by = factor[r] * cap_factor(softcap);
     return soft_cap(SCORE_SHIFT ? fma_rn(x, by, shift[r]) : x * by, from, softcap);
@@ -160,9 +149,8 @@ struct Softmax {
 
   // Weights as e4m3, four in a word, in the order of the operand; `scales`: of the first four tokens. `large` gets one of TOP_BITS if some of
   // the lane's weights of a row are LARGE, or not a number, as all are of a row that has no reference yet.
-  template <bool MASKED>
-  DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, const Visible& visible, int first, int t,
-                           float softcap, u32 none, u32 (&p)[WORDS], u32 (&large)[2]) const {
+  DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, int t, float softcap, u32 none,
+                           u32 (&p)[WORDS], u32 (&large)[2]) const {
     const float from[2] = {-row_max[0], -row_max[1]};
 #pragma unroll
     for (int j = 0; j < SCORES / 8; j++) {
@@ -172,7 +160,6 @@ struct Softmax {
       for (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
         w[k] = exp2_approx(score(sums, i, of.key[token], from[k / 2 % 2], softcap, none)) * of.value[token];
-        if (MASKED && visible.hides(first, i, t)) w[k] = 0.0f;
       }
 #pragma unroll
       for (int r = 0; r < 2; r++) {

@@ -1,0 +1,121 @@
+"""What the prefill kernels are compiled with. Their shared memory is laid out here; kernels get every offset."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from slimkv.codec.byte_levels import MOST_BITS
+from slimkv.codec.rotation import core_size
+from slimkv.ops.cuda.constants import KIND_NUMBERS
+from slimkv.ops.cuda.module import Defines
+from slimkv.spec import CodecSpec, Kind, PageLayout, SideLayout, TensorFormat
+
+if TYPE_CHECKING:
+    from slimkv.ops.attention.cuda.prefill_config import PrefillConfig
+
+SHARED_OF_BLOCK = 227 << 10  # compute capability 9.0
+
+
+def packed_bytes(spec: CodecSpec, config: PrefillConfig) -> int:
+    """What the warps that unpack copy of a tile's pages: codes, and all fields for each of them."""
+    fields = 2 + (spec.key.kind == Kind.UNIFORM) + (spec.value.kind == Kind.UNIFORM)
+    codes = 2 * spec.key_dim * (spec.key.bits + spec.value.bits) * config.tile_tokens // 16
+    return codes + 4 * config.producers * fields * 2 * config.tile_tokens
+
+
+def packed_stages(spec: CodecSpec, config: PrefillConfig) -> int:
+    """Tiles of pages for which a FUSED block has room in shared memory."""
+    room = SHARED_OF_BLOCK - _shared_memory(spec, config, packed=0)["SHARED"]
+    return min(config.packed_stages, room // packed_bytes(spec, config))
+
+
+def tables_bytes(spec: CodecSpec) -> int:
+    """Of the levels that ``attend`` looks up: one table if keys and values are alike."""
+    return 128 * (_level_entries(spec.key) + (0 if spec.key == spec.value else _level_entries(spec.value)))
+
+
+def _level_entries(fmt: TensorFormat) -> int:
+    """Of the table that ``attend`` looks levels up in, if it does."""
+    return 1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > MOST_BITS else 0
+
+
+def _shared_memory(spec: CodecSpec, config: PrefillConfig, packed: int) -> dict[str, int]:
+    """Sizes and offsets of ``attend``'s shared memory, from a boundary of 1,024 bytes, and all it takes (SHARED)."""
+    tile = config.tile_bytes(spec.key_dim)
+    query = 64 * 128 * (1 if config.eight_bit else -(-spec.key_dim // 64))
+    sizes = {
+        "QUERIES": config.rows // 64 * query,
+        "KEYS": config.stages * tile,
+        "VALUES": config.stages * tile,
+        "TOTALS": 4 * config.rows * spec.key_dim if config.eight_bit else 0,
+        "BARRIERS": 4 * 8 * config.stages,
+        "SCALES": 16 * config.stages,
+        "LEVELS": tables_bytes(spec) if config.fused or config.ahead else 0,
+        "PACKED": packed,
+    }
+    offsets = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    alignment = 0 if config.fused else 1024
+    return {
+        "QUERY_BYTES": query, "KEYS_BYTES": tile, "VALUES_BYTES": tile,
+        **{f"{name}_AT": at for name, at in offsets.items() if name != "QUERIES"},
+        "SHARED": sum(sizes.values()) + alignment,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def attend_defines(
+    layout: PageLayout, config: PrefillConfig, q_type: int, out_type: int, window: bool, softcap: bool,
+    shifted: bool = False, beside: bool = False, hands_on: bool = False,
+) -> Defines:  # fmt: skip
+    """What prefill/attend.cu is compiled with.
+
+    In 8 bits only kernels of several passes have code that hands on a state: it takes registers of the loop.
+    """
+    spec, stages, packed = layout.spec, 0, 0
+    if config.fused:
+        stages, packed = packed_stages(spec, config), packed_bytes(spec, config)
+    unpacks = config.fused or config.ahead
+    levels = (_level_entries(spec.key), _level_entries(spec.value)) if unpacks else (0, 0)
+    return Defines({
+        "D": spec.key_dim, "STEP": config.tile_tokens, "EIGHT_BIT": int(config.eight_bit), "PROMOTE": config.promote,
+        "FUSED": int(config.fused), "AHEAD": int(config.ahead), "BESIDE": int(beside), "CONSUMERS": config.consumers,
+        "PRODUCERS": config.producers, "PRODUCER_REGISTERS": config.producer_registers,
+        "ROW_BLOCKS": config.row_blocks, "STAGES": config.stages, **_shared_memory(spec, config, stages * packed),
+        "PACKED_STAGES": stages, "PACKED_BYTES": packed,
+        "K_LEVELS": levels[0], "V_LEVELS": levels[1], "ONE_TABLE": int(not unpacks or spec.key == spec.value),
+        "WINDOW": int(window), "SOFTCAP": int(softcap), "SCORE_SHIFT": int(shifted), "Q_TYPE": q_type,
+        "OUT_TYPE": out_type, "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
+        "V_ROTATED": int(spec.value.rotated),
+        "HANDS_ON": int(not config.fused and (hands_on or not config.eight_bit)),
+        **(_page_defines(layout) if unpacks else {}),
+    })  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def unpack_defines(layout: PageLayout, config: PrefillConfig) -> Defines:
+    """What prefill/unpack.cu is compiled with. Its shared memory: exponents, levels and a tile of values as bytes."""
+    tile, levels = config.tile_bytes(layout.spec.key_dim), (_levels(layout.spec.key), _levels(layout.spec.value))
+    staged = -(-(config.tile_tokens // 2 + 4 * sum(levels)) // 16) * 16
+    return Defines({
+        "D": layout.spec.key_dim, "STEP": config.tile_tokens, "EIGHT_BIT": int(config.eight_bit),
+        "KEYS_BYTES": tile, "VALUES_BYTES": tile, "LEVELS_K": levels[0], "LEVELS_V": levels[1], "STAGED_AT": staged,
+        "SHARED": staged + (tile if config.eight_bit else 0), **_page_defines(layout),
+    })  # fmt: skip
+
+
+def _levels(fmt: TensorFormat) -> int:
+    return 1 << fmt.bits if fmt.kind == Kind.LLOYD else 0
+
+
+def _page_defines(layout: PageLayout) -> dict[str, int]:
+    def side(prefix: str, s: SideLayout) -> dict[str, int]:
+        return {
+            f"{prefix}_KIND": KIND_NUMBERS[s.format.kind],
+            f"{prefix}_BITS": s.format.bits,
+            f"{prefix}_FIELDS": s.fields_offset,
+        }
+
+    pages = {"BLOCK_SIZE": layout.block_size, "V_CODES": layout.value.codes_offset}
+    return pages | side("K", layout.key) | side("V", layout.value)
