@@ -183,6 +183,7 @@ def request_of(
     return AttendRequest(
         built.query, built.pages, b.block_table, b.seq_lens, b.cu_seqlens_q, b.max_query_len, b.max_seq_len,
         built.codec, built.layout, built.options, built.fresh, out, lse, workspace, None,
+        sinks=None if built.options.sinks is None else built.options.sinks.float().contiguous(),
     )  # fmt: skip
 
 

@@ -8,11 +8,11 @@ import torch
 from slimkv.codec import Codec
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions
 from slimkv.ops.attention.cuda.decode import _prepare
-from slimkv.ops.attention.cuda.shape import Device
+from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.warmup import LayerKind, Step, run_step, serving_steps
 from slimkv.spec import PageLayout, parse_spec
 
-H200 = Device(132, 233472, 232448, copy_engine=True, warpgroups=True, clusters=True)
+H200 = Device(132, 233472, 232448, copy_engine=True, warpgroups=True)
 
 
 def kind(format: str = "k4v4", **options) -> LayerKind:
