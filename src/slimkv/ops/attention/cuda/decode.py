@@ -7,7 +7,9 @@ where it can, else by the Triton kernels.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from slimkv.codec.rotation import core_words, sign_words
 from slimkv.errors import InputError
-from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendOptions, AttendRequest
 from slimkv.ops.attention.cuda import prefill
 from slimkv.ops.attention.cuda.decode_config import (
     FEWEST_PAIR_ROWS,
@@ -362,4 +364,31 @@ def _binder(device: torch.device) -> Binder:
 
 
 def _load(call: KernelCall, device: torch.device) -> Module:
-    return load(call.source, call.defines, device, exactly=call.source == VERIFY)
+    return _module(call.source, call.defines, device)
+
+
+def _module(source: str, defines: Defines, device: torch.device) -> Module:
+    return load(source, defines, device, exactly=source == VERIFY)
+
+
+def reachable_kernels(
+    device: Device, layout: PageLayout, group: int, dtype: torch.dtype, options: AttendOptions
+) -> list[tuple[str, Defines]]:
+    """Sources and defines of all kernels that requests of a layer can run, with queries and outputs of ``dtype``."""
+    number, window, softcap = DTYPE_NUMBERS[dtype], options.sliding_window is not None, options.softcap > 0
+    return [
+        (config.source, kernel_defines(layout, config, number, number, window, softcap))
+        for config in reachable(device, layout, group, MAX_DECODE_QUERIES)
+    ]
+
+
+def compile_reachable(
+    layout: PageLayout, group: int, dtype: torch.dtype, options: AttendOptions, device: torch.device
+) -> None:
+    """Compiles and loads ``reachable_kernels``, in threads: the compiler releases the interpreter's lock."""
+    if _refusal(layout, group) is not None:
+        return
+    kernels = reachable_kernels(device_of(device), layout, group, dtype, options)
+    with ThreadPoolExecutor(max(1, min(len(kernels), os.cpu_count() or 1))) as pool:
+        for module in [pool.submit(_module, source, defines, device) for source, defines in kernels]:
+            module.result()
