@@ -125,8 +125,8 @@ H200 = replace(HOPPER_GPU, multiprocessors=132)
 NO_LENGTHS = {key: value for key, value in EVERYTHING.items() if key not in ("lens", "queries")}
 # Query heads of a KV head, queries of a sequence, columns of a block.
 GROUPS_QUERIES_COLUMNS = (
-    *((2, 16, 32), (3, 16, 48), (5, 16, 40), (6, 16, 48), (7, 8, 56), (8, 8, 64)),
-    *((12, 4, 48), (13, 4, 56), (16, 3, 48), (16, 4, 64)),
+    *((2, 16, 32), (3, 16, 48), (5, 16, 40), (6, 16, 48), (7, 8, 64), (8, 8, 64)),
+    *((12, 4, 48), (13, 4, 64), (16, 3, 48), (16, 4, 64)),
 )
 DRAFTS = replace(LONG, dim=128, lens=(700, 290, 33), queries=(8, 6, 8))
 WARPGROUP_CASES = [
@@ -158,7 +158,7 @@ RAGGED = replace(MANY, lens=(700, 33, 0, 290, 17), queries=(16, 1, 1, 11, 13))
 COLUMN_CASES = [
     (replace(MANY, queries=(9, 3)), 40),
     (replace(MANY, queries=(12, 9)), 48),
-    (replace(MANY, queries=(13, 2), page=16), 56),
+    (replace(MANY, queries=(13, 2), page=16), 64),
     (MANY, 64),
     (replace(MANY, page=128, lens=(1300, 40), dim=64), 64),
     (replace(RAGGED, dim=64, num_kv_heads=2), 64),
@@ -182,7 +182,7 @@ UNEVEN_CASES = [
     *((replace(MANY, dim=d, queries=(8, 5), format=f), 32) for d, f in ((80, "k3v5"), (96, "k5v7"), (112, "k2v6"))),
     *((replace(MANY, dim=d, queries=(8, 5), format=f), 32) for d, f in ((80, "k8v8"), (112, "k6v8"), (96, "ku4vur2"))),
     (replace(MANY, dim=112, queries=(9, 7), format="k5v5", page=16), 40),
-    (replace(MANY, dim=80, queries=(13, 2), format="k4v1"), 56),
+    (replace(MANY, dim=80, queries=(13, 2), format="k4v1"), 64),
     (replace(MANY, dim=112, **NO_LENGTHS, queries=(9, 5), format="k4v3"), 40),
     (replace(RAGGED, dim=96, num_kv_heads=2, format="k1v4"), 64),
     (replace(MANY, dim=80, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block

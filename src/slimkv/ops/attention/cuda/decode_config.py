@@ -38,7 +38,7 @@ class DecodeConfig:
 
 
 class _Entry(NamedTuple):
-    """A row of the table. ``token_bytes``: of a token's key and value, at most."""
+    """A way to cut work. ``token_bytes``: not for tokens of more bytes, key and value together."""
 
     block_tokens: int
     warps: int
@@ -49,37 +49,32 @@ class _Entry(NamedTuple):
 
 _SMALLEST = (_Entry(64, 4, 2), _Entry(32, 4, 2, 2), _Entry(32, 4, 2), _Entry(16, 4, 2))
 _WIDE = (_Entry(64, 8, 2), _Entry(32, 8, 2), _Entry(64, 4, 2, 2), *_SMALLEST)
-# By query rows and whether levels are looked up in tables (LUT) or are bytes, and by head size: from best to smallest.
-# With one stage, keys are copied while values are multiplied and the other way round. 12 warps of large blocks leave no
-# room for blocks that are copied ahead, unless a token has few bytes.
-_BYTES = {
-    128: (
-        *(_Entry(128, 12, 2, token_bytes=88), _Entry(128, 8, 2, token_bytes=88), _Entry(64, 12, 2, token_bytes=128)),
-        *(_Entry(64, 8, 2), _Entry(32, 12, 2), _Entry(32, 8, 2), *_SMALLEST),
-    ),
-    256: (
-        *(_Entry(64, 12, 2, token_bytes=132), _Entry(64, 8, 2), _Entry(32, 12, 2), _Entry(32, 8, 2), *_SMALLEST),
-    ),
-}  # fmt: skip
-_LUT_AT_256 = (
-    *(_Entry(64, 12, 2), _Entry(32, 16, 2), _Entry(32, 12, 2), _Entry(64, 8, 2), _Entry(32, 8, 2)),
+# Beside 12 warps of large blocks nothing is left to copy ahead, unless a token has few bytes.
+_BYTES = (_Entry(64, 8, 2), _Entry(32, 12, 2), _Entry(32, 8, 2), *_SMALLEST)
+_LUT = (
+    *(_Entry(32, 16, 2), _Entry(32, 12, 2), _Entry(64, 8, 2), _Entry(32, 8, 2)),
     *(_Entry(32, 12, 1), _Entry(32, 8, 1), *_SMALLEST),
 )
-_LUT = {128: (_Entry(64, 12, 2), _Entry(64, 12, 1), *_LUT_AT_256[1:]), 256: _LUT_AT_256}  # of 256, 64 x 1 spills
-_TABLE = {
-    (4, False): _BYTES,
-    (4, True): _LUT,
-    (8, False): {128: (_Entry(64, 12, 2), *_WIDE), 256: (_Entry(64, 12, 2), *_WIDE)},
-    (16, False): {128: _WIDE, 256: _WIDE},
-}
-# Pairs of warpgroups, of so many rows. Of larger heads a block of tokens is shorter, for registers.
-_PAIRS = {
-    128: (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2)),
-    256: (_Entry(64, 16, 4), _Entry(64, 16, 3)),
+_PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
+_SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3))
+# By query rows of a block, levels (as bytes, from a look-up table, either) and head size, up to 128 or 256: from best
+# to smallest. With one stage, keys are copied while values are multiplied and the other way round.
+_TABLE: dict[tuple[int, str, int], tuple[_Entry, ...]] = {
+    (4, "bytes", 128): (
+        *(_Entry(128, 12, 2, token_bytes=88), _Entry(128, 8, 2, token_bytes=88)),
+        *(_Entry(64, 12, 2, token_bytes=128), *_BYTES),
+    ),
+    (4, "bytes", 256): (_Entry(64, 12, 2, token_bytes=132), *_BYTES),
+    (4, "LUT", 128): (_Entry(64, 12, 2), _Entry(64, 12, 1), *_LUT),
+    (4, "LUT", 256): (_Entry(64, 12, 2), *_LUT),
+    (8, "any", 128): (_Entry(64, 12, 2), *_WIDE),
+    (8, "any", 256): (_Entry(64, 12, 2), *_WIDE),
+    (16, "any", 128): _WIDE,
+    (16, "any", 256): _WIDE,
 }
 # What blocks of so many rows take by pairs, measured.
 FEWEST_PAIR_ROWS = 32
-_PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 56: 1.47, 64: 1.6}
+_PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 64: 1.6}
 
 
 def max_group(layout: PageLayout) -> int:
@@ -97,8 +92,8 @@ def config_for(device: Device, layout: PageLayout, group: int, queries: int) -> 
         if config is not None or group > most:
             return config
     rows = next(n for n in (4, 8, 16) if n >= min(most, group * queries))
-    looked_up = rows == 4 and _is_looked_up(layout)
-    entries = _TABLE[rows, looked_up][_head_class(layout)]
+    levels = "any" if rows > 4 else "LUT" if _is_looked_up(layout) else "bytes"
+    entries = _TABLE[rows, levels, _head_class(layout)]
     return next(_fitting(device, layout, rows, entries, False), None)
 
 
@@ -147,12 +142,12 @@ def _pairs(device: Device, layout: PageLayout, group: int, queries: int) -> Deco
     def fitting(rows: int, entries: tuple[_Entry, ...]) -> Iterator[DecodeConfig]:
         return _fitting(device, layout, rows, entries, True)
 
-    # Of 8 bits at head sizes 96 and 112 shorter blocks, so that more than two of them fit.
+    # Shorter blocks at larger heads, for registers, and of 8 bits at 96 and 112, so that more than two of them fit.
     uneven = padded_value_dim(layout) > layout.spec.value_dim
-    if _head_class(layout) == 256 or (uneven and next(fitting(FEWEST_PAIR_ROWS, _PAIRS[128][:2]), None) is None):
-        return next(fitting(FEWEST_PAIR_ROWS, _PAIRS[256]), None)
+    if _head_class(layout) == 256 or (uneven and next(fitting(FEWEST_PAIR_ROWS, _PAIRS[:2]), None) is None):
+        return next(fitting(FEWEST_PAIR_ROWS, _SHORT_PAIRS), None)
     by_time = sorted(_PAIR_TIMES, key=lambda rows: -(-queries // (rows // group)) * _PAIR_TIMES[rows])
-    return next((config for rows in by_time for config in fitting(rows, _PAIRS[128])), None)
+    return next((config for rows in by_time for config in fitting(rows, _PAIRS)), None)
 
 
 def _values_in_quarters(layout: PageLayout) -> bool:
