@@ -15,7 +15,7 @@ from attention_cases import DTYPES, Built, Case, build, exact, variants
 
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.ops.attention.api import AttendRequest, split_workspace_bytes
+from slimkv.ops.attention.api import AttendRequest, checked_request, split_workspace_bytes
 from slimkv.ops.attention.triton import launch as attend_triton
 from slimkv.ops.attention.workspace import workspace_bytes
 
@@ -179,12 +179,7 @@ def row_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 def request_of(
     built: Built, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor | None = None
 ) -> AttendRequest:
-    b = built.batch
-    return AttendRequest(
-        built.query, built.pages, b.block_table, b.seq_lens, b.cu_seqlens_q, b.max_query_len, b.max_seq_len,
-        built.codec, built.layout, built.options, built.fresh, out, lse, workspace, None,
-        sinks=None if built.options.sinks is None else built.options.sinks.float().contiguous(),
-    )  # fmt: skip
+    return checked_request(**{**built.arguments(), "min_query_len": 0}, out=out, lse=lse, workspace=workspace)
 
 
 def check_rows(built: Built, out: torch.Tensor, lse: torch.Tensor, ours: Callable[[int], bool]) -> None:
