@@ -23,6 +23,7 @@ from test_attention import check_rows, poisoned_out, request_of
 from slimkv.errors import SpecError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import decode, prefill, prefill_config
+from slimkv.ops.attention.cuda.decode_config import config_for
 from slimkv.ops.store.cuda import launch as store_launch
 from slimkv.spec import CodecSpec, Kind
 
@@ -102,21 +103,15 @@ def decode_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
         num_kv_heads=chance.choice((1, 1, 2, 3)), lens=tuple(lens), queries=tuple(queries),
         query_norm=chance.choice((1.0, 1.0, 0.3)), peaked=0 not in lens and chance.random() < 0.1,
     )  # fmt: skip
-    as_if_long = chance.random() < 0.6
-    if as_if_long:
-        decode_tests.choose_as_if_long(patch)
-    clusters = chance.random() < 0.5
-    device = replace(
-        decode_tests.SMALL_GPU, multiprocessors=chance.choice((2, 4, 8)) + as_if_long,  # shapes are kept by device
-        warpgroups=chance.random() < 0.7, clusters=clusters, one_launch=clusters or chance.random() < 0.2,
-    )  # fmt: skip
+    device = replace(decode_tests.SMALL_GPU, multiprocessors=chance.choice((2, 4, 8)), warpgroups=chance.random() < 0.7)
 
     def attend(built: Built, out: torch.Tensor, lse: torch.Tensor) -> None:
         decode.attend_packed(request_of(built, out, lse), device, decode_tests.launch)
 
     built = build(case, decode_tests.CPU)
     out, lse = poisoned_out(case, built)
-    if decode.supports(request_of(built, out, lse)) is not None:
+    taken = decode.supports(request_of(built, out, lse)) is None
+    if not taken or config_for(device, built.layout, case.group, max(case.queries)) is None:
         return False
     print(case, device)
     attend(built, out, lse)

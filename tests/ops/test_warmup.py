@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from slimkv.codec import Codec
-from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions
-from slimkv.ops.attention.cuda.decode import _prepare
-from slimkv.ops.attention.cuda.shape import Device
+from slimkv.errors import InputError
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions, AttendRequest
+from slimkv.ops.attention.cuda.decode import _prepare, reachable_kernels
+from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.warmup import LayerKind, Step, run_step, serving_steps
 from slimkv.spec import PageLayout, parse_spec
 
-H200 = Device(132, 233472, 232448, copy_engine=True, warpgroups=True, clusters=True)
+H200 = Device(132, 233472, 232448, copy_engine=True, warpgroups=True)
 
 
 def kind(format: str = "k4v4", **options) -> LayerKind:
@@ -51,6 +54,43 @@ def test_prefill_of_any_length_asks_for_one_kernel_of_few_queries(monkeypatch):
         monkeypatch.setattr("slimkv.ops.attention.api.REGISTRY.select", lambda *_: Loaded(prepare))
         run_step(kind(), step)
     assert len(seen) == 1
+
+
+FORMATS = ("k4v4", "k2v2", "k3v5", "k8v8", "k6v4", "fp8", "ku4vu4", "k1v1", "turboquant_k8v4")
+SMALL = Device(142, 102400, 101376)
+
+
+@pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "99 KB"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_request_runs_a_kernel_that_warm_up_compiles(format, device):
+    """Whatever the numbers and lengths of sequences and queries are, and whether some are prefilled."""
+    chance, ran = random.Random(format), 0
+    for dim in (64, 80, 96, 112, 128, 192, 256):
+        codec = Codec(parse_spec(format, dim))
+        for _ in range(30):
+            layout, group = (
+                PageLayout(codec.spec, chance.choice((16, 32, 64))),
+                chance.choice((1, 2, 3, 4, 7, 8, 12, 16, 32)),
+            )
+            window, softcap = chance.choice((None, 100)), chance.choice((0.0, 30.0))
+            options = AttendOptions(sliding_window=window, softcap=softcap)
+            heads, most = chance.choice((1, 2, 8)), chance.choice((7, 15, MAX_DECODE_QUERIES))
+            queries = [chance.choice((1, 1, 2, 4, 8, chance.randint(1, 60))) for _ in range(chance.choice((1, 2, 40)))]
+            longest, dtype = chance.choice((128, 4096, 1 << 17)), chance.choice((torch.float16, torch.bfloat16))
+            query = torch.empty(1, dtype=dtype).expand(sum(queries), heads * group, dim)
+            out = torch.empty(1, dtype=dtype).expand(sum(queries), heads * group, codec.spec.value_dim)
+            ints = torch.zeros(len(queries) + 1, dtype=torch.int32)
+            request = AttendRequest(
+                query, torch.empty(1, heads, layout.page_bytes, dtype=torch.uint8), ints[:-1, None], ints[:-1], ints,
+                max(queries), longest, codec, layout, options, None, out, None, None, None,
+            )  # fmt: skip
+            try:
+                plan = _prepare(request, device, most).plan
+            except InputError:  # no configuration fits, and `supports` refuses the request
+                continue
+            ran += 1
+            assert (plan.config.source, plan.defines) in reachable_kernels(device, layout, group, dtype, options)
+    assert ran > 20
 
 
 class Loaded:

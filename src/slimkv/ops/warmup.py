@@ -9,6 +9,8 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions, attend
+from slimkv.ops.attention.cuda import decode as cuda_decode
+from slimkv.ops.cuda import cuda_unavailable_reason
 from slimkv.ops.store.api import store_kv
 from slimkv.spec import PageLayout
 
@@ -63,8 +65,17 @@ def serving_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
     return list(dict.fromkeys([*decoding_steps(max_seq_len, verified), *cached]))
 
 
+def compile_reachable(kind: LayerKind) -> None:
+    """Compiles in parallel all CUDA decode kernels that requests of the layer can run; a second call does nothing."""
+    device = kind.codec.device
+    if kind.backend in (None, "cuda") and cuda_unavailable_reason(device) is None:
+        group = kind.num_heads // kind.num_kv_heads
+        cuda_decode.compile_reachable(kind.layout, group, kind.dtype, kind.options, device)
+
+
 def run_step(kind: LayerKind, step: Step) -> None:
-    """Stores the new tokens and attends, all in one page; the output is nobody's."""
+    """Compiles what the layer can reach, stores the new tokens and attends, all in one page; the output is nobody's."""
+    compile_reachable(kind)
     codec, layout, device = kind.codec, kind.layout, kind.codec.device
     tokens, spec = step.sequences * step.queries, codec.spec
 

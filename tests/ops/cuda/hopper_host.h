@@ -116,18 +116,6 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
   memset(shared, host::POISON, bytes);
   host::landings.push_back({shared, global, bytes, barrier});
 }
-DEVICE void st_cluster(float* to, float a, float b, float c, float d, u64* barrier, int rank) {
-  const u64 offset = (u8*)to - host::machine.shared, at = (u8*)barrier - host::machine.shared;
-  if (rank < 0 || rank >= host::machine.cluster || offset + 16 > (u64)host::machine.shared_bytes || at + 8 > (u64)host::machine.shared_bytes)
-    host::fail("shared memory of another block that is not there");
-  if (offset % 16) host::fail("a store to another block that is not aligned to 16 bytes");
-  if (host::machine.threads[rank * host::machine.block_threads].state == host::DONE) host::fail("a store to a block that has ended");
-  const float four[4] = {a, b, c, d};
-  memcpy(host::shared_of(rank) + offset, four, 16);
-  host::Barrier* theirs = reinterpret_cast<host::Barrier*>(host::shared_of(rank) + at);
-  theirs->bytes_and_phase -= 2 * 16;
-  host::settle(theirs);
-}
 DEVICE void fence_proxy_async() {}
 DEVICE void fence_proxy_async_global() {}
 template <int OFFSET, int COUNT = 4> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {

@@ -1,4 +1,4 @@
-// A GPU on a CPU, for tests: every CUDA thread is a coroutine, blocks (or clusters of them) run one after the other, and whatever needs several
+// A GPU on a CPU, for tests: every CUDA thread is a coroutine, blocks run one after the other, and whatever needs several
 // lanes (barriers, shuffles, votes, matrix products) is a place where they wait for one another. It gives what
 // intrinsics.cuh gives on a device. Lanes that do not meet are an error, shared memory starts as NaNs, and
 // asynchronous copies land only when they are waited for, so that a missing wait or barrier shows.
@@ -26,7 +26,6 @@ typedef long long i64;
 #define DEVICE_MEMBER inline
 #define KERNEL(threads, blocks) static void
 #define GRID_CONSTANT const
-#define CLUSTER_OF(blocks)
 #define SHARED_MEMORY(name) u8* const name = host::machine.shared
 #define SHARED_OPERANDS(name) SHARED_MEMORY(name)
 #define HOST_TESTABLE(name, Args)                                                                                  \
@@ -36,24 +35,17 @@ typedef long long i64;
       return host::refuse(#name " takes %d bytes of arguments, got %d", (int)sizeof(Args), args_bytes);         \
     return host::launch(host_entry_of_##name, x, y, threads, shared, args);                                     \
   }
-#define HOST_TESTABLE_CLUSTER(name, Args, size)                                                                    \
-  static void host_entry_of_##name(const void* args) { name(*static_cast<const Args*>(args)); }                 \
-  extern "C" int host_launch_##name(int x, int y, int threads, int shared, const void* args, int args_bytes) {  \
-    if (args_bytes != (int)sizeof(Args))                                                                        \
-      return host::refuse(#name " takes %d bytes of arguments, got %d", (int)sizeof(Args), args_bytes);         \
-    return host::launch(host_entry_of_##name, x, y, threads, shared, args, size);                               \
-  }
 
 struct alignas(8) Words2 { u32 x, y; };
 struct alignas(16) Words4 { u32 x, y, z, w; };
 
 namespace host {
 
-constexpr int STACK_BYTES = 64 * 1024, GUARD_BYTES = 4096, MOST_THREADS = 4096;  // of a cluster
+constexpr int STACK_BYTES = 64 * 1024, GUARD_BYTES = 4096, MOST_THREADS = 1024;
 constexpr u8 POISON = 0xFF, GUARD = 0xA5;
 constexpr u64 STACK_MARK = 0x51CC5CA1AB1E57ACull;
 
-enum State { RUNNING, AT_WARP, AT_BLOCK, AT_CLUSTER, DONE };
+enum State { RUNNING, AT_WARP, AT_BLOCK, DONE };
 
 template <class T> struct List {  // of plain structs, in order
   T* items = nullptr;
@@ -87,10 +79,8 @@ struct Machine {
   Team teams[16];
   Thread threads[MOST_THREADS];
   u64 operands[2][MOST_THREADS][8];
-  u8* memory = nullptr;  // of all blocks of a cluster, so far apart
-  size_t apart = 0;
-  u8* shared = nullptr;  // of the current thread's block
-  int shared_bytes = 0, count = 0, block_threads = 0, cluster = 1, current = 0, block_x = 0, block_y = 0, grid_x = 1, grid_y = 1;
+  u8* shared = nullptr;
+  int shared_bytes = 0, count = 0, current = 0, block_x = 0, block_y = 0, grid_x = 1, grid_y = 1;
   void (*kernel)(const void*) = nullptr;
   const void* args = nullptr;
   bool failed = false;
@@ -106,8 +96,7 @@ static Machine machine;
 // fork() of it must find as much memory as all their stacks would take.
 inline u8* stacks = nullptr;
 
-static u8* shared_of(int block) { return machine.memory + block * machine.apart + GUARD_BYTES; }
-static void choose(int i) { machine.current = i, machine.shared = shared_of(i / machine.block_threads); }
+static void choose(int i) { machine.current = i; }
 
 static int refuse(const char* format, ...) {
   va_list list;
@@ -197,11 +186,9 @@ static void start(int i) {
 static int ordered(int i) { return (machine.block_x + machine.block_y) % 2 ? machine.count - 1 - i : i; }
 
 static bool run_block() {
-  for (int b = 0; b < machine.cluster; b++) {
-    memset(shared_of(b) - GUARD_BYTES, GUARD, GUARD_BYTES);
-    memset(shared_of(b), POISON, machine.shared_bytes);
-    memset(shared_of(b) + machine.shared_bytes, GUARD, GUARD_BYTES);
-  }
+  memset(machine.shared - GUARD_BYTES, GUARD, GUARD_BYTES);
+  memset(machine.shared, POISON, machine.shared_bytes);
+  memset(machine.shared + machine.shared_bytes, GUARD, GUARD_BYTES);
   for (int i = 0; i < machine.count; i++) start(i);
   for (Team& team : machine.teams) team = {0, false, false, 0};
   for (;;) {
@@ -216,13 +203,13 @@ static bool run_block() {
       if (mark != STACK_MARK) return refuse("thread %d used more than %d bytes of stack", i, STACK_BYTES), false;
       moved = true;
     }
-    int done = 0, at_cluster = 0;
+    int done = 0, at_block = 0;
     for (int w = 0; w < machine.count; w += 32) {
       int at_warp = 0;
       for (int i = w; i < w + 32; i++) {
         State s = machine.threads[i].state;
         done += s == DONE;
-        at_cluster += s == AT_CLUSTER;
+        at_block += s == AT_BLOCK;
         at_warp += s == AT_WARP && !strcmp(machine.threads[i].where, machine.threads[w].where);
       }
       if (at_warp == 32) {
@@ -231,18 +218,9 @@ static bool run_block() {
       }
     }
     if (done == machine.count) break;
-    for (int first = 0; first < machine.count; first += machine.block_threads) {
-      int here = 0, ended = 0;
-      for (int i = first; i < first + machine.block_threads; i++)
-        here += machine.threads[i].state == AT_BLOCK, ended += machine.threads[i].state == DONE;
-      if (here == 0 || here + ended < machine.block_threads) continue;
-      for (int i = first; i < first + machine.block_threads; i++)
-        if (machine.threads[i].state == AT_BLOCK) machine.threads[i].state = RUNNING;
-      moved = true;
-    }
-    if (at_cluster && done + at_cluster == machine.count) {
+    if (at_block && done + at_block == machine.count) {
       for (int i = 0; i < machine.count; i++)
-        if (machine.threads[i].state == AT_CLUSTER) machine.threads[i].state = RUNNING;
+        if (machine.threads[i].state == AT_BLOCK) machine.threads[i].state = RUNNING;
       moved = true;
     }
     if (!moved) {
@@ -263,26 +241,22 @@ static bool run_block() {
   if (waited && waited < machine.count)
     return refuse("block (%d, %d): %d of %d threads end without waiting for the grid before", machine.block_x, machine.block_y,
                   machine.count - waited, machine.count), false;
-  for (int b = 0; b < machine.cluster; b++)
-    for (int i = 0; i < GUARD_BYTES; i++)
-      if (shared_of(b)[i - GUARD_BYTES] != GUARD || shared_of(b)[machine.shared_bytes + i] != GUARD)
-        return refuse("block (%d, %d) wrote beyond its %d bytes of shared memory", machine.block_x + b, machine.block_y,
-                      machine.shared_bytes), false;
+  for (int i = 0; i < GUARD_BYTES; i++)
+    if (machine.shared[i - GUARD_BYTES] != GUARD || machine.shared[machine.shared_bytes + i] != GUARD)
+      return refuse("block (%d, %d) wrote beyond its %d bytes of shared memory", machine.block_x, machine.block_y,
+                    machine.shared_bytes), false;
   return true;
 }
 
-static int launch(void (*kernel)(const void*), int x, int y, int threads, int shared, const void* args, int cluster = 1) {
-  if (x % cluster || threads * cluster > MOST_THREADS) return refuse("no clusters of %d blocks of %d threads in %d blocks", cluster, threads, x);
+static int launch(void (*kernel)(const void*), int x, int y, int threads, int shared, const void* args) {
   if (threads < 1 || threads > 1024 || threads % 32) return refuse("%d threads: a multiple of 32 up to 1024", threads);
   if (shared < 0 || shared > 227 * 1024) return refuse("%d bytes of shared memory: at most 227 KiB", shared);
   if (!stacks) stacks = static_cast<u8*>(aligned_alloc(4096, (size_t)MOST_THREADS * STACK_BYTES));
   size_t allocated = ((size_t)shared + 2 * GUARD_BYTES + 1023) / 1024 * 1024;
-  machine.memory = static_cast<u8*>(aligned_alloc(1024, cluster * allocated));
-  machine.apart = allocated;
+  u8* const memory = static_cast<u8*>(aligned_alloc(1024, allocated));
+  machine.shared = memory + GUARD_BYTES;
   machine.shared_bytes = shared;
-  machine.cluster = cluster;
-  machine.block_threads = threads;
-  machine.count = cluster * threads;
+  machine.count = threads;
   machine.grid_x = x;
   machine.grid_y = y;
   machine.kernel = kernel;
@@ -290,8 +264,8 @@ static int launch(void (*kernel)(const void*), int x, int y, int threads, int sh
   machine.failed = false;
   bool fine = true;
   for (machine.block_y = 0; fine && machine.block_y < y; machine.block_y++)
-    for (machine.block_x = 0; fine && machine.block_x < x; machine.block_x += cluster) fine = run_block();
-  free(machine.memory);
+    for (machine.block_x = 0; fine && machine.block_x < x; machine.block_x++) fine = run_block();
+  free(memory);
   machine.shared = nullptr;
   return fine ? 0 : 1;
 }
@@ -354,23 +328,15 @@ static void mma_8(const char* where, i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u
 
 }  // namespace host
 
-DEVICE int thread_index() { return host::machine.current % host::machine.block_threads; }
+DEVICE int thread_index() { return host::machine.current; }
 DEVICE int read_laneid() { return host::machine.current & 31; }
-DEVICE int cluster_rank() { return host::machine.current / host::machine.block_threads; }
-DEVICE int block_index() { return host::machine.block_x + cluster_rank(); }
+DEVICE int block_index() { return host::machine.block_x; }
 DEVICE int block_index_y() { return host::machine.block_y; }
 DEVICE int block_count() { return host::machine.grid_x; }
 DEVICE void sync_threads() {
   host::Thread& t = host::machine.threads[host::machine.current];
   t.where = "sync_threads";
   t.state = host::AT_BLOCK;
-  host::to_scheduler();
-}
-DEVICE void cluster_arrive() {}
-DEVICE void cluster_wait() {
-  host::Thread& t = host::machine.threads[host::machine.current];
-  t.where = "cluster_wait";
-  t.state = host::AT_CLUSTER;
   host::to_scheduler();
 }
 DEVICE void sync_warp() { host::meet("sync_warp", nullptr, 0); }
@@ -573,9 +539,6 @@ DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
   d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
   mma_u8_u8(d, a0, a1, a2, a3, b0, b1);
 }
-DEVICE float ld_relaxed(const float* p) { return *p; }
-DEVICE void st_relaxed(float* p, float x) { *p = x; }
-DEVICE void st_relaxed(float* p, float a, float b, float c, float d) { p[0] = a, p[1] = b, p[2] = c, p[3] = d; }
 DEVICE i32 ld_acquire(const i32* p) { return *p; }
 DEVICE void add_relaxed(i32* p, i32 x) { *p += x; }
 DEVICE void fence_device() {}

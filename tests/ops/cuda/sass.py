@@ -21,8 +21,10 @@ from pathlib import Path
 
 import torch
 
-from slimkv.ops.attention.cuda import decode, prefill, prefill_config, shape
+from slimkv.ops.attention.cuda import prefill, prefill_config
+from slimkv.ops.attention.cuda.decode_config import config_for
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
+from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.attention.cuda.prefill_config import AHEAD, FIRST, FUSED, PrefillConfig
 from slimkv.ops.attention.cuda.prefill_defines import attend_defines, unpack_defines
 from slimkv.ops.cuda.compiler import compile_kernels
@@ -32,7 +34,7 @@ from slimkv.ops.store.cuda import launch as store
 from slimkv.ops.store.cuda import vectors as store_vectors
 from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
-H200 = shape.Device(
+H200 = Device(
     multiprocessors=132, shared_of_multiprocessor=233472, shared_of_block=232448, copy_engine=True, warpgroups=True
 )
 FP16, BF16, FP32 = 0, 1, 2
@@ -45,14 +47,14 @@ def _layout(format: str, dim: int, value_dim: int | None = None, block_size: int
 
 
 def _decode(
-    format: str, dim: int = 128, group: int = 4, queries: int = 1, tokens: int = 1 << 15, dtype: int = BF16,
+    format: str, dim: int = 128, group: int = 4, queries: int = 1, dtype: int = BF16,
     window: bool = False, softcap: bool = False, block_size: int = 16, value_dim: int | None = None,
 ) -> Variant:  # fmt: skip
     layout = _layout(format, dim, value_dim, block_size)
-    cut = shape.shape_on(H200, layout, group, queries, tokens, 256)
-    assert cut is not None
-    defines = dict(kernel_defines(layout, cut, dtype, dtype, window, softcap))
-    return decode.SOURCE, defines, "sm_90a" if cut.warpgroup else "sm_90"
+    config = config_for(H200, layout, group, queries)
+    assert config is not None
+    defines = dict(kernel_defines(layout, config, dtype, dtype, window, softcap))
+    return config.source, defines, "sm_90a" if config.pairs else "sm_90"
 
 
 def _store(
@@ -114,7 +116,6 @@ def variants() -> dict[str, Variant]:
     """What is compiled, by name."""
     return {
         **{f"decode-{f}": _decode(f) for f in DECODE_FORMATS},
-        "decode-k4v4-short": _decode("k4v4", tokens=4096),
         "decode-k4v4-8-columns": _decode("k4v4", group=8),
         "decode-k4v4-16-columns": _decode("k4v4", queries=4),
         "decode-k4v4-32-columns": _decode("k4v4", queries=8),
@@ -123,8 +124,8 @@ def variants() -> dict[str, Variant]:
         "decode-d256-16-columns": _decode("k4v4", 256, 16),
         "decode-k5v5-8-columns": _decode("k5v5", group=8),
         "decode-d64-8-columns": _decode("k4v4", 64, 8),
-        "decode-d96": _decode("k4v4", 96, 1, tokens=4096),
-        "decode-d256-softcap": _decode("k4v4", 256, 2, tokens=8192, softcap=True),
+        "decode-d96": _decode("k4v4", 96, 1),
+        "decode-d256-softcap": _decode("k4v4", 256, 2, softcap=True),
         "decode-d192-128": _decode("k4v4", 192, value_dim=128, block_size=64),
         "decode-window-fp16": _decode("k4v4", window=True, dtype=FP16, block_size=64),
         "decode-d80-fp32": _decode("k7v1", 80, dtype=FP32),

@@ -14,7 +14,7 @@ from latent_cases import DTYPES, Built, Case, build, check
 
 from slimkv import ops
 from slimkv.errors import InputError
-from slimkv.ops.attention.cuda.shape import Device
+from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.latent.cuda import launch as latent_cuda
 from slimkv.ops.latent.cuda import split

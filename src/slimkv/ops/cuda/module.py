@@ -11,8 +11,6 @@ import torch
 
 from slimkv.ops.cuda.compiler import CompileError, compile_kernels
 
-_PORTABLE_CLUSTER = 8
-
 
 class Kernel:
     """One kernel of a module. It takes exactly one argument: a structure, by value."""
@@ -121,17 +119,8 @@ class Module:
         """The kernel called ``name``."""
         if name not in self._kernels:
             function = _checked(self._driver, self._driver.cuModuleGetFunction(self._handle, name.encode()), name)
-            self._allow_large_clusters(function)
             self._kernels[name] = Kernel(function, self._driver, name)
         return self._kernels[name]
-
-    def _allow_large_clusters(self, function: Any) -> None:
-        """Clusters of more blocks than every device of the architecture must have are launched on demand only."""
-        which = self._driver.CUfunction_attribute
-        width = which.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH
-        if _checked(self._driver, self._driver.cuFuncGetAttribute(width, function)) > _PORTABLE_CLUSTER:
-            allowed = which.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-            _checked(self._driver, self._driver.cuFuncSetAttribute(function, allowed, 1))
 
 
 class Defines(dict[str, int]):

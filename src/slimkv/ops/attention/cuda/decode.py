@@ -1,4 +1,4 @@
-"""attend with CUDA C++: sequences of few queries on their packed pages (source/decode/decode.cu).
+"""attend with CUDA C++: sequences of few queries on their packed pages (source/decode).
 
 Sequences of more queries than that (prefill) are unpacked and attended in the same call: on Hopper by ``prefill``
 where it can, else by the Triton kernels.
@@ -7,43 +7,37 @@ where it can, else by the Triton kernels.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slimkv.codec.rotation import core_words, sign_words
 from slimkv.errors import InputError
-from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendRequest
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendOptions, AttendRequest
 from slimkv.ops.attention.cuda import prefill
-from slimkv.ops.attention.cuda.decode_defines import kernel_defines
-from slimkv.ops.attention.cuda.level_bytes import level_bytes
-from slimkv.ops.attention.cuda.shape import (
-    FEW_COLUMNS,
-    Amount,
-    Device,
-    Few,
-    Shape,
-    amount_of,
-    few_tokens,
-    in_one_launch,
-    max_columns,
-    polls,
-    rows_bound,
-    shape_for,
-    shape_on,
+from slimkv.ops.attention.cuda.decode_config import (
+    FEWEST_PAIR_ROWS,
+    VERIFY,
+    DecodeConfig,
+    config_for,
+    max_group,
+    reachable,
+    shared_bytes,
     writes_whole_items,
 )
-from slimkv.ops.attention.cuda.shared_memory import shared_bytes
+from slimkv.ops.attention.cuda.decode_defines import kernel_defines
+from slimkv.ops.attention.cuda.device import Device, device_of
+from slimkv.ops.attention.cuda.level_bytes import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
-from slimkv.ops.cuda.module import Defines, load
+from slimkv.ops.cuda.module import Defines, Module, load
 from slimkv.spec import PageLayout
 
-SOURCE = "decode/decode.cu"
 LARGEST_DIM = 256
 _MERGE_WARPS, _PARTS_AT_ONCE = 2, 4  # as merge.cuh has them
 
@@ -57,12 +51,12 @@ _CoreWords = ctypes.c_uint32 * 32
 
 
 class Args(ctypes.Structure):
-    """The kernels' argument; decode.cu says what each is."""
+    """The kernels' argument; decode/shape.cuh says what each is."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "query", "pages", "table", "lengths", "starts", "key_signs", "value_signs", "key_levels", "value_levels",
-            "sinks", "out", "lse", "parts", "part_states",
+            "sinks", "score_shift", "out", "lse", "parts", "part_states",
         )),
         *((name, ctypes.c_int64) for name in (
             "query_stride", "query_head_stride", "page_stride", "page_head_stride", "table_stride", "out_stride",
@@ -77,21 +71,32 @@ class Args(ctypes.Structure):
         ("value_core", _CoreWords),
         *((name, ctypes.c_int32) for name in (
             "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split", "merge_places",
-            "queries_of_chunk", "group_inverse",
+            "queries_of_chunk", "group_inverse", "sink_stride",
         )),
     )  # fmt: skip
 
 
-KernelCall = tuple[str, Defines, tuple[int, int], int, int, Args, bool]
-Launcher = Callable[[str, Defines, tuple[int, int], int, int, Args, bool], None]
-Binder = Callable[[str, Defines, tuple[int, int], int, int, Args, bool], Callable[[], None]]
+class KernelCall(NamedTuple):
+    """A launch of a kernel of ``source``."""
+
+    source: str
+    name: str
+    defines: Defines
+    grid: tuple[int, int]
+    threads: int
+    shared: int
+    args: Args
+
+
+Launcher = Callable[[KernelCall], None]
+Binder = Callable[[KernelCall], Callable[[], None]]
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a kind of request is compiled and launched, and the constant part of its arguments."""
 
-    shape: Shape
+    config: DecodeConfig
     defines: Defines
     shared: int
     args: Args
@@ -114,9 +119,16 @@ def supports(request: AttendRequest) -> str | None:
         refusal = prefill.eight_bit_refusal(request)
         if refusal is None and not prefill.runs_on(request.pages.device):
             refusal = "it prefills in 8 bits on compute capability 9.0 only; use backend='reference'"
-    if refusal is None and request.pages.device.type == "cuda" and _shape(request) is None:
-        return f"{request.layout.spec.format} needs more shared memory than this device has; use backend='triton'"
+    if refusal is None and request.pages.device.type == "cuda" and _config(request) is None:
+        return f"{_lacking(request.layout, request.group)}; use backend='triton'"
     return refusal
+
+
+def _lacking(layout: PageLayout, group: int) -> str:
+    """Why no configuration fits."""
+    if group > 16:
+        return f"{group} query heads per KV head are more than 16, which {layout.spec.format} takes on sm_90 at most"
+    return f"{layout.spec.format} needs more shared memory than this device has"
 
 
 @lru_cache(maxsize=1024)
@@ -131,9 +143,9 @@ def _refusal(layout: PageLayout, group: int) -> str | None:
             return f"{name} head size {dim} is beyond {LARGEST_DIM}; use backend='triton'"
     if layout.block_size < 16:
         return "it reads blocks of 16 tokens and more; use backend='reference'"
-    if group > max_columns(layout):
+    if group > max_group(layout):
         return (
-            f"{group} query heads per KV head are more than {max_columns(layout)}, "
+            f"{group} query heads per KV head are more than {max_group(layout)}, "
             f"what fits its registers at head sizes {spec.key_dim}/{spec.value_dim}; use backend='triton'"
         )
     return None
@@ -176,10 +188,7 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
 def attend_packed(
     request: AttendRequest, device: Device, launch: Launcher, most_queries: int = MAX_DECODE_QUERIES
 ) -> None:
-    """The sequences of at most ``most_queries`` queries: one launch that attends and one that merges.
-
-    Of short sequences one launch does both: a block has all keys, or a cluster of blocks.
-    """
+    """The sequences of at most ``most_queries`` queries: one launch that attends and one that merges."""
     call, workspace = _prepare(request, device, most_queries), request.workspace
     if workspace is None:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=request.query.device)
@@ -214,53 +223,48 @@ class _Call:
         """The kernels, once."""
         self.use(workspace)
         for kernel in self._kernels():
-            launch(*kernel)
+            launch(kernel)
 
     def bound(self, bind: Binder) -> list[Callable[[], None]]:
         """The kernels, for many times."""
-        return [bind(*kernel) for kernel in self._kernels()]
+        return [bind(kernel) for kernel in self._kernels()]
 
     def _kernels(self) -> tuple[KernelCall, ...]:
-        plan = self.plan
-        attend = ("attend", plan.defines, self.grids[0], 32 * plan.shape.warps, plan.shared, self.args, True)
-        if plan.shape.one_launch:
-            return (attend,)
+        plan, config = self.plan, self.plan.config
+        attend = KernelCall(
+            config.source, "attend", plan.defines, self.grids[0], 32 * config.warps, plan.shared, self.args
+        )
         merge = "merge_cuts" if self.cuts else "merge"
-        return attend, (merge, plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, self.args, True)
+        return attend, KernelCall(
+            config.source, merge, plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, self.args
+        )
 
 
 def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call:
     query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
     (total, heads, _), num_kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
-    tokens = _seen_tokens(request)
-    few = few_tokens(device, sequences, total, num_kv_heads, tokens)
-    amount = amount_of(device, layout, tokens, sequences * num_kv_heads)
-    if request.max_query_len > most_queries:  # beside a prefill: one kernel for all, however little there is to do
-        amount, few = Amount(*(False,) * len(Amount._fields)), None
     plan = _plan(
-        device, layout, group, min(request.max_query_len, most_queries), _cut_for(request, most_queries), amount, few,
-        rows_bound(total * heads), query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
+        device, layout, group, _cut_for(request, most_queries), query.dtype, out.dtype,
+        options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
-        raise InputError(f"{layout.spec.format} needs more shared memory than this device has")
-    shape = plan.shape
+        raise InputError(_lacking(layout, group))
+    config = plan.config
     # Rows of others, if there are more queries than that: a few places a sequence are looked at then, not every row.
     rows = min(total, sequences * most_queries)
-    items = most_items(rows, sequences, num_kv_heads, group, shape)
-    blocks = device.multiprocessors * shape.resident
+    items = most_items(rows, sequences, num_kv_heads, group, config)
+    blocks = device.multiprocessors * config.blocks_per_sm
     slots = items + blocks  # every item has a part, and every block may begin another
-    if shape.one_launch:
-        chunks = -(-total // (shape.columns // group)) if sequences == 1 else 1
-        blocks, slots = sequences * chunks * num_kv_heads * shape.cluster, 0
     # Few rows have many parts, and then two warps share them; a warp alone reads some at once.
-    split = not shape.one_launch and total * heads <= 32 * device.multiprocessors and blocks // items > _PARTS_AT_ONCE
+    split = total * heads <= 32 * device.multiprocessors and blocks // items > _PARTS_AT_ONCE
     merge_split = 2 if split else 1
     cuts = items > blocks and writes_whole_items(layout)  # most items are whole in one block
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
     if cuts:
-        merge_grid = (max(1, blocks - 1), -(-shape.columns // _MERGE_WARPS))
+        merge_grid = (max(1, blocks - 1), -(-config.rows // _MERGE_WARPS))
     sinks = request.sinks
+    shift = None if request.score_shift is None else request.score_shift.contiguous()
     key, value = request.codec.key_tables, request.codec.value_tables
     args = Args.from_buffer_copy(plan.args)
     args.query, args.query_stride, args.query_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
@@ -272,16 +276,18 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.value_norm = value.orthonormal
     args.out, args.out_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
     args.sinks = None if sinks is None else sinks.data_ptr()
+    args.sink_stride = 0 if sinks is None or sinks.ndim == 1 else heads
+    args.score_shift = None if shift is None else shift.data_ptr()
     args.lse = None if request.lse is None else request.lse.data_ptr()
     args.scale, args.softcap = request.softmax_scale * LOG2E, options.softcap * LOG2E
     args.sequences, args.heads, args.group, args.blocks = sequences, num_kv_heads, group, blocks
     args.most_queries, args.merge_places = most_queries, most_queries if rows < total else 0
     args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
-    args.queries_of_chunk, args.group_inverse = shape.columns // group, -(-(1 << 16) // group)
-    part_bytes = 4 * slots * shape.columns * value_dim
+    args.queries_of_chunk, args.group_inverse = config.rows // group, -(-(1 << 16) // group)
+    part_bytes = 4 * slots * config.rows * value_dim
     return _Call(
         plan, args, ((blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 4), cuts,
-        part_bytes, 4 * slots * shape.columns * (value_dim + 2), () if sinks is None else (sinks,),
+        part_bytes, 4 * slots * config.rows * (value_dim + 2), tuple(x for x in (sinks, shift) if x is not None),
     )  # fmt: skip
 
 
@@ -289,21 +295,18 @@ def _cut_for(request: AttendRequest, most_queries: int) -> int:
     """Queries of a sequence that the kernel is cut for: those of most, if one has many more or is prefilled."""
     longest, sequences = request.max_query_len, request.seq_lens.shape[0]
     alike = longest <= most_queries and 2 * request.query.shape[0] > sequences * longest
-    return longest if alike else min(longest, most_queries, max(1, FEW_COLUMNS // request.group))
+    return longest if alike else min(longest, most_queries, max(1, FEWEST_PAIR_ROWS // request.group))
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, cut_for: int, amount: Amount, few: Few | None,
-    rows: int, q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
+    device: Device, layout: PageLayout, group: int, queries: int, q_dtype: torch.dtype, out_dtype: torch.dtype,
+    window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    """Of up to ``queries``, mostly ``cut_for``; ``few``: if sequences are short; ``rows``: of output, at most."""
-    shape = shape_for(device, layout, group, cut_for, amount)
-    if shape is None:
+    """Of sequences of mostly ``queries``."""
+    config = config_for(device, layout, group, queries)
+    if config is None:
         return None
-    if few is not None:
-        shape = in_one_launch(device, layout, shape, group, queries, few)
-    shape = replace(shape, polled=polls(device, layout, shape, rows, amount))
     spec = layout.spec
     args = Args(
         key_table=_Table(*level_bytes(spec.key, spec.key_dim)),
@@ -313,13 +316,13 @@ def _plan(
         key_core=_CoreWords(*core_words(spec.key_dim, True)),
         value_core=_CoreWords(*core_words(spec.value_dim, False)),
     )  # fmt: skip
-    defines = kernel_defines(layout, shape, DTYPE_NUMBERS[q_dtype], DTYPE_NUMBERS[out_dtype], window, softcap)
-    return Plan(shape, defines, shared_bytes(layout, shape), args)
+    defines = kernel_defines(layout, config, DTYPE_NUMBERS[q_dtype], DTYPE_NUMBERS[out_dtype], window, softcap)
+    return Plan(config, defines, shared_bytes(layout, config), args)
 
 
-def most_items(total: int, sequences: int, num_kv_heads: int, group: int, shape: Shape) -> int:
+def most_items(total: int, sequences: int, num_kv_heads: int, group: int, config: DecodeConfig) -> int:
     """Most (sequence, chunk of queries, KV head) of one call."""
-    return min(total, total // (shape.columns // group) + sequences) * num_kv_heads
+    return min(total, total // (config.rows // group) + sequences) * num_kv_heads
 
 
 def workspace_bytes(
@@ -328,62 +331,64 @@ def workspace_bytes(
 ) -> int:  # fmt: skip
     """Bytes that ``attend`` needs as ``workspace`` for these bounds."""
     about, need = device_of(device), 0
-    for queries in range(1, min(max_query_len, MAX_DECODE_QUERIES) + 1):
-        for amount in product((False, True), repeat=len(Amount._fields)):
-            shape = shape_for(about, layout, group, queries, Amount(*amount))
-            if shape is not None:
-                items = most_items(total_queries, sequences, num_kv_heads, group, shape)
-                slots = items + about.multiprocessors * shape.resident
-                need = max(need, 4 * slots * shape.columns * (layout.spec.value_dim + 2))
+    for config in reachable(about, layout, group, min(max_query_len, MAX_DECODE_QUERIES)):
+        items = most_items(total_queries, sequences, num_kv_heads, group, config)
+        slots = items + about.multiprocessors * config.blocks_per_sm
+        need = max(need, 4 * slots * config.rows * (layout.spec.value_dim + 2))
     return need
 
 
-def _shape(request: AttendRequest) -> Shape | None:
-    device, queries = device_of(request.query.device), min(request.max_query_len, MAX_DECODE_QUERIES)
-    rows = request.seq_lens.shape[0] * request.pages.shape[1]
-    return shape_on(device, request.layout, request.group, queries, _seen_tokens(request), rows)
+def _config(request: AttendRequest) -> DecodeConfig | None:
+    queries = min(request.max_query_len, MAX_DECODE_QUERIES)
+    return config_for(device_of(request.query.device), request.layout, request.group, queries)
 
 
-def _seen_tokens(request: AttendRequest) -> int:
-    """Most tokens of a sequence that its queries see."""
-    window = request.options.sliding_window
-    return request.max_seq_len if window is None else min(request.max_seq_len, window + request.max_query_len)
-
-
-# -- the device --------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=64)
-def device_of(device: torch.device) -> Device:
-    """Numbers of a CUDA device."""
-    about: Any = torch.cuda.get_device_properties(device)
-    return Device(
-        about.multi_processor_count,
-        about.shared_memory_per_multiprocessor,
-        about.shared_memory_per_block_optin,
-        copy_engine=about.major >= 9,
-        clusters=about.major == 9,  # where they were measured
-        one_launch=about.major == 9,
-        warpgroups=(about.major, about.minor) == (9, 0),
-    )
+# -- launches ----------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
 def _launcher(device: torch.device) -> Launcher:
-    def launch(
-        name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args, overlap: bool
-    ) -> None:
-        module = load(SOURCE, defines, device, exactly=bool(defines["WGMMA"]))
-        module.kernel(name).launch(grid, threads, shared, args, device, overlap)
+    def launch(call: KernelCall) -> None:
+        kernel = _load(call, device).kernel(call.name)
+        kernel.launch(call.grid, call.threads, call.shared, call.args, device, overlap=True)
 
     return launch
 
 
 def _binder(device: torch.device) -> Binder:
-    def bind(
-        name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args, overlap: bool
-    ) -> Callable[[], None]:
-        module = load(SOURCE, defines, device, exactly=bool(defines["WGMMA"]))
-        return module.kernel(name).bound(grid, threads, shared, args, device, overlap)
+    def bind(call: KernelCall) -> Callable[[], None]:
+        kernel = _load(call, device).kernel(call.name)
+        return kernel.bound(call.grid, call.threads, call.shared, call.args, device, overlap=True)
 
     return bind
+
+
+def _load(call: KernelCall, device: torch.device) -> Module:
+    return _module(call.source, call.defines, device)
+
+
+def _module(source: str, defines: Defines, device: torch.device) -> Module:
+    return load(source, defines, device, exactly=source == VERIFY)
+
+
+def reachable_kernels(
+    device: Device, layout: PageLayout, group: int, dtype: torch.dtype, options: AttendOptions
+) -> list[tuple[str, Defines]]:
+    """Sources and defines of all kernels that requests of a layer can run, with queries and outputs of ``dtype``."""
+    number, window, softcap = DTYPE_NUMBERS[dtype], options.sliding_window is not None, options.softcap > 0
+    return [
+        (config.source, kernel_defines(layout, config, number, number, window, softcap))
+        for config in reachable(device, layout, group, MAX_DECODE_QUERIES)
+    ]
+
+
+def compile_reachable(
+    layout: PageLayout, group: int, dtype: torch.dtype, options: AttendOptions, device: torch.device
+) -> None:
+    """Compiles and loads ``reachable_kernels``, in threads: the compiler releases the interpreter's lock."""
+    if _refusal(layout, group) is not None:
+        return
+    kernels = reachable_kernels(device_of(device), layout, group, dtype, options)
+    with ThreadPoolExecutor(max(1, min(len(kernels), os.cpu_count() or 1))) as pool:
+        for module in [pool.submit(_module, source, defines, device) for source, defines in kernels]:
+            module.result()

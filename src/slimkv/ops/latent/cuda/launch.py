@@ -12,8 +12,8 @@ import torch
 from slimkv.codec.rotation import sign_words
 from slimkv.errors import InputError
 from slimkv.ops.attention.cuda.decode import device_of
+from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
-from slimkv.ops.attention.cuda.shape import Device
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.latent.api import LatentRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slimkv.ops.attention.cuda.shape import Device
+from slimkv.ops.attention.cuda.device import Device
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
 _STEP, _WARPS, _ROPE_COPIES = 32, 4, 32  # as narrow.cu has them

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slimkv.ops.attention.cuda.shape import Device
+from slimkv.ops.attention.cuda.device import Device
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
 GROUP_THREADS, GROUP_TOKENS, MERGE_THREADS, MERGERS = 128, 64, 512, 4  # as shape.cuh and attend.cu have them

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slimkv.ops.attention.cuda.shape import Device
+from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.latent.cuda.narrow import wants_table
 from slimkv.spec import Kind, PageLayout
 

@@ -232,8 +232,8 @@ struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 struct LevelTable {
   u32 address;  // of this lane's first entry
   // The entry whose number is byte i of the word; an entry's 128 bytes are what the byte is multiplied by.
-  template <int OFFSET = 0> DEVICE_MEMBER u32 at(u32 word, int i) const {
-    return ld_shared_constant<OFFSET>(dp4a_u8(word, 0x80u << (8 * i), address));
+  DEVICE_MEMBER u32 at(u32 word, int i) const {
+    return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), address));
   }
 };
 
@@ -258,36 +258,6 @@ DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) 
     first = prmt(even, odd, 0x5140);
     second = prmt(even, odd, 0x7362);
   }
-}
-
-// ---- single bits for the integer tensor cores ---------------------------------------------------------------------
-
-// 1 bit, Lloyd-Max: a level is a multiple of the bit, less half of what the bit is worth. So a word's bytes with all bits but one cleared are an
-// operand, and bit j is worth 2^j. Bytes of values are tokens. Of keys a token's bytes of two words are put together, or, of a last word
-// alone, of the word and itself moved by two slices. Product m of two words has bit m of all their nibbles, those of even dimensions
-// first; of a word alone slices 2 + m and m. Bits of even dimensions are moved up, and queries are divided by what is left between the
-// weights of bits, so that all are worth as much and few of the queries' digits are lost.
-template <int S> constexpr int bit_products() { return (S + 3) / 4 / 2 * 4 + (S + 3) / 4 % 2 * 2; }
-template <int S> constexpr int bit_unit() { return S <= 4 ? 64 : 16; }  // what bits are worth, times their queries
-DEVICE float bit_step(Table table) { return (float)((table.low >> 8 & 0xFF) - (table.low & 0xFF)); }  // from one level to the other
-// Where a dimension is: in which product, half of that and byte of a lane's word, and what its bit is worth.
-struct BitPlace { int product, half, byte, weight; };
-template <int S> DEVICE BitPlace bit_place(int slice, int in_slice) {
-  const int word = slice / 4, bit = slice % 4, half = in_slice & 1, second = in_slice / 8;
-  const bool alone = word == (S + 3) / 4 - 1 && word % 2 == 0;
-  return alone ? BitPlace{word / 2 * 4 + bit % 2, half, second + (bit < 2 ? 2 : 0), 64 << bit % 2}
-               : BitPlace{word / 2 * 4 + bit, half, second + 2 * (word % 2), 16 << bit};
-}
-// Product m of a tile's keys.
-template <int S> DEVICE void key_bit_bytes(const Plane<1, S, false>& plane, int m, u32 (&a)[4]) {
-  constexpr int WORDS = Plane<1, S, false>::WORDS;
-  const int word = m / 4 * 2;
-  const bool alone = word + 1 == WORDS;
-  const u32 x = plane.words[word], y = alone ? x << 2 : plane.words[alone ? word : word + 1];
-  const u32 mask = (alone ? 0x40404040u : 0x10101010u) << (m % 4);
-  const u32 tokens[2] = {prmt(x, y, 0x5410), prmt(x, y, 0x7632)};
-#pragma unroll
-  for (int i = 0; i < 2; i++) a[i] = tokens[i] << 4 & mask, a[2 + i] = tokens[i] & mask;
 }
 
 // ---- halves -------------------------------------------------------------------------------------------------------
@@ -361,23 +331,7 @@ DEVICE u32 doubled_magnitudes(u32 entries) { return (~entries & 0x3F3F3F3Fu) << 
 
 // ---- halves one by one --------------------------------------------------------------------------------------------
 
-// Lloyd-Max of 6 bits: the low halves of an operand's words and, from a second table behind the first, the high ones, with
-// zeros for each other. The operand is their sum, and so are the products: what adds up costs less than what puts together.
-constexpr int APART_ENTRIES = 256;  // of each table
-template <class C>
-DEVICE void apart_halves(const C& codes, int s, const LevelTable& levels, u32 (&low)[4], u32 (&high)[4]) {
-  constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
-  u32 words[2];
-  codes.template bytes<true>(s, words);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int m = (i & 1) + 4 * (i >> 1), n = m + 2, to = i == 1 ? ODD : i == 2 ? NEXT : i;
-    low[to] = levels.at(words[C::word_of_byte(m)], C::place_of_byte(m));
-    high[to] = levels.template at<128 * APART_ENTRIES>(words[C::word_of_byte(n)], C::place_of_byte(n));
-  }
-}
-
-// Whole operands, of 6-8 bits.
+// Lloyd-Max of 6-8 bits.
 template <class C> DEVICE void joined_halves(const C& codes, int s, const LevelTable& levels, u32 (&a)[4]) {
   constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
   u32 words[2];

@@ -30,13 +30,6 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-// To the shared memory of another block, where `to` and `barrier` are as they are here: the barrier counts the bytes.
-DEVICE void st_cluster(float* to, float a, float b, float c, float d, u64* barrier, int rank) {
-  asm volatile("{.reg .u32 t, m;\nmapa.shared::cluster.u32 t, %0, %2;\nmapa.shared::cluster.u32 m, %1, %2;\n"
-               "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [t], {%3, %4, %5, %6}, [m];}"
-               :: "r"(shared_address(to)), "r"(shared_address(barrier)), "r"(rank), "f"(a), "f"(b), "f"(c),
-                  "f"(d) : "memory");
-}
 // Makes this thread's stores to shared memory, and those that it knows of by a barrier, visible to products and copies. It waits for
 // all that the thread has on its way to or from memory.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

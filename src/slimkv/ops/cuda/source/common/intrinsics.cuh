@@ -20,9 +20,7 @@ static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
 #define SHARED_MEMORY(name) extern __shared__ __align__(16) u8 name[]
 #define SHARED_OPERANDS(name) extern __shared__ __align__(1024) u8 name[]  // on the boundary of exchanged rows (hopper.cuh)
 #define GRID_CONSTANT const __grid_constant__
-#define CLUSTER_OF(blocks) __cluster_dims__(blocks, 1, 1)  // of sm_90 and later
 #define HOST_TESTABLE(name, Args)  // what the tests launch
-#define HOST_TESTABLE_CLUSTER(name, Args, size)
 
 struct __align__(8) Words2 { u32 x, y; };
 struct __align__(16) Words4 { u32 x, y, z, w; };
@@ -41,18 +39,6 @@ DEVICE bool team_any(bool p, int number, int threads) {
                : "=r"(r) : "r"((u32)p), "r"(number), "r"(threads) : "memory");
   return r;
 }
-
-#if __CUDA_ARCH__ >= 900
-// Blocks of a cluster: which one this is, and a barrier of all their threads in two halves. It orders nothing but barriers in shared
-// memory that were made before (fence_mbarrier_init).
-DEVICE int cluster_rank() { int r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-#else
-DEVICE int cluster_rank() { return 0; }
-DEVICE void cluster_arrive() {}
-DEVICE void cluster_wait() {}
-#endif
 
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
@@ -289,16 +275,7 @@ DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];"
 DEVICE u32 ldg_word(const void* p) { return __ldg((const u32*)p); }
 DEVICE i32 ldg_i32(const i32* p) { return __ldg(p); }
 
-// Numbers that one kernel writes while another may be reading them.
-DEVICE float ld_relaxed(const float* p) {
-  float r;
-  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory");
-  return r;
-}
-DEVICE void st_relaxed(float* p, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" :: "l"(p), "f"(x) : "memory"); }
-DEVICE void st_relaxed(float* p, float a, float b, float c, float d) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
+// Counts that one kernel adds to while another may be reading them.
 DEVICE i32 ld_acquire(const i32* p) {
   i32 r;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");

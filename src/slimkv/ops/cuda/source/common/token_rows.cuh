@@ -28,15 +28,6 @@ template <int W, int TAIL> DEVICE u32 key_rows_word(const u8* rows, int lane) {
   }
 }
 
-// Values of 2 bits, one slice: in the low nibbles of the bytes dimensions 2 g and 2 g + 1 of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, which is
-// what lies together.
-DEVICE u32 value_rows_pairs(const u8* rows, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-  const Words2 first = row_part<Words2>(rows, 8 * t), second = row_part<Words2>(rows, 32 + 8 * t);
-  const u32 selector = 0x0040 + 0x0011 * (g >> 1);
-  return prmt(prmt(first.x, first.y, selector), prmt(second.x, second.y, selector), 0x5410) >> (4 * (g & 1));
-}
-
 // Values: tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, dimensions g and g + 8.
 template <int W, int TAIL> DEVICE u32 value_rows_word(const u8* rows, int lane) {
   const int g = lane >> 2, t = lane & 3;

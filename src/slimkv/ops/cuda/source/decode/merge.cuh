@@ -8,9 +8,6 @@
 #include "decode/output.cuh"
 
 constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
-static_assert(32 % PARTS_AT_ONCE == 0, "a lane for the state of every part");
-// POLLED: so few registers that many blocks fit a multiprocessor that has none of `attend`, or some beside one.
-constexpr int MERGE_BLOCKS = !POLLED ? 1 : VD > 128 ? 12 : 16;
 
 // The parts of a column of an item that are those of blocks `block`, `block + by`, ..., as far as `last`.
 DEVICE MergedState merge_parts(const DecodeArgs& args, int item, int column, int block, int last, int by, int lane) {
@@ -32,43 +29,7 @@ DEVICE MergedState merge_parts(const DecodeArgs& args, int item, int column, int
   return merged;
 }
 
-// The same of parts that may not be there yet: first one is waited for, which takes about as long as the others, so that little is
-// read in vain.
-DEVICE MergedState poll_parts(const DecodeArgs& args, int item, int column, int block, int last, int by, int lane) {
-  MergedState merged;
-  merged.clear();
-  if (block <= last) {
-    const float* first = args.part_states + 2 * ((i64)(item + block) * COLUMNS + column);
-    while (as_bits(ld_relaxed(first)) == NOT_YET) sleep_ns(50);
-  }
-  for (; block <= last; block += PARTS_AT_ONCE * by) {
-    float m, l, v[PARTS_AT_ONCE][VN];
-    const int own = lane % PARTS_AT_ONCE;
-    const bool own_real = block + own * by <= last;
-    const float* state = args.part_states + 2 * ((i64)(item + (own_real ? block + own * by : block)) * COLUMNS + column);
-    bool there;
-    do {
-      m = ld_relaxed(state), l = ld_relaxed(state + 1);
-#pragma unroll
-      for (int j = 0; j < PARTS_AT_ONCE; j++) {
-        const bool real = block + j * by <= last;
-        const float* x = args.parts + ((i64)(item + block + j * by) * COLUMNS + column) * VD + lane;
-#pragma unroll
-        for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? ld_relaxed(x + 32 * i) : 0.0f;
-      }
-      there = as_bits(m) != NOT_YET && as_bits(l) != NOT_YET;
-#pragma unroll
-      for (int j = 0; j < PARTS_AT_ONCE; j++)
-#pragma unroll
-        for (int i = 0; i < VN; i++) there = there && as_bits(v[j][i]) != NOT_YET;
-    } while (warp_any(!there));
-    if (!own_real) m = MINUS_INFINITY, l = 0;
-    merged.add_spread(m, l, v);
-  }
-  return merged;
-}
-
-KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
+KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
   const int places = args.merge_places, head = block_index_y() * (MERGE_WARPS / split) + warp / split;
@@ -86,11 +47,10 @@ KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
   const int within = chunk * args.num_kv_heads + by_group(args, head), item = offset.items + within;
   const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = quotient(first, partition.share);
   const int last_block = s.steps && head < query_heads ? quotient(first + s.steps - 1, partition.share) : first_block - 1;
-  const bool whole = WHOLE_ITEMS && split == 1 && first_block == last_block, polls = POLLED && partition.padded && !whole;
-  if (!polls) griddepcontrol_wait();
-  if (whole) return;
+  griddepcontrol_wait();
+  if (WHOLE_ITEMS && split == 1 && first_block == last_block) return;
 
-  MergedState merged = (POLLED ? poll_parts : merge_parts)(args, item, column, first_block + warp % split, last_block, split, lane);
+  MergedState merged = merge_parts(args, item, column, first_block + warp % split, last_block, split, lane);
   float* mine = (float*)shared + warp * (VD + 4);
   if (split > 1) {
     if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.row_sum;
@@ -98,10 +58,7 @@ KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
     for (int i = 0; i < VN; i++)
       if (lane + 32 * i < VD) mine[lane + 32 * i] = merged.x[i];
     sync_threads();
-    if (warp % split) {
-      if (polls) griddepcontrol_wait();
-      return;
-    }
+    if (warp % split) return;
     for (int w = 1; w < split; w++) {
       const float* theirs = mine + w * (VD + 4);
       const float m[1] = {theirs[VD]}, l[1] = {theirs[VD + 1]};
@@ -112,7 +69,6 @@ KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
     }
   }
   if (head < query_heads) write_row(args, row, head, merged.highest, merged.row_sum, merged.x, mine, lane);
-  if (polls) griddepcontrol_wait();  // no block may end before `attend` does
 }
 HOST_TESTABLE(merge, DecodeArgs)
 

@@ -25,7 +25,7 @@ DEVICE int operand_offset(int row, int word) {
 constexpr int NEXT_ROW = 32;  // bytes
 // The same of a half of a warpgroup's operands, whose rows have 64 of them.
 DEVICE int operand_place(int row, int number) {
-  return number / 64 * OPERAND_BYTES + 128 * row + ((number % 64 / 8 ^ (row & 7)) << 4) + 2 * (number % 8);
+  return number / 64 * 128 * COLUMNS + 128 * row + ((number % 64 / 8 ^ (row & 7)) << 4) + 2 * (number % 8);
 }
 
 // What is known of a column of the block: what makes its products scores (without the softmax's scale), the sum of its query's
@@ -39,7 +39,7 @@ DEVICE const Column* column_at(const u8* shared, int c) { return (const Column*)
 
 // One warp: rotates a query. Returns its largest magnitude; what is not finite counts as that.
 DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch, int lane) {
-  if (K_ROTATED) rotate<KD, K_CORE>(y, args.key_sign_bits, args.key_core, (const u16*)args.key_signs, args.key_norm, scratch, lane);
+  if (K_ROTATED) rotate<KD, K_ROTATED ? K_CORE : 1>(y, args.key_sign_bits, args.key_core, (const u16*)args.key_signs, args.key_norm, scratch, lane);
   float row_max = 0.0f;
   bool finite = true;
 #pragma unroll
@@ -62,31 +62,26 @@ DEVICE i32 write_bytes(float x, u8* to) {
 }
 
 // One warp: leaves the rotated query of column c in `operands` in their order, and the rest in `shared`. All coordinates are divided by
-// `row_max`: the column's own or, with ONE_UNIT, the largest of all. Columns that are smaller than others by many powers of two then lose
+// `row_max`: the column's own or, in pairs, the largest of all. Columns that are smaller than others by many powers of two then lose
 // no more than their scores can show.
 DEVICE void write_query(const DecodeArgs& args, const WorkRange& range, int c, const float (&y)[QN], float row_max, bool finite, u8* shared, u8* operands, int lane) {
-  const float largest = K_BYTES ? 16256.0f : ONE_UNIT ? 32768.0f : 1.0f;  // 127 * 128: what two signed bytes hold
+  const float largest = K_BYTES ? 16256.0f : VERIFY ? 32768.0f : 1.0f;  // 127 * 128: what two signed bytes hold
   const float up = row_max > 1e-30f && finite ? largest / row_max : 0.0f;
   const int row = c / GROUP * 8 + (WIDE ? c % GROUP : 2 * (c % GROUP));
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < (K_SINGLE_BITS ? QI : QN); i++) {  // single bits that no dimension has count for nothing
+  for (int i = 0; i < QN; i++) {
     const int d = lane + 32 * i;
-    if (d >= KD && !K_SINGLE_BITS) continue;
-    const float x = finite && d < KD ? y[i < QN ? i : 0] * up : 0.0f;
-    if (K_SINGLE_BITS) {
-      const BitPlace place = bit_place<KS>(d / 16, d % 16);
-      const int times = place.weight / bit_unit<KS>();
-      const i32 n = write_bytes(x * (1.0f / times), operands + operand_offset(row, 8 * place.product + 4 * place.half + d % 8 / 2) + place.byte);
-      sum += (float)(times * n);
-    } else if (K_BYTES) {
+    if (d >= KD) continue;
+    const float x = finite ? y[i] * up : 0.0f;
+    if (K_BYTES) {
       const int in_slice = d % 16, word = d / 16 * 4 + in_slice % 8 / 2, byte = (in_slice & 1) + 2 * (in_slice / 8);
       sum += (float)write_bytes(x, operands + operand_offset(row, word) + byte);
     } else {
-      const u32 high = ONE_UNIT && !finite ? 0x7E00u : f32_to_f16(x);
+      const u32 high = VERIFY && !finite ? 0x7E00u : f32_to_f16(x);
       // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
       const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
-      u16* to = (u16*)(operands + (WGMMA ? operand_place(row, d / 16 * 16 + place)
+      u16* to = (u16*)(operands + (VERIFY ? operand_place(row, d / 16 * 16 + place)
                                          : operand_offset(row, d / 16 * 8 + place / 2) + 2 * (place % 2)));
       to[0] = (u16)high;
       sum += f16_to_f32(high);
@@ -97,8 +92,7 @@ DEVICE void write_query(const DecodeArgs& args, const WorkRange& range, int c, c
   for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (lane == 0) {
     const int position = range.s.length - range.s.queries + range.chunk * args.queries_of_chunk + by_group(args, c);
-    const float level_unit = K_SINGLE_BITS ? bit_step(args.key_table) / bit_unit<KS>() : 1.0f;
-    *column_at(shared, c) = {finite || ONE_UNIT ? row_max / largest * KEY_UNIT * level_unit : NOT_A_NUMBER, sum, WINDOW ? position - args.sliding_window + 1 : 0,
+    *column_at(shared, c) = {finite || VERIFY ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum, WINDOW ? position - args.sliding_window + 1 : 0,
                              args.causal ? min_i32(range.s.length, position + 1) : range.s.length};
   }
 }
@@ -106,11 +100,4 @@ DEVICE void write_query(const DecodeArgs& args, const WorkRange& range, int c, c
 DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
   const float row_max = rotate_query(args, y, scratch, lane);
   write_query(args, range, c, y, row_max, row_max < as_float(0x7F800000u), shared, operands, lane);
-}
-
-// The queries' part of product i of group n: two slices of bytes, or one of halves.
-DEVICE void load_operand(const u8* operands, int n, int i, int lane, u32 (&q)[2]) {
-  const Words2 words = *(const Words2*)(operands + 8 * (32 * (n * QI + i) + lane));
-  q[0] = words.x;
-  q[1] = !K_BYTES || K_SINGLE_BITS || 2 * i + 1 < KS ? words.y : 0;
 }

@@ -39,7 +39,7 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
 }
 
 // What it costs to go on to another item, in steps of a block, and with the idle warps of its last steps.
-constexpr int ITEM_SWITCH_COST = ROLES ? 2 * RINGS : WARPS + WARPS / 4, ITEM_COST = ITEM_SWITCH_COST + RINGS / 2;
+constexpr int ITEM_SWITCH_COST = VERIFY ? 2 * RINGS : WARPS + WARPS / 4, ITEM_COST = ITEM_SWITCH_COST + RINGS / 2;
 
 // An item is a KV head of a sequence (and of a chunk of its queries). Every block takes `share` positions, of which
 // there is one for every step and, before the first of them, ITEM_COST for what every item takes. Where whole blocks for
@@ -191,33 +191,7 @@ template <class Block> DEVICE WorkRange first_range(const DecodeArgs& args, Bloc
   return range;
 }
 
-// Of a cluster: its blocks share the steps of one item, of the only sequence or of those that have a single one for each head. Some
-// may have none.
-DEVICE WorkRange cluster_range(const DecodeArgs& args) {
-  WorkRange range = {};
-  range.item = block_index() / CLUSTER;
-  range.head = range.item % args.num_kv_heads;
-  if (args.num_seqs > 1) range.b = range.item / args.num_kv_heads;
-  else range.chunk = range.item / args.num_kv_heads;
-  range.s = sequence_at(args, range.b);
-  const int share = (range.s.steps + CLUSTER - 1) / CLUSTER;
-  range.first = min_i32(range.s.steps, cluster_rank() * share);
-  range.last = min_i32(range.s.steps, range.first + share);
-  return range;
-}
-
-// WHOLE: a block has a KV head of a sequence, all keys and queries of it.
-DEVICE WorkRange whole_range(const DecodeArgs& args) {
-  WorkRange range = {};
-  range.item = block_index();
-  range.b = range.item / args.num_kv_heads;
-  range.head = range.item % args.num_kv_heads;
-  range.s = sequence_at(args, range.b);
-  range.last = range.s.steps;
-  return range;
-}
-
-// The one behind it. There is one.
+// Next work range. Precondition: one exists.
 DEVICE WorkRange next_range(const DecodeArgs& args, const WorkRange& range, int most) {
   WorkRange next = range;
   next.item++;

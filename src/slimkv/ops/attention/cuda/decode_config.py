@@ -1,0 +1,173 @@
+"""Configurations of the CUDA decode kernels: one table, and the first entry that fits a layer's pages and a device.
+
+A configuration depends on the layer, the query rows of a KV head and the device only. The device judges lengths of
+sequences and their number (source/decode/schedule.cuh): a captured graph and an eager call run the same kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from slimkv.ops.attention.cuda.device import Device
+from slimkv.ops.attention.cuda.level_bytes import in_bytes
+from slimkv.ops.attention.cuda.shared_memory import decode_shared_bytes, padded_value_dim, verify_shared_bytes
+from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout
+
+DECODE, VERIFY = "decode/decode.cu", "decode/verify.cu"
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What a kernel is compiled for beside the pages. ``pairs``: verify.cu; otherwise decode.cu."""
+
+    rows: int  # query rows of a block: query heads of a KV head times queries
+    block_tokens: int
+    warps: int
+    stages: int
+    blocks_per_sm: int = 1
+    pairs: bool = False
+    bulk: bool = False  # blocks of tokens are whole pages, which the copy engine copies
+
+    @property
+    def source(self) -> str:
+        """The file of the kernel."""
+        return VERIFY if self.pairs else DECODE
+
+
+class _Entry(NamedTuple):
+    """A way to cut work. ``token_bytes``: not for tokens of more bytes, key and value together."""
+
+    block_tokens: int
+    warps: int
+    stages: int
+    blocks_per_sm: int = 1
+    token_bytes: int = 1 << 30
+
+
+_SMALLEST = (_Entry(64, 4, 2), _Entry(32, 4, 2, 2), _Entry(32, 4, 2), _Entry(16, 4, 2))
+_WIDE = (_Entry(64, 8, 2), _Entry(32, 8, 2), _Entry(64, 4, 2, 2), *_SMALLEST)
+# Beside 12 warps of large blocks nothing is left to copy ahead, unless a token has few bytes.
+_BYTES = (_Entry(64, 8, 2), _Entry(32, 12, 2), _Entry(32, 8, 2), *_SMALLEST)
+_LUT = (
+    *(_Entry(32, 16, 2), _Entry(32, 12, 2), _Entry(64, 8, 2), _Entry(32, 8, 2)),
+    *(_Entry(32, 12, 1), _Entry(32, 8, 1), *_SMALLEST),
+)
+_PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
+_SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3))
+# By query rows of a block, levels (as bytes, from a look-up table, either) and head size, up to 128 or 256: from best
+# to smallest. With one stage, keys are copied while values are multiplied and the other way round.
+_TABLE: dict[tuple[int, str, int], tuple[_Entry, ...]] = {
+    (4, "bytes", 128): (
+        *(_Entry(128, 12, 2, token_bytes=88), _Entry(128, 8, 2, token_bytes=88)),
+        *(_Entry(64, 12, 2, token_bytes=128), *_BYTES),
+    ),
+    (4, "bytes", 256): (_Entry(64, 12, 2, token_bytes=132), *_BYTES),
+    (4, "LUT", 128): (_Entry(64, 12, 2), _Entry(64, 12, 1), *_LUT),
+    (4, "LUT", 256): (_Entry(64, 12, 2), *_LUT),
+    (8, "any", 128): (_Entry(64, 12, 2), *_WIDE),
+    (8, "any", 256): (_Entry(64, 12, 2), *_WIDE),
+    (16, "any", 128): _WIDE,
+    (16, "any", 256): _WIDE,
+}
+# What blocks of so many rows take by pairs, measured.
+FEWEST_PAIR_ROWS = 32
+_PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 64: 1.6}
+
+
+def max_group(layout: PageLayout) -> int:
+    """Query heads of a KV head that a block can have: their output is in registers."""
+    return FEWEST_PAIR_ROWS if _head_class(layout) == 128 else 16
+
+
+@lru_cache(maxsize=1024)
+def config_for(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
+    """The first configuration that fits, for ``queries`` of a sequence and ``group`` query heads of a KV head."""
+    # Of large heads 8 rows at a time, more often, take less time than 16, whose output fills the registers.
+    most = 8 if _head_class(layout) == 256 and group <= 8 else 16
+    if group * queries > most:
+        config = _pairs(device, layout, group, queries)
+        if config is not None or group > most:
+            return config
+    rows = next(n for n in (4, 8, 16) if n >= min(most, group * queries))
+    levels = "any" if rows > 4 else "LUT" if _is_looked_up(layout) else "bytes"
+    entries = _TABLE[rows, levels, _head_class(layout)]
+    return next(_fitting(device, layout, rows, entries, False), None)
+
+
+def reachable(device: Device, layout: PageLayout, group: int, max_queries: int) -> tuple[DecodeConfig, ...]:
+    """All configurations that ``config_for`` gives for up to ``max_queries`` queries of a sequence."""
+    configs = (config_for(device, layout, group, queries) for queries in range(1, max_queries + 1))
+    return tuple(dict.fromkeys(config for config in configs if config is not None))
+
+
+def shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
+    """Shared memory of a block."""
+    return verify_shared_bytes(layout, config) if config.pairs else decode_shared_bytes(layout, config)
+
+
+def writes_whole_items(layout: PageLayout) -> bool:
+    """Whether a block writes the output of what it has all keys of: if queries leave the memory to rotate back."""
+    dim = layout.spec.value_dim
+    return not layout.spec.value.rotated or (dim & (dim - 1) == 0 and dim >= 32) or dim <= 2 * layout.spec.key_dim
+
+
+def _head_class(layout: PageLayout) -> int:
+    return 128 if max(layout.spec.key_dim, layout.spec.value_dim) <= 128 else 256
+
+
+def _is_looked_up(layout: PageLayout) -> bool:
+    return any(fmt.kind == Kind.LLOYD and not in_bytes(fmt) for fmt in (layout.spec.key, layout.spec.value))
+
+
+def _fitting(
+    device: Device, layout: PageLayout, rows: int, entries: tuple[_Entry, ...], pairs: bool
+) -> Iterator[DecodeConfig]:
+    for tokens, warps, stages, blocks_per_sm, token_bytes in entries:
+        bulk = _is_in_pages(device, layout, tokens)
+        config = DecodeConfig(rows, tokens, warps, stages, blocks_per_sm, pairs, bulk)
+        shared = shared_bytes(layout, config)
+        fits = shared <= device.shared_of_block and (shared + 1024) * blocks_per_sm <= device.shared_of_multiprocessor
+        if fits and (bulk or not pairs) and layout.page_bytes <= token_bytes * layout.block_size:
+            yield config
+
+
+def _pairs(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
+    """By pairs of warpgroups, of as many rows as take the least time for all queries."""
+    if not device.warpgroups or not _values_in_quarters(layout):
+        return None
+
+    def fitting(rows: int, entries: tuple[_Entry, ...]) -> Iterator[DecodeConfig]:
+        return _fitting(device, layout, rows, entries, True)
+
+    # Shorter blocks at larger heads, for registers, and of 8 bits at 96 and 112, so that more than two of them fit.
+    uneven = padded_value_dim(layout) > layout.spec.value_dim
+    if _head_class(layout) == 256 or (uneven and next(fitting(FEWEST_PAIR_ROWS, _PAIRS[:2]), None) is None):
+        return next(fitting(FEWEST_PAIR_ROWS, _SHORT_PAIRS), None)
+    by_time = sorted(_PAIR_TIMES, key=lambda rows: -(-queries // (rows // group)) * _PAIR_TIMES[rows])
+    return next((config for rows in by_time for config in fitting(rows, _PAIRS)), None)
+
+
+def _values_in_quarters(layout: PageLayout) -> bool:
+    """Whether warps of a warpgroup share the value slices, each with whole words of every plane or a fraction of one.
+
+    The last ones may have fewer or none, but products are made of as many: at least five of eight are to be there.
+    """
+    slices = layout.spec.value_dim // SLICE_DIMS
+    each = -(-slices // 4)
+    slices_of_words = [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4]
+    whole = all(n % each == 0 or (each % n == 0 and slices % n == 0) for n in slices_of_words)
+    return whole and 8 * slices >= 5 * 4 * each
+
+
+def _is_in_pages(device: Device, layout: PageLayout, block_tokens: int) -> bool:
+    """Whether a block is whole pages, for the copy engine: codes and fields follow each other without a gap."""
+    if not device.copy_engine or block_tokens % layout.block_size:
+        return False
+    key, value, tokens = layout.key, layout.value, layout.block_size
+    values_at = tokens * key.dim * key.format.bits // 8
+    fields_at = values_at + tokens * value.dim * value.format.bits // 8
+    after_keys = fields_at + key.format.field_count * FIELD_BYTES * tokens
+    return (value.codes_offset, key.fields_offset, value.fields_offset) == (values_at, fields_at, after_keys)

@@ -1,0 +1,223 @@
+// From a warp's scores to the operand that multiplies values, and its output.
+#pragma once
+#include "decode/softmax.cuh"
+
+constexpr bool V_AS_STORED = !WIDE && V_IN_PAIRS;
+constexpr int OUT_NUMBERS = OUT_IN_PRODUCTS ? 4 : 2;
+
+// Narrow bytes: exponents are raised, so that exponentials can be multiplied by fields as they are, and the maximum follows one that is so
+// high.
+constexpr float RAISED_BY = 16.0f, RAISED = 65536.0f, MOST_RAISED = RAISED_BY + 24.0f;
+
+// The output beside the running softmax. Of bytes out[n][i][r] is dimension 16 i + g + 8 r of column n. Wide: out[n][i][2 r + j], column
+// 8 n + 2 t + j. Narrow halves: the sum of out[n][i][2 r] and
+// out[n][i][2 r + 1], or, of values as they are stored, dimensions g of slices i and i + 1 in out[n][i] and g + 8 in out[n][i + 1].
+struct Accumulator : RunningSoftmax {
+  static constexpr int SLICES = V_AS_STORED ? (VS + 1) / 2 * 2 : VS;
+  float out[NG][SLICES][OUT_NUMBERS];
+
+  // Dimension 16 i + g + 8 r of the lane's column OWN n + j.
+  DEVICE_MEMBER float number(int n, int i, int r, int j) const {
+    if (!OUT_IN_PRODUCTS) return out[n][i][r];
+    if (WIDE) return out[n][i][(2 * r + j) % OUT_NUMBERS];
+    const float(&pair)[OUT_NUMBERS] = out[n][V_AS_STORED ? i / 2 * 2 + r : i];
+    const int at = 2 * (V_AS_STORED ? i % 2 : r) % OUT_NUMBERS;
+    return pair[at] + pair[at + 1];
+  }
+
+  DEVICE_MEMBER void clear() {
+    RunningSoftmax::clear();
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int i = 0; i < SLICES; i++)
+#pragma unroll
+        for (int j = 0; j < OUT_NUMBERS; j++) out[n][i][j] = 0;
+  }
+};
+
+// Probabilities times their values' scales, as the products take them.
+struct Probabilities {
+  u32 p[NG][NT][2];  // bytes: one word, of tokens 2 t, 2 t + 8, 2 t + 1, 2 t + 9
+  float fold[NG];  // bytes: what makes products with them numbers again
+  i32 offset[NG];  // bytes: minus the levels' offset, 63.5, times the sum of the probabilities
+};
+
+// The maximum follows the scores of a step, and what is relative to it changes with it.
+DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc) {
+  float highest[C];
+#pragma unroll
+  for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+  find_highest(slot, g, s, [&](int c, int, int) { return LATE_UNIT ? columns.unit_of(c) : 1.0f; }, highest);
+  bool moves = false;
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    if (OUT_IN_PRODUCTS) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
+    moves = moves || highest[c] > acc.row_max[c] + columns.slack[c];
+  }
+  if (!warp_any(moves)) return;
+#pragma unroll
+  for (int c = 0; c < C; c++)
+#pragma unroll
+    for (int d = 4; d < 32; d <<= 1) highest[c] = max_f32(highest[c], shfl_xor(highest[c], d));
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    const float higher = max_f32(highest[c], acc.row_max[c]);
+    const float base = MAX_WITHOUT_UNIT ? columns.unit_of(c) : 1.0f;
+    const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
+    acc.row_max[c] = higher;
+    acc.row_sum[c] *= factor, acc.shift[c] *= factor;
+#pragma unroll
+    for (int i = 0; i < Accumulator::SLICES; i++)
+#pragma unroll
+      for (int j = WIDE ? c % OWN : 0; j < OUT_NUMBERS; j += OWN) acc.out[c / OWN][i][j] *= factor;
+  }
+}
+
+DEVICE float value_scale(const u8* slot, int g, int x, int r) {
+  return scale_of(field_bits(slot + fields_of(x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r));
+}
+
+// Wide: scores to probabilities times their values' scales, which take their place.
+DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc) {
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
+    const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+#pragma unroll
+    for (int x = 0; x < NT; x++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) s[c][x][r] = weigh(slot, base, reference, value_scale(slot, g, x, r), g, x, r, s[c][x][r], acc.row_sum[c], acc.shift[c]);
+  }
+}
+
+// Narrow bytes: exponents of probabilities, raised, from the reference there is, whatever it is: they will be relative to the largest of the
+// step. Returns whether it has to move: one of them is MOST_RAISED or more, or there is none yet. Numbers above zero are in the order of
+// their bits, of which three are compared at once.
+DEVICE bool raised_exponents(const ColumnState& columns, const StepScores& s, const Accumulator& acc, StepScores& exponents) {
+  i32 highest = 0;
+  bool none = false;
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
+    const bool unseen = acc.row_max[c] == MINUS_INFINITY;
+    const float reference = MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded, as the warps' maxima will be
+    const float raised = unseen ? RAISED_BY : RAISED_BY - reference;
+    none = none || unseen;
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) exponents[c][x][r] = fma_rn(s[c][x][r], base, raised);
+      highest = max_i32(highest, max_i32((i32)as_bits(exponents[c][x][0]), (i32)as_bits(exponents[c][x][1])));
+    }
+  }
+  return warp_any(none || highest >= (i32)as_bits(MOST_RAISED));
+}
+
+// Those to probabilities times their values' scales, in units of FIELD_UNIT / RAISED.
+DEVICE void raised_exponentials(const u8* slot, int g, StepScores& s, Accumulator& acc) {
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    float sum = -0.0f, shift = -0.0f;
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      const u8* fields = slot + fields_of(x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float e = exp2_approx(s[c][x][r]);
+        sum += e;
+        s[c][x][r] = e * small_scale_of(field_bits(fields, g + 8 * r));
+        if (V_KIND == UNIFORM) shift += e > 0 ? e * zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)) : 0;
+      }
+    }
+    acc.row_sum[c] += sum * (1.0f / RAISED), acc.shift[c] += shift * (1.0f / RAISED);
+  }
+}
+
+// Narrow bytes: relative to the largest of the step, as two unsigned bytes.
+DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
+  u32 bits_of_largest = as_bits(1e-33f);  // numbers that are not negative are in the order of their bits, of which three are compared at once
+#pragma unroll
+  for (int x = 0; x < NT; x++) bits_of_largest = max_u32(bits_of_largest, max_u32(as_bits(s[n][x][0]), as_bits(s[n][x][1])));
+#pragma unroll
+  for (int d = 4; d < 32; d <<= 1) bits_of_largest = max_u32(bits_of_largest, shfl_xor(bits_of_largest, d));
+  const float largest = as_float(bits_of_largest);
+  const float up = 65535.0f * rcp_approx(largest);
+  w.fold[n] = largest * (FIELD_UNIT / RAISED / 65535.0f);
+  u32 all = 0;
+#pragma unroll
+  for (int x = 0; x < NT; x++) {
+    const u32 first = as_bits(s[n][x][0] * up + 8388608.0f), second = as_bits(s[n][x][1] * up + 8388608.0f);
+    all += first + second;
+    w.p[n][x][0] = movmatrix_trans(prmt(first, second, 0x4051));  // high bytes, low bytes
+  }
+  w.offset[n] = 0;
+  if (V_KIND == LLOYD) {          // the levels' offset comes off in integers
+    all -= 2 * NT * 0x4B000000u;  // what a float of 2^23 has above the integer
+#pragma unroll
+    for (int d = 4; d < 32; d <<= 1) all += shfl_xor(all, d);
+    w.offset[n] = -(i32)((127 * all) >> 1);
+  }
+}
+
+DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
+#pragma unroll
+  for (int n = 0; n < NG; n++) {
+    if (WIDE) {
+#pragma unroll
+      for (int x = 0; x < NT; x++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) w.p[n][x][r] = movmatrix_trans(pack_f16x2(s[n * OWN][x][r], s[n * OWN + OWN - 1][x][r]));
+    } else split_into_bytes(s, n, w);
+  }
+}
+
+// Narrow halves: a probability is two of them, of which the second one is what the first one leaves. They are taken from the reference
+// there is; returns whether it has to move: one of them is 2^RESCALE_THRESHOLD or more. AGAIN: it has; a column that
+// has seen nothing yet has none.
+template <bool AGAIN>
+DEVICE bool weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s, const Accumulator& acc, Probabilities& w,
+                            float (&sum)[C], float (&shift)[C]) {
+  u32 largest = 0;
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    const float reference = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+    sum[c] = acc.row_sum[c], shift[c] = acc.shift[c];
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      float p[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) 
+        p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, reference, value_scale(slot, g, x, r), g, x, r, s[c][x][r], sum[c], shift[c]);
+      const u32 high = pack_f16x2(p[0], p[1]), low = pack_f16x2(p[0] - f16_to_f32(high & 0xFFFF), p[1] - f16_to_f32(high >> 16));
+      w.p[c][x][0] = movmatrix_trans(prmt(high, low, 0x5410)), w.p[c][x][1] = movmatrix_trans(prmt(high, low, 0x7632));
+      largest = max_u16x2(largest, high);
+    }
+  }
+  return is_behind(largest);
+}
+
+// Scores of a step to the operand that multiplies its values.
+DEVICE void weigh_step(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc, Probabilities& w) {
+  if constexpr (!WIDE && !V_BYTES) {
+    float sum[C], shift[C];
+    if (warp_any(weigh_in_halves<false>(slot, columns, g, s, acc, w, sum, shift))) {
+      update_max(slot, columns, g, s, acc);
+      weigh_in_halves<true>(slot, columns, g, s, acc, w, sum, shift);
+    }
+#pragma unroll
+    for (int c = 0; c < C; c++) acc.row_sum[c] = sum[c], acc.shift[c] = shift[c];
+  } else if constexpr (!WIDE) {
+    StepScores p;
+    if (raised_exponents(columns, s, acc, p)) {
+      update_max(slot, columns, g, s, acc);
+      raised_exponents(columns, s, acc, p);
+    }
+    raised_exponentials(slot, g, p, acc);
+    pack_probabilities(p, w);
+  } else {
+    update_max(slot, columns, g, s, acc);
+    exponentials(slot, columns, g, s, acc);
+    pack_probabilities(s, w);
+  }
+}

@@ -1,0 +1,133 @@
+// The warpgroup of keys: scores and probabilities.
+#pragma once
+#include "decode/verify_softmax.cuh"
+
+// All probabilities of a step are there, and whether the output is to be rescaled for them.
+DEVICE void end_publishing(const PairMemory& memory, const PairWarp& warp, int lane, u32 taken, bool rescales, const Weighing& weighing, RunningSoftmax& acc) {
+  if (warp.member == 0 && lane == 0) {
+    memory.factors_of(taken)[COLUMNS] = rescales ? 1.0f : 0.0f;
+    mbarrier_arrive(memory.published + (taken & 1));
+  }
+#pragma unroll
+  for (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
+}
+
+// Scores and probabilities of the pair's steps of a range.
+DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const PairWarp& warp,
+                        const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, RunningSoftmax& acc) {
+  const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member), field_offset = fields_of(warp.member) - FIELDS_AT;
+  // Fields of all own tiles, a word of each lane; what is kept for the loop must not be computed again in it.
+  constexpr int WORDS = 8 * OWN_TILES * FIELDS;
+  const auto word_offset = [&](int word) { return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) + 4 * (word % 8); };
+  const int own_fields = (int)in_register(field_offset + 2 * g, lane), own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
+  for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
+    u8 *slot = memory.slot(taken), *fields = slot + field_offset, *operands = memory.probabilities_of(taken);
+    memory.wait_for_copy(taken);
+    KeyOperands keys;
+    keys.load(slot + key_offset, tables, lane);
+    const int step_token = range.s.begin + step * STEP, token0 = step_token + 16 * warp.member;
+    const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
+    StepScores s;
+    TokenFields tokens;
+    load_token_fields(slot + own_fields, columns, tokens);
+    tokens.largest = *(const u32*)(slot + own_word);
+#pragma unroll
+    for (int i = 32; i < WORDS; i += 32)
+      if (i + 32 <= WORDS || i + lane < WORDS) tokens.largest = max_u16x2(tokens.largest, *(const u32*)(slot + word_offset(i + lane)));
+    auto score = [&] {
+      keys.multiply(shared, tables, s);
+      if (!TOKEN_UNITS) scale_scores(args, fields, columns, g, s);
+      if (clear) acc.largest_fields = max_u16x2(acc.largest_fields, tokens.largest);
+      else hide_tokens(fields, shared, token0, lane, s);
+    };
+    score();
+    memory.wait_until_used(taken - 2);
+    Weighing weighing;
+    const bool moves = publish_to_warpgroup<false>(s, fields, tokens, operands, warp, lane, acc, weighing);
+    fence_proxy_async();  // before products read it
+    const bool again = warp.any(moves);
+    bool rescales = false;
+    if (again) {
+      keys.load(slot + key_offset, tables, lane);
+      score();
+      float highest[C];
+#pragma unroll
+      for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+      find_highest(fields, g, s, tokens, highest);
+      rescales = move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken), nullptr, acc);
+      publish_to_warpgroup<true>(s, fields, tokens, operands, warp, lane, acc, weighing);
+      fence_proxy_async();
+      warp.sync();
+    }
+    end_publishing(memory, warp, lane, taken, rescales, weighing, acc);
+  }
+}
+
+// The same of so many columns that scores of one tile at a time are all that registers hold, and the reference is in shared memory.
+DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const PairWarp& warp,
+                                 const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, RunningSoftmax& acc) {
+  const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member), field_offset = fields_of(warp.member) - FIELDS_AT;
+  constexpr int WORDS = 8 * OWN_TILES * FIELDS;
+  const auto word_offset = [&](int word) { return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) + 4 * (word % 8); };
+  const int own_fields = (int)in_register(field_offset + 2 * g, lane), own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
+  float* const references = references_of(shared, warp.pair * TEAM + warp.member, t);
+#pragma unroll
+  for (int c = 0; c < C; c++) references[own_column(c, 0)] = MINUS_INFINITY;
+  for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
+    u8 *slot = memory.slot(taken), *operands = memory.probabilities_of(taken);
+    memory.wait_for_copy(taken);
+    KeyOperands keys;
+    keys.load(slot + key_offset, tables, lane);
+    const int step_token = range.s.begin + step * STEP;
+    const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
+    TokenFields tokens;
+    StepScores s;
+    Weighing weighing;
+    const u32 place = begin_publishing<false>(operands, warp, lane, acc, weighing);
+    if (clear)
+#pragma unroll
+      for (int i = 0; i < WORDS; i += 32)
+        if (i + 32 <= WORDS || i + lane < WORDS) acc.largest_fields = max_u16x2(acc.largest_fields, *(const u32*)(slot + (i ? word_offset(i + lane) : own_word)));
+    auto fields = [&](int x) { return slot + field_offset + fields_behind(x); };
+    auto score = [&](int x) {
+      load_token_fields(slot + own_fields + fields_behind(x), columns, tokens);
+      keys.multiply(shared, tables, s);
+      if (!TOKEN_UNITS) scale_scores(args, fields(x), columns, g, s);
+      if (!clear) hide_tokens(fields(x), shared, step_token + 16 * (warp.member + TILES_APART * x), lane, s);
+    };
+#pragma unroll
+    for (int x = 0; x < OWN_TILES; x++) {
+      score(x);
+      if (x + 1 < OWN_TILES) keys.load(slot + key_offset + keys_of(TILES_APART * (x + 1)), tables, lane);
+      if (x == 0) memory.wait_until_used(taken - 2);
+      publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), tokens, references, g, weighing);
+    }
+    fence_proxy_async();  // before products read it
+    const bool again = warp.any(is_behind(weighing.largest));
+    bool rescales = false;
+    if (again) {
+      float highest[C];
+#pragma unroll
+      for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+#pragma unroll 1
+      for (int x = 0; x < OWN_TILES; x++) {
+        keys.load(slot + key_offset + keys_of(TILES_APART * x), tables, lane);
+        score(x);
+        find_highest(fields(x), g, s, tokens, highest);
+      }
+      rescales = move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken), references, acc);
+      begin_publishing<true>(operands, warp, lane, acc, weighing);
+#pragma unroll 1
+      for (int x = 0; x < OWN_TILES; x++) {
+        keys.load(slot + key_offset + keys_of(TILES_APART * x), tables, lane);
+        score(x);
+        publish_pieces<0, true>(place + x * OPERAND_BYTES, s, fields(x), tokens, references, g, weighing);
+      }
+      fence_proxy_async();
+      warp.sync();
+    }
+    end_publishing(memory, warp, lane, taken, rescales, weighing, acc);
+  }
+#pragma unroll
+  for (int c = 0; c < C; c++) acc.row_max[c] = references[own_column(c, 0)];
+}

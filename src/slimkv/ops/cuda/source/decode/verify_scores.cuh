@@ -1,0 +1,77 @@
+// The scores of a pair's step.
+#pragma once
+#include "decode/scores.cuh"
+#include "decode/verify_pair.cuh"
+
+// What a lane's tokens have in common for all columns: what multiplies their scores (with TOKEN_UNITS), their values'
+// scales, and the largest of some fields of the warp, two at a time.
+struct TokenFields {
+  float unit[SCORED_TILES][2], scale[SCORED_TILES][2];
+  u32 largest;
+};
+// Fields of a warp's own tile x behind those of its first one.
+DEVICE int fields_behind(int x) { return fields_of(TILES_APART * x) - FIELDS_AT; }
+// A warp's references of the softmax, from the first of the columns of lanes t on.
+DEVICE float* references_of(u8* shared, int worker, int t) { return (float*)(shared + REFERENCES_AT) + worker * COLUMNS + OWN * t; }
+
+// Sums of a warpgroup's products, when these have ended, as scores.
+DEVICE void take_scores(float (&c)[SCORED_TILES][4 * NG], StepScores& s) {
+#pragma unroll
+  for (int x = 0; x < SCORED_TILES; x++) {
+    wgmma_fence_operand(c[x]);
+#pragma unroll
+    for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
+  }
+}
+
+// Products of a pair's step: the tiles of four warps are the rows of one. Levels of the next slices are looked up while products of these are under way.
+struct KeyOperands {
+  static constexpr int AT_ONCE = KS > 1 ? 2 : 1, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE, ALL = SCORED_TILES * ROUNDS, BUFFERS = 3;  // slices
+  KeyCodes codes[SCORED_TILES];
+  u32 a[BUFFERS][AT_ONCE][4];
+
+  DEVICE_MEMBER void look_up(int round, const LevelTables& tables) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if (round % ROUNDS * AT_ONCE + i < KS) key_halves(codes[round / ROUNDS], round % ROUNDS * AT_ONCE + i, tables, a[round % BUFFERS][i]);
+  }
+  DEVICE_MEMBER void load(const u8* slot, const LevelTables& tables, int lane) {
+#pragma unroll
+    for (int x = 0; x < SCORED_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
+    look_up(0, tables);
+  }
+  DEVICE_MEMBER void multiply(const u8* shared, const LevelTables& tables, StepScores& s) {
+    const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
+    float c[SCORED_TILES][4 * NG];
+#pragma unroll
+    for (int round = 0; round < ALL; round++) {
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int x = round / ROUNDS, slice = round % ROUNDS * AT_ONCE + i;
+        const u32(&operand)[4] = a[round % BUFFERS][i];
+        const u64 query = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
+        if (slice == 0) WarpgroupProduct::register_a<false>(c[x], operand[0], operand[1], operand[2], operand[3], query);
+        else if (slice < KS) WarpgroupProduct::register_a<true>(c[x], operand[0], operand[1], operand[2], operand[3], query);
+      }
+      wgmma_commit();
+      if (round + 1 < ALL) look_up(round + 1, tables);  // the round before last has ended
+      if (round) wgmma_wait<1>();
+    }
+    wgmma_wait<0>();
+    take_scores(c, s);
+  }
+};
+
+// `slot`: behind it lie the fields of the lane's own tokens.
+DEVICE void load_token_fields(const u8* slot, const ColumnState& columns, TokenFields& tokens) {
+#pragma unroll
+  for (int x = 0; x < SCORED_TILES; x++) {
+    const u8* fields = slot + fields_of(TILES_APART * x);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {  // zero times minus infinity would not be a number
+      tokens.unit[x][r] = TOKEN_UNITS ? max_f32(small_scale_of(field_bits(fields, 8 * r)) * columns.unit_of(0), 1e-37f) : 1.0f;
+      tokens.scale[x][r] = scale_of(field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, 8 * r));
+    }
+  }
+}
