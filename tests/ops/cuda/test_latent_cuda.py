@@ -111,6 +111,14 @@ def test_warpgroups_take_turns(format):
 
 
 @emulated
+@pytest.mark.parametrize("heads", [4, 20])
+def test_more_sequences_than_lanes_of_a_warp(heads):
+    """Blocks begin anywhere among them and have several each; some have no tokens."""
+    case = Case(heads=heads, lens=(0, *(33, 5, 0, 64, 130) * 9, 0), queries=(1,) * 47, padding=1)
+    attend_and_check(case, replace(H200, multiprocessors=11))
+
+
+@emulated
 @pytest.mark.parametrize(("format", "heads"), [("c4", 8), ("c4", 40), ("c6", 8), ("c6", 20)])
 def test_parts_and_workspace(format, heads):
     case = Case(format=format, heads=heads, page=64, lens=(700, 3, 130), queries=(1, 1, 1))

@@ -119,7 +119,7 @@ def _narrow_offsets(layout: PageLayout, stages: int) -> Offsets:
         QUERIES=32 * spec.key_dim,
         ROPE_QUERIES=32 * spec.value_dim,
         ROWS=256,
-        RANGE=64,
+        RANGES=64,
         ROPE_LEVELS=128 << spec.value.bits if _takes_lut(spec.value) else 0,
         LEVELS=128 * entries,
         OUTPUT=64 * spec.key_dim,
@@ -140,7 +140,7 @@ def _wide_offsets(layout: PageLayout, stages: int) -> Offsets:
         ROW_MAX=256,
         SCALES=stages * (3 * 256 + (16 if spec.value.kind == Kind.RAW else 256)),
         BARRIERS=stages * 48,
-        RANGE=48,
+        RANGES=48,
         ROPE_LEVELS=2 << spec.value.bits if _takes_lut(spec.value) else 0,
     )
 

@@ -34,11 +34,13 @@ struct PartialRow {
 // Numbers of the partial results of a work tile: `first` and those behind it.
 struct Partials { int first, count; };
 DEVICE Partials partials_of(const LatentArgs& args, int sequence, int tile, int lane) {
-  const WorkOffset offset = offset_of(args, sequence, lane);
-  const Sequence s = sequence_at(args, sequence);
-  const int from = offset.positions + tile * s.tile_positions() + TILE_COST, first_block = from / offset.share;
-  return {sequence * args.row_tiles + tile + first_block,
-          s.kv_blocks ? (from + s.kv_blocks - 1) / offset.share + 1 - first_block : 0};
+  const WorkOffset offset = offset_of(args, sequence, args.blocks, lane);
+  const WorkPartition& partition = offset.partition;
+  const int kv_blocks = sequence_at(args, sequence).kv_blocks;
+  const int from = offset.positions + tile * partition.positions(kv_blocks) + partition.lead();
+  const int first_block = quotient(from, partition.share);
+  return {offset.tiles + tile + first_block,
+          kv_blocks ? quotient(from + kv_blocks - 1, partition.share) + 1 - first_block : 0};
 }
 
 // What makes a partial result relative to `highest`; one without a maximum is empty, or not a number.

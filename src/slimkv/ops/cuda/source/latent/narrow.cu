@@ -19,7 +19,7 @@ constexpr int TILE_COST = 4;
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 constexpr int CONSUMERS = 1 + WARPGROUPS;  // a named barrier; each warpgroup has one before it
 static_assert(ROWS == 16 && KV_BLOCK == 32, "operands");
-static_assert(sizeof(SharedRange) <= ROPE_LEVELS_AT - RANGE_AT && RAISED_AT - BARRIERS_AT >= 16 * STAGES &&
+static_assert(sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT && RAISED_AT - BARRIERS_AT >= 16 * STAGES &&
                   LATENT_FIELDS_AT - ROPE_CODES_AT == 2 * R_TILE && ROPE_CODES_AT == 2 * L_TILE,
               "regions of shared memory");
 
@@ -72,10 +72,9 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
   const Region region = region_of(lane);
   int slot = 0;
   u32 phase = 1;
-  WorkRanges ranges(args, block_index(), lane);
-  WorkRange range;
-  while (ranges.next(args, range)) {
-    const WorkTile tile(args, range.sequence, range.tile);
+  for (WorkRanges ranges(args, lane); ranges.range.b >= 0; ranges.advance(args)) {
+    const WorkRange& range = ranges.range;
+    const WorkTile tile(args, range.b, range.tile);
     const int last = min_i32(range.last, tile.kv_blocks(args));
     const i32* const table = args.block_table + (i64)tile.sequence * args.table_stride;
     for (int base = range.first + warpgroup; base < last; base += AHEAD * WARPGROUPS) {
@@ -158,7 +157,7 @@ DEVICE void combine_warpgroups(Consumer& own, float (&highest)[2], float (&total
 DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const WorkTile& tile, Consumer& own) {
   float highest[2], total[2];
   combine_warpgroups(own, highest, total);
-  const i64 part = (i64)range.part(args, block_index()) * ROWS;
+  const i64 part = (i64)part_of(range) * ROWS;
   if (own.warpgroup == 0)
 #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -176,25 +175,22 @@ DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const 
         else args.parts[to * LD + place_of(d)] = low, args.parts[to * LD + place_of(d + 1)] = high;
       }
     }
-  sync_consumers();  // before the queries of the next work tile
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
 DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int warpgroup, int warp, int lane) {
   Consumer own(args, shared, warpgroup, warp, lane);
-  SharedRange* const common = (SharedRange*)(shared + RANGE_AT);
+  WorkRanges* const common = (WorkRanges*)(shared + RANGES_AT);
   if (warpgroup == 0 && warp == 0) {
-    const WorkRanges ranges(args, block_index(), lane);
-    if (lane == 0) common->ranges = ranges;
+    const WorkRanges ranges(args, lane);
+    if (lane == 0) *common = ranges;
   }
   while (true) {
     sync_consumers();
-    if (thread_index() == 0) common->advance(args);
-    sync_consumers();
-    const WorkRange range = common->broadcast();
-    if (range.sequence < 0) return;
-    const WorkTile tile(args, range.sequence, range.tile);
+    const WorkRange range = broadcast(common->range);
+    if (range.b < 0) return;
+    const WorkTile tile(args, range.b, range.tile);
     const int last = shfl(min_i32(range.last, tile.kv_blocks(args)), 0);
     constexpr int STRIDE = WARPGROUPS * WARPS;
     each_query<STRIDE, ROWS / STRIDE>(args, tile, WARPS * warpgroup + warp, lane, [&](const Query& query, int n) {
@@ -204,6 +200,8 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int warpgroup, int
     own.take_rows(tile);
     for (int i = range.first + warpgroup; i < last; i += WARPGROUPS) own.attend(i);
     store_partial(args, range, tile, own);
+    sync_consumers();  // before the next range, and its queries
+    if (thread_index() == 0) common->advance(args);
   }
 }
 

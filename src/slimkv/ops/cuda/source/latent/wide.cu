@@ -20,7 +20,7 @@ static_assert(ROWS == 64 && KV_BLOCK == 64, "operands");
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "latents that are not looked up");
 static_assert(RING_AT - QUERIES_AT == STAGE && PROBABILITIES_AT - RING_AT == STAGES * STAGE &&
                   BARRIERS_AT - SCALES_AT == STAGES * sizeof(TokenScales) &&
-                  sizeof(SharedRange) <= ROPE_LEVELS_AT - RANGE_AT,
+                  sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT,
               "regions of shared memory");
 
 // Row n of a work tile, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's.
@@ -94,7 +94,7 @@ DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const 
   float* sums = (float*)(own.shared + PROBABILITIES_AT) + 2 * thread;
   if (own.group) sums[0] = own.row_sum[0], sums[1] = own.row_sum[1];
   bar_sync(CONSUMERS, 256);
-  const i64 part = (i64)range.part(args, block_index()) * ROWS;
+  const i64 part = (i64)part_of(range) * ROWS;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int n = own.row_of(r);
@@ -118,18 +118,16 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, u64* full, u64* em
   Consumer own;
   own.shared = shared, own.full = full, own.empty = empty;
   own.group = group, own.warp = shfl(thread_index() % 128 / 32, 0), own.lane = lane, own.before = 0;
-  SharedRange* const common = (SharedRange*)(shared + RANGE_AT);
+  WorkRanges* const common = (WorkRanges*)(shared + RANGES_AT);
   if (thread_index() < 32) {
-    const WorkRanges ranges(args, block_index(), lane);
-    if (lane == 0) common->ranges = ranges;
+    const WorkRanges ranges(args, lane);
+    if (lane == 0) *common = ranges;
   }
   while (true) {
     bar_sync(CONSUMERS, 256);
-    if (thread_index() == 0) common->advance(args);
-    bar_sync(CONSUMERS, 256);
-    const WorkRange range = common->broadcast();
-    if (range.sequence < 0) return;
-    const WorkTile tile(args, range.sequence, range.tile);
+    const WorkRange range = broadcast(common->range);
+    if (range.b < 0) return;
+    const WorkTile tile(args, range.b, range.tile);
     own.first = range.first, own.count = shfl(min_i32(range.last, tile.kv_blocks(args)) - range.first, 0);
     own.clear_end = tile.visible_end(args, 0);
     each_query<8, 4>(args, tile, 4 * group + own.warp, lane, [&](const Query& query, int n) {
@@ -145,6 +143,8 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, u64* full, u64* em
     own.attend_range(o);
     own.before += max_i32(own.count, 0);
     store_partial(args, range, tile, own, o);
+    bar_sync(CONSUMERS, 256);
+    if (thread_index() == 0) common->advance(args);
   }
 }
 

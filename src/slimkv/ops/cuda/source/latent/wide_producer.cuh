@@ -42,10 +42,9 @@ struct Producer {
 
   DEVICE_MEMBER void run() const {
     int number = 0;  // of the stages
-    WorkRanges ranges(args, block_index(), lane);
-    WorkRange range;
-    while (ranges.next(args, range)) {
-      const WorkTile tile(args, range.sequence, range.tile);
+    for (WorkRanges ranges(args, lane); ranges.range.b >= 0; ranges.advance(args)) {
+      const WorkRange& range = ranges.range;
+      const WorkTile tile(args, range.b, range.tile);
       const int first = range.first, last = min_i32(range.last, tile.kv_blocks(args));
       const i32* table = args.block_table + (i64)tile.sequence * args.table_stride;
       auto token_of = [&](int i) { return i * KV_BLOCK + 16 * warp; };
