@@ -13,11 +13,11 @@ import torch
 from latent_cases import DTYPES, Built, Case, build, check
 
 from slimkv import ops
-from slimkv.errors import InputError
+from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.latent.cuda import launch as latent_cuda
-from slimkv.ops.latent.cuda import split
+from slimkv.ops.latent.cuda.config import NARROW, WIDE, config_for, merge_warps
 from slimkv.spec import LatentSpec, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
@@ -65,14 +65,18 @@ EMULATED = [
 ]
 MANY_ROWS = [
     Case(heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
+    Case(format="c4", heads=17, lens=(70, 5), page=64),
+    Case(heads=65, lens=(70,), queries=(1,)),
     Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, heads=40),
     Case(format="c3", dtype="fp16", out_dtype="fp16", lens=(20,), queries=(5,), heads=8),
     Case(peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=98),
     Case(format="c4", peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=40),
 ]
-EQUAL_PARTS = [
+SEVERAL_TILES = [  # of formats and sizes that the kernel of many rows does not take
     Case(format="c6r8", lens=(70,), queries=(1,), heads=20),
-    Case(format="c5r6", lens=(70,), queries=(2,), heads=10),
+    Case(format="c5r6", lens=(70, 0, 40), queries=(2, 1, 4), heads=10, padding=2),
+    Case(format="c5r8", heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
+    Case(format="c4", latent_dim=192, lens=(70,), queries=(1,), heads=40),
 ]
 
 
@@ -85,23 +89,33 @@ def test_attend(case):
 @emulated
 @pytest.mark.parametrize("case", MANY_ROWS, ids=str)
 def test_attend_many_rows(case):
-    assert latent_cuda.even_cut(case.layout, case.heads * max(case.queries), H200).rows == 64
+    assert config_for(case.layout, case.heads * max(case.queries), H200).kernel is WIDE
     attend_and_check(case, SMALL)
 
 
 @emulated
-@pytest.mark.parametrize("case", EQUAL_PARTS, ids=str)
-def test_attend_in_equal_parts(case):
-    assert latent_cuda.even_cut(case.layout, case.heads * max(case.queries), H200) is None
-    attend_and_check(case)
+@pytest.mark.parametrize("case", SEVERAL_TILES, ids=str)
+def test_attend_many_rows_in_tiles_of_few(case):
+    config = config_for(case.layout, case.heads * max(case.queries), H200)
+    assert config.kernel is NARROW
+    assert config.row_tiles(case.heads * max(case.queries)) > 1
+    attend_and_check(case, SMALL)
 
 
 @emulated
 @pytest.mark.parametrize("format", ["c4", "c4r8", "c6r8"])
-def test_teams_take_turns(format):
-    """One block has all steps of two sequences, so that both teams have several and rings go round."""
+def test_warpgroups_take_turns(format):
+    """One block has all KV blocks of two sequences, so that both warpgroups have several and rings go round."""
     case = Case(format=format, heads=16, page=16, lens=(650, 40), queries=(1, 1))
     attend_and_check(case, replace(H200, multiprocessors=1))
+
+
+@emulated
+@pytest.mark.parametrize("heads", [4, 20])
+def test_more_sequences_than_lanes_of_a_warp(heads):
+    """Blocks begin anywhere among them and have several each; some have no tokens."""
+    case = Case(heads=heads, lens=(0, *(33, 5, 0, 64, 130) * 9, 0), queries=(1,) * 47, padding=1)
+    attend_and_check(case, replace(H200, multiprocessors=11))
 
 
 @emulated
@@ -115,20 +129,12 @@ def test_parts_and_workspace(format, heads):
 
 
 @emulated
-@pytest.mark.parametrize(("multiprocessors", "mergers"), [(1, 2), (2, 4), (5, 8), (30, 32)])
-def test_few_rows_are_merged_by_more_warps(multiprocessors, mergers):
+@pytest.mark.parametrize(("multiprocessors", "warps"), [(1, 2), (2, 4), (5, 8), (30, 32)])
+def test_few_rows_are_merged_by_more_warps(multiprocessors, warps):
     case = Case(format="c4", heads=9, page=64, lens=(1100,), queries=(1,))
     device = replace(H200, multiprocessors=multiprocessors)
-    assert latent_cuda.mergers_of(16, case.latent_dim, device) == mergers
+    assert merge_warps(16, case.latent_dim, device) == warps
     attend_and_check(case, device)
-
-
-@emulated
-def test_two_warpgroups(monkeypatch):
-    monkeypatch.setattr(split, "MOST_ROWS", 64)
-    case = Case(format="c5r8", heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32)
-    assert split.cut_for(case.layout, 20, 2, 3, 224, H200).groups == 2
-    attend_and_check(case)
 
 
 @emulated
@@ -175,50 +181,47 @@ def test_a_bfloat16_rope_part_wants_bfloat16_queries():
 
 
 def test_the_kernel_follows_rows_and_format():
-    def rows_of(format: str, rows: int, *dims: int) -> int | None:
-        cut = latent_cuda.even_cut(PageLayout(LatentSpec.parse(format, *dims), 64), rows, H200)
-        assert cut is None or cut.shared <= H200.shared_of_block
-        return cut and cut.rows
+    def kernels(format: str, rows: list[int], *dims: int) -> list[str]:
+        layout = PageLayout(LatentSpec.parse(format, *dims), 64)
+        return [Path(config_for(layout, n, H200).kernel.source).stem for n in rows]
 
     for format in ("c1r6", "c4", "c4r8", "c4rfp8", "cfp8r8"):
-        rows = (1, 16, 17, 32, 33, 64, 65, 96, 97, 128, 512)
-        assert [rows_of(format, n) for n in rows] == [16, 16, None, None, 64, 64, None, None, 64, 64, 64]
-        assert [rows_of(format, n, 320, 128) for n in (16, 64)] == [16, None]
-        assert rows_of(format, 64, 512, 128) is None
-    assert [rows_of("c6r8", rows) for rows in (8, 16, 17, 64)] == [16, 16, None, None]
-    assert rows_of("c8r8", 16) == 16
+        assert kernels(format, [1, 16, 17, 32, 33, 64, 65, 512]) == ["narrow"] * 2 + ["wide"] * 6
+        assert kernels(format, [16, 64], 320, 128) == ["narrow", "narrow"]
+        assert kernels(format, [64], 512, 128) == ["narrow"]
+    assert kernels("c6r8", [16, 17, 64]) == ["narrow"] * 3
 
 
-def test_equal_parts_fill_the_device():
-    layout = PageLayout(LatentSpec.parse("c6r8"), 64)
-    for heads, batch, tokens in ((16, 32, 32768), (64, 32, 16384), (128, 32, 16384), (16, 1, 131072)):
-        cut = split.cut_for(layout, heads, 1, batch, tokens, H200)
-        blocks, slots = batch * cut.row_tiles * cut.splits, 132 * cut.resident
-        assert blocks >= (0.7 if batch == 1 else 0.85) * -(-blocks // slots) * slots, (heads, batch, cut)
+def test_every_format_fits_a_hopper_device():
+    latents, ropes = ["1", "2", "3", "4", "5", "6", "7", "8", "fp8"], ["", "r6", "r7", "r8", "rfp8"]
+    for latent, rope, dim, rope_dim in product(latents, ropes, range(64, 513, 64), (32, 64, 128)):
+        layout = PageLayout(LatentSpec.parse(f"c{latent}{rope}", dim, rope_dim), 64)
+        assert all(config_for(layout, rows, H200).shared <= H200.shared_of_block for rows in (16, 64))
+
+
+def test_a_device_with_too_little_shared_memory_is_named():
+    layout = PageLayout(LatentSpec.parse("c4"), 64)
+    with pytest.raises(UnsupportedError, match="take more than the 65536 bytes of shared memory"):
+        config_for(layout, 16, replace(H200, shared_of_block=65536))
 
 
 def test_the_workspace_suffices_whatever_the_lengths():
     for format, heads, queries, batch in product(("c4", "c6r8"), (8, 128), (1, 3), (1, 3, 300)):
         layout = PageLayout(LatentSpec.parse(format), 64)
         need = latent_cuda.workspace_bytes(layout, batch * queries, batch, heads, queries, H200)
-        for fewer, tokens in product(range(1, queries + 1), (64, 5000, 131072)):
-            cut = latent_cuda.even_cut(layout, heads * fewer, H200)
-            if cut is None:
-                own = split.cut_for(layout, heads, fewer, batch, tokens, H200).workspace_bytes(batch, 512)
-            else:
-                own = 4 * latent_cuda.even_rows(cut, heads * fewer, batch) * (512 + 2)
-            assert own <= need
+        for fewer in range(1, queries + 1):
+            config = config_for(layout, heads * fewer, H200)
+            assert 4 * config.partial_rows(heads * fewer, batch) * (512 + 2) <= need
+    assert latent_cuda.workspace_bytes(PageLayout(LatentSpec.parse("craw"), 64), 1, 1, 128, 1, H200) == 0
 
 
 @pytest.mark.parametrize("format", ["c4", "c4r8", "c6r8"])
 def test_it_compiles(format):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout = PageLayout(LatentSpec.parse(format), 64)
-    rows = 64 if format == "c4r8" else 16
-    cut = latent_cuda.even_cut(layout, rows, H200) or split.cut_for(layout, rows, 1, 32, 32768, H200)
-    bf16 = torch.bfloat16
-    code = compile_kernels(cut.source, latent_cuda.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a")
-    assert code.startswith(b"\x7fELF")
+    config, bf16 = config_for(layout, 64 if format == "c4r8" else 16, H200), torch.bfloat16
+    defines = latent_cuda.kernel_defines(layout, config, bf16, bf16, bf16)
+    assert compile_kernels(config.kernel.source, defines, "sm_90a").startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("format", ["c4", "c4r8", "cfp8r8"])
@@ -227,9 +230,9 @@ def test_products_do_not_wait_for_one_another(format):
     pytest.importorskip("cuda.bindings.nvrtc")
     pytest.importorskip("triton")
     layout = PageLayout(LatentSpec.parse(format), 64)
-    cut = latent_cuda.even_cut(layout, 64, H200)
-    bf16 = torch.bfloat16
-    code = compile_kernels(cut.source, latent_cuda.kernel_defines(layout, cut, bf16, bf16, bf16), "sm_90a")
+    config, bf16 = config_for(layout, 64, H200), torch.bfloat16
+    defines = latent_cuda.kernel_defines(layout, config, bf16, bf16, bf16)
+    code = compile_kernels(config.kernel.source, defines, "sm_90a")
     lines = sass.instructions(code)
     products, waits = (sum(name in line for line in lines) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
     assert products > 64
@@ -246,7 +249,7 @@ BIG = Case(latent_dim=512, rope_dim=64, heads=16, lens=(3000, 64, 700), queries=
     "case",
     [
         *EMULATED,
-        *(replace(BIG, heads=heads, format=f) for heads in (8, 16, 64, 128) for f in ("c4", "c4r8", "c6r8")),
+        *(replace(BIG, heads=heads, format=f) for heads in (8, 16, 20, 32, 64, 128) for f in ("c4", "c4r8", "c6r8")),
         replace(BIG, queries=(4, 4, 4)),
         replace(BIG, page=16, lens=(40000,), queries=(1,)),
         replace(BIG, heavy=True),

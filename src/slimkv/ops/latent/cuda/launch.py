@@ -1,4 +1,4 @@
-"""attend_latent with CUDA C++ for Hopper: how its kernels (source/latent) are chosen, compiled and launched."""
+"""attend_latent with CUDA C++ for Hopper: which requests its kernels (source/latent) take, and launching them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ import torch
 
 from slimkv.codec.rotation import sign_words
 from slimkv.errors import InputError
-from slimkv.ops.attention.cuda.decode import device_of
-from slimkv.ops.attention.cuda.device import Device
+from slimkv.ops.attention.cuda.device import Device, device_of
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
-from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
+from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E, RAW_NUMBER
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.latent.api import LatentRequest
-from slimkv.ops.latent.cuda import narrow, split, wide
+from slimkv.ops.latent.cuda.config import (
+    MAX_MERGE_WARPS,
+    MIN_MERGE_WARPS,
+    THREADS,
+    LatentConfig,
+    config_for,
+    merge_dims,
+    merge_warps,
+)
 from slimkv.spec import Kind, PageLayout
 
-_LEAST_MERGE_WARPS, _MOST_MERGE_WARPS = 8, 32  # of a block, as merge.cuh has them
-_RAW = 3
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
 
@@ -46,11 +51,10 @@ class Args(ctypes.Structure):
         ("rope_norm", ctypes.c_float),
         ("table", _Table),
         ("rope_sign_bits", ctypes.c_uint32 * 4),
-        *((name, ctypes.c_int32) for name in ("heads", "row_tiles", "splits", "sequences", "blocks", "mergers")),
+        *((name, ctypes.c_int32) for name in ("num_heads", "row_tiles", "num_seqs", "blocks", "merge_warps")),
     )  # fmt: skip
 
 
-Cut = narrow.Cut | wide.Cut | split.Cut
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, Args], None]
 
 
@@ -105,64 +109,45 @@ def _format_refusal(layout: PageLayout) -> str | None:
     return None
 
 
-@lru_cache(maxsize=512)
-def even_cut(layout: PageLayout, rows: int, device: Device) -> narrow.Cut | wide.Cut | None:
-    """The kernel with an even partition for sequences of up to ``rows`` (query, head) pairs, if one takes them."""
-    return narrow.cut_for(layout, device) if rows <= narrow.Cut.rows else wide.cut_for(layout, rows, device)
-
-
-def even_rows(cut: narrow.Cut | wide.Cut, rows: int, sequences: int) -> int:
-    """Rows of all its parts: every item has one, and every block may begin another."""
-    return (sequences * -(-rows // cut.rows) + cut.blocks) * cut.rows
-
-
-def mergers_of(rows: int, dim: int, device: Device) -> int:
-    """Warps that merge a row of parts: as many as the device has room for at a time, with 64 registers a thread."""
-    warps = rows * -(-dim // _merged_dims(dim))
-    mergers = 1
-    while mergers < _MOST_MERGE_WARPS and 2 * mergers * warps <= 32 * device.multiprocessors:
-        mergers *= 2
-    return mergers
-
-
-def _merged_dims(dim: int) -> int:
-    return 256 if dim % 256 == 0 else 128  # of a block, as merge.cuh has them
-
-
 def kernel_defines(
-    layout: PageLayout, cut: Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype
+    layout: PageLayout, config: LatentConfig, query: torch.dtype, rope: torch.dtype, out: torch.dtype
 ) -> dict[str, int]:
     """What a kernel is compiled with."""
     spec = layout.spec
-    return cut.defines | {
+    return config.defines | {
         "LD": spec.key_dim, "RD": spec.value_dim, "BLOCK_SIZE": layout.block_size,
         "L_KIND": KIND_NUMBERS[spec.key.kind], "L_BITS": spec.key.bits, "L_FIELDS": layout.key.fields_offset,
-        "R_KIND": KIND_NUMBERS.get(spec.value.kind, _RAW), "R_BITS": spec.value.bits,
+        "R_KIND": KIND_NUMBERS.get(spec.value.kind, RAW_NUMBER), "R_BITS": spec.value.bits,
         "R_CODES": layout.value.codes_offset, "R_FIELDS": layout.value.fields_offset,
         "R_BF16": int(spec.value.raw_dtype == "bfloat16"), "R_ROTATED": int(spec.value.rotated),
+        "MERGE_DIMS": merge_dims(spec.key_dim), "MIN_MERGE_WARPS": MIN_MERGE_WARPS, "MAX_MERGE_WARPS": MAX_MERGE_WARPS,
         "Q_TYPE": DTYPE_NUMBERS[query], "ROPE_TYPE": DTYPE_NUMBERS[rope], "OUT_TYPE": DTYPE_NUMBERS[out],
     }  # fmt: skip
 
 
 @lru_cache(maxsize=512)
-def _defines(layout: PageLayout, cut: Cut, query: torch.dtype, rope: torch.dtype, out: torch.dtype) -> Defines:
-    return Defines(kernel_defines(layout, cut, query, rope, out))
+def _defines(
+    layout: PageLayout, config: LatentConfig, query: torch.dtype, rope: torch.dtype, out: torch.dtype
+) -> Defines:
+    return Defines(kernel_defines(layout, config, query, rope, out))
 
 
 def workspace_bytes(
     layout: PageLayout, total_queries: int, sequences: int, heads: int, max_query_len: int, device: Device
 ) -> int:
-    """Bytes that ``attend_latent`` needs as ``workspace`` for these bounds, whatever the lengths."""
-    need, dim = 0, layout.spec.key_dim
+    """Bytes that ``attend_latent`` needs as ``workspace`` within these bounds; 0 if it does not take the layout."""
+    if _format_refusal(layout) is not None:
+        return 0
+    most = 0
     for queries in range(1, min(max_query_len, max(1, total_queries)) + 1):
         rows = heads * queries
-        cut = even_cut(layout, rows, device)
-        if cut is None:
-            own = split.workspace_bytes(layout, rows, sequences, device)
-        else:
-            own = 4 * even_rows(cut, rows, sequences) * (dim + 2)
-        need = max(need, own)
-    return need
+        most = max(most, config_for(layout, rows, device).partial_rows(rows, sequences))
+    return _partial_bytes(layout, most)
+
+
+def _partial_bytes(layout: PageLayout, rows: int) -> int:
+    """Bytes of ``rows`` partial results: sums of values, the running maximum and the sum of probabilities."""
+    return 4 * rows * (layout.spec.key_dim + 2)
 
 
 def run(request: LatentRequest) -> None:
@@ -181,41 +166,25 @@ def run(request: LatentRequest) -> None:
 
 
 def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
-    """One launch that attends and one that merges."""
-    rows = request.query_latent.shape[1] * request.max_query_len
-    cut = even_cut(request.layout, rows, device)
-    if cut is None:
-        _attend_split(request, device, launch)
-        return
+    """One launch that attends and one that merges partial results."""
     query = _in_whole_words(request.query_latent)
     if query is not request.query_latent:
         request = replace(request, query_latent=query)
-    sequences, dim = request.seq_lens.shape[0], request.layout.spec.key_dim
-    parts, row_tiles = even_rows(cut, rows, sequences), -(-rows // cut.rows)
-    workspace = _workspace(request, 4 * parts * (dim + 2))  # alive until both are launched
-    args = _args(request, workspace, parts)
-    args.row_tiles, args.sequences, args.blocks = row_tiles, sequences, cut.blocks
-    merged = sequences * row_tiles * cut.rows
-    args.mergers = mergers_of(merged, dim, device)
-    defines = _defines(request.layout, cut, *_dtypes(request))
-    launch(cut.source, "attend", defines, (cut.blocks, 1), cut.threads, cut.shared, args)
-    dims, warps = _merged_dims(dim), max(args.mergers, _LEAST_MERGE_WARPS)
-    rows = warps // args.mergers
-    shared = 4 * warps * (dims + 1) + 8 * rows * cut.blocks
-    launch(cut.source, "merge", defines, (merged // rows, -(-dim // dims)), 32 * warps, shared, args)
-
-
-def _attend_split(request: LatentRequest, device: Device, launch: Launcher) -> None:
-    layout, heads, sequences = request.layout, request.query_latent.shape[1], request.seq_lens.shape[0]
-    dim = layout.spec.key_dim
-    cut = split.cut_for(layout, heads, request.max_query_len, sequences, request.max_seq_len, device)
-    workspace = _workspace(request, cut.workspace_bytes(sequences, dim))
-    args = _args(request, workspace, sequences * cut.row_tiles * cut.splits * cut.rows)
-    args.row_tiles, args.splits = cut.row_tiles, cut.splits
-    defines = _defines(layout, cut, *_dtypes(request))
-    items, merged = sequences * cut.row_tiles, 4 * split.MERGERS * (dim + 1)
-    launch(cut.source, "attend", defines, (items, cut.splits), split.GROUP_THREADS * cut.groups, cut.shared, args)
-    launch(cut.source, "merge", defines, (items * cut.rows, 1), split.MERGE_THREADS, merged, args)
+    rows, sequences, dim = query.shape[1] * request.max_query_len, request.seq_lens.shape[0], query.shape[2]
+    config = config_for(request.layout, rows, device)
+    partial_rows, tiles = config.partial_rows(rows, sequences), config.row_tiles(rows)
+    workspace = _workspace(request, _partial_bytes(request.layout, partial_rows))  # alive until both are launched
+    args = _args(request, workspace, partial_rows)
+    merged_rows = sequences * tiles * config.kernel.rows
+    args.row_tiles, args.num_seqs, args.blocks = tiles, sequences, config.blocks
+    args.merge_warps = merge_warps(merged_rows, dim, device)
+    defines = _defines(request.layout, config, query.dtype, request.query_rope.dtype, request.out.dtype)
+    source = config.kernel.source
+    launch(source, "attend", defines, (config.blocks, 1), THREADS, config.shared, args)
+    dims, warps = merge_dims(dim), max(args.merge_warps, MIN_MERGE_WARPS)
+    rows_of_block = warps // args.merge_warps
+    shared = 4 * warps * (dims + 1) + 8 * rows_of_block * config.blocks
+    launch(source, "merge", defines, (merged_rows // rows_of_block, -(-dim // dims)), 32 * warps, shared, args)
 
 
 def _in_whole_words(query: torch.Tensor) -> torch.Tensor:
@@ -224,12 +193,8 @@ def _in_whole_words(query: torch.Tensor) -> torch.Tensor:
     return query if even else query.clone(memory_format=torch.contiguous_format)
 
 
-def _dtypes(request: LatentRequest) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    return request.query_latent.dtype, request.query_rope.dtype, request.out.dtype
-
-
-def _args(request: LatentRequest, workspace: torch.Tensor, rows: int) -> Args:
-    """Arguments with ``rows`` rows of parts in the workspace, without what is cut."""
+def _args(request: LatentRequest, workspace: torch.Tensor, partial_rows: int) -> Args:
+    """The arguments that do not depend on the kernel, with room for ``partial_rows`` in the workspace."""
     query, rope, out, spec = request.query_latent, request.query_rope, request.out, request.layout.spec
     latent, rope_tables = request.codec.key_tables, request.codec.value_tables
     return Args(
@@ -238,14 +203,14 @@ def _args(request: LatentRequest, workspace: torch.Tensor, rows: int) -> Args:
         cu_seqlens_q=request.cu_seqlens_q.data_ptr(), latent_levels=latent.levels.data_ptr(),
         rope_levels=rope_tables.levels.data_ptr(), out=out.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), parts=workspace.data_ptr(),
-        states=workspace.data_ptr() + 4 * rows * spec.key_dim,
+        states=workspace.data_ptr() + 4 * partial_rows * spec.key_dim,
         query_stride=query.stride(0), query_head_stride=query.stride(1), rope_stride=rope.stride(0),
         rope_head_stride=rope.stride(1), page_stride=request.pages.stride(0),
         table_stride=request.block_table.stride(0), out_stride=out.stride(0), out_head_stride=out.stride(1),
         scale=request.softmax_scale * LOG2E, rope_norm=rope_tables.orthonormal,
         table=_Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
         rope_sign_bits=(ctypes.c_uint32 * 4)(*sign_words(spec.value_dim, spec.seed)),
-        heads=query.shape[1],
+        num_heads=query.shape[1],
     )  # fmt: skip
 
 

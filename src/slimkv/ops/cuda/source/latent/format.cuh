@@ -1,21 +1,24 @@
 // How latents and rope parts are stored.
 //
-// Compile-time: LD, RD (numbers of the latent and of the rope part), BLOCK_SIZE (tokens of a page), L_KIND, L_BITS, L_FIELDS (the
-// latent in a page), R_KIND, R_BITS, R_CODES, R_FIELDS, R_BF16, R_ROTATED (the rope part), Q_TYPE, ROPE_TYPE, OUT_TYPE.
+// Compile-time: LD, RD (numbers of the latent and of the rope part), BLOCK_SIZE (tokens of a page), L_KIND, L_BITS,
+// L_FIELDS (the latent in a page), R_KIND, R_BITS, R_CODES, R_FIELDS, R_BF16, R_ROTATED (the rope part), Q_TYPE,
+// ROPE_TYPE, OUT_TYPE; ROWS, KV_BLOCK, STAGES and the offsets of regions of shared memory (*_AT), which
+// ops/latent/cuda/config.py computes.
 #pragma once
 #include "common/codes.cuh"
 #include "common/numbers.cuh"
 
-constexpr int S = LD / 16, ROPE_SLICES = RD / 16;                  // slices of 16 dimensions
+constexpr int LATENT_SLICES = LD / 16, ROPE_SLICES = RD / 16;      // of 16 dimensions
 constexpr int L_TILE = 2 * LD * L_BITS, R_TILE = 2 * RD * R_BITS;  // bytes of 16 tokens
-constexpr bool IN_BYTES = L_KIND == LLOYD && L_BITS <= 4;  // levels made by byte permutations, with an offset of one half
+constexpr bool IN_BYTES = L_KIND == LLOYD && L_BITS <= 4;  // byte permutations give levels with an offset of one half
 constexpr bool BF16_ROPE = R_KIND == RAW && R_BF16;
-constexpr float OFFSET = IN_BYTES ? 0.5f : 0.0f, L_UNIT = half_unit<L_KIND, L_BITS>(), R_UNIT = R_KIND == FP8 ? 256.0f : 1.0f;
+constexpr float OFFSET = IN_BYTES ? 0.5f : 0.0f;
+constexpr float L_UNIT = half_unit<L_KIND, L_BITS>(), R_UNIT = R_KIND == FP8 ? 256.0f : 1.0f;
 constexpr int L_LEVELS = L_KIND == LLOYD && !IN_BYTES ? 1 << L_BITS : 0, R_LEVELS = R_KIND == LLOYD ? 1 << R_BITS : 0;
-constexpr float RESCALE_THRESHOLD = 8.0f;  // the reference of weights follows when it is behind by so many powers of two
+constexpr float RESCALE_THRESHOLD = 8.0f;  // the output is rescaled when the maximum has risen by so many powers of two
 static_assert(LD % 64 == 0 && LD <= 512 && (RD == 32 || RD == 64 || RD == 128), "sizes");
 static_assert(R_KIND == RAW ? R_BITS == 16 : R_BITS >= 6, "the rope part");
 
-// Where dimension d of a latent stands among the operands' columns, and the other way round: code_halves makes pairs of
+// The column of an operand that has dimension d of a latent, and the other way round: code_halves makes pairs of
 // dimensions 8 apart.
 DEVICE int place_of(int d) { return IN_BYTES ? d : (d & ~9) | (d & 1) << 3 | (d >> 3 & 1); }

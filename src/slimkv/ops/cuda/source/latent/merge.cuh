@@ -1,15 +1,18 @@
-// The sum of all parts of a row, by a kernel of its own.
+// Merges the partial results of every query row and writes the output, as a kernel of its own.
+//
+// A thread block takes MERGE_DIMS dimensions of some rows of one work tile. args.merge_warps of its warps (a power of
+// two), as many as the device has room for, share the partial results of a row. A row waits for memory several times
+// and reads little: few blocks of many rows do that less often, and many warps go through a long row together.
+//
+// Compile-time: MERGE_DIMS, MIN_MERGE_WARPS and MAX_MERGE_WARPS (of a thread block).
 #pragma once
 #include "latent/format.cuh"
 #include "latent/schedule.cuh"
 
-// A block: some dimensions of some rows of one item. args.mergers of its warps (a power of two) take turns with the parts of a row,
-// as many as the device has room for. A row waits several times for memory and has little to read: few blocks of many rows go through
-// that less often, and many warps go through a long row together.
-constexpr int MERGE_DIMS = LD % 256 == 0 ? 256 : 128, MERGE_AHEAD = 4, LEAST_MERGE_WARPS = 8, MOST_MERGE_WARPS = 32;
-static_assert(ROWS % LEAST_MERGE_WARPS == 0, "rows of a block belong to one item");
+constexpr int MERGE_AHEAD = 4;  // partial results that a warp has in flight
+static_assert(ROWS % MIN_MERGE_WARPS == 0, "rows of a thread block belong to one work tile");
 
-// Four dimensions of a lane, and the 128 further on.
+// Four dimensions of a lane, and those 128 further on.
 struct PartialRow {
   static constexpr int WORDS = MERGE_DIMS / 128;
   Words4 words[WORDS];
@@ -28,78 +31,103 @@ struct PartialRow {
   }
 };
 
-KERNEL(32 * MOST_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
+// Numbers of the partial results of a work tile: `first` and those behind it.
+struct Partials { int first, count; };
+DEVICE Partials partials_of(const LatentArgs& args, int sequence, int tile, int lane) {
+  const WorkOffset offset = offset_of(args, sequence, args.blocks, lane);
+  const WorkPartition& partition = offset.partition;
+  const int kv_blocks = sequence_at(args, sequence).kv_blocks;
+  const int from = offset.positions + tile * partition.positions(kv_blocks) + partition.lead();
+  const int first_block = quotient(from, partition.share);
+  return {offset.tiles + tile + first_block,
+          kv_blocks ? quotient(from + kv_blocks - 1, partition.share) + 1 - first_block : 0};
+}
+
+// What makes a partial result relative to `highest`; one without a maximum is empty, or not a number.
+DEVICE float factor_of(u32 row_max, float highest) {
+  return as_float(row_max) == MINUS_INFINITY ? 1.0f : exp2_approx(as_float(row_max) - highest);
+}
+
+// The highest maximum of a row and its sum of probabilities; `states` gets every maximum and sum. All warps of a row
+// write the same.
+struct RowState { float highest, row_sum; };
+DEVICE RowState merge_states(const float* from, Words2* states, int count, int lane) {
+  RowState row = {MINUS_INFINITY, 0.0f};
+#pragma unroll 4
+  for (int i = lane; i < count; i += 32) {
+    const Words2 state = *(const Words2*)(from + 2 * i * ROWS);
+    states[i] = state, row.highest = max_f32(row.highest, as_float(state.x));
+  }
+#pragma unroll
+  for (int d = 16; d; d >>= 1) row.highest = max_f32(row.highest, shfl_xor(row.highest, d));
+  sync_warp();
+  for (int i = lane; i < count; i += 32) row.row_sum += as_float(states[i].y) * factor_of(states[i].x, row.highest);
+#pragma unroll
+  for (int d = 16; d; d >>= 1) row.row_sum += shfl_xor(row.row_sum, d);
+  return row;
+}
+
+DEVICE void store_output(const LatentArgs& args, i64 at, float x) {
+  if (OUT_TYPE == FLOAT32) ((float*)args.out)[at] = x;
+  else ((u16*)args.out)[at] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(x) : f32_to_f16(x));
+}
+
+KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
   SHARED_MEMORY(scratch);
-  const int warp = thread_index() / 32, lane = thread_index() & 31, mergers = args.mergers;
-  const int warps = max_i32(mergers, LEAST_MERGE_WARPS), rows = warps / mergers;
-  float* const sums = (float*)scratch;  // [warp, dimension]
+  const int warp = thread_index() / 32, lane = thread_index() & 31, warps_of_row = args.merge_warps;
+  const int warps = max_i32(warps_of_row, MIN_MERGE_WARPS), rows = warps / warps_of_row;
+  float* const sums = (float*)scratch;               // [warp, dimension]
   float* const factors = sums + warps * MERGE_DIMS;  // [warp]: what a row's sums are multiplied by
-  const int first_row = block_index() * rows, number = first_row / ROWS, turn = warp % mergers, n = first_row % ROWS + warp / mergers;
-  Words2* const states = (Words2*)(factors + warps) + warp / mergers * args.blocks;  // of the row's parts: reference and sum of weights
-  const int sequence = number / args.row_tiles, tile = number % args.row_tiles;
-  // What says who did what is there before any part is: the kernel before this one has waited for it.
-  const Item item(args, sequence, tile);
-  const Share share = share_of(args, sequence, lane);
-  const Extent extent = extent_of(args, sequence);
-  const int from = share.before + tile * extent.item() + ITEM_COST, low = PARTS * (from / share.size);
-  const int parts = extent.steps ? PARTS * ((from + extent.steps - 1) / share.size + 1) - low : 0, count = n < item.count ? parts : 0;
+  const int first_row = block_index() * rows, number = first_row / ROWS, turn = warp % warps_of_row;
+  const int n = first_row % ROWS + warp / warps_of_row;
+  Words2* const states = (Words2*)(factors + warps) + warp / warps_of_row * args.blocks;
+  const int sequence = number / args.row_tiles, tile_number = number % args.row_tiles;
+  // Lengths were written before `attend` started, so they are read before it ends.
+  const WorkTile tile(args, sequence, tile_number);
+  const Partials partials = partials_of(args, sequence, tile_number, lane);
+  const int count = n < tile.count ? partials.count : 0;
   const int dim = MERGE_DIMS * block_index_y(), dims = min_i32(LD - dim, MERGE_DIMS);
   pdl_wait();
-  const i64 first = (i64)(PARTS * number + low) * ROWS + n;
-  // Without a reference there is nothing, or no number.
-  auto factor_of = [&](u32 reference, float highest) {
-    return as_float(reference) == MINUS_INFINITY ? 1.0f : exp2_approx(as_float(reference) - highest);
-  };
 
+  const i64 first = (i64)partials.first * ROWS + n;
   const float* next = args.parts + (first + turn * ROWS) * LD + dim;
   int left = count - turn;
-  PartialRow ahead[MERGE_AHEAD];  // on their way while references are compared
+  PartialRow ahead[MERGE_AHEAD];  // in flight while maxima are compared
   auto load = [&](PartialRow& row) {
     row.load(next, lane, left > 0 ? dims : 0);
-    next += mergers * ROWS * LD, left -= mergers;
+    next += warps_of_row * ROWS * LD, left -= warps_of_row;
   };
 #pragma unroll
   for (int j = 0; j < MERGE_AHEAD; j++) load(ahead[j]);
-  float highest = MINUS_INFINITY, row_sum = 0.0f;
-#pragma unroll 4
-  for (int i = lane; i < count; i += 32) {  // all warps of a row write the same
-    const Words2 state = *(const Words2*)(args.states + 2 * (first + i * ROWS));
-    states[i] = state, highest = max_f32(highest, as_float(state.x));
-  }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) highest = max_f32(highest, shfl_xor(highest, d));
-  sync_warp();
-  for (int i = lane; i < count; i += 32) row_sum += as_float(states[i].y) * factor_of(states[i].x, highest);
-#pragma unroll
-  for (int d = 16; d; d >>= 1) row_sum += shfl_xor(row_sum, d);
-
+  const RowState row = merge_states(args.states + 2 * first, states, count, lane);
   float x[4 * PartialRow::WORDS] = {};
-  for (int i = turn; i < count; i += MERGE_AHEAD * mergers) {
+  for (int i = turn; i < count; i += MERGE_AHEAD * warps_of_row) {
 #pragma unroll
     for (int j = 0; j < MERGE_AHEAD; j++) {
-      if (i + j * mergers < count) ahead[j].add_to(x, factor_of(states[i + j * mergers].x, highest));
+      const int own = i + j * warps_of_row;
+      if (own < count) ahead[j].add_to(x, factor_of(states[own].x, row.highest));
       load(ahead[j]);
     }
   }
+
 #pragma unroll
   for (int w = 0; w < PartialRow::WORDS; w++)
     *(Words4*)(sums + MERGE_DIMS * warp + 128 * w + 4 * lane) =
         {as_bits(x[4 * w]), as_bits(x[4 * w + 1]), as_bits(x[4 * w + 2]), as_bits(x[4 * w + 3])};
-  if (lane == 0) factors[warp] = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-  auto query_of = [&](int row) { return (i64)(item.start + (item.first + row) / args.heads); };
-  if (args.lse && n < item.count && turn == 0 && lane == 0 && dim == 0)
-    args.lse[query_of(n) * args.heads + (item.first + n) % args.heads] =
-        row_sum == 0.0f ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;
+  if (lane == 0) factors[warp] = row.row_sum == 0.0f ? 0.0f : 1.0f / row.row_sum;
+  auto query_of = [&](int m) { return (i64)(tile.start + (tile.first_row + m) / args.num_heads); };
+  if (args.lse && n < tile.count && turn == 0 && lane == 0 && dim == 0)
+    args.lse[query_of(n) * args.num_heads + (tile.first_row + n) % args.num_heads] =
+        row.row_sum == 0.0f ? MINUS_INFINITY : (row.highest + log2_approx(row.row_sum)) * LN2;
   sync_threads();
   for (int i = thread_index(); i < rows * MERGE_DIMS; i += 32 * warps) {
-    const int slot = i / MERGE_DIMS, own = i % MERGE_DIMS, row = first_row % ROWS + slot;
-    if (row >= item.count || own >= dims) continue;
+    const int slot = i / MERGE_DIMS, own = i % MERGE_DIMS, m = first_row % ROWS + slot;
+    if (m >= tile.count || own >= dims) continue;
     float y = 0.0f;
-    for (int m = slot * mergers; m < (slot + 1) * mergers; m++) y += sums[MERGE_DIMS * m + own];
-    y *= factors[slot * mergers];
-    const i64 head = (item.first + row) % args.heads, at = query_of(row) * args.out_stride + head * args.out_head_stride + dim + own;
-    if (OUT_TYPE == FLOAT32) ((float*)args.out)[at] = y;
-    else ((u16*)args.out)[at] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(y) : f32_to_f16(y));
+    for (int w = slot * warps_of_row; w < (slot + 1) * warps_of_row; w++) y += sums[MERGE_DIMS * w + own];
+    const i64 head = (tile.first_row + m) % args.num_heads;
+    store_output(args, query_of(m) * args.out_stride + head * args.out_head_stride + dim + own,
+                 y * factors[slot * warps_of_row]);
   }
 }
 HOST_TESTABLE(merge, LatentArgs)

@@ -1,7 +1,22 @@
-// Codes of latents and rope parts in narrow.cu: a step in shared memory to operands of products. For what narrow.cu is compiled for, with its
-// constants (OWN, BY_PAIRS, R_COPIES, ...).
+// Codes of latents and rope parts in narrow.cu: a KV block in shared memory to operands of products.
 #pragma once
 #include "latent/codes.cuh"
+
+constexpr int OWN = LATENT_SLICES / WARPS;  // slices of a warp
+constexpr bool BY_PAIRS = L_KIND == LLOYD && L_BITS == 4;  // levels are looked up, those of two codes at a time
+// Entries of the table of levels: of two 4-bit codes, of a byte with a 6-bit code and anything above it, of a code.
+constexpr int ENTRIES = BY_PAIRS ? PAIR_ENTRIES : L_LEVELS && L_BITS == 6 ? 256 : L_LEVELS;
+constexpr int COPIES = 32;  // of a level, so that lanes do not wait for one another
+static_assert(OUTPUT_AT - LEVELS_AT == 4 * COPIES * ENTRIES, "the table of levels");
+static_assert(LEVELS_AT - ROPE_LEVELS_AT == 4 * COPIES * R_LEVELS, "the table of the rope part's levels");
+
+// Levels of the rope part, a copy for every lane.
+struct RopeLevels {
+  u32 address;
+  DEVICE_MEMBER u32 at(u32 word, int i) const {
+    return ld_shared_constant(dp4a_u8(word, (u32)(4 * COPIES) << (8 * i), address));
+  }
+};
 
 // Word i of a lane, of N in a plane.
 template <int N> DEVICE u32 plane_word(const u8* plane, int lane, int i) {
@@ -31,10 +46,11 @@ template <int BITS, int SLICES> DEVICE void read_codes(const u8* tile, int lane,
 }
 
 // Whether a warp's slices are whole words of every plane.
-constexpr bool WHOLE_WORDS = L_BITS == 8 || S % ((L_BITS == 4 ? 1 : L_BITS == 2 || L_BITS == 6 ? 2 : 4) * WARPS) == 0;
+constexpr bool WHOLE_WORDS =
+    L_BITS == 8 || LATENT_SLICES % ((L_BITS == 4 ? 1 : L_BITS == 2 || L_BITS == 6 ? 2 : 4) * WARPS) == 0;
 // Codes of 16 tokens, in the slices of a warp.
 struct OwnCodes {
-  Codes<L_BITS, S, false, WHOLE_WORDS ? WARPS : 1> codes;
+  Codes<L_BITS, LATENT_SLICES, false, WHOLE_WORDS ? WARPS : 1> codes;
   const u8* tile;
   int lane, warp;
 
@@ -57,17 +73,20 @@ struct OwnCodes {
     }
     u32 low, high = 0;
     if constexpr (!WHOLE_WORDS) {
-      read_codes<L_BITS, S>(tile, lane, warp * OWN + i, low, high);
+      read_codes<L_BITS, LATENT_SLICES>(tile, lane, warp * OWN + i, low, high);
     } else {
       low = codes.low(i);
       if constexpr (L_BITS > 4) high = codes.high(i);
     }
-    if constexpr (BY_PAIRS) a[0] = levels.at(low, 0), a[1] = levels.at(low, 2), a[2] = levels.at(low, 1), a[3] = levels.at(low, 3);
-    else latent_matrices(low, high, table, levels, a);
+    if constexpr (BY_PAIRS) {
+      a[0] = levels.at(low, 0), a[1] = levels.at(low, 2), a[2] = levels.at(low, 1), a[3] = levels.at(low, 3);
+    } else {
+      latent_matrices(low, high, table, levels, a);
+    }
   }
 };
 
-// Rope parts of 8 tokens (`half`: of the first or the last of 16), which pages have dimensions x tokens, as an operand.
+// Rope parts of 8 tokens, the first or the last of 16 (`half`), as an operand. Pages have them dimensions x tokens.
 struct RopeOperand {
   Words4 quads[R_KIND != RAW && R_BITS == 8 ? ROPE_SLICES / 2 : 1];
   const u8* tile;
@@ -78,7 +97,7 @@ struct RopeOperand {
 #pragma unroll
       for (int i = 0; i < ROPE_SLICES / 2; i++) quads[i] = *(const Words4*)(tile + 512 * i + 16 * lane);
   }
-  DEVICE_MEMBER void slice(int s, Table table, const RopeLevels<R_COPIES>& levels, u32 (&b)[2]) const {
+  DEVICE_MEMBER void slice(int s, Table table, const RopeLevels& levels, u32 (&b)[2]) const {
     if constexpr (R_KIND == RAW) {
       const Words2 w = *(const Words2*)(tile + 512 * s + 16 * lane + 8 * half);  // a token's dimensions g and g + 8
       b[0] = movmatrix_trans(prmt(w.x, w.y, 0x5410)), b[1] = movmatrix_trans(prmt(w.x, w.y, 0x7632));
@@ -90,30 +109,38 @@ struct RopeOperand {
       } else {
         Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
         codes.load(tile, lane);
-        const u32 low = codes.low(s), high = codes.high(s);
-        const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4, odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
-        word = prmt(even, odd, half ? 0x7362 : 0x5140);
+        word = rope_code_bytes(codes.low(s), codes.high(s), half);
       }
-      // Bytes of a token's dimensions g and g + 8 are one element: of a token, the lane then has 2 t, 2 t + 8, 2 t + 1, 2 t + 9.
+      // The bytes of a token's dimensions g and g + 8 move together: the lane gets 2 t, 2 t + 8, 2 t + 1, 2 t + 9.
       word = movmatrix_trans(word);
       if constexpr (R_KIND == FP8) {
         u32 v[4];
         code_halves<FP8, 8, true>(word, word, table, levels, v);
         b[0] = v[0], b[1] = v[1];
       } else {
-        b[0] = prmt(levels.at(word, 0), levels.at(word, 2), 0x5410), b[1] = prmt(levels.at(word, 1), levels.at(word, 3), 0x5410);
+        b[0] = prmt(levels.at(word, 0), levels.at(word, 2), 0x5410);
+        b[1] = prmt(levels.at(word, 1), levels.at(word, 3), 0x5410);
       }
     }
   }
 };
 
-// Levels of all pairs of codes, a copy of each for every lane.
-DEVICE void fill_pairs(Table table, u8* to, int warp, int lane) {
-  for (int entry = 32 * warp; entry < PAIR_ENTRIES; entry += THREADS) {
-    u32 first, second;
-    code_bytes<LLOYD, 4>((u32)(entry + lane), 0, table, first, second);
-    const u32 own = pack_f16x2((float)(first & 0xFF) - 63.5f, (float)(first >> 8 & 0xFF) - 63.5f);
+// ---- tables of levels, by all threads of a block --------------------------------------------------------------------
+
+DEVICE void fill_rope_levels(const float* levels, u8* to) {
+  for (int i = thread_index(); i < R_LEVELS * COPIES; i += THREADS) ((u32*)to)[i] = f32_to_f16(levels[i / COPIES]);
+}
+DEVICE void fill_levels(const LatentArgs& args, u8* to, int warp, int lane) {
+  if constexpr (BY_PAIRS) {
+    for (int entry = 32 * warp; entry < PAIR_ENTRIES; entry += THREADS) {
+      u32 first, second;
+      code_bytes<LLOYD, 4>((u32)(entry + lane), 0, args.table, first, second);
+      const u32 own = pack_f16x2((float)(first & 0xFF) - 63.5f, (float)(first >> 8 & 0xFF) - 63.5f);
 #pragma unroll
-    for (int i = 0; i < 32; i++) ((u32*)to)[32 * (entry + i) + lane] = shfl(own, i);
+      for (int i = 0; i < 32; i++) ((u32*)to)[32 * (entry + i) + lane] = shfl(own, i);
+    }
+  } else {
+    for (int i = thread_index(); i < COPIES * ENTRIES; i += THREADS)
+      ((u32*)to)[i] = f32_to_f16(args.latent_levels[i / COPIES % at_least_one(L_LEVELS)]);
   }
 }

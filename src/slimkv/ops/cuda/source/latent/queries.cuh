@@ -1,4 +1,4 @@
-// A row of queries from global memory to operands: halves scaled by a power of two (bfloat16 beside a rope part that is).
+// A query row from global memory to operands: halves scaled by a power of two (bfloat16 beside a bfloat16 rope part).
 #pragma once
 #include "common/rotation.cuh"
 #include "latent/codes.cuh"
@@ -6,15 +6,26 @@
 
 constexpr int LEAST = 60;  // exponent: what is smaller than 2^-67 counts as that
 
-// Row n of an item as it is in memory, on its way to a warp: two numbers of the latent side by side for every lane, then 64 further
-// on; of the rope part, numbers lane, lane + 32, ... Rows beyond the last are zeros.
+// The exponent, as floats have it, of the largest of a row's numbers, lane, lane + 32, ...; LEAST at least.
+template <int DIM> DEVICE int exponent_of_row(const float (&x)[DIM / 32]) {
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < DIM / 32; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
+#pragma unroll
+  for (int d = 16; d; d >>= 1) most = max_f32(most, shfl_xor(most, d));
+  return min_i32(max_i32((int)(as_bits(most) >> 23), LEAST), 253);
+}
+
+// Row n of a work tile as it is in memory, in flight to a warp: two numbers of the latent side by side for every lane,
+// then 64 further on; of the rope part, numbers lane, lane + 32, ... Rows beyond the last are zeros.
 struct RawQuery {
   static constexpr int PER_PAIR = Q_TYPE == FLOAT32 ? 2 : 1;  // words
   u32 latent[PER_PAIR * LD / 64], rope[RD / 32];
 
-  DEVICE_MEMBER void load(const LatentArgs& args, const Item& item, int n, int lane) {
-    const bool real = n < item.count;
-    const i64 query = item.start + (item.first + n) / args.heads, head = (item.first + n) % args.heads;
+  DEVICE_MEMBER void load(const LatentArgs& args, const WorkTile& tile, int n, int lane) {
+    const bool real = n < tile.count;
+    const i64 query = tile.start + (tile.first_row + n) / args.num_heads;
+    const i64 head = (tile.first_row + n) % args.num_heads;
     const i64 at = query * args.query_stride + head * args.query_head_stride + 2 * lane;
     const i64 rope_at = query * args.rope_stride + head * args.rope_head_stride + lane;
 #pragma unroll
@@ -44,7 +55,8 @@ struct Query {
   int exponent, rope_exponent, lane;
   bool real;
 
-  DEVICE_MEMBER Query(const LatentArgs& args, const Item& item, const RawQuery& raw, int n, int lane_) : lane(lane_), real(n < item.count) {
+  DEVICE_MEMBER Query(const LatentArgs& args, const WorkTile& tile, const RawQuery& raw, int n, int lane_)
+      : lane(lane_), real(n < tile.count) {
 #pragma unroll
     for (int i = 0; i < LD / 32; i++)
       x[i] = Q_TYPE == FLOAT32 ? as_float(raw.latent[i % (RawQuery::PER_PAIR * LD / 64)])
@@ -53,8 +65,8 @@ struct Query {
 #pragma unroll
     for (int i = 0; i < RD / 32; i++) y[i] = number_of(raw.rope[i], ROPE_TYPE);
     if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, nullptr, args.rope_norm, nullptr, lane);
-    // What is 2^40 times smaller than the rope part of the query makes no difference, and one unit fits in the other's range.
-    rope_exponent = exponent_of_row<RD, LEAST>(y), exponent = max_i32(exponent_of_row<LD, LEAST>(x), rope_exponent - 40);
+    // What is 2^40 times smaller than the rope part makes no difference; so one unit is in the range of the other.
+    rope_exponent = exponent_of_row<RD>(y), exponent = max_i32(exponent_of_row<LD>(x), rope_exponent - 40);
   }
   // What operands are to be multiplied by.
   DEVICE_MEMBER float latent_unit() const { return as_float((u32)exponent << 23) * L_UNIT; }
@@ -70,27 +82,28 @@ struct Query {
       else put(place_of(d), pair & 0xFFFF), put(place_of(d + 1), pair >> 16);
     }
   }
-  // `by`: what bfloat16 is multiplied by, a power of two.
+  // `by`: a power of two that bfloat16 is multiplied by.
   template <class F> DEVICE_MEMBER void rope_operand(const F& put, float by = 1.0f) const {
     const float down = as_float((u32)(254 - rope_exponent) << 23);
 #pragma unroll
-    for (int i = 0; i < RD / 32; i++) put(lane + 32 * i, BF16_ROPE ? f32_to_bf16(y[i] * by) : f32_to_f16(y[i] * down));
+    for (int i = 0; i < RD / 32; i++)
+      put(lane + 32 * i, BF16_ROPE ? f32_to_bf16(y[i] * by) : f32_to_f16(y[i] * down));
   }
 };
 
-// Calls stage(query, n) for rows first, first + STRIDE, ..., of which COUNT are on their way at a time. One after the other they are
-// in the same registers: code of which every line is run once is waited for.
+// Calls stage(query, n) for rows first, first + STRIDE, ..., with loads of COUNT rows in flight. They pass through the
+// registers of one row: unrolled code would run once and wait for its instructions.
 template <int STRIDE, int COUNT, class F>
-DEVICE void each_query(const LatentArgs& args, const Item& item, int first, int lane, const F& stage) {
+DEVICE void each_query(const LatentArgs& args, const WorkTile& tile, int first, int lane, const F& stage) {
   static_assert(ROWS % (COUNT * STRIDE) == 0, "rows");
 #pragma unroll 1
   for (int n = first; n < ROWS;) {
     RawQuery raw[COUNT];
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) raw[i].load(args, item, n + i * STRIDE, lane);
+    for (int i = 0; i < COUNT; i++) raw[i].load(args, tile, n + i * STRIDE, lane);
 #pragma unroll 1
     for (int i = 0; i < COUNT; i++, n += STRIDE) {
-      stage(Query(args, item, raw[0], n, lane), n);
+      stage(Query(args, tile, raw[0], n, lane), n);
 #pragma unroll
       for (int j = 1; j < COUNT; j++) raw[j - 1] = raw[j];
     }

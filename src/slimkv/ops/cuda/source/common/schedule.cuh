@@ -1,0 +1,155 @@
+// The schedule of attention over sequences of any lengths. A work tile is some query rows of one sequence, with the KV
+// blocks they see. The KV blocks of all work tiles, one after the other, are partitioned evenly over the thread blocks.
+// Every thread block finds its part on the device, so a CUDA graph replays whatever the lengths are.
+//
+// Includers define before it:
+//   Sequence                  with `tiles` (its work tiles) and `kv_blocks` (of each of them)
+//   sequence_at(args, b)      where args has num_seqs
+//   from_lane(sequence, lane) broadcasts one
+//   TILE_COST                 what starting a work tile costs, in KV blocks
+//   TILE_SWITCH_COST          the part of it that a thread block with a single work tile saves
+//   MIN_SHARE                 positions of a thread block, at least
+//   PAD_TILES                 whether work tiles may be padded (see WorkPartition)
+#pragma once
+#include "common/intrinsics.cuh"
+
+// Quotients of non-negative numbers. Code that a thread block runs once waits for its instructions, and n / d takes 22.
+DEVICE int small_quotient(int n, int d) {  // n < 2^20: 0.5 / d away from any integer
+  return (int)(((float)n + 0.5f) * rcp_approx((float)d));
+}
+DEVICE int quotient(int n, int d) {
+  const float inverse = rcp_approx((float)d);
+  int q = (int)((float)n * inverse);
+  q += (int)((float)(n - q * d) * inverse);  // at most one off now
+  const int left = n - q * d;
+  return q + (left >= d) - (left < 0);
+}
+
+// Every thread block takes `share` positions: one for a KV block and, before the first one of a work tile, TILE_COST.
+// Padded: every work tile has whole thread blocks, where that is nearly as even. A thread block that goes on to another
+// work tile waits for its queries and pages, and all others wait for that block.
+struct WorkPartition {
+  i32 total;  // positions
+  int share;
+  bool padded;
+  DEVICE_MEMBER int lead() const { return padded ? 0 : TILE_COST; }  // positions before a work tile's KV blocks
+  DEVICE_MEMBER int positions(int kv_blocks) const {
+    return padded ? small_quotient(kv_blocks + share - 1, share) * share : kv_blocks ? kv_blocks + lead() : 0;
+  }
+};
+
+// KV blocks of all work tiles, work tiles that have some, and the most of one.
+struct WorkTotals { i32 kv_blocks, tiles, longest; };
+DEVICE WorkTotals add_sequence(WorkTotals sums, const Sequence& s) {
+  const i32 tiles = s.kv_blocks ? s.tiles : 0;
+  return {sums.kv_blocks + tiles * s.kv_blocks, sums.tiles + tiles, max_i32(sums.longest, s.kv_blocks)};
+}
+
+// The partition of what the lanes of a warp have together.
+DEVICE WorkPartition make_partition(WorkTotals sums, int blocks) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1) {
+    sums.kv_blocks += shfl_xor(sums.kv_blocks, d), sums.tiles += shfl_xor(sums.tiles, d);
+    if (PAD_TILES) sums.longest = max_i32(sums.longest, shfl_xor(sums.longest, d));
+  }
+  const i32 total = sums.kv_blocks + sums.tiles * TILE_COST;
+  const WorkPartition even = {total, max_i32(MIN_SHARE, quotient(total + blocks - 1, blocks)), false};
+  if (!PAD_TILES || sums.tiles == 0 || sums.tiles > blocks) return even;
+  const int blocks_of_tile = small_quotient(blocks, sums.tiles);
+  const int padded = small_quotient(sums.longest + blocks_of_tile - 1, blocks_of_tile);
+  const int least = max_i32(1, quotient(sums.kv_blocks + blocks - 1, blocks));
+  return padded <= least + TILE_SWITCH_COST ? WorkPartition{sums.kv_blocks, padded, true} : even;
+}
+
+// The partition, and the positions and work tiles of the sequences before b.
+struct WorkOffset {
+  WorkPartition partition;
+  i32 positions, tiles;
+};
+template <class Args> DEVICE WorkOffset offset_of(const Args& args, int b, int blocks, int lane) {
+  WorkTotals sums = {0, 0, 0};
+  i32 positions = 0, tiles = 0;
+  for (int i = lane; i < args.num_seqs; i += 32) {
+    const Sequence s = sequence_at(args, i);
+    sums = add_sequence(sums, s);
+    if (i < b) tiles += s.tiles, positions += s.kv_blocks ? s.tiles * (s.kv_blocks + TILE_COST) : 0;
+  }
+  const WorkPartition partition = make_partition(sums, blocks);
+  if (partition.padded) {
+    positions = 0;
+    for (int i = lane; i < b; i += 32) {
+      const Sequence s = sequence_at(args, i);
+      positions += s.tiles * partition.positions(s.kv_blocks);
+    }
+  }
+#pragma unroll
+  for (int d = 16; d; d >>= 1) positions += shfl_xor(positions, d), tiles += shfl_xor(tiles, d);
+  return {partition, positions, tiles};
+}
+
+// KV blocks first .. last - 1 of a work tile.
+struct WorkRange {
+  int b;            // sequence
+  int tile;         // of the sequence
+  int number;       // of all work tiles
+  int first, last;
+  Sequence s;
+};
+
+// The first range of a thread block, and how many positions it has from there, which may be none. By a whole warp, 32
+// sequences at a time.
+template <class Args>
+DEVICE WorkRange first_range(const Args& args, int block, int blocks, int lane, WorkPartition& partition, int& left) {
+  Sequence s = {};
+  if (lane < args.num_seqs) s = sequence_at(args, lane);
+  if (args.num_seqs <= 32) partition = make_partition(add_sequence({0, 0, 0}, s), blocks);
+  else partition = offset_of(args, 0, blocks, lane).partition;
+  const i32 from = block * partition.share;
+  i32 positions = 0, tiles = 0;
+  WorkRange range = {};
+  left = 0;
+  while (true) {
+    const i32 of_tile = partition.positions(s.kv_blocks);
+    i32 numbers = s.tiles, ends = numbers * of_tile;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+      const i32 more = shfl(ends, (lane - d) & 31), more_tiles = shfl(numbers, (lane - d) & 31);
+      if (lane >= d) ends += more, numbers += more_tiles;
+    }
+    const int over = warp_count(positions + ends <= from);  // how many of them end before the range begins
+    const i32 positions_over = shfl(ends, (over - 1) & 31), tiles_over = shfl(numbers, (over - 1) & 31);
+    if (over) positions += positions_over, tiles += tiles_over;
+    if (over < 32) {
+      range.b += over;
+      range.s = from_lane(s, over);
+      const int one = shfl(of_tile, over);
+      range.tile = quotient(from - positions, one);
+      range.number = tiles + range.tile;
+      const int inside = from - positions - range.tile * one, before = max_i32(0, partition.lead() - inside);
+      range.first = max_i32(0, inside - partition.lead());
+      const int rest = partition.padded ? range.s.kv_blocks - range.first : partition.total - from;
+      left = min_i32(partition.share, rest) - before;
+      range.last = min_i32(range.s.kv_blocks, range.first + left);
+      return range;
+    }
+    range.b += 32;
+    if (range.b >= args.num_seqs) return range;
+    s = {};
+    if (range.b + lane < args.num_seqs) s = sequence_at(args, range.b + lane);
+  }
+}
+
+// Next work range. Precondition: one exists.
+template <class Args> DEVICE WorkRange next_range(const Args& args, const WorkRange& range, int left) {
+  WorkRange next = range;
+  next.number++;
+  if (++next.tile == range.s.tiles) {
+    next.tile = 0;
+    for (next.s = sequence_at(args, ++next.b); next.s.tiles == 0 || next.s.kv_blocks == 0;
+         next.s = sequence_at(args, ++next.b))
+      next.number += next.s.tiles;
+  }
+  next.first = 0;
+  next.last = min_i32(next.s.kv_blocks, left);
+  return next;
+}

@@ -1,0 +1,276 @@
+// A warp of narrow.cu that attends: a quarter of the latent's dimensions, for scores and for values.
+#pragma once
+#include "latent/narrow_codes.cuh"
+
+constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // what the operands have too much
+constexpr bool HELD = BY_PAIRS;  // queries stay in registers, of which other formats leave too few
+// Done between a barrier and the answer whether a maximum is raised, by measurement: slices transposed, probabilities
+// read.
+constexpr int min_of(int a, int b) { return a < b ? a : b; }
+constexpr int TRANSPOSED_EARLY = L_LEVELS ? 0 : min_of(R_KIND == RAW ? 3 : 4, OWN);
+constexpr bool READ_EARLY = !L_LEVELS && R_KIND != RAW;
+constexpr float MOST_PROBABILITY = 256.0f;  // by the running maximum so far
+constexpr float LEAST_SCALE = 9.094947e-13f;  // 2^-40
+constexpr float LOWEST = -1e30f;  // the maximum before the first score: any score is far above it
+
+struct __attribute__((aligned(16))) Row { float start, unit, rope_unit; i32 visible_end; };
+
+typedef float Fragment[4];
+typedef u32 Levels[2][OWN][4];  // of 16 tokens each: tokens x dimensions, transposed later
+
+// Two tokens that a lane turns into probabilities, for rows g and g + 8.
+struct TokenPair {
+  int token;
+  float scale[2], rope_scale[2];  // of the latent and of the rope part
+};
+
+struct Consumer {
+  const LatentArgs& args;
+  u8* const shared;  // of the block
+  u8* const mine;    // of the warpgroup
+  const int warpgroup, warp, lane, g, t;
+  // The 8 tokens of a KV block that this warp makes probabilities of: even lanes have those of their warp, odd ones
+  // those of the next, so that 16-byte units of the lanes fill the banks.
+  const int octet;
+  const LevelTable levels;
+  const RopeLevels rope_levels;
+  int slot;
+  u32 phase;
+
+  // Of a work tile: rows g and g + 8.
+  Words4 queries[OWN];  // of the own dimensions
+  float unit[2], rope_unit[2], start[2];
+  int visible_end[2], clear_end, length;
+  float row_max[2], row_sum[2];
+  Fragment o[2 * OWN], probability_sum;
+
+  DEVICE_MEMBER Consumer(const LatentArgs& args_, u8* shared_, int warpgroup_, int warp_, int lane_)
+      : args(args_), shared(shared_), mine(shared_ + WARPGROUPS_AT + warpgroup_ * WARPGROUP_BYTES),
+        warpgroup(warpgroup_), warp(warp_), lane(lane_), g(lane_ >> 2), t(lane_ & 3), octet(warp_ ^ (lane_ & 1)),
+        levels{shared_address(shared_ + LEVELS_AT) + 4 * lane_},
+        rope_levels{shared_address(shared_ + ROPE_LEVELS_AT) + 4 * (lane_ % COPIES)}, slot(0), phase(0) {}
+
+  DEVICE_MEMBER void sync() const { bar_sync(1 + warpgroup, 32 * WARPS); }
+  DEVICE_MEMBER u64* full() const { return (u64*)(mine + BARRIERS_AT) + slot; }
+  DEVICE_MEMBER u64* empty() const { return full() + STAGES; }
+  DEVICE_MEMBER Words2* scores() const { return (Words2*)(mine + SCORES_AT); }  // [8 tokens, warp, 8 rows, lane]
+  DEVICE_MEMBER float* warp_max() const { return (float*)(mine + WARP_MAX_AT); }  // [warp, row]
+  DEVICE_MEMBER Words4 query_of(int i) const {
+    return *(const Words4*)(shared + QUERIES_AT + (warp * OWN + i) * 512 + 16 * lane);
+  }
+  DEVICE_MEMBER Words4 probabilities_of(int half) const {
+    return *(const Words4*)(mine + PROBABILITIES_AT + half * 512 + 16 * lane);
+  }
+
+  // Begins a work tile whose queries are in shared memory.
+  DEVICE_MEMBER void take_rows(const WorkTile& tile) {
+    if constexpr (HELD)
+#pragma unroll
+      for (int i = 0; i < OWN; i++) queries[i] = query_of(i);
+    const Row* const rows = (const Row*)(shared + ROWS_AT) + g;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      unit[n] = rows[8 * n].unit;
+      rope_unit[n] = BF16_ROPE ? R_UNIT * args.scale : rows[8 * n].rope_unit;
+      start[n] = SHIFT == 0.0f ? 0.0f : rows[8 * n].start;
+      visible_end[n] = rows[8 * n].visible_end;
+      row_max[n] = LOWEST, row_sum[n] = 0.0f;
+    }
+    clear_end = tile.visible_end(args, 0), length = tile.length;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      probability_sum[i] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 2 * OWN; j++) o[j][i] = 0.0f;
+    }
+  }
+
+  // ---- scores -------------------------------------------------------------------------------------------------------
+
+  // Of the rope parts of the warp's 8 tokens.
+  DEVICE_MEMBER void score_rope(const u8* stage, Fragment& r) const {
+    const RopeOperand rope(stage + ROPE_CODES_AT + warp / 2 * R_TILE, lane, octet % 2);
+#pragma unroll
+    for (int i = 0; i < ROPE_SLICES; i++) {
+      const Words4 q = *(const Words4*)(shared + ROPE_QUERIES_AT + 512 * i + 16 * lane);
+      u32 b[2];
+      rope.slice(i, args.table, rope_levels, b);
+      if (BF16_ROPE) mma_bf16(r, q.x, q.y, q.z, q.w, b[0], b[1]);
+      else mma_f16(r, q.x, q.y, q.z, q.w, b[0], b[1]);
+    }
+  }
+  // Of the own dimensions of all tokens, to shared memory; `kept`: the levels.
+  DEVICE_MEMBER void score_latents(const OwnCodes (&codes)[2], Levels& kept) const {
+    Fragment s[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) s[j][0] = 0.0f, s[j][1] = 0.0f, s[j][2] = 0.0f, s[j][3] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+      const Words4 q = HELD ? queries[i] : query_of(i);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        u32(&a)[4] = kept[half][i];
+        codes[half].matrices(i, args.table, levels, a);
+        mma_f16(s[2 * half], q.x, q.y, q.z, q.w, a[0], a[2]);
+        mma_f16(s[2 * half + 1], q.x, q.y, q.z, q.w, a[1], a[3]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+        scores()[((j * WARPS + warp) * 2 + n) * 32 + lane] = {as_bits(s[j][2 * n]), as_bits(s[j][2 * n + 1])};
+  }
+  DEVICE_MEMBER TokenPair token_pair(const u8* stage, int kv_block) const {
+    TokenPair pair;
+    pair.token = kv_block * KV_BLOCK + 8 * octet + 2 * t;
+    const u32 fields = *(const u32*)(stage + LATENT_FIELDS_AT + 2 * (8 * octet + 2 * t));
+    const u32 rope_fields = R_KIND == RAW ? 0 : *(const u32*)(stage + ROPE_FIELDS_AT + 2 * (8 * octet + 2 * t));
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+      pair.scale[b] = marked_scale(pair.token + b < length ? fields >> (16 * b) & 0xFFFF : 0);
+      pair.rope_scale[b] = R_KIND == RAW ? 1.0f : marked_scale(rope_fields >> (16 * b) & 0xFFFF);
+    }
+    return pair;
+  }
+  DEVICE_MEMBER static float marked_scale(u32 field) { return field == INVALID_FIELD ? NOT_A_NUMBER : scale_of(field); }
+
+  // Frees the stage.
+  DEVICE_MEMBER void release() {
+    if (warp == 0 && lane == 0) mbarrier_arrive(empty());
+    slot++;
+    if (slot == STAGES) slot = 0, phase ^= 1;
+  }
+
+  // Adds up what the four warps have of the lane's scores x, of two rows and two tokens, and masks them. Additions wait
+  // for one another: meanwhile levels of the last 16 tokens are transposed.
+  DEVICE_MEMBER void sum_scores(const Fragment& r, const TokenPair& pair, bool clear, Levels& kept,
+                                float (&x)[4]) const {
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      float low[WARPS], high[WARPS];
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const Words2 sums = scores()[((octet * WARPS + w) * 2 + n) * 32 + lane];
+        low[w] = as_float(sums.x), high[w] = as_float(sums.y);
+      }
+#pragma unroll
+      for (int i = n * OWN / 2; i < (n + 1) * OWN / 2; i++) transpose(kept[1][i]);
+#pragma unroll
+      for (int w = WARPS / 2; w; w /= 2)
+#pragma unroll
+        for (int i = 0; i < w; i++) low[i] += low[i + w], high[i] += high[i + w];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float products = i ? high[0] : low[0];
+        x[2 * n + i] = (SHIFT == 0.0f ? products : products + start[n]) * (pair.scale[i] * unit[n]);
+        x[2 * n + i] += r[2 * n + i] * (pair.rope_scale[i] * rope_unit[n]);
+        if (!clear && pair.token + i >= visible_end[n]) x[2 * n + i] = MINUS_INFINITY;
+      }
+    }
+  }
+  DEVICE_MEMBER static void transpose(u32 (&matrices)[4]) {
+#pragma unroll
+    for (int m = 0; m < 4; m++) matrices[m] = movmatrix_trans(matrices[m]);
+  }
+
+  // ---- softmax ------------------------------------------------------------------------------------------------------
+
+  // Probabilities by the running maximum so far, which seldom rises. False if one is large.
+  DEVICE_MEMBER bool exponentiate(const float (&x)[4], const TokenPair& pair, float (&sum)[2]) const {
+    bool fine = true;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const float p = exp2_approx(x[2 * n] - row_max[n]), q = exp2_approx(x[2 * n + 1] - row_max[n]);
+      sum[n] = p + q;
+      // What is not seen has probability zero, even if it is not a number.
+      const float first = p > 0.0f ? p * pair.scale[0] : p, second = q > 0.0f ? q * pair.scale[1] : q;
+      fine = fine && first <= MOST_PROBABILITY && second <= MOST_PROBABILITY;
+      *(u32*)(mine + PROBABILITIES_AT + warp / 2 * 512 + 16 * lane + octet % 2 * 8 + 4 * n) = pack_f16x2(first, second);
+    }
+    return fine;
+  }
+  // Agrees with the other warps on a higher maximum and rescales.
+  DEVICE_MEMBER void raise_max(const float (&x)[4], const TokenPair& pair, float (&sum)[2]) {
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      float top = max_f32(x[2 * n] + log2_approx(max_f32(pair.scale[0], LEAST_SCALE)),
+                          x[2 * n + 1] + log2_approx(max_f32(pair.scale[1], LEAST_SCALE)));
+      top = max_f32(top, shfl_xor(top, 1));
+      top = max_f32(top, shfl_xor(top, 2));
+      if (t == 0) warp_max()[warp * ROWS + g + 8 * n] = top;
+    }
+    sync();
+    float by[2];
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const float* all = warp_max() + g + 8 * n;
+      const float wanted = max_f32(max_f32(all[0], all[ROWS]), max_f32(all[2 * ROWS], all[3 * ROWS]));
+      const bool raise = wanted > row_max[n] + RESCALE_THRESHOLD;
+      by[n] = raise ? exp2_approx(row_max[n] - wanted) : 1.0f;
+      row_max[n] = raise ? wanted : row_max[n];
+    }
+    exponentiate(x, pair, sum);
+#pragma unroll
+    for (int n = 0; n < 2; n++) row_sum[n] *= by[n];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      probability_sum[i] *= by[i / 2];
+#pragma unroll
+      for (int j = 0; j < 2 * OWN; j++) o[j][i] *= by[i / 2];
+    }
+    sync();
+  }
+
+  // ---- a KV block ---------------------------------------------------------------------------------------------------
+
+  DEVICE_MEMBER void attend(int kv_block) {
+    const u8* const stage = mine + RING_AT + slot * STAGE_BYTES;
+    mbarrier_wait(full(), phase);
+    OwnCodes codes[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) codes[half].load(stage + half * L_TILE, lane, warp);
+    Fragment r = {0.0f, 0.0f, 0.0f, 0.0f};
+    score_rope(stage, r);  // first: these products wait for one another
+    Levels kept;
+    score_latents(codes, kept);
+    const TokenPair pair = token_pair(stage, kv_block);
+    sync();  // the stage has been read and all scores are there
+    release();
+    float x[4], sum[2];
+    sum_scores(r, pair, (kv_block + 1) * KV_BLOCK <= clear_end, kept, x);
+    const bool raises = !exponentiate(x, pair, sum);
+    i32* const last_raised = (i32*)(mine + RAISED_AT);  // the last KV block in which a maximum is raised
+    if (raises) *last_raised = kv_block;
+    sync();
+    const int raised_at = *last_raised;
+    Words4 p;
+    if (READ_EARLY) p = probabilities_of(0);
+#pragma unroll
+    for (int i = 0; i < TRANSPOSED_EARLY; i++) transpose(kept[0][i]);
+    if (shfl(raised_at, 0) == kv_block) {
+      raise_max(x, pair, sum);
+      if (READ_EARLY) p = probabilities_of(0);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++) row_sum[n] += sum[n];
+    add_values(kept, p);
+  }
+  // The own dimensions of all tokens, times probabilities; p: those of the first 16, if READ_EARLY.
+  DEVICE_MEMBER void add_values(const Levels& kept, Words4 p) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (half || !READ_EARLY) p = probabilities_of(half);
+      if (SHIFT != 0.0f) mma_f16(probability_sum, p.x, p.y, p.z, p.w, 0x3C003C00u, 0x3C003C00u);
+#pragma unroll
+      for (int i = 0; i < OWN; i++) {
+        u32 b[4];
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+          b[m] = half || i < TRANSPOSED_EARLY ? kept[half][i][m] : movmatrix_trans(kept[half][i][m]);
+        mma_f16(o[2 * i], p.x, p.y, p.z, p.w, b[0], b[1]);
+        mma_f16(o[2 * i + 1], p.x, p.y, p.z, p.w, b[2], b[3]);
+      }
+    }
+  }
+};

@@ -1,0 +1,267 @@
+// A warpgroup of wide.cu that attends: scores of every other KV block, probabilities, and half of the output.
+#pragma once
+#include "latent/wide_producer.cuh"
+
+constexpr int HALF = LD / 2;  // dimensions of a warpgroup
+constexpr int PROBABILITIES_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the second warpgroup's probabilities have 2
+
+typedef float Output[HALF / 2];
+typedef u32 Probabilities[4][4];  // an operand for every 16 tokens
+
+// What makes scores of products of latents, the unit of rope parts in units of those, and which tokens a row sees.
+struct __attribute__((aligned(16))) Row { float unit, rope; i32 visible_end; i32 unused; };
+
+// A lane has rows g and g + 8 of its warp's 16.
+struct Consumer {
+  u8* shared;
+  u64 *full, *empty;
+  int group, warp, lane;
+  int before;        // KV blocks of earlier ranges
+  int first, count;  // KV blocks of this range
+  int clear_end;     // tokens before it are seen by all rows
+  float unit[2], rope[2];
+  int visible_end[2];
+  float row_max[2], row_sum[2];
+
+  DEVICE_MEMBER int row_of(int r) const { return 16 * warp + lane / 4 + 8 * r; }
+  DEVICE_MEMBER void take_rows() {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Row row = ((const Row*)(shared + PROBABILITIES_AT))[row_of(r)];
+      unit[r] = row.unit, rope[r] = row.rope, visible_end[r] = row.visible_end;
+      row_max[r] = MINUS_INFINITY, row_sum[r] = 0.0f;
+    }
+  }
+  DEVICE_MEMBER const TokenScales& scales_of(int stage) const {
+    return ((const TokenScales*)(shared + SCALES_AT))[stage];
+  }
+  // Of the lane's tokens 8 j + 2 t and the next one.
+  DEVICE_MEMBER Words2 pair_of(const float* scales, int j) const {
+    return *(const Words2*)(scales + 8 * j + 2 * (lane & 3));
+  }
+
+  // -- operands: queries and keys `bytes` behind their first, values of the own dimensions
+  DEVICE_MEMBER u64 queries_at(int bytes) const {
+    return descriptor_behind(smem_descriptor(shared_address(shared + QUERIES_AT), 16), bytes);
+  }
+  DEVICE_MEMBER u64 keys_at(int stage, int bytes) const {
+    return descriptor_behind(smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16), bytes);
+  }
+  DEVICE_MEMBER u64 values_at(int stage, int bytes) const {
+    const u32 own = shared_address(shared + RING_AT) + stage * STAGE + group * (CHUNKS / 2) * CHUNK;
+    return descriptor_behind(smem_descriptor(own, CHUNK), bytes);
+  }
+
+  // -- scores
+  // Starts products of queries with the rope parts.
+  DEVICE_MEMBER void start_rope_scores(float (&s)[32], int stage) const {
+#pragma unroll
+    for (int i = 0; i < 32; i++) s[i] = 0.0f;
+    wgmma_fence_operand(s);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < ROPE_SLICES; k++) {
+      const int at = (CHUNKS + k / 4) * CHUNK + k % 4 * 32;
+      WgmmaNarrow<64, BF16_ROPE>::shared_a(s, queries_at(at), keys_at(stage, at));
+    }
+    wgmma_commit();
+  }
+  // Those in units of the latents' scales.
+  DEVICE_MEMBER void scale_rope_scores(float (&s)[32], int stage) const {
+    const TokenScales& scales = scales_of(stage);
+    wgmma_fence_operand(s);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const Words2 by = pair_of(R_KIND == RAW ? scales.inverse : scales.rope, j);
+#pragma unroll
+      for (int i = 0; i < 4; i++) s[4 * j + i] *= as_float(i % 2 ? by.y : by.x) * (BF16_ROPE ? 1.0f : rope[i / 2]);
+    }
+    wgmma_fence_operand(s);
+    wgmma_fence();
+  }
+  // Starts products with quarter Q of the latents' dimensions, added to them.
+  template <int Q> DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
+#pragma unroll
+    for (int k = Q * QUARTER; k < (Q + 1) * QUARTER; k++) {
+      const int at = k / 4 * CHUNK + k % 4 * 32;
+      Wgmma<64>::shared_a<true>(s, queries_at(at), keys_at(stage, at));
+    }
+    wgmma_commit();
+  }
+
+  // -- softmax
+  // Products to base-2 scores plus the logarithm of the token's scale, masked.
+  DEVICE_MEMBER void scale_scores(float (&s)[32], const TokenScales& scales, int token) const {
+    const int t = lane & 3;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const Words2 scale = pair_of(scales.scale, j), log = pair_of(scales.log, j);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        s[4 * j + i] =
+            s[4 * j + i] * as_float(i % 2 ? scale.y : scale.x) * unit[i / 2] + as_float(i % 2 ? log.y : log.x);
+    }
+    if (token + KV_BLOCK <= clear_end) return;
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+      if (token + 8 * (i / 4) + 2 * t + i % 2 >= visible_end[i / 2 % 2]) s[i] = MINUS_INFINITY;
+  }
+  // Raises the running maximum of a row where it is behind; `by`: what its output is to be multiplied by.
+  DEVICE_MEMBER bool raise_max(const float (&s)[32], int r, float& by) {
+    float wanted = MINUS_INFINITY;
+#pragma unroll
+    for (int j = 0; j < 8; j++) wanted = max_f32(wanted, max_f32(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+    wanted = max_f32(wanted, shfl_xor(wanted, 1));
+    wanted = max_f32(wanted, shfl_xor(wanted, 2));
+    const bool raise =
+        wanted > row_max[r] + RESCALE_THRESHOLD || (row_max[r] == MINUS_INFINITY && wanted > MINUS_INFINITY);
+    by = raise ? exp2_approx(row_max[r] - wanted) : 1.0f;
+    row_max[r] = raise ? wanted : row_max[r];
+    return raise;
+  }
+  // Scores to probabilities in halves, times the tokens' scales. Whether a maximum was raised.
+  DEVICE_MEMBER bool softmax(float (&s)[32], int stage, int token, float (&by)[2], Probabilities& p) {
+    const TokenScales& scales = scales_of(stage);
+    scale_scores(s, scales, token);
+    bool raised = false;
+    float shift[2], sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const bool raise = raise_max(s, r, by[r]);
+      shift[r] = row_max[r] == MINUS_INFINITY ? 0.0f : row_max[r];
+      raised = raised || raise;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const Words2 inverse = pair_of(scales.inverse, j);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float low = exp2_approx(s[4 * j + 2 * r] - shift[r]), high = exp2_approx(s[4 * j + 2 * r + 1] - shift[r]);
+        sum[r] += low * as_float(inverse.x);
+        sum[r] += high * as_float(inverse.y);
+        p[j / 2][j % 2 * 2 + r] = pack_f16x2(low, high);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_sum[r] = row_sum[r] * by[r] + sum[r];
+    return raised;
+  }
+  DEVICE_MEMBER void rescale(Output& o, bool raised, const float (&by)[2]) const {
+    if (!warp_any(raised)) return;
+#pragma unroll
+    for (int i = 0; i < HALF / 2; i++) o[i] *= by[i / 2 % 2];
+  }
+
+  // -- probabilities to the other warpgroup, and its
+  DEVICE_MEMBER void send(const Probabilities& p) const {
+    const u32 row = shared_address(shared + PROBABILITIES_AT) + (16 * warp + lane % 16) * 128;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      stmatrix_x4<0>(row + ((2 * k + lane / 16 ^ (lane & 7)) << 4), p[k][0], p[k][1], p[k][2], p[k][3]);
+    float* maxima = (float*)(shared + ROW_MAX_AT);
+    if ((lane & 3) == 0) maxima[row_of(0)] = row_max[0], maxima[row_of(1)] = row_max[1];
+    fence_proxy_async();
+    bar_arrive(PROBABILITIES_OF_FIRST + group, 256);
+  }
+  // Waits for them and takes their maximum. Whether it is another.
+  DEVICE_MEMBER bool receive(float (&by)[2]) {
+    bar_sync(PROBABILITIES_OF_FIRST + 1 - group, 256);
+    bool raised = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float others = ((const float*)(shared + ROW_MAX_AT))[row_of(r)];
+      const bool raise = others != row_max[r];
+      by[r] = raise ? exp2_approx(row_max[r] - others) : 1.0f;
+      row_max[r] = others, row_sum[r] *= by[r];
+      raised = raised || raise;
+    }
+    return raised;
+  }
+
+  // -- output
+  // Starts products of the own probabilities, or of the other's, with the own dimensions of values.
+  DEVICE_MEMBER void start_values(Output& o, const Probabilities& p, int stage) const {
+    wgmma_fence_operand(o);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      Wgmma<HALF>::register_a(o, p[k][0], p[k][1], p[k][2], p[k][3], values_at(stage, k * 2048));
+    wgmma_commit();
+  }
+  DEVICE_MEMBER void start_others_values(Output& o, int stage) const {
+    const u64 probabilities = smem_descriptor(shared_address(shared + PROBABILITIES_AT), 16);
+    wgmma_fence_operand(o);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      Wgmma<HALF>::shared_a_across(o, descriptor_behind(probabilities, k * 32), values_at(stage, k * 2048));
+    wgmma_commit();
+  }
+
+  // -- KV blocks, numbered from the first one of the range
+  DEVICE_MEMBER int stage_of(int i) const { return (before + i) % STAGES; }
+  DEVICE_MEMBER void await(int stage, u32 turn, int quarter) const {
+    mbarrier_wait(full + 4 * stage + quarter, turn);
+    fence_proxy_async();  // between stores of the producer, which the barrier has ordered before it, and products
+  }
+  // The own dimensions; their other reader, of scores, was done before. The last KV block's stage takes the output.
+  DEVICE_MEMBER void release(Output& o, int i) const {
+    wgmma_fence_operand(o);
+    if (lane == 0 && i + 1 < count) mbarrier_arrive(empty + 2 * stage_of(i) + group);
+  }
+  // Starts values of a KV block whose scores are the other's.
+  DEVICE_MEMBER void attend_others(Output& o, int i) {
+    float by[2];
+    const bool raised = receive(by);
+    rescale(o, raised, by);
+    start_others_values(o, stage_of(i));
+  }
+  // Half of an own KV block's scores; values of the other's, whose probabilities arrive meanwhile; the other half and
+  // own values. No product with the output is in flight when the output is rescaled.
+  template <bool AFTER_OTHER> DEVICE_MEMBER void attend_own(Output& o, int i) {
+    const int stage = stage_of(i), token = (first + i) * KV_BLOCK;
+    const u32 turn = (u32)((before + i) / STAGES & 1);
+    float s[32], by[2];
+    Probabilities p;
+    await(stage, turn, 0);
+    start_rope_scores(s, stage);
+    wgmma_wait<0>();
+    scale_rope_scores(s, stage);
+    start_scores<0>(s, stage);
+    await(stage, turn, 1);
+    start_scores<1>(s, stage);
+    if (AFTER_OTHER) {
+      wgmma_wait<0>();
+      wgmma_fence_operand(s);
+      attend_others(o, i - 1);
+    }
+    await(stage, turn, 2);
+    wgmma_fence_operand(s);
+    wgmma_fence();
+    start_scores<2>(s, stage);
+    await(stage, turn, 3);
+    start_scores<3>(s, stage);
+    if (AFTER_OTHER) {
+      wgmma_wait<2>();
+      release(o, i - 1);
+    }
+    wgmma_wait<0>();
+    wgmma_fence_operand(s);
+    const bool raised = softmax(s, stage, token, by, p);
+    send(p);
+    rescale(o, raised, by);
+    start_values(o, p, stage);
+    wgmma_wait<0>();
+    release(o, i);
+  }
+  DEVICE_MEMBER void attend_range(Output& o) {
+    int i = group;
+    if (group == 0 && count > 0) attend_own<false>(o, 0), i = 2;
+    for (; i < count; i += 2) attend_own<true>(o, i);
+    if (i == count && count) {  // the last one is the other's
+      attend_others(o, count - 1);
+      wgmma_wait<0>();
+      release(o, count - 1);
+    }
+  }
+};

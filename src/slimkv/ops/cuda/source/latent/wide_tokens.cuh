@@ -1,0 +1,128 @@
+// 16 tokens of a warp of wide.cu: their codes in registers, and as rows of operands (tokens x 64 dimensions) in shared
+// memory.
+#pragma once
+#include "common/hopper.cuh"
+#include "latent/codes.cuh"
+
+// Levels of the rope part as halves side by side, one copy.
+struct RopeLevels {
+  u32 address;
+  DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant_half(dp4a_u8(word, 2u << (8 * i), address)); }
+};
+template <int THREADS> DEVICE void fill_rope_levels(const float* levels, u8* to) {
+  for (int i = thread_index(); i < R_LEVELS; i += THREADS) ((u16*)to)[i] = (u16)f32_to_f16(levels[i]);
+}
+
+// Of a KV block's tokens: the scale of the latent, its reciprocal and its base-2 logarithm, and the scale of the rope
+// part in units of the latent's. A scale of zero counts as a very small one; a marked token has the scale NaN.
+struct __attribute__((aligned(16))) TokenScales {
+  float scale[KV_BLOCK], inverse[KV_BLOCK], log[KV_BLOCK], rope[R_KIND == RAW ? 4 : KV_BLOCK];
+
+  DEVICE_MEMBER void put(int token, u32 field, u32 rope_field) {
+    const bool marked = field == INVALID_FIELD || rope_field == INVALID_FIELD;
+    const float own = marked ? 1.0f : scale_of(field);
+    const float rope_scale = marked || R_KIND == RAW ? 1.0f : scale_of(rope_field);
+    const float least = max_f32(max_f32(own, rope_scale * 8.6736174e-19f), 8.6736174e-19f);  // 2^-60
+    const float over = rcp_approx(least);
+    scale[token] = marked ? NOT_A_NUMBER : least, inverse[token] = over, log[token] = log2_approx(least);
+    if (R_KIND != RAW) rope[token] = rope_scale * over;
+  }
+};
+
+// A slice of 16 tokens as latent_matrices makes it, in units of LEVEL_UNIT and without OFFSET. Bytes as halves are
+// denormal: such a number of 2^-24, less 63.5 of them, times 2^15.
+constexpr float LEVEL_UNIT = IN_BYTES ? 512.0f * L_UNIT : L_UNIT;
+DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4]) {
+  if constexpr (IN_BYTES) {
+    u32 first, second;
+    code_bytes<LLOYD, L_BITS>(low, high, table, first, second);
+    const u32 by = 0x78007800u, less = 0xAFF0AFF0u;
+    a[0] = fma_f16x2(prmt(first, 0, 0x4140), by, less), a[2] = fma_f16x2(prmt(first, 0, 0x4342), by, less);
+    a[1] = fma_f16x2(prmt(second, 0, 0x4140), by, less), a[3] = fma_f16x2(prmt(second, 0, 0x4342), by, less);
+  } else {
+    latent_matrices(low, high, table, LevelTable{0}, a);  // wide.cu takes no latents that are looked up
+  }
+}
+
+struct RopeCodes {
+  static constexpr int WORDS = R_BITS % 8 ? 2 * ROPE_SLICES : ROPE_SLICES * R_BITS / 4;  // 6 and 7 bits as bytes
+  u32 words[WORDS];
+
+  DEVICE_MEMBER void clear() {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) words[i] = 0;
+  }
+  DEVICE_MEMBER void load(const u8* tile, int lane) {
+    if constexpr (R_BITS % 8 == 0) {
+      Plane<4, 8, true>::load_words<WORDS>(tile, lane, words);
+    } else {
+      Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
+      codes.load(tile, lane);
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) words[i] = rope_code_bytes(codes.low(i / 2), codes.high(i / 2), i % 2);
+    }
+  }
+  // Slice s as pages have it: dimensions x tokens.
+  DEVICE_MEMBER void matrices(int s, Table table, const RopeLevels& levels, u32 (&v)[4]) const {
+    if constexpr (R_KIND == RAW) {
+      const u32* w = words + 4 * s;  // a token's dimensions g and g + 8
+      v[0] = prmt(w[0], w[1], 0x5410), v[1] = prmt(w[0], w[1], 0x7632);
+      v[2] = prmt(w[2], w[3], 0x5410), v[3] = prmt(w[2], w[3], 0x7632);
+    } else {
+      code_halves<R_KIND, 8, true>(words[2 * s], words[2 * s + 1], table, levels, v);
+    }
+  }
+};
+
+struct Tokens {
+  Codes<L_BITS, LATENT_SLICES, false> latent;
+  RopeCodes rope;
+  u32 fields[2], rope_fields[2];  // scales of tokens g and g + 8; zero beyond the sequence
+
+  // 16 tokens of a page from `place` on, of which the sequence has `left`.
+  DEVICE_MEMBER void load(const u8* page, int place, int left, int lane) {
+    fields[0] = fields[1] = rope_fields[0] = rope_fields[1] = 0;
+    if (left <= 0) {  // codes that tables have
+      latent = {};
+      rope.clear();
+      return;
+    }
+    latent.load(page + place / 16 * L_TILE, lane);
+    rope.load(page + R_CODES + place / 16 * R_TILE, lane);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
+      const int token = (lane >> 2) + 8 * i;
+      if (token < left) fields[i] = field_bits(page + L_FIELDS, place + token);
+      if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
+    }
+  }
+  // Levels of rope parts to rows at `to` (shared memory), where 8 KiB have 64 dimensions of 64 tokens; and the scales
+  // of tokens `first` and those behind it.
+  DEVICE_MEMBER void unpack_rope(Table table, const RopeLevels& levels, u32 to, TokenScales& scales, int first,
+                                 int lane) const {
+    const int second = lane % 4;
+    if (second < 2)
+      scales.put(first + lane / 4 + 8 * second, second ? fields[1] : fields[0],
+                 second ? rope_fields[1] : rope_fields[0]);
+    const u32 row = row_of(lane);
+#pragma unroll
+    for (int s = 0; s < ROPE_SLICES; s++) {
+      u32 v[4];
+      rope.matrices(s, table, levels, v);
+      stmatrix_x4_trans<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), v[0], v[2], v[1], v[3]);
+    }
+  }
+  // Levels of latents likewise: slices FIRST to LAST - 1.
+  template <int FIRST, int LAST>
+  DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
+    const u32 row = row_of(lane);
+#pragma unroll
+    for (int s = FIRST; s < LAST; s++) {
+      u32 a[4];
+      level_matrices(latent.low(s), L_BITS > 4 ? latent.high(s) : 0, table, a);
+      stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
+    }
+  }
+  // Of the lane; slice s is at this ^ 32 s.
+  DEVICE_MEMBER static u32 row_of(int lane) { return lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4); }
+};

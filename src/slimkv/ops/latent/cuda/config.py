@@ -1,0 +1,163 @@
+"""Which latent kernel attends a request, and the numbers it is compiled and launched with.
+
+=======  ==========  ============  ============================================================================
+kernel   query rows  KV block      latents
+=======  ==========  ============  ============================================================================
+narrow   16          32 tokens     all that ``launch.refusal`` accepts
+wide     64          64 tokens     of 128, 256 or 512 numbers whose levels take no LUT (1-4 bits, fp8)
+=======  ==========  ============  ============================================================================
+
+Up to 16 query rows (queries x heads of a sequence) go to ``narrow``, more to ``wide``. Latents that ``wide`` does not
+take go to ``narrow`` in several work tiles of 16 rows. Both run one block of three warpgroups on every multiprocessor:
+one fills a ring in shared memory, two attend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from slimkv.errors import UnsupportedError
+from slimkv.ops.attention.cuda.device import Device
+from slimkv.spec import Kind, PageLayout, TensorFormat
+
+Offsets = dict[str, int]  # of regions of shared memory, by the name that the CUDA source knows them by
+
+THREADS = 384  # of a block
+MIN_MERGE_WARPS, MAX_MERGE_WARPS = 8, 32  # of a block of the merge kernel
+_WIDE_DIMS = (128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A CUDA source and its tile sizes."""
+
+    source: str
+    rows: int  # query rows of a work tile
+    kv_block: int  # tokens
+    stages: tuple[int, ...]  # KV blocks that a ring may hold, most first
+    offsets: Callable[[PageLayout, int], Offsets]  # by stages; SHARED_BYTES is their total
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """A kernel on a device."""
+
+    kernel: Kernel
+    stages: int
+    offsets: tuple[tuple[str, int], ...]
+    shared: int  # bytes of a block
+    blocks: int  # of the grid
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """What the kernel is compiled with beside the format."""
+        return {"ROWS": self.kernel.rows, "KV_BLOCK": self.kernel.kv_block, "STAGES": self.stages, **dict(self.offsets)}
+
+    def row_tiles(self, rows: int) -> int:
+        """Work tiles of a sequence of ``rows`` query rows."""
+        return -(-rows // self.kernel.rows)
+
+    def partial_rows(self, rows: int, sequences: int) -> int:
+        """Rows of partial results: a work tile has one, and one more for every block that starts inside it."""
+        return (sequences * self.row_tiles(rows) + self.blocks) * self.kernel.rows
+
+
+@lru_cache(maxsize=512)
+def config_for(layout: PageLayout, rows: int, device: Device) -> LatentConfig:
+    """The kernel for sequences of up to ``rows`` query rows, with as many stages as fit the device."""
+    for kernel in (WIDE, NARROW) if rows > NARROW.rows and _wide_takes(layout) else (NARROW,):
+        for stages in kernel.stages:
+            offsets = kernel.offsets(layout, stages)
+            shared = offsets.pop("SHARED_BYTES")
+            if shared <= device.shared_of_block:
+                return LatentConfig(kernel, stages, tuple(offsets.items()), shared, device.multiprocessors)
+    raise UnsupportedError(
+        f"latents of format {layout.spec.format} ({layout.spec.key_dim} + {layout.spec.value_dim}) take more than the "
+        f"{device.shared_of_block} bytes of shared memory that a block has on this device; use backend='triton'"
+    )
+
+
+def _takes_lut(fmt: TensorFormat) -> bool:
+    """Whether its levels come from a LUT, one by one; byte permutations make those of up to 4 bits."""
+    return fmt.kind == Kind.LLOYD and fmt.bits > 4
+
+
+def _wide_takes(layout: PageLayout) -> bool:
+    return layout.spec.key_dim in _WIDE_DIMS and not _takes_lut(layout.spec.key)
+
+
+def _in_order(end: str, **sizes: int) -> Offsets:
+    """Offsets of regions that follow one another; ``end`` is the name of their total."""
+    offsets, at = {}, 0
+    for name, size in sizes.items():
+        offsets[f"{name}_AT"] = at
+        at += size
+    return offsets | {end: at}
+
+
+def _narrow_offsets(layout: PageLayout, stages: int) -> Offsets:
+    """A stage, the memory of a warpgroup that attends, and that of the block."""
+    spec = layout.spec
+    entries = 0  # of the LUT: pairs of 4-bit codes, bytes with a 6-bit code and anything above it, or codes
+    if spec.key.kind == Kind.LLOYD and spec.key.bits >= 4:
+        entries = 256 if spec.key.bits in (4, 6) else 1 << spec.key.bits
+    stage = _in_order(
+        "STAGE_BYTES",
+        LATENT_CODES=4 * spec.key_dim * spec.key.bits,
+        ROPE_CODES=4 * spec.value_dim * spec.value.bits,
+        LATENT_FIELDS=64,
+        ROPE_FIELDS=0 if spec.value.kind == Kind.RAW else 64,
+    )
+    warpgroup = _in_order(
+        "WARPGROUP_BYTES", SCORES=8192, PROBABILITIES=1024, WARP_MAX=256, ROW_MAX=64, BARRIERS=16 * stages, RAISED=16,
+        RING=stages * stage["STAGE_BYTES"],
+    )  # fmt: skip
+    block = _in_order(
+        "SHARED_BYTES",
+        QUERIES=32 * spec.key_dim,
+        ROPE_QUERIES=32 * spec.value_dim,
+        ROWS=256,
+        RANGES=64,
+        ROPE_LEVELS=128 << spec.value.bits if _takes_lut(spec.value) else 0,
+        LEVELS=128 * entries,
+        OUTPUT=64 * spec.key_dim,
+        WARPGROUPS=2 * warpgroup["WARPGROUP_BYTES"],
+    )
+    return stage | warpgroup | block
+
+
+def _wide_offsets(layout: PageLayout, stages: int) -> Offsets:
+    """A stage has 64 tokens x 64 dimensions in 8 KiB, of the latent and of the rope part, as queries have."""
+    spec = layout.spec
+    stage = 8192 * (spec.key_dim // 64 + -(-spec.value_dim // 64))
+    return _in_order(
+        "SHARED_BYTES",
+        QUERIES=stage,
+        RING=stages * stage,
+        PROBABILITIES=8192,
+        ROW_MAX=256,
+        SCALES=stages * (3 * 256 + (16 if spec.value.kind == Kind.RAW else 256)),
+        BARRIERS=stages * 48,
+        RANGES=48,
+        ROPE_LEVELS=2 << spec.value.bits if _takes_lut(spec.value) else 0,
+    )
+
+
+NARROW = Kernel("latent/narrow.cu", rows=16, kv_block=32, stages=(4, 3, 2), offsets=_narrow_offsets)
+WIDE = Kernel("latent/wide.cu", rows=64, kv_block=64, stages=(2,), offsets=_wide_offsets)
+
+
+def merge_dims(dim: int) -> int:
+    """Dimensions of a row that a block of the merge kernel takes."""
+    return 256 if dim % 256 == 0 else 128
+
+
+def merge_warps(rows: int, dim: int, device: Device) -> int:
+    """Warps that share the partial results of a row: as many as the device has room for, with 64 registers a thread."""
+    warps = rows * -(-dim // merge_dims(dim))
+    shared_by = 1
+    while shared_by < MAX_MERGE_WARPS and 2 * shared_by * warps <= 32 * device.multiprocessors:
+        shared_by *= 2
+    return shared_by
