@@ -12,8 +12,8 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "examples"
 # What each prints, given small numbers.
 RUNS = {
-    "generate.py": (["--new-tokens", "8"], "tokens in"),
-    "chat.py": (["--new-tokens", "6"], "tokens were cached before"),
+    "generate.py": (["--new-tokens", "8"], "x smaller than bf16"),
+    "chat.py": (["--new-tokens", "6"], "| [k4v4: "),
     "calibrate_and_compare.py": ([], "k4v4+cal"),
     "plan_memory.py": ([], "33,792         1,270,992         3.88x"),
     "own_engine.py": ([], "64 of 64 blocks free again"),
