@@ -16,10 +16,10 @@ READY := $(VENV)/.ready
 SUITE_READY := $(VENV)/.suite
 endif
 
-.PHONY: demo docs test test-slow test-suite test-vllm test-vllm-extended test-sglang test-sglang-extended engines lint format clean setup help
+.PHONY: demo docs test test-slow test-install test-suite test-vllm test-vllm-extended test-sglang test-sglang-extended engines lint format clean setup help
 
 help:
-	@echo "make demo | test | docs | test-slow | test-suite | test-vllm | test-vllm-extended | test-sglang | test-sglang-extended | lint | format | clean      (PYTHON=... uses your own environment)"
+	@echo "make demo | test | docs | test-slow | test-install | test-suite | test-vllm | test-vllm-extended | test-sglang | test-sglang-extended | lint | format | clean      (PYTHON=... uses your own environment)"
 
 setup: $(READY)
 
@@ -40,6 +40,19 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow
+
+# What a new user does: the wheel (built from the sdist) in an empty environment, then the quick start.
+INSTALL := $(OUT)/install
+
+test-install: $(READY)
+	rm -rf $(INSTALL)
+	$(PY) -m hatchling build --target sdist --target wheel --directory $(INSTALL)
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(INSTALL)/from_sdist $(INSTALL)/*.tar.gz
+	$(BASE_PYTHON) -m venv $(INSTALL)/venv
+	$(INSTALL)/venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r requirements/torch.txt
+	$(INSTALL)/venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c requirements/ci.txt \
+		"$$(echo $(INSTALL)/from_sdist/*.whl)[eval]"
+	cd $(INSTALL) && venv/bin/python "$(CURDIR)/tests/installed.py"
 
 # lm-evaluation-harness brings many packages, which only its own tests need.
 $(VENV)/.suite: $(READY) requirements/suite.txt

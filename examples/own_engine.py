@@ -11,7 +11,7 @@ import argparse
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from slimkv import AttentionBatch, CodecSpec, PagedPool
+from slimkv import AttentionBatch, PagedPool
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--format", default="k4v4", help="how keys and values are stored")
@@ -61,7 +61,7 @@ def step(pool: PagedPool, sequences: list[Sequence], new: list[tuple[torch.Tenso
     return float(torch.stack(errors).mean())
 
 
-pool = PagedPool(CodecSpec.parse(arguments.format, DIM), 64, KV_HEADS, BLOCK, arguments.device)
+pool = PagedPool(arguments.format, 64, KV_HEADS, BLOCK, arguments.device, head_dim=DIM)
 system = (states(BLOCK, KV_HEADS), states(BLOCK, KV_HEADS))  # a system prompt of one block, which both sequences share
 first = Sequence([], torch.empty(0, KV_HEADS, DIM), torch.empty(0, KV_HEADS, DIM))
 print(f"system prompt: error {step(pool, [first], [system]):.3f}")

