@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from slimkv import models
 from slimkv.cli.app import app
 
 
@@ -78,6 +80,7 @@ def test_calibrated_beside_plain_everywhere(tiny_folder, tmp_path):
         (["needle", "--format", "k4v4+cal"], "'k4v4+cal' needs a calibration"),
         (["perplexity", "--format", "k4w4"], "k4w4"),
         (["generation", "--prompts", "nowhere.txt"], "no file nowhere.txt"),
+        (["positions", "--dtype", "bf16"], "'bf16'; a model is loaded in one of float32, bfloat16, float16"),
     ],
 )
 def test_what_cannot_work_fails_before_a_model_is_loaded(arguments, message, monkeypatch):
@@ -85,6 +88,28 @@ def test_what_cannot_work_fails_before_a_model_is_loaded(arguments, message, mon
     result = CliRunner().invoke(app, ["eval", *arguments])
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval", "agreement", "--windows", "1", "--tokens", "64", "--format", "k4v4", "--model"],
+        ["eval", "positions", "--tokens", "64", "--format", "k4v4", "--model"],
+        ["calibrate", "--windows", "1", "--tokens", "48", "--ids", "random"],
+    ],
+)
+def test_a_model_is_loaded_in_the_dtype_asked_for(arguments, tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load, found = models.load, []
+
+    def noted(*given):
+        loaded = load(*given)
+        found.append(loaded.model.dtype)
+        return loaded
+
+    monkeypatch.setattr(models, "load", noted)
+    run(*arguments, str(tiny_folder), "--dtype", "bfloat16", "--json")
+    assert found == [torch.bfloat16]
 
 
 def test_demo_writes_the_report(tiny_folder, tmp_path):

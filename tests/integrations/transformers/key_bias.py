@@ -1,7 +1,7 @@
 """Tiny models whose keys have a large constant part, of every way in which families come by a key bias.
 
 A real bias lies in the dimensions that RoPE hardly turns (wavelengths beyond the context), so that it is the same
-vector at every position. Here it lies in the last dimensions of both halves of a head, with a large base of the rotation.
+vector at every position. Here it lies in the last dimensions of both halves of a head, and the base of RoPE is large.
 """
 
 from __future__ import annotations

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from key_bias import BIAS_NORM, FAMILIES, HEAD_DIM, biased_model
+from key_bias import BIAS_NORM, FAMILIES, HEAD_DIM, HEALTHY, biased_model
 from tiny import tokens
 from torch import Tensor
 from transformers import DynamicCache
+
+import slimkv
+
+SOURCES = ("model", "first tokens")  # where the constant comes from: a pass of random ids, or what is stored first
 
 
 def logits(model: Any, ids: Tensor, cache: Any) -> Tensor:
@@ -25,6 +29,16 @@ def divergence(expected: Tensor, actual: Tensor) -> float:
     """Mean KL divergence over positions, in nats."""
     p, q = expected.log_softmax(-1), actual.log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def packed_logits(model: Any, ids: Tensor, source: str | None, fused: bool) -> Tensor:
+    """Logits where every token is read through 4-bit codes; ``source`` None: keys are not centred."""
+    subject = model if source == "model" else model.config
+    cache = slimkv.SlimKVCache(subject, "k4v4", fresh="codes", block_size=16, center_keys=source is not None)
+    if not fused:
+        return logits(model, ids, cache)
+    with slimkv.attention(model):
+        return logits(model, ids, cache)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -44,3 +58,54 @@ def test_the_bias_is_a_constant_of_the_stored_keys(name):
         assert float((key - mean[:, None]).norm(dim=-1).max()) < 0.2 * BIAS_NORM
     if name != "gpt_oss":  # its sinks are compared with the scores
         assert divergence(without, with_bias) < 0.05
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """Constants of these models are not kept beside a user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.filterwarnings("ignore:the attention of Falcon")
+def test_four_bits_keep_the_predictions_of_a_biased_model(name):
+    model, ids = biased_model(name), tokens(1, 64)
+    expected = stock_logits(model, ids)
+    uncentred = divergence(expected, packed_logits(model, ids, None, fused=True))
+    assert uncentred > 0.1  # these are models that need it
+    for source in SOURCES:
+        decoded, fused = (packed_logits(model, ids, source, fused) for fused in (False, True))
+        centred = divergence(expected, fused)
+        assert centred < min(0.05, uncentred / 10), f"{source}: {centred:.4f}, without {uncentred:.4f}"
+        assert divergence(decoded, fused) < 1e-4  # soft caps and sinks see the same scores
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_centring_does_not_harm_a_healthy_model(name):
+    model, ids = biased_model(name), tokens(1, 64)
+    expected = stock_logits(model, ids)
+    uncentred = divergence(expected, packed_logits(model, ids, None, fused=True))
+    for source in SOURCES:
+        decoded, fused = (packed_logits(model, ids, source, fused) for fused in (False, True))
+        centred = divergence(expected, fused)
+        assert centred < min(0.05, 1.2 * uncentred), f"{source}: {centred:.4f}, without {uncentred:.4f}"
+        assert divergence(decoded, fused) < 1e-4  # soft caps and sinks see the same scores
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss"])
+def test_enable_centres_without_being_asked(name):
+    model, ids = biased_model(name), tokens(1, 40)
+    options = {"max_new_tokens": 24, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    mask = torch.ones_like(ids)
+    stock = model.generate(ids, attention_mask=mask, **options)
+    found = {}
+    for centred in (True, False):
+        given = {} if centred else {"center_keys": False}
+        slimkv.enable(model, "k4v4", **given)
+        packed = model.generate(ids, attention_mask=mask, **options)
+        slimkv.disable(model)
+        same = stock.sequences[0] == packed.sequences[0]
+        until = int(same.long().cumprod(0).sum()) - ids.shape[1] + 1  # logits of equal contexts only
+        pairs = zip(stock.logits[:until], packed.logits[:until], strict=True)
+        found[centred] = sum(divergence(a.double(), b.double()) for a, b in pairs) / len(stock.logits[:until])
+    assert found[True] < 0.05 < found[False], found
