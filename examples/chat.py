@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Iterator
 
 import slimkv
-from slimkv import models
+from slimkv.lab import models
 
 TURNS = ("My name is Ada and I live in Turin.", "Name one thing to see in my city.", "What is my name?")
 

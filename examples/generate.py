@@ -7,7 +7,7 @@ python examples/generate.py --model Qwen/Qwen3-0.6B --format k5v4
 import argparse
 
 import slimkv
-from slimkv import models
+from slimkv.lab import models
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=models.DEFAULT, help="a packaged model, a folder, or a hub name")

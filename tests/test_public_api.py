@@ -18,7 +18,7 @@ PUBLIC = [
     "AttentionBatch", "Calibration", "Codec", "CodecSpec", "CorruptDataError", "Encoded", "InputError",
     "KVCacheConfig", "LatentSpec", "MissingDependencyError", "OutOfPagesError", "PageLayout", "PagedPool",
     "ScalePolicy", "SlimKVCache", "SlimKVError", "SpecError", "TensorFormat", "UnsupportedError", "__version__",
-    "attention", "calibrate_model", "disable", "enable", "models", "ops",
+    "attention", "calibrate_model", "disable", "enable", "ops",
 ]  # fmt: skip
 OPS = [
     "AttendOptions", "AttendPlan", "StorePlan", "attend", "attend_latent", "copy_tokens", "gather_kv", "gather_latent",

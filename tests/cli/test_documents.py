@@ -18,7 +18,8 @@ import torch
 from typer.testing import CliRunner
 
 from documents import PAGES, ROOT, commands, snippets
-from slimkv import KVCacheConfig, SlimKVCache, attention, calibrate_model, models
+from slimkv import KVCacheConfig, SlimKVCache, attention, calibrate_model
+from slimkv.lab import models
 
 SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.S)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -88,7 +89,7 @@ def _with_fewer_tokens(text: str) -> str:
 @pytest.fixture(scope="module")
 def workplace(tiny_folder, tmp_path_factory):
     """A folder with everything that the commands name: a model, its calibrations, a text."""
-    from slimkv.evals.texts import load_text
+    from slimkv.lab.evals.texts import load_text
 
     folder = tmp_path_factory.mktemp("documents")
     (folder / "wiki.test.raw").write_text(load_text(), encoding="utf-8")

@@ -81,7 +81,7 @@ def test_calibrated_beside_plain_everywhere(tiny_folder, tmp_path):
     ],
 )
 def test_what_cannot_work_fails_before_a_model_is_loaded(arguments, message, monkeypatch):
-    monkeypatch.setattr("slimkv.models.load", lambda *a, **k: pytest.fail("loaded a model"))
+    monkeypatch.setattr("slimkv.lab.models.load", lambda *a, **k: pytest.fail("loaded a model"))
     result = CliRunner().invoke(app, ["eval", *arguments])
     assert result.exit_code == 2
     assert message in result.output

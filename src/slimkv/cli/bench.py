@@ -1,4 +1,4 @@
-"""``slimkv bench``: the commands of ``slimkv.bench.commands``, whose options are theirs alone."""
+"""``slimkv bench``: the commands of ``slimkv.lab.bench.commands``, whose options are theirs alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALL_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def _command(name: str) -> Callable[[typer.Context], None]:
     def run(context: typer.Context) -> None:
-        from slimkv.bench.commands import main
+        from slimkv.lab.bench.commands import main
 
         raise typer.Exit(main([name, *context.args], program="slimkv bench"))
 

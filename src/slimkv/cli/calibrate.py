@@ -57,7 +57,7 @@ def calibrate(
     """Runs a model once and writes what query-aware rounding needs to know of its queries."""
     from slimkv.calibration.bit_allocation import budget_bytes, profile_bytes, solve_widths
     from slimkv.cli.output import emit
-    from slimkv.evals.harness import Stopwatch
+    from slimkv.lab.evals.harness import Stopwatch
 
     if ids not in IDS:
         raise typer.BadParameter(f"--ids {ids!r} is not one of {', '.join(IDS)}; for a text use --text")
@@ -101,9 +101,9 @@ def _gather(
     threads: int | None,
     device: str,
 ) -> Calibration:
-    from slimkv.evals.texts import load_text, token_windows
     from slimkv.integrations.transformers.calibration.collect import gather_calibration
     from slimkv.integrations.transformers.calibration.samples import random_windows
+    from slimkv.lab.evals.texts import load_text, token_windows
 
     with progress_bar() as (_, progress):
         loaded = load_quietly(name, threads, device)
@@ -127,8 +127,8 @@ def _gather_serving(
     import importlib
     import json
 
-    from slimkv import models
-    from slimkv.evals.harness import Stopwatch
+    from slimkv.lab import models
+    from slimkv.lab.evals.harness import Stopwatch
 
     given = json.loads(options) if options else {}
     if not isinstance(given, dict):
@@ -150,8 +150,8 @@ def _gather_serving(
 
 
 def _kept(name: str) -> Path:
-    from slimkv import models
     from slimkv.calibration.cache import cached_path
+    from slimkv.lab import models
 
     return cached_path(str(models.folder(name)) if name in models.PACKAGED else name)
 

@@ -12,7 +12,7 @@ from slimkv.cli.options import Json, user_errors
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slimkv.demo import DemoReport
+    from slimkv.lab.demo import DemoReport
 
 
 def demo(
@@ -41,7 +41,7 @@ def demo(
 def _synthetic(out: Path, head_dim: int, seed: int, as_json: bool) -> None:
     """Compresses synthetic keys and values: bytes, distortion and attention error of every width."""
     from slimkv.cli.output import console, emit
-    from slimkv.demo import run_demo
+    from slimkv.lab.demo import run_demo
 
     with console(stderr=True).status("starting") as status:
         report = run_demo(out, head_dim, seed=seed, step=status.update)

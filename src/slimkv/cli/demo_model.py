@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from slimkv.evals.questions import Question
-    from slimkv.evals.showcase import Showcase
+    from slimkv.lab.evals.questions import Question
+    from slimkv.lab.evals.showcase import Showcase
 
 _SHOWN = 2  # the stock cache and the best one; the page has all of them
 
@@ -22,9 +22,9 @@ def run(model: str, out: Path, best: str, calibration: str, threads: int | None,
 
     from slimkv.cli.eval_model import load_calibration, load_quietly, progress_bar
     from slimkv.cli.output import console, emit
-    from slimkv.evals.harness import check_formats
-    from slimkv.evals.report import write_report
-    from slimkv.evals.showcase import run_showcase
+    from slimkv.lab.evals.harness import check_formats
+    from slimkv.lab.evals.report import write_report
+    from slimkv.lab.evals.showcase import run_showcase
 
     check_formats([best], calibrated=True)
     screen = console(stderr=as_json)

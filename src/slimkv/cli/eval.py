@@ -13,8 +13,8 @@ from slimkv.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slimkv.evals.distortion import DistortionReport
-    from slimkv.evals.synthetic import AttentionSample
+    from slimkv.lab.evals.distortion import DistortionReport
+    from slimkv.lab.evals.synthetic import AttentionSample
 
 app = typer.Typer(name="eval", help="Measure what a format costs in quality.", no_args_is_help=True)
 
@@ -37,7 +37,7 @@ def distortion(
 ) -> None:
     """Error of Lloyd-Max codes on random directions, against theory, and the slopes of the scale policies."""
     from slimkv.cli.output import emit
-    from slimkv.evals.distortion import measure_distortion, plot_distortion
+    from slimkv.lab.evals.distortion import measure_distortion, plot_distortion
     from slimkv.spec import parse_policy
 
     with user_errors():
@@ -83,7 +83,7 @@ def query_aware(
     from rich.table import Table
 
     from slimkv.cli.output import emit
-    from slimkv.evals.query_aware import measure_query_aware, plot_query_aware, skewed_moment
+    from slimkv.lab.evals.query_aware import measure_query_aware, plot_query_aware, skewed_moment
 
     with user_errors():
         moment, source = skewed_moment(head_dim), "a made-up second moment"
@@ -119,7 +119,7 @@ def scales(
     from rich.table import Table
 
     from slimkv.cli.output import emit
-    from slimkv.evals.scales import compare_scale_formats
+    from slimkv.lab.evals.scales import compare_scale_formats
 
     with user_errors():
         results = compare_scale_formats(head_dim, widths(bits))
@@ -153,8 +153,8 @@ def attention(
     from rich.table import Table
 
     from slimkv.cli.output import emit
-    from slimkv.evals.attention import average, compare_formats, compare_policies
-    from slimkv.evals.synthetic import heavy_tailed
+    from slimkv.lab.evals.attention import average, compare_formats, compare_policies
+    from slimkv.lab.evals.synthetic import heavy_tailed
 
     with user_errors():
         if model is None:
@@ -195,7 +195,7 @@ def latent(
     from rich.table import Table
 
     from slimkv.cli.output import emit
-    from slimkv.evals.latent import compare_latent_formats
+    from slimkv.lab.evals.latent import compare_latent_formats
 
     with user_errors():
         rows = compare_latent_formats(comma_list(formats, str), latent_dim, rope_dim, seeds)
@@ -211,8 +211,8 @@ def latent(
 def _real_samples(model: str, text: Path | None, tokens: int) -> list[AttentionSample]:
     import torch
 
-    from slimkv.evals.capture import capture_attention
-    from slimkv.models import load
+    from slimkv.lab.evals.capture import capture_attention
+    from slimkv.lab.models import load
 
     if text is None or not text.is_file():
         raise typer.BadParameter("--model needs --text, a file for it to read")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slimkv.calibration import Calibration
-    from slimkv.evals.harness import Progress
-    from slimkv.models import Loaded
+    from slimkv.lab.evals.harness import Progress
+    from slimkv.lab.models import Loaded
 
 Model = Annotated[str, typer.Option(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
 Formats = Annotated[
@@ -72,7 +72,7 @@ def load_quietly(model: str, threads: int | None, device: str = "cpu") -> Loaded
     """The model, without the progress bars of transformers, which would break the command's own."""
     import torch
 
-    from slimkv import models
+    from slimkv.lab import models
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -92,7 +92,7 @@ def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> 
 
 def _formats(given: str, calibration: str | None) -> list[str]:
     """The formats of ``--format``; raises before a model is loaded for nothing."""
-    from slimkv.evals.harness import check_formats
+    from slimkv.lab.evals.harness import check_formats
 
     names = comma_list(given, str)
     if not names:
@@ -113,7 +113,7 @@ class _Subject:
 
     def windows(self, text: str, count: int, tokens: int, stride: int | None = None, offset: int = 0) -> Tensor:
         """Windows of a text, int64 [count, tokens]."""
-        from slimkv.evals.texts import load_text, token_windows
+        from slimkv.lab.evals.texts import load_text, token_windows
 
         return token_windows(self.tokenizer, load_text(text), count, tokens, stride, offset)
 
@@ -132,7 +132,7 @@ def _subject(
 
 def _show(report: Any, device: str, as_json: bool, table: Table) -> None:
     from slimkv.cli.output import emit
-    from slimkv.provenance import with_provenance
+    from slimkv.lab.provenance import with_provenance
 
     emit(with_provenance(report, device), as_json, table)
 
@@ -166,8 +166,8 @@ def perplexity(
     as_json: Json = False,
 ) -> None:
     """Perplexity of a model whose cache is packed, against the stock cache."""
-    from slimkv.evals.model_plots import plot_quality
-    from slimkv.evals.perplexity import measure_perplexity
+    from slimkv.lab.evals.model_plots import plot_quality
+    from slimkv.lab.evals.perplexity import measure_perplexity
 
     with _subject(model, threads, device, formats, calibration) as subject:
         ids = subject.windows(text, windows, tokens, stride, offset)
@@ -199,8 +199,8 @@ def agreement(
     as_json: Json = False,
 ) -> None:
     """Top-1 agreement and KL divergence of predictions against the stock cache."""
-    from slimkv.evals.agreement import measure_agreement
-    from slimkv.evals.model_plots import plot_quality
+    from slimkv.lab.evals.agreement import measure_agreement
+    from slimkv.lab.evals.model_plots import plot_quality
 
     with _subject(model, threads, device, formats, calibration) as subject:
         ids = subject.windows(text, windows, tokens, offset=offset)
@@ -235,7 +235,7 @@ def positions(
     as_json: Json = False,
 ) -> None:
     """KL divergence and agreement by position in long windows, every token read through the codec."""
-    from slimkv.evals.positions import measure_positions, plot_positions
+    from slimkv.lab.evals.positions import measure_positions, plot_positions
 
     with _subject(model, threads, device, formats, calibration) as subject:
         ids = subject.windows(text, windows, tokens, offset=offset)
@@ -267,9 +267,9 @@ def needle(
     as_json: Json = False,
 ) -> None:
     """Needle in a haystack over depth and context."""
-    from slimkv.evals.model_plots import plot_needle
-    from slimkv.evals.needle import measure_needle
-    from slimkv.evals.texts import load_text
+    from slimkv.lab.evals.model_plots import plot_needle
+    from slimkv.lab.evals.needle import measure_needle
+    from slimkv.lab.evals.texts import load_text
 
     with _subject(model, threads, device, formats, calibration) as subject:
         report = measure_needle(
@@ -299,8 +299,8 @@ def generation(
     as_json: Json = False,
 ) -> None:
     """Greedy text against the stock cache: where does it first differ?"""
-    from slimkv.evals.generation import PROMPTS, measure_generation
-    from slimkv.evals.model_plots import plot_generation
+    from slimkv.lab.evals.generation import PROMPTS, measure_generation
+    from slimkv.lab.evals.model_plots import plot_generation
 
     with user_errors():
         asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
@@ -339,8 +339,8 @@ def layers(
     as_json: Json = False,
 ) -> None:
     """Attention error of every layer on its own queries, keys and values."""
-    from slimkv.evals.layers import measure_layers
-    from slimkv.evals.model_plots import plot_layers
+    from slimkv.lab.evals.layers import measure_layers
+    from slimkv.lab.evals.model_plots import plot_layers
 
     with _subject(model, threads, device, formats) as subject:
         ids = subject.windows(text, 1, tokens, offset=offset)
@@ -368,8 +368,8 @@ def widths(
 ) -> None:
     """Predicted against measured KL divergence, with keys or values of one layer packed at a time."""
     from slimkv.cli.options import widths as parse_widths
-    from slimkv.evals.bit_allocation import measure_widths
-    from slimkv.evals.model_plots import plot_widths
+    from slimkv.lab.evals.bit_allocation import measure_widths
+    from slimkv.lab.evals.model_plots import plot_widths
 
     with _subject(model, threads, device, calibration=calibration) as subject:
         assert subject.calibration is not None
@@ -400,7 +400,7 @@ def paths(
     as_json: Json = False,
 ) -> None:
     """Attention on pages against stock attention on decoded keys and values: logits and greedy tokens."""
-    from slimkv.evals.fused_vs_decoded import compare_paths
+    from slimkv.lab.evals.fused_vs_decoded import compare_paths
 
     with _subject(model, threads, device) as subject:
         ids = subject.windows(text, 1, tokens, offset=offset)

@@ -12,7 +12,7 @@ from slimkv.cli.options import Json, user_errors
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slimkv.soak import SoakReport
+    from slimkv.lab.soak import SoakReport
 
 
 def soak(
@@ -38,7 +38,7 @@ def soak(
 ) -> None:
     """Starts vllm serve on the loopback interface, loads it and checks it; exit code 1 if a check fails."""
     from slimkv.cli.output import console, emit
-    from slimkv.soak import SoakSettings, soak_server
+    from slimkv.lab.soak import SoakSettings, soak_server
 
     with user_errors():
         settings = SoakSettings(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
-    from slimkv.suite.parts import Part
+    from slimkv.lab.suite.parts import Part
 
 app = typer.Typer(
     name="suite", help="Quality, bytes and speed of a model's caches side by side, in one folder.", no_args_is_help=True
@@ -80,7 +80,7 @@ def _add(name: str, told: str) -> None:
         as_json: Json = False,
     ) -> None:
         with user_errors():
-            from slimkv.suite.settings import make_settings
+            from slimkv.lab.suite.settings import make_settings
 
             settings = make_settings(
                 name, model, device=device, formats=_list(formats, str), engine=engine, tasks=_list(tasks, str),
@@ -107,8 +107,8 @@ def compare_runs(
     from rich.markdown import Markdown
 
     from slimkv.cli.output import emit
-    from slimkv.suite import compare
-    from slimkv.suite.written import read_results
+    from slimkv.lab.suite import compare
+    from slimkv.lab.suite.written import read_results
 
     with user_errors():
         found = compare.compare(read_results(a), read_results(b), str(a), str(b))
@@ -132,7 +132,7 @@ def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
     import torch
 
     from slimkv.cli.output import emit
-    from slimkv.suite.runner import run_suite
+    from slimkv.lab.suite.runner import run_suite
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -148,7 +148,7 @@ def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
 def _table(results: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    from slimkv.suite.written import table_rows
+    from slimkv.lab.suite.written import table_rows
 
     header, *rows = table_rows(results)
     table = Table(title=f"slimkv suite {results['suite']}: {results['model']}")
@@ -182,18 +182,18 @@ class Screen:
         self.bar.stop()
 
     def begin(self, parts: Sequence[Part], notes: Sequence[str]) -> None:
-        """See ``slimkv.suite.runner.Watcher``."""
+        """See ``slimkv.lab.suite.runner.Watcher``."""
         self.count = len(parts)
         for note in notes:
             self.console.print(note)
 
     def move(self, part: Part, what: str, share: float, seconds_left: float | None) -> None:
-        """See ``slimkv.suite.runner.Watcher``."""
+        """See ``slimkv.lab.suite.runner.Watcher``."""
         self.left = "" if seconds_left is None else f"about {_duration(seconds_left)} left"
         self.bar.update(self.task, description=what[:44], completed=share, left=self.left)
 
     def end(self, part: Part, status: str, seconds: float, error: str | None) -> None:
-        """See ``slimkv.suite.runner.Watcher``."""
+        """See ``slimkv.lab.suite.runner.Watcher``."""
         self.finished += 1
         told = f"finished before, in {_duration(seconds)}" if status == "reused" else f"{status}, {_duration(seconds)}"
         if error is not None:

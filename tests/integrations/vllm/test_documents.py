@@ -43,7 +43,8 @@ def test_every_command_has_a_test():
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory):
-    from slimkv import calibrate_model, models
+    from slimkv import calibrate_model
+    from slimkv.lab import models
 
     file = tmp_path_factory.mktemp("calibration") / "model.safetensors"
     windows = torch.arange(64).reshape(1, 64)
