@@ -33,7 +33,7 @@ $(VENV)/.ready: requirements/torch.txt requirements/ci.txt pyproject.toml
 	touch $@
 
 demo: $(READY)
-	$(PY) -m slimkv demo --out $(OUT)
+	$(PY) -m slimkv demo --output $(OUT)
 
 test: $(READY)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -20,8 +20,7 @@ def run(*arguments, code=0):
 
 
 def test_version():
-    assert json.loads(run("version", "--json").stdout) == {"slimkv": __version__, "layout": LAYOUT_VERSION}
-    assert __version__ in run("version").stdout
+    assert run("--version").stdout == f"slimkv {__version__}, page layout {LAYOUT_VERSION}\n"
 
 
 def test_eval_distortion():
@@ -43,15 +42,12 @@ def test_eval_distortion_writes_a_plot(tmp_path):
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_eval_attention_and_scales():
+def test_eval_attention():
     arguments = ("eval", "attention", "--head-dim", "32", "--format", "k4v4,ku4vu4", "--seeds", "1")
     report = json.loads(run(*arguments, "--json").stdout)
     assert [r["format"] for r in report["formats"]] == ["k4v4", "ku4vu4"]
     assert len(report["policies"]) == 9
     assert f"{report['formats'][0]['output']:.4f}" in run(*arguments).stdout
-    report = json.loads(run("eval", "scales", "--head-dim", "32", "--bits", "4", "--json").stdout)
-    assert [r["name"] for r in report] == ["float32", "float16", "bfloat16", "ue6m10"]
-    assert "ue6m10" in run("eval", "scales", "--head-dim", "32", "--bits", "4").stdout
 
 
 @pytest.mark.parametrize(
@@ -151,7 +147,7 @@ def test_doctor_fails_when_something_required_cannot_run(monkeypatch):
 
 
 def test_demo(tmp_path):
-    result = run("demo", "--synthetic", "--out", str(tmp_path), "--head-dim", "64", "--json")
+    result = run("demo", "--synthetic", "--output", str(tmp_path), "--head-dim", "64", "--json")
     report = json.loads(result.stdout)
     sizes = [row["bytes_per_token_per_head"] for row in report["widths"]]
     errors = [row["output_error"] for row in report["widths"]]
@@ -162,7 +158,7 @@ def test_demo(tmp_path):
 
 
 def test_demo_tables(tmp_path):
-    shown = run("demo", "--synthetic", "--out", str(tmp_path), "--head-dim", "16").stdout
+    shown = run("demo", "--synthetic", "--output", str(tmp_path), "--head-dim", "16").stdout
     assert "attention output" in shown
     assert "k6v6" in shown
     assert "kur4vur4" in shown
@@ -186,7 +182,5 @@ def test_a_missing_extra_is_named(missing, monkeypatch):
 
 
 def test_python_m_slimkv():
-    done = subprocess.run(
-        [sys.executable, "-m", "slimkv", "version", "--json"], capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout)["slimkv"] == __version__
+    done = subprocess.run([sys.executable, "-m", "slimkv", "--version"], capture_output=True, text=True, check=True)
+    assert __version__ in done.stdout

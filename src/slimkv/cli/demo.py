@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimkv.cli.options import Json, user_errors
+from slimkv.cli.options import AUTO, DEFAULT_MODEL, Device, Dtype, Json, Model, Threads, check_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,26 +16,31 @@ if TYPE_CHECKING:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out"),
-    model: Annotated[str, typer.Option(help="A packaged model, a folder, or a hub name.")] = "smollm2-135m-instruct",
-    format: Annotated[str, typer.Option("--format", help="The packed cache in front.")] = "k4v4+cal",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the report.", callback=check_folder)
+    ] = Path("out"),
+    model: Model = DEFAULT_MODEL,
+    format: Annotated[
+        str, typer.Option("--format", help="The packed cache to show beside the stock one.")
+    ] = "k4v4+cal",
     calibration: Annotated[
-        str, typer.Option(help="A file from slimkv calibrate; auto: made when a model is first seen, then kept.")
-    ] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
-    synthetic: Annotated[bool, typer.Option("--synthetic", help="Synthetic keys and values, no model.")] = False,
+        str, typer.Option(help="A file from slimkv calibrate; auto: made once for each model and kept.")
+    ] = AUTO,
+    threads: Threads = None,
+    device: Device = AUTO,
+    dtype: Dtype = "float32",
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="Use synthetic keys and values, no model.")] = False,
     head_dim: Annotated[int, typer.Option(help="Head size of the synthetic keys and values.")] = 128,
-    seed: Annotated[int, typer.Option(help="Of the synthetic keys and values.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the synthetic keys and values.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """A real model answers from plain and packed caches side by side; quality and bytes of each: out/report.html."""
-    with user_errors():
-        if synthetic:
-            _synthetic(out, head_dim, seed, as_json)
-        else:
-            from slimkv.cli import demo_model
+    """Let a model answer from stock and packed caches side by side; write quality and bytes to out/report.html."""
+    if synthetic:
+        _synthetic(output, head_dim, seed, as_json)
+    else:
+        from slimkv.cli import demo_model
 
-            demo_model.run(model, out, format, calibration, threads, as_json)
+        demo_model.run(model, output, format, calibration, threads, device, dtype, as_json)
 
 
 def _synthetic(out: Path, head_dim: int, seed: int, as_json: bool) -> None:

@@ -16,21 +16,23 @@ if TYPE_CHECKING:
 _SHOWN = 2  # the stock cache and the best one; the page has all of them
 
 
-def run(model: str, out: Path, best: str, calibration: str, threads: int | None, as_json: bool) -> None:
+def run(
+    model: str, out: Path, best: str, calibration: str, threads: int | None, device: str, dtype: str, as_json: bool
+) -> None:
     """Shows the answers as they come, then tables; writes ``report.html`` and ``report.json`` into ``out``."""
     from rich.live import Live
 
-    from slimkv.cli.eval_model import load_calibration, load_quietly, progress_bar
+    from slimkv.cli.eval_model import check_calibration, load_calibration, load_quietly, progress_bar
     from slimkv.cli.output import console, emit
     from slimkv.lab.evals.harness import check_formats
     from slimkv.lab.evals.report import write_report
     from slimkv.lab.evals.showcase import run_showcase
 
     check_formats([best], calibrated=True)
+    check_calibration(calibration)
     screen = console(stderr=as_json)
-    with screen.status(f"loading {model} (the first time it is fetched and converted, about a minute)"):
-        loaded = load_quietly(model, threads)
     with progress_bar() as (_, progress):
+        loaded = load_quietly(model, threads, device, dtype, progress)
         known = load_calibration(calibration, loaded, progress)
     assert known is not None
     live = Live(console=screen, refresh_per_second=8, transient=False)

@@ -35,8 +35,8 @@ def provenance(device: torch.device | str = "cpu", command: str | None = None) -
 def _command() -> str:
     program = Path(sys.argv[0])
     name = program.name
-    if name == "__main__.py":  # python -m slimkv, or python -m slimkv.lab.bench
-        name = "slimkv" if program.parent.name == "slimkv" else f"slimkv {program.parent.name}"
+    if name == "__main__.py":  # python -m slimkv
+        name = program.parent.name
     return " ".join([name, *sys.argv[1:]])
 
 

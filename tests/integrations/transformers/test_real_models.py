@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fused_vs_decoded import compare_paths
 
 import slimkv
 from slimkv.integrations.transformers.calibration.cached import auto_calibration
 from slimkv.lab import models
 from slimkv.lab.evals.agreement import measure_agreement
-from slimkv.lab.evals.fused_vs_decoded import compare_paths
 from slimkv.lab.evals.generation import prompt_ids
 from slimkv.lab.evals.perplexity import measure_perplexity
 from slimkv.lab.evals.positions import measure_positions

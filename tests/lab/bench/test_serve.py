@@ -152,7 +152,7 @@ def test_ratios_and_table():
     header, first, second = table_rows(report)
     assert first[header.index("decode tok/s")] == "50"
     assert set(second[1:]) == {"-"}
-    assert any(line == "k4v4 failed: exit code 1: x" for line in serve.text_lines(report))
+    assert any(line == "k4v4 failed: exit code 1: x" for line in serve.notes(report))
 
 
 def test_percentiles():
@@ -188,11 +188,11 @@ def test_a_system_that_fails_leaves_the_others_their_numbers(tmp_path, monkeypat
 
 
 def small_run(*more: str, **environment: str) -> dict:
-    sizes = {"context": 512, "requests": 3, "output": 4, "most-requests": 4, "arrivals": 3, "rate": 20}
+    sizes = {"context": 512, "requests": 3, "new-tokens": 4, "most-requests": 4, "arrivals": 3, "rate": 20}
     small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     command = ["serve", "--shape", "tiny", *small, "--eager", "--json", *more]
     done = subprocess.run(
-        [sys.executable, "-m", "slimkv.lab.bench", *command],
+        [sys.executable, "-m", "slimkv", "bench", *command],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

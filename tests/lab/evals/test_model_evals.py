@@ -13,10 +13,8 @@ from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.integrations.transformers.calibration.samples import random_windows
 from slimkv.lab.evals.agreement import compare_logits, growth_over, measure_agreement
-from slimkv.lab.evals.fused_vs_decoded import compare_paths
 from slimkv.lab.evals.generation import compare_tokens, measure_generation
 from slimkv.lab.evals.harness import cache_kinds, check_formats, new_cache
-from slimkv.lab.evals.layers import measure_layers
 from slimkv.lab.evals.needle import haystack, measure_needle
 from slimkv.lab.evals.perplexity import measure_perplexity, scored_nll
 from slimkv.lab.evals.texts import load_text, token_windows
@@ -183,17 +181,6 @@ def test_needle_builds_what_it_says(small):
     assert torch.equal(ids[0, 50:90], later[0, :40])
     with pytest.raises(InputError, match="too short"):
         haystack(small.tokenizer, load_text(), 40, 0.5, "Oslo", 9147)
-
-
-def test_layers_and_paths(small, windows):
-    report = measure_layers(small.model, windows[:1], ["k2v2", "k6v6"])
-    coarse, fine = report.rows
-    assert len(coarse.output) == 2
-    assert all(a > 3 * b for a, b in zip(coarse.output, fine.output, strict=True))
-    paths = compare_paths(small.model, windows[:1, :40], "k4v4", steps=12)
-    assert paths.first_different_token is None
-    assert 0 < paths.largest_difference < 1e-3
-    assert (paths.fused_calls, paths.decoded_calls) == (24, 0)
 
 
 def test_texts_and_windows_refuse_by_name(small, tmp_path):

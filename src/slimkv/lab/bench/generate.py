@@ -210,12 +210,3 @@ def time_generation(
 
     rows = [GenerateRow(w, *speed(w, "step"), *speed(w, "step_again"), *sizes[w], median(w, "prefill")) for w in kinds]
     return GenerateReport(settings, tuple(rows), provenance(model.device))
-
-
-def text_lines(report: GenerateReport) -> list[str]:
-    """A line for each cache."""
-    return [
-        f"{row.cache}: {row.milliseconds_per_step:.2f} ms a step ({row.over_stock:.2f}x stock), at lengths met before "
-        f"{row.milliseconds_per_step_again:.2f} ms ({row.over_stock_again:.2f}x); {row.cache_bytes:,} bytes"
-        for row in report.rows
-    ]

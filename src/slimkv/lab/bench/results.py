@@ -118,27 +118,3 @@ def _rotation(rows: list[Row]) -> list[Rotation]:
     return [
         Rotation(backend, off[cell, backend].ms, on[cell, backend].ms) for cell, backend in off if (cell, backend) in on
     ]
-
-
-def text_lines(report: Report) -> list[str]:
-    """The report as plain lines, for where rich is not installed."""
-    lines = [f"{report.device}, copy {report.copy_bytes_per_second / 1e12:.3f} TB/s, {report.date}"]
-    lines.append("  ".join(f"{k} {v}" for k, v in report.versions.items()))
-    for row in report.rows:
-        parts = [f"{row.cell:28} {row.backend:9} {row.format:8} {row.ms:9.4f} ms  {row.fraction_of_copy:6.1%} of copy"]
-        if row.tflops is not None:
-            parts.append(f"{row.tflops:.1f} TFLOP/s")
-        if row.error is not None:
-            parts.append(f"error {row.error:.1e}")
-        if row.over_k4v4_by_bytes is not None:
-            parts.append(f"{row.over_k4v4_by_bytes:.2f} of k4v4 per byte")
-        for b in row.baselines:
-            parts.append(
-                f"{b.name} {b.ms:.4f} ms = {b.ratio:.2f}x"
-                if b.ms is not None and b.ratio is not None
-                else f"{b.name} absent: {b.detail}"
-            )
-        lines.append("  ".join(parts))
-    for r in report.rotation:
-        lines.append(f"rotation ({r.backend}): {r.without_ms:.4f} ms without, {r.with_ms:.4f} ms with, {r.cost:+.1%}")
-    return lines

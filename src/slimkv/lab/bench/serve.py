@@ -111,11 +111,6 @@ class ServeReport:
         """Indented JSON."""
         return json.dumps(asdict(self), indent=2)
 
-    def save(self, path: Path) -> None:
-        """Writes the JSON to ``path``."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
-
 
 def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> dict[str, Any]:
     """Engine arguments of a system's cache: a stock cache dtype by its name, or a format of slimkv.
@@ -364,11 +359,9 @@ def table_rows(report: ServeReport) -> list[list[str]]:
     return [[row[i] for i in measured] for row in rows]
 
 
-def text_lines(report: ServeReport) -> list[str]:
-    """The table as plain text, the ratios and where it was measured."""
-    rows = table_rows(report)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+def notes(report: ServeReport) -> list[str]:
+    """Lines below the table: the ratios, failures, and where it was measured."""
+    lines = []
     for name, row in report.over_bf16.items():
         stock = DTYPES[report.settings.dtype]
         lines.append(f"{name} over {stock}: " + ", ".join(f"{label} {value:.2f}" for label, value in row.items()))

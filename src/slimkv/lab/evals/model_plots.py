@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slimkv.lab.evals.agreement import AgreementRow
-from slimkv.lab.evals.bit_allocation import WidthReport
 from slimkv.lab.evals.generation import GenerationReport
-from slimkv.lab.evals.layers import LayerReport
 from slimkv.lab.evals.needle import NeedleReport
 from slimkv.lab.evals.perplexity import PerplexityRow
 from slimkv.lab.evals.plots import figure
@@ -57,31 +55,3 @@ def plot_generation(report: GenerationReport, path: Path) -> None:
         axes.set_xticks(range(len(formats)), formats)
         axes.set_ylim(0, report.new_tokens * 1.05)
         axes.set_ylabel("tokens before the first difference")
-
-
-def plot_layers(report: LayerReport, path: Path) -> None:
-    """Error against layer."""
-    with figure(path) as (_, axes):
-        for row in report.rows:
-            axes.plot(range(len(row.output)), row.output, "o-", markersize=3, label=row.format)
-        axes.set_yscale("log")
-        axes.set_xlabel("layer")
-        axes.set_ylabel("relative error of attention output")
-        axes.legend()
-
-
-def plot_widths(report: WidthReport, path: Path) -> None:
-    """Measured against predicted KL divergence, keys and values of each layer; on the line they are equal."""
-    with figure(path) as (_, axes):
-        for side, colour in (("key", "tab:blue"), ("value", "tab:orange")):
-            rows = [r for r in report.rows if r.side == side]
-            axes.scatter([r.predicted for r in rows], [r.kl for r in rows], s=18, color=colour, label=f"{side}s")
-            for row in rows:
-                axes.annotate(str(row.layer), (row.predicted, row.kl), (3, 3), textcoords="offset points", fontsize=6)
-        numbers = [x for r in report.rows for x in (r.predicted, r.kl)]
-        axes.plot([min(numbers), max(numbers)], [min(numbers), max(numbers)], color="gray", linewidth=0.8)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("predicted KL divergence (calibration)")
-        axes.set_ylabel("measured KL divergence (text)")
-        axes.legend()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 import time
@@ -50,11 +49,6 @@ class SoakReport:
     def passed(self) -> bool:
         """Whether every check holds."""
         return all(check.passed for check in self.checks)
-
-    def save(self, path: Path) -> None:
-        """Writes the report as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"passed": self.passed, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
 
 
 class _Sampler:

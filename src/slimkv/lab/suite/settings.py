@@ -120,8 +120,6 @@ def make_settings(name: str, model: str, *, device: str | None = None, **changes
     if name not in NAMES:
         raise InputError(f"unknown size {name!r}; known are {', '.join(NAMES)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"torch sees no CUDA device, so {device!r} cannot be used; use --device cpu")
     on_gpu = not device.startswith("cpu")
     changes = {key: value for key, value in changes.items() if value is not None}
     size = SIZES[name, on_gpu]
