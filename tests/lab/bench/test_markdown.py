@@ -9,6 +9,7 @@ import pytest
 from slimkv.errors import InputError
 from slimkv.lab.bench import markdown
 from slimkv.lab.bench.results import Baseline, Report, Rotation, Row
+from slimkv.lab.report.markdown import END, rewrite
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,26 +34,26 @@ def test_a_table():
     assert "FA3 fp8 is absent: no such kernel." in text
 
 
-def test_filling_a_document(tmp_path):
+def test_filling_a_document(tmp_path, capsys):
     (tmp_path / "results").mkdir()
     report().save(tmp_path / "results" / "attend-gpu.json")
     document = tmp_path / "doc.md"
-    document.write_text(f"before\n{markdown.START}\nold\n{markdown.END}\nafter\n", encoding="utf-8")
-    assert markdown.main([str(document), str(tmp_path / "results")]) == 0
+    document.write_text(f"before\n{markdown.START}\nold\n{END}\nafter\n", encoding="utf-8")
+    assert rewrite("module", [str(document), str(tmp_path / "results")], markdown.fill) == 0
     text = document.read_text(encoding="utf-8")
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
     assert markdown.table(report()) in text
-    assert markdown.filled(text, [report()]) == text
-    assert markdown.main([]) == 2
+    assert markdown.fill(text, tmp_path / "results") == text
+    assert rewrite("module", [], markdown.fill) == 2
+    assert "usage: python -m module DOCUMENT FOLDER" in capsys.readouterr().err
     with pytest.raises(InputError, match="no <!-- bench table -->"):
-        markdown.filled("nothing", [])
+        markdown.fill("nothing", tmp_path)
 
 
 def test_the_kernels_document_quotes_the_committed_reports():
     text = (ROOT / "docs" / "design" / "kernels.md").read_text(encoding="utf-8")
-    reports = markdown.reports_in(ROOT / "benchmarks" / "results")
-    assert markdown.filled(text, reports) == text, (
+    assert markdown.fill(text, ROOT / "benchmarks" / "results") == text, (
         "run: python -m slimkv.lab.bench.markdown docs/design/kernels.md benchmarks/results"
     )

@@ -18,8 +18,8 @@ from slimkv.lab.evals.harness import STOCK, CacheKind
 from slimkv.lab.evals.questions import LONG_QUESTION, SHORT_QUESTION, Reader, ask_long, read_together
 from slimkv.lab.evals.report import write_report
 from slimkv.lab.evals.showcase import run_showcase
-from slimkv.lab.evals.svg import Axis, Series, chart
 from slimkv.lab.evals.texts import load_text
+from slimkv.lab.report.charts import Axis, Series, chart
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [

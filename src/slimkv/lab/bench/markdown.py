@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from slimkv.errors import InputError
 from slimkv.lab.bench.results import Report, Row, load
+from slimkv.lab.report.markdown import filled, rewrite, table_line
+from slimkv.lab.report.page import versions_line
 
-START, END = "<!-- bench table -->", "<!-- end -->"
+START = "<!-- bench table -->"
 NAMES = {
     "fa3_bf16": "FA3 bf16",
     "fa3_fp8": "FA3 fp8",
@@ -40,10 +41,9 @@ def table(report: Report) -> str:
 
     Latents, which have baselines of their own, get a table of their own.
     """
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     lines = [
         f"`{report.operation}` on one {report.device} ({report.copy_bytes_per_second / 1e12:.2f} TB/s copy), "
-        f"{report.date}; {versions}; `{report.command}`:"
+        f"{report.date}; {versions_line(report.versions)}; `{report.command}`:"
     ]
     latents = [row for row in report.rows if any(b.name in LATENT_NAMES for b in row.baselines)]
     for rows in ([row for row in report.rows if row not in latents], latents):
@@ -67,17 +67,13 @@ def _table(rows: list[Row]) -> list[str]:
     with_error = any(row.error is not None for row in rows)
     head = ["cell", "format", "backend", "time", "of copy bandwidth", *(f"{NAMES[n]} takes" for n in present)]
     head += ["error"] if with_error else []
-    lines = [_row(head), _row(["---"] * len(head))]
+    lines = [table_line(head), table_line(["---"] * len(head))]
     for row in rows:
         cells = [row.cell, f"`{row.format}`", row.backend, _time(row.ms), _share(row)]
         cells += [_ratio(row, name) for name in present]
         cells += [f"{row.error:.1e}" if row.error is not None else ""] if with_error else []
-        lines.append(_row(cells))
+        lines.append(table_line(cells))
     return lines
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _time(ms: float) -> str:
@@ -93,25 +89,10 @@ def _ratio(row: Row, name: str) -> str:
     return "-" if found is None or found.ratio is None else f"{found.ratio:.2f}\N{MULTIPLICATION SIGN}"
 
 
-def filled(text: str, reports: list[Report]) -> str:
-    """``text`` with the tables of ``reports`` between its markers."""
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise InputError(f"the document has no {START} ... {END} to fill")
-    tables = "".join(f"\n{table(report)}\n" for report in reports)
-    return f"{before}{START}\n{tables}{END}{after}"
-
-
-def main(arguments: list[str]) -> int:
-    """Rewrites a document's tables from a folder of reports."""
-    if len(arguments) != 2:
-        print("usage: python -m slimkv.lab.bench.markdown DOCUMENT FOLDER", file=sys.stderr)
-        return 2
-    document = Path(arguments[0])
-    document.write_text(filled(document.read_text(encoding="utf-8"), reports_in(Path(arguments[1]))), encoding="utf-8")
-    return 0
+def fill(text: str, folder: Path) -> str:
+    """``text`` with the tables of the reports in ``folder`` between its markers."""
+    return filled(text, START, "".join(f"\n{table(report)}\n" for report in reports_in(folder)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(rewrite("slimkv.lab.bench.markdown", sys.argv[1:], fill))

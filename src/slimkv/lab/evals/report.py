@@ -9,10 +9,10 @@ from pathlib import Path
 
 from slimkv.lab.evals.agreement import AgreementReport
 from slimkv.lab.evals.harness import WITH_CALIBRATION
-from slimkv.lab.evals.page import document, tile
 from slimkv.lab.evals.questions import Answer, Question
 from slimkv.lab.evals.showcase import Showcase
-from slimkv.lab.evals.svg import Axis, Series, chart
+from slimkv.lab.report.charts import Axis, Series, chart
+from slimkv.lab.report.page import Plot, document, plot_cards, table, td, tile, versions_line
 
 
 def _size(count: float) -> str:
@@ -41,21 +41,15 @@ def _question(title: str, question: Question, note: str) -> str:
 
 
 def _long_table(question: Question) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(c.cache)}</td><td>{c.top1:.1%}</td><td>{c.kl:.4f}</td></tr>" for c in question.continuations
-    )
+    rows = [[td(c.cache), td(c.top1, "{:.1%}"), td(c.kl, "{:.4f}")] for c in question.continuations]
     told = (
         f"Predictions for {question.continued_tokens} tokens of the text, read with everything before them in the "
-        "cache, against those with the stock cache."
+        "cache, compared with those of the stock cache."
     )
-    return (
-        '<div class="card scroll after"><table id="long"><thead><tr><th>cache</th><th>same next token</th>'
-        f'<th>KL</th></tr></thead><tbody>{rows}</tbody></table><p class="sub small">{escape(told)}</p></div>'
-    )
+    return f'<div class="after">{table(["cache", "same next token", "KL"], rows, "long", note=told)}</div>'
 
 
-def _plots(showcase: Showcase) -> list[tuple[str, str, str]]:
-    """Title, what to look at, and the chart."""
+def _plots(showcase: Showcase) -> list[Plot]:
     calibrated = [r for r in showcase.quality.rows if r.format.endswith(WITH_CALIBRATION)]
     plain = [r for r in showcase.quality.rows if not r.format.endswith(WITH_CALIBRATION)]
     series = [
@@ -92,31 +86,26 @@ def _tiles(showcase: Showcase) -> str:
 
 
 def _quality_table(quality: AgreementReport) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(r.format)}</td><td>{r.bytes_per_token:,.0f}</td>"
-        f"<td>{quality.raw_bytes_per_token / r.bytes_per_token:.2f}x</td><td>{r.perplexity:.3f}</td>"
-        f"<td>{r.over_raw:+.2%}</td><td>{r.top1:.1%}</td><td>{r.kl:.4f}</td></tr>"
+    stock = [td("bf16"), td(quality.raw_bytes_per_token, "{:,.0f}"), td("1.00x"),
+             td(quality.raw_perplexity, "{:.3f}"), *(td(None) for _ in range(3))]  # fmt: skip
+    rows = [
+        [td(r.format), td(r.bytes_per_token, "{:,.0f}"),
+         td(quality.raw_bytes_per_token / r.bytes_per_token, "{:.2f}x"), td(r.perplexity, "{:.3f}"),
+         td(r.over_raw, "{:+.2%}"), td(r.top1, "{:.1%}"), td(r.kl, "{:.4f}")]
         for r in quality.rows
-    )
+    ]  # fmt: skip
     told = (
         f"{quality.mode}: attention reads every key and value through the codec; {quality.windows} windows of "
-        f"{quality.window_tokens} tokens. +cal: keys are rounded for the directions the model's queries look in."
+        f"{quality.window_tokens} tokens. +cal: keys are rounded with the model's calibration."
     )
-    return f"""<div class="card scroll"><table id="quality"><thead>
-<tr><th>cache</th><th>bytes per token</th><th>smaller than bf16</th>
-<th>perplexity</th><th>over plain</th><th>same next token</th><th>KL</th></tr></thead><tbody>
-<tr><td>bf16</td><td>{quality.raw_bytes_per_token:,.0f}</td><td>1.00x</td><td>{quality.raw_perplexity:.3f}</td>
-<td></td><td></td><td></td></tr>{rows}</tbody></table><p class="sub small">{escape(told)}</p></div>"""
+    head = ["cache", "bytes per token", "smaller than bf16", "perplexity", "over plain", "same next token", "KL"]
+    return table(head, [stock, *rows], "quality", note=told)
 
 
 def html(showcase: Showcase) -> str:
     """One self-contained page."""
-    plots = "".join(
-        f'<div class="card"><h3>{escape(name)}</h3><p class="sub small">{escape(told)}</p>{svg}</div>'
-        for name, told, svg in _plots(showcase)
-    )
     run = showcase.run
-    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    versions = versions_line(run.versions)
     questions = ""
     if showcase.long is not None:
         note = f"A text of {showcase.long.context_tokens:,} tokens says it once, half way."
@@ -125,7 +114,7 @@ def html(showcase: Showcase) -> str:
     body = f"""<h1>slimkv on {escape(showcase.model)}</h1>
 <div class="sub">{escape(run.device)}, {run.cpu_threads} threads, {escape(run.date)}</div>
 <div class="tiles">{_tiles(showcase)}</div>
-<div class="plots after">{plots}</div>
+{plot_cards(_plots(showcase))}
 <h2>What each cache costs</h2>
 {_quality_table(showcase.quality)}
 {questions}

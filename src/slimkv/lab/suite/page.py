@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION
-from slimkv.lab.evals.page import document, tile
-from slimkv.lab.evals.svg import Axis, Series, chart
-from slimkv.lab.suite.charts import STYLE, Bar, Estimate, bars, intervals, shaded
+from slimkv.lab.report.charts import Axis, Bar, Estimate, Series, bars, chart, intervals, shaded
+from slimkv.lab.report.page import Plot, document, plot_cards, table, table_of_lines, td, tile, versions_line
 from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE
 from slimkv.lab.suite.summary import Document, first_part, parts_of
 from slimkv.lab.suite.words import words
 
-Plot = tuple[str, str, str]  # title, what to look at, SVG
 _TONE = {NOT_DISTINGUISHABLE: "same", "worse": "worse", "better": "better"}
 _KINDS = (("calibrated", lambda n: n.endswith(WITH_CALIBRATION)), ("turboquant", lambda n: n.startswith("turboquant")),
           ("fp8", lambda n: n == "fp8"), ("plain", lambda n: True))  # fmt: skip
@@ -95,21 +91,6 @@ def _speed_plots(results: Document) -> list[Plot]:
     return plots
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], name: str, style: str = "") -> str:
-    """Cells are HTML."""
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
-    kind = f' class="{style}"' if style else ""
-    return (
-        f'<div class="card scroll"><table id="{name}"{kind}><thead><tr>{top}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _td(value: Any, shape: str = "{}") -> str:
-    return f"<td>{'' if value is None else escape(shape.format(value))}</td>"
-
-
 def _tag(test: Document | None, shape: str) -> str:
     if test is None:
         return "<td></td>"
@@ -128,17 +109,17 @@ def _costs(results: Document) -> str:
     order = [name for group in results["summary"]["groups"] for name in group] or list(rows)
     firsts = {group[0] for group in results["summary"]["groups"][1:]}
     columns = [
-        ("bytes per token", lambda r: _td(r.get("bytes_per_token"), "{:,.0f}"), "bytes_per_token"),
-        ("smaller than bf16", lambda r: _td(r.get("smaller"), "{:.2f}x"), "smaller"),
-        ("KL", lambda r: _td(r.get("kl"), "{:.4f}"), "kl"),
-        ("same next token", lambda r: _td(r.get("top1"), "{:.1%}"), "top1"),
-        ("perplexity", lambda r: _td(r.get("perplexity"), "{:.3f}"), "perplexity"),
+        ("bytes per token", lambda r: td(r.get("bytes_per_token"), "{:,.0f}"), "bytes_per_token"),
+        ("smaller than bf16", lambda r: td(r.get("smaller"), "{:.2f}x"), "smaller"),
+        ("KL", lambda r: td(r.get("kl"), "{:.4f}"), "kl"),
+        ("same next token", lambda r: td(r.get("top1"), "{:.1%}"), "top1"),
+        ("perplexity", lambda r: td(r.get("perplexity"), "{:.3f}"), "perplexity"),
         ("perplexity over raw", lambda r: _tag(r.get("perplexity_test"), "{:+.2%}"), "perplexity_test"),
-        ("answers", lambda r: _td(r.get("answers"), "{0[right]}/{0[asked]}"), "answers"),
+        ("answers", lambda r: td(r.get("answers"), "{0[right]}/{0[asked]}"), "answers"),
         ("answers over raw", lambda r: _tag(r.get("answers_test"), "{:+.1%}"), "answers_test"),
-        ("needles", lambda r: _td(r.get("needle"), "{0[found]}/{0[tried]}"), "needle"),
-        ("decode tokens/s", lambda r: _td(r.get("decode"), "{0[tokens_per_second]:.1f}"), "decode"),
-        ("prefill s", lambda r: _td(r.get("decode"), "{0[prefill_seconds]:.2f}"), "decode"),
+        ("needles", lambda r: td(r.get("needle"), "{0[found]}/{0[tried]}"), "needle"),
+        ("decode tokens/s", lambda r: td(r.get("decode"), "{0[tokens_per_second]:.1f}"), "decode"),
+        ("prefill s", lambda r: td(r.get("decode"), "{0[prefill_seconds]:.2f}"), "decode"),
     ]
     kept = [(title, give) for title, give, key in columns if any(row.get(key) is not None for row in rows.values())]
     body = []
@@ -146,16 +127,12 @@ def _costs(results: Document) -> str:
         style = ' class="same-bytes"' if name in firsts else ""
         cells = "".join(give(rows[name]) for _, give in kept)
         body.append(f"<tr{style}><td>{escape(name)}</td>{cells}</tr>")
-    head = "".join(f"<th>{escape(title)}</th>" for title in ("cache", *(title for title, _ in kept)))
     told = (
         "A line separates caches of different bytes. Intervals and corrected p-values show under the mouse. "
         "Perplexity is tested by a paired bootstrap over blocks of tokens; answers by McNemar's test and a paired "
         "bootstrap over contexts, whichever p-value is larger; both are corrected for the number of caches (Holm)."
     )
-    return (
-        f'<div class="card scroll"><table id="costs"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody>'
-        f'</table><p class="sub small">{escape(told)}</p></div>'
-    )
+    return table_of_lines(["cache", *(title for title, _ in kept)], body, "costs", note=told)
 
 
 def _task_grid(results: Document) -> str:
@@ -176,7 +153,7 @@ def _task_grid(results: Document) -> str:
             tip += f"; {row['test']['verdict']} (p {row['test']['p']:.2g})" if "test" in row else ""
             cells.append(shaded(row["value"], f"{row['right']}/{row['asked']}", tip))
         lines.append(cells)
-    return "<h2>Task by task</h2>" + _table(["task", *names], lines, "tasks", "grid-table")
+    return "<h2>Task by task</h2>" + table(["task", *names], lines, "tasks", "grid-table")
 
 
 def _needle_grid(results: Document) -> str:
@@ -193,7 +170,7 @@ def _needle_grid(results: Document) -> str:
             line.append(shaded(cell["found"] / cell["tried"], f"{cell['found']}/{cell['tried']}"))
         lines.append(line)
     head = ["needles found", *(f"{context:,} at {depth:.0%}" for context, depth in columns)]
-    return "<h2>Needle in a haystack</h2>" + _table(head, lines, "needle", "grid-table")
+    return "<h2>Needle in a haystack</h2>" + table(head, lines, "needle", "grid-table")
 
 
 def _lm_eval_table(results: Document) -> str:
@@ -211,27 +188,27 @@ def _lm_eval_table(results: Document) -> str:
             line.append(f"<td>{'' if value is None else f'{value:.4f}'}{tag}</td>")
         lines.append(line)
     head = ["cache", *(f"{task}: {metric}" for task, metric in scores)]
-    return "<h2>lm-evaluation-harness</h2>" + _table(head, lines, "lm-eval")
+    return "<h2>lm-evaluation-harness</h2>" + table(head, lines, "lm-eval")
 
 
 def _speed_tables(results: Document) -> str:
     out = ""
     if (attend := first_part(results, "attend")) is not None:
         lines = [
-            [_td(row["cell"]), _td(row["format"]), _td(row["ms"], "{:.3f}"), _td(row["fraction_of_copy"], "{:.0%}"),
-             _td(", ".join(f"{b['name']} {b['ratio']:.2f}x" for b in row["baselines"] if b["ratio"] is not None))]
+            [td(row["cell"]), td(row["format"]), td(row["ms"], "{:.3f}"), td(row["fraction_of_copy"], "{:.0%}"),
+             td(", ".join(f"{b['name']} {b['ratio']:.2f}x" for b in row["baselines"] if b["ratio"] is not None))]
             for row in attend["rows"]
         ]  # fmt: skip
         head = ["cell", "format", "milliseconds", "of copy bandwidth", "time of others over slimkv's"]
-        out += "<h2>Attention on pages</h2>" + _table(head, lines, "attend")
+        out += "<h2>Attention on pages</h2>" + table(head, lines, "attend")
     if serving := _rows(results, "serving"):
         lines = [
-            [_td(row["format"]), *(_td(row["serving"][key], shape) for key, shape in (
+            [td(row["format"]), *(td(row["serving"][key], shape) for key, shape in (
                 ("kv_tokens", "{:,}"), ("decode_tokens_per_second", "{:,.0f}"), ("time_to_first_token_p50", "{:.3f}")))]
             for row in serving
         ]  # fmt: skip
         head = ["cache", "tokens the engine holds", "decode tokens/s", "time to first token, median s"]
-        out += "<h2>vLLM under load</h2>" + _table(head, lines, "serving")
+        out += "<h2>vLLM under load</h2>" + table(head, lines, "serving")
     return out
 
 
@@ -268,30 +245,26 @@ def _failures(results: Document) -> str:
 
 
 def _parts_table(results: Document) -> str:
-    lines = [[_td(p["title"]), _td(p["status"]), _td(p["seconds"], "{:.1f}")] for p in results["parts"]]
-    return "<h2>What was run</h2>" + _table(["part", "status", "seconds"], lines, "parts")
+    lines = [[td(p["title"]), td(p["status"]), td(p["seconds"], "{:.1f}")] for p in results["parts"]]
+    return "<h2>What was run</h2>" + table(["part", "status", "seconds"], lines, "parts")
 
 
 def html(results: Document) -> str:
     """The page."""
     plots = [*_quality_plot(results), *_answers_plot(results), *_position_plot(results), *_length_plot(results),
              *_speed_plots(results)]  # fmt: skip
-    cards = "".join(
-        f'<div class="card"><h3>{escape(title)}</h3><p class="sub small">{escape(told)}</p>{svg}</div>'
-        for title, told, svg in plots
-    )
     run, told = results["run"], "".join(f"<li>{escape(line)}</li>" for line in words(results))
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    versions = versions_line(run["versions"])
     calibration = first_part(results, "calibration")
     on = f"Calibrated on {calibration['source']}. " if calibration is not None else ""
     body = f"""<h1>slimkv suite {escape(results["suite"])}: {escape(results["model"])}</h1>
 <div class="sub">{escape(results["engine"])}, {escape(run["device"])}, {run["cpu_threads"]} threads,
 {escape(run["date"])}</div>
 {_tiles(results)}{_failures(results)}
-<div class="plots after">{cards}</div>
+{plot_cards(plots)}
 <h2>What each cache costs</h2>
 {_costs(results)}
 <h2>In words</h2><div class="card"><ul class="words">{told}</ul></div>
 {_task_grid(results)}{_needle_grid(results)}{_lm_eval_table(results)}{_speed_tables(results)}{_parts_table(results)}
 <footer>{escape(on)}Command: {escape(run["command"])}. {escape(versions)}. {results["seconds"]:.0f} seconds.</footer>"""
-    return document(f"slimkv suite: {results['model']}", body, STYLE)
+    return document(f"slimkv suite: {results['model']}", body)

@@ -26,8 +26,8 @@ DONE, REUSED, FAILED = "done", "reused", "failed"
 _KEPT = "parts"
 _MARKER = "results.json"
 # Code that shapes reports, not results.
-_REPORTING = ("page", "charts", "summary", "written", "words", "document", "compare", "runner")
-_NOT_MEASURING = ("cli/", *(f"lab/suite/{name}.py" for name in _REPORTING))
+_REPORTING = ("page", "summary", "written", "words", "document", "compare", "runner")
+_NOT_MEASURING = ("cli/", "lab/report/", *(f"lab/suite/{name}.py" for name in _REPORTING))
 
 
 class Watcher(Protocol):
@@ -127,12 +127,12 @@ def _kept(path: Path) -> dict[str, Any] | None:
 
 def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file; --out takes a folder for the report")
+        raise InputError(f"{folder} is a file; --output takes a folder for the report")
     strange = (
         folder.is_dir() and any(folder.iterdir()) and not ((folder / _MARKER).is_file() or (folder / _KEPT).is_dir())
     )
     if strange:
-        raise InputError(f"{folder} has other files in it; give --out a new folder, or one of an earlier run")
+        raise InputError(f"{folder} has other files in it; give --output a new folder, or one of an earlier run")
 
 
 def run_suite(settings: SuiteSettings, folder: Path, watcher: Watcher | None = None) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.errors import InputError
+from slimkv.lab.report.markdown import table_line
+from slimkv.lab.report.page import versions_line
 from slimkv.lab.suite.page import html
 from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE
 from slimkv.lab.suite.summary import Document, summarise
@@ -134,7 +136,7 @@ def markdown_table(document: Document) -> str:
     """The rows of ``table_rows``."""
     header, *rows = table_rows(document)
     aligned = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join(_line(cells) for cells in (header, aligned, *rows))
+    return "\n".join(table_line(cells) for cells in (header, aligned, *rows))
 
 
 def as_markdown(document: Document) -> str:
@@ -145,13 +147,9 @@ def as_markdown(document: Document) -> str:
         lines += ["", "Failed:", ""]
         lines += [f"- {p['title']}: {p['error'].splitlines()[0]}" for p in document["parts"] if p["status"] == "failed"]
     run = document["run"]
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    versions = versions_line(run["versions"])
     lines += [
         "",
         f"`{run['command']}`, {document['seconds']:.0f} seconds on {run['device']}, {run['date']}; {versions}.",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -1,8 +1,12 @@
-"""What reports look like: one self-contained page, light or dark as the reader likes it, narrow or wide."""
+"""The HTML of reports: one self-contained page that follows the reader's light or dark theme."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
+
+Plot = tuple[str, str, str]  # title, what to look at, SVG
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6879; --line: #dfe4ec; --card: #ffffff; --page: #f4f6fa;
@@ -37,6 +41,23 @@ svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .line { fill: none; stroke-width: 2.2; }
 svg .name { font-weight: 600; stroke: none; }
 footer { margin-top: 40px; font-size: 14px; overflow-wrap: anywhere; }
+svg .row { fill: var(--ink); font-weight: 600; }
+svg .figure { fill: var(--ink); }
+svg .band { fill: var(--accent); opacity: 0.10; }
+svg .base { stroke: var(--accent); stroke-dasharray: 4 3; stroke-width: 1.4; }
+svg .whisker { stroke-width: 2; }
+svg .same { stroke: var(--soft); fill: var(--soft); } svg .raw { stroke: var(--accent); fill: var(--accent); }
+svg .worse { stroke: #d9480f; fill: #d9480f; } svg .better { stroke: #2b8a3e; fill: #2b8a3e; }
+svg .bar { fill: var(--accent); opacity: 0.85; } svg .bar.quiet { fill: var(--soft); opacity: 0.55; }
+.grid-table td { text-align: center; } .grid-table td:first-child { text-align: left; }
+.grid-table th { text-align: center; } .grid-table th:first-child { text-align: left; }
+.grid-table .shade { background: color-mix(in srgb, var(--accent) calc(var(--v) * 55%), transparent); }
+.same-bytes td { border-top: 2px solid var(--soft); }
+.tag { font-size: 13px; padding: 1px 7px; border-radius: 9px; border: 1px solid var(--line); white-space: nowrap; }
+.tag.worse { color: #d9480f; border-color: #d9480f; } .tag.better { color: #2b8a3e; border-color: #2b8a3e; }
+#costs th, #costs td { padding: 7px 8px; font-size: 14.5px; }
+.failed { border-color: #d9480f; }
+ul.words { margin: 0; padding-left: 20px; }
 @media (max-width: 520px) { main { padding: 24px 14px 40px; } .card { padding: 14px; } }
 """
 _COLOURS = ("#1f6feb", "#e8590c", "#2b8a3e", "#9c36b5", "#c92a2a", "#0b7285", "#b08900", "#5c677d")
@@ -56,11 +77,46 @@ def tile(big: str, small: str) -> str:
     return f'<div class="card"><div class="big">{escape(big)}</div><div class="sub">{escape(small)}</div></div>'
 
 
-def document(title: str, body: str, more_style: str = "") -> str:
+def td(value: Any, shape: str = "{}") -> str:
+    """A cell of a table; empty for None."""
+    return f"<td>{'' if value is None else escape(shape.format(value))}</td>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], name: str, style: str = "", note: str = "") -> str:
+    """A table in a card; the cells of ``rows`` are HTML, ``note`` is text below it."""
+    return table_of_lines(head, [f"<tr>{''.join(cells)}</tr>" for cells in rows], name, style, note)
+
+
+def table_of_lines(head: Sequence[str], lines: Sequence[str], name: str, style: str = "", note: str = "") -> str:
+    """The same from whole ``<tr>`` elements."""
+    top = "".join(f"<th>{escape(title)}</th>" for title in head)
+    kind = f' class="{style}"' if style else ""
+    below = f'<p class="sub small">{escape(note)}</p>' if note else ""
+    return (
+        f'<div class="card scroll"><table id="{name}"{kind}><thead><tr>{top}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table>{below}</div>"
+    )
+
+
+def plot_cards(plots: Sequence[Plot]) -> str:
+    """Charts side by side, each in a card."""
+    cards = "".join(
+        f'<div class="card"><h3>{escape(title)}</h3><p class="sub small">{escape(told)}</p>{svg}</div>'
+        for title, told, svg in plots
+    )
+    return f'<div class="plots after">{cards}</div>'
+
+
+def versions_line(versions: Mapping[str, str]) -> str:
+    """``torch 2.9.0, transformers 5.17.0``."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def document(title: str, body: str) -> str:
     """A whole page around ``body`` (HTML); nothing is loaded from elsewhere."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><style>{style()}{more_style}</style></head>
+<title>{escape(title)}</title><style>{style()}</style></head>
 <body><main>
 {body}
 </main></body></html>
