@@ -95,6 +95,7 @@ ROWS = {
     "bench serve --shape gpt-9": "unknown shape 'gpt-9'",
     "bench serve --new-tokens 1": "must be at least 2, not 1",
     "suite smoke --engine tgi": "--engine 'tgi' is not one of transformers, vllm",
+    "suite smoke --engine vllm": "vllm is not installed here: pip install 'slimkv[vllm]'",
     "suite smoke --parts lunch": "unknown part 'lunch'",
     "suite quick --lengths abc": "--lengths takes numbers separated by commas, not 'abc'",
     "suite smoke --output words.txt": "words.txt is a file; give a folder",

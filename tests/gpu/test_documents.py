@@ -21,7 +21,7 @@ SERVING = ["--shape", "tiny", "--context", "512", "--requests", "2", "--arrivals
 SMALLER = {
     "serve": [
         *SERVING,
-        "--output",
+        "--new-tokens",
         "4",
         "--most-requests",
         "2",

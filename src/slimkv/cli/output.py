@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,13 @@ from rich.console import Console
 if TYPE_CHECKING:
     from rich.table import Table
 
-_WIDTH = 110  # columns where standard output is not a terminal
+_WIDTH = 200  # columns at most where there is no terminal and COLUMNS is not set
 
 
 def console(stderr: bool = False) -> Console:
-    """A console on standard output or error, as wide as the terminal."""
+    """A console on standard output or error, as wide as the terminal; in a pipe tables are not squeezed."""
     out = Console(stderr=stderr)
-    return out if out.is_terminal else Console(stderr=stderr, width=_WIDTH)
+    return out if out.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=_WIDTH)
 
 
 def make_table(title: str, *columns: str, left: int = 1) -> Table:

@@ -22,6 +22,7 @@ from slimkv.cli.options import (
     comma_list,
     numbers,
     one_of,
+    require_engine,
 )
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ def _add(name: str, told: str) -> None:
             parts=_list(parts), calibration=calibration, text=text, memory=memory, dtype=dtype,
         )  # fmt: skip
         load_text(text)  # raises where there is none
+        if engine == "vllm":
+            require_engine(engine)
         if calibration != NO_CALIBRATION:
             check_calibration(calibration)
         _run(settings, output or Path(f"suite-{name}-{Path(model).name}"), threads, as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -13,6 +14,13 @@ from slimkv.lab.evals.questions import Answer, Question
 from slimkv.lab.evals.showcase import Showcase
 from slimkv.lab.report.charts import Axis, Series, chart
 from slimkv.lab.report.page import Plot, document, plot_cards, table, td, tile, versions_line
+
+_KINDS: tuple[tuple[str, Callable[[str], bool]], ...] = (
+    ("calibrated", lambda name: name.endswith(WITH_CALIBRATION)),
+    ("turboquant", lambda name: name.startswith("turboquant")),
+    ("fp8", lambda name: name == "fp8"),
+    ("plain", lambda name: True),
+)
 
 
 def _size(count: float) -> str:
@@ -49,20 +57,25 @@ def _long_table(question: Question) -> str:
     return f'<div class="after">{table(["cache", "same next token", "KL"], rows, "long", note=told)}</div>'
 
 
-def _plots(showcase: Showcase) -> list[Plot]:
-    calibrated = [r for r in showcase.quality.rows if r.format.endswith(WITH_CALIBRATION)]
-    plain = [r for r in showcase.quality.rows if not r.format.endswith(WITH_CALIBRATION)]
-    series = [
-        Series(name, [r.bytes_per_token for r in rows], [max(r.kl, 1e-6) for r in rows], [r.format for r in rows],
-               line=False)
-        for name, rows in (("calibrated", calibrated), ("plain", plain)) if rows
-    ]  # fmt: skip
+def quality_plot(points: Sequence[tuple[str, float, float]]) -> Plot:
+    """KL divergence against bytes per token; a point is (format, bytes per token, KL)."""
+    series, left = [], list(points)
+    for name, belongs in _KINDS:
+        own = [point for point in left if belongs(point[0])]
+        left = [point for point in left if not belongs(point[0])]
+        if own:
+            names, size, kl = zip(*own, strict=True)
+            series.append(Series(name, size, [max(x, 1e-7) for x in kl], names, line=False))
     title = "Quality at equal bytes"
-    by_bytes = chart(title, Axis("cache bytes per token"), Axis("KL divergence, nats", log=True), series)
+    svg = chart(title, Axis("cache bytes per token"), Axis("KL divergence, nats", log=True), series)
+    return title, "Lower is closer to the unquantized cache; further left is smaller.", svg
+
+
+def _plots(showcase: Showcase) -> list[Plot]:
     curves = [Series(c.format, showcase.contexts, [b / 2**20 for b in c.bytes]) for c in showcase.memory]
     memory = chart("Memory at length", Axis("tokens of one sequence"), Axis("cache, MiB"), curves)
     return [
-        (title, "Lower is closer to the unquantised cache; further left is smaller.", by_bytes),
+        quality_plot([(r.format, r.bytes_per_token, r.kl) for r in showcase.quality.rows]),
         ("Memory at length", "What one sequence allocates, scales and page padding included.", memory),
     ]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION
+from slimkv.lab.evals.harness import RAW
+from slimkv.lab.evals.report import quality_plot
 from slimkv.lab.report.charts import Axis, Bar, Estimate, Series, bars, chart, intervals, shaded
 from slimkv.lab.report.page import Plot, document, plot_cards, table, table_of_lines, td, tile, versions_line
 from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE
@@ -12,8 +13,6 @@ from slimkv.lab.suite.summary import Document, first_part, parts_of
 from slimkv.lab.suite.words import words
 
 _TONE = {NOT_DISTINGUISHABLE: "same", "worse": "worse", "better": "better"}
-_KINDS = (("calibrated", lambda n: n.endswith(WITH_CALIBRATION)), ("turboquant", lambda n: n.startswith("turboquant")),
-          ("fp8", lambda n: n == "fp8"), ("plain", lambda n: True))  # fmt: skip
 
 
 def _rows(results: Document, *needed: str) -> list[Document]:
@@ -22,18 +21,7 @@ def _rows(results: Document, *needed: str) -> list[Document]:
 
 def _quality_plot(results: Document) -> list[Plot]:
     rows = [row for row in _rows(results, "kl", "bytes_per_token") if row["format"] != RAW]
-    if not rows:
-        return []
-    series, left = [], list(rows)
-    for name, belongs in _KINDS:
-        own = [row for row in left if belongs(row["format"])]
-        left = [row for row in left if not belongs(row["format"])]
-        if own:
-            x, y = [row["bytes_per_token"] for row in own], [max(row["kl"], 1e-7) for row in own]
-            series.append(Series(name, x, y, [row["format"] for row in own], line=False))
-    title = "Quality at equal bytes"
-    svg = chart(title, Axis("cache bytes per token"), Axis("KL divergence to raw, nats", log=True), series)
-    return [(title, "Lower is closer to the unquantised cache; further left is smaller.", svg)]
+    return [quality_plot([(row["format"], row["bytes_per_token"], row["kl"]) for row in rows])] if rows else []
 
 
 def _answers_plot(results: Document) -> list[Plot]:
