@@ -110,7 +110,7 @@ ROWS = {
     "demo --format k9v9": "k9v9",
     "demo --calibration nowhere.safetensors": "there is no calibration file nowhere.safetensors",
     "demo --threads 0": "must be at least 1, not 0",
-    "demo --synthetic --head-dim 100": "head_dim 100 is not supported",
+    "demo --device cuda": "torch sees no CUDA device",
 }
 
 

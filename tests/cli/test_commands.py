@@ -146,25 +146,6 @@ def test_doctor_fails_when_something_required_cannot_run(monkeypatch):
     assert "required but cannot run: sglang" in result.stderr
 
 
-def test_demo(tmp_path):
-    result = run("demo", "--synthetic", "--output", str(tmp_path), "--head-dim", "64", "--json")
-    report = json.loads(result.stdout)
-    sizes = [row["bytes_per_token_per_head"] for row in report["widths"]]
-    errors = [row["output_error"] for row in report["widths"]]
-    assert sizes == sorted(sizes)
-    assert errors == sorted(errors, reverse=True)
-    assert {r["format"] for r in report["robustness"]} >= {"ku4vu4", "kur4vur4", "k4v4"}
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_demo_tables(tmp_path):
-    shown = run("demo", "--synthetic", "--output", str(tmp_path), "--head-dim", "16").stdout
-    assert "attention output" in shown
-    assert "k6v6" in shown
-    assert "kur4vur4" in shown
-    assert "demo.png" in shown
-
-
 def test_commands_do_not_import_what_they_do_not_use():
     code = "import sys, slimkv.cli.app; print(*sys.modules, sep=',')"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(",")

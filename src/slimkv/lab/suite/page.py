@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
+from slimkv.lab.demo.report import quality_plot
 from slimkv.lab.evals.harness import RAW
-from slimkv.lab.evals.report import quality_plot
 from slimkv.lab.report.charts import Axis, Bar, Estimate, Series, bars, chart, intervals, shaded
 from slimkv.lab.report.page import Plot, document, plot_cards, table, table_of_lines, td, tile, versions_line
 from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimkv.calibration import Calibration
+from slimkv.lab.demo.questions import Question, Reader, Shown, ask_long, ask_short
 from slimkv.lab.evals.agreement import AgreementReport, measure_agreement
 from slimkv.lab.evals.harness import RAW, Progress, Stopwatch, cache_kinds, quiet
-from slimkv.lab.evals.questions import Question, Reader, Shown, ask_long, ask_short
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.lab.provenance import Provenance, provenance
 from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout

@@ -14,10 +14,10 @@ import torch
 
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.integrations.transformers.calibration.samples import random_windows
+from slimkv.lab.demo.questions import LONG_QUESTION, SHORT_QUESTION, Reader, ask_long, read_together
+from slimkv.lab.demo.report import write_report
+from slimkv.lab.demo.showcase import run_showcase
 from slimkv.lab.evals.harness import STOCK, CacheKind
-from slimkv.lab.evals.questions import LONG_QUESTION, SHORT_QUESTION, Reader, ask_long, read_together
-from slimkv.lab.evals.report import write_report
-from slimkv.lab.evals.showcase import run_showcase
 from slimkv.lab.evals.texts import load_text
 from slimkv.lab.report.charts import Axis, Series, chart
 
