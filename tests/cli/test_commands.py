@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from slimkv import __version__
 from slimkv.cli import main
 from slimkv.cli.app import app
-from slimkv.spec import LAYOUT_VERSION
 
 
 def run(*arguments, code=0):
@@ -20,7 +19,7 @@ def run(*arguments, code=0):
 
 
 def test_version():
-    assert run("--version").stdout == f"slimkv {__version__}, page layout {LAYOUT_VERSION}\n"
+    assert run("--version").stdout == f"slimkv {__version__}\n"
 
 
 def test_eval_distortion():

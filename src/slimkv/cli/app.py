@@ -25,9 +25,8 @@ app.add_typer(suite.app)
 def _print_version(wanted: bool) -> None:
     if wanted:
         from slimkv import __version__
-        from slimkv.spec import LAYOUT_VERSION
 
-        typer.echo(f"slimkv {__version__}, page layout {LAYOUT_VERSION}")
+        typer.echo(f"slimkv {__version__}")
         raise typer.Exit
 
 
