@@ -33,7 +33,7 @@ $(VENV)/.ready: requirements/torch.txt requirements/ci.txt pyproject.toml
 	touch $@
 
 demo: $(READY)
-	$(PY) -m slimkv demo --out $(OUT)
+	$(PY) -m slimkv demo --output $(OUT)
 
 test: $(READY)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
@@ -60,7 +60,7 @@ $(VENV)/.suite: $(READY) requirements/suite.txt
 	touch $@
 
 test-suite: $(SUITE_READY)
-	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/suite/test_lm_eval.py
+	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/lab/suite/test_lm_eval.py
 
 # The documentation's tools, in an environment of their own: they read the sources and need no torch.
 DOCS_VENV ?= .venv-docs
@@ -89,11 +89,11 @@ $(VLLM_VENV)/.ready: requirements/torch.txt requirements/vllm.txt requirements/v
 VLLM_TESTS ?= "not extended"
 
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm tests/bench/test_serve.py tests/suite/test_vllm_engine.py -m $(VLLM_TESTS) -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/lab/bench/test_serve.py tests/lab/suite/test_vllm_engine.py -m $(VLLM_TESTS) -n 2 --dist loadfile
 
 # Hybrids, stores shared by processes, calibration inside the engine: many engines, for before a release.
 test-vllm-extended: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pytest tests/integrations/vllm tests/suite/test_vllm_engine.py tests/soak -m extended -n 2 --dist loadfile
+	$(VLLM_PY) -m pytest tests/integrations/vllm tests/lab/suite/test_vllm_engine.py tests/lab/soak -m extended -n 2 --dist loadfile
 
 # SGLang too. On a CPU it runs with torch_native attention and a stand-in for its kernel package, which a .pth file brings.
 SGLANG_VENV ?= .venv-sglang
@@ -112,7 +112,7 @@ $(SGLANG_VENV)/.ready: requirements/torch.txt requirements/sglang.txt requiremen
 # SGLANG_TESTS='"not slow"' leaves out what starts engines
 SGLANG_TESTS ?= "not extended"
 test-sglang: $(SGLANG_VENV)/.ready
-	OMP_NUM_THREADS=1 $(SGLANG_PY) -m pytest tests/integrations/sglang tests/bench/test_serve.py -m $(SGLANG_TESTS) -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(SGLANG_PY) -m pytest tests/integrations/sglang tests/lab/bench/test_serve.py -m $(SGLANG_TESTS) -n 2 --dist loadfile
 
 test-sglang-extended:
 	$(MAKE) test-sglang SGLANG_TESTS=extended

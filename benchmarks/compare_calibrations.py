@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from slimkv import models
 from slimkv.calibration import Calibration
-from slimkv.evals.agreement import compare_logits
-from slimkv.evals.harness import STOCK, STRICT, CacheKind, attending, window_logits
-from slimkv.evals.texts import load_text, token_windows
+from slimkv.lab import models
+from slimkv.lab.evals.agreement import compare_logits
+from slimkv.lab.evals.harness import STOCK, STRICT, CacheKind, attending, window_logits
+from slimkv.lab.evals.texts import load_text, token_windows
 
 
 def main() -> None:

@@ -21,12 +21,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from slimkv import models
 from slimkv.calibration import Calibration
-from slimkv.evals.agreement import compare_logits, growth_over
-from slimkv.evals.harness import RAW, STRICT, WITH_CALIBRATION, attending, new_cache, window_logits
-from slimkv.evals.texts import load_text, token_windows
 from slimkv.integrations.transformers.calibration.cached import auto_calibration
+from slimkv.lab import models
+from slimkv.lab.evals.agreement import compare_logits, growth_over
+from slimkv.lab.evals.harness import RAW, STRICT, WITH_CALIBRATION, attending, new_cache, window_logits
+from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.ops.attention import reference
 from slimkv.ops.attention.api import REGISTRY
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv import models, ops
+from slimkv import ops
 from slimkv.calibration.positions import matrix_index
 from slimkv.codec import Codec
-from slimkv.evals.capture import capture_attention
-from slimkv.evals.synthetic import AttentionSample
-from slimkv.evals.texts import load_text, token_windows
 from slimkv.integrations.transformers.calibration.cached import auto_calibration
+from slimkv.lab import models
+from slimkv.lab.evals.capture import capture_attention
+from slimkv.lab.evals.synthetic import AttentionSample
+from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.ops.attention.eight_bit import LOG2E, TOP, operands, rounded_queries
 from slimkv.ops.gather.reference import decode_slots
 from slimkv.spec import CodecSpec, PageLayout

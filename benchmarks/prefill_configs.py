@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from slimkv.bench.attention import Case
-from slimkv.bench.cells import ATTEND_CELLS, MORE_ATTEND_CELLS, AttendCell, choose
-from slimkv.bench.timing import Timer
+from slimkv.lab.bench.attention import Case
+from slimkv.lab.bench.cells import ATTEND_CELLS, MORE_ATTEND_CELLS, AttendCell, choose
+from slimkv.lab.bench.timing import Timer
 from slimkv.ops.attention import reference
 from slimkv.ops.attention.api import AttendRequest, checked_request
 from slimkv.ops.attention.cuda import prefill

@@ -12,10 +12,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from slimkv.lab.report import markdown
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CHART = ROOT / "docs" / "images" / "serving.svg"
-START, END = "<!-- figures: benchmarks/readme.py -->", "<!-- end -->"
+START = "<!-- figures: benchmarks/readme.py -->"
 
 SYSTEMS = {"bf16": "bf16", "fp8": "fp8", "turboquant_4bit_nc": "vLLM 4-bit", "k4v4": "slimkv k4v4"}
 _STYLE = """
@@ -151,8 +153,7 @@ def table() -> str:
 
 def filled(readme: str) -> str:
     """The README with its figures up to date."""
-    before, rest = readme.split(START)
-    return f"{before}{START}\n{table()}\n{END}{rest.split(END, 1)[1]}"
+    return markdown.filled(readme, START, f"{table()}\n")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ printf '[sglang.srt.plugins]\nslimkv = slimkv.integrations.sglang.plugin:registe
 export PYTHONPATH=$PWD/src:$plugin${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 python3 -c 'from slimkv.doctor import _SGLANG, _plugin; print(_plugin(_SGLANG))'
 if [ "$what" != tokens ]; then
-    python3 -m slimkv.bench serve --engine sglang --systems "${SYSTEMS:-bf16,k4v4}" --phases "${PHASES:-decode,full}" \
-        --max-num-seqs "${MOST:-208}" --limit-seconds "${LIMIT:-400}" --folder "$out/serve" --output-file "$out/serve-sglang-h200.json"
+    python3 -m slimkv bench serve --engine sglang --systems "${SYSTEMS:-bf16,k4v4}" --phases "${PHASES:-decode,full}" \
+        --max-num-seqs "${MOST:-208}" --limit-seconds "${LIMIT:-400}" --folder "$out/serve" --output "$out/serve-sglang-h200.json"
 fi
 if [ "$what" != serve ]; then
     python3 benchmarks/sglang_tokens.py "$out/sglang-tokens-h200.json"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-from slimkv.bench.serve import SHAPES
-from slimkv.provenance import provenance
+from slimkv.lab.bench.serve import SHAPES
+from slimkv.lab.provenance import provenance
 from slimkv.spec import BF16_BYTES
 
 DTYPE, SHAPE = "turboquant_4bit_nc", "llama-3.1-8b"

@@ -9,9 +9,9 @@ The same from the command line: ``slimkv calibrate MODEL -o FILE``, then ``slimk
 import argparse
 
 import slimkv
-from slimkv import models
-from slimkv.evals.agreement import measure_agreement
-from slimkv.evals.texts import load_text, token_windows
+from slimkv.lab import models
+from slimkv.lab.evals.agreement import measure_agreement
+from slimkv.lab.evals.texts import load_text, token_windows
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=models.DEFAULT, help="a packaged model, a folder, or a hub name")

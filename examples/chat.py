@@ -14,7 +14,7 @@ from typing import Any
 from transformers import DynamicCache
 
 import slimkv
-from slimkv import models
+from slimkv.lab import models
 
 TURNS = ("My name is Ada and I live in Turin.", "Name one thing to see in my city.", "What is my name?")
 WIDTH = 56  # characters of a column

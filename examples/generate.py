@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 import slimkv
-from slimkv import models
+from slimkv.lab import models
 
 LICENSE = (Path(__file__).parents[1] / "LICENSE").read_text(encoding="utf-8")
 LONG = f"{LICENSE[:4800]}\n\nIn one sentence: what may I do with a work under this license?"

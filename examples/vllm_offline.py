@@ -7,7 +7,7 @@ python examples/vllm_offline.py --cpu          # a small packaged model, on vLLM
 import argparse
 import os
 
-from slimkv import models
+from slimkv.lab import models
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="a folder or a hub name; default: a packaged model")

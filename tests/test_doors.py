@@ -20,6 +20,7 @@ import torch
 import slimkv
 from slimkv import AttentionBatch, Codec, CodecSpec, KVCacheConfig, LatentSpec, PagedPool, PageLayout, TensorFormat, ops
 from slimkv.errors import SlimKVError
+from slimkv.lab import models
 from slimkv.ops import AttendOptions
 
 SPEC = CodecSpec.parse("k4v4", 32)
@@ -352,8 +353,8 @@ DOORS: dict[str, tuple[Any, Any]] = {
     ),
     "enable": (lambda **given: slimkv.enable(**given), lambda: {"model": model(), "format": "k4v4"}),
     "disable": (slimkv.disable, lambda: {"model": model()}),
-    "models.load": (slimkv.models.load, lambda: {"name_or_path": "nowhere", "device": "cpu"}),
-    "models.folder": (slimkv.models.folder, lambda: {"name": "nowhere"}),
+    "models.load": (models.load, lambda: {"name_or_path": "nowhere", "device": "cpu"}),
+    "models.folder": (models.folder, lambda: {"name": "nowhere"}),
 }
 
 

@@ -15,10 +15,10 @@ import slimkv
 
 SOURCE = Path(slimkv.__file__).parent
 PUBLIC = [
-    "AttentionBatch", "Calibration", "Codec", "CodecSpec", "CorruptDataError", "Encoded", "InputError",
+    "AttentionBatch", "Calibration", "Codec", "CodecSpec", "CorruptDataError", "Encoded", "FidelityError", "InputError",
     "KVCacheConfig", "LatentSpec", "MissingDependencyError", "OutOfPagesError", "PageLayout", "PagedPool",
     "ScalePolicy", "SlimKVCache", "SlimKVError", "SpecError", "TensorFormat", "UnsupportedError", "__version__",
-    "attention", "calibrate_model", "disable", "enable", "models", "ops", "status",
+    "attention", "calibrate_model", "disable", "enable", "fake_quantize", "ops", "status",
 ]  # fmt: skip
 OPS = [
     "AttendOptions", "AttendPlan", "StorePlan", "attend", "attend_latent", "copy_tokens", "gather_kv", "gather_latent",

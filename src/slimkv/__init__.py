@@ -17,7 +17,7 @@ from slimkv.errors import (
 from slimkv.spec import CodecSpec, LatentSpec, PageLayout, ScalePolicy, TensorFormat
 
 if TYPE_CHECKING:
-    from slimkv import models, ops
+    from slimkv import ops
     from slimkv.cache import AttentionBatch, PagedPool
     from slimkv.calibration import Calibration
     from slimkv.config import KVCacheConfig
@@ -54,7 +54,6 @@ __all__ = [
     "disable",
     "enable",
     "fake_quantize",
-    "models",
     "ops",
     "status",
 ]
@@ -73,14 +72,13 @@ _HOME = {
     "fake_quantize": "slimkv.training",
     "status": "slimkv.integrations.transformers",
 }
-_MODULES = ("models", "ops")
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    if name in _MODULES:
-        return import_module(f"slimkv.{name}")
+    if name == "ops":
+        return import_module("slimkv.ops")
     raise AttributeError(f"module 'slimkv' has no attribute {name!r}")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from slimkv.cache import PagedPool
 from slimkv.calibration import Calibration
 from slimkv.calibration.positions import matrix_index
-from slimkv.codec.key_offset import wants_offset
+from slimkv.codec.key_offset import offset_of_keys, wants_offset
 from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.formats import format_of_kind
@@ -54,7 +54,7 @@ def fake_quantize(
         calibration: how keys are rounded and centred; by default ``config.calibration``, if that is a loaded one.
         layer, num_layers: which layer of the model this is; a calibration and ``layers`` look at it.
         key_offset: float [num_kv_heads, key_dim]: what an engine subtracts from the keys of this layer. None: the
-            calibration's, else the mean of these keys, as an engine learns it from a first prompt.
+            calibration's, else from these keys, as an engine learns it from a first prompt.
         first_position: of the first token, for a calibration whose rounding depends on the position.
     """
     settings = config if isinstance(config, KVCacheConfig) else KVCacheConfig(format=config)
@@ -82,7 +82,7 @@ def fake_quantize(
             if key_offset is None and calibration is not None:
                 key_offset = calibration.key_offset(layer, key.device)
             if key_offset is None:
-                key_offset = rows[0].float().mean(0)
+                key_offset = offset_of_keys(rows[0].float().mean(0), key.detach()[:, :, 0].float().mean(0))
             pool.key_offset = key_offset.detach().to(key.device, torch.float32).contiguous()
         index = None
         if calibration is not None and spec.key.kind == Kind.LLOYD:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimkv import models
+from slimkv.lab import models
 
 
 @pytest.fixture(scope="session")

@@ -106,11 +106,6 @@ def test_evals_take_the_file(file, tiny_folder, tmp_path):
     report = json.loads(run("eval", "positions", *arguments).stdout)
     assert [r["format"] for r in report["rows"]] == ["k4v4", "k4v4+cal"]
     assert plot.read_bytes().startswith(b"\x89PNG")
-    plot = tmp_path / "widths.png"
-    report = json.loads(run("eval", "widths", "--calibration", str(file), "--plot", str(plot), *model).stdout)
-    assert len(report["rows"]) == 4
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "predicted" in run("eval", "query-aware", "--calibration", str(file), "--bits", "4").stdout
 
 
 def test_mistakes_are_one_line(file, tiny_folder, tmp_path):
@@ -123,4 +118,3 @@ def test_mistakes_are_one_line(file, tiny_folder, tmp_path):
     assert not (tmp_path / "x").exists()
     file_of_nothing = ["eval", "agreement", "--calibration", str(tmp_path / "x"), "--model", str(tiny_folder)]
     assert "there is no calibration file" in run(*file_of_nothing, code=2).output
-    assert "KV heads 0 to 0" in run("eval", "query-aware", "--calibration", str(file), "--head", "3", code=2).output

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from slimkv import __version__
 from slimkv.cli import main
 from slimkv.cli.app import app
-from slimkv.spec import LAYOUT_VERSION
 
 
 def run(*arguments, code=0):
@@ -20,8 +19,7 @@ def run(*arguments, code=0):
 
 
 def test_version():
-    assert json.loads(run("version", "--json").stdout) == {"slimkv": __version__, "layout": LAYOUT_VERSION}
-    assert __version__ in run("version").stdout
+    assert run("--version").stdout == f"slimkv {__version__}\n"
 
 
 def test_eval_distortion():
@@ -43,15 +41,12 @@ def test_eval_distortion_writes_a_plot(tmp_path):
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_eval_attention_and_scales():
+def test_eval_attention():
     arguments = ("eval", "attention", "--head-dim", "32", "--format", "k4v4,ku4vu4", "--seeds", "1")
     report = json.loads(run(*arguments, "--json").stdout)
     assert [r["format"] for r in report["formats"]] == ["k4v4", "ku4vu4"]
     assert len(report["policies"]) == 9
     assert f"{report['formats'][0]['output']:.4f}" in run(*arguments).stdout
-    report = json.loads(run("eval", "scales", "--head-dim", "32", "--bits", "4", "--json").stdout)
-    assert [r["name"] for r in report] == ["float32", "float16", "bfloat16", "ue6m10"]
-    assert "ue6m10" in run("eval", "scales", "--head-dim", "32", "--bits", "4").stdout
 
 
 @pytest.mark.parametrize(
@@ -150,30 +145,11 @@ def test_doctor_fails_when_something_required_cannot_run(monkeypatch):
     assert "required but cannot run: sglang" in result.stderr
 
 
-def test_demo(tmp_path):
-    result = run("demo", "--synthetic", "--out", str(tmp_path), "--head-dim", "64", "--json")
-    report = json.loads(result.stdout)
-    sizes = [row["bytes_per_token_per_head"] for row in report["widths"]]
-    errors = [row["output_error"] for row in report["widths"]]
-    assert sizes == sorted(sizes)
-    assert errors == sorted(errors, reverse=True)
-    assert {r["format"] for r in report["robustness"]} >= {"ku4vu4", "kur4vur4", "k4v4"}
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_demo_tables(tmp_path):
-    shown = run("demo", "--synthetic", "--out", str(tmp_path), "--head-dim", "16").stdout
-    assert "attention output" in shown
-    assert "k6v6" in shown
-    assert "kur4vur4" in shown
-    assert "demo.png" in shown
-
-
 def test_commands_do_not_import_what_they_do_not_use():
     code = "import sys, slimkv.cli.app; print(*sys.modules, sep=',')"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(",")
     assert "typer" in out
-    assert not {"matplotlib", "triton", "transformers", "slimkv.evals"} & set(out)
+    assert not {"matplotlib", "triton", "transformers", "slimkv.lab.evals"} & set(out)
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -186,10 +162,8 @@ def test_a_missing_extra_is_named(missing, monkeypatch):
 
 
 def test_python_m_slimkv():
-    done = subprocess.run(
-        [sys.executable, "-m", "slimkv", "version", "--json"], capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout)["slimkv"] == __version__
+    done = subprocess.run([sys.executable, "-m", "slimkv", "--version"], capture_output=True, text=True, check=True)
+    assert __version__ in done.stdout
 
 
 def test_the_version_option_needs_no_extras():

@@ -18,7 +18,8 @@ import torch
 from typer.testing import CliRunner
 
 from documents import PAGES, ROOT, commands, snippets
-from slimkv import KVCacheConfig, SlimKVCache, attention, calibrate_model, models
+from slimkv import KVCacheConfig, SlimKVCache, attention, calibrate_model
+from slimkv.lab import models
 
 SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.S)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -36,9 +37,7 @@ SMALLER = {
     "eval perplexity": ["--windows", "1", "--tokens", "64"],
     "eval needle": ["--contexts", "96", "--depths", "0.5"],
     "eval generation": ["--new-tokens", "4"],
-    "eval query-aware": ["--layer", "1"],
     "eval positions": ["--windows", "1", "--tokens", "128"],
-    "eval widths": ["--windows", "1", "--tokens", "64"],
     "suite smoke": _SUITE,
     "suite quick": _SUITE,
     "suite full": _SUITE,
@@ -88,7 +87,7 @@ def _with_fewer_tokens(text: str) -> str:
 @pytest.fixture(scope="module")
 def workplace(tiny_folder, tmp_path_factory):
     """A folder with everything that the commands name: a model, its calibrations, a text."""
-    from slimkv.evals.texts import load_text
+    from slimkv.lab.evals.texts import load_text
 
     folder = tmp_path_factory.mktemp("documents")
     (folder / "wiki.test.raw").write_text(load_text(), encoding="utf-8")
@@ -117,8 +116,8 @@ def test_slimkv_commands_run(command, workplace, tiny_folder, monkeypatch):
     words = shlex.split(command)[1:]
     name = " ".join(words[:2]) if words[0] in ("eval", "bench", "suite") else words[0]
     words = [str(tiny_folder) if word in MODELS else word for word in words]
-    if name in ("demo", "eval agreement", "eval perplexity", "eval needle", "eval generation", "eval layers",
-                "eval paths", "eval widths", "eval positions") and "--model" not in words:  # fmt: skip
+    on_a_model = ("demo", "eval agreement", "eval perplexity", "eval needle", "eval generation", "eval positions")
+    if name in on_a_model and "--model" not in words:
         words += ["--model", str(tiny_folder)]
     if "auto" in words:
         words[words.index("auto")] = str(workplace / "model.safetensors")

@@ -34,16 +34,14 @@ def numbers(function):
 def options():
     """Numbers that are none, and options that do not exist."""
     for path, function in commands(app):
-        if path[0] != "bench":  # it has its own parser
-            yield (*path, "--no-such-option", "1")
-            for option in numbers(function):
-                for value in ("wrong", "", "1e"):
-                    yield (*path, option, value)
+        yield (*path, "--no-such-option", "1")
+        for option in numbers(function):
+            for value in ("wrong", "", "1e"):
+                yield (*path, option, value)
 
 
 BAD = [
     *options(),
-    *(("bench", name, "--no-such-option") for name in ("attend", "store", "generate", "serve")),
     ("bench", "attend", "--cells", "wrong"), ("bench", "serve", "--engine", "wrong"), ("bench", "wrong"), ("wrong",),
     ("soak", "--seconds", "-1"), ("soak", "--seconds", "nan"), ("soak", "--requests", "0"), ("soak", "--format", "x"),
     ("soak", "--cancelled", "2"), ("soak", "--cache-tokens", "5"), ("soak", "--max-model-len", "3"),
@@ -53,7 +51,8 @@ BAD = [
     ("plan", "--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", "--block", "5"),
     ("plan", "--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", "--sequences", "0"),
     ("eval", "distortion", "--bits", "-4"), ("eval", "distortion", "--bits", "9"),
-    ("eval", "scales", "--head-dim", "-16"), ("eval", "attention", "--format", "k9v9"), ("doctor", "--require", "x"),
+    ("eval", "distortion", "--head-dim", "-16"), ("eval", "attention", "--format", "k9v9"),
+    ("doctor", "--require", "x"),
 ]  # fmt: skip
 
 

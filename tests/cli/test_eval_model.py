@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from slimkv import models
 from slimkv.cli.app import app
+from slimkv.lab import models
 
 
 def run(*arguments: str):
@@ -23,7 +23,7 @@ COMMANDS = {
     "agreement": ["--windows", "1", "--tokens", "64", "--format", "k4v4,k6v6", "--serving"],
     "needle": ["--contexts", "96", "--depths", "0.5", "--format", "k4v4"],
     "generation": ["--new-tokens", "4", "--format", "k4v4"],
-    "layers": ["--tokens", "64", "--format", "k4v4,k6v6"],
+    "positions": ["--windows", "1", "--tokens", "64", "--format", "k4v4"],
 }
 
 
@@ -35,21 +35,26 @@ def test_eval_commands_give_json_and_a_plot(command, tiny_folder, tmp_path):
     assert report["model"] == str(tiny_folder)
     assert report["run"]["versions"]["transformers"]
     assert report.get("mode") == {
-        "perplexity": "strict", "agreement": "serving", "needle": "serving", "generation": "serving", "layers": None,
+        "perplexity": "strict", "agreement": "serving", "needle": "serving", "generation": "serving",
+        "positions": None,
     }[command]  # fmt: skip
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("command", ["perplexity", "layers"])
+@pytest.mark.parametrize("command", ["perplexity", "generation"])
 def test_eval_commands_show_a_table(command, tiny_folder):
     assert "k4v4" in run("eval", command, "--model", str(tiny_folder), *COMMANDS[command]).stdout
 
 
-def test_paths_and_bench(tiny_folder):
-    report = json.loads(
-        run("eval", "paths", "--model", str(tiny_folder), "--tokens", "32", "--steps", "4", "--json").stdout
-    )
-    assert (report["steps"], report["decoded_calls"]) == (4, 0)
+def test_eval_attention_on_a_model(tiny_folder, tmp_path):
+    file = tmp_path / "attention.json"
+    arguments = ["--model", str(tiny_folder), "--tokens", "64", "--format", "k2v2,k6v6", "-o", str(file)]
+    assert "2 layers" in run("eval", "attention", *arguments).stdout
+    coarse, fine = json.loads(file.read_text())["formats"]
+    assert coarse["output"] > 3 * fine["output"]
+
+
+def test_bench_generate(tiny_folder):
     arguments = ["--device", "cpu", "--dtype", "float32", "--context", "40", "--new-tokens", "3", "--rounds", "1"]
     rows = json.loads(run("bench", "generate", "--model", str(tiny_folder), *arguments, "--json").stdout)["rows"]
     assert [row["cache"] for row in rows] == ["DynamicCache", "k4v4"]
@@ -84,7 +89,7 @@ def test_calibrated_beside_plain_everywhere(tiny_folder, tmp_path):
     ],
 )
 def test_what_cannot_work_fails_before_a_model_is_loaded(arguments, message, monkeypatch):
-    monkeypatch.setattr("slimkv.models.load", lambda *a, **k: pytest.fail("loaded a model"))
+    monkeypatch.setattr("slimkv.lab.models.load", lambda *a, **k: pytest.fail("loaded a model"))
     result = CliRunner().invoke(app, ["eval", *arguments])
     assert result.exit_code == 2
     assert message in result.output
@@ -113,7 +118,7 @@ def test_a_model_is_loaded_in_the_dtype_asked_for(arguments, tiny_folder, tmp_pa
 
 
 def test_demo_writes_the_report(tiny_folder, tmp_path):
-    shown = run("demo", "--model", str(tiny_folder), "--out", str(tmp_path)).stdout
+    shown = run("demo", "--model", str(tiny_folder), "--output", str(tmp_path)).stdout
     assert "DynamicCache" in shown
     assert "k4v4+cal" in shown
     assert (tmp_path / "report.html").stat().st_size > 5000

@@ -6,7 +6,7 @@ import torch
 from slimkv import Codec, CodecSpec, PageLayout
 from slimkv.codec import pack
 from slimkv.errors import InputError
-from slimkv.evals.attention import attend
+from slimkv.lab.evals.attention import attend
 
 FORMATS = [
     "k4v4",

@@ -21,7 +21,7 @@ SERVING = ["--shape", "tiny", "--context", "512", "--requests", "2", "--arrivals
 SMALLER = {
     "serve": [
         *SERVING,
-        "--output",
+        "--new-tokens",
         "4",
         "--most-requests",
         "2",
@@ -45,7 +45,7 @@ def test_commands_run(command, tmp_path):
         return
     if words[0] == "bash":
         pytest.skip("a script of measurements, not a snippet to try")
-    words = ["bench", *words[3:]] if words[:3] == ["python", "-m", "slimkv.bench"] else words[1:]
+    words = words[1:]
     engine = "sglang" if "sglang" in words else "vllm"
     if words[1] == "serve" and importlib.util.find_spec(engine) is None:
         pytest.skip(f"needs {engine}")

@@ -17,7 +17,7 @@ WIDTHS = range(2, 9)
 PROFILES = {"lossless": "k6v6", "balanced": "k4v4", "aggressive": "k3v3"}
 _BLOCK_TOKENS = 64
 # How far a prediction is believed, on a scale of logarithms: single layers turn out several times better or worse
-# than predicted (`slimkv eval widths`). Chosen on SmolLM2 alone.
+# than predicted (docs/design/query-aware.md). Chosen on SmolLM2 alone.
 SHRINKAGE = 0.6
 _TYPICAL_BITS = 4
 

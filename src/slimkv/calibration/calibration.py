@@ -23,7 +23,8 @@ from slimkv.errors import CorruptDataError, InputError
 from slimkv.spec import DEFAULT_SEED, Kind, parse_format
 
 _MOMENT, _SCALE, _KEY_WEIGHT, _VALUE_WEIGHT = "query_moment", "query_scale", "key_weight", "value_weight"
-_PLANES, _FREQUENCIES, _KEY_MEAN = "rotary_planes", "rotary_frequencies", "key_mean"
+_PLANES, _FREQUENCIES = "rotary_planes", "rotary_frequencies"
+_KEYS = ("key_mean", "first_key")
 # Over which positions the mean key is taken: beyond, planes that turn slowly are no longer constant.
 OFFSET_POSITIONS = 4096
 
@@ -90,8 +91,9 @@ class Calibration:
         for number, statistics in sorted(self.layers.items()):
             packed, scale = pack_moments(statistics.query_moment)
             tensors[f"{_MOMENT}.{number}"], tensors[f"{_SCALE}.{number}"] = packed, scale
-            if statistics.key_mean is not None:
-                tensors[f"{_KEY_MEAN}.{number}"] = statistics.key_mean.float().cpu().contiguous()
+            for name, mean in zip(_KEYS, (statistics.key_mean, statistics.first_key), strict=True):
+                if mean is not None:
+                    tensors[f"{name}.{number}"] = mean.float().cpu().contiguous()
             if statistics.rotary.turns:
                 tensors[f"{_PLANES}.{number}"] = statistics.rotary.planes.to(torch.int16).contiguous()
                 tensors[f"{_FREQUENCIES}.{number}"] = statistics.rotary.frequencies.double().contiguous()
@@ -230,7 +232,8 @@ def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Te
             raise CorruptDataError(
                 f"{where} has weights {list(weight.shape)}, not one number for each of {heads} heads"
             )
-    key_mean = tensors[f"{_KEY_MEAN}.{number}"].double() if f"{_KEY_MEAN}.{number}" in tensors else None
-    if key_mean is not None and (key_mean.shape != (heads, key_dim) or not bool(key_mean.isfinite().all())):
-        raise CorruptDataError(f"{where} has a mean key {list(key_mean.shape)}, not finite [{heads}, {key_dim}]")
-    return LayerStatistics(moment, value_dim, key_mean, key_weight, value_weight, rotary, window)
+    means = [tensors[f"{name}.{number}"].double() if f"{name}.{number}" in tensors else None for name in _KEYS]
+    for name, mean in zip(_KEYS, means, strict=True):
+        if mean is not None and (mean.shape != (heads, key_dim) or not bool(mean.isfinite().all())):
+            raise CorruptDataError(f"{where} has a {name} {list(mean.shape)}, not finite [{heads}, {key_dim}]")
+    return LayerStatistics(moment, value_dim, key_weight, value_weight, rotary, window, *means)

@@ -56,7 +56,7 @@ def rotary_of_layer(plain: Tensor, shifted: Mapping[int, Tensor]) -> MeasuredRot
 
 
 class LayerSums:
-    """The sums of q q' and of k over what one layer is given, turned back to position 0."""
+    """The sums of q q', of k, and of k at position 0 over what one layer is given, turned back to position 0."""
 
     def __init__(self, num_kv_heads: int, dim: int, rotary: Rotary, device: torch.device) -> None:
         self.rotary = rotary
@@ -64,6 +64,8 @@ class LayerSums:
         self.total = torch.zeros(num_kv_heads, dim, dim, dtype=torch.float64, device=device)
         self.keys = 0
         self.key_total = torch.zeros(num_kv_heads, dim, dtype=torch.float64, device=device)
+        self.first_keys = torch.zeros((), dtype=torch.float64, device=device)
+        self.first_total = torch.zeros_like(self.key_total)
 
     def add(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
         """Query [tokens, num_heads, dim] and key [tokens, num_kv_heads, dim] at positions int [tokens].
@@ -73,6 +75,9 @@ class LayerSums:
         keys = self._grouped(key, positions)
         self.key_total += keys.sum(1)
         self.keys += keys.shape[1]
+        first = (positions == 0).double().repeat(keys.shape[1] // max(len(positions), 1))
+        self.first_total += (keys * first[:, None]).sum(1)
+        self.first_keys += first.sum()
         queries = self._grouped(query, positions)
         self.total += queries.mT @ queries
         self.vectors += queries.shape[1]
@@ -89,6 +94,11 @@ class LayerSums:
     def key_mean(self) -> Tensor:
         """float64 [num_kv_heads, dim] on the CPU."""
         return (self.key_total / max(self.keys, 1)).cpu()
+
+    def first_key(self) -> Tensor:
+        """The mean key at position 0: float64 [num_kv_heads, dim] on the CPU; of all keys where none was there."""
+        mean = self.first_total / self.first_keys.clamp(min=1)
+        return torch.where(self.first_keys > 0, mean, self.key_total / max(self.keys, 1)).cpu()
 
 
 def common_range(measured: Mapping[int, MeasuredRotary], wanted: int, probed: int, read: int) -> int:

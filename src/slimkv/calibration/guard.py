@@ -1,8 +1,9 @@
 """No silent garbage: scores from stored keys are compared with scores from the keys themselves, once per layer.
 
 The figure is the standard deviation, over keys, of softmax_scale * q.(stored key - key), in nats: the noise that
-quantisation adds to a query's scores. A constant difference does not count, since softmax does not see it. Healthy
-layers at 4 bits are below 0.5; keys with a large constant part that was not subtracted are far beyond 10.
+quantisation adds to a query's scores. A constant difference does not count, since softmax does not see it. Measured on
+two families, healthy layers are below 0.7 at 4 bits and below 2.2 at 2 bits; layer 0 of Qwen2.5 without an offset is at
+14 with 4 bits and at 6 with 6 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from slimkv.errors import FidelityError
 
 MIN_TOKENS = 256  # of a prompt that is looked at
-MAX_SCORE_ERROR = 3.0  # nats; the default limit
+MAX_SCORE_ERROR = 4.0  # nats; the default limit
 _QUERIES, _KEYS = 64, 512  # that are sampled
 _SHOWN = 3  # layers in the log line
 
@@ -69,7 +70,7 @@ class Guard:
         rows = sample_rows(key.shape[0], _KEYS, key.device)
         figure = float(score_errors(queries, key[rows], stored(rows), softmax_scale).max())
         self.figures[layer] = figure
-        if not figure <= self.limit:
+        if not figure <= self.limit:  # NaN, too
             raise FidelityError(
                 f"layer {layer}: scores from stored keys differ from true ones by {figure:.2f} nats (standard "
                 f"deviation over keys); more than {self.limit:g} gives wrong answers. Calibrate the model (slimkv "

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slimkv.calibration import file
 from slimkv.calibration.cache import files_key, model_folder
+from slimkv.codec.key_offset import offset_of_keys
 from slimkv.errors import InputError, SlimKVError
 from slimkv.paths import cache_dir
 
@@ -87,7 +88,8 @@ class LayerOffset:
         if pages.count_nonzero():
             self.source = "a profiling step"
         else:
-            self.tensor.copy_(key[stored].float().mean(0))
+            seen = key[stored].float()  # a prompt is stored from its first token on
+            self.tensor.copy_(offset_of_keys(seen.mean(0), seen[0]))
             self.source = f"the first prompt, {count} tokens"
             if self._kept is not None and count >= MIN_TOKENS:
                 write_offset(self._kept, self.tensor)

@@ -30,7 +30,7 @@ from slimkv.errors import InputError
 
 FRAGMENT = 128  # tokens that are sampled in a row
 STEPS = 4  # that progress is told of
-SUMS = ("moment", "key_mean")  # of what a process collects: bytes of float64
+SUMS = ("moment", "key_mean", "first_key")  # of what a process collects: bytes of float64
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class QueryListener:
                 "value_dim": layer.value_dim,
                 "moment": sums.query_moment().numpy().tobytes(),
                 "key_mean": sums.key_mean().numpy().tobytes(),
+                "first_key": sums.first_key().numpy().tobytes(),
                 "planes": measured.rotary.planes.flatten().tolist(),
                 "frequencies": measured.rotary.frequencies.tolist(),
                 "max_positions": measured.max_positions,
@@ -172,7 +173,7 @@ def merge_ranks(
 ) -> tuple[dict[int, LayerStatistics], dict[int, MeasuredRotary]]:
     """Statistics of whole layers from those of tensor- and pipeline-parallel ranks."""
     moments: dict[int, Tensor] = {}
-    means: dict[int, Tensor] = {}
+    means: dict[int, tuple[Tensor, Tensor]] = {}  # of all keys, and of those at position 0
     counts: dict[int, Tensor] = {}
     layers: dict[int, LayerStatistics] = {}
     measured: dict[int, MeasuredRotary] = {}
@@ -185,19 +186,21 @@ def merge_ranks(
             own = torch.frombuffer(bytearray(given["moment"]), dtype=torch.float64).view(held, dim, dim)
             if number not in moments:
                 moments[number] = torch.zeros(total, dim, dim, dtype=torch.float64)
-                means[number] = torch.zeros(total, dim, dtype=torch.float64)
+                means[number] = tuple(torch.zeros(total, dim, dtype=torch.float64) for _ in range(2))  # type: ignore[assignment]
                 counts[number] = torch.zeros(total, 1, 1, dtype=torch.float64)
                 planes = torch.tensor(given["planes"], dtype=torch.int64).view(-1, 2)
                 rotary = Rotary(planes, torch.tensor(given["frequencies"], dtype=torch.float64))
                 measured[number] = MeasuredRotary(rotary, given["max_positions"])
                 layers[number] = LayerStatistics(
-                    moments[number], given["value_dim"], means[number], rotary=rotary,
-                    sliding_window=given["sliding_window"],
+                    moments[number], given["value_dim"], rotary=rotary, sliding_window=given["sliding_window"],
+                    key_mean=means[number][0], first_key=means[number][1],
                 )  # fmt: skip
             moments[number][heads] += own
-            means[number][heads] += torch.frombuffer(bytearray(given["key_mean"]), dtype=torch.float64).view(held, dim)
+            for mean, field in zip(means[number], SUMS[1:], strict=True):
+                mean[heads] += torch.frombuffer(bytearray(given[field]), dtype=torch.float64).view(held, dim)
             counts[number][heads] += 1
     for number, moment in moments.items():
         moment /= counts[number].clamp(min=1)
-        means[number] /= counts[number].clamp(min=1)[..., 0]
+        for mean in means[number]:
+            mean /= counts[number].clamp(min=1)[..., 0]
     return dict(sorted(layers.items())), measured

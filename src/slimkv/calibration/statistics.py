@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration.rotary import Rotary
+from slimkv.codec.key_offset import offset_of_keys
 from slimkv.errors import InputError
 
 
@@ -25,19 +26,22 @@ class LayerStatistics:
 
     query_moment: Tensor  # float64 [num_kv_heads, key_dim, key_dim]: mean of q q' over tokens and the group's heads
     value_dim: int
-    key_mean: Tensor | None = None  # float64 [num_kv_heads, key_dim]; None: keys were not seen
     key_weight: Tensor | None = None  # float64 [num_kv_heads]
     value_weight: Tensor | None = None  # float64 [num_kv_heads]
     rotary: Rotary = field(default_factory=Rotary.none)
     sliding_window: int | None = None
+    key_mean: Tensor | None = None  # float64 [num_kv_heads, key_dim]; None: keys were not seen
+    first_key: Tensor | None = None  # float64 [num_kv_heads, key_dim]: the mean key at position 0
 
     def moment_at(self, start: int, stop: int) -> Tensor:
         """The mean of q q' over queries at positions [start, stop): float64 [num_kv_heads, key_dim, key_dim]."""
         return self.rotary.mean_moment(self.query_moment.double(), start, stop)
 
     def key_offset(self, positions: int) -> Tensor | None:
-        """The mean key at positions [0, positions): float64 [num_kv_heads, key_dim]."""
-        return None if self.key_mean is None else self.rotary.mean_vector(self.key_mean, positions)
+        """What is subtracted from keys at positions [0, positions): float32 [num_kv_heads, key_dim]."""
+        if self.key_mean is None or self.first_key is None:
+            return None
+        return offset_of_keys(self.rotary.mean_vector(self.key_mean, positions), self.first_key)
 
     @property
     def num_kv_heads(self) -> int:

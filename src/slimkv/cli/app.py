@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from slimkv.cli import bench, cache, calibrate, demo, doctor, eval, eval_model, memory_plan, serve, soak, suite
-from slimkv.cli.options import Json
+from slimkv.cli.errors import OneLineErrors
 
-app = typer.Typer(name="slimkv", no_args_is_help=True)
+app = typer.Typer(name="slimkv", cls=OneLineErrors, no_args_is_help=True)
 app.command()(demo.demo)
 app.command()(memory_plan.plan)
+app.command()(serve.serve)
 app.command()(calibrate.calibrate)
 app.command()(doctor.doctor)
-app.command()(serve.serve)
 app.command()(soak.soak)
 eval_model.add_to(eval.app)
 app.add_typer(eval.app)
@@ -21,17 +23,18 @@ app.add_typer(cache.app)
 app.add_typer(suite.app)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from slimkv import __version__
+
+        typer.echo(f"slimkv {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
-    """A KV cache of 2-8 bits a number that attention reads directly."""
-
-
-@app.command()
-def version(as_json: Json = False) -> None:
-    """Prints the version of slimkv and of the page layout."""
-    from slimkv import __version__
-    from slimkv.cli.output import emit
-    from slimkv.spec import LAYOUT_VERSION
-
-    result = {"slimkv": __version__, "layout": LAYOUT_VERSION}
-    emit(result, as_json, f"slimkv {__version__}, page layout {LAYOUT_VERSION}")
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Quantize the KV cache to 2-8 bits per value: plan, calibrate, measure."""

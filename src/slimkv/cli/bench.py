@@ -1,28 +1,176 @@
-"""``slimkv bench``: the commands of ``slimkv.bench.commands``, whose options are theirs alone."""
+"""``slimkv bench attend | store | generate | serve``: timings, beside the baselines that run on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-app = typer.Typer(name="bench", help="Time slimkv beside the baselines that can run here.", no_args_is_help=True)
-_ALL_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
+from slimkv.cli.options import (
+    AUTO,
+    DTYPES,
+    Device,
+    Json,
+    Output,
+    Plot,
+    Threads,
+    at_least,
+    check_folder,
+    comma_list,
+    one_of,
+    require_engine,
+)
+
+app = typer.Typer(name="bench", help="Time slimkv beside the baselines that run on this machine.", no_args_is_help=True)
+
+Cells = Annotated[str, typer.Option(help="Cells by name or pattern, such as decode-*,prefill-*, or all.")]
+Backend = Annotated[str, typer.Option(help="Backends to time, such as cuda,triton; default: the device's own.")]
+Page = Annotated[int | None, typer.Option(help="Tokens per page; default: the cell's own.", callback=at_least(1))]
+NoBaselines = Annotated[bool, typer.Option("--no-baselines", help="Time slimkv alone.")]
+Small = Annotated[bool, typer.Option("--small", help="Use the small cells of a CPU, even on a GPU.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 
 
-def _command(name: str) -> Callable[[typer.Context], None]:
-    def run(context: typer.Context) -> None:
-        from slimkv.bench.commands import main
-
-        raise typer.Exit(main([name, *context.args], program="slimkv bench"))
-
-    return run
+def _say(message: str) -> None:
+    typer.echo(message, err=True)
 
 
-for _name, _help in (
-    ("attend", "Attention on packed pages: decode, speculative verification, prefill."),
-    ("store", "Writing K and V to packed pages: a prefill chunk, a decode step."),
-    ("generate", "Decoding through transformers, beside the stock cache."),
-    ("serve", "Engines under load, stock caches beside slimkv's."),
-):
-    app.command(_name, help=_help, context_settings=_ALL_OPTIONS, add_help_option=False)(_command(_name))
+def _add_operation(name: str, told: str) -> None:
+    @app.command(name, help=told)
+    def command(
+        cells: Cells = "",
+        backend: Backend = "",
+        device: Device = AUTO,
+        page: Page = None,
+        no_baselines: NoBaselines = False,
+        small: Small = False,
+        plot: Plot = None,
+        quiet: Quiet = False,
+        output: Output = None,
+        as_json: Json = False,
+    ) -> None:
+        from slimkv.cli.bench_tables import report_table
+        from slimkv.cli.output import emit
+        from slimkv.lab.bench.attention import bench_attend
+        from slimkv.lab.bench.options import Options, silent
+        from slimkv.lab.bench.store import bench_store
+
+        options = Options(comma_list(cells, str), comma_list(backend, str), device, page, not no_baselines, small)
+        report = (bench_attend if name == "attend" else bench_store)(options, silent if quiet else _say)
+        if plot is not None:
+            from slimkv.lab.bench.plot import plot as draw
+
+            draw(report, plot)
+        emit(report, as_json, *([] if as_json else report_table(report)), output=output)
+
+
+_add_operation("attend", "Attention on packed pages: decode, speculative verification, prefill.")
+_add_operation("store", "Writing K and V to packed pages: a prefill chunk, a decode step.")
+
+
+@app.command()
+def generate(
+    model: Annotated[str | None, typer.Option(help="A model; default: a Llama with random weights.")] = None,
+    formats: Annotated[str, typer.Option("--format", help="Formats to time, such as k4v4,k6v6.")] = "k4v4",
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in the cache before decoding; default: 32768 on a GPU, 1024 on a CPU.", callback=at_least(1)
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch.", callback=at_least(1))] = 1,
+    new_tokens: Annotated[int, typer.Option(help="Decode steps to time.", callback=at_least(1))] = 64,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Layers of the random-weight model; default: 8 on a GPU, 2 on a CPU.", callback=at_least(1)),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds to take the median of.", callback=at_least(1))] = 3,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Data type of the model: auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16.",
+            callback=one_of("--dtype", AUTO, *DTYPES),
+        ),
+    ] = AUTO,
+    device: Device = AUTO,
+    threads: Threads = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Decoding through transformers with a packed cache and with DynamicCache, in one run."""
+    import torch
+
+    from slimkv.cli.bench_tables import generation_table
+    from slimkv.cli.output import emit
+    from slimkv.lab.bench.generate import GenerateSettings, time_generation
+    from slimkv.lab.evals.harness import check_formats
+
+    names, gpu = comma_list(formats, str), device != "cpu"
+    check_formats(names, calibrated=False)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    settings = GenerateSettings(
+        model=model, formats=tuple(names), context=context or (32768 if gpu else 1024), batch=batch,
+        new_tokens=new_tokens, layers=layers or (8 if gpu else 2), rounds=rounds,
+        dtype=dtype if dtype != AUTO else "bfloat16" if gpu else "float32", device=device,
+    )  # fmt: skip
+    report = time_generation(settings)
+    emit(report, as_json, *([] if as_json else [generation_table(report)]), output=output)
+
+
+@app.command()
+def serve(
+    engine: Annotated[
+        str, typer.Option(help="vllm or sglang.", callback=one_of("--engine", "vllm", "sglang"))
+    ] = "vllm",
+    systems: Annotated[
+        str, typer.Option(help="Caches to compare: bf16, fp32, fp8, turboquant_*, or formats of slimkv.")
+    ] = "bf16,fp8,k4v4",
+    phases: Annotated[str, typer.Option(help="Of decode, full, poisson and offload.")] = "decode,full,poisson",
+    shape: Annotated[
+        str, typer.Option(help="Model shape: llama-3.1-8b, qwen2.5-7b, ..., or a config.json or its folder.")
+    ] = "llama-3.1-8b",
+    dtype: Annotated[str, typer.Option(help="Data type of the model: bfloat16, or float32 on most CPUs.")] = "bfloat16",
+    requests: Annotated[int, typer.Option(help="Requests of the decode phase.", callback=at_least(1))] = 16,
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.", callback=at_least(1))] = 16384,
+    new_tokens: Annotated[int, typer.Option(help="Tokens generated for each request.", callback=at_least(2))] = 96,
+    most_requests: Annotated[int, typer.Option(help="Limit of the full phase; 0: as many as the cache holds.")] = 0,
+    arrivals: Annotated[int, typer.Option(help="Requests of the Poisson phase.", callback=at_least(1))] = 80,
+    rate: Annotated[float, typer.Option(help="Arrivals per second.")] = 5.0,
+    memory: Annotated[float, typer.Option(help="Fraction of the device's memory for each engine.")] = 0.85,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Requests that an engine runs at once.", callback=at_least(1))
+    ] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.", callback=at_least(1))] = 8192,
+    prefill: Annotated[str, typer.Option(help="Arithmetic of slimkv's prefill: 16bit, 8bit or auto.")] = AUTO,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
+    limit_seconds: Annotated[int, typer.Option(help="Time limit of each system.", callback=at_least(1))] = 600,
+    offload_gib: Annotated[float, typer.Option(help="Host memory of the offload phase.")] = 40.0,
+    short_context: Annotated[int, typer.Option(help="Tokens of a second prompt of the offload phase; 0: none.")] = 0,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of the offload phase to take the median of.", callback=at_least(1))
+    ] = 5,
+    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile and CUDA graphs.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option(help="Keep each system's JSON and log in this folder.", callback=check_folder)
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """An engine under load, with stock caches and with slimkv's: tokens held, decoding, full memory, arrivals."""
+    from slimkv.cli.bench_tables import serving_table
+    from slimkv.cli.output import emit
+    from slimkv.lab.bench.serve import ServeSettings, bench_serve
+    from slimkv.lab.provenance import provenance
+
+    settings = ServeSettings(
+        engine, tuple(comma_list(systems, str)), tuple(comma_list(phases, str)), shape, dtype, requests, context,
+        new_tokens, most_requests, arrivals, rate, memory, max_num_seqs, max_num_batched_tokens, prefill, eager, seed,
+        limit_seconds, offload_gib, short_context, rounds,
+    )  # fmt: skip
+    require_engine(engine)
+    report = bench_serve(settings, _say, provenance().command, folder)
+    emit(report, as_json, *([] if as_json else serving_table(report)), output=output)
+    if any("error" in system for system in report.systems.values()):
+        raise typer.Exit(1)

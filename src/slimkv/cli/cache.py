@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimkv.cli.options import Json, user_errors
+from slimkv.cli.options import Json
 
 if TYPE_CHECKING:
     from slimkv.wire.prompt_file import PromptHeader
@@ -24,8 +24,7 @@ def info(file: File, as_json: Json = False) -> None:
     from slimkv.cli.output import emit
     from slimkv.wire.prompt_file import read_header
 
-    with user_errors():
-        facts = _facts(read_header(file))
+    facts = _facts(read_header(file))
     table = Table(title=str(file), show_header=False)
     for name, value in facts.items():
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
@@ -39,8 +38,7 @@ def verify(file: File, as_json: Json = False) -> None:
     from slimkv.cli.output import emit
     from slimkv.wire import prompt_file
 
-    with user_errors():
-        header = prompt_file.verify(file)
+    header = prompt_file.verify(file)
     result = {"file": str(file), "whole": True, "tokens": header.num_tokens, "fingerprint": header.fingerprint.hash}
     emit(result, as_json, f"{file} is whole: {header.num_tokens:,} tokens, fingerprint {header.fingerprint.hash[:16]}")
 

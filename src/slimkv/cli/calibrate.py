@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimkv.cli.eval_model import Device, Dtype, Threads, load_quietly, progress_bar
-from slimkv.cli.options import Json, user_errors
+from slimkv.cli.eval_model import load_quietly, progress_bar
+from slimkv.cli.options import AUTO, Device, Dtype, Json, ModelArgument, Threads, at_least, check_file, one_of
+from slimkv.errors import InputError
 
 if TYPE_CHECKING:
     from slimkv.calibration import Calibration
@@ -21,74 +22,92 @@ ENGINES = (TRANSFORMERS, *SERVING)
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="A packaged model, a folder, or a name on the Hugging Face hub.")],
-    out: Annotated[
+    model: ModelArgument,
+    output: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="The file to write; default: where calibration='auto' finds it."),
+        typer.Option(
+            "--output", "-o", help="The file to write; default: where calibration='auto' finds it.", callback=check_file
+        ),
     ] = None,
     ids: Annotated[
-        str, typer.Option(help="What the model reads: sampled (what it says itself) or random token ids.")
+        str,
+        typer.Option(
+            help="Token ids the model reads: sampled (from the model) or random.", callback=one_of("--ids", *IDS)
+        ),
     ] = SAMPLED,
     text: Annotated[
-        str | None, typer.Option(help="Read a text (a file, a hub data set, shipped) instead of --ids.")
+        str | None, typer.Option(help="Read this text (a file, a hub data set, shipped) instead of --ids.")
     ] = None,
-    windows: Annotated[int, typer.Option(help="How many windows the model reads.")] = 3,
-    tokens: Annotated[int, typer.Option(help="Tokens per window.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Of the sampled or random token ids.")] = 0,
+    windows: Annotated[int, typer.Option(help="Number of windows the model reads.", callback=at_least(1))] = 3,
+    tokens: Annotated[int, typer.Option(help="Tokens per window.", callback=at_least(2))] = 1024,
+    seed: Annotated[int, typer.Option(help="Seed of the sampled or random token ids.")] = 0,
     budget: Annotated[
-        float | None, typer.Option(help="Choose widths per layer: bits per number in all, scales included.")
+        float | None, typer.Option(help="Choose the width of each layer: bits per value on average, with scales.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="Choose widths per layer: lossless, balanced or aggressive.")
+        str | None, typer.Option(help="Choose the width of each layer: lossless, balanced or aggressive.")
     ] = None,
     max_positions: Annotated[
-        int | None, typer.Option(help="The longest context it is for; default: what the model declares.")
+        int | None,
+        typer.Option(help="Longest context to calibrate for; default: what the model declares.", callback=at_least(1)),
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="What runs the model: transformers, or vllm or sglang (their own start-up, all GPUs).")
+        str,
+        typer.Option(
+            help="Engine that runs the model: transformers, vllm or sglang.", callback=one_of("--engine", *ENGINES)
+        ),
     ] = TRANSFORMERS,
     engine_options: Annotated[
-        str | None, typer.Option(help="Options of the engine as JSON, such as '{\"tensor_parallel_size\": 4}'.")
+        str | None, typer.Option(help="Engine options as JSON, such as '{\"tensor_parallel_size\": 4}'.")
     ] = None,
     threads: Threads = None,
-    device: Device = "cpu",
+    device: Device = AUTO,
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Runs a model once and writes what query-aware rounding needs to know of its queries."""
+    """Run a model once and write the statistics of its queries that query-aware rounding needs."""
     from slimkv.calibration.bit_allocation import budget_bytes, profile_bytes, solve_widths
     from slimkv.cli.output import emit
-    from slimkv.evals.harness import Stopwatch
+    from slimkv.lab.evals.harness import Stopwatch
 
-    if ids not in IDS:
-        raise typer.BadParameter(f"--ids {ids!r} is not one of {', '.join(IDS)}; for a text use --text")
-    if budget is not None and profile is not None:
-        raise typer.BadParameter("--budget and --profile both choose the widths; give one of them")
-    if engine not in ENGINES:
-        raise typer.BadParameter(f"--engine {engine!r} is not one of {', '.join(ENGINES)}")
-    chooses = budget is not None or profile is not None
+    chooses = _chooses_widths(budget, profile)
     if engine in SERVING and (chooses or text is not None or ids != SAMPLED):
-        raise typer.BadParameter(
-            f"--text, --ids, --budget and --profile need --engine transformers: in {SERVING[engine]} a model reads "
-            "what it says itself, and what noise costs is not measured"
+        raise InputError(
+            f"--text, --ids, --budget and --profile need --engine transformers: {SERVING[engine]} calibrates on tokens "
+            "sampled from the model and does not measure the cost of quantization noise"
         )
     if engine_options is not None and engine not in SERVING:
-        raise typer.BadParameter(f"--engine-options are for --engine {' and '.join(SERVING)}")
+        raise InputError(f"--engine-options are for --engine {' and '.join(SERVING)}")
     watch, started = Stopwatch(), None
-    with user_errors():
-        if engine in SERVING:
-            made, started = _gather_serving(engine, model, (windows, tokens), seed, max_positions, engine_options)
-        else:
-            made = _gather(model, text, ids, (windows, tokens), seed, max_positions, chooses, threads, device, dtype)
-        solution = None
-        if chooses:
-            size = budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile))
-            solution = solve_widths(made, size)
-            made = made.with_formats(solution.formats)
-        out = out if out is not None else _kept(model)
-        made.save(out)
-    result = _result(model, made, solution, out, watch.seconds, started)
+    if engine in SERVING:
+        made, started = _gather_serving(engine, model, (windows, tokens), seed, max_positions, engine_options)
+    else:
+        made = _gather(model, text, ids, (windows, tokens), seed, max_positions, chooses, threads, device, dtype)
+    solution = None
+    if chooses:
+        size = budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile))
+        solution = solve_widths(made, size)
+        made = made.with_formats(solution.formats)
+    path = output if output is not None else _kept(model)
+    made.save(path)
+    result = _result(model, made, solution, path, watch.seconds, started)
     emit(result, as_json, *([] if as_json else _shown(result, solution)))
+
+
+def _chooses_widths(budget: float | None, profile: str | None) -> bool:
+    """Whether widths per layer are asked for; raises if they cannot be had."""
+    from slimkv.calibration.bit_allocation import PROFILES, WIDTHS
+
+    if budget is not None and profile is not None:
+        raise InputError("--budget and --profile both choose the widths; give one of them")
+    if profile is not None and profile not in PROFILES:
+        raise InputError(f"unknown profile {profile!r}; use one of {', '.join(PROFILES)}")
+    if budget is not None and not WIDTHS[0] < budget < WIDTHS[-1] + 1:
+        raise InputError(
+            f"--budget is in bits per value, scales included: more than {WIDTHS[0]} and less than {WIDTHS[-1] + 1}, "
+            f"not {budget:g}"
+        )
+    return budget is not None or profile is not None
 
 
 def _gather(
@@ -103,15 +122,16 @@ def _gather(
     device: str,
     dtype: str,
 ) -> Calibration:
-    from slimkv.evals.texts import load_text, token_windows
     from slimkv.integrations.transformers.calibration.collect import gather_calibration
     from slimkv.integrations.transformers.calibration.samples import random_windows
+    from slimkv.lab.evals.texts import load_text, token_windows
 
+    body = load_text(text) if text is not None else None
     with progress_bar() as (_, progress):
         loaded = load_quietly(name, threads, device, dtype, progress)
         read = source = None
-        if text is not None:
-            read = token_windows(loaded.tokenizer, load_text(text), *samples)
+        if text is not None and body is not None:
+            read = token_windows(loaded.tokenizer, body, *samples)
             source = f"{read.numel()} tokens of {Path(text).name}"
         elif ids == RANDOM:
             read = random_windows(loaded.model.config, *samples, seed)
@@ -129,12 +149,17 @@ def _gather_serving(
     import importlib
     import json
 
-    from slimkv import models
-    from slimkv.evals.harness import Stopwatch
+    from slimkv.cli.options import require_engine
+    from slimkv.lab import models
+    from slimkv.lab.evals.harness import Stopwatch
 
-    given = json.loads(options) if options else {}
+    try:
+        given = json.loads(options) if options else {}
+    except ValueError as error:
+        raise InputError(f"--engine-options {options!r} is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise typer.BadParameter(f"--engine-options must be a JSON object, not {options}")
+        raise InputError(f"--engine-options must be a JSON object, not {options}")
+    require_engine(engine)
     observe = importlib.import_module(f"slimkv.integrations.{engine}.observe")
     source = str(models.folder(name)) if name in models.PACKAGED else name
     watch, started = Stopwatch(), [0.0]
@@ -152,8 +177,8 @@ def _gather_serving(
 
 
 def _kept(name: str) -> Path:
-    from slimkv import models
     from slimkv.calibration.cache import cached_path
+    from slimkv.lab import models
 
     return cached_path(str(models.folder(name)) if name in models.PACKAGED else name)
 

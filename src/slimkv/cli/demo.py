@@ -1,72 +1,106 @@
-"""``slimkv demo``: the main job, end to end."""
+"""``slimkv demo``: several caches answer side by side, then every format is measured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimkv.cli.options import Json, user_errors
+from slimkv.cli.options import AUTO, DEFAULT_MODEL, Device, Dtype, Json, Model, Threads, check_folder
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
-    from slimkv.demo import DemoReport
+    from slimkv.lab.demo.questions import Question
+    from slimkv.lab.demo.showcase import Showcase
+
+_SHOWN = 2  # the stock cache and the best one; the page has all of them
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out"),
-    model: Annotated[str, typer.Option(help="A packaged model, a folder, or a hub name.")] = "smollm2-135m-instruct",
-    format: Annotated[str, typer.Option("--format", help="The packed cache in front.")] = "k4v4+cal",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the report.", callback=check_folder)
+    ] = Path("out"),
+    model: Model = DEFAULT_MODEL,
+    format: Annotated[str, typer.Option("--format", help="The packed cache shown beside the stock one.")] = "k4v4+cal",
     calibration: Annotated[
-        str, typer.Option(help="A file from slimkv calibrate; auto: made when a model is first seen, then kept.")
-    ] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the model's weights: float32, bfloat16 or float16.")] = "float32",
-    synthetic: Annotated[bool, typer.Option("--synthetic", help="Synthetic keys and values, no model.")] = False,
-    head_dim: Annotated[int, typer.Option(help="Head size of the synthetic keys and values.")] = 128,
-    seed: Annotated[int, typer.Option(help="Of the synthetic keys and values.")] = 0,
+        str, typer.Option(help="A file from slimkv calibrate; auto: made once for each model and kept.")
+    ] = AUTO,
+    threads: Threads = None,
+    device: Device = AUTO,
+    dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """A real model answers from plain and packed caches side by side; quality and bytes of each: out/report.html."""
-    with user_errors():
-        if synthetic:
-            _synthetic(out, head_dim, seed, as_json)
-        else:
-            from slimkv.cli import demo_model
+    """Let a model answer from stock and packed caches side by side; write quality and bytes to out/report.html."""
+    from rich.live import Live
 
-            demo_model.run(model, out, format, calibration, threads, dtype, as_json)
-
-
-def _synthetic(out: Path, head_dim: int, seed: int, as_json: bool) -> None:
-    """Compresses synthetic keys and values: bytes, distortion and attention error of every width."""
+    from slimkv.cli.eval_model import check_calibration, load_calibration, load_quietly, progress_bar
     from slimkv.cli.output import console, emit
-    from slimkv.demo import run_demo
+    from slimkv.lab.demo.report import write_report
+    from slimkv.lab.demo.showcase import run_showcase
+    from slimkv.lab.evals.harness import check_formats
 
-    with console(stderr=True).status("starting") as status:
-        report = run_demo(out, head_dim, seed=seed, step=status.update)
-    emit(report, as_json, *([] if as_json else [*_tables(report), f"plot: {report.plot}  ({report.seconds:.1f} s)"]))
+    check_formats([format], calibrated=True)
+    check_calibration(calibration)
+    screen = console(stderr=as_json)
+    with progress_bar() as (_, progress):
+        loaded = load_quietly(model, threads, device, dtype, progress)
+        known = load_calibration(calibration, loaded, progress)
+    assert known is not None
+    live = Live(console=screen, refresh_per_second=8, transient=False)
+    with live, progress_bar(enter=False) as (start, progress):
+
+        def advance(what: str, done: int, total: int) -> None:
+            live.stop()  # the answers stay; the bar takes their place
+            start()
+            progress(what, done, total)
+
+        showcase = run_showcase(
+            loaded.model, loaded.tokenizer, known, name=model, best=format,
+            shown=lambda question, texts: live.update(_panels(question, texts)), progress=advance,
+        )  # fmt: skip
+    page, data = write_report(showcase, output)
+    emit(showcase, as_json, *([] if as_json else [*_tables(showcase), f"report: {page} and {data}"]))
 
 
-def _tables(report: DemoReport) -> list[Table]:
+def _panels(question: str, texts: Mapping[str, str]) -> Group:
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(expand=True)
+    shown = list(texts.items())[:_SHOWN]
+    for _ in shown:
+        grid.add_column(ratio=1)
+    grid.add_row(*(Panel(Text(text.strip()), title=name) for name, text in shown))
+    return Group(Text(question, style="bold"), grid)
+
+
+def _tables(showcase: Showcase) -> list[Table]:
+    from slimkv.cli.output import make_table
+
+    quality = showcase.quality
+    title = f"{quality.mode}, {quality.windows} windows of {quality.window_tokens} tokens"
+    header = ("cache", "bytes/token", "smaller than bf16", "perplexity", "over plain", "same next token", "KL")
+    formats = make_table(f"{title}; plain perplexity {quality.raw_perplexity:.3f}", *header)
+    for r in quality.rows:
+        size = f"{r.bytes_per_token:,.0f}", f"{quality.raw_bytes_per_token / r.bytes_per_token:.2f}x"
+        formats.add_row(r.format, *size, f"{r.perplexity:.3f}", f"{r.over_raw:+.2%}", f"{r.top1:.1%}", f"{r.kl:.4f}")
+    asked = [question for question in (showcase.short, showcase.long) if question is not None]
+    return [*(_answers(question) for question in asked), formats]
+
+
+def _answers(question: Question) -> Table:
     from rich.table import Table
 
-    sizes = Table(title=f"head size {report.head_dim}: bytes per token and KV head, and relative errors")
-    for name in ("format", "bytes/token/head", "of bf16", "distortion", "keys", "values", "attention output"):
-        sizes.add_column(name, justify="left" if name == "format" else "right")
-    for row in report.widths:
-        size = f"{row.bytes_per_token_per_head:.0f}", f"1/{row.ratio_to_bf16:.2f}", f"{row.distortion:.6f}"
-        sizes.add_row(row.format, *size, f"{row.key_error:.4f}", f"{row.value_error:.4f}", f"{row.output_error:.4f}")
-    rotation = Table(title="heavy-tailed K/V: uniform (u), uniform rotated (ur), Lloyd-Max rotated (k4v4)")
-    for name in ("format", "bytes/token/head", "keys", "values", "attention output"):
-        rotation.add_column(name, justify="left" if name == "format" else "right")
-    for error in report.robustness:
-        numbers = (
-            f"{error.bytes_per_token_per_head:.0f}",
-            f"{error.key:.4f}",
-            f"{error.value:.4f}",
-            f"{error.output:.4f}",
-        )
-        rotation.add_row(error.format, *numbers)
-    return [sizes, rotation]
+    table = Table(title=f"{question.text} ({question.context_tokens:,} tokens of context)")
+    for name in ("cache", "bytes", "of bf16", "tokens/s", "answer"):
+        table.add_column(name, justify="right" if name in ("bytes", "of bf16", "tokens/s") else "left")
+    for a in question.answers:
+        numbers = f"{a.cache_bytes:,}", f"{a.cache_bytes / a.bf16_bytes:.3f}", f"{a.tokens_per_second:.1f}"
+        table.add_row(a.cache, *numbers, " ".join(a.text.split())[:60])
+    return table

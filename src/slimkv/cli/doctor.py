@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from slimkv.cli.options import Json, comma_list, user_errors
+from slimkv.cli.options import Json, comma_list
 
 
 def doctor(
@@ -19,8 +19,7 @@ def doctor(
     from slimkv.cli.output import emit
     from slimkv.doctor import diagnose
 
-    with user_errors():
-        result = diagnose(comma_list(require, str))
+    result = diagnose(comma_list(require, str))
     table = Table(title="slimkv doctor")
     for name in ("", "what", "version", "detail"):
         table.add_column(name)

@@ -1,4 +1,4 @@
-"""``slimkv eval perplexity | agreement | needle | generation | layers | widths | paths``: a format on a real model."""
+"""``slimkv eval perplexity | agreement | positions | needle | generation``: a format on a real model."""
 
 from __future__ import annotations
 
@@ -10,43 +10,47 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimkv.cli.options import Json, comma_list, user_errors
+from slimkv.cli.options import (
+    AUTO,
+    DEFAULT_MODEL,
+    CalibrationFile,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Output,
+    Plot,
+    Text,
+    Threads,
+    at_least,
+    comma_list,
+    numbers,
+)
+from slimkv.cli.output import make_table
 from slimkv.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from torch import Tensor
 
     from slimkv.calibration import Calibration
-    from slimkv.evals.harness import Progress
-    from slimkv.models import Loaded
+    from slimkv.lab.evals.harness import Progress
+    from slimkv.lab.models import Loaded
 
-Model = Annotated[str, typer.Option(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
 Formats = Annotated[
-    str,
-    typer.Option("--format", help="Formats to measure: k4v4,k5v4; with a calibration also k4v4+cal."),
+    str, typer.Option("--format", help="Formats to measure, such as k4v4,k5v4; with a calibration also k4v4+cal.")
 ]
-Text = Annotated[str, typer.Option(help="A file, a hub data set (name:config:split), or the shipped text.")]
-Offset = Annotated[int, typer.Option(help="Skip so many tokens of the text first.")]
-Serving = Annotated[bool, typer.Option("--serving", help="Attend fresh chunks raw, as engines do; default: strict.")]
-Plot = Annotated[Path | None, typer.Option(help="Write a PNG here.")]
-Windows = Annotated[int, typer.Option(help="How many windows of the text.")]
-Tokens = Annotated[int, typer.Option(help="Tokens per window.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str, typer.Option(help="Of the model's weights: float32, bfloat16 or float16.")]
-
-CalibrationFile = Annotated[
-    str | None, typer.Option("--calibration", help="A file from slimkv calibrate, or auto; default: none.")
+Offset = Annotated[int, typer.Option(help="Skip this many tokens of the text.", callback=at_least(0))]
+Serving = Annotated[
+    bool, typer.Option("--serving", help="Attend new chunks unquantized, as engines do; default: strict.")
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Attend every token through the codec.")]
-
-_DEFAULT_MODEL = "smollm2-135m-instruct"
+Windows = Annotated[int, typer.Option(help="Number of windows of the text.", callback=at_least(1))]
+Tokens = Annotated[int, typer.Option(help="Tokens per window.", callback=at_least(2))]
+Strict = Annotated[bool, typer.Option("--strict", help="Read every token through the codec.")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands to the ``eval`` group."""
-    for command in (perplexity, agreement, positions, needle, generation, layers, widths, paths):
+    for command in (perplexity, agreement, positions, needle, generation):
         app.command()(command)
 
 
@@ -58,8 +62,12 @@ def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progr
 
     from slimkv.cli.output import console
 
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield lambda: None, _lines_of_progress()
+        return
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Bar(*columns, console=console(stderr=True), transient=True)
+    bar = Bar(*columns, console=screen, transient=True)
     task = bar.add_task("loading the model")
     if enter:
         bar.start()
@@ -69,17 +77,29 @@ def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progr
         bar.stop()
 
 
+def _lines_of_progress() -> Progress:
+    """Progress where there is no terminal: a line for each thing that is begun after the first."""
+    last = ""
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if done and what != last:
+            last = what
+            typer.echo(f"[{done}/{total}] {what}", err=True)
+
+    return tell
+
+
 def load_quietly(model: str, threads: int | None, device: str, dtype: str, progress: Progress) -> Loaded:
     """The model, without the progress bars of transformers, which would break the command's own."""
     import torch
 
-    from slimkv import models
+    from slimkv.lab import models
 
     if threads is not None:
         torch.set_num_threads(threads)
-    with user_errors():
-        models.quiet_loading()
-        return models.load(model, models.parse_dtype(dtype), device, progress)
+    models.quiet_loading()
+    return models.load(model, models.parse_dtype(dtype), device, progress)
 
 
 def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> Calibration | None:
@@ -91,13 +111,19 @@ def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> 
     return find_calibration(source, loaded.model.config, None)
 
 
+def check_calibration(source: str | None) -> None:
+    """Raises before a model is loaded for a calibration that does not exist."""
+    if source not in (None, AUTO) and not Path(source).is_file():
+        raise InputError(f"there is no calibration file {source}; make one with slimkv calibrate, or use auto")
+
+
 def _formats(given: str, calibration: str | None) -> list[str]:
     """The formats of ``--format``; raises before a model is loaded for nothing."""
-    from slimkv.evals.harness import check_formats
+    from slimkv.lab.evals.harness import check_formats
 
     names = comma_list(given, str)
     if not names:
-        raise typer.BadParameter(f"--format {given!r} names no format; write k4v4 or k4v4,k5v4")
+        raise InputError(f"--format {given!r} names no format; write k4v4 or k4v4,k5v4")
     check_formats(names, calibration is not None)
     return names
 
@@ -114,84 +140,76 @@ class _Subject:
 
     def windows(self, text: str, count: int, tokens: int, stride: int | None = None, offset: int = 0) -> Tensor:
         """Windows of a text, int64 [count, tokens]."""
-        from slimkv.evals.texts import load_text, token_windows
+        from slimkv.lab.evals.texts import token_windows
 
-        return token_windows(self.tokenizer, load_text(text), count, tokens, stride, offset)
+        return token_windows(self.tokenizer, text, count, tokens, stride, offset)
 
 
 @contextmanager
 def _subject(
-    model: str,
-    threads: int | None,
-    device: str,
-    dtype: str,
-    formats: str | None = None,
-    calibration: str | None = None,
+    model: str, threads: int | None, device: str, dtype: str, formats: str, calibration: str | None
 ) -> Iterator[_Subject]:
-    """The frame of every command: a progress bar, errors in one line, and the model with its calibration."""
-    with user_errors(), progress_bar() as (_, progress):
-        names = _formats(formats, calibration) if formats is not None else []
+    """The frame of every command: a progress bar, and the model with its calibration."""
+    with progress_bar() as (_, progress):
+        names = _formats(formats, calibration)
+        check_calibration(calibration)
         loaded = load_quietly(model, threads, device, dtype, progress)
         known = load_calibration(calibration, loaded, progress)
         yield _Subject(loaded.model, loaded.tokenizer, names, known, progress)
 
 
-def _show(report: Any, device: str, as_json: bool, table: Table) -> None:
+def _show(report: Any, device: str, as_json: bool, output: Path | None, *shown: Any) -> None:
     from slimkv.cli.output import emit
-    from slimkv.provenance import with_provenance
+    from slimkv.lab.provenance import with_provenance
 
-    emit(with_provenance(report, device), as_json, table)
+    emit(with_provenance(report, device), as_json, *shown, output=output)
 
 
 def _mode(serving: bool) -> str:
     return "serving" if serving else "strict"
 
 
-def _table(title: str, *columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
-    return table
-
-
 def perplexity(
-    model: Model = _DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     formats: Formats = "k4v4,k6v6",
     text: Text = "shipped",
     windows: Windows = 4,
     tokens: Tokens = 1024,
-    stride: Annotated[int | None, typer.Option(help="Tokens between window starts; default: no overlap.")] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens between window starts; default: no overlap.", callback=at_least(1))
+    ] = None,
     calibration: CalibrationFile = None,
     offset: Offset = 0,
     serving: Serving = False,
     threads: Threads = None,
-    device: Device = "cpu",
+    device: Device = AUTO,
     dtype: Dtype = "float32",
     plot: Plot = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity of a model whose cache is packed, against the stock cache."""
-    from slimkv.evals.model_plots import plot_quality
-    from slimkv.evals.perplexity import measure_perplexity
+    """Perplexity with a packed cache, compared with the stock cache."""
+    from slimkv.lab.evals.model_plots import plot_quality
+    from slimkv.lab.evals.perplexity import measure_perplexity
+    from slimkv.lab.evals.texts import load_text
 
+    read = load_text(text)
     with _subject(model, threads, device, dtype, formats, calibration) as subject:
-        ids = subject.windows(text, windows, tokens, stride, offset)
+        ids = subject.windows(read, windows, tokens, stride, offset)
         report = measure_perplexity(
             subject.model, ids, subject.formats, name=model, mode=_mode(serving), stride=stride,
             calibration=subject.calibration, progress=subject.progress,
         )  # fmt: skip
         if plot is not None:
             plot_quality(report.rows, plot)
-    table = _table(f"perplexity, {report.mode}, {model}", "format", "perplexity", "over raw", "bytes/token")
+    table = make_table(f"perplexity, {report.mode}, {model}", "format", "perplexity", "over raw", "bytes/token")
     for row in report.rows:
         table.add_row(row.format, f"{row.perplexity:.4f}", f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}")
-    _show(report, device, as_json, table)
+    _show(report, device, as_json, output, table)
 
 
 def agreement(
-    model: Model = _DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     formats: Formats = "k4v4,k6v6",
     text: Text = "shipped",
     windows: Windows = 4,
@@ -200,37 +218,43 @@ def agreement(
     offset: Offset = 0,
     serving: Serving = False,
     threads: Threads = None,
-    device: Device = "cpu",
+    device: Device = AUTO,
     dtype: Dtype = "float32",
     prefill: Annotated[str, typer.Option(help="Arithmetic of long passes: auto, 16bit, 8bit, or 16bit,8bit.")] = "auto",
     plot: Plot = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Top-1 agreement and KL divergence of predictions against the stock cache."""
-    from slimkv.evals.agreement import measure_agreement
-    from slimkv.evals.model_plots import plot_quality
+    """KL divergence and top-1 agreement of predictions, compared with the stock cache."""
+    from slimkv.config import KVCacheConfig
+    from slimkv.lab.evals.agreement import measure_agreement
+    from slimkv.lab.evals.model_plots import plot_quality
+    from slimkv.lab.evals.texts import load_text
 
+    read, ways = load_text(text), comma_list(prefill, str)
+    for way in ways:
+        KVCacheConfig(prefill=way)  # raises with the known values
     with _subject(model, threads, device, dtype, formats, calibration) as subject:
-        ids = subject.windows(text, windows, tokens, offset=offset)
+        ids = subject.windows(read, windows, tokens, offset=offset)
         report = measure_agreement(
             subject.model, ids, subject.formats, name=model, mode=_mode(serving), calibration=subject.calibration,
-            progress=subject.progress, prefill=comma_list(prefill, str),
+            progress=subject.progress, prefill=ways,
         )  # fmt: skip
         if plot is not None:
             plot_quality(report.rows, plot)
     title = f"against the stock cache, {report.mode}, {model}; raw perplexity {report.raw_perplexity:.4f}"
-    table = _table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
+    table = make_table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
     for row in report.rows:
         numbers = f"{row.top1:.2%}", f"{row.kl:.5f}", f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
         growth = "" if row.kl_growth is None else f"{row.kl_growth:+.2%}"
         if row.kl_growth_error:
             growth += f" ± {row.kl_growth_error:.2%}"
         table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}", growth)
-    _show(report, device, as_json, table)
+    _show(report, device, as_json, output, table)
 
 
 def positions(
-    model: Model = _DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     formats: Formats = "k4v4",
     text: Text = "shipped",
     windows: Windows = 1,
@@ -238,83 +262,92 @@ def positions(
     calibration: CalibrationFile = None,
     offset: Offset = 0,
     threads: Threads = None,
-    device: Device = "cpu",
+    device: Device = AUTO,
     dtype: Dtype = "float32",
     plot: Plot = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """KL divergence and agreement by position in long windows, every token read through the codec."""
-    from slimkv.evals.positions import measure_positions, plot_positions
+    """KL divergence and top-1 agreement by position in long windows (strict)."""
+    from slimkv.lab.evals.positions import measure_positions, plot_positions
+    from slimkv.lab.evals.texts import load_text
 
+    read = load_text(text)
     with _subject(model, threads, device, dtype, formats, calibration) as subject:
-        ids = subject.windows(text, windows, tokens, offset=offset)
+        ids = subject.windows(read, windows, tokens, offset=offset)
         report = measure_positions(
             subject.model, ids, subject.formats, name=model, calibration=subject.calibration, progress=subject.progress
         )
         if plot is not None:
             plot_positions(report, plot)
     ranges = [f"{a:,}-{b:,}" for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
-    table = _table(f"KL by position (top-1 agreement), strict, {model}", "format", *ranges, "mean")
+    table = make_table(f"KL by position (top-1 agreement), strict, {model}", "format", *ranges, "mean")
     for row in report.rows:
         cells = (f"{kl:.4f} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
         table.add_row(row.format, *cells, f"{row.mean_kl:.4f}")
-    _show(report, device, as_json, table)
+    _show(report, device, as_json, output, table)
 
 
 def needle(
-    model: Model = _DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     formats: Formats = "k4v4",
     text: Text = "shipped",
-    contexts: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "512,1024",
-    depths: Annotated[str, typer.Option(help="Where the needle stands, 0 to 1.")] = "0.1,0.5,0.9",
+    contexts: Annotated[str, typer.Option(help="Context lengths in tokens, such as 512,1024.")] = "512,1024",
+    depths: Annotated[str, typer.Option(help="Depths of the needle in the text, 0 to 1.")] = "0.1,0.5,0.9",
     calibration: CalibrationFile = None,
     offset: Offset = 0,
     strict: Strict = False,
     threads: Threads = None,
-    device: Device = "cpu",
+    device: Device = AUTO,
     dtype: Dtype = "float32",
     plot: Plot = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Needle in a haystack over depth and context."""
-    from slimkv.evals.model_plots import plot_needle
-    from slimkv.evals.needle import measure_needle
-    from slimkv.evals.texts import load_text
+    """Needle in a haystack, over depth and context length."""
+    from slimkv.lab.evals.model_plots import plot_needle
+    from slimkv.lab.evals.needle import measure_needle
+    from slimkv.lab.evals.texts import load_text
 
+    lengths, places = numbers("--contexts", contexts, int), numbers("--depths", depths, float)
+    read = load_text(text)
     with _subject(model, threads, device, dtype, formats, calibration) as subject:
         report = measure_needle(
-            subject.model, subject.tokenizer, load_text(text), subject.formats, contexts=comma_list(contexts, int),
-            depths=comma_list(depths, float), name=model, mode=_mode(not strict), progress=subject.progress,
+            subject.model, subject.tokenizer, read, subject.formats, contexts=lengths,
+            depths=places, name=model, mode=_mode(not strict), progress=subject.progress,
             calibration=subject.calibration, offset=offset,
         )  # fmt: skip
         if plot is not None:
             plot_needle(report, plot)
-    table = _table(f"needles found, {report.mode}, {model}", "format", "context", "depth", "found")
+    table = make_table(f"needles found, {report.mode}, {model}", "format", "context", "depth", "found")
     for cell in report.cells:
         table.add_row(cell.format, str(cell.context), f"{cell.depth:.0%}", f"{cell.found}/{cell.tried}")
-    _show(report, device, as_json, table)
+    _show(report, device, as_json, output, table)
 
 
 def generation(
-    model: Model = _DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     formats: Formats = "k4v4",
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeat for several. Default: four.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt on every line.")] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 64,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeat for more. Default: four prompts.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", callback=at_least(1))] = 64,
     calibration: CalibrationFile = None,
     strict: Strict = False,
     threads: Threads = None,
-    device: Device = "cpu",
+    device: Device = AUTO,
     dtype: Dtype = "float32",
     plot: Plot = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Greedy text against the stock cache: where does it first differ?"""
-    from slimkv.evals.generation import PROMPTS, measure_generation
-    from slimkv.evals.model_plots import plot_generation
+    """Where greedy text first differs from that of the stock cache."""
+    from rich.markup import escape
 
-    with user_errors():
-        asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
+    from slimkv.lab.evals.generation import PROMPTS, measure_generation
+    from slimkv.lab.evals.harness import RAW
+    from slimkv.lab.evals.model_plots import plot_generation
+
+    asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
     with _subject(model, threads, device, dtype, formats, calibration) as subject:
         report = measure_generation(
             subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens, name=model,
@@ -322,113 +355,27 @@ def generation(
         )  # fmt: skip
         if plot is not None:
             plot_generation(report, plot)
-    table = _table(f"greedy text, {report.mode}, {model}", "format", "prompt", "first difference", "same tokens")
+    table = make_table(f"greedy text, {report.mode}, {model}", "format", "prompt", "first difference", "same tokens")
     for row in report.rows:
         first = "none" if row.first_divergence is None else f"token {row.first_divergence} of {row.tokens}"
         table.add_row(row.format, row.prompt[:40], first, f"{row.same:.0%}")
-    _show(report, device, as_json, table)
+    texts = make_table("texts", "cache", "text", left=2)
+    for asked_for, raw in zip(asked, report.raw_texts, strict=True):
+        texts.add_section()
+        texts.add_row("prompt", escape(asked_for))
+        texts.add_row(RAW, escape(raw))
+        for row in report.rows:
+            if row.prompt == asked_for:
+                texts.add_row(row.format, escape(row.text))
+    _show(report, device, as_json, output, table, texts)
 
 
 def _lines(path: Path) -> list[str]:
+    from slimkv.lab.evals.texts import load_text
+
     if not path.is_file():
-        raise InputError(f"there is no file {path}; --prompts takes a text file with a prompt on every line")
-    found = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        raise InputError(f"there is no file {path}; --prompts takes a text file with one prompt per line")
+    found = [line for line in load_text(str(path)).splitlines() if line.strip()]
     if not found:
-        raise InputError(f"{path} has no prompts; write one on every line")
+        raise InputError(f"{path} has no prompts; write one per line")
     return found
-
-
-def layers(
-    model: Model = _DEFAULT_MODEL,
-    formats: Formats = "k4v4,k6v6",
-    text: Text = "shipped",
-    tokens: Tokens = 512,
-    offset: Offset = 0,
-    threads: Threads = None,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    plot: Plot = None,
-    as_json: Json = False,
-) -> None:
-    """Attention error of every layer on its own queries, keys and values."""
-    from slimkv.evals.layers import measure_layers
-    from slimkv.evals.model_plots import plot_layers
-
-    with _subject(model, threads, device, dtype, formats) as subject:
-        ids = subject.windows(text, 1, tokens, offset=offset)
-        report = measure_layers(subject.model, ids, subject.formats, name=model, progress=subject.progress)
-        if plot is not None:
-            plot_layers(report, plot)
-    table = _table(f"relative error of attention output, {model}", "layer", *(row.format for row in report.rows))
-    for number, errors in enumerate(zip(*(row.output for row in report.rows), strict=True)):
-        table.add_row(str(number), *(f"{e:.4f}" for e in errors))
-    _show(report, device, as_json, table)
-
-
-def widths(
-    calibration: Annotated[str, typer.Option(help="A file from slimkv calibrate.")],
-    model: Model = _DEFAULT_MODEL,
-    bits: Annotated[str, typer.Option(help="Widths to pack a layer in.")] = "3",
-    text: Text = "shipped",
-    windows: Windows = 1,
-    tokens: Tokens = 512,
-    offset: Offset = 0,
-    threads: Threads = None,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    plot: Plot = None,
-    as_json: Json = False,
-) -> None:
-    """Predicted against measured KL divergence, with keys or values of one layer packed at a time."""
-    from slimkv.cli.options import widths as parse_widths
-    from slimkv.evals.bit_allocation import measure_widths
-    from slimkv.evals.model_plots import plot_widths
-
-    with _subject(model, threads, device, dtype, calibration=calibration) as subject:
-        assert subject.calibration is not None
-        ids = subject.windows(text, windows, tokens, offset=offset)
-        report = measure_widths(
-            subject.model, ids, subject.calibration, parse_widths(bits), name=model, progress=subject.progress
-        )
-        if plot is not None:
-            plot_widths(report, plot)
-    title = f"KL divergence by layer, {model}; correlation of logarithms {report.log_correlation:.2f}"
-    table = _table(title, "layer", "side", "bits", "predicted", "measured")
-    for row in report.rows:
-        table.add_row(str(row.layer), row.side, str(row.bits), f"{row.predicted:.2e}", f"{row.kl:.2e}")
-    _show(report, device, as_json, table)
-
-
-def paths(
-    model: Model = _DEFAULT_MODEL,
-    format: Annotated[str, typer.Option("--format", help="The format of the cache.")] = "k4v4",
-    text: Text = "shipped",
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to start from.")] = 128,
-    steps: Annotated[int, typer.Option(help="Greedy steps.")] = 200,
-    offset: Offset = 0,
-    independent: Annotated[bool, typer.Option("--independent", help="A cache for each path; default: one.")] = False,
-    serving: Serving = False,
-    threads: Threads = None,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    as_json: Json = False,
-) -> None:
-    """Attention on pages against stock attention on decoded keys and values: logits and greedy tokens."""
-    from slimkv.evals.fused_vs_decoded import compare_paths
-
-    with _subject(model, threads, device, dtype) as subject:
-        ids = subject.windows(text, 1, tokens, offset=offset)
-        report = compare_paths(
-            subject.model, ids, format, steps=steps, name=model, mode=_mode(serving), independent=independent,
-            progress=subject.progress,
-        )  # fmt: skip
-    table = _table(f"fused against decoded, {report.mode}, {model}, {format}", "what", "value")
-    table.add_row("largest difference of logits", f"{report.largest_difference:.2e} of the largest logit")
-    table.add_row("median difference", f"{report.median_difference:.2e}")
-    table.add_row("steps that differ by more than 1e-3", f"{report.steps_beyond_1e3} of {report.steps}")
-    same = (
-        "the same in all steps" if report.first_different_token is None else f"differ at {report.first_different_token}"
-    )
-    table.add_row(f"greedy tokens over {report.steps} steps", same)
-    table.add_row("attention calls on pages / decoded", f"{report.fused_calls} / {report.decoded_calls}")
-    _show(report, device, as_json, table)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimkv.cli.options import Json, comma_list, user_errors
+from slimkv.cli.options import Json, comma_list
+from slimkv.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,11 +34,10 @@ def plan(
     from slimkv.cli.output import emit
     from slimkv.memory_plan import make_plan, parse_size
 
-    with user_errors():
-        shape = _shape(config, layers, num_kv_heads, head_dim)
-        budget = parse_size(memory)
-        wanted = None if formats is None else comma_list(formats, str)
-        result = make_plan(shape, wanted, budget, sequences=sequences, block_size=block)
+    shape = _shape(config, layers, num_kv_heads, head_dim)
+    budget = parse_size(memory)
+    wanted = None if formats is None else comma_list(formats, str)
+    result = make_plan(shape, wanted, budget, sequences=sequences, block_size=block)
     emit(result, as_json, *([] if as_json else _tables(result)))
 
 
@@ -47,13 +47,13 @@ def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, he
     given = {"--layers": layers, "--num-kv-heads": num_kv_heads, "--head-dim": head_dim}
     if config is not None:
         if clash := [name for name, value in given.items() if value is not None]:
-            raise typer.BadParameter(f"--config already says what {', '.join(clash)} would; give one or the other")
+            raise InputError(f"--config already says what {', '.join(clash)} would; give one or the other")
         return read_config(config)
     if layers is None or num_kv_heads is None or head_dim is None:
         missing = [name for name, value in given.items() if value is None]
-        raise typer.BadParameter(f"give --config, or also {', '.join(missing)}")
+        raise InputError(f"give --config, or also {', '.join(missing)}")
     if layers < 1 or num_kv_heads < 1:
-        raise typer.BadParameter(f"--layers and --num-kv-heads must be positive, not {layers} and {num_kv_heads}")
+        raise InputError(f"--layers and --num-kv-heads must be positive, not {layers} and {num_kv_heads}")
     return ModelShape("model", (LayerGroup(FULL, layers, num_kv_heads, head_dim, head_dim),))
 
 

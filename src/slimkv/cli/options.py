@@ -1,16 +1,20 @@
-"""Options that several commands share, and how lists are read."""
+"""Options that several commands share. Each is checked when it is read, before any work starts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
-from slimkv.errors import SlimKVError
+from slimkv.errors import InputError, MissingDependencyError
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+AUTO = "auto"
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DTYPES = ("float32", "bfloat16", "float16")
 
 T = TypeVar("T")
 
@@ -20,22 +24,120 @@ def comma_list(text: str, convert: Callable[[str], T]) -> list[T]:
     return [convert(part.strip()) for part in text.split(",") if part.strip()]
 
 
+def numbers(option: str, text: str, kind: Callable[[str], T]) -> list[T]:
+    """``512,1024`` -> numbers; at least one."""
+    try:
+        found = comma_list(text, kind)
+    except ValueError as error:
+        raise InputError(f"{option} takes numbers separated by commas, not {text!r}") from error
+    if not found:
+        raise InputError(f"{option} takes at least one number, not {text!r}")
+    return found
+
+
 def widths(text: str) -> list[int]:
     """``4``, ``2,3,4`` or ``1-8`` -> widths."""
     out: list[int] = []
     for part in comma_list(text, str):
         low, _, high = part.partition("-")
         if not low.isdigit() or (high and not high.isdigit()):
-            raise typer.BadParameter(f"cannot read the widths {text!r}; write 4, 2,3,4 or 1-8")
+            raise InputError(f"cannot read the widths {text!r}; write 4, 2,3,4 or 1-8")
         out.extend(range(int(low), int(high or low) + 1))
+    if not out:
+        raise InputError(f"{text!r} names no width; write 4, 2,3,4 or 1-8")
     return out
 
 
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Turns slimkv's own errors into one line on standard error and exit code 2."""
+def one_of(option: str, *known: str) -> Callable[[str], str]:
+    """A check that an option has one of the known values."""
+
+    def check(given: str) -> str:
+        if given not in known:
+            raise InputError(f"{option} {given!r} is not one of {', '.join(known)}")
+        return given
+
+    return check
+
+
+def at_least(smallest: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
+    """A check that a number is not too small."""
+
+    def check(param: typer.CallbackParam, given: int | None) -> int | None:
+        if given is not None and given < smallest:
+            raise InputError(f"{param.opts[0]} must be at least {smallest}, not {given}")
+        return given
+
+    return check
+
+
+def check_device(name: str) -> str:
+    """``auto`` -> ``cuda`` where there is a GPU, else ``cpu``; a device that is not here is refused."""
+    import torch
+
+    if name == AUTO:
+        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        yield
-    except SlimKVError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"slimkv does not run on {name!r}; use auto, cpu, cuda or cuda:1")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"torch sees no CUDA device, so --device {name} cannot be used; use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"there is no {name}: torch sees {torch.cuda.device_count()} CUDA device(s)")
+    return name
+
+
+def require_engine(engine: str) -> None:
+    """Raises where vLLM or SGLang is not installed."""
+    if find_spec(engine) is None:
+        raise MissingDependencyError(f"{engine} is not installed here: pip install 'slimkv[{engine}]'")
+
+
+def check_file(path: Path | None) -> Path | None:
+    """A file that can be written: its folder exists."""
+    if path is None:
+        return None
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"the folder {path.parent} does not exist, so {path.name} cannot be written there; create it")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"the folder {path.parent} cannot be written to; choose another for {path.name}")
+    return path
+
+
+def check_folder(path: Path | None) -> Path | None:
+    """A folder to write into; it is made when there is something to write."""
+    if path is None:
+        return None
+    first = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not first.is_dir():
+        raise InputError(f"{first} is a file; give a folder")
+    if not os.access(first, os.W_OK):
+        raise InputError(f"the folder {first} cannot be written to; choose another")
+    return path
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Model = Annotated[str, typer.Option(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
+ModelArgument = Annotated[str, typer.Argument(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
+Device = Annotated[
+    str, typer.Option(help="auto (CUDA if available, else the CPU), cpu, cuda or cuda:1.", callback=check_device)
+]
+Dtype = Annotated[
+    str, typer.Option(help="Data type of the weights: float32, bfloat16 or float16.",
+                      callback=one_of("--dtype", *DTYPES)),
+]  # fmt: skip
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default: chosen by torch.", callback=at_least(1))]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Also write the JSON document to this file.", callback=check_file)
+]
+Plot = Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.", callback=check_file)]
+Text = Annotated[
+    str, typer.Option(help="A text file, a data set on the Hugging Face hub (name:config:split), or shipped.")
+]
+CalibrationFile = Annotated[
+    str | None, typer.Option("--calibration", help="A file from slimkv calibrate, or auto; default: none.")
+]

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WIDTH = 200  # columns at most where there is no terminal and COLUMNS is not set
+
 
 def console(stderr: bool = False) -> Console:
-    """A console on standard output or error; 110 columns wide where that is no terminal."""
+    """A console on standard output or error, as wide as the terminal; in a pipe tables are not squeezed."""
     out = Console(stderr=stderr)
-    return out if out.is_terminal else Console(stderr=stderr, width=110)
+    return out if out.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=_WIDTH)
+
+
+def make_table(title: str, *columns: str, left: int = 1) -> Table:
+    """A table whose first ``left`` columns are text and whose others are numbers."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right", no_wrap=number == 0)
+    return table
 
 
 def to_json(result: Any) -> str:
@@ -21,11 +38,14 @@ def to_json(result: Any) -> str:
     return json.dumps(data, indent=2, allow_nan=False)
 
 
-def emit(result: Any, as_json: bool, *shown: Any) -> None:
-    """Prints ``result`` as JSON, or the renderables in ``shown``."""
+def emit(result: Any, as_json: bool, *shown: Any, output: Path | None = None) -> None:
+    """Prints ``result`` as JSON, or the renderables in ``shown``; writes the JSON to ``output`` as well."""
+    if output is not None:
+        output.write_text(to_json(result) + "\n", encoding="utf-8")
     if as_json:
         print(to_json(result))
         return
     out = console()
     for item in shown:
-        out.print(item)
+        plain = isinstance(item, str)  # printed as it is: brackets are no markup
+        out.print(item, markup=not plain, highlight=not plain)

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 
-from slimkv.cli.options import user_errors
 from slimkv.errors import InputError, MissingDependencyError
 
 AUTO, NONE = "auto", "none"
@@ -53,17 +52,16 @@ def serve(
 ) -> None:
     """Serves a model with a packed cache: slimkv serve MODEL -- --port 8000."""
     given = options or []
-    with user_errors():
-        _check(format, calibration)
-        chosen = _engine(engine)
-        _check_options(chosen, given)
-        source = _source(model)
-        file, make = _calibration(chosen, source, format, calibration, given)
-        if make is not None:
-            typer.echo(shlex.join(make))
-            if not dry_run:
-                file = _made(make, source)
-        command = _command(chosen, source, format, file, given)
+    _check(format, calibration)
+    chosen = _engine(engine)
+    _check_options(chosen, given)
+    source = _source(model)
+    file, make = _calibration(chosen, source, format, calibration, given)
+    if make is not None:
+        typer.echo(shlex.join(make))
+        if not dry_run:
+            file = _made(make, source)
+    command = _command(chosen, source, format, file, given)
     typer.echo(shlex.join(command))
     if not dry_run:
         sys.stdout.flush()
@@ -148,7 +146,7 @@ def _check_options(engine: str, options: list[str]) -> None:
 
 def _source(model: str) -> str:
     """What the engine is given as the model."""
-    from slimkv import models
+    from slimkv.lab import models
 
     return str(models.folder(model)) if model in models.PACKAGED else model
 

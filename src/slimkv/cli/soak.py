@@ -7,48 +7,54 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimkv.cli.options import Json, user_errors
+from slimkv.cli.options import DEFAULT_MODEL, Json, Output, check_folder, require_engine
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slimkv.soak import SoakReport
+    from slimkv.lab.soak import SoakReport
 
 
 def soak(
-    model: Annotated[str, typer.Argument(help="A packaged model, a folder, or a name that vLLM finds.")] = (
-        "smollm2-135m-instruct"
-    ),
-    format: Annotated[str, typer.Option(help="slimkv's format; stock: vLLM's own cache.")] = "k4v4",
-    seconds: Annotated[float, typer.Option(help="How long the load goes on.")] = 300.0,
-    requests: Annotated[int, typer.Option(help="How many requests at most.")] = 100_000,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight at most.")] = 12,
+    model: Annotated[
+        str, typer.Argument(help="A packaged model, a folder, or a name that vLLM finds.")
+    ] = DEFAULT_MODEL,
+    format: Annotated[str, typer.Option(help="Format of the packed cache; stock: vLLM's own cache.")] = "k4v4",
+    seconds: Annotated[float, typer.Option(help="Duration of the load.")] = 300.0,
+    requests: Annotated[int, typer.Option(help="Maximum number of requests.")] = 100_000,
+    concurrency: Annotated[int, typer.Option(help="Maximum number of requests in flight.")] = 12,
     rate: Annotated[float, typer.Option(help="Arrivals per second outside bursts.")] = 2.0,
-    cancelled: Annotated[float, typer.Option(help="Share of the requests whose client hangs up.")] = 0.3,
-    cache_tokens: Annotated[int, typer.Option(help="Tokens of the KV cache: few, so that vLLM preempts.")] = 2048,
-    max_model_len: Annotated[int, typer.Option(help="Tokens of one request at most.")] = 768,
-    answers: Annotated[int, typer.Option(help="Greedy answers that must not change.")] = 8,
-    request_seconds: Annotated[float, typer.Option(help="A request without an answer by then has failed.")] = 300.0,
-    growth_mib: Annotated[float, typer.Option(help="MiB that memory may grow by after a third of the load.")] = 32.0,
-    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Of the random load.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
-    logs: Annotated[Path | None, typer.Option(help="Keep the server's log in this folder.")] = None,
+    cancelled: Annotated[float, typer.Option(help="Fraction of requests whose client disconnects.")] = 0.3,
+    cache_tokens: Annotated[
+        int, typer.Option(help="Size of the KV cache in tokens; small, so that vLLM preempts.")
+    ] = 2048,
+    max_model_len: Annotated[int, typer.Option(help="Maximum tokens of one request.")] = 768,
+    answers: Annotated[int, typer.Option(help="Number of greedy answers that must not change.")] = 8,
+    request_seconds: Annotated[
+        float, typer.Option(help="Time after which an unanswered request counts as failed.")
+    ] = 300.0,
+    growth_mib: Annotated[float, typer.Option(help="MiB by which memory may grow after a third of the load.")] = 32.0,
+    dtype: Annotated[str, typer.Option(help="Data type of weights and activations.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Seed of the random load.")] = 0,
+    output: Output = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep the server's log in this folder.", callback=check_folder)
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Starts vllm serve on the loopback interface, loads it and checks it; exit code 1 if a check fails."""
-    from slimkv.cli.output import console, emit
-    from slimkv.soak import SoakSettings, soak_server
+    """Load-test a local vllm serve with a packed cache; exit code 1 if a check fails."""
+    from dataclasses import asdict
 
-    with user_errors():
-        settings = SoakSettings(
-            model, format, seconds, requests, concurrency, rate, cancelled, cache_tokens, max_model_len,
-            answers=answers, request_seconds=request_seconds, growth_mib=growth_mib, dtype=dtype, seed=seed,
-        )  # fmt: skip
-        report = soak_server(settings, console(stderr=True).print, logs)
-    if out is not None:
-        report.save(out)
-    emit(report, as_json, *([] if as_json else _tables(report)))
+    from slimkv.cli.output import console, emit
+    from slimkv.lab.soak import SoakSettings, soak_server
+
+    settings = SoakSettings(
+        model, format, seconds, requests, concurrency, rate, cancelled, cache_tokens, max_model_len,
+        answers=answers, request_seconds=request_seconds, growth_mib=growth_mib, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    require_engine("vllm")
+    report = soak_server(settings, console(stderr=True).print, logs)
+    emit({"passed": report.passed, **asdict(report)}, as_json, *([] if as_json else _tables(report)), output=output)
     if not report.passed:
         failed = ", ".join(check.name for check in report.checks if not check.passed)
         typer.echo(f"failed: {failed}", err=True)

@@ -8,46 +8,72 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimkv.cli.options import Json, comma_list, user_errors
+from slimkv.cli.options import (
+    AUTO,
+    DEFAULT_MODEL,
+    Device,
+    Json,
+    ModelArgument,
+    Text,
+    Threads,
+    at_least,
+    check_file,
+    check_folder,
+    comma_list,
+    numbers,
+    one_of,
+    require_engine,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
-    from slimkv.suite.parts import Part
+    from slimkv.lab.suite.parts import Part
 
 app = typer.Typer(
-    name="suite", help="Quality, bytes and speed of a model's caches side by side, in one folder.", no_args_is_help=True
+    name="suite", help="Measure quality, bytes and speed of a model's caches, in one folder.", no_args_is_help=True
 )
 
-Model = Annotated[str, typer.Argument(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
-Out = Annotated[Path | None, typer.Option(help="Folder for the report; a run that was interrupted goes on there.")]
-Formats = Annotated[str | None, typer.Option("--format", help="Caches beside raw, such as fp8,k4v4,k4v4+cal.")]
-Engine = Annotated[str, typer.Option(help="transformers, or vllm: the tasks are answered by a vLLM engine.")]
+OutputFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="Folder for the report; an interrupted run resumes there.", callback=check_folder
+    ),
+]
+Formats = Annotated[str | None, typer.Option("--format", help="Caches to compare with raw, such as fp8,k4v4,k4v4+cal.")]
+Engine = Annotated[
+    str, typer.Option(help="Engine that answers the tasks: transformers or vllm.",
+                      callback=one_of("--engine", "transformers", "vllm")),
+]  # fmt: skip
 Tasks = Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, such as hellaswag,gsm8k.")]
-TaskFolder = Annotated[Path | None, typer.Option(help="A folder with further task definitions for it.")]
-Limit = Annotated[int | None, typer.Option(help="Examples of each of those tasks; default: by size.")]
-Lengths = Annotated[str | None, typer.Option(help="Lengths of the synthetic tasks, in tokens.")]
-Contexts = Annotated[int | None, typer.Option(help="Contexts of each synthetic task and length.")]
-Questions = Annotated[int | None, typer.Option(help="Questions about each context.")]
-Windows = Annotated[int | None, typer.Option(help="Windows of text for perplexity and agreement.")]
-Tokens = Annotated[int | None, typer.Option(help="Tokens of each window.")]
-Positions = Annotated[int | None, typer.Option(help="Tokens of the long window.")]
-DecodeContext = Annotated[int | None, typer.Option(help="Tokens in the cache while decoding is timed.")]
+TaskFolder = Annotated[
+    Path | None, typer.Option(help="Folder with more task definitions.", exists=True, file_okay=False)
+]
+Limit = Annotated[int | None, typer.Option(help="Examples of each task; default: by size.", callback=at_least(1))]
+Lengths = Annotated[str | None, typer.Option(help="Context lengths of the synthetic tasks, in tokens.")]
+Contexts = Annotated[int | None, typer.Option(help="Contexts of each synthetic task and length.", callback=at_least(1))]
+Questions = Annotated[int | None, typer.Option(help="Questions about each context.", callback=at_least(1))]
+Windows = Annotated[
+    int | None, typer.Option(help="Windows of text for perplexity and agreement.", callback=at_least(1))
+]
+Tokens = Annotated[int | None, typer.Option(help="Tokens of each window.", callback=at_least(2))]
+Positions = Annotated[int | None, typer.Option(help="Tokens of the long window.", callback=at_least(2))]
+DecodeContext = Annotated[
+    int | None, typer.Option(help="Tokens in the cache while decoding is timed.", callback=at_least(1))
+]
 Parts = Annotated[
     str | None,
     typer.Option(help="Only some of memory,agreement,positions,needle,tasks,lm-eval,generate,attend,serve."),
 ]
-Calibration = Annotated[str, typer.Option(help="For +cal: a file from slimkv calibrate, auto, or none.")]
-Text = Annotated[str, typer.Option(help="A file, a hub data set (name:config:split), or the shipped text.")]
-Memory = Annotated[str | None, typer.Option(help="What tokens have to fit into, such as 40GiB.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda where there is one.")]
-Dtype = Annotated[str | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
+Calibration = Annotated[str, typer.Option(help="Calibration of +cal: a file from slimkv calibrate, auto, or none.")]
+Memory = Annotated[str | None, typer.Option(help="Memory that the tokens must fit into, such as 40GiB.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Data type of the model; default: float32 on a CPU, bfloat16 on a GPU.")
+]
 
-_DEFAULT_MODEL = "smollm2-135m-instruct"
 _SIZES = {
-    "smoke": "Five caches and a little of everything, in minutes.",
+    "smoke": "Five caches, a little of everything, in minutes.",
     "quick": "Nine caches, paired by bytes, within an hour.",
     "full": "Every length the model allows, overnight.",
 }
@@ -56,8 +82,8 @@ _SIZES = {
 def _add(name: str, told: str) -> None:
     @app.command(name, help=told)
     def command(
-        model: Model = _DEFAULT_MODEL,
-        out: Out = None,
+        model: ModelArgument = DEFAULT_MODEL,
+        output: OutputFolder = None,
         formats: Formats = None,
         engine: Engine = "transformers",
         tasks: Tasks = None,
@@ -71,25 +97,32 @@ def _add(name: str, told: str) -> None:
         positions: Positions = None,
         decode_context: DecodeContext = None,
         parts: Parts = None,
-        calibration: Calibration = "auto",
+        calibration: Calibration = AUTO,
         text: Text = "shipped",
         memory: Memory = None,
-        device: Device = None,
+        device: Device = AUTO,
         dtype: Dtype = None,
         threads: Threads = None,
         as_json: Json = False,
     ) -> None:
-        with user_errors():
-            from slimkv.suite.settings import make_settings
+        from slimkv.cli.eval_model import check_calibration
+        from slimkv.lab.evals.texts import load_text
+        from slimkv.lab.suite.settings import NO_CALIBRATION, make_settings
 
-            settings = make_settings(
-                name, model, device=device, formats=_list(formats, str), engine=engine, tasks=_list(tasks, str),
-                task_folder=str(task_folder) if task_folder is not None else None, limit=limit,
-                lengths=_list(lengths, int), contexts=contexts, questions=questions, windows=windows,
-                window_tokens=tokens, position_tokens=positions, decode_context=decode_context,
-                parts=_list(parts, str), calibration=calibration, text=text, memory=memory, dtype=dtype,
-            )  # fmt: skip
-            _run(settings, out or Path(f"suite-{name}-{Path(model).name}"), threads, as_json)
+        settings = make_settings(
+            name, model, device=device, formats=_list(formats), engine=engine, tasks=_list(tasks),
+            task_folder=str(task_folder) if task_folder is not None else None, limit=limit,
+            lengths=None if lengths is None else numbers("--lengths", lengths, int),
+            contexts=contexts, questions=questions, windows=windows,
+            window_tokens=tokens, position_tokens=positions, decode_context=decode_context,
+            parts=_list(parts), calibration=calibration, text=text, memory=memory, dtype=dtype,
+        )  # fmt: skip
+        load_text(text)  # raises where there is none
+        if engine == "vllm":
+            require_engine(engine)
+        if calibration != NO_CALIBRATION:
+            check_calibration(calibration)
+        _run(settings, output or Path(f"suite-{name}-{Path(model).name}"), threads, as_json)
 
 
 for _name, _told in _SIZES.items():
@@ -98,41 +131,37 @@ for _name, _told in _SIZES.items():
 
 @app.command("compare")
 def compare_runs(
-    a: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    b: Annotated[Path, typer.Argument(help="The folder of another.")],
-    out: Annotated[Path | None, typer.Option(help="Write the comparison here, as Markdown.")] = None,
+    a: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    b: Annotated[Path, typer.Argument(help="Folder of another run.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the comparison to this Markdown file.", callback=check_file),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Two runs side by side: what differs between them, and every figure that both have."""
+    """Compare two runs: their settings, and every figure that both have."""
     from rich.markdown import Markdown
 
     from slimkv.cli.output import emit
-    from slimkv.suite import compare
-    from slimkv.suite.written import read_results
+    from slimkv.lab.suite import compare
+    from slimkv.lab.suite.written import read_results
 
-    with user_errors():
-        found = compare.compare(read_results(a), read_results(b), str(a), str(b))
-        text = compare.as_markdown(found)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(text, encoding="utf-8")
+    found = compare.compare(read_results(a), read_results(b), str(a), str(b))
+    text = compare.as_markdown(found)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
     emit(compare.as_json(found), as_json, Markdown(text))
 
 
-def _list(text: str | None, convert: Any) -> tuple[Any, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(comma_list(text, convert))
-    except ValueError as error:
-        raise typer.BadParameter(f"cannot read {text!r}; write whole numbers with commas, as in 512,1024") from error
+def _list(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(comma_list(text, str))
 
 
 def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
     import torch
 
     from slimkv.cli.output import emit
-    from slimkv.suite.runner import run_suite
+    from slimkv.lab.suite.runner import run_suite
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -148,7 +177,7 @@ def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
 def _table(results: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    from slimkv.suite.written import table_rows
+    from slimkv.lab.suite.written import table_rows
 
     header, *rows = table_rows(results)
     table = Table(title=f"slimkv suite {results['suite']}: {results['model']}")
@@ -182,18 +211,18 @@ class Screen:
         self.bar.stop()
 
     def begin(self, parts: Sequence[Part], notes: Sequence[str]) -> None:
-        """See ``slimkv.suite.runner.Watcher``."""
+        """See ``slimkv.lab.suite.runner.Watcher``."""
         self.count = len(parts)
         for note in notes:
             self.console.print(note)
 
     def move(self, part: Part, what: str, share: float, seconds_left: float | None) -> None:
-        """See ``slimkv.suite.runner.Watcher``."""
+        """See ``slimkv.lab.suite.runner.Watcher``."""
         self.left = "" if seconds_left is None else f"about {_duration(seconds_left)} left"
         self.bar.update(self.task, description=what[:44], completed=share, left=self.left)
 
     def end(self, part: Part, status: str, seconds: float, error: str | None) -> None:
-        """See ``slimkv.suite.runner.Watcher``."""
+        """See ``slimkv.lab.suite.runner.Watcher``."""
         self.finished += 1
         told = f"finished before, in {_duration(seconds)}" if status == "reused" else f"{status}, {_duration(seconds)}"
         if error is not None:

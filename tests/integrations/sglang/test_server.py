@@ -15,7 +15,7 @@ from engines import environment, override_args
 from prompts import model_folder
 
 from server_process import running
-from slimkv.soak.server import free_port
+from slimkv.lab.soak.server import free_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

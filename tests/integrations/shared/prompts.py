@@ -16,7 +16,7 @@ class EngineError(RuntimeError):
 @lru_cache(maxsize=1)
 def model_folder() -> str:
     """SmolLM2-135M-Instruct."""
-    from slimkv import models
+    from slimkv.lab import models
 
     return str(models.folder(models.DEFAULT))
 

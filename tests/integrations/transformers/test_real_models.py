@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fused_vs_decoded import compare_paths
 
 import slimkv
-from slimkv import models
-from slimkv.evals.agreement import measure_agreement
-from slimkv.evals.fused_vs_decoded import compare_paths
-from slimkv.evals.generation import prompt_ids
-from slimkv.evals.perplexity import measure_perplexity
-from slimkv.evals.positions import measure_positions
-from slimkv.evals.texts import load_text, token_windows
 from slimkv.integrations.transformers.calibration.cached import auto_calibration
+from slimkv.lab import models
+from slimkv.lab.evals.agreement import measure_agreement
+from slimkv.lab.evals.generation import prompt_ids
+from slimkv.lab.evals.perplexity import measure_perplexity
+from slimkv.lab.evals.positions import measure_positions
+from slimkv.lab.evals.texts import load_text, token_windows
 
 
 @pytest.fixture(scope="module")

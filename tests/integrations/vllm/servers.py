@@ -12,8 +12,8 @@ from engines import environment
 from prompts import model_folder
 
 from server_process import running
-from slimkv.soak.server import environment as server_environment
-from slimkv.soak.server import free_port
+from slimkv.lab.soak.server import environment as server_environment
+from slimkv.lab.soak.server import free_port
 
 
 @contextmanager

@@ -43,7 +43,8 @@ def test_every_command_has_a_test():
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory):
-    from slimkv import calibrate_model, models
+    from slimkv import calibrate_model
+    from slimkv.lab import models
 
     file = tmp_path_factory.mktemp("calibration") / "model.safetensors"
     windows = torch.arange(64).reshape(1, 64)
@@ -76,7 +77,7 @@ def test_the_suite_runs(command, tmp_path):
     words[words.index("MODEL")] = model_folder()
     small = ["--parts", "memory,tasks", "--format", "k4v4", "--lengths", "192", "--contexts", "1", "--questions", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "slimkv", *words[1:], *small, "--device", "cpu", "--out", str(tmp_path / "out")],
+        [sys.executable, "-m", "slimkv", *words[1:], *small, "--device", "cpu", "--output", str(tmp_path / "out")],
         env=environment(), capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -29,7 +29,7 @@ from slimkv.ops.attention.cuda.prefill_config import AHEAD, FIRST, FUSED, Prefil
 from slimkv.ops.attention.cuda.prefill_defines import attend_defines, unpack_defines
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.latent.cuda import launch as latent
-from slimkv.ops.latent.cuda.config import config_for
+from slimkv.ops.latent.cuda.config import config_for as latent_config_for
 from slimkv.ops.store.cuda import launch as store
 from slimkv.ops.store.cuda import vectors as store_vectors
 from slimkv.spec import CodecSpec, LatentSpec, PageLayout
@@ -108,7 +108,7 @@ def _every_prefill(format: str, dim: int) -> dict[str, Variant]:
 
 def _latent(format: str, heads: int) -> Variant:
     layout, bf16 = PageLayout(LatentSpec.parse(format), 64), torch.bfloat16
-    config = config_for(layout, heads, H200)
+    config = latent_config_for(layout, heads, H200)
     return config.kernel.source, latent.kernel_defines(layout, config, bf16, bf16, bf16), "sm_90a"
 
 

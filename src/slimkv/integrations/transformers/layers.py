@@ -14,7 +14,7 @@ from torch import Tensor
 from slimkv.cache import AttentionBatch, PagedPool
 from slimkv.calibration import Calibration
 from slimkv.calibration.guard import Guard
-from slimkv.codec.key_offset import wants_offset
+from slimkv.codec.key_offset import offset_of_keys, wants_offset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import is_latent_format
@@ -169,9 +169,10 @@ class PackedLayer(CacheLayerMixin):
         return returned
 
     def check_scores(self, query: Tensor, softmax_scale: float) -> None:
-        """Compares scores from the keys that the last ``update`` stored with true ones; see ``slimkv.calibration.guard``.
+        """Compares scores from the keys that the last ``update`` stored with true ones.
 
-        query [batch, num_heads, new, key_dim]: of the same tokens; the first sequence is looked at.
+        See ``slimkv.calibration.guard``. query [batch, num_heads, new, key_dim] is of the same tokens; the first
+        sequence is looked at.
         """
         key, self._unchecked = self._unchecked, None
         guard = self.settings.guard
@@ -179,8 +180,8 @@ class PackedLayer(CacheLayerMixin):
             return
         new = min(key.shape[2], self._visible(key.shape[2]))  # a sliding layer keeps no more
         slots = self.tables.slots(self.tokens - new, new)[0]
-        last = (x[0, :, -new:].transpose(0, 1) for x in (query, key))
-        guard.compare(str(self.number), *last, lambda rows: self.pool.gather(slots[rows])[0], softmax_scale)
+        queries, keys = (x[0, :, -new:].transpose(0, 1) for x in (query, key))
+        guard.compare(str(self.number), queries, keys, lambda rows: self.pool.gather(slots[rows])[0], softmax_scale)
 
     def _store(self, key_states: Tensor, value_states: Tensor, step: Step, first: int) -> None:
         """K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on to the slots of ``step``.
@@ -194,7 +195,7 @@ class PackedLayer(CacheLayerMixin):
         )
         if self._learns_offset and key.shape[2]:  # nothing is stored yet: from now on it is fixed
             with lasting():
-                self.pool.key_offset = key.float().mean((0, 2)).contiguous()
+                self.pool.key_offset = offset_of_keys(key.float().mean((0, 2)), key[:, :, 0].float().mean(0))
             self._learns_offset = False
         index, matrices, chosen = self.settings.matrix_index, self.pool.query_aware, None
         if index is not None and matrices is not None and matrices.ndim == 4:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
-from slimkv.calibration.guard import Guard
+from slimkv.calibration.guard import MIN_TOKENS, Guard
 from slimkv.calibration.learned_offset import LayerOffset, is_capturing
 from slimkv.codec import Codec
 from slimkv.config import KVCacheConfig
@@ -121,7 +121,6 @@ class SlimKVImpl(AttentionImpl):
             self._stock.process_weights_after_loading(act_dtype)
             return
         name, layer = find_layer(self._config, self)
-        self._name = name
         self._spec, self._number = layer_spec(
             self._settings,
             self._config,
@@ -133,10 +132,11 @@ class SlimKVImpl(AttentionImpl):
         layer.attn_backend = backend_for_spec(
             layer.attn_backend, self._spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
         )
+        self._name = name if self._number is None else str(self._number)  # in messages
         self._guard: Guard | None = None
         if self.kv_sharing_target_layer_name is None and self._spec.key.kind != Kind.RAW:
             self._guard = guard_of(self._settings, self._config)
-            self._guard.expect(name)
+            self._guard.expect(self._name)
         self._options = ops.AttendOptions(
             softmax_scale=self.scale,
             sliding_window=self.sliding_window,
@@ -221,7 +221,9 @@ class SlimKVImpl(AttentionImpl):
         count = step.num_actual_tokens
         if self._guard is None or not self._guard.wants(self._name, count) or is_capturing(query.device):
             return
-        rows = (step.slot_mapping[:count] >= 0).nonzero().flatten()  # ranks may share the tokens
+        rows = (step.slot_mapping[:count] >= 0).nonzero().flatten()
+        if rows.shape[0] < MIN_TOKENS:  # a warm-up step stores nothing; ranks may share the tokens
+            return
         offset = self._offset(query.device)
 
         def stored(chosen: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity
+from slimkv.calibration.calibration import OFFSET_POSITIONS
 from slimkv.calibration.gather import (
     PROBE_TOKENS,
     LayerSums,
@@ -147,8 +148,8 @@ class _Layer:
     def statistics(self, gain: float | None) -> LayerStatistics:
         """``gain``: of ``layer_gains``; None where costs are not known."""
         known = LayerStatistics(
-            self.sums.query_moment(), self.value_dim, self.sums.key_mean(), rotary=self.sums.rotary,
-            sliding_window=self.sliding_window,
+            self.sums.query_moment(), self.value_dim, rotary=self.sums.rotary, sliding_window=self.sliding_window,
+            key_mean=self.sums.key_mean(), first_key=self.sums.first_key(),
         )  # fmt: skip
         if gain is None or not isinstance(self.key_cost, Tensor) or not isinstance(self.value_cost, Tensor):
             return known
@@ -214,7 +215,8 @@ class _Recorder:
         at = torch.linspace(tokens // 4, tokens - 1, min(_SAMPLED, tokens), device=query.device).long().unique()
         weights = _weights(query[:1, :, at], key[:1], mask, at, kwargs)[0]  # [heads, queries, tokens]
         values = value[0].float().repeat_interleave(heads // num_kv_heads, 0)
-        sizes = key[0].float().square().sum(-1).repeat_interleave(heads // num_kv_heads, 0)
+        centre = layer.sums.rotary.mean_vector(layer.sums.key_mean(), OFFSET_POSITIONS).to(key.device, torch.float32)
+        sizes = (key[0].float() - centre[:, None]).square().sum(-1).repeat_interleave(heads // num_kv_heads, 0)
         scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
         out = weights @ values  # [heads, queries, dim]
         seen = values @ gram  # [heads, tokens, dim]

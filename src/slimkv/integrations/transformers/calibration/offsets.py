@@ -1,4 +1,4 @@
-"""Key offsets of a model at hand: the mean keys of a pass over random ids, made once and kept by the model's digest."""
+"""Key offsets of a model at hand: from a pass over random ids, made once and kept by the model's digest."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slimkv.calibration import file
 from slimkv.calibration.learned_offset import FORMAT
+from slimkv.codec.key_offset import offset_of_keys
 from slimkv.errors import SlimKVError
 from slimkv.integrations.transformers.calibration.cached import fingerprint
 from slimkv.integrations.transformers.calibration.samples import random_windows
@@ -26,7 +27,7 @@ _known: WeakKeyDictionary[torch.nn.Module, Mapping[int, Tensor]] = WeakKeyDictio
 
 
 def model_offsets(model: torch.nn.Module, folder: Path | None = None) -> Mapping[int, Tensor]:
-    """The mean key of every cache layer: float32 [num_kv_heads, key_dim] on the CPU, by layer number.
+    """The key offset of every cache layer: float32 [num_kv_heads, key_dim] on the CPU, by layer number.
 
     From memory, from ``folder`` (by default slimkv's cache directory), or from a pass of ``TOKENS`` random ids. Empty
     for a model that cannot read plain ids: its offsets are learnt from the first prompt.
@@ -48,14 +49,16 @@ def _kept_or_made(model: Any, folder: Path) -> Mapping[int, Tensor]:
                 return {int(name.removeprefix(f"{_NAME}.")): tensor for name, tensor in tensors.items()}
             except (SlimKVError, ValueError):
                 path.unlink()  # ours, and not whole or of an older version: it is made again
-        found = mean_keys(model)
+        found = pass_offsets(model)
         if found:
             file.write(path, {}, {f"{_NAME}.{number}": offset for number, offset in found.items()}, FORMAT)
     return found
 
 
-def mean_keys(model: Any) -> dict[int, Tensor]:
-    """The mean keys of a pass of ``TOKENS`` random ids; empty where the model does not take them."""
+def pass_offsets(model: Any) -> dict[int, Tensor]:
+    """The offsets from a pass of ``TOKENS`` random ids; empty where the model does not take them."""
+    if any(x.is_meta for x in model.parameters()):
+        return {}
     text = model.config.get_text_config(decoder=True)
     longest = getattr(text, "max_position_embeddings", None) or TOKENS
     training = model.training
@@ -79,7 +82,7 @@ def mean_keys(model: Any) -> dict[int, Tensor]:
     layers = getattr(cache, "self_attention_cache", cache).layers
     keys = {number: getattr(layer, "keys", None) for number, layer in enumerate(layers)}
     return {
-        number: x.float().mean((0, 2)).cpu().contiguous()
+        number: offset_of_keys(x.float().mean((0, 2)), x[:, :, 0].float().mean(0)).cpu()
         for number, x in keys.items()
         if isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] and bool(x.isfinite().all())
     }

@@ -1,0 +1,51 @@
+"""Mistakes on the command line are one line on standard error and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import typer
+from typer.core import TyperGroup
+
+from slimkv.errors import SlimKVError
+
+USAGE = 2  # exit code
+# Newer releases of typer bring a click of their own, so its exceptions are found through typer's.
+_ClickException = cast(type[Exception], typer.BadParameter.__mro__[2])
+
+
+class OneLineErrors(TyperGroup):
+    """The root command: what its commands raise ends here."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Runs a command and exits with its exit code."""
+        run: Callable[..., Any] = super().main
+        if not options.pop("standalone_mode", True):
+            return run(*args, standalone_mode=False, **options)
+        try:
+            code = run(*args, standalone_mode=False, **options)
+        except SlimKVError as error:
+            code = _tell(str(error))
+        except _ClickException as error:
+            code = _tell_usage(error)
+        except typer.Abort:
+            code = _tell("interrupted", 1)
+        sys.exit(code or 0)
+
+
+def _tell(message: str, code: int = USAGE) -> int:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _tell_usage(error: Any) -> int:
+    """An option or argument that cannot be read, with the command whose help explains it."""
+    message = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: its help
+        typer.echo(message, err=True)
+        return int(error.exit_code)
+    context = getattr(error, "ctx", None)
+    help = f" (see {context.command_path} --help)" if context is not None else ""
+    return _tell(message.rstrip(".") + help, error.exit_code)

@@ -1,0 +1,1 @@
+"""Everything that measures: benchmarks, quality evaluations, the suite, the soak test, and models to measure on."""

@@ -1,0 +1,214 @@
+"""Decoding through transformers' ``generate``: a packed cache with fused attention beside the stock one with SDPA.
+
+Every step of decoding has a length that the process has not met before, and torch's attention may have to prepare
+itself for a new length (cuDNN builds a plan). So lengths are not repeated between rounds; afterwards the cache is
+cropped and the same lengths are timed again, which shows what that preparation costs.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration import Calibration
+from slimkv.errors import InputError, MissingDependencyError
+from slimkv.lab.evals.harness import SERVING, STOCK, CacheKind, attending, cache_kinds
+from slimkv.lab.provenance import Provenance, provenance
+
+STOCK_NAME = "DynamicCache"
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """A random-weight Llama (or a named model) and what it is asked to do."""
+
+    model: str | None = None  # a model for ``slimkv.lab.models.load``; None: random weights of the shape below
+    layers: int = 8
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    context: int = 32768
+    batch: int = 1
+    new_tokens: int = 64
+    formats: tuple[str, ...] = ("k4v4",)
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    rounds: int = 3  # each times every cache once, in turn; the median counts
+    prefill_chunk: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "layers",
+            "num_heads",
+            "num_kv_heads",
+            "context",
+            "batch",
+            "new_tokens",
+            "rounds",
+            "prefill_chunk",
+        ):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class GenerateRow:
+    """One cache. ``again``: at lengths that the process has decoded at before, which happens in benchmarks alone."""
+
+    cache: str
+    tokens_per_second: float  # of the whole batch, median of the rounds
+    milliseconds_per_step: float
+    over_stock: float  # tokens per second over those of DynamicCache in the same run
+    tokens_per_second_again: float
+    milliseconds_per_step_again: float
+    over_stock_again: float
+    cache_bytes: int
+    bytes_of_bf16: float  # cache bytes over the same tokens in bfloat16
+    prefill_seconds: float
+
+
+@dataclass(frozen=True)
+class GenerateReport:
+    """``slimkv bench generate``."""
+
+    settings: GenerateSettings
+    rows: tuple[GenerateRow, ...]
+    run: Provenance
+
+
+def random_llama(settings: GenerateSettings) -> Any:
+    """A Llama with random weights and a small vocabulary, so that attention and the cache dominate."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError('this needs transformers: pip install "slimkv[transformers]"') from error
+    hidden = settings.num_heads * settings.head_dim
+    config = transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads,
+        head_dim=settings.head_dim,
+        vocab_size=1024,
+        max_position_embeddings=settings.context + (settings.new_tokens + 4) * (settings.rounds + 1),
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(settings.seed)
+    with torch.device(settings.device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype))
+    return model.eval()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Of one cache in one round, in seconds."""
+
+    prefill: float
+    step: float
+    step_again: float
+
+
+@torch.no_grad()
+def _one(model: Any, ids: Tensor, kind: CacheKind, settings: GenerateSettings) -> tuple[_Times, Any]:
+    """Fills a cache with all of ``ids`` but the last, and decodes ``new_tokens`` twice: (times, the filled cache)."""
+    cache, context, new = kind.new(model, SERVING), ids.shape[1] - 1, settings.new_tokens
+    _synchronize(model.device)
+    start = time.perf_counter()
+    for i in range(0, context, settings.prefill_chunk):
+        part = ids[:, i : min(i + settings.prefill_chunk, context)]
+        model(part, past_key_values=cache, logits_to_keep=1)
+    _synchronize(model.device)
+    prefill = time.perf_counter() - start
+
+    def decode(given: Tensor, count: int) -> tuple[float, Tensor]:  # into whatever ``cache`` is then
+        arguments = {"attention_mask": torch.ones_like(given), "past_key_values": cache, "do_sample": False}
+        _synchronize(model.device)
+        begin = time.perf_counter()
+        out = model.generate(given, max_new_tokens=count, min_new_tokens=count, **arguments)
+        _synchronize(model.device)
+        return (time.perf_counter() - begin) / count, out
+
+    # The first steps allocate and, on a GPU, compile; they are not timed.
+    _, more = decode(ids, 2)
+    full = not any(cache.is_sliding) and not any(getattr(cache, "is_linear", []))
+    kept = None if full else copy.deepcopy(cache)  # a full window, or a state, cannot be taken back
+    step, _ = decode(more, new)
+    if kept is None:
+        cache.crop(-new)
+    else:
+        cache = kept
+    step_again, _ = decode(more, new)
+    return _Times(prefill, step, step_again), cache
+
+
+def _load(settings: GenerateSettings) -> Any:
+    if settings.model is None:
+        return random_llama(settings)
+    from slimkv.lab import models
+
+    return models.load(settings.model, getattr(torch, settings.dtype), settings.device).model
+
+
+def _stock_size(cache: Any) -> tuple[int, float]:
+    """Bytes of a stock cache, and over those in bfloat16."""
+    held = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    size = sum(t.numel() * t.element_size() for t in held)
+    return size, size / sum(2 * t.numel() for t in held)
+
+
+def time_generation(
+    settings: GenerateSettings, model: Any = None, calibration: Calibration | None = None
+) -> GenerateReport:
+    """Prefills ``context`` tokens and times ``new_tokens`` steps of ``generate`` for every cache, in one process.
+
+    ``model``: a loaded one, in place of the one that the settings name. ``calibration``: for formats with ``+cal``.
+    """
+    if model is None:
+        model = _load(settings)
+    limit = model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(settings.seed)
+    # Lengths of one round end before those of the next begin.
+    apart = settings.new_tokens + 4
+    longest = settings.context + apart * (settings.rounds - 1) + 1
+    ids = torch.randint(3, limit, (settings.batch, longest), generator=generator).to(model.device)
+    kinds = {STOCK_NAME: STOCK, **{kind.name: kind for kind in cache_kinds(settings.formats, calibration)}}
+    times: dict[str, list[_Times]] = {name: [] for name in kinds}
+    sizes: dict[str, tuple[int, float]] = {}
+    configured, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
+    try:
+        for number in range(settings.rounds):
+            given = ids[:, : settings.context + apart * number + 1]
+            for name, kind in kinds.items():
+                with attending(model, kind.format):
+                    found, cache = _one(model, given, kind, settings)
+                sizes[name] = (
+                    _stock_size(cache) if kind is STOCK else (cache.nbytes, 1 / cache.size().compression_ratio)
+                )
+                times[name].append(found)
+                del cache
+    finally:
+        model.generation_config.eos_token_id = configured
+
+    def median(format: str, name: str) -> float:
+        return statistics.median(getattr(t, name) for t in times[format])
+
+    def speed(format: str, name: str) -> tuple[float, float, float]:
+        step = median(format, name)
+        return settings.batch / step, 1000 * step, median(STOCK_NAME, name) / step
+
+    rows = [GenerateRow(w, *speed(w, "step"), *speed(w, "step_again"), *sizes[w], median(w, "prefill")) for w in kinds]
+    return GenerateReport(settings, tuple(rows), provenance(model.device))

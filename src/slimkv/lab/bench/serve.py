@@ -1,0 +1,369 @@
+"""Serving through vLLM or SGLang: the same load on stock caches and on slimkv's, one engine after another.
+
+Every engine gets the same share of the device's memory, a model of one shape with dummy weights and random tokens.
+Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or ``k4v4:triton`` for
+one implementation); ``bf16:FLASHMLA`` names the stock attention backend, ``k4v4@LBHNC`` the memory layout as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimkv.config import AUTO, KVCacheConfig
+from slimkv.errors import InputError
+from slimkv.lab.bench.results import run_facts
+from slimkv.lab.bench.serve_shapes import shape_config, text_field
+from slimkv.spec import parse_spec
+
+PHASES = ("decode", "full", "poisson")
+ENGINES = ("vllm", "sglang")
+OFFLOAD = "offload"  # only where asked for: it gives the engines host memory
+_STOCK = {
+    "vllm": {"bf16": "auto", "fp32": "auto", "fp8": "fp8"},
+    "sglang": {"bf16": "auto", "fp32": "auto", "fp8": "fp8_e4m3"},
+}
+DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # of the model, and the system that keeps its cache in the same
+_SGLANG_PAGE = 64
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What is served and how it is loaded."""
+
+    engine: str = "vllm"
+    systems: tuple[str, ...] = ("bf16", "fp8", "k4v4")
+    phases: tuple[str, ...] = PHASES
+    shape: str = "llama-3.1-8b"
+    dtype: str = "bfloat16"  # of the model; float32 for CPUs without bf16
+    requests: int = 16  # of the decode phase
+    context: int = 16384
+    output: int = 96
+    most_requests: int = 0  # of the full phase; 0: as many as the cache holds
+    arrivals: int = 80
+    rate: float = 5.0  # arrivals per second
+    memory: float = 0.85  # share of the device's memory
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    prefill: str = AUTO  # arithmetic of slimkv's passes over many new tokens
+    eager: bool = False  # without torch.compile and CUDA graphs
+    seed: int = 0
+    limit_seconds: int = 600  # for one system
+    offload_gib: float = 40.0  # host memory of the offload phase
+    short_context: int = 0  # of a second prompt of the offload phase; 0: none
+    rounds: int = 5  # of the offload phase
+    extra: tuple[tuple[str, Any], ...] = ()  # further engine arguments
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise InputError(f"unknown engine {self.engine!r}; known are {', '.join(ENGINES)}")
+        shape_config(self.shape)  # raises with the known shapes
+        if self.dtype not in DTYPES:
+            raise InputError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        for name, system in DTYPES.items():
+            if name != self.dtype and any(x.partition(":")[0] == system for x in self.systems):
+                raise InputError(f"the system {system} needs dtype {name}, not {self.dtype}")
+        for phase in self.phases:
+            if phase not in (*PHASES, OFFLOAD):
+                raise InputError(f"unknown phase {phase!r}; known are {', '.join((*PHASES, OFFLOAD))}")
+        for name in ("requests", "context", "output", "arrivals", "max_num_seqs", "max_num_batched_tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.short_context <= self.context:
+            raise InputError(f"short_context must be 0 to {self.context}, the context; not {self.short_context}")
+        if self.output < 2:
+            raise InputError(f"output must be at least 2 tokens for a time between tokens, not {self.output}")
+        if not self.rate > 0:
+            raise InputError(f"rate must be positive, not {self.rate}")
+        if self.engine == "sglang" and (OFFLOAD in self.phases or any("@" in system for system in self.systems)):
+            raise InputError(f"the phase {OFFLOAD} and memory layouts (@) are vLLM's; leave them out with SGLang")
+        KVCacheConfig(prefill=self.prefill)  # raises with the known values
+        for system in self.systems:
+            cache_arguments(system, self.engine, self.prefill)
+
+
+@dataclass(frozen=True)
+class ServeReport:
+    """``slimkv bench serve``: what each system did, and its ratios to ``bf16`` (``fp32``) where that ran."""
+
+    settings: ServeSettings
+    systems: dict[str, dict[str, Any]]
+    over_bf16: dict[str, dict[str, float]]
+    device: str
+    versions: dict[str, str]
+    date: str
+    command: str
+
+    def to_json(self) -> str:
+        """Indented JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> dict[str, Any]:
+    """Engine arguments of a system's cache: a stock cache dtype by its name, or a format of slimkv.
+
+    ``k4v4:triton`` is a format with one implementation of store and attend, ``bf16:FLASHMLA`` a stock cache with one
+    of the engine's own attention backends.
+    """
+    system, stock = system.partition("@")[0], _STOCK[engine]
+    format, _, backend = system.partition(":")
+    if format in stock or (engine == "vllm" and format.startswith("turboquant_")):
+        cache = {"kv_cache_dtype": stock.get(format, format)}
+        backend = backend or ("" if engine == "vllm" else _sglang_attention())
+        return {**cache, "attention_backend": backend} if backend else cache
+    parse_spec(format, 64)  # raises with the known formats
+    config = {"slimkv": {"format": format}}
+    if backend:
+        config["slimkv"]["backend"] = backend
+    if prefill != AUTO:
+        config["slimkv"]["prefill"] = prefill
+    if engine == "vllm":
+        return {"attention_backend": "CUSTOM", "additional_config": config}
+    return {
+        "attention_backend": "slimkv", "page_size": _SGLANG_PAGE, "json_model_override_args": json.dumps(config),
+    }  # fmt: skip
+
+
+def _sglang_attention() -> str:
+    """SGLang's own best attention on this machine."""
+    if not torch.cuda.is_available():
+        return "torch_native"
+    return "fa3" if torch.cuda.get_device_capability()[0] == 9 else "flashinfer"
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """A folder with nothing but a configuration: the engine makes up the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape_config(shape), indent=2))
+
+
+def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str, Any]:
+    """What ``serve_engine`` runs."""
+    shape = shape_config(settings.shape)
+    longest = min(settings.context + settings.output + 64, text_field(shape, "max_position_embeddings"))
+    own = _vllm_arguments if settings.engine == "vllm" else _sglang_arguments
+    layout = system.partition("@")[2]
+    return {
+        "engine": settings.engine,
+        "system": system,
+        "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
+        "arguments": {
+            **own(settings, str(folder), longest), **cache_arguments(system, settings.engine, settings.prefill),
+            **dict(settings.extra),
+        },
+        "vocabulary": text_field(shape, "vocab_size"),
+        **{name: getattr(settings, name) for name in
+           ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed", "rounds",
+            "short_context", "max_num_seqs")},
+    }  # fmt: skip
+
+
+def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
+    host: dict[str, Any] = {}
+    if OFFLOAD in settings.phases:
+        host = {"kv_offloading_size": settings.offload_gib, "kv_offloading_backend": "native"}
+    return {
+        "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": settings.dtype,
+        "max_model_len": longest, "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens, "enforce_eager": settings.eager,
+        "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed, **host,
+    }  # fmt: skip
+
+
+def _sglang_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
+    """Prefill runs without graphs, whose capture takes most of SGLang's start-up; metrics bring times per request."""
+    return {
+        "model_path": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": settings.dtype,
+        "context_length": longest, "mem_fraction_static": settings.memory,
+        "max_running_requests": settings.max_num_seqs, "cuda_graph_max_bs_decode": settings.max_num_seqs,
+        "chunked_prefill_size": settings.max_num_batched_tokens, "disable_cuda_graph": settings.eager,
+        "disable_prefill_cuda_graph": True, "enable_metrics": True, "random_seed": settings.seed,
+        "log_level": "warning",
+    }  # fmt: skip
+
+
+def bench_serve(
+    settings: ServeSettings, step: Callable[[str], None], command: str, folder: Path | None = None
+) -> ServeReport:
+    """Runs every system in a process of its own; a system that fails is reported with the end of what it printed.
+
+    ``folder`` keeps each system's JSON and log.
+    """
+    with tempfile.TemporaryDirectory(prefix="slimkv-serve-") as scratch:
+        kept = folder or Path(scratch)
+        kept.mkdir(parents=True, exist_ok=True)
+        model = Path(scratch, "model")
+        write_model(model, settings.shape)
+        systems = {}
+        for system in settings.systems:
+            step(f"{system}: starting")
+            systems[system] = _run_system(engine_plan(system, settings, model), settings, kept, step)
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    return ServeReport(settings, systems, over_stock(systems), **run_facts(device, command))
+
+
+def _run_system(
+    plan: dict[str, Any], settings: ServeSettings, folder: Path, step: Callable[[str], None]
+) -> dict[str, Any]:
+    """The phases' numbers, and ``error`` where the engine stopped before its end."""
+    name = plan["system"]
+    target, request, log = (folder / f"{name}.{end}" for end in ("json", "plan.json", "log"))
+    target.unlink(missing_ok=True)
+    request.write_text(json.dumps(plan, indent=2))
+    command = [sys.executable, "-u", "-m", "slimkv.lab.bench.serve_engine", str(request), str(target)]
+    environment = {**_environment(), **plan["environment"]}
+    begin = time.monotonic()
+    with (
+        _ends_when_asked(),
+        log.open("w") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment) as process,
+    ):
+        error, shown = None, 0
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                shown = _show_progress(log, name, shown, step)
+                if time.monotonic() - begin > settings.limit_seconds:
+                    error = f"stopped after {settings.limit_seconds} s"
+                    break
+            _show_progress(log, name, shown, step)
+            if error is None and process.returncode:
+                error = f"exit code {process.returncode}"
+        finally:  # the engine's own processes as well, which would keep the next one's memory
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    result = json.loads(target.read_text()) if target.is_file() else {}
+    if error is not None:
+        tail = log.read_text(errors="replace")[-3000:]
+        step(f"{name}: {error}\n{tail}")
+        result["error"] = f"{error}: {tail}"
+    return {"seconds": time.monotonic() - begin, **result}
+
+
+def _show_progress(log: Path, system: str, shown: int, step: Callable[[str], None]) -> int:
+    """Passes on the engine process's own progress lines from ``shown`` bytes on."""
+    with log.open("rb") as file:
+        file.seek(shown)
+        lines = file.read().splitlines(keepends=True)
+    for line in lines:
+        if not line.endswith(b"\n"):
+            break
+        shown += len(line)
+        if line.startswith(f"{system}: ".encode()):
+            step(line.decode(errors="replace").rstrip())
+    return shown
+
+
+def _environment() -> dict[str, str]:
+    """Of an engine's process. Requests are greedy: nothing needs a sampler that FlashInfer compiles for minutes."""
+    ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return {**ours, "PYTHONUNBUFFERED": "1", **os.environ}
+
+
+@contextmanager
+def _ends_when_asked() -> Iterator[None]:
+    """SIGTERM (a time limit around this process, say) ends the engine too, whose session is its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def over_stock(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Each system's numbers over those of the unquantised cache in the same run (start-up: more seconds)."""
+    stock = next((name for name in systems if name.partition(":")[0] in DTYPES.values()), "")
+    base = systems.get(stock)
+    if base is None:
+        return {}
+    paths = {
+        "kv_tokens": ("kv_tokens",),
+        "decode_tokens_per_second": ("decode", "decode_tokens_per_second"),
+        "prefill_seconds": ("decode", "prefill_seconds"),
+        "offload_host_seconds": ("offload", "host_seconds"),
+        "offload_short_host_seconds": ("offload", "short", "host_seconds"),
+        "offload_load_bytes": ("offload", "load_bytes"),
+        "offload_load_seconds": ("offload", "load_seconds"),
+        "full_requests": ("full", "requests"),
+        "full_tokens_per_second": ("full", "decode_tokens_per_second"),
+        "poisson_time_to_first_token_p50": ("poisson", "time_to_first_token_p50"),
+        "poisson_time_to_first_token_p99": ("poisson", "time_to_first_token_p99"),
+        "poisson_time_per_output_token_p50": ("poisson", "time_per_output_token_p50"),
+        "poisson_time_per_output_token_p99": ("poisson", "time_per_output_token_p99"),
+    }
+    out: dict[str, dict[str, float]] = {}
+    for name, system in systems.items():
+        if name == stock:
+            continue
+        row = {}
+        for label, path in paths.items():
+            ours, theirs = _at(system, path), _at(base, path)
+            if ours is not None and theirs:
+                row[label] = ours / theirs
+        if "start_seconds" in system and "start_seconds" in base:
+            row["start_seconds_more"] = system["start_seconds"] - base["start_seconds"]
+        out[name] = row
+    return out
+
+
+def _at(system: dict[str, Any], path: tuple[str, ...]) -> float | None:
+    value: Any = system
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("KV tokens", ("kv_tokens",), "{:,.0f}"),
+    ("start s", ("start_seconds",), "{:.1f}"),
+    ("prefill s", ("decode", "prefill_seconds"), "{:.2f}"),
+    ("decode tok/s", ("decode", "decode_tokens_per_second"), "{:,.0f}"),
+    ("held", ("full", "requests"), "{:.0f}"),
+    ("full tok/s", ("full", "decode_tokens_per_second"), "{:,.0f}"),
+    ("recompute s", ("offload", "recompute_seconds"), "{:.3f}"),
+    ("from host s", ("offload", "host_seconds"), "{:.3f}"),
+    ("in cache s", ("offload", "cached_seconds"), "{:.3f}"),
+    ("short: recompute s", ("offload", "short", "recompute_seconds"), "{:.3f}"),
+    ("from host s", ("offload", "short", "host_seconds"), "{:.3f}"),
+    ("copy s", ("offload", "load_seconds"), "{:.4f}"),
+    ("TTFT p50 s", ("poisson", "time_to_first_token_p50"), "{:.3f}"),
+    ("TTFT p99 s", ("poisson", "time_to_first_token_p99"), "{:.3f}"),
+    ("TPOT p50 s", ("poisson", "time_per_output_token_p50"), "{:.4f}"),
+    ("TPOT p99 s", ("poisson", "time_per_output_token_p99"), "{:.4f}"),
+)
+
+
+def table_rows(report: ServeReport) -> list[list[str]]:
+    """A header and a row per system; a dash where a system has no number, no column where none has."""
+    rows = [["cache", *(name for name, _, _ in COLUMNS)]]
+    for name, system in report.systems.items():
+        values = [(_at(system, path), fmt) for _, path, fmt in COLUMNS]
+        rows.append([name, *("-" if value is None else fmt.format(value) for value, fmt in values)])
+    measured = [i for i in range(len(rows[0])) if i < 2 or any(row[i] != "-" for row in rows[1:])]
+    return [[row[i] for i in measured] for row in rows]
+
+
+def notes(report: ServeReport) -> list[str]:
+    """Lines below the table: the ratios, failures, and where it was measured."""
+    lines = []
+    for name, row in report.over_bf16.items():
+        stock = DTYPES[report.settings.dtype]
+        lines.append(f"{name} over {stock}: " + ", ".join(f"{label} {value:.2f}" for label, value in row.items()))
+    lines += [f"{name} failed: {s['error'].splitlines()[0]}" for name, s in report.systems.items() if "error" in s]
+    return [*lines, f"{report.device}, {report.date}", "  ".join(f"{k} {v}" for k, v in report.versions.items())]

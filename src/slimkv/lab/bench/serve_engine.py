@@ -1,0 +1,169 @@
+"""One engine under load, in a process of its own: ``python -m slimkv.lab.bench.serve_engine PLAN RESULT``.
+
+The result is written after every phase, so that an engine that fails later leaves what it had.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import statistics
+import sys
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOADS = {"vllm": "slimkv.lab.bench.serve_vllm:VLLMLoad", "sglang": "slimkv.lab.bench.serve_sglang:SGLangLoad"}
+
+
+def say(message: str) -> None:
+    """Progress, at once."""
+    print(message, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request got; times are the engine's own clock, in seconds."""
+
+    tokens: int
+    first_token: float
+    last_token: float
+
+
+class Load(ABC):
+    """An engine and the requests it is given; token ids are random, so that nothing is shared by chance."""
+
+    kv_tokens: int
+    block_size: int
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan = plan
+        start = time.perf_counter()
+        self.start()
+        self.start_seconds = time.perf_counter() - start
+
+    @abstractmethod
+    def start(self) -> None:
+        """Starts the engine of the plan and reads ``kv_tokens`` and ``block_size`` from it."""
+
+    @abstractmethod
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
+        """Greedy answers of exactly ``tokens`` tokens."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, float]:
+        """``preemptions`` and ``prefix_hits`` (tokens) since the start."""
+
+    @abstractmethod
+    def serve_arrivals(self, arrivals: list[tuple[float, list[int]]], tokens: int) -> list[Answer]:
+        """Answers to prompts that arrive at given seconds, which their times are counted from."""
+
+    def stop(self) -> None:  # noqa: B027
+        """Ends the engine's own processes."""
+
+    def prompt(self, number: int, length: int) -> list[int]:
+        """The same tokens for the same number and length."""
+        source = random.Random(f"{self.plan['seed']}-{number}-{length}")
+        return source.choices(range(3, self.plan["vocabulary"]), k=length)
+
+    def together(self, count: int) -> dict[str, Any]:
+        """``count`` requests of the plan's context, prefilled, then decoding all at once.
+
+        Decoding starts from the prefix cache, so that no request waits for another's prefill; the rate is the sum of
+        the requests' own rates between their first and last token.
+        """
+        prompts = [self.prompt(i, self.plan["context"]) for i in range(count)]
+        start = time.perf_counter()
+        self.generate(prompts, 1)
+        prefill = time.perf_counter() - start
+        before = self.counters()
+        answers = self.generate(prompts, self.plan["output"])
+        after = self.counters()
+        rates = [(a.tokens - 1) / (a.last_token - a.first_token) for a in answers]
+        return {
+            "requests": count,
+            "context": self.plan["context"],
+            "output": self.plan["output"],
+            "prefill_seconds": prefill,
+            "decode_tokens_per_second": sum(rates),
+            "milliseconds_per_token": 1000 / statistics.median(rates),
+            "preemptions": after["preemptions"] - before["preemptions"],
+            "prefix_hit_share": (after["prefix_hits"] - before["prefix_hits"]) / (count * self.plan["context"]),
+        }
+
+    # -- the phases --------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """What compiles under the first requests is not what is measured; the second time most tokens are cached."""
+        lengths = [self.plan["context"], 40, self.plan["context"] // 4]
+        prompts = [self.prompt(-1 - i, max(n, 8)) for i, n in enumerate(lengths)]
+        for _ in range(2):
+            self.generate(prompts, 8)
+
+    def phase_decode(self) -> dict[str, Any]:
+        """The plan's number of requests at its context."""
+        return self.together(self.plan["requests"])
+
+    def phase_full(self) -> dict[str, Any]:
+        """As many requests as the cache holds at once."""
+        each = -(-(self.plan["context"] + self.plan["output"]) // self.block_size) * self.block_size
+        fit = min(self.kv_tokens // each - 1, self.plan["max_num_seqs"])
+        if self.plan["most_requests"]:
+            fit = min(fit, self.plan["most_requests"])
+        return self.together(max(1, fit))
+
+    def phase_poisson(self) -> dict[str, Any]:
+        """Requests of mixed lengths at random times."""
+        source = random.Random(self.plan["seed"])
+        arrivals, now = [], 0.0
+        for number in range(self.plan["arrivals"]):
+            now += source.expovariate(self.plan["rate"])
+            length = round(min(self.plan["context"], source.lognormvariate(0, 0.6) * self.plan["context"] / 4))
+            arrivals.append((now, self.prompt(10_000 + number, max(8, length))))
+        start = time.perf_counter()
+        answers = self.serve_arrivals(arrivals, self.plan["output"])
+        total = time.perf_counter() - start
+        waits = sorted(a.first_token - due for a, (due, _) in zip(answers, arrivals, strict=True))
+        between = sorted((a.last_token - a.first_token) / (a.tokens - 1) for a in answers)
+        return {
+            "requests": len(arrivals),
+            "rate": self.plan["rate"],
+            "prompt_tokens": sum(len(prompt) for _, prompt in arrivals),
+            "seconds": total,
+            "output_tokens_per_second": sum(a.tokens for a in answers) / total,
+            **{f"time_to_first_token_p{p}": percentile(waits, p) for p in (50, 99)},
+            **{f"time_per_output_token_p{p}": percentile(between, p) for p in (50, 99)},
+        }
+
+
+def percentile(ordered: list[float], percent: int) -> float:
+    """Of sorted numbers, the nearest rank."""
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+
+def main() -> None:
+    """Runs a plan."""
+    plan, target = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    result: dict[str, Any] = {}
+
+    def keep(**more: Any) -> None:
+        result.update(more)
+        target.write_text(json.dumps(result))
+
+    module, name = LOADS[plan["engine"]].split(":")
+    load: Load = getattr(importlib.import_module(module), name)(plan)
+    say(f"{plan['system']}: started in {load.start_seconds:.1f} s, the cache holds {load.kv_tokens:,} tokens")
+    keep(start_seconds=load.start_seconds, kv_tokens=load.kv_tokens, block_size=load.block_size)
+    load.warm_up()
+    for phase in plan["phases"]:
+        begin = time.perf_counter()
+        keep(**{phase: getattr(load, f"phase_{phase}")()})
+        say(f"{plan['system']}: {phase} in {time.perf_counter() - begin:.1f} s: {json.dumps(result[phase])}")
+    load.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""vLLM under load, for ``slimkv.lab.bench.serve_engine``."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from slimkv.lab.bench.serve_engine import Answer, Load
+
+
+class VLLMLoad(Load):
+    """vLLM's engine in this process."""
+
+    def start(self) -> None:
+        """See ``Load``."""
+        from vllm import LLM
+
+        self.llm = LLM(**self.plan["arguments"])
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        self.kv_tokens = cache.num_gpu_blocks * cache.block_size
+        self.block_size = cache.block_size
+
+    def _params(self, tokens: int) -> Any:
+        """Greedy, exactly ``tokens`` tokens."""
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
+        """See ``Load``."""
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(asked, self._params(tokens), use_tqdm=False)
+        return [Answer(len(o.outputs[0].token_ids), o.metrics.first_token_ts, o.metrics.last_token_ts) for o in outputs]
+
+    def counters(self) -> dict[str, float]:
+        """See ``Load``."""
+        names = {"preemptions": "vllm:num_preemptions", "prefix_hits": "vllm:prefix_cache_hits"}
+        return {short: self._counter(name) for short, name in names.items()}
+
+    def serve_arrivals(self, arrivals: list[tuple[float, list[int]]], tokens: int) -> list[Answer]:
+        """See ``Load``."""
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        counts: dict[int, int] = {}
+        engine, params, waiting = self.llm.llm_engine, self._params(tokens), list(enumerate(arrivals))
+        start = time.perf_counter()
+        while waiting or engine.has_unfinished_requests():
+            while waiting and waiting[0][1][0] <= time.perf_counter() - start:
+                number, (_, prompt) = waiting.pop(0)
+                engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+            if not engine.has_unfinished_requests():
+                time.sleep(0.001)
+                continue
+            for output in engine.step():
+                number = int(output.request_id.split("-")[0])
+                at, count = time.perf_counter() - start, len(output.outputs[0].token_ids)
+                if count > counts.get(number, 0):
+                    first.setdefault(number, at)
+                    last[number], counts[number] = at, count
+        return [Answer(counts[n], first[n], last[n]) for n in range(len(arrivals))]
+
+    def phase_offload(self) -> dict[str, Any]:
+        """Times of the plan's prompt, and of a shorter one under ``short`` where the plan has it."""
+        short = self.plan["short_context"]
+        shorter = {"short": self._offload(short)} if short else {}
+        return {**self._offload(self.plan["context"]), **shorter}
+
+    def _offload(self, context: int) -> dict[str, Any]:
+        """Time to the first token of one prompt: computed, from host memory, and from the device's own cache.
+
+        Emptying the prefix cache leaves what the host holds; a short request before it lets copies to the host finish.
+        """
+        prompt = [self.prompt(20_000, context)]
+        recompute, first = self._timed(prompt)
+        seconds: dict[str, list[float]] = {"host": [], "cached": [], "bytes": [], "copy": [], "hits": []}
+        names = {
+            "bytes": "vllm:kv_offload_load_bytes",
+            "copy": "vllm:kv_offload_load_time",
+            "hits": "vllm:external_prefix_cache_hits",
+        }
+        same = True
+        for i in range(self.plan["rounds"]):
+            self.generate([self.prompt(20_001 + i, 40)], 4)
+            time.sleep(1)
+            if not self.llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not empty its prefix cache")
+            before = {key: self._counter(name) for key, name in names.items()}
+            took, outputs = self._timed(prompt)
+            seconds["host"].append(took)
+            for key, name in names.items():
+                seconds[key].append(self._counter(name) - before[key])
+            seconds["cached"].append(self._timed(prompt)[0])
+            same = same and outputs == first
+        middle = {key: statistics.median(values) for key, values in seconds.items()}
+        return {
+            "context": context,
+            "layout": self.llm.llm_engine.vllm_config.cache_config.kv_cache_layout,
+            "recompute_seconds": recompute,
+            "host_seconds": middle["host"],
+            "cached_seconds": middle["cached"],
+            "load_seconds": middle["copy"],
+            "load_bytes": middle["bytes"],
+            "external_hits": middle["hits"],
+            "same_token": same,
+            "all_host_seconds": seconds["host"],
+        }
+
+    def _timed(self, prompts: list[list[int]]) -> tuple[float, list[int]]:
+        """(seconds, first tokens) of a batch."""
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = self.llm.generate(asked, self._params(1), use_tqdm=False)
+        return time.perf_counter() - start, [o.outputs[0].token_ids[0] for o in outputs]
+
+    def _counter(self, name: str) -> float:
+        """One of vLLM's own metrics."""
+        return sum(m.value for m in self.llm.get_metrics() if m.name == name)

@@ -1,0 +1,145 @@
+"""``report.html`` and ``report.json`` of the demonstration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+
+from slimkv.lab.demo.questions import Answer, Question
+from slimkv.lab.demo.showcase import Showcase
+from slimkv.lab.evals.agreement import AgreementReport
+from slimkv.lab.evals.harness import WITH_CALIBRATION
+from slimkv.lab.report.charts import Axis, Series, chart
+from slimkv.lab.report.page import Plot, document, plot_cards, table, td, tile, versions_line
+
+_KINDS: tuple[tuple[str, Callable[[str], bool]], ...] = (
+    ("calibrated", lambda name: name.endswith(WITH_CALIBRATION)),
+    ("turboquant", lambda name: name.startswith("turboquant")),
+    ("fp8", lambda name: name == "fp8"),
+    ("plain", lambda name: True),
+)
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
+
+
+def _answer(answer: Answer, stock: Answer) -> str:
+    if answer is stock:
+        same = "the stock cache"
+    elif answer.first_difference is None:
+        same = "word for word the stock cache's answer"
+    else:
+        same = f"differs from the stock cache's answer from token {answer.first_difference + 1} on"
+    speed = f"{answer.tokens} tokens at {answer.tokens_per_second:.1f} tokens/s"
+    detail = f"{_size(answer.cache_bytes)} of cache ({_size(answer.bf16_bytes)} in bfloat16); {speed}; {same}"
+    return (
+        f'<div class="card"><h3>{escape(answer.cache)}</h3><p>{escape(answer.text.strip())}</p>'
+        f'<p class="sub small">{escape(detail)}</p></div>'
+    )
+
+
+def _question(title: str, question: Question, note: str) -> str:
+    answers = "".join(_answer(answer, question.answers[0]) for answer in question.answers)
+    asked = f"\N{LEFT DOUBLE QUOTATION MARK}{question.text}\N{RIGHT DOUBLE QUOTATION MARK} {note}"
+    return f'<h2>{escape(title)}</h2><p class="sub">{escape(asked)}</p><div class="pair">{answers}</div>'
+
+
+def _long_table(question: Question) -> str:
+    rows = [[td(c.cache), td(c.top1, "{:.1%}"), td(c.kl, "{:.4f}")] for c in question.continuations]
+    told = (
+        f"Predictions for {question.continued_tokens} tokens of the text, read with everything before them in the "
+        "cache, compared with those of the stock cache."
+    )
+    return f'<div class="after">{table(["cache", "same next token", "KL"], rows, "long", note=told)}</div>'
+
+
+def quality_plot(points: Sequence[tuple[str, float, float]]) -> Plot:
+    """KL divergence against bytes per token; a point is (format, bytes per token, KL)."""
+    series, left = [], list(points)
+    for name, belongs in _KINDS:
+        own = [point for point in left if belongs(point[0])]
+        left = [point for point in left if not belongs(point[0])]
+        if own:
+            names, size, kl = zip(*own, strict=True)
+            series.append(Series(name, size, [max(x, 1e-7) for x in kl], names, line=False))
+    title = "Quality at equal bytes"
+    svg = chart(title, Axis("cache bytes per token"), Axis("KL divergence, nats", log=True), series)
+    return title, "Lower is closer to the unquantized cache; further left is smaller.", svg
+
+
+def _plots(showcase: Showcase) -> list[Plot]:
+    curves = [Series(c.format, showcase.contexts, [b / 2**20 for b in c.bytes]) for c in showcase.memory]
+    memory = chart("Memory at length", Axis("tokens of one sequence"), Axis("cache, MiB"), curves)
+    return [
+        quality_plot([(r.format, r.bytes_per_token, r.kl) for r in showcase.quality.rows]),
+        ("Memory at length", "What one sequence allocates, scales and page padding included.", memory),
+    ]
+
+
+def _tiles(showcase: Showcase) -> str:
+    rows = {r.format: r for r in showcase.quality.rows}
+    best = rows[showcase.best]
+    tiles = [
+        tile(
+            f"{showcase.quality.raw_bytes_per_token / best.bytes_per_token:.2f}x smaller",
+            f"{best.format}: {best.bytes_per_token:,.0f} bytes per token; bfloat16: "
+            f"{showcase.quality.raw_bytes_per_token:,.0f}",
+        )
+    ]
+    for other in ("k4v4", "turboquant_4bit_nc"):
+        if other in rows and other != best.format and best.kl > 0:
+            told = f"the KL divergence of {best.format} over that of {other} ({rows[other].bytes_per_token:,.0f} bytes)"
+            tiles.append(tile(f"{best.kl / rows[other].kl:.2f}x", told))
+    tiles.append(tile(f"{best.top1:.1%}", f"same next token as the stock cache ({showcase.quality.mode})"))
+    return "".join(tiles)
+
+
+def _quality_table(quality: AgreementReport) -> str:
+    stock = [td("bf16"), td(quality.raw_bytes_per_token, "{:,.0f}"), td("1.00x"),
+             td(quality.raw_perplexity, "{:.3f}"), *(td(None) for _ in range(3))]  # fmt: skip
+    rows = [
+        [td(r.format), td(r.bytes_per_token, "{:,.0f}"),
+         td(quality.raw_bytes_per_token / r.bytes_per_token, "{:.2f}x"), td(r.perplexity, "{:.3f}"),
+         td(r.over_raw, "{:+.2%}"), td(r.top1, "{:.1%}"), td(r.kl, "{:.4f}")]
+        for r in quality.rows
+    ]  # fmt: skip
+    told = (
+        f"{quality.mode}: attention reads every key and value through the codec; {quality.windows} windows of "
+        f"{quality.window_tokens} tokens. +cal: keys are rounded with the model's calibration."
+    )
+    head = ["cache", "bytes per token", "smaller than bf16", "perplexity", "over plain", "same next token", "KL"]
+    return table(head, [stock, *rows], "quality", note=told)
+
+
+def html(showcase: Showcase) -> str:
+    """One self-contained page."""
+    run = showcase.run
+    versions = versions_line(run.versions)
+    questions = ""
+    if showcase.long is not None:
+        note = f"A text of {showcase.long.context_tokens:,} tokens says it once, half way."
+        questions += _question("A question about a long text", showcase.long, note) + _long_table(showcase.long)
+    questions += _question("A short question", showcase.short, f"({showcase.short.context_tokens} tokens)")
+    body = f"""<h1>slimkv on {escape(showcase.model)}</h1>
+<div class="sub">{escape(run.device)}, {run.cpu_threads} threads, {escape(run.date)}</div>
+<div class="tiles">{_tiles(showcase)}</div>
+{plot_cards(_plots(showcase))}
+<h2>What each cache costs</h2>
+{_quality_table(showcase.quality)}
+{questions}
+<footer>Calibrated on {escape(showcase.calibration)}. Command: {escape(run.command)}. {escape(versions)}.
+{showcase.seconds:.0f} seconds.</footer>"""
+    return document(f"slimkv on {showcase.model}", body)
+
+
+def write_report(showcase: Showcase, folder: Path) -> tuple[Path, Path]:
+    """Writes ``report.html`` and ``report.json``; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page, data = folder / "report.html", folder / "report.json"
+    page.write_text(html(showcase), encoding="utf-8")
+    data.write_text(json.dumps(asdict(showcase), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return page, data

@@ -1,0 +1,161 @@
+"""How far the predictions with a packed cache are from those with the stock one: top-1 agreement and KL divergence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration import Calibration
+from slimkv.config import AUTO
+from slimkv.lab.evals.harness import (
+    RAW,
+    SERVING,
+    STOCK,
+    STRICT,
+    Progress,
+    Stopwatch,
+    attending,
+    bytes_per_token,
+    cache_kinds,
+    check_mode,
+    quiet,
+    window_logits,
+    with_prefill,
+)  # fmt: skip
+from slimkv.lab.evals.perplexity import scored_nll
+
+_SLICE = 128  # positions compared at a time: a vocabulary is wide
+Observe = Callable[[str, int, Tensor], None]  # format, window, negative log-likelihood of its tokens [tokens - 1]
+
+
+@dataclass(frozen=True)
+class AgreementRow:
+    """One cache."""
+
+    format: str  # as it was asked for: k4v4, k4v4+cal, calibrated; k4v4@8bit where prefill differs between rows
+    top1: float  # share of positions whose most likely token is the same
+    kl: float  # mean KL(raw || packed), nats
+    kl_99: float  # its 99th percentile over positions
+    perplexity: float
+    over_raw: float
+    bytes_per_token: float  # see harness.bytes_per_token
+    prefill: str  # see KVCacheConfig
+    kl_growth: float | None  # over the row of the same format and the first prefill; None: there is one only
+    kl_growth_error: float | None  # its standard error over windows; None: there is one window, or no growth
+
+
+@dataclass(frozen=True)
+class AgreementReport:
+    """``slimkv eval agreement``."""
+
+    model: str
+    mode: str
+    windows: int
+    window_tokens: int
+    raw_perplexity: float
+    raw_bytes_per_token: float  # in bf16
+    calibration: str | None  # what it was made on; None: keys are rounded to the nearest level
+    rows: tuple[AgreementRow, ...]
+    seconds: float
+
+
+def compare_logits(raw: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Two logits [positions, vocabulary] -> same most likely token (bool) and KL(raw || other), both [positions]."""
+    same, divergence = [], []
+    for start in range(0, raw.shape[0], _SLICE):
+        a = torch.log_softmax(raw[start : start + _SLICE].float(), -1)
+        b = torch.log_softmax(other[start : start + _SLICE].float(), -1)
+        same.append(a.argmax(-1) == b.argmax(-1))
+        divergence.append((a.exp() * (a - b)).sum(-1))
+    return torch.cat(same), torch.cat(divergence)
+
+
+def growth_over(base: Sequence[float], other: Sequence[float]) -> tuple[float, float | None]:
+    """Of two means over windows: by which share the second is larger, and the standard error of that, if several."""
+    ratio = sum(other) / sum(base)
+    rest = [b - ratio * a for a, b in zip(base, other, strict=True)]
+    return ratio - 1, stdev(rest) * len(rest) ** 0.5 / sum(base) if len(rest) > 1 else None
+
+
+def _unobserved(format: str, window: int, losses: Tensor) -> None:
+    """Nobody looks at single windows."""
+
+
+def measure_agreement(
+    model: Any,
+    windows: Tensor,
+    formats: Sequence[str],
+    *,
+    name: str = "",
+    mode: str = STRICT,
+    chunk: int = 256,
+    progress: Progress = quiet,
+    calibration: Calibration | None = None,
+    prefill: Sequence[str] = (AUTO,),
+    observe: Observe = _unobserved,
+) -> AgreementReport:
+    """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes.
+
+    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is given the losses of
+    every window, those with the stock cache (``raw``) included.
+    """
+    check_mode(mode)
+    watch = Stopwatch()
+    kinds = with_prefill(cache_kinds(formats, calibration), prefill)
+    formats = [kind.name for kind in kinds]
+    nll: dict[str, float] = dict.fromkeys([RAW, *formats], 0.0)
+    same: dict[str, list[Tensor]] = {w: [] for w in formats}
+    divergence: dict[str, list[Tensor]] = {w: [] for w in formats}
+    size: dict[str, float] = {}
+    count, tokens = windows.shape
+    steps = count * (len(formats) + 1)
+    for index in range(count):
+        ids = windows[index : index + 1].to(model.device)
+        raw_logits = ids.new_empty(0)
+        for number, kind in enumerate([STOCK, *kinds]):
+            format = kind.name
+            progress(format, index * (len(formats) + 1) + number, steps)
+            cache = kind.new(model, mode)
+            with attending(model, kind.format):
+                logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
+            losses = scored_nll(logits, ids[0]).double()
+            observe(format, index, losses.cpu())
+            nll[format] += float(losses.sum())
+            size[format] = bytes_per_token(cache)
+            if format == RAW:
+                raw_logits = logits
+                continue
+            top, kl = compare_logits(raw_logits, logits)
+            same[format].append(top.cpu())
+            divergence[format].append(kl.double().cpu())
+    progress("done", steps, steps)
+    scored = count * (tokens - 1)
+    base = math.exp(nll[RAW] / scored)
+    rows = []
+    for number, kind in enumerate(kinds):
+        format, first = kind.name, kinds[number - number % len(prefill)].name
+        kl, perplexity = torch.cat(divergence[format]), math.exp(nll[format] / scored)
+        of_windows = [[float(window.mean()) for window in divergence[name]] for name in (first, format)]
+        growth, error = growth_over(*of_windows) if len(prefill) > 1 else (None, None)
+        rows.append(
+            AgreementRow(
+                format,
+                float(torch.cat(same[format]).double().mean()),
+                float(kl.mean()),
+                float(kl.quantile(0.99)),
+                perplexity,
+                perplexity / base - 1,
+                size[format],
+                kind.prefill,
+                growth,
+                error,
+            )
+        )
+    read = calibration.source if calibration is not None else None
+    return AgreementReport(name, mode, count, tokens, base, size[RAW], read, tuple(rows), watch.seconds)

@@ -1,0 +1,132 @@
+"""Distortion of the Lloyd-Max codes on random directions, against what theory allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.codec.codebook import expected_distortion
+from slimkv.spec import CodecSpec, ScalePolicy
+
+WIDTHS = tuple(range(1, 9))
+QUERIES = 1024
+NUMBERS = 1 << 21  # random numbers encoded per width: fewer vectors in more dimensions are as exact
+_GAUSSIAN_DIM = 10**8  # in so many dimensions a coordinate is Gaussian to eight digits
+
+
+@dataclass(frozen=True)
+class PolicyDistortion:
+    """One scale policy at one width."""
+
+    policy: str
+    mse: float  # mean of |x - x_hat|^2 / |x|^2
+    slope: float  # of <q, x_hat> regressed on <q, x> over random queries
+    slope_theory: float  # 1 - D, sqrt(1 - D) or 1, with D the plain policy's mse
+
+
+@dataclass(frozen=True)
+class WidthDistortion:
+    """One width: the measured error of the plain policy, and what it is compared with."""
+
+    bits: int
+    mse: float
+    gaussian_optimum: float
+    dim_optimum: float  # of Lloyd-Max levels for a coordinate of a unit vector in this many dimensions
+    paper_bound: float  # sqrt(3) pi / 2 / 4^bits
+    over_gaussian: float  # mse / gaussian_optimum
+    over_dim: float  # mse / dim_optimum
+    policies: tuple[PolicyDistortion, ...]
+
+
+@dataclass(frozen=True)
+class DistortionReport:
+    """What ``slimkv eval distortion`` prints."""
+
+    head_dim: int
+    vectors: int
+    queries: int
+    seed: int
+    widths: tuple[WidthDistortion, ...]
+
+
+def gaussian_optimum(bits: int) -> float:
+    """Mean squared error of the optimal ``2 ** bits`` levels for a Gaussian of variance 1."""
+    return expected_distortion(bits, _GAUSSIAN_DIM, exact=True)
+
+
+def paper_bound(bits: int) -> float:
+    """TurboQuant's upper bound on the distortion, sqrt(3) pi / 2 / 4^bits."""
+    return math.sqrt(3) * math.pi / 2 / 4**bits
+
+
+def slope_theory(policy: ScalePolicy, distortion: float) -> float:
+    """What regressing <q, x_hat> on <q, x> must give when the plain policy's distortion is ``distortion``."""
+    if policy == ScalePolicy.PLAIN:
+        return 1 - distortion
+    return math.sqrt(1 - distortion) if policy == ScalePolicy.NORM else 1.0
+
+
+def measure_policy(x: Tensor, query: Tensor, bits: int, policy: ScalePolicy) -> tuple[float, float]:
+    """x [n, dim], query [q, dim] -> mean squared error over squared norm, and the regression slope."""
+    spec = CodecSpec.parse(f"k{bits}v{bits}", x.shape[-1], key_policy=policy)
+    codec = Codec(spec, x.device)
+    restored = codec.decode_key(codec.encode_key(x))
+    mse = ((restored - x).square().sum(-1).double() / x.square().sum(-1).double()).mean()
+    # Sums over all pairs (q, x): <q, x> <q, x_hat> = x' (q q') x_hat, so the queries enter by their second moment only.
+    x, restored, moment = x.double(), restored.double(), (query.T @ query).double()
+    slope = (x @ moment * restored).sum() / (x @ moment * x).sum()
+    return float(mse), float(slope)
+
+
+def measure_distortion(
+    head_dim: int,
+    widths: Sequence[int] = WIDTHS,
+    policies: Sequence[ScalePolicy] = tuple(ScalePolicy),
+    *,
+    seed: int = 0,
+    vectors: int | None = None,
+    device: torch.device | str = "cpu",
+) -> DistortionReport:
+    """Encodes and decodes random directions (with random norms) at every width and policy."""
+    CodecSpec.parse("k4v4", head_dim)  # refuses a head size before the work starts
+    count = vectors if vectors is not None else max(1024, NUMBERS // head_dim)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, head_dim, generator=generator)
+    x = x / x.norm(dim=-1, keepdim=True) * torch.exp2(6 * torch.rand(count, 1, generator=generator) - 3)
+    query = torch.randn(QUERIES, head_dim, generator=generator)
+    x, query = x.to(device), query.to(device)
+    rows = [_measure_width(x, query, bits, policies) for bits in widths]
+    return DistortionReport(head_dim, count, QUERIES, seed, tuple(rows))
+
+
+def _measure_width(x: Tensor, query: Tensor, bits: int, policies: Sequence[ScalePolicy]) -> WidthDistortion:
+    plain = measure_policy(x, query, bits, ScalePolicy.PLAIN)
+    measured = []
+    for policy in policies:
+        mse, slope = plain if policy == ScalePolicy.PLAIN else measure_policy(x, query, bits, policy)
+        measured.append(PolicyDistortion(policy.value, mse, slope, slope_theory(policy, plain[0])))
+    gaussian, own = gaussian_optimum(bits), expected_distortion(bits, x.shape[-1], exact=True)
+    return WidthDistortion(
+        bits, plain[0], gaussian, own, paper_bound(bits), plain[0] / gaussian, plain[0] / own, tuple(measured)
+    )
+
+
+def plot_distortion(report: DistortionReport, path: Path) -> None:
+    """Writes a PNG: distortion against bits, with the bound and the Gaussian optimum."""
+    from slimkv.lab.evals.plots import figure
+
+    bits = [w.bits for w in report.widths]
+    with figure(path) as (_, axes):
+        axes.semilogy(bits, [w.paper_bound for w in report.widths], "--", color="gray", label="bound, √3·π/2·4⁻ᵇ")
+        axes.semilogy(bits, [w.gaussian_optimum for w in report.widths], "-", color="black", label="Gaussian optimum")
+        axes.semilogy(bits, [w.mse for w in report.widths], "o", color="tab:blue", label="measured")
+        axes.set_xlabel("bits per number")
+        axes.set_ylabel("squared error / squared norm")
+        axes.set_title(f"Distortion at head size {report.head_dim}")
+        axes.legend()

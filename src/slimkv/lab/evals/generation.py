@@ -1,0 +1,106 @@
+"""Greedy text with a packed cache against the same model with the stock one: where do they part?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slimkv.calibration import Calibration
+from slimkv.errors import InputError
+from slimkv.lab.evals.harness import SERVING, STOCK, Progress, Stopwatch, attending, cache_kinds, check_mode, quiet
+
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short story about a lighthouse keeper.",
+    "List three uses of a paper clip.",
+)
+
+
+@dataclass(frozen=True)
+class GenerationRow:
+    """One format and prompt."""
+
+    format: str
+    prompt: str
+    tokens: int  # generated with the stock cache
+    first_divergence: int | None  # the first token that differs; None: all are the same
+    same: float  # share of equal tokens, position by position
+    text: str
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """``slimkv eval generation``."""
+
+    model: str
+    mode: str
+    new_tokens: int
+    raw_texts: tuple[str, ...]
+    rows: tuple[GenerationRow, ...]
+    seconds: float
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> torch.Tensor:
+    """Token ids [1, tokens] of a question, in the tokenizer's chat format where it has one."""
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": prompt}]
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
+    return tokenizer(prompt, return_tensors="pt")["input_ids"]
+
+
+def compare_tokens(expected: list[int], actual: list[int]) -> tuple[int | None, float]:
+    """The first position that differs (or where one ends), and the share of equal positions."""
+    equal = [a == b for a, b in zip(expected, actual, strict=False)]
+    longest = max(len(expected), len(actual))
+    first = next((i for i, same in enumerate(equal) if not same), None)
+    if first is None and len(expected) != len(actual):
+        first = len(equal)
+    return first, sum(equal) / longest if longest else 1.0
+
+
+def measure_generation(
+    model: Any,
+    tokenizer: Any,
+    formats: Sequence[str],
+    *,
+    prompts: Sequence[str] = PROMPTS,
+    new_tokens: int = 64,
+    name: str = "",
+    mode: str = SERVING,
+    progress: Progress = quiet,
+    calibration: Calibration | None = None,
+) -> GenerationReport:
+    """Greedy generation of up to ``new_tokens`` tokens per prompt and format."""
+    check_mode(mode)
+    watch = Stopwatch()
+    if not prompts or not all(prompt.strip() for prompt in prompts):
+        raise InputError(f"generation needs prompts with words in them, not {list(prompts)!r}")
+    kinds = [STOCK, *cache_kinds(formats, calibration)]
+    rows, raw_texts, done, total = [], [], 0, len(prompts) * len(kinds)
+    for prompt in prompts:
+        ids = prompt_ids(tokenizer, prompt).to(model.device)
+        expected: list[int] = []
+        for kind in kinds:
+            progress(kind.name, done, total)
+            with attending(model, kind.format):
+                out = model.generate(
+                    ids, attention_mask=torch.ones_like(ids), past_key_values=kind.new(model, mode),
+                    max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id,
+                )  # fmt: skip
+            tokens = out[0, ids.shape[1] :].tolist()
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            done += 1
+            if kind is STOCK:
+                expected = tokens
+                raw_texts.append(text)
+                continue
+            first, same = compare_tokens(expected, tokens)
+            rows.append(GenerationRow(kind.name, prompt, len(expected), first, same, text))
+    progress("done", total, total)
+    return GenerationReport(name, mode, new_tokens, tuple(raw_texts), tuple(rows), watch.seconds)

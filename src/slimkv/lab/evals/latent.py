@@ -1,0 +1,131 @@
+"""What quantised latents and rope parts (MLA) do to the output of attention, on made-up ones.
+
+No weights of an MLA model are measured here: latents are random directions or have heavy tails and outliers, and rope
+parts are pairs of very different sizes that turn with the position, which is what makes real ones hard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from slimkv.codec import Codec
+from slimkv.lab.evals.attention import relative_error
+from slimkv.lab.evals.synthetic import student
+from slimkv.spec import Kind, LatentSpec, PageLayout
+
+SCORE_SPREAD = 1.5  # of the latent's and of the rope part's share of scores alike
+ROPE_BASE = 10000.0
+KINDS = ("random", "heavy")
+
+
+@dataclass(frozen=True)
+class LatentSample:
+    """Latents [tokens, latent_dim] and rope parts [tokens, rope_dim] with queries [queries, dim], float32.
+
+    ``query`` and ``query_rope`` are scaled so that scores need no further factor.
+    """
+
+    latent: Tensor
+    rope: Tensor
+    query: Tensor
+    query_rope: Tensor
+
+
+@dataclass(frozen=True)
+class LatentError:
+    """Errors of one format, each as a root mean square relative to what it disturbs."""
+
+    kind: str
+    format: str
+    bytes_per_token: float
+    latent: float
+    rope: float
+    output: float  # of attention, with both quantised
+    output_latent_only: float
+    output_rope_only: float
+
+
+def _rope_parts(tokens: int, dim: int, heavy: bool, generator: torch.Generator) -> Tensor:
+    """Pairs with a constant part that turns by position, as rotary embeddings make them: [tokens, dim]."""
+    pairs = dim // 2
+    size = torch.ones(pairs)
+    if heavy:  # a few pairs are a hundred times as large as most
+        size = (1.2 * torch.randn(pairs, generator=generator)).exp()
+        size[torch.randperm(pairs, generator=generator)[:2]] *= 40
+    angle = torch.arange(tokens)[:, None] * ROPE_BASE ** (-torch.arange(pairs) / pairs)
+    noise = student((tokens, pairs, 2), 5, generator)
+    base = torch.randn(pairs, 2, generator=generator) + 0.5 * noise
+    x, y = (size[:, None] * base).unbind(-1)
+    return torch.stack([x * angle.cos() - y * angle.sin(), x * angle.sin() + y * angle.cos()], -1).flatten(-2)
+
+
+def sample_latents(
+    kind: str, tokens: int = 2048, latent_dim: int = 512, rope_dim: int = 64, queries: int = 64, seed: int = 0
+) -> LatentSample:
+    """One sample of ``kind``, one of ``KINDS``; the same seed gives the same one."""
+    generator, heavy = torch.Generator().manual_seed(seed), kind == "heavy"
+    latent = torch.randn(tokens, latent_dim, generator=generator)
+    if heavy:
+        spread = (0.7 * torch.randn(latent_dim, generator=generator)).exp()
+        spread[torch.randperm(latent_dim, generator=generator)[:8]] *= 12
+        latent = spread * student((tokens, latent_dim), 4, generator)
+    latent = latent / latent.square().mean(-1, keepdim=True).sqrt()  # models store it after an RMS norm
+    rope = _rope_parts(tokens, rope_dim, heavy, generator)
+    basis = torch.randn(8, latent_dim, generator=generator)
+    query = torch.randn(queries, 8, generator=generator) @ basis + torch.randn(queries, latent_dim, generator=generator)
+    query_rope = torch.randn(queries, rope_dim, generator=generator) / (rope.std(0) if heavy else 1)
+    for q, k in ((query, latent), (query_rope, rope)):
+        q *= SCORE_SPREAD / (q @ k.T).std(-1, keepdim=True)
+    return LatentSample(latent, rope, query, query_rope)
+
+
+def _attend(sample: LatentSample, latent: Tensor, rope: Tensor) -> Tensor:
+    scores = sample.query.double() @ latent.double().T + sample.query_rope.double() @ rope.double().T
+    return scores.softmax(-1) @ latent.double()
+
+
+def latent_error(sample: LatentSample, kind: str, format: str) -> LatentError:
+    """The errors of one format."""
+    spec = LatentSpec.parse(format, sample.latent.shape[-1], sample.rope.shape[-1])
+    codec = Codec(spec)
+
+    def as_stored(x: Tensor, raw: bool, dtype: str) -> Tensor:
+        return x.to(getattr(torch, dtype)) if raw else x
+
+    latent = codec.decode_key(
+        codec.encode_key(as_stored(sample.latent, spec.latent.kind == Kind.RAW, spec.latent.raw_dtype))
+    ).float()
+    rope = codec.decode_value(
+        codec.encode_value(as_stored(sample.rope, spec.rope.kind == Kind.RAW, spec.rope.raw_dtype))
+    ).float()
+    truth = _attend(sample, sample.latent, sample.rope)
+    return LatentError(
+        kind=kind,
+        format=format,
+        bytes_per_token=PageLayout(spec, 64).bytes_per_token,
+        latent=relative_error(latent, sample.latent),
+        rope=relative_error(rope, sample.rope),
+        output=relative_error(_attend(sample, latent, rope), truth),
+        output_latent_only=relative_error(_attend(sample, latent, sample.rope), truth),
+        output_rope_only=relative_error(_attend(sample, sample.latent, rope), truth),
+    )
+
+
+def compare_latent_formats(
+    formats: Iterable[str], latent_dim: int = 512, rope_dim: int = 64, seeds: int = 4, kinds: Sequence[str] = KINDS
+) -> list[LatentError]:
+    """Root mean squares over ``seeds`` samples of every kind."""
+    rows, names = [], list(formats)
+    numbers = [f.name for f in fields(LatentError) if f.type == "float"]
+    for kind in kinds:
+        samples = [sample_latents(kind, 2048, latent_dim, rope_dim, seed=seed) for seed in range(seeds)]
+        for format in names:
+            found = [latent_error(sample, kind, format) for sample in samples]
+            means = {n: math.sqrt(sum(getattr(f, n) ** 2 for f in found) / len(found)) for n in numbers}
+            rows.append(LatentError(kind, format, **means))
+    return rows

@@ -1,0 +1,107 @@
+"""Needle in a haystack: can the model still find one sentence, wherever it stands and however long the text is?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slimkv.calibration import Calibration
+from slimkv.errors import InputError
+from slimkv.lab.evals.harness import SERVING, STOCK, Progress, Stopwatch, attending, cache_kinds, check_mode, quiet
+from slimkv.lab.evals.texts import CHARACTERS_PER_TOKEN
+
+_NEEDLE = "\nRemember this: the secret number of {city} is {number}.\n"
+_QUESTION = "\nQuestion: what is the secret number of {city}? Answer: the secret number of {city} is"
+_CASES = (("Lisbon", 7421), ("Nairobi", 3862), ("Oslo", 9147), ("Lima", 5238))
+
+
+@dataclass(frozen=True)
+class NeedleCell:
+    """One format, one context, one depth: how many of the numbers were found."""
+
+    format: str
+    context: int
+    depth: float
+    found: int
+    tried: int
+
+
+@dataclass(frozen=True)
+class NeedleReport:
+    """``slimkv eval needle``."""
+
+    model: str
+    mode: str
+    cells: tuple[NeedleCell, ...]
+    seconds: float
+
+    def score(self, format: str) -> float:
+        """The share of needles that a format found."""
+        cells = [c for c in self.cells if c.format == format]
+        return sum(c.found for c in cells) / max(sum(c.tried for c in cells), 1)
+
+
+def haystack(
+    tokenizer: Any, text: str, context: int, depth: float, city: str, number: int, offset: int = 0
+) -> torch.Tensor:
+    """Token ids [1, context] of the text with the needle at ``depth`` (0 first, 1 last) and the question behind it.
+
+    The text begins ``offset`` tokens in.
+    """
+    needle = tokenizer(_NEEDLE.format(city=city, number=number), add_special_tokens=False)["input_ids"]
+    question = tokenizer(_QUESTION.format(city=city), add_special_tokens=False)["input_ids"]
+    room = context - len(needle) - len(question)
+    end = offset + max(room, 0)
+    hay = tokenizer(text[: max(end, 1) * CHARACTERS_PER_TOKEN], add_special_tokens=False)["input_ids"][offset:end]
+    if room < 16 or len(hay) < room:
+        raise InputError(
+            f"a context of {context} tokens is too short for a needle, or the text ({len(hay)} tokens) for it"
+        )
+    cut = round(depth * len(hay))
+    return torch.tensor([[*hay[:cut], *needle, *hay[cut:], *question]])
+
+
+def measure_needle(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    formats: Sequence[str],
+    *,
+    contexts: Sequence[int] = (512, 1024),
+    depths: Sequence[float] = (0.1, 0.5, 0.9),
+    name: str = "",
+    mode: str = SERVING,
+    progress: Progress = quiet,
+    calibration: Calibration | None = None,
+    offset: int = 0,
+) -> NeedleReport:
+    """Greedy answers of 6 tokens with the stock cache and each format, for every context, depth and number.
+
+    The haystack begins ``offset`` tokens into the text.
+    """
+    check_mode(mode)
+    watch = Stopwatch()
+    kinds = [STOCK, *cache_kinds(formats, calibration)]
+    cells, done = [], 0
+    total = len(kinds) * len(contexts) * len(depths)
+    for context in contexts:
+        for depth in depths:
+            prompts = [(haystack(tokenizer, text, context, depth, *case, offset), str(case[1])) for case in _CASES]
+            for kind in kinds:
+                progress(f"{kind.name} at {context} tokens, depth {depth:.0%}", done, total)
+                found = 0
+                for ids, number in prompts:
+                    ids = ids.to(model.device)
+                    with attending(model, kind.format):
+                        out = model.generate(
+                            ids, attention_mask=torch.ones_like(ids), past_key_values=kind.new(model, mode),
+                            max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.eos_token_id,
+                        )  # fmt: skip
+                    found += number in tokenizer.decode(out[0, ids.shape[1] :])
+                cells.append(NeedleCell(kind.name, context, depth, found, len(prompts)))
+                done += 1
+    progress("done", total, total)
+    return NeedleReport(name, mode, tuple(cells), watch.seconds)

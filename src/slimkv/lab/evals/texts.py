@@ -1,0 +1,86 @@
+"""Text to measure on: a file, a data set on the Hugging Face hub, or what slimkv ships."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.errors import InputError, MissingDependencyError
+
+SHIPPED = "shipped"  # the opening of "Pride and Prejudice" (Jane Austen, 1813; public domain)
+CHARACTERS_PER_TOKEN = 12  # more than any tokenizer needs on prose
+
+
+def load_text(source: str = SHIPPED) -> str:
+    """The text of ``source``: ``shipped``, a file, or a hub data set with a text column (``name:config:split``)."""
+    if source == SHIPPED:
+        data = resources.files("slimkv.lab.evals").joinpath("data", "pride_and_prejudice.txt")
+        return data.read_text(encoding="utf-8")
+    path = Path(source)
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{source} is not a UTF-8 text file (byte {error.start}); give a text file") from error
+    if path.is_dir():
+        raise InputError(f"{source} is a folder; give a text file")
+    if path.suffix or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise InputError(f"no text file {source!r}; give a file, a hub data set (name:config:split) or {SHIPPED!r}")
+    return _hub_text(source)
+
+
+def _hub_text(source: str) -> str:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{source!r} is no file; as a hub data set it needs the datasets package: pip install datasets"
+        ) from error
+    name, config, split = [*source.split(":"), None, None][:3]
+    try:
+        rows = datasets.load_dataset(name, config, split=split or "test")
+    except Exception as error:  # the hub client raises many kinds, all of which mean the same here
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"the data set {source!r} could not be loaded ({reason}); give a text file instead") from error
+    if "text" not in rows.column_names:
+        raise InputError(f"the data set {source!r} has no column 'text'; it has {', '.join(rows.column_names)}")
+    return "\n\n".join(rows["text"])
+
+
+def token_windows(
+    tokenizer: Any, text: str, count: int, tokens: int, stride: int | None = None, offset: int = 0
+) -> Tensor:
+    """``count`` windows of ``tokens`` tokens, starting ``stride`` apart: int64 [count, tokens].
+
+    The first begins ``offset`` tokens into the text. Without ``stride`` windows do not overlap. A tokenizer
+    that has a BOS token and a model that wants it (Gemma) get it in front of every window, as one of its tokens.
+    """
+    stride = stride or tokens
+    bos = tokenizer.bos_token_id if wants_bos(tokenizer) else None
+    body = tokens - (bos is not None)
+    if count < 1 or body < 2 or not 1 <= stride <= tokens:
+        raise InputError(
+            f"cannot make {count} windows of {tokens} tokens with a stride of {stride}: use at least one window of at "
+            "least 2 tokens and a stride of at most a window"
+        )
+    if offset < 0:
+        raise InputError(f"the offset into the text must be 0 or more tokens, not {offset}")
+    needed = offset + (count - 1) * min(stride, body) + body
+    ids = tokenizer(text[: needed * CHARACTERS_PER_TOKEN], add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < needed:
+        raise InputError(
+            f"the text has {len(ids)} tokens; {count} windows of {tokens} from token {offset} on need {needed}: use "
+            "fewer or more text"
+        )
+    starts = [offset + i * min(stride, body) for i in range(count)]
+    rows = [([bos] if bos is not None else []) + ids[start : start + body] for start in starts]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def wants_bos(tokenizer: Any) -> bool:
+    """Whether a model with this tokenizer expects text to begin with the BOS token."""
+    return tokenizer.bos_token == "<bos>"

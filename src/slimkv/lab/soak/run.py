@@ -1,0 +1,223 @@
+"""One soak from the server's start to the verdict."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from slimkv.lab import models
+from slimkv.lab.evals.texts import load_text
+from slimkv.lab.provenance import provenance
+from slimkv.lab.soak import checks
+from slimkv.lab.soak.checks import Answers, Check, Memory, Sample
+from slimkv.lab.soak.client import Ask, BadReplyError, Client
+from slimkv.lab.soak.load import Counts, Load
+from slimkv.lab.soak.metrics import parse_metrics, session_memory
+from slimkv.lab.soak.server import Server, ServerError, log_tail, serving
+from slimkv.lab.soak.settings import SoakSettings
+
+_SETTLE_SECONDS = 60.0
+_TEXT_CHARACTERS = 40_000
+_WARM_UP = 4  # requests before anything is measured
+
+
+@dataclass(frozen=True)
+class SoakReport:
+    """What a soak found."""
+
+    settings: SoakSettings
+    platform: str
+    seconds: float  # of the load
+    served: int
+    requests: dict[str, Any]  # what clients saw
+    latency_seconds: dict[str, float]
+    memory: Memory
+    sleeps: str
+    metrics: dict[str, float]  # at rest, after the load
+    answers: Answers
+    checks: list[Check]
+    samples: list[Sample]
+    run: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check holds."""
+        return all(check.passed for check in self.checks)
+
+
+class _Sampler:
+    """A thread that looks at the server now and then."""
+
+    def __init__(self, server: Server, every: float) -> None:
+        self.samples: list[Sample] = []
+        self.errors: list[str] = []
+        self._server, self._every = server, every
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Sampler:
+        self._begin = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            try:
+                metrics = parse_metrics(self._server.client.metrics())
+            except OSError as error:  # the load's own requests tell whether the server lives
+                self.errors.append(str(error))
+                continue
+            memory = session_memory(self._server.process.pid)
+            self.samples.append(Sample(time.monotonic() - self._begin, memory, metrics))
+
+
+def soak_server(settings: SoakSettings, step: Callable[[str], None], folder: Path | None = None) -> SoakReport:
+    """Serves, loads, checks. ``folder`` keeps the server's log; ``step`` is told what happens.
+
+    Raises ``ServerError`` where the server does not start or dies; what it survives badly is in the report's checks.
+    """
+    model = str(models.folder(settings.model)) if settings.model in models.PACKAGED else settings.model
+    with tempfile.TemporaryDirectory(prefix="slimkv-soak-") as scratch:
+        kept = folder or Path(scratch)
+        kept.mkdir(parents=True, exist_ok=True)
+        step("starting vllm serve")
+        with serving(settings, model, kept) as server:
+            try:
+                return _soak(server, settings, step)
+            except (BadReplyError, OSError) as error:
+                server.check_alive()
+                raise ServerError(
+                    f"the server does not answer as it should: {error}\n{log_tail(server.log)}"
+                ) from error
+
+
+def _soak(server: Server, settings: SoakSettings, step: Callable[[str], None]) -> SoakReport:
+    client = server.client
+    text = client.tokenize(load_text()[:_TEXT_CHARACTERS])
+    asks = _fixed_asks(settings, text)
+    for ask in asks[:_WARM_UP]:
+        client.complete(ask)
+    first, again = (_answers(client, asks, empty=True) for _ in range(2))
+    load = Load(settings, client, text)
+    step(f"load for {settings.seconds:g} s, at most {settings.requests} requests")
+    slept: list[str] = []
+    pauses = _sleep_times(server, settings)
+    with _Sampler(server, settings.sample_seconds) as sampler:
+        seconds = load.run(pauses, lambda: slept.append(_sleep_and_wake(client)), _progress(server, load, step))
+    counts = load.counts
+    step(f"{counts.served} requests served, {counts.failed} failed; waiting for the server to come to rest")
+    at_rest = _settle(client)
+    emptied = _emptied(client)
+    answers = Answers(first, again, _answers(client, asks, empty=True), _answers(client, asks, empty=False))
+    beside = 4 * len(asks) + min(_WARM_UP, len(asks))
+    final = _settle(client)
+    memory = checks.memory_of(sampler.samples) if len(sampler.samples) >= 3 else Memory(0, 0, 0, 0, 0)
+    sleeps = f"{len(slept)} of {len(pauses)}" if pauses else f"none: no sleep mode on {server.platform}, or not asked"
+    found = [
+        checks.check_requests(counts),
+        *checks.check_answers(answers),
+        checks.check_memory(memory, sampler.samples, settings),
+        checks.check_blocks(at_rest, emptied),
+        checks.check_metrics(sampler.samples, final, counts, beside),
+        checks.check_abused(final, counts, settings, beside),
+    ]
+    if pauses:
+        found.append(
+            Check("sleeps and wakes", len(slept) == len(pauses) and not any(slept), "; ".join(slept) or sleeps)
+        )
+    device = "cuda" if server.platform == "cuda" else "cpu"
+    return SoakReport(
+        settings, server.platform, seconds, counts.served, _requests(counts), _latency(counts.seconds), memory, sleeps,
+        final, answers, found, sampler.samples, asdict(provenance(device)),
+    )  # fmt: skip
+
+
+def _fixed_asks(settings: SoakSettings, text: list[int]) -> list[Ask]:
+    """Greedy requests of several lengths, spread over the text."""
+    out = []
+    for i in range(settings.answers):
+        length = max(settings.longest_prompt * (i + 1) // settings.answers, 4)
+        start = (len(text) - length) * i // max(settings.answers, 1)
+        most = min(settings.answer_tokens, settings.max_model_len - length)
+        out.append(Ask(tuple(text[start : start + length]), most, ignore_eos=True))
+    return out
+
+
+def _answers(client: Client, asks: list[Ask], empty: bool) -> list[str]:
+    """One after another, so that nothing else is in their batches; from an empty prefix cache if ``empty``."""
+    out = []
+    for ask in asks:
+        if empty and not _emptied(client):
+            raise BadReplyError("vLLM does not empty its prefix cache at rest: blocks are held")
+        reply = client.complete(ask)
+        if reply.failure is not None:
+            raise BadReplyError(f"a fixed request failed: {reply.failure}")
+        out.append(reply.text)
+    return out
+
+
+def _emptied(client: Client) -> bool:
+    return bool(client.json("POST", "/reset_prefix_cache")["success"])
+
+
+def _settle(client: Client) -> dict[str, float]:
+    """The metrics once nothing runs or waits and no block is in use, or after a minute."""
+    end = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        now = parse_metrics(client.metrics())
+        if time.monotonic() > end or not any(now.get(name) for name in ("running", "waiting", "kv_usage")):
+            return now
+        time.sleep(0.5)
+
+
+def _sleep_times(server: Server, settings: SoakSettings) -> list[float]:
+    if not server.can_sleep:
+        return []
+    return [settings.seconds * (i + 1) / (settings.sleeps + 1) for i in range(settings.sleeps)]
+
+
+def _sleep_and_wake(client: Client) -> str:
+    """Empty, or what went wrong."""
+    try:
+        client.json("POST", "/sleep?level=1")
+        asleep = client.json("GET", "/is_sleeping")["is_sleeping"]
+        client.json("POST", "/wake_up")
+        awake = not client.json("GET", "/is_sleeping")["is_sleeping"]
+    except (BadReplyError, OSError) as error:
+        return str(error)
+    return "" if asleep and awake else f"asleep after /sleep: {asleep}; awake after /wake_up: {awake}"
+
+
+def _progress(server: Server, load: Load, step: Callable[[str], None]) -> Callable[[], None]:
+    last = time.monotonic()
+
+    def check() -> None:
+        nonlocal last
+        server.check_alive()
+        if time.monotonic() - last > 30:
+            last = time.monotonic()
+            step(f"{load.counts.served} requests served, {load.counts.failed} failed")
+
+    return check
+
+
+def _requests(counts: Counts) -> dict[str, Any]:
+    fields = asdict(counts)
+    del fields["seconds"]
+    return fields
+
+
+def _latency(seconds: list[float]) -> dict[str, float]:
+    if len(seconds) < 2:
+        return {}
+    return {"p50": median(seconds), "p99": quantiles(seconds, n=100)[98], "max": max(seconds)}

@@ -1,0 +1,148 @@
+"""lm-evaluation-harness with a packed cache: any of its tasks, log-likelihoods and generation alike.
+
+``SlimKVLM`` is its Hugging Face model with one difference: every forward pass and every ``generate`` has a cache of the
+asked kind, and attention reads all keys and values through the codec.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slimkv.errors import InputError, MissingDependencyError
+from slimkv.lab.evals.harness import RAW, STRICT, CacheKind, Progress, attending
+from slimkv.lab.suite.settings import VLLM
+from slimkv.lab.suite.workbench import Workbench
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+
+
+def _import_lm_eval() -> Any:
+    try:
+        import lm_eval
+    except ImportError as error:
+        raise MissingDependencyError(
+            f'tasks of lm-evaluation-harness need lm_eval ({error}): pip install "slimkv[suite]"'
+        ) from error
+    return lm_eval
+
+
+def slimkv_lm(model: Any, tokenizer: Any, kind: CacheKind, batch_size: int = 1) -> LM:
+    """A model for ``lm_eval.simple_evaluate`` whose cache is of ``kind``, in strict mode.
+
+    ``raw`` is the stock cache; any other format is packed, formats of raw numbers (``krawfp32vrawfp32``) included.
+    """
+    _import_lm_eval()
+    from lm_eval.models.huggingface import HFLM
+
+    class SlimKVLM(HFLM):
+        """See ``slimkv_lm``."""
+
+        def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+            if attn_mask is not None or labels is not None:
+                raise InputError("encoder-decoder models are not measured through lm-evaluation-harness")
+            cache = kind.new(self.model, STRICT)
+            with torch.no_grad(), attending(self.model, kind.format):
+                return self.model(inps, past_key_values=cache, use_cache=True).logits
+
+        def _model_generate(
+            self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
+        ) -> Tensor:
+            generation_kwargs["past_key_values"] = kind.new(self.model, STRICT)
+            with attending(self.model, kind.format):
+                return super()._model_generate(context, max_length, stop, **generation_kwargs)
+
+    return SlimKVLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+
+def vllm_lm(bench: Workbench, format: str) -> LM:
+    """The harness's own vLLM model, with slimkv's pages in the engine and prefix caching on."""
+    _import_lm_eval()
+    from lm_eval.models.vllm_causallms import VLLM as VLLMModel
+
+    from slimkv.lab.suite.vllm_engine import engine_arguments
+
+    arguments = engine_arguments(bench, format, None)
+    return VLLMModel(pretrained=arguments.pop("model"), **arguments)
+
+
+@lru_cache(maxsize=4)
+def _task_manager(task_folder: str | None) -> Any:
+    """It reads thousands of files, so it is made once."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=task_folder)
+
+
+def evaluate(model: LM, tasks: tuple[str, ...], limit: int | None, task_folder: str | None = None) -> dict[str, Any]:
+    """Scores of every task, and those of every example where the harness has one for each.
+
+    Returns ``{"results": {task: {metric: value}}, "samples": {task: {metric: [value of each example]}}}``.
+    """
+    lm_eval = _import_lm_eval()
+    if task_folder is not None and not Path(task_folder).is_dir():
+        raise InputError(f"there is no folder {task_folder} with task definitions")
+    manager = _task_manager(task_folder)
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise InputError(
+            f"lm-evaluation-harness knows no task {', '.join(unknown)}; python -m lm_eval ls tasks lists them"
+        )
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=0, log_samples=True
+    )
+    if found is None:
+        raise InputError("lm-evaluation-harness gave no result in this process")
+    results = {task: _numbers(scores) for task, scores in found["results"].items()}
+    samples = {task: _each(rows) for task, rows in found.get("samples", {}).items()}
+    return {"results": {task: scores for task, scores in results.items() if scores}, "samples": samples}
+
+
+def _numbers(scores: dict[str, Any]) -> dict[str, float]:
+    """``acc,none`` -> ``acc``; standard errors and names are left out."""
+    out = {}
+    for name, value in scores.items():
+        metric, _, filtered = name.partition(",")
+        if not filtered or metric.endswith("_stderr") or isinstance(value, (str, bool)) or not _is_number(value):
+            continue
+        out[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value)
+    return out
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return float(value) == float(value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _each(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Values of every example, in the order of the examples, for metrics that are one number each."""
+    first = min((row.get("filter", "none") for row in rows), key=lambda name: name != "none", default="none")
+    kept = sorted((row for row in rows if row.get("filter", "none") == first), key=lambda row: row["doc_id"])
+    names = kept[0].get("metrics", []) if kept else []
+    out = {}
+    for name in names:
+        values = [row.get(name) for row in kept]
+        if all(isinstance(value, (int, float)) or getattr(value, "shape", None) == () for value in values):
+            label = name if first == "none" else f"{name} ({first})"
+            out[label] = [float(value) for value in values if value is not None]
+    return out
+
+
+def run_lm_eval(bench: Workbench, format: str, progress: Progress) -> dict[str, Any]:
+    """The tasks of the settings with one cache."""
+    settings = bench.settings
+    progress(f"lm-evaluation-harness: {format}", 0, 1)
+    if settings.engine == VLLM:
+        bench.release()
+        model = vllm_lm(bench, format)
+    else:
+        model = slimkv_lm(bench.loaded.model, bench.loaded.tokenizer, bench.kind(format))
+    found = evaluate(model, settings.tasks, settings.size.limit, settings.task_folder)
+    return {"format": format, "mode": "stock" if format == RAW else STRICT, **found}

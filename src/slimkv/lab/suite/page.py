@@ -1,0 +1,258 @@
+"""``report.html`` of a run: one self-contained page."""
+
+from __future__ import annotations
+
+from html import escape
+
+from slimkv.lab.demo.report import quality_plot
+from slimkv.lab.evals.harness import RAW
+from slimkv.lab.report.charts import Axis, Bar, Estimate, Series, bars, chart, intervals, shaded
+from slimkv.lab.report.page import Plot, document, plot_cards, table, table_of_lines, td, tile, versions_line
+from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE
+from slimkv.lab.suite.summary import Document, first_part, parts_of
+from slimkv.lab.suite.words import words
+
+_TONE = {NOT_DISTINGUISHABLE: "same", "worse": "worse", "better": "better"}
+
+
+def _rows(results: Document, *needed: str) -> list[Document]:
+    return [row for row in results["summary"]["rows"] if all(row.get(name) is not None for name in needed)]
+
+
+def _quality_plot(results: Document) -> list[Plot]:
+    rows = [row for row in _rows(results, "kl", "bytes_per_token") if row["format"] != RAW]
+    return [quality_plot([(row["format"], row["bytes_per_token"], row["kl"]) for row in rows])] if rows else []
+
+
+def _answers_plot(results: Document) -> list[Plot]:
+    found = []
+    for row in _rows(results, "answers"):
+        word = row["answers_test"]["verdict"] if "answers_test" in row else None
+        share, tone = row["answers"], "raw" if row["format"] == RAW else _TONE.get(word or "", "same")
+        found.append(Estimate(row["format"], share["value"], share["low"], share["high"], tone))
+    if not found:
+        return []
+    told = "Share of questions answered exactly, with 95% intervals; shaded: raw's. Grey: not distinguishable from raw."
+    return [("Synthetic tasks", told, intervals("exact match over all tasks and lengths", found))]
+
+
+def _position_plot(results: Document) -> list[Plot]:
+    found = first_part(results, "positions")
+    if found is None:
+        return []
+    middles = [(a + b) / 2 for a, b in zip((0, *found["edges"][:-1]), found["edges"], strict=True)]
+    series = [Series(row["format"], middles, [max(kl, 1e-7) for kl in row["kl"]]) for row in found["rows"]]
+    svg = chart("KL divergence by position", Axis("position"), Axis("KL divergence to raw, nats", log=True), series)
+    return [("Over a long text", "What a format costs as the context grows.", svg)]
+
+
+def _length_plot(results: Document) -> list[Plot]:
+    right: dict[str, dict[int, list[int]]] = {}
+    for row in results["summary"]["tasks"]:
+        cell = right.setdefault(row["format"], {}).setdefault(row["length"], [0, 0])
+        cell[0] += row["right"]
+        cell[1] += row["asked"]
+    if not right or max(len(lengths) for lengths in right.values()) < 2:
+        return []
+    series = [
+        Series(name, list(lengths), [100 * a / b for a, b in lengths.values()]) for name, lengths in right.items()
+    ]
+    svg = chart("Tasks by length", Axis("tokens of context", log=True), Axis("exact match", unit="%"), series)
+    return [("Tasks by length", "Share of questions answered exactly, all tasks together.", svg)]
+
+
+def _speed_plots(results: Document) -> list[Plot]:
+    plots: list[Plot] = []
+    if decoded := _rows(results, "decode"):
+        lines = [
+            Bar(row["format"], row["decode"]["tokens_per_second"], f"{row['decode']['tokens_per_second']:.1f} "
+                f"({row['decode']['over_stock']:.2f}x)", row["format"] == RAW)
+            for row in decoded
+        ]  # fmt: skip
+        context = next(iter(parts_of(results, "generate")))["settings"]["context"]
+        told = f"Tokens per second of generate with {context:,} tokens in the cache, and over the stock cache."
+        plots.append(("Decoding", told, bars("tokens per second", lines)))
+    if fitting := _rows(results, "tokens_fit"):
+        lines = [Bar(r["format"], r["tokens_fit"], f"{r['tokens_fit']:,}", r["format"] == RAW) for r in fitting]
+        told = f"Tokens of one sequence in {results['settings']['memory']}, scales and page padding included."
+        plots.append(("Tokens that fit", told, bars("tokens", lines)))
+    return plots
+
+
+def _tag(test: Document | None, shape: str) -> str:
+    if test is None:
+        return "<td></td>"
+    told = f"{shape.format(test['low'])} to {shape.format(test['high'])}, p {test['p_corrected']:.2g}"
+    style = _TONE[test["verdict"]]
+    word = test["verdict"] if style == "same" else f"{test['verdict']}"
+    return (
+        f'<td title="{escape(told)}">{escape(shape.format(test["difference"]))} '
+        f'<span class="tag {style}">{escape(word)}</span></td>'
+    )
+
+
+def _costs(results: Document) -> str:
+    """The big table, caches of equal bytes together."""
+    rows = {row["format"]: row for row in results["summary"]["rows"]}
+    order = [name for group in results["summary"]["groups"] for name in group] or list(rows)
+    firsts = {group[0] for group in results["summary"]["groups"][1:]}
+    columns = [
+        ("bytes per token", lambda r: td(r.get("bytes_per_token"), "{:,.0f}"), "bytes_per_token"),
+        ("smaller than bf16", lambda r: td(r.get("smaller"), "{:.2f}x"), "smaller"),
+        ("KL", lambda r: td(r.get("kl"), "{:.4f}"), "kl"),
+        ("same next token", lambda r: td(r.get("top1"), "{:.1%}"), "top1"),
+        ("perplexity", lambda r: td(r.get("perplexity"), "{:.3f}"), "perplexity"),
+        ("perplexity over raw", lambda r: _tag(r.get("perplexity_test"), "{:+.2%}"), "perplexity_test"),
+        ("answers", lambda r: td(r.get("answers"), "{0[right]}/{0[asked]}"), "answers"),
+        ("answers over raw", lambda r: _tag(r.get("answers_test"), "{:+.1%}"), "answers_test"),
+        ("needles", lambda r: td(r.get("needle"), "{0[found]}/{0[tried]}"), "needle"),
+        ("decode tokens/s", lambda r: td(r.get("decode"), "{0[tokens_per_second]:.1f}"), "decode"),
+        ("prefill s", lambda r: td(r.get("decode"), "{0[prefill_seconds]:.2f}"), "decode"),
+    ]
+    kept = [(title, give) for title, give, key in columns if any(row.get(key) is not None for row in rows.values())]
+    body = []
+    for name in [*order, *(name for name in rows if name not in order)]:
+        style = ' class="same-bytes"' if name in firsts else ""
+        cells = "".join(give(rows[name]) for _, give in kept)
+        body.append(f"<tr{style}><td>{escape(name)}</td>{cells}</tr>")
+    told = (
+        "A line separates caches of different bytes. Intervals and corrected p-values show under the mouse. "
+        "Perplexity is tested by a paired bootstrap over blocks of tokens; answers by McNemar's test and a paired "
+        "bootstrap over contexts, whichever p-value is larger; both are corrected for the number of caches (Holm)."
+    )
+    return table_of_lines(["cache", *(title for title, _ in kept)], body, "costs", note=told)
+
+
+def _task_grid(results: Document) -> str:
+    found = results["summary"]["tasks"]
+    if not found:
+        return ""
+    names = list(dict.fromkeys(row["format"] for row in found))
+    by_key = {(row["task"], row["length"], row["format"]): row for row in found}
+    lines = []
+    for task, length in dict.fromkeys((row["task"], row["length"]) for row in found):
+        cells = [f"<td>{escape(task)}, {length:,} tokens</td>"]
+        for name in names:
+            row = by_key.get((task, length, name))
+            if row is None:
+                cells.append("<td></td>")
+                continue
+            tip = f"{row['value']:.0%} ({row['low']:.0%} to {row['high']:.0%})"
+            tip += f"; {row['test']['verdict']} (p {row['test']['p']:.2g})" if "test" in row else ""
+            cells.append(shaded(row["value"], f"{row['right']}/{row['asked']}", tip))
+        lines.append(cells)
+    return "<h2>Task by task</h2>" + table(["task", *names], lines, "tasks", "grid-table")
+
+
+def _needle_grid(results: Document) -> str:
+    cells = [cell for part in parts_of(results, "needle") for cell in part["cells"]]
+    if not cells:
+        return ""
+    columns = list(dict.fromkeys((cell["context"], cell["depth"]) for cell in cells))
+    by_key = {(cell["format"], cell["context"], cell["depth"]): cell for cell in cells}
+    lines = []
+    for name in dict.fromkeys(cell["format"] for cell in cells):
+        line = [f"<td>{escape(name)}</td>"]
+        for context, depth in columns:
+            cell = by_key[name, context, depth]
+            line.append(shaded(cell["found"] / cell["tried"], f"{cell['found']}/{cell['tried']}"))
+        lines.append(line)
+    head = ["needles found", *(f"{context:,} at {depth:.0%}" for context, depth in columns)]
+    return "<h2>Needle in a haystack</h2>" + table(head, lines, "needle", "grid-table")
+
+
+def _lm_eval_table(results: Document) -> str:
+    rows = _rows(results, "lm_eval")
+    if not rows:
+        return ""
+    scores = list(dict.fromkeys((t, m) for row in rows for t, found in row["lm_eval"].items() for m in found))
+    lines = []
+    for row in rows:
+        line, tests = [f"<td>{escape(row['format'])}</td>"], row.get("lm_eval_tests", {})
+        for task, metric in scores:
+            value = row["lm_eval"].get(task, {}).get(metric)
+            test = tests.get(f"{task}/{metric}")
+            tag = f' <span class="tag {_TONE[test["verdict"]]}">{escape(test["verdict"])}</span>' if test else ""
+            line.append(f"<td>{'' if value is None else f'{value:.4f}'}{tag}</td>")
+        lines.append(line)
+    head = ["cache", *(f"{task}: {metric}" for task, metric in scores)]
+    return "<h2>lm-evaluation-harness</h2>" + table(head, lines, "lm-eval")
+
+
+def _speed_tables(results: Document) -> str:
+    out = ""
+    if (attend := first_part(results, "attend")) is not None:
+        lines = [
+            [td(row["cell"]), td(row["format"]), td(row["ms"], "{:.3f}"), td(row["fraction_of_copy"], "{:.0%}"),
+             td(", ".join(f"{b['name']} {b['ratio']:.2f}x" for b in row["baselines"] if b["ratio"] is not None))]
+            for row in attend["rows"]
+        ]  # fmt: skip
+        head = ["cell", "format", "milliseconds", "of copy bandwidth", "time of others over slimkv's"]
+        out += "<h2>Attention on pages</h2>" + table(head, lines, "attend")
+    if serving := _rows(results, "serving"):
+        lines = [
+            [td(row["format"]), *(td(row["serving"][key], shape) for key, shape in (
+                ("kv_tokens", "{:,}"), ("decode_tokens_per_second", "{:,.0f}"), ("time_to_first_token_p50", "{:.3f}")))]
+            for row in serving
+        ]  # fmt: skip
+        head = ["cache", "tokens the engine holds", "decode tokens/s", "time to first token, median s"]
+        out += "<h2>vLLM under load</h2>" + table(head, lines, "serving")
+    return out
+
+
+def _tiles(results: Document) -> str:
+    rows = {row["format"]: row for row in results["summary"]["rows"]}
+    packed = [row for row in rows.values() if row["format"] != RAW]
+    tiles = []
+    lossless = [
+        row for row in packed
+        if all(row[key]["verdict"] == NOT_DISTINGUISHABLE for key in ("answers_test", "lm_eval_tests") if key in row
+               and "verdict" in row[key])
+        and "answers_test" in row and row.get("smaller")
+    ]  # fmt: skip
+    if lossless:
+        best = max(lossless, key=lambda row: (row["smaller"], -row.get("kl", 0.0)))
+        told = f"smaller than bf16: {best['format']}, answers to the tasks {NOT_DISTINGUISHABLE} from raw"
+        tiles.append(tile(f"{best['smaller']:.2f}x", told))
+    for calibrated, other in (("k4v4+cal", "turboquant_4bit_nc"), ("k3v3+cal", "turboquant_3bit_nc")):
+        if rows.get(calibrated, {}).get("kl") and rows.get(other, {}).get("kl"):
+            told = f"the KL divergence of {calibrated} over that of {other}, at about equal bytes"
+            tiles.append(tile(f"{rows[calibrated]['kl'] / rows[other]['kl']:.2f}x", told))
+    asked = rows[RAW].get("answers")
+    if asked:
+        tiles.append(tile(f"{asked['asked']} questions", f"asked of every cache; raw answers {asked['value']:.0%}"))
+    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
+
+
+def _failures(results: Document) -> str:
+    failed = [part for part in results["parts"] if part["status"] == "failed"]
+    if not failed:
+        return ""
+    lines = "".join(f"<li><b>{escape(p['title'])}</b>: {escape(p['error'].splitlines()[0])}</li>" for p in failed)
+    return f'<div class="card failed after"><h3>Failed</h3><ul class="words">{lines}</ul></div>'
+
+
+def _parts_table(results: Document) -> str:
+    lines = [[td(p["title"]), td(p["status"]), td(p["seconds"], "{:.1f}")] for p in results["parts"]]
+    return "<h2>What was run</h2>" + table(["part", "status", "seconds"], lines, "parts")
+
+
+def html(results: Document) -> str:
+    """The page."""
+    plots = [*_quality_plot(results), *_answers_plot(results), *_position_plot(results), *_length_plot(results),
+             *_speed_plots(results)]  # fmt: skip
+    run, told = results["run"], "".join(f"<li>{escape(line)}</li>" for line in words(results))
+    versions = versions_line(run["versions"])
+    calibration = first_part(results, "calibration")
+    on = f"Calibrated on {calibration['source']}. " if calibration is not None else ""
+    body = f"""<h1>slimkv suite {escape(results["suite"])}: {escape(results["model"])}</h1>
+<div class="sub">{escape(results["engine"])}, {escape(run["device"])}, {run["cpu_threads"]} threads,
+{escape(run["date"])}</div>
+{_tiles(results)}{_failures(results)}
+{plot_cards(plots)}
+<h2>What each cache costs</h2>
+{_costs(results)}
+<h2>In words</h2><div class="card"><ul class="words">{told}</ul></div>
+{_task_grid(results)}{_needle_grid(results)}{_lm_eval_table(results)}{_speed_tables(results)}{_parts_table(results)}
+<footer>{escape(on)}Command: {escape(run["command"])}. {escape(versions)}. {results["seconds"]:.0f} seconds.</footer>"""
+    return document(f"slimkv suite: {results['model']}", body)

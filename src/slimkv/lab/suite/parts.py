@@ -1,0 +1,352 @@
+"""The parts of a run: each measures one thing for every cache and gives a JSON document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, Progress, bytes_per_token
+from slimkv.lab.suite.settings import SMOKE, TRANSFORMERS, VLLM, SuiteSettings
+from slimkv.lab.suite.tasks import TASKS
+from slimkv.lab.suite.workbench import Workbench
+
+Data = dict[str, Any]
+BLOCK = 32  # tokens whose losses are drawn together in the bootstrap
+_START = 20_000  # what starting an engine costs, in tokens read
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to measure."""
+
+    name: str  # also of its file
+    kind: str  # one of ``settings.PARTS``
+    title: str
+    settings: Data  # what decides its result, beside the model and the versions
+    weight: float  # what it is expected to take, in tokens that the model reads
+    run: Callable[[Workbench, Progress], Data]
+
+
+def plan_parts(bench: Workbench) -> tuple[list[Part], list[str]]:
+    """The parts of a run in order, and notes on what was left out and why."""
+    settings, notes = bench.settings, list[str]()
+    makers: dict[str, Callable[[Workbench, list[str]], list[Part]]] = {
+        "memory": _memory, "agreement": _agreement, "positions": _positions, "needle": _needle, "tasks": _tasks,
+        "lm-eval": _lm_eval, "generate": _generate, "attend": _attend, "serve": _serve,
+    }  # fmt: skip
+    in_process = ("agreement", "positions", "needle", "generate")
+    parts = []
+    for kind, make in makers.items():
+        if kind not in settings.parts:
+            continue
+        if settings.engine != TRANSFORMERS and kind in in_process:
+            continue
+        if kind == "serve" and settings.engine != VLLM:
+            continue
+        parts += make(bench, notes)
+    return parts, notes
+
+
+def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[str]) -> list[int]:
+    """The lengths that the model's positions allow."""
+    limit = bench.max_positions
+    kept = [length for length in lengths if limit is None or length <= limit]
+    if dropped := [length for length in lengths if length not in kept]:
+        told = ", ".join(f"{length:,}" for length in dropped)
+        notes.append(f"{what}: {told} tokens are left out, the model has {limit:,} positions")
+    return kept
+
+
+def _window(bench: Workbench, tokens: int, what: str, notes: list[str]) -> int:
+    """Tokens of a window that the model's positions and the text allow."""
+    allowed = min(tokens, bench.text_tokens, bench.max_positions or tokens)
+    if allowed < tokens:
+        why = "the text" if allowed == bench.text_tokens else "the model's positions"
+        notes.append(f"{what}: {allowed:,} tokens in place of {tokens:,}, which {why} does not reach")
+    return allowed
+
+
+def _reading(settings: SuiteSettings, tokens: float) -> float:
+    return tokens * len(settings.formats)
+
+
+def _memory(bench: Workbench, notes: list[str]) -> list[Part]:
+    settings = bench.settings
+
+    def run(bench: Workbench, progress: Progress) -> Data:
+        from slimkv.memory_plan import make_plan, parse_size, shape_of
+
+        shape = shape_of(bench.config.to_dict())
+        names = {format: format.removesuffix(WITH_CALIBRATION) for format in bench.formats}
+        plan = make_plan(shape, list(dict.fromkeys(names.values())), parse_size(settings.memory))
+        rows = {row.format: asdict(row) for row in plan.formats}
+        return {"memory_bytes": plan.memory_bytes, "formats": {name: rows[plain] for name, plain in names.items()}}
+
+    given = {"formats": settings.formats, "memory": settings.memory}
+    return [Part("memory", "memory", "bytes per token, tokens that fit", given, 500, run)]
+
+
+def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
+    settings, size = bench.settings, bench.settings.size
+    tokens = _window(bench, size.window_tokens, "agreement", notes)
+    count = min(size.windows, bench.text_tokens // tokens)
+    if count < size.windows:
+        notes.append(
+            f"agreement: {count} windows in place of {size.windows}, the text is shorter; give a longer --text"
+        )
+
+    def run(bench: Workbench, progress: Progress) -> Data:
+        from slimkv.lab.evals.agreement import measure_agreement
+        from slimkv.lab.evals.texts import token_windows
+
+        losses: dict[str, list[float]] = {}
+        counts: list[int] = []
+
+        def observe(format: str, window: int, found: Tensor) -> None:
+            blocks = found.split(BLOCK)
+            losses.setdefault(format, []).extend(float(block.sum()) for block in blocks)
+            if format == RAW:
+                counts.extend(len(block) for block in blocks)
+
+        windows = token_windows(bench.tokenizer, bench.text, count, tokens)
+        packed = [kind.name for kind in bench.kinds()[1:]]
+        report = measure_agreement(
+            bench.loaded.model, windows, packed, name=settings.model, progress=progress,
+            calibration=_used(bench, packed), observe=observe,
+        )  # fmt: skip
+        return {**asdict(report), "block_losses": losses, "block_tokens": counts}
+
+    given = {"formats": settings.formats, "windows": count, "tokens": tokens, "text": bench.text_digest}
+    weight = _reading(settings, count * tokens)
+    return [Part("agreement", "agreement", "perplexity, agreement, KL divergence", given, weight, run)]
+
+
+def _used(bench: Workbench, names: list[str]) -> Any:
+    """The calibration, where one of the formats is calibrated; without it all of them would be."""
+    return bench.calibration if any(name.endswith(WITH_CALIBRATION) for name in names) else None
+
+
+def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
+    settings = bench.settings
+    tokens = _window(bench, settings.size.position_tokens, "positions", notes)
+
+    def run(bench: Workbench, progress: Progress) -> Data:
+        from slimkv.lab.evals.positions import measure_positions
+        from slimkv.lab.evals.texts import token_windows
+
+        windows = token_windows(bench.tokenizer, bench.text, 1, tokens)
+        packed = [kind.name for kind in bench.kinds()[1:]]
+        report = measure_positions(
+            bench.loaded.model, windows, packed, name=settings.model, calibration=_used(bench, packed),
+            progress=progress,
+        )  # fmt: skip
+        return asdict(report)
+
+    given = {"formats": settings.formats, "tokens": tokens, "text": bench.text_digest}
+    weight = _reading(settings, tokens * (1 + tokens / 8192))
+    return [Part("positions", "positions", f"KL divergence by position to {tokens:,}", given, weight, run)]
+
+
+def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
+    settings, depths = bench.settings, bench.settings.size.needle_depths
+
+    def at(context: int) -> Part:
+        def run(bench: Workbench, progress: Progress) -> Data:
+            from slimkv.lab.evals.harness import STRICT
+            from slimkv.lab.evals.needle import measure_needle
+
+            packed = [kind.name for kind in bench.kinds()[1:]]
+            report = measure_needle(
+                bench.loaded.model, bench.tokenizer, bench.text, packed, contexts=[context], depths=depths,
+                name=settings.model, mode=STRICT, progress=progress, calibration=_used(bench, packed),
+            )  # fmt: skip
+            return asdict(report)
+
+        given = {"formats": settings.formats, "context": context, "depths": depths, "text": bench.text_digest}
+        weight = _reading(settings, 4 * len(depths) * (context + 100))
+        return Part(f"needle-{context}", "needle", f"needle grid at {context:,} tokens", given, weight, run)
+
+    fitting = _fitting(bench, settings.size.needle_contexts, "needle", notes)
+    if long := [context for context in fitting if context > bench.text_tokens]:
+        told = ", ".join(f"{context:,}" for context in long)
+        notes.append(f"needle: contexts of {told} tokens are left out, the text is shorter; give a longer --text")
+    return [at(context) for context in fitting if context not in long]
+
+
+def task_contexts(bench: Workbench, task: str, length: int) -> list[Any]:
+    """The contexts of a task and length."""
+    size = bench.settings.size
+    return [bench.tasks.make(task, length, n, size.questions, bench.settings.seed) for n in range(size.contexts)]
+
+
+def task_items(contexts: list[Any]) -> list[Data]:
+    """What identifies each question, and what it is grouped by."""
+    return [
+        {"task": context.task, "length": context.length, "context": number, "question": q, "depth": question.depth}
+        for number, context in enumerate(contexts)
+        for q, question in enumerate(context.questions)
+    ]
+
+
+def _tasks(bench: Workbench, notes: list[str]) -> list[Part]:
+    settings, size = bench.settings, bench.settings.size
+    lengths = _fitting(bench, size.lengths, "tasks", notes)
+    given = {"contexts": size.contexts, "questions": size.questions, "seed": settings.seed, "text": bench.text_digest}
+    if settings.engine == VLLM:
+        return _tasks_in_vllm(bench, lengths, given)
+
+    def of(task: str, length: int) -> Part:
+        def run(bench: Workbench, progress: Progress) -> Data:
+            from slimkv.lab.suite.answers import answer_context
+
+            contexts, kinds = task_contexts(bench, task, length), bench.kinds()
+            answers: dict[str, Data] = {kind.name: {"exact": [], "nll": []} for kind in kinds}
+            steps = len(contexts) * len(kinds)
+            for number, context in enumerate(contexts):
+                for which, kind in enumerate(kinds):
+                    progress(f"{task} at {length:,}: {kind.name}", number * len(kinds) + which, steps)
+                    for exact, nll in answer_context(bench.loaded.model, kind, context):
+                        answers[kind.name]["exact"].append(exact)
+                        answers[kind.name]["nll"].append(nll)
+            progress(task, steps, steps)
+            return {"items": task_items(contexts), "answers": answers}
+
+        weight = _reading(settings, size.contexts * (length + 40 * size.questions))
+        more = {"formats": settings.formats, "task": task, "length": length}
+        return Part(f"tasks-{task}-{length}", "tasks", f"{task} at {length:,} tokens", {**given, **more}, weight, run)
+
+    return [of(task, length) for length in lengths for task in TASKS]
+
+
+def _tasks_in_vllm(bench: Workbench, lengths: list[int], given: Data) -> list[Part]:
+    """One part for each format: an engine is started once and answers everything."""
+    size = bench.settings.size
+
+    def of(format: str) -> Part:
+        def run(bench: Workbench, progress: Progress) -> Data:
+            from slimkv.lab.suite.vllm_engine import run_engine
+
+            contexts = [task_contexts(bench, task, length) for length in lengths for task in TASKS]
+            bench.release()
+            found = run_engine(bench, format, [one for several in contexts for one in several], progress)
+            items = [item for several in contexts for item in task_items(several)]
+            return {"items": items, "answers": {format: {"exact": found.pop("exact"), "nll": None}}, "engine": found}
+
+        weight = _START + len(TASKS) * sum(size.contexts * (length + 40 * size.questions) for length in lengths)
+        more = {"format": format, "lengths": lengths}
+        return Part(f"tasks-vllm-{format}", "tasks", f"tasks through vLLM: {format}", {**given, **more}, weight, run)
+
+    return [of(format) for format in bench.settings.formats]
+
+
+def _lm_eval(bench: Workbench, notes: list[str]) -> list[Part]:
+    settings, size = bench.settings, bench.settings.size
+
+    def of(format: str) -> Part:
+        def run(bench: Workbench, progress: Progress) -> Data:
+            from slimkv.lab.suite.lm_eval import run_lm_eval
+
+            return run_lm_eval(bench, format, progress)
+
+        given = {"format": format, "tasks": settings.tasks, "limit": size.limit, "folder": settings.task_folder}
+        title = f"lm-evaluation-harness: {format}"
+        return Part(f"lm-eval-{format}", "lm-eval", title, given, _START * len(settings.tasks), run)
+
+    return [of(format) for format in settings.formats] if settings.tasks else []
+
+
+def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
+    settings, size = bench.settings, bench.settings.size
+    rounds, new = size.decode_rounds, size.decode_tokens
+    room = (bench.max_positions or math.inf) - (new + 4) * (rounds + 1)
+    context = int(min(size.decode_context, max(room, 16)))
+
+    def run(bench: Workbench, progress: Progress) -> Data:
+        from slimkv.lab.bench.generate import GenerateSettings, time_generation
+
+        packed = tuple(kind.name for kind in bench.kinds()[1:])
+        wanted = GenerateSettings(
+            model=settings.model, context=context, new_tokens=new, rounds=rounds, formats=packed, dtype=settings.dtype,
+            device=settings.device,
+        )  # fmt: skip
+        model = bench.loaded.model
+        report = asdict(time_generation(wanted, model, _used(bench, list(packed))))
+        del report["run"]  # the whole run has one
+        cache_bytes = {}
+        for kind in bench.kinds():
+            cache_bytes[kind.name] = _one_token_bytes(model, kind)
+        return {**report, "bytes_per_token": cache_bytes}
+
+    given = {"formats": settings.formats, "context": context, "new_tokens": new, "rounds": rounds}
+    weight = _reading(settings, rounds * (context + 25.0 * (2 * new + 2)))
+    return [Part("generate", "generate", f"decoding speed at {context:,} tokens", given, weight, run)]
+
+
+def _one_token_bytes(model: Any, kind: Any) -> float:
+    import torch
+
+    from slimkv.lab.evals.harness import STRICT, attending
+
+    cache = kind.new(model, STRICT)
+    with attending(model, kind.format), torch.no_grad():
+        model(torch.ones(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    return bytes_per_token(cache)
+
+
+def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
+    settings = bench.settings
+    cells = [] if settings.name == SMOKE or settings.device != "cpu" else ["decode-*", "prefill-*"]
+    small = settings.name == SMOKE
+
+    def run(bench: Workbench, progress: Progress) -> Data:
+        import json
+
+        from slimkv.lab.bench.attention import bench_attend
+        from slimkv.lab.bench.options import Options
+
+        report = bench_attend(Options(cells=cells, device=settings.device, small=small), lambda step: None)
+        return json.loads(report.to_json())
+
+    given = {"cells": cells, "small": small}
+    weight = 4000 if settings.device == "cpu" and small else 2 * _START
+    return [Part("attend", "attend", "attention on pages", given, weight, run)]
+
+
+def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
+    """Engines under load with a model of random weights: the memory and the speed are those of its shape."""
+    from slimkv.lab.bench.serve import DTYPES
+
+    settings, on_gpu = bench.settings, bench.settings.device != "cpu"
+    plain = [f for f in settings.formats if f != RAW and not f.endswith(WITH_CALIBRATION)]
+    sizes: Data = {"dtype": settings.dtype}
+    if not on_gpu:
+        sizes |= {
+            "shape": "tiny", "context": 512, "requests": 3, "output": 8, "most_requests": 4, "arrivals": 6,
+            "rate": 4.0, "eager": True,
+        }  # fmt: skip
+        if dropped := [f for f in plain if f == "fp8" or f.startswith("turboquant")]:
+            notes.append(f"serve: {', '.join(dropped)} are vLLM's own caches, which need a GPU")
+        plain = [f for f in plain if f not in dropped]
+
+    def of(system: str) -> Part:
+        def run(bench: Workbench, progress: Progress) -> Data:
+            import json
+
+            from slimkv.lab.bench.serve import ServeSettings, bench_serve
+            from slimkv.lab.suite.vllm_engine import EngineError
+
+            bench.release()
+            wanted = ServeSettings(systems=(system,), **sizes)
+            report = json.loads(bench_serve(wanted, lambda step: None, "", bench.folder / "serve").to_json())
+            if "error" in report["systems"][system]:
+                raise EngineError(report["systems"][system]["error"])
+            return report
+
+        title = f"vLLM under load: {system}"
+        return Part(f"serve-{system}", "serve", title, {"system": system, **sizes}, 2 * _START, run)
+
+    return [of(system) for system in (DTYPES[settings.dtype], *plain)]

@@ -1,0 +1,192 @@
+"""From the parts of a run to one row for every cache: bytes, tokens that fit, quality with tests, speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from slimkv.lab.evals.harness import RAW
+from slimkv.lab.suite.statistics import PairedTest, holm, paired_answers, paired_losses, verdict, wilson
+
+Document = dict[str, Any]
+_EQUAL = 1.08  # bytes of caches that are compared as equals differ by less
+
+
+def parts_of(document: Document, kind: str) -> list[Document]:
+    """The data of the finished parts of a kind."""
+    return [part["data"] for part in document["parts"] if part["kind"] == kind and part["data"] is not None]
+
+
+def first_part(document: Document, kind: str) -> Document | None:
+    """The data of the first of them."""
+    return next(iter(parts_of(document, kind)), None)
+
+
+def summarise(document: Document) -> Document:
+    """The rows, by cache and by task."""
+    rows: dict[str, Document] = {name: {"format": name} for name in document["formats"]}
+    _add_memory(document, rows)
+    _add_agreement(document, rows)
+    _add_needle(document, rows)
+    questions = Questions(document)
+    _add_answers(questions, rows)
+    _add_speed(document, rows)
+    _add_lm_eval(document, rows)
+    _add_serving(document, rows)
+    return {"rows": list(rows.values()), "tasks": questions.table(), "groups": equal_bytes(list(rows.values()))}
+
+
+def equal_bytes(rows: Sequence[Document]) -> list[list[str]]:
+    """Names of caches of about equal bytes, the largest first; a cache that has no equal is alone."""
+    sized = sorted((row for row in rows if row.get("bytes_per_token")), key=lambda row: -row["bytes_per_token"])
+    groups: list[list[Document]] = []
+    for row in sized:
+        if groups and groups[-1][0]["bytes_per_token"] / row["bytes_per_token"] < _EQUAL:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [[row["format"] for row in group] for group in groups]
+
+
+def _add_memory(document: Document, rows: dict[str, Document]) -> None:
+    memory = first_part(document, "memory")
+    for name, row in rows.items():
+        if memory is not None and name in memory["formats"]:
+            plan = memory["formats"][name]
+            row["bytes_per_token"], row["smaller"] = plan["bytes_per_token"], plan["ratio_to_bf16"]
+            row["bits"], row["tokens_fit"] = plan["bits_per_number"], plan["tokens_per_sequence"]
+
+
+def _tested(rows: dict[str, Document], key: str, tests: dict[str, PairedTest], higher_is_better: bool) -> None:
+    """Adds the tests to the rows, with p-values corrected for their number, and the words."""
+    for (name, test), p in zip(tests.items(), holm([test.p for test in tests.values()]), strict=True):
+        words = verdict(test.difference, p, higher_is_better)
+        rows[name][key] = {**asdict(test), "p_corrected": p, "verdict": words}
+
+
+def _add_agreement(document: Document, rows: dict[str, Document]) -> None:
+    found = first_part(document, "agreement")
+    if found is None:
+        return
+    rows[RAW]["perplexity"] = found["raw_perplexity"]
+    for row in found["rows"]:
+        into = rows[row["format"]]
+        into.update({key: row[key] for key in ("perplexity", "over_raw", "kl", "kl_99", "top1")})
+    losses, counts = found["block_losses"], found["block_tokens"]
+    tests = {name: paired_losses(losses[RAW], losses[name], counts) for name in rows if name in losses and name != RAW}
+    for name, test in tests.items():
+        relative = (math.expm1(test.difference), math.expm1(test.low), math.expm1(test.high))
+        tests[name] = PairedTest(*relative, test.p)
+    _tested(rows, "perplexity_test", tests, higher_is_better=False)
+
+
+def _add_needle(document: Document, rows: dict[str, Document]) -> None:
+    cells = [cell for part in parts_of(document, "needle") for cell in part["cells"]]
+    for name, row in rows.items():
+        own = [cell for cell in cells if cell["format"] == name]
+        if own:
+            found, tried = sum(c["found"] for c in own), sum(c["tried"] for c in own)
+            row["needle"] = {"found": found, "tried": tried, **asdict(wilson(found, tried))}
+
+
+class Questions:
+    """Answers to the synthetic tasks, from one part for each task or one for each format."""
+
+    def __init__(self, document: Document) -> None:
+        self.exact: dict[str, dict[tuple[Any, ...], bool]] = {}
+        self.nll: dict[str, dict[tuple[Any, ...], float]] = {}
+        self.depths: dict[tuple[Any, ...], float] = {}
+        for part in parts_of(document, "tasks"):
+            keys = [(i["task"], i["length"], i["context"], i["question"]) for i in part["items"]]
+            self.depths.update(zip(keys, (item["depth"] for item in part["items"]), strict=True))
+            for name, answers in part["answers"].items():
+                self.exact.setdefault(name, {}).update(zip(keys, answers["exact"], strict=True))
+                if answers["nll"] is not None:
+                    self.nll.setdefault(name, {}).update(zip(keys, answers["nll"], strict=True))
+
+    @property
+    def names(self) -> list[str]:
+        """Caches that answered."""
+        return list(self.exact)
+
+    def test(self, name: str, keys: Iterable[tuple[Any, ...]]) -> PairedTest | None:
+        """A cache against the stock one on the questions ``keys`` that both have answered."""
+        both = [key for key in keys if key in self.exact.get(RAW, {}) and key in self.exact[name]]
+        if not both:
+            return None
+        raw, own = self.exact[RAW], self.exact[name]
+        return paired_answers([raw[k] for k in both], [own[k] for k in both], [k[:3] for k in both])
+
+    def table(self) -> list[Document]:
+        """A row for every cache, task and length, with Wilson's interval and the paired test."""
+        out = []
+        for name, answers in self.exact.items():
+            for task, length in dict.fromkeys(key[:2] for key in answers):
+                keys = [key for key in answers if key[:2] == (task, length)]
+                right = sum(answers[key] for key in keys)
+                row = {"format": name, "task": task, "length": length, "right": right, "asked": len(keys)}
+                row |= asdict(wilson(right, len(keys)))
+                test = self.test(name, keys) if name != RAW else None
+                if test is not None:
+                    row["test"] = {**asdict(test), "verdict": verdict(test.difference, test.p)}
+                out.append(row)
+        return out
+
+
+def _add_answers(questions: Questions, rows: dict[str, Document]) -> None:
+    tests = {}
+    for name in questions.names:
+        answers = questions.exact[name]
+        right = sum(answers.values())
+        rows[name]["answers"] = {"right": right, "asked": len(answers), **asdict(wilson(right, len(answers)))}
+        losses = questions.nll.get(name)
+        if losses:
+            rows[name]["answers"]["nll"] = math.fsum(losses.values()) / len(losses)
+        test = questions.test(name, answers) if name != RAW else None
+        if test is not None:
+            tests[name] = test
+    _tested(rows, "answers_test", tests, higher_is_better=True)
+
+
+def _add_speed(document: Document, rows: dict[str, Document]) -> None:
+    found = first_part(document, "generate")
+    for row in found["rows"] if found is not None else ():
+        name = RAW if row["cache"] == "DynamicCache" else row["cache"]
+        if name in rows:
+            rows[name]["decode"] = {
+                key: row[key] for key in ("tokens_per_second", "over_stock", "milliseconds_per_step", "prefill_seconds")
+            }
+
+
+def _add_lm_eval(document: Document, rows: dict[str, Document]) -> None:
+    samples: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for part in parts_of(document, "lm-eval"):
+        rows[part["format"]]["lm_eval"] = part["results"]
+        samples[part["format"]] = part["samples"]
+    raw = samples.get(RAW, {})
+    for name, tasks in samples.items():
+        if name == RAW:
+            continue
+        found = {}
+        for task, metrics in tasks.items():
+            for metric, values in metrics.items():
+                base = raw.get(task, {}).get(metric)
+                if base is None or len(base) != len(values) or not set(values) | set(base) <= {0.0, 1.0}:
+                    continue
+                test = paired_answers([x > 0 for x in base], [x > 0 for x in values], range(len(values)))
+                found[f"{task}/{metric}"] = {**asdict(test), "verdict": verdict(test.difference, test.p)}
+        rows[name]["lm_eval_tests"] = found
+
+
+def _add_serving(document: Document, rows: dict[str, Document]) -> None:
+    for part in parts_of(document, "serve"):
+        for system, found in part["systems"].items():
+            name = RAW if system in ("bf16", "fp32") else system
+            if name in rows:
+                rows[name]["serving"] = {
+                    "kv_tokens": found.get("kv_tokens"),
+                    "decode_tokens_per_second": (found.get("decode") or {}).get("decode_tokens_per_second"),
+                    "time_to_first_token_p50": (found.get("poisson") or {}).get("time_to_first_token_p50"),
+                }

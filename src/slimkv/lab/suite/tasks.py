@@ -1,0 +1,246 @@
+"""Synthetic long-context tasks in the manner of RULER (Hsieh et al., 2024), made from a seed: they need no data set.
+
+A context holds facts between sentences of a text, and several questions are asked about it. A question is answered when
+greedy decoding begins with exactly the answer's tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slimkv.errors import InputError
+from slimkv.lab.evals.texts import wants_bos
+from slimkv.lab.suite.vocabulary import ADJECTIVES, CITIES, FIRST_NAMES, JOBS, LAST_NAMES, LETTERS, NOUNS
+
+_SENTENCE = re.compile("[^.!?]+[.!?]+[\"'\u201d\u2019]?", re.S)
+_FACTS_SHARE = 0.5  # of a context at most; the rest is text
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked, the answer it must begin with, and the block of the context that holds it."""
+
+    suffix: str
+    answer: str
+    block: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A context before it has its length."""
+
+    header: str
+    blocks: list[str]  # in the order of the text
+    asks: list[Ask]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Token ids of a question and its answer; ``depth``: where in the context the answer stands, 0 to 1."""
+
+    suffix: tuple[int, ...]
+    answer: tuple[int, ...]
+    depth: float
+
+
+@dataclass(frozen=True)
+class Context:
+    """Token ids of a context, and the questions about it."""
+
+    task: str
+    length: int  # tokens that context, question and answer may take
+    prefix: tuple[int, ...]
+    questions: tuple[Question, ...]
+
+
+Builder = Callable[[random.Random, int, int], Draft]  # random numbers, blocks of facts that fit, questions
+
+
+def _number(source: random.Random) -> str:
+    return str(source.randint(10_000, 99_999))
+
+
+def _keys(source: random.Random, count: int) -> list[str]:
+    pairs = [f"{a}-{b}" for a in ADJECTIVES for b in NOUNS]
+    return source.sample(pairs, min(count, len(pairs)))
+
+
+def multikey(source: random.Random, room: int, questions: int) -> Draft:
+    """Many keys with a number each; which number belongs to a key?"""
+    keys = _keys(source, max(room, 1))
+    numbers = [_number(source) for _ in keys]
+    blocks = [f"The special magic number for {k} is {n}." for k, n in zip(keys, numbers, strict=True)]
+    asked = sorted(source.sample(range(len(keys)), min(questions, len(keys))))
+    told = "The special magic number for {} is"
+    asks = [Ask(f"\nQuestion: What is the special magic number for {keys[i]}?\nAnswer: {told.format(keys[i])}",
+                f" {numbers[i]}", i) for i in asked]  # fmt: skip
+    return Draft("Some special magic numbers are hidden within the following text. Memorize them.\n", blocks, asks)
+
+
+def multivalue(source: random.Random, room: int, questions: int) -> Draft:
+    """Several numbers for each key, in different places; all of them are asked for, in the order of the text."""
+    each = 2 if room < 32 else 4
+    keys = _keys(source, max(room // each, 1))
+    placed = [key for key in keys for _ in range(each)]
+    source.shuffle(placed)
+    numbers = [_number(source) for _ in placed]
+    blocks = [f"One of the special magic numbers for {k} is {n}." for k, n in zip(placed, numbers, strict=True)]
+    asks = []
+    for key in source.sample(keys, min(questions, len(keys))):
+        where = [i for i, other in enumerate(placed) if other == key]
+        told = f"The special magic numbers for {key} are, in the order of the text,"
+        question = f"\nQuestion: What are all the special magic numbers for {key}?\nAnswer: {told}"
+        asks.append(Ask(question, f" {' and '.join(numbers[i] for i in where)}", where[0]))
+    return Draft("Some special magic numbers are hidden within the following text. Memorize them.\n", blocks, asks)
+
+
+def variables(source: random.Random, room: int, questions: int) -> Draft:
+    """Chains of assignments; what is the value of a variable, up to three hops from its number?"""
+    hops = min(4, max(room, 1))
+    count = max(1, min(room // hops, 100))
+    names: set[str] = set()
+    while len(names) < count * hops:
+        names.add("".join(source.choices(LETTERS, k=4)))
+    pool = sorted(names)
+    source.shuffle(pool)
+    chains = [pool[i * hops : (i + 1) * hops] for i in range(count)]
+    values = [_number(source) for _ in chains]
+    order = [number for number in range(count) for _ in range(hops)]
+    source.shuffle(order)  # chains are interwoven; a chain's own assignments stay in order
+    blocks, placed, at = [], [], [0] * count
+    for number in order:
+        step, chain = at[number], chains[number]
+        right = f"number {values[number]}" if step == 0 else f"same number as variable {chain[step - 1]}"
+        blocks.append(f"Variable {chain[step]} has the {right}.")
+        placed.append((chain[step], values[number]))
+        at[number] += 1
+    asks = []
+    for index in sorted(source.sample(range(len(placed)), min(questions, len(placed)))):
+        name, value = placed[index]
+        question = f"\nQuestion: Which number does variable {name} have?\nAnswer: Variable {name} has the number"
+        asks.append(Ask(question, f" {value}", index))
+    return Draft("Variables are given numbers within the following text. Keep track of them.\n", blocks, asks)
+
+
+def common_words(source: random.Random, room: int, questions: int) -> Draft:
+    """Lists of words, one of which comes again and again; which one?"""
+    count = max(1, min(questions, room, len(LETTERS)))
+    size = max(8, 3 * room // count)  # words of a list
+    blocks, asks = [], []
+    for number in range(count):
+        common, *others = source.sample(NOUNS, len(NOUNS))
+        words = [common] * (size // 2) + [others[i % len(others)] for i in range(size - size // 2)]
+        source.shuffle(words)
+        letter = LETTERS[number]
+        blocks.append(f"List {letter}: {', '.join(words)}.")
+        question = f"\nQuestion: Which word is the most common one in list {letter}?\nAnswer: The most common word in"
+        asks.append(Ask(f"{question} list {letter} is", f" {common}", number))
+    return Draft("Here are lists of words. Remember which word is the most common one in each.\n", blocks, asks)
+
+
+def documents(source: random.Random, room: int, questions: int) -> Draft:
+    """Documents about people, in no order; where was somebody born, and what is their work?"""
+    people = source.sample([f"{a} {b}" for a in FIRST_NAMES for b in LAST_NAMES], max(1, min(room // 2, 500)))
+    blocks, asks = [], []
+    for number, name in enumerate(people):
+        city, job = source.choice(CITIES), source.choice(JOBS)
+        blocks.append(f"\nDocument {number + 1}: {name} was born in the city of {city} and works as a {job}.")
+        if number % 2:
+            question = f"\nQuestion: In which city was {name} born?\nAnswer: {name} was born in the city of"
+            asks.append(Ask(question, f" {city}", number))
+        else:
+            question = f"\nQuestion: What is the work of {name}?\nAnswer: {name} works as a"
+            asks.append(Ask(question, f" {job}", number))
+    chosen = source.sample(asks, min(questions, len(asks)))
+    return Draft("Answer questions about the people in the following documents.\n", blocks, chosen)
+
+
+TASKS: dict[str, Builder] = {
+    "multikey": multikey,
+    "multivalue": multivalue,
+    "variables": variables,
+    "common-words": common_words,
+    "documents": documents,
+}
+
+
+class TaskMaker:
+    """Makes contexts of given lengths for a tokenizer, between sentences of ``text``, which is repeated as needed."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self.tokenizer = tokenizer
+        self.sentences = [" ".join(s.split()) for s in _SENTENCE.findall(text)]
+        if not self.sentences:
+            raise InputError("the text for the tasks has no sentences in it: give prose")
+        self._counts: dict[str, int] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _count(self, text: str) -> int:
+        if text not in self._counts:
+            self._counts[text] = len(self.encode(" " + text))
+        return self._counts[text]
+
+    def make(self, task: str, length: int, number: int, questions: int, seed: int = 0) -> Context:
+        """The context called ``number`` of a task; the same arguments give the same tokens."""
+        if task not in TASKS:
+            raise InputError(f"unknown task {task!r}; known are {', '.join(TASKS)}")
+        if questions < 1:
+            raise InputError(f"a context needs at least 1 question, not {questions}")
+        build, room = TASKS[task], 2 * questions if task != "common-words" else length
+        while True:
+            draft = build(random.Random(f"{seed}-{task}-{length}-{number}"), room, questions)
+            asked = [(self.encode(ask.suffix), self.encode(ask.answer)) for ask in draft.asks]
+            free = length - max(len(s) + len(a) for s, a in asked) - self._count(draft.header) - 1
+            facts = sum(self._count(block) for block in draft.blocks)
+            share = 1.0 if task == "common-words" else _FACTS_SHARE
+            if facts <= share * free:
+                break
+            if room <= 1:
+                raise InputError(f"{length} tokens are too few for the task {task!r}: give longer lengths")
+            room = min(room - 1, int(room * max(share * free, 0) / facts) or 1)
+        source = random.Random(f"{seed}-{task}-{length}-{number}-text")
+        filler = [] if task == "common-words" else self._filler(source, free - facts)
+        while True:
+            text, starts = self._joined(source, draft, filler)
+            prefix = self._start() + self.encode(text)
+            if len(prefix) <= free + self._count(draft.header) + 1 or not filler:
+                break
+            filler.pop()
+        found = tuple(
+            Question(tuple(s), tuple(a), starts[ask.block] / max(len(text), 1))
+            for ask, (s, a) in zip(draft.asks, asked, strict=True)
+        )
+        return Context(task, length, tuple(prefix), found)
+
+    def _start(self) -> list[int]:
+        return [self.tokenizer.bos_token_id] if wants_bos(self.tokenizer) else []
+
+    def _filler(self, source: random.Random, tokens: int) -> list[str]:
+        """Sentences that follow one another in the text, from a random place on, of at most ``tokens`` tokens."""
+        at, out, skipped = source.randrange(len(self.sentences)), [], 0
+        while skipped < len(self.sentences):
+            sentence = self.sentences[at % len(self.sentences)]
+            at, cost = at + 1, self._count(sentence)
+            if cost > tokens:
+                skipped += 1
+                continue
+            out.append(sentence)
+            tokens, skipped = tokens - cost, 0
+        return out
+
+    def _joined(self, source: random.Random, draft: Draft, filler: Sequence[str]) -> tuple[str, list[int]]:
+        """The text, and where each block starts in it; blocks stand at random places between sentences."""
+        places = sorted(source.randint(0, len(filler)) for _ in draft.blocks)
+        text, starts, done = draft.header, [], 0
+        for block, place in zip(draft.blocks, places, strict=True):
+            text += "".join(sentence + " " for sentence in filler[done:place])
+            starts.append(len(text))
+            text, done = f"{text}{block} ", place
+        return (text + " ".join(filler[done:])).rstrip(), starts

@@ -1,0 +1,134 @@
+"""The synthetic tasks through vLLM, with prefix caching: one engine for each cache, in a process of its own.
+
+``python -m slimkv.lab.suite.vllm_engine REQUEST RESULT`` is that process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from slimkv.errors import MissingDependencyError, SlimKVError
+from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, Progress
+from slimkv.lab.suite.tasks import Context
+from slimkv.lab.suite.workbench import Workbench
+
+_STEP = "slimkv-suite: "  # of lines that tell how far the engine is
+_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+class EngineError(SlimKVError, RuntimeError):
+    """An engine that did not start or stopped; the text is the end of what it printed."""
+
+
+def engine_arguments(bench: Workbench, format: str, longest: int | None) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``: the stock cache for ``raw``, slimkv's pages otherwise; fresh tokens read as codes."""
+    settings = bench.settings
+    arguments: dict[str, Any] = {
+        "model": bench.model_source, "dtype": settings.dtype, "max_model_len": longest, "enable_prefix_caching": True,
+        "seed": settings.seed,
+    }  # fmt: skip
+    if settings.device == "cpu":
+        arguments |= {"enforce_eager": True, "max_num_seqs": 16, "block_size": 32}
+    if format == RAW:
+        return arguments
+    packed: dict[str, Any] = {"format": format.removesuffix(WITH_CALIBRATION), "fresh": "codes"}
+    if format.endswith(WITH_CALIBRATION):
+        packed["calibration"] = str((bench.folder / "calibration.safetensors").resolve())
+    return {**arguments, "attention_backend": "CUSTOM", "additional_config": {"slimkv": packed}}
+
+
+def run_engine(bench: Workbench, format: str, contexts: Sequence[Context], progress: Progress) -> dict[str, Any]:
+    """Whether each question of each context was answered (``exact``), prefix-cache hits and seconds."""
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        raise MissingDependencyError('--engine vllm needs vLLM: pip install "slimkv[vllm]"')
+    longest = max(context.length for context in contexts) + 16
+    request = {
+        "arguments": engine_arguments(bench, format, longest),
+        "contexts": [[context.prefix, [[q.suffix, q.answer] for q in context.questions]] for context in contexts],
+    }
+    with tempfile.TemporaryDirectory(prefix="slimkv-suite-") as scratch:
+        asked, target, log = (Path(scratch, name) for name in ("request.json", "result.json", "log.txt"))
+        asked.write_text(json.dumps(request))
+        command = [sys.executable, "-u", "-m", "slimkv.lab.suite.vllm_engine", str(asked), str(target)]
+        code = _watched(command, log, format, progress, _environment(bench))
+        if code or not target.is_file():
+            tail = log.read_text(errors="replace")[-2000:]
+            raise EngineError(f"vLLM with {format} ended with exit code {code}: {_last_line(tail)}\n{tail}")
+        return json.loads(target.read_text())
+
+
+def _environment(bench: Workbench) -> dict[str, str]:
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    on_cpu = _CPU if bench.settings.device == "cpu" else {}
+    return {**quiet, **on_cpu, **os.environ}
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else "it printed nothing"
+
+
+def _watched(command: list[str], log: Path, format: str, progress: Progress, environment: dict[str, str]) -> int:
+    """Runs the engine's process, passing on its progress; its own children end with it."""
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment) as process,
+    ):
+        try:
+            while process.poll() is None:
+                time.sleep(0.5)
+                steps = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(_STEP)]
+                done, total = (int(x) for x in steps[-1].removeprefix(_STEP).split("/")) if steps else (0, 1)
+                progress(f"vLLM: {format}", done, total)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode
+
+
+def main() -> None:
+    """Answers a request."""
+    from vllm import LLM, SamplingParams
+
+    request = json.loads(Path(sys.argv[1]).read_text())
+    llm = LLM(**request["arguments"], disable_log_stats=False)
+    begin, exact = time.perf_counter(), []
+    contexts = request["contexts"]
+    for number, (prefix, questions) in enumerate(contexts):
+        print(f"{_STEP}{number}/{len(contexts)}", flush=True)
+        prompts = [{"prompt_token_ids": prefix + suffix} for suffix, _ in questions]
+        params = [
+            SamplingParams(temperature=0, max_tokens=len(a), ignore_eos=True, detokenize=False) for _, a in questions
+        ]
+        # The first question fills the prefix cache for the others.
+        for part in (slice(0, 1), slice(1, None)):
+            if prompts[part]:
+                outputs = llm.generate(prompts[part], params[part], use_tqdm=False)
+                found = [list(output.outputs[0].token_ids) for output in outputs]
+                exact += [one == list(a) for one, (_, a) in zip(found, questions[part], strict=True)]
+    totals = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    result = {
+        "exact": exact,
+        "seconds": time.perf_counter() - begin,
+        "prefix_cache_queries": totals.get("vllm:prefix_cache_queries"),
+        "prefix_cache_hits": totals.get("vllm:prefix_cache_hits"),
+        "kv_tokens": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        * llm.llm_engine.vllm_config.cache_config.block_size,
+    }
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What the parts of a run share: the model, its calibration, the text, and where files go."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slimkv.calibration import Calibration
+from slimkv.errors import InputError
+from slimkv.lab.evals.harness import RAW, STOCK, WITH_CALIBRATION, CacheKind, Progress, cache_kinds
+from slimkv.lab.evals.texts import load_text
+from slimkv.lab.suite.settings import AUTO, NO_CALIBRATION, SuiteSettings
+from slimkv.lab.suite.tasks import TaskMaker
+
+
+class Workbench:
+    """Everything is made when it is first asked for, so that a run whose parts are all finished loads nothing."""
+
+    def __init__(self, settings: SuiteSettings, folder: Path) -> None:
+        self.settings, self.folder = settings, folder
+        self.calibration: Calibration | None = None
+        self.formats = settings.formats  # without the calibrated ones where calibrating failed
+        self._loaded: Any = None
+
+    @property
+    def loaded(self) -> Any:
+        """``slimkv.lab.models.Loaded``: the model, its tokenizer, its name."""
+        if self._loaded is None:
+            from slimkv.lab import models
+
+            models.quiet_loading()
+            dtype = models.parse_dtype(self.settings.dtype)
+            self._loaded = models.load(self.settings.model, dtype, self.settings.device)
+        return self._loaded
+
+    def release(self) -> None:
+        """Gives the model's memory back, for engines that load it themselves."""
+        import torch
+
+        self._loaded = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; the model itself is not loaded for it."""
+        if self._loaded is not None:
+            return self._loaded.tokenizer
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model_source)
+
+    @cached_property
+    def model_source(self) -> str:
+        """What engines load: a folder, or a name on the hub."""
+        from slimkv.lab import models
+
+        packaged = self.settings.model in models.PACKAGED
+        return str(models.folder(self.settings.model)) if packaged else self.settings.model
+
+    @cached_property
+    def config(self) -> Any:
+        """The model's configuration."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.model_source)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model; tied ones count once."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return sum(p.numel() for p in AutoModelForCausalLM.from_config(self.config).parameters())
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens that the model's positions allow; None where its configuration does not say."""
+        return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    @cached_property
+    def text(self) -> str:
+        """What windows and the tasks' sentences are taken from."""
+        return load_text(self.settings.text)
+
+    @cached_property
+    def text_tokens(self) -> int:
+        """Tokens of the text."""
+        return len(self.tokenizer(self.text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    @cached_property
+    def tasks(self) -> TaskMaker:
+        """Makes the synthetic tasks."""
+        return TaskMaker(self.tokenizer, self.text)
+
+    # -- calibration -----------------------------------------------------------------------------------------------
+
+    @property
+    def wants_calibration(self) -> bool:
+        """Whether some format uses one."""
+        named = any(format.endswith(WITH_CALIBRATION) for format in self.settings.formats)
+        return named and self.settings.calibration != NO_CALIBRATION
+
+    def calibrate(self, progress: Progress) -> Path:
+        """Loads or makes the calibration; returns the run's own copy of it, which engines are given."""
+        from slimkv.integrations.transformers.calibration.cached import auto_calibration, find_calibration
+
+        if self.settings.calibration == AUTO:
+            found = auto_calibration(self.loaded.model, progress=progress)
+        else:
+            given = find_calibration(self.settings.calibration, self.config, None)
+            assert given is not None
+            found = given
+        path = self.folder / "calibration.safetensors"
+        found.save(path)
+        self.calibration = found
+        return path
+
+    def without_calibration(self) -> None:
+        """Drops the formats that need it."""
+        self.formats = tuple(f for f in self.formats if not f.endswith(WITH_CALIBRATION))
+
+    def kinds(self) -> list[CacheKind]:
+        """The caches to measure, the stock one first."""
+        names = [format for format in self.formats if format != RAW]
+        used = self.calibration if any(name.endswith(WITH_CALIBRATION) for name in names) else None
+        return [STOCK, *cache_kinds(names, used)]
+
+    def kind(self, format: str) -> CacheKind:
+        """The cache called ``format``."""
+        return next(kind for kind in self.kinds() if kind.name == format)
+
+    # -- what a stored result belongs to -----------------------------------------------------------------------------
+
+    @cached_property
+    def model_digest(self) -> str:
+        """Of the model's files (names, sizes, configurations, both ends of each weight file), or of a loaded model."""
+        folder = Path(self.model_source)
+        if not folder.is_dir():
+            from slimkv.integrations.transformers.calibration.cached import fingerprint
+
+            return fingerprint(self.loaded.model)
+        digest = hashlib.sha256()
+        for path in sorted(p for p in folder.iterdir() if p.is_file()):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(1 << 20))
+                if size > 1 << 21:
+                    file.seek(-(1 << 20), 2)
+                digest.update(file.read(1 << 20))
+        return digest.hexdigest()[:32]
+
+    @cached_property
+    def text_digest(self) -> str:
+        """Of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    def check(self) -> None:
+        """Raises where the model's configuration cannot be read."""
+        from slimkv.lab import models
+
+        try:
+            _ = self.config
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"the model {self.settings.model!r} cannot be read ({str(error).splitlines()[0]}); give a folder with "
+                f"a transformers model, a name on the hub, or a packaged model: {', '.join(models.PACKAGED)}"
+            ) from error

@@ -1,0 +1,155 @@
+"""The files of a run: ``results.json``, ``results.csv``, ``summary.md`` and ``report.html``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slimkv.errors import InputError
+from slimkv.lab.report.markdown import table_line
+from slimkv.lab.report.page import versions_line
+from slimkv.lab.suite.page import html
+from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE
+from slimkv.lab.suite.summary import Document, summarise
+from slimkv.lab.suite.words import words
+
+COLUMNS = ("format", "part", "metric", "task", "length", "value", "low", "high", "p", "verdict")
+
+
+def write_all(document: Document, folder: Path) -> Document:
+    """Adds the summary to a run's document, and writes everything."""
+    document = {**document, "summary": summarise(document)}
+    text = json.dumps(document, indent=1, allow_nan=False)
+    for name, content in (
+        ("results.json", text + "\n"),
+        ("results.csv", as_csv(document)),
+        ("summary.md", as_markdown(document)),
+        ("report.html", html(document)),
+    ):
+        (folder / name).write_text(content, encoding="utf-8")
+    return document
+
+
+def read_results(folder: Path) -> Document:
+    """The document of a run, from its folder or its ``results.json``."""
+    path = folder / "results.json" if folder.is_dir() else folder
+    if not path.is_file():
+        raise InputError(f"{folder} has no results.json; give the folder of a finished slimkv suite run")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict) or "summary" not in found or "rows" not in found["summary"]:
+        raise InputError(f"{path} is not a result of slimkv suite")
+    return found
+
+
+def metrics(document: Document) -> Iterator[dict[str, Any]]:
+    """Every number of the summary as one row of ``COLUMNS``; what a cache does not have is left out."""
+    for row in document["summary"]["rows"]:
+        base = {"format": row["format"]}
+        for part, name in (("memory", "bytes_per_token"), ("memory", "tokens_fit"), ("agreement", "perplexity"),
+                           ("agreement", "kl"), ("agreement", "kl_99"), ("agreement", "top1")):  # fmt: skip
+            if row.get(name) is not None:
+                yield {**base, "part": part, "metric": name, "value": row[name]}
+        for part, name, key in (("agreement", "perplexity_over_raw", "perplexity_test"),
+                                ("tasks", "answers_over_raw", "answers_test")):  # fmt: skip
+            if key in row:
+                yield {**base, "part": part, "metric": name, **_test(row[key])}
+        for part, name in (("tasks", "answers"), ("needle", "needle")):
+            if name in row:
+                yield {**base, "part": part, "metric": name, **{k: row[name][k] for k in ("value", "low", "high")}}
+        for part, key in (("generate", "decode"), ("serve", "serving")):
+            for name, value in row.get(key, {}).items():
+                if value is not None:
+                    yield {**base, "part": part, "metric": name, "value": value}
+        tests = row.get("lm_eval_tests", {})
+        for task, found in row.get("lm_eval", {}).items():
+            for name, value in found.items():
+                more = _test(tests[f"{task}/{name}"]) if f"{task}/{name}" in tests else {}
+                yield {**base, "part": "lm-eval", "metric": name, "task": task, **more, "value": value}
+    for row in document["summary"]["tasks"]:
+        more = {k: row["test"][k] for k in ("p", "verdict")} if "test" in row else {}
+        named = {k: row[k] for k in ("format", "task", "length", "value", "low", "high")}
+        yield {**named, "part": "tasks", "metric": "exact_match", **more}
+
+
+def _test(test: Document) -> dict[str, Any]:
+    p = test.get("p_corrected", test["p"])
+    return {"value": test["difference"], "low": test["low"], "high": test["high"], "p": p, "verdict": test["verdict"]}
+
+
+def as_csv(document: Document) -> str:
+    """One line for every number."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(metrics(document))
+    return out.getvalue()
+
+
+def _cell(value: Any, shape: str) -> str:
+    return "" if value is None else shape.format(value)
+
+
+def table_rows(document: Document) -> list[list[str]]:
+    """A header and a row for each cache, as a person reads them; columns that nobody has are left out."""
+    shown = [
+        ("cache", lambda r: r["format"]),
+        ("bytes/token", lambda r: _cell(r.get("bytes_per_token"), "{:,.0f}")),
+        ("tokens that fit", lambda r: _cell(r.get("tokens_fit"), "{:,}")),
+        ("KL", lambda r: _cell(r.get("kl"), "{:.4f}")),
+        ("same next token", lambda r: _cell(r.get("top1"), "{:.1%}")),
+        ("perplexity", lambda r: _cell(r.get("perplexity"), "{:.3f}")),
+        ("over raw", lambda r: _change(r.get("perplexity_test"), "{:+.2%}")),
+        ("answers", lambda r: _share(r.get("answers"))),
+        ("against raw", lambda r: _change(r.get("answers_test"), "{:+.1%}")),
+        ("needles", lambda r: _cell(r.get("needle"), "{0[found]}/{0[tried]}")),
+        ("decode tokens/s", lambda r: _cell((r.get("decode") or {}).get("tokens_per_second"), "{:.1f}")),
+        ("served tokens/s", lambda r: _cell((r.get("serving") or {}).get("decode_tokens_per_second"), "{:.0f}")),
+        ("tokens in vLLM", lambda r: _cell((r.get("serving") or {}).get("kv_tokens"), "{:,}")),
+    ]
+    rows = document["summary"]["rows"]
+    kept = [(name, give) for name, give in shown if any(give(row) for row in rows)]
+    return [[name for name, _ in kept], *([give(row) for _, give in kept] for row in rows)]
+
+
+def _share(found: Document | None) -> str:
+    if found is None:
+        return ""
+    return f"{found['value']:.1%} ({found['low']:.0%} to {found['high']:.0%})"
+
+
+def _change(test: Document | None, shape: str) -> str:
+    if test is None:
+        return ""
+    if test["verdict"] == NOT_DISTINGUISHABLE:
+        return f"{shape.format(test['difference'])}, {NOT_DISTINGUISHABLE}"
+    return f"{shape.format(test['difference'])}, {test['verdict']} (p {test['p_corrected']:.2g})"
+
+
+def markdown_table(document: Document) -> str:
+    """The rows of ``table_rows``."""
+    header, *rows = table_rows(document)
+    aligned = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join(table_line(cells) for cells in (header, aligned, *rows))
+
+
+def as_markdown(document: Document) -> str:
+    """The table, what it says in words, and how to get it again."""
+    lines = [f"# slimkv suite {document['suite']}: {document['model']}", "", markdown_table(document), ""]
+    lines += [f"- {told}" for told in words(document)]
+    if document["failed"]:
+        lines += ["", "Failed:", ""]
+        lines += [f"- {p['title']}: {p['error'].splitlines()[0]}" for p in document["parts"] if p["status"] == "failed"]
+    run = document["run"]
+    versions = versions_line(run["versions"])
+    lines += [
+        "",
+        f"`{run['command']}`, {document['seconds']:.0f} seconds on {run['device']}, {run['date']}; {versions}.",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,150 @@
+"""Bad input is answered by one line and an exit code, before a model is loaded and with nothing written."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slimkv.cli.app import app
+
+PLAN = "plan --layers 2 --num-kv-heads 2 --head-dim 64"
+# The command, and a part of the line that it prints.
+ROWS = {
+    "wrong": "No such command 'wrong'",
+    "eval wrong": "No such command 'wrong'",
+    "bench attend --no-such-option": "No such option: --no-such-option",
+    "plan": "give --config, or also --layers, --num-kv-heads, --head-dim",
+    "plan --config nowhere.json": "there is no file nowhere.json",
+    "plan --config binary.txt": "binary.txt",
+    "plan --layers 0 --num-kv-heads 2 --head-dim 64": "must be positive, not 0",
+    "plan --layers 2 --num-kv-heads 2 --head-dim 7": "head_dim 7 is not supported",
+    "plan --layers two": "'--layers'",
+    f"{PLAN} --memory lots": "cannot read the memory size 'lots'",
+    f"{PLAN} --format int4": "unknown format 'int4'",
+    f"{PLAN} --block 5": "5",
+    f"{PLAN} --sequences 0": "0",
+    "doctor --require gpu": "unknown requirement 'gpu'",
+    "cache info nowhere.safetensors": "nowhere.safetensors",
+    "cache info binary.txt": "binary.txt",
+    "cache verify words.txt": "words.txt",
+    "calibrate": "Missing argument",
+    "calibrate ./nowhere": "neither a folder nor a hub name",
+    "calibrate folder": "folder without a config.json",
+    "calibrate M --profile silly": "unknown profile 'silly'; use one of lossless, balanced, aggressive",
+    "calibrate M --budget 99": "more than 2 and less than 9, not 99",
+    "calibrate M --budget 1": "more than 2 and less than 9, not 1",
+    "calibrate M --budget 4 --profile balanced": "give one of them",
+    "calibrate M --ids zipf": "--ids 'zipf' is not one of sampled, random",
+    "calibrate M --engine ollama": "--engine 'ollama' is not one of transformers, vllm, sglang",
+    "calibrate M --engine vllm": "vllm is not installed here: pip install 'slimkv[vllm]'",
+    "calibrate M --engine vllm --engine-options {": "is not JSON",
+    "calibrate M --engine vllm --engine-options []": "must be a JSON object",
+    "calibrate M --engine-options {}": "--engine-options are for --engine vllm and sglang",
+    "calibrate M -o missing/model.safetensors": "the folder missing does not exist",
+    "calibrate M -o folder": "folder is a folder; give the name of a file in it",
+    "calibrate M --device cuda": "torch sees no CUDA device",
+    "calibrate M --device abacus": "unknown device 'abacus'",
+    "calibrate M --dtype int3": "--dtype 'int3' is not one of float32, bfloat16, float16",
+    "calibrate M --threads -1": "must be at least 1, not -1",
+    "calibrate M --windows 0": "must be at least 1, not 0",
+    "calibrate M --text binary.txt": "binary.txt is not a UTF-8 text file",
+    "calibrate M --text nowhere.txt": "no text file 'nowhere.txt'",
+    "eval agreement --device cuda": "torch sees no CUDA device, so --device cuda cannot be used; use --device cpu",
+    "eval agreement --device mps": "slimkv does not run on 'mps'",
+    "eval agreement --text binary.txt": "binary.txt is not a UTF-8 text file",
+    "eval agreement --text folder": "folder is a folder; give a text file",
+    "eval agreement --format k4w4": "k4w4",
+    "eval agreement --format ,": "names no format",
+    "eval agreement --format k4v4+cal": "'k4v4+cal' needs a calibration",
+    "eval agreement --calibration nowhere.safetensors": "there is no calibration file nowhere.safetensors",
+    "eval agreement --prefill 3bit": "3bit",
+    "eval agreement --model ./nowhere": "neither a folder nor a hub name",
+    "eval agreement --offset -1": "must be at least 0, not -1",
+    "eval perplexity --threads -2": "must be at least 1, not -2",
+    "eval perplexity --stride 0": "must be at least 1, not 0",
+    "eval perplexity --output missing/p.json": "the folder missing does not exist",
+    "eval positions --plot missing/p.png": "the folder missing does not exist",
+    "eval needle --contexts abc": "--contexts takes numbers separated by commas, not 'abc'",
+    "eval needle --depths ,": "--depths takes at least one number",
+    "eval generation --prompts nowhere.txt": "there is no file nowhere.txt",
+    "eval generation --prompts binary.txt": "binary.txt is not a UTF-8 text file",
+    "eval generation --new-tokens 0": "must be at least 1, not 0",
+    "eval distortion --bits four": "cannot read the widths 'four'",
+    "eval distortion --bits ,": "names no width",
+    "eval distortion --policy best": "unknown scale policy 'best'",
+    "eval distortion --head-dim 100": "head_dim 100 is not supported",
+    "eval attention --format k9v9": "k9v9",
+    "eval attention --seeds 0": "must be at least 1, not 0",
+    "eval latent --format k4v4": "k4v4",
+    "bench attend --cells nothing": "no cell is called 'nothing'",
+    "bench attend --device cuda": "torch sees no CUDA device",
+    "bench attend --output missing/r.json": "the folder missing does not exist",
+    "bench store --backend warp --cells decode-16 --quiet --device cpu": "called 'warp'; known: ",
+    "bench generate --dtype int8": "--dtype 'int8' is not one of auto, float32, bfloat16, float16",
+    "bench generate --format k9v9": "k9v9",
+    "bench generate --model ./nowhere": "neither a folder nor a hub name",
+    "bench generate --rounds 0": "must be at least 1, not 0",
+    "bench serve": "vllm is not installed here: pip install 'slimkv[vllm]'",
+    "bench serve --engine sglang": "sglang is not installed here: pip install 'slimkv[sglang]'",
+    "bench serve --engine ollama": "--engine 'ollama' is not one of vllm, sglang",
+    "bench serve --systems int4": "unknown format 'int4'",
+    "bench serve --phases sprint": "unknown phase 'sprint'",
+    "bench serve --shape gpt-9": "unknown shape 'gpt-9'",
+    "bench serve --new-tokens 1": "must be at least 2, not 1",
+    "suite smoke --engine tgi": "--engine 'tgi' is not one of transformers, vllm",
+    "suite smoke --engine vllm": "vllm is not installed here: pip install 'slimkv[vllm]'",
+    "suite smoke --parts lunch": "unknown part 'lunch'",
+    "suite quick --lengths abc": "--lengths takes numbers separated by commas, not 'abc'",
+    "suite smoke --output words.txt": "words.txt is a file; give a folder",
+    "suite smoke --device cuda": "torch sees no CUDA device",
+    "suite smoke --text binary.txt": "binary.txt is not a UTF-8 text file",
+    "suite smoke --calibration nowhere.safetensors": "there is no calibration file nowhere.safetensors",
+    "suite compare nowhere folder": "nowhere",
+    "soak": "vllm is not installed here: pip install 'slimkv[vllm]'",
+    "soak --format x": "unknown format 'x'",
+    "soak --output missing/soak.json": "the folder missing does not exist",
+    "demo --output words.txt": "words.txt is a file; give a folder",
+    "demo --format k9v9": "k9v9",
+    "demo --calibration nowhere.safetensors": "there is no calibration file nowhere.safetensors",
+    "demo --threads 0": "must be at least 1, not 0",
+    "demo --device cuda": "torch sees no CUDA device",
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a few files, on a machine without a GPU and without engines, where fetching a model fails."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "words.txt").write_text("Some words.")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("slimkv.cli.options.find_spec", lambda name: None)
+    monkeypatch.setattr("slimkv.lab.models.folder", lambda *a, **k: pytest.fail("a model is fetched"))
+    return tmp_path
+
+
+def contents(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("command", ROWS)
+def test_one_line_and_nothing_written(command, place):
+    words = [word if word != "M" else "smollm2-135m-instruct" for word in shlex.split(command)]
+    before = contents(place)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert isinstance(result.exception, SystemExit)
+    lines = result.output.strip().splitlines()
+    assert len(lines) == 1, result.output
+    assert lines[0].startswith("error: ")
+    assert ROWS[command] in lines[0]
+    assert contents(place) == before
+
+
+def test_there_are_enough_of_them():
+    assert len(ROWS) >= 50

@@ -1,0 +1,260 @@
+"""``slimkv bench serve``: plans, failures and tables without an engine; one small run where vLLM is installed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from slimkv.errors import InputError, SlimKVError
+from slimkv.lab.bench import serve
+from slimkv.lab.bench.serve import ServeSettings, bench_serve, cache_arguments, engine_plan, over_stock, table_rows
+from slimkv.lab.bench.serve_engine import percentile
+from slimkv.lab.bench.serve_shapes import SHAPES
+from slimkv.memory_plan import read_config
+
+BF16 = {"kv_tokens": 100, "start_seconds": 10.0, "decode": {"decode_tokens_per_second": 50.0, "prefill_seconds": 2.0}}
+SLIM = {"kv_tokens": 388, "start_seconds": 12.5, "decode": {"decode_tokens_per_second": 75.0, "prefill_seconds": 2.2}}
+
+
+@pytest.mark.parametrize(
+    ("system", "arguments"),
+    [
+        ("bf16", {"kv_cache_dtype": "auto"}),
+        ("fp8", {"kv_cache_dtype": "fp8"}),
+        ("turboquant_4bit_nc", {"kv_cache_dtype": "turboquant_4bit_nc"}),
+        ("bf16:FLASHMLA", {"kv_cache_dtype": "auto", "attention_backend": "FLASHMLA"}),
+        ("c4r8", {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "c4r8"}}}),
+        ("k4v4", {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "k4v4"}}}),
+        (
+            "k4v4:triton",
+            {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": "k4v4", "backend": "triton"}}},
+        ),
+    ],
+)
+def test_systems(system, arguments):
+    assert cache_arguments(system) == arguments
+
+
+def test_prefill_is_slimkvs_alone():
+    assert cache_arguments("bf16", prefill="8bit") == {"kv_cache_dtype": "auto"}
+    settings = cache_arguments("k4v4", prefill="8bit")["additional_config"]["slimkv"]
+    assert settings == {"format": "k4v4", "prefill": "8bit"}
+    with pytest.raises(InputError, match="not '4bit'"):
+        ServeSettings(systems=("k4v4",), prefill="4bit")
+
+
+@pytest.mark.parametrize(
+    ("system", "arguments"),
+    [
+        ("fp8", {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}),
+        (
+            "k4v4:triton",
+            {
+                "attention_backend": "slimkv",
+                "page_size": 64,
+                "json_model_override_args": '{"slimkv": {"format": "k4v4", "backend": "triton"}}',
+            },
+        ),
+    ],
+)
+def test_systems_in_sglang(system, arguments, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cache_arguments(system, "sglang") == arguments
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"engine": "tgi"}, "unknown engine 'tgi'; known are vllm, sglang"),
+        ({"engine": "sglang", "systems": ("turboquant_2bit",)}, "unknown format"),
+        ({"engine": "sglang", "phases": ("offload",)}, "the phase offload and memory layouts .* are vLLM's"),
+        ({"systems": ("k9v9",)}, "unknown format 'k9v9'"),
+        ({"phases": ("sleep",)}, "unknown phase 'sleep'; known are decode, full, poisson, offload"),
+        ({"shape": "huge"}, "unknown shape 'huge'"),
+        ({"requests": 0}, "requests must be at least 1"),
+        ({"output": 1}, "at least 2 tokens"),
+        ({"rate": 0.0}, "rate must be positive"),
+    ],
+)
+def test_wrong_settings(wrong, message):
+    with pytest.raises(SlimKVError, match=message):
+        ServeSettings(**wrong)
+
+
+@pytest.mark.parametrize(("engine", "longest"), [("vllm", "max_model_len"), ("sglang", "context_length")])
+def test_a_plan_is_the_same_for_every_system_but_for_its_cache(engine, longest, tmp_path):
+    settings = ServeSettings(engine=engine)
+    plans = [engine_plan(system, settings, tmp_path) for system in ("bf16", "k4v4")]
+    for plan, system in zip(plans, ("bf16", "k4v4"), strict=True):
+        for name in cache_arguments(system, engine):
+            del plan["arguments"][name]
+        del plan["system"]
+    assert plans[0] == plans[1]
+    assert plans[0]["arguments"][longest] >= settings.context + settings.output
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ("llama-3.1-8b", [("full", 32, 8, 128)]),
+        ("qwen2.5-7b", [("full", 28, 4, 128)]),
+        ("gemma-3", [("full", 8, 8, 256), ("sliding", 40, 8, 256)]),
+        ("gpt-oss-20b", [("full", 12, 8, 64), ("sliding", 12, 8, 64)]),
+        ("deepseek-v2-lite", [("latent", 27, 1, 512)]),
+    ],
+)
+def test_shapes_have_the_cache_of_their_models(shape, groups, tmp_path):
+    """The configuration that an engine is given, as ``slimkv plan`` reads it, and as a file of one's own."""
+    serve.write_model(tmp_path, shape)
+    found = [(g.kind, g.layers, g.num_kv_heads, g.key_dim) for g in read_config(tmp_path).groups]
+    assert found == groups
+    settings = ServeSettings(shape=str(tmp_path))
+    plan = engine_plan("bf16", settings, tmp_path)
+    assert plan["vocabulary"] == SHAPES[shape]["vocab_size"]
+    assert plan["arguments"]["max_model_len"] >= settings.context + settings.output
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transformers_reads_every_shape(shape, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    serve.write_model(tmp_path, shape)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert hasattr(transformers, config.architectures[0])
+    assert config.num_hidden_layers == SHAPES[shape]["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not JSON"), ("[1]", "does not name an architecture"), (None, "unknown shape")]
+)
+def test_a_shape_that_is_no_configuration(text, message, tmp_path):
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SlimKVError, match=message):
+        ServeSettings(shape=str(file))
+
+
+def test_ratios_and_table():
+    ratios = over_stock({"bf16": BF16, "k4v4": SLIM})["k4v4"]
+    assert ratios == pytest.approx(
+        {"kv_tokens": 3.88, "decode_tokens_per_second": 1.5, "prefill_seconds": 1.1, "start_seconds_more": 2.5}
+    )
+    assert over_stock({"k4v4": SLIM}) == {}
+    report = serve.ServeReport(
+        ServeSettings(), {"bf16": BF16, "k4v4": {"error": "exit code 1: x"}}, {}, "d", {}, "", ""
+    )
+    header, first, second = table_rows(report)
+    assert first[header.index("decode tok/s")] == "50"
+    assert set(second[1:]) == {"-"}
+    assert any(line == "k4v4 failed: exit code 1: x" for line in serve.notes(report))
+
+
+def test_percentiles():
+    assert [percentile(list(range(1, 101)), p) for p in (50, 99)] == [50, 99]
+    assert percentile([3.0], 99) == 3.0
+
+
+def test_a_system_that_fails_leaves_the_others_their_numbers(tmp_path, monkeypatch):
+    """Engines replaced by a script: one stops half way, one finishes."""
+    fake = tmp_path / "fake.py"
+    fake.write_text(
+        "import json, sys\n"
+        "plan = json.load(open(sys.argv[1]))\n"
+        "json.dump({'kv_tokens': 7}, open(sys.argv[2], 'w'))\n"
+        "print(plan['system'] + ': half way', file=sys.stderr)\n"
+        "sys.exit('out of memory' if plan['system'] == 'fp8' else 0)\n"
+    )
+    popen = subprocess.Popen
+
+    def start(command, **how):
+        return popen([sys.executable, str(fake), *command[-2:]], **how)
+
+    monkeypatch.setattr(serve.subprocess, "Popen", start)
+    lines = []
+    settings = ServeSettings(systems=("fp8", "k4v4"))
+    report = bench_serve(settings, lines.append, "the command", tmp_path / "kept")
+    assert report.systems["fp8"]["kv_tokens"] == report.systems["k4v4"]["kv_tokens"] == 7
+    assert "out of memory" in report.systems["fp8"]["error"]
+    assert "error" not in report.systems["k4v4"]
+    assert "k4v4: half way" in lines
+    assert report.command == "the command"
+    assert {p.name for p in (tmp_path / "kept").iterdir()} >= {"fp8.log", "k4v4.json", "k4v4.plan.json"}
+
+
+def small_run(*more: str, **environment: str) -> dict:
+    sizes = {"context": 512, "requests": 3, "new-tokens": 4, "most-requests": 4, "arrivals": 3, "rate": 20}
+    small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    command = ["serve", "--shape", "tiny", *small, "--eager", "--json", *more]
+    done = subprocess.run(
+        [sys.executable, "-m", "slimkv", "bench", *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    for system in report["systems"].values():
+        assert system["decode"]["requests"] == 3
+        assert system["decode"]["decode_tokens_per_second"] > 0
+        assert system["decode"]["prefix_hit_share"] > 0.7
+        assert system["full"]["requests"] == 4
+        assert system["full"]["preemptions"] == 0
+        assert 0 < system["poisson"]["time_to_first_token_p50"] <= system["poisson"]["time_to_first_token_p99"]
+    return report
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.extended
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_a_small_run():
+    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    report = small_run("--systems", "bf16,k4v4", **on_cpu)
+    assert report["over_bf16"]["k4v4"]["kv_tokens"] == pytest.approx(3.76, rel=0.01)
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.extended
+@pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")
+def test_a_small_run_in_sglang():
+    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    report = small_run("--engine", "sglang", "--systems", "k4v4", "--memory", "0.2", **on_cpu)
+    assert report["systems"]["k4v4"]["block_size"] == 64
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_an_engine_ends_with_who_started_it(sent, tmp_path):
+    """The engine here is a shell that says which process it started, and waits for it."""
+    engine, started = tmp_path / "engine", tmp_path / "started"
+    engine.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {started}\nwait\n")
+    engine.chmod(0o755)
+    program = (
+        "import signal, sys; from pathlib import Path; from slimkv.lab.bench import serve;"
+        "sys.executable = sys.argv[1];"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # which a shell's background job ignores
+        "settings = serve.ServeSettings(systems=('bf16',), shape='tiny');"
+        "serve._run_system({'system': 'bf16', 'environment': {}}, settings, Path(sys.argv[2]), print)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(engine), str(tmp_path)], stderr=subprocess.DEVNULL
+    ) as own:
+        deadline = time.monotonic() + 120
+        while not (started.is_file() and started.read_text().endswith("\n")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        own.send_signal(sent)
+        assert own.wait(30) != 0
+    child = int(started.read_text())
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(child)
+
+
+def _runs(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,51 @@
+"""What a time is the time of."""
+
+from __future__ import annotations
+
+import torch
+
+from slimkv.lab.bench.timing import Timer
+
+MS = {"call": 0.25, "before": 1.0, "flush": 8.0}
+
+
+class Fake(Timer):
+    """A GPU on which everything takes as long as MS says; a graph is the names of what it runs."""
+
+    def _flush(self) -> None:
+        ran.append("flush")
+
+    def _capture(self, calls):
+        ran.clear()
+        for call in calls:
+            call()
+        return list(ran)
+
+    def _replay(self, graph, count):
+        return sum(MS[name] for name in graph)
+
+
+ran: list[str] = []
+
+
+def timer() -> Fake:
+    return Fake(torch.device("cuda"))
+
+
+def call() -> None:
+    ran.append("call")
+
+
+def test_what_runs_before_each_call_is_taken_off():
+    for options in ({}, {"cold": False}, {"before": lambda: ran.append("before")}):
+        assert timer()(call, **options) == MS["call"]
+
+
+def test_what_runs_before_is_what_was_asked_for():
+    found = timer()
+    found(call, before=lambda: ran.append("before"))
+    assert "flush" not in ran
+    found(call)
+    assert set(ran) == {"flush"}  # captured last, alone, to be taken off
+    found(call, cold=False)
+    assert set(ran) == {"call"}

@@ -1,0 +1,26 @@
+"""Errors of latent attention on made-up latents."""
+
+from __future__ import annotations
+
+from slimkv.lab.evals.latent import compare_latent_formats, sample_latents
+
+
+def test_rope_parts_of_uneven_pairs_want_precision():
+    rows = {
+        (r.kind, r.format): r
+        for r in compare_latent_formats(["craw", "c4", "c4r8", "c4rfp8", "c4r4"], 128, 64, seeds=1)
+    }
+    for kind in ("random", "heavy"):
+        assert rows[kind, "craw"].output < 0.01
+        assert 0.05 < rows[kind, "c4"].latent < 0.15
+        assert rows[kind, "c4"].output_rope_only < 0.01
+        assert rows[kind, "c4r4"].output_rope_only > 0.05
+    # A rotation spreads the error of the large pairs over the small ones, which queries look at.
+    assert rows["heavy", "c4r8"].output_rope_only > 2 * rows["heavy", "c4rfp8"].output_rope_only
+    assert rows["random", "c4r8"].output_rope_only < rows["random", "c4rfp8"].output_rope_only
+
+
+def test_the_same_seed_gives_the_same_sample():
+    first, again = (sample_latents("heavy", 64, 128, 32, seed=3) for _ in range(2))
+    assert (first.latent == again.latent).all()
+    assert (first.query_rope == again.query_rope).all()

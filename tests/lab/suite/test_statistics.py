@@ -1,0 +1,120 @@
+"""Intervals and tests against values that are known."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from slimkv.errors import InputError
+from slimkv.lab.suite.statistics import (
+    NOT_DISTINGUISHABLE,
+    bootstrap,
+    holm,
+    mcnemar,
+    paired_answers,
+    paired_losses,
+    verdict,
+    wilson,
+)
+
+
+@pytest.mark.parametrize(
+    ("right", "asked", "low", "high"),
+    # Newcombe (1998), table I: Wilson's score intervals.
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson(right, asked, low, high):
+    found = wilson(right, asked)
+    assert found.value == right / asked
+    assert (found.low, found.high) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+
+
+def test_wilson_refuses():
+    with pytest.raises(InputError, match="3 successes of 2 trials"):
+        wilson(3, 2)
+    with pytest.raises(InputError, match="0 successes of 0 trials"):
+        wilson(0, 0)
+
+
+def test_mcnemar_is_an_exact_binomial_test():
+    assert mcnemar(0, 0) == 1.0
+    assert mcnemar(3, 3) == 1.0
+    assert mcnemar(0, 5) == pytest.approx(2 / 2**5)
+    assert mcnemar(1, 9) == mcnemar(9, 1) == pytest.approx(2 * (1 + 10) / 2**10)
+
+
+def test_bootstrap_covers_the_mean_and_draws_whole_clusters():
+    source = random.Random(0)
+    hits = 0
+    for seed in range(60):
+        sums = [source.gauss(0.3, 1.0) for _ in range(60)]
+        interval, _ = bootstrap(sums, [1] * 60, samples=500, seed=seed)
+        hits += interval.low <= 0.3 <= interval.high
+    assert 51 <= hits <= 60  # 95% of 60, and its spread
+    # Ten copies of a number in a cluster are one observation, not ten.
+    few = [source.gauss(0, 1) for _ in range(12)]
+    wide, _ = bootstrap([10 * x for x in few], [10] * 12)
+    many, _ = bootstrap([x for x in few for _ in range(10)], [1] * 120)
+    assert wide.value == pytest.approx(many.value)
+    assert wide.high - wide.low > 2 * (many.high - many.low)
+
+
+def test_bootstrap_refuses_nothing():
+    with pytest.raises(InputError, match="needs clusters"):
+        bootstrap([], [])
+    with pytest.raises(InputError, match="needs clusters"):
+        bootstrap([1.0], [0])
+
+
+def test_same_answers_are_not_distinguishable():
+    right = [True, False, True, True]
+    test = paired_answers(right, right, [0, 0, 1, 1])
+    assert (test.difference, test.p, test.only_raw, test.only_this) == (0.0, 1.0, 0, 0)
+    assert verdict(test.difference, test.p) == NOT_DISTINGUISHABLE
+
+
+def test_a_few_lost_answers_are_not_distinguishable_and_many_are():
+    raw = [True] * 40
+    clusters = [i // 2 for i in range(40)]
+    few = paired_answers(raw, [i not in (3, 20) for i in range(40)], clusters)
+    assert few.difference == -0.05
+    assert few.low <= few.difference <= few.high
+    assert verdict(few.difference, few.p) == NOT_DISTINGUISHABLE
+    many = paired_answers(raw, [i % 2 == 0 for i in range(40)], clusters)
+    assert verdict(many.difference, many.p) == "worse"
+    assert (many.only_raw, many.only_this) == (20, 0)
+
+
+def test_one_bad_context_is_one_observation():
+    """McNemar alone would call 8 lost answers of one context a difference."""
+    raw = [True] * 80
+    other = [i >= 8 for i in range(80)]
+    assert mcnemar(8, 0) < 0.01
+    test = paired_answers(raw, other, [i // 8 for i in range(80)])
+    assert verdict(test.difference, test.p) == NOT_DISTINGUISHABLE
+
+
+def test_losses():
+    source = random.Random(0)
+    raw = [source.uniform(40, 120) for _ in range(64)]
+    same = paired_losses(raw, raw, [32] * 64)
+    assert verdict(same.difference, same.p, higher_is_better=False) == NOT_DISTINGUISHABLE
+    worse = paired_losses(raw, [x + 1.6 + source.gauss(0, 1) for x in raw], [32] * 64)
+    assert worse.difference == pytest.approx(0.05, abs=0.01)
+    assert verdict(worse.difference, worse.p, higher_is_better=False) == "worse"
+    with pytest.raises(InputError, match="do not pair"):
+        paired_losses(raw, raw[:-1], [32] * 64)
+
+
+def test_holm():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_verdict_says_which_way():
+    assert verdict(0.1, 0.01) == "better"
+    assert verdict(0.1, 0.01, higher_is_better=False) == "worse"
+    assert verdict(0.1, math.nextafter(0.05, 1)) == NOT_DISTINGUISHABLE
