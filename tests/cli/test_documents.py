@@ -24,6 +24,7 @@ from slimkv.lab import models
 SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.S)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+REPOSITORY = re.search(r"^repo_url: (\S+)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)[1]
 # What the documents call by its name on a hub, and what is run in its place.
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODELS = ("MODEL", "smollm2-135m-instruct", "gemma-3-270m", "path/to/model")
@@ -135,13 +136,16 @@ def test_other_commands_are_known_and_their_arguments_hold():
             assert words[1] in targets, command
         elif words[:2] == ["pip", "install"]:
             extras = re.search(r"\[(.*?)\]", words[2])
-            assert words[2].split("[")[0] == "slimkv", command
+            assert words[2].split("[")[0] in ("slimkv", "."), command
+            assert " @ " not in words[2] or words[2].endswith(f" @ git+{REPOSITORY}"), command
             assert extras is None or set(extras[1].split(",")) <= set(EXTRAS), command
         elif words[:2] == ["vllm", "serve"]:
             assert words[words.index("--attention-backend") + 1] == "CUSTOM"
             settings = json.loads(words[words.index("--additional-config") + 1])["slimkv"]
             settings = {k: v for k, v in settings.items() if k != "calibration"}  # a file that does not exist here
             KVCacheConfig.parse(settings)
+        elif words[0] in ("git", "cd"):
+            assert words in (["git", "clone", REPOSITORY], ["cd", "slimkv"]), command
         elif words[:2] == ["python", "-m"]:
             assert words[2].split(".")[0] in ("slimkv", "sglang"), command
         elif words[0] == "python":
@@ -172,4 +176,5 @@ def test_links_lead_somewhere(path):
 
 def test_every_page_is_in_the_navigation():
     navigation = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
-    assert navigation == {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    assert navigation == {page for page in pages if not page.startswith("lab/")}  # the notebook is linked, not listed

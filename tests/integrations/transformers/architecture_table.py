@@ -18,25 +18,26 @@ import torch
 import transformers
 
 SCRIPT = "tests/integrations/transformers/architecture_table.py"
-HEAD = """# Every architecture
+HEAD = """# Architectures
 
-What becomes of the generating classes of transformers {version} when their keys and values are packed. This page is
-written by
+Outcome of packing keys and values for the generating classes of transformers {version} that the tests can build. The
+command
 
 `{command}`
 
-and `make test-slow` runs the same comparison, which fails on any line that is not one of these:
+writes this page, and `make test-slow` runs the same comparison. Any other outcome fails it.
 
 | outcome | meaning |
 | --- | --- |
-| fused | the stock answer, with attention on packed pages |
-| decoded | the stock answer, with decoded keys and values under the model's own attention and mask |
-| stock | the stock answer; nothing in this model is packed, and a warning says so |
-| refused | a `SlimKVError` that names the reason |
+| fused | matches the stock cache; attention runs on packed pages |
+| decoded | matches the stock cache; the model's own attention and mask run on decoded keys and values |
+| stock | matches the stock cache; the model has nothing to pack, and a warning says so |
+| refused | raises a `SlimKVError` with the reason |
 
-Every model is tiny and random; pages are lossless (`krawfp32vrawfp32`), so any difference is an error. Three sequences
-with left padding, greedy: the same tokens, and logits within {tolerance:g} of the largest. Each is run with the cache
-alone and inside `slimkv.attention`; the table shows the latter.
+All models are tiny and have random weights. Pages are lossless (`krawfp32vrawfp32`), so any difference is an error.
+Each model generates greedily for three left-padded sequences; tokens must be identical and logits within
+{tolerance:g} of the largest. Each model runs with the cache alone and inside `slimkv.attention`; the table shows
+the latter.
 
 {summary}
 """
@@ -57,7 +58,7 @@ def page(rows: list[dict[str, Any]], command: str, tolerance: float) -> str:
     ran = sorted((x for x in rows if not x["stock"]), key=lambda x: x["name"].lower())
     failed = sorted((x for x in rows if x["stock"]), key=lambda x: x["name"].lower())
     counts = Counter(map(state, ran))
-    summary = f"Of {len(rows)} classes, {len(ran)} run with the stock cache from a tiny configuration. Of these: "
+    summary = f"{len(ran)} of {len(rows)} classes run with the stock cache from a tiny configuration: "
     summary += (
         ", ".join(f"{counts[x]} {x}" for x in ("fused", "decoded", "stock", "refused", "wrong") if counts[x]) + "."
     )
@@ -68,9 +69,8 @@ def page(rows: list[dict[str, Any]], command: str, tolerance: float) -> str:
         calls = f"{fused['fused']} / {fused['decoded']}" if fused["result"] == "same" else ""
         reason = (row["cache"]["detail"] or fused["detail"]).replace("|", "\\|")
         text += f"| {row['name']} | {row['kind']} | {state(row)} | {fused['packed'] or ''} | {calls} | {reason} |\n"
-    text += (
-        "\n## Not compared\n\nStock transformers does not run these from the configuration that the test derives.\n\n"
-    )
+    text += "\n## Not compared\n\n"
+    text += "Stock transformers cannot run these classes from the configuration that the test derives.\n\n"
     text += "| class | why |\n| --- | --- |\n"
     for row in failed:
         text += f"| {row['name']} | {row['stock'].replace('|', chr(92) + '|')} |\n"
