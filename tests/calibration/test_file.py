@@ -93,7 +93,7 @@ def test_an_altered_header_is_refused(path):
 def test_other_files_are_refused_by_name(path, tmp_path):
     rewrite(path, lambda header: header.update(version="99"))
     with pytest.raises(
-        UnsupportedError, match="version 99; this slimkv reads version 2: make it again with slimkv calibrate MODEL"
+        UnsupportedError, match="version 99; this slimkv reads version 3: make it again with slimkv calibrate MODEL"
     ):
         Calibration.load(path)
     save_file({"x": torch.zeros(1)}, tmp_path / "other", metadata={"format": "pt"})

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slimkv.calibration import LayerStatistics
 from slimkv.calibration.gather import PROBE_TOKENS
 from slimkv.calibration.listener import ListeningPlan, ObservedLayer, QueryListener, merge_ranks
 from slimkv.calibration.rotary import Rotary
@@ -29,21 +30,30 @@ def queries(tokens: int, seed: int) -> torch.Tensor:
     return made * torch.logspace(0, -1, DIM)
 
 
+def keys(tokens: int, seed: int) -> torch.Tensor:
+    """Those of all KV heads before positions turn them, with a constant part."""
+    return torch.randn(tokens, HEADS, DIM, generator=torch.Generator().manual_seed(100 + seed)) + torch.arange(DIM)
+
+
 def listen(held: slice, rank: int, ranks: int) -> dict:
     """One rank that holds some KV heads, through a whole plan."""
     listener = QueryListener()
     own = slice(held.start * GROUP, held.stop * GROUP)
     listener.layers[0] = ObservedLayer(held.stop - held.start, DIM, DIM, None)
-    listener.take(0, queries(5, 9)[:, own], torch.arange(5))  # before anything was asked
+    listener.take(0, queries(5, 9)[:, own], keys(5, 9)[:, held], torch.arange(5))  # before anything was asked
     for shift in PLAN.shifts:
         listener.probe(shift)
         positions = torch.arange(PROBE_TOKENS) + listener.shift
-        listener.take(0, ROTARY.turned(queries(PROBE_TOKENS, 0), positions)[:, own], positions)
+        given = (
+            ROTARY.turned(x, positions) for x in (queries(PROBE_TOKENS, 0)[:, own], keys(PROBE_TOKENS, 0)[:, held])
+        )
+        listener.take(0, *given, positions)
     listener.measure()
     assert listener.shift == 0
     for chunk in range(3):
         positions = torch.arange(200) + 200 * chunk
-        listener.take(0, ROTARY.turned(queries(200, 1 + chunk), positions)[:, own], positions)
+        given = (ROTARY.turned(x, positions) for x in (queries(200, 1 + chunk)[:, own], keys(200, 1 + chunk)[:, held]))
+        listener.take(0, *given, positions)
     return listener.collect(rank, ranks)
 
 
@@ -51,6 +61,15 @@ def expected() -> torch.Tensor:
     read = torch.cat([queries(200, 1 + chunk) for chunk in range(3)])
     grouped = read.transpose(0, 1).reshape(HEADS, -1, DIM).double()
     return grouped.mT @ grouped / grouped.shape[1]
+
+
+def check_keys(layer: LayerStatistics) -> None:
+    """The mean key, and the one at position 0, as they were before positions turned them."""
+    read = torch.cat([keys(200, 1 + chunk) for chunk in range(3)]).double()
+    assert layer.key_mean is not None
+    assert layer.first_key is not None
+    assert torch.allclose(layer.key_mean, read.mean(0), rtol=1e-3, atol=1e-3)
+    assert torch.allclose(layer.first_key, read[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -61,6 +80,7 @@ def test_ranks_sum_their_own_heads(ranks):
     assert torch.allclose(layers[0].query_moment, expected(), rtol=1e-3, atol=1e-4)
     assert torch.allclose(measured[0].rotary.frequencies.sort().values, ROTARY.frequencies.sort().values, atol=1e-5)
     assert measured[0].max_positions == 2048
+    check_keys(layers[0])
 
 
 def test_fewer_heads_than_ranks():
@@ -68,6 +88,7 @@ def test_fewer_heads_than_ranks():
     parts = [listen(slice(rank // 2, rank // 2 + 1), rank, 2 * HEADS) for rank in range(2 * HEADS)]
     layers, _ = merge_ranks(parts, HEADS)
     assert torch.allclose(layers[0].query_moment, expected(), rtol=1e-3, atol=1e-4)
+    check_keys(layers[0])
 
 
 def test_what_an_engine_is_asked_for():
