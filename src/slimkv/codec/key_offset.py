@@ -66,11 +66,11 @@ def check_offset(offset: Tensor, spec: CodecSpec, num_kv_heads: int, device: tor
         or offset.shape != wanted
         or offset.device != device
         or not offset.is_contiguous()
-        or offset.data_ptr() % 16
+        or (offset.is_cuda and offset.data_ptr() % 16)  # kernels load 16 bytes at a time
     ):
         raise InputError(
-            f"key_offset must be contiguous float32 {list(wanted)} on {device}, at a multiple of 16 bytes, not "
-            f"{offset.dtype} {list(offset.shape)} on {offset.device}"
+            f"key_offset must be contiguous float32 {list(wanted)} on {device} (on a GPU at a multiple of 16 bytes), "
+            f"not {offset.dtype} {list(offset.shape)} on {offset.device}"
         )
     if not takes_offset(spec):
         raise InputError(f"keys of {spec.format} are not centred: leave key_offset at None")
