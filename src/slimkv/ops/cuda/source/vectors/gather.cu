@@ -13,8 +13,8 @@ struct GatherArgs {
   i32 tokens;
 };
 
-typedef Format<false, K_D, 1, K_D / 16, K_KIND, K_BITS, 0, K_KIND == LLOYD, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, 0, 8> Key;
-typedef Format<true, V_D, 1, V_D / 16, V_KIND, V_BITS, 0, V_KIND == LLOYD, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, 0, 8> Value;
+typedef Format<false, K_D, 1, K_D / 16, K_KIND, K_BITS, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, 0, 8> Key;
+typedef Format<true, V_D, 1, V_D / 16, V_KIND, V_BITS, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, 0, 8> Value;
 typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 
 template <class F, class D> DEVICE void gather_side(const GatherSide& side, const GatherArgs& args, int head, u8* memory) {
