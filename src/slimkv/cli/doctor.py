@@ -6,14 +6,25 @@ from typing import Annotated
 
 import typer
 
-from slimkv.cli.options import Json, comma_list
+from slimkv.cli.options import AUTO, Device, Json, comma_list
 
 
 def doctor(
     require: Annotated[str, typer.Option(help="What must work, such as triton,cuda,transformers,vllm,sglang.")] = "",
+    model: Annotated[
+        str | None, typer.Option(help="Also measure the noise of quantised keys in each layer of this model.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="The format whose noise is measured.")] = "k4v4",
+    device: Device = AUTO,
     as_json: Json = False,
 ) -> None:
-    """What this machine can run and what is wrong; exit code 1 if something required cannot run."""
+    """What this machine can run and what is wrong; exit code 1 if something required cannot run.
+
+    With --model also whether the model's keys survive the format: exit code 1 if a layer is beyond the guard's limit.
+    """
+    if model is not None:
+        _doctor_model(model, format, device, as_json)
+        return
     from rich.table import Table
 
     from slimkv.cli.output import emit
@@ -29,4 +40,23 @@ def doctor(
     emit(result, as_json, table)
     if result.failed:
         typer.echo(f"required but cannot run: {', '.join(result.failed)}", err=True)
+        raise typer.Exit(1)
+
+
+def _doctor_model(model: str, format: str, device: str, as_json: bool) -> None:
+    from slimkv.cli.eval_model import load_quietly, progress_bar, score_table
+    from slimkv.cli.output import emit
+    from slimkv.integrations.transformers.calibration.offsets import TOKENS
+    from slimkv.integrations.transformers.calibration.samples import random_windows
+    from slimkv.lab.evals.scores import measure_scores
+
+    with progress_bar() as (_, progress):
+        loaded = load_quietly(model, None, device, "float32", progress)
+        ids = random_windows(loaded.model.config, 1, TOKENS)
+        report = measure_scores(loaded.model, ids, [format], name=model, progress=progress)
+    emit(report, as_json, score_table(report))
+    if not all(row.healthy for row in report.rows):
+        typer.echo(
+            f"keys of {model} do not survive {format}: calibrate it, or give its worst layers more bits", err=True
+        )
         raise typer.Exit(1)

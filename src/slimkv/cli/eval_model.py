@@ -50,7 +50,7 @@ Strict = Annotated[bool, typer.Option("--strict", help="Read every token through
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands to the ``eval`` group."""
-    for command in (perplexity, agreement, positions, needle, generation):
+    for command in (perplexity, agreement, positions, scores, needle, generation):
         app.command()(command)
 
 
@@ -251,6 +251,40 @@ def agreement(
             growth += f" ± {row.kl_growth_error:.2%}"
         table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}", growth)
     _show(report, device, as_json, output, table)
+
+
+def scores(
+    model: Model = DEFAULT_MODEL,
+    formats: Formats = "k4v4",
+    text: Text = "shipped",
+    tokens: Tokens = 512,
+    calibration: CalibrationFile = None,
+    threads: Threads = None,
+    device: Device = AUTO,
+    dtype: Dtype = "float32",
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Noise that quantised keys add to attention scores, by layer: what the fidelity guard of engines measures."""
+    from slimkv.lab.evals.scores import measure_scores
+    from slimkv.lab.evals.texts import load_text
+
+    read = load_text(text)
+    with _subject(model, threads, device, dtype, formats, calibration) as subject:
+        ids = subject.windows(read, 1, tokens)
+        report = measure_scores(
+            subject.model, ids, subject.formats, name=model, calibration=subject.calibration, progress=subject.progress
+        )
+    _show(report, device, as_json, output, score_table(report))
+
+
+def score_table(report: Any) -> Any:
+    """The figures of a ``ScoreReport``: a row for each layer, a column for each format."""
+    title = f"noise of scores in nats, {report.model}; engines stop beyond {report.limit:g}"
+    table = make_table(title, "layer", *(row.format for row in report.rows))
+    for layer in sorted({number for row in report.rows for number in row.layers}):
+        table.add_row(str(layer), *(f"{row.layers[layer]:.3f}" if layer in row.layers else "-" for row in report.rows))
+    return table
 
 
 def positions(
