@@ -351,8 +351,22 @@ DOORS: dict[str, tuple[Any, Any]] = {
         lambda **given: slimkv.attention(**given).__enter__().__exit__(None, None, None),
         lambda: {"model": model()},
     ),
+    "fake_quantize": (
+        slimkv.fake_quantize,
+        lambda: {
+            "key": torch.zeros(1, 2, 3, 32),
+            "value": torch.zeros(1, 2, 3, 32),
+            "config": "k4v4",
+            "calibration": None,
+            "layer": 0,
+            "num_layers": 1,
+            "key_offset": None,
+            "first_position": 0,
+        },
+    ),
     "enable": (lambda **given: slimkv.enable(**given), lambda: {"model": model(), "format": "k4v4"}),
     "disable": (slimkv.disable, lambda: {"model": model()}),
+    "status": (slimkv.status, lambda: {"model": model()}),
     "models.load": (models.load, lambda: {"name_or_path": "nowhere", "device": "cpu"}),
     "models.folder": (models.folder, lambda: {"name": "nowhere"}),
 }

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe, typed
 from slimkv.cache import PagedPool
 from slimkv.calibration import Calibration
 from slimkv.calibration.positions import matrix_index
@@ -31,6 +32,7 @@ class _StraightThrough(torch.autograd.Function):
         return gradients[0], None
 
 
+@typed
 def fake_quantize(
     key: Tensor,
     value: Tensor,
@@ -66,6 +68,15 @@ def fake_quantize(
             f"{list(value.shape)}"
         )
     batch, heads, tokens, dim = key.shape
+    if key_offset is not None and (key_offset.shape != (heads, dim) or not key_offset.is_floating_point()):
+        raise InputError(f"key_offset must be float [{heads}, {dim}] for these keys, not {describe(key_offset)}")
+    for name, number, least in (
+        ("layer", layer, 0),
+        ("num_layers", num_layers, 1),
+        ("first_position", first_position, 0),
+    ):
+        if number < least:
+            raise InputError(f"{name} must be {least} or more, not {number}")
     format = format_of_kind(settings.format_of(layer, num_layers), latent=False)
     if format == CALIBRATED:
         if calibration is None or calibration.formats is None:

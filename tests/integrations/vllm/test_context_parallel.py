@@ -59,16 +59,19 @@ def fill(codec, layout, key, value, tokens):
     return pages, torch.arange(blocks, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("norm", [0.0, 1000.0], ids=["plain", "centred"])
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (4, 8)])
 @pytest.mark.parametrize("queries", [(1, 1, 1), (1, 70, 3)], ids=["decode", "mixed"])
-def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries, raw):
+def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries, raw, norm):
     torch.manual_seed(0)
     spec = CodecSpec.parse("k4v4", DIM)
     codec, layout = Codec(spec), PageLayout(spec, BLOCK)
     lens = (90, 70, 40)  # the second request begins with this step
     options = ops.AttendOptions(softmax_scale=0.2, softcap=3.0)
     keys, values = ([torch.randn(n, KV_HEADS, DIM) for n in lens] for _ in range(2))
+    constant = torch.nn.functional.normalize(torch.randn(KV_HEADS, DIM), dim=-1) * norm
+    offset = constant if norm else None
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
     query = torch.randn(int(starts[-1]), HEADS, DIM)
     new = [torch.cat([x[n - q :] for x, n, q in zip(side, lens, queries, strict=True)]) for side in (keys, values)]
@@ -79,7 +82,7 @@ def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries
         for key, value, n in zip(keys, values, lens, strict=True):
             every = torch.arange(n)
             tokens = every if rank is None else every[every // interleave % ranks == rank]
-            own, table = fill(codec, layout, key, value, tokens)
+            own, table = fill(codec, layout, key, value, tokens)  # of centred keys
             tables.append(torch.nn.functional.pad(table + count, (0, 8 - len(table))))
             pages.append(own)
             count += len(own)
@@ -89,8 +92,8 @@ def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     most = {"max_query_len": max(queries), "max_seq_len": max(lens)}
     want = ops.attend(
-        query, pages, table, seq_lens, starts, codec=codec, layout=layout, options=options,
-        fresh=(new[0], new[1]) if raw else None, **most,
+        query, pages, table, seq_lens, starts, codec=codec, layout=layout, options=options, key_offset=offset,
+        fresh=(new[0] + constant, new[1]) if raw else None, **most,
     )  # fmt: skip
     threads, results = Threads(ranks), {}
 
@@ -101,9 +104,9 @@ def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries
         out = torch.full_like(mine, torch.nan)
         held, held_table = pool(rank)
         attend_shards(
-            mine, new[0], new[1], held, held_table, starts, most["max_query_len"], tables,
-            Rank(threads, ranks, rank), codec=codec, layout=layout, options=options, query_aware=None,
-            query_aware_index=None, raw=raw, out=out, backend=None,
+            mine, new[0] + constant, new[1], held, held_table, starts, most["max_query_len"], tables,
+            Rank(threads, ranks, rank), codec=codec, layout=layout, options=options, key_offset=offset,
+            query_aware=None, query_aware_index=None, raw=raw, out=out, backend=None,
         )  # fmt: skip
         results[rank] = out
 

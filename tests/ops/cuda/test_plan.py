@@ -144,9 +144,10 @@ def test_backends_that_prepare_nothing_can_be_planned_too(backend):
     assert torch.allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("change", ["nothing", "pages", "dtype", "strides", "query_aware", "tokens"])
+@pytest.mark.parametrize("change", ["nothing", "pages", "dtype", "strides", "key_offset", "query_aware", "tokens"])
 def test_a_store_plan_says_what_it_fits(change):
     codec, pages, query_aware, slot = Codec(SPEC), new_pages(), None, slots(5)
+    offset = None
     key, value = vectors(0, KV_HEADS), vectors(1, KV_HEADS)
     plan = store_plan(key, value, pages, codec)
     if change == "pages":
@@ -155,11 +156,13 @@ def test_a_store_plan_says_what_it_fits(change):
         key = key.bfloat16()
     elif change == "strides":
         key = torch.zeros(4, KV_HEADS, 32)[::2].copy_(key)
+    elif change == "key_offset":
+        offset = torch.zeros(KV_HEADS, 32)
     elif change == "query_aware":
         query_aware = torch.zeros(KV_HEADS, 32, 32, dtype=torch.int8)
     elif change == "tokens":
         key, value, slot = key[:1], value[:1], slot[:1]
-    assert plan.fits(key, value, pages, slot, query_aware) == (change == "nothing")
+    assert plan.fits(key, value, pages, slot, offset, query_aware) == (change == "nothing")
     if change in ("dtype", "strides", "tokens"):
         with pytest.raises(InputError, match="the plan stores keys like"):
             plan.run(key, value, slot)
