@@ -22,7 +22,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from slimkv import ops
+from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.codec import Codec
+from slimkv.codec.key_offset import offset_of_keys
 from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm import compat, metadata
@@ -202,13 +204,16 @@ def test_graphs_hold_uniform_batches(monkeypatch):
     assert SlimKVMetadataBuilder.get_varlen_cudagraph_max_query_len(config, full()) == 4
 
 
-def test_a_layer_stores_with_its_matrices():
-    """And rounds to the nearest where it has none."""
+@pytest.mark.parametrize("centred", [False, True])
+def test_a_layer_stores_with_its_matrices(centred):
+    """And rounds to the nearest where it has none; centred keys take the offset of the layer."""
     settings = {"format": "k4v4", "calibration": "auto"}
     with set_current_vllm_config(VllmConfig(additional_config={"slimkv": settings})):
         layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
     layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
     generator = torch.Generator().manual_seed(0)
+    offset = torch.randn(2, 64, generator=generator) if centred else None
+    layer._key_offset = (LayerOffset(2, 64, torch.device("cpu"), offset) if centred else None,)
     key, value = torch.randn(2, 16, 2, 64, generator=generator)
     queries = torch.randn(2, 256, 64, generator=generator) * torch.logspace(0, -2, 64)
     codec, layout, slots = Codec(layer._spec), PageLayout(layer._spec, 16), torch.arange(16)
@@ -216,8 +221,28 @@ def test_a_layer_stores_with_its_matrices():
         layer._matrices = (matrices,)
         got, want = torch.zeros(2, 1, 2, layout.page_bytes, dtype=torch.uint8)
         layer.do_kv_cache_update(None, key, value, got.view(1, 2, 16, -1), slots)
-        ops.store_kv(key, value, want, slots, codec=codec, layout=layout, query_aware=matrices)
+        ops.store_kv(key, value, want, slots, codec=codec, layout=layout, key_offset=offset, query_aware=matrices)
         assert torch.equal(got, want)
+
+
+def test_a_layer_learns_its_offset_from_the_first_tokens_it_stores():
+    """Not from steps that store nothing; and it stays as it is."""
+    with set_current_vllm_config(VllmConfig(additional_config={"slimkv": {"format": "k4v4"}})):
+        layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
+    layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
+    learnt = LayerOffset(2, 64, torch.device("cpu"))
+    layer._key_offset, layer._matrices = (learnt,), (None,)
+    layout = PageLayout(layer._spec, 16)
+    pages = torch.zeros(2, 2, layout.page_bytes, dtype=torch.uint8).view(2, 2, 16, -1)
+    key, other, value = torch.randn(3, 16, 2, 64) + 3
+    layer.do_kv_cache_update(None, key, value, pages, torch.full((16,), -1))
+    assert not learnt.known
+    layer.do_kv_cache_update(None, key, value, pages, torch.arange(16))
+    assert learnt.known
+    expected = offset_of_keys(key.mean(0), key[0])
+    torch.testing.assert_close(learnt.tensor, expected)
+    layer.do_kv_cache_update(None, other, value, pages, torch.arange(16, 32))
+    torch.testing.assert_close(learnt.tensor, expected)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

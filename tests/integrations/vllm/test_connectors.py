@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import Tensor
 
 pytest.importorskip("vllm")
 
@@ -25,11 +27,11 @@ from slimkv.wire import Fingerprint
 pytestmark = pytest.mark.vllm
 
 
-def attention(format: str = "k4v4", heads: int = 2, window: int | None = None):
+def attention(format: str = "k4v4", heads: int = 2, window: int | None = None, offset: Tensor | None = None):
     spec = CodecSpec.parse(format, 64).with_raw_dtype("float32")
     return SimpleNamespace(
         attn_backend=SimpleNamespace(codec_spec=spec), num_kv_heads=heads, kv_sharing_target_layer_name=None,
-        impl=SimpleNamespace(sliding_window=window),
+        impl=SimpleNamespace(sliding_window=window, whole_key_offset=lambda: offset),
     )  # fmt: skip
 
 
@@ -101,10 +103,12 @@ def test_a_folder_is_marked_and_kept_to_its_fingerprint(tmp_path):
     ours = {"shared_storage_path": str(tmp_path / "store"), "slimkv_weights": "a"}
     check_fingerprints(engine("ExampleConnector", **ours), 64)
     check_fingerprints(engine("ExampleConnector", **ours), 64)
+    centred = {name: attention(offset=torch.ones(2, 64)) for name in ("model.layers.0.attn", "model.layers.1.attn")}
     for other, block, message in [
         (engine("ExampleConnector", **ours), 32, "block size is 64, not 32"),
         (engine("ExampleConnector", **{**ours, "slimkv_weights": "b"}), 64, "weights are"),
         (engine("ExampleConnector", {"model.layers.0.attn": attention()}, **ours), 64, "layers with packed pages"),
+        (engine("ExampleConnector", centred, **ours), 64, "key_offset of layer 0 is none, not"),
     ]:
         with pytest.raises(InputError, match=message):
             check_fingerprints(other, block)
