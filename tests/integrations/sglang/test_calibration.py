@@ -16,6 +16,7 @@ from slimkv.calibration.rotary import Rotary
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.integrations.sglang import calibration as ours
+from slimkv.integrations.sglang import key_offset
 from slimkv.integrations.sglang.metadata import BlockTables, GraphTables, eager_step
 from slimkv.integrations.sglang.pool import bind, shared_codec
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
@@ -48,7 +49,8 @@ def make_calibration(turning: bool = False, **changed: int) -> Calibration:
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setattr(ours, "attention_tp", lambda: (0, 1))
+    for module in (ours, key_offset):
+        monkeypatch.setattr(module, "attention_tp", lambda: (0, 1))
     serving._load.cache_clear()
 
 

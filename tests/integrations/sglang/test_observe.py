@@ -15,6 +15,7 @@ from engines import BASE, environment, run_engine, slimkv
 from observed import check_it_is_what_transformers_finds, write_llama
 
 from slimkv.calibration import Calibration
+from slimkv.calibration.listener import SUMS
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.sglang.observe import gather_calibration, load_part, save_part
 
@@ -78,8 +79,9 @@ def test_what_it_refuses(options, named):
 
 
 def test_parts_travel_in_files(tmp_path):
-    moment = torch.randn(2, 4, 4, dtype=torch.float64)
-    layer = {"heads": 2, "dim": 4, "moment": moment.numpy().tobytes(), "planes": [0, 2, 1, 3], "sliding_window": None}
+    moment, *means = torch.randn(2, 4, 4, dtype=torch.float64), *torch.randn(2, 2, 4, dtype=torch.float64)
+    sums = {name: x.numpy().tobytes() for name, x in zip(SUMS, (moment, *means), strict=True)}
+    layer = {"heads": 2, "dim": 4, **sums, "planes": [0, 2, 1, 3], "sliding_window": None}
     part = {"rank": 1, "ranks": 2, "layers": {"3": layer}}
     save_part(part, tmp_path / "one.safetensors")
     assert load_part(tmp_path / "one.safetensors") == part

@@ -53,7 +53,9 @@ def make_kvc(settings: str | None = None, **others: Any) -> SimpleNamespace:
     info = {"start_layer": 0, "end_layer": 6, "num_effective_layers": 6}
     windows = {"full_attention_layer_ids": [1, 3, 5], "swa_attention_layer_ids": [0, 2, 4]}
     return SimpleNamespace(**{
-        "server_args": SimpleNamespace(json_model_override_args=settings or override_args("k4v4")),
+        "server_args": SimpleNamespace(
+            json_model_override_args=settings or override_args("k4v4"), load_format="auto",
+        ),
         "model_config": model, "page_size": 64, "kv_cache_dtype": torch.bfloat16, "is_draft_worker": False,
         "is_hybrid_swa": False, "is_hybrid_swa_compress": False, "use_mla_backend": False,
         "post_capture_kv_active": False, "spec_algorithm": NoDraft(),

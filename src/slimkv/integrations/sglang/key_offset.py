@@ -19,10 +19,9 @@ def layer_offset(plan: CachePlan, pages: LayerPages, device: torch.device) -> La
     spec = pages.layout.spec
     if not plan.config.center_keys or not wants_offset(spec):
         return None
-    rank, ranks = attention_tp()
     if plan.calibration is not None and pages.layer in plan.calibration.layers:
-        known = rank_offset(plan.calibration, pages.layer, pages.num_kv_heads, rank, ranks, device)
+        known = rank_offset(plan.calibration, pages.layer, pages.num_kv_heads, *attention_tp(), device)
         if known is not None:
             return LayerOffset(pages.num_kv_heads, spec.key_dim, device, known)
-    path = kept_path(plan.model, pages.layer, rank, ranks) if plan.model is not None else None
+    path = kept_path(plan.model, pages.layer, *attention_tp()) if plan.model is not None else None
     return LayerOffset.kept(path, pages.num_kv_heads, spec.key_dim, device)
