@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
@@ -25,13 +26,28 @@ PYTHON = [
 ]
 COMMANDS = {command for need, command in commands() if need == "sglang" or "sglang." in command}
 CALIBRATED = sorted(command for command in COMMANDS if command.startswith("slimkv calibrate "))
+SLIMKV = sorted(c for c in COMMANDS if c.startswith(("slimkv doctor ", "slimkv serve ")))
 SERVED = "python -m sglang.launch_server --model-path MODEL --attention-backend slimkv --page-size 64"
 
 
 def test_every_command_has_a_test():
     assert SERVED in COMMANDS
-    others = COMMANDS - {SERVED, *CALIBRATED}
+    others = COMMANDS - {SERVED, *CALIBRATED, *SLIMKV}
     assert all(c.startswith("pip install ") for c in others), others
+
+
+@pytest.mark.parametrize("command", SLIMKV)
+def test_slimkv_commands_run(command):
+    """``serve`` prints what it would run: ``test_server.py`` starts that."""
+    words = shlex.split(command.replace("MODEL", model_folder()))
+    if words[1] == "serve":
+        words[2:2] = ["--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert words[1] != "serve" or "--attention-backend slimkv" in done.stdout
 
 
 @pytest.mark.extended

@@ -81,12 +81,7 @@ def test_a_spawned_engine_finds_the_plugin(codes):
 
 
 def test_layers_have_formats_of_their_own():
-    settings = {
-        "first_layers": 1,
-        "last_layers": 2,
-        "edge_format": "raw",
-        "layers": {"4-6": "k6v4", "5": "turboquant_k8v4"},
-    }
+    settings = {"layers": {"0": "raw", "-2--1": "raw", "4-6": "k6v4", "5": "turboquant_k8v4"}}
     result = run_engine(engine(**slimkv("k4v4", **settings)), [run("a", ragged()[:3], 4), run("b", long()[:1], 4)])
     formats = [format for _, format in result["layers"].values()]
     assert formats[:1] == ["krawfp32vrawfp32"]

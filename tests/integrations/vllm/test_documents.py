@@ -28,6 +28,7 @@ SERVED = [c for c in COMMANDS if c.startswith("vllm serve ")]
 CALIBRATED = [c for c in COMMANDS if c.startswith("slimkv calibrate ")]
 MEASURED = [c for c in COMMANDS if c.startswith("slimkv suite ")]
 SOAKED = [c for c in COMMANDS if c.startswith("slimkv soak ")]
+SLIMKV = [c for c in COMMANDS if c.startswith(("slimkv doctor ", "slimkv serve ", "slimkv --version"))]
 PYTHON = [
     (path.name, text)
     for path in PAGES
@@ -37,8 +38,21 @@ PYTHON = [
 
 
 def test_every_command_has_a_test():
-    others = set(COMMANDS) - set(SERVED) - set(CALIBRATED) - set(MEASURED) - set(SOAKED)
+    others = set(COMMANDS) - set(SERVED) - set(CALIBRATED) - set(MEASURED) - set(SOAKED) - set(SLIMKV)
     assert all(c.startswith(("pip install ", "python -m sglang.")) for c in others), others
+
+
+@pytest.mark.parametrize("command", SLIMKV)
+def test_slimkv_commands_run(command):
+    """``serve`` prints what it would run: ``test_servers_answer`` starts that."""
+    from slimkv.lab import models
+
+    words = shlex.split(command.replace("MODEL", str(models.folder(models.DEFAULT))))
+    if words[1] == "serve":
+        words[2:2] = ["--dry-run"]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert words[1] != "serve" or "--attention-backend CUSTOM" in done.stdout
 
 
 @pytest.fixture(scope="module")
