@@ -86,3 +86,14 @@ def test_the_mean_over_positions_is_that_of_every_position(kind, start, stop):
     assert torch.equal(got, got.mT)
     with pytest.raises(InputError, match="are no range"):
         known.mean_moment(moment, 5, 5)
+
+
+def test_the_mean_of_turned_vectors_is_that_of_all_positions():
+    rotary = Rotary(torch.tensor([[0, 2], [1, 3]]), torch.tensor([0.3, 0.001], dtype=torch.float64))
+    vector = torch.randn(2, 5, dtype=torch.float64)
+    for positions in (1, 7, 500):
+        turned = [rotary.turned(vector[None].float(), torch.tensor([t]))[0].double() for t in range(positions)]
+        torch.testing.assert_close(
+            rotary.mean_vector(vector, positions), torch.stack(turned).mean(0), atol=1e-5, rtol=1e-4
+        )
+    assert torch.equal(Rotary.none().mean_vector(vector, 9), vector)

@@ -25,8 +25,6 @@ from slimkv.spec import DEFAULT_SEED, Kind, parse_format
 _MOMENT, _SCALE, _KEY_WEIGHT, _VALUE_WEIGHT = "query_moment", "query_scale", "key_weight", "value_weight"
 _PLANES, _FREQUENCIES = "rotary_planes", "rotary_frequencies"
 _KEYS = ("key_mean", "first_key")
-# Over which positions the mean key is taken: beyond, planes that turn slowly are no longer constant.
-OFFSET_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ class Calibration:
 
         float32 [heads, key_dim] on ``device``; None where the statistics hold no mean of keys. ``heads`` as above.
         """
-        offset = self.statistics(layer).key_offset(min(OFFSET_POSITIONS, self.max_positions))
+        offset = self.statistics(layer).key_offset(self.max_positions)
         if offset is None:
             return None
         with torch.inference_mode(False):

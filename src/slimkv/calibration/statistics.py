@@ -38,10 +38,10 @@ class LayerStatistics:
         return self.rotary.mean_moment(self.query_moment.double(), start, stop)
 
     def key_offset(self, positions: int) -> Tensor | None:
-        """What is subtracted from keys at positions [0, positions): float32 [num_kv_heads, key_dim]."""
+        """What is subtracted from keys in contexts of up to ``positions``: float32 [num_kv_heads, key_dim]."""
         if self.key_mean is None or self.first_key is None:
             return None
-        return offset_of_keys(self.rotary.mean_vector(self.key_mean, positions), self.first_key)
+        return offset_of_keys(self.rotary.mean_of_contexts(self.key_mean, positions), self.first_key)
 
     @property
     def num_kv_heads(self) -> int:

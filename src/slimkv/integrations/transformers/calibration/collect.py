@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity
-from slimkv.calibration.calibration import OFFSET_POSITIONS
 from slimkv.calibration.gather import (
     PROBE_TOKENS,
     LayerSums,
@@ -21,6 +20,7 @@ from slimkv.calibration.gather import (
     probe_shifts,
     rotary_of_layer,
 )  # fmt: skip
+from slimkv.calibration.rotary import CONTEXTS
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.transformers.calibration.samples import (
     FRAGMENT,
@@ -215,7 +215,7 @@ class _Recorder:
         at = torch.linspace(tokens // 4, tokens - 1, min(_SAMPLED, tokens), device=query.device).long().unique()
         weights = _weights(query[:1, :, at], key[:1], mask, at, kwargs)[0]  # [heads, queries, tokens]
         values = value[0].float().repeat_interleave(heads // num_kv_heads, 0)
-        centre = layer.sums.rotary.mean_vector(layer.sums.key_mean(), OFFSET_POSITIONS).to(key.device, torch.float32)
+        centre = layer.sums.rotary.mean_of_contexts(layer.sums.key_mean(), max(CONTEXTS)).to(key.device, torch.float32)
         sizes = (key[0].float() - centre[:, None]).square().sum(-1).repeat_interleave(heads // num_kv_heads, 0)
         scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
         out = weights @ values  # [heads, queries, dim]
