@@ -85,7 +85,7 @@ class LayerOffset:
         count = int(stored.sum())
         if count == 0:
             return
-        if pages.count_nonzero():
+        if bool(pages.any()):  # a reduction: no copy of a cache that fills the device
             self.source = "a profiling step"
         else:
             seen = key[stored].float()  # a prompt is stored from its first token on
