@@ -80,7 +80,8 @@ class StoreCell:
     """``tokens`` new tokens: a prefill chunk in whole pages, or one token of each of many sequences (``scattered``).
 
     ``query_aware``: keys are rounded with a matrix per head. ``warm``: a chunk that has just been written,
-    not one that is read from memory. ``rope_dim``: latents of ``head_dim`` with rope parts of that.
+    not one that is read from memory. ``rope_dim``: latents of ``head_dim`` with rope parts of that. ``centred``: an
+    offset is subtracted from keys.
     """
 
     name: str
@@ -94,6 +95,7 @@ class StoreCell:
     query_aware: bool = False
     max_positions: int = 0  # a matrix per range of so many positions, which a decode step's tokens are scattered over
     rope_dim: int = 0
+    centred: bool = False
 
     @property
     def layout(self) -> PageLayout:
@@ -181,6 +183,10 @@ _LATENTS = StoreCell("", tokens=8192, num_kv_heads=1, head_dim=512, rope_dim=64,
 STORE_CELLS = (
     replace(_CHUNK, name="chunk-8192"),
     replace(_CHUNK, name="chunk-8192-warm", warm=True),
+    replace(_CHUNK, name="chunk-8192-centred", centred=True),
+    replace(_CHUNK, name="chunk-8192-warm-centred", warm=True, centred=True),
+    replace(_CHUNK, name="decode-32", tokens=32, scattered=True),
+    replace(_CHUNK, name="decode-32-centred", tokens=32, scattered=True, centred=True),
     replace(_CHUNK, name="chunk-8192-k2v2", format="k2v2"),
     replace(_CHUNK, name="chunk-8192-k8v4", format="turboquant_k8v4"),
     replace(_CHUNK, name="chunk-8192-4bit_nc", format="turboquant_4bit_nc"),
@@ -234,6 +240,7 @@ _SMALL_CHUNK = StoreCell("", tokens=512, num_kv_heads=2, head_dim=64, page=16)
 SMALL_STORE_CELLS = (
     replace(_SMALL_CHUNK, name="chunk-512"),
     replace(_SMALL_CHUNK, name="chunk-512-warm", warm=True),
+    replace(_SMALL_CHUNK, name="chunk-512-centred", centred=True),
     replace(_SMALL_CHUNK, name="decode-16", tokens=16, scattered=True),
     replace(_SMALL_CHUNK, name="chunk-512-query-aware", query_aware=True),
     replace(_SMALL_CHUNK, name="chunk-512-query-aware-positions", query_aware=True, max_positions=512),
