@@ -21,7 +21,7 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_is_what_a_pool_gives_back(format, dtype):
     key, value = pair(dtype)
-    offset = torch.randn(HEADS, DIM)
+    offset = torch.randn(HEADS, DIM).bfloat16()
     got = slimkv.fake_quantize(key, value, format, key_offset=offset)
     spec = CodecSpec.parse(format, DIM).with_raw_dtype(str(dtype).removeprefix("torch."))
     centred = format in ("k4v4", "k5v3", "fp8")

@@ -11,7 +11,7 @@ from slimkv.arguments import describe, typed
 from slimkv.cache import PagedPool
 from slimkv.calibration import Calibration
 from slimkv.calibration.positions import matrix_index
-from slimkv.codec.key_offset import offset_of_keys, wants_offset
+from slimkv.codec.key_offset import OFFSET_DTYPE, offset_of_keys, wants_offset
 from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.formats import format_of_kind
@@ -94,7 +94,7 @@ def fake_quantize(
                 key_offset = calibration.key_offset(layer, key.device)
             if key_offset is None:
                 key_offset = offset_of_keys(rows[0].float().mean(0), key.detach()[:, :, 0].float().mean(0))
-            pool.key_offset = key_offset.detach().to(key.device, torch.float32).contiguous()
+            pool.key_offset = key_offset.detach().to(key.device, OFFSET_DTYPE).contiguous()
         index = None
         if calibration is not None and spec.key.kind == Kind.LLOYD:
             pool.query_aware = calibration.query_aware_matrices(layer, pool.codec)

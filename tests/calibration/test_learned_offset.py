@@ -53,7 +53,7 @@ def test_tokens_stored_before_anything_was_learnt_keep_their_meaning():
 
 
 def test_a_known_offset_is_never_changed():
-    known = torch.randn(HEADS, DIM)
+    known = torch.randn(HEADS, DIM).bfloat16()
     made = offset(known=known)
     made.provisional(keys())
     made.learn(keys(), torch.ones(TOKENS, dtype=torch.bool), pages())
@@ -86,7 +86,7 @@ def test_of_two_that_start_at_once_the_first_to_write_wins(tmp_path):
 
 def test_a_damaged_file_is_learnt_again(tmp_path):
     path = tmp_path / "layer-0.safetensors"
-    write_offset(path, torch.ones(HEADS, DIM))
+    write_offset(path, torch.ones(HEADS, DIM, dtype=torch.bfloat16))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -97,7 +97,7 @@ def test_a_damaged_file_is_learnt_again(tmp_path):
 @pytest.mark.parametrize("shape", [(HEADS + 1, DIM), (HEADS, DIM + 16)])
 def test_a_file_of_another_shape_is_not_used(tmp_path, shape):
     path = tmp_path / "layer-0.safetensors"
-    write_offset(path, torch.ones(shape))
+    write_offset(path, torch.ones(shape, dtype=torch.bfloat16))
     assert read_offset(path, HEADS, DIM) is None
 
 

@@ -168,7 +168,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
     offset = None
     if case.offset_norm:
         direction = torch.randn(case.num_kv_heads, spec.key_dim, generator=torch.Generator().manual_seed(seed + 1))
-        offset = (direction * case.offset_norm / direction.norm(dim=-1, keepdim=True)).to(device)
+        offset = (direction * case.offset_norm / direction.norm(dim=-1, keepdim=True)).to(device, torch.bfloat16)
         key = subtract_offset(add_offset(key, offset), offset)
     if total:
         ops.store_kv(key, value, pages, whole.slot_mapping, codec=codec, layout=layout, backend="reference")

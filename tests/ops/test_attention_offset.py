@@ -105,7 +105,7 @@ def test_parts_merge_by_true_log_sum_exps(backend, device):
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "softcap": 6.0}], ids=["plain", "sinks_softcap"])
 def test_a_vector_of_zeros_changes_no_bit(backend, options, device):
     built = build(replace(DECODE, offset_norm=0.0, **options), device)
-    zeros = torch.zeros(2, 64, device=device)
+    zeros = torch.zeros(2, 64, device=device, dtype=torch.bfloat16)
     want = ops.attend(**built.arguments(), return_lse=True, backend=backend)
     got = ops.attend(**{**built.arguments(), "key_offset": zeros}, return_lse=True, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -114,4 +114,4 @@ def test_a_vector_of_zeros_changes_no_bit(backend, options, device):
 def test_raw_keys_are_refused(device):
     built = build(replace(DECODE, offset_norm=0.0, format="krawfp32v4"), device)
     with pytest.raises(InputError, match="leave key_offset at None"):
-        ops.attend(**{**built.arguments(), "key_offset": torch.zeros(2, 64, device=device)})
+        ops.attend(**{**built.arguments(), "key_offset": torch.zeros(2, 64, device=device, dtype=torch.bfloat16)})

@@ -24,7 +24,7 @@ class PagedPool:
 
     ``spec`` may be a format's name, such as ``"k4v4"``, with ``head_dim``.
 
-    ``key_offset``: float32 [num_kv_heads, key_dim] or None: subtracted from keys before they are encoded and added back
+    ``key_offset``: bfloat16 [num_kv_heads, key_dim] or None: subtracted from keys before they are encoded and added back
     by ``gather``; it must not change while tokens are stored.
 
     ``query_aware``: int8 [num_kv_heads, key_dim, key_dim], or several of them by position, or None: how keys are

@@ -22,7 +22,8 @@ from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.errors import CorruptDataError, InputError
 from slimkv.spec import DEFAULT_SEED, Kind, parse_format
 
-_MOMENT, _SCALE, _KEY_WEIGHT, _VALUE_WEIGHT = "query_moment", "query_scale", "key_weight", "value_weight"
+_MOMENT, _SCALE = "query_moment", "query_scale"
+_PER_HEAD = ("key_weight", "value_weight", "first_key_share")
 _PLANES, _FREQUENCIES = "rotary_planes", "rotary_frequencies"
 _KEYS = ("key_mean", "first_key")
 
@@ -95,7 +96,7 @@ class Calibration:
             if statistics.rotary.turns:
                 tensors[f"{_PLANES}.{number}"] = statistics.rotary.planes.to(torch.int16).contiguous()
                 tensors[f"{_FREQUENCIES}.{number}"] = statistics.rotary.frequencies.double().contiguous()
-            for name, weight in ((_KEY_WEIGHT, statistics.key_weight), (_VALUE_WEIGHT, statistics.value_weight)):
+            for name, weight in zip(_PER_HEAD, statistics.per_head, strict=True):
                 if weight is not None:
                     tensors[f"{name}.{number}"] = weight.float().cpu()
             sizes = statistics.num_kv_heads, statistics.key_dim, statistics.value_dim, statistics.sliding_window
@@ -184,13 +185,13 @@ class Calibration:
     def key_offset(self, layer: int, device: torch.device, heads: slice | None = None) -> Tensor | None:
         """What is subtracted from the keys of a layer before they are encoded.
 
-        float32 [heads, key_dim] on ``device``; None where the statistics hold no mean of keys. ``heads`` as above.
+        bfloat16 [heads, key_dim] on ``device``; None where the statistics hold no mean of keys. ``heads`` as above.
         """
         offset = self.statistics(layer).key_offset(self.max_positions)
         if offset is None:
             return None
         with torch.inference_mode(False):
-            return offset[heads if heads is not None else slice(None)].float().contiguous().to(device)
+            return offset[heads if heads is not None else slice(None)].contiguous().to(device)
 
     def with_formats(self, formats: Mapping[int, str], seed: int = DEFAULT_SEED) -> Calibration:
         """The same statistics with a format name for every layer."""
@@ -223,9 +224,9 @@ def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Te
         if not fits or not bool(frequencies.isfinite().all()):
             raise CorruptDataError(f"{where} has rotary planes that do not fit keys of {key_dim} dimensions")
         rotary = Rotary(planes, frequencies)
-    weights = (tensors.get(f"{name}.{number}") for name in (_KEY_WEIGHT, _VALUE_WEIGHT))
-    key_weight, value_weight = (x.double() if x is not None else None for x in weights)
-    for weight in (key_weight, value_weight):
+    weights = (tensors.get(f"{name}.{number}") for name in _PER_HEAD)
+    key_weight, value_weight, first_share = per_head = [x.double() if x is not None else None for x in weights]
+    for weight in per_head:
         if weight is not None and (weight.shape != (heads,) or not bool(weight.isfinite().all())):
             raise CorruptDataError(
                 f"{where} has weights {list(weight.shape)}, not one number for each of {heads} heads"
@@ -234,4 +235,4 @@ def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Te
     for name, mean in zip(_KEYS, means, strict=True):
         if mean is not None and (mean.shape != (heads, key_dim) or not bool(mean.isfinite().all())):
             raise CorruptDataError(f"{where} has a {name} {list(mean.shape)}, not finite [{heads}, {key_dim}]")
-    return LayerStatistics(moment, value_dim, key_weight, value_weight, rotary, window, *means)
+    return LayerStatistics(moment, value_dim, key_weight, value_weight, rotary, window, *means, first_share)

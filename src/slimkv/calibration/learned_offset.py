@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slimkv.calibration import file
 from slimkv.calibration.cache import files_key, model_folder
-from slimkv.codec.key_offset import offset_of_keys
+from slimkv.codec.key_offset import OFFSET_DTYPE, offset_of_keys
 from slimkv.errors import InputError, SlimKVError
 from slimkv.paths import cache_dir
 
@@ -30,7 +30,7 @@ MIN_TOKENS = 16  # of a first prompt whose mean is kept for later processes
 
 
 def offset_digest(offset: Tensor | None) -> str:
-    """32 hexadecimal digits of a layer's offset float32 [heads, dim]; empty without one."""
+    """32 hexadecimal digits of a layer's offset bfloat16 [heads, dim]; empty without one."""
     if offset is None:
         return ""
     return hashlib.sha256(offset.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
@@ -46,7 +46,7 @@ class LayerOffset:
 
     def __init__(self, num_kv_heads: int, dim: int, device: torch.device, known: Tensor | None = None) -> None:
         with torch.inference_mode(False):  # it outlives the pass that first needs it
-            self.tensor = torch.zeros(num_kv_heads, dim, dtype=torch.float32, device=device)
+            self.tensor = torch.zeros(num_kv_heads, dim, dtype=OFFSET_DTYPE, device=device)
             if known is not None:
                 self.tensor.copy_(known)
         self.known = known is not None
@@ -113,7 +113,7 @@ def _files_key(model: str) -> str | None:
 
 
 def read_offset(path: Path, num_kv_heads: int, dim: int) -> Tensor | None:
-    """What ``write_offset`` wrote, float32 [num_kv_heads, dim]; None where there is no whole file of that shape."""
+    """What ``write_offset`` wrote, bfloat16 [num_kv_heads, dim]; None where there is no whole file of that shape."""
     if not path.is_file():
         return None
     try:
@@ -122,11 +122,11 @@ def read_offset(path: Path, num_kv_heads: int, dim: int) -> Tensor | None:
     except (SlimKVError, KeyError):
         path.unlink(missing_ok=True)  # ours, and damaged or of another version: it is learnt again
         return None
-    fits = found.shape == (num_kv_heads, dim) and found.dtype == torch.float32 and bool(found.isfinite().all())
+    fits = found.shape == (num_kv_heads, dim) and found.dtype == OFFSET_DTYPE and bool(found.isfinite().all())
     return found if fits else None
 
 
 def write_offset(path: Path, offset: Tensor) -> None:
     """Keeps an offset unless another process was first."""
     if not path.is_file():
-        file.write(path, {}, {"offset": offset.detach().float().cpu().contiguous()}, FORMAT)
+        file.write(path, {}, {"offset": offset.detach().cpu().contiguous()}, FORMAT)

@@ -5,8 +5,10 @@ norm, so a large constant drowns what tells keys apart. Softmax does not see it:
 changes by the same softmax_scale * q.c. Where something else is compared with the scores (soft caps, sinks, a
 log-sum-exp that leaves the call), that one number per query and head is added back (``score_shift``).
 
-Only keys are centred, never values, and only those stored as Lloyd-Max codes or fp8. Subtraction is one float32
-operation and one rounding to the keys' own dtype, so that every backend stores the same bytes.
+Only keys are centred, never values, and only those stored as Lloyd-Max codes or fp8. Offsets are bfloat16: any constant
+serves, and x - c of two bfloat16 numbers rounds to the same number in one step as through float32, so that kernels
+subtract two at a time. Subtraction is one float32 operation and one rounding to the keys' own dtype: every backend
+stores the same bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from slimkv.errors import InputError
 from slimkv.formats import Kind
 from slimkv.spec import CodecSpec
 
-# How much of the offset is the key at position 0. Most queries attend to that key, and it is far from the others: with
-# the plain mean its error would be the largest. Measured on two families (docs/design/centring.md).
+# How much of the offset is the key at position 0, where that was not measured. Most queries attend to that key, and it is
+# far from the others: with the plain mean its error would be the largest (docs/design/centring.md).
 FIRST_KEY_SHARE = 0.25
+OFFSET_DTYPE = torch.bfloat16
 _STOCK = "turboquant_"  # vLLM's recipes, which store keys as vLLM does
 
 
@@ -34,13 +37,18 @@ def wants_offset(spec: CodecSpec) -> bool:
     return takes_offset(spec) and not spec.format.startswith(_STOCK)
 
 
-def offset_of_keys(mean: Tensor, first: Tensor) -> Tensor:
-    """The offset from the mean key and the key at position 0: float32, contiguous, of their shape."""
-    return ((1 - FIRST_KEY_SHARE) * mean.float() + FIRST_KEY_SHARE * first.float()).contiguous()
+def offset_of_keys(mean: Tensor, first: Tensor, share: Tensor | float = FIRST_KEY_SHARE) -> Tensor:
+    """The offset from the mean key and the key at position 0: bfloat16, contiguous, of their shape.
+
+    share: of the first key; a number, or float [heads] for vectors [heads, dim].
+    """
+    first_share = share[:, None].float() if isinstance(share, Tensor) else share
+    offset = (1 - first_share) * mean.float() + first_share * first.float()
+    return offset.to(OFFSET_DTYPE).contiguous()
 
 
 def subtract_offset(key: Tensor, offset: Tensor) -> Tensor:
-    """[..., num_kv_heads, key_dim] minus float32 [num_kv_heads, key_dim], in the keys' dtype."""
+    """[..., num_kv_heads, key_dim] minus bfloat16 [num_kv_heads, key_dim], in the keys' dtype."""
     return (key.float() - offset).to(key.dtype)
 
 
@@ -52,24 +60,24 @@ def add_offset(key: Tensor, offset: Tensor) -> Tensor:
 def score_shift(query: Tensor, offset: Tensor, softmax_scale: float) -> Tensor:
     """By how much centring lowers every score of a query.
 
-    query [queries, num_heads, key_dim], offset float32 [num_kv_heads, key_dim] -> float32 [queries, num_heads].
+    query [queries, num_heads, key_dim], offset bfloat16 [num_kv_heads, key_dim] -> float32 [queries, num_heads].
     """
     grouped = query.float().unflatten(1, (offset.shape[0], -1))
-    return (torch.einsum("qhgd,hd->qhg", grouped, offset) * softmax_scale).flatten(1)
+    return (torch.einsum("qhgd,hd->qhg", grouped, offset.float()) * softmax_scale).flatten(1)
 
 
 def check_offset(offset: Tensor, spec: CodecSpec, num_kv_heads: int, device: torch.device) -> None:
     """Raises unless ``offset`` can centre the keys of these pages."""
     wanted = (num_kv_heads, spec.key_dim)
     if (
-        offset.dtype != torch.float32
+        offset.dtype != OFFSET_DTYPE
         or offset.shape != wanted
         or offset.device != device
         or not offset.is_contiguous()
         or (offset.is_cuda and offset.data_ptr() % 16)  # kernels load 16 bytes at a time
     ):
         raise InputError(
-            f"key_offset must be contiguous float32 {list(wanted)} on {device} (on a GPU at a multiple of 16 bytes), "
+            f"key_offset must be contiguous bfloat16 {list(wanted)} on {device} (on a GPU at a multiple of 16 bytes), "
             f"not {offset.dtype} {list(offset.shape)} on {offset.device}"
         )
     if not takes_offset(spec):

@@ -51,7 +51,7 @@ class LayerFingerprint:
     ) -> LayerFingerprint:
         """Of a layer that stores ``spec`` in a model that computes in ``dtype``.
 
-        ``key_offset``: float32 [num_kv_heads, key_dim] of all heads, or None where keys are not centred.
+        ``key_offset``: bfloat16 [num_kv_heads, key_dim] of all heads, or None where keys are not centred.
         """
         plain = spec.with_raw_dtype(dtype)
         sizes = num_kv_heads, plain.key_dim, plain.value_dim

@@ -1,7 +1,7 @@
 """``PromptCache``: the pages of one prompt, and the safetensors file they are kept in.
 
 Tensors: ``tokens`` int64 [tokens] and, for every layer, ``layer.<number>.pages`` uint8 [blocks, num_kv_heads,
-page_bytes] and, where keys are centred, ``layer.<number>.key_offset`` float32 [num_kv_heads, key_dim]. Metadata: the
+page_bytes] and, where keys are centred, ``layer.<number>.key_offset`` bfloat16 [num_kv_heads, key_dim]. Metadata: the
 fingerprint, where each layer's pages begin, a chained hash per block, and a checksum over the whole file, in which the
 checksum's own digits count as zeros. Keys are stored as attention reads them: after rotary embedding, at positions 0,
 1, 2, ...
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration.learned_offset import offset_digest
+from slimkv.codec.key_offset import OFFSET_DTYPE
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, UnsupportedError
 from slimkv.wire.fingerprint import Fingerprint, LayerFingerprint
 
@@ -38,7 +39,7 @@ class LayerPages:
 
     pages: Tensor  # uint8 [blocks, num_kv_heads, page_bytes]
     first_token: int = 0  # a sliding layer may have lost the tokens before its window
-    key_offset: Tensor | None = None  # float32 [num_kv_heads, key_dim], where keys are centred
+    key_offset: Tensor | None = None  # bfloat16 [num_kv_heads, key_dim], where keys are centred
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class PromptCache:
         tensors = {_name(n): x.pages.detach().cpu().contiguous() for n, x in self.layers.items()}
         for number, layer in self.layers.items():
             if layer.key_offset is not None:
-                tensors[_offset_name(number)] = layer.key_offset.detach().float().cpu().contiguous()
+                tensors[_offset_name(number)] = layer.key_offset.detach().cpu().contiguous()
         tensors[_TOKENS] = torch.tensor(self.tokens, dtype=torch.int64)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -216,7 +217,7 @@ def read_pages(
 
 
 def read_offsets(header: PromptHeader) -> dict[int, Tensor]:
-    """The key offsets float32 [num_kv_heads, key_dim] of layers with centred keys, checked by their digests."""
+    """The key offsets bfloat16 [num_kv_heads, key_dim] of layers with centred keys, checked by their digests."""
     offsets = {}
     try:
         with _safetensors("safe_open")(header.path, framework="pt") as file:
@@ -229,7 +230,7 @@ def read_offsets(header: PromptHeader) -> dict[int, Tensor]:
         given = offsets.get(layer.number)
         wanted = (layer.num_kv_heads, layer.key_dim)
         if given is not None and (
-            given.dtype != torch.float32 or given.shape != wanted or offset_digest(given) != layer.key_offset
+            given.dtype != OFFSET_DTYPE or given.shape != wanted or offset_digest(given) != layer.key_offset
         ):
             raise CorruptDataError(f"{header.path}: the key offset of layer {layer.number} was altered; write it again")
     return offsets

@@ -212,7 +212,7 @@ def test_a_layer_stores_with_its_matrices(centred):
         layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
     layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
     generator = torch.Generator().manual_seed(0)
-    offset = torch.randn(2, 64, generator=generator) if centred else None
+    offset = torch.randn(2, 64, generator=generator).bfloat16() if centred else None
     layer._key_offset = (LayerOffset(2, 64, torch.device("cpu"), offset) if centred else None,)
     key, value = torch.randn(2, 16, 2, 64, generator=generator)
     queries = torch.randn(2, 256, 64, generator=generator) * torch.logspace(0, -2, 64)

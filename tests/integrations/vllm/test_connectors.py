@@ -103,7 +103,10 @@ def test_a_folder_is_marked_and_kept_to_its_fingerprint(tmp_path):
     ours = {"shared_storage_path": str(tmp_path / "store"), "slimkv_weights": "a"}
     check_fingerprints(engine("ExampleConnector", **ours), 64)
     check_fingerprints(engine("ExampleConnector", **ours), 64)
-    centred = {name: attention(offset=torch.ones(2, 64)) for name in ("model.layers.0.attn", "model.layers.1.attn")}
+    centred = {
+        name: attention(offset=torch.ones(2, 64, dtype=torch.bfloat16))
+        for name in ("model.layers.0.attn", "model.layers.1.attn")
+    }
     for other, block, message in [
         (engine("ExampleConnector", **ours), 32, "block size is 64, not 32"),
         (engine("ExampleConnector", **{**ours, "slimkv_weights": "b"}), 64, "weights are"),

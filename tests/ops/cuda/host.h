@@ -468,6 +468,9 @@ DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {  // products of halves are exact in 
   auto one = [&](int i) { return f16_to_f32(a >> i & 0xFFFF) * f16_to_f32(b >> i & 0xFFFF) + f16_to_f32(c >> i & 0xFFFF); };
   return pack_f16x2(one(0), one(16));
 }
+DEVICE u32 sub_bf16x2(u32 a, u32 b) {  // the same holds for these
+  return pack_bf16x2(bf16_to_f32(a & 0xFFFF) - bf16_to_f32(b & 0xFFFF), bf16_to_f32(a >> 16) - bf16_to_f32(b >> 16));
+}
 DEVICE u32 sub_f16x2(u32 a, u32 b) {  // a difference of two halves is exact in float32, or far from a tie
   return pack_f16x2(f16_to_f32(a & 0xFFFF) - f16_to_f32(b & 0xFFFF), f16_to_f32(a >> 16) - f16_to_f32(b >> 16));
 }

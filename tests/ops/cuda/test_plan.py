@@ -157,7 +157,7 @@ def test_a_store_plan_says_what_it_fits(change):
     elif change == "strides":
         key = torch.zeros(4, KV_HEADS, 32)[::2].copy_(key)
     elif change == "key_offset":
-        offset = torch.zeros(KV_HEADS, 32)
+        offset = torch.zeros(KV_HEADS, 32, dtype=torch.bfloat16)
     elif change == "query_aware":
         query_aware = torch.zeros(KV_HEADS, 32, 32, dtype=torch.int8)
     elif change == "tokens":

@@ -61,7 +61,7 @@ def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[
         layout=layout,
         query_aware=query_aware,
         query_aware_index=index,
-        key_offset=key[0].float().contiguous() if cell.centred else None,
+        key_offset=key[0].bfloat16() if cell.centred else None,
         backend=backend,
     )
     return partial(plan.run, key, value, slots, index), (key, value, slots)  # as engines do, step after step

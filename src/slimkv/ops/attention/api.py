@@ -242,7 +242,7 @@ def attend(
         seq_lens: int32 [sequences]; 0 gives zero output.
         cu_seqlens_q: int32 [sequences + 1], ascending from 0 to total_queries (rows beyond it are left untouched).
         max_query_len, max_seq_len: host-side upper bounds, so that no value is read back from the device.
-        key_offset: float32 [num_kv_heads, key_dim]: what was subtracted from keys when they were stored.
+        key_offset: bfloat16 [num_kv_heads, key_dim]: what was subtracted from keys when they were stored.
         fresh: K [total_queries, num_kv_heads, key_dim] and V of the query tokens; attended raw, instead of their codes.
         out: [total_queries, num_heads, value_dim] to write into, any of the three dtypes (default: the query's).
         return_lse: return the natural log-sum-exp, float32 [total_queries, num_heads], beside the output.

@@ -60,7 +60,7 @@ def gather_kv(
     Args:
         pages: uint8 [blocks, num_kv_heads, page_bytes].
         slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
-        key_offset: float32 [num_kv_heads, key_dim]: what was subtracted from keys when they were stored; it is added
+        key_offset: bfloat16 [num_kv_heads, key_dim]: what was subtracted from keys when they were stored; it is added
             back, in float32.
         dtype: of the result when ``out`` is not given.
         rotated: leave K and V in the space they are stored in.

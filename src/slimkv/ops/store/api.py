@@ -78,7 +78,7 @@ def store_kv(
         key, value: [tokens, num_kv_heads, key_dim / value_dim], float16, bfloat16 or float32, last axis contiguous.
         pages: uint8 [blocks, num_kv_heads, page_bytes], last axis contiguous.
         slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
-        key_offset: float32 [num_kv_heads, key_dim], contiguous: subtracted from keys before they are encoded (see
+        key_offset: bfloat16 [num_kv_heads, key_dim], contiguous: subtracted from keys before they are encoded (see
             ``slimkv.codec.key_offset``). Whatever reads the pages must be given the same.
         query_aware: int8 [num_kv_heads, key_dim, key_dim] or [matrices, num_kv_heads, key_dim, key_dim], contiguous,
             from ``slimkv.codec.query_aware.query_aware_matrix``: keys (which must be lloyd) are rounded with the error

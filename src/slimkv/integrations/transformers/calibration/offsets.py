@@ -27,7 +27,7 @@ _known: WeakKeyDictionary[torch.nn.Module, Mapping[int, Tensor]] = WeakKeyDictio
 
 
 def model_offsets(model: torch.nn.Module, folder: Path | None = None) -> Mapping[int, Tensor]:
-    """The key offset of every cache layer: float32 [num_kv_heads, key_dim] on the CPU, by layer number.
+    """The key offset of every cache layer: bfloat16 [num_kv_heads, key_dim] on the CPU, by layer number.
 
     From memory, from ``folder`` (by default slimkv's cache directory), or from a pass of ``TOKENS`` random ids. Empty
     for a model that cannot read plain ids: its offsets are learnt from the first prompt.

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from slimkv.errors import InputError
 
-WINDOWS, TOKENS = 3, 1024
+WINDOWS, TOKENS = 8, 1024  # as many fragments as are sampled at a time
 FRAGMENT = 128  # tokens that are sampled in a row; windows are made of several
 _BATCH = 64  # sequences that are sampled at a time
 _BLOCK = 512  # probabilities that are summed before the sums are searched

@@ -152,6 +152,7 @@ DEVICE u32 max_u16x2(u32 a, u32 b) {
   return max(a & 0xFFFFu, b & 0xFFFFu) | max(a, b) & 0xFFFF0000u;  // the larger word has the larger high half
 #endif
 }
+DEVICE u32 sub_bf16x2(u32 a, u32 b) { u32 r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(b), "r"(0xBF80BF80u), "r"(a)); return r; }
 DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEVICE u32 sub_f16x2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 

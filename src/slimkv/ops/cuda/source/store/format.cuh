@@ -22,7 +22,7 @@ DEVICE int fragment_word(int word, int lane, int words) {
 struct SideArgs {
   const u8* x;            // [tokens, heads, D], strides in bytes
   i64 stride, head_stride;
-  const float* offset;    // [heads, D], subtracted from the vectors; or null
+  const u16* offset;      // bfloat16 [heads, D], subtracted from the vectors; or null
   // The rotation, as the lanes hold it: bytes [GROUPS][SLICES][STEPS][32 lanes][16], then 64 times it; for short integers
   // in 16-bit floats that stand for its signs (store_integers.cuh), [GROUPS][SLICES][STEPS][2][32 lanes][8].
   const u8* fragments;

@@ -30,7 +30,7 @@ template <class F> DEVICE void load_in_page_order(const SideArgs& side, int head
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
           float& y = x[s][j * COUNT + i];
-          y = rounded<F::DTYPE>(sub_rn(y, side.offset[head * F::D + 16 * s + dim_of<F>(lane, j * COUNT + i)]));
+          y = rounded<F::DTYPE>(sub_rn(y, as_float((u32)side.offset[head * F::D + 16 * s + dim_of<F>(lane, j * COUNT + i)] << 16)));
         }
     }
   }

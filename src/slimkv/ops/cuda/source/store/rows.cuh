@@ -31,23 +31,24 @@ template <int DTYPE> DEVICE float rounded(float x) {
 
 // Eight numbers of a head's offset.
 struct OffsetEight {
-  u32 bits[8];
+  u32 bits[4];
   template <class F> DEVICE_MEMBER void load(const SideArgs& side, int head, int dim) {
-    const u8* at = (const u8*)(side.offset + head * F::D + dim);
-    const Words4 low = ldg_cached(at), high = ldg_cached(at + 16);
-    bits[0] = low.x, bits[1] = low.y, bits[2] = low.z, bits[3] = low.w;
-    bits[4] = high.x, bits[5] = high.y, bits[6] = high.z, bits[7] = high.w;
+    const Words4 w = ldg_cached((const u8*)(side.offset + head * F::D + dim));
+    bits[0] = w.x, bits[1] = w.y, bits[2] = w.z, bits[3] = w.w;
   }
-  // x - offset, rounded to the input's dtype.
+  // x - offset, rounded to the input's dtype. One rounding to bfloat16 is what two, by way of float32, come to.
   template <class F> DEVICE_MEMBER void subtract_from(u32 raw[F::RAW]) const {
+    if constexpr (F::DTYPE == BFLOAT16) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) raw[i] = sub_bf16x2(raw[i], bits[i]);
+      return;
+    }
     float x[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = sub_rn(element<F::DTYPE>(raw, i), as_float(bits[i]));
+    for (int i = 0; i < 8; i++) x[i] = sub_rn(element<F::DTYPE>(raw, i), element<BFLOAT16>(bits, i));
 #pragma unroll
     for (int i = 0; i < F::RAW; i++)
-      raw[i] = F::DTYPE == FLOAT32    ? as_bits(x[i])
-               : F::DTYPE == BFLOAT16 ? pack_bf16x2(x[2 * i % 8], x[(2 * i + 1) % 8])
-                                      : pack_f16x2(x[2 * i % 8], x[(2 * i + 1) % 8]);
+      raw[i] = F::DTYPE == FLOAT32 ? as_bits(x[i]) : pack_f16x2(x[2 * i % 8], x[(2 * i + 1) % 8]);
   }
 };
 
