@@ -116,7 +116,7 @@ def test_the_pool_stores_with_them():
         pool = calibrated_pool(calibration)
         for layer in range(3):
             pool.set_kv_buffer(SimpleNamespace(layer_id=layer), torch.arange(PAGE, 2 * PAGE), key, value)
-        stored.append([pool.layer_pages(layer)[0].clone() for layer in range(3)])
+        stored.append([pool.packed(layer).pages.clone() for layer in range(3)])
     plain, calibrated = stored
     assert [torch.equal(a, b) for a, b in zip(plain, calibrated, strict=True)] == [False, False, True]
 
@@ -128,7 +128,7 @@ def test_tokens_are_rounded_by_their_positions():
     slots, pages = torch.arange(PAGE, 2 * PAGE), []
     for number in range(3):
         pool.store(0, slots, key, value, torch.full((16,), number, dtype=torch.int32))
-        pages.append(pool.layer_pages(0)[0].clone())
+        pages.append(pool.packed(0).pages.clone())
     assert not torch.equal(pages[0], pages[2])
     with pytest.raises(InputError, match="query_aware_index"):
         pool.set_kv_buffer(SimpleNamespace(layer_id=0), slots, key, value)

@@ -25,6 +25,7 @@ from slimkv.integrations.sglang.compat import (
 )
 from slimkv.integrations.sglang.key_offset import layer_offset
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
+from slimkv.ops import PackedKV, Rounding
 from slimkv.spec import CodecSpec
 
 
@@ -112,9 +113,15 @@ class SlimKVPool(MHATokenToKVPool):
 
     # -- reading and writing -----------------------------------------------------------------------------------------
 
-    def layer_pages(self, index: int) -> tuple[Tensor, LayerPages, Codec]:
-        """The pages of the pool's ``index``-th layer: uint8 [blocks, num_kv_heads, page_bytes]."""
-        return self._pages[index], self.layers[index], self._codecs[index]
+    def packed(self, index: int) -> PackedKV:
+        """The pool's ``index``-th layer; its key offset may still be learnt."""
+        offset = self._offsets[index]
+        return PackedKV(
+            self._pages[index],
+            self._codecs[index],
+            self.layers[index].layout,
+            None if offset is None else offset.tensor,
+        )
 
     def set_kv_buffer(
         self,
@@ -143,26 +150,15 @@ class SlimKVPool(MHATokenToKVPool):
         ``matrix_index``: int32 [tokens], the range of positions each token is in; a calibration that has several needs
         it.
         """
-        pages, of, codec = self.layer_pages(index)
-        matrices = self._query_aware[index]
-        several = matrices is not None and matrices.ndim == 4
-        offset = self._offsets[index]
+        matrices, offset = self._query_aware[index], self._offsets[index]
         if offset is not None and not offset.known:
-            offset.learn(key, slots >= self.page_size, pages[1:])  # block 0 takes padding
-        ops.store_kv(
-            key, value, pages, slots, codec=codec, layout=of.layout, key_offset=self.key_offset(index),
-            query_aware=matrices,
-            query_aware_index=matrix_index if several else None, backend=self.plan.config.backend,
-        )  # fmt: skip
+            offset.learn(key, slots >= self.page_size, self._pages[index][1:])  # block 0 takes padding
+        rounding = None if matrices is None else Rounding(matrices, matrix_index if matrices.ndim == 4 else None)
+        ops.store_kv(key, value, self.packed(index), slots, rounding, backend=self.plan.config.backend)
 
     def query_aware(self, index: int) -> Tensor | None:
         """The calibration's matrices of the pool's ``index``-th layer."""
         return self._query_aware[index]
-
-    def key_offset(self, index: int) -> Tensor | None:
-        """What is subtracted from keys of the pool's ``index``-th layer, which may still be learnt; None: nothing."""
-        offset = self._offsets[index]
-        return None if offset is None else offset.tensor
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """Copies single tokens between slots, in all layers."""
