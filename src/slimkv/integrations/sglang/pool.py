@@ -7,32 +7,22 @@ s // page_size. Block 0 takes what is written for padding.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from slimkv import ops
-from slimkv.codec import Codec
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.sglang.calibration import query_aware_matrices
+from slimkv.integrations.serving.model import shared_codec
 from slimkv.integrations.sglang.compat import (
     GPU_MEMORY_TYPE_KV_CACHE,
     MHATokenToKVPool,
     check_hooks,
     unwrap_write_loc,
 )
-from slimkv.integrations.sglang.key_offset import layer_offset
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
 from slimkv.ops import PackedKV, Rounding
-from slimkv.spec import CodecSpec
-
-
-@lru_cache(maxsize=64)
-def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
-    """Layers with the same formats share their tables."""
-    return Codec(spec, device)
 
 
 class SlimKVPool(MHATokenToKVPool):
@@ -73,9 +63,13 @@ class SlimKVPool(MHATokenToKVPool):
             for piece, pages in zip(self._slab.split(sizes), self.layers, strict=True)
         )
         self._codecs = tuple(shared_codec(pages.layout.spec, self._slab.device) for pages in self.layers)
-        self._query_aware = tuple(map(self._matrices, self.layers, self._codecs))
+        model, layers = self.plan.model, tuple(zip(self.layers, self._codecs, strict=True))
+        self._query_aware = tuple(model.matrices(of.layer, codec, of.num_kv_heads) for of, codec in layers)
         self._offsets = tuple(
-            layer_offset(self.plan, pages, codec.device) for pages, codec in zip(self.layers, self._codecs, strict=True)
+            model.layer_offset(of.layer, codec.spec, of.num_kv_heads, codec.device)
+            if model.centres(codec.spec)
+            else None
+            for of, codec in layers
         )
 
     def _check_shapes(self) -> None:
@@ -93,12 +87,6 @@ class SlimKVPool(MHATokenToKVPool):
 
     def _memory(self) -> Any:
         return torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
-
-    def _matrices(self, pages: LayerPages, codec: Codec) -> Tensor | None:
-        calibration = self.plan.calibration
-        if calibration is None or pages.layer not in calibration.layers:
-            return None
-        return query_aware_matrices(calibration, pages.layer, codec, pages.num_kv_heads, self.plan.context)
 
     def _init_kv_copy_and_warmup(self) -> None:
         """SGLang's copy of token rows does not apply; see ``move_kv_cache``."""

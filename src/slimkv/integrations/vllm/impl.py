@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from slimkv.calibration.learned_offset import LayerOffset, is_capturing
 from slimkv.codec import Codec
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.calibration import load_calibration, query_aware_matrices
+from slimkv.integrations.serving.model import ServedModel, shared_codec
+from slimkv.integrations.vllm.calibration import served_model
 from slimkv.integrations.vllm.compat import (
     AttentionImpl,
     AttentionType,
@@ -25,7 +27,7 @@ from slimkv.integrations.vllm.compat import (
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
 from slimkv.integrations.vllm.key_offset import guard_of, layer_offset, whole_offset
-from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec, shared_codec
+from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
 from slimkv.integrations.vllm.settings import parse
@@ -123,21 +125,16 @@ class SlimKVImpl(AttentionImpl):
             self._stock.process_weights_after_loading(act_dtype)
             return
         name, layer = find_layer(self._config, self)
-        self._spec, self._number = layer_spec(
-            self._settings,
-            self._config,
-            self.kv_sharing_target_layer_name or name,
-            self.head_size,
-            layer.head_size_v if hasattr(layer, "head_size_v") else None,
-            act_dtype,
-        )
+        dims = self.head_size, getattr(layer, "head_size_v", None)
+        stored = self.kv_sharing_target_layer_name or name
+        self._spec, self._number = layer_spec(self._model, self._config, stored, dims, act_dtype)
         layer.attn_backend = backend_for_spec(
             layer.attn_backend, self._spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
         )
         self._name = name if self._number is None else str(self._number)  # in messages
         self._guard: Guard | None = None
         if self.kv_sharing_target_layer_name is None and self._spec.key.kind != Kind.RAW:
-            self._guard = guard_of(self._settings, self._config)
+            self._guard = guard_of(self._settings.max_score_error, self._config)
             self._guard.expect(self._name)
         self._options = ops.AttendOptions(
             softmax_scale=self.scale,
@@ -190,12 +187,7 @@ class SlimKVImpl(AttentionImpl):
         if self._number is None:
             return None
         if self._matrices is None:
-            model = self._config.model_config
-            known = load_calibration(self._settings, model)
-            self._matrices = (
-                None if known is None
-                else query_aware_matrices(known, model, self._number, codec, self.num_kv_heads),
-            )  # fmt: skip
+            self._matrices = (self._model.matrices(self._number, codec, self.num_kv_heads),)
         return self._matrices[0]
 
     def _offset(self, device: torch.device) -> LayerOffset | None:
@@ -206,15 +198,19 @@ class SlimKVImpl(AttentionImpl):
         if self._key_offset is None:
             assert self._spec is not None
             self._key_offset = (
-                layer_offset(self._settings, self._config, self._number, self._spec, self.num_kv_heads, device),
+                layer_offset(self._model, self._config, self._number, self._spec, self.num_kv_heads, device),
             )
         return self._key_offset[0]
+
+    @cached_property
+    def _model(self) -> ServedModel:
+        return served_model(self._config)
 
     def whole_key_offset(self) -> Tensor | None:
         """The offset of all KV heads, for fingerprints of pages that leave the engine."""
         if self._number is None or self._spec is None:
             return None
-        return whole_offset(self._settings, self._config, self._number, self._spec)
+        return whole_offset(self._model, self._number, self._spec)
 
     def _check_scores(self, query: Tensor, key: Tensor, kv: PackedKV, step: SlimKVMetadata) -> None:
         """Once, on a prompt that is long enough: scores from stored keys against true ones."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.vllm.calibration import MatrixIndex, load_calibration
+from slimkv.integrations.vllm.calibration import MatrixIndex, served_model
 from slimkv.integrations.vllm.compat import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -25,7 +25,6 @@ from slimkv.integrations.vllm.compat import (
     stock_backend,
 )
 from slimkv.integrations.vllm.context_parallel import DCPConfig, ShardTables, shard_tables
-from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_cache
 from slimkv.ops import AttentionBatch
 
@@ -134,7 +133,7 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
 
 
 def _matrix_index(vllm_config: Any, device: torch.device) -> MatrixIndex | None:
-    known = load_calibration(parse(vllm_config.additional_config), vllm_config.model_config)
+    known = served_model(vllm_config).calibration
     if known is None:
         return None
     scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
