@@ -23,6 +23,7 @@ from slimkv.lab import models
 from slimkv.lab.evals.capture import capture_attention
 from slimkv.lab.evals.synthetic import AttentionSample
 from slimkv.lab.evals.texts import load_text, token_windows
+from slimkv.ops import PackedKV, Rounding
 from slimkv.ops.attention.eight_bit import LOG2E, TOP, operands, rounded_queries
 from slimkv.ops.gather.reference import decode_slots
 from slimkv.spec import CodecSpec, PageLayout
@@ -104,9 +105,8 @@ def main() -> None:
                 several = matrices is not None and matrices.ndim == 4
                 index = matrix_index(slots.long(), edges).to(torch.int32) if several else None
                 pages = torch.zeros(layout.blocks_for(len(slots)), key.shape[1], layout.page_bytes, dtype=torch.uint8)
-                ops.store_kv(
-                    key, value, pages, slots, codec=codec, layout=layout, query_aware=matrices, query_aware_index=index
-                )
+                rounding = None if matrices is None else Rounding(matrices, index)
+                ops.store_kv(key, value, PackedKV(pages, codec, layout), slots, rounding)
                 return pages
 
             group = loaded.model.config.num_attention_heads // loaded.model.config.num_key_value_heads

@@ -30,11 +30,7 @@ CHECKED = AttendCell("", batch=2, context=4096, queries=300, num_heads=8, num_kv
 
 def request_of(case: Case) -> AttendRequest:
     """What ``attend`` makes of the case."""
-    cell = case.cell
-    return checked_request(
-        case.query, case.pages, case.table, case.lens, case.starts, codec=case.codec, layout=cell.layout,
-        max_query_len=cell.queries, max_seq_len=cell.context, options=case.options,
-    )  # fmt: skip
+    return checked_request(case.query, case.kv, replace(case.batch, min_query_len=0), case.options)
 
 
 def named(case: Case) -> dict[str, PrefillConfig]:

@@ -65,8 +65,6 @@ def test_layers_that_do_not_exist(layers, count):
     [
         ({"fromat": "k4v4"}, "slimkv has no setting 'fromat'; did you mean 'format'?"),
         ({"colour": "red"}, "slimkv has no setting 'colour'; known are format, layers"),
-        ({"impl": "cuda"}, "slimkv has no setting 'impl' any more: use backend"),
-        ({"strict": True}, 'use fresh="codes"'),
         ({"format": "k9v4"}, "unknown format 'k9v4'"),
         ({"format": "tq4"}, "unknown format 'tq4'; known are"),
         ({"format": 4}, "format must be a format's name such as 'k4v4', not 4"),

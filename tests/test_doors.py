@@ -21,7 +21,7 @@ import slimkv
 from slimkv import AttentionBatch, Codec, CodecSpec, KVCacheConfig, LatentSpec, PagedPool, PageLayout, TensorFormat, ops
 from slimkv.errors import SlimKVError
 from slimkv.lab import models
-from slimkv.ops import AttendOptions
+from slimkv.ops import AttendOptions, PackedKV, Rounding
 
 SPEC = CodecSpec.parse("k4v4", 32)
 LAYOUT = PageLayout(SPEC, 16)
@@ -55,13 +55,22 @@ def batch() -> AttentionBatch:
     return AttentionBatch.build([[0, 1]], [20], [4], 16, "cpu")
 
 
-def attend_arguments() -> dict[str, Any]:
+def kv_arguments() -> dict[str, Any]:
+    return {"pages": pages(), "codec": Codec(SPEC), "layout": LAYOUT, "key_offset": None}
+
+
+def batch_arguments() -> dict[str, Any]:
     made = batch()
     return {
-        "query": torch.zeros(4, 4, 32), "pages": pages(), "block_table": made.block_table, "seq_lens": made.seq_lens,
-        "cu_seqlens_q": made.cu_seqlens_q, "codec": Codec(SPEC), "layout": LAYOUT, "max_query_len": 4,
-        "max_seq_len": 20, "options": None, "fresh": None, "out": None, "lse": None, "workspace": None,
-        "num_splits": None, "backend": None,
+        "block_table": made.block_table, "seq_lens": made.seq_lens, "cu_seqlens_q": made.cu_seqlens_q,
+        "max_query_len": 4, "max_seq_len": 20,
+    }  # fmt: skip
+
+
+def attend_arguments() -> dict[str, Any]:
+    return {
+        "query": torch.zeros(4, 4, 32), "kv": PackedKV(**kv_arguments()), "batch": batch(), "options": None,
+        "fresh": None, "out": None, "lse": None, "workspace": None, "num_splits": None, "backend": None,
     }  # fmt: skip
 
 
@@ -83,8 +92,8 @@ def attend_latent_arguments() -> dict[str, Any]:
 def store_arguments() -> dict[str, Any]:
     kv = torch.zeros(4, 2, 32)
     return {
-        "key": kv, "value": kv.clone(), "pages": pages(), "slot_mapping": torch.arange(4), "codec": Codec(SPEC),
-        "layout": LAYOUT, "query_aware": None, "query_aware_index": None, "backend": None,
+        "key": kv, "value": kv.clone(), "kv": PackedKV(**kv_arguments()), "slot_mapping": torch.arange(4),
+        "rounding": None, "backend": None,
     }  # fmt: skip
 
 
@@ -185,7 +194,7 @@ DOORS: dict[str, tuple[Any, Any]] = {
     ),
     "PagedPool.store": (
         lambda **given: pool().store(**given),
-        lambda: {k: store_arguments()[k] for k in ("key", "value", "slot_mapping", "query_aware_index")},
+        lambda: {**{k: store_arguments()[k] for k in ("key", "value", "slot_mapping")}, "query_aware_index": None},
     ),
     "PagedPool.attend": (
         lambda **given: pool().attend(**given),
@@ -214,14 +223,25 @@ DOORS: dict[str, tuple[Any, Any]] = {
     "gather_kv": (
         ops.gather_kv,
         lambda: {
-            "pages": pages(),
+            "kv": PackedKV(**kv_arguments()),
             "slots": torch.arange(3),
-            "codec": CODEC,
-            "layout": LAYOUT,
             "dtype": torch.float32,
             "out": None,
             "backend": None,
         },
+    ),
+    # Objects check kinds alone: shapes and devices are refused by the operation that is given one.
+    "PackedKV": (
+        lambda **given: ops.gather_kv(PackedKV(**given), torch.arange(3)),
+        kv_arguments,
+    ),
+    "AttentionBatch": (
+        lambda **given: ops.attend(torch.zeros(4, 4, 32), PackedKV(**kv_arguments()), AttentionBatch(**given)),
+        batch_arguments,
+    ),
+    "Rounding": (
+        lambda **given: ops.store_kv(**{**store_arguments(), "rounding": Rounding(**given)}),
+        lambda: {"matrices": torch.zeros(2, 32, 32, dtype=torch.int8), "index": None},
     ),
     "read_tokens": (
         ops.read_tokens,
@@ -258,7 +278,7 @@ DOORS: dict[str, tuple[Any, Any]] = {
     "plan_store": (ops.plan_store, store_arguments),
     "StorePlan.run": (
         lambda **given: plan(ops.plan_store, store_arguments()).run(**given),
-        lambda: {k: store_arguments()[k] for k in ("key", "value", "slot_mapping", "query_aware_index")},
+        lambda: {**{k: store_arguments()[k] for k in ("key", "value", "slot_mapping")}, "index": None},
     ),
     "LatentSpec.parse": (LatentSpec.parse, lambda: {"format": "c4", "latent_dim": 64, "rope_dim": 32}),
     "latent_rotation": (ops.latent_rotation, lambda: {"codec": Codec(LATENTS.spec)}),

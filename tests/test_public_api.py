@@ -21,9 +21,9 @@ PUBLIC = [
     "attention", "calibrate_model", "disable", "enable", "fake_quantize", "ops", "status",
 ]  # fmt: skip
 OPS = [
-    "AttendOptions", "AttendPlan", "StorePlan", "attend", "attend_latent", "copy_tokens", "gather_kv", "gather_latent",
-    "latent_rotation", "latent_workspace_bytes", "merge_attention_states", "plan_attend", "plan_store", "read_tokens",
-    "store_kv", "store_latent", "workspace_bytes", "write_tokens",
+    "AttendOptions", "AttendPlan", "AttentionBatch", "PackedKV", "Rounding", "StorePlan", "attend", "attend_latent",
+    "copy_tokens", "gather_kv", "gather_latent", "latent_rotation", "latent_workspace_bytes", "merge_attention_states",
+    "plan_attend", "plan_store", "read_tokens", "store_kv", "store_latent", "workspace_bytes", "write_tokens",
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from slimkv.spec import CodecSpec, LatentSpec, PageLayout, ScalePolicy, TensorFo
 
 if TYPE_CHECKING:
     from slimkv import ops
-    from slimkv.cache import AttentionBatch, PagedPool
+    from slimkv.cache import PagedPool
     from slimkv.calibration import Calibration
     from slimkv.config import KVCacheConfig
     from slimkv.integrations.transformers import SlimKVCache, attention, disable, enable, status
@@ -60,7 +60,7 @@ __all__ = [
 
 # Imported when first used: what they need (an engine, kernels) is not needed by everybody.
 _HOME = {
-    "AttentionBatch": "slimkv.cache",
+    "AttentionBatch": "slimkv.ops",
     "Calibration": "slimkv.calibration",
     "KVCacheConfig": "slimkv.config",
     "PagedPool": "slimkv.cache",

@@ -23,17 +23,6 @@ from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, pars
 FRESH = ("auto", "codes", "raw")
 _DEFAULT_LAYER = "default"
 _LAYERS = re.compile(r"(-?\d+)(?:-(-?\d+))?")
-# Names of settings that are no longer accepted, and what to write instead.
-_REPLACED = {
-    "formats": "format, or layers for one per layer",
-    "impl": "backend",
-    "strict": 'fresh="codes"',
-    "first": "sink_tokens",
-    "last": "recent_tokens",
-    "first_layers": 'layers, as in {"0-1": "raw"}',
-    "last_layers": 'layers, as in {"-2--1": "raw"}',
-    "edge_format": 'layers, as in {"0-1": "raw", "-2--1": "raw"}',
-}
 
 
 @dataclass(frozen=True)
@@ -243,8 +232,6 @@ _DEFAULTS: dict[str, Any] = {
 
 def unknown_setting(name: object, known: list[str]) -> str:
     """The message for a setting that does not exist."""
-    if isinstance(name, str) and name in _REPLACED:
-        return f"slimkv has no setting {name!r} any more: use {_REPLACED[name]}"
     close = difflib.get_close_matches(str(name), known, 1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"slimkv has no setting {name!r}; {hint}known are {', '.join(known)}"

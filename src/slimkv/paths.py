@@ -6,6 +6,8 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -60,13 +62,29 @@ def make_private(folder: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes beside ``path`` and renames, so that others see all of it or nothing; nothing is left where that fails."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+@contextmanager
+def whole_file(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """A file to write beside ``path``, then moved there: others see all of it or nothing, and a failure leaves nothing.
+
+    ``overwrite=False``: a file that is already there stays, as the first process wrote it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        yield temporary
+        temporary.chmod(0o644)
+        if overwrite:
+            temporary.replace(path)
+        else:
+            with suppress(FileExistsError):
+                os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes, *, overwrite: bool = True) -> None:
+    """``whole_file`` of these bytes."""
+    with whole_file(path, overwrite=overwrite) as temporary:
+        temporary.write_bytes(content)

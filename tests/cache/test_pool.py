@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from slimkv import CodecSpec
-from slimkv.cache import AttentionBatch, PagedPool
+from slimkv.cache import PagedPool
 from slimkv.errors import InputError
+from slimkv.ops import AttentionBatch
 
 HEADS, DIM, TOKENS = 2, 64, 16
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError, SpecError, UnsupportedError
-from slimkv.ops import AttendOptions
+from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.spec import Kind
 
 GUARD, GUARD_BYTE, POISON = 2, 0xA5, 0xFF
@@ -115,9 +115,7 @@ class Fuzzer:
 
         def store(backend):
             memory = self.memory.clone()
-            ops.store_kv(
-                *sides, memory[GUARD:-GUARD], slots, codec=self.codec, layout=self.layout, backend=backend
-            )  # fmt: skip
+            ops.store_kv(*sides, PackedKV(memory[GUARD:-GUARD], self.codec, self.layout), slots, backend=backend)
             return memory
 
         if bad:
@@ -143,7 +141,7 @@ class Fuzzer:
         slots, bad = self._slots(self.chance.randint(0, 30))
 
         def gather(backend):
-            return ops.gather_kv(self.pages, slots, codec=self.codec, layout=self.layout, backend=backend)
+            return ops.gather_kv(PackedKV(self.pages, self.codec, self.layout), slots, backend=backend)
 
         if bad:
             self._refused(gather)
@@ -173,11 +171,9 @@ class Fuzzer:
         to = self.device
 
         def attend(backend, pages):
-            return ops.attend(
-                query, pages, table.to(to), torch.tensor(lens, dtype=torch.int32).to(to), starts.to(to),
-                codec=self.codec, layout=self.layout, max_query_len=max(counts), max_seq_len=max(lens),
-                options=options, backend=backend,
-            )  # fmt: skip
+            lengths = torch.tensor(lens, dtype=torch.int32).to(to)
+            batch = AttentionBatch(table.to(to), lengths, starts.to(to), max(counts), max(lens))
+            return ops.attend(query, PackedKV(pages, self.codec, self.layout), batch, options, backend=backend)
 
         clean = self._each(attend, self.pages)
         poisoned = self.memory.clone()
@@ -193,7 +189,7 @@ class Fuzzer:
         for form, dim in ((spec.key, spec.key_dim), (spec.value, spec.value_dim)):
             dtype = getattr(torch, form.raw_dtype) if form.kind == Kind.RAW else torch.float32
             sides.append(self._random(len(slots), self.heads, dim, dtype=dtype))
-        ops.store_kv(*sides, self.pages, slots, codec=self.codec, layout=self.layout)
+        ops.store_kv(*sides, PackedKV(self.pages, self.codec, self.layout), slots)
 
     def _seen(self, lens, counts, table, window) -> set[int]:
         size, seen = self.layout.block_size, set()

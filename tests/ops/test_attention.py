@@ -15,6 +15,7 @@ from attention_cases import DTYPES, Built, Case, build, exact, variants
 
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.ops import PackedKV
 from slimkv.ops.attention.api import AttendRequest, checked_request, split_workspace_bytes
 from slimkv.ops.attention.triton import launch as attend_triton
 from slimkv.ops.attention.workspace import workspace_bytes
@@ -179,7 +180,7 @@ def row_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 def request_of(
     built: Built, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor | None = None
 ) -> AttendRequest:
-    return checked_request(**{**built.arguments(), "min_query_len": 0}, out=out, lse=lse, workspace=workspace)
+    return checked_request(**built.arguments(min_query_len=0), out=out, lse=lse, workspace=workspace)
 
 
 def check_rows(built: Built, out: torch.Tensor, lse: torch.Tensor, ours: Callable[[int], bool]) -> None:
@@ -277,9 +278,7 @@ def test_a_marked_token_gives_nan_to_its_own_sequence_only(device):
     case = replace(DECODE, num_kv_heads=1, lens=(20, 20), queries=(1, 1))
     built = build(case, device)
     bad = torch.full((1, 1, 64), torch.nan, device=device)
-    ops.store_kv(
-        bad, bad, built.pages, built.positions(0)[5:6], codec=built.codec, layout=built.layout, backend="triton"
-    )
+    ops.store_kv(bad, bad, PackedKV(built.pages, built.codec, built.layout), built.positions(0)[5:6], backend="triton")
     out = ops.attend(**built.arguments(), backend="triton")
     assert out[0].isnan().any(-1).all()
     assert out[1].isfinite().all()
@@ -289,7 +288,7 @@ def test_without_a_given_output(device):
     built = build(replace(TINY, dtype="fp16"), device)
     want, want_lse = exact(built)
     alone = ops.attend(**built.arguments(), backend="triton")
-    out, lse = ops.attend(**built.arguments(), return_lse=True, backend="triton")
+    out, lse = built.attend_lse("triton")
     assert torch.equal(alone, out)
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
     assert row_errors(out, want).max() <= built.case.bound
@@ -338,7 +337,7 @@ def test_a_workspace_that_is_too_small_is_refused(device):
 def test_wrong_arguments_are_named(changes, message):
     built = build(replace(TINY, num_kv_heads=2, group=2), torch.device("cpu"))
     with pytest.raises(InputError, match=message):
-        ops.attend(**{**built.arguments(), **changes})
+        ops.attend(**built.arguments(**changes))
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def test_outputs_have_the_bits_of_centred_keys(backend, base, window, device):
     """Softmax does not see the vector; the log-sum-exp is exact up to float32 sums of the shift."""
     built = build(replace(base, window=window), device)
     true_keys, centred = exact(built), exact(replace(built, key_offset=None))
-    out, lse = ops.attend(**built.arguments(), return_lse=True, backend=backend)
-    same, centred_lse = ops.attend(**{**built.arguments(), "key_offset": None}, return_lse=True, backend=backend)
+    out, lse = built.attend_lse(backend)
+    same, centred_lse = built.attend_lse(backend, key_offset=None)
     assert torch.equal(out, same)
     assert torch.equal(out, ops.attend(**built.arguments(), backend=backend))
     sums = score_shift(built.query.abs(), built.key_offset.abs(), 1 / base.dim**0.5).double()
@@ -92,8 +92,8 @@ def test_parts_merge_by_true_log_sum_exps(backend, device):
     built = build(case, device)
     want, _ = exact(built)
     packed = build(replace(case, lens=(32,)), device)
-    arguments = {**packed.arguments(), "pages": built.pages, "block_table": built.batch.block_table[:, :2].contiguous()}
-    first = ops.attend(**{**arguments, "query": built.query}, return_lse=True, backend=backend)
+    table = built.batch.block_table[:, :2].contiguous()
+    first = packed.attend_lse(backend, pages=built.pages, block_table=table, query=built.query)
     rest = replace(built, case=replace(case, lens=(32,)), batch=replace(
         built.batch, block_table=built.batch.block_table[:, 2:].contiguous()
     ))  # fmt: skip
@@ -106,12 +106,12 @@ def test_parts_merge_by_true_log_sum_exps(backend, device):
 def test_a_vector_of_zeros_changes_no_bit(backend, options, device):
     built = build(replace(DECODE, offset_norm=0.0, **options), device)
     zeros = torch.zeros(2, 64, device=device, dtype=torch.bfloat16)
-    want = ops.attend(**built.arguments(), return_lse=True, backend=backend)
-    got = ops.attend(**{**built.arguments(), "key_offset": zeros}, return_lse=True, backend=backend)
+    want = built.attend_lse(backend)
+    got = built.attend_lse(backend, key_offset=zeros)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_raw_keys_are_refused(device):
     built = build(replace(DECODE, offset_norm=0.0, format="krawfp32v4"), device)
     with pytest.raises(InputError, match="leave key_offset at None"):
-        ops.attend(**{**built.arguments(), "key_offset": torch.zeros(2, 64, device=device, dtype=torch.bfloat16)})
+        ops.attend(**built.arguments(key_offset=torch.zeros(2, 64, device=device, dtype=torch.bfloat16)))

@@ -7,7 +7,7 @@ import torch
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.codec.pack import page_tables
-from slimkv.ops import AttendOptions
+from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 
 SIZE, LENGTH, WINDOW, DIM = 16, 61, 9, 32
 
@@ -25,19 +25,16 @@ def test_what_no_query_sees_changes_no_bit(format, queries, backend, poison):
     raw = getattr(torch, layout.spec.key.raw_dtype) if format == "raw" else torch.float32
     key, value = (torch.randn(LENGTH, 1, DIM, generator=generator).to(raw) for _ in range(2))
     pages = torch.zeros(-(-LENGTH // SIZE), 1, layout.page_bytes, dtype=torch.uint8)
-    ops.store_kv(key, value, pages, torch.arange(LENGTH), codec=codec, layout=layout, backend="reference")
+    ops.store_kv(key, value, PackedKV(pages, codec, layout), torch.arange(LENGTH), backend="reference")
     hidden = torch.arange(LENGTH - queries - WINDOW + 1)
     poisoned = pages.clone()
     offsets = page_tables(layout, pages.device).byte_offsets[hidden % SIZE]
     poisoned[(hidden // SIZE)[:, None], 0, offsets] = poison
     query = torch.randn(queries, 2, DIM, generator=generator)
+    table, lens, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[*range(len(pages))]], [LENGTH], [0, queries]))
+    batch, options = AttentionBatch(table, lens, starts, queries, LENGTH), AttendOptions(sliding_window=WINDOW)
     outs = [
-        ops.attend(
-            query, each, torch.arange(len(pages), dtype=torch.int32)[None], torch.tensor([LENGTH], dtype=torch.int32),
-            torch.tensor([0, queries], dtype=torch.int32), codec=codec, layout=layout, max_query_len=queries,
-            max_seq_len=LENGTH, options=AttendOptions(sliding_window=WINDOW), backend=backend,
-        )
-        for each in (pages, poisoned)
-    ]  # fmt: skip
+        ops.attend(query, PackedKV(each, codec, layout), batch, options, backend=backend) for each in (pages, poisoned)
+    ]
     assert outs[0].isfinite().all()
     assert torch.equal(*outs)

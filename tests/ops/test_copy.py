@@ -8,6 +8,7 @@ from store_cases import Case, build
 
 from slimkv import ops
 from slimkv.errors import InputError
+from slimkv.ops import PackedKV
 from slimkv.spec import BLOCK_SIZES, CodecSpec, PageLayout
 
 FORMATS = ["k1v1", "k3v5", "k4v4", "k7v2", "ku3vur6", "fp8", "krawbf16vrawfp32"]
@@ -23,16 +24,16 @@ def finite(case: Case, device: torch.device) -> tuple:
 def stored(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages with every slot of ``case`` filled, and those slots."""
     key, value, slots, pages, codec = finite(case, device)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="reference")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="reference")
     return pages, slots[slots >= 0].long()
 
 
 def moved_by_encoding(case: Case, device: torch.device, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """What the pages become when the tokens of ``source`` are stored again at ``target``."""
     key, value, slots, pages, codec = finite(case, device)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="reference")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="reference")
     where = [int((slots == s).nonzero()[0]) for s in source]
-    ops.store_kv(key[where], value[where], pages, target, codec=codec, layout=case.layout, backend="reference")
+    ops.store_kv(key[where], value[where], PackedKV(pages, codec, case.layout), target, backend="reference")
     return pages
 
 

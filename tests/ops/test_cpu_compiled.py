@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import attention_cases
@@ -17,6 +18,7 @@ from slimkv.codec import scale16
 from slimkv.codec.pack import take_tokens
 from slimkv.codec.rotation import block_size
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.ops import PackedKV, Rounding
 from slimkv.ops.attention.api import REGISTRY as ATTEND
 from slimkv.ops.cpu import isa, module
 from slimkv.ops.cpu.compiler import build_library
@@ -67,7 +69,7 @@ def instruction_set(request, monkeypatch):
 def check_bytes(case: store_cases.Case) -> None:
     key, value, slots, pages, codec = store_cases.build(case, CPU)
     expected = store_cases.expected(key, value, slots, pages, codec, case.layout)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="cpu")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="cpu")
     assert torch.equal(pages, expected), str(case)
 
 
@@ -103,7 +105,7 @@ def test_store_on_every_instruction_set(instruction_set, format):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_short_rows_beside_a_boundary(instruction_set, dtype):
     case, rows, slots, pages, codec, expected = store_cases.build_beside_boundaries(dtype, CPU)
-    ops.store_kv(rows, rows, pages, slots, codec=codec, layout=case.layout, backend="cpu")
+    ops.store_kv(rows, rows, PackedKV(pages, codec, case.layout), slots, backend="cpu")
     assert torch.equal(pages, expected)
 
 
@@ -117,7 +119,7 @@ def test_rows_on_a_boundary_take_the_lower_level(instruction_set, bits):
     pages = torch.zeros(layout.blocks_for(len(rows)), 1, layout.page_bytes, dtype=torch.uint8)
     slots = torch.arange(len(rows))
     expected = store_cases.expected(rows, rows, slots, pages, codec, layout)
-    ops.store_kv(rows, rows, pages, slots, codec=codec, layout=layout, backend="cpu")
+    ops.store_kv(rows, rows, PackedKV(pages, codec, layout), slots, backend="cpu")
     assert torch.equal(pages, expected)
 
 
@@ -129,11 +131,11 @@ def test_query_aware_bytes(instruction_set, format, dtype):
         key, value, slots, pages, codec = store_cases.build(case, CPU)
         matrices = store_cases.random_query_aware(case.heads, codec)
         expected = store_cases.expected(key, value, slots, pages, codec, case.layout, matrices)
-        arguments = {"codec": codec, "layout": case.layout, "query_aware": matrices, "backend": "cpu"}
-        ops.store_kv(key, value, pages, slots, **arguments)
+        kv = PackedKV(pages, codec, case.layout)
+        ops.store_kv(key, value, kv, slots, Rounding(matrices), backend="cpu")
         assert torch.equal(pages, expected)
         matrices.neg_()  # the transposed copy must follow
-        ops.store_kv(key, value, pages, slots, **arguments)
+        ops.store_kv(key, value, kv, slots, Rounding(matrices), backend="cpu")
         assert torch.equal(pages, store_cases.expected(key, value, slots, pages, codec, case.layout, matrices))
 
 
@@ -146,10 +148,10 @@ def test_query_aware_matrices_by_position(instruction_set):
     for number, chosen in enumerate(matrices):
         rows = index.clamp(0, 2) == number
         expected = store_cases.expected(key[rows], value[rows], slots[rows], expected, codec, case.layout, chosen)
-    arguments = {"codec": codec, "layout": case.layout, "query_aware": matrices, "query_aware_index": index}
-    planned = pages.clone()
-    plan_store(key, value, planned, slots, **arguments, backend="cpu").run(key, value, slots, index)
-    ops.store_kv(key, value, pages, slots, **arguments, backend="cpu")
+    rounding, planned = Rounding(matrices, index), pages.clone()
+    kv = PackedKV(planned, codec, case.layout)
+    plan_store(key, value, kv, slots, rounding, backend="cpu").run(key, value, slots, index)
+    ops.store_kv(key, value, replace(kv, pages=pages), slots, rounding, backend="cpu")
     assert torch.equal(pages, expected)
     assert torch.equal(planned, expected)
 
@@ -162,7 +164,7 @@ def test_vectors_that_cannot_be_encoded_are_marked(instruction_set, format, bad)
     row = int((slots >= 0).nonzero()[5])
     key[row, 1, 3], value[row, 0, 60] = bad, bad
     expected = store_cases.expected(key, value, slots, pages, codec, case.layout)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="cpu")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="cpu")
     assert torch.equal(pages, expected)
     encoded = take_tokens(case.layout, pages, slots[row : row + 1].long())
     assert (encoded[0].fields[0, 1] == scale16.INVALID).all()
@@ -173,7 +175,7 @@ def test_a_raw_side_takes_its_own_dtype():
     case = store_cases.Case(format="krawbf16vrawbf16", dtype="bf16")
     key, value, slots, pages, codec = store_cases.build(case, CPU)
     with pytest.raises(UnsupportedError, match="bit for bit"):
-        ops.store_kv(key.float(), value, pages, slots, codec=codec, layout=case.layout, backend="cpu")
+        ops.store_kv(key.float(), value, PackedKV(pages, codec, case.layout), slots, backend="cpu")
 
 
 # -- attend ------------------------------------------------------------------------------------------------------------
@@ -223,7 +225,8 @@ def check_attention(case: attention_cases.Case, bound: float = 1e-5) -> None:
     expected, expected_lse = exact(built)
     rows = sum(case.queries)
     out = torch.full(expected.shape, torch.nan)
-    _, lse = ops.attend(**built.arguments(), out=out, return_lse=True, backend="cpu")
+    lse = torch.empty(out.shape[:2])
+    ops.attend(**built.arguments(), out=out, lse=lse, backend="cpu")
     difference = (out[:rows].double() - expected[:rows]).norm(dim=-1)
     assert (difference <= bound * expected[:rows].norm(dim=-1)).all(), str(case)
     same = lse[:rows].double() == expected_lse[:rows]  # infinities
@@ -297,7 +300,7 @@ def test_a_marked_token_makes_those_who_see_it_nan(instruction_set, format):
         vectors = [torch.randn(1, case.num_kv_heads, case.dim) for _ in range(2)]
         vectors[side][0, 1, 5] = torch.nan
         slot = built.positions(0)[30:31]
-        ops.store_kv(*vectors, built.pages, slot, codec=built.codec, layout=built.layout, backend="cpu")
+        ops.store_kv(*vectors, built.kv, slot, backend="cpu")
         out = ops.attend(**built.arguments(), backend="cpu")
         marked = out[:, case.group :].isnan().all(-1)
         assert torch.equal(marked[:, 0], torch.arange(21).ge(10) & torch.arange(21).lt(20))
@@ -322,12 +325,12 @@ def test_gather_equals_the_reference(format):
         case = store_cases.Case(format=format, dim=dim, value_dim=value_dim, page=block, dtype="fp32")
         key, value, slots, pages, codec = store_cases.build(case, CPU)
         key, value = key.nan_to_num().clamp(-1e4, 1e4), value.nan_to_num().clamp(-1e4, 1e4)
-        ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="cpu")
+        ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="cpu")
         for rotated in (False, True):
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                arguments = {"codec": codec, "layout": case.layout, "rotated": rotated, "dtype": dtype}
-                expected = ops.gather_kv(pages, slots, **arguments, backend="reference")
-                found = ops.gather_kv(pages, slots, **arguments, backend="cpu")
+                kv, how = PackedKV(pages, codec, case.layout), {"rotated": rotated, "dtype": dtype}
+                expected = ops.gather_kv(kv, slots, **how, backend="reference")
+                found = ops.gather_kv(kv, slots, **how, backend="cpu")
                 steps = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
                 least = 2**-24 if dtype == torch.float16 else 0.0  # of its subnormals
                 for e, f in zip(expected, found, strict=True):
@@ -344,10 +347,10 @@ def test_slots_beyond_the_pages_are_refused_and_nothing_is_written():
     key, value, slots, pages, codec = store_cases.build(case, CPU)
     before, slots[7] = pages.clone(), pages.shape[0] * case.page
     with pytest.raises(InputError, match=rf"slot {int(slots[7])} of token 7"):
-        ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="cpu")
+        ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="cpu")
     assert torch.equal(pages, before)
     with pytest.raises(InputError, match="token 7"):
-        ops.gather_kv(pages, slots, codec=codec, layout=case.layout, backend="cpu")
+        ops.gather_kv(PackedKV(pages, codec, case.layout), slots, backend="cpu")
 
 
 @pytest.mark.parametrize(
@@ -364,20 +367,18 @@ def test_slots_beyond_the_pages_are_refused_and_nothing_is_written():
 )
 def test_tables_out_of_range_are_refused(name, index, value, match):
     built = attention_cases.build(attention_cases.Case(), CPU)
-    arguments = built.arguments()
-    arguments[name][index] = value
+    getattr(built.batch, name)[index] = value
     with pytest.raises(InputError, match=match):
-        ops.attend(**arguments, backend="cpu")
+        ops.attend(**built.arguments(), backend="cpu")
 
 
 def test_what_no_query_sees_may_be_anything():
     """Blocks before the window and behind the length are not looked at."""
     built = attention_cases.build(attention_cases.Case(lens=(200,), queries=(1,), window=20, slack=True), CPU)
-    arguments = built.arguments()
-    expected = ops.attend(**arguments, backend="cpu")
-    arguments["block_table"][0, :10] = -7
-    arguments["block_table"][0, 13:] = 1 << 30
-    assert torch.equal(ops.attend(**arguments, backend="cpu"), expected)
+    expected = ops.attend(**built.arguments(), backend="cpu")
+    built.batch.block_table[0, :10] = -7
+    built.batch.block_table[0, 13:] = 1 << 30
+    assert torch.equal(ops.attend(**built.arguments(), backend="cpu"), expected)
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------

@@ -18,10 +18,7 @@ PREFILL = Case(num_kv_heads=2, group=2, lens=(300, 20, 140), queries=(60, 3, 33)
 
 def attend(case: Case, backend: str | None = "reference", prefill: str = "8bit"):
     built = build(case, CPU)
-    arguments = built.arguments()
-    arguments["options"] = replace(arguments["options"], prefill=prefill)
-    out, lse = ops.attend(**arguments, return_lse=True, backend=backend)
-    return built, out, lse
+    return built, *built.attend_lse(backend, options=replace(built.options, prefill=prefill))
 
 
 @pytest.mark.parametrize(
@@ -62,10 +59,8 @@ def test_zero_and_tiny_values():
     slots = built.positions(0)
     key = torch.randn(3, 2, 64)
     value = torch.randn(3, 2, 64) * torch.tensor([0.0, 1e-9, 1.0])[:, None, None]
-    ops.store_kv(key, value, built.pages, slots[:3], codec=built.codec, layout=built.layout, backend="reference")
-    arguments = built.arguments()
-    arguments["options"] = replace(arguments["options"], prefill="8bit")
-    out = ops.attend(**arguments, backend="reference")
+    ops.store_kv(key, value, built.kv, slots[:3], backend="reference")
+    out = ops.attend(**built.arguments(options=replace(built.options, prefill="8bit")), backend="reference")
     want, _ = exact(built)
     assert (out.double() - want).norm() <= 0.045 * want.norm()
 

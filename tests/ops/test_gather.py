@@ -9,6 +9,7 @@ from store_cases import DTYPES, Case, build
 from slimkv import Codec, ops
 from slimkv.codec.pack import take_tokens
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.ops import PackedKV
 
 FORMATS = [*(f"k{b}v{b}" for b in range(1, 8)), "k8v8", "ku3vu7", "kur4vur2", "fp8", "krawbf16vrawfp16", "krawfp32v4"]
 SHAPES = [(64, None), (80, None), (112, 48)]
@@ -22,7 +23,7 @@ def full(values: list) -> list:
 def stored(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Codec]:
     key, value, slots, pages, codec = build(case, device)
     moderate = [(x.double() / x.double().norm(dim=-1, keepdim=True).clamp(min=1e-30)).to(x.dtype) for x in (key, value)]
-    ops.store_kv(*moderate, pages, slots, codec=codec, layout=case.layout, backend="reference")
+    ops.store_kv(*moderate, PackedKV(pages, codec, case.layout), slots, backend="reference")
     return pages, slots, codec
 
 
@@ -42,7 +43,7 @@ def assert_decoded(got, pages, slots, codec, layout, rotated, precision):
 def test_every_format(format, rotated, device):
     case = Case(format=format, heads=1, tokens=40, dtype="fp32")
     pages, slots, codec = stored(case, device)
-    got = ops.gather_kv(pages, slots, codec=codec, layout=case.layout, rotated=rotated, backend="triton")
+    got = ops.gather_kv(PackedKV(pages, codec, case.layout), slots, rotated=rotated, backend="triton")
     assert_decoded(got, pages, slots, codec, case.layout, rotated, 5e-6)
 
 
@@ -51,7 +52,7 @@ def test_every_format(format, rotated, device):
 def test_every_shape(dim, value_dim, format, device):
     case = Case(format=format, dim=dim, value_dim=value_dim, tokens=33, page=32, slot_dtype="int32")
     pages, slots, codec = stored(case, device)
-    got = ops.gather_kv(pages, slots, codec=codec, layout=case.layout, backend="triton")
+    got = ops.gather_kv(PackedKV(pages, codec, case.layout), slots, backend="triton")
     assert_decoded(got, pages, slots, codec, case.layout, False, 5e-6)
 
 
@@ -60,7 +61,7 @@ def test_every_shape(dim, value_dim, format, device):
 def test_large_vectors(format, rotated, device):
     case = Case(format=format, dim=512, heads=1, tokens=20, page=32)
     pages, slots, codec = stored(case, device)
-    got = ops.gather_kv(pages, slots, codec=codec, layout=case.layout, rotated=rotated, backend="triton")
+    got = ops.gather_kv(PackedKV(pages, codec, case.layout), slots, rotated=rotated, backend="triton")
     assert_decoded(got, pages, slots, codec, case.layout, rotated, 5e-6)
 
 
@@ -70,7 +71,7 @@ def test_into_given_tensors(dtype, device):
     pages, slots, codec = stored(case, device)
     wide = torch.empty(20, 4, 80, dtype=DTYPES[dtype], device=device)
     out = wide[:, :2, :64], wide[:, 2:, 16:]
-    assert ops.gather_kv(pages, slots, codec=codec, layout=case.layout, out=out, backend="triton")[0] is out[0]
+    assert ops.gather_kv(PackedKV(pages, codec, case.layout), slots, out=out, backend="triton")[0] is out[0]
     # Triton's interpreter truncates to bfloat16
     assert_decoded(out, pages, slots, codec, case.layout, False, {"bf16": 2**-7, "fp16": 2**-11, "fp32": 1e-6}[dtype])
     assert wide[:, :2, 64:].isnan().all()
@@ -80,8 +81,8 @@ def test_into_given_tensors(dtype, device):
 def test_raw_comes_back_bit_for_bit(device):
     case = Case(format="krawbf16vrawbf16", heads=1, tokens=40)
     key, value, slots, pages, codec = build(case, device)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="triton")
-    got = ops.gather_kv(pages, slots, codec=codec, layout=case.layout, dtype=torch.bfloat16, backend="triton")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="triton")
+    got = ops.gather_kv(PackedKV(pages, codec, case.layout), slots, dtype=torch.bfloat16, backend="triton")
     keep = slots >= 0
     assert torch.equal(got[0][keep].view(torch.int16), key[keep].view(torch.int16))
     assert torch.equal(got[1][keep].view(torch.int16), value[keep].view(torch.int16))
@@ -91,7 +92,7 @@ def test_nothing(device):
     case = Case()
     pages, _, codec = stored(case, device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    assert ops.gather_kv(pages, none, codec=codec, layout=case.layout, backend="triton")[0].shape == (0, 2, 64)
+    assert ops.gather_kv(PackedKV(pages, codec, case.layout), none, backend="triton")[0].shape == (0, 2, 64)
 
 
 @pytest.mark.parametrize(
@@ -106,15 +107,16 @@ def test_nothing(device):
 def test_wrong_arguments_are_named(changes, message):
     case = Case()
     pages, _, codec = stored(case, torch.device("cpu"))
-    arguments = {"pages": pages, "slots": torch.zeros(3, dtype=torch.int64), **changes}
+    given = {"slots": torch.zeros(3, dtype=torch.int64), **changes}
+    kv = PackedKV(given.pop("pages", pages), codec, case.layout)
     with pytest.raises(InputError, match=message):
-        ops.gather_kv(**arguments, codec=codec, layout=case.layout)
+        ops.gather_kv(kv, **given)
 
 
 def test_blocks_of_one_token_are_refused(device):
     case = Case(page=1, tokens=4)
     pages, slots, codec = stored(case, device)
     with pytest.raises(UnsupportedError, match="blocks of 1 token"):
-        ops.gather_kv(pages, slots, codec=codec, layout=case.layout, backend="triton")
-    got = ops.gather_kv(pages, slots, codec=codec, layout=case.layout, backend="reference")
+        ops.gather_kv(PackedKV(pages, codec, case.layout), slots, backend="triton")
+    got = ops.gather_kv(PackedKV(pages, codec, case.layout), slots, backend="reference")
     assert_decoded(got, pages, slots, codec, case.layout, False, 1e-7)

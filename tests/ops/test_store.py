@@ -18,6 +18,7 @@ from store_cases import (
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.ops import PackedKV
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.triton import launch as store_triton
 
@@ -71,7 +72,7 @@ def check(case: Case, device: torch.device) -> None:
     key, value, slots, pages, codec = build(case, device)
     want = expected(key, value, slots, pages, codec, case.layout)
     assert not torch.equal(want, pages)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="triton")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="triton")
     assert_same_bytes(pages, want, case.layout)
 
 
@@ -116,7 +117,7 @@ def test_ties(format, device):
     slots = torch.arange(len(rows), device=device)
     pages = torch.zeros(case.layout.blocks_for(len(rows)), 1, case.layout.page_bytes, dtype=torch.uint8, device=device)
     want = expected(key, key, slots, pages, codec, case.layout)
-    ops.store_kv(key, key, pages, slots, codec=codec, layout=case.layout, backend="triton")
+    ops.store_kv(key, key, PackedKV(pages, codec, case.layout), slots, backend="triton")
     assert_same_bytes(pages, want, case.layout)
 
 
@@ -124,7 +125,7 @@ def test_ties(format, device):
 def test_products_are_compared_as_they_are(dtype, device):
     """Beside a boundary by less than float32 holds."""
     case, rows, slots, pages, codec, want = build_beside_boundaries(dtype, device)
-    ops.store_kv(rows, rows, pages, slots, codec=codec, layout=case.layout, backend="triton")
+    ops.store_kv(rows, rows, PackedKV(pages, codec, case.layout), slots, backend="triton")
     assert_same_bytes(pages, want, case.layout)
 
 
@@ -134,20 +135,20 @@ def test_tokens_that_cannot_be_encoded_are_marked_and_their_neighbours_are_not(f
     _, _, slots, pages, codec = build(case, device)
     key, value = torch.randn(2, case.tokens, case.heads, case.dim, dtype=torch.bfloat16).to(device)
     clean = pages.clone()
-    ops.store_kv(key, value, clean, slots, codec=codec, layout=case.layout, backend="triton")
+    ops.store_kv(key, value, PackedKV(clean, codec, case.layout), slots, backend="triton")
     bad = {3: torch.nan, 9: torch.inf, 17: -torch.inf}
     for token, number in bad.items():
         key[token, 0, 5] = number
         value[token, 1, 63] = number
     want = expected(key, value, slots, pages, codec, case.layout)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="triton")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="triton")
     assert_same_bytes(pages, want, case.layout)
-    got_key, got_value = ops.gather_kv(pages, slots, codec=codec, layout=case.layout, backend="reference")
+    got_key, got_value = ops.gather_kv(PackedKV(pages, codec, case.layout), slots, backend="reference")
     is_bad = torch.zeros(case.tokens, dtype=torch.bool, device=device)
     is_bad[list(bad)] = True
     assert torch.equal(~got_key[:, 0].isfinite().all(-1), is_bad)
     assert torch.equal(~got_value[:, 1].isfinite().all(-1), is_bad)
-    others = ops.gather_kv(clean, slots, codec=codec, layout=case.layout, backend="reference")
+    others = ops.gather_kv(PackedKV(clean, codec, case.layout), slots, backend="reference")
     assert torch.equal(got_key[~is_bad], others[0][~is_bad])
     assert torch.equal(got_key[:, 1], others[0][:, 1])
     assert torch.equal(got_value[:, 0], others[1][:, 0])
@@ -158,10 +159,10 @@ def test_a_norm_beyond_the_scale_is_marked(device):
     key, value, slots, pages, codec = build(case, device)
     key[4] = 3e38
     want = expected(key, value, slots, pages, codec, case.layout)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="triton")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="triton")
     assert_same_bytes(pages, want, case.layout)
     with pytest.raises(InputError, match="norm beyond"):
-        ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="reference")
+        ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="reference")
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -172,10 +173,8 @@ def test_nothing_to_store_writes_nothing(backend, device):
         ops.store_kv(
             key[:count],
             value[:count],
-            pages,
+            PackedKV(pages, codec, case.layout),
             torch.full_like(slots[:count], -1),
-            codec=codec,
-            layout=case.layout,
             backend=backend,
         )
     assert (pages == POISON_BYTE).all()
@@ -185,7 +184,7 @@ def test_the_reference_writes_the_same(device):
     case = Case(format="k3v5", dim=80, dtype="fp32")
     key, value, slots, pages, codec = build(case, device)
     want = expected(key, value, slots, pages, codec, case.layout)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="reference")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="reference")
     assert_same_bytes(pages, want, case.layout)
 
 
@@ -193,10 +192,10 @@ def test_appending_one_by_one_is_storing_at_once(device):
     case = Case(format="k3v2", heads=1, tokens=20, slots="aligned")
     key, value, slots, pages, codec = build(case, device)
     at_once = pages.clone()
-    ops.store_kv(key, value, at_once, slots, codec=codec, layout=case.layout, backend="triton")
+    ops.store_kv(key, value, PackedKV(at_once, codec, case.layout), slots, backend="triton")
     for i in range(case.tokens):
         ops.store_kv(
-            key[i : i + 1], value[i : i + 1], pages, slots[i : i + 1], codec=codec, layout=case.layout, backend="triton"
+            key[i : i + 1], value[i : i + 1], PackedKV(pages, codec, case.layout), slots[i : i + 1], backend="triton"
         )
     assert_same_bytes(pages, at_once, case.layout)
 
@@ -207,7 +206,7 @@ def test_pages_may_lie_apart(device):
     key, value, slots, pages, codec = build(case, device)
     wide = torch.full((pages.shape[0], 4, pages.shape[2] + 32), POISON_BYTE, dtype=torch.uint8, device=device)
     apart = wide[:, 1:3, 16 : 16 + pages.shape[2]]
-    ops.store_kv(key, value, apart, slots, codec=codec, layout=case.layout, backend="triton")
+    ops.store_kv(key, value, PackedKV(apart, codec, case.layout), slots, backend="triton")
     assert_same_bytes(apart.contiguous(), expected(key, value, slots, pages, codec, case.layout), case.layout)
     wide[:, 1:3, 16 : 16 + pages.shape[2]] = POISON_BYTE
     assert (wide == POISON_BYTE).all()
@@ -216,7 +215,8 @@ def test_pages_may_lie_apart(device):
 def wrong(**changes) -> dict:
     case = Case(heads=2, tokens=4)
     key, value, slots, pages, _ = build(case, torch.device("cpu"))
-    return {"key": key, "value": value, "pages": pages, "slot_mapping": slots, **changes}
+    kv = PackedKV(changes.pop("pages", pages), Codec(case.layout.spec), case.layout)
+    return {"key": key, "value": value, "kv": kv, "slot_mapping": slots, **changes}
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_wrong_arguments_are_named(changes, message):
     layout = Case().layout
     assert layout.page_bytes == 1088
     with pytest.raises(InputError, match=message):
-        ops.store_kv(**wrong(**changes), codec=Codec(layout.spec), layout=layout)
+        ops.store_kv(**wrong(**changes))
 
 
 def test_what_the_kernel_does_not_do_is_refused(device):
@@ -246,7 +246,7 @@ def test_what_the_kernel_does_not_do_is_refused(device):
     pages = torch.zeros(1, 1, rows.page_bytes, dtype=torch.uint8, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(UnsupportedError, match="blocks of 1 token"):
-        ops.store_kv(key, key, pages, slots, codec=Codec(spec, device), layout=rows, backend="triton")
+        ops.store_kv(key, key, PackedKV(pages, Codec(spec, device), rows), slots, backend="triton")
     raw = PageLayout(CodecSpec.parse("raw", 64), 16)
     request = StoreRequest(key, key, pages, slots, Codec(raw.spec, device), raw)
     assert "holds bfloat16 bit for bit, but the key is torch.float32" in store_triton.supports(request)
@@ -258,6 +258,6 @@ def test_other_scale_policies_are_left_to_the_reference(policy, device):
     key, value, slots, pages, codec = build(case, device)
     want = expected(key, value, slots, pages, codec, case.layout)
     with pytest.raises(UnsupportedError, match=f"'triton': kernels encode with .*key_policy='{policy}' needs backend="):
-        ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, backend="triton")
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout)
+        ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="triton")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots)
     assert_same_bytes(pages, want, case.layout)

@@ -6,6 +6,7 @@ import torch
 
 from slimkv import Codec, ops
 from slimkv.codec.query_aware import query_aware_matrix
+from slimkv.ops import PackedKV, Rounding
 from slimkv.spec import CodecSpec, page_layout
 
 
@@ -22,9 +23,8 @@ def test_each_token_takes_its_own_matrix():
     for backend in ("reference", "cpu", None):
         pages = torch.zeros(2, 2, layout.page_bytes, dtype=torch.uint8)
         ops.store_kv(
-            key, value, pages, torch.arange(tokens), codec=codec, layout=layout, query_aware=matrices,
-            query_aware_index=index, backend=backend,
-        )  # fmt: skip
+            key, value, PackedKV(pages, codec, layout), torch.arange(tokens), Rounding(matrices, index), backend=backend
+        )
         stored[backend] = pages
     assert torch.equal(stored["cpu"], stored["reference"])
     assert torch.equal(stored[None], stored["reference"])

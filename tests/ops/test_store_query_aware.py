@@ -10,6 +10,7 @@ from store_cases import Case, build, expected, random_query_aware, rows_on_bound
 
 from slimkv import Codec, ops
 from slimkv.errors import InputError
+from slimkv.ops import PackedKV, Rounding
 
 TINY = Case(heads=2, tokens=40)
 COVERING = [
@@ -35,7 +36,7 @@ def check(case: Case, device: torch.device, backend: str) -> None:
     want = expected(key, value, slots, pages, codec, case.layout, query_aware)
     plain = expected(key, value, slots, pages, codec, case.layout)
     assert not torch.equal(want, plain)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, query_aware=query_aware, backend=backend)
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, Rounding(query_aware), backend=backend)
     wrong = int((pages != want).sum())
     assert not wrong, f"{wrong} of {want.numel()} bytes differ"
 
@@ -68,7 +69,7 @@ def test_ties(device):
     for query_aware in (torch.zeros(1, 64, 64, dtype=torch.int8, device=device), random_query_aware(1, codec)):
         pages = torch.zeros(shape, dtype=torch.uint8, device=device)
         want = expected(key, key, slots, pages, codec, case.layout, query_aware)
-        ops.store_kv(key, key, pages, slots, codec=codec, layout=case.layout, query_aware=query_aware, backend="triton")
+        ops.store_kv(key, key, PackedKV(pages, codec, case.layout), slots, Rounding(query_aware), backend="triton")
         assert torch.equal(pages, want)
 
 
@@ -77,7 +78,7 @@ def test_what_lies_below_the_diagonal_is_not_used(device):
     query_aware = random_query_aware(TINY.heads, codec)
     want = expected(key, value, slots, pages, codec, TINY.layout, query_aware)
     dirty = query_aware + torch.full_like(query_aware, 55).tril()
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=dirty, backend="triton")
+    ops.store_kv(key, value, PackedKV(pages, codec, TINY.layout), slots, Rounding(dirty), backend="triton")
     assert torch.equal(pages, want)
 
 
@@ -88,7 +89,7 @@ def test_a_token_that_cannot_be_encoded_touches_no_other(device):
     key[3, 0, 5], key[9, 0, 0] = torch.nan, torch.inf
     query_aware = random_query_aware(1, codec)
     want = expected(key, value, slots, pages, codec, case.layout, query_aware)
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, query_aware=query_aware, backend="triton")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, Rounding(query_aware), backend="triton")
     assert torch.equal(pages, want)
 
 
@@ -98,7 +99,7 @@ def test_a_token_that_cannot_be_encoded_touches_no_other(device):
         (
             "turboquant_k8v4",
             torch.zeros(2, 64, 64, dtype=torch.int8),
-            "for lloyd keys; these are fp8: pass query_aware=None",
+            "for lloyd keys; these are fp8: pass rounding=None",
         ),
         ("ku4v4", torch.zeros(2, 64, 64, dtype=torch.int8), "these are u4"),
         ("k4v4", torch.zeros(2, 64, 64), r"must be int8 \[2, 64, 64\], or several of them, on cpu, not torch.float32"),
@@ -110,7 +111,7 @@ def test_matrices_that_do_not_fit_are_refused(format, query_aware, message):
     case = replace(TINY, format=format)
     key, value, slots, pages, codec = build(case, torch.device("cpu"))
     with pytest.raises(InputError, match=message):
-        ops.store_kv(key, value, pages, slots, codec=codec, layout=case.layout, query_aware=query_aware)
+        ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, Rounding(query_aware))
 
 
 def test_everything_under_inference_mode():
@@ -121,6 +122,7 @@ def test_everything_under_inference_mode():
         assert query_aware.is_inference()
         want = expected(key, value, slots, pages, codec, TINY.layout, query_aware)
         for backend in ("cpu", "reference"):
-            written, call = pages.clone(), {"codec": codec, "layout": TINY.layout, "query_aware": query_aware}
-            ops.store_kv(key, value, written, slots, **call, backend=backend)
+            written = pages.clone()
+            kv = PackedKV(written, codec, TINY.layout)
+            ops.store_kv(key, value, kv, slots, Rounding(query_aware), backend=backend)
             assert torch.equal(written, want), backend

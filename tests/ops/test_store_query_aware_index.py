@@ -10,6 +10,7 @@ from store_cases import Case, build, expected, random_query_aware
 
 from slimkv import ops
 from slimkv.errors import InputError
+from slimkv.ops import PackedKV, Rounding
 
 TINY = Case(heads=2, tokens=40)
 CASES = [replace(TINY, heads=1, slots="aligned"), replace(TINY, format="k5v3", dim=80, dtype="fp32", tokens=20)]
@@ -40,10 +41,7 @@ def check(case: Case, kind: str, backend: str, device: torch.device) -> None:
     matrices = several(case, codec)
     index = INDEX[kind](case.tokens).to(torch.int32).to(device)
     want = with_each(case, key, value, slots, pages, codec, matrices, index)
-    ops.store_kv(
-        key, value, pages, slots, codec=codec, layout=case.layout, query_aware=matrices, query_aware_index=index,
-        backend=backend,
-    )  # fmt: skip
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, Rounding(matrices, index), backend=backend)
     assert torch.equal(pages, want)
 
 
@@ -78,7 +76,7 @@ def test_a_single_one_serves_all(backend):
     key, value, slots, pages, codec = build(TINY, device)
     matrices = several(TINY, codec, 1)
     want = expected(key, value, slots, pages, codec, TINY.layout, matrices[0])
-    ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=matrices, backend=backend)
+    ops.store_kv(key, value, PackedKV(pages, codec, TINY.layout), slots, Rounding(matrices), backend=backend)
     assert torch.equal(pages, want)
 
 
@@ -86,17 +84,12 @@ def test_what_an_index_must_be(device):
     key, value, slots, pages, codec = build(TINY, device)
     matrices = several(TINY, codec)
     good = torch.zeros(TINY.tokens, dtype=torch.int32, device=device)
-    for index, query_aware, message in (
-        (good.long(), matrices, "must be int32"),
-        (good[:-1], matrices, "must be int32"),
-        (good, None, "query_aware is None"),
-    ):
-        with pytest.raises(InputError, match=message):
-            ops.store_kv(
-                key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=query_aware,
-                query_aware_index=index,
-            )  # fmt: skip
-    with pytest.raises(InputError, match="3 matrices by position: give query_aware_index"):
-        ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=matrices)
+    for index in (good.long(), good[:-1]):
+        with pytest.raises(InputError, match="must be int32"):
+            ops.store_kv(key, value, PackedKV(pages, codec, TINY.layout), slots, Rounding(matrices, index))
+    with pytest.raises(InputError, match="matrices must be a tensor, not None"):
+        Rounding(None, good)
+    with pytest.raises(InputError, match="3 matrices by position: give its index"):
+        ops.store_kv(key, value, PackedKV(pages, codec, TINY.layout), slots, Rounding(matrices))
     with pytest.raises(InputError, match="several of them"):
-        ops.store_kv(key, value, pages, slots, codec=codec, layout=TINY.layout, query_aware=matrices[:0])
+        ops.store_kv(key, value, PackedKV(pages, codec, TINY.layout), slots, Rounding(matrices[:0]))

@@ -8,10 +8,11 @@ import pytest
 import torch
 from prompts import MODEL, fingerprint, layer
 
+from slimkv.calibration.identity import folder_digest, parameter_digest, weights_digest
 from slimkv.errors import CorruptDataError, InputError
 from slimkv.spec import CodecSpec
 from slimkv.wire import Fingerprint, LayerFingerprint
-from slimkv.wire.model import folder_digest, model_fields, parameter_digest, weights_digest
+from slimkv.wire.model import model_fields
 
 
 def test_a_fingerprint_survives_a_round_trip():

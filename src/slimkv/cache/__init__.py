@@ -1,7 +1,6 @@
 """Pages and their tables."""
 
 from slimkv.cache.allocator import BlockAllocator
-from slimkv.cache.batch import AttentionBatch
 from slimkv.cache.pool import PagedPool
 
-__all__ = ["AttentionBatch", "BlockAllocator", "PagedPool"]
+__all__ = ["BlockAllocator", "PagedPool"]

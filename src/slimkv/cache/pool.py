@@ -10,10 +10,10 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.arguments import describe, typed
 from slimkv.cache.allocator import BlockAllocator
-from slimkv.cache.batch import AttentionBatch
 from slimkv.codec import Codec
 from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError
+from slimkv.ops.batch import AttentionBatch, PackedKV, Rounding
 from slimkv.ops.checks import INTEGERS, check_slot_range
 from slimkv.ops.plan import StorePlan, plan_store
 from slimkv.spec import CodecSpec, page_layout, parse_spec
@@ -24,8 +24,8 @@ class PagedPool:
 
     ``spec`` may be a format's name, such as ``"k4v4"``, with ``head_dim``.
 
-    ``key_offset``: bfloat16 [num_kv_heads, key_dim] or None: subtracted from keys before they are encoded and added back
-    by ``gather``; it must not change while tokens are stored.
+    ``key_offset``: bfloat16 [num_kv_heads, key_dim] or None: subtracted from keys before they are encoded and added
+    back by ``gather``; it must not change while tokens are stored.
 
     ``query_aware``: int8 [num_kv_heads, key_dim, key_dim], or several of them by position, or None: how keys are
     rounded; see ``slimkv.ops.store_kv``.
@@ -64,6 +64,11 @@ class PagedPool:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plan": None}  # a copy has pages of its own
+
+    @property
+    def kv(self) -> PackedKV:
+        """The pages as operations take them."""
+        return PackedKV(self.pages, self.codec, self.layout, self.key_offset)
 
     @property
     def nbytes(self) -> int:
@@ -141,35 +146,23 @@ class PagedPool:
 
         See ``slimkv.ops.store_kv``.
         """
-        matrices = self.query_aware
-        index = None if matrices is None else query_aware_index
-        offset = self.key_offset
-        if self._plan is None or not self._plan.fits(key, value, self.pages, slot_mapping, offset, matrices, index):
-            self._plan = plan_store(
-                key, value, self.pages, slot_mapping, codec=self.codec, layout=self.layout, key_offset=offset,
-                query_aware=matrices, query_aware_index=index, backend=self.backend,
-            )  # fmt: skip
-        self._plan.run(key, value, slot_mapping, index)
+        kv = self.kv
+        rounding = None if self.query_aware is None else Rounding(self.query_aware, query_aware_index)
+        if self._plan is None or not self._plan.fits(key, value, kv, slot_mapping, rounding):
+            self._plan = plan_store(key, value, kv, slot_mapping, rounding, backend=self.backend)
+        self._plan.run(key, value, slot_mapping, None if rounding is None else rounding.index)
 
     @typed
     def attend(
         self, query: Tensor, batch: AttentionBatch, options: ops.AttendOptions | None = None, **kwargs: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """query [queries, num_heads, key_dim] -> [queries, num_heads, value_dim]; see ``slimkv.ops.attend``."""
-        return ops.attend(
-            query, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, codec=self.codec,
-            layout=self.layout,
-            max_query_len=batch.max_query_len, min_query_len=batch.min_query_len, max_seq_len=batch.max_seq_len,
-            key_offset=self.key_offset, options=options, backend=self.backend, **kwargs,
-        )  # fmt: skip
+        return ops.attend(query, self.kv, batch, options, backend=self.backend, **kwargs)
 
     @typed
     def gather(self, slots: Tensor, dtype: torch.dtype = torch.float32, rotated: bool = False) -> tuple[Tensor, Tensor]:
         """slots [tokens] -> dense K and V; see ``slimkv.ops.gather_kv``."""
-        return ops.gather_kv(
-            self.pages, slots, codec=self.codec, layout=self.layout, key_offset=self.key_offset, dtype=dtype,
-            rotated=rotated, backend=self.backend,
-        )  # fmt: skip
+        return ops.gather_kv(self.kv, slots, dtype=dtype, rotated=rotated, backend=self.backend)
 
 
 def _spec(spec: CodecSpec | str, head_dim: int | None) -> CodecSpec:

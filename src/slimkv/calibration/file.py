@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, UnsupportedError
+from slimkv.paths import whole_file
 
 FORMAT, VERSION = "slimkv-calibration", 3
 
@@ -22,16 +21,8 @@ def write(path: Path, about: dict[str, Any], tensors: dict[str, Tensor], format:
     save_file = _safetensors("save_file")
     header = {"format": format, "version": str(VERSION), "about": json.dumps(about, sort_keys=True)}
     header["sha256"] = _checksum(header, tensors)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
+    with whole_file(path) as temporary:
         save_file(tensors, temporary, metadata=header)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def read(path: Path, format: str = FORMAT) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,12 +1,15 @@
-"""Which model a calibration belongs to."""
+"""Which model something belongs to: the fields of its configuration, and a digest of its weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from slimkv.errors import InputError
 
@@ -23,6 +26,14 @@ _FIELDS = (
     "sliding_window",
 )
 _NESTED = ("text_config", "llm_config", "language_config")
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_PIECES, _PIECE_BYTES = 64, 1 << 14
+
+
+def text_fields(config: Any) -> Mapping[str, Any]:
+    """The fields of a transformers configuration, or of one as a mapping: of its text model where there is one."""
+    given: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    return next((given[name] for name in _NESTED if isinstance(given.get(name), Mapping)), given)
 
 
 @dataclass(frozen=True)
@@ -34,11 +45,7 @@ class ModelIdentity:
     @classmethod
     def of(cls, config: Any) -> ModelIdentity:
         """Of a transformers configuration, or of one as a mapping; of a nested text model where there is one."""
-        given: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-        for name in _NESTED:
-            if isinstance(given.get(name), Mapping):
-                given = given[name]
-                break
+        given = text_fields(config)
         return cls.from_fields({name: given[name] for name in _FIELDS if given.get(name) is not None})
 
     @classmethod
@@ -67,3 +74,56 @@ class ModelIdentity:
             raise InputError(
                 f"{what} was made for another model ({'; '.join(different)}): run slimkv calibrate for this one"
             )
+
+
+def model_folder(name: str) -> Path | None:
+    """The folder with a model's files: itself, or what the Hugging Face hub's client has of it here; else None."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # not installed, not a hub name, never fetched: the hub has an error class for each
+        return None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.suffix in _SUFFIXES and p.is_file()) if folder.is_dir() else []
+
+
+def folder_digest(folder: Path) -> str:
+    """sha256 that stands for the weights in a model's folder.
+
+    Every weight file counts with its size and ``_PIECES`` pieces spread over it, so that a large model takes
+    milliseconds and another checkpoint of the same model gives another digest.
+    """
+    files = _weight_files(folder)
+    if not files:
+        raise InputError(f"{folder} holds no weight files ({', '.join(_SUFFIXES)}), by which a model is known")
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{size} ".encode())
+        with path.open("rb") as file:
+            for i in range(_PIECES):
+                file.seek(max(0, size - _PIECE_BYTES) * i // (_PIECES - 1))
+                digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()
+
+
+def parameter_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 that stands for weights that were never in a folder: up to 256 numbers of every parameter."""
+    digest = hashlib.sha256(b"in memory ")
+    for name, tensor in sorted(parameters, key=lambda item: item[0]):
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, flat.numel() // 256)].float().cpu()
+        digest.update(f"{name} {list(tensor.shape)} ".encode())
+        digest.update(some.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def weights_digest(name_or_path: str | None) -> str | None:
+    """The digest of the model that a configuration says it came from; None where that is not a folder with weights."""
+    folder = model_folder(name_or_path) if name_or_path else None
+    return folder_digest(folder) if folder is not None and _weight_files(folder) else None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import file
-from slimkv.calibration.cache import files_key, model_folder
+from slimkv.calibration.cache import files_key
 from slimkv.codec.key_offset import OFFSET_DTYPE, offset_of_keys
 from slimkv.errors import InputError, SlimKVError
 from slimkv.paths import cache_dir
@@ -107,7 +107,7 @@ def kept_path(model: str, layer: int, rank: int = 0, ranks: int = 1) -> Path | N
 @lru_cache(maxsize=8)
 def _files_key(model: str) -> str | None:
     try:
-        return files_key(model_folder(model))
+        return files_key(model)
     except InputError:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from slimkv.cli.options import (
     at_least,
     comma_list,
     numbers,
+    several,
 )
 from slimkv.cli.output import make_table
 from slimkv.errors import InputError
@@ -46,6 +48,75 @@ Serving = Annotated[
 Windows = Annotated[int, typer.Option(help="Number of windows of the text.", callback=at_least(1))]
 Tokens = Annotated[int, typer.Option(help="Tokens per window.", callback=at_least(2))]
 Strict = Annotated[bool, typer.Option("--strict", help="Read every token through the codec.")]
+Result = tuple[Any, list[Any], Callable[[Path], None] | None]  # a report, what is shown of it, what plots it
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a command measures, loaded."""
+
+    model: Any
+    tokenizer: Any
+    text: str
+    formats: list[str]
+    options: dict[str, Any]  # of every measurement: the model's name, its calibration, what is told of progress
+
+    def windows(self, count: int, tokens: int, stride: int | None = None, offset: int = 0) -> Tensor:
+        """Windows of the text, int64 [count, tokens]."""
+        from slimkv.lab.evals.texts import token_windows
+
+        return token_windows(self.tokenizer, self.text, count, tokens, stride, offset)
+
+    @property
+    def name(self) -> str:
+        """The model, as it was asked for."""
+        return self.options["name"]
+
+
+def _command(formats: str, *, text: bool = True, plot: bool = True) -> Callable[[Callable[..., Result]], Any]:
+    """The frame of every command: the options that all have, the model with its calibration, what is printed.
+
+    ``formats``: the default of ``--format``. ``text``, ``plot``: whether it has these options.
+    """
+
+    def decorate(measure: Callable[..., Result]) -> Any:
+        def command(**given: Any) -> None:
+            from slimkv.cli.output import emit
+            from slimkv.lab.evals.texts import load_text
+            from slimkv.lab.provenance import with_provenance
+
+            own = {name: given[name] for name in options}
+            read = load_text(given["text"]) if text else ""
+            with progress_bar() as (_, progress):
+                names, calibration = _formats(given["formats"], given["calibration"]), given["calibration"]
+                check_calibration(calibration)
+                loaded = load_quietly(given["model"], given["threads"], given["device"], given["dtype"], progress)
+                known = load_calibration(calibration, loaded, progress)
+                common = {"name": given["model"], "calibration": known, "progress": progress}
+                report, shown, draw = measure(Subject(loaded.model, loaded.tokenizer, read, names, common), **own)
+                if draw is not None and given["plot"] is not None:
+                    draw(given["plot"])
+            emit(with_provenance(report, given["device"]), given["as_json"], *shown, output=given["output"])
+
+        _, *found = inspect.signature(measure, eval_str=True).parameters.values()
+        options = [parameter.name for parameter in found]
+        before = {"model": (Model, DEFAULT_MODEL), "formats": (Formats, formats)}
+        before |= {"text": (Text, "shipped")} if text else {}
+        after: dict[str, Any] = {"calibration": (CalibrationFile, None), "threads": (Threads, None)}
+        after |= {"device": (Device, AUTO), "dtype": (Dtype, "float32")}
+        after |= {"plot": (Plot, None)} if plot else {}
+        after |= {"output": (Output, None), "as_json": (Json, False)}
+
+        def parameters(of: dict[str, Any]) -> list[inspect.Parameter]:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            return [inspect.Parameter(name, kind, default=d, annotation=a) for name, (a, d) in of.items()]
+
+        own_options = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in found]
+        command.__signature__ = inspect.Signature([*parameters(before), *own_options, *parameters(after)])  # type: ignore[attr-defined]
+        command.__annotations__, command.__doc__, command.__name__ = {}, measure.__doc__, measure.__name__
+        return command
+
+    return decorate
 
 
 def add_to(app: typer.Typer) -> None:
@@ -128,121 +199,70 @@ def _formats(given: str, calibration: str | None) -> list[str]:
     return names
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """What a command measures, loaded."""
+def _check_prefill(given: str) -> str:
+    from slimkv.config import KVCacheConfig
 
-    model: Any
-    tokenizer: Any
-    formats: list[str]
-    calibration: Calibration | None
-    progress: Progress
-
-    def windows(self, text: str, count: int, tokens: int, stride: int | None = None, offset: int = 0) -> Tensor:
-        """Windows of a text, int64 [count, tokens]."""
-        from slimkv.lab.evals.texts import token_windows
-
-        return token_windows(self.tokenizer, text, count, tokens, stride, offset)
+    for way in comma_list(given, str):
+        KVCacheConfig(prefill=way)  # raises with the known values
+    return given
 
 
-@contextmanager
-def _subject(
-    model: str, threads: int | None, device: str, dtype: str, formats: str, calibration: str | None
-) -> Iterator[_Subject]:
-    """The frame of every command: a progress bar, and the model with its calibration."""
-    with progress_bar() as (_, progress):
-        names = _formats(formats, calibration)
-        check_calibration(calibration)
-        loaded = load_quietly(model, threads, device, dtype, progress)
-        known = load_calibration(calibration, loaded, progress)
-        yield _Subject(loaded.model, loaded.tokenizer, names, known, progress)
-
-
-def _show(report: Any, device: str, as_json: bool, output: Path | None, *shown: Any) -> None:
-    from slimkv.cli.output import emit
-    from slimkv.lab.provenance import with_provenance
-
-    emit(with_provenance(report, device), as_json, *shown, output=output)
+def _check_prompts(path: Path | None) -> Path | None:
+    if path is not None:
+        _lines(path)
+    return path
 
 
 def _mode(serving: bool) -> str:
     return "serving" if serving else "strict"
 
 
+@_command("k4v4,k6v6")
 def perplexity(
-    model: Model = DEFAULT_MODEL,
-    formats: Formats = "k4v4,k6v6",
-    text: Text = "shipped",
+    subject: Subject,
     windows: Windows = 4,
     tokens: Tokens = 1024,
     stride: Annotated[
         int | None, typer.Option(help="Tokens between window starts; default: no overlap.", callback=at_least(1))
     ] = None,
-    calibration: CalibrationFile = None,
     offset: Offset = 0,
     serving: Serving = False,
-    threads: Threads = None,
-    device: Device = AUTO,
-    dtype: Dtype = "float32",
-    plot: Plot = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Perplexity with a packed cache, compared with the stock cache."""
     from slimkv.lab.evals.model_plots import plot_quality
     from slimkv.lab.evals.perplexity import measure_perplexity
-    from slimkv.lab.evals.texts import load_text
 
-    read = load_text(text)
-    with _subject(model, threads, device, dtype, formats, calibration) as subject:
-        ids = subject.windows(read, windows, tokens, stride, offset)
-        report = measure_perplexity(
-            subject.model, ids, subject.formats, name=model, mode=_mode(serving), stride=stride,
-            calibration=subject.calibration, progress=subject.progress,
-        )  # fmt: skip
-        if plot is not None:
-            plot_quality(report.rows, plot)
-    table = make_table(f"perplexity, {report.mode}, {model}", "format", "perplexity", "over raw", "bytes/token")
+    ids = subject.windows(windows, tokens, stride, offset)
+    report = measure_perplexity(
+        subject.model, ids, subject.formats, mode=_mode(serving), stride=stride, **subject.options
+    )
+    table = make_table(f"perplexity, {report.mode}, {subject.name}", "format", "perplexity", "over raw", "bytes/token")
     for row in report.rows:
         table.add_row(row.format, f"{row.perplexity:.4f}", f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}")
-    _show(report, device, as_json, output, table)
+    return report, [table], lambda path: plot_quality(report.rows, path)
 
 
+@_command("k4v4,k6v6")
 def agreement(
-    model: Model = DEFAULT_MODEL,
-    formats: Formats = "k4v4,k6v6",
-    text: Text = "shipped",
+    subject: Subject,
     windows: Windows = 4,
     tokens: Tokens = 1024,
-    calibration: CalibrationFile = None,
     offset: Offset = 0,
     serving: Serving = False,
-    threads: Threads = None,
-    device: Device = AUTO,
-    dtype: Dtype = "float32",
-    prefill: Annotated[str, typer.Option(help="Arithmetic of long passes: auto, 16bit, 8bit, or 16bit,8bit.")] = "auto",
-    plot: Plot = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+    prefill: Annotated[
+        str, typer.Option(help="Arithmetic of long passes: auto, 16bit, 8bit, or 16bit,8bit.", callback=_check_prefill)
+    ] = "auto",
+) -> Result:
     """KL divergence and top-1 agreement of predictions, compared with the stock cache."""
-    from slimkv.config import KVCacheConfig
     from slimkv.lab.evals.agreement import measure_agreement
     from slimkv.lab.evals.model_plots import plot_quality
-    from slimkv.lab.evals.texts import load_text
 
-    read, ways = load_text(text), comma_list(prefill, str)
-    for way in ways:
-        KVCacheConfig(prefill=way)  # raises with the known values
-    with _subject(model, threads, device, dtype, formats, calibration) as subject:
-        ids = subject.windows(read, windows, tokens, offset=offset)
-        report = measure_agreement(
-            subject.model, ids, subject.formats, name=model, mode=_mode(serving), calibration=subject.calibration,
-            progress=subject.progress, prefill=ways,
-        )  # fmt: skip
-        if plot is not None:
-            plot_quality(report.rows, plot)
-    title = f"against the stock cache, {report.mode}, {model}; raw perplexity {report.raw_perplexity:.4f}"
+    ids = subject.windows(windows, tokens, offset=offset)
+    ways = comma_list(prefill, str)
+    report = measure_agreement(
+        subject.model, ids, subject.formats, mode=_mode(serving), prefill=ways, **subject.options
+    )
+    title = f"against the stock cache, {report.mode}, {subject.name}; raw perplexity {report.raw_perplexity:.4f}"
     table = make_table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
     for row in report.rows:
         numbers = f"{row.top1:.2%}", f"{row.kl:.5f}", f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
@@ -250,32 +270,16 @@ def agreement(
         if row.kl_growth_error:
             growth += f" ± {row.kl_growth_error:.2%}"
         table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}", growth)
-    _show(report, device, as_json, output, table)
+    return report, [table], lambda path: plot_quality(report.rows, path)
 
 
-def scores(
-    model: Model = DEFAULT_MODEL,
-    formats: Formats = "k4v4",
-    text: Text = "shipped",
-    tokens: Tokens = 512,
-    calibration: CalibrationFile = None,
-    threads: Threads = None,
-    device: Device = AUTO,
-    dtype: Dtype = "float32",
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+@_command("k4v4", plot=False)
+def scores(subject: Subject, tokens: Tokens = 512) -> Result:
     """Noise that quantised keys add to attention scores, by layer: what the fidelity guard of engines measures."""
     from slimkv.lab.evals.scores import measure_scores
-    from slimkv.lab.evals.texts import load_text
 
-    read = load_text(text)
-    with _subject(model, threads, device, dtype, formats, calibration) as subject:
-        ids = subject.windows(read, 1, tokens)
-        report = measure_scores(
-            subject.model, ids, subject.formats, name=model, calibration=subject.calibration, progress=subject.progress
-        )
-    _show(report, device, as_json, output, score_table(report))
+    report = measure_scores(subject.model, subject.windows(1, tokens), subject.formats, **subject.options)
+    return report, [score_table(report)], None
 
 
 def score_table(report: Any) -> Any:
@@ -287,93 +291,57 @@ def score_table(report: Any) -> Any:
     return table
 
 
-def positions(
-    model: Model = DEFAULT_MODEL,
-    formats: Formats = "k4v4",
-    text: Text = "shipped",
-    windows: Windows = 1,
-    tokens: Tokens = 8192,
-    calibration: CalibrationFile = None,
-    offset: Offset = 0,
-    threads: Threads = None,
-    device: Device = AUTO,
-    dtype: Dtype = "float32",
-    plot: Plot = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+@_command("k4v4")
+def positions(subject: Subject, windows: Windows = 1, tokens: Tokens = 8192, offset: Offset = 0) -> Result:
     """KL divergence and top-1 agreement by position in long windows (strict)."""
     from slimkv.lab.evals.positions import measure_positions, plot_positions
-    from slimkv.lab.evals.texts import load_text
 
-    read = load_text(text)
-    with _subject(model, threads, device, dtype, formats, calibration) as subject:
-        ids = subject.windows(read, windows, tokens, offset=offset)
-        report = measure_positions(
-            subject.model, ids, subject.formats, name=model, calibration=subject.calibration, progress=subject.progress
-        )
-        if plot is not None:
-            plot_positions(report, plot)
+    ids = subject.windows(windows, tokens, offset=offset)
+    report = measure_positions(subject.model, ids, subject.formats, **subject.options)
     ranges = [f"{a:,}-{b:,}" for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
-    table = make_table(f"KL by position (top-1 agreement), strict, {model}", "format", *ranges, "mean")
+    table = make_table(f"KL by position (top-1 agreement), strict, {subject.name}", "format", *ranges, "mean")
     for row in report.rows:
         cells = (f"{kl:.4f} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
         table.add_row(row.format, *cells, f"{row.mean_kl:.4f}")
-    _show(report, device, as_json, output, table)
+    return report, [table], lambda path: plot_positions(report, path)
 
 
+@_command("k4v4")
 def needle(
-    model: Model = DEFAULT_MODEL,
-    formats: Formats = "k4v4",
-    text: Text = "shipped",
-    contexts: Annotated[str, typer.Option(help="Context lengths in tokens, such as 512,1024.")] = "512,1024",
-    depths: Annotated[str, typer.Option(help="Depths of the needle in the text, 0 to 1.")] = "0.1,0.5,0.9",
-    calibration: CalibrationFile = None,
+    subject: Subject,
+    contexts: Annotated[
+        str, typer.Option(help="Context lengths in tokens, such as 512,1024.", callback=several(int))
+    ] = "512,1024",
+    depths: Annotated[
+        str, typer.Option(help="Depths of the needle in the text, 0 to 1.", callback=several(float))
+    ] = "0.1,0.5,0.9",
     offset: Offset = 0,
     strict: Strict = False,
-    threads: Threads = None,
-    device: Device = AUTO,
-    dtype: Dtype = "float32",
-    plot: Plot = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Needle in a haystack, over depth and context length."""
     from slimkv.lab.evals.model_plots import plot_needle
     from slimkv.lab.evals.needle import measure_needle
-    from slimkv.lab.evals.texts import load_text
 
-    lengths, places = numbers("--contexts", contexts, int), numbers("--depths", depths, float)
-    read = load_text(text)
-    with _subject(model, threads, device, dtype, formats, calibration) as subject:
-        report = measure_needle(
-            subject.model, subject.tokenizer, read, subject.formats, contexts=lengths,
-            depths=places, name=model, mode=_mode(not strict), progress=subject.progress,
-            calibration=subject.calibration, offset=offset,
-        )  # fmt: skip
-        if plot is not None:
-            plot_needle(report, plot)
-    table = make_table(f"needles found, {report.mode}, {model}", "format", "context", "depth", "found")
+    report = measure_needle(
+        subject.model, subject.tokenizer, subject.text, subject.formats, contexts=numbers("--contexts", contexts, int),
+        depths=numbers("--depths", depths, float), mode=_mode(not strict), offset=offset, **subject.options,
+    )  # fmt: skip
+    table = make_table(f"needles found, {report.mode}, {subject.name}", "format", "context", "depth", "found")
     for cell in report.cells:
         table.add_row(cell.format, str(cell.context), f"{cell.depth:.0%}", f"{cell.found}/{cell.tried}")
-    _show(report, device, as_json, output, table)
+    return report, [table], lambda path: plot_needle(report, path)
 
 
+@_command("k4v4", text=False)
 def generation(
-    model: Model = DEFAULT_MODEL,
-    formats: Formats = "k4v4",
+    subject: Subject,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeat for more. Default: four prompts.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A text file with one prompt per line.", callback=_check_prompts)
+    ] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", callback=at_least(1))] = 64,
-    calibration: CalibrationFile = None,
     strict: Strict = False,
-    threads: Threads = None,
-    device: Device = AUTO,
-    dtype: Dtype = "float32",
-    plot: Plot = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Where greedy text first differs from that of the stock cache."""
     from rich.markup import escape
 
@@ -382,14 +350,12 @@ def generation(
     from slimkv.lab.evals.model_plots import plot_generation
 
     asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
-    with _subject(model, threads, device, dtype, formats, calibration) as subject:
-        report = measure_generation(
-            subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens, name=model,
-            mode=_mode(not strict), progress=subject.progress, calibration=subject.calibration,
-        )  # fmt: skip
-        if plot is not None:
-            plot_generation(report, plot)
-    table = make_table(f"greedy text, {report.mode}, {model}", "format", "prompt", "first difference", "same tokens")
+    report = measure_generation(
+        subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens,
+        mode=_mode(not strict), **subject.options,
+    )  # fmt: skip
+    title = f"greedy text, {report.mode}, {subject.name}"
+    table = make_table(title, "format", "prompt", "first difference", "same tokens")
     for row in report.rows:
         first = "none" if row.first_divergence is None else f"token {row.first_divergence} of {row.tokens}"
         table.add_row(row.format, row.prompt[:40], first, f"{row.same:.0%}")
@@ -401,7 +367,7 @@ def generation(
         for row in report.rows:
             if row.prompt == asked_for:
                 texts.add_row(row.format, escape(row.text))
-    _show(report, device, as_json, output, table, texts)
+    return report, [table, texts], lambda path: plot_generation(report, path)
 
 
 def _lines(path: Path) -> list[str]:

@@ -35,6 +35,16 @@ def numbers(option: str, text: str, kind: Callable[[str], T]) -> list[T]:
     return found
 
 
+def several(kind: Callable[[str], T]) -> Callable[[typer.CallbackParam, str], str]:
+    """A check that an option is such numbers, separated by commas."""
+
+    def check(param: typer.CallbackParam, given: str) -> str:
+        numbers(param.opts[0], given, kind)
+        return given
+
+    return check
+
+
 def widths(text: str) -> list[int]:
     """``4``, ``2,3,4`` or ``1-8`` -> widths."""
     out: list[int] = []

@@ -14,7 +14,7 @@ from slimkv.codec.codebook import LEVEL_DENOMINATOR, codebook
 from slimkv.codec.quantize import Encoded, SideTables
 from slimkv.codec.rotation import block_size, signed_hadamard
 from slimkv.errors import InputError
-from slimkv.spec import CodecSpec, Kind, PageLayout, ScalePolicy, TensorFormat
+from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -29,16 +29,14 @@ def _indexed(device: torch.device | str) -> torch.device:
 
 
 def _magnitude_entries(fmt: TensorFormat, levels_by_code: np.ndarray) -> np.ndarray:
-    """Per magnitude, what a store kernel looks up.
+    """Per magnitude, what a store kernel looks up: the level in units of 1 / LEVEL_DENOMINATOR.
 
-    Twice the level squared for the norm policy of up to 4 bits, otherwise the level in units of 1 / LEVEL_DENOMINATOR;
-    up to 4 bits with the magnitude's index above the low 16 bits.
+    Up to 4 bits, twice the level squared, with the magnitude's index above the low 16 bits.
     """
     positive = levels_by_code[len(levels_by_code) // 2 :]
     if fmt.bits > 4:
         return positive * LEVEL_DENOMINATOR
-    numbers = (2 * positive) ** 2 if fmt.policy == ScalePolicy.NORM else positive * LEVEL_DENOMINATOR
-    return numbers + (np.arange(len(positive)) << 16)
+    return (2 * positive) ** 2 + (np.arange(len(positive)) << 16)
 
 
 def _side_tables(fmt: TensorFormat, dim: int, seed: int, device: torch.device) -> SideTables:

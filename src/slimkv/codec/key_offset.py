@@ -20,8 +20,8 @@ from slimkv.errors import InputError
 from slimkv.formats import Kind
 from slimkv.spec import CodecSpec
 
-# How much of the offset is the key at position 0, where that was not measured. Most queries attend to that key, and it is
-# far from the others: with the plain mean its error would be the largest (docs/design/centring.md).
+# How much of the offset is the key at position 0, where that was not measured. Most queries attend to that key, and it
+# is far from the others: with the plain mean its error would be the largest (docs/design/centring.md).
 FIRST_KEY_SHARE = 0.25
 OFFSET_DTYPE = torch.bfloat16
 _STOCK = "turboquant_"  # vLLM's recipes, which store keys as vLLM does

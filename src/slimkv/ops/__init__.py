@@ -2,6 +2,7 @@
 
 from slimkv.ops.attention.api import AttendOptions, attend
 from slimkv.ops.attention.workspace import workspace_bytes
+from slimkv.ops.batch import AttentionBatch, PackedKV, Rounding
 from slimkv.ops.copy.api import copy_tokens, read_tokens, write_tokens
 from slimkv.ops.gather.api import gather_kv
 from slimkv.ops.latent.api import attend_latent, latent_rotation
@@ -14,6 +15,9 @@ from slimkv.ops.store.api import store_kv
 __all__ = [
     "AttendOptions",
     "AttendPlan",
+    "AttentionBatch",
+    "PackedKV",
+    "Rounding",
     "StorePlan",
     "attend",
     "attend_latent",

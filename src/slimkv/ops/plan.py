@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from slimkv.arguments import describe, typed
-from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
 from slimkv.ops.attention.api import AttendOptions, checked_request
+from slimkv.ops.batch import AttentionBatch, PackedKV, Rounding
 from slimkv.ops.store.api import REGISTRY as STORE
 from slimkv.ops.store.api import checked_request as checked_store
-from slimkv.spec import PageLayout
 
 # A backend's ``plan(request)`` returns this, or None for a request that it cannot prepare. One of store gets the index
 # of query-aware matrices as well.
@@ -57,14 +56,12 @@ class AttendPlan:
     _out: Geometry
     _launch: Launch
 
-    def fits(
-        self, query: Tensor, pages: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, options: AttendOptions | None
-    ) -> bool:
+    def fits(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions | None) -> bool:
         """Whether ``run`` may take ``query`` for these pages and tables, which must be the very same objects."""
         return (
-            self.pages is pages
-            and self.block_table is block_table
-            and self.cu_seqlens_q is cu_seqlens_q
+            self.pages is kv.pages
+            and self.block_table is batch.block_table
+            and self.cu_seqlens_q is batch.cu_seqlens_q
             and self.options is options
             and self._query == _geometry(query)
         )
@@ -99,11 +96,11 @@ class AttendPlan:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """A ``store_kv`` in which keys, values, slots and the index of query-aware matrices may change."""
+    """A ``store_kv`` in which keys, values, slots and the index of the rounding may change."""
 
     pages: Tensor
     key_offset: Tensor | None
-    query_aware: Tensor | None
+    matrices: Tensor | None
     _key: Geometry
     _value: Geometry
     _slots: torch.dtype
@@ -111,32 +108,26 @@ class StorePlan:
     _launch: Launch
 
     def fits(
-        self,
-        key: Tensor,
-        value: Tensor,
-        pages: Tensor,
-        slot_mapping: Tensor,
-        key_offset: Tensor | None,
-        query_aware: Tensor | None,
-        query_aware_index: Tensor | None = None,
+        self, key: Tensor, value: Tensor, kv: PackedKV, slot_mapping: Tensor, rounding: Rounding | None = None
     ) -> bool:
         """Whether ``run`` may take these vectors for the very same pages, offset and matrices."""
-        same = self.pages is pages and self.key_offset is key_offset and self.query_aware is query_aware
-        return same and self._takes(key, value, slot_mapping, query_aware_index)
+        matrices, index = _of(rounding)
+        same = self.pages is kv.pages and self.key_offset is kv.key_offset and self.matrices is matrices
+        return same and self._takes(key, value, slot_mapping, index)
 
-    def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None) -> None:
-        """key, value [tokens, num_kv_heads, dim], slot_mapping and the index [tokens]: see ``store_kv``."""
-        for name, x in (("slot_mapping", slot_mapping), ("query_aware_index", query_aware_index)):
-            if not isinstance(x, Tensor) and not (x is None and name == "query_aware_index"):
+    def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None = None) -> None:
+        """key, value [tokens, num_kv_heads, dim], slot_mapping and the rounding's index [tokens]: see ``store_kv``."""
+        for name, x in (("slot_mapping", slot_mapping), ("index", index)):
+            if not isinstance(x, Tensor) and not (x is None and name == "index"):
                 raise InputError(f"{name} must be a tensor, not {describe(x)}")
-        if not self._takes(key, value, slot_mapping, query_aware_index):
-            index = "an int32" if self._indexed else "no"
+        if not self._takes(key, value, slot_mapping, index):
+            wanted = "an int32" if self._indexed else "no"
             raise InputError(
                 f"the plan stores keys like {_say(self._key)} and values like {_say(self._value)} with {self._slots} "
-                f"slots and {index} query_aware_index, not {_say(_geometry(key))} and {_say(_geometry(value))} with "
+                f"slots and {wanted} index, not {_say(_geometry(key))} and {_say(_geometry(value))} with "
                 f"{slot_mapping.dtype}"
             )
-        self._launch(key, value, slot_mapping, query_aware_index)
+        self._launch(key, value, slot_mapping, index)
 
     def _takes(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None) -> bool:
         if (index is not None) != self._indexed:
@@ -157,29 +148,20 @@ class StorePlan:
 @typed
 def plan_attend(
     query: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    codec: Codec,
-    layout: PageLayout,
-    max_query_len: int,
-    min_query_len: int = 0,
-    key_offset: Tensor | None = None,
+    kv: PackedKV,
+    batch: AttentionBatch,
     options: AttendOptions | None = None,
+    *,
     backend: str | None = None,
 ) -> AttendPlan:
     """Prepares an ``attend`` of such queries for lengths up to what the block table holds; runs nothing."""
-    if block_table.ndim != 2:
-        raise InputError(f"block_table must be int32 with 2 axes, not {describe(block_table)}")
-    request = checked_request(
-        query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
-        min_query_len=min_query_len, max_seq_len=block_table.shape[1] * layout.block_size,
-        key_offset=key_offset, options=options,
-    )  # fmt: skip
-    module = ATTENTION.select(pages.device, request, backend).load()
-    nothing = seq_lens[:0]
+    table = batch.block_table
+    if table.ndim != 2:
+        raise InputError(f"block_table must be int32 with 2 axes, not {describe(table)}")
+    longest = replace(batch, max_seq_len=table.shape[1] * kv.layout.block_size)
+    request = checked_request(query, kv, longest, options)
+    module = ATTENTION.select(request.pages.device, request, backend).load()
+    nothing = batch.seq_lens[:0]
     kept = replace(request, query=nothing, out=nothing, seq_lens=nothing)  # a plan holds no step's tensors
 
     def launch(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
@@ -187,7 +169,7 @@ def plan_attend(
 
     prepared = None if request.sees_offset else _prepared(module, request)
     return AttendPlan(
-        pages, block_table, cu_seqlens_q, options, _geometry(query), _geometry(request.out), prepared or launch
+        kv.pages, table, batch.cu_seqlens_q, options, _geometry(query), _geometry(request.out), prepared or launch
     )
 
 
@@ -195,22 +177,15 @@ def plan_attend(
 def plan_store(
     key: Tensor,
     value: Tensor,
-    pages: Tensor,
+    kv: PackedKV,
     slot_mapping: Tensor,
+    rounding: Rounding | None = None,
     *,
-    codec: Codec,
-    layout: PageLayout,
-    key_offset: Tensor | None = None,
-    query_aware: Tensor | None = None,
-    query_aware_index: Tensor | None = None,
     backend: str | None = None,
 ) -> StorePlan:
     """Prepares a ``store_kv`` of such vectors; stores nothing."""
-    request = checked_store(
-        key, value, pages, slot_mapping, codec=codec, layout=layout, key_offset=key_offset,
-        query_aware=query_aware, query_aware_index=query_aware_index,
-    )  # fmt: skip
-    module = STORE.select(pages.device, request, backend).load()
+    request = checked_store(key, value, kv, slot_mapping, rounding)
+    module = STORE.select(request.pages.device, request, backend).load()
     nothing = slot_mapping[:0]
     kept = replace(request, key=nothing, value=nothing, slot_mapping=nothing, query_aware_index=None)
 
@@ -218,12 +193,18 @@ def plan_store(
         replace(kept, key=key, value=value, slot_mapping=slot_mapping, query_aware_index=index).run(module)
 
     fuses = getattr(module, "fuses_offset", None)
-    whole = key_offset is None or (fuses is not None and fuses(request))
+    whole = kv.key_offset is None or (fuses is not None and fuses(request))
     prepared = (_prepared(module, request) if whole else None) or launch
-    indexed = query_aware_index is not None
+    matrices, index = _of(rounding)
     return StorePlan(
-        pages, key_offset, query_aware, _geometry(key), _geometry(value), slot_mapping.dtype, indexed, prepared
-    )
+        kv.pages, kv.key_offset, matrices, _geometry(key), _geometry(value), slot_mapping.dtype, index is not None,
+        prepared,
+    )  # fmt: skip
+
+
+def _of(rounding: Rounding | None) -> tuple[Tensor | None, Tensor | None]:
+    """Its matrices and index."""
+    return (None, None) if rounding is None else (rounding.matrices, rounding.index)
 
 
 def _prepared(module: Any, request: Any) -> Launch | None:

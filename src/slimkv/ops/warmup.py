@@ -10,6 +10,7 @@ from torch import Tensor
 from slimkv.codec import Codec
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions, attend
 from slimkv.ops.attention.cuda import decode as cuda_decode
+from slimkv.ops.batch import AttentionBatch, PackedKV, Rounding
 from slimkv.ops.cuda import cuda_unavailable_reason
 from slimkv.ops.store.api import store_kv
 from slimkv.spec import PageLayout
@@ -86,16 +87,14 @@ def run_step(kind: LayerKind, step: Step) -> None:
     table = torch.zeros(step.sequences, layout.blocks_for(step.max_seq_len), dtype=torch.int32, device=device)
     lengths = torch.full((step.sequences,), step.queries, dtype=torch.int32, device=device)
     starts = torch.arange(step.sequences + 1, dtype=torch.int32, device=device) * step.queries
-    ranges = None
-    if kind.query_aware is not None and kind.query_aware.ndim == 4:
-        ranges = torch.zeros(tokens, dtype=torch.int32, device=device)
+    kv, rounding = PackedKV(pages, codec, layout, kind.key_offset), None
+    if kind.query_aware is not None:
+        several = kind.query_aware.ndim == 4
+        ranges = torch.zeros(tokens, dtype=torch.int32, device=device) if several else None
+        rounding = Rounding(kind.query_aware, ranges)
     store_kv(
-        ones(kind.num_kv_heads, spec.key_dim), ones(kind.num_kv_heads, spec.value_dim), pages,
-        torch.arange(tokens, device=device) % layout.block_size, codec=codec, layout=layout,
-        key_offset=kind.key_offset, query_aware=kind.query_aware, query_aware_index=ranges, backend=kind.backend,
+        ones(kind.num_kv_heads, spec.key_dim), ones(kind.num_kv_heads, spec.value_dim), kv,
+        torch.arange(tokens, device=device) % layout.block_size, rounding, backend=kind.backend,
     )  # fmt: skip
-    attend(
-        ones(kind.num_heads, spec.key_dim), pages, table, lengths, starts, codec=codec, layout=layout,
-        max_query_len=step.queries, max_seq_len=step.max_seq_len, key_offset=kind.key_offset,
-        options=kind.options, backend=kind.backend,
-    )  # fmt: skip
+    batch = AttentionBatch(table, lengths, starts, step.queries, step.max_seq_len)
+    attend(ones(kind.num_heads, spec.key_dim), kv, batch, kind.options, backend=kind.backend)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from slimkv.calibration.learned_offset import offset_digest
 from slimkv.codec.key_offset import OFFSET_DTYPE
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, UnsupportedError
+from slimkv.paths import whole_file
 from slimkv.wire.fingerprint import Fingerprint, LayerFingerprint
 
 FORMAT, VERSION = "slimkv-prompt-cache", 2
@@ -119,17 +119,9 @@ class PromptCache:
             if layer.key_offset is not None:
                 tensors[_offset_name(number)] = layer.key_offset.detach().cpu().contiguous()
         tensors[_TOKENS] = torch.tensor(self.tokens, dtype=torch.int64)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
+        with whole_file(path) as temporary:
             _safetensors("save_file")(tensors, temporary, metadata=header)
-            _sign(Path(temporary))
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+            _sign(temporary)
         return path
 
     @classmethod

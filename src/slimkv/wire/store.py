@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from slimkv.errors import CorruptDataError, InputError, SlimKVError
+from slimkv.paths import write_whole
 from slimkv.wire.fingerprint import Fingerprint
 from slimkv.wire.prompt_file import PromptCache, PromptHeader, block_hashes, verify
 
@@ -32,7 +31,8 @@ def check_marker(folder: str | Path, fingerprint: Fingerprint, *, self_describin
                 f"{folder} holds a cache without a fingerprint ({MARKER}), so that nobody knows what its bytes mean: "
                 "use an empty folder"
             )
-        _write_marker(marker, fingerprint)
+        # The first process wins; others then compare themselves with it.
+        write_whole(marker, f"{fingerprint.to_json()}\n".encode(), overwrite=False)
     read_marker(folder).check_same(fingerprint, str(folder))
 
 
@@ -44,20 +44,6 @@ def read_marker(folder: str | Path) -> Fingerprint:
     except (OSError, ValueError) as error:
         raise CorruptDataError(f"{marker} cannot be read: {error}") from error
     return Fingerprint.from_json(text, str(marker))
-
-
-def _write_marker(marker: Path, fingerprint: Fingerprint) -> None:
-    """The first process wins; others then compare themselves with it."""
-    marker.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=marker.parent, prefix=f".{MARKER}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(fingerprint.to_json() + "\n")
-        os.chmod(temporary, 0o644)
-        with suppress(FileExistsError):
-            os.link(temporary, marker)
-    finally:
-        os.unlink(temporary)
 
 
 @dataclass(frozen=True)

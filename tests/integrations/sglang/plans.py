@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slimkv.config import KVCacheConfig
+from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.sglang.pool import SlimKVPool, bind
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
 from slimkv.spec import CodecSpec, page_layout
@@ -20,7 +21,8 @@ def make_plan(formats: list[str], page_size: int = PAGE, label: str | None = Non
         LayerPages(i, page_layout(CodecSpec.parse(f, DIM).with_raw_dtype("float32"), page_size), HEADS)
         for i, f in enumerate(formats)
     )
-    return CachePlan(KVCacheConfig(formats[0], **config), None, page_size, 2048, {label: layers})
+    model = ServedModel(KVCacheConfig(formats[0], **config), "", None, 2048, lambda: (0, 1), random_weights=True)
+    return CachePlan(model, page_size, {label: layers})
 
 
 def make_pool(formats: list[str], size: int = 8 * PAGE, page_size: int = PAGE, **others: Any) -> SlimKVPool:

@@ -155,12 +155,12 @@ def test_layers_that_share_a_cache_do_not_write():
     layer = make_layer()
     backend, slots = make_backend(layer=layer)
     query, _, _, out = run_step(backend, layer, "EXTEND", [0], [0], [8], slots)
-    before = backend.token_to_kv_pool.layer_pages(0)[0].clone()
+    before = backend.token_to_kv_pool.packed(0).pages.clone()
     again = backend.forward_extend(
         query.reshape(8, -1), None, None, layer, make_batch("EXTEND", [0], [8], [8], slots[0, :8].long())
     )
     assert torch.equal(again.view_as(out), out)
-    assert torch.equal(backend.token_to_kv_pool.layer_pages(0)[0], before)
+    assert torch.equal(backend.token_to_kv_pool.packed(0).pages, before)
 
 
 def test_a_draft_has_a_backend_of_its_own():

@@ -61,11 +61,16 @@ def test_prefill_and_decode_of_a_mixed_batch_are_two_parts(tables):
     step = eager_step(batch, tables)
     assert_tables(tables, step, [4, 0, 3, 1], [90, 7, 55, 1])
     prefill, decode = step.parts
-    assert (prefill.rows, prefill.requests, prefill.max_query_len) == (slice(0, 37), slice(0, 2), 30)
-    assert (decode.rows, decode.requests, decode.max_query_len) == (slice(37, 39), slice(2, 4), 1)
-    assert (prefill.min_query_len, decode.min_query_len) == (7, 1)
-    assert prefill.cu_seqlens_q.tolist() == [0, 30, 37]
-    assert decode.cu_seqlens_q.tolist() == [0, 1, 2]
+    assert (prefill.rows, decode.rows) == (slice(0, 37), slice(37, 39))
+    for part, requests, most, least, starts in (
+        (prefill, slice(0, 2), 30, 7, [0, 30, 37]),
+        (decode, slice(2, 4), 1, 1, [0, 1, 2]),
+    ):
+        assert torch.equal(part.batch.block_table, step.block_table[requests])
+        assert torch.equal(part.window_batch.block_table, step.window_table[requests])
+        assert torch.equal(part.batch.seq_lens, step.seq_lens[requests])
+        assert (part.batch.max_query_len, part.batch.min_query_len) == (most, least)
+        assert part.batch.cu_seqlens_q.tolist() == part.window_batch.cu_seqlens_q.tolist() == starts
     assert step.num_queries == 39
     assert torch.equal(step.window_slots, tables.window_pool.full_to_swa_index_mapping[slots])
 
@@ -74,7 +79,7 @@ def test_prefill_and_decode_of_a_mixed_batch_are_two_parts(tables):
 def test_batches_of_one_kind_are_one_part(tables, new, parts):
     step = eager_step(make_batch("EXTEND", [1, 2], [40, 60], new, torch.zeros(sum(new), dtype=torch.int64)), tables)
     assert len(step.parts) == parts
-    assert step.max_seq_len == 60
+    assert step.parts[0].batch.max_seq_len == 60
 
 
 def test_verified_tokens_are_counted(tables):
@@ -82,8 +87,8 @@ def test_verified_tokens_are_counted(tables):
     batch = make_batch("TARGET_VERIFY", [2, 5], [33, 80], [4, 4], torch.zeros(8, dtype=torch.int64))
     step = eager_step(batch, tables)
     assert_tables(tables, step, [2, 5], [37, 84])
-    assert step.parts[0].cu_seqlens_q.tolist() == [0, 4, 8]
-    assert step.parts[0].max_query_len == 4
+    assert step.parts[0].batch.cu_seqlens_q.tolist() == [0, 4, 8]
+    assert step.parts[0].batch.max_query_len == 4
 
 
 @pytest.mark.parametrize(("mode", "queries"), [("DECODE", 1), ("TARGET_VERIFY", 3)])
@@ -102,9 +107,9 @@ def test_a_graphs_tables_are_the_eager_ones(tables, mode, queries):
         assert_tables(tables, step, requests, [n + more for n in lengths])
         assert torch.equal(step.seq_lens, want.seq_lens)
         assert torch.equal(step.window_slots, want.window_slots)
-        assert torch.equal(step.parts[0].cu_seqlens_q, want.parts[0].cu_seqlens_q)
+        assert torch.equal(step.parts[0].batch.cu_seqlens_q, want.parts[0].batch.cu_seqlens_q)
     assert addresses == [t.data_ptr() for t in (step.block_table, step.window_table, step.seq_lens, step.window_slots)]
-    assert step.max_seq_len >= POSITIONS
+    assert step.parts[0].batch.max_seq_len >= POSITIONS
 
 
 def test_graphs_of_other_sizes_share_the_tables(tables):

@@ -15,8 +15,8 @@ from engines import BASE, environment, run_engine, slimkv
 from observed import check_it_is_what_transformers_finds, write_llama
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.listener import SUMS
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.serving.listener import SUMS
 from slimkv.integrations.sglang.observe import gather_calibration, load_part, save_part
 
 pytestmark = pytest.mark.sglang

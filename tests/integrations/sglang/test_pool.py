@@ -32,8 +32,7 @@ def filled(size: int = 8 * PAGE):
 
 
 def decoded(pool, layer: int, slots: torch.Tensor) -> torch.Tensor:
-    pages, of, codec = pool.layer_pages(layer)
-    return torch.cat(ops.gather_kv(pages, slots, codec=codec, layout=of.layout, backend="reference"), -1)
+    return torch.cat(ops.gather_kv(pool.packed(layer), slots, backend="reference"), -1)
 
 
 def test_bytes_are_those_of_the_plan():
@@ -44,7 +43,7 @@ def test_bytes_are_those_of_the_plan():
     addresses, sizes, items = pool.get_contiguous_buf_infos()
     assert sum(sizes) == per_token * 9 * PAGE
     assert [size // item for size, item in zip(sizes, items, strict=True)] == [9] * 3
-    assert addresses == [pool.layer_pages(layer)[0].data_ptr() for layer in range(3)]
+    assert addresses == [pool.packed(layer).pages.data_ptr() for layer in range(3)]
 
 
 def test_raw_layers_give_back_what_was_stored():
@@ -79,7 +78,7 @@ def test_tokens_come_back_from_the_host_in_other_slots():
     kept = pool.get_cpu_copy(slots)
     assert [len(pieces) for pieces in kept] == [8, 8, 8]
     for layer in range(3):
-        pool.layer_pages(layer)[0].fill_(0xA5)
+        pool.packed(layer).pages.fill_(0xA5)
     elsewhere = torch.randperm(8 * PAGE)[: len(slots)] + PAGE
     pool.load_cpu_copy(kept, elsewhere)
     for layer in range(3):

@@ -177,5 +177,5 @@ def test_other_weights_are_another_model(model):
 def test_a_calibration_of_other_heads_is_refused(model, calibration):
     wrong = {n: replace(x, query_moment=x.query_moment[:1]) for n, x in calibration.layers.items()}
     cache = SlimKVCache(model.config, calibration=replace(calibration, layers=wrong, _matrices={}))
-    with pytest.raises(InputError, match=r"query_aware must be int8 \[2, 32, 32\]"):
+    with pytest.raises(InputError, match=r"matrices must be int8 \[2, 32, 32\]"):
         generate(model, *padded(20), cache, new=2)

@@ -34,6 +34,7 @@ from slimkv.integrations.vllm.impl import SlimKVImpl
 from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
 from slimkv.integrations.vllm.page_sizes import backend_for_spec, slot_bytes
 from slimkv.integrations.vllm.warmup import kernel_block, profile_run
+from slimkv.ops import PackedKV, Rounding
 from slimkv.ops.warmup import LayerKind, Step
 from slimkv.spec import CodecSpec, PageLayout
 
@@ -159,22 +160,22 @@ def step(query_lens, seq_lens, few=1, padded=0, sharing=None):
 
 def test_a_uniform_step_is_one_part():
     (part,) = step([1, 1, 1], [5, 9, 2]).parts
-    assert (part.first, part.end, part.max_query_len, part.max_seq_len) == (0, 3, 1, 9)
+    assert (part.rows, part.batch.max_query_len, part.batch.max_seq_len) == (slice(0, 3), 1, 9)
     (part,) = step([4, 4], [9, 9], few=4).parts
-    assert part.cu_seqlens_q.tolist() == [0, 4, 8]
+    assert part.batch.cu_seqlens_q.tolist() == [0, 4, 8]
     (part,) = step([30, 20], [30, 40], padded=3).parts
-    assert part.seq_lens.tolist() == [30, 40]
-    assert (part.max_query_len, part.min_query_len) == (30, 20)
+    assert part.batch.seq_lens.tolist() == [30, 40]
+    assert (part.batch.max_query_len, part.batch.min_query_len) == (30, 20)
 
 
 def test_a_mixed_step_is_two():
     decodes, rest = step([1, 1, 7, 1, 20], [5, 9, 7, 3, 40], padded=2).parts
-    assert (decodes.first, decodes.end, decodes.max_query_len) == (0, 2, 1)
-    assert decodes.cu_seqlens_q.tolist() == [0, 1, 2]
-    assert (rest.first, rest.end, rest.max_query_len, rest.min_query_len) == (2, 30, 20, 1)
-    assert rest.cu_seqlens_q.tolist() == [0, 7, 8, 28]
-    assert rest.seq_lens.tolist() == [7, 3, 40]
-    assert rest.block_table[:, 0].tolist() == [8, 12, 16]
+    assert (decodes.rows, decodes.batch.max_query_len) == (slice(0, 2), 1)
+    assert decodes.batch.cu_seqlens_q.tolist() == [0, 1, 2]
+    assert (rest.rows, rest.batch.max_query_len, rest.batch.min_query_len) == (slice(2, 30), 20, 1)
+    assert rest.batch.cu_seqlens_q.tolist() == [0, 7, 8, 28]
+    assert rest.batch.seq_lens.tolist() == [7, 3, 40]
+    assert rest.batch.block_table[:, 0].tolist() == [8, 12, 16]
 
 
 def test_only_causal_steps():
@@ -221,7 +222,8 @@ def test_a_layer_stores_with_its_matrices(centred):
         layer._matrices = (matrices,)
         got, want = torch.zeros(2, 1, 2, layout.page_bytes, dtype=torch.uint8)
         layer.do_kv_cache_update(None, key, value, got.view(1, 2, 16, -1), slots)
-        ops.store_kv(key, value, want, slots, codec=codec, layout=layout, key_offset=offset, query_aware=matrices)
+        rounding = None if matrices is None else Rounding(matrices)
+        ops.store_kv(key, value, PackedKV(want, codec, layout, offset), slots, rounding)
         assert torch.equal(got, want)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Barrier, Thread
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.integrations.vllm.context_parallel import DCPConfig, attend_shards, shard_tables
+from slimkv.ops import AttentionBatch, PackedKV
 
 DIM, KV_HEADS, HEADS, BLOCK = 64, 1, 8, 16  # HEADS: of all ranks, which share one KV head
 
@@ -55,7 +57,7 @@ def fill(codec, layout, key, value, tokens):
     """Pages and block table [1, blocks] with the given tokens of one sequence, in order."""
     blocks = max(layout.blocks_for(len(tokens)), 1)
     pages = torch.zeros(blocks, KV_HEADS, layout.page_bytes, dtype=torch.uint8)
-    ops.store_kv(key[tokens], value[tokens], pages, torch.arange(len(tokens)), codec=codec, layout=layout)
+    ops.store_kv(key[tokens], value[tokens], PackedKV(pages, codec, layout), torch.arange(len(tokens)))
     return pages, torch.arange(blocks, dtype=torch.int32)
 
 
@@ -90,23 +92,20 @@ def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries
 
     pages, table = pool()
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    most = {"max_query_len": max(queries), "max_seq_len": max(lens)}
-    want = ops.attend(
-        query, pages, table, seq_lens, starts, codec=codec, layout=layout, options=options, key_offset=offset,
-        fresh=(new[0] + constant, new[1]) if raw else None, **most,
-    )  # fmt: skip
+    batch = AttentionBatch(table, seq_lens, starts, max(queries), max(lens))
+    kv, fresh = PackedKV(pages, codec, layout, offset), (new[0] + constant, new[1])
+    want = ops.attend(query, kv, batch, options, fresh=fresh if raw else None)
     threads, results = Threads(ranks), {}
 
     def work(rank: int) -> None:
         sharing = DCPConfig(ranks, rank, interleave)
-        tables = shard_tables(sharing, seq_lens, starts, len(query), most["max_query_len"], most["max_seq_len"])
+        tables = shard_tables(sharing, seq_lens, starts, len(query), max(queries), max(lens))
         mine = query.chunk(ranks, 1)[rank]
         out = torch.full_like(mine, torch.nan)
         held, held_table = pool(rank)
         attend_shards(
-            mine, new[0] + constant, new[1], held, held_table, starts, most["max_query_len"], tables,
-            Rank(threads, ranks, rank), codec=codec, layout=layout, options=options, key_offset=offset,
-            query_aware=None, query_aware_index=None, raw=raw, out=out, backend=None,
+            mine, fresh, replace(kv, pages=held), replace(batch, block_table=held_table), tables,
+            Rank(threads, ranks, rank), options=options, rounding=None, raw=raw, out=out, backend=None,
         )  # fmt: skip
         results[rank] = out
 

@@ -94,19 +94,21 @@ def test_auto_says_what_to_run_and_takes_what_was_kept(folder, observed, tmp_pat
     import transformers
 
     from slimkv.calibration.cache import cached_path
-    from slimkv.config import KVCacheConfig
     from slimkv.errors import InputError
-    from slimkv.integrations.vllm.calibration import load_calibration
+    from slimkv.integrations.vllm.calibration import served_model
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = SimpleNamespace(
         model=folder, hf_text_config=transformers.AutoConfig.from_pretrained(folder), max_model_len=2048
     )
-    settings = KVCacheConfig(calibration="auto")
+    config = SimpleNamespace(
+        additional_config={"slimkv": {"calibration": "auto"}}, model_config=model,
+        load_config=SimpleNamespace(load_format="auto"),
+    )  # fmt: skip
     with pytest.raises(InputError, match=f"slimkv calibrate {folder}"):
-        load_calibration(settings, model)
+        _ = served_model(config).calibration
     observed.save(cached_path(folder))
-    assert load_calibration(settings, model).layers.keys() == observed.layers.keys()
+    assert served_model(config).calibration.layers.keys() == observed.layers.keys()
     model.max_model_len = 4096
     with pytest.warns(UserWarning, match="holds up to position 2,048"):
-        load_calibration(settings, model)
+        _ = served_model(config).calibration

@@ -22,7 +22,6 @@ def test_the_entry_is_the_one_configuration():
         ({"sink_tokens": 4}, "vLLM does not support sink_tokens=4; leave it at 0"),
         ({"recent_tokens": 64}, "vLLM does not support recent_tokens=64"),
         ({"fromat": "k4v4"}, "did you mean 'format'?"),
-        ({"first_layers": 2}, "slimkv has no setting 'first_layers' any more: use layers"),
     ],
 )
 def test_what_vllm_cannot_do_is_named(given, message):

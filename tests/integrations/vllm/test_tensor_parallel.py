@@ -59,18 +59,3 @@ def test_each_rank_rounds_by_its_own_heads(folder, tmp_path):
     plain = run_engine({**base, **slimkv("k2v4")}, runs)
     assert both["tokens"] == alone["tokens"]
     assert plain["tokens"] != alone["tokens"], "two-bit keys show how they were rounded"
-
-
-@pytest.mark.parametrize(
-    ("total", "held", "ranks", "heads"),
-    [
-        (8, 4, 2, [(0, 4), (4, 8)]),
-        (8, 1, 8, [(i, i + 1) for i in range(8)]),
-        (2, 1, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
-    ],
-)
-def test_which_heads_a_rank_holds(total, held, ranks, heads):
-    from slimkv.calibration.serving import rank_heads
-
-    found = [rank_heads(total, held, rank, ranks) for rank in range(ranks)]
-    assert [(s.start, s.stop) for s in found] == heads

@@ -364,7 +364,7 @@ def test_centred_keys(case, change):
     results = []
     for backend in (Emulated(HOPPER_GPU), reference):
         out, lse = poisoned_out(case, built)
-        request = checked_request(**{**built.arguments(), "key_offset": offset}, out=out, lse=lse)
+        request = checked_request(**built.arguments(key_offset=offset), out=out, lse=lse)
         assert request.sees_offset
         request.run(backend)
         results.append((out, lse))

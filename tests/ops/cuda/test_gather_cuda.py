@@ -16,6 +16,7 @@ from test_store_vectors_cuda import PLAIN, Latents
 from slimkv import ops
 from slimkv.codec import scale16
 from slimkv.codec.pack import take_tokens
+from slimkv.ops import PackedKV
 from slimkv.ops.gather.api import REGISTRY, GatherRequest
 from slimkv.ops.gather.cuda import launch as gather_cuda
 
@@ -50,7 +51,7 @@ def check(case: Case, rotated: bool, dtype: str, run=emulate, device: torch.devi
     key, value, slots, pages, codec = build(case, device)
     layout = case.layout
     small = [(x.double() / x.double().norm(dim=-1, keepdim=True).clamp(min=1e-30)).to(x.dtype) for x in (key, value)]
-    ops.store_kv(*small, pages, slots, codec=codec, layout=layout, backend="reference")
+    ops.store_kv(*small, PackedKV(pages, codec, layout), slots, backend="reference")
     apart = 16 if aligned else 3
     wide = [
         torch.full((case.tokens, case.heads, x.shape[-1] + apart), torch.nan, dtype=DTYPES[dtype], device=device)
@@ -99,7 +100,7 @@ def check_marks(run, device: torch.device) -> None:
     case = replace(PLAIN, slots="aligned")
     latent, rope, slots, pages, codec = build(case, device)
     latent = torch.randn(latent.shape, generator=torch.Generator().manual_seed(0)).to(device, latent.dtype)
-    ops.store_kv(latent, rope, pages, slots, codec=codec, layout=case.layout, backend="reference")
+    ops.store_kv(latent, rope, PackedKV(pages, codec, case.layout), slots, backend="reference")
     at = case.layout.key.fields_offset + 2 * int(slots[3] % case.page)
     pages[slots[3] // case.page, 0, at : at + 2] = scale16.INVALID & 0xFF
     out = torch.empty_like(latent), torch.empty_like(rope)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from weakref import ref
@@ -17,6 +18,7 @@ from test_decode_cuda import launch as launch_attend
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.cache import PagedPool
 from slimkv.errors import InputError
+from slimkv.ops import AttentionBatch, PackedKV, Rounding
 from slimkv.ops.attention.api import REGISTRY as ATTEND
 from slimkv.ops.attention.cuda import decode as attend_cuda
 from slimkv.ops.registry import Backend
@@ -97,16 +99,16 @@ def new_pages() -> torch.Tensor:
 
 
 def store_plan(key, value, pages, codec, query_aware=None):
-    return ops.plan_store(
-        key, value, pages, slots(0), codec=codec, layout=LAYOUT, query_aware=query_aware, backend="cuda"
-    )
+    rounding = None if query_aware is None else Rounding(query_aware)
+    return ops.plan_store(key, value, PackedKV(pages, codec, LAYOUT), slots(0), rounding, backend="cuda")
+
+
+def batch(tokens: int) -> AttentionBatch:
+    return AttentionBatch(TABLE, tables(tokens), STARTS, 1, tokens)
 
 
 def attend_plan(query, pages, codec, options=None, backend="cuda"):
-    return ops.plan_attend(
-        query, pages, TABLE, tables(1), STARTS, codec=codec, layout=LAYOUT, max_query_len=1, options=options,
-        backend=backend,
-    )  # fmt: skip
+    return ops.plan_attend(query, PackedKV(pages, codec, LAYOUT), batch(1), options, backend=backend)
 
 
 def test_steps_give_what_single_calls_give(counted):
@@ -117,13 +119,10 @@ def test_steps_give_what_single_calls_give(counted):
     for token in range(20):
         key, value, query = (vectors(3 * token + i, n) for i, n in enumerate((KV_HEADS, KV_HEADS, HEADS)))
         store.run(key, value, slots(token))
-        ops.store_kv(key, value, plain, slots(token), codec=codec, layout=LAYOUT, backend="reference")
+        ops.store_kv(key, value, PackedKV(plain, codec, LAYOUT), slots(token), backend="reference")
         assert torch.equal(pages, plain)
         out = attend.run(query, tables(token + 1))
-        want = ops.attend(
-            query, plain, TABLE, tables(token + 1), STARTS, codec=codec, layout=LAYOUT, options=options,
-            backend="reference", max_query_len=1, max_seq_len=token + 1,
-        )  # fmt: skip
+        want = ops.attend(query, PackedKV(plain, codec, LAYOUT), batch(token + 1), options, backend="reference")
         assert torch.allclose(out, want, rtol=2e-3, atol=2e-3)
     assert counted == {"store": 0, "attend": 0}
 
@@ -132,13 +131,10 @@ def test_steps_give_what_single_calls_give(counted):
 def test_backends_that_prepare_nothing_can_be_planned_too(backend):
     codec, pages, query = Codec(SPEC), new_pages(), vectors(2, HEADS)
     key, value = vectors(0, KV_HEADS), vectors(1, KV_HEADS)
-    plan = ops.plan_store(key, value, pages, slots(0), codec=codec, layout=LAYOUT, backend=backend)
+    plan = ops.plan_store(key, value, PackedKV(pages, codec, LAYOUT), slots(0), backend=backend)
     plan.run(value, key, slots(1))
     plan.run(key, value, slots(0))
-    want = ops.attend(
-        query, pages, TABLE, tables(2), STARTS, codec=codec, layout=LAYOUT, max_query_len=1, max_seq_len=2,
-        backend="reference",
-    )  # fmt: skip
+    want = ops.attend(query, PackedKV(pages, codec, LAYOUT), batch(2), backend="reference")
     out = torch.full_like(want, torch.nan)
     assert attend_plan(query, pages, codec, backend=backend).run(query, tables(2), out) is out
     assert torch.allclose(out, want, rtol=1e-5, atol=1e-6)
@@ -162,7 +158,8 @@ def test_a_store_plan_says_what_it_fits(change):
         query_aware = torch.zeros(KV_HEADS, 32, 32, dtype=torch.int8)
     elif change == "tokens":
         key, value, slot = key[:1], value[:1], slot[:1]
-    assert plan.fits(key, value, pages, slot, offset, query_aware) == (change == "nothing")
+    kv, rounding = PackedKV(pages, codec, LAYOUT, offset), None if query_aware is None else Rounding(query_aware)
+    assert plan.fits(key, value, kv, slot, rounding) == (change == "nothing")
     if change in ("dtype", "strides", "tokens"):
         with pytest.raises(InputError, match="the plan stores keys like"):
             plan.run(key, value, slot)
@@ -183,7 +180,8 @@ def test_an_attend_plan_says_what_it_fits(change):
         query = query.half()
     elif change == "queries":
         query, starts = torch.cat([query, query]), STARTS * 2
-    assert plan.fits(query, pages, table, starts, options) == (change == "nothing")
+    step = replace(batch(1), block_table=table, cu_seqlens_q=starts)
+    assert plan.fits(query, PackedKV(pages, codec, LAYOUT), step, options) == (change == "nothing")
     if change in ("dtype", "queries"):
         with pytest.raises(InputError, match="the plan is for queries like"):
             plan.run(query, tables(20))

@@ -82,7 +82,7 @@ def attend_and_check(
     config = config or MOST_ROWS[case.dim]
     request.run(SimpleNamespace(run=lambda r: prefill_cuda.attend_prefill(r, launch, budget, config, parts=parts)))
     want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
-    ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
+    ops.attend(**built.arguments(options=request.options), out=want, lse=want_lse, backend="reference")
     first = 0
     for sequence, count in enumerate(case.queries):
         rows = slice(first, first + count)
@@ -154,7 +154,7 @@ def test_a_token_that_draws_nearly_all_attention_leaves_small_ones_their_share()
     (out, lse), (want, want_lse) = poisoned_out(case, built), poisoned_out(case, built)
     request = request_in_bytes(built, out, lse)
     prefill_cuda.attend_prefill(request, launch)
-    ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
+    ops.attend(**built.arguments(options=request.options), out=want, lse=want_lse, backend="reference")
     assert row_errors(out, want.double()).max() < 2e-3
     assert (lse - want_lse).abs().max() < 1.5e-3
 
@@ -176,7 +176,7 @@ def test_tokens_that_tower_over_all_before_them(dim, promote):
     (out, lse), (want, want_lse) = poisoned_out(case, built), poisoned_out(case, built)
     request = request_in_bytes(built, out, lse)
     prefill_cuda.attend_prefill(request, launch, config=replace(MOST_ROWS[dim], promote=promote))
-    ops.attend(**{**built.arguments(), "options": request.options}, out=want, lse=want_lse, backend="reference")
+    ops.attend(**built.arguments(options=request.options), out=want, lse=want_lse, backend="reference")
     assert row_errors(out, want.double()).max() < BOUND
     assert ((lse - want_lse).abs() / (1 + want_lse.abs())).max() < 1e-3
 

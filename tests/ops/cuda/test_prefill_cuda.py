@@ -441,7 +441,7 @@ def test_nothing_is_launched_for_short_sequences_where_there_are_none(hopper, mo
     built = build(replace(BIG, lens=(700, 300), queries=(300, 33)), hopper)
     known = ops.attend(**built.arguments(), backend="cuda")
     assert not seen
-    unknown = ops.attend(**{**built.arguments(), "min_query_len": 0}, backend="cuda")
+    unknown = ops.attend(**built.arguments(min_query_len=0), backend="cuda")
     assert len(seen) == 1
     assert torch.equal(known, unknown)
     check(replace(BIG, lens=(700, 300), queries=(300, 32)), hopper, backend="cuda")

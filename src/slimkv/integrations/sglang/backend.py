@@ -61,10 +61,10 @@ class SlimKVAttnBackend(AttentionBackend):
         """What the model's layers ask of the kernels."""
         for layer in refusals.attention_layers(model):
             pool, index, _ = self._pool_of(layer.layer_id)
-            _, pages, codec = pool.layer_pages(index)
+            kv = pool.packed(index)
             yield LayerKind(
-                codec, pages.layout, layer.tp_q_head_num, pages.num_kv_heads, dtype, self._attend_options(layer, None),
-                pool.key_offset(index), pool.query_aware(index), self._config.backend,
+                kv.codec, kv.layout, layer.tp_q_head_num, kv.pages.shape[1], dtype, self._attend_options(layer, None),
+                kv.key_offset, pool.query_aware(index), self._config.backend,
             )  # fmt: skip
 
     def _plain_pools(self) -> list[SlimKVPool]:
@@ -189,15 +189,11 @@ class SlimKVAttnBackend(AttentionBackend):
         if not self._guard.wants(name, count) or is_capturing(query.device):
             return
         pool, index, windowed = self._pool_of(layer.layer_id)
-        pages, of, codec = pool.layer_pages(index)
         where = step.window_slots if windowed else slots
         assert where is not None
 
         def stored(rows: Tensor) -> Tensor:
-            return ops.gather_kv(
-                pages, where[:count][rows], codec=codec, layout=of.layout, key_offset=pool.key_offset(index),
-                backend=self._config.backend,
-            )[0]  # fmt: skip
+            return ops.gather_kv(pool.packed(index), where[:count][rows], backend=self._config.backend)[0]
 
         self._guard.compare(name, query[:count], key[:count], stored, float(layer.scaling))
 
@@ -206,18 +202,13 @@ class SlimKVAttnBackend(AttentionBackend):
         out: Tensor,
     ) -> None:  # fmt: skip
         pool, index, windowed = self._pool_of(layer.layer_id)
-        pages, of, codec = pool.layer_pages(index)
-        table = step.window_table if windowed else step.block_table
-        assert table is not None
+        kv, options = pool.packed(index), self._attend_options(layer, sinks)
         for part in step.parts:
-            rows, requests = part.rows, part.requests
+            rows, batch = part.rows, part.window_batch if windowed else part.batch
+            assert batch is not None
             ops.attend(
-                query[rows], pages, table[requests], step.seq_lens[requests], part.cu_seqlens_q, codec=codec,
-                layout=of.layout, max_query_len=part.max_query_len, min_query_len=part.min_query_len,
-                max_seq_len=step.max_seq_len, key_offset=pool.key_offset(index),
-                options=self._attend_options(layer, sinks),
-                fresh=None if fresh is None else (fresh[0][rows], fresh[1][rows]), out=out[rows],
-                backend=self._config.backend,
+                query[rows], kv, batch, options, fresh=None if fresh is None else (fresh[0][rows], fresh[1][rows]),
+                out=out[rows], backend=self._config.backend,
             )  # fmt: skip
 
     def _pool_of(self, layer_id: int) -> tuple[SlimKVPool, int, bool]:

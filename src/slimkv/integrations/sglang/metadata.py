@@ -6,7 +6,7 @@ prefill; such a batch is attended in two parts, because parts whose keys are spl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,17 +14,16 @@ from torch import Tensor
 
 from slimkv.calibration.positions import matrix_index
 from slimkv.errors import UnsupportedError
+from slimkv.ops import AttentionBatch
 
 
 @dataclass(frozen=True)
 class Part:
     """Consecutive requests that are attended in one call."""
 
-    rows: slice  # of the batch's queries
-    requests: slice
-    cu_seqlens_q: Tensor  # int32 [requests + 1], from 0
-    max_query_len: int
-    min_query_len: int = 0  # as far as the host knows
+    rows: slice  # of the step's queries
+    batch: AttentionBatch
+    window_batch: AttentionBatch | None  # the same in the pool of sliding-window layers
 
 
 @dataclass
@@ -34,7 +33,6 @@ class Step:
     block_table: Tensor  # int32 [requests, blocks]
     window_table: Tensor | None  # the same tokens in the pool of sliding-window layers
     seq_lens: Tensor  # int32 [requests], the new tokens included
-    max_seq_len: int
     parts: tuple[Part, ...]
     window_slots: Tensor | None = None  # int64 [tokens], where sliding-window layers write
     matrix_index: Tensor | None = None  # int32 [tokens], the range of positions of each, where a calibration has them
@@ -105,10 +103,8 @@ def eager_step(batch: Any, tables: BlockTables) -> Step:
     window_table = torch.zeros_like(table) if tables.window_pool is not None else None
     tables.fill(batch.req_pool_indices[:count], table, window_table)
     slots = tables.write_slots(batch.out_cache_loc) if batch.out_cache_loc is not None else None
-    return Step(
-        table, window_table, seq_lens, min(longest, blocks * tables.page_size), _parts(lengths, device), slots,
-        tables.matrix_index(batch.positions),
-    )  # fmt: skip
+    parts = _parts(lengths, table, window_table, seq_lens, min(longest, blocks * tables.page_size))
+    return Step(table, window_table, seq_lens, parts, slots, tables.matrix_index(batch.positions))
 
 
 def verified_tokens(batch: Any) -> int:
@@ -127,7 +123,9 @@ def _longest(batch: Any, tables: BlockTables, more: int = 0) -> int:
     return int(batch.seq_lens_cpu.max()) + more
 
 
-def _parts(lengths: list[int], device: torch.device) -> tuple[Part, ...]:
+def _parts(
+    lengths: list[int], table: Tensor, window_table: Tensor | None, seq_lens: Tensor, longest: int
+) -> tuple[Part, ...]:
     """One part, or two where requests with one query follow others."""
     count = len(lengths)
     prefills = count
@@ -140,9 +138,16 @@ def _parts(lengths: list[int], device: torch.device) -> tuple[Part, ...]:
             continue
         starts = torch.tensor([0, *own], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         rows = slice(first, first + sum(own))
-        parts.append(Part(rows, requests, starts.to(device, non_blocking=True), max(own), min(own)))
+        batch = AttentionBatch(
+            table[requests], seq_lens[requests], starts.to(table.device, non_blocking=True), max(own), longest, min(own)
+        )
+        parts.append(_part(rows, batch, None if window_table is None else window_table[requests]))
         first = rows.stop
     return tuple(parts)
+
+
+def _part(rows: slice, batch: AttentionBatch, window_table: Tensor | None) -> Part:
+    return Part(rows, batch, None if window_table is None else replace(batch, block_table=window_table))
 
 
 class GraphTables:
@@ -166,15 +171,13 @@ class GraphTables:
         if key not in self._steps:
             device, tokens = self._seq_lens.device, requests * queries
             starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device)
+            table, window_table = self._block_table[:requests], _first(self._window_table, requests)
+            longest = self._tables.width * self._tables.page_size
+            batch = AttentionBatch(table, self._seq_lens[:requests], starts, queries, longest)
             self._steps[key] = Step(
-                self._block_table[:requests],
-                _first(self._window_table, requests),
-                self._seq_lens[:requests],
-                self._tables.width * self._tables.page_size,
-                (Part(slice(0, tokens), slice(0, requests), starts, queries),),
-                _first(self._window_slots, tokens),
-                _first(self._matrix_index, tokens),
-            )
+                table, window_table, batch.seq_lens, (_part(slice(0, tokens), batch, window_table),),
+                _first(self._window_slots, tokens), _first(self._matrix_index, tokens),
+            )  # fmt: skip
         return self._steps[key]
 
     def fill(self, batch: Any, step: Step, more: int) -> None:

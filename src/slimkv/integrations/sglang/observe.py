@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.listener import STEPS, SUMS, ListeningPlan, ObservedLayer, QueryListener, refuse_fixed
 from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.listener import STEPS, SUMS, ListeningPlan, ObservedLayer, QueryListener, refuse_fixed
 from slimkv.integrations.sglang.names import BACKEND, LISTENING
 
 PREFIX = "slimkv_"  # of the methods that schedulers are asked for

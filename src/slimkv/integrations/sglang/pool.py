@@ -7,31 +7,22 @@ s // page_size. Block 0 takes what is written for padding.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from slimkv import ops
-from slimkv.codec import Codec
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.sglang.calibration import query_aware_matrices
+from slimkv.integrations.serving.model import shared_codec
 from slimkv.integrations.sglang.compat import (
     GPU_MEMORY_TYPE_KV_CACHE,
     MHATokenToKVPool,
     check_hooks,
     unwrap_write_loc,
 )
-from slimkv.integrations.sglang.key_offset import layer_offset
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
-from slimkv.spec import CodecSpec
-
-
-@lru_cache(maxsize=64)
-def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
-    """Layers with the same formats share their tables."""
-    return Codec(spec, device)
+from slimkv.ops import PackedKV, Rounding
 
 
 class SlimKVPool(MHATokenToKVPool):
@@ -72,9 +63,13 @@ class SlimKVPool(MHATokenToKVPool):
             for piece, pages in zip(self._slab.split(sizes), self.layers, strict=True)
         )
         self._codecs = tuple(shared_codec(pages.layout.spec, self._slab.device) for pages in self.layers)
-        self._query_aware = tuple(map(self._matrices, self.layers, self._codecs))
+        model, layers = self.plan.model, tuple(zip(self.layers, self._codecs, strict=True))
+        self._query_aware = tuple(model.matrices(of.layer, codec, of.num_kv_heads) for of, codec in layers)
         self._offsets = tuple(
-            layer_offset(self.plan, pages, codec.device) for pages, codec in zip(self.layers, self._codecs, strict=True)
+            model.layer_offset(of.layer, codec.spec, of.num_kv_heads, codec.device)
+            if model.centres(codec.spec)
+            else None
+            for of, codec in layers
         )
 
     def _check_shapes(self) -> None:
@@ -93,12 +88,6 @@ class SlimKVPool(MHATokenToKVPool):
     def _memory(self) -> Any:
         return torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
 
-    def _matrices(self, pages: LayerPages, codec: Codec) -> Tensor | None:
-        calibration = self.plan.calibration
-        if calibration is None or pages.layer not in calibration.layers:
-            return None
-        return query_aware_matrices(calibration, pages.layer, codec, pages.num_kv_heads, self.plan.context)
-
     def _init_kv_copy_and_warmup(self) -> None:
         """SGLang's copy of token rows does not apply; see ``move_kv_cache``."""
         self._kv_copy_config = None
@@ -112,9 +101,15 @@ class SlimKVPool(MHATokenToKVPool):
 
     # -- reading and writing -----------------------------------------------------------------------------------------
 
-    def layer_pages(self, index: int) -> tuple[Tensor, LayerPages, Codec]:
-        """The pages of the pool's ``index``-th layer: uint8 [blocks, num_kv_heads, page_bytes]."""
-        return self._pages[index], self.layers[index], self._codecs[index]
+    def packed(self, index: int) -> PackedKV:
+        """The pool's ``index``-th layer; its key offset may still be learnt."""
+        offset = self._offsets[index]
+        return PackedKV(
+            self._pages[index],
+            self._codecs[index],
+            self.layers[index].layout,
+            None if offset is None else offset.tensor,
+        )
 
     def set_kv_buffer(
         self,
@@ -143,26 +138,15 @@ class SlimKVPool(MHATokenToKVPool):
         ``matrix_index``: int32 [tokens], the range of positions each token is in; a calibration that has several needs
         it.
         """
-        pages, of, codec = self.layer_pages(index)
-        matrices = self._query_aware[index]
-        several = matrices is not None and matrices.ndim == 4
-        offset = self._offsets[index]
+        matrices, offset = self._query_aware[index], self._offsets[index]
         if offset is not None and not offset.known:
-            offset.learn(key, slots >= self.page_size, pages[1:])  # block 0 takes padding
-        ops.store_kv(
-            key, value, pages, slots, codec=codec, layout=of.layout, key_offset=self.key_offset(index),
-            query_aware=matrices,
-            query_aware_index=matrix_index if several else None, backend=self.plan.config.backend,
-        )  # fmt: skip
+            offset.learn(key, slots >= self.page_size, self._pages[index][1:])  # block 0 takes padding
+        rounding = None if matrices is None else Rounding(matrices, matrix_index if matrices.ndim == 4 else None)
+        ops.store_kv(key, value, self.packed(index), slots, rounding, backend=self.plan.config.backend)
 
     def query_aware(self, index: int) -> Tensor | None:
         """The calibration's matrices of the pool's ``index``-th layer."""
         return self._query_aware[index]
-
-    def key_offset(self, index: int) -> Tensor | None:
-        """What is subtracted from keys of the pool's ``index``-th layer, which may still be learnt; None: nothing."""
-        offset = self._offsets[index]
-        return None if offset is None else offset.tensor
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """Copies single tokens between slots, in all layers."""

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from slimkv.calibration import Calibration
-from slimkv.calibration.serving import chosen_format
-from slimkv.config import CALIBRATED, KVCacheConfig
+from slimkv.config import KVCacheConfig
 from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.sglang import refusals, settings
-from slimkv.integrations.sglang.calibration import load_calibration
 from slimkv.integrations.sglang.compat import attention_tp, full_attention_layers, is_switched_on
-from slimkv.spec import CodecSpec, PageLayout, page_layout
+from slimkv.spec import PageLayout, page_layout
 
 FULL, WINDOW = "Full", "SWA"  # SGLang's labels of the two pools of a sliding-window model
 
@@ -44,12 +42,14 @@ class CachePlan:
     ``groups`` has one entry per pool that SGLang builds, by its label: None, or ``Full`` and ``SWA``.
     """
 
-    config: KVCacheConfig
-    calibration: Calibration | None
+    model: ServedModel
     page_size: int
-    context: int  # positions of the longest sequence
     groups: dict[str | None, tuple[LayerPages, ...]]
-    model: str | None = None  # folder or hub name of its weights; None: they are random
+
+    @property
+    def config(self) -> KVCacheConfig:
+        """How the cache is set up."""
+        return self.model.settings
 
     def token_bytes(self, label: str | None) -> int:
         """Bytes of one token in all layers of a pool."""
@@ -60,7 +60,8 @@ class CachePlan:
     @cached_property
     def position_edges(self) -> tuple[int, ...] | None:
         """Where ranges of positions end whose keys are rounded alike; None without a calibration."""
-        return None if self.calibration is None else self.calibration.position_edges(self.context)
+        known = self.model.calibration
+        return None if known is None else known.position_edges(self.model.max_positions)
 
     @cached_property
     def layers(self) -> dict[int, LayerPages]:
@@ -80,29 +81,20 @@ def make_plan(kvc: Any) -> CachePlan:
     refusals.check_options(kvc.server_args)
     refusals.check_parallelism()
     refusals.check_model(kvc)
-    config = settings.parse(kvc.server_args)
-    calibration = load_calibration(config, kvc.model_config)
-    num_layers = kvc.model_config.hf_text_config.num_hidden_layers
-    config.check_layers(num_layers)
-    dtype = str(kvc.kv_cache_dtype).removeprefix("torch.")
+    served, random_weights = kvc.model_config, str(kvc.server_args.load_format) == "dummy"
+    model = ServedModel(
+        settings.parse(kvc.server_args), str(served.model_path), served.hf_text_config, served.context_len,
+        attention_tp, random_weights,
+    )  # fmt: skip
 
     def pages(layer: int, shape: _Shape) -> LayerPages:
-        format = config.format_of(layer, num_layers)
-        if format == CALIBRATED:
-            assert calibration is not None
-            format = chosen_format(calibration, layer)
-        spec = CodecSpec.parse(
-            format, shape.key_dim, shape.value_dim, key_policy=config.key_policy, value_policy=config.value_policy,
-            seed=config.seed,
-        ).with_raw_dtype(dtype)  # fmt: skip
+        spec = model.layer_spec(layer, shape.key_dim, shape.value_dim, str(kvc.kv_cache_dtype))
         return LayerPages(layer, page_layout(spec, kvc.page_size), shape.num_kv_heads)
 
     groups = {
         label: tuple(pages(layer, shape) for layer in layers) for label, (layers, shape) in _geometry(kvc).items()
     }
-    random_weights = str(kvc.server_args.load_format) == "dummy"
-    model = None if random_weights else str(kvc.model_config.model_path)
-    return CachePlan(config, calibration, kvc.page_size, kvc.model_config.context_len, groups, model)
+    return CachePlan(model, kvc.page_size, groups)
 
 
 def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from slimkv.cache import AttentionBatch, PagedPool
+from slimkv.cache import PagedPool
 from slimkv.calibration import Calibration
 from slimkv.calibration.guard import Guard
 from slimkv.codec.key_offset import offset_of_keys, wants_offset
@@ -22,7 +22,7 @@ from slimkv.integrations.transformers.calibration.matrix_index import MatrixInde
 from slimkv.integrations.transformers.compat import CacheLayerMixin
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
 from slimkv.integrations.transformers.tables import Step, TableSet, lasting
-from slimkv.ops import AttendOptions
+from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.ops.plan import AttendPlan, plan_attend
 from slimkv.spec import Kind, parse_spec
 
@@ -200,7 +200,9 @@ class PackedLayer(CacheLayerMixin):
         index, matrices, chosen = self.settings.matrix_index, self.pool.query_aware, None
         if index is not None and matrices is not None and matrices.ndim == 4:
             chosen = index(first, key_states.shape[2], self.tables.pads, self.device)
-        self.pool.store(token_rows(key), token_rows(value), step.batch.slot_mapping, chosen)
+        slots = step.batch.slot_mapping
+        assert slots is not None
+        self.pool.store(token_rows(key), token_rows(value), slots, chosen)
 
     @property
     def packed_tokens(self) -> int:
@@ -225,23 +227,18 @@ class PackedLayer(CacheLayerMixin):
     def _kv(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
         visible = self._visible(new)
         return PagedKV(
-            self.pool.pages, self.pool.codec, self.pool.layout, self.pool.key_offset, self.tables, step,
-            self.tokens - visible, visible, self.dtype, self.window, self.chunked, fresh, self.settings.config.backend,
-            self.attend_codes, self._prefill,
+            self.pool.kv, self.tables, step, self.tokens - visible, visible, self.dtype, self.window, self.chunked,
+            fresh, self.settings.config.backend, self.attend_codes, self._prefill,
         )  # fmt: skip
 
-    def attend_codes(self, query: Tensor, pages: Tensor, batch: AttentionBatch, options: AttendOptions) -> Tensor:
+    def attend_codes(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions) -> Tensor:
         """query [queries, num_heads, key_dim] -> [queries, num_heads, value_dim]; a step like the last reuses its plan.
 
-        ``pages`` are the step's: offloading may have moved the layer's own.
+        ``kv`` is the step's: offloading may have moved the layer's own.
         """
         plan = self._plan
-        if plan is None or not plan.fits(query, pages, batch.block_table, batch.cu_seqlens_q, options):
-            plan = self._plan = plan_attend(
-                query, pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, codec=self.pool.codec,
-                layout=self.pool.layout, max_query_len=batch.max_query_len, min_query_len=batch.min_query_len,
-                key_offset=self.pool.key_offset, options=options, backend=self.settings.config.backend,
-            )  # fmt: skip
+        if plan is None or not plan.fits(query, kv, batch, options):
+            plan = self._plan = plan_attend(query, kv, batch, options, backend=self.settings.config.backend)
         return plan.run(query, batch.seq_lens)
 
     def __getstate__(self) -> dict[str, Any]:

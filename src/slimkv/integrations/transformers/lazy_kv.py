@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from slimkv import ops
-from slimkv.cache import AttentionBatch
-from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.switching import count as count_call
 from slimkv.integrations.transformers.switching import warn_if_off
 from slimkv.integrations.transformers.tables import SequenceTables, Step
+from slimkv.ops import AttentionBatch, PackedKV
 from slimkv.spec import PageLayout
 
-AttendCodes = Callable[[Tensor, Tensor, AttentionBatch, ops.AttendOptions], Tensor]
+AttendCodes = Callable[[Tensor, PackedKV, AttentionBatch, ops.AttendOptions], Tensor]
 
 
 class LazyKV(Protocol):
@@ -70,10 +69,7 @@ class LazyKV(Protocol):
 class PagedKV:
     """Keys and values in pages, the new tokens optionally raw beside them."""
 
-    pages: Tensor  # taken at the step: offloading may move the layer's own
-    codec: Codec
-    layout: PageLayout
-    key_offset: Tensor | None  # see ``slimkv.codec.key_offset``
+    kv: PackedKV  # taken at the step: offloading may move the layer's own
     tables: SequenceTables
     step: Step
     first: int  # the first position that attention may see
@@ -90,7 +86,7 @@ class PagedKV:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Sequences, KV heads, positions."""
-        return self.tables.batch, self.pages.shape[1], self.positions
+        return self.tables.batch, self.kv.pages.shape[1], self.positions
 
     @property
     def new(self) -> int:
@@ -116,10 +112,7 @@ class PagedKV:
             count_call("decoded")
             count = self.positions - (self.step.new if self.fresh is not None else 0)
             slots = self.tables.slots(self.first, count)
-            key, value = ops.gather_kv(
-                self.pages, slots.reshape(-1), codec=self.codec, layout=self.layout, key_offset=self.key_offset,
-                dtype=self.dtype,
-            )  # fmt: skip
+            key, value = ops.gather_kv(self.kv, slots.reshape(-1), dtype=self.dtype)
             pair = [x.unflatten(0, (self.tables.batch, count)).transpose(1, 2) for x in (key, value)]
             if self.fresh is None:
                 pair = [x.contiguous() for x in pair]  # as stock tensors are: some models take views of them
@@ -147,16 +140,10 @@ class PagedKV:
         if step.query_rows is not None:
             rows = rows[step.query_rows]
             fresh = (fresh[0][step.query_rows], fresh[1][step.query_rows]) if fresh is not None else None
-        batch = step.batch
         if fresh is None:
-            out = self.attend_codes(rows, self.pages, batch, options)
+            out = self.attend_codes(rows, self.kv, step.batch, options)
         else:
-            out = ops.attend(
-                rows, self.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
-                codec=self.codec, layout=self.layout, max_query_len=batch.max_query_len,
-                min_query_len=batch.min_query_len, max_seq_len=batch.max_seq_len, key_offset=self.key_offset,
-                options=options, fresh=fresh, backend=self.backend,
-            )  # fmt: skip
+            out = ops.attend(rows, self.kv, step.batch, options, fresh=fresh, backend=self.backend)
         if step.query_rows is not None:  # padding attends nothing
             out = out.new_zeros(query.shape[0] * step.new, *out.shape[1:]).index_copy_(0, step.query_rows, out)
         return out.view(query.shape[0], step.new, out.shape[1], out.shape[2])

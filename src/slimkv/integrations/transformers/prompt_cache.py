@@ -10,13 +10,14 @@ from torch import Tensor
 
 from slimkv.arguments import describe
 from slimkv.cache import PagedPool
+from slimkv.calibration.identity import parameter_digest, weights_digest
 from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, layer_kinds
 from slimkv.integrations.transformers.layers import PackedLayer, PackedSlidingLayer
 from slimkv.spec import CodecSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, LayerPages, PromptCache
-from slimkv.wire.model import model_fields, parameter_digest, weights_digest
+from slimkv.wire.model import model_fields
 from slimkv.wire.prompt_file import first_needed
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,11 +81,10 @@ class SinkRecentKV:
         starts = middle.tables.cu_seqlens_q(new)
         # Every packed key is older than every query, so no causal order is left inside the packed part.
         plain = ops.AttendOptions(softmax_scale=options.softmax_scale, causal=False, softcap=options.softcap)
-        packed_out, packed_lse = ops.attend(
-            token_rows(query), middle.pages, step.block_table, step.seq_lens, starts, codec=middle.codec,
-            layout=middle.layout, max_query_len=new, max_seq_len=step.max_seq_len, key_offset=middle.key_offset,
-            options=plain, return_lse=True, backend=middle.backend,
-        )  # fmt: skip
+        rows = token_rows(query)
+        packed_lse = rows.new_empty(rows.shape[:2], dtype=torch.float32)
+        asked = replace(step, cu_seqlens_q=starts, max_query_len=new, min_query_len=new)
+        packed_out = ops.attend(rows, middle.kv, asked, plain, lse=packed_lse, backend=middle.backend)
         packed = packed_out.unflatten(0, (batch, new)), packed_lse.unflatten(0, (batch, new))
         return merge_attention_states((out, lse), packed).to(query.dtype)
 
@@ -147,7 +146,7 @@ class SinkRecentLayer(PackedLayer):
     def _middle(self, packed: int) -> PagedKV:
         step = self.tables.prefix(packed)
         return PagedKV(
-            self.pool.pages, self.pool.codec, self.pool.layout, self.pool.key_offset, self.tables, step, 0, packed,
+            self.pool.kv, self.tables, step, 0, packed,
             self.dtype, None, False, None, self.settings.config.backend, self.attend_codes, SIXTEEN_BIT,
         )  # fmt: skip
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slimkv.cache import AttentionBatch
 from slimkv.errors import InputError
+from slimkv.ops import AttentionBatch
 
 AHEAD = 64  # steps of one token whose tables are built together
 

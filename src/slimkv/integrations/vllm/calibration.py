@@ -1,4 +1,4 @@
-"""A calibration in vLLM: which one is meant, each rank's query-aware matrices, and which of them a token takes."""
+"""The model that vLLM serves, as slimkv sees it, and which of a calibration's matrices a token takes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.calibration import Calibration
 from slimkv.calibration.positions import matrix_index
-from slimkv.calibration.serving import rank_matrices, served_calibration
-from slimkv.codec import Codec
-from slimkv.config import KVCacheConfig
+from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.compat import tensor_parallel_rank
+from slimkv.integrations.vllm.settings import parse
+
+_DUMMY = "dummy"  # vLLM's load format of random weights
 
 
-def load_calibration(settings: KVCacheConfig, model_config: Any) -> Calibration | None:
-    """The calibration of the settings, checked to be made for this model; a longer context is warned of once."""
-    return served_calibration(
-        settings.calibration, str(model_config.model), model_config.hf_text_config, model_config.max_model_len
-    )
-
-
-def query_aware_matrices(
-    calibration: Calibration, model_config: Any, layer: int, codec: Codec, num_kv_heads: int
-) -> Tensor | None:
-    """``Calibration.query_aware_matrices`` for the KV heads of a layer that this rank holds."""
-    return rank_matrices(calibration, layer, codec, num_kv_heads, *tensor_parallel_rank(), model_config.max_model_len)
+def served_model(vllm_config: Any) -> ServedModel:
+    """The model of an engine's configuration."""
+    model = vllm_config.model_config
+    return ServedModel(
+        parse(vllm_config.additional_config), str(model.model), model.hf_text_config, model.max_model_len,
+        tensor_parallel_rank, vllm_config.load_config.load_format == _DUMMY,
+    )  # fmt: skip
 
 
 class MatrixIndex:

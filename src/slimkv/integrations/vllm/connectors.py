@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slimkv.calibration.identity import weights_digest
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm.compat import (
     CONNECTORS,
@@ -25,7 +26,7 @@ from slimkv.integrations.vllm.compat import (
 )
 from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
-from slimkv.wire.model import model_fields, weights_digest
+from slimkv.wire.model import model_fields
 
 PROMPTS = "SlimKVPromptConnector"
 STATED = "slimkv_fingerprint"  # keys of kv_connector_extra_config

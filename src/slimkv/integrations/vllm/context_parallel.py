@@ -8,15 +8,15 @@ pages of the step's own, and attends these alone. So everything attended has gon
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from slimkv import ops
-from slimkv.codec import Codec
+from slimkv.ops import AttentionBatch, PackedKV, Rounding
 from slimkv.ops.merge import merge_attention_states
-from slimkv.spec import PageLayout, page_layout
+from slimkv.spec import page_layout
 
 NEW_BLOCK = 64  # tokens of a block of the step's own pages
 
@@ -96,21 +96,14 @@ def shard_tables(
 
 def attend_shards(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    max_query_len: int,
+    fresh: tuple[Tensor, Tensor],
+    kv: PackedKV,
+    batch: AttentionBatch,
     tables: ShardTables,
     group: Group,
     *,
-    codec: Codec,
-    layout: PageLayout,
     options: ops.AttendOptions,
-    key_offset: Tensor | None,
-    query_aware: Tensor | None,
-    query_aware_index: Tensor | None,
+    rounding: Rounding | None,
     raw: bool,
     out: Tensor,
     backend: str | None,
@@ -118,40 +111,30 @@ def attend_shards(
     """Attention over the tokens of all ranks.
 
     Args:
-        query: [queries, heads, dim], this rank's heads; key, value: [queries, num_kv_heads, dim],
-        the same on every rank.
-        pages, block_table: the tokens that this rank holds.
-        key_offset: what this rank subtracts from keys.
+        query: [queries, heads, dim], this rank's heads.
+        fresh: K and V of the step's tokens, [queries, num_kv_heads, dim], the same on every rank.
+        kv, batch: the tokens that this rank holds.
         raw: the step's tokens are attended as they are, not through their codes.
         out: [queries, heads, value_dim], written in place.
     """
-    rows, num_kv_heads = query.shape[0], pages.shape[1]
-    own = page_layout(layout.spec, NEW_BLOCK)
-    fresh_pages = pages.new_empty(tables.new_blocks, num_kv_heads, own.page_bytes)
-    ops.store_kv(
-        key, value, fresh_pages, tables.new_slots, codec=codec, layout=own, key_offset=key_offset,
-        query_aware=query_aware,
-        query_aware_index=query_aware_index if query_aware is not None and query_aware.ndim == 4 else None,
-        backend=backend,
-    )  # fmt: skip
-    new = ops.attend(
-        query, fresh_pages, tables.new_table, tables.new_lens, cu_seqlens_q, codec=codec, layout=own,
-        max_query_len=max_query_len, max_seq_len=max_query_len, key_offset=key_offset, options=options,
-        fresh=(key, value) if raw else None, out=query.new_empty(*out.shape, dtype=torch.float32), return_lse=True,
-        backend=backend,
-    )  # fmt: skip
-    everyone = group.all_gather(query.contiguous(), 1)
-    context = ops.attend(
-        everyone, pages, block_table, tables.context_lens, cu_seqlens_q, codec=codec, layout=layout,
-        max_query_len=max_query_len,
-        max_seq_len=min(tables.max_context_len, block_table.shape[1] * layout.block_size),
-        key_offset=key_offset, options=replace(options, causal=False),
-        out=query.new_empty(rows, everyone.shape[1], layout.spec.value_dim, dtype=torch.float32), return_lse=True,
-        backend=backend,
-    )  # fmt: skip
-    assert isinstance(new, tuple)
-    assert isinstance(context, tuple)
-    out.copy_(merge_attention_states(new, combined(*context, group)))
+    own = page_layout(kv.layout.spec, NEW_BLOCK)
+    new = replace(kv, pages=kv.pages.new_empty(tables.new_blocks, kv.pages.shape[1], own.page_bytes), layout=own)
+    ops.store_kv(*fresh, new, tables.new_slots, rounding, backend=backend)
+    most = batch.max_query_len
+    new_batch = AttentionBatch(tables.new_table, tables.new_lens, batch.cu_seqlens_q, most, most)
+
+    def states(query: Tensor, *call: Any, **given: Any) -> tuple[Tensor, Tensor]:
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        into = query.new_empty(*query.shape[:2], out.shape[2], dtype=torch.float32)
+        return ops.attend(query, *call, **given, out=into, lse=lse, backend=backend), lse
+
+    own_states = states(query, new, new_batch, options, fresh=fresh if raw else None)
+    held = batch.block_table.shape[1] * kv.layout.block_size
+    past = AttentionBatch(
+        batch.block_table, tables.context_lens, batch.cu_seqlens_q, most, min(tables.max_context_len, held)
+    )
+    context = states(group.all_gather(query.contiguous(), 1), kv, past, replace(options, causal=False))
+    out.copy_(merge_attention_states(own_states, combined(*context, group)))
 
 
 def combined(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:

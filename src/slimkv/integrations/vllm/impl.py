@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from slimkv.calibration.learned_offset import LayerOffset, is_capturing
 from slimkv.codec import Codec
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.calibration import load_calibration, query_aware_matrices
+from slimkv.integrations.serving.model import ServedModel, shared_codec
+from slimkv.integrations.vllm.calibration import served_model
 from slimkv.integrations.vllm.compat import (
     AttentionImpl,
     AttentionType,
@@ -24,12 +27,13 @@ from slimkv.integrations.vllm.compat import (
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
 from slimkv.integrations.vllm.key_offset import guard_of, layer_offset, whole_offset
-from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec, shared_codec
+from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import kernel_block, profile_run
+from slimkv.ops import PackedKV, Rounding
 from slimkv.ops.warmup import LayerKind
 from slimkv.spec import CodecSpec, Kind, PageLayout, page_layout
 
@@ -121,21 +125,16 @@ class SlimKVImpl(AttentionImpl):
             self._stock.process_weights_after_loading(act_dtype)
             return
         name, layer = find_layer(self._config, self)
-        self._spec, self._number = layer_spec(
-            self._settings,
-            self._config,
-            self.kv_sharing_target_layer_name or name,
-            self.head_size,
-            layer.head_size_v if hasattr(layer, "head_size_v") else None,
-            act_dtype,
-        )
+        dims = self.head_size, getattr(layer, "head_size_v", None)
+        stored = self.kv_sharing_target_layer_name or name
+        self._spec, self._number = layer_spec(self._model, self._config, stored, dims, act_dtype)
         layer.attn_backend = backend_for_spec(
             layer.attn_backend, self._spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
         )
         self._name = name if self._number is None else str(self._number)  # in messages
         self._guard: Guard | None = None
         if self.kv_sharing_target_layer_name is None and self._spec.key.kind != Kind.RAW:
-            self._guard = guard_of(self._settings, self._config)
+            self._guard = guard_of(self._settings.max_score_error, self._config)
             self._guard.expect(self._name)
         self._options = ops.AttendOptions(
             softmax_scale=self.scale,
@@ -147,11 +146,14 @@ class SlimKVImpl(AttentionImpl):
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, PageLayout]:
-        """vLLM's uint8 [blocks, num_kv_heads, tokens, bytes] -> pages [blocks, num_kv_heads, page_bytes], layout."""
-        assert self._spec is not None
+    def _packed(self, kv_cache: Tensor, codec: Codec) -> PackedKV:
+        """vLLM's uint8 [blocks, num_kv_heads, tokens, bytes] as pages [blocks, num_kv_heads, page_bytes]."""
         blocks, heads, tokens, size = kv_cache.shape
-        return kv_cache.view(blocks, heads, tokens * size), page_layout(self._spec, tokens)
+        offset = self._offset(kv_cache.device)
+        return PackedKV(
+            kv_cache.view(blocks, heads, tokens * size), codec, page_layout(codec.spec, tokens),
+            None if offset is None else offset.tensor,
+        )  # fmt: skip
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -164,36 +166,28 @@ class SlimKVImpl(AttentionImpl):
         assert self._spec is not None
         if kv_cache.numel() == 0:  # while memory is being measured there is no cache
             return
-        pages, layout = self._pages(kv_cache)
         count, codec = slot_mapping.shape[0], shared_codec(self._spec, key.device)
-        offset = self._offset(key.device)
+        kv, offset = self._packed(kv_cache, codec), self._offset(key.device)
         if offset is not None and not offset.known:
-            offset.learn(key[:count], slot_mapping >= 0, pages)
-        ops.store_kv(
-            key[:count], value[:count], pages, slot_mapping, codec=codec, layout=layout,
-            key_offset=None if offset is None else offset.tensor, query_aware=self._query_aware(codec),
-            query_aware_index=self._matrix_index(layer, codec, count), backend=self._settings.backend,
-        )  # fmt: skip
+            offset.learn(key[:count], slot_mapping >= 0, kv.pages)
+            kv = replace(kv, key_offset=offset.tensor)
+        rounding = self._rounding(codec, layer, slice(0, count))
+        ops.store_kv(key[:count], value[:count], kv, slot_mapping, rounding, backend=self._settings.backend)
 
-    def _matrix_index(self, layer: Any, codec: Codec, count: int) -> Tensor | None:
-        """Which matrix each of ``count`` new tokens takes, by its position; None where one serves all."""
+    def _rounding(self, codec: Codec, layer: Any, rows: slice) -> Rounding | None:
+        """How the keys of these new tokens are rounded: with the matrix of their position, where there are several."""
         matrices = self._query_aware(codec)
-        if matrices is None or matrices.ndim == 3:
+        if matrices is None:
             return None
-        step = step_metadata(layer.layer_name)
-        return step.matrix_index[:count] if step is not None and step.matrix_index is not None else None
+        step = step_metadata(layer.layer_name) if matrices.ndim == 4 else None
+        return Rounding(matrices, None if step is None or step.matrix_index is None else step.matrix_index[rows])
 
     def _query_aware(self, codec: Codec) -> Tensor | None:
         """The calibration's matrices, made when first needed: not among the weights, which sleep may discard."""
         if self._number is None:
             return None
         if self._matrices is None:
-            model = self._config.model_config
-            known = load_calibration(self._settings, model)
-            self._matrices = (
-                None if known is None
-                else query_aware_matrices(known, model, self._number, codec, self.num_kv_heads),
-            )  # fmt: skip
+            self._matrices = (self._model.matrices(self._number, codec, self.num_kv_heads),)
         return self._matrices[0]
 
     def _offset(self, device: torch.device) -> LayerOffset | None:
@@ -204,19 +198,21 @@ class SlimKVImpl(AttentionImpl):
         if self._key_offset is None:
             assert self._spec is not None
             self._key_offset = (
-                layer_offset(self._settings, self._config, self._number, self._spec, self.num_kv_heads, device),
+                layer_offset(self._model, self._config, self._number, self._spec, self.num_kv_heads, device),
             )
         return self._key_offset[0]
+
+    @cached_property
+    def _model(self) -> ServedModel:
+        return served_model(self._config)
 
     def whole_key_offset(self) -> Tensor | None:
         """The offset of all KV heads, for fingerprints of pages that leave the engine."""
         if self._number is None or self._spec is None:
             return None
-        return whole_offset(self._settings, self._config, self._number, self._spec)
+        return whole_offset(self._model, self._number, self._spec)
 
-    def _check_scores(
-        self, query: Tensor, key: Tensor, pages: Tensor, layout: PageLayout, codec: Codec, step: SlimKVMetadata
-    ) -> None:
+    def _check_scores(self, query: Tensor, key: Tensor, kv: PackedKV, step: SlimKVMetadata) -> None:
         """Once, on a prompt that is long enough: scores from stored keys against true ones."""
         count = step.num_actual_tokens
         if self._guard is None or not self._guard.wants(self._name, count) or is_capturing(query.device):
@@ -224,13 +220,9 @@ class SlimKVImpl(AttentionImpl):
         rows = (step.slot_mapping[:count] >= 0).nonzero().flatten()
         if rows.shape[0] < MIN_TOKENS:  # a warm-up step stores nothing; ranks may share the tokens
             return
-        offset = self._offset(query.device)
 
         def stored(chosen: Tensor) -> Tensor:
-            return ops.gather_kv(
-                pages, step.slot_mapping[rows[chosen]], codec=codec, layout=layout,
-                key_offset=None if offset is None else offset.tensor, backend=self._settings.backend,
-            )[0]  # fmt: skip
+            return ops.gather_kv(kv, step.slot_mapping[rows[chosen]], backend=self._settings.backend)[0]
 
         self._guard.compare(self._name, query[:count], key[rows], stored, self.scale)
 
@@ -269,40 +261,28 @@ class SlimKVImpl(AttentionImpl):
             )  # fmt: skip
             profile_run(kind, query.shape[0], self._config)
             return output.zero_()
-        pages, layout = self._pages(kv_cache)
-        self._check_scores(query, key, pages, layout, codec, attn_metadata)
-        self._attend(query, key, value, pages, layout, codec, attn_metadata, output)
+        kv = self._packed(kv_cache, codec)
+        self._check_scores(query, key, kv, attn_metadata)
+        self._attend(layer, query, key, value, kv, attn_metadata, output)
         return output
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pages: Tensor,
-        layout: PageLayout,
-        codec: Codec,
-        step: SlimKVMetadata,
-        output: Tensor,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: PackedKV, step: SlimKVMetadata, output: Tensor
     ) -> None:
         raw = self._settings.reads_fresh_raw(shared_pages=True) and self.kv_sharing_target_layer_name is None
-        offset = self._offset(query.device)
-        key_offset = None if offset is None else offset.tensor
         for part in step.parts:
-            rows = slice(part.first, part.end)
+            rows, batch, fresh = part.rows, part.batch, (key[part.rows], value[part.rows])
+            held = batch.block_table.shape[1] * kv.layout.block_size
+            if batch.max_seq_len > held:
+                batch = replace(batch, max_seq_len=held)
             if part.shard is not None:
                 attend_shards(
-                    query[rows], key[rows], value[rows], pages, part.block_table, part.cu_seqlens_q, part.max_query_len,
-                    part.shard, dcp_group(), codec=codec, layout=layout, options=self._options, key_offset=key_offset,
-                    query_aware=self._query_aware(codec),
-                    query_aware_index=None if step.matrix_index is None else step.matrix_index[rows],
-                    raw=raw, out=output[rows], backend=self._settings.backend,
+                    query[rows], fresh, kv, batch, part.shard, dcp_group(), options=self._options,
+                    rounding=self._rounding(kv.codec, layer, rows), raw=raw, out=output[rows],
+                    backend=self._settings.backend,
                 )  # fmt: skip
                 continue
             ops.attend(
-                query[rows], pages, part.block_table, part.seq_lens, part.cu_seqlens_q, codec=codec, layout=layout,
-                max_query_len=part.max_query_len, min_query_len=part.min_query_len,
-                max_seq_len=min(part.max_seq_len, part.block_table.shape[1] * layout.block_size),
-                key_offset=key_offset, options=self._options, fresh=(key[rows], value[rows]) if raw else None,
-                out=output[rows], backend=self._settings.backend,
+                query[rows], kv, batch, self._options, fresh=fresh if raw else None, out=output[rows],
+                backend=self._settings.backend,
             )  # fmt: skip

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from slimkv.calibration.serving import chosen_format
-from slimkv.codec import Codec
-from slimkv.config import CALIBRATED, KVCacheConfig
-from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.calibration import load_calibration
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.compat import layer_number
-from slimkv.spec import CodecSpec, parse_spec
-
-
-@lru_cache(maxsize=64)
-def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
-    """Layers with the same formats share their tables."""
-    return Codec(spec, device)
+from slimkv.spec import CodecSpec
 
 
 def find_layer(vllm_config: Any, impl: Any) -> tuple[str, Any]:
@@ -31,37 +21,18 @@ def find_layer(vllm_config: Any, impl: Any) -> tuple[str, Any]:
 
 
 def layer_spec(
-    settings: KVCacheConfig,
+    model: ServedModel,
     vllm_config: Any,
     name: str,
-    key_dim: int,
-    value_dim: int | None,
-    act_dtype: torch.dtype,
-    *,
+    dims: tuple[int, int | None],
+    dtype: torch.dtype,
     latent: bool = False,
 ) -> tuple[CodecSpec, int | None]:
     """What the layer ``name`` stores, and its number; None for a drafter's layer, which no calibration knows.
 
-    A drafter's layers are numbered from behind the model's. ``latent``: the layer caches latents of ``key_dim`` numbers
-    with rope parts of ``value_dim``.
+    A drafter's layers are numbered from behind the model's. ``dims``: of keys and values, or of latents and rope parts.
     """
-    layers_in_model = vllm_config.model_config.hf_text_config.num_hidden_layers
-    settings.check_layers(layers_in_model)
     number = layer_number(name)
-    own = number if number is not None and number < layers_in_model else None
-    format = settings.format_of(number, layers_in_model, latent=latent)
-    if format == CALIBRATED:
-        calibration = load_calibration(settings, vllm_config.model_config)
-        if own is None or calibration is None:
-            raise InputError(f"slimkv: the calibration knows no layer {name}; give its format by name")
-        format = chosen_format(calibration, own)
-    dtype = str(act_dtype if act_dtype.is_floating_point else vllm_config.model_config.dtype)
-    spec = parse_spec(
-        format,
-        key_dim,
-        value_dim,
-        key_policy=settings.key_policy,
-        value_policy=settings.value_policy,
-        seed=settings.seed,
-    )
-    return spec.with_raw_dtype(dtype.removeprefix("torch.")), own
+    own = number if number is not None and number < model.config.num_hidden_layers else None
+    raw = str(dtype if dtype.is_floating_point else vllm_config.model_config.dtype)
+    return model.layer_spec(number, *dims, raw, latent=latent, name=name), own

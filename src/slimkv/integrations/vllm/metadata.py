@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.vllm.calibration import MatrixIndex, load_calibration
+from slimkv.integrations.vllm.calibration import MatrixIndex, served_model
 from slimkv.integrations.vllm.compat import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -25,22 +25,16 @@ from slimkv.integrations.vllm.compat import (
     stock_backend,
 )
 from slimkv.integrations.vllm.context_parallel import DCPConfig, ShardTables, shard_tables
-from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_cache
+from slimkv.ops import AttentionBatch
 
 
 @dataclass(frozen=True)
 class Part:
     """Consecutive requests that are attended in one call."""
 
-    first: int  # rows first..end of the batch's queries
-    end: int
-    block_table: Tensor  # int32 [requests, blocks]
-    seq_lens: Tensor  # int32 [requests]
-    cu_seqlens_q: Tensor  # int32 [requests + 1], from 0
-    max_query_len: int
-    max_seq_len: int
-    min_query_len: int = 0  # as far as the host knows
+    rows: slice  # of the step's queries
+    batch: AttentionBatch
     shard: ShardTables | None = None  # where ranks share the tokens
 
 
@@ -130,14 +124,16 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
     def _with_shard(self, part: Part) -> Part:
         if self._sharing is None:
             return part
+        batch = part.batch
         tables = shard_tables(
-            self._sharing, part.seq_lens, part.cu_seqlens_q, part.end - part.first, part.max_query_len, part.max_seq_len
-        )
+            self._sharing, batch.seq_lens, batch.cu_seqlens_q, part.rows.stop - part.rows.start, batch.max_query_len,
+            batch.max_seq_len,
+        )  # fmt: skip
         return replace(part, shard=tables)
 
 
 def _matrix_index(vllm_config: Any, device: torch.device) -> MatrixIndex | None:
-    known = load_calibration(parse(vllm_config.additional_config), vllm_config.model_config)
+    known = served_model(vllm_config).calibration
     if known is None:
         return None
     scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
@@ -171,26 +167,18 @@ def _parts(common: CommonAttentionMetadata, few: int) -> tuple[Part, ...]:
     rows, requests = common.num_actual_tokens, common.num_reqs
     table, lens = common.block_table_tensor[:requests], common.seq_lens[:requests]
     starts = common.query_start_loc[: requests + 1]
+    longest = common.max_seq_len
     if common.max_query_len <= few:
-        return (Part(0, rows, table, lens, starts, min(common.max_query_len, rows), common.max_seq_len),)
+        return (Part(slice(0, rows), AttentionBatch(table, lens, starts, min(common.max_query_len, rows), longest)),)
     starts_on_host = common.query_start_loc_cpu[: requests + 1]
     lengths = starts_on_host.diff()
     short = lengths <= few
     count = requests if bool(short.all()) else int((~short).int().argmax())
-    longest = min(common.max_query_len, rows - int(starts_on_host[count]))
-    least = min(longest, int(lengths[count:].min())) if count < requests else 0
-    if count == 0:
-        return (Part(0, rows, table, lens, starts, longest, common.max_seq_len, least),)
     middle = int(starts_on_host[count])
-    decodes = Part(0, middle, table[:count], lens[:count], starts[: count + 1], min(few, middle), common.max_seq_len)
-    rest = Part(
-        middle,
-        rows,
-        table[count:],
-        lens[count:],
-        starts[count:] - middle,
-        longest,
-        common.max_seq_len,
-        least,
-    )
-    return decodes, rest
+    most = min(common.max_query_len, rows - middle)
+    least = min(most, int(lengths[count:].min())) if count < requests else 0
+    if count == 0:
+        return (Part(slice(0, rows), AttentionBatch(table, lens, starts, most, longest, least)),)
+    decodes = AttentionBatch(table[:count], lens[:count], starts[: count + 1], min(few, middle), longest)
+    rest = AttentionBatch(table[count:], lens[count:], starts[count:] - middle, most, longest, least)
+    return Part(slice(0, middle), decodes), Part(slice(middle, rows), rest)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.listener import STEPS, ListeningPlan, ObservedLayer, QueryListener, refuse_fixed
 from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.listener import STEPS, ListeningPlan, ObservedLayer, QueryListener, refuse_fixed
 from slimkv.integrations.vllm.compat import AttentionType, forward_metadata, layer_number, tensor_parallel_rank
 
 EXTENSION = "slimkv.integrations.vllm.observe.Observer"

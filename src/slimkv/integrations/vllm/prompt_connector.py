@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.calibration.serving import rank_heads
 from slimkv.errors import InputError, SlimKVError, UnsupportedError
+from slimkv.integrations.serving.model import rank_heads
 from slimkv.integrations.vllm.compat import (
     FOLDER_KEYS,
     KVConnectorBase_V1,

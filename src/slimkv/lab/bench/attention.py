@@ -34,7 +34,7 @@ from slimkv.lab.bench.latent import (
 from slimkv.lab.bench.options import Options, Step, compile_ahead, silent
 from slimkv.lab.bench.results import Baseline, Report, Row, make_report
 from slimkv.lab.bench.timing import Timer, copy_bandwidth
-from slimkv.ops.attention.api import AttendOptions
+from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 
 _CHUNK = 65536  # tokens stored at a time
 _CHECKED_QUERIES = 16
@@ -46,11 +46,8 @@ class Case:
 
     cell: AttendCell
     backend: str
-    codec: Codec
-    pages: Tensor  # uint8 [blocks, num_kv_heads, page_bytes]
-    table: Tensor  # int32 [batch, blocks per sequence]
-    lens: Tensor
-    starts: Tensor
+    kv: PackedKV
+    batch: AttentionBatch
     query: Tensor
     options: AttendOptions
 
@@ -67,7 +64,7 @@ class Case:
         else:
             table = torch.randperm(total, device=device).to(torch.int32).view(cell.batch, per_sequence)
         pages = torch.empty(total, cell.num_kv_heads, layout.page_bytes, dtype=torch.uint8, device=device)
-        codec, dtype = Codec(layout.spec, device), compute_dtype(device)
+        kv, dtype = PackedKV(pages, Codec(layout.spec, device), layout), compute_dtype(device)
         order = torch.randperm(total, device=device)
         for first in range(0, total, chunk):
             blocks = order[first : first + chunk]
@@ -75,35 +72,28 @@ class Case:
             key, value = (
                 torch.randn(len(slots), cell.num_kv_heads, cell.head_dim, device=device, dtype=dtype) for _ in range(2)
             )
-            ops.store_kv(key, value, pages, slots, codec=codec, layout=layout)
+            ops.store_kv(key, value, kv, slots)
+        lens = torch.tensor(cell.lengths, dtype=torch.int32, device=device)
+        starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.queries
         return cls(
             cell=cell,
             backend=backend,
-            codec=codec,
-            pages=pages,
-            table=table,
-            lens=torch.tensor(cell.lengths, dtype=torch.int32, device=device),
+            kv=kv,
+            batch=AttentionBatch(table, lens, starts, cell.queries, cell.context, cell.queries),
             options=cell_options(cell, device),
-            starts=torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.queries,
             query=torch.randn(cell.batch * cell.queries, cell.num_heads, cell.head_dim, device=device, dtype=dtype),
         )
 
     def attend(self) -> Tensor:
         """The call that is timed."""
-        out = ops.attend(
-            self.query, self.pages, self.table, self.lens, self.starts, codec=self.codec, layout=self.cell.layout,
-            max_query_len=self.cell.queries, min_query_len=self.cell.queries, max_seq_len=self.cell.context,
-            backend=self.backend, options=self.options,
-        )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out
+        return ops.attend(self.query, self.kv, self.batch, self.options, backend=self.backend)
 
     def error(self) -> float:
         """Relative error of the first sequence's last queries against float64 on the same codes."""
         cell, count = self.cell, min(self.cell.queries, _CHECKED_QUERIES)
-        position = torch.arange(cell.context, device=self.pages.device)
-        slots = self.table[0, position // cell.page].long() * cell.page + position % cell.page
-        key, value = ops.gather_kv(self.pages, slots, codec=self.codec, layout=cell.layout)
+        position = torch.arange(cell.context, device=self.query.device)
+        slots = self.batch.block_table[0, position // cell.page].long() * cell.page + position % cell.page
+        key, value = ops.gather_kv(self.kv, slots)
         rows = slice(cell.queries - count, cell.queries)
         query = self.query[rows].double().unflatten(1, (cell.num_kv_heads, -1))
         scores = torch.einsum("qhgd,khd->qhgk", query, key.double()) / math.sqrt(cell.head_dim)

@@ -18,6 +18,7 @@ from slimkv.lab.bench.cells import CPU_STORE_CELLS, SMALL_STORE_CELLS, STORE_CEL
 from slimkv.lab.bench.options import Options, Step, compile_ahead, silent
 from slimkv.lab.bench.results import Baseline, Report, Row, make_report
 from slimkv.lab.bench.timing import Timer, copy_bandwidth
+from slimkv.ops import PackedKV, Rounding
 from slimkv.ops.store.cuda.launch import format_refusal
 from slimkv.spec import PageLayout
 
@@ -51,19 +52,10 @@ def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[
     key, value, slots, pages = _inputs(cell, device)
     layout = _layout(cell, device)
     codec = Codec(layout.spec, device)
-    query_aware, index = _query_aware(cell, codec) if cell.query_aware else (None, None)
-    plan = ops.plan_store(
-        key,
-        value,
-        pages,
-        slots,
-        codec=codec,
-        layout=layout,
-        query_aware=query_aware,
-        query_aware_index=index,
-        key_offset=key[0].bfloat16() if cell.centred else None,
-        backend=backend,
-    )
+    rounding = Rounding(*_query_aware(cell, codec)) if cell.query_aware else None
+    kv = PackedKV(pages, codec, layout, key[0].bfloat16() if cell.centred else None)
+    plan = ops.plan_store(key, value, kv, slots, rounding, backend=backend)
+    index = None if rounding is None else rounding.index
     return partial(plan.run, key, value, slots, index), (key, value, slots)  # as engines do, step after step
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 import traceback
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from slimkv.lab.provenance import device_name, provenance
 from slimkv.lab.suite.parts import Part, plan_parts
 from slimkv.lab.suite.settings import SuiteSettings, lighter
 from slimkv.lab.suite.workbench import Workbench
+from slimkv.paths import write_whole
 
 RESULTS_VERSION = 1
 DONE, REUSED, FAILED = "done", "reused", "failed"
@@ -110,10 +110,7 @@ def part_key(part: Part, bench: Workbench, calibration: str | None) -> str:
 
 def _write(path: Path, text: str) -> None:
     """All or nothing: a run that is interrupted leaves no half of a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.new")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+    write_whole(path, text.encode())
 
 
 def _kept(path: Path) -> dict[str, Any] | None:

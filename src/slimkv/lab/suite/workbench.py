@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.calibration import Calibration
+from slimkv.calibration.identity import folder_digest
 from slimkv.errors import InputError
 from slimkv.lab.evals.harness import RAW, STOCK, WITH_CALIBRATION, CacheKind, Progress, cache_kinds
 from slimkv.lab.evals.texts import load_text
@@ -139,21 +140,15 @@ class Workbench:
 
     @cached_property
     def model_digest(self) -> str:
-        """Of the model's files (names, sizes, configurations, both ends of each weight file), or of a loaded model."""
+        """Of the model's weights and configurations, in files or loaded."""
         folder = Path(self.model_source)
         if not folder.is_dir():
             from slimkv.integrations.transformers.calibration.cached import fingerprint
 
             return fingerprint(self.loaded.model)
-        digest = hashlib.sha256()
-        for path in sorted(p for p in folder.iterdir() if p.is_file()):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(1 << 20))
-                if size > 1 << 21:
-                    file.seek(-(1 << 20), 2)
-                digest.update(file.read(1 << 20))
+        digest = hashlib.sha256(folder_digest(folder).encode())
+        for path in sorted(folder.glob("*.json")):
+            digest.update(path.read_bytes())
         return digest.hexdigest()[:32]
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, overload
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from slimkv.arguments import describe, typed, typed_fields
 from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset, score_shift, subtract_offset
 from slimkv.errors import InputError
+from slimkv.ops.batch import AttentionBatch, PackedKV
 from slimkv.ops.checks import FLOATS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
 from slimkv.ops.cuda import cuda_unavailable_reason
@@ -157,79 +158,20 @@ REGISTRY = Registry(
 )
 
 
-@overload
-def attend(
-    query: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    codec: Codec,
-    layout: PageLayout,
-    max_query_len: int,
-    max_seq_len: int,
-    key_offset: Tensor | None = None,
-    options: AttendOptions | None = None,
-    fresh: tuple[Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
-    return_lse: Literal[False] = False,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-    num_splits: int | None = None,
-    min_query_len: int = 0,
-    backend: str | None = None,
-) -> Tensor: ...
-
-
-@overload
-def attend(
-    query: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    codec: Codec,
-    layout: PageLayout,
-    max_query_len: int,
-    max_seq_len: int,
-    key_offset: Tensor | None = None,
-    options: AttendOptions | None = None,
-    fresh: tuple[Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
-    return_lse: Literal[True],
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-    num_splits: int | None = None,
-    min_query_len: int = 0,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]: ...
-
-
 @typed
 def attend(
     query: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    codec: Codec,
-    layout: PageLayout,
-    max_query_len: int,
-    max_seq_len: int,
-    key_offset: Tensor | None = None,
+    kv: PackedKV,
+    batch: AttentionBatch,
     options: AttendOptions | None = None,
+    *,
     fresh: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
-    return_lse: bool = False,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
     num_splits: int | None = None,
-    min_query_len: int = 0,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Attention of variable-length queries on packed pages.
 
     Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of
@@ -237,72 +179,47 @@ def attend(
 
     Args:
         query: [total_queries, num_heads, key_dim], float16, bfloat16 or float32; num_heads a multiple of num_kv_heads.
-        pages: uint8 [blocks, num_kv_heads, page_bytes].
-        block_table: int32 [sequences, max_blocks].
-        seq_lens: int32 [sequences]; 0 gives zero output.
-        cu_seqlens_q: int32 [sequences + 1], ascending from 0 to total_queries (rows beyond it are left untouched).
-        max_query_len, max_seq_len: host-side upper bounds, so that no value is read back from the device.
-        key_offset: bfloat16 [num_kv_heads, key_dim]: what was subtracted from keys when they were stored.
         fresh: K [total_queries, num_kv_heads, key_dim] and V of the query tokens; attended raw, instead of their codes.
         out: [total_queries, num_heads, value_dim] to write into, any of the three dtypes (default: the query's).
-        return_lse: return the natural log-sum-exp, float32 [total_queries, num_heads], beside the output.
-        lse: where it is written, returned or not; ``return_lse`` alone allocates it.
+        lse: float32 [total_queries, num_heads], contiguous: where the natural log-sum-exp is written.
         workspace: uint8, at least ``workspace_bytes(...)``, for backends that split keys; without it one is allocated.
-        min_query_len: no sequence has fewer queries (0: not known). Above ``MAX_DECODE_QUERIES`` nothing is launched
-            for short sequences: rows of one that has fewer all the same are not written.
         num_splits: how many parts a sequence's keys are cut into, by backends that let the caller choose (``triton``);
             by default chosen from the shapes and the device.
         backend: a backend's name; by default the best one that takes the request.
 
-    Returns out, or (out, lse) with ``return_lse``.
+    Returns out.
     """
-    if lse is None and return_lse:
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    request = checked_request(
-        query, pages, block_table, seq_lens, cu_seqlens_q, codec=codec, layout=layout, max_query_len=max_query_len,
-        max_seq_len=max_seq_len, key_offset=key_offset, options=options, fresh=fresh, out=out, lse=lse,
-        workspace=workspace, num_splits=num_splits, min_query_len=min_query_len,
-    )  # fmt: skip
-    request.run(REGISTRY.select(pages.device, request, backend).load())
-    if not return_lse:
-        return request.out
-    assert lse is not None
-    return request.out, lse
+    request = checked_request(query, kv, batch, options, fresh, out, lse, workspace, num_splits)
+    request.run(REGISTRY.select(request.pages.device, request, backend).load())
+    return request.out
 
 
 def checked_request(
     query: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    codec: Codec,
-    layout: PageLayout,
-    max_query_len: int,
-    max_seq_len: int,
-    key_offset: Tensor | None = None,
+    kv: PackedKV,
+    batch: AttentionBatch,
     options: AttendOptions | None = None,
     fresh: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
     num_splits: int | None = None,
-    min_query_len: int = 0,
 ) -> AttendRequest:
     """The arguments of ``attend``, checked; ``out`` is allocated where it is missing."""
+    pages, layout, key_offset = kv.pages, kv.layout, kv.key_offset
+    block_table, max_query_len, max_seq_len = batch.block_table, batch.max_query_len, batch.max_seq_len
     check_pages(pages, layout)
     options = options or AttendOptions()
     device = pages.device
     total, heads = _check_query(query, pages, layout)
-    check_tables(block_table, seq_lens, cu_seqlens_q, device)
+    check_tables(block_table, batch.seq_lens, batch.cu_seqlens_q, device)
     if not 0 <= max_query_len <= total or max_seq_len > block_table.shape[1] * layout.block_size:
         raise InputError(
             f"max_query_len {max_query_len} must lie in 0..{total} and max_seq_len {max_seq_len} must fit "
             "the block table's "
             f"{block_table.shape[1]} blocks of {layout.block_size}"
         )
-    _check_min_query_len(min_query_len, max_query_len, cu_seqlens_q)
+    _check_min_query_len(batch.min_query_len, max_query_len, batch.cu_seqlens_q)
     if num_splits is not None and num_splits < 1:
         raise InputError(f"num_splits must be at least 1, or None, not {num_splits}")
     if key_offset is not None:
@@ -325,9 +242,8 @@ def checked_request(
     if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
         raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
     return AttendRequest(
-        query, pages, block_table, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, codec, layout, options, fresh,
-        out, lse,
-        workspace, num_splits, min_query_len, key_offset,
+        query, pages, block_table, batch.seq_lens, batch.cu_seqlens_q, max_query_len, max_seq_len, kv.codec, layout,
+        options, fresh, out, lse, workspace, num_splits, batch.min_query_len, key_offset,
         sinks=None if options.sinks is None else options.sinks.detach().float().contiguous(),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from slimkv.arguments import describe, typed
 from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset
 from slimkv.errors import InputError
+from slimkv.ops.batch import PackedKV
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
 from slimkv.ops.cuda import cuda_unavailable_reason
@@ -44,30 +45,25 @@ REGISTRY = Registry(
 
 @typed
 def gather_kv(
-    pages: Tensor,
+    kv: PackedKV,
     slots: Tensor,
     *,
-    codec: Codec,
-    layout: PageLayout,
-    key_offset: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     rotated: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Decodes the tokens in ``slots``.
+    """Decodes the tokens in ``slots``; a key offset is added back, in float32.
 
     Args:
-        pages: uint8 [blocks, num_kv_heads, page_bytes].
         slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
-        key_offset: bfloat16 [num_kv_heads, key_dim]: what was subtracted from keys when they were stored; it is added
-            back, in float32.
         dtype: of the result when ``out`` is not given.
         rotated: leave K and V in the space they are stored in.
         out: K [tokens, num_kv_heads, key_dim] and V [tokens, num_kv_heads, value_dim] to write into.
 
     Returns K and V.
     """
+    pages, codec, layout, key_offset = kv.pages, kv.codec, kv.layout, kv.key_offset
     check_pages(pages, layout)
     if slots.ndim != 1 or slots.dtype not in INTEGERS or slots.device != pages.device:
         raise InputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from slimkv.codec import Codec
+from slimkv.ops.batch import PackedKV
 from slimkv.ops.gather.api import gather_kv
 from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.reference import attend_decoded, supports
@@ -19,4 +20,4 @@ def run(request: LatentRequest) -> None:
 
 
 def _decode(pages: Tensor, slots: Tensor, codec: Codec, layout: PageLayout) -> tuple[Tensor, Tensor]:
-    return gather_kv(pages, slots, codec=codec, layout=layout, rotated=True, backend="cpu")
+    return gather_kv(PackedKV(pages, codec, layout), slots, rotated=True, backend="cpu")

@@ -11,6 +11,7 @@ from torch import Tensor
 from slimkv.arguments import describe, typed
 from slimkv.codec import Codec
 from slimkv.errors import InputError
+from slimkv.ops.batch import PackedKV
 from slimkv.ops.gather.api import gather_kv
 from slimkv.ops.latent.api import latent_pages
 from slimkv.ops.store.api import store_kv
@@ -48,7 +49,7 @@ def store_latent(
             f"not {list(latent.shape)} and {list(rope.shape)}"
         )
     rope = rope if rope.ndim == 3 else rope.unsqueeze(1)
-    store_kv(latent.unsqueeze(1), rope, pages, slot_mapping, codec=codec, layout=layout, backend=backend)
+    store_kv(latent.unsqueeze(1), rope, PackedKV(pages, codec, layout), slot_mapping, backend=backend)
 
 
 @typed
@@ -92,8 +93,6 @@ def gather_latent(
             f"out must be [tokens, {codec.spec.key_dim}] and [tokens, {codec.spec.value_dim}], "
             f"not {list(latent.shape)} and {list(rope.shape)}"
         )
-    gather_kv(
-        pages, slots, codec=codec, layout=layout, rotated=rotated, out=(latent.unsqueeze(1), rope.unsqueeze(1)),
-        backend=backend,
-    )  # fmt: skip
+    pair = latent.unsqueeze(1), rope.unsqueeze(1)
+    gather_kv(PackedKV(pages, codec, layout), slots, rotated=rotated, out=pair, backend=backend)
     return latent, rope

@@ -12,6 +12,7 @@ from slimkv.arguments import typed
 from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset, subtract_offset
 from slimkv.errors import InputError
+from slimkv.ops.batch import PackedKV, Rounding
 from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
 from slimkv.ops.cpu.module import compiled_unavailable_reason
 from slimkv.ops.cuda import cuda_unavailable_reason
@@ -62,54 +63,32 @@ REGISTRY = Registry(
 def store_kv(
     key: Tensor,
     value: Tensor,
-    pages: Tensor,
+    kv: PackedKV,
     slot_mapping: Tensor,
+    rounding: Rounding | None = None,
     *,
-    codec: Codec,
-    layout: PageLayout,
-    key_offset: Tensor | None = None,
-    query_aware: Tensor | None = None,
-    query_aware_index: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Encodes and writes new tokens.
 
     Args:
         key, value: [tokens, num_kv_heads, key_dim / value_dim], float16, bfloat16 or float32, last axis contiguous.
-        pages: uint8 [blocks, num_kv_heads, page_bytes], last axis contiguous.
         slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
-        key_offset: bfloat16 [num_kv_heads, key_dim], contiguous: subtracted from keys before they are encoded (see
-            ``slimkv.codec.key_offset``). Whatever reads the pages must be given the same.
-        query_aware: int8 [num_kv_heads, key_dim, key_dim] or [matrices, num_kv_heads, key_dim, key_dim], contiguous,
-            from ``slimkv.codec.query_aware.query_aware_matrix``: keys (which must be lloyd) are rounded with the error
-            moved to where no query looks. None rounds to the nearest.
-        query_aware_index: int32 [tokens]: which of several matrices rounds each token's key; an index beyond the last
-            takes the last, a negative one the first. Needed where there are several.
+        rounding: None rounds keys to the nearest.
         backend: an implementation's name; by default the best one for the device.
 
     A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
     so that whoever attends it gets NaN.
     """
-    request = checked_request(
-        key, value, pages, slot_mapping, codec=codec, layout=layout, key_offset=key_offset,
-        query_aware=query_aware, query_aware_index=query_aware_index,
-    )  # fmt: skip
-    request.run(REGISTRY.select(pages.device, request, backend).load())
+    request = checked_request(key, value, kv, slot_mapping, rounding)
+    request.run(REGISTRY.select(request.pages.device, request, backend).load())
 
 
 def checked_request(
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    slot_mapping: Tensor,
-    *,
-    codec: Codec,
-    layout: PageLayout,
-    key_offset: Tensor | None = None,
-    query_aware: Tensor | None = None,
-    query_aware_index: Tensor | None = None,
+    key: Tensor, value: Tensor, kv: PackedKV, slot_mapping: Tensor, rounding: Rounding | None = None
 ) -> StoreRequest:
     """The arguments of ``store_kv``, checked."""
+    pages, layout, key_offset = kv.pages, kv.layout, kv.key_offset
     check_pages(pages, layout)
     heads, device, spec = pages.shape[1], pages.device, layout.spec
     for name, x, dim in (("key", key, spec.key_dim), ("value", value, spec.value_dim)):
@@ -131,39 +110,38 @@ def checked_request(
         raise InputError(f"{key.shape[0]} keys, {value.shape[0]} values and {slot_mapping.shape[0]} slots do not match")
     if key_offset is not None:
         check_offset(key_offset, spec, heads, device)
-    if query_aware is not None:
-        _check_query_aware(query_aware, pages, layout)
-    if query_aware_index is None and query_aware is not None and query_aware.ndim == 4 and query_aware.shape[0] > 1:
-        raise InputError(
-            f"query_aware has {query_aware.shape[0]} matrices by position: give query_aware_index, one for each token"
-        )
-    if query_aware_index is not None:
-        _check_index(query_aware_index, query_aware, slot_mapping)
-    return StoreRequest(key, value, pages, slot_mapping, codec, layout, query_aware, query_aware_index, key_offset)
+    matrices, index = (None, None) if rounding is None else (rounding.matrices, rounding.index)
+    if matrices is not None:
+        _check_matrices(matrices, pages, layout)
+        if index is not None:
+            _check_index(index, slot_mapping)
+        elif matrices.ndim == 4 and matrices.shape[0] > 1:
+            raise InputError(
+                f"rounding has {matrices.shape[0]} matrices by position: give its index, one for each token"
+            )
+    return StoreRequest(key, value, pages, slot_mapping, kv.codec, layout, matrices, index, key_offset)
 
 
-def _check_query_aware(query_aware: Tensor, pages: Tensor, layout: PageLayout) -> None:
+def _check_matrices(matrices: Tensor, pages: Tensor, layout: PageLayout) -> None:
     spec, heads = layout.spec, pages.shape[1]
     if spec.key.kind != Kind.LLOYD:
-        raise InputError(f"query-aware rounding is for lloyd keys; these are {spec.key.name}: pass query_aware=None")
+        raise InputError(f"query-aware rounding is for lloyd keys; these are {spec.key.name}: pass rounding=None")
     wanted = (heads, spec.key_dim, spec.key_dim)
-    fits = query_aware.shape[-3:] == wanted and query_aware.ndim in (3, 4) and query_aware.numel() > 0
-    if query_aware.dtype != torch.int8 or not fits or query_aware.device != pages.device:
+    fits = matrices.shape[-3:] == wanted and matrices.ndim in (3, 4) and matrices.numel() > 0
+    if matrices.dtype != torch.int8 or not fits or matrices.device != pages.device:
         raise InputError(
-            f"query_aware must be int8 {list(wanted)}, or several of them, on {pages.device}, "
-            f"not {query_aware.dtype} {list(query_aware.shape)} on {query_aware.device}"
+            f"matrices must be int8 {list(wanted)}, or several of them, on {pages.device}, "
+            f"not {matrices.dtype} {list(matrices.shape)} on {matrices.device}"
         )
-    if not query_aware.is_contiguous() or query_aware.data_ptr() % 16:
-        raise InputError("query_aware must be contiguous and start at a multiple of 16 bytes")
+    if not matrices.is_contiguous() or matrices.data_ptr() % 16:
+        raise InputError("matrices must be contiguous and start at a multiple of 16 bytes")
 
 
-def _check_index(index: Tensor, query_aware: Tensor | None, slot_mapping: Tensor) -> None:
-    if query_aware is None:
-        raise InputError("query_aware_index chooses among matrices, but query_aware is None")
+def _check_index(index: Tensor, slot_mapping: Tensor) -> None:
     if index.dtype != torch.int32 or index.shape != slot_mapping.shape or index.device != slot_mapping.device:
         raise InputError(
-            f"query_aware_index must be int32 {list(slot_mapping.shape)} on {slot_mapping.device}, "
+            f"index must be int32 {list(slot_mapping.shape)} on {slot_mapping.device}, "
             f"not {index.dtype} {list(index.shape)} on {index.device}"
         )
     if not index.is_contiguous():
-        raise InputError("query_aware_index must be contiguous")
+        raise InputError("index must be contiguous")

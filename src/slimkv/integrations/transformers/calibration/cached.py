@@ -6,17 +6,15 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slimkv.calibration import Calibration, ModelIdentity
-from slimkv.calibration.serving import AUTO
+from slimkv.calibration.identity import parameter_digest
 from slimkv.errors import InputError, SlimKVError
+from slimkv.formats import AUTO
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.integrations.transformers.calibration.samples import Progress, silent
 from slimkv.paths import cache_dir
 
 _RECIPE = "sampled"  # what calibrations are made on, in their names: others are not found again
-_SAMPLES = 64  # numbers of each weight that enter the fingerprint
 
 
 def find_calibration(
@@ -59,14 +57,8 @@ def auto_calibration(model: Any, folder: Path | None = None, progress: Progress 
     return Calibration.load(path)
 
 
-@torch.no_grad()
 def fingerprint(model: Any) -> str:
     """Of a model's configuration and weights: its type and 32 hexadecimal digits."""
     identity = ModelIdentity.of(model.config)
-    digest = hashlib.sha256(identity.hash.encode())
-    for name, weight in model.named_parameters():
-        flat = weight.reshape(-1)
-        step = max(flat.numel() // _SAMPLES, 1)
-        digest.update(f"{name} {list(weight.shape)}".encode())
-        digest.update(flat[::step][:_SAMPLES].float().cpu().numpy().tobytes())
+    digest = hashlib.sha256((identity.hash + parameter_digest(model.named_parameters())).encode())
     return f"{identity.to_fields().get('model_type', 'model')}-{digest.hexdigest()[:32]}"

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
+from slimkv.integrations.serving.model import shared_codec
+from slimkv.integrations.vllm.calibration import served_model
 from slimkv.integrations.vllm.compat import AttentionType, get_current_vllm_config
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
-from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec, shared_codec
+from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec
 from slimkv.integrations.vllm.mla.compat import (
     MLACommonImpl,
     accumulate_mla_context_chunk,
@@ -81,7 +83,7 @@ class SlimKVMLAImpl(MLACommonImpl):
         name, layer = find_layer(self._config, self)
         check_layer(layer)
         dims = self.kv_lora_rank, self.qk_rope_head_dim
-        spec, _ = layer_spec(self._settings, self._config, name, *dims, act_dtype, latent=True)
+        spec, _ = layer_spec(served_model(self._config), self._config, name, dims, act_dtype, latent=True)
         assert isinstance(spec, LatentSpec)
         self._spec = spec
         self._unbound = self._unbound or layer.attn_backend  # weights may be loaded again

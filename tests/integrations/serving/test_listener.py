@@ -9,8 +9,8 @@ import torch
 
 from slimkv.calibration import LayerStatistics
 from slimkv.calibration.gather import PROBE_TOKENS
-from slimkv.calibration.listener import ListeningPlan, ObservedLayer, QueryListener, merge_ranks
 from slimkv.calibration.rotary import Rotary
+from slimkv.integrations.serving.listener import ListeningPlan, ObservedLayer, QueryListener, merge_ranks
 
 DIM, HEADS, GROUP = 16, 4, 2
 HALVES = torch.arange(DIM).view(2, -1).T.contiguous()

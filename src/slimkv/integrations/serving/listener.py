@@ -24,9 +24,9 @@ from slimkv.calibration.gather import (
 )  # fmt: skip
 from slimkv.calibration.identity import ModelIdentity
 from slimkv.calibration.rotary import Rotary
-from slimkv.calibration.serving import rank_heads
 from slimkv.calibration.statistics import LayerStatistics
 from slimkv.errors import InputError
+from slimkv.integrations.serving.model import rank_heads
 
 FRAGMENT = 128  # tokens that are sampled in a row
 STEPS = 4  # that progress is told of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimkv.cache import AttentionBatch
 from slimkv.errors import InputError
+from slimkv.ops import AttentionBatch
 
 
 def test_tables():

@@ -1,0 +1,133 @@
+"""The model that an engine serves: the formats of its layers, its calibration, and what of it this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration import Calibration
+from slimkv.calibration.cache import cached_calibration
+from slimkv.calibration.learned_offset import LayerOffset, kept_path
+from slimkv.codec import Codec
+from slimkv.codec.key_offset import wants_offset
+from slimkv.config import KVCacheConfig
+from slimkv.errors import InputError
+from slimkv.formats import AUTO, CALIBRATED
+from slimkv.spec import CodecSpec, parse_spec
+
+
+@lru_cache(maxsize=8)
+def _load(path: str, model: str) -> Calibration:
+    """One file serves all layers of a process."""
+    return cached_calibration(model) if path == AUTO else Calibration.load(path)
+
+
+@lru_cache(maxsize=64)
+def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
+    """Layers with the same formats share their tables."""
+    return Codec(spec, device)
+
+
+def rank_heads(total: int, held: int, rank: int, ranks: int) -> slice:
+    """Which of a layer's ``total`` KV heads a rank holds: its share, or one that several ranks hold alike."""
+    first = rank * held if total >= ranks else rank * total // ranks
+    return slice(first, first + held)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model and how its cache is set up."""
+
+    settings: KVCacheConfig
+    name: str  # the folder or hub name that the engine loads
+    config: Any  # of transformers, of the text model
+    max_positions: int  # of the longest context
+    ranks: Callable[[], tuple[int, int]]  # this process's rank among those that share heads, and how many there are
+    random_weights: bool = False  # nothing is kept for later processes
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """The calibration of the settings, checked to be for this model; a longer context is warned of once."""
+        given = self.settings.calibration
+        if given is None:
+            return None
+        found = given if isinstance(given, Calibration) else _load(str(given), self.name)
+        found.check_model(self.config)
+        found.warn_beyond(self.max_positions)
+        return found
+
+    def layer_spec(
+        self,
+        layer: int | None,
+        key_dim: int,
+        value_dim: int | None,
+        raw_dtype: str,
+        *,
+        latent: bool = False,
+        name: str | None = None,
+    ) -> CodecSpec:
+        """What layer ``layer`` stores (None, or beyond the model's: a drafter's), called ``name`` in messages.
+
+        ``latent``: it caches latents of ``key_dim`` numbers with rope parts of ``value_dim``.
+        """
+        settings, num_layers = self.settings, self.config.num_hidden_layers
+        settings.check_layers(num_layers)
+        format = settings.format_of(layer, num_layers, latent=latent)
+        if format == CALIBRATED:
+            if layer is None or layer >= num_layers or self.calibration is None:
+                raise InputError(f"slimkv: the calibration knows no layer {name or layer}; give its format by name")
+            format = chosen_format(self.calibration, layer)
+        spec = parse_spec(
+            format, key_dim, value_dim, key_policy=settings.key_policy, value_policy=settings.value_policy,
+            seed=settings.seed,
+        )  # fmt: skip
+        return spec.with_raw_dtype(raw_dtype.removeprefix("torch."))
+
+    def _heads(self, layer: int, held: int) -> slice:
+        assert self.calibration is not None
+        return rank_heads(self.calibration.statistics(layer).num_kv_heads, held, *self.ranks())
+
+    def matrices(self, layer: int | None, codec: Codec, held: int) -> Tensor | None:
+        """``Calibration.query_aware_matrices`` for the ``held`` KV heads that this rank has; None: to the nearest."""
+        known = self.calibration
+        if known is None or layer is None or layer not in known.layers:
+            return None
+        return known.query_aware_matrices(layer, codec, self._heads(layer, held), self.max_positions)
+
+    def centres(self, spec: CodecSpec) -> bool:
+        """Whether an offset is subtracted from keys that are stored as ``spec``."""
+        return self.settings.center_keys and wants_offset(spec)
+
+    def calibrated_offset(self, layer: int | None, held: int, device: torch.device) -> Tensor | None:
+        """The calibration's key offset for the KV heads of a layer that this rank has."""
+        known = self.calibration
+        if known is None or layer is None or layer not in known.layers:
+            return None
+        return known.key_offset(layer, device, self._heads(layer, held))
+
+    def layer_offset(self, layer: int | None, spec: CodecSpec, held: int, device: torch.device) -> LayerOffset:
+        """The offset of a layer's keys: from the calibration, else as kept before, else learnt from the first prompt.
+
+        ``layer``: its number; None for a drafter's, which learns anew in every process.
+        """
+        known = self.calibrated_offset(layer, held, device)
+        if known is not None:
+            return LayerOffset(held, spec.key_dim, device, known)
+        path = None if layer is None or self.random_weights else kept_path(self.name, layer, *self.ranks())
+        return LayerOffset.kept(path, held, spec.key_dim, device)
+
+
+def chosen_format(calibration: Calibration, layer: int) -> str:
+    """The format that the calibration chose for a layer."""
+    formats = calibration.formats
+    if formats is None or layer not in formats:
+        raise InputError(
+            f"slimkv: format 'calibrated' takes the widths from {calibration.name}, which chose none for layer "
+            f"{layer}: run slimkv calibrate with --budget or --profile"
+        )
+    return formats[layer]

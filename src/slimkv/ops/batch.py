@@ -1,0 +1,114 @@
+"""What operations are called with: packed tokens, the sequences of a step, and how keys are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv.arguments import typed, typed_fields
+from slimkv.codec import Codec
+from slimkv.errors import InputError
+from slimkv.spec import PageLayout
+
+
+@dataclass(frozen=True, eq=False)
+@typed_fields()
+class PackedKV:
+    """Packed keys and values of one layer.
+
+    Attributes:
+        pages: uint8 [blocks, num_kv_heads, page_bytes], last axis contiguous.
+        codec: encodes and decodes them; its spec is the layout's.
+        layout: where each byte of a page sits.
+        key_offset: bfloat16 [num_kv_heads, key_dim], contiguous: subtracted from keys before they are encoded (see
+            ``slimkv.codec.key_offset``). Whatever reads the pages must be given the same.
+    """
+
+    pages: Tensor
+    codec: Codec
+    layout: PageLayout
+    key_offset: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+@typed_fields()
+class Rounding:
+    """Query-aware rounding of keys, which must be lloyd: errors are moved to where no query looks.
+
+    Attributes:
+        matrices: int8 [num_kv_heads, key_dim, key_dim] or [matrices, num_kv_heads, key_dim, key_dim], contiguous, from
+            ``slimkv.codec.query_aware.query_aware_matrix``.
+        index: int32 [tokens]: which of several matrices rounds each token's key; an index beyond the last takes the
+            last, a negative one the first. Needed where there are several.
+    """
+
+    matrices: Tensor
+    index: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+@typed_fields()
+class AttentionBatch:
+    """The tables of one step. Device tensors for the kernels, and host-side bounds so that nothing is read back.
+
+    Attributes:
+        block_table: int32 [sequences, max_blocks].
+        seq_lens: int32 [sequences], the new tokens included; 0 gives zero output.
+        cu_seqlens_q: int32 [sequences + 1], ascending from 0 to the number of queries (rows beyond are not touched).
+        max_query_len, max_seq_len: upper bounds of the lengths.
+        min_query_len: no sequence has fewer queries (0: not known). Above ``MAX_DECODE_QUERIES`` nothing is launched
+            for short sequences: rows of one that has fewer all the same are not written.
+        slot_mapping: int64 [new tokens]: where the new tokens are stored; attention does not look at it.
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    max_query_len: int
+    max_seq_len: int
+    min_query_len: int = 0
+    slot_mapping: Tensor | None = None
+
+    @classmethod
+    @typed
+    def build(
+        cls,
+        blocks: Sequence[Sequence[int]],
+        seq_lens: Sequence[int],
+        query_lens: Sequence[int],
+        block_size: int,
+        device: torch.device | str,
+    ) -> AttentionBatch:
+        """From host-side lists: each sequence's blocks, its length with the new tokens, and how many tokens are new."""
+        if not len(blocks) == len(seq_lens) == len(query_lens):
+            raise InputError(
+                f"{len(blocks)} block lists, {len(seq_lens)} lengths and {len(query_lens)} query lengths do not match: "
+                "blocks, seq_lens and query_lens have one entry for each sequence"
+            )
+        for i, (owned, length, new) in enumerate(zip(blocks, seq_lens, query_lens, strict=True)):
+            if not 0 <= new <= length or length > len(owned) * block_size:
+                raise InputError(
+                    f"sequence {i}: {new} new tokens of {length} do not fit {len(owned)} blocks of {block_size}"
+                )
+        width = max((len(b) for b in blocks), default=0)
+        table = torch.tensor([list(b) + [0] * (width - len(b)) for b in blocks], dtype=torch.int32).reshape(
+            len(blocks), width
+        )
+        slots = [
+            blocks[i][p // block_size] * block_size + p % block_size
+            for i in range(len(blocks))
+            for p in range(seq_lens[i] - query_lens[i], seq_lens[i])
+        ]
+        starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+        return cls(
+            block_table=table.to(device),
+            seq_lens=torch.tensor(list(seq_lens), dtype=torch.int32).to(device),
+            cu_seqlens_q=starts.to(device),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64).to(device),
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+            min_query_len=min(query_lens, default=0),
+        )
