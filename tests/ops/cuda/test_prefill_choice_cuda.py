@@ -20,7 +20,7 @@ def test_how_passes_are_cut():
     layout, config = PageLayout(CodecSpec.parse("k4v4", 128), 16), config_of("k4v4", 128)
 
     def cut(sequences, blocks, max_seq_len):
-        batch = Batch(sequences, 8, blocks, max_seq_len)
+        batch = Batch(sequences, 8, blocks, -(-max_seq_len // config.tile_tokens))
         return cut_passes(layout, config, batch, 132, 256 << 20)
 
     assert cut(1, 1, 1000) == (1, 8)

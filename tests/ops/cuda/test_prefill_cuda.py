@@ -218,6 +218,41 @@ def test_passes(options):
         attend_and_check(case, budget=4 * tiles * 128 * case.dim * 2 * case.num_kv_heads)
 
 
+WINDOWED = replace(LONG, lens=(1500, 900, 60), queries=(40, 33, 60), window=150)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("change", "unpack", "budget"),
+    [
+        ({}, FIRST, prefill_cuda.WORKSPACE_BYTES),
+        ({"softcap": 3.0, "sinks": True, "page": 64}, FIRST, prefill_cuda.WORKSPACE_BYTES),
+        ({"dim": 256, "lens": (700,), "queries": (40,)}, FIRST, prefill_cuda.WORKSPACE_BYTES),
+        ({}, FIRST, 1),  # a tile at a time
+        ({"dim": 80}, AHEAD, prefill_cuda.WORKSPACE_BYTES),
+        ({"dim": 80}, AHEAD, 1),
+    ],
+    ids=["first", "options", "dim_256", "passes", "ahead", "ring"],
+)
+def test_only_tokens_in_some_window_are_unpacked(change, unpack, budget):
+    """However long contexts are."""
+    case, tiles = replace(WINDOWED, **change), 0
+    config = config_of(case.format, case.dim, unpack)
+
+    def counting(source, name, defines, grid, threads, shared, args):
+        nonlocal tiles
+        if name == "unpack":
+            tiles += args.tiles
+        elif unpack == AHEAD:
+            tiles = args.tiles
+        launch(source, name, defines, grid, threads, shared, args)
+
+    attend_and_check(case, launch=counting, budget=budget, config=config)
+    seen = max(case.queries) + case.window - 1
+    assert 0 < tiles <= -(-(seen - 1) // config.tile_tokens) + 1
+    assert tiles * config.tile_tokens < max(case.lens) / 2
+
+
 @emulated
 def test_passes_over_sequences():
     """A workspace of one whole sequence, with one that is not prefilled between two that are."""

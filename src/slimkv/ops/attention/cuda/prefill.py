@@ -33,7 +33,14 @@ from slimkv.ops.attention.cuda.prefill_config import (
     runs_on,
 )
 from slimkv.ops.attention.cuda.prefill_defines import attend_defines, tables_bytes, unpack_defines
-from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, Batch, cut_ahead, cut_passes, lay_out
+from slimkv.ops.attention.cuda.prefill_workspace import (
+    WORKSPACE_BYTES,
+    Batch,
+    cut_ahead,
+    cut_passes,
+    lay_out,
+    seen_tiles,
+)
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, TensorFormat
@@ -116,10 +123,10 @@ def _attend_in_passes(
     """Unpacks what the workspace holds and attends it, time after time."""
     layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
     args, config = launches[0].args, launches[0].part.config
-    longest = max(1, request.max_seq_len)
+    longest = seen_tiles(request, config.tile_tokens)
     batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (config.rows // request.group), longest)
     ranks, tiles = cut_passes(layout, config, batch, multiprocessors(device), budget)
-    rows, passes = ranks * num_kv_heads, -(-longest // (tiles * config.tile_tokens))
+    rows, passes = ranks * num_kv_heads, -(-longest // tiles)
     side_bytes = rows * tiles * config.tile_bytes(layout.spec.key_dim)  # of keys, and of values
     tile_bytes = 2 * side_bytes + 16 * rows * tiles
     state_bytes = [4 * part.state_floats if passes > 1 else 0 for part in launches]

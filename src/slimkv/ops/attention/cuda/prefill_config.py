@@ -20,7 +20,7 @@ from slimkv.codec.byte_levels import MOST_BITS
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, AttendRequest
 from slimkv.ops.attention.cuda.prefill_defines import packed_stages
-from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, AheadCut, cut_ahead
+from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, AheadCut, cut_ahead, seen_tokens
 from slimkv.ops.cuda.constants import KIND_NUMBERS
 from slimkv.spec import CodecSpec, Kind
 
@@ -200,7 +200,7 @@ def unpacked_config(request: AttendRequest) -> tuple[PrefillConfig, float]:
     if not alike or not ahead:
         return best
     cut = cut_ahead(request, ahead[0], sequences, multiprocessors(request.query.device), WORKSPACE_BYTES)
-    return min(best, (ahead[0], _ahead_time(request, cut)), key=lambda x: x[1]) if cut.flows else best
+    return min(best, (ahead[0], _ahead_time(request, ahead[0], cut)), key=lambda x: x[1]) if cut.flows else best
 
 
 def _fused_time(request: AttendRequest, config: PrefillConfig) -> float:
@@ -217,15 +217,21 @@ def _unpacked_time(request: AttendRequest, config: PrefillConfig) -> float:
     """Likewise, if pages are unpacked first."""
     items, available = request.seq_lens.shape[0] * request.pages.shape[1], multiprocessors(request.query.device)
     blocks = items * -(-request.max_query_len * request.group // config.rows)
-    return -(-blocks // available) * UNPACKED_ROUND + items / available * UNPACKING
+    return -(-blocks // available) * UNPACKED_ROUND + items / available * UNPACKING * _spread(request, config)
 
 
-def _ahead_time(request: AttendRequest, cut: AheadCut) -> float:
+def _ahead_time(request: AttendRequest, config: PrefillConfig, cut: AheadCut) -> float:
     """Likewise, if blocks unpack for later ones."""
-    available = multiprocessors(request.query.device)
+    available, spread = multiprocessors(request.query.device), _spread(request, config)
     rounds = -(-cut.items * cut.blocks // available)
-    round_time = max(UNPACKED_ROUND + BESIDE_ATTENDING / cut.blocks, UNPACKING_AHEAD / cut.blocks)
-    return rounds * round_time + cut.lead / available * UNPACKING
+    round_time = max(UNPACKED_ROUND + BESIDE_ATTENDING * spread / cut.blocks, UNPACKING_AHEAD * spread / cut.blocks)
+    return rounds * round_time + cut.lead / available * UNPACKING * spread
+
+
+def _spread(request: AttendRequest, config: PrefillConfig) -> float:
+    """Tokens that the queries of a sequence see, over those that a block's see: more than 1 where there is a window."""
+    of_block = seen_tokens(request, config.rows // request.group)
+    return seen_tokens(request, request.max_query_len) / of_block
 
 
 def fused_up_to(spec: CodecSpec) -> int:

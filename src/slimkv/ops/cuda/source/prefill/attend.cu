@@ -23,10 +23,10 @@
 DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings) {
 #if AHEAD
   const int item = item_of(w);
-  const i64 row = (i64)(item % args.slots) * args.tiles;
+  const i64 row = (i64)(item % args.slots) * args.tiles - w.origin;
   if (item >= args.lead) wait_for_tiles(args, w, item);
 #else
-  const i64 row = ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile;
+  const i64 row = ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - w.origin - args.first_tile;
 #endif
   auto copy = [&](int i, const u8* from, u8* ring, u64* full, u64* empty, int bytes, bool scale) {
     const int slot = i % STAGES;
@@ -174,7 +174,7 @@ KERNEL(2 * STEP, 2) unpack_first(GRID_CONSTANT PrefillArgs args) {
   const int item = block_index_y(), present = present_of(args, lane);
   if (item >= present * args.num_kv_heads) return;
   find_item(args, item, present, lane, w);
-  const int tile = first_tile_of(args, w) + block_index();
+  const int tile = w.origin + block_index();
   if (tile < end_tile_of(w)) unpack_tile(args, w, key_levels, value_levels, item, tile, warp, warp + 1, lane);
 }
 HOST_TESTABLE(unpack_first, PrefillArgs)
