@@ -108,8 +108,9 @@ def test_what_decode_leaves_to_it(monkeypatch):
         built = build(case, CPU)
         return prefill_config.most_packed_queries(request_of(built, *poisoned_out(case, built)))
 
-    assert most() == MAX_DECODE_QUERIES  # not on this device
-    monkeypatch.setattr(prefill_config, "runs_on", lambda device: True)
+    monkeypatch.setattr(prefill_config, "has_warpgroups", lambda device: False)
+    assert most() == MAX_DECODE_QUERIES
+    monkeypatch.setattr(prefill_config, "has_warpgroups", lambda device: True)
     assert most() == 16
     assert most(group=3) == MAX_DECODE_QUERIES  # 60 rows
     assert most(group=8) == 16

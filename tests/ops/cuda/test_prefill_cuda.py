@@ -19,6 +19,7 @@ from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.attention.cuda.prefill_config import AHEAD, FIRST, FUSED
 from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.cuda.device import NAMED, record_of
 from slimkv.spec import CodecSpec, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
@@ -320,8 +321,39 @@ def test_what_it_does_not_do_is_named(case, reason):
     assert reason in prefill_cuda.refusal(request_of(built, *poisoned_out(case, built)))
 
 
-def test_it_runs_on_hopper_only():
-    assert not prefill_cuda.runs_on(CPU)
+WARP_CASES = [
+    replace(FEW, dim=64, lens=(300, 7, 200), queries=(90, 1, 33)),
+    replace(FEW, dim=128, lens=(190,), queries=(140,)),  # blocks of 128 and of 24 rows
+    replace(FEW, dim=80, format="k5v4", dtype="fp32", strided=True, out_dtype="bf16", scale=-0.2),
+    replace(FEW, dim=96, format="kur4vu2", window=20, sinks=True, softcap=3.0),
+    replace(FEW, dim=112, format="fp8", causal=False, group=3),
+    replace(FEW, dim=192, format="k3vu4", queries=(70,)),
+    replace(FEW, dim=256, window=60, lens=(150, 400), queries=(34, 70), num_kv_heads=2),
+    replace(FEW, dim=64, lens=(200, 0), queries=(150, 40), key_norm=1e3, query_norm=0.5, peaked=True, sinks=True),
+    replace(CENTRED, **SOFT_CAP, dim=64),
+]
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [(case, config) for case in WARP_CASES for dims, config in prefill_config.WARP_CONFIGS if case.dim in dims],
+    ids=str,
+)
+def test_attend_with_products_of_single_warps(case, config):
+    attend_and_check(case, config=config)
+    tile = 2 * config.tile_bytes(case.dim) * case.num_kv_heads
+    attend_and_check(case, config=config, budget=2 * tile)  # in passes, which hand on the state of two blocks of rows
+
+
+def test_products_of_single_warps_fit_every_device():
+    for dim in prefill_config.HEAD_DIMS:
+        spec = CodecSpec.parse("k4v4", dim)
+        for name, capability in NAMED.items():
+            record = record_of(capability, 100)
+            config = prefill_config.warp_config(spec, record)
+            assert prefill_defines.shared_bytes(spec, config) <= record.shared_of_block, (name, dim)
+            assert config.blocks_per_sm * config.threads >= 256, "too few warps to hide anything"
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -378,7 +410,7 @@ ON_A_GPU = [
 
 @pytest.fixture
 def hopper(device) -> torch.device:
-    if not prefill_cuda.runs_on(device):
+    if not prefill_cuda.has_warpgroups(device):
         pytest.skip("these instructions are those of compute capability 9.0")
     return device
 

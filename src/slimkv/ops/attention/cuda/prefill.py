@@ -1,10 +1,10 @@
-"""Prefill with CUDA C++ on Hopper: pages are unpacked into tiles in the order of the tensor cores, and attended there.
+"""Prefill with CUDA C++: pages are unpacked into tiles in the order of the tensor cores, and attended there.
 
-Many queries a sequence: two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). More than the
-workspace holds takes several passes: over the sequences, or over a part of all contexts at a time, which hand on the
-state of the softmax. If sequences are alike, blocks of ``attend`` unpack what later ones attend instead, all in one
-pass (source/prefill/ahead.cuh). Few queries: one launch of ``attend``, whose blocks unpack for themselves
-(source/prefill/producer.cuh). ``prefill_config`` says which.
+Many queries a sequence: two launches a pass (source/prefill/unpack.cu and attend.cu or, where there are no products of
+warpgroups, attend_warps.cu). More than the workspace holds takes several passes: over the sequences, or over a part of
+all contexts at a time, which hand on the state of the softmax. Hopper has two other ways. If sequences are alike,
+blocks of ``attend`` unpack what later ones attend instead, all in one pass (source/prefill/ahead.cuh). Few queries: one
+launch of ``attend``, whose blocks unpack for themselves (source/prefill/producer.cuh). ``prefill_config`` says which.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from slimkv.ops.attention.api import MAX_DECODE_QUERIES, NO_WINDOW, AttendReques
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
 from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
 from slimkv.ops.attention.cuda.prefill_config import (
+    ATTEND,
+    UNPACK,
     Part,
     PrefillConfig,
     eight_bit_refusal,
+    has_warpgroups,
     most_packed_queries,
     multiprocessors,
     parts_of,
     refusal,
-    runs_on,
 )
 from slimkv.ops.attention.cuda.prefill_defines import attend_defines, tables_bytes, unpack_defines
 from slimkv.ops.attention.cuda.prefill_workspace import (
@@ -45,9 +47,8 @@ from slimkv.ops.cuda.constants import DTYPE_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
-__all__ = ["attend_prefill", "eight_bit_refusal", "launcher", "most_packed_queries", "refusal", "runs_on"]
+__all__ = ["attend_prefill", "eight_bit_refusal", "has_warpgroups", "launcher", "most_packed_queries", "refusal"]
 
-ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 
 # source, kernel, defines, grid, threads, shared memory, argument
@@ -114,7 +115,7 @@ class _Attend:
         """With ``hands_on`` it may find a state, or leave one."""
         args, defines = self.args, self.defines(hands_on)
         grid, threads = (args.query_blocks * args.num_kv_heads, 1), self.part.config.threads
-        self.launch(ATTEND, "attend", defines, grid, threads, defines["SHARED"], args)
+        self.launch(self.part.config.source, "attend", defines, grid, threads, defines["SHARED"], args)
 
 
 def _attend_in_passes(

@@ -183,6 +183,9 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   return true;
 }
 
+// Whether all queries of the block see all tokens of a tile.
+DEVICE bool is_clear(const Work& w, int tile) { return (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin); }
+
 // Tile number i of a block. The last one is second, if there are others: its mask leaves rows with few tokens, whose maximum says
 // little of what follows.
 DEVICE int tile_at(const Work& w, int i) { return w.tile - (i < 2 && w.count > 1 ? 1 - i : i); }
