@@ -115,7 +115,10 @@ def _cuda() -> Check:
     )
     if properties.major < 8:
         return Check("cuda", False, torch.version.cuda, f"{name}: the kernels need compute 8.0 (Ampere) or newer")
-    return Check("cuda", True, torch.version.cuda, name)
+    from slimkv.ops.cuda.device import AS_DEVICE, device_of
+
+    held = f", held to {AS_DEVICE}={os.environ[AS_DEVICE]}" if os.environ.get(AS_DEVICE) else ""
+    return Check("cuda", True, torch.version.cuda, f"{name}{held}: {device_of(torch.device('cuda', 0)).says()}")
 
 
 def _triton() -> Check:

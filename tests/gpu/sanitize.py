@@ -77,7 +77,7 @@ def latent_errors(device: torch.device) -> list[float]:
 
 def prefill_failures(device: torch.device) -> int:
     """Cases of prefill, cut in every way there is, whose rows were wrong; none where the device has no such kernels."""
-    if not prefill.runs_on(device):
+    if not prefill.has_warpgroups(device):
         return 0
     launch, tile, wrong = prefill.launcher(device), 1 << 20, 0
     long = replace(LONG, dim=128, num_kv_heads=2, lens=(700, 7, 300), queries=(200, 1, 33))

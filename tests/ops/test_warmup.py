@@ -11,7 +11,7 @@ from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions, AttendRequest
 from slimkv.ops.attention.cuda.decode import _prepare, reachable_kernels
-from slimkv.ops.attention.cuda.device import Device
+from slimkv.ops.cuda.device import Device
 from slimkv.ops.warmup import LayerKind, Step, run_step, serving_steps
 from slimkv.spec import PageLayout, parse_spec
 

@@ -29,6 +29,9 @@ Backend = Annotated[str, typer.Option(help="Backends to time, such as cuda,trito
 Page = Annotated[int | None, typer.Option(help="Tokens per page; default: the cell's own.", callback=at_least(1))]
 NoBaselines = Annotated[bool, typer.Option("--no-baselines", help="Time slimkv alone.")]
 Small = Annotated[bool, typer.Option("--small", help="Use the small cells of a CPU, even on a GPU.")]
+AsDevice = Annotated[
+    str, typer.Option(help="Hold the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 
 
@@ -45,6 +48,7 @@ def _add_operation(name: str, told: str) -> None:
         page: Page = None,
         no_baselines: NoBaselines = False,
         small: Small = False,
+        as_device: AsDevice = "",
         plot: Plot = None,
         quiet: Quiet = False,
         output: Output = None,
@@ -55,8 +59,13 @@ def _add_operation(name: str, told: str) -> None:
         from slimkv.lab.bench.attention import bench_attend
         from slimkv.lab.bench.options import Options, silent
         from slimkv.lab.bench.store import bench_store
+        from slimkv.ops.cuda.device import hold_to
 
-        options = Options(comma_list(cells, str), comma_list(backend, str), device, page, not no_baselines, small)
+        options = Options(
+            comma_list(cells, str), comma_list(backend, str), device, page, not no_baselines, small, as_device or None
+        )
+        if as_device:
+            hold_to(as_device)
         report = (bench_attend if name == "attend" else bench_store)(options, silent if quiet else _say)
         if plot is not None:
             from slimkv.lab.bench.plot import plot as draw

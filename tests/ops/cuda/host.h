@@ -508,6 +508,20 @@ DEVICE u32 movmatrix_trans(u32 x) {
   return low | high << 16;
 }
 
+DEVICE void ldmatrix_x4(u32 (&m)[4], u32 address) {
+  u64 mine = address;
+  host::Operands all = host::meet("ldmatrix_x4", &mine, 1);
+  for (int i = 0; i < 4; i++) {
+    const u32 from = (u32)all[8 * i + host::lane() / 4][0];
+    if (from % 16 || from + 16 > (u32)host::machine.shared_bytes) host::fail("a matrix beyond shared memory, or not aligned");
+    memcpy(&m[i], host::machine.shared + from + 4 * (host::lane() % 4), 4);
+  }
+}
+DEVICE void ldmatrix_x4_trans(u32 (&m)[4], u32 address) {
+  ldmatrix_x4(m, address);
+  for (int i = 0; i < 4; i++) m[i] = movmatrix_trans(m[i]);
+}
+
 DEVICE u32 high_half(u32 x) { return x >> 16; }
 DEVICE u32 dp4a_u8(u32 a, u32 b, u32 c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);

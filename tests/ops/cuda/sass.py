@@ -24,10 +24,10 @@ import torch
 from slimkv.ops.attention.cuda import prefill, prefill_config
 from slimkv.ops.attention.cuda.decode_config import config_for
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
-from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.attention.cuda.prefill_config import AHEAD, FIRST, FUSED, PrefillConfig
 from slimkv.ops.attention.cuda.prefill_defines import attend_defines, unpack_defines
 from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.cuda.device import Device
 from slimkv.ops.latent.cuda import launch as latent
 from slimkv.ops.latent.cuda.config import config_for as latent_config_for
 from slimkv.ops.store.cuda import launch as store

@@ -18,8 +18,8 @@ from slimkv.ops.attention.cuda import decode as attend_cuda
 from slimkv.ops.attention.cuda.decode import KernelCall
 from slimkv.ops.attention.cuda.decode_config import DecodeConfig, config_for, reachable, shared_bytes
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
-from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.cuda.device import Device
 from slimkv.spec import CodecSpec, Kind, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")

@@ -14,8 +14,8 @@ from latent_cases import DTYPES, Built, Case, build, check
 
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.cuda.device import Device
 from slimkv.ops.latent.cuda import launch as latent_cuda
 from slimkv.ops.latent.cuda.config import NARROW, WIDE, config_for, merge_warps
 from slimkv.spec import LatentSpec, PageLayout

@@ -20,7 +20,7 @@ def test_how_passes_are_cut():
     layout, config = PageLayout(CodecSpec.parse("k4v4", 128), 16), config_of("k4v4", 128)
 
     def cut(sequences, blocks, max_seq_len):
-        batch = Batch(sequences, 8, blocks, max_seq_len)
+        batch = Batch(sequences, 8, blocks, -(-max_seq_len // config.tile_tokens))
         return cut_passes(layout, config, batch, 132, 256 << 20)
 
     assert cut(1, 1, 1000) == (1, 8)
@@ -108,8 +108,9 @@ def test_what_decode_leaves_to_it(monkeypatch):
         built = build(case, CPU)
         return prefill_config.most_packed_queries(request_of(built, *poisoned_out(case, built)))
 
-    assert most() == MAX_DECODE_QUERIES  # not on this device
-    monkeypatch.setattr(prefill_config, "runs_on", lambda device: True)
+    monkeypatch.setattr(prefill_config, "has_warpgroups", lambda device: False)
+    assert most() == MAX_DECODE_QUERIES
+    monkeypatch.setattr(prefill_config, "has_warpgroups", lambda device: True)
     assert most() == 16
     assert most(group=3) == MAX_DECODE_QUERIES  # 60 rows
     assert most(group=8) == 16

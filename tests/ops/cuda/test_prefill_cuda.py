@@ -19,6 +19,7 @@ from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.attention.cuda.prefill_config import AHEAD, FIRST, FUSED
 from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.cuda.device import NAMED, record_of
 from slimkv.spec import CodecSpec, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
@@ -218,6 +219,41 @@ def test_passes(options):
         attend_and_check(case, budget=4 * tiles * 128 * case.dim * 2 * case.num_kv_heads)
 
 
+WINDOWED = replace(LONG, lens=(1500, 900, 60), queries=(40, 33, 60), window=150)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("change", "unpack", "budget"),
+    [
+        ({}, FIRST, prefill_cuda.WORKSPACE_BYTES),
+        ({"softcap": 3.0, "sinks": True, "page": 64}, FIRST, prefill_cuda.WORKSPACE_BYTES),
+        ({"dim": 256, "lens": (700,), "queries": (40,)}, FIRST, prefill_cuda.WORKSPACE_BYTES),
+        ({}, FIRST, 1),  # a tile at a time
+        ({"dim": 80}, AHEAD, prefill_cuda.WORKSPACE_BYTES),
+        ({"dim": 80}, AHEAD, 1),
+    ],
+    ids=["first", "options", "dim_256", "passes", "ahead", "ring"],
+)
+def test_only_tokens_in_some_window_are_unpacked(change, unpack, budget):
+    """However long contexts are."""
+    case, tiles = replace(WINDOWED, **change), 0
+    config = config_of(case.format, case.dim, unpack)
+
+    def counting(source, name, defines, grid, threads, shared, args):
+        nonlocal tiles
+        if name == "unpack":
+            tiles += args.tiles
+        elif unpack == AHEAD:
+            tiles = args.tiles
+        launch(source, name, defines, grid, threads, shared, args)
+
+    attend_and_check(case, launch=counting, budget=budget, config=config)
+    seen = max(case.queries) + case.window - 1
+    assert 0 < tiles <= -(-(seen - 1) // config.tile_tokens) + 1
+    assert tiles * config.tile_tokens < max(case.lens) / 2
+
+
 @emulated
 def test_passes_over_sequences():
     """A workspace of one whole sequence, with one that is not prefilled between two that are."""
@@ -285,8 +321,39 @@ def test_what_it_does_not_do_is_named(case, reason):
     assert reason in prefill_cuda.refusal(request_of(built, *poisoned_out(case, built)))
 
 
-def test_it_runs_on_hopper_only():
-    assert not prefill_cuda.runs_on(CPU)
+WARP_CASES = [
+    replace(FEW, dim=64, lens=(300, 7, 200), queries=(90, 1, 33)),
+    replace(FEW, dim=128, lens=(190,), queries=(140,)),  # blocks of 128 and of 24 rows
+    replace(FEW, dim=80, format="k5v4", dtype="fp32", strided=True, out_dtype="bf16", scale=-0.2),
+    replace(FEW, dim=96, format="kur4vu2", window=20, sinks=True, softcap=3.0),
+    replace(FEW, dim=112, format="fp8", causal=False, group=3),
+    replace(FEW, dim=192, format="k3vu4", queries=(70,)),
+    replace(FEW, dim=256, window=60, lens=(150, 400), queries=(34, 70), num_kv_heads=2),
+    replace(FEW, dim=64, lens=(200, 0), queries=(150, 40), key_norm=1e3, query_norm=0.5, peaked=True, sinks=True),
+    replace(CENTRED, **SOFT_CAP, dim=64),
+]
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [(case, config) for case in WARP_CASES for dims, config in prefill_config.WARP_CONFIGS if case.dim in dims],
+    ids=str,
+)
+def test_attend_with_products_of_single_warps(case, config):
+    attend_and_check(case, config=config)
+    tile = 2 * config.tile_bytes(case.dim) * case.num_kv_heads
+    attend_and_check(case, config=config, budget=2 * tile)  # in passes, which hand on the state of two blocks of rows
+
+
+def test_products_of_single_warps_fit_every_device():
+    for dim in prefill_config.HEAD_DIMS:
+        spec = CodecSpec.parse("k4v4", dim)
+        for name, capability in NAMED.items():
+            record = record_of(capability, 100)
+            config = prefill_config.warp_config(spec, record)
+            assert prefill_defines.shared_bytes(spec, config) <= record.shared_of_block, (name, dim)
+            assert config.blocks_per_sm * config.threads >= 256, "too few warps to hide anything"
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -343,7 +410,7 @@ ON_A_GPU = [
 
 @pytest.fixture
 def hopper(device) -> torch.device:
-    if not prefill_cuda.runs_on(device):
+    if not prefill_cuda.has_warpgroups(device):
         pytest.skip("these instructions are those of compute capability 9.0")
     return device
 

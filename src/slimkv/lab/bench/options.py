@@ -27,6 +27,7 @@ class Options:
         page: tokens per page, for all cells.
         baselines: whether to time anything beside slimkv.
         small: the small cells even on a GPU.
+        as_device: the record that the GPU is held to (``slimkv.ops.cuda.device``).
     """
 
     cells: list[str] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Options:
     page: int | None = None
     baselines: bool = True
     small: bool = False
+    as_device: str | None = None
 
     def command(self, operation: str) -> str:
         """The command line that runs this again."""
@@ -45,6 +47,7 @@ class Options:
         words += [f"--page {self.page}"] if self.page else []
         words += [] if self.baselines else ["--no-baselines"]
         words += ["--small"] if self.small else []
+        words += [f"--as-device {self.as_device}"] if self.as_device else []
         return " ".join(words)
 
     def torch_device(self) -> torch.device:

@@ -33,7 +33,10 @@ def source_texts() -> dict[str, str]:
 
 
 def compile_kernels(source: str, defines: dict[str, int], architecture: str, cache: Path | None = None) -> bytes:
-    """Machine code of ``source`` (such as decode/decode.cu) with ``defines`` for ``architecture`` (such as sm_90)."""
+    """Machine code of ``source`` (such as decode/decode.cu) with ``defines`` for ``architecture`` (such as sm_90).
+
+    For a virtual architecture (compute_89): PTX, which the driver compiles for any newer one.
+    """
     from cuda.bindings import nvrtc
 
     texts = source_texts()
@@ -73,8 +76,11 @@ def _compile(nvrtc: Any, source: str, texts: dict[str, str], options: list[str])
             log = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
             nvrtc.nvrtcGetProgramLog(program, log)
             raise CompileError(f"NVRTC could not compile {source} with {' '.join(options)}:\n{log.decode()}")
-        code = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
-        _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, code))
+        size, get = nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN
+        if options[0].startswith("--gpu-architecture=compute_"):
+            size, get = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
+        code = b" " * _checked(nvrtc, size(program))
+        _checked(nvrtc, get(program, code))
         return code
     finally:
         nvrtc.nvrtcDestroyProgram(program)

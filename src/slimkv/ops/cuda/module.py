@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from slimkv.ops.cuda.compiler import CompileError, compile_kernels
+from slimkv.ops.cuda.device import device_of
 
 
 class Kernel:
     """One kernel of a module. It takes exactly one argument: a structure, by value."""
 
-    def __init__(self, function: Any, driver: Any, name: str) -> None:
+    def __init__(self, function: Any, driver: Any, name: str, may_overlap: bool = True) -> None:
         self.name = name
+        self._may_overlap = may_overlap
         self._function = function
         self._driver = driver
         self._configs: dict[tuple, Any] = {}
@@ -92,7 +94,7 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
-        if overlap:
+        if overlap and self._may_overlap:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
@@ -106,20 +108,21 @@ class Kernel:
 class Module:
     """The kernels of one source file, compiled with one set of defines, on one device."""
 
-    def __init__(self, code: bytes, device: torch.device) -> None:
+    def __init__(self, code: bytes, device: torch.device, may_overlap: bool = True) -> None:
         from cuda.bindings import driver
 
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).cuda_stream  # noqa: B018 - makes torch create the device's context
             self._handle = _checked(driver, driver.cuModuleLoadData(code))
         self._driver = driver
+        self._may_overlap = may_overlap
         self._kernels: dict[str, Kernel] = {}
 
     def kernel(self, name: str) -> Kernel:
         """The kernel called ``name``."""
         if name not in self._kernels:
             function = _checked(self._driver, self._driver.cuModuleGetFunction(self._handle, name.encode()), name)
-            self._kernels[name] = Kernel(function, self._driver, name)
+            self._kernels[name] = Kernel(function, self._driver, name, self._may_overlap)
         return self._kernels[name]
 
 
@@ -145,7 +148,9 @@ def _loaded(source: str, defines: Defines, index: int, exactly: bool) -> Module:
 @cache
 def _load(source: str, defines: tuple[tuple[str, int], ...], device: torch.device, exactly: bool) -> Module:
     major, minor = torch.cuda.get_device_capability(device)
-    return Module(compile_kernels(source, dict(defines), f"sm_{major}{minor}{'a' if exactly else ''}"), device)
+    target = device_of(device).target
+    code = compile_kernels(source, dict(defines), target or f"sm_{major}{minor}{'a' if exactly else ''}")
+    return Module(code, device, may_overlap=not target)  # what is compiled for older devices does not wait by itself
 
 
 def _index(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slimkv.codec.rotation import block_size, core_size, sign_words, signed_hadamard
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, RAW_NUMBER
+from slimkv.ops.cuda.device import device_of
 from slimkv.ops.cuda.module import Defines
 from slimkv.spec import Kind, LatentSpec, PageLayout, SideLayout
 
@@ -80,7 +81,7 @@ def side_defines(prefix: str, side: SideLayout, dtype: torch.dtype, own: dict[st
 
 def resident_blocks(device: torch.device, blocks: int) -> int:
     """Blocks that run at a time, ``blocks`` a multiprocessor."""
-    return blocks * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
+    return blocks * device_of(device).multiprocessors
 
 
 def grid(tokens: int, heads: int, resident: int) -> tuple[int, int]:

@@ -6,8 +6,8 @@ import torch
 
 from slimkv.arguments import typed
 from slimkv.ops.attention.api import split_workspace_bytes
-from slimkv.ops.attention.cuda.device import device_of
 from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.ops.cuda.device import device_of
 from slimkv.ops.latent.cuda import launch
 from slimkv.spec import PageLayout
 

@@ -32,9 +32,9 @@ from slimkv.ops.attention.cuda.decode_config import (
     writes_whole_items,
 )
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
-from slimkv.ops.attention.cuda.device import Device, device_of
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
+from slimkv.ops.cuda.device import Device, device_of
 from slimkv.ops.cuda.module import Defines, Module, load
 from slimkv.spec import PageLayout
 
@@ -117,7 +117,7 @@ def supports(request: AttendRequest) -> str | None:
     refusal = _refusal(request.layout, request.group)
     if refusal is None and request.must_be_eight_bit:
         refusal = prefill.eight_bit_refusal(request)
-        if refusal is None and not prefill.runs_on(request.pages.device):
+        if refusal is None and not prefill.has_warpgroups(request.pages.device):
             refusal = "it prefills in 8 bits on compute capability 9.0 only; use backend='reference'"
     if refusal is None and request.pages.device.type == "cuda" and _config(request) is None:
         return f"{_lacking(request.layout, request.group)}; use backend='triton'"
@@ -159,7 +159,7 @@ def run(request: AttendRequest) -> None:
     if request.min_query_len <= most_queries:
         attend_packed(request, device_of(request.query.device), _launcher(request.query.device), most_queries)
     if request.max_query_len > most_queries:
-        if prefill.runs_on(request.query.device) and prefill.refusal(request) is None:
+        if prefill.refusal(request) is None:
             prefill.attend_prefill(request, prefill.launcher(request.query.device), most_queries=most_queries)
             return
         from slimkv.ops.attention.triton.launch import attend_prefill

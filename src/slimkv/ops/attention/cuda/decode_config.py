@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from slimkv.ops.attention.cuda.device import Device
 from slimkv.ops.attention.cuda.level_bytes import in_bytes
 from slimkv.ops.attention.cuda.shared_memory import decode_shared_bytes, padded_value_dim, verify_shared_bytes
+from slimkv.ops.cuda.device import Device
 from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout
 
 DECODE, VERIFY = "decode/decode.cu", "decode/verify.cu"

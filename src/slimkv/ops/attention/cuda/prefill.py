@@ -1,10 +1,10 @@
-"""Prefill with CUDA C++ on Hopper: pages are unpacked into tiles in the order of the tensor cores, and attended there.
+"""Prefill with CUDA C++: pages are unpacked into tiles in the order of the tensor cores, and attended there.
 
-Many queries a sequence: two launches a pass (source/prefill/unpack.cu, source/prefill/attend.cu). More than the
-workspace holds takes several passes: over the sequences, or over a part of all contexts at a time, which hand on the
-state of the softmax. If sequences are alike, blocks of ``attend`` unpack what later ones attend instead, all in one
-pass (source/prefill/ahead.cuh). Few queries: one launch of ``attend``, whose blocks unpack for themselves
-(source/prefill/producer.cuh). ``prefill_config`` says which.
+Many queries a sequence: two launches a pass (source/prefill/unpack.cu and attend.cu or, where there are no products of
+warpgroups, attend_warps.cu). More than the workspace holds takes several passes: over the sequences, or over a part of
+all contexts at a time, which hand on the state of the softmax. Hopper has two other ways. If sequences are alike,
+blocks of ``attend`` unpack what later ones attend instead, all in one pass (source/prefill/ahead.cuh). Few queries: one
+launch of ``attend``, whose blocks unpack for themselves (source/prefill/producer.cuh). ``prefill_config`` says which.
 """
 
 from __future__ import annotations
@@ -23,24 +23,32 @@ from slimkv.ops.attention.api import MAX_DECODE_QUERIES, NO_WINDOW, AttendReques
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
 from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
 from slimkv.ops.attention.cuda.prefill_config import (
+    ATTEND,
+    UNPACK,
     Part,
     PrefillConfig,
     eight_bit_refusal,
+    has_warpgroups,
     most_packed_queries,
     multiprocessors,
     parts_of,
     refusal,
-    runs_on,
 )
 from slimkv.ops.attention.cuda.prefill_defines import attend_defines, tables_bytes, unpack_defines
-from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, Batch, cut_ahead, cut_passes, lay_out
+from slimkv.ops.attention.cuda.prefill_workspace import (
+    WORKSPACE_BYTES,
+    Batch,
+    cut_ahead,
+    cut_passes,
+    lay_out,
+    seen_tiles,
+)
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
-__all__ = ["attend_prefill", "eight_bit_refusal", "launcher", "most_packed_queries", "refusal", "runs_on"]
+__all__ = ["attend_prefill", "eight_bit_refusal", "has_warpgroups", "launcher", "most_packed_queries", "refusal"]
 
-ATTEND, UNPACK = "prefill/attend.cu", "prefill/unpack.cu"
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 
 # source, kernel, defines, grid, threads, shared memory, argument
@@ -107,7 +115,7 @@ class _Attend:
         """With ``hands_on`` it may find a state, or leave one."""
         args, defines = self.args, self.defines(hands_on)
         grid, threads = (args.query_blocks * args.num_kv_heads, 1), self.part.config.threads
-        self.launch(ATTEND, "attend", defines, grid, threads, defines["SHARED"], args)
+        self.launch(self.part.config.source, "attend", defines, grid, threads, defines["SHARED"], args)
 
 
 def _attend_in_passes(
@@ -116,10 +124,10 @@ def _attend_in_passes(
     """Unpacks what the workspace holds and attends it, time after time."""
     layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
     args, config = launches[0].args, launches[0].part.config
-    longest = max(1, request.max_seq_len)
+    longest = seen_tiles(request, config.tile_tokens)
     batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (config.rows // request.group), longest)
     ranks, tiles = cut_passes(layout, config, batch, multiprocessors(device), budget)
-    rows, passes = ranks * num_kv_heads, -(-longest // (tiles * config.tile_tokens))
+    rows, passes = ranks * num_kv_heads, -(-longest // tiles)
     side_bytes = rows * tiles * config.tile_bytes(layout.spec.key_dim)  # of keys, and of values
     tile_bytes = 2 * side_bytes + 16 * rows * tiles
     state_bytes = [4 * part.state_floats if passes > 1 else 0 for part in launches]

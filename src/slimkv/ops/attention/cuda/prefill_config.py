@@ -2,7 +2,7 @@
 
 Tiles of keys and values reach a block of ``attend`` in one of three ways:
 
-- FIRST: a launch of ``unpack`` writes them to the workspace;
+- FIRST: a launch of ``unpack`` writes them to the workspace; the only way where products are those of single warps;
 - AHEAD: spare warps of earlier blocks write them there (source/prefill/ahead.cuh);
 - FUSED: producer warpgroups of the block unpack pages into shared memory (source/prefill/producer.cuh).
 """
@@ -19,10 +19,13 @@ import torch
 from slimkv.codec.byte_levels import MOST_BITS
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, AttendRequest
-from slimkv.ops.attention.cuda.prefill_defines import packed_stages
-from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, AheadCut, cut_ahead
+from slimkv.ops.attention.cuda.prefill_defines import packed_stages, shared_bytes
+from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, AheadCut, cut_ahead, seen_tokens
 from slimkv.ops.cuda.constants import KIND_NUMBERS
+from slimkv.ops.cuda.device import Device, device_of
 from slimkv.spec import CodecSpec, Kind
+
+ATTEND, ATTEND_WARPS, UNPACK = "prefill/attend.cu", "prefill/attend_warps.cu", "prefill/unpack.cu"
 
 
 class Unpack(Enum):
@@ -56,6 +59,13 @@ class PrefillConfig:
     tile_time: float = 1.0  # of a tile, over that of the smallest block (EIGHT_BIT)
     promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
     packed_stages: int = 4  # FUSED: tiles of pages in shared memory at a time, if they fit
+    single_warps: bool = False  # products of single warps (mma.sync), not of warpgroups; all threads copy tiles
+    blocks_per_sm: int = 1  # that registers are to suffice for
+
+    @property
+    def source(self) -> str:
+        """The file of ``attend``."""
+        return ATTEND_WARPS if self.single_warps else ATTEND
 
     @property
     def rows(self) -> int:
@@ -103,6 +113,24 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[Codes, ...], PrefillConfig], ...] = 
     ((64, 128), (SHORT,), PrefillConfig(FIRST, 128, 4, eight_bit=True)),
     ((64,), (SHORT,), PrefillConfig(FIRST, 128, 4, consumers=3, eight_bit=True, tile_time=1.26)),
     ((128,), (SHORT,), PrefillConfig(FIRST, 128, 3, consumers=3, eight_bit=True, tile_time=1.41)),
+)
+
+
+def _of_warps(tile_tokens: int, consumers: int, row_blocks: int, blocks_per_sm: int) -> PrefillConfig:
+    return PrefillConfig(
+        FIRST, tile_tokens, 1, consumers, row_blocks, producers=0, single_warps=True, blocks_per_sm=blocks_per_sm
+    )
+
+
+# Without products of warpgroups. Of several, the first whose blocks fit the shared memory is taken: with 99 KB a block,
+# tiles are shorter.
+WARP_CONFIGS: tuple[tuple[tuple[int, ...], PrefillConfig], ...] = (
+    ((64,), _of_warps(64, 1, 2, 2)),
+    ((80, 96, 112, 128), _of_warps(64, 1, 2, 2)),
+    ((80, 96, 112, 128), _of_warps(32, 1, 2, 2)),
+    (_TO_256, _of_warps(64, 1, 1, 2)),
+    (_TO_256, _of_warps(64, 2, 1, 1)),
+    (_TO_256, _of_warps(32, 2, 1, 1)),
 )
 HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
 EIGHT_BIT_HEAD_DIMS = tuple(sorted({dim for dims, _, config in CONFIGS if config.eight_bit for dim in dims}))
@@ -165,20 +193,32 @@ def eight_bit_refusal(request: AttendRequest) -> str | None:
     return reason
 
 
-@lru_cache(maxsize=64)
-def runs_on(device: torch.device) -> bool:
-    """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether products of warpgroups prefill: in 8 bits, and with warps that unpack, they alone do."""
+    return device_of(device).warpgroups
 
 
-@lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; 2 for the CPU, where tests run the kernels."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return device_of(device).multiprocessors
+
+
+@lru_cache(maxsize=256)
+def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
+    """The first of products of single warps that fits the device."""
+
+    def fits(config: PrefillConfig) -> bool:
+        shared = shared_bytes(spec, config)
+        within = (shared + 1024) * config.blocks_per_sm <= device.shared_of_multiprocessor
+        return within and shared <= device.shared_of_block
+
+    return next(config for dims, config in WARP_CONFIGS if spec.key_dim in dims and fits(config))
 
 
 def config_for(request: AttendRequest) -> PrefillConfig:
     """The configuration of a request that is not refused."""
+    if not has_warpgroups(request.query.device):
+        return warp_config(request.layout.spec, device_of(request.query.device))
     if request.options.prefill == EIGHT_BIT:
         return eight_bit_config(request)
     unpacked, time = unpacked_config(request)
@@ -200,7 +240,7 @@ def unpacked_config(request: AttendRequest) -> tuple[PrefillConfig, float]:
     if not alike or not ahead:
         return best
     cut = cut_ahead(request, ahead[0], sequences, multiprocessors(request.query.device), WORKSPACE_BYTES)
-    return min(best, (ahead[0], _ahead_time(request, cut)), key=lambda x: x[1]) if cut.flows else best
+    return min(best, (ahead[0], _ahead_time(request, ahead[0], cut)), key=lambda x: x[1]) if cut.flows else best
 
 
 def _fused_time(request: AttendRequest, config: PrefillConfig) -> float:
@@ -217,15 +257,21 @@ def _unpacked_time(request: AttendRequest, config: PrefillConfig) -> float:
     """Likewise, if pages are unpacked first."""
     items, available = request.seq_lens.shape[0] * request.pages.shape[1], multiprocessors(request.query.device)
     blocks = items * -(-request.max_query_len * request.group // config.rows)
-    return -(-blocks // available) * UNPACKED_ROUND + items / available * UNPACKING
+    return -(-blocks // available) * UNPACKED_ROUND + items / available * UNPACKING * _spread(request, config)
 
 
-def _ahead_time(request: AttendRequest, cut: AheadCut) -> float:
+def _ahead_time(request: AttendRequest, config: PrefillConfig, cut: AheadCut) -> float:
     """Likewise, if blocks unpack for later ones."""
-    available = multiprocessors(request.query.device)
+    available, spread = multiprocessors(request.query.device), _spread(request, config)
     rounds = -(-cut.items * cut.blocks // available)
-    round_time = max(UNPACKED_ROUND + BESIDE_ATTENDING / cut.blocks, UNPACKING_AHEAD / cut.blocks)
-    return rounds * round_time + cut.lead / available * UNPACKING
+    round_time = max(UNPACKED_ROUND + BESIDE_ATTENDING * spread / cut.blocks, UNPACKING_AHEAD * spread / cut.blocks)
+    return rounds * round_time + cut.lead / available * UNPACKING * spread
+
+
+def _spread(request: AttendRequest, config: PrefillConfig) -> float:
+    """Tokens that the queries of a sequence see, over those that a block's see: more than 1 where there is a window."""
+    of_block = seen_tokens(request, config.rows // request.group)
+    return seen_tokens(request, request.max_query_len) / of_block
 
 
 def fused_up_to(spec: CodecSpec) -> int:
@@ -243,7 +289,7 @@ def most_packed_queries(request: AttendRequest) -> int:
     """
     group, device, rows = request.group, request.query.device, request.max_query_len * request.group
     few = max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // group)) - 1
-    if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not runs_on(device):
+    if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not has_warpgroups(device):
         return MAX_DECODE_QUERIES
     if refusal(request) is not None or rows > fused_up_to(request.layout.spec) or not config_for(request).fused:
         return MAX_DECODE_QUERIES

@@ -27,8 +27,13 @@ def packed_bytes(spec: CodecSpec, config: PrefillConfig) -> int:
 
 def packed_stages(spec: CodecSpec, config: PrefillConfig) -> int:
     """Tiles of pages for which a FUSED block has room in shared memory."""
-    room = SHARED_OF_BLOCK - _shared_memory(spec, config, packed=0)["SHARED"]
+    room = SHARED_OF_BLOCK - shared_bytes(spec, config)
     return min(config.packed_stages, room // packed_bytes(spec, config))
+
+
+def shared_bytes(spec: CodecSpec, config: PrefillConfig) -> int:
+    """Of a block of ``attend``, but for pages on their way (FUSED)."""
+    return _shared_memory(spec, config, packed=0)["SHARED"]
 
 
 def tables_bytes(spec: CodecSpec) -> int:
@@ -50,13 +55,13 @@ def _shared_memory(spec: CodecSpec, config: PrefillConfig, packed: int) -> dict[
         "KEYS": config.stages * tile,
         "VALUES": config.stages * tile,
         "TOTALS": 4 * config.rows * spec.key_dim if config.eight_bit else 0,
-        "BARRIERS": 4 * 8 * config.stages,
+        "BARRIERS": 0 if config.single_warps else 4 * 8 * config.stages,
         "SCALES": 16 * config.stages,
         "LEVELS": tables_bytes(spec) if config.fused or config.ahead else 0,
         "PACKED": packed,
     }
     offsets = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-    alignment = 0 if config.fused else 1024
+    alignment = 0 if config.fused or config.single_warps else 1024
     return {
         "QUERY_BYTES": query, "KEYS_BYTES": tile, "VALUES_BYTES": tile,
         **{f"{name}_AT": at for name, at in offsets.items() if name != "QUERIES"},
@@ -82,7 +87,8 @@ def attend_defines(
         "D": spec.key_dim, "STEP": config.tile_tokens, "EIGHT_BIT": int(config.eight_bit), "PROMOTE": config.promote,
         "FUSED": int(config.fused), "AHEAD": int(config.ahead), "BESIDE": int(beside), "CONSUMERS": config.consumers,
         "PRODUCERS": config.producers, "PRODUCER_REGISTERS": config.producer_registers,
-        "ROW_BLOCKS": config.row_blocks, "STAGES": config.stages, **_shared_memory(spec, config, stages * packed),
+        "ROW_BLOCKS": config.row_blocks, "STAGES": config.stages, "BLOCKS_PER_SM": config.blocks_per_sm,
+        **_shared_memory(spec, config, stages * packed),
         "PACKED_STAGES": stages, "PACKED_BYTES": packed,
         "K_LEVELS": levels[0], "V_LEVELS": levels[1], "ONE_TABLE": int(not unpacks or spec.key == spec.value),
         "WINDOW": int(window), "SOFTCAP": int(softcap), "SCORE_SHIFT": int(shifted), "Q_TYPE": q_type,

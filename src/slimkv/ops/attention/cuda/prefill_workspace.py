@@ -25,7 +25,19 @@ class Batch:
     sequences: int  # that are prefilled, at most
     num_kv_heads: int
     blocks: int  # of queries of a KV head, over all sequences
-    max_seq_len: int
+    tiles: int  # of a sequence, at most
+
+
+def seen_tokens(request: AttendRequest, queries: int) -> int:
+    """Of a sequence, by so many queries side by side, at most."""
+    window = request.options.sliding_window
+    return max(1, request.max_seq_len if window is None else min(request.max_seq_len, queries + window - 1))
+
+
+def seen_tiles(request: AttendRequest, tile_tokens: int) -> int:
+    """Tiles of a sequence in which its queries see tokens, at most: a window may begin anywhere in its first tile."""
+    seen, longest = seen_tokens(request, request.max_query_len), max(1, request.max_seq_len)
+    return min(-(-longest // tile_tokens), (seen + tile_tokens - 2) // tile_tokens + 1)
 
 
 def cut_passes(
@@ -35,8 +47,7 @@ def cut_passes(
 
     Whole sequences have nothing to hand on. They are taken if there are enough of them to keep the device busy.
     """
-    dim, longest = layout.spec.key_dim, -(-batch.max_seq_len // config.tile_tokens)
-    tile = 2 * config.tile_bytes(dim) * batch.num_kv_heads
+    longest, tile = batch.tiles, 2 * config.tile_bytes(layout.spec.key_dim) * batch.num_kv_heads
     whole = min(batch.sequences, budget // (tile * longest))
     if whole and whole * batch.num_kv_heads * batch.blocks >= 0.9 * multiprocessors * batch.sequences:
         return _sequences_of_a_pass(batch, whole, multiprocessors), longest
@@ -81,7 +92,7 @@ def cut_ahead(
 
     While the first blocks attend ``lead`` items, which keep nearly all multiprocessors busy, they unpack as many.
     """
-    dim, tiles = request.layout.spec.key_dim, -(-max(1, request.max_seq_len) // config.tile_tokens)
+    dim, tiles = request.layout.spec.key_dim, seen_tiles(request, config.tile_tokens)
     items = sequences * request.pages.shape[1]
     blocks = -(-request.max_query_len * request.group // config.rows)
     lead = min(items, -(-95 * multiprocessors // (100 * blocks)))

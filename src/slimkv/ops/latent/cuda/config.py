@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from slimkv.errors import UnsupportedError
-from slimkv.ops.attention.cuda.device import Device
+from slimkv.ops.cuda.device import Device
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
 Offsets = dict[str, int]  # of regions of shared memory, by the name that the CUDA source knows them by

@@ -11,9 +11,9 @@ import torch
 
 from slimkv.codec.rotation import sign_words
 from slimkv.errors import InputError
-from slimkv.ops.attention.cuda.device import Device, device_of
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E, RAW_NUMBER
+from slimkv.ops.cuda.device import Device, device_of
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.cuda.config import (
@@ -60,7 +60,7 @@ Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, Args], None]
 
 def runs_on(device: torch.device) -> bool:
     """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and device_of(device).warpgroups
 
 
 def supports(request: LatentRequest) -> str | None:

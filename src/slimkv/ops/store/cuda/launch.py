@@ -12,6 +12,7 @@ from torch import Tensor
 from slimkv.codec.quantize import becomes_short
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS
+from slimkv.ops.cuda.device import device_of
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
 from slimkv.ops.store.api import StoreRequest
@@ -205,15 +206,13 @@ def _plan(
     }
     resident = 0
     if lean and tiles_per_block > 1:
-        resident = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        resident = device_of(device).multiprocessors
     return Plan(SOURCE, KERNEL, defines, 32 * warps, shared, tiles_per_block, blocks * resident, args, tuple(tables))
 
 
 def _has_room(device: torch.device) -> bool:
     """Whether two blocks of ``_MATRIX_WARPS`` pairs, and the matrix of each, fit a multiprocessor."""
-    if device.type != "cuda":
-        return True
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= _MATRIX_ROOM
+    return device_of(device).shared_of_multiprocessor >= _MATRIX_ROOM
 
 
 def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:

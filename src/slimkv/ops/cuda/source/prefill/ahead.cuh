@@ -12,24 +12,21 @@ constexpr int GROUPS_OF_TILE = STEP / 16;
 
 DEVICE int item_of(const Work& w) { return w.head * w.present + w.present - 1 - w.s.rank; }
 
-// The sequence, its length and the head of an item that there is.
+// The sequence, its length, its first tile and the head of an item that there is.
 DEVICE void find_item(const PrefillArgs& args, int item, int present, int lane, Work& w) {
   w.head = item / present;
   w.sequence = sequence_of_rank(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, args.first_rank + present - 1 - item % present, lane);
   w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, w.sequence);
+  w.origin = origin_of(args, w.s);
 }
 
-// Tiles of an item that some query sees.
-DEVICE int first_tile_of(const PrefillArgs& args, const Work& w) {
-  return WINDOW ? max_i32(0, w.s.length - w.s.queries - args.sliding_window + 1) / STEP : 0;
-}
 DEVICE int end_tile_of(const Work& w) { return (w.s.length + STEP - 1) / STEP; }
 
 // Groups `group` to `end_group` of 16 tokens of a tile, by a warp.
 DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_levels, LevelTable value_levels, int item, int tile, int group,
                         int end_group, int lane) {
   Unpacker unpacker = {args, w, key_levels, value_levels, 0, lane};
-  const i64 row = (i64)(item % args.slots) * args.tiles + tile;
+  const i64 row = (i64)(item % args.slots) * args.tiles + tile - w.origin;
   const i32 page = unpacker.page_of(tile);
   const u8* const own_page = unpacker.page_at(page);
   const int own_place = (tile * STEP + PER_LANE * lane) % BLOCK_SIZE;
@@ -80,7 +77,7 @@ DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable 
   }
   find_item(args, item, block.present, lane, w);
   // Groups of 16 tokens, side by side, so that the warps of all shares have as many.
-  const int first = GROUPS_OF_TILE * first_tile_of(args, w), groups = GROUPS_OF_TILE * end_tile_of(w) - first;
+  const int first = GROUPS_OF_TILE * w.origin, groups = GROUPS_OF_TILE * end_tile_of(w) - first;
   const int of_share = (groups + shares - 1) / shares, begin = min_i32(groups, share * of_share), count = min_i32(of_share, groups - begin);
   const int of_warp = (count + 2) / 3, end = first + begin + min_i32(count, (warp + 1) * of_warp);
   for (int at = first + begin + warp * of_warp; at < end;) {
@@ -94,7 +91,7 @@ DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable 
 
 // One thread: until all tiles of the block's item are there, for the copy engine.
 DEVICE void wait_for_tiles(const PrefillArgs& args, const Work& w, int item) {
-  wait_until(args.unpacked + item, GROUPS_OF_TILE * (end_tile_of(w) - first_tile_of(args, w)));
+  wait_until(args.unpacked + item, GROUPS_OF_TILE * (end_tile_of(w) - w.origin));
   fence_proxy_async_global();
 }
 

@@ -11,7 +11,13 @@
 #else
 #include "prefill/sixteen_bit.cuh"
 #endif
-#include "prefill/lane_rows.cuh"
+
+// Operands of the warpgroup's products.
+DEVICE void queries_are_written(int warpgroup) {
+  fence_proxy_async();
+  bar_sync(1 + warpgroup, 128);
+}
+#include "prefill/attend_rows.cuh"
 #if FUSED
 #include "prefill/producer.cuh"
 #elif AHEAD
@@ -23,10 +29,10 @@
 DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings) {
 #if AHEAD
   const int item = item_of(w);
-  const i64 row = (i64)(item % args.slots) * args.tiles;
+  const i64 row = (i64)(item % args.slots) * args.tiles - w.origin;
   if (item >= args.lead) wait_for_tiles(args, w, item);
 #else
-  const i64 row = ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - args.first_tile;
+  const i64 row = ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - w.origin - args.first_tile;
 #endif
   auto copy = [&](int i, const u8* from, u8* ring, u64* full, u64* empty, int bytes, bool scale) {
     const int slot = i % STAGES;
@@ -45,65 +51,6 @@ DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& ring
 #endif
 }
 #endif
-
-// Output, maximum and sum of rows, handed on from pass to pass (HANDS_ON): a lane's numbers lie a stride apart.
-struct PassState {
-  float* mine;
-  i64 stride;
-
-  DEVICE_MEMBER PassState(const PrefillArgs& args)
-      : mine(args.state + (i64)block_index() * 2 * ROWS + thread_index() - 128 * PRODUCERS), stride((i64)block_count() * 2 * ROWS) {}
-  DEVICE_MEMBER void load(float (&o)[OUTPUTS], Softmax& softmax) const {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[i] = mine[i * stride];
-#pragma unroll
-    for (int r = 0; r < 2; r++) softmax.row_max[r] = mine[(OUTPUTS + r) * stride], softmax.row_sum[r] = mine[(OUTPUTS + 2 + r) * stride];
-  }
-  DEVICE_MEMBER void store(const float (&o)[OUTPUTS], const Softmax& softmax) const {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) mine[i * stride] = o[i];
-#pragma unroll
-    for (int r = 0; r < 2; r++) mine[(OUTPUTS + r) * stride] = softmax.row_max[r], mine[(OUTPUTS + 2 + r) * stride] = softmax.row_sum[r];
-  }
-};
-
-// Block of rows b of a warpgroup is its warpgroup's one of the b-th CONSUMERS blocks: few rows leave the last ones of all of them empty.
-DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operands, int warpgroup, int lane) {
-  static_assert(!HANDS_ON || ROW_BLOCKS == 1, "the state is that of one block of rows");
-  const int warp = thread_index() / 32 % 4;
-  Visible visible[ROW_BLOCKS];
-  Softmax softmax[ROW_BLOCKS];
-  u8* const operand = operands + warpgroup * QUERY_BYTES;
-#pragma unroll
-  for (int b = 0; b < ROW_BLOCKS; b++) {
-    const LaneRows rows = prepare_lane_rows(args, w, operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup, warp, lane);
-    visible[b] = rows.visible, softmax[b] = rows.softmax;
-  }
-  fence_proxy_async();
-  bar_sync(1 + warpgroup, 128);
-
-  float o[ROW_BLOCKS][OUTPUTS];
-  if (HANDS_ON && !args.first_pass) {
-    PassState(args).load(o[0], softmax[0]);
-  } else {
-#pragma unroll
-    for (int b = 0; b < ROW_BLOCKS; b++)
-#pragma unroll
-      for (int i = 0; i < OUTPUTS; i++) o[b][i] = 0.0f;
-  }
-  const bool all = ROW_BLOCKS == 1 || (min_i32(w.s.queries, args.end_query) - w.first) * args.group_size > CONSUMERS * GROUP_ROWS;
-  if (w.count > 0 && all) attend_tiles<ROW_BLOCKS>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
-  if (w.count > 0 && !all) attend_tiles<1>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
-
-  if (HANDS_ON && !args.last_pass) {
-    PassState(args).store(o[0], softmax[0]);
-    return;
-  }
-#pragma unroll
-  for (int b = 0; b < ROW_BLOCKS; b++)
-    if (b == 0 || all)
-      store_lane_rows(args, w, softmax[b], o[b], operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup, warpgroup, warp, lane);
-}
 
 KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
 #if FUSED
@@ -174,7 +121,7 @@ KERNEL(2 * STEP, 2) unpack_first(GRID_CONSTANT PrefillArgs args) {
   const int item = block_index_y(), present = present_of(args, lane);
   if (item >= present * args.num_kv_heads) return;
   find_item(args, item, present, lane, w);
-  const int tile = first_tile_of(args, w) + block_index();
+  const int tile = w.origin + block_index();
   if (tile < end_tile_of(w)) unpack_tile(args, w, key_levels, value_levels, item, tile, warp, warp + 1, lane);
 }
 HOST_TESTABLE(unpack_first, PrefillArgs)

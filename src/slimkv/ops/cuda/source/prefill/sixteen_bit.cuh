@@ -1,9 +1,7 @@
-// 16-bit tensor cores: scores, softmax and output of the rows of a warpgroup, and the loop over a block's tiles.
+// 16-bit products of a warpgroup: scores and output of its rows, and the loop over a block's tiles.
 #pragma once
 #include "common/hopper.cuh"
-#include "prefill/work.cuh"
-
-constexpr int OUTPUTS = PLACES / 2;
+#include "prefill/softmax.cuh"
 
 DEVICE void start_scores(float (&s)[N], u32 queries, u32 keys) {
   const u64 a = smem_descriptor(queries, 16), b = smem_descriptor(keys, 16);
@@ -24,69 +22,6 @@ DEVICE void start_output(float (&o)[OUTPUTS], const u32 (&p)[N / 2], u32 values)
     Wgmma<PLACES>::register_a(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 2048 >> 4));
   wgmma_commit();
 }
-
-// The running softmax of the rows of a lane.
-struct Softmax {
-  float factor[2];   // of this lane's rows g and g + 8
-  float shift[2];    // SCORE_SHIFT: what their scores are raised by, times cap_factor
-  float row_max[2];  // the reference that exponents are taken from: score plus the exponent of the values' unit
-  float row_sum[2];  // of this lane's share of the row, relative to it
-  float rescale[2];  // what the output so far is to be multiplied by
-
-  // A score, relative to `from`.
-  DEVICE_MEMBER float score(float s, int r, const TileScale& unit, float from, float softcap) const {
-    if (!SOFTCAP) return fma_rn(s, factor[r] * unit.key, from);
-    const float by = factor[r] * unit.key * cap_factor(softcap);
-    return soft_cap(SCORE_SHIFT ? fma_rn(s, by, shift[r]) : s * by, from, softcap);
-  }
-
-  // The reference follows the maximum when it has fallen behind by RESCALE_THRESHOLD powers of two, so that the output is
-  // seldom rescaled; whether some row's did.
-  DEVICE_MEMBER bool follow(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t, float softcap) {
-    float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      const float x = score(s[i], i / 2 % 2, unit, unit.value, softcap);
-      most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile * STEP, i, t) ? MINUS_INFINITY : x);
-    }
-    bool behind = false;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float m = quad_max(most[r]);
-      const bool raise = m > row_max[r] + RESCALE_THRESHOLD;
-      rescale[r] = raise ? exp2_approx(row_max[r] - m) : 1.0f;
-      row_max[r] = raise ? m : row_max[r];
-      behind = behind || raise;
-    }
-    return warp_any(behind);
-  }
-
-  // Probabilities times the values' unit, as halves, and their sums. Whether some of the lane's is 2^8 or more, or not a number,
-  // as all are of a row that has no reference yet.
-  template <bool MASKED>
-  DEVICE_MEMBER bool weigh(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t, float softcap,
-                           u32 (&p)[N / 2], float (&sum)[2]) const {
-    const float from[2] = {unit.value - row_max[0], unit.value - row_max[1]};
-    float sums[2][2] = {{0, 0}, {0, 0}};
-    u32 large = 0;
-#pragma unroll
-    for (int i = 0; i < N; i += 2) {
-      const int r = i / 2 % 2;
-      float w[2];
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        w[k] = exp2_approx(score(s[i + k], r, unit, from[r], softcap));
-        if (MASKED && visible.hides(tile * STEP, i + k, t)) w[k] = 0.0f;
-        sums[r][k] += w[k];
-      }
-      p[i / 2] = pack_f16x2(w[0], w[1]);
-      large |= p[i / 2] + 0x24002400u;  // the top bit of a half of 0x5C00 (2^8) or more
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++) sum[r] = sums[r][0] + sums[r][1];
-    return large & 0x80008000u;
-  }
-};
 
 template <int VALUE> struct Constant { static constexpr int value = VALUE; };
 
@@ -114,20 +49,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
       sync_warp();
       if (lane == 0) mbarrier_arrive(rings.keys_empty + at);
     }
-    const bool clear = (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
-    float sum[2];
-    needs_rescale = false;
-    auto weigh = [&](bool masked) {
-      return masked ? softmax[b].template weigh<true>(s, unit, visible[b], tile, t, args.softcap, to, sum)
-                    : softmax[b].template weigh<false>(s, unit, visible[b], tile, t, args.softcap, to, sum);
-    };
-    if (follow || warp_any(weigh(!clear))) {
-      needs_rescale = softmax[b].follow(s, unit, visible[b], tile, t, args.softcap);
-      softmax[b].template weigh<true>(s, unit, visible[b], tile, t, args.softcap, to, sum);
-      if (needs_rescale) softmax[b].row_sum[0] *= softmax[b].rescale[0], softmax[b].row_sum[1] *= softmax[b].rescale[1];
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++) softmax[b].row_sum[r] += sum[r] * unit.value_inverse;
+    needs_rescale = softmax[b].take(s, unit, visible[b], tile, is_clear(w, tile), follow, t, args.softcap, to);
   };
   auto rescale_output = [&](auto block) {
     constexpr int b = decltype(block)::value;

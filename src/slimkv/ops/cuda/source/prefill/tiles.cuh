@@ -61,6 +61,9 @@ DEVICE PrefillSequence prefill_sequence_at(const i32* starts, const i32* lengths
   const int start = ldg_i32(starts + sequence);
   return {start, ldg_i32(starts + sequence + 1) - start, ldg_i32(lengths + sequence), 0};
 }
+// The first token, and the first tile, that a query of the sequence sees. The workspace has tiles from that one on.
+DEVICE int first_seen(const PrefillSequence& s, int window) { return max_i32(0, s.length - s.queries - window + 1); }
+DEVICE int first_seen_tile(const PrefillSequence& s, int window) { return first_seen(s, window) / STEP; }
 DEVICE int prefilled_before(const i32* starts, int sequence, int most_queries, int lane) {
   i32 before = 0;
   for (int i = lane; i < sequence; i += 32) before += ldg_i32(starts + i + 1) - ldg_i32(starts + i) > most_queries;

@@ -20,7 +20,7 @@ struct UnpackArgs {
   const i32* cu_seqlens_q;
   const float* key_levels;  // by code
   const float* value_levels;
-  u8* keys;  // [rank, head, tile]
+  u8* keys;  // [rank, head, tile], from the first tile that a query of the sequence sees on
   u8* values;
   TileScale* tile_scales;
   i64 page_stride, page_head_stride, table_stride;
@@ -263,7 +263,7 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   const int sequence = sequence_of_rank(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, args.first_rank + rank, lane);
   if (sequence < 0) return;
   const PrefillSequence s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
-  const int first = (args.first_tile + tile) * STEP;
+  const int first = (first_seen_tile(s, args.sliding_window) + args.first_tile + tile) * STEP;
   if (first >= s.length) return;
   i32* exponents = (i32*)shared;  // of the warps' keys and values
   float* key_levels = (float*)shared + 2 * WARPS;
@@ -273,7 +273,7 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
 
   // -- the codes of 16 tokens, which lie in one page
   const int begin = first + 16 * warp, place = begin % BLOCK_SIZE;
-  const Seen seen = {max_i32(0, s.length - s.queries - args.sliding_window + 1), s.length};
+  const Seen seen = {first_seen(s, args.sliding_window), s.length};
   const bool some = begin < s.length;
   const i32 page_id = ldg_i32(args.block_table + (i64)sequence * args.table_stride + (some ? begin : first) / BLOCK_SIZE);
   const u8* page = args.pages + page_id * args.page_stride + head * args.page_head_stride;

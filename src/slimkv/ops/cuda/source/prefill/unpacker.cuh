@@ -149,7 +149,7 @@ struct Unpacker {
 
   // Zeros for tokens that nobody sees, whose pages may hold anything, and for those that are not numbers; which of the lane's these are.
   DEVICE_MEMBER u32 clear_hidden(Fields& f, int first) const {
-    const int begin = max_i32(0, w.s.length - w.s.queries - (WINDOW ? args.sliding_window - 1 : NO_WINDOW));
+    const int begin = first_seen(w.s, WINDOW ? args.sliding_window : NO_WINDOW);
     u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {

@@ -72,7 +72,7 @@ enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
 
 struct PrefillArgs {
   const void* query;
-  const u8* keys;    // [rank, head, tile]; AHEAD: [slot, tile]
+  const u8* keys;    // [rank, head, tile]; AHEAD: [slot, tile]; from the first tile that a query of the sequence sees on
   const u8* values;
   const TileScale* tile_scales;
   const i32* seq_lens;
@@ -90,8 +90,8 @@ struct PrefillArgs {
   u32 key_sign_bits[8], value_sign_bits[8];
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
   i32 query_blocks, section;  // of the grid: blocks of queries, and KV heads that are attended at the same time
-  i32 first_tile, tiles;      // of this pass
-  i32 first_rank, ranks;      // likewise: sequences, of those that are prefilled
+  i32 first_tile, tiles;      // of this pass, likewise
+  i32 first_rank, ranks;      // of this pass: sequences, of those that are prefilled
   i32 first_pass, last_pass;   // HANDS_ON
   i32 first_query, end_query;  // of each sequence, that this launch attends
   i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
@@ -116,6 +116,7 @@ struct Work {
   PrefillSequence s;
   int sequence, head, first;   // query
   int tile, count;   // the last tile and how many there are
+  int origin;        // the first tile that a query of the sequence sees
   int clear_begin, clear_end;  // tokens that all queries see
   int present;  // AHEAD: sequences of this pass
 };
@@ -138,6 +139,8 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row
 DEVICE int present_of(const PrefillArgs& args, int lane) {
   return min_i32(args.ranks, prefilled_before(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, lane) - args.first_rank);
 }
+
+DEVICE int origin_of(const PrefillArgs& args, const PrefillSequence& s) { return WINDOW ? first_seen_tile(s, args.sliding_window) : 0; }
 
 DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
@@ -173,11 +176,15 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   w.clear_begin = WINDOW ? before + last - args.sliding_window : 0;
   const int begin_tile = WINDOW ? max_i32(0, before + w.first - args.sliding_window + 1) / STEP : 0;
   const int end_tile = end > 0 ? (end + STEP - 1) / STEP : 0;
-  const int low = max_i32(begin_tile, args.first_tile), high = min_i32(end_tile, args.first_tile + args.tiles);
+  w.origin = origin_of(args, w.s);
+  const int low = max_i32(begin_tile, w.origin + args.first_tile), high = min_i32(end_tile, w.origin + args.first_tile + args.tiles);
   w.tile = high - 1;
   w.count = max_i32(0, high - low);
   return true;
 }
+
+// Whether all queries of the block see all tokens of a tile.
+DEVICE bool is_clear(const Work& w, int tile) { return (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin); }
 
 // Tile number i of a block. The last one is second, if there are others: its mask leaves rows with few tokens, whose maximum says
 // little of what follows.

@@ -1,0 +1,102 @@
+"""What kernels and their configurations depend on of a device: one record, which every choice asks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from slimkv.errors import InputError
+
+AS_DEVICE = "SLIMKV_AS_DEVICE"  # environment: the name of a record that a larger GPU is held to
+_LARGE = {"shared_of_multiprocessor": 228 << 10, "shared_of_block": 227 << 10}
+_SMALL = {"shared_of_multiprocessor": 100 << 10, "shared_of_block": 99 << 10}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Multiprocessors, shared memory in bytes, instructions, and rates of tensor cores.
+
+    Rates are those of int8 and of e4m3 products over fp16 with fp32 sums; 0 where there are none.
+    """
+
+    multiprocessors: int
+    shared_of_multiprocessor: int
+    shared_of_block: int
+    copy_engine: bool = False  # bulk copies that report to a barrier
+    warpgroups: bool = False  # products of four warps (wgmma)
+    clusters: bool = False  # blocks that read one another's shared memory
+    int8_rate: float = 2.0
+    fp8_rate: float = 0.0
+    target: str = ""  # what kernels are compiled for, if not for the device itself
+
+    def says(self) -> str:
+        """What it means, in words."""
+        prefill = "wgmma" if self.warpgroups else "mma.sync"
+        has = [name for name, there in (("bulk copies", self.copy_engine), ("clusters", self.clusters)) if there]
+        rates = ", ".join(
+            f"{name} at {rate:g}x the rate of fp16" if rate else f"no {name} tensor cores"
+            for name, rate in (("int8", self.int8_rate), ("fp8", self.fp8_rate))
+        )
+        return (
+            f"{self.multiprocessors} multiprocessors, {self.shared_of_block >> 10} KB of shared memory a block, "
+            f"prefill with {prefill}, {' and '.join(has) if has else 'no bulk copies or clusters'}, {rates}"
+        )
+
+
+# Shared memory and instructions by compute capability; rates of data-centre cards. Of consumer cards fp16 products with
+# fp32 sums run at half the rate of others, so that both of the rates double.
+_BY_CAPABILITY: dict[tuple[int, int], dict[str, Any]] = {
+    (8, 0): {"shared_of_multiprocessor": 164 << 10, "shared_of_block": 163 << 10},
+    (8, 6): {**_SMALL, "int8_rate": 4.0},
+    (8, 7): {"shared_of_multiprocessor": 164 << 10, "shared_of_block": 163 << 10},
+    (8, 9): {**_SMALL, "int8_rate": 4.0, "fp8_rate": 2.0},
+    (9, 0): {**_LARGE, "copy_engine": True, "warpgroups": True, "clusters": True, "fp8_rate": 2.0},
+    (10, 0): {**_LARGE, "copy_engine": True, "clusters": True, "fp8_rate": 2.0},
+    (10, 3): {**_LARGE, "copy_engine": True, "clusters": True, "int8_rate": 0.06, "fp8_rate": 2.0},
+    (12, 0): {**_SMALL, "copy_engine": True, "clusters": True, "int8_rate": 4.0, "fp8_rate": 2.0},
+}
+# What AS_DEVICE may name. Kernels are compiled as for such a card where other GPUs run that, as newer ones do.
+NAMED = {"a100": (8, 0), "rtx4090": (8, 9), "rtx5090": (12, 0), "b300": (10, 3)}
+
+
+def record_of(capability: tuple[int, int], multiprocessors: int) -> Device:
+    """Of a compute capability; of one that is not in the table, that of the nearest older one."""
+    known = max((c for c in _BY_CAPABILITY if c <= capability), default=(8, 0))
+    return Device(multiprocessors, **_BY_CAPABILITY[known] | ({} if known == capability else {"warpgroups": False}))
+
+
+def held_to(device: Device, name: str, capability: tuple[int, int]) -> Device:
+    """A device of this capability with no more than what the named one has; multiprocessors stay its own."""
+    if name not in NAMED:
+        raise InputError(f"{AS_DEVICE}={name!r} is not a device that is known; known are {', '.join(sorted(NAMED))}")
+    named = record_of(NAMED[name], device.multiprocessors)
+    least = {f.name: min(getattr(device, f.name), getattr(named, f.name)) for f in fields(Device) if f.name != "target"}
+    major, minor = NAMED[name]
+    return replace(device, **least, target=f"compute_{major}{minor}" if (major, minor) < capability else "")
+
+
+def hold_to(name: str) -> None:
+    """Holds the GPUs of this process, and of those that it starts, to a record; before anything runs on them."""
+    held_to(record_of((12, 0), 1), name, (12, 0))  # refuses an unknown name
+    os.environ[AS_DEVICE] = name
+    device_of.cache_clear()
+
+
+@lru_cache(maxsize=64)
+def device_of(device: torch.device) -> Device:
+    """The record of a device, held to that of AS_DEVICE; of a CPU, where tests run kernels, a small Hopper's."""
+    if device.type != "cuda":
+        return record_of((9, 0), 2)
+    about: Any = torch.cuda.get_device_properties(device)
+    capability = (about.major, about.minor)
+    record = replace(
+        record_of(capability, about.multi_processor_count),
+        shared_of_multiprocessor=about.shared_memory_per_multiprocessor,
+        shared_of_block=about.shared_memory_per_block_optin,
+    )
+    name = os.environ.get(AS_DEVICE)
+    return held_to(record, name, capability) if name else record

@@ -1,0 +1,15 @@
+// Attention of many queries a sequence on unpacked keys and values (tiles.cuh), from sm_80 on: what attend.cu does, with products of
+// single warps and copies by all threads. A block has 64 CONSUMERS ROW_BLOCKS rows, a warp 16 of each block of 64.
+// Compile-time beside that of work.cuh: BLOCKS_PER_SM (that registers are to suffice for).
+#include "prefill/warp_products.cuh"
+#include "prefill/attend_rows.cuh"
+
+KERNEL(THREADS, BLOCKS_PER_SM) attend(GRID_CONSTANT PrefillArgs args) {
+  SHARED_OPERANDS(shared);
+  const int lane = thread_index() & 31, warpgroup = shfl(thread_index() / 128, 0);
+  const Rings rings = {shared + KEYS_AT, shared + VALUES_AT, 0, 0, 0, 0, 0, (const TileScale*)(shared + SCALES_AT)};
+  pdl_wait();
+  Work w;
+  if (find_work(args, lane, w)) attend_rows(args, w, rings, shared, warpgroup, lane);
+}
+HOST_TESTABLE(attend, PrefillArgs)

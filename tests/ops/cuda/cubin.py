@@ -1,0 +1,58 @@
+"""Registers, local and shared memory of the kernels of a cubin, from its ELF sections; needs no CUDA tools."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+_SYMTAB = 2  # type of a section
+_FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info: a symbol and its number
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of a kernel: registers a thread, bytes of local memory a thread (spills, arrays) and of static shared memory."""
+
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+
+
+def resources(code: bytes) -> dict[str, Resources]:
+    """By the name of the kernel."""
+    sections = list(_sections(code))
+    names = _symbols(sections)
+    about = b"".join(data for name, _, data in sections if name == ".nv.info")
+    frames, registers = ({names[x]: n for x, n in _attributes(about, which)} for which in (_FRAME_SIZE, _REGISTERS))
+    shared = {name.removeprefix(".nv.shared."): len(data) for name, _, data in sections}
+    kernels = [name.removeprefix(".text.") for name, _, _ in sections if name.startswith(".text.")]
+    return {kernel: Resources(registers[kernel], frames[kernel], shared.get(kernel, 0)) for kernel in kernels}
+
+
+def _sections(code: bytes):
+    """Names, types and bytes."""
+    assert code[:5] == b"\x7fELF\x02", "not a 64-bit ELF"
+    (start,) = struct.unpack_from("<Q", code, 0x28)
+    size, count, of_names = struct.unpack_from("<HHH", code, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", code, start + i * size) for i in range(count)]
+    at = headers[of_names][4]
+    for name, kind, _, _, offset, length, *_ in headers:
+        yield code[at + name : code.index(b"\0", at + name)].decode(), kind, code[offset : offset + length]
+
+
+def _symbols(sections) -> list[str]:
+    """Names of symbols, in order."""
+    strings = next(data for name, _, data in sections if name == ".strtab")
+    table = next(data for _, kind, data in sections if kind == _SYMTAB)
+    starts = [struct.unpack_from("<I", table, at)[0] for at in range(0, len(table), 24)]
+    return [strings[start : strings.index(b"\0", start)].decode() for start in starts]
+
+
+def _attributes(data: bytes, wanted: int):
+    """(symbol, value) of each such attribute."""
+    at = 0
+    while at + 4 <= len(data):
+        form, attribute, size = struct.unpack_from("<BBH", data, at)
+        if form == 4 and attribute == wanted:
+            yield struct.unpack_from("<II", data, at + 4)
+        at += 4 + (size if form == 4 else 0)
