@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from structs import declared, fields_of
 
+from slimkv.ops.attention.cuda import decode
 from slimkv.ops.cpu import structures
 from slimkv.ops.gather.cuda import launch as gather
 from slimkv.ops.latent.cuda import launch as latent
@@ -23,6 +24,7 @@ CUDA = {
     ("store/format.cuh", "StoreArgs"): store.StoreArgs,
     ("vectors/decode.cuh", "GatherSide"): gather.GatherSide,
     ("vectors/gather.cu", "GatherArgs"): gather.GatherArgs,
+    ("decode/shape.cuh", "DecodeArgs"): decode.Args,
     ("latent/args.cuh", "LatentArgs"): latent.Args,
 }
 

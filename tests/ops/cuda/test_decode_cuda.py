@@ -13,10 +13,19 @@ from test_attention import DECODE, EVERYTHING, MATRIX, check, check_rows, poison
 
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.attention import reference
-from slimkv.ops.attention.api import MAX_DECODE_QUERIES, checked_request
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest, checked_request
 from slimkv.ops.attention.cuda import decode as attend_cuda
 from slimkv.ops.attention.cuda.decode import KernelCall
-from slimkv.ops.attention.cuda.decode_config import DecodeConfig, config_for, reachable, shared_bytes
+from slimkv.ops.attention.cuda.decode_config import (
+    FEW_BYTES,
+    SHORT_BYTES,
+    UNBOUNDED,
+    DecodeConfig,
+    bound_of,
+    config_for,
+    reachable,
+    shared_bytes,
+)
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.cuda.device import Device
@@ -33,10 +42,15 @@ def launch(call: KernelCall) -> None:
     host.launch(library, call.name, grid=call.grid, threads=call.threads, shared=call.shared, args=call.args)
 
 
+def captured(request: AttendRequest) -> AttendRequest:
+    """As in a graph, whose bound on lengths is the model's: keys are split."""
+    return replace(request, max_seq_len=1 << 20)
+
+
 def run_emulated(case: Case, device=SMALL_GPU) -> tuple[Built, torch.Tensor, torch.Tensor]:
     built = build(case, CPU)
     out, lse = poisoned_out(case, built)
-    request = request_of(built, out, lse)
+    request = captured(request_of(built, out, lse))
     assert attend_cuda.supports(request) is None
     attend_cuda.attend_packed(request, device, launch)
     return built, out, lse
@@ -248,6 +262,58 @@ def test_the_table(format, dim, group, queries, config):
 
 
 @pytest.mark.parametrize(
+    ("dim", "group", "bound", "config"),
+    [
+        (128, 4, SHORT_BYTES, DecodeConfig(4, 64, 4, 2, 3, bulk=True)),
+        (128, 4, FEW_BYTES, DecodeConfig(4, 64, 4, 2, 3, bulk=True)),
+        (64, 8, FEW_BYTES, DecodeConfig(8, 32, 4, 2, 2)),
+        (64, 8, SHORT_BYTES, DecodeConfig(8, 64, 12, 2, bulk=True)),
+        (256, 4, FEW_BYTES, DecodeConfig(4, 32, 12, 2)),
+    ],
+)
+def test_the_table_for_short_sequences(dim, group, bound, config):
+    layout = PageLayout(CodecSpec.parse("k4v4", dim), 64)
+    assert config_for(H200, layout, group, 1, bound) == config
+    assert config in reachable(H200, layout, group, 1, 128)
+
+
+def test_only_many_short_sequences_have_a_bound():
+    layout = PageLayout(CodecSpec.parse("k4v4", 128), 64)
+    assert bound_of(H200, layout, 67, 11_000) == SHORT_BYTES
+    assert bound_of(H200, layout, 67, 400) == FEW_BYTES
+    assert bound_of(H200, layout, 67, 20_000) == bound_of(H200, layout, 66, 400) == UNBOUNDED
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("change", "launches"),
+    [
+        ({"window": 19}, 1),
+        ({"window": 19, "group": 8, "sinks": True}, 1),
+        ({"window": 19, "queries": (2, 1, 1, 1, 2, 1)}, 1),
+        ({"window": 19, "queries": (5, 1, 1, 1, 1, 1)}, 2),  # several chunks of a sequence
+        ({"lens": (300, 7, 0, 120, 33, 250)}, 1),
+        ({"lens": (4000, 7, 0, 120, 33, 250)}, 2),
+        ({"lens": (40, 7, 0, 120, 33, 250), "queries": (40, 1, 1, 1, 1, 1)}, 2),  # beside a prefill
+    ],
+    ids=str,
+)
+def test_a_block_with_all_keys_of_its_tile_leaves_nothing_to_merge(change, launches):
+    """A window bounds what is seen, whatever the lengths: also in a graph, which is captured for the longest."""
+    case = replace(TINY, **{"lens": (1300, 700, 0, 120, 33, 250), "queries": (1,) * 6, **change})
+    built, found = build(case, CPU), []
+    out, lse = poisoned_out(case, built)
+
+    def named(call):
+        found.append(call.name)
+        launch(call)
+
+    attend_cuda.attend_packed(request_of(built, out, lse), SMALL_GPU, named)
+    assert len(found) == launches
+    check_rows(built, out, lse, lambda count: count <= MAX_DECODE_QUERIES)
+
+
+@pytest.mark.parametrize(
     ("dim", "group", "rows"), [(128, 4, 16), (128, 12, 16), (80, 2, 16), (256, 4, 8), (256, 9, 16)]
 )
 def test_without_pairs_16_rows_at_a_time(dim, group, rows):
@@ -291,7 +357,7 @@ def test_of_many_items_only_what_is_cut_is_merged(dim, value_dim, name):
 
     built = build(case, CPU)
     out, lse = poisoned_out(case, built)
-    attend_cuda.attend_packed(request_of(built, out, lse), SMALL_GPU, named)
+    attend_cuda.attend_packed(captured(request_of(built, out, lse)), SMALL_GPU, named)
     assert names == ["attend", name]
     check_rows(built, out, lse, lambda count: True)
 
@@ -391,14 +457,14 @@ def test_results_do_not_depend_on_the_other_sequences():
         )
         alone = replace(built, batch=one, query=built.query[i : i + 1])
         out = torch.full_like(together[i : i + 1], torch.nan)
-        attend_cuda.attend_packed(request_of(alone, out, torch.empty(1, 4)), SMALL_GPU, launch)
+        attend_cuda.attend_packed(captured(request_of(alone, out, torch.empty(1, 4))), SMALL_GPU, launch)
         assert torch.allclose(out, together[i : i + 1], rtol=1e-5, atol=1e-6)
 
 
 def test_a_workspace_that_is_too_small_is_refused():
     built = build(TINY, CPU)
     out, lse = poisoned_out(TINY, built)
-    request = request_of(built, out, lse, torch.empty(1000, dtype=torch.uint8))
+    request = captured(request_of(built, out, lse, torch.empty(1000, dtype=torch.uint8)))
     with pytest.raises(InputError, match="workspace must be uint8 with at least"):
         attend_cuda.attend_packed(request, SMALL_GPU, launch)
 

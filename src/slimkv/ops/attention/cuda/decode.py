@@ -25,10 +25,12 @@ from slimkv.ops.attention.cuda.decode_config import (
     FEWEST_PAIR_ROWS,
     VERIFY,
     DecodeConfig,
+    bound_of,
     config_for,
     max_group,
     reachable,
     shared_bytes,
+    takes_whole_tiles,
     writes_whole_items,
 )
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
@@ -55,8 +57,8 @@ class Args(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "query", "pages", "table", "lengths", "starts", "key_signs", "value_signs", "key_levels", "value_levels",
-            "sinks", "score_shift", "out", "lse", "parts", "part_states",
+            "query", "pages", "block_table", "seq_lens", "cu_seqlens_q", "key_signs", "value_signs", "key_levels",
+            "value_levels", "sinks", "score_shift", "out", "lse", "parts", "part_states",
         )),
         *((name, ctypes.c_int64) for name in (
             "query_stride", "query_head_stride", "page_stride", "page_head_stride", "table_stride", "out_stride",
@@ -70,8 +72,8 @@ class Args(ctypes.Structure):
         ("key_core", _CoreWords),
         ("value_core", _CoreWords),
         *((name, ctypes.c_int32) for name in (
-            "sequences", "heads", "group", "most_queries", "causal", "window", "blocks", "merge_split", "merge_places",
-            "queries_of_chunk", "group_inverse", "sink_stride",
+            "num_seqs", "num_kv_heads", "group_size", "max_decode_queries", "causal", "sliding_window", "blocks",
+            "merge_split", "merge_places", "queries_of_chunk", "group_inverse", "sink_stride",
         )),
     )  # fmt: skip
 
@@ -176,7 +178,7 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
     args, kernels, needed = call.args, call.bound(_binder(device)), call.workspace_bytes
 
     def run(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
-        args.query, args.out, args.lengths = query.data_ptr(), out.data_ptr(), seq_lens.data_ptr()
+        args.query, args.out, args.seq_lens = query.data_ptr(), out.data_ptr(), seq_lens.data_ptr()
         workspace = torch.empty(needed, dtype=torch.uint8, device=device)
         call.use(workspace)
         for start in kernels:
@@ -188,7 +190,7 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
 def attend_packed(
     request: AttendRequest, device: Device, launch: Launcher, most_queries: int = MAX_DECODE_QUERIES
 ) -> None:
-    """The sequences of at most ``most_queries`` queries: one launch that attends and one that merges."""
+    """The sequences of at most ``most_queries`` queries: a launch attends and, if keys are split, another merges."""
     call, workspace = _prepare(request, device, most_queries), request.workspace
     if workspace is None:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=request.query.device)
@@ -234,6 +236,8 @@ class _Call:
         attend = KernelCall(
             config.source, "attend", plan.defines, self.grids[0], 32 * config.warps, plan.shared, self.args
         )
+        if not self.args.blocks:
+            return (attend,)
         merge = "merge_cuts" if self.cuts else "merge"
         return attend, KernelCall(
             config.source, merge, plan.defines, self.grids[1], 32 * _MERGE_WARPS, self.merge_shared, self.args
@@ -244,20 +248,24 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
     (total, heads, _), num_kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
+    # Rows of others, if there are more queries than that: a few places a sequence are looked at then, not every row.
+    rows, tiles, seen = min(total, sequences * most_queries), sequences * num_kv_heads, _seen_tokens(request)
     plan = _plan(
-        device, layout, group, _cut_for(request, most_queries), query.dtype, out.dtype,
-        options.sliding_window is not None, options.softcap > 0,
+        device, layout, group, _cut_for(request, most_queries), bound_of(device, layout, tiles, seen), query.dtype,
+        out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
         raise InputError(_lacking(layout, group))
     config = plan.config
-    # Rows of others, if there are more queries than that: a few places a sequence are looked at then, not every row.
-    rows = min(total, sequences * most_queries)
+    # One chunk of queries a sequence, and no prefill beside it.
+    whole = request.max_query_len <= min(most_queries, config.rows // group) and takes_whole_tiles(
+        device, layout, config, tiles, seen
+    )
     items = most_items(rows, sequences, num_kv_heads, group, config)
     blocks = device.multiprocessors * config.blocks_per_sm
-    slots = items + blocks  # every item has a part, and every block may begin another
+    slots = 0 if whole else items + blocks  # every item has a part, and every block may begin another
     # Few rows have many parts, and then two warps share them; a warp alone reads some at once.
-    split = total * heads <= 32 * device.multiprocessors and blocks // items > _PARTS_AT_ONCE
+    split = not whole and total * heads <= 32 * device.multiprocessors and blocks // items > _PARTS_AT_ONCE
     merge_split = 2 if split else 1
     cuts = items > blocks and writes_whole_items(layout)  # most items are whole in one block
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
@@ -269,8 +277,8 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args = Args.from_buffer_copy(plan.args)
     args.query, args.query_stride, args.query_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
     args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
-    args.table, args.table_stride = request.block_table.data_ptr(), request.block_table.stride(0)
-    args.lengths, args.starts = request.seq_lens.data_ptr(), request.cu_seqlens_q.data_ptr()
+    args.block_table, args.table_stride = request.block_table.data_ptr(), request.block_table.stride(0)
+    args.seq_lens, args.cu_seqlens_q = request.seq_lens.data_ptr(), request.cu_seqlens_q.data_ptr()
     args.key_signs, args.key_levels, args.key_norm = key.signs.data_ptr(), key.levels.data_ptr(), key.orthonormal
     args.value_signs, args.value_levels = value.signs.data_ptr(), value.levels.data_ptr()
     args.value_norm = value.orthonormal
@@ -280,15 +288,22 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.score_shift = None if shift is None else shift.data_ptr()
     args.lse = None if request.lse is None else request.lse.data_ptr()
     args.scale, args.softcap = request.softmax_scale * LOG2E, options.softcap * LOG2E
-    args.sequences, args.heads, args.group, args.blocks = sequences, num_kv_heads, group, blocks
-    args.most_queries, args.merge_places = most_queries, most_queries if rows < total else 0
-    args.causal, args.window, args.merge_split = options.causal, options.sliding_window or 0, merge_split
+    args.num_seqs, args.num_kv_heads, args.group_size = sequences, num_kv_heads, group
+    args.blocks, args.merge_split = 0 if whole else blocks, merge_split
+    args.max_decode_queries, args.merge_places = most_queries, most_queries if rows < total else 0
+    args.causal, args.sliding_window = options.causal, options.sliding_window or 0
     args.queries_of_chunk, args.group_inverse = config.rows // group, -(-(1 << 16) // group)
     part_bytes = 4 * slots * config.rows * value_dim
     return _Call(
-        plan, args, ((blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 4), cuts,
+        plan, args, ((tiles if whole else blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 4), cuts,
         part_bytes, 4 * slots * config.rows * (value_dim + 2), tuple(x for x in (sinks, shift) if x is not None),
     )  # fmt: skip
+
+
+def _seen_tokens(request: AttendRequest) -> int:
+    """Most tokens of a sequence that its queries see."""
+    window = request.options.sliding_window
+    return request.max_seq_len if window is None else min(request.max_seq_len, window + request.max_query_len)
 
 
 def _cut_for(request: AttendRequest, most_queries: int) -> int:
@@ -300,11 +315,11 @@ def _cut_for(request: AttendRequest, most_queries: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, q_dtype: torch.dtype, out_dtype: torch.dtype,
-    window: bool, softcap: bool,
+    device: Device, layout: PageLayout, group: int, queries: int, bound: int, q_dtype: torch.dtype,
+    out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
     """Of sequences of mostly ``queries``."""
-    config = config_for(device, layout, group, queries)
+    config = config_for(device, layout, group, queries, bound)
     if config is None:
         return None
     spec = layout.spec
@@ -378,7 +393,7 @@ def reachable_kernels(
     number, window, softcap = DTYPE_NUMBERS[dtype], options.sliding_window is not None, options.softcap > 0
     return [
         (config.source, kernel_defines(layout, config, number, number, window, softcap))
-        for config in reachable(device, layout, group, MAX_DECODE_QUERIES)
+        for config in reachable(device, layout, group, MAX_DECODE_QUERIES, options.sliding_window)
     ]
 
 

@@ -1,7 +1,8 @@
 """Configurations of the CUDA decode kernels: one table, and the first entry that fits a layer's pages and a device.
 
-A configuration depends on the layer, the query rows of a KV head and the device only. The device judges lengths of
-sequences and their number (source/decode/schedule.cuh): a captured graph and an eager call run the same kernel.
+A configuration depends on the layer, the query rows of a KV head, the device, and the bytes of a KV head that a query
+may see, as a sliding window or the caller bounds them. The device judges lengths of sequences and their number
+(source/decode/schedule.cuh): a captured graph and an eager call of one bound run the same kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from slimkv.ops.cuda.device import Device
 from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout
 
 DECODE, VERIFY = "decode/decode.cu", "decode/verify.cu"
+# Bytes of a KV head that a query may see: configurations are told apart by these bounds.
+FEW_BYTES, SHORT_BYTES, UNBOUNDED = 1 << 16, 3 << 19, 1 << 50
+# Blocks of KV that a warp takes after one another, up to which one block has all keys of a work tile and nothing is
+# left to merge: where there are work tiles for half the multiprocessors, and where other blocks would be idle.
+_WHOLE_ROUNDS, _WHOLE_ROUNDS_OF_FEW = 6, 2
 
 
 @dataclass(frozen=True)
@@ -38,13 +44,17 @@ class DecodeConfig:
 
 
 class _Entry(NamedTuple):
-    """A way to cut work. ``token_bytes``: not for tokens of more bytes, key and value together."""
+    """A way to cut work. ``token_bytes``: not for tokens of more bytes, key and value together.
+
+    ``seen_bytes``: not where a query may see more bytes of a KV head.
+    """
 
     block_tokens: int
     warps: int
     stages: int
     blocks_per_sm: int = 1
     token_bytes: int = 1 << 30
+    seen_bytes: int = UNBOUNDED
 
 
 _SMALLEST = (_Entry(64, 4, 2), _Entry(32, 4, 2, 2), _Entry(32, 4, 2), _Entry(16, 4, 2))
@@ -59,15 +69,17 @@ _PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
 _SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3))
 # By query rows of a block, levels (as bytes, from a look-up table, either) and head size, up to 128 or 256: from best
 # to smallest. With one stage, keys are copied while values are multiplied and the other way round.
+# Of many short sequences, blocks of four warps: one computes while another changes its sequence.
 _TABLE: dict[tuple[int, str, int], tuple[_Entry, ...]] = {
     (4, "bytes", 128): (
+        _Entry(64, 4, 2, 3, seen_bytes=SHORT_BYTES),
         *(_Entry(128, 12, 2, token_bytes=88), _Entry(128, 8, 2, token_bytes=88)),
         *(_Entry(64, 12, 2, token_bytes=128), *_BYTES),
     ),
     (4, "bytes", 256): (_Entry(64, 12, 2, token_bytes=132), *_BYTES),
     (4, "LUT", 128): (_Entry(64, 12, 2), _Entry(64, 12, 1), *_LUT),
     (4, "LUT", 256): (_Entry(64, 12, 2), *_LUT),
-    (8, "any", 128): (_Entry(64, 12, 2), *_WIDE),
+    (8, "any", 128): (_Entry(32, 4, 2, 2, seen_bytes=FEW_BYTES), _Entry(64, 12, 2), *_WIDE),
     (8, "any", 256): (_Entry(64, 12, 2), *_WIDE),
     (16, "any", 128): _WIDE,
     (16, "any", 256): _WIDE,
@@ -82,8 +94,18 @@ def max_group(layout: PageLayout) -> int:
     return FEWEST_PAIR_ROWS if _head_class(layout) == 128 else 16
 
 
+def bound_of(device: Device, layout: PageLayout, tiles: int, tokens: int) -> int:
+    """The bound that tells configurations apart, of ``tiles`` work tiles whose queries see up to ``tokens`` tokens."""
+    if 2 * tiles <= device.multiprocessors:
+        return UNBOUNDED
+    seen = tokens * layout.page_bytes // layout.block_size
+    return next(bound for bound in (FEW_BYTES, SHORT_BYTES, UNBOUNDED) if seen <= bound)
+
+
 @lru_cache(maxsize=1024)
-def config_for(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
+def config_for(
+    device: Device, layout: PageLayout, group: int, queries: int, bound: int = UNBOUNDED
+) -> DecodeConfig | None:
     """The first configuration that fits, for ``queries`` of a sequence and ``group`` query heads of a KV head."""
     # Of large heads 8 rows at a time, more often, take less time than 16, whose output fills the registers.
     most = 8 if _head_class(layout) == 256 and group <= 8 else 16
@@ -93,14 +115,26 @@ def config_for(device: Device, layout: PageLayout, group: int, queries: int) -> 
             return config
     rows = next(n for n in (4, 8, 16) if n >= min(most, group * queries))
     levels = "any" if rows > 4 else "LUT" if _is_looked_up(layout) else "bytes"
-    entries = _TABLE[rows, levels, _head_class(layout)]
+    entries = tuple(x for x in _TABLE[rows, levels, _head_class(layout)] if bound <= x.seen_bytes)
     return next(_fitting(device, layout, rows, entries, False), None)
 
 
-def reachable(device: Device, layout: PageLayout, group: int, max_queries: int) -> tuple[DecodeConfig, ...]:
-    """All configurations that ``config_for`` gives for up to ``max_queries`` queries of a sequence."""
-    configs = (config_for(device, layout, group, queries) for queries in range(1, max_queries + 1))
+def reachable(
+    device: Device, layout: PageLayout, group: int, max_queries: int, tokens: int | None = None
+) -> tuple[DecodeConfig, ...]:
+    """All configurations for up to ``max_queries`` queries of a sequence, which see up to ``tokens`` tokens."""
+    most = UNBOUNDED if tokens is None else bound_of(device, layout, device.multiprocessors, tokens + max_queries)
+    bounds = [bound for bound in (UNBOUNDED, SHORT_BYTES, FEW_BYTES) if bound <= most or bound == UNBOUNDED]
+    configs = (
+        config_for(device, layout, group, queries, bound) for bound in bounds for queries in range(1, max_queries + 1)
+    )
     return tuple(dict.fromkeys(config for config in configs if config is not None))
+
+
+def takes_whole_tiles(device: Device, layout: PageLayout, config: DecodeConfig, tiles: int, tokens: int) -> bool:
+    """Whether each of ``tiles`` work tiles of up to ``tokens`` tokens has a block of its own, in a single launch."""
+    rounds = _WHOLE_ROUNDS if 2 * tiles > device.multiprocessors else _WHOLE_ROUNDS_OF_FEW
+    return not config.pairs and writes_whole_items(layout) and tokens <= rounds * config.block_tokens * config.warps
 
 
 def shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
@@ -125,7 +159,7 @@ def _is_looked_up(layout: PageLayout) -> bool:
 def _fitting(
     device: Device, layout: PageLayout, rows: int, entries: tuple[_Entry, ...], pairs: bool
 ) -> Iterator[DecodeConfig]:
-    for tokens, warps, stages, blocks_per_sm, token_bytes in entries:
+    for tokens, warps, stages, blocks_per_sm, token_bytes, _ in entries:
         bulk = _is_in_pages(device, layout, tokens)
         config = DecodeConfig(rows, tokens, warps, stages, blocks_per_sm, pairs, bulk)
         shared = shared_bytes(layout, config)

@@ -13,18 +13,6 @@
 #pragma once
 #include "common/intrinsics.cuh"
 
-// Quotients of non-negative numbers. Code that a thread block runs once waits for its instructions, and n / d takes 22.
-DEVICE int small_quotient(int n, int d) {  // n < 2^20: 0.5 / d away from any integer
-  return (int)(((float)n + 0.5f) * rcp_approx((float)d));
-}
-DEVICE int quotient(int n, int d) {
-  const float inverse = rcp_approx((float)d);
-  int q = (int)((float)n * inverse);
-  q += (int)((float)(n - q * d) * inverse);  // at most one off now
-  const int left = n - q * d;
-  return q + (left >= d) - (left < 0);
-}
-
 // Every thread block takes `share` positions: one for a KV block and, before the first one of a work tile, TILE_COST.
 // Padded: every work tile has whole thread blocks, where that is nearly as even. A thread block that goes on to another
 // work tile waits for its queries and pages, and all others wait for that block.
@@ -56,8 +44,8 @@ DEVICE WorkPartition make_partition(WorkTotals sums, int blocks) {
   const WorkPartition even = {total, max_i32(MIN_SHARE, quotient(total + blocks - 1, blocks)), false};
   if (!PAD_TILES || sums.tiles == 0 || sums.tiles > blocks) return even;
   const int blocks_of_tile = small_quotient(blocks, sums.tiles);
-  const int padded = small_quotient(sums.longest + blocks_of_tile - 1, blocks_of_tile);
-  const int least = max_i32(1, quotient(sums.kv_blocks + blocks - 1, blocks));
+  const int padded = max_i32(MIN_SHARE, small_quotient(sums.longest + blocks_of_tile - 1, blocks_of_tile));
+  const int least = max_i32(MIN_SHARE, quotient(sums.kv_blocks + blocks - 1, blocks));
   return padded <= least + TILE_SWITCH_COST ? WorkPartition{sums.kv_blocks, padded, true} : even;
 }
 
@@ -85,6 +73,19 @@ template <class Args> DEVICE WorkOffset offset_of(const Args& args, int b, int b
 #pragma unroll
   for (int d = 16; d; d >>= 1) positions += shfl_xor(positions, d), tiles += shfl_xor(tiles, d);
   return {partition, positions, tiles};
+}
+
+// Numbers of the partial results of a work tile: `first` and those behind it. Every thread block that has some of its KV
+// blocks leaves one.
+struct Partials { int first, count; };
+template <class Args> DEVICE Partials partials_of(const Args& args, int b, int tile, int lane) {
+  const WorkOffset offset = offset_of(args, b, args.blocks, lane);
+  const WorkPartition& partition = offset.partition;
+  const int kv_blocks = sequence_at(args, b).kv_blocks;
+  const int from = offset.positions + tile * partition.positions(kv_blocks) + partition.lead();
+  const int first_block = quotient(from, partition.share);
+  return {offset.tiles + tile + first_block,
+          kv_blocks ? quotient(from + kv_blocks - 1, partition.share) + 1 - first_block : 0};
 }
 
 // KV blocks first .. last - 1 of a work tile.
@@ -138,6 +139,9 @@ DEVICE WorkRange first_range(const Args& args, int block, int blocks, int lane, 
     if (range.b + lane < args.num_seqs) s = sequence_at(args, range.b + lane);
   }
 }
+
+// Number of a range's partial result.
+DEVICE int part_of(const WorkRange& range) { return range.number + block_index(); }
 
 // Next work range. Precondition: one exists.
 template <class Args> DEVICE WorkRange next_range(const Args& args, const WorkRange& range, int left) {

@@ -30,9 +30,11 @@ struct WarpRing {
     loader.init(shared, warp, lane);
   }
   DEVICE_MEMBER u8* slot(int number) const { return loader.ring + number % STAGES * SLOT; }
-  DEVICE_MEMBER void look_up(const WorkRange& range, int step) { loader.look_up(min_i32(step, range.last - 1)); }
+  DEVICE_MEMBER void look_up(const DecodeRange& range, int step) {
+    if (range.last > 0) loader.look_up(min_i32(step, range.last - 1));  // a whole work tile may have no keys
+  }
   // The first steps of a range.
-  DEVICE_MEMBER void begin(const DecodeArgs& args, const WorkRange& range) {
+  DEVICE_MEMBER void begin(const DecodeArgs& args, const DecodeRange& range) {
     loader.open(args, range);
     look_up(range, range.first + warp);
     if constexpr (STAGES == 1) {
@@ -45,7 +47,7 @@ struct WarpRing {
     for (int i = 0; i < STAGES - 1; i++) copy(range, range.first + warp + i * WARPS);
   }
   // With several slots: a step to the next one.
-  DEVICE_MEMBER void copy(const WorkRange& range, int step) {
+  DEVICE_MEMBER void copy(const DecodeRange& range, int step) {
     loader.copy(step, filled % STAGES, step < range.last);
     filled++;
     look_up(range, step + WARPS);
@@ -53,7 +55,7 @@ struct WarpRing {
 };
 
 // One step: its scores, their probabilities, values times these.
-DEVICE void attend_step(const DecodeArgs& args, const WorkRange& range, int step, int taken, const u8* shared, WarpRing& ring,
+DEVICE void attend_step(const DecodeArgs& args, const DecodeRange& range, int step, int taken, const u8* shared, WarpRing& ring,
                         QueryOperands& queries, const ColumnState& columns, const LevelTables& tables, int lane, Accumulator& acc) {
   Loader& loader = ring.loader;
   loader.wait(taken % STAGES, true);
@@ -85,17 +87,17 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, t = lane & 3;
   pdl_wait();
-  int left;  // steps of this block
   WorkPartition partition;
-  WorkRange range = first_range(args, ThisBlock(), lane, partition, left);
-  if (left <= 0) return;
+  int left = 0;  // positions of this block
+  DecodeRange range(args, args.blocks ? first_range(args, block_index(), args.blocks, lane, partition, left) : whole_tile(args));
+  if (args.blocks ? left <= 0 : range.s.tiles == 0) return;
   const LevelTables tables = load_tables(args, shared, lane);
 
   // The queries travel at the same time as the first pages.
   WarpRing ring;
   ring.init(shared, warp, lane);
   WarpQueries query;
-  auto begin_loading = [&](const WorkRange& p) {
+  auto begin_loading = [&](const DecodeRange& p) {
 #pragma unroll
     for (int i = 0; i < QUERIES_OF_WARP; i++)
       if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
@@ -124,11 +126,11 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     ring.loader.wait_for_all();
 
     // The next range is loaded while this one is finished; slot 0 is kept free for its results.
-    left -= range.last - range.first + ITEM_COST;  // with what the next item takes
-    WorkRange next = range;
+    left -= range.last - range.first + TILE_COST;  // with what the next work tile takes
+    DecodeRange next = range;
     ring.filled = 1;
     if (left > 0) {
-      next = next_range(args, range, left);
+      next = DecodeRange(args, next_range(args, range, left));
       if (STAGES > 1) begin_loading(next);
     }
     combine_warps(args, range, columns, acc, shared, ring.loader.ring, warp, lane);

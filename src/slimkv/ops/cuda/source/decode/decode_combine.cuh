@@ -4,13 +4,13 @@
 #include "decode/states.cuh"
 
 // Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
-DEVICE void combine_warps(const DecodeArgs& args, const WorkRange& range, const ColumnState& columns, Accumulator& acc,
+DEVICE void combine_warps(const DecodeArgs& args, const DecodeRange& range, const ColumnState& columns, Accumulator& acc,
                           u8* shared, u8* ring, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   float* states = (float*)(shared + STATE_AT);
   leave_states(columns, acc, states, warp, lane);
   sync_threads();
-  const i64 part = (i64)range.item + block_index();
+  const i64 part = part_of(range);
   const bool whole = is_whole(args, range);
 #pragma unroll
   for (int n = 0; n < NG; n++) {

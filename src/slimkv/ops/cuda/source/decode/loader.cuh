@@ -30,7 +30,7 @@ struct Loader {
     }
   }
 
-  DEVICE_MEMBER void open(const DecodeArgs& args, const WorkRange& p) {
+  DEVICE_MEMBER void open(const DecodeArgs& args, const DecodeRange& p) {
     page_stride = args.page_stride;
     pages = args.pages + (i64)p.head * args.page_head_stride;
     table = args.block_table + (i64)p.b * args.table_stride;

@@ -9,20 +9,20 @@
 
 constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
 
-// The parts of a column of an item that are those of blocks `block`, `block + by`, ..., as far as `last`.
-DEVICE MergedState merge_parts(const DecodeArgs& args, int item, int column, int block, int last, int by, int lane) {
+// The parts of a column of a work tile from number `from` on, every `by`-th.
+DEVICE MergedState merge_parts(const DecodeArgs& args, const Partials& parts, int column, int from, int by, int lane) {
   MergedState merged;
   merged.clear();
-  for (; block <= last; block += PARTS_AT_ONCE * by) {
+  for (int i = from; i < parts.count; i += PARTS_AT_ONCE * by) {
     float m[PARTS_AT_ONCE], l[PARTS_AT_ONCE], v[PARTS_AT_ONCE][VN];
 #pragma unroll
     for (int j = 0; j < PARTS_AT_ONCE; j++) {
-      const bool real = block + j * by <= last;
-      const i64 part = (i64)(item + (real ? block + j * by : block)) * COLUMNS + column;
+      const bool real = i + j * by < parts.count;
+      const i64 part = (i64)(parts.first + (real ? i + j * by : i)) * COLUMNS + column;
       m[j] = real ? args.part_states[2 * part] : MINUS_INFINITY;
       l[j] = real ? args.part_states[2 * part + 1] : 0.0f;
 #pragma unroll
-      for (int i = 0; i < VN; i++) v[j][i] = real && lane + 32 * i < VD ? args.parts[part * VD + lane + 32 * i] : 0.0f;
+      for (int d = 0; d < VN; d++) v[j][d] = real && lane + 32 * d < VD ? args.parts[part * VD + lane + 32 * d] : 0.0f;
     }
     merged.add(m, l, v);
   }
@@ -39,18 +39,15 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   const int b = places ? block_index() / places : sequence_of(args, block_index());
   const Sequence s = sequence_at(args, b);
   const int query = places ? block_index() % places : block_index() - s.start, row = s.start + query;
-  if (s.chunks == 0 || query >= s.queries) return griddepcontrol_wait();  // another kernel's
-  const WorkOffset offset = offset_of(args, b, args.blocks, lane);
-  const WorkPartition partition = offset.partition;
+  if (s.tiles == 0 || query >= s.queries) return griddepcontrol_wait();  // another kernel's
   const int per_chunk = args.queries_of_chunk, chunk = small_quotient(query, per_chunk);
   const int column = (query - chunk * per_chunk) * args.group_size + in_group(args, head);
-  const int within = chunk * args.num_kv_heads + by_group(args, head), item = offset.items + within;
-  const int first = offset.positions + within * partition.positions(s.steps) + partition.lead(), first_block = quotient(first, partition.share);
-  const int last_block = s.steps && head < query_heads ? quotient(first + s.steps - 1, partition.share) : first_block - 1;
+  Partials parts = partials_of(args, b, chunk * args.num_kv_heads + by_group(args, head), lane);
+  if (head >= query_heads) parts.count = 0;
   griddepcontrol_wait();
-  if (WHOLE_ITEMS && split == 1 && first_block == last_block) return;
+  if (WHOLE_ITEMS && split == 1 && parts.count == 1) return;
 
-  MergedState merged = merge_parts(args, item, column, first_block + warp % split, last_block, split, lane);
+  MergedState merged = merge_parts(args, parts, column, warp % split, split, lane);
   float* mine = (float*)shared + warp * (VD + 4);
   if (split > 1) {
     if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.row_sum;
@@ -80,23 +77,23 @@ KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   const int of_chunk = by_group(args, column), of_group = in_group(args, column);
   WorkPartition partition;
   int left;
-  const WorkRange range = first_range(args, BlockOf{cut, args.blocks}, lane, partition, left);
+  const DecodeRange range(args, first_range(args, cut, args.blocks, lane, partition, left));
   const int query = range.chunk * per_chunk + of_chunk;
   const bool here = left > 0 && range.first > 0 && range.first <= partition.share && of_chunk < per_chunk && query < range.s.queries;
-  const int last_block = cut + (range.s.steps - range.first - 1) / partition.share;
+  const Partials parts = {range.number + cut - 1, 2 + (range.s.kv_blocks - range.first - 1) / partition.share};
   float* scratch = (float*)shared + warp * VD;
   MergedState none;
   none.clear();
   for (int b = block_index(); b < args.num_seqs; b += block_count()) {
     const Sequence s = sequence_at(args, b);
-    if (s.steps || s.chunks == 0) continue;
+    if (s.kv_blocks || s.tiles == 0) continue;
     for (int i = of_chunk; i < s.queries && of_chunk < per_chunk; i += per_chunk)
       for (int head = of_group; head < args.num_kv_heads * args.group_size; head += args.group_size)
         write_row(args, s.start + i, head, none.highest, none.row_sum, none.x, scratch, lane);
   }
   griddepcontrol_wait();
   if (!here) return;
-  const MergedState merged = merge_parts(args, range.item, column, cut - 1, last_block, 1, lane);
+  const MergedState merged = merge_parts(args, parts, column, 0, 1, lane);
   write_row(args, range.s.start + query, range.head * args.group_size + of_group, merged.highest, merged.row_sum, merged.x, scratch, lane);
 }
 HOST_TESTABLE(merge_cuts, DecodeArgs)

@@ -9,8 +9,8 @@ constexpr int WRITERS = OUTPUT_TAKES_SCRATCH && OUTPUT_SCRATCH_ROWS < WARPS ? OU
 constexpr bool WHOLE_ITEMS = !OUTPUT_TAKES_SCRATCH || VD <= 2 * KD;
 static_assert(!WHOLE_ITEMS || WRITERS > 0, "queries are two bytes a number, of four columns");
 DEVICE float* scratch_of_writer(u8* shared, int warp) { return (float*)(shared + OUTPUT_SCRATCH_AT) + warp * VD; }
-DEVICE bool is_whole(const DecodeArgs& args, const WorkRange& range) {
-  return WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.steps;
+DEVICE bool is_whole(const DecodeArgs& args, const DecodeRange& range) {
+  return WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.kv_blocks;
 }
 
 // Parts of a row, some at a time.

@@ -6,7 +6,7 @@
 constexpr int QN = (KD + 31) / 32;
 
 // The query of column c of a range: dimension lane + 32 i. A negative scale of scores is a negative query.
-DEVICE void load_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], int lane) {
+DEVICE void load_query(const DecodeArgs& args, const DecodeRange& range, int c, float (&y)[QN], int lane) {
   const int query = range.chunk * args.queries_of_chunk + by_group(args, c), head = range.head * args.group_size + in_group(args, c);
   const bool valid = c < args.queries_of_chunk * args.group_size && query < range.s.queries;
   const i64 at = (i64)(range.s.start + query) * args.query_stride + (i64)head * args.query_head_stride;
@@ -64,7 +64,7 @@ DEVICE i32 write_bytes(float x, u8* to) {
 // One warp: leaves the rotated query of column c in `operands` in their order, and the rest in `shared`. All coordinates are divided by
 // `row_max`: the column's own or, in pairs, the largest of all. Columns that are smaller than others by many powers of two then lose
 // no more than their scores can show.
-DEVICE void write_query(const DecodeArgs& args, const WorkRange& range, int c, const float (&y)[QN], float row_max, bool finite, u8* shared, u8* operands, int lane) {
+DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c, const float (&y)[QN], float row_max, bool finite, u8* shared, u8* operands, int lane) {
   const float largest = K_BYTES ? 16256.0f : VERIFY ? 32768.0f : 1.0f;  // 127 * 128: what two signed bytes hold
   const float up = row_max > 1e-30f && finite ? largest / row_max : 0.0f;
   const int row = c / GROUP * 8 + (WIDE ? c % GROUP : 2 * (c % GROUP));
@@ -97,7 +97,7 @@ DEVICE void write_query(const DecodeArgs& args, const WorkRange& range, int c, c
   }
 }
 
-DEVICE void prepare_query(const DecodeArgs& args, const WorkRange& range, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
+DEVICE void prepare_query(const DecodeArgs& args, const DecodeRange& range, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
   const float row_max = rotate_query(args, y, scratch, lane);
   write_query(args, range, c, y, row_max, row_max < as_float(0x7F800000u), shared, operands, lane);
 }

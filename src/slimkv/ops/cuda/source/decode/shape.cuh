@@ -102,7 +102,9 @@ struct DecodeArgs {
   Table key_table, value_table;  // their signs are unused
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
   u32 key_core[32], value_core[32];  // columns of the keys' core, rows of the values', likewise
-  i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window, blocks, merge_split;
+  i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
+  i32 blocks;        // of `attend`; 0: one for each KV head of every sequence, and nothing to merge
+  i32 merge_split;   // warps of `merge` that share the parts of a row
   i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
   i32 queries_of_chunk;  // that are attended together: COLUMNS / group_size
   i32 group_inverse;     // 2^16 / group_size, rounded up

@@ -12,7 +12,7 @@ constexpr int KEY_REGISTERS = NG == 5 ? 144 : 136;  // of the 256 that a thread 
 // Queries of a range that are in the lanes' registers, to operands with one unit. In between they are in shared memory, so that one piece of
 // code does for all: it is met for the first time, and comes from far away.
 template <int QUERIES>
-DEVICE void prepare_queries(const DecodeArgs& args, const WorkRange& range, const float (&query)[QUERIES][QN], u8* shared, int warp, int lane) {
+DEVICE void prepare_queries(const DecodeArgs& args, const DecodeRange& range, const float (&query)[QUERIES][QN], u8* shared, int warp, int lane) {
   const float infinity = as_float(0x7F800000u);
   float* scratch = (float*)(shared + PROBABILITIES_AT) + warp * KD;
   constexpr bool STAGED = COLUMNS > 32 && 4 * KD * (WARPS + COLUMNS) <= RINGS_AT - PROBABILITIES_AT;
@@ -78,7 +78,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   pdl_wait();
   int left;
   WorkPartition partition;
-  WorkRange range = first_range(args, ThisBlock(), lane, partition, left);
+  DecodeRange range(args, first_range(args, block_index(), args.blocks, lane, partition, left));
   if (left <= 0) return;
   const PairWarp own = {worker / TEAM, worker % TEAM};
   const PairMemory memory(shared, own.pair, lane, false);
@@ -86,7 +86,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   if (loads) loader.init(shared, memory, own.pair, lane);
   constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
-  auto begin_loading = [&](const WorkRange& p) {
+  auto begin_loading = [&](const DecodeRange& p) {
 #pragma unroll
     for (int i = 0; i < QUERIES; i++) load_query(args, p, warp + i * WARPS, query[i], lane);
     if (loads) loader.open(args, p, own.pair);
@@ -123,10 +123,10 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       sync_threads();
       setmaxnreg_dec<128>();
     }
-    left -= range.last - range.first + ITEM_COST;  // with what the next item takes
-    WorkRange next = range;
+    left -= range.last - range.first + TILE_COST;  // with what the next work tile takes
+    DecodeRange next = range;
     if (left > 0) {
-      next = next_range(args, range, left);
+      next = DecodeRange(args, next_range(args, range, left));
       begin_loading(next);
     }
     sync_threads();

@@ -13,7 +13,7 @@ DEVICE void end_publishing(const PairMemory& memory, const PairWarp& warp, int l
 }
 
 // Scores and probabilities of the pair's steps of a range.
-DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const PairWarp& warp,
+DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory, const PairWarp& warp,
                         const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, RunningSoftmax& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member), field_offset = fields_of(warp.member) - FIELDS_AT;
   // Fields of all own tiles, a word of each lane; what is kept for the loop must not be computed again in it.
@@ -64,7 +64,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const WorkRange& range, u8* shar
 }
 
 // The same of so many columns that scores of one tile at a time are all that registers hold, and the reference is in shared memory.
-DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const WorkRange& range, u8* shared, const PairMemory& memory, const PairWarp& warp,
+DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory, const PairWarp& warp,
                                  const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, RunningSoftmax& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member), field_offset = fields_of(warp.member) - FIELDS_AT;
   constexpr int WORDS = 8 * OWN_TILES * FIELDS;

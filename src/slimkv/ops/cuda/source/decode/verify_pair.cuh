@@ -49,7 +49,7 @@ struct PairLoader {
     filled++, next += RINGS;
     loader.look_up(min_i32(next, last - 1));
   }
-  DEVICE_MEMBER void open(const DecodeArgs& args, const WorkRange& range, int pair) {
+  DEVICE_MEMBER void open(const DecodeArgs& args, const DecodeRange& range, int pair) {
     next = range.first + pair, last = range.last;
     if (next >= last) return;
     loader.open(args, range);

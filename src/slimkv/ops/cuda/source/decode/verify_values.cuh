@@ -22,7 +22,7 @@ struct PairOutput {
 };
 
 // This warp's part of the values of the pair's steps.
-DEVICE void attend_values(const WorkRange& range, const PairMemory& memory, const PairWarp& warp, const LevelTables& tables, int lane,
+DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, const PairWarp& warp, const LevelTables& tables, int lane,
                           PairLoader& loader, u32& taken, PairOutput& acc) {
   const int t = lane & 3;
   constexpr int WANTED = (NG > 4 ? 2 : 4) / OUT_SLICES, AT_ONCE = WANTED < 1 ? 1 : WANTED > NT ? NT : WANTED;  // tiles; so many products, for registers
@@ -111,9 +111,9 @@ DEVICE void leave_results(const PairOutput& acc, const PairWarp& warp, u8* share
 }
 
 // Rows of the range, a warp for each: the output of an item of which the block has had all keys, else a part of the workspace.
-DEVICE void write_rows(const DecodeArgs& args, const WorkRange& range, u8* shared, int warp, int lane) {
+DEVICE void write_rows(const DecodeArgs& args, const DecodeRange& range, u8* shared, int warp, int lane) {
   const float *states = (const float*)(shared + STATE_AT), *results = (const float*)(shared + QUERY_AT);
-  const i64 part = (i64)range.item + block_index();
+  const i64 part = part_of(range);
   for (int column = warp; column < COLUMNS; column += WARPS) {
     const int per_chunk = args.queries_of_chunk, query = range.chunk * per_chunk + by_group(args, column);
     if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;

@@ -23,7 +23,7 @@ constexpr bool TOKEN_UNITS = VERIFY && !SOFTCAP && K_KIND != UNIFORM;
 constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // What is added to the scores of a column before the cap, times log2(e).
-DEVICE float score_shift(const DecodeArgs& args, const WorkRange& range, int column) {
+DEVICE float score_shift(const DecodeArgs& args, const DecodeRange& range, int column) {
   const int query = range.chunk * args.queries_of_chunk + by_group(args, column), head = range.head * args.group_size + in_group(args, column);
   const bool valid = column < args.queries_of_chunk * args.group_size && query < range.s.queries;
   if (!valid || !args.score_shift) return 0.0f;
@@ -37,7 +37,7 @@ struct ColumnState {
 
   DEVICE_MEMBER float unit_of(int c) const { return unit[VERIFY ? 0 : c]; }
 
-  DEVICE_MEMBER void load(const DecodeArgs& args, const WorkRange& range, const u8* shared, int t) {
+  DEVICE_MEMBER void load(const DecodeArgs& args, const DecodeRange& range, const u8* shared, int t) {
     const int first_query = range.chunk * args.queries_of_chunk;
 #pragma unroll
     for (int c = 0; c < C; c++) {

@@ -31,18 +31,6 @@ struct PartialRow {
   }
 };
 
-// Numbers of the partial results of a work tile: `first` and those behind it.
-struct Partials { int first, count; };
-DEVICE Partials partials_of(const LatentArgs& args, int sequence, int tile, int lane) {
-  const WorkOffset offset = offset_of(args, sequence, args.blocks, lane);
-  const WorkPartition& partition = offset.partition;
-  const int kv_blocks = sequence_at(args, sequence).kv_blocks;
-  const int from = offset.positions + tile * partition.positions(kv_blocks) + partition.lead();
-  const int first_block = quotient(from, partition.share);
-  return {offset.tiles + tile + first_block,
-          kv_blocks ? quotient(from + kv_blocks - 1, partition.share) + 1 - first_block : 0};
-}
-
 // What makes a partial result relative to `highest`; one without a maximum is empty, or not a number.
 DEVICE float factor_of(u32 row_max, float highest) {
   return as_float(row_max) == MINUS_INFINITY ? 1.0f : exp2_approx(as_float(row_max) - highest);

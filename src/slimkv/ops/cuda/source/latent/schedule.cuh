@@ -64,5 +64,3 @@ DEVICE WorkRange broadcast(const WorkRange& range) {
   return {shfl(range.b, 0), shfl(range.tile, 0), shfl(range.number, 0), shfl(range.first, 0), shfl(range.last, 0),
           from_lane(range.s, 0)};
 }
-// Number of a range's partial result.
-DEVICE int part_of(const WorkRange& range) { return range.number + block_index(); }
