@@ -122,8 +122,8 @@ def read_offset(path: Path, num_kv_heads: int, dim: int) -> Tensor | None:
     except (SlimKVError, KeyError):
         path.unlink(missing_ok=True)  # ours, and damaged or of another version: it is learnt again
         return None
-    fits = found.shape == (num_kv_heads, dim) and found.dtype == OFFSET_DTYPE and bool(found.isfinite().all())
-    return found if fits else None
+    fits = found.shape == (num_kv_heads, dim) and bool(found.isfinite().all())
+    return found.to(OFFSET_DTYPE) if fits else None
 
 
 def write_offset(path: Path, offset: Tensor) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 from slimkv.errors import InputError
 
 TOLERANCE = 0.02  # squared error, relative to the queries, up to which they count as turned
-# Better than one of 4,096 at every position, on SmolLM2 to 8K and on Qwen2.5 to 16K (docs/design/centring.md).
-CONTEXTS = (2048, 8192)
+# A vector for short contexts and long ones (docs/design/centring.md).
+CONTEXTS = (1024, 8192)
 _SURPRISE = 0.03  # how far angles over a long shift may be from what shorter ones say: a mean of 1 - cos
 _STILL = 1e-4  # squared change, relative to the queries, below which a position does nothing
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slimkv.errors import InputError
 
-DAMPING = 0.3
+DAMPING = 0.2
 WEIGHT_STEPS = 64.0  # of a rounding matrix's entry, per 1.0
 LARGEST_BYTE = 127
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from slimkv.cache import PagedPool
 from slimkv.calibration import Calibration
 from slimkv.calibration.guard import Guard
-from slimkv.codec.key_offset import offset_of_keys, wants_offset
+from slimkv.codec.key_offset import OFFSET_DTYPE, offset_of_keys, wants_offset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import is_latent_format
@@ -133,7 +133,7 @@ class PackedLayer(CacheLayerMixin):
                 f"{self.pool.codec.spec.key_dim} dimensions"
             )
         with lasting():
-            return None if known is None else known.to(self.device, torch.float32).contiguous()
+            return None if known is None else known.to(self.device, OFFSET_DTYPE).contiguous()
 
     def _check_kind(self, key_states: Tensor) -> None:
         """Raises where a format of latents meets K and V of several heads."""
