@@ -16,10 +16,10 @@ READY := $(VENV)/.ready
 SUITE_READY := $(VENV)/.suite
 endif
 
-.PHONY: demo docs test test-slow test-install test-suite test-vllm test-vllm-extended test-sglang test-sglang-extended engines lint format clean setup help
+.PHONY: demo docs test test-all test-slow test-install test-suite test-vllm test-vllm-extended test-sglang test-sglang-extended engines lint format clean setup help
 
 help:
-	@echo "make demo | test | docs | test-slow | test-install | test-suite | test-vllm | test-vllm-extended | test-sglang | test-sglang-extended | lint | format | clean      (PYTHON=... uses your own environment)"
+	@echo "make demo | test | docs | test-all | test-slow | test-install | test-suite | test-vllm | test-vllm-extended | test-sglang | test-sglang-extended | lint | format | clean      (PYTHON=... uses your own environment)"
 
 setup: $(READY)
 
@@ -36,6 +36,10 @@ demo: $(READY)
 	$(PY) -m slimkv demo --output $(OUT)
 
 test: $(READY)
+	$(PY) -m pytest -m "not slow and not tail" $(PYTEST_ARGS)
+
+# The same with all variants.
+test-all: $(READY)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(READY)

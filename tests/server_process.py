@@ -35,7 +35,7 @@ def running(
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    for _ in range(1200):
+    for _ in range(3600):
         if process.poll() is not None:
             break
         try:

@@ -176,11 +176,15 @@ def test_machine_code_is_written_by_several_processes_at_once(tmp_path):
     assert sorted(os.listdir(tmp_path / "cuda")) == ["0.cubin", "1.cubin", "2.cubin"]
 
 
-def test_machine_code_of_others_is_not_loaded(tmp_path, caplog):
+def test_machine_code_of_others_or_cut_off_is_not_loaded(tmp_path, caplog):
     paths.warn_unsafe.cache_clear()
     folder = tmp_path / "cuda"
     cuda._write_cached(folder / "a.cubin", b"code")
     assert cuda._read_cached(folder / "a.cubin") == b"code"
+    whole = (folder / "a.cubin").read_bytes()
+    (folder / "a.cubin").write_bytes(whole[:-1])
+    assert cuda._read_cached(folder / "a.cubin") is None, "a file that was cut off is noticed, not used"
+    (folder / "a.cubin").write_bytes(whole)
     folder.chmod(0o777)
     assert cuda._read_cached(folder / "a.cubin") is None
     with caplog.at_level(logging.WARNING, "slimkv"):

@@ -13,6 +13,7 @@ from typing import Any
 from prompts import EngineError, model_folder, piece, sharing
 
 HERE = Path(__file__).parent
+LIMIT_SECONDS = 1800  # for one engine, on a machine that does other work
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -65,7 +66,7 @@ def _scenario(request_fields: dict[str, Any], extra: dict[str, str]) -> Any:
         request.write_text(json.dumps(request_fields))
         done = subprocess.run(
             [sys.executable, str(HERE / "scenario.py"), str(request), str(result)],
-            env=environment(**extra), capture_output=True, text=True, timeout=600, check=False,
+            env=environment(**extra), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
         )  # fmt: skip
         if done.returncode:
             raise EngineError(done.stdout + done.stderr)

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
 import openai
-from engines import engine, run_engine, slimkv
+from engines import LIMIT_SECONDS, engine, run_engine, slimkv
 from prompts import ragged, run
 from servers import serving
 
@@ -24,7 +24,7 @@ def test_two_engines_give_what_one_gives(tmp_path):
     config = json.dumps(slimkv("k4v4")["additional_config"])
     options = ["--block-size", "32", "--max-num-batched-tokens", "96", "--data-parallel-size", "2"]
     with serving(tmp_path, "--additional-config", config, *options) as (address, log):
-        client = openai.OpenAI(base_url=address, api_key="none", timeout=600)
+        client = openai.OpenAI(base_url=address, api_key="none", timeout=LIMIT_SECONDS)
 
         def ask(prompt):
             answer = client.completions.create(

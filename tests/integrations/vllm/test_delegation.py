@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import environment, slimkv
+from engines import LIMIT_SECONDS, environment, slimkv
 from prompts import model_folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -37,7 +37,8 @@ def embed(folder, **how):
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(arguments)],
-        env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"), capture_output=True, text=True, timeout=300, check=False,
+        env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"), capture_output=True, text=True,
+        timeout=LIMIT_SECONDS, check=False,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout + done.stderr

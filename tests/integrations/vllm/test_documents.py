@@ -14,7 +14,7 @@ pytest.importorskip("openai")
 
 import openai
 import torch
-from engines import ENVIRONMENT, environment
+from engines import ENVIRONMENT, LIMIT_SECONDS, environment
 from observed import check_a_calibration_is_made
 from prompts import model_folder
 from servers import serving
@@ -50,7 +50,9 @@ def test_slimkv_commands_run(command):
     words = shlex.split(command.replace("MODEL", str(models.folder(models.DEFAULT))))
     if words[1] == "serve":
         words[2:2] = ["--dry-run"]
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert words[1] != "serve" or "--attention-backend CUSTOM" in done.stdout
 
@@ -72,7 +74,7 @@ def test_servers_answer(command, calibration, tmp_path):
     words = shlex.split(command.replace("model.safetensors", calibration))
     assert words[2] == "MODEL"
     with serving(tmp_path, *words[3:]) as (address, _):
-        client = openai.OpenAI(base_url=address, api_key="none", timeout=300)
+        client = openai.OpenAI(base_url=address, api_key="none", timeout=LIMIT_SECONDS)
         answer = client.completions.create(
             model="smollm2", prompt="The capital of France is", max_tokens=4, temperature=0
         )
@@ -82,7 +84,7 @@ def test_servers_answer(command, calibration, tmp_path):
 @pytest.mark.parametrize("command", CALIBRATED)
 def test_calibrations_are_made(command, tmp_path):
     on_cpu = {"dtype": "float32", "block_size": 32}
-    check_a_calibration_is_made(command, on_cpu, tmp_path / "made.safetensors", environment(), 600)
+    check_a_calibration_is_made(command, on_cpu, tmp_path / "made.safetensors", environment(), LIMIT_SECONDS)
 
 
 @pytest.mark.parametrize("command", MEASURED)
@@ -92,7 +94,7 @@ def test_the_suite_runs(command, tmp_path):
     small = ["--parts", "memory,tasks", "--format", "k4v4", "--lengths", "192", "--contexts", "1", "--questions", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "slimkv", *words[1:], *small, "--device", "cpu", "--output", str(tmp_path / "out")],
-        env=environment(), capture_output=True, text=True, timeout=600, check=False,
+        env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert (tmp_path / "out" / "report.html").is_file()
@@ -104,7 +106,7 @@ def test_soaks_pass(command, tmp_path):
     words = [*shlex.split(command)[1:], *small.split(), "--request-seconds", "600"]
     done = subprocess.run(
         [sys.executable, "-m", "slimkv", *words], env=environment(), cwd=tmp_path, capture_output=True, text=True,
-        timeout=1200, check=False,
+        timeout=LIMIT_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (tmp_path / "soak.json").is_file()
@@ -119,7 +121,7 @@ def test_python_runs(page, snippet, tmp_path):
     script = tmp_path / "snippet.py"
     script.write_text(f"if __name__ == '__main__':\n{body}    print(llm.generate('Hello')[0].outputs[0].text)\n")
     done = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=600,
-        check=False,
+        [sys.executable, str(script)], env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True,
+        timeout=LIMIT_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from engines import environment, run_engine, slimkv
+from engines import LIMIT_SECONDS, environment, run_engine, slimkv
 from observed import check_it_is_what_transformers_finds, write_llama
 
 from slimkv.calibration import Calibration
@@ -41,7 +41,7 @@ def observe(folder: str, target: Path, ranks: int) -> Calibration:
     done = subprocess.run(
         [sys.executable, str(script), folder, str(target), str(ranks)],
         env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1" if ranks > 1 else "0"), capture_output=True, text=True,
-        timeout=600, check=False,
+        timeout=LIMIT_SECONDS, check=False,
     )  # fmt: skip
     assert not done.returncode, done.stdout + done.stderr
     return Calibration.load(target)

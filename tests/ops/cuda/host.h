@@ -11,7 +11,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#ifndef __x86_64__
+// Words that slimkv_host_switch keeps on a stack, and which of them is the address it returns to.
+#if defined(__x86_64__)
+#define HOST_SWITCH_WORDS 8
+#define HOST_SWITCH_RETURN 6
+#elif defined(__aarch64__)
+#define HOST_SWITCH_WORDS 20
+#define HOST_SWITCH_RETURN 11
+#else
 #include <ucontext.h>
 #endif
 
@@ -66,7 +73,7 @@ struct Thread {
   int groups;         // committed groups of asynchronous copies
   bool waited;        // for the grid before
   List<Copy> copies;
-#ifdef __x86_64__
+#ifdef HOST_SWITCH_WORDS
   void* stack_pointer;
 #else
   ucontext_t context;
@@ -85,7 +92,7 @@ struct Machine {
   const void* args = nullptr;
   bool failed = false;
   char error[512] = "";
-#ifdef __x86_64__
+#ifdef HOST_SWITCH_WORDS
   void* scheduler = nullptr;
 #else
   ucontext_t scheduler;
@@ -107,7 +114,9 @@ static int refuse(const char* format, ...) {
 }
 extern "C" const char* host_error() { return machine.error; }
 
-#ifdef __x86_64__
+// Switches stacks: what a called function must keep is pushed and popped. swapcontext() would ask the kernel for the
+// signal mask each time, which takes longer than all the rest.
+#if defined(__x86_64__)
 asm(R"(
 .text
 .p2align 4
@@ -130,6 +139,40 @@ slimkv_host_switch:
   ret
 .size slimkv_host_switch, .-slimkv_host_switch
 )");
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.p2align 4
+.type slimkv_host_switch, %function
+slimkv_host_switch:
+  stp x19, x20, [sp, -160]!
+  stp x21, x22, [sp, 16]
+  stp x23, x24, [sp, 32]
+  stp x25, x26, [sp, 48]
+  stp x27, x28, [sp, 64]
+  stp x29, x30, [sp, 80]
+  stp d8, d9, [sp, 96]
+  stp d10, d11, [sp, 112]
+  stp d12, d13, [sp, 128]
+  stp d14, d15, [sp, 144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x21, x22, [sp, 16]
+  ldp x23, x24, [sp, 32]
+  ldp x25, x26, [sp, 48]
+  ldp x27, x28, [sp, 64]
+  ldp x29, x30, [sp, 80]
+  ldp d8, d9, [sp, 96]
+  ldp d10, d11, [sp, 112]
+  ldp d12, d13, [sp, 128]
+  ldp d14, d15, [sp, 144]
+  ldp x19, x20, [sp], 160
+  ret
+.size slimkv_host_switch, .-slimkv_host_switch
+)");
+#endif
+#ifdef HOST_SWITCH_WORDS
 extern "C" void slimkv_host_switch(void** save, void* load);
 static void to_scheduler() { slimkv_host_switch(&machine.threads[machine.current].stack_pointer, machine.scheduler); }
 static void to_thread(int i) { choose(i); slimkv_host_switch(&machine.scheduler, machine.threads[i].stack_pointer); }
@@ -167,11 +210,10 @@ static void start(int i) {
   t.copies.count = 0;
   u8* stack = stacks + (size_t)i * STACK_BYTES;
   memcpy(stack, &STACK_MARK, 8);
-#ifdef __x86_64__
-  void** top = reinterpret_cast<void**>(stack + STACK_BYTES);
-  *--top = nullptr;  // a return address never used, which leaves the stack aligned as at a call
-  *--top = reinterpret_cast<void*>(thread_main);
-  for (int r = 0; r < 6; r++) *--top = nullptr;
+#ifdef HOST_SWITCH_WORDS
+  void** top = reinterpret_cast<void**>(stack + STACK_BYTES) - HOST_SWITCH_WORDS;
+  memset(top, 0, HOST_SWITCH_WORDS * sizeof(void*));
+  top[HOST_SWITCH_RETURN] = reinterpret_cast<void*>(thread_main);
   t.stack_pointer = top;
 #else
   getcontext(&t.context);

