@@ -3,53 +3,56 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import pytest
-from structs import declared, fields_of
 
-from slimkv.ops.attention.cuda import decode
 from slimkv.ops.cpu import structures
-from slimkv.ops.gather.cuda import launch as gather
+from slimkv.ops.cpu.module import build_failure, library
+from slimkv.ops.gather.cuda.launch import GatherArgs
 from slimkv.ops.latent.cuda import launch as latent
-from slimkv.ops.store.cuda import args as store
-
-OPS = Path(structures.__file__).parents[1]
-CPU = OPS / "cpu" / "source" / "types.h"
-CPU_NAMES = (
-    "Plane", "Piece", "Side", "Layout", "Pages", "Vectors", "Fault", "StoreCall", "GatherCall", "AttendCall",
-)  # fmt: skip
-CUDA = {
-    ("store/format.cuh", "SideArgs"): store.SideArgs,
-    ("store/format.cuh", "StoreArgs"): store.StoreArgs,
-    ("vectors/decode.cuh", "GatherSide"): gather.GatherSide,
-    ("vectors/gather.cu", "GatherArgs"): gather.GatherArgs,
-    ("decode/shape.cuh", "DecodeArgs"): decode.Args,
-    ("latent/args.cuh", "LatentArgs"): latent.Args,
-}
+from slimkv.ops.store.cuda.args import StoreArgs
+from slimkv.ops.structures import declared, parse_structures
 
 
-@pytest.mark.parametrize("name", CPU_NAMES)
-def test_structures_of_the_cpu_library(name):
-    known = {other: getattr(structures, f"C{other}") for other in CPU_NAMES if other != name}
-    wanted, mirror = declared(CPU, name, known), getattr(structures, f"C{name}")
-    assert fields_of(mirror) == fields_of(wanted)
-    assert ctypes.sizeof(mirror) == ctypes.sizeof(wanted)
+def fields_of(structure: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
+    """Names, offsets and sizes, in order."""
+    of = [(name, getattr(structure, name)) for name, *_ in structure._fields_]
+    return [(name, field.offset, field.size) for name, field in of]
 
 
-@pytest.mark.parametrize(("source", "name"), CUDA)
-def test_arguments_of_cuda_kernels(source, name):
-    known = {"Table": latent._Table, **{other: mirror for (_, other), mirror in CUDA.items() if other != name}}
-    wanted, mirror = declared(OPS / "cuda" / "source" / source, name, known), CUDA[source, name]
-    assert fields_of(mirror) == fields_of(wanted)
-    assert ctypes.sizeof(mirror) == ctypes.sizeof(wanted)
+def test_declarations_are_laid_out_as_a_compiler_does():
+    text = """
+struct Fault {
+  i64 where, at;  // a comment; with a semicolon
+  const i32 *from, *to;
+};
+
+struct alignas(16) Call {
+  float scale;
+  Fault faults[2];
+  u32 words[3];
+  u8* out;
+};
+"""
+    fault, call = parse_structures(text, "types.h", "Fault", "Call")
+    assert fields_of(fault) == [("where", 0, 8), ("at", 8, 8), ("from", 16, 8), ("to", 24, 8)]
+    assert fields_of(call) == [("scale", 0, 4), ("faults", 8, 64), ("words", 72, 12), ("out", 88, 8)]
+    with pytest.raises(LookupError, match=r"types.h declares no struct Pages"):
+        parse_structures(text, "types.h", "Pages")
+    with pytest.raises(ValueError, match="cannot read 'Fault faults"):
+        parse_structures(text, "types.h", "Call")
 
 
-def test_other_names_and_places_are_noticed(tmp_path):
-    source = tmp_path / "types.h"
-    source.write_text("struct Fault {\n  i64 where, at;  // a comment; with a semicolon\n  const i32 *from, *to;\n};\n")
-    found = declared(source, "Fault")
-    assert fields_of(found) == [("where", 0, 8), ("at", 8, 8), ("from", 16, 8), ("to", 24, 8)]
-    assert fields_of(found) != fields_of(structures.CFault)
-    with pytest.raises(LookupError, match="declares no struct Pages"):
-        declared(source, "Pages")
+@pytest.mark.skipif(build_failure() is not None, reason="no compiler")
+def test_the_cpu_library_was_compiled_with_the_same_sizes():
+    assert library().name  # it compares them when it is loaded
+    assert structures.CFault.limit.offset == 24
+
+
+def test_sizes_of_cuda_arguments():
+    """As nvcc lays them out on 64-bit machines."""
+    assert ctypes.sizeof(StoreArgs) == 256
+    assert ctypes.sizeof(GatherArgs) == 136
+    (table,) = declared("slimkv.ops.cuda", "common/codes.cuh", "Table")
+    (wanted,) = declared("slimkv.ops.cuda", "latent/args.cuh", "LatentArgs", known=(table,))
+    assert fields_of(latent.Args) == fields_of(wanted)

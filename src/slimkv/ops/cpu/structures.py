@@ -1,9 +1,9 @@
-"""The structures of ``source/types.h``, field by field, and a layout's tables as one of them."""
+"""The structures of ``source/types.h``, and a layout's tables as one of them."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure
 from typing import Any
 
 import numpy as np
@@ -14,172 +14,26 @@ from slimkv.codec import Codec
 from slimkv.codec.pack import Piece, page_tables
 from slimkv.codec.quantize import SideTables
 from slimkv.codec.rotation import block_size, sign_bits, signed_hadamard
+from slimkv.ops.structures import declared
 from slimkv.spec import Kind, PageLayout, SideLayout
 
 KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2, Kind.RAW: 3}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-class CPlane(Structure):
-    """``Plane``."""
-
-    _fields_ = [(name, c_int32) for name in ("bits", "low_bit", "offset", "words", "tail_slices")]
-
-
-class CPiece(Structure):
-    """``Piece``."""
-
-    _fields_ = [
-        ("width", c_int32),
-        ("low_bit", c_int32),
-        ("row_byte", c_void_p),
-        ("shift", c_void_p),
-        ("position", c_void_p),
-    ]
-
-
-class CSide(Structure):
-    """``Side``."""
-
-    _fields_ = [
-        *((name, c_int32) for name in ("kind", "bits", "dim")),
-        *((name, c_int32) for name in ("rotated", "raw_dtype", "field_count", "block_size")),
-        ("codes_offset", c_int32),
-        ("tile_bytes", c_int32),
-        ("field_offset", c_int32 * 2),
-        ("plane_count", c_int32),
-        ("piece_count", c_int32),
-        ("planes", CPlane * 3),
-        ("pieces", CPiece * 4),
-        ("hadamard_block", c_int32),
-        ("core", c_int32),
-        *((name, c_void_p) for name in ("core_matrix", "signs", "levels", "boundaries")),
-        *((name, c_float) for name in ("unit", "orthonormal", "error_steps")),
-    ]
-
-
-class CLayout(Structure):
-    """``Layout``."""
-
-    _fields_ = [
-        ("key", CSide),
-        ("value", CSide),
-        ("block_size", c_int32),
-        ("row_bytes", c_int32),
-        ("page_bytes", c_int64),
-        ("byte_offsets", c_void_p),
-    ]
-
-
-class CPages(Structure):
-    """``Pages``."""
-
-    _fields_ = [
-        ("data", c_void_p),
-        ("block_stride", c_int64),
-        ("head_stride", c_int64),
-        ("blocks", c_int64),
-        ("heads", c_int32),
-        ("padding", c_int32),
-    ]
-
-
-class CVectors(Structure):
-    """``Vectors``."""
-
-    _fields_ = [
-        ("data", c_void_p),
-        ("token_stride", c_int64),
-        ("head_stride", c_int64),
-        ("dtype", c_int32),
-        ("padding", c_int32),
-    ]
-
-
-class CFault(Structure):
-    """``Fault``."""
-
-    _fields_ = [(name, c_int64) for name in ("where", "index", "value", "limit")]
-
-
-class CStoreCall(Structure):
-    """``StoreCall``."""
-
-    _fields_ = [
-        ("layout", c_void_p),
-        ("pages", CPages),
-        ("key", CVectors),
-        ("value", CVectors),
-        ("slots", c_void_p),
-        ("tokens", c_int64),
-        ("wide_slots", c_int32),
-        ("threads", c_int32),
-        ("query_aware", c_void_p),
-        ("query_aware_index", c_void_p),
-        ("matrices", c_int64),
-        ("fault", CFault),
-    ]
-
-
-class CGatherCall(Structure):
-    """``GatherCall``."""
-
-    _fields_ = [
-        ("layout", c_void_p),
-        ("pages", CPages),
-        ("key", CVectors),
-        ("value", CVectors),
-        ("slots", c_void_p),
-        ("tokens", c_int64),
-        ("wide_slots", c_int32),
-        ("keep_rotated", c_int32),
-        ("threads", c_int32),
-        ("padding", c_int32),
-        ("fault", CFault),
-    ]
-
-
-class CAttendCall(Structure):
-    """``AttendCall``."""
-
-    _fields_ = [
-        ("layout", c_void_p),
-        ("pages", CPages),
-        ("query", CVectors),
-        ("out", CVectors),
-        ("fresh_key", CVectors),
-        ("fresh_value", CVectors),
-        ("block_table", c_void_p),
-        ("table_stride", c_int64),
-        ("table_width", c_int64),
-        ("seq_lens", c_void_p),
-        ("cu_seqlens_q", c_void_p),
-        ("sequences", c_int64),
-        ("total_queries", c_int64),
-        ("heads", c_int32),
-        ("causal", c_int32),
-        ("window", c_int64),
-        ("softmax_scale", c_float),
-        ("softcap", c_float),
-        ("sinks", c_void_p),
-        ("sink_stride", c_int64),
-        ("score_shift", c_void_p),
-        ("lse", c_void_p),
-        ("threads", c_int32),
-        ("padding", c_int32),
-        ("fault", CFault),
-    ]
-
-
+CPlane, CPiece, CSide, CLayout, CPages, CVectors, CFault, CStoreCall, CGatherCall, CAttendCall = declared(
+    "slimkv.ops.cpu", "types.h",
+    "Plane", "Piece", "Side", "Layout", "Pages", "Vectors", "Fault", "StoreCall", "GatherCall", "AttendCall",
+)  # fmt: skip
 SIZES = tuple(ctypes.sizeof(s) for s in (CSide, CLayout, CStoreCall, CGatherCall, CAttendCall))
 
 
-def pages_of(pages: Tensor) -> CPages:
+def pages_of(pages: Tensor) -> Structure:
     """uint8 [blocks, num_kv_heads, page_bytes]."""
     return CPages(pages.data_ptr(), pages.stride(0), pages.stride(1), pages.shape[0], pages.shape[1], 0)
 
 
-def vectors_of(x: Tensor) -> CVectors:
+def vectors_of(x: Tensor) -> Structure:
     """[tokens, heads, dim] with a contiguous last axis."""
     return CVectors(x.data_ptr(), x.stride(0), x.stride(1), DTYPES[x.dtype], 0)
 
@@ -217,7 +71,7 @@ class LayoutTables:
         self._kept.append(copy)
         return copy.ctypes.data
 
-    def _side(self, side: SideLayout, tables: SideTables, pieces: tuple[Piece, ...], seed: int) -> CSide:
+    def _side(self, side: SideLayout, tables: SideTables, pieces: tuple[Piece, ...], seed: int) -> Structure:
         form = side.format
         core, matrix = hadamard_core(side.dim, seed)
         out = CSide(

@@ -40,7 +40,7 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
     return launch
 
 
-def _call(request: AttendRequest) -> tuple[CAttendCall, tuple[object, ...]]:
+def _call(request: AttendRequest) -> tuple[ctypes.Structure, tuple[object, ...]]:
     """The call, and what must stay alive as long as it."""
     options, table = request.options, request.block_table
     tables = layout_tables(request.layout)

@@ -1,4 +1,4 @@
-// What Python passes: the same structures are declared with ctypes in ops/cpu/structures.py, field by field.
+// What Python passes: ops/cpu/structures.py reads these declarations.
 #pragma once
 
 #include <cstdint>

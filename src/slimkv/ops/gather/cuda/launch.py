@@ -25,37 +25,15 @@ from slimkv.ops.cuda.vectors import (
     vector_bytes,
 )
 from slimkv.ops.gather.api import GatherRequest
+from slimkv.ops.structures import declared
 from slimkv.spec import Kind, PageLayout
 
 SOURCE, KERNEL = "vectors/gather.cu", "gather_vectors"
 _BLOCKS = 6  # of a multiprocessor
 
 
-class GatherSide(ctypes.Structure):
-    """``GatherSide`` of vectors/decode.cuh."""
-
-    _fields_ = [
-        ("x", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("signs", ctypes.c_void_p),
-        ("levels", ctypes.c_void_p),
-        ("unit", ctypes.c_float),
-    ]
-
-
-class GatherArgs(ctypes.Structure):
-    """``GatherArgs`` of vectors/gather.cu."""
-
-    _fields_ = [
-        ("key", GatherSide),
-        ("value", GatherSide),
-        ("pages", ctypes.c_void_p),
-        ("page_stride", ctypes.c_int64),
-        ("page_head_stride", ctypes.c_int64),
-        ("slots", ctypes.c_void_p),
-        ("tokens", ctypes.c_int32),
-    ]
+(GatherSide,) = declared("slimkv.ops.cuda", "vectors/decode.cuh", "GatherSide")
+(GatherArgs,) = declared("slimkv.ops.cuda", "vectors/gather.cu", "GatherArgs", known=(GatherSide,))
 
 
 @dataclass(frozen=True)
@@ -65,7 +43,7 @@ class Plan:
     defines: Defines
     shared: int
     resident: int  # blocks that run at a time
-    args: GatherArgs
+    args: ctypes.Structure  # GatherArgs
     tables: tuple[Tensor, ...]  # what args point to
 
 
@@ -85,7 +63,7 @@ def run(request: GatherRequest) -> None:
     kernel.launch(blocks, 32 * WARPS, plan.shared, args, request.pages.device, overlap=True)
 
 
-def prepare(request: GatherRequest) -> tuple[Plan, tuple[int, int], GatherArgs]:
+def prepare(request: GatherRequest) -> tuple[Plan, tuple[int, int], ctypes.Structure]:
     """The plan of a request, its grid, and its arguments."""
     pages, slots = request.pages, request.slots
     plan = _plan(

@@ -48,7 +48,7 @@ def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | No
     return launch
 
 
-def _call(request: StoreRequest) -> tuple[CStoreCall, tuple[object, ...]]:
+def _call(request: StoreRequest) -> tuple[ctypes.Structure, tuple[object, ...]]:
     """The call, and what must stay alive as long as it."""
     tables = layout_tables(request.layout)
     matrices = None if request.query_aware is None else _columns(request.query_aware)

@@ -14,61 +14,25 @@ from torch import Tensor
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
 from slimkv.codec.quantize import SideTables
 from slimkv.ops.cuda.module import Defines
+from slimkv.ops.structures import declared
 from slimkv.spec import Kind, SideLayout, TensorFormat
 
 RECORD_BITS = 6  # of more, cells are too many
 
 
-class SideArgs(ctypes.Structure):
-    """``SideArgs`` of store/format.cuh."""
-
-    _fields_ = [
-        ("x", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("offset", ctypes.c_void_p),
-        ("fragments", ctypes.c_void_p),
-        ("cells", ctypes.c_void_p),
-        ("bounds", ctypes.c_void_p),
-        ("levels", ctypes.c_void_p),
-        ("unit", ctypes.c_float),
-        ("doubled_levels", ctypes.c_uint32 * 2),
-        ("by_256", ctypes.c_uint32),
-        ("one", ctypes.c_int32),
-        ("minus_one", ctypes.c_int32),
-    ]
-
-    def point_to(self, side: SideLayout, constants: SideTables, tables: Sequence[Tensor]) -> None:
-        """The constant part. tables: fragments (or what else stands for the rotation), cells, bounds and levels."""
-        self.fragments, self.cells, self.bounds, self.levels = (t.data_ptr() for t in tables)
-        self.unit = constants.unit
-        self.by_256, self.one, self.minus_one = 256, 1, -1
-        if side.format.kind == Kind.LLOYD and side.format.bits <= 4:
-            doubled = np.zeros(8, np.uint8)
-            positive = 2 * codebook(side.format.bits, side.dim).levels[1 << (side.format.bits - 1) :]
-            doubled[: len(positive)] = positive
-            self.doubled_levels[:] = doubled.view(np.uint32).tolist()
+SideArgs, StoreArgs = declared("slimkv.ops.cuda", "store/format.cuh", "SideArgs", "StoreArgs")
 
 
-class StoreArgs(ctypes.Structure):
-    """``StoreArgs`` of store/format.cuh."""
-
-    _fields_ = [
-        ("key", SideArgs),
-        ("value", SideArgs),
-        ("pages", ctypes.c_void_p),
-        ("page_stride", ctypes.c_int64),
-        ("page_head_stride", ctypes.c_int64),
-        ("slots", ctypes.c_void_p),
-        ("query_aware", ctypes.c_void_p),
-        ("query_aware_index", ctypes.c_void_p),
-        ("matrix_stride", ctypes.c_int64),
-        ("error_steps", ctypes.c_float),
-        ("tokens", ctypes.c_int32),
-        ("matrices", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("spread", ctypes.c_int32),
-    ]
+def point_side(args: ctypes.Structure, side: SideLayout, constants: SideTables, tables: Sequence[Tensor]) -> None:
+    """The constant part. tables: fragments (or what else stands for the rotation), cells, bounds and levels."""
+    args.fragments, args.cells, args.bounds, args.levels = (t.data_ptr() for t in tables)
+    args.unit = constants.unit
+    args.by_256, args.one, args.minus_one = 256, 1, -1
+    if side.format.kind == Kind.LLOYD and side.format.bits <= 4:
+        doubled = np.zeros(8, np.uint8)
+        positive = 2 * codebook(side.format.bits, side.dim).levels[1 << (side.format.bits - 1) :]
+        doubled[: len(positive)] = positive
+        args.doubled_levels[:] = doubled.view(np.uint32).tolist()
 
 
 @dataclass(frozen=True)
@@ -82,7 +46,7 @@ class Plan:
     shared: int
     tiles_per_block: int
     resident: int  # blocks that run at a time; 0: unknown, or no block takes more than one tile for each warp
-    args: StoreArgs
+    args: ctypes.Structure  # StoreArgs
     tables: tuple[Tensor, ...]  # what args point to
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 
@@ -17,7 +18,7 @@ from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda import vectors
-from slimkv.ops.store.cuda.args import RECORD_BITS, Plan, StoreArgs, code_tables
+from slimkv.ops.store.cuda.args import RECORD_BITS, Plan, StoreArgs, code_tables, point_side
 from slimkv.ops.store.refusals import refuses_policy
 from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, SideLayout, TensorFormat
 
@@ -87,7 +88,7 @@ def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | No
     return run
 
 
-def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
+def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Structure]:
     """The plan of a request, its grid, and its arguments."""
     if not in_tiles(request.layout):
         return vectors.prepare(request)
@@ -175,7 +176,7 @@ def _plan(
         )  # fmt: skip
         own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
-        side_args.point_to(side, constants, tensors)
+        point_side(side_args, side, constants, tensors)
         if side.format.kind == Kind.LLOYD:
             used = 2 * cell_zero + 8 * len(tensors[2])
             if shaped and prefix == "K":

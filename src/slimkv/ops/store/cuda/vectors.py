@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 
 import torch
@@ -20,7 +21,7 @@ from slimkv.ops.cuda.vectors import (
     vector_bytes,
 )
 from slimkv.ops.store.api import StoreRequest
-from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables
+from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables, point_side
 from slimkv.ops.store.refusals import refuses_raw_dtype
 from slimkv.spec import Kind, PageLayout
 
@@ -35,7 +36,7 @@ def refusal(request: StoreRequest) -> str | None:
     return refuses_raw_dtype(request) or format_refusal(request.layout)
 
 
-def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], StoreArgs]:
+def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Structure]:
     """The plan of a request, its grid, and its arguments."""
     key, value, pages, slots = request.key, request.value, request.pages, request.slot_mapping
     key_place, value_place = place(key), place(value)
@@ -75,7 +76,7 @@ def _plan(
         }
         defines |= side_defines(prefix, side, dtype, own)
         rotation, bounds = rotation_signs(side, layout.spec.seed, device), tensors[1]
-        side_args.point_to(side, constants, (rotation, *tensors))
+        point_side(side_args, side, constants, (rotation, *tensors))
         tables += [rotation, *tensors]
         used = -(-(2 * cell_zero + 8 * len(bounds)) // 16) * 16
         shared = max(shared, used + WARPS * vector_bytes(side))
