@@ -15,24 +15,24 @@ from slimkv.errors import UnsupportedError
 _POSITIONS = 1024  # of the windows that costs are measured on
 
 
-def logit_noise(statistics: LayerStatistics, seed: int, shaped: bool = True) -> Tensor:
+def logit_noise(statistics: LayerStatistics, seed: int, query_aware: bool = True) -> Tensor:
     """E(q.e)^2 for a key of norm 1 whose codes have a squared error of 1: float64 [num_kv_heads].
 
-    Plain rounding gives white errors, so the mean eigenvalue of the queries' second moment M. Shaped errors solve
+    Plain rounding gives white errors, so the mean eigenvalue of the queries' second moment M. Query-aware errors solve
     L' e = w with w white, which gives the mean diagonal of inv(L) M inv(L').
     """
     dim = statistics.key_dim
     rotation = torch.tensor(signed_hadamard(dim, seed), dtype=torch.float64) / block_size(dim) ** 0.5
     seen = statistics.moment_at(0, _POSITIONS)
     moment = rotation.T @ seen @ rotation
-    if shaped:
+    if query_aware:
         factor = unit_triangular(seen, rotation)
         half = torch.linalg.solve_triangular(factor, moment, upper=False)
         moment = torch.linalg.solve_triangular(factor, half.mT, upper=False)
     return moment.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def predicted_cost(calibration: Calibration, layer: int, bits: int, side: str, shaped: bool = True) -> float:
+def predicted_cost(calibration: Calibration, layer: int, bits: int, side: str, query_aware: bool = True) -> float:
     """The cost of storing keys (``side`` "key") or values ("value") of a layer in ``bits`` bits.
 
     It is the KL divergence that the model's predictions would suffer on the tokens that it was calibrated on, to first
@@ -46,6 +46,6 @@ def predicted_cost(calibration: Calibration, layer: int, bits: int, side: str, s
             "formats by hand"
         )
     if side == "key":
-        noise = logit_noise(statistics, calibration.seed, shaped)
+        noise = logit_noise(statistics, calibration.seed, query_aware)
         return expected_distortion(bits, statistics.key_dim) * float((statistics.key_weight * noise).sum())
     return expected_distortion(bits, statistics.value_dim) * float(statistics.value_weight.sum())

@@ -161,7 +161,7 @@ def _gather_serving(
         raise InputError(f"--engine-options must be a JSON object, not {options}")
     require_engine(engine)
     observe = importlib.import_module(f"slimkv.integrations.{engine}.observe")
-    source = str(models.folder(name)) if name in models.PACKAGED else name
+    source = models.source(name)
     watch, started = Stopwatch(), [0.0]
     with progress_bar() as (_, progress):
 
@@ -180,7 +180,7 @@ def _kept(name: str) -> Path:
     from slimkv.calibration.cache import cached_path
     from slimkv.lab import models
 
-    return cached_path(str(models.folder(name)) if name in models.PACKAGED else name)
+    return cached_path(models.source(name))
 
 
 def _result(
@@ -190,8 +190,8 @@ def _result(
 
     gains = []
     for layer in made.layers.values():
-        plain, shaped = logit_noise(layer, made.seed, shaped=False), logit_noise(layer, made.seed)
-        gains.append(float((plain / shaped.clamp(min=1e-30)).mean()))
+        plain, query_aware = logit_noise(layer, made.seed, query_aware=False), logit_noise(layer, made.seed)
+        gains.append(float((plain / query_aware.clamp(min=1e-30)).mean()))
     return {
         "model": model,
         "source": made.source,

@@ -51,11 +51,13 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
 ) -> None:
     """Serves a model with a packed cache: slimkv serve MODEL -- --port 8000."""
+    from slimkv.lab import models
+
     given = options or []
     _check(format, calibration)
     chosen = _engine(engine)
     _check_options(chosen, given)
-    source = _source(model)
+    source = models.source(model)
     file, make = _calibration(chosen, source, format, calibration, given)
     if make is not None:
         typer.echo(shlex.join(make))
@@ -144,13 +146,6 @@ def _check_options(engine: str, options: list[str]) -> None:
         )
 
 
-def _source(model: str) -> str:
-    """What the engine is given as the model."""
-    from slimkv.lab import models
-
-    return str(models.folder(model)) if model in models.PACKAGED else model
-
-
 def _calibration(
     engine: str, source: str, format: str, asked: str, options: list[str]
 ) -> tuple[Path | None, list[str] | None]:
@@ -217,13 +212,7 @@ def _command(engine: str, source: str, format: str, file: Path | None, options: 
     if engine == "vllm":
         own = [source, "--attention-backend", "CUSTOM", "--additional-config", json.dumps(settings)]
     else:
-        own = [
-            "--model-path",
-            source,
-            "--attention-backend",
-            "slimkv",
-            "--json-model-override-args",
-            json.dumps(settings),
-        ]
+        own = ["--model-path", source, "--attention-backend", "slimkv", "--json-model-override-args"]
+        own.append(json.dumps(settings))
         own += [] if "page_size" in _named(engine, options) else ["--page-size", "64"]
     return [*launcher, *own, *options]

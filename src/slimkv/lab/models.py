@@ -227,6 +227,11 @@ def folder(name: str, cache_dir: Path | None = None, progress: Progress | None =
     return target
 
 
+def source(name: str) -> str:
+    """What an engine loads: the folder of a packaged model, anything else as it is."""
+    return str(folder(name)) if name in PACKAGED else name
+
+
 def default_cache_dir() -> Path:
     """``$XDG_CACHE_HOME/slimkv/models``, or ``~/.cache/slimkv/models``."""
     return cache_dir("models")

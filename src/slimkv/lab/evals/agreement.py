@@ -15,17 +15,13 @@ from slimkv.calibration import Calibration
 from slimkv.config import AUTO
 from slimkv.lab.evals.harness import (
     RAW,
-    SERVING,
     STOCK,
     STRICT,
     Progress,
     Stopwatch,
-    attending,
-    bytes_per_token,
     cache_kinds,
-    check_mode,
+    each_window,
     quiet,
-    window_logits,
     with_prefill,
 )  # fmt: skip
 from slimkv.lab.evals.perplexity import scored_nll
@@ -105,7 +101,6 @@ def measure_agreement(
     ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is given the losses of
     every window, those with the stock cache (``raw``) included.
     """
-    check_mode(mode)
     watch = Stopwatch()
     kinds = with_prefill(cache_kinds(formats, calibration), prefill)
     formats = [kind.name for kind in kinds]
@@ -114,27 +109,19 @@ def measure_agreement(
     divergence: dict[str, list[Tensor]] = {w: [] for w in formats}
     size: dict[str, float] = {}
     count, tokens = windows.shape
-    steps = count * (len(formats) + 1)
-    for index in range(count):
-        ids = windows[index : index + 1].to(model.device)
-        raw_logits = ids.new_empty(0)
-        for number, kind in enumerate([STOCK, *kinds]):
-            format = kind.name
-            progress(format, index * (len(formats) + 1) + number, steps)
-            cache = kind.new(model, mode)
-            with attending(model, kind.format):
-                logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
-            losses = scored_nll(logits, ids[0]).double()
-            observe(format, index, losses.cpu())
-            nll[format] += float(losses.sum())
-            size[format] = bytes_per_token(cache)
-            if format == RAW:
-                raw_logits = logits
-                continue
-            top, kl = compare_logits(raw_logits, logits)
-            same[format].append(top.cpu())
-            divergence[format].append(kl.double().cpu())
-    progress("done", steps, steps)
+    raw_logits = windows.new_empty(0)
+    for index, kind, ids, logits, each in each_window(model, windows, [STOCK, *kinds], mode, chunk, progress):
+        format = kind.name
+        losses = scored_nll(logits, ids).double()
+        observe(format, index, losses.cpu())
+        nll[format] += float(losses.sum())
+        size[format] = each
+        if format == RAW:
+            raw_logits = logits
+            continue
+        top, kl = compare_logits(raw_logits, logits)
+        same[format].append(top.cpu())
+        divergence[format].append(kl.double().cpu())
     scored = count * (tokens - 1)
     base = math.exp(nll[RAW] / scored)
     rows = []

@@ -10,7 +10,7 @@ import torch
 
 from slimkv.calibration import Calibration
 from slimkv.errors import InputError
-from slimkv.lab.evals.harness import SERVING, STOCK, Progress, Stopwatch, attending, cache_kinds, check_mode, quiet
+from slimkv.lab.evals.harness import SERVING, STOCK, Progress, Stopwatch, cache_kinds, check_mode, greedy, quiet
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -84,16 +84,11 @@ def measure_generation(
     kinds = [STOCK, *cache_kinds(formats, calibration)]
     rows, raw_texts, done, total = [], [], 0, len(prompts) * len(kinds)
     for prompt in prompts:
-        ids = prompt_ids(tokenizer, prompt).to(model.device)
+        ids = prompt_ids(tokenizer, prompt)
         expected: list[int] = []
         for kind in kinds:
             progress(kind.name, done, total)
-            with attending(model, kind.format):
-                out = model.generate(
-                    ids, attention_mask=torch.ones_like(ids), past_key_values=kind.new(model, mode),
-                    max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id,
-                )  # fmt: skip
-            tokens = out[0, ids.shape[1] :].tolist()
+            tokens = greedy(model, tokenizer, kind, mode, ids, new_tokens)
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             done += 1
             if kind is STOCK:

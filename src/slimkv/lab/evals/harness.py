@@ -136,6 +136,38 @@ def window_logits(model: Any, ids: Tensor, cache: Any, chunk: int | None = None)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def each_window(
+    model: Any, windows: Tensor, kinds: Sequence[CacheKind], mode: str, chunk: int, progress: Progress
+) -> Iterator[tuple[int, CacheKind, Tensor, Tensor, float]]:
+    """Every cache over every window of int64 [count, tokens]: window, cache, ids [tokens], logits, bytes per token.
+
+    ``serving`` feeds packed caches in passes of ``chunk`` tokens.
+    """
+    check_mode(mode)
+    steps = len(windows) * len(kinds)
+    for index, window in enumerate(windows):
+        ids = window.to(model.device)
+        for number, kind in enumerate(kinds):
+            progress(kind.name, index * len(kinds) + number, steps)
+            cache = kind.new(model, mode)
+            with attending(model, kind.format):
+                passes = chunk if mode == SERVING and kind.format != RAW else None
+                logits = window_logits(model, ids[None], cache, passes)
+            yield index, kind, ids, logits, bytes_per_token(cache)
+    progress("done", steps, steps)
+
+
+def greedy(model: Any, tokenizer: Any, kind: CacheKind, mode: str, ids: Tensor, new_tokens: int) -> list[int]:
+    """What greedy decoding adds to ids [1, tokens]: up to ``new_tokens`` tokens."""
+    ids = ids.to(model.device)
+    with attending(model, kind.format):
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=kind.new(model, mode), max_new_tokens=new_tokens,
+            do_sample=False, pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+    return out[0, ids.shape[1] :].tolist()
+
+
 def bytes_per_token(cache: Any) -> float:
     """What one more token takes in all layers together, as allocated in pages, while no sliding window is full.
 

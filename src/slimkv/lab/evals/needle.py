@@ -10,7 +10,7 @@ import torch
 
 from slimkv.calibration import Calibration
 from slimkv.errors import InputError
-from slimkv.lab.evals.harness import SERVING, STOCK, Progress, Stopwatch, attending, cache_kinds, check_mode, quiet
+from slimkv.lab.evals.harness import SERVING, STOCK, Progress, Stopwatch, cache_kinds, check_mode, greedy, quiet
 from slimkv.lab.evals.texts import CHARACTERS_PER_TOKEN
 
 _NEEDLE = "\nRemember this: the secret number of {city} is {number}.\n"
@@ -92,15 +92,8 @@ def measure_needle(
             prompts = [(haystack(tokenizer, text, context, depth, *case, offset), str(case[1])) for case in _CASES]
             for kind in kinds:
                 progress(f"{kind.name} at {context} tokens, depth {depth:.0%}", done, total)
-                found = 0
-                for ids, number in prompts:
-                    ids = ids.to(model.device)
-                    with attending(model, kind.format):
-                        out = model.generate(
-                            ids, attention_mask=torch.ones_like(ids), past_key_values=kind.new(model, mode),
-                            max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.eos_token_id,
-                        )  # fmt: skip
-                    found += number in tokenizer.decode(out[0, ids.shape[1] :])
+                said = (tokenizer.decode(greedy(model, tokenizer, kind, mode, ids, 6)) for ids, _ in prompts)
+                found = sum(number in text for text, (_, number) in zip(said, prompts, strict=True))
                 cells.append(NeedleCell(kind.name, context, depth, found, len(prompts)))
                 done += 1
     progress("done", total, total)

@@ -11,20 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from slimkv.calibration import Calibration
-from slimkv.lab.evals.harness import (
-    RAW,
-    SERVING,
-    STOCK,
-    STRICT,
-    Progress,
-    Stopwatch,
-    attending,
-    bytes_per_token,
-    cache_kinds,
-    check_mode,
-    quiet,
-    window_logits,
-)  # fmt: skip
+from slimkv.lab.evals.harness import RAW, STOCK, STRICT, Progress, Stopwatch, cache_kinds, each_window, quiet
 
 
 @dataclass(frozen=True)
@@ -75,31 +62,21 @@ def measure_perplexity(
     With overlap only the last ``stride`` tokens of later windows are scored. ``serving`` feeds a window in passes of
     ``chunk`` tokens.
     """
-    check_mode(mode)
     watch = Stopwatch()
     count, tokens = windows.shape
     stride = stride or tokens
     kinds = [STOCK, *cache_kinds(formats, calibration)]
-    formats = [kind.name for kind in kinds]
-    total: dict[str, float] = dict.fromkeys(formats, 0.0)
+    total: dict[str, float] = {kind.name: 0.0 for kind in kinds}
     size: dict[str, float] = {}
-    scored = 0
-    for index in range(count):
-        first = 1 if index == 0 or stride >= tokens else tokens - stride
-        ids = windows[index : index + 1].to(model.device)
-        scored += tokens - first
-        for number, kind in enumerate(kinds):
-            format = kind.name
-            progress(format, index * len(formats) + number, count * len(formats))
-            cache = kind.new(model, mode)
-            with attending(model, kind.format):
-                logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
-            total[format] += float(scored_nll(logits, ids[0], first).double().sum())
-            size[format] = bytes_per_token(cache)
-    progress("done", count * len(formats), count * len(formats))
+    overlap = tokens - stride if stride < tokens else 1  # of later windows, what was scored before
+    for index, kind, ids, logits, each in each_window(model, windows, kinds, mode, chunk, progress):
+        nll = scored_nll(logits, ids, overlap if index else 1)
+        total[kind.name] += float(nll.double().sum())
+        size[kind.name] = each
+    scored = tokens - 1 + (count - 1) * (tokens - overlap)
     base = math.exp(total[RAW] / scored)
     rows = []
-    for format in formats:
+    for format in total:
         perplexity = math.exp(total[format] / scored)
         rows.append(PerplexityRow(format, perplexity, perplexity / base - 1, total[format] / scored, size[format]))
     read = calibration.source if calibration is not None else None

@@ -86,7 +86,7 @@ def soak_server(settings: SoakSettings, step: Callable[[str], None], folder: Pat
 
     Raises ``ServerError`` where the server does not start or dies; what it survives badly is in the report's checks.
     """
-    model = str(models.folder(settings.model)) if settings.model in models.PACKAGED else settings.model
+    model = models.source(settings.model)
     with tempfile.TemporaryDirectory(prefix="slimkv-soak-") as scratch:
         kept = folder or Path(scratch)
         kept.mkdir(parents=True, exist_ok=True)

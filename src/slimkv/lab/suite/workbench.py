@@ -60,8 +60,7 @@ class Workbench:
         """What engines load: a folder, or a name on the hub."""
         from slimkv.lab import models
 
-        packaged = self.settings.model in models.PACKAGED
-        return str(models.folder(self.settings.model)) if packaged else self.settings.model
+        return models.source(self.settings.model)
 
     @cached_property
     def config(self) -> Any:

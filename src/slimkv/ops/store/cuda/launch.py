@@ -134,22 +134,25 @@ def _plan(
     value: tuple[torch.dtype, bool],
     long_slots: bool,
     few: bool,
-    shaped: int,  # 0: no, 1: with one matrix a head, 2: with several
+    query_aware: int,  # 0: no, 1: with one matrix a head, 2: with several
 ) -> Plan:
     from slimkv.codec import Codec
 
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
     defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots)})
-    warps, shared = 1 if few or (shaped and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if shaped else _WARPS, 0
-    shared_matrix = shaped == 1 and not few and layout.spec.key_dim <= 128 and _has_room(device)
+    warps, shared = (
+        1 if few or (query_aware and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if query_aware else _WARPS,
+        0,
+    )
+    shared_matrix = query_aware == 1 and not few and layout.spec.key_dim <= 128 and _has_room(device)
     if shared_matrix:
         warps = _MATRIX_WARPS
-    shaping = warps  # as many again store values
+    rounding_warps = warps  # as many again store values
     tables: list[Tensor] = []
-    together = few and not shaped
+    together = few and not query_aware
     # A matrix in shared memory: beyond a head size of 192 small GPUs have no room for it.
-    shared_weights = shared_matrix or (bool(shaped) and few and layout.spec.key_dim <= 192)
+    shared_weights = shared_matrix or (bool(query_aware) and few and layout.spec.key_dim <= 192)
     cell_records = shared_weights and few and 4 < layout.spec.key.bits <= RECORD_BITS
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
@@ -179,29 +182,31 @@ def _plan(
         point_side(side_args, side, constants, tensors)
         if side.format.kind == Kind.LLOYD:
             used = 2 * cell_zero + 8 * len(tensors[2])
-            if shaped and prefix == "K":
+            if query_aware and prefix == "K":
                 by_cell = 2 * cell_zero * (16 if cell_records else 4)
                 used += by_cell if side.format.bits <= 4 or cell_records else 4 << side.format.bits
                 used = -(-used // 16) * 16
-                used += shaping * _shaped_bytes(side.dim)
+                used += rounding_warps * _query_aware_bytes(side.dim)
                 used += side.dim * (side.dim + 16) if shared_weights else 0
             if together and _by_slices(side):
                 used += _slice_bytes(side.dim)
-            used += 8 * TILE_TOKENS * split if together or shaped else 15 + warps * _row_bytes(side.dim, groups, dtype)
-            shared = shared + used if shaped else max(shared, used)
-        warps = 2 * shaping if shaped else max(warps, split)
+            used += (
+                8 * TILE_TOKENS * split if together or query_aware else 15 + warps * _row_bytes(side.dim, groups, dtype)
+            )
+            shared = shared + used if query_aware else max(shared, used)
+        warps = 2 * rounding_warps if query_aware else max(warps, split)
         tables += tensors
     tiles_per_block = 1 if together else warps
     wide = max(layout.spec.key_dim, layout.spec.value_dim) > 128
     lean = not wide and all(side.format.kind == Kind.LLOYD for _, side, *_ in sides)
-    blocks = 16 // warps if shaped and lean and not few else 4 if lean else 2
+    blocks = 16 // warps if query_aware and lean and not few else 4 if lean else 2
     if together and lean and warps > 4 and not all(_by_slices(side) for _, side, *_ in sides):
         blocks = 2  # the other side needs more registers
     defines |= {
         "WARPS": warps,
         "TILES_PER_BLOCK": tiles_per_block,
         "MIN_BLOCKS": blocks,
-        "QUERY_AWARE": int(shaped),
+        "QUERY_AWARE": int(query_aware),
         "SHARED_WEIGHTS": int(shared_weights),
         "CELL_RECORDS": int(cell_records),
     }
@@ -226,7 +231,7 @@ def _slice_bytes(dim: int) -> int:
     return 3 * TILE_TOKENS * (dim + 32) + 128 + 256 * dim // SLICE_DIMS + 16
 
 
-def _shaped_bytes(dim: int) -> int:
+def _query_aware_bytes(dim: int) -> int:
     """``QueryAwareMemory::BYTES`` of store/round.cuh."""
     return 128 * (dim + 4) + 5120
 

@@ -146,22 +146,8 @@ def _store_codes(codes, page, tile_page, position, tile_position, keep, aligned,
         FOUR: tl.constexpr = BITS // 4
         TWO: tl.constexpr = BITS % 4 // 2
         if FOUR:
-            _store_plane(
-                codes & 15,
-                page,
-                tile_page,
-                position,
-                tile_position,
-                keep,
-                aligned,
-                CODES,
-                TILE,
-                4,
-                D,
-                SP,
-                NT,
-                TRANSPOSED,
-            )
+            _store_plane(codes & 15, page, tile_page, position, tile_position, keep, aligned, CODES, TILE, 4, D, SP, NT,
+                         TRANSPOSED)  # fmt: skip
         if TWO:
             _store_plane((codes >> (4 * FOUR)) & 3, page, tile_page, position, tile_position, keep, aligned,
                          CODES + 8 * D * FOUR, TILE, 2, D, SP, NT, TRANSPOSED)  # fmt: skip
@@ -291,7 +277,7 @@ def _plain_program(tokens: int, layout: PageLayout) -> tuple[int, int]:
     return 1, 8 if dim > 256 else 4 if dim > 128 or tokens <= 256 else 2
 
 
-def _shaped_program(tokens: int, layout: PageLayout) -> tuple[int, int]:
+def _query_aware_program(tokens: int, layout: PageLayout) -> tuple[int, int]:
     """Tiles and warps: the sequential part has one thread per token, so tokens are many, as far as registers go."""
     dim = triton.next_power_of_2(max(layout.spec.key_dim, layout.spec.value_dim))
     tiles = 1 if tokens <= 512 or dim > 512 else 2 if dim > 256 else 4
@@ -305,9 +291,9 @@ def run(request: StoreRequest) -> None:
         return
     layout, key, value, pages = request.layout, request.key, request.value, request.pages
     k, v = request.codec.key_tables, request.codec.value_tables
-    shaped = request.query_aware is not None
+    query_aware = request.query_aware is not None
     index = request.query_aware_index if request.matrices > 1 else None
-    tiles, warps = _shaped_program(tokens, layout) if shaped else _plain_program(tokens, layout)
+    tiles, warps = _query_aware_program(tokens, layout) if query_aware else _plain_program(tokens, layout)
     # Neighbours in a chunk share a matrix; those of a decode step do not, and have programs enough to take one each.
     spread = index is not None and tokens * pages.shape[1] < FEW_VECTORS
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 1 + (request.matrices if spread else 1))
@@ -315,9 +301,10 @@ def run(request: StoreRequest) -> None:
         key, value, pages, request.slot_mapping,
         k.signs, k.bounds, k.entries, k.unit, k.orthonormal,
         v.signs, v.bounds, v.entries, v.unit, v.orthonormal,
-        request.query_aware if shaped else k.bounds, index if index is not None else k.bounds, k.levels, k.error_steps,
+        request.query_aware if query_aware else k.bounds, index if index is not None else k.bounds,
+        k.levels, k.error_steps,
         tokens, key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
-        NT=tiles, BLOCK_SIZE=layout.block_size, QUERY_AWARE=shaped,
+        NT=tiles, BLOCK_SIZE=layout.block_size, QUERY_AWARE=query_aware,
         MATRICES=request.matrices if index is not None else 1, SPREAD=spread,
         **_side_constants(layout.key, "K"), **_side_constants(layout.value, "V"),
         num_warps=warps, enable_fp_fusion=False,
