@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from slimkv.errors import InputError
 
@@ -23,13 +21,3 @@ def filled(text: str, start: str, body: str) -> str:
     if not found or not end:
         raise InputError(f"the document has no {start} ... {END} to fill")
     return f"{before}{start}\n{body}{END}{after}"
-
-
-def rewrite(module: str, arguments: Sequence[str], fill: Callable[[str, Path], str]) -> int:
-    """``python -m MODULE DOCUMENT FOLDER``: rewrites a document from a folder of results; returns the exit code."""
-    if len(arguments) != 2:
-        print(f"usage: python -m {module} DOCUMENT FOLDER", file=sys.stderr)
-        return 2
-    document = Path(arguments[0])
-    document.write_text(fill(document.read_text(encoding="utf-8"), Path(arguments[1])), encoding="utf-8")
-    return 0

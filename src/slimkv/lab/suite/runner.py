@@ -26,7 +26,7 @@ DONE, REUSED, FAILED = "done", "reused", "failed"
 _KEPT = "parts"
 _MARKER = "results.json"
 # Code that shapes reports, not results.
-_REPORTING = ("page", "summary", "written", "words", "document", "compare", "runner")
+_REPORTING = ("page", "summary", "written", "words", "compare", "runner")
 _NOT_MEASURING = ("cli/", "lab/report/", *(f"lab/suite/{name}.py" for name in _REPORTING))
 
 

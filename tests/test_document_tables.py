@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from slimkv.errors import InputError
-from slimkv.lab.bench import markdown
 from slimkv.lab.bench.results import Baseline, Report, Rotation, Row
-from slimkv.lab.report.markdown import END, rewrite
+from slimkv.lab.report.markdown import END
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("documents", ROOT / "benchmarks" / "documents.py")
+documents = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(documents)
 
 
 def report() -> Report:
@@ -26,7 +29,7 @@ def report() -> Report:
 
 
 def test_a_table():
-    text = markdown.table(report())
+    text = documents.table(report())
     assert "`attend` on one GPU (4.20 TB/s copy), today; torch 2; `slimkv bench attend`:" in text
     assert "| decode | `k4v4` | triton | 0.200 ms | 51% | 1.50\N{MULTIPLICATION SIGN} | 1.2e-03 |" in text
     assert "| prefill | `k4v4` | triton | 50.0 µs | 512 TFLOP/s | - | 1.2e-03 |" in text
@@ -34,26 +37,19 @@ def test_a_table():
     assert "FA3 fp8 is absent: no such kernel." in text
 
 
-def test_filling_a_document(tmp_path, capsys):
-    (tmp_path / "results").mkdir()
-    report().save(tmp_path / "results" / "attend-gpu.json")
-    document = tmp_path / "doc.md"
-    document.write_text(f"before\n{markdown.START}\nold\n{END}\nafter\n", encoding="utf-8")
-    assert rewrite("module", [str(document), str(tmp_path / "results")], markdown.fill) == 0
-    text = document.read_text(encoding="utf-8")
+def test_filling_a_document(tmp_path):
+    report().save(tmp_path / "attend-gpu.json")
+    text = documents.fill_kernels(f"before\n<!-- bench table -->\nold\n{END}\nafter\n", tmp_path)
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert markdown.table(report()) in text
-    assert markdown.fill(text, tmp_path / "results") == text
-    assert rewrite("module", [], markdown.fill) == 2
-    assert "usage: python -m module DOCUMENT FOLDER" in capsys.readouterr().err
-    with pytest.raises(InputError, match="no <!-- bench table -->"):
-        markdown.fill("nothing", tmp_path)
+    assert documents.table(report()) in text
+    assert documents.fill_kernels(text, tmp_path) == text
 
 
-def test_the_kernels_document_quotes_the_committed_reports():
-    text = (ROOT / "docs" / "design" / "kernels.md").read_text(encoding="utf-8")
-    assert markdown.fill(text, ROOT / "benchmarks" / "results") == text, (
-        "run: python -m slimkv.lab.bench.markdown docs/design/kernels.md benchmarks/results"
-    )
+@pytest.mark.parametrize(("path", "fill"), documents.DOCUMENTS.items(), ids=lambda x: getattr(x, "name", ""))
+def test_documents_quote_the_committed_reports(path, fill):
+    text = path.read_text(encoding="utf-8")
+    assert fill(text, ROOT / "benchmarks" / "results") == text, "run: python benchmarks/documents.py"
+    with pytest.raises(InputError, match="the document has no <!--"):
+        fill("nothing", ROOT)

@@ -1,18 +1,22 @@
-"""Reports as Markdown tables, and putting them into a document between two markers.
+"""Tables of results in the documentation, between two markers.
 
-``python -m slimkv.lab.bench.markdown docs/design/kernels.md benchmarks/results`` rewrites the tables.
+    python benchmarks/documents.py        # rewrites docs/design/kernels.md and docs/guides/suite.md
+
+They are made from the reports in ``benchmarks/results``; a test fails when they are out of date.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from slimkv.lab.bench.results import Report, Row, load
-from slimkv.lab.report.markdown import filled, rewrite, table_line
+from slimkv.lab.report.markdown import filled, table_line
 from slimkv.lab.report.page import versions_line
+from slimkv.lab.suite.summary import Document
+from slimkv.lab.suite.words import words
+from slimkv.lab.suite.written import markdown_table, read_results
 
-START = "<!-- bench table -->"
+ROOT = Path(__file__).parent.parent
 NAMES = {
     "fa3_bf16": "FA3 bf16",
     "fa3_fp8": "FA3 fp8",
@@ -29,11 +33,6 @@ LATENT_NAMES = {
     "vllm_mla": "vLLM `concat_and_cache_mla`, bf16",
 }
 NAMES |= LATENT_NAMES
-
-
-def reports_in(folder: Path) -> list[Report]:
-    """The reports of attend and store in ``folder``, by file name."""
-    return [load(path) for name in ("attend", "store") for path in sorted(folder.glob(f"{name}-*.json"))]
 
 
 def table(report: Report) -> str:
@@ -89,10 +88,51 @@ def _ratio(row: Row, name: str) -> str:
     return "-" if found is None or found.ratio is None else f"{found.ratio:.2f}\N{MULTIPLICATION SIGN}"
 
 
-def fill(text: str, folder: Path) -> str:
-    """``text`` with the tables of the reports in ``folder`` between its markers."""
-    return filled(text, START, "".join(f"\n{table(report)}\n" for report in reports_in(folder)))
+def section(results: Document) -> str:
+    """One run: what it was, its table, what its tests say, and its command."""
+    run, size = results["run"], results["settings"]["size"]
+    asked = next((row["answers"]["asked"] for row in results["summary"]["rows"] if "answers" in row), 0)
+    versions = versions_line(run["versions"])
+    lengths = " and ".join(f"{length:,}" for length in size["lengths"])
+    took = f"{results['seconds'] / 60:.0f} minutes ({results['cpu_seconds'] / 60:.0f} of processor time)"
+    lines = [
+        f"### `{results['suite']}` on {results['model']}",
+        "",
+        f"`{run['command']}`, {results['engine']} on {run['device']}, {_threads(run['cpu_threads'])}, {took}, "
+        f"{run['date']}; {versions}. {size['windows']} windows of {size['window_tokens']:,} tokens; {asked} questions "
+        f"in contexts of {lengths} tokens.",
+        "",
+        markdown_table(results),
+        "",
+        *(f"- {line}" for line in words(results)),
+    ]
+    return "\n".join(lines)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count != 1 else ''}"
+
+
+def fill_kernels(text: str, folder: Path) -> str:
+    """``text`` with the reports of attend and store in ``folder`` between its markers."""
+    paths = [path for name in ("attend", "store") for path in sorted(folder.glob(f"{name}-*.json"))]
+    return filled(text, "<!-- bench table -->", "".join(f"\n{table(load(path))}\n" for path in paths))
+
+
+def fill_suite(text: str, folder: Path) -> str:
+    """``text`` with the results of the suite in ``folder`` between its markers."""
+    found = [read_results(path) for path in sorted(folder.glob("suite-*.json"))]
+    return filled(text, "<!-- suite results -->", "".join(f"\n{section(one)}\n" for one in found) + "\n")
+
+
+DOCUMENTS = {ROOT / "docs" / "design" / "kernels.md": fill_kernels, ROOT / "docs" / "guides" / "suite.md": fill_suite}
+
+
+def main() -> None:
+    """Rewrites the documents."""
+    for path, fill in DOCUMENTS.items():
+        path.write_text(fill(path.read_text(encoding="utf-8"), ROOT / "benchmarks" / "results"), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(rewrite("slimkv.lab.bench.markdown", sys.argv[1:], fill))
+    main()
