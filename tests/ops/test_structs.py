@@ -6,12 +6,13 @@ import ctypes
 
 import pytest
 
+from slimkv.ops.attention.cuda import decode, prefill
 from slimkv.ops.cpu import structures
 from slimkv.ops.cpu.module import build_failure, library
 from slimkv.ops.gather.cuda.launch import GatherArgs
 from slimkv.ops.latent.cuda import launch as latent
 from slimkv.ops.store.cuda.args import StoreArgs
-from slimkv.ops.structures import declared, parse_structures
+from slimkv.ops.structures import parse_structures
 
 
 def fields_of(structure: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
@@ -50,9 +51,9 @@ def test_the_cpu_library_was_compiled_with_the_same_sizes():
 
 
 def test_sizes_of_cuda_arguments():
-    """As nvcc lays them out on 64-bit machines."""
-    assert ctypes.sizeof(StoreArgs) == 256
-    assert ctypes.sizeof(GatherArgs) == 136
-    (table,) = declared("slimkv.ops.cuda", "common/codes.cuh", "Table")
-    (wanted,) = declared("slimkv.ops.cuda", "latent/args.cuh", "LatentArgs", known=(table,))
-    assert fields_of(latent.Args) == fields_of(wanted)
+    """As nvcc lays them out on 64-bit machines; a tuple becomes a structure or an array."""
+    sizes = {StoreArgs: 256, GatherArgs: 136, decode.Args: 584, latent.Args: 216, prefill.PrefillArgs: 400}
+    assert {kind: ctypes.sizeof(kind) for kind in sizes} == sizes
+    made = decode.Args(key_table=(1, 2), key_sign_bits=tuple(range(8)))
+    assert (made.key_table.low, made.key_table.high, made.key_table.signs) == (1, 2, 0)
+    assert list(made.key_sign_bits) == list(range(8))

@@ -35,6 +35,7 @@ from slimkv.ops.attention.cuda.decode_config import (
 )
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
+from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.device import Device, device_of
 from slimkv.ops.cuda.module import Defines, Module, load
@@ -44,38 +45,7 @@ LARGEST_DIM = 256
 _MERGE_WARPS, _PARTS_AT_ONCE = 2, 4  # as merge.cuh has them
 
 
-class _Table(ctypes.Structure):
-    _fields_ = (("low", ctypes.c_uint32), ("high", ctypes.c_uint32), ("signs", ctypes.c_uint32))
-
-
-_SignBits = ctypes.c_uint32 * 8
-_CoreWords = ctypes.c_uint32 * 32
-
-
-class Args(ctypes.Structure):
-    """The kernels' argument; decode/shape.cuh says what each is."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "query", "pages", "block_table", "seq_lens", "cu_seqlens_q", "key_signs", "value_signs", "key_levels",
-            "value_levels", "sinks", "score_shift", "out", "lse", "parts", "part_states",
-        )),
-        *((name, ctypes.c_int64) for name in (
-            "query_stride", "query_head_stride", "page_stride", "page_head_stride", "table_stride", "out_stride",
-            "out_head_stride",
-        )),
-        *((name, ctypes.c_float) for name in ("scale", "softcap", "key_norm", "value_norm")),
-        ("key_table", _Table),
-        ("value_table", _Table),
-        ("key_sign_bits", _SignBits),
-        ("value_sign_bits", _SignBits),
-        ("key_core", _CoreWords),
-        ("value_core", _CoreWords),
-        *((name, ctypes.c_int32) for name in (
-            "num_seqs", "num_kv_heads", "group_size", "max_decode_queries", "causal", "sliding_window", "blocks",
-            "merge_split", "merge_places", "queries_of_chunk", "group_inverse", "sink_stride",
-        )),
-    )  # fmt: skip
+(Args,) = arguments("decode/shape.cuh", "DecodeArgs")
 
 
 class KernelCall(NamedTuple):
@@ -87,7 +57,7 @@ class KernelCall(NamedTuple):
     grid: tuple[int, int]
     threads: int
     shared: int
-    args: Args
+    args: ctypes.Structure
 
 
 Launcher = Callable[[KernelCall], None]
@@ -101,7 +71,7 @@ class Plan:
     config: DecodeConfig
     defines: Defines
     shared: int
-    args: Args
+    args: ctypes.Structure
 
 
 def supports(request: AttendRequest) -> str | None:
@@ -207,7 +177,7 @@ class _Call:
     """All of a call but its workspace."""
 
     plan: Plan
-    args: Args
+    args: ctypes.Structure
     grids: tuple[tuple[int, int], tuple[int, int]]  # of attend and of merge
     merge_shared: int
     cuts: bool  # whether merge looks at what is cut between blocks, not at all rows
@@ -324,12 +294,12 @@ def _plan(
         return None
     spec = layout.spec
     args = Args(
-        key_table=_Table(*level_bytes(spec.key, spec.key_dim)),
-        value_table=_Table(*level_bytes(spec.value, spec.value_dim)),
-        key_sign_bits=_SignBits(*sign_words(spec.key_dim, spec.seed)),
-        value_sign_bits=_SignBits(*sign_words(spec.value_dim, spec.seed)),
-        key_core=_CoreWords(*core_words(spec.key_dim, True)),
-        value_core=_CoreWords(*core_words(spec.value_dim, False)),
+        key_table=tuple(level_bytes(spec.key, spec.key_dim)),
+        value_table=tuple(level_bytes(spec.value, spec.value_dim)),
+        key_sign_bits=tuple(sign_words(spec.key_dim, spec.seed)),
+        value_sign_bits=tuple(sign_words(spec.value_dim, spec.seed)),
+        key_core=tuple(core_words(spec.key_dim, True)),
+        value_core=tuple(core_words(spec.value_dim, False)),
     )  # fmt: skip
     defines = kernel_defines(layout, config, DTYPE_NUMBERS[q_dtype], DTYPE_NUMBERS[out_dtype], window, softcap)
     return Plan(config, defines, shared_bytes(layout, config), args)

@@ -21,7 +21,6 @@ from slimkv.codec.byte_levels import MOST_BITS, byte_levels
 from slimkv.codec.rotation import sign_words
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
-from slimkv.ops.attention.cuda.prefill_args import AttendArgs, SignBits, Table, UnpackArgs
 from slimkv.ops.attention.cuda.prefill_config import (
     ATTEND,
     UNPACK,
@@ -43,6 +42,7 @@ from slimkv.ops.attention.cuda.prefill_workspace import (
     lay_out,
     seen_tiles,
 )
+from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, TensorFormat
@@ -52,6 +52,8 @@ __all__ = ["attend_prefill", "eight_bit_refusal", "has_warpgroups", "launcher", 
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 
 # source, kernel, defines, grid, threads, shared memory, argument
+(UnpackArgs,) = arguments("prefill/unpack.cu", "UnpackArgs")
+(PrefillArgs,) = arguments("prefill/work.cuh", "PrefillArgs")
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
 
 
@@ -88,7 +90,7 @@ class _Attend:
 
     request: AttendRequest
     part: Part
-    args: AttendArgs
+    args: ctypes.Structure
     launch: Launcher
 
     @property
@@ -159,14 +161,14 @@ def _attend_in_passes(
                 part.start(hands_on=passes > 1)
 
 
-def _attend_args(request: AttendRequest, part: Part, most_queries: int) -> AttendArgs:
+def _attend_args(request: AttendRequest, part: Part, most_queries: int) -> ctypes.Structure:
     """All but what depends on where unpacked tiles are, and which."""
     query, out, pages, options, spec = (
         request.query, request.out, request.pages, request.options, request.layout.spec,
     )  # fmt: skip
     key, value, sequences = request.codec.key_tables, request.codec.value_tables, request.seq_lens.shape[0]
     sinks, queries = request.sinks, max(0, min(part.end, query.shape[0]) - part.first)
-    return AttendArgs(
+    return PrefillArgs(
         query=query.data_ptr(), seq_lens=request.seq_lens.data_ptr(), cu_seqlens_q=request.cu_seqlens_q.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
         sink_stride=0 if sinks is None or sinks.ndim == 1 else sinks.stride(0),
@@ -195,13 +197,12 @@ def _by_16_bytes(rows: Tensor) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _magnitudes(fmt: TensorFormat, dim: int) -> ctypes.Array[ctypes.c_uint32]:
+def _magnitudes(fmt: TensorFormat, dim: int) -> tuple[int, ...]:
     """Twice the magnitudes of levels of up to 4 bits, as bytes."""
     if fmt.kind != Kind.LLOYD or fmt.bits > MOST_BITS:
-        return Table()
+        return ()
     key = byte_levels(fmt.bits, dim).key
-    low, high = _words(key[len(key) // 2 :].tolist())
-    return Table(low, high, 0)
+    return _words(key[len(key) // 2 :].tolist())
 
 
 def _words(entries: list[int]) -> tuple[int, int]:
@@ -217,17 +218,16 @@ def _byte_tables(layout: PageLayout, config: PrefillConfig) -> dict[str, object]
     spec = layout.spec
     levels = byte_levels(spec.value.bits, spec.value_dim)
     magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
-    low, high = _words(magnitudes.view(torch.uint8).tolist())
     return {
-        "key_table": Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
-        "value_table": Table(low, high, 0),
+        "key_table": (*level_bytes(spec.key, spec.key_dim), 0x80808080),
+        "value_table": _words(magnitudes.view(torch.uint8).tolist()),
         "value_factor": levels.value_factor,
     }
 
 
 @lru_cache(maxsize=64)
-def _signs(dim: int, seed: int) -> ctypes.Array[ctypes.c_uint32]:
-    return SignBits(*sign_words(dim, seed))
+def _signs(dim: int, seed: int) -> tuple[int, ...]:
+    return tuple(sign_words(dim, seed))
 
 
 @lru_cache(maxsize=64)

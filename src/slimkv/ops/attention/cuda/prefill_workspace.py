@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from slimkv.ops.attention.api import AttendRequest
-from slimkv.ops.attention.cuda.prefill_args import AttendArgs
 from slimkv.spec import PageLayout
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def cut_ahead(
     return AheadCut(items, blocks, tiles, lead, min(items, max(lead + 1, room)))
 
 
-def lay_out(args: AttendArgs, cut: AheadCut, config: PrefillConfig, dim: int, device: torch.device) -> Tensor:
+def lay_out(args: ctypes.Structure, cut: AheadCut, config: PrefillConfig, dim: int, device: torch.device) -> Tensor:
     """The workspace, which ``args`` then point into: keys, values, their scales and counters."""
     tiles = cut.slots * cut.tiles
     side = tiles * config.tile_bytes(dim)  # keys, and values

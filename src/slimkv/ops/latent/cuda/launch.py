@@ -12,6 +12,7 @@ import torch
 from slimkv.codec.rotation import sign_words
 from slimkv.errors import InputError
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
+from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E, RAW_NUMBER
 from slimkv.ops.cuda.device import Device, device_of
 from slimkv.ops.cuda.module import Defines, load
@@ -31,31 +32,8 @@ _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
 
 
-class _Table(ctypes.Structure):
-    _fields_ = (("low", ctypes.c_uint32), ("high", ctypes.c_uint32), ("signs", ctypes.c_uint32))
-
-
-class Args(ctypes.Structure):
-    """The kernels' argument; args.cuh says what each is."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "query", "rope", "pages", "block_table", "seq_lens", "cu_seqlens_q", "latent_levels", "rope_levels", "out",
-            "lse", "parts", "states",
-        )),
-        *((name, ctypes.c_int64) for name in (
-            "query_stride", "query_head_stride", "rope_stride", "rope_head_stride", "page_stride", "table_stride",
-            "out_stride", "out_head_stride",
-        )),
-        ("scale", ctypes.c_float),
-        ("rope_norm", ctypes.c_float),
-        ("table", _Table),
-        ("rope_sign_bits", ctypes.c_uint32 * 4),
-        *((name, ctypes.c_int32) for name in ("num_heads", "row_tiles", "num_seqs", "blocks", "merge_warps")),
-    )  # fmt: skip
-
-
-Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, Args], None]
+(Args,) = arguments("latent/args.cuh", "LatentArgs")
+Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
 
 
 def runs_on(device: torch.device) -> bool:
@@ -157,7 +135,13 @@ def run(request: LatentRequest) -> None:
     device = request.pages.device
 
     def launch(
-        source: str, name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int, args: Args
+        source: str,
+        name: str,
+        defines: Defines,
+        grid: tuple[int, int],
+        threads: int,
+        shared: int,
+        args: ctypes.Structure,
     ) -> None:
         module = load(source, defines, device, exactly=True)
         module.kernel(name).launch(grid, threads, shared, args, device, overlap=True)
@@ -193,7 +177,7 @@ def _in_whole_words(query: torch.Tensor) -> torch.Tensor:
     return query if even else query.clone(memory_format=torch.contiguous_format)
 
 
-def _args(request: LatentRequest, workspace: torch.Tensor, partial_rows: int) -> Args:
+def _args(request: LatentRequest, workspace: torch.Tensor, partial_rows: int) -> ctypes.Structure:
     """The arguments that do not depend on the kernel, with room for ``partial_rows`` in the workspace."""
     query, rope, out, spec = request.query_latent, request.query_rope, request.out, request.layout.spec
     latent, rope_tables = request.codec.key_tables, request.codec.value_tables
@@ -208,8 +192,8 @@ def _args(request: LatentRequest, workspace: torch.Tensor, partial_rows: int) ->
         rope_head_stride=rope.stride(1), page_stride=request.pages.stride(0),
         table_stride=request.block_table.stride(0), out_stride=out.stride(0), out_head_stride=out.stride(1),
         scale=request.softmax_scale * LOG2E, rope_norm=rope_tables.orthonormal,
-        table=_Table(*level_bytes(spec.key, spec.key_dim), 0x80808080),
-        rope_sign_bits=(ctypes.c_uint32 * 4)(*sign_words(spec.value_dim, spec.seed)),
+        table=(*level_bytes(spec.key, spec.key_dim), 0x80808080),
+        rope_sign_bits=tuple(sign_words(spec.value_dim, spec.seed)),
         num_heads=query.shape[1],
     )  # fmt: skip
 

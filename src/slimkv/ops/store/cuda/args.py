@@ -13,14 +13,14 @@ from torch import Tensor
 
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, Codebook, codebook
 from slimkv.codec.quantize import SideTables
+from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.module import Defines
-from slimkv.ops.structures import declared
 from slimkv.spec import Kind, SideLayout, TensorFormat
 
 RECORD_BITS = 6  # of more, cells are too many
 
 
-SideArgs, StoreArgs = declared("slimkv.ops.cuda", "store/format.cuh", "SideArgs", "StoreArgs")
+SideArgs, StoreArgs = arguments("store/format.cuh", "SideArgs", "StoreArgs")
 
 
 def point_side(args: ctypes.Structure, side: SideLayout, constants: SideTables, tables: Sequence[Tensor]) -> None:
