@@ -12,6 +12,13 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 
 
+def check_slots(name: str, slots: Tensor, device: torch.device) -> None:
+    """Raises unless ``slots`` is int32 or int64 [tokens] on ``device``."""
+    if slots.ndim != 1 or slots.dtype not in INTEGERS or slots.device != device:
+        given = f"{slots.dtype} {list(slots.shape)} on {slots.device}"
+        raise InputError(f"{name} must be int32 or int64 [tokens] on {device}, not {given}")
+
+
 def check_slot_range(name: str, slots: Tensor, pages: Tensor, layout: PageLayout, least: int | None = None) -> None:
     """Raises for a slot beyond the pages, or below ``least``; on a CPU, where looking costs no wait for a device."""
     if slots.device.type != "cpu" or not slots.numel():

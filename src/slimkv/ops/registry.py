@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.ops.cpu.module import compiled_unavailable_reason
+from slimkv.ops.cuda import cuda_unavailable_reason
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Registry:
     def __init__(self, operation: str, implementations: list[Backend]) -> None:
         self.operation = operation
         self._by_name = {i.name: i for i in implementations}
+
+    @classmethod
+    def of_kernels(cls, operation: str, **modules: str) -> Registry:
+        """From ``cpu``, ``cuda``, ``triton`` and ``reference``, each with its module in ``slimkv.ops``, best first."""
+        return cls(operation, [Backend(n, f"slimkv.ops.{m}", _AVAILABLE[n]) for n, m in modules.items()])
 
     @property
     def names(self) -> list[str]:
@@ -92,3 +99,11 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"Triton has no compiler for {device.type}; it runs there only under TRITON_INTERPRET=1"
     return None
+
+
+_AVAILABLE = {
+    "cpu": compiled_unavailable_reason,
+    "cuda": cuda_unavailable_reason,
+    "triton": triton_unavailable_reason,
+    "reference": anywhere,
+}

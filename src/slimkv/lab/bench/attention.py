@@ -200,29 +200,12 @@ def bench_attend(options: Options, step: Step = silent) -> Report:
                     timed = _baselines(cell, timer, ms, copy, step)
                     shared.append((cell, timed))
                 found = [b.against(ms) for b in timed]
-            rows.append(
-                Row(
-                    cell=cell.name,
-                    format=cell.format,
-                    shape={
-                        "batch": cell.batch,
-                        "context": cell.context,
-                        "queries": cell.queries,
-                        "num_heads": cell.num_heads,
-                        "num_kv_heads": cell.num_kv_heads,
-                        "head_dim": cell.head_dim,
-                        "page": cell.page,
-                    },
-                    backend=backend,
-                    ms=ms,
-                    moved_bytes=cell.packed_bytes,
-                    fraction_of_copy=cell.packed_bytes / (1e-3 * ms) / copy,
-                    tflops=cell.flops / (1e9 * ms) if cell.compute_bound else None,
-                    error=error,
-                    over_k4v4_by_bytes=ms / peer[1] * peer[0].packed_bytes / cell.packed_bytes if peer else None,
-                    baselines=found,
-                )
-            )
+            shape = ("batch", "context", "queries", "num_heads", "num_kv_heads", "head_dim", "page")
+            moved = cell.packed_bytes
+            tflops = cell.flops / (1e9 * ms) if cell.compute_bound else None
+            over = ms / peer[1] * peer[0].packed_bytes / moved if peer else None
+            figures = {"error": error, "tflops": tflops, "over_k4v4_by_bytes": over}
+            rows.append(Row.timed(cell, shape, backend, ms, moved, copy, found, **figures))
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     return make_report("attend", rows, device, copy, options.command("attend"))

@@ -141,24 +141,6 @@ def bench_store(options: Options, step: Step = silent) -> Report:
                     time_baseline(name, candidate, timer, ms, size, copy, cold, before)
                     for name, (candidate, size) in candidates.items()
                 ]
-            rows.append(
-                Row(
-                    cell=cell.name,
-                    format=cell.format,
-                    shape={
-                        "tokens": cell.tokens,
-                        "num_kv_heads": cell.num_kv_heads,
-                        "head_dim": cell.head_dim,
-                        "page": cell.page,
-                    },
-                    backend=backend,
-                    ms=ms,
-                    moved_bytes=moved,
-                    fraction_of_copy=moved / (1e-3 * ms) / copy,
-                    tflops=None,
-                    error=None,
-                    over_k4v4_by_bytes=None,
-                    baselines=[b.against(ms) for b in known],
-                )
-            )
+            shape = ("tokens", "num_kv_heads", "head_dim", "page")
+            rows.append(Row.timed(cell, shape, backend, ms, moved, copy, [b.against(ms) for b in known]))
     return make_report("store", rows, device, copy, options.command("store"))

@@ -15,9 +15,7 @@ from slimkv.codec.key_offset import check_offset, score_shift, subtract_offset
 from slimkv.errors import InputError
 from slimkv.ops.batch import AttentionBatch, PackedKV
 from slimkv.ops.checks import FLOATS, check_pages
-from slimkv.ops.cpu.module import compiled_unavailable_reason
-from slimkv.ops.cuda import cuda_unavailable_reason
-from slimkv.ops.registry import Backend, Registry, anywhere, triton_unavailable_reason
+from slimkv.ops.registry import Registry
 from slimkv.spec import PageLayout
 
 MAX_DECODE_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
@@ -147,14 +145,12 @@ class AttendRequest:
             self.lse.add_(shift)
 
 
-REGISTRY = Registry(
+REGISTRY = Registry.of_kernels(
     "attend",
-    [
-        Backend("cpu", "slimkv.ops.attention.cpu.compiled", compiled_unavailable_reason),
-        Backend("cuda", "slimkv.ops.attention.cuda.decode", cuda_unavailable_reason),
-        Backend("triton", "slimkv.ops.attention.triton.launch", triton_unavailable_reason),
-        Backend("reference", "slimkv.ops.attention.reference", anywhere),
-    ],
+    cpu="attention.cpu.compiled",
+    cuda="attention.cuda.decode",
+    triton="attention.triton.launch",
+    reference="attention.reference",
 )
 
 

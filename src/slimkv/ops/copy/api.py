@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimkv.arguments import typed
 from slimkv.errors import InputError
-from slimkv.ops.checks import check_pages
+from slimkv.ops.checks import check_pages, check_slots
 from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
 from slimkv.spec import PageLayout
 
@@ -50,7 +50,7 @@ def read_tokens(pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: st
     Returns uint8 [tokens, num_kv_heads, row_bytes].
     """
     check_pages(pages, layout)
-    _check_slots("slots", slots, pages)
+    check_slots("slots", slots, pages.device)
     rows = torch.zeros(slots.shape[0], pages.shape[1], layout.row_bytes, dtype=torch.uint8, device=pages.device)
     _run(CopyRequest(pages, slots, rows, layout, to_pages=False), backend)
     return rows
@@ -63,7 +63,7 @@ def write_tokens(rows: Tensor, pages: Tensor, slots: Tensor, *, layout: PageLayo
     rows: uint8 [tokens, num_kv_heads, row_bytes], contiguous, on the pages' device.
     """
     check_pages(pages, layout)
-    _check_slots("slots", slots, pages)
+    check_slots("slots", slots, pages.device)
     shape = (slots.shape[0], pages.shape[1], layout.row_bytes)
     if rows.dtype != torch.uint8 or tuple(rows.shape) != shape or rows.device != pages.device:
         raise InputError(
@@ -82,8 +82,8 @@ def copy_tokens(
         pages: uint8 [blocks, num_kv_heads, page_bytes].
         source, target: int32 or int64 [tokens]; a pair with a negative slot is skipped. Targets must differ.
     """
-    _check_slots("source", source, pages)
-    _check_slots("target", target, pages)
+    check_slots("source", source, pages.device)
+    check_slots("target", target, pages.device)
     if source.shape != target.shape:
         raise InputError(f"{source.shape[0]} source and {target.shape[0]} target slots do not pair up")
     rows = read_tokens(pages, source, layout=layout, backend=backend)
@@ -93,11 +93,3 @@ def copy_tokens(
 def _run(request: CopyRequest, backend: str | None) -> None:
     if request.slots.shape[0]:
         REGISTRY.select(request.pages.device, request, backend).load().run(request)
-
-
-def _check_slots(name: str, slots: Tensor, pages: Tensor) -> None:
-    if slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.device != pages.device:
-        raise InputError(
-            f"{name} must be int32 or int64 [tokens] on {pages.device}, "
-            f"not {slots.dtype} {list(slots.shape)} on {slots.device}"
-        )

@@ -12,10 +12,8 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset
 from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV
-from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
-from slimkv.ops.cpu.module import compiled_unavailable_reason
-from slimkv.ops.cuda import cuda_unavailable_reason
-from slimkv.ops.registry import Backend, Registry, anywhere, triton_unavailable_reason
+from slimkv.ops.checks import FLOATS, check_pages, check_slots
+from slimkv.ops.registry import Registry
 from slimkv.spec import PageLayout
 
 
@@ -32,14 +30,12 @@ class GatherRequest:
     rotated: bool
 
 
-REGISTRY = Registry(
+REGISTRY = Registry.of_kernels(
     "gather",
-    [
-        Backend("cpu", "slimkv.ops.gather.cpu.compiled", compiled_unavailable_reason),
-        Backend("cuda", "slimkv.ops.gather.cuda.launch", cuda_unavailable_reason),
-        Backend("triton", "slimkv.ops.gather.triton.launch", triton_unavailable_reason),
-        Backend("reference", "slimkv.ops.gather.reference", anywhere),
-    ],
+    cpu="gather.cpu.compiled",
+    cuda="gather.cuda.launch",
+    triton="gather.triton.launch",
+    reference="gather.reference",
 )
 
 
@@ -65,11 +61,7 @@ def gather_kv(
     """
     pages, codec, layout, key_offset = kv.pages, kv.codec, kv.layout, kv.key_offset
     check_pages(pages, layout)
-    if slots.ndim != 1 or slots.dtype not in INTEGERS or slots.device != pages.device:
-        raise InputError(
-            f"slots must be int32 or int64 [tokens] on {pages.device}, "
-            f"not {slots.dtype} {list(slots.shape)} on {slots.device}"
-        )
+    check_slots("slots", slots, pages.device)
     shapes = [(len(slots), pages.shape[1], dim) for dim in (layout.spec.key_dim, layout.spec.value_dim)]
     if out is not None and (len(out) != 2 or not all(isinstance(x, Tensor) for x in out)):
         raise InputError(f"out must be a pair of tensors, for K and V, not {describe(out)}")

@@ -18,9 +18,7 @@ from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import check_tables
 from slimkv.ops.checks import FLOATS, check_pages
-from slimkv.ops.cpu.module import compiled_unavailable_reason
-from slimkv.ops.cuda import cuda_unavailable_reason
-from slimkv.ops.registry import Backend, Registry, anywhere, triton_unavailable_reason
+from slimkv.ops.registry import Registry
 from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
 
@@ -50,14 +48,12 @@ class LatentRequest:
         return self.codec.rotate_value(self.query_rope) if self.layout.spec.value.rotated else self.query_rope
 
 
-REGISTRY = Registry(
+REGISTRY = Registry.of_kernels(
     "attend_latent",
-    [
-        Backend("cpu", "slimkv.ops.latent.cpu", compiled_unavailable_reason),
-        Backend("cuda", "slimkv.ops.latent.cuda.launch", cuda_unavailable_reason),
-        Backend("triton", "slimkv.ops.latent.triton.launch", triton_unavailable_reason),
-        Backend("reference", "slimkv.ops.latent.reference", anywhere),
-    ],
+    cpu="latent.cpu",
+    cuda="latent.cuda.launch",
+    triton="latent.triton.launch",
+    reference="latent.reference",
 )
 
 

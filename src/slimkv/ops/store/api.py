@@ -13,10 +13,8 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset, subtract_offset
 from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV, Rounding
-from slimkv.ops.checks import FLOATS, INTEGERS, check_pages
-from slimkv.ops.cpu.module import compiled_unavailable_reason
-from slimkv.ops.cuda import cuda_unavailable_reason
-from slimkv.ops.registry import Backend, Registry, anywhere, triton_unavailable_reason
+from slimkv.ops.checks import FLOATS, check_pages, check_slots
+from slimkv.ops.registry import Registry
 from slimkv.spec import Kind, PageLayout
 
 
@@ -48,14 +46,12 @@ class StoreRequest:
             backend.run(replace(self, key=subtract_offset(self.key, self.key_offset), key_offset=None))
 
 
-REGISTRY = Registry(
+REGISTRY = Registry.of_kernels(
     "store",
-    [
-        Backend("cpu", "slimkv.ops.store.cpu.compiled", compiled_unavailable_reason),
-        Backend("cuda", "slimkv.ops.store.cuda.launch", cuda_unavailable_reason),
-        Backend("triton", "slimkv.ops.store.triton.launch", triton_unavailable_reason),
-        Backend("reference", "slimkv.ops.store.reference", anywhere),
-    ],
+    cpu="store.cpu.compiled",
+    cuda="store.cuda.launch",
+    triton="store.triton.launch",
+    reference="store.reference",
 )
 
 
@@ -101,11 +97,7 @@ def checked_request(
             raise InputError(f"{name} must be contiguous in its last axis (stride {x.stride(-1)})")
         if x.device != device:
             raise InputError(f"{name} is on {x.device}, the pages on {device}")
-    if slot_mapping.ndim != 1 or slot_mapping.dtype not in INTEGERS or slot_mapping.device != device:
-        raise InputError(
-            f"slot_mapping must be int32 or int64 [tokens] on {device}, "
-            f"not {slot_mapping.dtype} {list(slot_mapping.shape)} on {slot_mapping.device}"
-        )
+    check_slots("slot_mapping", slot_mapping, device)
     if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
         raise InputError(f"{key.shape[0]} keys, {value.shape[0]} values and {slot_mapping.shape[0]} slots do not match")
     if key_offset is not None:
