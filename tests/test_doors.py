@@ -84,7 +84,7 @@ def attend_latent_arguments() -> dict[str, Any]:
         "query_latent": torch.zeros(4, 4, 64), "query_rope": torch.zeros(4, 4, 32), "pages": latent_pages(),
         "block_table": made.block_table, "seq_lens": made.seq_lens, "cu_seqlens_q": made.cu_seqlens_q,
         "softmax_scale": 0.1, "codec": Codec(LATENTS.spec), "layout": LATENTS, "max_query_len": 4, "max_seq_len": 20,
-        "query_is_rotated": False, "output_is_rotated": False, "out": None, "return_lse": False, "lse": None,
+        "query_is_rotated": False, "output_is_rotated": False, "out": None, "lse": None,
         "workspace": None, "num_splits": None, "backend": None,
     }  # fmt: skip
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -68,56 +67,6 @@ def latent_rotation(codec: Codec) -> Tensor | None:
     return codec.key_rotation if codec.spec.key.rotated else None
 
 
-@overload
-def attend_latent(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    softmax_scale: float,
-    codec: Codec,
-    layout: PageLayout,
-    max_query_len: int,
-    max_seq_len: int,
-    query_is_rotated: bool = False,
-    output_is_rotated: bool = False,
-    out: Tensor | None = None,
-    return_lse: Literal[False] = False,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-    num_splits: int | None = None,
-    backend: str | None = None,
-) -> Tensor: ...
-
-
-@overload
-def attend_latent(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    softmax_scale: float,
-    codec: Codec,
-    layout: PageLayout,
-    max_query_len: int,
-    max_seq_len: int,
-    query_is_rotated: bool = False,
-    output_is_rotated: bool = False,
-    out: Tensor | None = None,
-    return_lse: Literal[True],
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-    num_splits: int | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]: ...
-
-
 @typed
 def attend_latent(
     query_latent: Tensor,
@@ -135,12 +84,11 @@ def attend_latent(
     query_is_rotated: bool = False,
     output_is_rotated: bool = False,
     out: Tensor | None = None,
-    return_lse: bool = False,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
     num_splits: int | None = None,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Attention of absorbed queries on packed latents.
 
     Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and
@@ -160,16 +108,13 @@ def attend_latent(
             the projection before). For formats that are stored unrotated it makes no difference.
         output_is_rotated: leave the output in that space.
         out: [total_queries, num_heads, latent_dim] to write into (default: of the query's dtype).
-        return_lse: return the natural log-sum-exp, float32 [total_queries, num_heads], beside the output.
-        lse: where it is written, returned or not; ``return_lse`` alone allocates it.
+        lse: float32 [total_queries, num_heads], contiguous: where the natural log-sum-exp is written.
         workspace: uint8, at least ``latent_workspace_bytes(...)``; without it one is allocated.
         num_splits: how many parts a sequence's keys are cut into, by backends that let the caller choose (``triton``).
         backend: a backend's name; by default the best one that takes the request.
 
-    Returns out, or (out, lse) with ``return_lse``.
+    Returns out.
     """
-    if lse is None and return_lse:
-        lse = torch.empty(query_latent.shape[:2], dtype=torch.float32, device=query_latent.device)
     request = checked_request(
         query_latent, query_rope, pages, block_table, seq_lens, cu_seqlens_q, softmax_scale=softmax_scale, codec=codec,
         layout=layout, max_query_len=max_query_len, max_seq_len=max_seq_len, out=out, lse=lse, workspace=workspace,
@@ -183,10 +128,7 @@ def attend_latent(
     REGISTRY.select(pages.device, request, backend).load().run(request)
     if request.out is not out:
         _write_rows(out, request.out @ codec.key_rotation.T, request.cu_seqlens_q)
-    if not return_lse:
-        return out
-    assert lse is not None
-    return out, lse
+    return out
 
 
 def _write_rows(out: Tensor, result: Tensor, cu_seqlens_q: Tensor) -> None:
