@@ -81,20 +81,75 @@ def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_su
     return s
 
 
+@triton.jit
+def _latent_scores(page, inside, field_at, valid, tile_valid, valid_tiles, qh, q_sum, levels, table0, table1,
+                   BLOCK_SIZE: tl.constexpr, KD: tl.constexpr, KS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+                   BF16: tl.constexpr, FIELDS: tl.constexpr, BT: tl.constexpr, M: tl.constexpr,
+                   PTX: tl.constexpr):  # fmt: skip
+    """A step's latents [BT, KDP] as keys and their scores float32 [BT, M], before the queries' factors; the latents'
+    scales, the exponents of these, and what is added to all numbers of a latent: float32 [BT] each."""
+    base = page + inside * (2 * KD * BITS)
+    scale = tl.full([BT], 1.0, tl.float32)
+    exponent = tl.zeros([BT], tl.float32)
+    centre = tl.zeros([BT], tl.float32)
+    if KIND == _RAW:
+        k = as_keys(raw_numbers(base, tile_valid, BITS, BF16, KD // 16, KS))
+        k = tl.where(valid[:, None], k, 0.0).to(k.dtype)
+        s = dot(k, qh, tl.zeros([BT, M], tl.float32))
+    else:
+        low, high = load_code_words(base, tile_valid, BITS, KD // 16, KS, False)
+        # made as values are: their offset is small enough to be summed over many tokens
+        k = as_keys(numbers(low, high, levels, table0, table1, KIND, BITS, True, PTX))
+        field = load_field((page + FIELDS)[:, None], field_at, valid_tiles)
+        scale = tl.reshape(decode_unsigned(field), (BT,))
+        exponent = tl.reshape(field_exponent(field), (BT,))
+        s = tl.dot(k, qh)
+        if PTX and KIND == _LLOYD and BITS <= 4:
+            s -= _OFFSET * q_sum[None, :]
+        s *= scale[:, None]
+        if KIND == _UNIFORM:
+            zeros = load_field((page + FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
+            centre = tl.reshape(decode_signed(zeros), (BT,)) + scale * uniform_centre(BITS)
+            s += centre[:, None] * q_sum[None, :]
+    return k, s, scale, exponent, centre
+
+
+@triton.jit
+def _store_rows(out_ptr, lse_ptr, acc, m, z, q_row, head, row_valid, heads, out_stride, out_head_stride, part,
+                KD: tl.constexpr, KDP: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """Writes the output acc [KDP, M] and, unless lse_ptr is None, the log-sum-exps; of several parts, to theirs."""
+    empty = z == 0
+    safe = tl.where(empty, 1.0, z)
+    dim = fragment_order(tl.arange(0, KDP))
+    mask = row_valid[None, :] & (dim < KD)[:, None]
+    total = m + tl.log2(safe)
+    if SPLITS == 1:
+        at = q_row * out_stride + head * out_head_stride
+        lse_at = q_row * heads + head
+        total *= _LN2
+    else:
+        lse_at = (q_row * heads + head) * SPLITS + part
+        at = lse_at * KD
+    out = (acc / safe[None, :]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at[None, :] + dim[:, None], out, mask=mask)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + lse_at, tl.where(empty, float("-inf"), total), mask=row_valid)
+
+
 @triton.jit(do_not_specialize=["row_tiles", "heads"])
 def attend_latent_kernel(
-    q_ptr, rope_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr,
-    latent_signs, latent_levels, rope_levels, latent_table0, latent_table1, rope_table0, rope_table1,
+    q_ptr, rope_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr,
+    latent_levels, rope_levels, latent_table0, latent_table1, rope_table0, rope_table1,
     row_tiles, heads, blocks, q_stride, q_head_stride, rope_stride, rope_head_stride, block_stride, table_stride,
     out_stride, out_head_stride, scale_log2,
     M: tl.constexpr, NT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KD: tl.constexpr, KS: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr,
     K_FIELDS: tl.constexpr,
     VD: tl.constexpr, VS: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr,
-    V_CODES: tl.constexpr, V_FIELDS: tl.constexpr, LSE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
+    V_CODES: tl.constexpr, V_FIELDS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One program: M rows (query, head) of one sequence, one of SPLITS parts of its tokens. K is the latent, V the
-    rope part."""
+    rope part. Of several parts, out_ptr and lse_ptr are of the parts: [rows, SPLITS, KD] and [rows, SPLITS]."""
     sequence = tl.program_id(0) // row_tiles
     first = tl.program_id(0) % row_tiles * M
     part = tl.program_id(1)
@@ -119,7 +174,7 @@ def attend_latent_kernel(
     step_end = tl.minimum((part + 1) * per_part, steps)
 
     qh, q_sum, up = load_queries(
-        q_ptr + q_row * q_stride + head * q_head_stride, row_valid, latent_signs, 1.0, M, KD, KDP, K_KIND, K_BITS,
+        q_ptr + q_row * q_stride + head * q_head_stride, row_valid, latent_levels, 1.0, M, KD, KDP, K_KIND, K_BITS,
         K_BF16, False, 16,
     )  # fmt: skip
     rh, r_rest, r_sum, r_up = _load_rope_queries(
@@ -144,25 +199,10 @@ def attend_latent_kernel(
         field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
         valid = token < length
         valid_tiles = tl.reshape(valid, (NT, 16)) & tile_valid[:, None]
-        base = page + inside * (2 * KD * K_BITS)
-        if K_KIND == _RAW:
-            k = as_keys(raw_numbers(base, tile_valid, K_BITS, K_BF16, KD // 16, KS))
-            k = tl.where(valid[:, None], k, 0.0).to(k.dtype)
-            s = dot(k, qh, tl.zeros([BT, M], tl.float32))
-        else:
-            low, high = load_code_words(base, tile_valid, K_BITS, KD // 16, KS, False)
-            # made as values are: their offset is small enough to be summed over many tokens
-            k = as_keys(numbers(low, high, latent_levels, latent_table0, latent_table1, K_KIND, K_BITS, True, PTX))
-            field = load_field((page + K_FIELDS)[:, None], field_at, valid_tiles)
-            scale = tl.reshape(decode_unsigned(field), (BT,))
-            s = tl.dot(k, qh)
-            if PTX and K_KIND == _LLOYD and K_BITS <= 4:
-                s -= _OFFSET * q_sum[None, :]
-            s *= scale[:, None]
-            if K_KIND == _UNIFORM:
-                zeros = load_field((page + K_FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
-                centre = tl.reshape(decode_signed(zeros), (BT,)) + scale * uniform_centre(K_BITS)
-                s += centre[:, None] * q_sum[None, :]
+        k, s, scale, exponent, centre = _latent_scores(
+            page, inside, field_at, valid, tile_valid, valid_tiles, qh, q_sum, latent_levels, latent_table0,
+            latent_table1, BLOCK_SIZE, KD, KS, K_KIND, K_BITS, K_BF16, K_FIELDS, BT, M, PTX,
+        )  # fmt: skip
         s = s * latent_factor[None, :] + rope_factor[None, :] * _rope_scores(
             page, inside, field_at, tile_valid, valid_tiles, rh, r_rest, r_sum, rope_levels, rope_table0, rope_table1,
             BLOCK_SIZE, VD, VS, V_KIND, V_BITS, V_BF16, V_CODES, V_FIELDS, BT, M, EXACT, PTX,
@@ -173,7 +213,6 @@ def attend_latent_kernel(
             p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
             acc = dot(tl.trans(k), p.to(k.dtype), acc)
         else:
-            exponent = tl.reshape(field_exponent(field), (BT,))
             p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
             seen = p != 0.0  # a scale may not be a number
             ph = tl.where(seen, p * scale[:, None], 0.0).to(tl.float16)
@@ -183,18 +222,7 @@ def attend_latent_kernel(
             elif PTX and K_KIND == _LLOYD and K_BITS <= 4:
                 w = w * alpha - _OFFSET * tl.sum(ph.to(tl.float32), 0)
 
-    empty = z == 0
-    safe = tl.where(empty, 1.0, z)
-    acc = (acc + w[None, :]) / safe[None, :]
-    dim = fragment_order(tl.arange(0, KDP))
-    mask = row_valid[None, :] & (dim < KD)[:, None]
-    if SPLITS == 1:
-        out_ptrs = out_ptr + q_row * out_stride + head * out_head_stride
-        tl.store(out_ptrs[None, :] + dim[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
-        if LSE:
-            lse = tl.where(empty, float("-inf"), (m + tl.log2(safe)) * _LN2)
-            tl.store(lse_ptr + q_row * heads + head, lse, mask=row_valid)
-    else:
-        at = (q_row * heads + head) * SPLITS + part
-        tl.store(part_ptr + at[None, :] * KD + dim[:, None], acc, mask=mask)
-        tl.store(part_lse_ptr + at, tl.where(empty, float("-inf"), m + tl.log2(safe)), mask=row_valid)
+    _store_rows(
+        out_ptr, lse_ptr, acc + w[None, :], m, z, q_row, head, row_valid, heads, out_stride, out_head_stride, part, KD,
+        KDP, SPLITS,
+    )  # fmt: skip

@@ -70,21 +70,22 @@ def run(request: LatentRequest) -> None:
     shape = launch_shape(layout, request.max_query_len * heads)
     row_tiles = triton.cdiv(request.max_query_len * heads, shape.rows)
     num_splits = request.num_splits or choose_splits(sequences * row_tiles, request.max_seq_len, shape, query.device)
-    part, part_lse = _part_views(request, num_splits)
+    into: tuple[Tensor, Tensor | None] = out, request.lse
+    if num_splits > 1:
+        into = part, part_lse = _part_views(request, num_splits)
     rope = request.stored_query_rope
-    lse = request.lse if request.lse is not None else part_lse
     k, v = request.codec.key_tables, request.codec.value_tables
     attend_latent_kernel[(sequences * row_tiles, num_splits)](
-        query, rope, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, out, lse, part,
-        part_lse, k.signs, k.levels, v.levels, *level_bytes(spec.key, spec.key_dim),
-        *level_bytes(spec.value, spec.value_dim), row_tiles, heads, request.pages.shape[0], query.stride(0),
-        query.stride(1), rope.stride(0), rope.stride(1), request.pages.stride(0), request.block_table.stride(0),
-        out.stride(0), out.stride(1), request.softmax_scale * _LOG2E,
-        M=shape.rows, NT=shape.tiles, SPLITS=num_splits, LSE=request.lse is not None,
-        EXACT=rope.dtype == torch.bfloat16, **format_constants(layout), num_warps=shape.warps,
+        query, rope, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, *into, k.levels,
+        v.levels, *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value, spec.value_dim), row_tiles, heads,
+        request.pages.shape[0], query.stride(0), query.stride(1), rope.stride(0), rope.stride(1),
+        request.pages.stride(0), request.block_table.stride(0), out.stride(0), out.stride(1),
+        request.softmax_scale * _LOG2E,
+        M=shape.rows, NT=shape.tiles, SPLITS=num_splits, EXACT=rope.dtype == torch.bfloat16,
+        **format_constants(layout), num_warps=shape.warps,
     )  # fmt: skip
     if num_splits > 1:
-        rows = 4 if total * heads >= 1024 else 1
+        rows, lse = 4 if total * heads >= 1024 else 1, part_lse if request.lse is None else request.lse
         dim = 16 * padded_slices(spec.key_dim)
         merge_kernel[(triton.cdiv(total * heads, rows),)](
             part, part_lse, request.cu_seqlens_q, query, out, lse, k.signs, 1.0, sequences, out.stride(0),
@@ -96,8 +97,6 @@ def run(request: LatentRequest) -> None:
 
 def _part_views(request: LatentRequest, num_splits: int) -> tuple[Tensor, Tensor]:
     """float32 views: partial outputs and their log-sum-exps."""
-    if num_splits == 1:
-        return request.out, request.out
     total, heads = request.query_latent.shape[:2]
     need = split_workspace_bytes(total, heads, request.layout.spec.key_dim, num_splits)
     space = request.workspace
