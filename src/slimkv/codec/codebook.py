@@ -49,7 +49,7 @@ class Codebook:
 
     @property
     def error_steps(self) -> float:
-        """A power of two: in steps of 1 / this many grid units, a usual rounding error is 8 to 20 and fits a byte."""
+        """Steps per grid unit for stored rounding errors, a power of two: typical errors are 8 to 20 steps."""
         spacing = float(self.levels[-1] - self.levels[0]) / (len(self.levels) - 1)
         return 2.0 ** math.floor(math.log2(64 / spacing))
 
