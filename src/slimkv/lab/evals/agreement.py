@@ -28,7 +28,8 @@ from slimkv.lab.evals.harness import (
     window_logits,
     with_prefill,
 )  # fmt: skip
-from slimkv.lab.evals.perplexity import scored_nll
+from slimkv.lab.evals.intervals import mean_interval
+from slimkv.lab.evals.perplexity import relative_increase, scored_nll
 
 _SLICE = 128  # positions compared at a time: a vocabulary is wide
 Observe = Callable[[str, int, Tensor], None]  # format, window, negative log-likelihood of its tokens [tokens - 1]
@@ -41,9 +42,13 @@ class AgreementRow:
     format: str  # as it was asked for: k4v4, k4v4+cal, calibrated; k4v4@8bit where prefill differs between rows
     top1: float  # share of positions whose most likely token is the same
     kl: float  # mean KL(raw || packed), nats
+    kl_low: float  # its 95% interval, from blocks of tokens: see ``intervals``
+    kl_high: float
     kl_99: float  # its 99th percentile over positions
     perplexity: float
     over_raw: float
+    over_raw_low: float  # its 95% interval
+    over_raw_high: float
     bytes_per_token: float  # see harness.bytes_per_token
     prefill: str  # see KVCacheConfig
     kl_growth: float | None  # over the row of the same format and the first prefill; None: there is one only
@@ -109,7 +114,7 @@ def measure_agreement(
     watch = Stopwatch()
     kinds = with_prefill(cache_kinds(formats, calibration), prefill)
     formats = [kind.name for kind in kinds]
-    nll: dict[str, float] = dict.fromkeys([RAW, *formats], 0.0)
+    nll: dict[str, list[Tensor]] = {name: [] for name in (RAW, *formats)}
     same: dict[str, list[Tensor]] = {w: [] for w in formats}
     divergence: dict[str, list[Tensor]] = {w: [] for w in formats}
     size: dict[str, float] = {}
@@ -124,9 +129,9 @@ def measure_agreement(
             cache = kind.new(model, mode)
             with attending(model, kind.format):
                 logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
-            losses = scored_nll(logits, ids[0]).double()
-            observe(format, index, losses.cpu())
-            nll[format] += float(losses.sum())
+            losses = scored_nll(logits, ids[0]).double().cpu()
+            observe(format, index, losses)
+            nll[format].append(losses)
             size[format] = bytes_per_token(cache)
             if format == RAW:
                 raw_logits = logits
@@ -135,12 +140,12 @@ def measure_agreement(
             same[format].append(top.cpu())
             divergence[format].append(kl.double().cpu())
     progress("done", steps, steps)
-    scored = count * (tokens - 1)
-    base = math.exp(nll[RAW] / scored)
+    base = math.exp(torch.cat(nll[RAW]).mean())
     rows = []
     for number, kind in enumerate(kinds):
         format, first = kind.name, kinds[number - number % len(prefill)].name
-        kl, perplexity = torch.cat(divergence[format]), math.exp(nll[format] / scored)
+        kl, perplexity = torch.cat(divergence[format]), math.exp(torch.cat(nll[format]).mean())
+        around, more = mean_interval(divergence[format]), relative_increase(nll[RAW], nll[format])
         of_windows = [[float(window.mean()) for window in divergence[name]] for name in (first, format)]
         growth, error = growth_over(*of_windows) if len(prefill) > 1 else (None, None)
         rows.append(
@@ -148,9 +153,13 @@ def measure_agreement(
                 format,
                 float(torch.cat(same[format]).double().mean()),
                 float(kl.mean()),
+                around.low,
+                around.high,
                 float(kl.quantile(0.99)),
                 perplexity,
                 perplexity / base - 1,
+                more.low,
+                more.high,
                 size[format],
                 kind.prefill,
                 growth,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -25,6 +26,7 @@ from slimkv.lab.evals.harness import (
     quiet,
     window_logits,
 )  # fmt: skip
+from slimkv.lab.evals.intervals import Interval, mean_interval
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class PerplexityRow:
     format: str  # as it was asked for: raw, k4v4, k4v4+cal, calibrated
     perplexity: float
     over_raw: float  # relative to the stock cache: 0.05 is 5% more
+    over_raw_low: float  # its 95% interval, from blocks of tokens: see ``intervals``
+    over_raw_high: float
     nll: float  # mean negative log-likelihood, in nats per token
     bytes_per_token: float  # see harness.bytes_per_token
 
@@ -56,6 +60,12 @@ class PerplexityReport:
 def scored_nll(logits: Tensor, ids: Tensor, first: int = 1) -> Tensor:
     """Negative log-likelihood [tokens - first] of ids [tokens] from ``first`` on, under logits [tokens, vocabulary]."""
     return cross_entropy(logits[first - 1 : -1].float(), ids[first:], reduction="none")
+
+
+def relative_increase(raw: Sequence[Tensor], other: Sequence[Tensor]) -> Interval:
+    """By how much the perplexity of ``other`` exceeds that of ``raw``, from losses [tokens] of the same windows."""
+    found = mean_interval([b - a for a, b in zip(raw, other, strict=True)])
+    return Interval(math.expm1(found.value), math.expm1(found.low), math.expm1(found.high))
 
 
 def measure_perplexity(
@@ -81,7 +91,7 @@ def measure_perplexity(
     stride = stride or tokens
     kinds = [STOCK, *cache_kinds(formats, calibration)]
     formats = [kind.name for kind in kinds]
-    total: dict[str, float] = dict.fromkeys(formats, 0.0)
+    losses: dict[str, list[Tensor]] = {format: [] for format in formats}
     size: dict[str, float] = {}
     scored = 0
     for index in range(count):
@@ -94,13 +104,12 @@ def measure_perplexity(
             cache = kind.new(model, mode)
             with attending(model, kind.format):
                 logits = window_logits(model, ids, cache, chunk if mode == SERVING and format != RAW else None)
-            total[format] += float(scored_nll(logits, ids[0], first).double().sum())
+            losses[format].append(scored_nll(logits, ids[0], first).double().cpu())
             size[format] = bytes_per_token(cache)
     progress("done", count * len(formats), count * len(formats))
-    base = math.exp(total[RAW] / scored)
     rows = []
     for format in formats:
-        perplexity = math.exp(total[format] / scored)
-        rows.append(PerplexityRow(format, perplexity, perplexity / base - 1, total[format] / scored, size[format]))
+        nll, more = float(torch.cat(losses[format]).mean()), relative_increase(losses[RAW], losses[format])
+        rows.append(PerplexityRow(format, math.exp(nll), more.value, more.low, more.high, nll, size[format]))
     read = calibration.source if calibration is not None else None
     return PerplexityReport(name, mode, count, tokens, stride, scored, read, tuple(rows), watch.seconds)
