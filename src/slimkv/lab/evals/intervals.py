@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slimkv.errors import InputError
 
-BLOCK = 128  # tokens that follow one another are not independent: a block of them is drawn as one
+BLOCK = 128  # adjacent tokens are not independent, so blocks are resampled
 _Z = 1.959963984540054  # two-sided, 95%
 
 
@@ -39,8 +39,8 @@ def bootstrap(
 ) -> tuple[Interval, float]:
     """The mean of numbers in clusters of given sums and counts: its 95% interval, and a two-sided p-value against 0.
 
-    Numbers of one cluster (questions about one text, tokens of one passage) are not independent, so clusters are drawn,
-    not numbers.
+    Numbers of one cluster (questions about one text, tokens of one passage) are not independent, so clusters are
+    resampled, not numbers.
     """
     if not sums or len(sums) != len(counts) or min(counts) < 1:
         raise InputError(f"a bootstrap needs clusters with numbers in them, not {len(sums)} sums of {len(counts)}")

@@ -1,4 +1,4 @@
-"""Perplexity of a model with a packed cache, against the same model with the stock one."""
+"""Perplexity of a model with a packed cache, compared with the stock cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from slimkv.lab.evals.intervals import Interval, mean_interval
 class PerplexityRow:
     """One cache."""
 
-    format: str  # as it was asked for: raw, k4v4, k4v4+cal, calibrated
+    format: str  # as requested: raw, k4v4, k4v4+cal, calibrated
     perplexity: float
     over_raw: float  # relative to the stock cache: 0.05 is 5% more
     over_raw_low: float  # its 95% interval, from blocks of tokens: see ``intervals``
@@ -52,7 +52,7 @@ class PerplexityReport:
     window_tokens: int
     stride: int
     scored_tokens: int
-    calibration: str | None  # what it was made on; None: keys are rounded to the nearest level
+    calibration: str | None  # the tokens it was made on; None: keys are rounded to the nearest level
     rows: tuple[PerplexityRow, ...]  # the first is the stock cache
     seconds: float
 
