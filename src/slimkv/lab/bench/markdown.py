@@ -1,4 +1,4 @@
-"""Reports as Markdown tables, and putting them into a document between two markers.
+"""Writes reports as Markdown tables between two markers of a document.
 
 ``python -m slimkv.lab.bench.markdown docs/design/kernels.md benchmarks/results`` rewrites the tables.
 """
@@ -37,9 +37,8 @@ def reports_in(folder: Path) -> list[Report]:
 
 
 def table(report: Report) -> str:
-    """One report: where it was measured, a row per cell, and what the rotation costs.
-
-    Latents, which have baselines of their own, get a table of their own.
+    """One report: where it was measured, a row per cell, and the cost of the rotation. Latents have other baselines and
+    a separate table.
     """
     lines = [
         f"`{report.operation}` on one {report.device} ({report.copy_bytes_per_second / 1e12:.2f} TB/s copy), "

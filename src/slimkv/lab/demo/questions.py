@@ -103,9 +103,10 @@ class Reader:
 
 
 def read_together(readers: Sequence[Reader], ids: Tensor) -> None:
-    """Stores the first tokens ids [1, tokens] of the prompt in every reader's empty cache; the model reads them once. A
-    long pass over an empty cache attends unquantised keys and values with every cache, so all caches can store those of the
-    stock cache. Models with other states read the prompt once per cache.
+    """Stores the first tokens ids [1, tokens] of the prompt in every reader's empty cache; the model reads them once.
+
+    A long pass over an empty cache attends unquantised keys and values with every cache, so all caches can store those
+    of the stock cache. Models with other states read the prompt once per cache.
     """
     from slimkv.integrations.transformers.layers import RAW_FRESH_ABOVE, PackedLayer
 
@@ -132,7 +133,7 @@ def read_together(readers: Sequence[Reader], ids: Tensor) -> None:
 
 
 def decode(readers: Sequence[Reader], tokenizer: Any, question: str, new_tokens: int, shown: Shown) -> list[Answer]:
-    """The readers answer in turns, greedily, up to ``new_tokens`` each; ``shown`` gets the texts after every turn."""
+    """The readers answer greedily in turns, up to ``new_tokens`` each; ``shown`` gets the texts after each turn."""
     stop = _stop_tokens(readers[0].model, tokenizer)
 
     def talking(reader: Reader) -> bool:
