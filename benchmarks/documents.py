@@ -36,9 +36,8 @@ NAMES |= LATENT_NAMES
 
 
 def table(report: Report) -> str:
-    """One report: where it was measured, a row per cell, and what the rotation costs.
-
-    Latents, which have baselines of their own, get a table of their own.
+    """One report: where it was measured, a row per cell, and the cost of the rotation. Latents have other baselines and
+    a separate table.
     """
     lines = [
         f"`{report.operation}` on one {report.device} ({report.copy_bytes_per_second / 1e12:.2f} TB/s copy), "

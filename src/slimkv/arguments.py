@@ -1,7 +1,7 @@
-"""Arguments of public functions are what their annotations say, or an ``InputError`` names the one that is not.
+"""Checks the arguments of public functions against their annotations; an ``InputError`` names the wrong one.
 
-``@typed`` reads a function's annotations once. Kinds (tensors, integers, names, ...) are checked there; shapes, values
-and devices are the function's own matter.
+``@typed`` reads a function's annotations once. It checks kinds (tensors, integers, names, ...); shapes, values and
+devices are checked by the function itself.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _NAMES: dict[Any, str] = {
     torch.Tensor: "a tensor", torch.device: "a device", torch.dtype: "a dtype", Path: "a path", tuple: "a tuple",
     list: "a list", Mapping: "a mapping", Sequence: "a sequence",
 }  # fmt: skip
-# What an annotation admits beside its own class.
+# Classes that an annotation accepts besides its own.
 _ALSO: dict[Any, tuple[type, ...]] = {int: (np.integer,), float: (int, np.integer, np.floating), bool: (np.bool_,)}
 _TEXTS = (str, bytes)
 
 
 class _Rule:
-    """What one argument may be."""
+    """The accepted kinds of one argument."""
 
     def __init__(self, name: str, kinds: tuple[Any, ...], error: type[SlimKVError]) -> None:
         self.name, self.error = name, error
@@ -73,7 +73,7 @@ def describe(value: Any) -> str:
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...] | None:
-    """The classes that an annotation admits, None for one that says nothing that can be checked."""
+    """The classes that an annotation accepts, or None if it cannot be checked."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         parts = [_kinds(part) for part in typing.get_args(annotation)]
@@ -100,7 +100,7 @@ def _rules(annotations: dict[str, Any], scope: dict[str, Any], error: type[SlimK
 
 
 def typed(function: _F) -> _F:
-    """Refuses arguments of the wrong kind by name. What has no annotation, or one without classes, is left alone."""
+    """Raises for arguments of the wrong kind; arguments without a checkable annotation are not checked."""
     names = list(inspect.signature(function).parameters)
     state: dict[str, Any] = {}
 
@@ -124,7 +124,7 @@ def typed(function: _F) -> _F:
 
 
 def typed_fields(error: type[SlimKVError] = InputError) -> Callable[[_C], _C]:
-    """For dataclasses: fields of the wrong kind are refused by name, before ``__post_init__`` looks at their values."""
+    """For dataclasses: raises for fields of the wrong kind before ``__post_init__`` uses their values."""
 
     def decorate(cls: _C) -> _C:
         own = cls.__dict__.get("__post_init__")

@@ -29,7 +29,7 @@ _LAYERS = re.compile(r"(-?\d+)(?:-(-?\d+))?")
 class KVCacheConfig:
     """How an engine's KV cache is stored and read.
 
-    An engine refuses by name what it cannot do.
+    An engine raises an error that names any setting it does not support.
 
     Attributes:
         format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...), or the
@@ -39,15 +39,15 @@ class KVCacheConfig:
         layers: formats of single layers. A key is a layer's number (``0``, ``"0"``), counted from the end when negative
             (``-1``), a range with both ends (``"4-6"``, ``"-2--1"``), or ``"default"``, which is ``format``. Later
             entries win over earlier ones.
-        fresh: what the tokens of one forward pass see of one another. ``codes``: their codes, as everybody who reads
-            them later, so that a prefix-cache hit answers as the miss did. ``raw``: their unquantised K and V, which is
-            closer to the stock cache and makes the answer depend on how a prompt was cut into chunks. ``auto``: codes
-            where pages are shared between requests, raw in a private cache.
-        prefill: the arithmetic of passes of more than 32 new tokens. ``16bit``; ``8bit``: that of 8-bit tensor cores,
-            for Lloyd-Max codes of up to 4 bits on both sides and ``fresh`` other than raw, refused by name where it
-            cannot be; ``auto``: 8 bits where that was measured to be faster, in a cache whose pages are not shared
-            (a prefix-cache hit of which few tokens are left is not attended as a prefill, and must answer as the miss).
-        sink_tokens, recent_tokens: so many of the first and last tokens are kept in the model's dtype.
+        fresh: how the tokens of one forward pass see one another. ``codes``: as codes, as every later step sees them,
+            so that a prefix-cache hit gives the same output as a miss. ``raw``: as unquantised K and V, which is closer
+            to the stock cache, but the output then depends on how the prompt was chunked. ``auto``: codes if pages are
+            shared between requests, raw in a private cache.
+        prefill: the arithmetic of passes of more than 32 new tokens. ``16bit``; ``8bit``: 8-bit tensor cores, for
+            Lloyd-Max codes of up to 4 bits on both sides and ``fresh`` other than raw, otherwise an error; ``auto``: 8
+            bits where measured to be faster and pages are not shared (a prefix-cache hit with few remaining tokens does
+            not take the prefill path, yet must produce the same output as a miss).
+        sink_tokens, recent_tokens: the number of first and last tokens that are kept in the model's dtype.
         calibration: how keys are rounded: a file from ``slimkv calibrate`` or a loaded ``Calibration``; ``auto``: the
             one made before for exactly this model; None: to the nearest level.
         center_keys: subtract a constant vector per layer and KV head from keys before they are encoded. It comes from
@@ -55,7 +55,7 @@ class KVCacheConfig:
             own recipes.
         max_score_error: the guard's limit, in nats. Once per layer an engine compares attention scores from stored keys
             with true ones, and stops beyond it. 0 switches the guard off.
-        key_policy, value_policy: scale policies of Lloyd-Max sides; None is the format's own.
+        key_policy, value_policy: scale policies of Lloyd-Max sides; None is the default of the format.
         seed: of the rotation.
         backend: the backend of store and attention by name; None is the best one for the device.
     """
@@ -175,8 +175,8 @@ class KVCacheConfig:
     def format_of(self, layer: int | None, num_layers: int, *, latent: bool = False) -> str:
         """The format of layer ``layer`` of a model of ``num_layers`` (None, or beyond them: ``format``).
 
-        ``latent``: the layer caches latents. A format of the other kind is refused; a drafter's layer, which stands
-        beyond the model's and may be of another kind than they are, then takes its kind's default.
+        ``latent``: the layer caches latents. A format of the other kind raises an error. A drafter's layer, numbered
+        after the model's layers, may be of another kind; it then takes the default of its kind.
         """
         found = self.format
         if layer is not None and 0 <= layer < num_layers:
@@ -200,13 +200,12 @@ class KVCacheConfig:
                 raise InputError(f"layers names {where!r}, but the model has layers 0 to {num_layers - 1}")
 
     def reads_fresh_raw(self, shared_pages: bool) -> bool:
-        """Whether new tokens see one another's unquantised K and V, where pages are (not) shared between requests."""
+        """Whether new tokens see one another's unquantised K and V; ``shared_pages``: requests share pages."""
         return self.fresh == "raw" or (self.fresh == AUTO and not shared_pages and self.prefill != EIGHT_BIT)
 
     def prefill_of(self, spec: CodecSpec, shared_pages: bool) -> str:
-        """``AttendOptions.prefill`` of a layer stored as ``spec``, where pages are (not) shared between requests.
-
-        Raises ``UnsupportedError`` where ``8bit`` is asked for and the format has none.
+        """``AttendOptions.prefill`` of a layer stored as ``spec``, depending on whether pages are shared between
+        requests. Raises ``UnsupportedError`` if ``8bit`` is requested and the format does not support it.
         """
         if self.prefill == EIGHT_BIT and (reason := format_refusal(spec)) is not None:
             raise UnsupportedError(f"prefill='8bit': {reason}; leave prefill at 'auto'")
@@ -238,7 +237,7 @@ def unknown_setting(name: object, known: list[str]) -> str:
 
 
 def _parse_layers(where: object) -> tuple[int, ...]:
-    """The ends of a key of ``layers``: one number, or two of a range."""
+    """The bounds in a key of ``layers``: one number, or the two ends of a range."""
     if isinstance(where, int) and not isinstance(where, bool):
         return (where,)
     match = _LAYERS.fullmatch(where.strip()) if isinstance(where, str) else None

@@ -18,7 +18,7 @@ class UnsupportedError(SlimKVError, NotImplementedError):
 
 
 class MissingDependencyError(SlimKVError, ImportError):
-    """Something that was asked for needs a package that is not installed (or too old)."""
+    """A requested feature needs a package that is missing or too old."""
 
 
 class CorruptDataError(SlimKVError, RuntimeError):
@@ -26,7 +26,7 @@ class CorruptDataError(SlimKVError, RuntimeError):
 
 
 class FidelityError(SlimKVError, RuntimeError):
-    """Stored keys give attention scores so far from true ones that answers would be wrong."""
+    """Attention scores from stored keys are so far from the exact ones that answers would be wrong."""
 
 
 class OutOfPagesError(SlimKVError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Formats: how the numbers of K or V become codes, and the names formats have.
+"""Formats: how the values of K or V become codes, and how formats are named.
 
 A width is stored as *planes* of 1, 2, 4, 8, 16 or 32 bits (3 = 2 + 1, 5 = 4 + 1, ...), low bits first.
 """
@@ -18,7 +18,7 @@ _RAW_NAMES = {"bfloat16": "rawbf16", "float16": "rawfp16", "float32": "rawfp32"}
 
 
 class Kind(StrEnum):
-    """How the numbers of one vector become codes."""
+    """How the values of one vector become codes."""
 
     LLOYD = "lloyd"  # rotated, one scale, Lloyd-Max levels
     UNIFORM = "uniform"  # scale and zero, evenly spaced levels
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 class ScalePolicy(StrEnum):
     """Which scalar multiplies the levels of a ``lloyd`` vector x with reconstruction direction l."""
 
-    PLAIN = "plain"  # |x| over the norm that levels have on average: what Lloyd-Max assumes
+    PLAIN = "plain"  # |x| over the average norm of the levels, which is what Lloyd-Max assumes
     NORM = "norm"  # |x| / |l|: the reconstruction has the norm of x
     UNBIASED = "unbiased"  # |x|^2 / <x, l>: <x, x_hat> = |x|^2
 
@@ -44,7 +44,7 @@ def parse_policy(name: str) -> ScalePolicy:
 @dataclass(frozen=True)
 @typed_fields(SpecError)
 class TensorFormat:
-    """How K or V is stored: kind, width, and what belongs to the kind."""
+    """How K or V is stored: kind, width, and the parameters of the kind."""
 
     kind: Kind
     bits: int
@@ -163,10 +163,10 @@ def _parse_part(part: str) -> TensorFormat:
 
 
 DEFAULT_FORMAT = "k4v4"
-# What is stored of a latent where nobody says: 4-bit codes, and the rope part in the dtype of the model.
+# The default for latents: 4-bit codes, and the rope part in the dtype of the model.
 DEFAULT_LATENT_FORMAT = "c4"
 RAW, RAW_LATENT = "raw", "craw"  # unquantised, in the dtype of the model
-# Words that stand for a format: the default of what a model caches, and what a calibration chose for each layer.
+# Names that stand for other formats: the default for what a model caches, and the calibration's choice per layer.
 AUTO, CALIBRATED = "auto", "calibrated"
 
 
@@ -180,7 +180,7 @@ def known_latent_formats() -> str:
 
 
 def is_latent_format(name: str) -> bool:
-    """Whether ``name`` is one of a latent (``c4r8``), not of K and V (``k4v4``)."""
+    """Whether ``name`` is a latent format (``c4r8``) rather than one of K and V (``k4v4``)."""
     return isinstance(name, str) and _LATENT.fullmatch(name.strip().lower()) is not None
 
 
@@ -194,7 +194,7 @@ def parse_latent_format(name: str) -> tuple[TensorFormat, TensorFormat]:
 
 
 def format_of_kind(format: str, latent: bool) -> str:
-    """``format`` for layers that cache latents, or K and V; raises where it is one of the others."""
+    """``format`` for layers that cache latents, or K and V; raises if it is a format of the other kind."""
     if format == AUTO:
         return DEFAULT_LATENT_FORMAT if latent else DEFAULT_FORMAT
     if not latent:

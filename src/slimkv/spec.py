@@ -63,7 +63,7 @@ class CodecSpec:
     key_dim: int
     value_dim: int
     seed: int = DEFAULT_SEED
-    name: str | None = field(default=None, compare=False, repr=False)  # how ``parse`` was asked for it
+    name: str | None = field(default=None, compare=False, repr=False)  # the name that ``parse`` was given
 
     def __post_init__(self) -> None:
         for name, dim in (("key", self.key_dim), ("value", self.value_dim)):
@@ -139,10 +139,10 @@ class CodecSpec:
 
 @dataclass(frozen=True, repr=False)
 class LatentSpec(CodecSpec):
-    """The formats of a latent (MLA): what all heads share of a token, and its rope part.
+    """The formats of a latent (MLA), which all heads share, and of its rope part.
 
-    The latent takes the place of K and the rope part that of V in codecs, pages and operations, with one KV head: a
-    token's scores come from both, and its values are the latent again.
+    In codecs, pages and operations the latent takes the place of K and the rope part that of V, with one KV head.
+    Scores use both, and the values are the latent again.
     """
 
     @classmethod
@@ -165,12 +165,12 @@ class LatentSpec(CodecSpec):
 
     @property
     def latent_dim(self) -> int:
-        """Numbers of the latent: ``kv_lora_rank``."""
+        """Size of the latent: ``kv_lora_rank``."""
         return self.key_dim
 
     @property
     def rope_dim(self) -> int:
-        """Numbers of the rope part: ``qk_rope_head_dim``."""
+        """Size of the rope part: ``qk_rope_head_dim``."""
         return self.value_dim
 
     @property
@@ -317,11 +317,11 @@ class PageLayout:
 
     @cached_property
     def _hash(self) -> int:
-        """Kept, since every call of an operation looks up what it needs for a layout."""
+        """Cached, because every call of an operation looks up tables by layout."""
         return hash((self.spec, self.block_size))
 
     def __getstate__(self) -> dict[str, object]:
-        """Another process hashes strings differently: only the fields travel."""
+        """Pickles only the fields: another process hashes strings differently."""
         return {"spec": self.spec, "block_size": self.block_size}
 
     @cached_property
@@ -343,7 +343,7 @@ class PageLayout:
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of a page that mean something."""
+        """Bytes of a page in use, without padding."""
         fields = self.spec.key.field_count + self.spec.value.field_count
         return self._fields_start + FIELD_BYTES * self.block_size * fields
 
@@ -380,5 +380,5 @@ class PageLayout:
 
 @cache
 def page_layout(spec: CodecSpec, block_size: int) -> PageLayout:
-    """One object for all layers of a kind: looking up what belongs to it then compares no fields."""
+    """One object for equal layouts, so that look-ups compare identities instead of fields."""
     return PageLayout(spec, block_size)

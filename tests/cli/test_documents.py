@@ -53,7 +53,9 @@ def python_pages() -> list[Path]:
     return [p for p in PAGES if any(lang == "python" and need is None for need, lang, _ in snippets(p))]
 
 
-SLIMKV = [command for need, command in commands() if need is None and command.startswith("slimkv ")]
+HERE = (None, "time", "results")  # needs that small sizes or the fixture below satisfy
+ELSEWHERE = ("vllm", "sglang", "gpu", "lm_eval")  # the engines' lanes, tests/gpu and tests/lab/suite/test_lm_eval.py
+SLIMKV = [command for need, command in commands() if need in HERE and command.startswith("slimkv ")]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
@@ -87,7 +89,8 @@ def _with_fewer_tokens(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def workplace(tiny_folder, tmp_path_factory):
-    """A folder with everything that the commands name: a model, its calibrations, a text."""
+    """A folder with everything that the commands name: a model, its calibrations, a text, two finished suites."""
+    from slimkv.cli.app import app
     from slimkv.lab.evals.texts import load_text
 
     folder = tmp_path_factory.mktemp("documents")
@@ -102,6 +105,10 @@ def workplace(tiny_folder, tmp_path_factory):
     with attention(model), torch.no_grad():
         model(ids, past_key_values=cache)
     cache.save(folder / "prompt.safetensors", model, ids)
+    for name in ("suite-quick-a", "suite-quick-b"):
+        small = ["--parts", "memory", "--format", "k4v4", "--device", "cpu", "--output", str(folder / name)]
+        done = CliRunner().invoke(app, ["suite", "smoke", str(tiny_folder), *small])
+        assert done.exit_code == 0, done.output
     mine = folder / "cache" / "slimkv" / "models"  # unpacking a model takes most of a minute: once is enough
     mine.parent.mkdir(parents=True)
     mine.symlink_to(Path(models.folder(models.DEFAULT)).parent, target_is_directory=True)
@@ -126,6 +133,13 @@ def test_slimkv_commands_run(command, workplace, tiny_folder, monkeypatch):
         words += ["--calibration", str(workplace / "model.safetensors")]
     result = CliRunner().invoke(app, [*words, *SMALLER.get(name, [])])
     assert result.exit_code == 0, f"{command}\n{result.output[-2000:]}"
+
+
+def test_every_command_is_run_by_a_test():
+    """Here or in a lane; ``make`` targets and installations by CI, with ``make test-install``."""
+    for need, command in commands():
+        assert need in (*HERE, *ELSEWHERE), command
+        assert need in ELSEWHERE or command.split()[0] in ("slimkv", "make", "pip", "git", "cd"), command
 
 
 def test_other_commands_are_known_and_their_arguments_hold():

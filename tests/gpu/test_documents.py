@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
 
-from documents import commands
+from documents import ROOT, commands
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -45,6 +45,9 @@ def test_commands_run(command, tmp_path):
         return
     if words[0] == "bash":
         pytest.skip("a script of measurements, not a snippet to try")
+    if words[0] == "python":
+        _run_script(words, tmp_path)
+        return
     words = words[1:]
     engine = "sglang" if "sglang" in words else "vllm"
     if words[1] == "serve" and importlib.util.find_spec(engine) is None:
@@ -53,6 +56,16 @@ def test_commands_run(command, tmp_path):
         [sys.executable, "-m", "slimkv", *words, *SMALLER[words[1]]], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+
+
+def _run_script(words: list[str], folder: Path) -> None:
+    """A script of ``benchmarks/`` on one short window of the shipped text."""
+    words[words.index("--text") + 1] = "shipped"
+    words[words.index("--json") + 1] = str(folder / "out.json")
+    small = ["--model", "smollm2-135m-instruct", "--windows", "1", "--tokens", "64"]
+    done = subprocess.run([sys.executable, *words[1:], *small], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert (folder / "out.json").is_file()
 
 
 def _serve(words: list[str], folder: Path) -> None:

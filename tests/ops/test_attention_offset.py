@@ -20,6 +20,7 @@ from slimkv import ops
 from slimkv.codec.key_offset import score_shift
 from slimkv.errors import InputError
 from slimkv.ops.merge import merge_attention_states
+from tail import sample
 
 CENTRED = Case(num_kv_heads=2, group=2, key_norm=8.0, query_norm=0.05, dtype="fp32", offset_norm=1000.0)
 DECODE = replace(CENTRED, lens=(53, 16, 7), queries=(1, 3, 1))
@@ -58,7 +59,7 @@ def test_against_true_keys(backend, base, options, device):
     check(case, device, backend, bound_of(backend, case))
 
 
-@pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.parametrize("num_splits", sample([2, 5], 2))
 def test_triton_with_split_keys(num_splits, device):
     check(replace(DECODE, num_splits=num_splits, sinks=True), device)
     check(replace(DECODE, num_splits=num_splits, softcap=6.0, sinks=True), device)

@@ -1,4 +1,4 @@
-"""Block ids and reference counts. Knows nothing of tensors."""
+"""Block ids and reference counts, without tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slimkv.errors import InputError, OutOfPagesError
 
 
 class BlockAllocator:
-    """Hands out blocks 0..count-1; a block may be shared and is free when its last owner lets go."""
+    """Allocates blocks 0..count-1. A block may be shared; it is free when its last owner releases it."""
 
     def __init__(self, count: int) -> None:
         if count < 0:
@@ -20,11 +20,11 @@ class BlockAllocator:
 
     @property
     def free_blocks(self) -> int:
-        """How many blocks nobody owns."""
+        """The number of free blocks."""
         return len(self._free)
 
     def references(self, block: int) -> int:
-        """How many owners ``block`` has."""
+        """The number of owners of ``block``."""
         return self._references[self._known(block)]
 
     def allocate(self, count: int = 1) -> list[int]:
@@ -47,7 +47,7 @@ class BlockAllocator:
             self._references[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Takes an owner from each block."""
+        """Removes an owner from each block."""
         for block in self._owned(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -62,7 +62,7 @@ class BlockAllocator:
         self.count = count
 
     def writable(self, block: int) -> tuple[int, bool]:
-        """A block its owner may write: ``block`` itself, or a fresh one in its place when others read it too.
+        """A block that its owner may write: ``block`` itself, or a fresh one if others share it.
 
         Returns the block and whether the caller must copy the old block's bytes into it.
         """

@@ -63,7 +63,7 @@ class PagedPool:
         return f"PagedPool({self.layout.spec.format}, {blocks}, {self.num_kv_heads} KV heads, {self.nbytes:,} bytes)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plan": None}  # a copy has pages of its own
+        return {**self.__dict__, "_plan": None}  # a copied pool does not share pages
 
     @property
     def kv(self) -> PackedKV:
@@ -85,7 +85,7 @@ class PagedPool:
             self._replace(torch.cat([self.pages, fresh]))
 
     def rearrange(self, source: Tensor, target: Tensor, blocks: int) -> None:
-        """Takes fresh pages of ``blocks`` blocks and copies block ``source[i]`` to ``target[i]``."""
+        """Allocates new pages of ``blocks`` blocks and copies block ``source[i]`` to ``target[i]``."""
         fresh = self.pages.new_zeros(blocks, *self.pages.shape[1:])
         fresh[target.to(fresh.device)] = self.pages[source.to(fresh.device)]
         self.allocator = BlockAllocator(blocks)

@@ -1,6 +1,6 @@
-"""calibration: statistics of a model's queries, the file they are kept in, and the widths that follow from them.
+"""Calibration: statistics of a model's queries, the file that holds them, and the widths derived from them.
 
-Nothing here knows an engine; each of ``slimkv.integrations`` gathers the statistics of its own models.
+Nothing here depends on an engine; each of ``slimkv.integrations`` collects the statistics of its own models.
 """
 
 from slimkv.calibration.calibration import Calibration

@@ -1,4 +1,4 @@
-"""Widths per layer: the least predicted cost that a number of bytes can buy."""
+"""Widths per layer: the least predicted cost within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from slimkv.errors import InputError
 from slimkv.spec import CodecSpec, PageLayout
 
 WIDTHS = range(2, 9)
-# A profile spends what one format for all layers would.
+# A profile has the budget of one format for all layers.
 PROFILES = {"lossless": "k6v6", "balanced": "k4v4", "aggressive": "k3v3"}
 _BLOCK_TOKENS = 64
-# How far a prediction is believed, on a scale of logarithms: single layers turn out several times better or worse
-# than predicted (docs/design/query-aware.md). Chosen on SmolLM2 alone.
+# How much a prediction is trusted, on a logarithmic scale: single layers turn out several times better or worse than
+# predicted (docs/design/query-aware.md). Chosen on SmolLM2 alone.
 SHRINKAGE = 0.6
 _TYPICAL_BITS = 4
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What was chosen for one layer."""
+    """The widths chosen for one layer."""
 
     layer: int
     key_bits: int
@@ -36,13 +36,13 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Solution:
-    """Widths of every layer, and what they buy."""
+    """The widths of every layer, their size and predicted cost."""
 
     choices: tuple[LayerChoice, ...]
     bits_per_number: float  # as allocated, scales included
     bytes_per_token: float  # all layers
     cost: float  # of all layers
-    uniform_cost: float | None  # of the largest single width that the budget can buy; None: of none
+    uniform_cost: float | None  # of the largest single width within the budget; None if there is none
 
     @property
     def formats(self) -> dict[int, str]:
@@ -62,7 +62,7 @@ def layer_bytes(statistics: LayerStatistics, format: str) -> float:
 
 
 def profile_bytes(calibration: Calibration, profile: str) -> float:
-    """Bytes per token that a profile spends."""
+    """Bytes per token of a profile."""
     if profile not in PROFILES:
         raise InputError(f"unknown profile {profile!r}; known are {', '.join(PROFILES)}")
     return sum(layer_bytes(x, PROFILES[profile]) for x in calibration.layers.values())
@@ -78,7 +78,7 @@ def _numbers(calibration: Calibration) -> int:
 
 
 def _budgets(calibration: Calibration, budget: float) -> dict[int | None, float]:
-    """The part of ``budget`` of the layers of each sliding window (None: those without): as with one width for all."""
+    """The part of ``budget`` for the layers of each sliding window (None: no window), as with one width for all."""
     typical: dict[int | None, float] = {}
     for layer in calibration.layers.values():
         size = layer_bytes(layer, format_of(_TYPICAL_BITS, _TYPICAL_BITS))
@@ -88,7 +88,7 @@ def _budgets(calibration: Calibration, budget: float) -> dict[int | None, float]
 
 
 def believed_costs(calibration: Calibration) -> dict[tuple[int, str, int], float]:
-    """(layer, side, bits) -> the predicted cost, drawn towards the typical one of the model: see ``SHRINKAGE``."""
+    """(layer, side, bits) -> the predicted cost, shrunk towards the typical cost of the model; see ``SHRINKAGE``."""
     sides = [(layer, side) for layer in sorted(calibration.layers) for side in ("key", "value")]
     typical = {key: max(predicted_cost(calibration, key[0], _TYPICAL_BITS, key[1]), 1e-30) for key in sides}
     middle = math.exp(sum(map(math.log, typical.values())) / len(typical))
@@ -101,14 +101,15 @@ def believed_costs(calibration: Calibration) -> dict[tuple[int, str, int], float
 
 
 def solve_widths(calibration: Calibration, budget: float) -> Solution:
-    """Widths with the least believed cost within ``budget`` bytes per token.
+    """The widths with the least predicted cost (after shrinkage) within ``budget`` bytes per token.
 
-    From the smallest widths on, the bit that saves the most per byte is bought next. The cost falls by less with every
-    bit, so where bits cost alike this is the optimum, and otherwise off by at most the last bit.
+    A greedy search: starting from the smallest widths, the bit that reduces the cost most per byte is added next.
+    Returns diminish with every bit, so this is optimal if all bits cost the same, and otherwise off by at most the last
+    bit.
 
-    Layers of one sliding window share what they would share at one width, and no more: a layer that forgets tokens
-    pays for fewer of them, so that bytes moved from it to a layer that does not would break the budget of a long
-    context.
+    Layers with the same sliding window share the budget that they would have at one width. Bytes are not moved between
+    windows: a sliding layer stores fewer tokens, so bytes moved from it to a full layer would exceed the budget at long
+    contexts.
     """
     layers = sorted(calibration.layers)
     costs = believed_costs(calibration)

@@ -1,4 +1,4 @@
-"""One safetensors file: versioned, with a checksum, written at once or not at all."""
+"""One safetensors file: versioned, with a checksum, written atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT, VERSION = "slimkv-calibration", 3
 
 
 def write(path: Path, about: dict[str, Any], tensors: dict[str, Tensor], format: str = FORMAT) -> None:
-    """Writes the file beside its place and then moves it there; ``about`` becomes JSON."""
+    """Writes the file atomically; ``about`` becomes JSON."""
     save_file = _safetensors("save_file")
     header = {"format": format, "version": str(VERSION), "about": json.dumps(about, sort_keys=True)}
     header["sha256"] = _checksum(header, tensors)
@@ -26,7 +26,7 @@ def write(path: Path, about: dict[str, Any], tensors: dict[str, Tensor], format:
 
 
 def read(path: Path, format: str = FORMAT) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """``about`` and the tensors of a file; raises unless it is whole and of this version."""
+    """``about`` and the tensors of a file; raises if it is damaged or of another version."""
     if not path.is_file():
         raise InputError(f"there is no calibration file {path}; make one with slimkv calibrate MODEL -o {path}")
     header, tensors = _read(path)

@@ -1,6 +1,7 @@
-"""What every engine does to gather statistics: which shifts it reads a probe at, and sums of what it sees.
+"""The part of collecting statistics that all engines share: the shifts of the probe, and sums over queries and keys.
 
-An engine has to show the queries of each layer as attention gets them, and to read tokens at shifted positions.
+An engine must expose the queries of each layer as attention gets them, and must be able to read tokens at shifted
+positions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _STEP = 32  # from one shift to the next
 
 
 def probe_shifts(max_positions: int) -> tuple[int, ...]:
-    """How many positions later a probe of ``PROBE_TOKENS`` tokens is read again, in a model of so many positions."""
+    """The shifts at which a probe of ``PROBE_TOKENS`` tokens is read again, in a model with this many positions."""
     longest = max_positions - PROBE_TOKENS
     if longest < 1:
         raise InputError(
@@ -34,17 +35,16 @@ def probe_shifts(max_positions: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MeasuredRotary:
-    """What positions do to a layer's queries, and up to which position that was seen; None: anything else."""
+    """The rotary embedding of a layer's queries (None: another kind) and the last position where it was observed."""
 
     rotary: Rotary
     max_positions: int | None
 
 
 def rotary_of_layer(plain: Tensor, shifted: Mapping[int, Tensor]) -> MeasuredRotary:
-    """From queries of the probe float [n, dim] and the same at ``probe_shifts``.
-
-    Where long shifts do not fit short ones (frequencies that change with the length), what short ones say holds up to
-    them. ``max_positions`` is None where queries do not turn with the position (learned positions).
+    """Fits the embedding to queries of the probe float [n, dim] and to the same queries at ``probe_shifts``. If long
+    shifts contradict short ones (frequencies that change with the length), the fit of the short ones holds up to them.
+    ``max_positions`` is None if positions do not rotate queries (learned positions).
     """
     known = dict(sorted(shifted.items()))
     while known:
@@ -56,7 +56,7 @@ def rotary_of_layer(plain: Tensor, shifted: Mapping[int, Tensor]) -> MeasuredRot
 
 
 class LayerSums:
-    """The sums of q q', of k, and of k at position 0 over what one layer is given, turned back to position 0."""
+    """Sums of q q', of k, and of k at position 0 in one layer, rotated back to position 0."""
 
     def __init__(self, num_kv_heads: int, dim: int, rotary: Rotary, device: torch.device) -> None:
         self.rotary = rotary
@@ -70,7 +70,7 @@ class LayerSums:
     def add(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
         """Query [tokens, num_heads, dim] and key [tokens, num_kv_heads, dim] at positions int [tokens].
 
-        Several sequences at the same positions may stand beside one another within each head.
+        Several sequences at the same positions may be concatenated within each head.
         """
         keys = self._grouped(key, positions)
         self.key_total += keys.sum(1)
@@ -83,7 +83,7 @@ class LayerSums:
         self.vectors += queries.shape[1]
 
     def _grouped(self, x: Tensor, positions: Tensor) -> Tensor:
-        """By KV head, turned back: float64 [num_kv_heads, vectors, dim]."""
+        """Vectors by KV head, rotated back to position 0: float64 [num_kv_heads, vectors, dim]."""
         turned = self.rotary.turned(x, -positions)
         return turned.transpose(0, 1).reshape(self.total.shape[0], -1, x.shape[-1]).double()
 
@@ -96,19 +96,19 @@ class LayerSums:
         return (self.key_total / max(self.keys, 1)).cpu()
 
     def first_key(self) -> Tensor:
-        """The mean key at position 0: float64 [num_kv_heads, dim] on the CPU; of all keys where none was there."""
+        """The mean key at position 0: float64 [num_kv_heads, dim] on the CPU; of all keys if there was none."""
         mean = self.first_total / self.first_keys.clamp(min=1)
         return torch.where(self.first_keys > 0, mean, self.key_total / max(self.keys, 1)).cpu()
 
 
 def common_range(measured: Mapping[int, MeasuredRotary], wanted: int, probed: int, read: int) -> int:
-    """Up to which position statistics of all layers hold.
+    """The number of positions for which the statistics of all layers are valid.
 
     Args:
         measured: by layer.
         wanted: the range that was asked for.
-        probed: the longest shift's end; layers that turned that far turn so beyond it.
-        read: positions that were read, beyond which nothing is known of layers with learned positions.
+        probed: the end of the longest shift; a rotary embedding observed up to there is assumed beyond it.
+        read: the number of positions read; learned positions are unknown beyond it.
     """
     ranges = [wanted]
     for found in measured.values():

@@ -1,9 +1,9 @@
-"""No silent garbage: scores from stored keys are compared with scores from the keys themselves, once per layer.
+"""A guard against silent errors: compares scores from stored keys with exact scores, once per layer.
 
 The figure is the standard deviation, over keys, of softmax_scale * q.(stored key - key), in nats: the noise that
-quantisation adds to a query's scores. A constant difference does not count, since softmax does not see it. Measured on
-two families, healthy layers are below 0.7 at 4 bits and below 2.2 at 2 bits; layer 0 of Qwen2.5 without an offset is at
-14 with 4 bits and at 6 with 6 bits.
+quantisation adds to a query's scores. A constant difference does not count, because softmax is invariant to it.
+Measured on two model families, healthy layers are below 0.7 at 4 bits and below 2.2 at 2 bits; layer 0 of Qwen2.5
+without an offset is at 14 with 4 bits and at 6 with 6 bits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from slimkv.errors import FidelityError
 
-MIN_TOKENS = 256  # of a prompt that is looked at
+MIN_TOKENS = 256  # in a prompt that is compared
 MAX_SCORE_ERROR = 4.0  # nats; the default limit
-_QUERIES, _KEYS = 64, 512  # that are sampled
+_QUERIES, _KEYS = 64, 512  # sampled per comparison
 _SHOWN = 3  # layers in the log line
 
 _LOG = logging.getLogger("slimkv")
@@ -30,7 +30,7 @@ def sample_rows(tokens: int, most: int, device: torch.device) -> Tensor:
 
 
 def score_errors(query: Tensor, key: Tensor, stored: Tensor, softmax_scale: float) -> Tensor:
-    """The figure of each KV head: float32 [num_kv_heads].
+    """The score error of each KV head, in nats: float32 [num_kv_heads].
 
     query [queries, num_heads, dim]; key and stored [tokens, num_kv_heads, dim], before and after the codec.
     """
@@ -41,27 +41,27 @@ def score_errors(query: Tensor, key: Tensor, stored: Tensor, softmax_scale: floa
 
 
 class Guard:
-    """Compares each layer once, logs the worst ones in one line, and stops beyond a limit."""
+    """Compares each layer once, logs the worst layers in one line, and raises beyond a limit."""
 
     def __init__(self, limit: float, layers: Iterable[str] = (), say: Callable[[str], object] = _LOG.info) -> None:
-        """``limit``: in nats; 0 switches the guard off. ``layers``: those that are going to be compared."""
+        """``limit``: in nats; 0 switches the guard off. ``layers``: the layers to compare."""
         self.limit = limit
         self.figures: dict[str, float] = {}
         self._layers = set(layers)
         self._say = say
 
     def expect(self, layer: str) -> None:
-        """One more layer is going to be compared."""
+        """Adds a layer to compare."""
         self._layers.add(layer)
 
     def wants(self, layer: str, tokens: int) -> bool:
-        """Whether a step of ``tokens`` new tokens is to be compared in ``layer``."""
+        """Whether ``layer`` should be compared in a step of ``tokens`` new tokens."""
         return self.limit > 0 and tokens >= MIN_TOKENS and layer in self._layers and layer not in self.figures
 
     def compare(
         self, layer: str, query: Tensor, key: Tensor, stored: Callable[[Tensor], Tensor], softmax_scale: float
     ) -> None:
-        """Raises ``FidelityError`` where stored keys are beyond the limit.
+        """Raises ``FidelityError`` if the score error exceeds the limit.
 
         query [tokens, num_heads, dim] and key [tokens, num_kv_heads, dim] of the same tokens; ``stored`` decodes the
         keys of given rows.
@@ -70,7 +70,7 @@ class Guard:
         rows = sample_rows(key.shape[0], _KEYS, key.device)
         figure = float(score_errors(queries, key[rows], stored(rows), softmax_scale).max())
         self.figures[layer] = figure
-        if not figure <= self.limit:  # NaN, too
+        if not figure <= self.limit:  # also if NaN
             raise FidelityError(
                 f"layer {layer}: scores from stored keys differ from true ones by {figure:.2f} nats (standard "
                 f"deviation over keys); more than {self.limit:g} gives wrong answers. Calibrate the model (slimkv "
@@ -81,7 +81,7 @@ class Guard:
             self._say(self.summary())
 
     def summary(self) -> str:
-        """One line on the layers that were compared."""
+        """Logs one line about the compared layers."""
         worst = sorted(self.figures.items(), key=lambda item: -item[1])[:_SHOWN]
         shown = ", ".join(f"{figure:.2f} in layer {layer}" for layer, figure in worst)
         return f"slimkv: noise of quantised keys in attention scores (nats, limit {self.limit:g}): at most {shown}"

@@ -1,8 +1,7 @@
-"""Which query-aware matrix a token's key takes: one per range of positions.
+"""Which query-aware matrix rounds a token's key: one per range of positions.
 
-Queries are turned by their position, so what they look at changes with it: slowly in the planes of low frequency, which
-is where a matrix for all positions would be wrong, and so fast in the others that they average out. Ranges may
-therefore grow with the position.
+Rotary embedding rotates queries by their position. Planes of low frequency rotate slowly, so one matrix for all
+positions would be wrong there; planes of high frequency average out. Ranges may therefore grow with the position.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _FIRST = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
 
 
 def position_edges(max_positions: int) -> tuple[int, ...]:
-    """Where ranges end, up to the first end at or beyond ``max_positions``; two for every octave beyond 8,192."""
+    """The ends of ranges, up to the first one at or beyond ``max_positions``; two per octave beyond 8,192."""
     if max_positions < 1:
         raise InputError(f"a model reads at least 1 position, not {max_positions}")
     edges = list(_FIRST)
@@ -29,7 +28,7 @@ def position_edges(max_positions: int) -> tuple[int, ...]:
 
 
 def matrix_index(positions: Tensor, edges: tuple[int, ...]) -> Tensor:
-    """positions int [tokens] -> the number of the range each is in, int32 [tokens]; beyond all: the last."""
+    """positions int [tokens] -> the index of the range of each, int32 [tokens]; the last one beyond all ranges."""
     return torch.bucketize(positions.long(), _boundaries(edges, positions.device), right=True, out_int32=True)
 
 

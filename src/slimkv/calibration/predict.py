@@ -1,4 +1,4 @@
-"""What quantisation of each layer is going to cost, from the calibration alone."""
+"""The predicted cost of quantising each layer, from the calibration alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slimkv.codec.query_aware import unit_triangular
 from slimkv.codec.rotation import block_size, signed_hadamard
 from slimkv.errors import UnsupportedError
 
-_POSITIONS = 1024  # of the windows that costs are measured on
+_POSITIONS = 1024  # in the windows on which costs are measured
 
 
 def logit_noise(statistics: LayerStatistics, seed: int, query_aware: bool = True) -> Tensor:
     """E(q.e)^2 for a key of norm 1 whose codes have a squared error of 1: float64 [num_kv_heads].
 
-    Plain rounding gives white errors, so the mean eigenvalue of the queries' second moment M. Query-aware errors solve
-    L' e = w with w white, which gives the mean diagonal of inv(L) M inv(L').
+    Plain rounding gives white errors, so this is the mean eigenvalue of the queries' second moment M. The errors of
+    query-aware rounding solve L' e = w with w white, which gives the mean diagonal of inv(L) M inv(L').
     """
     dim = statistics.key_dim
     rotation = torch.tensor(signed_hadamard(dim, seed), dtype=torch.float64) / block_size(dim) ** 0.5
@@ -35,8 +35,8 @@ def logit_noise(statistics: LayerStatistics, seed: int, query_aware: bool = True
 def predicted_cost(calibration: Calibration, layer: int, bits: int, side: str, query_aware: bool = True) -> float:
     """The cost of storing keys (``side`` "key") or values ("value") of a layer in ``bits`` bits.
 
-    It is the KL divergence that the model's predictions would suffer on the tokens that it was calibrated on, to first
-    order: comparable between layers, sides and widths of one model.
+    The cost is the KL divergence of the model's predictions on the calibration tokens, to first order. It is comparable
+    between layers, sides and widths of one model.
     """
     statistics = calibration.statistics(layer)
     if statistics.key_weight is None or statistics.value_weight is None:

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line; explains which extra is missing where typer or rich are not installed."""
+    """Runs the command line; if typer or rich is missing, says which extra to install."""
     if sys.argv[1:] == ["--version"]:
         from slimkv import __version__
 

@@ -1,4 +1,4 @@
-"""``slimkv bench attend | store | generate | serve``: timings, beside the baselines that run on this machine."""
+"""``slimkv bench attend | store | generate | serve``: timings, next to the baselines that run on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``slimkv cache``: what a prompt-cache file holds, and whether it is whole."""
+"""``slimkv cache``: shows and verifies prompt-cache files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ File = Annotated[Path, typer.Argument(help="A prompt-cache file.")]
 
 @app.command()
 def info(file: File, as_json: Json = False) -> None:
-    """What a file says of itself; its contents are not checked (see verify)."""
+    """Show the metadata of a file; its contents are not checked (see verify)."""
     from rich.table import Table
 
     from slimkv.cli.output import emit
@@ -34,7 +34,7 @@ def info(file: File, as_json: Json = False) -> None:
 
 @app.command()
 def verify(file: File, as_json: Json = False) -> None:
-    """Checks every bit by the file's checksum and every block by its hash; exit code 2 if something is wrong."""
+    """Verify the checksum of a file and the hash of every block; exit code 2 if something is wrong."""
     from slimkv.cli.output import emit
     from slimkv.wire import prompt_file
 

@@ -95,7 +95,7 @@ def calibrate(
 
 
 def _chooses_widths(budget: float | None, profile: str | None) -> bool:
-    """Whether widths per layer are asked for; raises if they cannot be had."""
+    """Whether widths per layer are requested; raises if that is not possible."""
     from slimkv.calibration.bit_allocation import PROFILES, WIDTHS
 
     if budget is not None and profile is not None:
@@ -145,7 +145,7 @@ def _gather(
 def _gather_serving(
     engine: str, name: str, samples: tuple[int, int], seed: int, max_positions: int | None, options: str | None
 ) -> tuple[Calibration, float]:
-    """The calibration, and the seconds until the engine was up."""
+    """The calibration, and the seconds until the engine had started."""
     import importlib
     import json
 
@@ -203,12 +203,12 @@ def _result(
         "max_positions": made.max_positions,
         "widths": None if solution is None else _widths(solution),
         "seconds": seconds,
-        "engine_start_seconds": started,  # of these, until the engine was up
+        "engine_start_seconds": started,  # of these, until the engine had started
     }
 
 
 def _widths(solution: Solution) -> dict[str, Any]:
-    """What was chosen. What it costs is known relative to other layers only, and not told."""
+    """The chosen formats. Costs are only known relative to other layers and are not shown."""
     names = ("layer", "key_bits", "value_bits", "format")
     return {
         "choices": [{name: getattr(choice, name) for name in names} for choice in solution.choices],

@@ -18,9 +18,9 @@ def doctor(
     device: Device = AUTO,
     as_json: Json = False,
 ) -> None:
-    """What this machine can run and what is wrong; exit code 1 if something required cannot run.
+    """Show what this machine can run and what is wrong; exit code 1 if a required part cannot run.
 
-    With --model also whether the model's keys survive the format: exit code 1 if a layer is beyond the guard's limit.
+    With --model, also check the score error of every layer: exit code 1 if a layer exceeds the guard's limit.
     """
     if model is not None:
         _doctor_model(model, format, device, as_json)

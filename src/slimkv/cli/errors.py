@@ -12,12 +12,12 @@ from typer.core import TyperGroup
 from slimkv.errors import SlimKVError
 
 USAGE = 2  # exit code
-# Newer releases of typer bring a click of their own, so its exceptions are found through typer's.
+# Newer releases of typer include their own click, so its exceptions are looked up through typer.
 _ClickException = cast(type[Exception], typer.BadParameter.__mro__[2])
 
 
 class OneLineErrors(TyperGroup):
-    """The root command: what its commands raise ends here."""
+    """The root command, which catches the errors of all commands."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Runs a command and exits with its exit code."""

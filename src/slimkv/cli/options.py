@@ -81,7 +81,7 @@ def at_least(smallest: int) -> Callable[[typer.CallbackParam, int | None], int |
 
 
 def check_device(name: str) -> str:
-    """``auto`` -> ``cuda`` where there is a GPU, else ``cpu``; a device that is not here is refused."""
+    """``auto`` -> ``cuda`` if there is a GPU, else ``cpu``; raises for a missing device."""
     import torch
 
     if name == AUTO:
@@ -100,7 +100,7 @@ def check_device(name: str) -> str:
 
 
 def require_engine(engine: str) -> None:
-    """Raises where vLLM or SGLang is not installed."""
+    """Raises if vLLM or SGLang is not installed."""
     if find_spec(engine) is None:
         raise MissingDependencyError(f"{engine} is not installed here: pip install 'slimkv[{engine}]'")
 

@@ -13,7 +13,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from rich.table import Table
 
-_WIDTH = 200  # columns at most where there is no terminal and COLUMNS is not set
+_WIDTH = 200  # maximum width without a terminal and without COLUMNS
 
 
 def console(stderr: bool = False) -> Console:
@@ -47,5 +47,5 @@ def emit(result: Any, as_json: bool, *shown: Any, output: Path | None = None) ->
         return
     out = console()
     for item in shown:
-        plain = isinstance(item, str)  # printed as it is: brackets are no markup
+        plain = isinstance(item, str)  # printed literally: brackets are not markup
         out.print(item, markup=not plain, highlight=not plain)

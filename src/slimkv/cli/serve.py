@@ -18,7 +18,7 @@ from slimkv.errors import InputError, MissingDependencyError
 
 AUTO, NONE = "auto", "none"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
-# Options that decide what model runs and on which devices: a calibration inside the engine needs them too.
+# Options that select the model and the devices: a calibration inside the engine needs them too.
 PASSED_ON = {
     "vllm": {
         "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "dtype", "quantization", "revision",
@@ -50,7 +50,7 @@ def serve(
     ] = AUTO,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
 ) -> None:
-    """Serves a model with a packed cache: slimkv serve MODEL -- --port 8000."""
+    """Serve a model with a packed cache: slimkv serve MODEL -- --port 8000."""
     from slimkv.lab import models
 
     given = options or []
@@ -71,7 +71,7 @@ def serve(
 
 
 def _check(format: str, calibration: str) -> None:
-    """Raises where the format does not exist, or the calibration's file cannot be read."""
+    """Raises if the format does not exist or the calibration file cannot be read."""
     from slimkv.calibration import Calibration
     from slimkv.config import CALIBRATED, KVCacheConfig
 
@@ -88,7 +88,7 @@ def _check(format: str, calibration: str) -> None:
 
 
 def _engine(asked: str | None) -> str:
-    """The engine to run; raises where it is not installed."""
+    """The engine to run; raises if it is not installed."""
     if asked is not None and asked not in ENGINES:
         raise InputError(f"--engine {asked!r} is not one of {', '.join(ENGINES)}")
     found = [name for name in ENGINES if _launcher(name) is not None]
@@ -102,16 +102,16 @@ def _engine(asked: str | None) -> str:
 
 
 def _launcher(engine: str) -> list[str] | None:
-    """The command that starts the engine's server; None where it is not installed."""
+    """The command that starts the engine's server; None if it is not installed."""
     if engine == "sglang":
         return [sys.executable, "-m", "sglang.launch_server"] if util.find_spec("sglang") is not None else None
-    beside = str(Path(sys.executable).parent)  # slimkv's own environment, also where it is not activated
+    beside = str(Path(sys.executable).parent)  # slimkv's own environment, activated or not
     program = shutil.which("vllm", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     return [program, "serve"] if program is not None else None
 
 
 def _named(engine: str, options: list[str]) -> dict[str, Any]:
-    """The engine's options by name, in underscores; a flag is True. Values are read as JSON where they are JSON."""
+    """The engine's options by name, in underscores; a flag is True. Values are parsed as JSON if possible."""
     out: dict[str, Any] = {}
     for number, word in enumerate(options):
         if not word.startswith("-") or _is_number(word):
@@ -137,7 +137,7 @@ def _read(value: str) -> Any:
 
 
 def _check_options(engine: str, options: list[str]) -> None:
-    """Raises where an option is given that this command sets itself."""
+    """Raises if an option is given that this command sets itself."""
     clash = sorted(SET_HERE[engine] & _named(engine, options).keys())
     if clash:
         words = ", ".join("--" + name.replace("_", "-") for name in clash)
@@ -149,7 +149,7 @@ def _check_options(engine: str, options: list[str]) -> None:
 def _calibration(
     engine: str, source: str, format: str, asked: str, options: list[str]
 ) -> tuple[Path | None, list[str] | None]:
-    """The calibration's file, if there is to be one, and the command that makes it where it is missing."""
+    """The calibration file, if any, and the command that makes it if it is missing."""
     from slimkv.calibration.cache import cached_path
 
     if asked not in (AUTO, NONE):
@@ -159,7 +159,7 @@ def _calibration(
     try:
         file: Path | None = cached_path(source)
     except InputError:
-        file = None  # the model has not been downloaded yet: the engine does that
+        file = None  # the model is not downloaded yet; the engine does that
     if file is not None and file.is_file():
         return file, None
     passed = {name: value for name, value in _named(engine, options).items() if name in PASSED_ON[engine]}
@@ -168,7 +168,7 @@ def _calibration(
 
 
 def _takes_calibration(source: str, format: str) -> bool:
-    """Whether keys of ``format`` are rounded by a calibration: those of Lloyd-Max codes are, and latents are not."""
+    """Whether a calibration applies to ``format``: it does to Lloyd-Max keys, not to latents."""
     from slimkv.formats import Kind, is_latent_format
     from slimkv.spec import parse_spec
 
@@ -178,7 +178,7 @@ def _takes_calibration(source: str, format: str) -> bool:
 
 
 def _caches_latents(source: str) -> bool:
-    """Whether the model's configuration says so; False where it cannot be read, which the engine will report."""
+    """Whether the model caches latents; False if its configuration cannot be read, which the engine will report."""
     path = Path(source) / "config.json"
     try:
         if not path.is_file():
@@ -192,7 +192,7 @@ def _caches_latents(source: str) -> bool:
 
 
 def _made(make: list[str], source: str) -> Path:
-    """Runs the calibration in a process of its own, which gives its memory back, and returns the file."""
+    """Runs the calibration in a separate process, which frees its memory, and returns the file."""
     from slimkv.calibration.cache import cached_path
 
     done = subprocess.run(make, check=False)

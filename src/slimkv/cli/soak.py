@@ -1,4 +1,4 @@
-"""``slimkv soak``: a real server under abuse."""
+"""``slimkv soak``: a stress test of a live server."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _add(name: str, told: str) -> None:
             window_tokens=tokens, position_tokens=positions, decode_context=decode_context,
             parts=_list(parts), calibration=calibration, text=text, memory=memory, dtype=dtype,
         )  # fmt: skip
-        load_text(text)  # raises where there is none
+        load_text(text)  # raises if there is none
         if engine == "vllm":
             require_engine(engine)
         if calibration != NO_CALIBRATION:
@@ -139,7 +139,7 @@ def compare_runs(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two runs: their settings, and every figure that both have."""
+    """Compare two runs: their settings, and all figures that both contain."""
     from rich.markdown import Markdown
 
     from slimkv.cli.output import emit

@@ -1,4 +1,4 @@
-"""The codec: plain torch, any device. What every kernel is tested against."""
+"""The codec: plain torch on any device. Every kernel is tested against it."""
 
 from slimkv.codec.codec import Codec
 from slimkv.codec.quantize import Encoded

@@ -1,8 +1,8 @@
 """Lloyd-Max levels of up to 4 bits as operands of 8-bit tensor cores: keys as int8, values as e4m3.
 
 * Keys: levels are odd multiples of 1/2, at most 63.5. Twice a level is a signed byte, exactly.
-* Values: e4m3 has four significant bits. One factor for all levels of a codebook brings them as close to its numbers as
-  they get; what remains is 1.3% of the squared error that 4-bit codes have, and less of fewer bits.
+* Values: e4m3 has four significant bits. One factor per codebook minimises the rounding error. It adds 1.3% to the
+  squared error of 4-bit codes, and less to that of fewer bits.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ByteLevels:
     key: np.ndarray  # int64 [2 ** bits]: twice the level, odd, -127..127
     value: np.ndarray  # float64 [2 ** bits]: numbers of e4m3
     value_factor: float  # float32: a level is ``value / value_factor``, nearly
-    value_distortion: float  # mean squared error of that, where a coordinate has variance 1
+    value_distortion: float  # mean squared error of the e4m3 levels for a coordinate of variance 1
 
 
 @cache
 def byte_levels(bits: int, dim: int) -> ByteLevels:
-    """Of the codebook of ``bits`` (1-4) for rotated vectors of ``dim`` dimensions."""
+    """The byte levels of the codebook of ``bits`` (1-4) for rotated vectors of ``dim`` dimensions."""
     if not 1 <= bits <= MOST_BITS:
         raise SpecError(f"levels of {bits} bits do not fit bytes; those of 1 to {MOST_BITS} do")
     book = codebook(bits, dim)
@@ -48,6 +48,6 @@ def byte_levels(bits: int, dim: int) -> ByteLevels:
     factors = (tops / positive[-1]).astype(np.float32).astype(np.float64)
     errors = (e4m3(positive * factors[:, None]) / factors[:, None] - positive) / book.unit
     distortions = (mass * errors**2).sum(1)
-    best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first; a machine's last bit decides nothing
+    best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first, whatever the last bit of libm
     levels, factor = book.levels_by_code, float(factors[best])
     return ByteLevels(np.rint(2 * levels).astype(np.int64), e4m3(levels * factor), factor, float(distortions[best]))

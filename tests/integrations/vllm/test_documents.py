@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 
@@ -20,6 +22,9 @@ from prompts import model_folder
 from servers import serving
 
 from documents import PAGES, commands, snippets
+from server_process import running
+from slimkv.lab.soak.server import environment as server_environment
+from slimkv.lab.soak.server import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
@@ -44,7 +49,7 @@ def test_every_command_has_a_test():
 
 @pytest.mark.parametrize("command", SLIMKV)
 def test_slimkv_commands_run(command):
-    """``serve`` prints what it would run: ``test_servers_answer`` starts that."""
+    """``serve`` prints what it would run: ``test_slimkv_serve_answers`` starts it."""
     from slimkv.lab import models
 
     words = shlex.split(command.replace("MODEL", str(models.folder(models.DEFAULT))))
@@ -79,6 +84,29 @@ def test_servers_answer(command, calibration, tmp_path):
             model="smollm2", prompt="The capital of France is", max_tokens=4, temperature=0
         )
         assert "Paris" in answer.choices[0].text
+
+
+def test_slimkv_serve_answers(tmp_path):
+    """The whole of it: the model is calibrated in the engine, then served, and its cache is in the metrics."""
+    port, log = free_port(), tmp_path / "log"
+    own = ["--max-model-len", "1024", "--enforce-eager", "--dtype", "float32"]
+    command = [
+        sys.executable, "-m", "slimkv", "serve", model_folder(), "--engine", "vllm", "--format", "k4v4", "--", *own,
+        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2",
+    ]  # fmt: skip
+    path = server_environment(tmp_path).get("PYTHONPATH")
+    extra = {"XDG_CACHE_HOME": str(tmp_path), **({"PYTHONPATH": path} if path else {})}
+    with running(command, environment(**extra), port, log, signal.SIGINT) as address:
+        client = openai.OpenAI(base_url=address, api_key="none", timeout=LIMIT_SECONDS)
+        asked = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        assert "Paris" in client.completions.create(**asked).choices[0].text
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            metrics = page.read().decode()
+    assert 'slimkv:kv_cache_bytes_per_token{engine="0"} 6120.0' in metrics
+    assert 'slimkv:kv_cache_capacity_bytes{engine="0"}' in metrics
+    printed = log.read_text()
+    assert "slimkv calibrate" in printed
+    assert len(list((tmp_path / "slimkv" / "calibrations").glob("*.safetensors"))) == 1
 
 
 @pytest.mark.parametrize("command", CALIBRATED)

@@ -77,6 +77,9 @@ def test_agreement_counts(small, windows):
     assert rows[0].top1 == 1.0
     assert rows[0].kl < 1e-8
     assert rows[0].kl < rows[1].kl < rows[2].kl
+    assert all(row.kl_low <= row.kl <= row.kl_high for row in rows)
+    assert all(row.over_raw_low <= row.over_raw <= row.over_raw_high for row in rows)
+    assert rows[2].kl_high > rows[2].kl_low > 0
     assert rows[1].top1 > rows[2].top1
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
+from documents import commands
 from slimkv.errors import InputError
 from slimkv.lab import models
 from slimkv.lab.evals.harness import STOCK, CacheKind
@@ -90,6 +92,21 @@ def test_unknown_tasks_are_refused(tiny_folder, folder):
         evaluate(model, ("nonsense",), None, folder)
     with pytest.raises(InputError, match="no folder /nowhere"):
         evaluate(model, TASKS, None, "/nowhere")
+
+
+def test_the_guides_command(tiny_folder, folder, tmp_path):
+    from typer.testing import CliRunner
+
+    from slimkv.cli.app import app
+
+    (command,) = [c for need, c in commands() if need == "lm_eval" and c.startswith("slimkv ")]
+    words = shlex.split(command)[1:]
+    words[words.index("MODEL")] = str(tiny_folder)
+    words[words.index("--tasks") + 1] = ",".join(TASKS)
+    small = ["--task-folder", folder, "--limit", "2", "--parts", "lm-eval", "--format", "k4v4", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*words, *small, "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert TASKS[0] in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_guides_python(tiny_folder, folder, monkeypatch, capsys):

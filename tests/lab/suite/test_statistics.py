@@ -6,18 +6,11 @@ import math
 import random
 
 import pytest
+import torch
 
 from slimkv.errors import InputError
-from slimkv.lab.suite.statistics import (
-    NOT_DISTINGUISHABLE,
-    bootstrap,
-    holm,
-    mcnemar,
-    paired_answers,
-    paired_losses,
-    verdict,
-    wilson,
-)
+from slimkv.lab.evals.intervals import bootstrap, mean_interval, wilson
+from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, holm, mcnemar, paired_answers, paired_losses, verdict
 
 
 @pytest.mark.parametrize(
@@ -118,3 +111,14 @@ def test_verdict_says_which_way():
     assert verdict(0.1, 0.01) == "better"
     assert verdict(0.1, 0.01, higher_is_better=False) == "worse"
     assert verdict(0.1, math.nextafter(0.05, 1)) == NOT_DISTINGUISHABLE
+
+
+def test_the_interval_of_a_mean_over_tokens():
+    """Losses that are alike within a block: as many independent numbers as there are blocks."""
+    generator = torch.Generator().manual_seed(0)
+    windows = [torch.randn(8, generator=generator).repeat_interleave(128) for _ in range(8)]
+    found = mean_interval(windows)
+    half = 1.96 * torch.cat(windows).std() / 64**0.5
+    assert found.value == pytest.approx(float(torch.cat(windows).mean()))
+    assert found.high - found.value == pytest.approx(float(half), rel=0.15)
+    assert found.value - found.low == pytest.approx(float(half), rel=0.15)

@@ -1,7 +1,7 @@
-"""Calibration inside a serving engine: what its processes sum up, and what the one that asks makes of it.
+"""Calibration inside a serving engine: the sums that its processes collect, and how they are merged.
 
-An engine says something, and each process that runs layers listens: ``QueryListener`` keeps sums of what the layers
-there are given, on the device and for the process's own heads. ``merge_ranks`` puts the processes' sums together.
+The engine generates text while a ``QueryListener`` in each process sums the queries and keys of its own layers and
+heads, on the device. ``merge_ranks`` combines the sums of all processes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from slimkv.errors import InputError
 from slimkv.integrations.serving.model import rank_heads
 
 FRAGMENT = 128  # tokens that are sampled in a row
-STEPS = 4  # that progress is told of
-SUMS = ("moment", "key_mean", "first_key")  # of what a process collects: bytes of float64
+STEPS = 4  # reported as progress
+SUMS = ("moment", "key_mean", "first_key")  # of the collected statistics: bytes of float64
 
 
 @dataclass(frozen=True)
@@ -44,30 +44,30 @@ class ObservedLayer:
 
 
 class QueryListener:
-    """What the attention layers of one process are given. Results are plain numbers and bytes."""
+    """Collects the inputs of one process's attention layers. Results are plain numbers and bytes."""
 
     def __init__(self) -> None:
         self.layers: dict[int, ObservedLayer] = {}
-        self.shift = 0  # positions by which the model is to read later
+        self.shift = 0  # positions by which the model's input is shifted
         self._probes: dict[int, dict[int, Tensor]] = {}
         self._measured: dict[int, MeasuredRotary] = {}
         self._sums: dict[int, LayerSums] = {}
         self._probing = True
 
     def probe(self, shift: int) -> None:
-        """What is read next is read ``shift`` positions later, and kept."""
+        """The next tokens are read ``shift`` positions later, and their queries are kept."""
         self.shift = shift
         self._probes[shift] = {}
 
     def measure(self) -> None:
-        """Finds what positions do; what is read from now on is summed."""
+        """Fits the rotary embeddings; from now on, inputs are summed."""
         plain, shifted = self._probes.pop(0), self._probes
         for number, queries in plain.items():
             self._measured[number] = rotary_of_layer(queries, {s: x[number] for s, x in shifted.items()})
         self._probes, self._probing, self.shift = {}, False, 0
 
     def take(self, number: int, query: Tensor, key: Tensor, positions: Tensor) -> None:
-        """What layer ``number`` is given for tokens at positions int [tokens].
+        """Takes the inputs of layer ``number`` for tokens at positions int [tokens].
 
         query [tokens, num_heads, dim], key [tokens, num_kv_heads, dim].
         """
@@ -81,7 +81,7 @@ class QueryListener:
         self._sums[number].add(query, key, positions)
 
     def collect(self, rank: int, ranks: int) -> dict[str, Any]:
-        """This process's sums, by layer; it is one of ``ranks`` that share the layers' heads."""
+        """This process's sums by layer; the layers' heads are divided over ``ranks`` processes."""
         layers = {}
         for number, sums in self._sums.items():
             layer, measured = self.layers[number], self._measured[number]
@@ -102,13 +102,13 @@ class QueryListener:
 
 @dataclass(frozen=True)
 class ListeningPlan:
-    """What an engine is asked to read and say while its processes listen."""
+    """What an engine reads and generates while its processes listen."""
 
     probe: list[int]
     shifts: tuple[int, ...]  # of the probe, 0 first
-    first: list[int]  # token of each fragment that the model goes on from
-    fragment: int  # tokens of each, the first included
-    seeds: list[int]  # of each fragment's sampling
+    first: list[int]  # first token of each fragment, from which the model continues
+    fragment: int  # tokens of each fragment, the first included
+    seeds: list[int]  # sampling seed of each fragment
     declared: int
     seed: int
 
@@ -134,13 +134,13 @@ class ListeningPlan:
         self, ask: Callable[..., Any], read: Callable[[], Any], say: Callable[[], Any],
         progress: Callable[[str, int, int], None],
     ) -> None:  # fmt: skip
-        """Has an engine read and say it all; what its processes heard is then to be collected.
+        """Runs the probe and the fragments in an engine; its processes can be asked for their sums afterwards.
 
         Args:
             ask: calls a method of every process's listener by name.
-            read: has the engine read the probe.
-            say: has it go on from the first token of every fragment.
-            progress: told what is being done.
+            read: makes the engine read the probe.
+            say: makes it continue from the first token of every fragment.
+            progress: called with a description of each stage.
         """
         progress("what positions do", 1, STEPS)
         for shift in self.shifts:
@@ -154,7 +154,7 @@ class ListeningPlan:
     def calibration(
         self, config: Any, parts: Iterable[dict[str, Any]], total_heads: int, max_positions: int | None, engine: str
     ) -> Calibration:
-        """From what the processes of ``engine`` collected."""
+        """A calibration from the sums that the processes of ``engine`` collected."""
         layers, measured = merge_ranks(parts, total_heads)
         held = common_range(measured, max_positions or self.declared, self.declared, self.fragment)
         read = len(self.first) * self.fragment
@@ -163,7 +163,7 @@ class ListeningPlan:
 
 
 def refuse_fixed(fixed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises where options of an engine are given that calibration sets itself."""
+    """Raises if engine options are given that calibration sets itself."""
     if clash := sorted(set(fixed) & set(given)):
         raise InputError(f"calibration sets {', '.join(clash)} itself; leave it out of the engine's options")
 
@@ -180,7 +180,7 @@ def merge_ranks(
     for part in parts:
         for name, given in part["layers"].items():
             number, dim, held = int(name), given["dim"], given["heads"]
-            # Fewer heads than ranks are held by several ranks alike; layers may differ in their heads.
+            # With fewer heads than ranks, several ranks hold the same head. Layers may have different numbers of heads.
             total = total_heads if total_heads < part["ranks"] else held * part["ranks"]
             heads = rank_heads(total, held, part["rank"], part["ranks"])
             own = torch.frombuffer(bytearray(given["moment"]), dtype=torch.float64).view(held, dim, dim)

@@ -44,12 +44,12 @@ from slimkv.integrations.transformers.stateful_layers import (
 from slimkv.integrations.transformers.tables import TableSet
 from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
 
-_STOCK_FORMATS = (RAW, RAW_LATENT)  # layers that stay as they are
+_STOCK_FORMATS = (RAW, RAW_LATENT)  # layers that are not packed
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What a cache occupies."""
+    """The size of a cache."""
 
     allocated_bytes: int  # keys and values of every layer, as allocated
     bf16_bytes: int  # the same tokens in bfloat16
@@ -72,21 +72,21 @@ class SlimKVCache(Cache):
     """A packed cache for ``model.generate(past_key_values=cache)`` and for plain forward calls.
 
     Full-attention layers, and sliding or chunked ones, are packed; layers of other kinds (linear attention, state
-    space) and layers whose format is ``raw`` are the stock ones.
+    space) and layers whose format is ``raw`` are stock layers.
 
     Args:
         config: the model's config, or the model itself.
         format: a format for all layers (``k4v4``, ``k5v4``, ``fp8``, ...; ``c4``, ``c4r8``, ... where the model caches
             latents), or a whole ``KVCacheConfig``. ``auto`` is 4 bits: ``k4v4``, or ``c4`` for latents.
         block_size: tokens per block: 16, 32, 64 or 128.
-        offloading, offload_only_non_sliding: as in ``DynamicCache``: pages wait in CPU memory while not in use.
-        offsets: what is subtracted from the keys of each layer before they are encoded, float [num_kv_heads, key_dim]
-            by layer number. None: from the calibration; else from a pass of 256 random ids, made once for a model and
-            kept on disk; else, where only a config is given, from the first tokens of each layer.
+        offloading, offload_only_non_sliding: as in ``DynamicCache``: pages are in CPU memory while not in use.
+        offsets: the vectors subtracted from the keys of each layer before encoding, float [num_kv_heads, key_dim] by
+            layer number. None: from the calibration; otherwise from a pass of 256 random ids, which runs once per model
+            and is saved; otherwise, if only a config is given, from the first tokens of each layer.
         fields: the other fields of ``KVCacheConfig``. ``raw`` layers are stock layers. ``fresh="auto"`` is ``raw``: a
             forward pass of more than 8 new tokens attends those tokens raw, and only later passes read their codes.
-            ``calibration="auto"`` is made when this model is first seen, which runs it once (so it needs the model, not
-            its config), and kept on disk.
+            ``calibration="auto"`` calibrates the model on first use, which runs it (so it needs the model, not only its
+            config), and saves the result.
     """
 
     encoder_decoder_class: ClassVar[type[SlimKVCache]]  # set where it is defined
@@ -148,9 +148,8 @@ class SlimKVCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores new keys and values of a layer; returns what its attention is to read.
-
-        Where it refuses them, the whole forward pass is taken back: the cache is as it was before.
+        """Stores new keys and values of a layer; returns the tensors for its attention. On an error the whole forward
+        pass is undone: the cache is as it was before.
         """
         if torch.compiler.is_compiling():
             return _outside_the_graph(self, key_states, value_states, layer_idx, *args, **kwargs)
@@ -176,7 +175,7 @@ class SlimKVCache(Cache):
         return key, value
 
     def _take_back(self, failed: Any) -> None:
-        """Undoes the pass in which ``failed`` has not stored anything yet."""
+        """Undoes the forward pass in which ``failed`` has not stored anything yet."""
         if not isinstance(failed, PackedLayer) or not failed.is_initialized:
             return
         ahead = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x.get_seq_length() > failed.tokens]
@@ -208,12 +207,12 @@ class SlimKVCache(Cache):
 
     @property
     def packed_layers(self) -> list[PackedLayer]:
-        """The layers that are packed."""
+        """The packed layers."""
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
 
     @property
     def matrix_index(self) -> MatrixIndex | None:
-        """What chooses the matrices of a calibration by position; None without one."""
+        """The index that selects calibration matrices by position; None without a calibration."""
         return next((layer.settings.matrix_index for layer in self.packed_layers), None)
 
     # -- size ----------------------------------------------------------------------------------------------------------
@@ -249,8 +248,8 @@ class SlimKVCache(Cache):
         """Writes the cache of one sequence to a prompt-cache file, which other processes and engines can load.
 
         Args:
-            path: where; the file is there as a whole or not at all.
-            model: the model that filled the cache (or its config, where that names the folder of the weights).
+            path: the file; it is written atomically.
+            model: the model that filled the cache (or its config, if that names the folder of the weights).
             input_ids: the tokens, [tokens] or [1, tokens]; those beyond ``get_seq_length()`` are not in the cache.
         """
         return save_prompt(self, path, model, input_ids)
@@ -261,10 +260,11 @@ class SlimKVCache(Cache):
         """The cache in a prompt-cache file, with the formats, seed and block size it was written with.
 
         Args:
-            path: the file. One that is damaged, or was written for another model, is refused.
-            model: the model that is going to read the cache.
+            path: the file. A file that is damaged or was written for another model raises an error.
+            model: the model that will read the cache.
             input_ids: the whole prompt that follows. Only the tokens it shares with the file are loaded, at most all
-                but its last one. Without it the caller must see to it that the prompt begins with the file's tokens.
+                but the last one of the prompt. Without it, the caller must ensure that the prompt begins with the
+                file's tokens.
             fields: further arguments of ``SlimKVCache``, such as ``calibration`` or ``offloading``.
         """
         return load_prompt(cls, path, model, input_ids, fields)
@@ -298,7 +298,7 @@ class SlimKVCache(Cache):
         Cache.batch_select_indices(self, indices)
 
     def _indices(self, given: Any) -> Tensor:
-        """int64 [count] of the sequences that ``given`` names."""
+        """The sequence numbers that ``given`` selects: int64 [count]."""
         try:
             indices = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -321,7 +321,7 @@ class SlimKVCache(Cache):
             tables.select(index)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last ``-tokens_to_remove`` tokens (0 or negative, as in transformers 5.22)."""
+        """Removes the last ``-tokens_to_remove`` tokens (0 or negative, as in transformers 5.22)."""
         if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
             raise InputError(f"tokens_to_remove must be 0 or a negative integer, not {describe(tokens_to_remove)}")
         if tokens_to_remove > 0:
@@ -359,7 +359,7 @@ def _restored(kind: type[SlimKVCache]) -> SlimKVCache:
 
 
 def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSettings, number: int) -> Any:
-    """The packed layer that does what the stock one for ``kind`` does, or that one itself."""
+    """The packed layer that replaces the stock layer of ``kind``, or the stock layer itself."""
     stock = stock_layer(kind, arguments)
     if format in _STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, DynamicLayer):
         return stock
@@ -368,7 +368,7 @@ def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSet
         return hybrid(format, settings, number, arguments)
     if type(stock) is DynamicSlidingWindowLayer:
         return PackedSlidingLayer(format, settings, arguments["sliding_window"], kind == "chunked_attention", number)
-    # Whatever else it keeps, it must treat keys and values as a full-attention layer does.
+    # It must treat keys and values as a full-attention layer does, whatever other state it keeps.
     methods = ("update", "lazy_initialization", "get_mask_sizes", "get_seq_length", "get_max_length")
     if any(getattr(type(stock), name) is not getattr(DynamicLayer, name) for name in methods):
         return stock
@@ -387,11 +387,11 @@ def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
     return format
 
 
-_guards: dict[tuple[Any, ...], Guard] = {}  # one for all caches of a model that store keys alike
+_guards: dict[tuple[Any, ...], Guard] = {}  # shared by all caches of a model with the same key format
 
 
 def _guard(config: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]) -> Guard | None:
-    """What compares scores once per packed layer; None where it is switched off."""
+    """The guard that compares scores once per packed layer; None if it is switched off."""
     if not settings.max_score_error:
         return None
     stored = tuple(formats), settings.seed, settings.center_keys, calibration.source if calibration else None
@@ -405,7 +405,7 @@ def _guard(config: Any, settings: KVCacheConfig, calibration: Calibration | None
 def _offsets(
     model: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]
 ) -> Mapping[int, Tensor]:
-    """Key offsets of a model at hand, where keys are centred and no calibration knows them."""
+    """Key offsets of a loaded model, if keys are centred and no calibration provides them."""
     packed = [
         number for number, name in enumerate(formats) if name not in _STOCK_FORMATS and not is_latent_format(name)
     ]
@@ -433,15 +433,15 @@ def _formats(settings: KVCacheConfig, calibration: Calibration | None, num_layer
 
 
 def _check_formats(config: Any, formats: list[str], block_size: int) -> None:
-    """Impossible sizes fail here, not in the first forward pass."""
+    """Checks head sizes here, so that impossible ones do not fail in the first forward pass."""
     text = config.get_text_config(decoder=True)
     try:
         head_dim = getattr(text, "head_dim", None)
-    except Exception:  # configs whose layers differ refuse to name one size, each version with an error of its own
+    except Exception:  # configs whose layers differ raise when asked for one size, each version with another error
         head_dim = 64
     if head_dim is None and getattr(text, "hidden_size", None) and getattr(text, "num_attention_heads", None):
         head_dim = text.hidden_size // text.num_attention_heads
     if getattr(text, "kv_lora_rank", None) is not None or not isinstance(head_dim, int):
-        head_dim = 64  # sizes differ between K and V, or by layer: checked when they are seen
+        head_dim = 64  # sizes that differ between K and V or by layer are checked on first use
     for format in dict.fromkeys(formats):
         PageLayout(parse_spec(format, head_dim), block_size)

@@ -1,4 +1,4 @@
-"""What differs between the supported transformers versions (5.17 and later); nothing else looks at versions."""
+"""Differences between the supported transformers versions (5.17 and later); no other module checks versions."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ __all__ = [
     "stock_layer",
 ]
 
-# Arguments of a model's forward that also reach its attention and do not change it. Those of packed (unpadded)
-# sequences do: only flash attention obeys them.
+# Arguments of a model's forward that also reach its attention without changing it. The arguments of packed (unpadded)
+# sequences do change it, and only flash attention supports them.
 FORWARD_ARGUMENTS = frozenset(TransformersKwargs.__annotations__) - {
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal", "seq_idx",
 }  # fmt: skip
@@ -88,7 +88,7 @@ def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any]]]:
     """
     text = config.get_text_config(decoder=True)
     kinds, arguments = get_layer_types_and_kwargs(text)
-    if isinstance(arguments, dict):  # before 5.19 one set of arguments served every layer
+    if isinstance(arguments, dict):  # before 5.19 all layers shared one set of arguments
         arguments = [arguments] * len(kinds)
     cross = set(getattr(text, "cross_attention_layers", None) or ())
     kinds = ["cross_attention" if number in cross else kind for number, kind in enumerate(kinds)]
@@ -111,14 +111,14 @@ def caches_latents(config: Any) -> bool:
 
 
 def refuse_without_cache(config: Any, model: Any) -> None:
-    """Raises for models that take no cache of keys and values."""
+    """Raises for models that do not take a cache of keys and values."""
     kind = type(model) if model is not None else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None or isinstance(kind, tuple) or not hasattr(kind, "forward"):
         return
     takes = inspect.signature(kind.forward).parameters
     supports = getattr(kind, "_supports_default_dynamic_cache", lambda: True)
     other = next((x for x in _OTHER_MEMORIES if x in takes), None)
-    # Models of several parts may hand a cache on to the part that writes text; a causal LM has nobody to hand it to.
+    # Composite models may pass a cache on to their text model; a causal LM has no such part.
     alone = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and "use_cache" not in takes
     if "past_key_values" not in takes and (other or alone):
         instead = f"; what it keeps between steps is called {other}" if other else ""

@@ -1,4 +1,4 @@
-"""Attention on decoded keys and values, with everything the fused one knows: soft cap, sinks, any boolean mask."""
+"""Attention on decoded keys and values with the options of the fused one: soft cap, sinks, any boolean mask."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def masked_attention(
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """[batch, queries, heads, value_dim]; torch's own attention unless soft cap or sinks are asked for.
+    """[batch, queries, heads, value_dim]; torch's own attention unless there is a soft cap or sinks.
 
-    ``causal`` counts where there is no mask: the last query then sees the last key. ``bias`` is added to the logits.
+    ``causal`` applies without a mask: the last query then sees the last key. ``bias`` is added to the logits.
     """
     queries, keys = query.shape[2], key.shape[2]
     causal = causal and mask is None and queries > 1

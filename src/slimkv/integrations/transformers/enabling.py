@@ -26,15 +26,15 @@ _lock = threading.Lock()
 
 @dataclass
 class Enabled:
-    """What ``enable`` was asked for, and what ``disable`` puts back."""
+    """The settings of ``enable``, and the state that ``disable`` restores."""
 
     format: str | KVCacheConfig
     options: dict[str, Any]
-    configs: list[Any]  # whose attention was switched
+    configs: list[Any]  # modules whose attention was switched
     switched: Any  # the finalizer that switches it back, also when the model is deleted
     noting: Any  # the handle of ``note_positions``
     formats: Counter[str]  # layers by format
-    calibration: str | None  # what the model read for it
+    calibration: str | None  # the tokens it was calibrated on
     last: tuple[Counts, CacheSize] | None = None  # of the last ``generate``
 
 
@@ -42,10 +42,10 @@ _enabled: WeakKeyDictionary[torch.nn.Module, Enabled] = WeakKeyDictionary()
 
 
 def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True, **options: Any) -> Any:
-    """Lets ``model.generate`` (and pipelines, which call it) use a packed cache; returns the model.
+    """Makes ``model.generate`` (and pipelines, which call it) use a packed cache; returns the model.
 
     Every call of ``generate`` without a cache of its own gets a fresh ``SlimKVCache(model, format, **options)``.
-    Calling ``enable`` again changes the settings; ``disable`` ends it. Plain forward calls do not change: give them a
+    Calling ``enable`` again changes the settings; ``disable`` ends it. Plain forward calls do not change; pass them a
     cache.
 
     Args:
@@ -56,7 +56,7 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "generate"):
         raise InputError(f"slimkv.enable takes a model that generates, not {type(model).__name__}")
-    cache = SlimKVCache(model, format, **options)  # refuses now what it would refuse in the first generate
+    cache = SlimKVCache(model, format, **options)  # raises now rather than in the first generate
     formats = Counter(getattr(layer, "format", STOCK) for layer in cache.layers)
     calibration = next((x.settings.calibration for x in cache.packed_layers), None)
     disable(model)
@@ -73,7 +73,7 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
 
 
 def disable(model: Any) -> Any:
-    """Takes ``enable`` back, also if there was none; returns the model."""
+    """Undoes ``enable``, if it was called; returns the model."""
     with _lock:
         record = _enabled.pop(model, None) if isinstance(model, torch.nn.Module) else None
         if record is not None:
@@ -85,18 +85,18 @@ def disable(model: Any) -> Any:
 
 
 def enabled(model: Any) -> Enabled | None:
-    """What ``enable`` was asked for on ``model``; None where it was not, or was disabled."""
+    """The settings of ``enable`` for ``model``; None if it is not enabled."""
     return _enabled.get(model) if isinstance(model, torch.nn.Module) else None
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate`` of the model's class, with a packed cache unless the call brings or forbids one."""
+    """``generate`` of the model's class, with a packed cache unless the call passes or forbids one."""
     generate, record = type(model).generate, _enabled.get(model)
     if record is None:  # a copy of an enabled model
         return generate(model, *args, **kwargs)
     given = _given(generate, args, kwargs)
     kind = _asked("cache_implementation", model, given)
-    if kind not in (None, "hybrid"):  # "hybrid" is what old checkpoints of sliding-window models name their default
+    if kind not in (None, "hybrid"):  # old checkpoints of sliding-window models call their default "hybrid"
         raise UnsupportedError(
             f"cache_implementation={kind!r} names another cache than the packed one that slimkv.enable set up: leave "
             "it out, or call slimkv.disable(model)"
@@ -111,7 +111,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             )
     elif _asked("use_cache", model, given) is not False:
         kwargs["past_key_values"] = cache = SlimKVCache(model, record.format, **record.options)
-        if _asked("is_assistant", model, given):  # the draft's tokens are taken back, also out of sliding windows
+        if _asked("is_assistant", model, given):  # rejected draft tokens are removed, also from sliding windows
             cache.activate_past_recording()
     with counting(record.configs) as counts:
         out = generate(model, *args, **kwargs)
@@ -121,7 +121,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _given(generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``generate`` by name, positional ones too."""
+    """The arguments of a call of ``generate`` by name, including positional ones."""
     positional = [x.name for x in inspect.signature(generate).parameters.values() if x.kind == x.POSITIONAL_OR_KEYWORD]
     return {**dict(zip(positional[1:], args, strict=False)), **kwargs}
 

@@ -12,10 +12,9 @@ from slimkv.integrations.transformers.compat import Cache, DynamicCache, Encoder
 
 
 class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
-    """What ``SlimKVCache(config)`` is for an encoder-decoder model.
-
-    It is the packed cache of the decoder's self-attention, and holds the stock cache of its cross-attention, which is
-    written once and is as long as the encoder's input.
+    """The class of ``SlimKVCache(config)`` for an encoder-decoder model: the packed cache of the decoder's
+    self-attention. It holds the stock cache of the cross-attention, which is written once and has the length of the
+    encoder's input.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -25,7 +24,7 @@ class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
 
     @property
     def self_attention_cache(self) -> SlimKVCache:
-        """Itself: models ask for it where they would write ``EncoderDecoderCache.self_attention_cache``."""
+        """The cache itself: models access it as ``EncoderDecoderCache.self_attention_cache``."""
         return self
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
@@ -58,7 +57,7 @@ class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
         self.cross_attention_cache.batch_select_indices(indices)
 
 
-# Where the stock class asks its self-attention cache, which is this very object, it is to behave as a plain cache.
+# The stock class delegates to its self-attention cache, which is this object: it must behave as a plain cache then.
 for _name in vars(EncoderDecoderCache).keys() & vars(Cache).keys():
     if _name not in vars(EncoderDecoderSlimKVCache) and _name not in vars(SlimKVCache):
         setattr(EncoderDecoderSlimKVCache, _name, vars(Cache)[_name])

@@ -1,4 +1,4 @@
-"""Timed cells: store and attend on this machine, beside the baselines that can run here.
+"""Timed cells: store and attend on this machine, next to the baselines that can run here.
 
-A cell is a shape and a format; every row of a report carries the time of slimkv and of each baseline in the same run.
+A cell is a shape and a format. Every row of a report has the times of slimkv and of each baseline from the same run.
 """

@@ -1,7 +1,7 @@
-"""What slimkv is timed against: torch everywhere; FlashAttention-3 and TurboQuant kernels where vLLM is installed.
+"""The baselines: torch everywhere; FlashAttention-3 and TurboQuant kernels if vLLM is installed.
 
-A baseline is a function that prepares its tensors and returns candidates: configurations that give the same result.
-The fastest is reported. One that cannot run raises, and the row says why.
+A baseline is a function that prepares its tensors and returns candidates: configurations that give the same result. The
+fastest one is reported. A baseline that cannot run raises, and its row has the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Candidates = Iterator[tuple[str, Call]]
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """What K, V and queries are in: bfloat16 on a GPU; a CPU multiplies float32 faster."""
+    """The dtype of K, V and queries: bfloat16 on a GPU, float32 on a CPU, which multiplies it faster."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -45,7 +45,7 @@ class DenseInputs:
 
     @classmethod
     def random(cls, cell: AttendCell, device: torch.device) -> DenseInputs:
-        """Normal numbers."""
+        """Normally distributed values."""
         shape = (cell.batch * cell.context, cell.num_kv_heads, cell.head_dim)
         dtype = compute_dtype(device)
         query = torch.randn(cell.batch * cell.queries, cell.num_heads, cell.head_dim, device=device, dtype=dtype)
@@ -55,7 +55,7 @@ class DenseInputs:
 
 
 def cell_options(cell: AttendCell, device: torch.device) -> AttendOptions:
-    """What ``attend`` is called with in this cell."""
+    """The arguments of ``attend`` in this cell."""
     sinks = torch.linspace(-1, 1, cell.num_heads, device=device) if cell.sinks else None
     return AttendOptions(sliding_window=cell.sliding_window, softcap=cell.softcap, sinks=sinks, prefill=cell.prefill)
 
@@ -89,7 +89,7 @@ def sdpa(inputs: DenseInputs) -> Candidates:
 
 
 def sdpa_bf16(inputs: DenseInputs) -> Candidates:
-    """The same on bfloat16, on a CPU that computes in it; on a GPU ``sdpa`` does so already."""
+    """``sdpa`` in bfloat16 on a CPU that supports it; on a GPU it is bfloat16 already."""
     if inputs.query.dtype == torch.bfloat16:
         raise UnsupportedError("sdpa is in bfloat16 here")
     if not {"bf16", "avx512_bf16", "amx_bf16"} & cpu_features():
@@ -99,7 +99,7 @@ def sdpa_bf16(inputs: DenseInputs) -> Candidates:
 
 
 def flash_attention_3() -> Any:
-    """vLLM's interface of FlashAttention-3; raises where it does not run."""
+    """vLLM's interface to FlashAttention-3; raises if it does not run."""
     from vllm.vllm_flash_attn import flash_attn_interface
 
     reason = flash_attn_interface.fa_version_unsupported_reason(3)
@@ -158,7 +158,7 @@ class TurboQuant:
 
     @classmethod
     def create(cls, head_dim: int, device: torch.device) -> TurboQuant:
-        """Raises where vLLM is not installed or has no such kernels."""
+        """Raises if vLLM is not installed or lacks these kernels."""
         from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
         from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
 
@@ -219,7 +219,7 @@ def turboquant_attend(inputs: DenseInputs) -> Candidates:
 
 
 def scatter(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor) -> Candidates:
-    """Writing K and V as they are to the same slots of plain tensors, with torch's index_put."""
+    """Writes unquantised K and V to the same slots of plain tensors with torch's index_put."""
     size = int(slots.max()) + 1
     cache = [torch.zeros(size, *x.shape[1:], dtype=x.dtype, device=x.device) for x in (key, value)]
 
@@ -231,7 +231,7 @@ def scatter(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor) -> Candi
 
 
 def copy_of(moved_bytes: int, device: torch.device) -> Candidates:
-    """A plain copy that reads and writes as many bytes: what launches and memory alone take."""
+    """A plain copy of the same number of bytes: the cost of the launch and of memory alone."""
     source = torch.zeros(moved_bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     yield "copy_", functools.partial(target.copy_, source)
@@ -245,7 +245,7 @@ def turboquant_store(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor)
 
 
 def concat_and_cache(latent: Tensor, rope: Tensor, slots: Tensor) -> Candidates:
-    """vLLM's store of latents as they are: one launch of its own."""
+    """vLLM's store of unquantised latents: one launch."""
     from vllm import _custom_ops
 
     size = latent.shape[-1] + rope.shape[-1]
@@ -278,9 +278,9 @@ def time_baseline(
         for detail, call in prepare():
             try:
                 times[detail] = timer(call, cold=cold, before=before)
-            except Exception as error:  # a configuration this build does not have; the others may run
+            except Exception as error:  # this build lacks this configuration; others may run
                 reasons.append(f"{detail}: {_one_line(error)}")
-    except Exception as error:  # third-party code raises what it likes: the row must say so and the run go on
+    except Exception as error:  # third-party code may raise anything; the row has the reason and the run continues
         reasons.append(_one_line(error))
     if not times:
         return Baseline(name, None, None, None, "; ".join(reasons))

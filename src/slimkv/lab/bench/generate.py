@@ -1,4 +1,5 @@
-"""Decoding through transformers' ``generate``: a packed cache with fused attention beside the stock one with SDPA.
+"""Decoding through transformers' ``generate``: a packed cache with fused attention compared with the stock cache and
+SDPA.
 
 Every step of decoding has a length that the process has not met before, and torch's attention may have to prepare
 itself for a new length (cuDNN builds a plan). So lengths are not repeated between rounds; afterwards the cache is
@@ -26,7 +27,7 @@ STOCK_NAME = "DynamicCache"
 
 @dataclass(frozen=True)
 class GenerateSettings:
-    """A random-weight Llama (or a named model) and what it is asked to do."""
+    """A random-weight Llama (or a named model) and its workload."""
 
     model: str | None = None  # a model for ``slimkv.lab.models.load``; None: random weights of the shape below
     layers: int = 8
@@ -39,7 +40,7 @@ class GenerateSettings:
     formats: tuple[str, ...] = ("k4v4",)
     dtype: str = "bfloat16"
     device: str = "cuda"
-    rounds: int = 3  # each times every cache once, in turn; the median counts
+    rounds: int = 3  # each round times every cache once; the median is reported
     prefill_chunk: int = 4096
     seed: int = 0
 
@@ -60,7 +61,7 @@ class GenerateSettings:
 
 @dataclass(frozen=True)
 class GenerateRow:
-    """One cache. ``again``: at lengths that the process has decoded at before, which happens in benchmarks alone."""
+    """One cache. ``again``: at lengths that the process has decoded before, which happens only in benchmarks."""
 
     cache: str
     tokens_per_second: float  # of the whole batch, median of the rounds
@@ -115,7 +116,7 @@ def _synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class _Times:
-    """Of one cache in one round, in seconds."""
+    """The times of one cache in one round, in seconds."""
 
     prefill: float
     step: float
@@ -145,7 +146,7 @@ def _one(model: Any, ids: Tensor, kind: CacheKind, settings: GenerateSettings) -
     # The first steps allocate and, on a GPU, compile; they are not timed.
     _, more = decode(ids, 2)
     full = not any(cache.is_sliding) and not any(getattr(cache, "is_linear", []))
-    kept = None if full else copy.deepcopy(cache)  # a full window, or a state, cannot be taken back
+    kept = None if full else copy.deepcopy(cache)  # a full window or a recurrent state cannot be cropped
     step, _ = decode(more, new)
     if kept is None:
         cache.crop(-new)
@@ -175,13 +176,13 @@ def time_generation(
 ) -> GenerateReport:
     """Prefills ``context`` tokens and times ``new_tokens`` steps of ``generate`` for every cache, in one process.
 
-    ``model``: a loaded one, in place of the one that the settings name. ``calibration``: for formats with ``+cal``.
+    ``model``: a loaded model that replaces the one in the settings. ``calibration``: for formats with ``+cal``.
     """
     if model is None:
         model = _load(settings)
     limit = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(settings.seed)
-    # Lengths of one round end before those of the next begin.
+    # The lengths of different rounds do not overlap.
     apart = settings.new_tokens + 4
     longest = settings.context + apart * (settings.rounds - 1) + 1
     ids = torch.randint(3, limit, (settings.batch, longest), generator=generator).to(model.device)

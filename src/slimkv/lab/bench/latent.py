@@ -1,7 +1,7 @@
-"""Cells of ``attend_latent`` (MLA): their tensors, and what they are timed against.
+"""Cells of ``attend_latent`` (MLA): their tensors and baselines.
 
 Baselines are FlashMLA (bf16 and fp8) and FlashAttention-3's latent attention, as vLLM's backends FLASHMLA and
-FLASH_ATTN_MLA call them, where vLLM is installed.
+FLASH_ATTN_MLA call them, if vLLM is installed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LatentCell(AttendCell):
 
     @property
     def softmax_scale(self) -> float:
-        """That of heads of 128 + 64 numbers before absorption."""
+        """The scale for heads of size 128 + 64 before absorption."""
         return 1 / math.sqrt(128 + self.rope_dim)
 
     def dense_bytes(self, element_bytes: int) -> int:
@@ -56,7 +56,7 @@ class LatentCell(AttendCell):
 
     @property
     def compute_bound(self) -> bool:
-        """Whether arithmetic, not memory, is what limits it."""
+        """Whether the cell is compute-bound."""
         return self.num_heads * self.queries >= 64
 
 
@@ -87,7 +87,7 @@ SMALL_LATENT_CELLS = (
 
 @dataclass(frozen=True)
 class LatentCase:
-    """A cell with its tensors. Blocks of a sequence lie anywhere in the pool; queries come in the stored space."""
+    """A cell with its tensors. The blocks of a sequence are in random order; queries are in the stored space."""
 
     cell: LatentCell
     backend: str
@@ -137,7 +137,7 @@ class LatentCase:
         return PageLayout(self.codec.spec, self.cell.page)
 
     def attend(self) -> Tensor:
-        """The call that is timed."""
+        """The timed call."""
         return ops.attend_latent(
             self.query_latent, self.query_rope, self.pages, self.table, self.lens, self.starts,
             softmax_scale=self.cell.softmax_scale, codec=self.codec, layout=self.layout,
@@ -206,7 +206,7 @@ def flashmla(cell: LatentCell, device: torch.device, fp8: bool) -> Candidates:
 
 
 def flash_attention_latent(cell: LatentCell, device: torch.device) -> Candidates:
-    """vLLM's FLASH_ATTN_MLA decode: FlashAttention-3 with the latent as values and as more of the keys."""
+    """vLLM's FLASH_ATTN_MLA decode: FlashAttention-3 with the latent as values and as part of the keys."""
     module = flash_attention_3()
     for page in (16, 64):
         query, cache, table, lens, starts = _dense(cell, device, page)

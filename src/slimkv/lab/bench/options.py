@@ -1,4 +1,4 @@
-"""What the benchmarks of all operations share: options, the device, progress, compiling ahead."""
+"""Shared by the benchmarks of all operations: options, device, progress, compilation in advance."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Options:
     Attributes:
         cells: names or shell patterns of cells; none means all.
         backends: implementations to time; none means the one for the device.
-        device: ``cuda`` or ``cpu``; by default CUDA where there is one.
+        device: ``cuda`` or ``cpu``; by default CUDA if available.
         page: tokens per page, for all cells.
-        baselines: whether to time anything beside slimkv.
+        baselines: whether to time the baselines too.
         small: the small cells even on a GPU.
         as_device: the record that the GPU is held to (``slimkv.ops.cuda.device``).
     """
@@ -65,11 +65,11 @@ Step = Callable[[str], object]
 
 
 def silent(message: str) -> None:
-    """Progress that nobody wants to see."""
+    """Ignores progress."""
 
 
 def compile_ahead(prepare: Callable[[Any], object], jobs: Iterable[Any], device: torch.device, step: Step) -> None:
-    """Runs ``prepare(job)`` in other processes to warm the compiler's cache on disk; what fails there fails later."""
+    """Runs ``prepare(job)`` in other processes to fill the compiler's disk cache; errors are reported later."""
     todo = list(jobs)
     if device.type != "cuda" or len(todo) < 3:
         return

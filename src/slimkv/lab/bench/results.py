@@ -1,4 +1,4 @@
-"""What a benchmark gives: rows, and where and when they were measured."""
+"""Results of a benchmark: rows, and where and when they were measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimkv.lab.provenance import provenance
 
 @dataclass(frozen=True)
 class Baseline:
-    """Another implementation on the same cell, in the same run; ``ms`` is None where it cannot run, with the reason."""
+    """Another implementation on the same cell, in the same run; ``ms`` is None if it cannot run, with the reason."""
 
     name: str
     ms: float | None
@@ -24,7 +24,7 @@ class Baseline:
     detail: str  # the configuration that was fastest, or why it is absent
 
     def against(self, ours_ms: float) -> Baseline:
-        """The same beside another time of slimkv's."""
+        """The same baseline compared with another time of slimkv."""
         return self if self.ms is None else replace(self, ratio=self.ms / ours_ms)
 
 
@@ -39,7 +39,7 @@ class Row:
     ms: float
     moved_bytes: int
     fraction_of_copy: float
-    tflops: float | None  # of cells that arithmetic limits
+    tflops: float | None  # of compute-bound cells
     error: float | None  # relative, of the output against float64 on the same codes
     over_k4v4_by_bytes: float | None  # time per byte over that of the k4v4 cell of this shape
     baselines: list[Baseline]
@@ -105,7 +105,7 @@ def load(path: Path) -> Report:
 
 
 def make_report(operation: str, rows: list[Row], device: torch.device, copy: float, command: str) -> Report:
-    """Adds what identifies the run."""
+    """Adds the provenance of the run."""
     return Report(
         operation=operation,
         rows=rows,

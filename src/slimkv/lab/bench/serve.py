@@ -31,18 +31,18 @@ from slimkv.spec import parse_spec
 
 PHASES = ("decode", "full", "poisson")
 ENGINES = ("vllm", "sglang")
-OFFLOAD = "offload"  # only where asked for: it gives the engines host memory
+OFFLOAD = "offload"  # only on request, because it needs host memory
 _STOCK = {
     "vllm": {"bf16": "auto", "fp32": "auto", "fp8": "fp8"},
     "sglang": {"bf16": "auto", "fp32": "auto", "fp8": "fp8_e4m3"},
 }
-DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # of the model, and the system that keeps its cache in the same
+DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # dtype of the model, and the system with an unquantised cache
 _SGLANG_PAGE = 64
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What is served and how it is loaded."""
+    """The model and the load."""
 
     engine: str = "vllm"
     systems: tuple[str, ...] = ("bf16", "fp8", "k4v4")
@@ -97,7 +97,7 @@ class ServeSettings:
 
 @dataclass(frozen=True)
 class ServeReport:
-    """``slimkv bench serve``: what each system did, and its ratios to ``bf16`` (``fp32``) where that ran."""
+    """``slimkv bench serve``: the figures of each system, and their ratios to ``bf16`` (``fp32``) if that ran."""
 
     settings: ServeSettings
     systems: dict[str, dict[str, Any]]
@@ -138,14 +138,14 @@ def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> d
 
 
 def _sglang_attention() -> str:
-    """SGLang's own best attention on this machine."""
+    """SGLang's fastest attention backend on this machine."""
     if not torch.cuda.is_available():
         return "torch_native"
     return "fa3" if torch.cuda.get_device_capability()[0] == 9 else "flashinfer"
 
 
 def write_model(folder: Path, shape: str) -> None:
-    """A folder with nothing but a configuration: the engine makes up the weights."""
+    """A folder with only a configuration; the engine creates dummy weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape_config(shape), indent=2))
 
@@ -184,7 +184,7 @@ def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[s
 
 
 def _sglang_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
-    """Prefill runs without graphs, whose capture takes most of SGLang's start-up; metrics bring times per request."""
+    """Prefill runs without graphs, whose capture dominates SGLang's start-up; metrics provide times per request."""
     return {
         "model_path": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": settings.dtype,
         "context_length": longest, "mem_fraction_static": settings.memory,
@@ -198,7 +198,7 @@ def _sglang_arguments(settings: ServeSettings, model: str, longest: int) -> dict
 def bench_serve(
     settings: ServeSettings, step: Callable[[str], None], command: str, folder: Path | None = None
 ) -> ServeReport:
-    """Runs every system in a process of its own; a system that fails is reported with the end of what it printed.
+    """Runs every system in a separate process; a failing system is reported with the end of its output.
 
     ``folder`` keeps each system's JSON and log.
     """
@@ -218,7 +218,7 @@ def bench_serve(
 def _run_system(
     plan: dict[str, Any], settings: ServeSettings, folder: Path, step: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The phases' numbers, and ``error`` where the engine stopped before its end."""
+    """The figures of the phases, and ``error`` if the engine stopped early."""
     name = plan["system"]
     target, request, log = (folder / f"{name}.{end}" for end in ("json", "plan.json", "log"))
     target.unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def _run_system(
             _show_progress(log, name, shown, step)
             if error is None and process.returncode:
                 error = f"exit code {process.returncode}"
-        finally:  # the engine's own processes as well, which would keep the next one's memory
+        finally:  # also the engine's child processes, which would hold memory of the next system
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     result = json.loads(target.read_text()) if target.is_file() else {}
@@ -254,7 +254,7 @@ def _run_system(
 
 
 def _show_progress(log: Path, system: str, shown: int, step: Callable[[str], None]) -> int:
-    """Passes on the engine process's own progress lines from ``shown`` bytes on."""
+    """Prints the progress lines of the engine process after the first ``shown`` bytes."""
     with log.open("rb") as file:
         file.seek(shown)
         lines = file.read().splitlines(keepends=True)
@@ -275,7 +275,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _ends_when_asked() -> Iterator[None]:
-    """SIGTERM (a time limit around this process, say) ends the engine too, whose session is its own."""
+    """On SIGTERM (for example from a time limit), also ends the engine, which runs in its own session."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -287,7 +287,7 @@ def _ends_when_asked() -> Iterator[None]:
 
 
 def over_stock(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Each system's numbers over those of the unquantised cache in the same run (start-up: more seconds)."""
+    """Each system's figures relative to the unquantised cache in the same run (start-up: difference in seconds)."""
     stock = next((name for name in systems if name.partition(":")[0] in DTYPES.values()), "")
     base = systems.get(stock)
     if base is None:
@@ -350,7 +350,7 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def table_rows(report: ServeReport) -> list[list[str]]:
-    """A header and a row per system; a dash where a system has no number, no column where none has."""
+    """A header and a row per system; a dash for a missing figure; empty columns are left out."""
     rows = [["cache", *(name for name, _, _ in COLUMNS)]]
     for name, system in report.systems.items():
         values = [(_at(system, path), fmt) for _, path, fmt in COLUMNS]

@@ -1,6 +1,6 @@
-"""One engine under load, in a process of its own: ``python -m slimkv.lab.bench.serve_engine PLAN RESULT``.
+"""One engine under load, in a separate process: ``python -m slimkv.lab.bench.serve_engine PLAN RESULT``.
 
-The result is written after every phase, so that an engine that fails later leaves what it had.
+The result is written after every phase, so that earlier phases survive a failure.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LOADS = {"vllm": "slimkv.lab.bench.serve_vllm:VLLMLoad", "sglang": "slimkv.lab.b
 
 
 def say(message: str) -> None:
-    """Progress, at once."""
+    """Prints progress without buffering."""
     print(message, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request got; times are the engine's own clock, in seconds."""
+    """The result of one request; times are seconds of the engine's clock."""
 
     tokens: int
     first_token: float
@@ -34,7 +34,7 @@ class Answer:
 
 
 class Load(ABC):
-    """An engine and the requests it is given; token ids are random, so that nothing is shared by chance."""
+    """An engine and its requests; token ids are random, so prefixes are not shared by accident."""
 
     kv_tokens: int
     block_size: int
@@ -59,10 +59,10 @@ class Load(ABC):
 
     @abstractmethod
     def serve_arrivals(self, arrivals: list[tuple[float, list[int]]], tokens: int) -> list[Answer]:
-        """Answers to prompts that arrive at given seconds, which their times are counted from."""
+        """Answers to prompts that arrive at given seconds; their times count from the arrival."""
 
     def stop(self) -> None:  # noqa: B027
-        """Ends the engine's own processes."""
+        """Ends the engine's processes."""
 
     def prompt(self, number: int, length: int) -> list[int]:
         """The same tokens for the same number and length."""
@@ -70,7 +70,7 @@ class Load(ABC):
         return source.choices(range(3, self.plan["vocabulary"]), k=length)
 
     def together(self, count: int) -> dict[str, Any]:
-        """``count`` requests of the plan's context, prefilled, then decoding all at once.
+        """``count`` requests of the plan's context, prefilled and then decoded together.
 
         Decoding starts from the prefix cache, so that no request waits for another's prefill; the rate is the sum of
         the requests' own rates between their first and last token.
@@ -97,7 +97,7 @@ class Load(ABC):
     # -- the phases --------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """What compiles under the first requests is not what is measured; the second time most tokens are cached."""
+        """Warms up, so that compilation is not measured; most tokens of the second run are cached."""
         lengths = [self.plan["context"], 40, self.plan["context"] // 4]
         prompts = [self.prompt(-1 - i, max(n, 8)) for i, n in enumerate(lengths)]
         for _ in range(2):
@@ -140,7 +140,7 @@ class Load(ABC):
 
 
 def percentile(ordered: list[float], percent: int) -> float:
-    """Of sorted numbers, the nearest rank."""
+    """The percentile of sorted numbers, by nearest rank."""
     return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 

@@ -10,7 +10,7 @@ from slimkv.lab.bench.serve_engine import Answer, Load
 
 
 class SGLangLoad(Load):
-    """SGLang's engine: its scheduler is another process, this one sends requests and receives tokens."""
+    """SGLang's engine: the scheduler is another process; this one sends requests and receives tokens."""
 
     def start(self) -> None:
         """See ``Load``."""
@@ -31,7 +31,7 @@ class SGLangLoad(Load):
         self._counters["prefix_hits"] += info["cached_tokens"]
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
-        """See ``Load``. The scheduler says when a request's prefill, which gives its first token, was over."""
+        """See ``Load``. The scheduler reports when a request's prefill, which produces the first token, ended."""
         answers = []
         for output in self.engine.generate(input_ids=prompts, sampling_params=self._params(tokens)):
             info = output["meta_info"]

@@ -1,7 +1,7 @@
-"""Models that ``slimkv bench serve`` makes up: configurations by name, or a configuration of one's own.
+"""Model shapes for ``slimkv bench serve``: configurations by name, or a ``config.json``.
 
-Weights are dummies, so only the shape matters. A shape says everything that decides the work and the cache: layers,
-heads, windows, experts, latents.
+Weights are dummies, so only the shape matters. It has everything that determines the work and the cache: layers, heads,
+windows, experts, latents.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ LONG_QUESTION = "What is the password of the garden gate?"
 _FACT = '\n\nNote: the password of the garden gate is "marigold".\n\n'
 _FACT_DEPTH = 0.5
 STOCK_NAME = "DynamicCache"
-SHORTEST_TEXT = 192  # tokens; below that a text is not long
+SHORTEST_TEXT = 192  # minimum tokens of a long text
 
 Shown = Callable[[str, Mapping[str, str]], None]  # the question, and the texts so far by cache
 
@@ -32,7 +32,7 @@ class Answer:
     cache: str
     text: str
     tokens: int
-    first_difference: int | None  # from the stock cache's tokens; None: all are the same
+    first_difference: int | None  # first token that differs from the stock cache's; None: all are the same
     tokens_per_second: float
     cache_bytes: int
     bf16_bytes: int  # the same tokens in bfloat16
@@ -40,7 +40,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Predictions of one cache for the last tokens of the text, everything before them cached."""
+    """Predictions of one cache for the last tokens of the text, with all earlier ones cached."""
 
     cache: str
     top1: float  # share of tokens whose most likely successor is the stock cache's
@@ -54,12 +54,12 @@ class Question:
     text: str
     context_tokens: int
     answers: tuple[Answer, ...]
-    continued_tokens: int = 0  # of the text behind a long question
+    continued_tokens: int = 0  # of the text of a long question
     continuations: tuple[Continuation, ...] = ()
 
 
 class Reader:
-    """One cache that a model fills with a prompt and answers from, token by token."""
+    """Fills one cache with a prompt and answers from it, token by token."""
 
     def __init__(self, model: Any, kind: CacheKind) -> None:
         self.model, self.kind = model, kind
@@ -72,7 +72,7 @@ class Reader:
     @torch.no_grad()
     def read(self, ids: Tensor, keep: int = 1) -> Tensor:
         """Reads ids [1, tokens]; returns the logits of the last ``keep`` of them: [keep, vocabulary]."""
-        # Switching the model between caches is work that only turn-taking makes: it stays outside the clock.
+        # Switching the model between caches is only needed here and is not timed.
         with attending(self.model, self.kind.format):
             start = time.perf_counter()
             ids = ids.to(self.model.device)
@@ -88,7 +88,7 @@ class Reader:
         self.seconds += self.last_seconds
 
     def answer(self, tokenizer: Any, expected: list[int]) -> Answer:
-        """What was said so far; ``expected``: the stock cache's tokens."""
+        """The answer so far; ``expected``: the stock cache's tokens."""
         if hasattr(self.cache, "size"):
             size = self.cache.size()
             allocated, plain = size.allocated_bytes, size.bf16_bytes
@@ -103,11 +103,10 @@ class Reader:
 
 
 def read_together(readers: Sequence[Reader], ids: Tensor) -> None:
-    """Every reader's empty cache gets the first tokens ids [1, tokens] of its prompt, which the model reads once.
+    """Stores the first tokens ids [1, tokens] of the prompt in every reader's empty cache; the model reads them once.
 
-    A long pass over an empty cache attends unquantised keys and values whatever the cache is, so those of the stock
-    cache are the ones that every other cache would have stored. Models with states beside keys and values read once for
-    each cache.
+    A long pass over an empty cache attends unquantised keys and values with every cache, so all caches can store those
+    of the stock cache. Models with other states read the prompt once per cache.
     """
     from slimkv.integrations.transformers.layers import RAW_FRESH_ABOVE, PackedLayer
 
@@ -134,7 +133,7 @@ def read_together(readers: Sequence[Reader], ids: Tensor) -> None:
 
 
 def decode(readers: Sequence[Reader], tokenizer: Any, question: str, new_tokens: int, shown: Shown) -> list[Answer]:
-    """The readers answer in turns, greedily, up to ``new_tokens`` each; ``shown`` gets the texts after every turn."""
+    """The readers answer greedily in turns, up to ``new_tokens`` each; ``shown`` gets the texts after each turn."""
     stop = _stop_tokens(readers[0].model, tokenizer)
 
     def talking(reader: Reader) -> bool:
@@ -173,9 +172,8 @@ def ask_long(
     shown: Shown,
     progress: Progress = quiet,
 ) -> Question | None:
-    """A question about ``text_tokens`` tokens of ``text``, with a fact hidden half way; the end of it is also compared.
-
-    None where the model's positions do not reach far enough to call a text long.
+    """A question about ``text_tokens`` tokens of ``text``, with a fact hidden in the middle; predictions at its end are
+    compared too. None if the model's context is too short for a long text.
     """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or text_tokens * 2
     text_tokens = min(text_tokens, limit - new_tokens - 128)
@@ -203,7 +201,7 @@ def ask_long(
 
 
 def _long_prompt(tokenizer: Any, text: str, tokens: int) -> Tensor:
-    """Token ids [1, about ``tokens``] of the text with the fact in it and the question behind it."""
+    """Token ids [1, about ``tokens``] of the text with the fact in it and the question at the end."""
     words = tokenizer(text[: 12 * tokens], add_special_tokens=False, verbose=False)["input_ids"][:tokens]
     cut = int(len(words) * _FACT_DEPTH)
     body = tokenizer.decode(words[:cut]) + _FACT + tokenizer.decode(words[cut:])

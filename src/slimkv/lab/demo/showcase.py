@@ -1,4 +1,4 @@
-"""The demonstration on a real model: what each cache costs and keeps, and two questions answered by all of them."""
+"""The demonstration on a real model: the size and quality of each cache, and two questions answered by all of them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Showcase:
     """Everything ``slimkv demo`` measures."""
 
     model: str
-    calibration: str  # what the calibration was made on
+    calibration: str  # the tokens the calibration was made on
     best: str  # the cache in front
     short: Question
-    long: Question | None  # None: the model's positions do not reach so far
+    long: Question | None  # None: the context of the model is too short
     quality: AgreementReport
     contexts: tuple[int, ...]
     memory: tuple[MemoryCurve, ...]
@@ -49,8 +49,8 @@ class Showcase:
 def memory_curves(model: Any, formats: Sequence[str], contexts: Sequence[int]) -> list[MemoryCurve]:
     """Bytes of one sequence at each context, bfloat16 first; sliding layers hold at most their window.
 
-    The shapes of the layers come from a packed cache that has read a token. What other kinds of layers hold does not
-    grow with the context and is not counted.
+    The shapes of the layers come from a packed cache that has read a token. Other kinds of layers do not grow with the
+    context and are not counted.
     """
     import torch
 
@@ -91,7 +91,7 @@ def run_showcase(
     shown: Shown = lambda question, texts: None,
     progress: Progress = quiet,
 ) -> Showcase:
-    """Asks both questions and measures every format on the shipped text.
+    """Asks both questions and measures every format on the included text.
 
     ``best`` answers the short question beside the stock cache; all of ``answering`` answer the long one.
     """

@@ -1,4 +1,4 @@
-"""How far the predictions with a packed cache are from those with the stock one: top-1 agreement and KL divergence."""
+"""Predictions with a packed cache compared with the stock cache: top-1 agreement and KL divergence."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from slimkv.lab.evals.harness import (
     quiet,
     with_prefill,
 )  # fmt: skip
-from slimkv.lab.evals.perplexity import scored_nll
+from slimkv.lab.evals.intervals import mean_interval
+from slimkv.lab.evals.perplexity import relative_increase, scored_nll
 
-_SLICE = 128  # positions compared at a time: a vocabulary is wide
+_SLICE = 128  # positions compared at a time, to bound memory
 Observe = Callable[[str, int, Tensor], None]  # format, window, negative log-likelihood of its tokens [tokens - 1]
 
 
@@ -34,16 +35,20 @@ Observe = Callable[[str, int, Tensor], None]  # format, window, negative log-lik
 class AgreementRow:
     """One cache."""
 
-    format: str  # as it was asked for: k4v4, k4v4+cal, calibrated; k4v4@8bit where prefill differs between rows
+    format: str  # as requested: k4v4, k4v4+cal, calibrated; k4v4@8bit if prefill differs between rows
     top1: float  # share of positions whose most likely token is the same
     kl: float  # mean KL(raw || packed), nats
+    kl_low: float  # its 95% interval, from blocks of tokens: see ``intervals``
+    kl_high: float
     kl_99: float  # its 99th percentile over positions
     perplexity: float
     over_raw: float
+    over_raw_low: float  # its 95% interval
+    over_raw_high: float
     bytes_per_token: float  # see harness.bytes_per_token
     prefill: str  # see KVCacheConfig
-    kl_growth: float | None  # over the row of the same format and the first prefill; None: there is one only
-    kl_growth_error: float | None  # its standard error over windows; None: there is one window, or no growth
+    kl_growth: float | None  # over the row of the same format and the first prefill; None if there is only one
+    kl_growth_error: float | None  # its standard error over windows; None with one window or without growth
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class AgreementReport:
     window_tokens: int
     raw_perplexity: float
     raw_bytes_per_token: float  # in bf16
-    calibration: str | None  # what it was made on; None: keys are rounded to the nearest level
+    calibration: str | None  # the tokens it was made on; None: keys are rounded to the nearest level
     rows: tuple[AgreementRow, ...]
     seconds: float
 
@@ -73,14 +78,14 @@ def compare_logits(raw: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def growth_over(base: Sequence[float], other: Sequence[float]) -> tuple[float, float | None]:
-    """Of two means over windows: by which share the second is larger, and the standard error of that, if several."""
+    """The relative growth of the second of two means over windows, and its standard error if there are several."""
     ratio = sum(other) / sum(base)
     rest = [b - ratio * a for a, b in zip(base, other, strict=True)]
     return ratio - 1, stdev(rest) * len(rest) ** 0.5 / sum(base) if len(rest) > 1 else None
 
 
 def _unobserved(format: str, window: int, losses: Tensor) -> None:
-    """Nobody looks at single windows."""
+    """Ignores the losses of single windows."""
 
 
 def measure_agreement(
@@ -98,13 +103,13 @@ def measure_agreement(
 ) -> AgreementReport:
     """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes.
 
-    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is given the losses of
-    every window, those with the stock cache (``raw``) included.
+    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is called with the losses
+    of every window, including those with the stock cache (``raw``).
     """
     watch = Stopwatch()
     kinds = with_prefill(cache_kinds(formats, calibration), prefill)
     formats = [kind.name for kind in kinds]
-    nll: dict[str, float] = dict.fromkeys([RAW, *formats], 0.0)
+    nll: dict[str, list[Tensor]] = {name: [] for name in (RAW, *formats)}
     same: dict[str, list[Tensor]] = {w: [] for w in formats}
     divergence: dict[str, list[Tensor]] = {w: [] for w in formats}
     size: dict[str, float] = {}
@@ -112,9 +117,9 @@ def measure_agreement(
     raw_logits = windows.new_empty(0)
     for index, kind, ids, logits, each in each_window(model, windows, [STOCK, *kinds], mode, chunk, progress):
         format = kind.name
-        losses = scored_nll(logits, ids).double()
-        observe(format, index, losses.cpu())
-        nll[format] += float(losses.sum())
+        losses = scored_nll(logits, ids).double().cpu()
+        observe(format, index, losses)
+        nll[format].append(losses)
         size[format] = each
         if format == RAW:
             raw_logits = logits
@@ -122,12 +127,12 @@ def measure_agreement(
         top, kl = compare_logits(raw_logits, logits)
         same[format].append(top.cpu())
         divergence[format].append(kl.double().cpu())
-    scored = count * (tokens - 1)
-    base = math.exp(nll[RAW] / scored)
+    base = math.exp(torch.cat(nll[RAW]).mean())
     rows = []
     for number, kind in enumerate(kinds):
         format, first = kind.name, kinds[number - number % len(prefill)].name
-        kl, perplexity = torch.cat(divergence[format]), math.exp(nll[format] / scored)
+        kl, perplexity = torch.cat(divergence[format]), math.exp(torch.cat(nll[format]).mean())
+        around, more = mean_interval(divergence[format]), relative_increase(nll[RAW], nll[format])
         of_windows = [[float(window.mean()) for window in divergence[name]] for name in (first, format)]
         growth, error = growth_over(*of_windows) if len(prefill) > 1 else (None, None)
         rows.append(
@@ -135,9 +140,13 @@ def measure_agreement(
                 format,
                 float(torch.cat(same[format]).double().mean()),
                 float(kl.mean()),
+                around.low,
+                around.high,
                 float(kl.quantile(0.99)),
                 perplexity,
                 perplexity / base - 1,
+                more.low,
+                more.high,
                 size[format],
                 kind.prefill,
                 growth,

@@ -1,4 +1,4 @@
-"""What quantised keys and values do to the output of attention."""
+"""The error of the attention output with quantised keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimkv.spec import CodecSpec, Kind, PageLayout, ScalePolicy
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Errors of one format, each as a root mean square relative to what it disturbs."""
+    """Errors of one format, each as a relative root mean square."""
 
     format: str
     bytes_per_token_per_head: float  # allocated, per KV head
@@ -39,7 +39,7 @@ class PolicyError:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
-    """softmax(q k / sqrt(dim)) v over [..., tokens, dim]; ``causal`` takes the queries for those of the last tokens."""
+    """softmax(q k / sqrt(dim)) v over [..., tokens, dim]; with ``causal``, the queries belong to the last tokens."""
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
@@ -54,7 +54,7 @@ def relative_error(estimate: Tensor, truth: Tensor) -> float:
 
 
 def round_trip(codec: Codec, sample: AttentionSample) -> tuple[Tensor, Tensor]:
-    """K and V as a reader of the cache sees them, float32."""
+    """K and V after the codec, float32."""
     key, value = sample.key, sample.value
     if codec.spec.key.kind == Kind.RAW:
         key = key.to(getattr(torch, codec.spec.key.raw_dtype))

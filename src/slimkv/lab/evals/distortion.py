@@ -16,8 +16,8 @@ from slimkv.spec import CodecSpec, ScalePolicy
 
 WIDTHS = tuple(range(1, 9))
 QUERIES = 1024
-NUMBERS = 1 << 21  # random numbers encoded per width: fewer vectors in more dimensions are as exact
-_GAUSSIAN_DIM = 10**8  # in so many dimensions a coordinate is Gaussian to eight digits
+NUMBERS = 1 << 21  # values encoded per width, so that the error does not depend on the dimension
+_GAUSSIAN_DIM = 10**8  # with this many dimensions a coordinate is Gaussian to eight digits
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PolicyDistortion:
 
 @dataclass(frozen=True)
 class WidthDistortion:
-    """One width: the measured error of the plain policy, and what it is compared with."""
+    """One width: the measured error of the plain policy and the theoretical values."""
 
     bits: int
     mse: float
@@ -46,7 +46,7 @@ class WidthDistortion:
 
 @dataclass(frozen=True)
 class DistortionReport:
-    """What ``slimkv eval distortion`` prints."""
+    """The result of ``slimkv eval distortion``."""
 
     head_dim: int
     vectors: int
@@ -66,7 +66,7 @@ def paper_bound(bits: int) -> float:
 
 
 def slope_theory(policy: ScalePolicy, distortion: float) -> float:
-    """What regressing <q, x_hat> on <q, x> must give when the plain policy's distortion is ``distortion``."""
+    """The expected slope of <q, x_hat> over <q, x> if the plain policy's distortion is ``distortion``."""
     if policy == ScalePolicy.PLAIN:
         return 1 - distortion
     return math.sqrt(1 - distortion) if policy == ScalePolicy.NORM else 1.0
@@ -94,7 +94,7 @@ def measure_distortion(
     device: torch.device | str = "cpu",
 ) -> DistortionReport:
     """Encodes and decodes random directions (with random norms) at every width and policy."""
-    CodecSpec.parse("k4v4", head_dim)  # refuses a head size before the work starts
+    CodecSpec.parse("k4v4", head_dim)  # raises for a bad head size before the work starts
     count = vectors if vectors is not None else max(1024, NUMBERS // head_dim)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, head_dim, generator=generator)

@@ -1,4 +1,4 @@
-"""Greedy text with a packed cache against the same model with the stock one: where do they part?"""
+"""Where greedy text with a packed cache first differs from that of the stock cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GenerationReport:
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> torch.Tensor:
-    """Token ids [1, tokens] of a question, in the tokenizer's chat format where it has one."""
+    """Token ids [1, tokens] of a question, in the tokenizer's chat format if it has one."""
     if tokenizer.chat_template is not None:
         chat = [{"role": "user", "content": prompt}]
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[

@@ -34,10 +34,7 @@ def check_mode(mode: str) -> None:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """A cache to measure, under the name it was asked for by.
-
-    ``raw``, ``k4v4``, ``k4v4+cal``, ``calibrated``.
-    """
+    """A cache to measure, under its requested name: ``raw``, ``k4v4``, ``k4v4+cal``, ``calibrated``."""
 
     name: str
     format: str
@@ -55,7 +52,7 @@ STOCK = CacheKind(RAW, RAW)
 
 
 def check_formats(names: Sequence[str], calibrated: bool) -> None:
-    """Raises unless every name is a format, with ``+cal`` or ``calibrated`` only where there is a calibration."""
+    """Raises unless every name is a format, with ``+cal`` or ``calibrated`` only if there is a calibration."""
     for name in names:
         format = name.removesuffix(WITH_CALIBRATION)
         if format != CALIBRATED:
@@ -84,9 +81,9 @@ def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[C
 
 
 def with_prefill(kinds: Sequence[CacheKind], prefill: Sequence[str]) -> list[CacheKind]:
-    """Every kind in each arithmetic of ``prefill``, named ``k4v4@8bit`` where there are several."""
+    """Every kind with each arithmetic of ``prefill``, named ``k4v4@8bit`` if there are several."""
     for given in prefill:
-        KVCacheConfig(prefill=given)  # raises for what it does not know
+        KVCacheConfig(prefill=given)  # raises for unknown values
     if not prefill or len(set(prefill)) < len(prefill):
         raise InputError(f"prefill must name each arithmetic once, not {', '.join(prefill) or 'none'}")
     return [
@@ -112,7 +109,7 @@ def new_cache(model: Any, format: str | dict[int | str, str], mode: str, **optio
 
 @contextmanager
 def attending(model: Any, format: str) -> Iterator[None]:
-    """Packed caches are attended directly; the raw one as the model likes it."""
+    """Attends packed caches directly, and the raw one with the model's own attention."""
     if format == RAW:
         yield
         return
@@ -126,7 +123,7 @@ def attending(model: Any, format: str) -> Iterator[None]:
 def window_logits(model: Any, ids: Tensor, cache: Any, chunk: int | None = None) -> Tensor:
     """Logits of every position of ids [1, tokens]: float [tokens, vocabulary].
 
-    In one pass, or in passes of ``chunk`` tokens, so that later ones read what earlier ones cached.
+    Runs one pass, or passes of ``chunk`` tokens, in which later passes read what earlier ones cached.
     """
     size = chunk or ids.shape[1]
     parts = [
@@ -169,9 +166,9 @@ def greedy(model: Any, tokenizer: Any, kind: CacheKind, mode: str, ids: Tensor, 
 
 
 def bytes_per_token(cache: Any) -> float:
-    """What one more token takes in all layers together, as allocated in pages, while no sliding window is full.
+    """The bytes of one more token in all layers, as allocated in pages, while no sliding window is full.
 
-    It is what ``slimkv plan`` and ``slimkv calibrate`` call bytes per token. Layers that are not packed count as
+    ``slimkv plan`` and ``slimkv calibrate`` define bytes per token in the same way. Layers that are not packed count as
     bfloat16. The cache must have seen a token.
     """
     total = 0.0
@@ -184,7 +181,7 @@ def bytes_per_token(cache: Any) -> float:
 
 
 class Stopwatch:
-    """Seconds since it was made."""
+    """Measures the seconds since its creation."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()

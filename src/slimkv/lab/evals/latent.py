@@ -1,7 +1,7 @@
-"""What quantised latents and rope parts (MLA) do to the output of attention, on made-up ones.
+"""The error of latent attention (MLA) with quantised latents and rope parts, on synthetic data.
 
 No weights of an MLA model are measured here: latents are random directions or have heavy tails and outliers, and rope
-parts are pairs of very different sizes that turn with the position, which is what makes real ones hard.
+parts are pairs of very different magnitudes that rotate with the position, which makes real ones hard to quantise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LatentSample:
 
 @dataclass(frozen=True)
 class LatentError:
-    """Errors of one format, each as a root mean square relative to what it disturbs."""
+    """Errors of one format, each as a relative root mean square."""
 
     kind: str
     format: str
@@ -51,7 +51,7 @@ class LatentError:
 
 
 def _rope_parts(tokens: int, dim: int, heavy: bool, generator: torch.Generator) -> Tensor:
-    """Pairs with a constant part that turns by position, as rotary embeddings make them: [tokens, dim]."""
+    """Pairs with a constant part, rotated by position as rotary embeddings do: [tokens, dim]."""
     pairs = dim // 2
     size = torch.ones(pairs)
     if heavy:  # a few pairs are a hundred times as large as most

@@ -1,4 +1,4 @@
-"""Needle in a haystack: can the model still find one sentence, wherever it stands and however long the text is?"""
+"""Needle in a haystack: whether the model finds one sentence at any depth of a text of any length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CASES = (("Lisbon", 7421), ("Nairobi", 3862), ("Oslo", 9147), ("Lima", 5238))
 
 @dataclass(frozen=True)
 class NeedleCell:
-    """One format, one context, one depth: how many of the numbers were found."""
+    """The number of needles found for one format, context and depth."""
 
     format: str
     context: int
@@ -47,9 +47,8 @@ class NeedleReport:
 def haystack(
     tokenizer: Any, text: str, context: int, depth: float, city: str, number: int, offset: int = 0
 ) -> torch.Tensor:
-    """Token ids [1, context] of the text with the needle at ``depth`` (0 first, 1 last) and the question behind it.
-
-    The text begins ``offset`` tokens in.
+    """Token ids [1, context] of the text with the needle at ``depth`` (0 first, 1 last) and the question at the end.
+    The text begins at token ``offset``.
     """
     needle = tokenizer(_NEEDLE.format(city=city, number=number), add_special_tokens=False)["input_ids"]
     question = tokenizer(_QUESTION.format(city=city), add_special_tokens=False)["input_ids"]

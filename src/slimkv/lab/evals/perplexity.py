@@ -1,4 +1,4 @@
-"""Perplexity of a model with a packed cache, against the same model with the stock one."""
+"""Perplexity of a model with a packed cache, compared with the stock cache."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from slimkv.calibration import Calibration
 from slimkv.lab.evals.harness import RAW, STOCK, STRICT, Progress, Stopwatch, cache_kinds, each_window, quiet
+from slimkv.lab.evals.intervals import Interval, mean_interval
 
 
 @dataclass(frozen=True)
 class PerplexityRow:
     """One cache."""
 
-    format: str  # as it was asked for: raw, k4v4, k4v4+cal, calibrated
+    format: str  # as requested: raw, k4v4, k4v4+cal, calibrated
     perplexity: float
     over_raw: float  # relative to the stock cache: 0.05 is 5% more
+    over_raw_low: float  # its 95% interval, from blocks of tokens: see ``intervals``
+    over_raw_high: float
     nll: float  # mean negative log-likelihood, in nats per token
     bytes_per_token: float  # see harness.bytes_per_token
 
@@ -35,7 +39,7 @@ class PerplexityReport:
     window_tokens: int
     stride: int
     scored_tokens: int
-    calibration: str | None  # what it was made on; None: keys are rounded to the nearest level
+    calibration: str | None  # the tokens it was made on; None: keys are rounded to the nearest level
     rows: tuple[PerplexityRow, ...]  # the first is the stock cache
     seconds: float
 
@@ -43,6 +47,12 @@ class PerplexityReport:
 def scored_nll(logits: Tensor, ids: Tensor, first: int = 1) -> Tensor:
     """Negative log-likelihood [tokens - first] of ids [tokens] from ``first`` on, under logits [tokens, vocabulary]."""
     return cross_entropy(logits[first - 1 : -1].float(), ids[first:], reduction="none")
+
+
+def relative_increase(raw: Sequence[Tensor], other: Sequence[Tensor]) -> Interval:
+    """By how much the perplexity of ``other`` exceeds that of ``raw``, from losses [tokens] of the same windows."""
+    found = mean_interval([b - a for a, b in zip(raw, other, strict=True)])
+    return Interval(math.expm1(found.value), math.expm1(found.low), math.expm1(found.high))
 
 
 def measure_perplexity(
@@ -66,18 +76,17 @@ def measure_perplexity(
     count, tokens = windows.shape
     stride = stride or tokens
     kinds = [STOCK, *cache_kinds(formats, calibration)]
-    total: dict[str, float] = {kind.name: 0.0 for kind in kinds}
+    formats = [kind.name for kind in kinds]
+    losses: dict[str, list[Tensor]] = {format: [] for format in formats}
     size: dict[str, float] = {}
-    overlap = tokens - stride if stride < tokens else 1  # of later windows, what was scored before
+    overlap = tokens - stride if stride < tokens else 1  # tokens of later windows that were scored before
     for index, kind, ids, logits, each in each_window(model, windows, kinds, mode, chunk, progress):
-        nll = scored_nll(logits, ids, overlap if index else 1)
-        total[kind.name] += float(nll.double().sum())
+        losses[kind.name].append(scored_nll(logits, ids, overlap if index else 1).double().cpu())
         size[kind.name] = each
     scored = tokens - 1 + (count - 1) * (tokens - overlap)
-    base = math.exp(total[RAW] / scored)
     rows = []
-    for format in total:
-        perplexity = math.exp(total[format] / scored)
-        rows.append(PerplexityRow(format, perplexity, perplexity / base - 1, total[format] / scored, size[format]))
+    for format in formats:
+        nll, more = float(torch.cat(losses[format]).mean()), relative_increase(losses[RAW], losses[format])
+        rows.append(PerplexityRow(format, math.exp(nll), more.value, more.low, more.high, nll, size[format]))
     read = calibration.source if calibration is not None else None
     return PerplexityReport(name, mode, count, tokens, stride, scored, read, tuple(rows), watch.seconds)

@@ -1,4 +1,4 @@
-"""KL divergence and agreement by position in long windows: what a format costs as a context grows."""
+"""KL divergence and agreement by position in long windows: the cost of a format as the context grows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EDGES = (256, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
 class PositionRow:
     """One format, by range of positions."""
 
-    format: str  # as it was asked for, with ``+cal`` where it uses the calibration
+    format: str  # as requested, with ``+cal`` if it uses the calibration
     kl: tuple[float, ...]  # mean KL(raw || packed) of each range, nats
     top1: tuple[float, ...]  # share of its positions whose most likely token is the same
     mean_kl: float  # over all positions
@@ -60,8 +60,8 @@ def measure_positions(
 ) -> PositionReport:
     """Reads windows int64 [count, tokens] with the stock cache and packed ones side by side.
 
-    Attention reads every key and value through the codec, so that passes of ``chunk`` tokens give what one pass would,
-    in memory that does not grow with the vocabulary times the window. Formats are named as in ``cache_kinds``.
+    Attention reads every key and value through the codec, so passes of ``chunk`` tokens give the result of one pass
+    without storing logits for the whole window. Formats are named as in ``cache_kinds``.
     """
     if chunk < 1:
         raise InputError(f"a chunk must have at least 1 token, not {chunk}")

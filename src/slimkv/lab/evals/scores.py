@@ -25,7 +25,7 @@ class ScoreRow:
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Of one model."""
+    """The score errors of one model."""
 
     model: str
     tokens: int
@@ -43,7 +43,7 @@ def measure_scores(
     calibration: Calibration | None = None,
     progress: Progress = quiet,
 ) -> ScoreReport:
-    """Compares scores from stored keys with true ones on ids int64 [1, tokens], for each format."""
+    """Compares scores from stored keys with exact ones on ids int64 [1, tokens], for each format."""
     from slimkv.integrations.transformers.calibration.score_errors import layer_score_errors
 
     watch = Stopwatch()

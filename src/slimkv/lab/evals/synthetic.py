@@ -1,7 +1,7 @@
-"""Keys, values and queries with the traits that make real ones hard to quantise.
+"""Synthetic keys, values and queries with the properties that make real ones hard to quantise.
 
 * a few key channels are many times larger than the rest and carry a constant offset (rotary pairs do this);
-* every channel has a spread of its own, and the numbers themselves have heavy tails (Student's t);
+* every channel has its own spread, and values have heavy tails (Student's t);
 * a few tokens have far larger norms, the first one is an attention sink with a small value;
 * queries live near a few directions, so attention is neither flat nor one token.
 """

@@ -1,4 +1,4 @@
-"""Text to measure on: a file, a data set on the Hugging Face hub, or what slimkv ships."""
+"""Text to measure on: a file, a data set on the Hugging Face hub, or the text included in slimkv."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _hub_text(source: str) -> str:
     name, config, split = [*source.split(":"), None, None][:3]
     try:
         rows = datasets.load_dataset(name, config, split=split or "test")
-    except Exception as error:  # the hub client raises many kinds, all of which mean the same here
+    except Exception as error:  # the hub client raises many kinds of error; each means that the data set is unavailable
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"the data set {source!r} could not be loaded ({reason}); give a text file instead") from error
     if "text" not in rows.column_names:
@@ -56,8 +56,8 @@ def token_windows(
 ) -> Tensor:
     """``count`` windows of ``tokens`` tokens, starting ``stride`` apart: int64 [count, tokens].
 
-    The first begins ``offset`` tokens into the text. Without ``stride`` windows do not overlap. A tokenizer
-    that has a BOS token and a model that wants it (Gemma) get it in front of every window, as one of its tokens.
+    The first begins ``offset`` tokens into the text. Without ``stride`` windows do not overlap. If the model expects a
+    BOS token (Gemma), every window begins with it.
     """
     stride = stride or tokens
     bos = tokenizer.bos_token_id if wants_bos(tokenizer) else None

@@ -11,7 +11,7 @@ from slimkv.errors import InputError
 
 WIDTH, HEIGHT = 560, 340
 LEFT, TOP, BOTTOM = 64, 18, 46
-RIGHT = 96  # at least; the names of lines stand there
+RIGHT = 96  # minimum; the line names are placed here
 _LETTER = 7.5  # of a name
 _ROW, _ROW_TOP, _ROW_BOTTOM = 26, 10, 40  # of charts with a line for each name
 _TONES = ("raw", "same", "worse", "better")
@@ -30,7 +30,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows."""
+    """The settings of an axis."""
 
     title: str
     log: bool = False
@@ -61,7 +61,7 @@ def _number(x: float) -> str:
 
 
 def _free_spot(x: float, y: float, label: str, taken: list[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """The label's place (left, baseline, right), moved down until it covers none of ``taken``."""
+    """The position of a label (left, baseline, right), moved down until it overlaps none of ``taken``."""
     right = x + _LETTER * len(label)
     while any(abs(y - other) < 13 and x < end and start < right for start, other, end in taken):
         y += 13
@@ -147,7 +147,7 @@ class Bar:
     name: str
     value: float
     label: str
-    quiet: bool = False  # what the others are compared with
+    quiet: bool = False  # the reference for the others
 
 
 def _left(names: Sequence[str]) -> float:
@@ -155,7 +155,7 @@ def _left(names: Sequence[str]) -> float:
 
 
 def intervals(title: str, rows: Sequence[Estimate]) -> str:
-    """Shares with their intervals, a line each; the interval of the one called ``raw`` is shaded across all."""
+    """Shares with their intervals, one line each; the interval of ``raw`` is shaded across all lines."""
     if not rows:
         raise InputError("a chart of intervals needs rows")
     height = _ROW_TOP + _ROW * len(rows) + _ROW_BOTTOM

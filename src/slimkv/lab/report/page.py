@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-Plot = tuple[str, str, str]  # title, what to look at, SVG
+Plot = tuple[str, str, str]  # title, caption, SVG
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6879; --line: #dfe4ec; --card: #ffffff; --page: #f4f6fa;
@@ -73,7 +73,7 @@ def style() -> str:
 
 
 def tile(big: str, small: str) -> str:
-    """A card with one figure and what it means."""
+    """A card with one figure and its meaning."""
     return f'<div class="card"><div class="big">{escape(big)}</div><div class="sub">{escape(small)}</div></div>'
 
 
@@ -113,7 +113,7 @@ def versions_line(versions: Mapping[str, str]) -> str:
 
 
 def document(title: str, body: str) -> str:
-    """A whole page around ``body`` (HTML); nothing is loaded from elsewhere."""
+    """A complete page around ``body`` (HTML) without external resources."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title><style>{style()}</style></head>

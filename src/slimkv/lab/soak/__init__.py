@@ -1,4 +1,4 @@
-"""A real server under abuse: random load, cancellations, preemption; then what must still be true of it."""
+"""Stress test of a live server: random load, cancellations, preemption; then checks of its state."""
 
 from slimkv.lab.soak.run import SoakReport, soak_server
 from slimkv.lab.soak.settings import SoakSettings

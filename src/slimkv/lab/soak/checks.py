@@ -1,4 +1,4 @@
-"""What must be true of a server after a soak, each with the numbers that say so."""
+"""The checks after a soak, each with its figures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold."""
+    """The result of one check."""
 
     name: str
     passed: bool
@@ -50,7 +50,7 @@ class Memory:
     middle_mib: float
     end_mib: float
     slope_mib_per_hour: float  # after the first third of the samples
-    growth_mib: float  # that slope over the time it was measured in
+    growth_mib: float  # the slope times the duration
 
 
 def memory_of(samples: list[Sample]) -> Memory:
@@ -74,7 +74,7 @@ def check_requests(counts: Counts) -> Check:
 
 
 def check_answers(answers: Answers) -> list[Check]:
-    """Greedy answers do not change with time, and repeat at once."""
+    """Greedy answers are the same when repeated, before and after the load."""
     out = []
     for name, other in (("same answers twice", answers.again), ("answers unchanged at the end", answers.last)):
         changed = [i for i, (a, b) in enumerate(zip(answers.first, other, strict=True)) if a != b]
@@ -99,16 +99,16 @@ def check_memory(memory: Memory, samples: list[Sample], settings: SoakSettings) 
 
 
 def check_blocks(at_rest: dict[str, float], reset_worked: bool) -> Check:
-    """No block is held once nobody asks: vLLM resets its prefix cache only when every block is free."""
+    """No block is held without requests: vLLM resets its prefix cache only if every block is free."""
     usage = at_rest.get("kv_usage", math.nan)
     detail = f"KV usage {usage:.4f} at rest; vLLM {'emptied' if reset_worked else 'refused to empty'} its prefix cache"
     return Check("no block leaked", usage == 0 and reset_worked, detail)
 
 
 def check_metrics(samples: list[Sample], at_rest: dict[str, float], counts: Counts, asked_beside: int) -> Check:
-    """Every metric is there, finite and in range, counters never fall, and they agree with what clients saw.
+    """All metrics exist, are finite and in range, counters never decrease, and they agree with the clients.
 
-    ``asked_beside``: requests that finished outside the load. A request that its client gave up may still finish first.
+    ``asked_beside``: requests that finished outside the load. A cancelled request may still finish first.
     """
     wrong = [f"no {name}" for name in (*GAUGES, *COUNTERS) if name not in at_rest]
     before: dict[str, float] = {}
@@ -135,7 +135,7 @@ def check_metrics(samples: list[Sample], at_rest: dict[str, float], counts: Coun
 
 
 def check_abused(at_rest: dict[str, float], counts: Counts, settings: SoakSettings, asked_beside: int) -> Check:
-    """The soak was one: preemptions, aborted requests and prefix hits took place where the settings ask for them.
+    """The load was as requested: preemptions, aborted requests and prefix hits occurred.
 
     vLLM does not count a request whose client hung up, unless it finished first: the rest were aborted.
     """

@@ -1,4 +1,4 @@
-"""Requests as clients send them: whole or streamed, and given up half-way. The standard library's HTTP is enough."""
+"""Client requests: complete, streamed, or cancelled midway, with the standard library's HTTP."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FINISHED = ("stop", "length")
 class Ask:
     """One request for a completion.
 
-    ``hang_up``: the client closes the connection after so many pieces of a stream (0: right after asking), or after so
-    many tenths of a second where nothing is streamed; None: it waits for the end.
+    ``hang_up``: the client closes the connection after this many pieces of a stream (0: right after sending), or after
+    this many tenths of a second without streaming; None: it waits for the end.
     """
 
     prompt: tuple[int, ...]
@@ -30,7 +30,7 @@ class Ask:
     seed: int = 0
 
     def body(self) -> dict[str, Any]:
-        """What is posted to ``/v1/completions``."""
+        """The body of the POST to ``/v1/completions``."""
         out: dict[str, Any] = {
             "model": "soak", "prompt": list(self.prompt), "max_tokens": self.max_tokens, "stream": self.stream,
             "temperature": self.temperature, "seed": self.seed, "ignore_eos": self.ignore_eos,
@@ -44,7 +44,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of it. ``failure`` is None for a finished answer and for one that the client gave up."""
+    """The outcome of a request. ``failure`` is None for a finished and for a cancelled answer."""
 
     failure: str | None = None
     cancelled: bool = False
@@ -55,7 +55,7 @@ class Reply:
 
 
 class BadReplyError(Exception):
-    """An answer that breaks the protocol or holds what no answer may hold."""
+    """An answer that violates the protocol or has invalid contents."""
 
 
 class Client:
@@ -76,14 +76,14 @@ class Client:
             connection.close()
 
     def json(self, method: str, path: str, body: object = None) -> Any:
-        """The JSON that a control endpoint answers; raises ``BadReplyError`` for any status but 200."""
+        """The JSON answer of a control endpoint; raises ``BadReplyError`` for any status but 200."""
         status, content = self.call(method, path, body)
         if status != 200:
             raise BadReplyError(f"{method} {path}: status {status}: {content[:300]!r}")
         return json.loads(content) if content else None
 
     def healthy(self) -> bool:
-        """Whether the server says that it can serve."""
+        """Whether the server reports that it is healthy."""
         try:
             return self.call("GET", "/health", timeout=2)[0] == 200
         except OSError:
@@ -98,7 +98,7 @@ class Client:
         return list(self.json("POST", "/tokenize", {"model": "soak", "prompt": text})["tokens"])
 
     def complete(self, ask: Ask) -> Reply:
-        """Sends ``ask``; never raises: a failure is told in the reply."""
+        """Sends ``ask``; never raises: failures are in the reply."""
         begin = time.monotonic()
         connection = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
         try:
@@ -148,7 +148,7 @@ def _streamed(answer: http.client.HTTPResponse, ask: Ask) -> dict[str, Any]:
 
 
 def _finished(reason: str | None, text: str, usage: dict[str, Any], ask: Ask) -> dict[str, Any]:
-    """The fields of a reply, after checking that it is what was asked for."""
+    """The fields of a reply, checked against the request."""
     tokens = usage["completion_tokens"]
     if reason not in FINISHED:
         raise BadReplyError(f"finish_reason is {reason!r}, not one of {', '.join(FINISHED)}")

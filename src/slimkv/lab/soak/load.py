@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from slimkv.lab.soak.client import Ask, Client, Reply
 from slimkv.lab.soak.settings import SoakSettings
 
-_BURST = 0.04  # share of the arrivals that begin a burst
+_BURST = 0.04  # share of arrivals that start a burst
 _KEPT_FAILURES = 20
 
 
 @dataclass
 class Counts:
-    """What clients saw."""
+    """The outcomes that clients saw."""
 
     finished: int = 0
     streamed: int = 0
@@ -33,15 +33,15 @@ class Counts:
 
     @property
     def served(self) -> int:
-        """Requests that ended as they should: answered, or given up by their client."""
+        """Requests that ended as expected: answered, or cancelled by their client."""
         return self.finished + self.cancelled
 
 
 def random_asks(settings: SoakSettings, text: list[int]) -> Iterator[tuple[float, Ask, bool]]:
-    """(seconds until it is sent, the request, whether its prefix is shared) without end; the same for the same seed.
+    """An endless stream of (delay in seconds, request, whether its prefix is shared), determined by the seed.
 
-    The first ``concurrency`` requests are long, come at once and are not given up: more than an overcommitted cache
-    holds, so that every soak has preemptions.
+    The first ``concurrency`` requests are long, arrive at once and are not cancelled. They exceed an overcommitted
+    cache, so every soak has preemptions.
     """
     chance = random.Random(settings.seed)
     longest = settings.longest_prompt
@@ -76,7 +76,7 @@ def _piece(chance: random.Random, text: list[int], length: int) -> tuple[int, ..
 
 
 class Load:
-    """Sends requests until time or their number is up, at most ``concurrency`` at a time."""
+    """Sends requests until the time or the number is reached, at most ``concurrency`` at a time."""
 
     def __init__(self, settings: SoakSettings, client: Client, text: list[int]) -> None:
         self.counts = Counts()

@@ -1,4 +1,4 @@
-"""What vLLM's ``/metrics`` says, and the process tree's memory."""
+"""Reads vLLM's ``/metrics`` and the memory of the process tree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COUNTERS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """The gauges and counters above from Prometheus' text format; a name that is missing is missing here."""
+    """The gauges and counters above from Prometheus' text format; missing names are left out."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         match = _LINE.match(line)
@@ -63,7 +63,7 @@ def session_memory(session: int) -> int:
 
 
 def slope(times: list[float], values: list[float]) -> float:
-    """Theil and Sen's slope: the median over pairs of samples, which single outliers do not move."""
+    """The Theil-Sen slope: the median over pairs of samples, which is robust to outliers."""
     step = max(len(times) // 400, 1)  # pairs grow with the square
     points = list(zip(times, values, strict=True))[::step]
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :] if b[0] > a[0]]

@@ -1,4 +1,4 @@
-"""One soak from the server's start to the verdict."""
+"""One soak, from starting the server to the checks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WARM_UP = 4  # requests before anything is measured
 
 @dataclass(frozen=True)
 class SoakReport:
-    """What a soak found."""
+    """The result of a soak."""
 
     settings: SoakSettings
     platform: str
@@ -52,7 +52,7 @@ class SoakReport:
 
 
 class _Sampler:
-    """A thread that looks at the server now and then."""
+    """A thread that samples the server."""
 
     def __init__(self, server: Server, every: float) -> None:
         self.samples: list[Sample] = []
@@ -74,7 +74,7 @@ class _Sampler:
         while not self._stop.wait(self._every):
             try:
                 metrics = parse_metrics(self._server.client.metrics())
-            except OSError as error:  # the load's own requests tell whether the server lives
+            except OSError as error:  # failing requests of the load show whether the server is alive
                 self.errors.append(str(error))
                 continue
             memory = session_memory(self._server.process.pid)
@@ -82,9 +82,8 @@ class _Sampler:
 
 
 def soak_server(settings: SoakSettings, step: Callable[[str], None], folder: Path | None = None) -> SoakReport:
-    """Serves, loads, checks. ``folder`` keeps the server's log; ``step`` is told what happens.
-
-    Raises ``ServerError`` where the server does not start or dies; what it survives badly is in the report's checks.
+    """Starts the server, loads it and runs the checks. ``folder`` gets the server's log; ``step`` is called with each
+    stage. Raises ``ServerError`` if the server does not start or dies; other problems are in the report's checks.
     """
     model = models.source(settings.model)
     with tempfile.TemporaryDirectory(prefix="slimkv-soak-") as scratch:
@@ -154,7 +153,7 @@ def _fixed_asks(settings: SoakSettings, text: list[int]) -> list[Ask]:
 
 
 def _answers(client: Client, asks: list[Ask], empty: bool) -> list[str]:
-    """One after another, so that nothing else is in their batches; from an empty prefix cache if ``empty``."""
+    """Runs the requests one after another, alone in their batches; from an empty prefix cache if ``empty``."""
     out = []
     for ask in asks:
         if empty and not _emptied(client):
@@ -187,7 +186,7 @@ def _sleep_times(server: Server, settings: SoakSettings) -> list[float]:
 
 
 def _sleep_and_wake(client: Client) -> str:
-    """Empty, or what went wrong."""
+    """An empty string, or the error."""
     try:
         client.json("POST", "/sleep?level=1")
         asleep = client.json("GET", "/is_sleeping")["is_sleeping"]

@@ -1,4 +1,4 @@
-"""``vllm serve`` as a process of its own: on the loopback interface and a free port, stopped with all its children."""
+"""``vllm serve`` in a separate process, on the loopback interface and a free port; stopped with all its children."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ENVIRONMENT = {
 
 
 class ServerError(SlimKVError, RuntimeError):
-    """A server that did not start, or stopped by itself; the text ends with its log."""
+    """A server that did not start or stopped by itself; the text includes the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def log_tail(log: Path, characters: int = 3000) -> str:
 
 
 def platform_of_vllm() -> tuple[str, bool]:
-    """The platform that the installed vLLM runs on, and whether it has sleep mode; asked in a process of its own."""
+    """The platform of the installed vLLM and whether it has sleep mode, determined in a separate process."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError('slimkv soak starts vllm serve: pip install "slimkv[vllm]"')
     code = (
@@ -105,7 +105,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port on the loopback interface that nobody listens on."""
+    """A free port on the loopback interface."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
@@ -113,7 +113,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(settings: SoakSettings, model: str, folder: Path) -> Iterator[Server]:
-    """A server that is ready; its log is ``folder/server.log``. It ends with the block, however that ends."""
+    """A server that is ready; its log is ``folder/server.log``. It stops when the context ends."""
     platform, can_sleep = platform_of_vllm()
     port, log = free_port(), folder / "server.log"
     words = command(settings, model, port, can_sleep)
@@ -129,7 +129,7 @@ def serving(settings: SoakSettings, model: str, folder: Path) -> Iterator[Server
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_SECONDS)
-            with suppress(ProcessLookupError):  # the engine's own processes
+            with suppress(ProcessLookupError):  # the engine's child processes
                 os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""What a soak serves, how hard it is loaded, and how much it may go on."""
+"""The settings of a soak: model, load and limits."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class SoakSettings:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt: three quarters of what a request may hold."""
+        """Tokens of the longest prompt: three quarters of the context length."""
         return self.max_model_len * 3 // 4
 
     @property

@@ -1,4 +1,4 @@
-"""Intervals and paired tests: how sure a difference is, and the words for it."""
+"""Paired tests: how certain a difference is, and the words for it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from slimkv.errors import InputError
+from slimkv.lab.evals.intervals import bootstrap
 
 LEVEL = 0.05
 NOT_DISTINGUISHABLE = "not distinguishable"
-_Z = 1.959963984540054  # two-sided, 95%
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -36,16 +25,6 @@ class PairedTest:
     only_this: int | None = None
 
 
-def wilson(successes: int, trials: int) -> Interval:
-    """The share of successes with Wilson's score interval."""
-    if not 0 <= successes <= trials or trials < 1:
-        raise InputError(f"{successes} successes of {trials} trials are no share")
-    share, z2 = successes / trials, _Z * _Z
-    middle = (share + z2 / (2 * trials)) / (1 + z2 / trials)
-    half = _Z / (1 + z2 / trials) * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials * trials))
-    return Interval(share, min(max(0.0, middle - half), share), max(min(1.0, middle + half), share))
-
-
 def mcnemar(only_first: int, only_second: int) -> float:
     """The exact two-sided p-value of McNemar's test from the two counts of disagreement."""
     total, least = only_first + only_second, min(only_first, only_second)
@@ -53,26 +32,6 @@ def mcnemar(only_first: int, only_second: int) -> float:
         return 1.0
     tail = sum(math.comb(total, i) for i in range(least + 1))
     return min(1.0, 2 * tail / 2**total)
-
-
-def bootstrap(
-    sums: Sequence[float], counts: Sequence[int], samples: int = 10_000, seed: int = 0
-) -> tuple[Interval, float]:
-    """The mean of numbers in clusters of given sums and counts: its 95% interval, and a two-sided p-value against 0.
-
-    Numbers of one cluster (questions about one text, tokens of one passage) are not independent, so clusters are drawn,
-    not numbers.
-    """
-    if not sums or len(sums) != len(counts) or min(counts) < 1:
-        raise InputError(f"a bootstrap needs clusters with numbers in them, not {len(sums)} sums of {len(counts)}")
-    total, size = torch.tensor(sums, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64)
-    mean = float(total.sum() / size.sum())
-    drawn = torch.randint(len(sums), (samples, len(sums)), generator=torch.Generator().manual_seed(seed))
-    means = total[drawn].sum(1) / size[drawn].sum(1)
-    low, high = (float(means.quantile(q)) for q in (0.025, 0.975))
-    below, above = int((means <= 0).sum()), int((means >= 0).sum())
-    p = min(1.0, 2 * (min(below, above) + 1) / (samples + 1))
-    return Interval(mean, min(low, mean), max(high, mean)), p
 
 
 def paired_answers(raw: Sequence[bool], other: Sequence[bool], clusters: Sequence[object]) -> PairedTest:

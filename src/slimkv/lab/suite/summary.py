@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from slimkv.lab.evals.harness import RAW
-from slimkv.lab.suite.statistics import PairedTest, holm, paired_answers, paired_losses, verdict, wilson
+from slimkv.lab.evals.intervals import wilson
+from slimkv.lab.suite.statistics import PairedTest, holm, paired_answers, paired_losses, verdict
 
 Document = dict[str, Any]
 _EQUAL = 1.08  # bytes of caches that are compared as equals differ by less

@@ -1,4 +1,4 @@
-"""The synthetic tasks through vLLM, with prefix caching: one engine for each cache, in a process of its own.
+"""The synthetic tasks through vLLM, with prefix caching: one engine for each cache, in a separate process.
 
 ``python -m slimkv.lab.suite.vllm_engine REQUEST RESULT`` is that process.
 """
@@ -22,12 +22,12 @@ from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, Progress
 from slimkv.lab.suite.tasks import Context
 from slimkv.lab.suite.workbench import Workbench
 
-_STEP = "slimkv-suite: "  # of lines that tell how far the engine is
+_STEP = "slimkv-suite: "  # prefix of progress lines
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class EngineError(SlimKVError, RuntimeError):
-    """An engine that did not start or stopped; the text is the end of what it printed."""
+    """An engine that did not start or stopped; the text is the end of its output."""
 
 
 def engine_arguments(bench: Workbench, format: str, longest: int | None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _last_line(text: str) -> str:
 
 
 def _watched(command: list[str], log: Path, format: str, progress: Progress, environment: dict[str, str]) -> int:
-    """Runs the engine's process, passing on its progress; its own children end with it."""
+    """Runs the engine's process and forwards its progress; its children end with it."""
     with (
         log.open("w") as out,
         subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment) as process,

@@ -1,4 +1,4 @@
-"""What the tests of a run say, in sentences."""
+"""The results of a run's statistical tests, in sentences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slimkv.lab.suite.summary import Document
 
 
 def words(document: Document) -> list[str]:
-    """What the tests say, and what was left out."""
+    """The results of the tests, and what was left out."""
     told = []
     for key, what in (("perplexity_test", "perplexity"), ("answers_test", "answers to the tasks")):
         tested = {row["format"]: row[key]["verdict"] for row in document["summary"]["rows"] if key in row}

@@ -1,4 +1,4 @@
-"""What the parts of a run share: the model, its calibration, the text, and where files go."""
+"""Shared by the parts of a run: the model, its calibration, the text, and output paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slimkv.lab.suite.tasks import TaskMaker
 
 
 class Workbench:
-    """Everything is made when it is first asked for, so that a run whose parts are all finished loads nothing."""
+    """Everything is loaded on first use, so that a run whose parts are all finished loads nothing."""
 
     def __init__(self, settings: SuiteSettings, folder: Path) -> None:
         self.settings, self.folder = settings, folder
@@ -38,7 +38,7 @@ class Workbench:
         return self._loaded
 
     def release(self) -> None:
-        """Gives the model's memory back, for engines that load it themselves."""
+        """Frees the model's memory, for engines that load it themselves."""
         import torch
 
         self._loaded = None
@@ -48,7 +48,7 @@ class Workbench:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer; the model itself is not loaded for it."""
+        """The model's tokenizer, without loading the model."""
         if self._loaded is not None:
             return self._loaded.tokenizer
         from transformers import AutoTokenizer
@@ -57,7 +57,7 @@ class Workbench:
 
     @cached_property
     def model_source(self) -> str:
-        """What engines load: a folder, or a name on the hub."""
+        """The model argument for engines: a folder, or a name on the hub."""
         from slimkv.lab import models
 
         return models.source(self.settings.model)
@@ -71,7 +71,7 @@ class Workbench:
 
     @cached_property
     def parameters(self) -> int:
-        """Of the model; tied ones count once."""
+        """The number of the model's parameters; tied ones count once."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -80,12 +80,12 @@ class Workbench:
 
     @property
     def max_positions(self) -> int | None:
-        """Tokens that the model's positions allow; None where its configuration does not say."""
+        """The model's context length; None if its configuration does not say."""
         return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @cached_property
     def text(self) -> str:
-        """What windows and the tasks' sentences are taken from."""
+        """The source of windows and of the tasks' sentences."""
         return load_text(self.settings.text)
 
     @cached_property
@@ -102,12 +102,12 @@ class Workbench:
 
     @property
     def wants_calibration(self) -> bool:
-        """Whether some format uses one."""
+        """Whether some format uses a calibration."""
         named = any(format.endswith(WITH_CALIBRATION) for format in self.settings.formats)
         return named and self.settings.calibration != NO_CALIBRATION
 
     def calibrate(self, progress: Progress) -> Path:
-        """Loads or makes the calibration; returns the run's own copy of it, which engines are given."""
+        """Loads or makes the calibration; returns the run's copy, which is passed to engines."""
         from slimkv.integrations.transformers.calibration.cached import auto_calibration, find_calibration
 
         if self.settings.calibration == AUTO:
@@ -122,7 +122,7 @@ class Workbench:
         return path
 
     def without_calibration(self) -> None:
-        """Drops the formats that need it."""
+        """Drops the formats that need a calibration."""
         self.formats = tuple(f for f in self.formats if not f.endswith(WITH_CALIBRATION))
 
     def kinds(self) -> list[CacheKind]:
@@ -152,11 +152,11 @@ class Workbench:
 
     @cached_property
     def text_digest(self) -> str:
-        """Of the text."""
+        """A digest of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def check(self) -> None:
-        """Raises where the model's configuration cannot be read."""
+        """Raises if the model's configuration cannot be read."""
         from slimkv.lab import models
 
         try:

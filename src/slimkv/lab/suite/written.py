@@ -49,7 +49,7 @@ def read_results(folder: Path) -> Document:
 
 
 def metrics(document: Document) -> Iterator[dict[str, Any]]:
-    """Every number of the summary as one row of ``COLUMNS``; what a cache does not have is left out."""
+    """Every number of the summary as one row of ``COLUMNS``; missing figures are left out."""
     for row in document["summary"]["rows"]:
         base = {"format": row["format"]}
         for part, name in (("memory", "bytes_per_token"), ("memory", "tokens_fit"), ("agreement", "perplexity"),
@@ -97,7 +97,7 @@ def _cell(value: Any, shape: str) -> str:
 
 
 def table_rows(document: Document) -> list[list[str]]:
-    """A header and a row for each cache, as a person reads them; columns that nobody has are left out."""
+    """A header and a row for each cache, formatted for reading; empty columns are left out."""
     shown = [
         ("cache", lambda r: r["format"]),
         ("bytes/token", lambda r: _cell(r.get("bytes_per_token"), "{:,.0f}")),
@@ -140,7 +140,7 @@ def markdown_table(document: Document) -> str:
 
 
 def as_markdown(document: Document) -> str:
-    """The table, what it says in words, and how to get it again."""
+    """The table, its summary in words, and the command that reproduces it."""
     lines = [f"# slimkv suite {document['suite']}: {document['model']}", "", markdown_table(document), ""]
     lines += [f"- {told}" for told in words(document)]
     if document["failed"]:

@@ -1,1 +1,1 @@
-"""Calibrating a model that transformers runs: what it reads, the statistics it leaves, and where they are kept."""
+"""Calibration with transformers: the tokens to read, the statistics, and where they are saved."""

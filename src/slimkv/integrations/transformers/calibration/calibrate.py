@@ -19,14 +19,14 @@ def calibrate_model(
     profile: str | None = None,
     **options: Any,
 ) -> Calibration:
-    """The calibration of a transformers model: statistics of its queries, and widths per layer if they are asked for.
+    """The calibration of a transformers model: statistics of its queries and, on request, widths per layer.
 
     Args:
         model: a causal language model of transformers, loaded.
-        path: where to write it as well, for other processes and engines.
+        path: also write it to this file, for other processes and engines.
         budget: choose a format for every layer: bits per number over all layers, scales included, such as 4.25.
         profile: choose formats for ``lossless``, ``balanced`` or ``aggressive`` instead of a budget.
-        options: of ``gather_calibration``: what the model reads (by default what it says itself), and progress.
+        options: of ``gather_calibration``: the tokens to read (by default samples from the model itself), and progress.
 
     Use it as ``SlimKVCache(model, calibration=...)``; with a budget, also ``format="calibrated"``.
     """
@@ -41,7 +41,7 @@ def calibrate_model(
 
 
 def choose_widths(calibration: Calibration, budget: float | None, profile: str | None) -> Solution | None:
-    """Formats per layer for a budget in bits per number or a profile; None where neither is given."""
+    """Formats per layer for a budget in bits per number or for a profile; None without either."""
     if budget is not None and profile is not None:
         raise InputError(f"budget={budget} and profile={profile!r} both choose the widths; give one of them")
     if budget is None and profile is None:

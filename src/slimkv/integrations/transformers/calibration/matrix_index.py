@@ -1,4 +1,4 @@
-"""Which query-aware matrices the tokens of a forward pass take, by their positions."""
+"""Which query-aware matrices round the tokens of a forward pass, by their positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimkv.calibration.positions import matrix_index
 
 
 class MatrixIndex:
-    """The index of a pass, made once for all layers that ask for it."""
+    """The index of a forward pass, computed once for all layers."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
@@ -22,19 +22,19 @@ class MatrixIndex:
         self._noted: tuple[int, Tensor] | None = None
 
     def note(self, first: int, position_ids: Tensor | None) -> None:
-        """The model's position ids int [batch or 1, new] of the pass that begins after ``first`` tokens; None: forget.
-
-        They are what queries and keys are turned by, padding or not.
+        """The model's position ids int [batch or 1, new] of the pass that begins after ``first`` tokens; None clears
+        them. Rotary embedding uses them, with or without padding.
         """
         known = position_ids is not None and position_ids.ndim == 2
         self._noted = (first, position_ids) if known and position_ids is not None else None
         self._last = None
 
     def __call__(self, first: int, new: int, pads: list[int], device: torch.device) -> Tensor:
-        """Of ``new`` tokens per sequence from the ``first``-th on, after ``pads`` of padding: int32 [batch * new].
+        """The index of ``new`` tokens per sequence from the ``first``-th on, after ``pads`` of padding: int32 [batch *
+        new].
 
-        Without a note, positions are counted from the end of what is known to be padding, as ``generate`` counts them.
-        In the first pass that is nothing yet: padding is known only when attention runs.
+        Without noted positions, they are counted from the end of the known padding, as ``generate`` does. In the first
+        pass no padding is known yet, because attention reports it.
         """
         self._calibration.warn_beyond(first + new - min(pads))
         if (noted := self._noted_positions(first, new, len(pads))) is not None:
@@ -50,7 +50,7 @@ class MatrixIndex:
         return self._last[1]
 
     def _noted_positions(self, first: int, new: int, batch: int) -> Tensor | None:
-        """int [batch * new] from the note; None where it does not hold these tokens."""
+        """int [batch * new] from the noted positions; None if they do not cover these tokens."""
         if self._noted is None:
             return None
         start, ids = self._noted
@@ -82,6 +82,6 @@ def _note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if isinstance(index, MatrixIndex):
         new = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         first = cache.get_seq_length()  # type: ignore[union-attr]
-        if ids is None and isinstance(new, Tensor):  # models count from what is cached on
+        if ids is None and isinstance(new, Tensor):  # models count from the cached length on
             ids = torch.arange(first, first + new.shape[1], device=new.device)[None]
         index.note(first, ids)

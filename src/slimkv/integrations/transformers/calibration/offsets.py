@@ -1,4 +1,4 @@
-"""Key offsets of a model at hand: from a pass over random ids, made once and kept by the model's digest."""
+"""Key offsets of a loaded model: from a pass over random ids, run once and saved under the model's digest."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def _kept_or_made(model: Any, folder: Path) -> Mapping[int, Tensor]:
 
     path = folder / f"{fingerprint(model)}.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # two processes need not do it twice
+    with FileLock(path.with_suffix(".lock")):  # only one of several processes makes them
         if path.is_file():
             try:
                 _, tensors = file.read(path, FORMAT)
                 return {int(name.removeprefix(f"{_NAME}.")): tensor for name, tensor in tensors.items()}
             except (SlimKVError, ValueError):
-                path.unlink()  # ours, and not whole or of an older version: it is made again
+                path.unlink()  # damaged or of an older version: made again
         found = pass_offsets(model)
         if found:
             file.write(path, {}, {f"{_NAME}.{number}": offset for number, offset in found.items()}, FORMAT)
@@ -56,7 +56,7 @@ def _kept_or_made(model: Any, folder: Path) -> Mapping[int, Tensor]:
 
 
 def pass_offsets(model: Any) -> dict[int, Tensor]:
-    """The offsets from a pass of ``TOKENS`` random ids; empty where the model does not take them."""
+    """The offsets from a pass of ``TOKENS`` random ids; empty if the model does not take plain ids."""
     if any(x.is_meta for x in model.parameters()):
         return {}
     text = model.config.get_text_config(decoder=True)
@@ -72,7 +72,7 @@ def pass_offsets(model: Any) -> dict[int, Tensor]:
         with torch.no_grad():
             model.eval()
             model(**arguments, past_key_values=cache, use_cache=True)
-    except Exception as error:  # a class of its own wants more than ids; each says so in another way
+    except Exception as error:  # a model that needs more than ids; each class raises another error
         _LOG.info(
             "slimkv learns key offsets from the first prompt: %s does not read plain ids (%r)", type(model), error
         )

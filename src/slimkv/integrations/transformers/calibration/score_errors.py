@@ -1,4 +1,4 @@
-"""What quantised keys do to the attention scores of each layer of a model: the guard's figure, on any tokens."""
+"""The error that quantised keys cause in the attention scores of each layer: the guard's figure, on any tokens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NAME = "slimkv_score_errors"
 
 
 def layer_score_errors(model: Any, cache: SlimKVCache, ids: Tensor | None = None) -> dict[int, float]:
-    """The noise in the scores of each packed layer, in nats: that of its worst KV head.
+    """The noise in the scores of each packed layer, in nats, for its worst KV head.
 
     Args:
-        cache: an empty cache of the model, which says how keys are stored; it is filled.
+        cache: an empty cache of the model, with the formats to measure; it is filled.
         ids: int64 [1, tokens] that the model reads; by default random ones.
     """
     found: dict[int, float] = {}

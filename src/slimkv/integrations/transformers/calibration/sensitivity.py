@@ -1,4 +1,4 @@
-"""How much a model's predictions suffer from noise in the attention of one layer: measured, with noise."""
+"""How sensitive a model's predictions are to noise in the attention of one layer, measured by adding noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimkv.integrations.transformers.mask import slimkv_mask
 from slimkv.integrations.transformers.plugin import slimkv_attention, use_attn_implementation
 
 NAME = "slimkv_sensitivity"
-NOISE = 0.1  # of the attention output's own size: small enough to be in proportion, large enough to be seen
+NOISE = 0.1  # relative to the attention output: small enough for a linear response, large enough to measure
 
 
 def layer_gains(
@@ -25,9 +25,9 @@ def layer_gains(
 ) -> dict[int, float]:
     """KL divergence of predictions per relative squared error of a layer's attention output, for each of ``layers``.
 
-    The model reads ids int64 [1, tokens] once as it is and once for every layer, with white noise in that layer's
-    output before the output projection. ``layer_number`` tells the layer of an attention module; ``step`` is told of
-    each pass.
+    The model reads ids int64 [1, tokens] once unchanged and once per layer, with white noise in that layer's output
+    before the output projection. ``layer_number`` returns the layer of an attention module; ``step`` is called for each
+    pass.
     """
     noisy: list[int] = []
 

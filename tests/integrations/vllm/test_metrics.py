@@ -1,0 +1,56 @@
+"""What slimkv adds to vLLM's metrics."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from prometheus_client import REGISTRY
+
+from slimkv.integrations.vllm.metrics import CacheMetrics, bytes_per_token
+
+pytestmark = pytest.mark.vllm
+
+
+def config_of(settings: dict, **model) -> SimpleNamespace:
+    text = SimpleNamespace(num_hidden_layers=4, kv_lora_rank=512, qk_rope_head_dim=64)
+    fields = {"is_hybrid": False, "is_attention_free": False, "use_mla": False, **model}
+    sizes = {"get_total_num_kv_heads": lambda: 2, "get_head_size": lambda: 128}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16, **sizes, **fields),
+        cache_config=SimpleNamespace(num_gpu_blocks=100, block_size=64, kv_cache_size_tokens=6400),
+        additional_config=settings,
+    )
+
+
+def value(name: str, engine: str) -> float | None:
+    return REGISTRY.get_sample_value(f"slimkv:{name}", {"engine": engine})
+
+
+def test_bytes_per_token():
+    assert bytes_per_token(config_of({"slimkv": "k4v4"})) == (4 * 2 * 132, 4 * 2 * 512)
+    mixed = {"slimkv": {"format": "k4v4", "layers": {"0": "fp8"}}}
+    assert bytes_per_token(config_of(mixed)) == (2 * (260 + 3 * 132), 4 * 2 * 512)
+    assert bytes_per_token(config_of({"slimkv": "c4"}, use_mla=True)) == (4 * 386, 4 * 1152)
+    assert bytes_per_token(config_of({"slimkv": "k4v4"}, is_hybrid=True)) is None
+
+
+def test_gauges_follow_the_cache():
+    metrics = CacheMetrics(config_of({"slimkv": "k4v4"}), 7)
+    metrics.log_engine_initialized()
+    assert value("kv_cache_capacity_tokens", "7") == 6400
+    assert value("kv_cache_capacity_bytes", "7") == 6400 * value("kv_cache_bytes_per_token", "7") == 6400 * 1056
+    metrics.record(SimpleNamespace(kv_cache_usage=0.25), None)
+    assert value("kv_cache_used_tokens", "7") == 1600
+
+
+def test_an_engine_without_slimkv_has_none():
+    metrics = CacheMetrics(config_of({}), 8)
+    metrics.log_engine_initialized()
+    metrics.record(SimpleNamespace(kv_cache_usage=0.25), None)
+    assert value("kv_cache_capacity_tokens", "8") is None
+    assert value("kv_cache_used_tokens", "8") is None
