@@ -28,3 +28,26 @@ def exact_linear(patch: Callable[[object, str, object], None]) -> None:
         return row_by_row(lambda row: plain(row, weight, bias), x)
 
     patch(torch.nn.functional, "linear", linear)
+
+
+def tiny_model(folder: object) -> str:
+    """The folder of a Llama with random weights; what it says soon repeats itself, so that drafts can be guessed."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=512, max_position_embeddings=1024, initializer_range=0.1, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).eval().save_pretrained(folder)
+    return str(folder)
+
+
+PROMPTS = [[(7 * i + 3 * j * j + i * j) % 500 + 3 for j in range(20 + (53 * i) % 290)] for i in range(12)]
+
+
+def assert_same(one: dict, name: str, other: dict, as_name: str) -> None:
+    """The tokens of two runs and their log-probabilities, to the last bit."""
+    assert other["tokens"][as_name] == one["tokens"][name], (name, as_name)
+    assert other["logprobs"][as_name] == one["logprobs"][name], (name, as_name)

@@ -181,7 +181,7 @@ class SlimKVAttnBackend(AttentionBackend):
             assert step.window_slots is not None
             slots = step.window_slots[:count]
         ranges = None if step.matrix_index is None else step.matrix_index[:count]
-        pool.store(index, slots, key, value, ranges)
+        pool.store(index, slots, key, value, ranges, step.parts[0].cu_seqlens_q if self._config.deterministic else None)
 
     def _check_scores(self, query: Tensor, key: Tensor, layer: Any, step: Step, slots: Tensor) -> None:
         """Once, on a prompt that is long enough: scores from stored keys against true ones."""
@@ -232,6 +232,7 @@ class SlimKVAttnBackend(AttentionBackend):
                 softcap=float(layer.logit_cap or 0.0),
                 sinks=sinks,
                 prefill=self._prefill,
+                deterministic=self._config.deterministic,
             )
         return found
 

@@ -132,7 +132,7 @@ def _pattern(
 
 
 def _check_decoding(kv: LazyKV) -> None:
-    """Raises where attention would run on decoded keys and values, and only attention on pages is what was asked for."""
+    """Raises where attention would run on decoded keys and values, and what was asked for is attention on pages."""
     if kv.prefill == EIGHT_BIT and kv.new > MAX_DECODE_QUERIES:
         raise UnsupportedError(
             "prefill='8bit' is for attention on pages, and this call's mask or arguments need decoded keys and values; "

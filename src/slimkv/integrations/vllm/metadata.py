@@ -50,6 +50,7 @@ class SlimKVMetadata:
     block_table: Tensor
     slot_mapping: Tensor
     parts: tuple[Part, ...]
+    causal: bool = True  # not for drafters of blocks whose tokens see one another both ways
     matrix_index: Tensor | None = None  # int32 [at least num_actual_tokens]: of query-aware matrices, by position
 
 
@@ -98,9 +99,10 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
         common = common_attn_metadata
         if self._stock is not None:
             return self._stock.build(common_prefix_len, common, fast_build)
-        if common.causal is not True:
+        if not isinstance(common.causal, bool) or (not common.causal and self._sharing is not None):
             raise UnsupportedError(
-                "slimkv attends causally in vLLM; this model or drafter asks for attention both ways"
+                "slimkv attends all requests of a step in causal order, or without decode context parallelism all of "
+                "them both ways; this model or drafter asks for both at once"
             )
         return SlimKVMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -111,6 +113,7 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             parts=tuple(self._with_shard(p) for p in _parts(common, self.reorder_batch_threshold or 1)),
+            causal=common.causal,
             matrix_index=self._index_of_step(common),
         )
 
