@@ -9,7 +9,7 @@ import torch
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.ops import AttendOptions
+from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 
 KV_HEADS, GROUP, DIM, PAGE = 2, 3, 32, 16
 LENGTHS = (1100, 530, 70, 1)  # beyond two parts of 512 keys, one, none; a single token
@@ -45,24 +45,22 @@ class Cache:
         draw = torch.Generator().manual_seed(1)
         self.lengths = lengths
         spec = CodecSpec.parse(variant.format, DIM)
-        self.layout, self.codec = PageLayout(spec, PAGE), Codec(spec, torch.device("cpu"))
+        layout = PageLayout(spec, PAGE)
         blocks = [-(-length // PAGE) for length in lengths]
         scattered = torch.randperm(sum(blocks), generator=draw).to(torch.int32)
         self.table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
         for i, count in enumerate(blocks):
             self.table[i, :count] = scattered[sum(blocks[:i]) :][:count]
-        self.pages = torch.zeros(sum(blocks), KV_HEADS, self.layout.page_bytes, dtype=torch.uint8)
-        self.offset = torch.randn(KV_HEADS, DIM, generator=draw) if variant.offset else None
+        pages = torch.zeros(sum(blocks), KV_HEADS, layout.page_bytes, dtype=torch.uint8)
+        offset = torch.randn(KV_HEADS, DIM, generator=draw).bfloat16() if variant.offset else None
+        self.kv = PackedKV(pages, Codec(spec, torch.device("cpu")), layout, offset)
         dtype = getattr(torch, spec.key.raw_dtype) if variant.format == "raw" else variant.dtype
         self.queries = []
         for i, length in enumerate(lengths):
             at = torch.arange(length)
             slots = self.table[i, at // PAGE].long() * PAGE + at % PAGE
             key, value = (torch.randn(length, KV_HEADS, DIM, generator=draw).to(dtype) for _ in range(2))
-            ops.store_kv(
-                key, value, self.pages, slots, codec=self.codec, layout=self.layout, key_offset=self.offset,
-                backend="reference",
-            )  # fmt: skip
+            ops.store_kv(key, value, self.kv, slots, backend="reference")
             self.queries.append(torch.randn(length, KV_HEADS * GROUP, DIM, generator=draw).to(variant.dtype))
         sinks = torch.randn(KV_HEADS * GROUP, generator=draw) if variant.sinks else None
         self.options = AttendOptions(
@@ -74,12 +72,11 @@ class Cache:
         counts = [end - first for _, first, end in calls]
         starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         lens = torch.tensor([end for _, _, end in calls], dtype=torch.int32)
-        out, lse = ops.attend(
-            torch.cat([self.queries[i][first:end] for i, first, end in calls]), self.pages,
-            self.table[[i for i, _, _ in calls]], lens, starts, codec=self.codec, layout=self.layout,
-            max_query_len=max(counts), max_seq_len=int(lens.max()), key_offset=self.offset, options=self.options,
-            return_lse=True, backend=backend,
-        )  # fmt: skip
+        query = torch.cat([self.queries[i][first:end] for i, first, end in calls])
+        table = self.table[[i for i, _, _ in calls]]
+        batch = AttentionBatch(table, lens, starts, max(counts), int(lens.max()))
+        lse = torch.empty(query.shape[:2], dtype=torch.float32)
+        out = ops.attend(query, self.kv, batch, self.options, lse=lse, backend=backend)
         return list(torch.cat([out.float(), lse[..., None]], -1).split(counts))
 
 
@@ -121,16 +118,11 @@ def test_what_cannot_be_deterministic_is_refused_by_name():
     with pytest.raises(InputError, match="deterministic attention takes prefill='16bit', not '8bit'"):
         AttendOptions(deterministic=True, prefill="8bit")
     cache = Cache(Variant(), (20,))
-    arguments = dict(
-        codec=cache.codec, layout=cache.layout, max_query_len=20, max_seq_len=20, options=cache.options
-    )  # fmt: skip
-    tensors = (
-        cache.queries[0], cache.pages, cache.table, torch.tensor([20], dtype=torch.int32),
-        torch.tensor([0, 20], dtype=torch.int32),
-    )  # fmt: skip
+    starts, lens = (torch.tensor(x, dtype=torch.int32) for x in ([0, 20], [20]))
+    arguments = cache.queries[0], cache.kv, AttentionBatch(cache.table, lens, starts, 20, 20), cache.options
     fresh = torch.randn(20, KV_HEADS, DIM)
     with pytest.raises(InputError, match="leave fresh at None"):
-        ops.attend(*tensors, **arguments, fresh=(fresh, fresh))
+        ops.attend(*arguments, fresh=(fresh, fresh))
     pytest.importorskip("triton")
     with pytest.raises(UnsupportedError, match="deterministic"):
-        ops.attend(*tensors, **arguments, backend="triton")
+        ops.attend(*arguments, backend="triton")

@@ -94,5 +94,3 @@ def test_trees_become_their_longest_path():
     assert chains.reshape(2, 5).tolist() == [[7, 12, 13, 0, 0], [7, 21, 22, 23, 24]]
     assert (causal.reshape(2, 5, 5) == np.tri(5)).all()
     assert (chains.dtype, causal.dtype) == (tokens.dtype, mask.dtype)
-
-

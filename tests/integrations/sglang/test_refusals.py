@@ -140,12 +140,11 @@ def test_sglangs_switch_sets_deterministic():
     assert settings.parse(args).deterministic
     assert not server_options(args).disable_radix_cache
     assert not settings.parse(resolved(page_size=32)).deterministic
-    with pytest.raises(InputError, match="--enable-deterministic-inference sets deterministic; .*fresh must be one"):
-        settings.parse(
-            resolved(
-                page_size=32, enable_deterministic_inference=True, json_model_override_args=override_args(fresh="raw")
-            )
-        )
+    raw = override_args(fresh="raw")
+    with pytest.raises(InputError, match=r"--enable-deterministic-inference sets deterministic; .*fresh must be one"):
+        resolved(page_size=32, enable_deterministic_inference=True, json_model_override_args=raw)
+    with pytest.raises(UnsupportedError, match="leave out --enable-mixed-chunk"):
+        resolved(page_size=32, enable_deterministic_inference=True, enable_mixed_chunk=True)
 
 
 def test_settings_come_from_the_model_override_args():

@@ -80,8 +80,9 @@ def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
     if _is_chosen(server_args):
         from slimkv.integrations.sglang import refusals, settings
 
-        settings.parse(server_args)
+        config = settings.parse(server_args)
         refusals.check_options(server_args)
+        refusals.check_deterministic(server_args, config)
 
 
 def _lazy(name: str) -> Callable[..., Any]:

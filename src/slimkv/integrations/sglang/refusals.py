@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.sglang.compat import (
     AttentionType,
@@ -77,6 +78,15 @@ def check_options(server_args: Any) -> None:
         if value not in accepted:
             raise UnsupportedError(f"slimkv does not work with {flag(name)} ({value!r}): {reason}; leave it out")
     _check_speculation(options)
+
+
+def check_deterministic(server_args: Any, config: KVCacheConfig) -> None:
+    """Raises for options with which answers would depend on more than their prompts."""
+    if config.deterministic and server_options(server_args).enable_mixed_chunk:
+        raise UnsupportedError(
+            "deterministic: SGLang does not say which requests of a mixed batch are in their prompts; leave out "
+            "--enable-mixed-chunk"
+        )
 
 
 def _check_speculation(options: Any) -> None:

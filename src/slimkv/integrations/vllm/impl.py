@@ -150,8 +150,7 @@ class SlimKVImpl(AttentionImpl):
             prefill=self._settings.prefill_of(self._spec, shared_pages=True),
             deterministic=self._settings.deterministic,
         )
-        # Of drafters whose blocks attend both ways: a window would then be two-sided.
-        self._both_ways = None if self.sliding_window else replace(self._options, causal=False)
+        self._variants: dict[tuple[bool, bool | None], ops.AttendOptions] = {}
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -280,17 +279,24 @@ class SlimKVImpl(AttentionImpl):
         self._attend(layer, query, key, value, kv, attn_metadata, output)
         return output
 
+    def _options_of(self, causal: bool, prompt: bool | None) -> ops.AttendOptions:
+        """The layer's options, for blocks of drafted tokens that see one another both ways, or for one kind of rows."""
+        found = self._variants.get((causal, prompt))
+        if found is None:
+            if not causal and self.sliding_window:
+                raise UnsupportedError(
+                    "slimkv has no sliding window that looks both ways, which this drafter asks for: give it another "
+                    "attention_backend in the speculative config"
+                )
+            found = self._variants[causal, prompt] = replace(self._options, causal=causal, prompt=prompt)
+        return found
+
     def _attend(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: PackedKV, step: SlimKVMetadata, output: Tensor
     ) -> None:
         raw = self._settings.reads_fresh_raw(shared_pages=True) and self.kv_sharing_target_layer_name is None
-        options = self._options if step.causal else self._both_ways
-        if options is None:
-            raise UnsupportedError(
-                "slimkv has no sliding window that looks both ways, which this drafter asks for: give it another "
-                "attention_backend in the speculative config"
-            )
         for part in step.parts:
+            options = self._options_of(step.causal, part.prompt)
             rows, batch, fresh = part.rows, part.batch, (key[part.rows], value[part.rows])
             held = batch.block_table.shape[1] * kv.layout.block_size
             if batch.max_seq_len > held:

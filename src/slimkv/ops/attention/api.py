@@ -44,6 +44,9 @@ class AttendOptions:
             ``auto``: 8 bits where a backend was measured to gain by it.
         deterministic: a query's result depends on its own sequence alone, to the last bit: not on the other sequences
             of the call, nor on how many queries its own has in it. Needs ``prefill="16bit"`` and no ``fresh``.
+        prompt: of a deterministic call on a GPU, whose kernels for prompts and for generated tokens differ in the last
+            bits: whether its queries are a prompt's (True), in chunks of any size, or generated tokens' (False), one or
+            several that are verified. None: sequences of more than ``MAX_DECODE_QUERIES`` queries are prompts.
     """
 
     softmax_scale: float | None = None
@@ -53,6 +56,7 @@ class AttendOptions:
     sinks: Tensor | None = None
     prefill: str = SIXTEEN_BIT
     deterministic: bool = False
+    prompt: bool | None = None
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None and (self.sliding_window < 1 or not self.causal):
