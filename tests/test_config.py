@@ -82,6 +82,11 @@ def test_layers_that_do_not_exist(layers, count):
         ({"sink_tokens": -1}, "sink_tokens must be an integer of 0 or more, not -1"),
         ({"recent_tokens": True}, "recent_tokens must be an integer of 0 or more, not True"),
         ({"fresh": "codes", "sink_tokens": 4}, "choose one"),
+        ({"deterministic": 1}, "deterministic must be true or false, not 1"),
+        ({"deterministic": True, "fresh": "raw"}, "fresh must be one of 'auto', 'codes', not 'raw'"),
+        ({"deterministic": True, "prefill": "8bit"}, "prefill must be one of 'auto', '16bit', not '8bit'"),
+        ({"deterministic": True, "recent_tokens": 4}, "recent_tokens must be one of 0, not 4"),
+        ({"deterministic": True, "format": "c4"}, "not for latents, and the format is 'c4'"),
         ({"key_policy": "best"}, "unknown scale policy 'best'"),
         ({"calibration": "nowhere.safetensors"}, "calibration must be an existing file"),
         ({"calibration": 3}, "calibration must be an existing file"),
@@ -96,6 +101,15 @@ def test_wrong_settings_are_named(given, message):
 def test_what_new_tokens_see():
     assert [KVCacheConfig(fresh=f).reads_fresh_raw(True) for f in ("auto", "codes", "raw")] == [False, False, True]
     assert [KVCacheConfig(fresh=f).reads_fresh_raw(False) for f in ("auto", "codes", "raw")] == [True, False, True]
+
+
+def test_deterministic_reads_codes_in_sixteen_bits():
+    config, spec = KVCacheConfig(deterministic=True), CodecSpec.parse("k4v4", 64)
+    assert not config.reads_fresh_raw(shared_pages=False)
+    assert config.prefill_of(spec, shared_pages=False) == "16bit"
+    with pytest.raises(UnsupportedError, match="this model caches latents"):
+        config.format_of(0, 4, latent=True)
+    assert config.format_of(4, 4, latent=True) == "c4", "a drafter's layer decides nothing"
 
 
 def test_an_engine_refuses_by_name():

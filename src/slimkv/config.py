@@ -21,6 +21,11 @@ from slimkv.ops.attention.eight_bit import format_refusal
 from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy
 
 FRESH = ("auto", "codes", "raw")
+# What fields may be where ``deterministic`` is set.
+_DETERMINISTIC: dict[str, tuple[object, ...]] = {
+    "sink_tokens": (0,), "recent_tokens": (0,), "fresh": (AUTO, "codes"), "prefill": (AUTO, SIXTEEN_BIT),
+}  # fmt: skip
+_LATENT_NOT_DETERMINISTIC = "deterministic is for K and V, not for latents"
 _DEFAULT_LAYER = "default"
 _LAYERS = re.compile(r"(-?\d+)(?:-(-?\d+))?")
 
@@ -58,6 +63,9 @@ class KVCacheConfig:
         key_policy, value_policy: scale policies of Lloyd-Max sides; None is the default of the format.
         seed: of the rotation.
         backend: the backend of store and attention by name; None is the best one for the device.
+        deterministic: a token's attention depends on its own sequence alone, to the last bit: not on other requests,
+            nor on how its prompt was cut into passes, cached, or drafted. Every token is then read through its codes
+            (``fresh`` is not raw), and prefill is in 16 bits.
     """
 
     format: str = AUTO
@@ -73,6 +81,7 @@ class KVCacheConfig:
     value_policy: ScalePolicy | str | None = None
     seed: int = DEFAULT_SEED
     backend: str | None = None
+    deterministic: bool = False
 
     def __repr__(self) -> str:
         set_fields = [x.name for x in fields(self) if getattr(self, x.name) != getattr(KVCacheConfig, x.name, {})]
@@ -97,8 +106,10 @@ class KVCacheConfig:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else parse_policy(value))
         self._check_calibration()
-        if not isinstance(self.center_keys, bool):
-            raise InputError(f"center_keys must be true or false, not {self.center_keys!r}")
+        for name in ("center_keys", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        self._check_deterministic()
         limit = self.max_score_error
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 <= limit < math.inf:
             raise InputError(f"max_score_error must be a number of nats, or 0 for no guard, not {limit!r}")
@@ -113,6 +124,19 @@ class KVCacheConfig:
                 f"prefill='8bit' reads every token through its codes; fresh={self.fresh!r}, sink_tokens="
                 f"{self.sink_tokens} and recent_tokens={self.recent_tokens} mean that some are not: choose one"
             )
+
+    def _check_deterministic(self) -> None:
+        if not self.deterministic:
+            return
+        for name in ("sink_tokens", "recent_tokens", "fresh", "prefill"):
+            if getattr(self, name) not in _DETERMINISTIC[name]:
+                raise InputError(
+                    f"deterministic reads every token through its codes, in 16 bits: {name} must be one of "
+                    f"{', '.join(map(repr, _DETERMINISTIC[name]))}, not {getattr(self, name)!r}"
+                )
+        for format in (self.format, *self.layers.values()):
+            if is_latent_format(format):
+                raise UnsupportedError(f"{_LATENT_NOT_DETERMINISTIC}, and the format is {format!r}")
 
     def _check_format(self, where: str, format: object) -> None:
         if not isinstance(format, str):
@@ -178,6 +202,8 @@ class KVCacheConfig:
         ``latent``: the layer caches latents. A format of the other kind raises an error. A drafter's layer, numbered
         after the model's layers, may be of another kind; it then takes the default of its kind.
         """
+        if latent and self.deterministic and not (layer is not None and layer >= num_layers):
+            raise UnsupportedError(f"{_LATENT_NOT_DETERMINISTIC}, and this model caches latents")
         found = self.format
         if layer is not None and 0 <= layer < num_layers:
             for where, format in self.layers.items():
@@ -201,7 +227,8 @@ class KVCacheConfig:
 
     def reads_fresh_raw(self, shared_pages: bool) -> bool:
         """Whether new tokens see one another's unquantised K and V; ``shared_pages``: requests share pages."""
-        return self.fresh == "raw" or (self.fresh == AUTO and not shared_pages and self.prefill != EIGHT_BIT)
+        codes = shared_pages or self.deterministic or self.prefill == EIGHT_BIT
+        return self.fresh == "raw" or (self.fresh == AUTO and not codes)
 
     def prefill_of(self, spec: CodecSpec, shared_pages: bool) -> str:
         """``AttendOptions.prefill`` of a layer stored as ``spec``, depending on whether pages are shared between
@@ -209,7 +236,7 @@ class KVCacheConfig:
         """
         if self.prefill == EIGHT_BIT and (reason := format_refusal(spec)) is not None:
             raise UnsupportedError(f"prefill='8bit': {reason}; leave prefill at 'auto'")
-        return SIXTEEN_BIT if self.prefill == AUTO and shared_pages else self.prefill
+        return SIXTEEN_BIT if self.prefill == AUTO and (shared_pages or self.deterministic) else self.prefill
 
     def refuse(self, engine: str, *names: str) -> None:
         """Raises ``UnsupportedError`` if one of the fields ``names`` is set, which ``engine`` cannot do."""

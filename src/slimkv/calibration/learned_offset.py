@@ -71,7 +71,7 @@ class LayerOffset:
         if not self.known:
             self.tensor.copy_(key.float().mean(0))
 
-    def learn(self, key: Tensor, stored: Tensor, pages: Tensor) -> None:
+    def learn(self, key: Tensor, stored: Tensor, pages: Tensor, first: int | None = None) -> None:
         """Learns from the first tokens that are stored. Does nothing once the offset is known.
 
         Args:
@@ -79,9 +79,13 @@ class LayerOffset:
             stored: bool [tokens]: which of them will be.
             pages: the layer's, all zeros before the first token is stored. Where they are not, tokens were stored
                 inside a captured graph: the provisional offset then stays.
+            first: how many of the tokens belong to the first request. Where given, it alone is learnt from, and no
+                more of it than ``MIN_TOKENS``, whatever else is in the batch and however long its first chunk is.
         """
         if self.known or is_capturing(key.device):
             return
+        if first is not None:
+            key, stored = key[: min(first, MIN_TOKENS)], stored[: min(first, MIN_TOKENS)]
         count = int(stored.sum())
         if count == 0:
             return

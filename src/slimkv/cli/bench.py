@@ -153,6 +153,9 @@ def serve(
     ] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.", callback=at_least(1))] = 8192,
     prefill: Annotated[str, typer.Option(help="Arithmetic of slimkv's prefill: 16bit, 8bit or auto.")] = AUTO,
+    drafts: Annotated[
+        int, typer.Option(help="Tokens drafted for each step from n-grams of the text; 0: none.", callback=at_least(0))
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     limit_seconds: Annotated[int, typer.Option(help="Time limit of each system.", callback=at_least(1))] = 600,
     offload_gib: Annotated[float, typer.Option(help="Host memory of the offload phase.")] = 40.0,
@@ -175,7 +178,8 @@ def serve(
 
     settings = ServeSettings(
         engine, tuple(comma_list(systems, str)), tuple(comma_list(phases, str)), shape, dtype, requests, context,
-        new_tokens, most_requests, arrivals, rate, memory, max_num_seqs, max_num_batched_tokens, prefill, eager, seed,
+        new_tokens, most_requests, arrivals, rate, memory, max_num_seqs, max_num_batched_tokens, prefill, drafts, eager,
+        seed,
         limit_seconds, offload_gib, short_context, rounds,
     )  # fmt: skip
     require_engine(engine)

@@ -57,13 +57,20 @@ def add_offset(key: Tensor, offset: Tensor) -> Tensor:
     return (key.float() + offset).to(key.dtype)
 
 
-def score_shift(query: Tensor, offset: Tensor, softmax_scale: float) -> Tensor:
+def score_shift(query: Tensor, offset: Tensor, softmax_scale: float, deterministic: bool = False) -> Tensor:
     """By how much centring lowers every score of a query.
 
     query [queries, num_heads, key_dim], offset bfloat16 [num_kv_heads, key_dim] -> float32 [queries, num_heads].
+    ``deterministic``: a query's number does not depend on how many others there are, as that of a product may.
     """
-    grouped = query.float().unflatten(1, (offset.shape[0], -1))
-    return (torch.einsum("qhgd,hd->qhg", grouped, offset.float()) * softmax_scale).flatten(1)
+    grouped, offset = query.float().unflatten(1, (offset.shape[0], -1)), offset.float()
+    if not deterministic:
+        return (torch.einsum("qhgd,hd->qhg", grouped, offset) * softmax_scale).flatten(1)
+    sums = grouped * offset[:, None]
+    while (dim := sums.shape[-1]) > 1:  # element by element, in one order whatever the shape
+        half = dim // 2
+        sums = torch.cat([sums[..., :half] + sums[..., half : 2 * half], sums[..., 2 * half :]], -1)
+    return (sums[..., 0] * softmax_scale).flatten(1)
 
 
 def check_offset(offset: Tensor, spec: CodecSpec, num_kv_heads: int, device: torch.device) -> None:

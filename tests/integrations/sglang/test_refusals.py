@@ -85,8 +85,11 @@ def test_every_option_that_would_bypass_the_pages(name, monkeypatch):
 @pytest.mark.parametrize(
     ("speculation", "message"),
     [
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
-        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH"),
+        ({"speculative_algorithm": "UNO"}, "--speculative-algorithm UNO"),
+        ({"speculative_algorithm": "NGRAM"}, None),
+        ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 8}, "--speculative-ngram-max-bfs-breadth must"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-draft-attention-backend fa3"),
+        ({"speculative_algorithm": "DSPARK", "speculative_draft_attention_backend": "fa3"}, None),
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "--speculative-eagle-topk must be 1, not 4"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-draft-attention-backend fa3"),
         ({"speculative_algorithm": "EAGLE3", "speculative_draft_attention_backend": "slimkv"}, "draft keeps a cache"),
@@ -129,6 +132,19 @@ def test_layers_that_ask_for_more(change, message):
 def test_plain_layers_are_served():
     layer = RadixAttention(2, 64, 1.0, 1, 0, logit_cap=30.0, sliding_window_size=7)
     refusals.check_layers(torch.nn.Sequential(layer))
+
+
+def test_sglangs_switch_sets_deterministic():
+    """And the radix cache stays on."""
+    args = resolved(page_size=32, enable_deterministic_inference=True)
+    assert settings.parse(args).deterministic
+    assert not server_options(args).disable_radix_cache
+    assert not settings.parse(resolved(page_size=32)).deterministic
+    raw = override_args(fresh="raw")
+    with pytest.raises(InputError, match=r"--enable-deterministic-inference sets deterministic; .*fresh must be one"):
+        resolved(page_size=32, enable_deterministic_inference=True, json_model_override_args=raw)
+    with pytest.raises(UnsupportedError, match="leave out --enable-mixed-chunk"):
+        resolved(page_size=32, enable_deterministic_inference=True, enable_mixed_chunk=True)
 
 
 def test_settings_come_from_the_model_override_args():

@@ -49,10 +49,12 @@ def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str)
     return _scenario({"engine": {**BASE, **engine}, "runs": runs}, extra)
 
 
-def run_engines(*each: tuple[dict[str, Any], list[dict[str, Any]]], **extra: str) -> list[dict[str, Any]]:
-    """``run_engine`` of several engines with their runs, all at the same time."""
+def run_engines(
+    *each: tuple[dict[str, Any], list[dict[str, Any]]], in_turn: bool = False, **extra: str
+) -> list[dict[str, Any]]:
+    """``run_engine`` of several engines with their runs, all at the same time or in one process, one after another."""
     requests = [{"engine": {**BASE, **engine}, "runs": runs} for engine, runs in each]
-    return _scenario({"engines": requests}, extra)
+    return _scenario({"engines": requests, "in_turn": in_turn}, extra)
 
 
 def refusals(engine: dict[str, Any], refused: dict[str, dict[str, Any]], **extra: str) -> dict[str, str]:

@@ -44,11 +44,31 @@ def keep_chunks() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
+def exact_rows() -> None:
+    """Products of every linear layer row by row; see ``row_exact``."""
+    del os.environ["EXACT_ROWS"]  # once
+    sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+    from row_exact import row_by_row
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    def around(original: Any) -> Any:
+        def apply(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:
+            return row_by_row(lambda row: original(self, layer, row, bias), x)
+
+        return apply
+
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        method.apply = around(method.apply)
+
+
 def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     if os.environ.get("KEEP_CHUNKS"):
         keep_chunks()
+    if os.environ.get("EXACT_ROWS"):
+        exact_rows()
     llm = LLM(**request["engine"])
     tokens: dict[str, list[list[int]]] = {}
     after: dict[str, dict[str, float]] = {}
@@ -164,6 +184,17 @@ def side_by_side(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [json.loads(Path(folder, str(number)).read_text()) for number in range(len(requests))]
 
 
+def one_after_another(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Engines of the same backend in this process, which imports everything once."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    found = []
+    for request in requests:
+        found.append(run_engine(request))
+        cleanup_dist_env_and_memory()
+    return found
+
+
 def counters(llm: Any) -> dict[str, float]:
     found = {m.name: m for m in llm.get_metrics()}
     return {name: sum(m.value for m in [found[name]]) for name in COUNTERS if name in found}
@@ -173,7 +204,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     request = json.loads(Path(sys.argv[1]).read_text())
     if "engines" in request:
-        result: Any = side_by_side(request["engines"])
+        result: Any = (one_after_another if request.get("in_turn") else side_by_side)(request["engines"])
     else:
         result = refusals(request) if "refused" in request else run_engine(request)
     Path(sys.argv[2]).write_text(json.dumps(result))

@@ -46,12 +46,12 @@ class SlimKVAttnBackend(AttentionBackend):
             self._prefill = self._config.prefill_of(pages.layout.spec, shared_pages=True)
         self._tables = BlockTables(
             model_runner.req_to_token_pool.req_to_token, model_runner.page_size, self._window_pool,
-            plain[0].plan.position_edges,
+            plain[0].plan.position_edges, self._config.deterministic,
         )  # fmt: skip
         lossy = [x for one in plain for x in one.layers if x.layout.spec.key.kind != Kind.RAW]
         self._guard = Guard(self._config.max_score_error, (str(x.layer) for x in lossy), logger.info)
         self._graph: GraphTables | None = None
-        self._options: dict[int, ops.AttendOptions] = {}
+        self._options: dict[tuple[int, bool | None], ops.AttendOptions] = {}
         self.forward_metadata: Step | None = None
         kinds = self._layer_kinds(model_runner.model, model_runner.dtype)
         verified = model_runner.server_args.speculative_num_draft_tokens or 1
@@ -181,7 +181,8 @@ class SlimKVAttnBackend(AttentionBackend):
             assert step.window_slots is not None
             slots = step.window_slots[:count]
         ranges = None if step.matrix_index is None else step.matrix_index[:count]
-        pool.store(index, slots, key, value, ranges)
+        starts = step.parts[0].batch.cu_seqlens_q if self._config.deterministic else None
+        pool.store(index, slots, key, value, ranges, starts)
 
     def _check_scores(self, query: Tensor, key: Tensor, layer: Any, step: Step, slots: Tensor) -> None:
         """Once, on a prompt that is long enough: scores from stored keys against true ones."""
@@ -202,9 +203,10 @@ class SlimKVAttnBackend(AttentionBackend):
         out: Tensor,
     ) -> None:  # fmt: skip
         pool, index, windowed = self._pool_of(layer.layer_id)
-        kv, options = pool.packed(index), self._attend_options(layer, sinks)
+        kv = pool.packed(index)
         for part in step.parts:
             rows, batch = part.rows, part.window_batch if windowed else part.batch
+            options = self._attend_options(layer, sinks, part.prompt)
             assert batch is not None
             ops.attend(
                 query[rows], kv, batch, options, fresh=None if fresh is None else (fresh[0][rows], fresh[1][rows]),
@@ -221,17 +223,19 @@ class SlimKVAttnBackend(AttentionBackend):
             return pool.full_kv_pool, pool.full_attention_layer_id_mapping[layer_id], False
         return pool, layer_id - pool.start_layer, False
 
-    def _attend_options(self, layer: Any, sinks: Tensor | None) -> ops.AttendOptions:
+    def _attend_options(self, layer: Any, sinks: Tensor | None, prompt: bool | None = None) -> ops.AttendOptions:
         """What a layer asks of its attention. SGLang's windows do not count the query's own token."""
-        found = self._options.get(id(layer))
+        found = self._options.get((id(layer), prompt))
         if found is None or found.sinks is not sinks:
             window = layer.sliding_window_size
-            found = self._options[id(layer)] = ops.AttendOptions(
+            found = self._options[id(layer), prompt] = ops.AttendOptions(
                 softmax_scale=float(layer.scaling),
                 sliding_window=window + 1 if window is not None and window > -1 else None,
                 softcap=float(layer.logit_cap or 0.0),
                 sinks=sinks,
                 prefill=self._prefill,
+                deterministic=self._config.deterministic,
+                prompt=prompt,
             )
         return found
 

@@ -27,7 +27,7 @@ try:
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, unwrap_write_loc
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.runtime_context import get_parallel
 
     _NEEDED = {
@@ -62,6 +62,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionType",
     "HookRegistry",
+    "HookType",
     "HybridLinearKVPool",
     "MHATokenToKVPool",
     "RadixAttention",

@@ -24,6 +24,7 @@ class Part:
     rows: slice  # of the step's queries
     batch: AttentionBatch
     window_batch: AttentionBatch | None  # the same in the pool of sliding-window layers
+    prompt: bool | None = None  # see ``AttendOptions``; None where it does not matter
 
 
 @dataclass
@@ -54,6 +55,7 @@ class BlockTables:
     page_size: int
     window_pool: Any = None  # SGLang's pool with sliding-window layers, or None
     position_edges: tuple[int, ...] | None = None  # of a calibration's ranges
+    deterministic: bool = False
     _first_slots: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,20 +92,21 @@ class BlockTables:
 def eager_step(batch: Any, tables: BlockTables) -> Step:
     """The step of a batch that runs outside a graph."""
     count, device = batch.batch_size, batch.seq_lens.device
-    seq_lens = batch.seq_lens[:count].to(torch.int32)
+    seq_lens, prompt = batch.seq_lens[:count].to(torch.int32), False
     if batch.forward_mode.is_decode_or_idle():
         lengths, longest = [1] * count, _longest(batch, tables)
     elif batch.forward_mode.is_target_verify():
         each = verified_tokens(batch)
         seq_lens, lengths, longest = seq_lens + each, [each] * count, _longest(batch, tables, each)
     else:
-        lengths, longest = list(batch.extend_seq_lens_cpu), _longest(batch, tables)
+        lengths, longest, prompt = list(batch.extend_seq_lens_cpu), _longest(batch, tables), True
     blocks = min(-(-longest // tables.page_size), tables.width)
     table = torch.zeros(count, blocks, dtype=torch.int32, device=device)
     window_table = torch.zeros_like(table) if tables.window_pool is not None else None
     tables.fill(batch.req_pool_indices[:count], table, window_table)
     slots = tables.write_slots(batch.out_cache_loc) if batch.out_cache_loc is not None else None
-    parts = _parts(lengths, table, window_table, seq_lens, min(longest, blocks * tables.page_size))
+    bound, kind = min(longest, blocks * tables.page_size), prompt if tables.deterministic else None
+    parts = _parts(lengths, table, window_table, seq_lens, bound, kind)
     return Step(table, window_table, seq_lens, parts, slots, tables.matrix_index(batch.positions))
 
 
@@ -124,12 +127,12 @@ def _longest(batch: Any, tables: BlockTables, more: int = 0) -> int:
 
 
 def _parts(
-    lengths: list[int], table: Tensor, window_table: Tensor | None, seq_lens: Tensor, longest: int
+    lengths: list[int], table: Tensor, window_table: Tensor | None, seq_lens: Tensor, longest: int, prompt: bool | None
 ) -> tuple[Part, ...]:
-    """One part, or two where requests with one query follow others."""
+    """One part, or two where requests with one query follow others and nobody says that all are of a kind."""
     count = len(lengths)
     prefills = count
-    while prefills and lengths[prefills - 1] == 1:
+    while prefills and lengths[prefills - 1] == 1 and prompt is None:
         prefills -= 1
     parts, first = [], 0
     for requests in (slice(0, prefills), slice(prefills, count)):
@@ -141,13 +144,13 @@ def _parts(
         batch = AttentionBatch(
             table[requests], seq_lens[requests], starts.to(table.device, non_blocking=True), max(own), longest, min(own)
         )
-        parts.append(_part(rows, batch, None if window_table is None else window_table[requests]))
+        parts.append(_part(rows, batch, None if window_table is None else window_table[requests], prompt))
         first = rows.stop
     return tuple(parts)
 
 
-def _part(rows: slice, batch: AttentionBatch, window_table: Tensor | None) -> Part:
-    return Part(rows, batch, None if window_table is None else replace(batch, block_table=window_table))
+def _part(rows: slice, batch: AttentionBatch, window_table: Tensor | None, prompt: bool | None) -> Part:
+    return Part(rows, batch, None if window_table is None else replace(batch, block_table=window_table), prompt)
 
 
 class GraphTables:
@@ -172,10 +175,10 @@ class GraphTables:
             device, tokens = self._seq_lens.device, requests * queries
             starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device)
             table, window_table = self._block_table[:requests], _first(self._window_table, requests)
-            longest = self._tables.width * self._tables.page_size
+            longest, kind = self._tables.width * self._tables.page_size, False if self._tables.deterministic else None
             batch = AttentionBatch(table, self._seq_lens[:requests], starts, queries, longest)
             self._steps[key] = Step(
-                table, window_table, batch.seq_lens, (_part(slice(0, tokens), batch, window_table),),
+                table, window_table, batch.seq_lens, (_part(slice(0, tokens), batch, window_table, kind),),
                 _first(self._window_slots, tokens), _first(self._matrix_index, tokens),
             )  # fmt: skip
         return self._steps[key]

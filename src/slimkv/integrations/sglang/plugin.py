@@ -36,12 +36,18 @@ def register() -> None:
     from slimkv.integrations.sglang.versions import installed_version
 
     installed_version()
-    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import HYBRID_GDN_SM100_BACKENDS, register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     add_attention_backend_choices([BACKEND])
+    add_deterministic_attention_backend_choices([BACKEND])
+    add_radix_supported_deterministic_attention_backend_choices([BACKEND])  # a hit answers as the miss did
     HYBRID_GDN_SM100_BACKENDS.add(BACKEND)
     register_attention_backend(BACKEND)(_create_backend)
     register_resolution_hook("handle_attention_backend_compatibility")(_default_page_size)
@@ -74,8 +80,9 @@ def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
     if _is_chosen(server_args):
         from slimkv.integrations.sglang import refusals, settings
 
-        settings.parse(server_args)
+        config = settings.parse(server_args)
         refusals.check_options(server_args)
+        refusals.check_deterministic(server_args, config)
 
 
 def _lazy(name: str) -> Callable[..., Any]:

@@ -132,15 +132,19 @@ class SlimKVPool(MHATokenToKVPool):
         index = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
         self.store(index, slots, cache_k, cache_v)
 
-    def store(self, index: int, slots: Tensor, key: Tensor, value: Tensor, matrix_index: Tensor | None = None) -> None:
+    def store(
+        self, index: int, slots: Tensor, key: Tensor, value: Tensor, matrix_index: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """key, value [tokens, num_kv_heads, dim] of the pool's ``index``-th layer -> ``slots`` [tokens].
 
         ``matrix_index``: int32 [tokens], the range of positions each token is in; a calibration that has several needs
-        it.
+        it. ``starts``: int32 [requests + 1], where requests begin, if a key offset is learnt from the first alone.
         """
         matrices, offset = self._query_aware[index], self._offsets[index]
         if offset is not None and not offset.known:
-            offset.learn(key, slots >= self.page_size, self._pages[index][1:])  # block 0 takes padding
+            first = None if starts is None else int(starts[1])
+            offset.learn(key, slots >= self.page_size, self._pages[index][1:], first)  # block 0 takes padding
         rounding = None if matrices is None else Rounding(matrices, matrix_index if matrices.ndim == 4 else None)
         ops.store_kv(key, value, self.packed(index), slots, rounding, backend=self.plan.config.backend)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.sglang.compat import (
     AttentionType,
@@ -18,7 +19,9 @@ from slimkv.spec import BLOCK_SIZES, TILE_TOKENS
 
 PAGE_SIZES = tuple(size for size in BLOCK_SIZES if size >= TILE_TOKENS)
 CACHE_DTYPES = ("auto", "bf16", "bfloat16")
-CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")  # drafts whose verification is causal when topk is 1
+# Drafts that are verified in causal order when topk is 1, and those of them that no model makes.
+CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DSPARK", "NGRAM")
+WITHOUT_MODEL = ("NGRAM",)
 MAX_HEAD_DIM = 512  # what the kernels hold in registers
 
 _OWN_POOL = "it keeps K and V in pools of its own"
@@ -36,7 +39,6 @@ _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_unified_cache_external_linker": ((False, None), _MOVES_KV),
     "disaggregation_mode": (("null", None), _MOVES_KV),
     "kv_canary": (("none", None), "it checks K and V as tensors of tokens"),
-    "enable_deterministic_inference": ((False, None), "keys are split by the shape of the batch"),
     "enable_two_batch_overlap": ((False, None), "it is not tested with slimkv"),
     "enable_pdmux": ((False, None), "it is not tested with slimkv"),
     "enable_prefill_cp": ((False, None), "ranks would share the tokens of a sequence"),
@@ -78,20 +80,33 @@ def check_options(server_args: Any) -> None:
     _check_speculation(options)
 
 
+def check_deterministic(server_args: Any, config: KVCacheConfig) -> None:
+    """Raises for options with which answers would depend on more than their prompts."""
+    if config.deterministic and server_options(server_args).enable_mixed_chunk:
+        raise UnsupportedError(
+            "deterministic: SGLang does not say which requests of a mixed batch are in their prompts; leave out "
+            "--enable-mixed-chunk"
+        )
+
+
 def _check_speculation(options: Any) -> None:
     algorithm = options.speculative_algorithm
     if algorithm is None:
         return
-    if algorithm.upper() not in CHAINS:
+    algorithm = algorithm.upper()
+    if algorithm not in CHAINS:
         raise UnsupportedError(
             f"slimkv verifies chains of drafted tokens, not what --speculative-algorithm {algorithm} drafts; "
             f"use one of {', '.join(CHAINS)} with --speculative-eagle-topk 1"
         )
     if (options.speculative_eagle_topk or 1) != 1:
+        breadth = "--speculative-ngram-max-bfs-breadth" if algorithm in WITHOUT_MODEL else "--speculative-eagle-topk"
         raise UnsupportedError(
-            f"slimkv verifies chains of drafted tokens, not trees: --speculative-eagle-topk must be 1, "
+            f"slimkv verifies chains of drafted tokens, not trees: {breadth} must be 1, "
             f"not {options.speculative_eagle_topk}"
         )
+    if algorithm in WITHOUT_MODEL:
+        return
     if options.speculative_draft_attention_backend in (None, BACKEND):
         raise InputError(
             "the draft keeps a cache of its own in the model's dtype: name the backend that reads it, as in "

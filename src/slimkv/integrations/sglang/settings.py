@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError
+from slimkv.errors import InputError, SlimKVError
+from slimkv.integrations.sglang.compat import server_options
 
 KEY = "slimkv"
 OPTION = "--json-model-override-args"
@@ -28,4 +30,9 @@ def parse(server_args: Any) -> KVCacheConfig:
         raise InputError(f"{OPTION} must be an object, not {given!r}; use {EXAMPLE}")
     config = KVCacheConfig.parse(given.get(KEY, {}))
     config.refuse("SGLang", "sink_tokens", "recent_tokens")
-    return config
+    if not getattr(server_options(server_args), "enable_deterministic_inference", False):
+        return config
+    try:
+        return replace(config, deterministic=True)
+    except SlimKVError as error:
+        raise type(error)(f"--enable-deterministic-inference sets deterministic; {error}") from error

@@ -81,6 +81,10 @@ def make_plan(kvc: Any) -> CachePlan:
     refusals.check_options(kvc.server_args)
     refusals.check_parallelism()
     refusals.check_model(kvc)
+    if kvc.spec_algorithm.is_ngram():
+        from slimkv.integrations.sglang import ngram
+
+        ngram.install()
     served, random_weights = kvc.model_config, str(kvc.server_args.load_format) == "dummy"
     model = ServedModel(
         settings.parse(kvc.server_args), str(served.model_path), served.hf_text_config, served.context_len,
@@ -171,6 +175,8 @@ def default_init(original: Callable[..., None], configurator: Any, kvc: Any) -> 
 
 def _draft_layers(kvc: Any) -> int:
     """Layers of a draft whose cache is as large as the model's, in tokens."""
+    if kvc.spec_algorithm.is_dflash_family() and not kvc.dflash_draft_cell_size_per_token:
+        return int(kvc.spec_aux_config.dflash_draft_num_layers or 0)  # else SGLang has added the draft's own bytes
     if not (kvc.spec_algorithm.is_eagle() or kvc.spec_algorithm.is_standalone()):
         return 0
     return int(kvc.spec_aux_config.eagle_draft_num_layers or 0)

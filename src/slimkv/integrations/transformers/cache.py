@@ -16,7 +16,7 @@ from slimkv.arguments import describe, typed
 from slimkv.calibration import Calibration, ModelIdentity
 from slimkv.calibration.guard import Guard
 from slimkv.config import AUTO, CALIBRATED, RAW, RAW_LATENT, KVCacheConfig
-from slimkv.errors import InputError, SlimKVError
+from slimkv.errors import InputError, SlimKVError, UnsupportedError
 from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
@@ -123,6 +123,8 @@ class SlimKVCache(Cache):
             _layer(kind, arguments, name, settings, number)
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
         ]
+        if self.settings.deterministic:
+            _check_deterministic(layers)
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         if not self.packed_layers and any(name not in _STOCK_FORMATS for name in formats):
             warnings.warn(
@@ -376,6 +378,16 @@ def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSet
         return PackedIndexedLayer(format, settings, number, stock)
     partly = settings.config.sink_tokens or settings.config.recent_tokens
     return (SinkRecentLayer if partly else PackedLayer)(format, settings, number)
+
+
+def _check_deterministic(layers: list[Any]) -> None:
+    """Raises for layers whose attention would depend on more than a token's own sequence."""
+    for number, layer in enumerate(layers):
+        if isinstance(layer, CacheLayerMixin) and type(layer) not in (PackedLayer, PackedHybridLayer):
+            raise UnsupportedError(
+                f"deterministic is for packed layers of full attention in transformers, and layer {number} is a "
+                f"{type(layer).__name__}; vLLM and SGLang also have it for sliding windows"
+            )
 
 
 def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:

@@ -116,6 +116,11 @@ class PackedLayer(CacheLayerMixin):
         if config.center_keys and not is_latent_format(self.format) and wants_offset(spec):
             self.pool.key_offset = self._known_offset()
             self._learns_offset = self.pool.key_offset is None
+            if self._learns_offset and config.deterministic:
+                raise InputError(
+                    "deterministic centres keys by vectors that are known beforehand, not by the first tokens: give "
+                    "the model instead of its config, a calibration, or center_keys=False"
+                )
         self._plan: AttendPlan | None = None
         self._prefill = config.prefill_of(spec, shared_pages=False)
         self.tables.join(self)
@@ -228,7 +233,7 @@ class PackedLayer(CacheLayerMixin):
         visible = self._visible(new)
         return PagedKV(
             self.pool.kv, self.tables, step, self.tokens - visible, visible, self.dtype, self.window, self.chunked,
-            fresh, self.settings.config.backend, self.attend_codes, self._prefill,
+            fresh, self.settings.config.backend, self.attend_codes, self._prefill, self.settings.config.deterministic,
         )  # fmt: skip
 
     def attend_codes(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from slimkv import ops
-from slimkv.errors import InputError
+from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.transformers.switching import count as count_call
 from slimkv.integrations.transformers.switching import warn_if_off
 from slimkv.integrations.transformers.tables import SequenceTables, Step
@@ -55,6 +55,10 @@ class LazyKV(Protocol):
     def prefill(self) -> str:
         """The arithmetic of long passes: see ``AttendOptions``."""
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether a token's attention depends on its own sequence alone."""
+
     def dense(self) -> tuple[Tensor, Tensor]:
         """K and V, decoded: contiguous [batch, num_kv_heads, positions, dim]; zeros where there is padding."""
 
@@ -81,6 +85,7 @@ class PagedKV:
     backend: str | None  # of attend, by name; None: the best for the device
     attend_codes: AttendCodes  # the layer's
     prefill: str  # see ``AttendOptions``
+    deterministic: bool = False
     _dense: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -182,6 +187,11 @@ class PackedStates(Tensor):
     def _touched(self) -> Tensor:
         if self.for_attention:
             warn_if_off()
+            if self.kv.deterministic:
+                raise UnsupportedError(
+                    "deterministic is for attention on pages, and this model's own attention reads decoded keys and "
+                    "values: use slimkv.enable or slimkv.attention, or leave deterministic out"
+                )
         return self.decoded()
 
     def decoded(self) -> Tensor:

@@ -73,7 +73,7 @@ def slimkv_attention(
     if kv is not None:
         pattern = _pattern(module, query, kv, attention_mask, is_causal, stock)
         asked = kwargs if function is not TORCH_ATTENTION else {**kwargs, "softcap": None, "s_aux": None}
-        options = _options(query, scaling, pattern, dropout, asked, kv.prefill) if pattern is not None else None
+        options = _options(query, scaling, pattern, dropout, asked, kv) if pattern is not None else None
         if pattern is not None and options is not None and kv.refusal(pattern.pads) is None:
             count("fused", config)
             return kv.attend(query, options, pattern.pads), None
@@ -132,16 +132,20 @@ def _pattern(
 
 
 def _check_decoding(kv: LazyKV) -> None:
-    """Raises where attention would run on decoded keys and values, and 8 bits were asked for."""
+    """Raises where attention would run on decoded keys and values, and what was asked for is attention on pages."""
     if kv.prefill == EIGHT_BIT and kv.new > MAX_DECODE_QUERIES:
         raise UnsupportedError(
             "prefill='8bit' is for attention on pages, and this call's mask or arguments need decoded keys and values; "
             "leave prefill at 'auto'"
         )
+    if kv.deterministic:
+        raise UnsupportedError(
+            "deterministic is for attention on pages, and this call's mask or arguments need decoded keys and values"
+        )
 
 
 def _options(
-    query: Tensor, scaling: object, pattern: Pattern, dropout: float, kwargs: dict[str, Any], prefill: str
+    query: Tensor, scaling: object, pattern: Pattern, dropout: float, kwargs: dict[str, Any], kv: LazyKV
 ) -> AttendOptions | None:
     """The options of ``attend``; None where it does not have what is asked for."""
     if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
@@ -149,7 +153,7 @@ def _options(
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if not isinstance(scaling, int | float | None) or not isinstance(softcap, int | float | None):
         return None
-    plain = _plain_options(scaling, pattern.window, softcap or 0.0, prefill)
+    plain = _plain_options(scaling, pattern.window, softcap or 0.0, kv.prefill, kv.deterministic)
     if sinks is None:
         return plain
     if sinks.numel() != query.shape[1]:
@@ -158,8 +162,10 @@ def _options(
 
 
 @lru_cache(maxsize=256)
-def _plain_options(scale: float | None, window: int | None, softcap: float, prefill: str) -> AttendOptions:
-    return AttendOptions(scale, True, window, softcap, prefill=prefill)
+def _plain_options(
+    scale: float | None, window: int | None, softcap: float, prefill: str, deterministic: bool
+) -> AttendOptions:
+    return AttendOptions(scale, True, window, softcap, prefill=prefill, deterministic=deterministic)
 
 
 def _masked(

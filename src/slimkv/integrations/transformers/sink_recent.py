@@ -30,6 +30,7 @@ class SinkRecentKV:
     first = 0
     window = None
     prefill = SIXTEEN_BIT
+    deterministic = False
 
     @property
     def positions(self) -> int:

@@ -53,7 +53,7 @@ class PackedBackend(PageShape):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Tokens are split by the shape of the batch, so no."""
+        """Whether it may serve under VLLM_BATCH_INVARIANT; not on latents."""
         return False
 
     @staticmethod
@@ -106,6 +106,16 @@ class SlimKVBackend(PackedBackend, AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         """Yes."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Yes, with ``deterministic``, which the switch sets; settings that contradict it are refused by name."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Drafters of whole blocks, whose tokens see one another both ways: yes."""
         return True
 
     @classmethod

@@ -81,6 +81,11 @@ class SlimKVImpl(AttentionImpl):
         check_engine(self._config)
         if attn_type != AttentionType.DECODER:
             self._stock_backend = stock_backend(head_size, attn_type)
+            if self._settings.deterministic and not self._stock_backend.supports_batch_invariance():
+                raise UnsupportedError(
+                    f"deterministic: vLLM's {self._stock_backend.get_name()}, which runs {attn_type} attention beside "
+                    "slimkv, is not batch-invariant"
+                )
             extra = {} if sinks is None else {"sinks": sinks}
             self._stock = self._stock_backend.get_impl_cls()(
                 num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
@@ -107,6 +112,7 @@ class SlimKVImpl(AttentionImpl):
                 "slimkv does not run under prefill context parallelism; use decode context or tensor parallelism"
             )
         absent = {
+            "deterministic attention": self._settings.deterministic or None,
             "sliding windows": self.sliding_window,
             "attention sinks": self.sinks,
             "layers that share another's cache": self.kv_sharing_target_layer_name,
@@ -142,7 +148,9 @@ class SlimKVImpl(AttentionImpl):
             softcap=self.logits_soft_cap or 0.0,
             sinks=self.sinks,
             prefill=self._settings.prefill_of(self._spec, shared_pages=True),
+            deterministic=self._settings.deterministic,
         )
+        self._variants: dict[tuple[bool, bool | None], ops.AttendOptions] = {}
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -169,10 +177,15 @@ class SlimKVImpl(AttentionImpl):
         count, codec = slot_mapping.shape[0], shared_codec(self._spec, key.device)
         kv, offset = self._packed(kv_cache, codec), self._offset(key.device)
         if offset is not None and not offset.known:
-            offset.learn(key[:count], slot_mapping >= 0, kv.pages)
+            offset.learn(key[:count], slot_mapping >= 0, kv.pages, self._first_request(layer))
             kv = replace(kv, key_offset=offset.tensor)
         rounding = self._rounding(codec, layer, slice(0, count))
         ops.store_kv(key[:count], value[:count], kv, slot_mapping, rounding, backend=self._settings.backend)
+
+    def _first_request(self, layer: Any) -> int | None:
+        """Where what is learnt must not depend on a batch: the new tokens of its first request. None: all."""
+        step = step_metadata(layer.layer_name) if self._settings.deterministic else None
+        return None if step is None else int(step.query_start_loc[1])
 
     def _rounding(self, codec: Codec, layer: Any, rows: slice) -> Rounding | None:
         """How the keys of these new tokens are rounded: with the matrix of their position, where there are several."""
@@ -266,23 +279,36 @@ class SlimKVImpl(AttentionImpl):
         self._attend(layer, query, key, value, kv, attn_metadata, output)
         return output
 
+    def _options_of(self, causal: bool, prompt: bool | None) -> ops.AttendOptions:
+        """The layer's options, for blocks of drafted tokens that see one another both ways, or for one kind of rows."""
+        found = self._variants.get((causal, prompt))
+        if found is None:
+            if not causal and self.sliding_window:
+                raise UnsupportedError(
+                    "slimkv has no sliding window that looks both ways, which this drafter asks for: give it another "
+                    "attention_backend in the speculative config"
+                )
+            found = self._variants[causal, prompt] = replace(self._options, causal=causal, prompt=prompt)
+        return found
+
     def _attend(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: PackedKV, step: SlimKVMetadata, output: Tensor
     ) -> None:
         raw = self._settings.reads_fresh_raw(shared_pages=True) and self.kv_sharing_target_layer_name is None
         for part in step.parts:
+            options = self._options_of(step.causal, part.prompt)
             rows, batch, fresh = part.rows, part.batch, (key[part.rows], value[part.rows])
             held = batch.block_table.shape[1] * kv.layout.block_size
             if batch.max_seq_len > held:
                 batch = replace(batch, max_seq_len=held)
             if part.shard is not None:
                 attend_shards(
-                    query[rows], fresh, kv, batch, part.shard, dcp_group(), options=self._options,
+                    query[rows], fresh, kv, batch, part.shard, dcp_group(), options=options,
                     rounding=self._rounding(kv.codec, layer, rows), raw=raw, out=output[rows],
                     backend=self._settings.backend,
                 )  # fmt: skip
                 continue
             ops.attend(
-                query[rows], kv, batch, self._options, fresh=fresh if raw else None, out=output[rows],
+                query[rows], kv, batch, options, fresh=fresh if raw else None, out=output[rows],
                 backend=self._settings.backend,
             )  # fmt: skip

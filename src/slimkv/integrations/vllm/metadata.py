@@ -7,6 +7,7 @@ others follow, the batch is attended in two parts, because parts whose keys are 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ class Part:
     rows: slice  # of the step's queries
     batch: AttentionBatch
     shard: ShardTables | None = None  # where ranks share the tokens
+    prompt: bool | None = None  # see ``AttendOptions``; None where it does not matter
 
 
 @dataclass
@@ -50,6 +52,7 @@ class SlimKVMetadata:
     block_table: Tensor
     slot_mapping: Tensor
     parts: tuple[Part, ...]
+    causal: bool = True  # not for drafters of blocks whose tokens see one another both ways
     matrix_index: Tensor | None = None  # int32 [at least num_actual_tokens]: of query-aware matrices, by position
 
 
@@ -69,6 +72,7 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             return
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._sharing = _sharing(vllm_config)
+        self._deterministic = served_model(vllm_config).settings.deterministic
         self._matrix_index = _matrix_index(vllm_config, device)
         check_cache(vllm_config, kv_cache_spec.block_size)
 
@@ -80,6 +84,8 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             return stock.get_builder_cls().get_cudagraph_support(vllm_config, kv_cache_spec)
         if _sharing(vllm_config) is not None:
             return AttentionCGSupport.NEVER  # the tables of shared tokens are made anew at every step
+        if served_model(vllm_config).settings.deterministic:
+            return AttentionCGSupport.NEVER  # vLLM would run the last token of a cached prompt as a generated one
         return cls._cudagraph_support
 
     @classmethod
@@ -98,9 +104,10 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
         common = common_attn_metadata
         if self._stock is not None:
             return self._stock.build(common_prefix_len, common, fast_build)
-        if common.causal is not True:
+        if not isinstance(common.causal, bool) or (not common.causal and self._sharing is not None):
             raise UnsupportedError(
-                "slimkv attends causally in vLLM; this model or drafter asks for attention both ways"
+                "slimkv attends all requests of a step in causal order, or without decode context parallelism all of "
+                "them both ways; this model or drafter asks for both at once"
             )
         return SlimKVMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -110,9 +117,15 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            parts=tuple(self._with_shard(p) for p in _parts(common, self.reorder_batch_threshold or 1)),
+            parts=tuple(self._with_shard(p) for p in self._parts(common)),
+            causal=common.causal,
             matrix_index=self._index_of_step(common),
         )
+
+    def _parts(self, common: CommonAttentionMetadata) -> tuple[Part, ...]:
+        if self._deterministic and common.is_prefilling is not None:
+            return _prompts_and_answers(common)
+        return _parts(common, self.reorder_batch_threshold or 1)
 
     def _index_of_step(self, common: CommonAttentionMetadata) -> Tensor | None:
         if self._matrix_index is None:
@@ -182,3 +195,20 @@ def _parts(common: CommonAttentionMetadata, few: int) -> tuple[Part, ...]:
     decodes = AttentionBatch(table[:count], lens[:count], starts[: count + 1], min(few, middle), longest)
     rest = AttentionBatch(table[count:], lens[count:], starts[count:] - middle, most, longest, least)
     return Part(slice(0, middle), decodes), Part(slice(middle, rows), rest)
+
+
+def _prompts_and_answers(common: CommonAttentionMetadata) -> tuple[Part, ...]:
+    """Runs of requests that are in their prompts, and runs of others, however few queries each of them has."""
+    requests = common.num_reqs
+    kinds, starts = common.is_prefilling[:requests].tolist(), common.query_start_loc_cpu[: requests + 1].tolist()
+    edges = [0, *(i for i in range(1, requests) if kinds[i] != kinds[i - 1]), requests]
+    parts = []
+    for first, end in pairwise(edges):
+        rows = slice(starts[first], starts[end])
+        lengths = [b - a for a, b in pairwise(starts[first : end + 1])]
+        batch = AttentionBatch(
+            common.block_table_tensor[first:end], common.seq_lens[first:end],
+            common.query_start_loc[first : end + 1] - rows.start, max(lengths), common.max_seq_len, min(lengths),
+        )  # fmt: skip
+        parts.append(Part(rows, batch, prompt=kinds[first]))
+    return tuple(parts)

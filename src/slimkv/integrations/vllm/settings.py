@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError
+from slimkv.errors import InputError, SlimKVError
 
 KEY = "slimkv"
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # vLLM's switch: a request's tokens do not depend on its neighbours
 EXAMPLE = '--attention-backend CUSTOM --additional-config \'{"slimkv": {"format": "k4v4"}}\''
 
 
@@ -27,4 +30,9 @@ def parse(additional_config: object) -> KVCacheConfig:
         )
     config = KVCacheConfig.parse(additional_config[KEY])
     config.refuse("vLLM", "sink_tokens", "recent_tokens")
-    return config
+    if not int(os.environ.get(BATCH_INVARIANT, "0")):
+        return config
+    try:
+        return replace(config, deterministic=True)
+    except SlimKVError as error:
+        raise type(error)(f"{BATCH_INVARIANT}=1 sets deterministic; {error}") from error

@@ -37,6 +37,7 @@ _STOCK = {
     "sglang": {"bf16": "auto", "fp32": "auto", "fp8": "fp8_e4m3"},
 }
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # dtype of the model, and the system with an unquantised cache
+NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}  # tokens that are looked for in the text
 _SGLANG_PAGE = 64
 
 
@@ -59,6 +60,7 @@ class ServeSettings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     prefill: str = AUTO  # arithmetic of slimkv's passes over many new tokens
+    drafts: int = 0  # tokens that n-grams of the text draft for each step; 0: none
     eager: bool = False  # without torch.compile and CUDA graphs
     seed: int = 0
     limit_seconds: int = 600  # for one system
@@ -82,6 +84,8 @@ class ServeSettings:
         for name in ("requests", "context", "output", "arrivals", "max_num_seqs", "max_num_batched_tokens", "rounds"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.drafts < 0:
+            raise InputError(f"drafts must be 0 or a number of tokens, not {self.drafts}")
         if not 0 <= self.short_context <= self.context:
             raise InputError(f"short_context must be 0 to {self.context}, the context; not {self.short_context}")
         if self.output < 2:
@@ -180,6 +184,8 @@ def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[s
         "max_model_len": longest, "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens, "enforce_eager": settings.eager,
         "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed, **host,
+        **({"speculative_config": {"method": "ngram", "num_speculative_tokens": settings.drafts, **NGRAMS}}
+           if settings.drafts else {}),
     }  # fmt: skip
 
 
@@ -192,6 +198,10 @@ def _sglang_arguments(settings: ServeSettings, model: str, longest: int) -> dict
         "chunked_prefill_size": settings.max_num_batched_tokens, "disable_cuda_graph": settings.eager,
         "disable_prefill_cuda_graph": True, "enable_metrics": True, "random_seed": settings.seed,
         "log_level": "warning",
+        **({
+            "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": settings.drafts + 1,
+            "speculative_ngram_max_bfs_breadth": 1,
+        } if settings.drafts else {}),
     }  # fmt: skip
 
 
@@ -296,6 +306,7 @@ def over_stock(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]
         "kv_tokens": ("kv_tokens",),
         "decode_tokens_per_second": ("decode", "decode_tokens_per_second"),
         "prefill_seconds": ("decode", "prefill_seconds"),
+        "acceptance_length": ("decode", "acceptance_length"),
         "offload_host_seconds": ("offload", "host_seconds"),
         "offload_short_host_seconds": ("offload", "short", "host_seconds"),
         "offload_load_bytes": ("offload", "load_bytes"),
@@ -334,6 +345,7 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("start s", ("start_seconds",), "{:.1f}"),
     ("prefill s", ("decode", "prefill_seconds"), "{:.2f}"),
     ("decode tok/s", ("decode", "decode_tokens_per_second"), "{:,.0f}"),
+    ("acceptance", ("decode", "acceptance_length"), "{:.2f}"),
     ("held", ("full", "requests"), "{:.0f}"),
     ("full tok/s", ("full", "decode_tokens_per_second"), "{:,.0f}"),
     ("recompute s", ("offload", "recompute_seconds"), "{:.3f}"),

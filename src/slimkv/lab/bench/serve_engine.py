@@ -55,7 +55,7 @@ class Load(ABC):
 
     @abstractmethod
     def counters(self) -> dict[str, float]:
-        """``preemptions`` and ``prefix_hits`` (tokens) since the start."""
+        """``preemptions``, ``prefix_hits`` (tokens), ``verified`` drafts and ``accepted`` tokens since the start."""
 
     @abstractmethod
     def serve_arrivals(self, arrivals: list[tuple[float, list[int]]], tokens: int) -> list[Answer]:
@@ -82,6 +82,7 @@ class Load(ABC):
         before = self.counters()
         answers = self.generate(prompts, self.plan["output"])
         after = self.counters()
+        more = {name: after[name] - before[name] for name in after}
         rates = [(a.tokens - 1) / (a.last_token - a.first_token) for a in answers]
         return {
             "requests": count,
@@ -90,8 +91,9 @@ class Load(ABC):
             "prefill_seconds": prefill,
             "decode_tokens_per_second": sum(rates),
             "milliseconds_per_token": 1000 / statistics.median(rates),
-            "preemptions": after["preemptions"] - before["preemptions"],
-            "prefix_hit_share": (after["prefix_hits"] - before["prefix_hits"]) / (count * self.plan["context"]),
+            "preemptions": more["preemptions"],
+            "prefix_hit_share": more["prefix_hits"] / (count * self.plan["context"]),
+            "acceptance_length": 1 + more["accepted"] / more["verified"] if more["verified"] else None,
         }
 
     # -- the phases --------------------------------------------------------------------------------------------------

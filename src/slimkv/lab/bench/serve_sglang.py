@@ -19,7 +19,7 @@ class SGLangLoad(Load):
         self.engine = sglang.Engine(**self.plan["arguments"])
         info = self.engine.get_server_info()
         self.kv_tokens, self.block_size = int(info["max_total_num_tokens"]), int(info["page_size"])
-        self._counters = {"preemptions": 0.0, "prefix_hits": 0.0}
+        self._counters = dict.fromkeys(("preemptions", "prefix_hits", "verified", "accepted"), 0.0)
 
     @staticmethod
     def _params(tokens: int) -> dict[str, Any]:
@@ -29,6 +29,10 @@ class SGLangLoad(Load):
     def _count(self, info: dict[str, Any]) -> None:
         self._counters["preemptions"] += info["num_retractions"]
         self._counters["prefix_hits"] += info["cached_tokens"]
+        verified = info.get("spec_verify_ct", 0)
+        self._counters["verified"] += verified
+        if verified:  # the first token is prefill's, and every verification gives one beside those it accepts
+            self._counters["accepted"] += info["completion_tokens"] - 1 - verified
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
         """See ``Load``. The scheduler reports when a request's prefill, which produces the first token, ended."""

@@ -35,7 +35,10 @@ class VLLMLoad(Load):
 
     def counters(self) -> dict[str, float]:
         """See ``Load``."""
-        names = {"preemptions": "vllm:num_preemptions", "prefix_hits": "vllm:prefix_cache_hits"}
+        names = {
+            "preemptions": "vllm:num_preemptions", "prefix_hits": "vllm:prefix_cache_hits",
+            "verified": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens",
+        }  # fmt: skip
         return {short: self._counter(name) for short, name in names.items()}
 
     def serve_arrivals(self, arrivals: list[tuple[float, list[int]]], tokens: int) -> list[Answer]:

@@ -106,6 +106,7 @@ def _costs(results: Document) -> str:
         ("answers", lambda r: td(r.get("answers"), "{0[right]}/{0[asked]}"), "answers"),
         ("answers over raw", lambda r: _tag(r.get("answers_test"), "{:+.1%}"), "answers_test"),
         ("needles", lambda r: td(r.get("needle"), "{0[found]}/{0[tried]}"), "needle"),
+        ("drafts accepted", lambda r: td(r.get("drafts"), "{0[acceptance_length]:.2f} ({0[over_raw]:.3f}x)"), "drafts"),
         ("decode tokens/s", lambda r: td(r.get("decode"), "{0[tokens_per_second]:.1f}"), "decode"),
         ("prefill s", lambda r: td(r.get("decode"), "{0[prefill_seconds]:.2f}"), "decode"),
     ]

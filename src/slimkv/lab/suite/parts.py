@@ -36,9 +36,9 @@ def plan_parts(bench: Workbench) -> tuple[list[Part], list[str]]:
     settings, notes = bench.settings, list[str]()
     makers: dict[str, Callable[[Workbench, list[str]], list[Part]]] = {
         "memory": _memory, "agreement": _agreement, "positions": _positions, "needle": _needle, "tasks": _tasks,
-        "lm-eval": _lm_eval, "generate": _generate, "attend": _attend, "serve": _serve,
+        "lm-eval": _lm_eval, "drafts": _drafts, "generate": _generate, "attend": _attend, "serve": _serve,
     }  # fmt: skip
-    in_process = ("agreement", "positions", "needle", "generate")
+    in_process = ("agreement", "positions", "needle", "drafts", "generate")
     parts = []
     for kind, make in makers.items():
         if kind not in settings.parts:
@@ -257,6 +257,31 @@ def _lm_eval(bench: Workbench, notes: list[str]) -> list[Part]:
         return Part(f"lm-eval-{format}", "lm-eval", title, given, _START * len(settings.tasks), run)
 
     return [of(format) for format in settings.formats] if settings.tasks else []
+
+
+def _drafts(bench: Workbench, notes: list[str]) -> list[Part]:
+    settings, size = bench.settings, bench.settings.size
+    new = 3 * size.decode_tokens
+    tokens = _window(bench, min(size.window_tokens, max((bench.max_positions or 1024) - new, 16)), "drafts", notes)
+    count = max(1, min(size.windows, 8, bench.text_tokens // tokens))
+
+    def run(bench: Workbench, progress: Progress) -> Data:
+        from slimkv.lab.evals.acceptance import measure_acceptance
+        from slimkv.lab.evals.texts import token_windows
+
+        windows = token_windows(bench.tokenizer, bench.text, count, tokens)
+        packed = [kind.name for kind in bench.kinds()[1:]]
+        report = measure_acceptance(
+            bench.loaded.model, windows, packed, new_tokens=new, name=settings.model, progress=progress,
+            calibration=_used(bench, packed),
+        )  # fmt: skip
+        return asdict(report)
+
+    given = {
+        "formats": settings.formats, "windows": count, "tokens": tokens, "new_tokens": new, "text": bench.text_digest,
+    }  # fmt: skip
+    weight = _reading(settings, count * tokens + 25.0 * new)
+    return [Part("drafts", "drafts", f"acceptance of n-gram drafts after {tokens:,} tokens", given, weight, run)]
 
 
 def _generate(bench: Workbench, notes: list[str]) -> list[Part]:

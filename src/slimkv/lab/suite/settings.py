@@ -70,7 +70,7 @@ SIZES: dict[tuple[str, bool], Size] = {  # by name and whether there is a GPU
 }  # fmt: skip
 NAMES = (SMOKE, QUICK, FULL)
 CPU_PARAMETERS = 150_000_000  # of a model that a CPU takes through the sizes as they are
-PARTS = ("memory", "agreement", "positions", "needle", "tasks", "lm-eval", "generate", "attend", "serve")
+PARTS = ("memory", "agreement", "positions", "needle", "tasks", "lm-eval", "drafts", "generate", "attend", "serve")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def summarise(document: Document) -> Document:
     _add_needle(document, rows)
     questions = Questions(document)
     _add_answers(questions, rows)
+    _add_drafts(document, rows)
     _add_speed(document, rows)
     _add_lm_eval(document, rows)
     _add_serving(document, rows)
@@ -159,6 +160,13 @@ def _add_speed(document: Document, rows: dict[str, Document]) -> None:
             rows[name]["decode"] = {
                 key: row[key] for key in ("tokens_per_second", "over_stock", "milliseconds_per_step", "prefill_seconds")
             }
+
+
+def _add_drafts(document: Document, rows: dict[str, Document]) -> None:
+    found = first_part(document, "drafts")
+    for row in found["rows"] if found is not None else ():
+        if row["format"] in rows:
+            rows[row["format"]]["drafts"] = {key: row[key] for key in ("acceptance_length", "over_raw")}
 
 
 def _add_lm_eval(document: Document, rows: dict[str, Document]) -> None:

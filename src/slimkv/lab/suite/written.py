@@ -63,7 +63,7 @@ def metrics(document: Document) -> Iterator[dict[str, Any]]:
         for part, name in (("tasks", "answers"), ("needle", "needle")):
             if name in row:
                 yield {**base, "part": part, "metric": name, **{k: row[name][k] for k in ("value", "low", "high")}}
-        for part, key in (("generate", "decode"), ("serve", "serving")):
+        for part, key in (("drafts", "drafts"), ("generate", "decode"), ("serve", "serving")):
             for name, value in row.get(key, {}).items():
                 if value is not None:
                     yield {**base, "part": part, "metric": name, "value": value}
@@ -109,6 +109,7 @@ def table_rows(document: Document) -> list[list[str]]:
         ("answers", lambda r: _share(r.get("answers"))),
         ("against raw", lambda r: _change(r.get("answers_test"), "{:+.1%}")),
         ("needles", lambda r: _cell(r.get("needle"), "{0[found]}/{0[tried]}")),
+        ("drafts accepted", lambda r: _cell((r.get("drafts") or {}).get("acceptance_length"), "{:.2f}")),
         ("decode tokens/s", lambda r: _cell((r.get("decode") or {}).get("tokens_per_second"), "{:.1f}")),
         ("served tokens/s", lambda r: _cell((r.get("serving") or {}).get("decode_tokens_per_second"), "{:.0f}")),
         ("tokens in vLLM", lambda r: _cell((r.get("serving") or {}).get("kv_tokens"), "{:,}")),

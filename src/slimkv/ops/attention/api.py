@@ -40,6 +40,11 @@ class AttendOptions:
         prefill: the arithmetic of sequences with more than ``MAX_DECODE_QUERIES`` queries. ``16bit``: operands of 16
             bits and more; ``8bit``: those of ``slimkv.ops.attention.eight_bit``, or the call fails with the reason;
             ``auto``: 8 bits where a backend was measured to gain by it.
+        deterministic: a query's result depends on its own sequence alone, to the last bit: not on the other sequences
+            of the call, nor on how many queries its own has in it. Needs ``prefill="16bit"`` and no ``fresh``.
+        prompt: of a deterministic call on a GPU, whose kernels for prompts and for generated tokens differ in the last
+            bits: whether its queries are a prompt's (True), in chunks of any size, or generated tokens' (False), one or
+            several that are verified. None: sequences of more than ``MAX_DECODE_QUERIES`` queries are prompts.
     """
 
     softmax_scale: float | None = None
@@ -48,6 +53,8 @@ class AttendOptions:
     softcap: float = 0.0
     sinks: Tensor | None = None
     prefill: str = SIXTEEN_BIT
+    deterministic: bool = False
+    prompt: bool | None = None
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None and (self.sliding_window < 1 or not self.causal):
@@ -61,6 +68,11 @@ class AttendOptions:
             raise InputError(f"softmax_scale must be finite, not {self.softmax_scale}")
         if self.prefill not in PREFILL:
             raise InputError(f"prefill must be one of {', '.join(PREFILL)}, not {self.prefill!r}")
+        if self.deterministic and self.prefill != SIXTEEN_BIT:
+            raise InputError(
+                f"deterministic attention takes prefill={SIXTEEN_BIT!r}, not {self.prefill!r}: in 8 bits a query's "
+                "result depends on how many others its sequence has"
+            )
 
 
 class BackendModule(Protocol):
@@ -136,7 +148,7 @@ class AttendRequest:
             backend.run(self)
             return
         assert self.key_offset is not None
-        shift = score_shift(self.query, self.key_offset, self.softmax_scale)
+        shift = score_shift(self.query, self.key_offset, self.softmax_scale, self.options.deterministic)
         if self.options.softcap:  # the cap sees true scores, and so does what comes after it
             backend.run(replace(self, score_shift=shift))
             return
@@ -221,6 +233,11 @@ def checked_request(
     if key_offset is not None:
         check_offset(key_offset, layout.spec, pages.shape[1], device)
     if fresh is not None:
+        if options.deterministic:
+            raise InputError(
+                "deterministic attention reads every token through its codes; fresh K and V depend on how a prompt was "
+                "cut into passes: leave fresh at None"
+            )
         _check_fresh(fresh, query, pages, layout)
         if key_offset is not None:
             fresh = subtract_offset(fresh[0], key_offset), fresh[1]
@@ -272,6 +289,13 @@ def refuses_eight_bit(request: AttendRequest) -> str | None:
             "it does not prefill in 8 bits; 'cuda' does on compute capability 9.0, 'reference' everywhere, or leave "
             "prefill at 'auto'"
         )
+    return None
+
+
+def refuses_deterministic(request: AttendRequest) -> str | None:
+    """Why a backend whose results depend on the whole call cannot take the request, or None."""
+    if request.options.deterministic:
+        return "it cuts keys by the shape of the call, which deterministic attention may not"
     return None
 
 

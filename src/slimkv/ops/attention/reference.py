@@ -22,6 +22,9 @@ def run(request: AttendRequest) -> None:
     """See ``slimkv.ops.attend``."""
 
     def attend_one(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
+        if request.options.deterministic:
+            _row_by_row(request, sequence, length, rows)
+            return
         long = rows.stop - rows.start > MAX_DECODE_QUERIES
         (_in_eight_bits if long and request.must_be_eight_bit else _one_sequence)(request, sequence, length, rows)
 
@@ -96,6 +99,18 @@ def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slic
     request.out[rows] = codec.unrotate_output(out).to(request.out.dtype)
     if request.lse is not None:
         request.lse[rows] = lse.T.float()
+
+
+def _row_by_row(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
+    """Each query with the keys up to its own as if it came alone: products of one shape round one way."""
+    for row in range(rows.start, rows.stop):
+        seen = length - (rows.stop - 1 - row) if request.options.causal else length
+        if seen > 0:
+            _one_sequence(request, sequence, seen, slice(row, row + 1))
+            continue
+        request.out[row] = 0  # more queries than tokens
+        if request.lse is not None:
+            request.lse[row] = request.lse_without_keys(slice(row, row + 1))
 
 
 def _in_eight_bits(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from slimkv.codec.rotation import core_words, sign_words
 from slimkv.errors import InputError
-from slimkv.ops.attention.api import MAX_DECODE_QUERIES, MIN_TRITON_HEAD_DIM, AttendOptions, AttendRequest
+from slimkv.ops.attention.api import (
+    MAX_DECODE_QUERIES,
+    MIN_TRITON_HEAD_DIM,
+    AttendOptions,
+    AttendRequest,
+    refuses_deterministic,
+)
 from slimkv.ops.attention.cuda import prefill
 from slimkv.ops.attention.cuda.decode_config import (
     FEWEST_PAIR_ROWS,
@@ -76,6 +82,8 @@ class Plan:
 
 def supports(request: AttendRequest) -> str | None:
     """Lloyd-Max, uniform and fp8 codes, head sizes up to 256, and as many query heads as fit the columns."""
+    if reason := refuses_deterministic(request):
+        return reason
     if request.fresh is not None:
         return "it attends codes only, not fresh K and V; use backend='triton'"
     if request.num_splits is not None:

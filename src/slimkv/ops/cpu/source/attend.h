@@ -1,8 +1,9 @@
 // Attention on pages: decode, verification and prefill.
 //
 // The queries of a sequence that share a KV head (query by query, head of the group by head) are cut into tiles of rows;
-// a tile goes over its keys in chunks with a running softmax. A sequence of one tile, as in decoding, is also cut along
-// its keys, at positions that depend on nothing else, and the last part to finish merges all.
+// a tile goes over its keys in chunks with a running softmax. Keys are cut into parts at multiples of SPLIT_TOKENS, which
+// are merged in order, so that a row's result depends on its own sequence alone: not on the other rows and sequences of
+// the call. The parts of a sequence of one tile, as in decoding, are attended by several threads.
 #pragma once
 
 #include <new>
@@ -39,7 +40,8 @@ struct SideUse {
 struct RowTile {
   i64 sequence, head, first, end;
   i64 key_begin, key_end;  // keys that any of its rows sees
-  i64 splits;
+  i64 parts;   // of its keys
+  i64 splits;  // tasks: one for each part, or one for all
   i64 partial;  // index of its first float in the partial results
   std::atomic<i64> left;
 };
@@ -127,7 +129,7 @@ struct TileMemory {
   float* value_floats;  // [CHUNK][value_dim]
   float *key_scale, *key_zero, *value_scale, *value_zero;  // [CHUNK]
   float* row;        // [MAX_DIM]
-  float* state;      // of a tile that is not split
+  float *state, *part;  // of a tile that one task attends, and of a later part of its keys
 
   template <typename T>
   static void take(T*& pointer, size_t count, u8* base, size_t& used) {
@@ -157,6 +159,7 @@ struct TileMemory {
     take(value_zero, CHUNK, base, used);
     take(row, MAX_DIM, base, used);
     take(state, (size_t)state_floats((i64)rows, (i64)value_dim), base, used);
+    take(part, (size_t)state_floats((i64)rows, (i64)value_dim), base, used);
     return used;
   }
 };
@@ -238,10 +241,11 @@ static void load_fields(const Attention& a, const SideUse& use, const RowTile& t
   for (int t = count; t < CHUNK; t++) scale[t] = zero[t] = 0;
 }
 
-// A chunk of K or V as floats [token][stride], in the order of the side's numbers.
-static void load_floats(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int count, float* out, i64 stride) {
+// A chunk of K or V as floats [token][stride], in the order of the side's numbers. The first `skip` tokens are seen by no
+// row: a page of one token may belong to somebody else.
+static void load_floats(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int skip, int count, float* out, i64 stride) {
   const Side& side = *use.side;
-  for (int t = 0; t < count; t++) {
+  for (int t = skip; t < count; t++) {
     const i64 token = first + t;
     unpack_token(side, a.page(tile.sequence, tile.head, token), (int)(token % side.block_size), use.numbers, out + t * stride);
   }
@@ -263,7 +267,7 @@ static inline const u8* tile_codes(const Attention& a, const Side& side, const R
 }
 
 // Scores of every row that sees something of the chunk [first, first + count).
-static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m, i64 first, int count, bool fresh) {
+static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m, i64 first, int skip, int count, bool fresh) {
   const Side& side = *a.key.side;
   const int rows = (int)(tile.end - tile.first), four = (count + 3) / 4 * 4;
   const i64 stride = a.key_stride;
@@ -276,7 +280,7 @@ static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m,
       for (int t = 0; t < count; t += TILE)
         unpack_key_bytes(side, tile_codes(a, side, tile, first + t), a.key.table, m.key_bytes + t * stride, stride);
     else
-      load_floats(a, a.key, tile, first, count, m.key_floats, stride);
+      load_floats(a, a.key, tile, first, skip, count, m.key_floats, stride);
   }
   if (fresh || !a.key.bytes) {
     scores_float<float>(m.query, rows, stride, m.key_floats, stride, four, side.dim, m.scores);
@@ -402,14 +406,14 @@ static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m
 }
 
 // out = out * rescale + weights v, for the rows that see something of the chunk.
-static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 first, int count, bool fresh) {
+static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 first, int skip, int count, bool fresh) {
   const Side& side = *a.value.side;
   const int rows = (int)(tile.end - tile.first), dim = side.dim;
   if (fresh || !a.value.bytes) {
     if (fresh)
       load_fresh(a, a.value, true, tile, first, count, m.value_floats, dim);
     else
-      load_floats(a, a.value, tile, first, count, m.value_floats, dim);
+      load_floats(a, a.value, tile, first, skip, count, m.value_floats, dim);
     weighted_rows(a, tile, m, state, first, count);
     return;
   }
@@ -442,7 +446,7 @@ static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m,
 #endif
 }
 
-// The keys [key_begin, key_end) of a tile.
+// The keys [key_begin, key_end) of a tile whose queries are prepared.
 static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 key_begin, i64 key_end) {
   const i64 rows = tile.end - tile.first, dim = a.value.side->dim, fresh_from = a.fresh_from(tile.sequence);
   for (i64 r = 0; r < rows; r++) {
@@ -450,17 +454,15 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
     state.sum[r] = state.zero[r] = 0;
   }
   memset(state.out, 0, sizeof(float) * rows * dim);
-  prepare_queries(a, tile, m);
-  // Tiles of codes are unpacked whole. What is read token by token begins where it is seen: a page of one token before
-  // it may belong to somebody else.
-  i64 first = a.key.bytes || a.value.bytes ? key_begin / TILE * TILE : key_begin;
+  // Tiles of codes are unpacked whole, and lanes of vectors sum the same tokens whichever row of the tile sees the first.
+  i64 first = key_begin / TILE * TILE;
   if (first < fresh_from && key_begin >= fresh_from) first = key_begin;
   while (first < key_end) {
     const bool fresh = first >= fresh_from;
     i64 end = (first / CHUNK + 1) * CHUNK;
     end = end < key_end ? end : key_end;
     if (!fresh && end > fresh_from) end = fresh_from;
-    const int count = (int)(end - first);
+    const int count = (int)(end - first), skip = key_begin > first ? (int)(key_begin - first) : 0;
     bool any = false;
     for (i64 r = 0; r < rows; r++) {
       const i64 row = tile.first + r, from = a.sees_from(tile.sequence, row), to = a.sees_to(tile.sequence, row);
@@ -468,7 +470,7 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
       any |= m.active[r];
     }
     if (any) {
-      chunk_scores(a, tile, m, first, count, fresh);
+      chunk_scores(a, tile, m, first, skip, count, fresh);
       if (fresh)
         for (int t = 0; t < CHUNK; t++) m.value_scale[t] = 1, m.value_zero[t] = 0;
       else
@@ -494,40 +496,45 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
           m.rescale[r] = 1;
         }
       }
-      chunk_values(a, tile, m, state, first, count, fresh);
+      chunk_values(a, tile, m, state, first, skip, count, fresh);
     }
     first = end;
   }
 }
 
-// Splits of a tile -> its rows of out and lse.
-static void finish_tile(const Attention& a, const RowTile& tile, const float* partial, float* out) {
+// The softmax of earlier keys, moved on by that of the next part of them.
+static void merge_part(const State& state, const State& part, i64 rows, i64 dim) {
+  for (i64 r = 0; r < rows; r++) {
+    if (part.sum[r] == 0.0f) continue;  // it saw no key
+    const float before = state.greatest[r], found = part.greatest[r], now = found > before ? found : before;
+    const float kept = state.sum[r] == 0.0f ? 0.0f : expf(before - now), share = expf(found - now);
+    state.greatest[r] = now;
+    state.sum[r] = kept * state.sum[r] + share * part.sum[r];
+    state.zero[r] = kept * state.zero[r] + share * part.zero[r];
+    float* out = state.out + r * dim;
+    const float* more = part.out + r * dim;
+    for (i64 d = 0; d < dim; d++) out[d] = kept * out[d] + share * more[d];
+  }
+}
+
+// A tile's softmax over all its keys -> its rows of out and lse.
+static void finish_tile(const Attention& a, const RowTile& tile, const State& state) {
   const Side& side = *a.value.side;
   const i64 rows = tile.end - tile.first, dim = side.dim;
   float x[MAX_DIM];
   for (i64 r = 0; r < rows; r++) {
-    float greatest = -INFINITY, sum = 0, zero = 0;
-    for (i64 s = 0; s < tile.splits; s++) {
-      const State state = state_at((float*)partial + s * state_floats(rows, dim), rows);
-      greatest = state.greatest[r] > greatest ? state.greatest[r] : greatest;
-    }
+    float greatest = state.greatest[r], share = 1, sum = state.sum[r];
     const i64 row = tile.first + r, query = a.call.cu_seqlens_q[tile.sequence] + row / a.group, head = tile.head * a.group + row % a.group;
     const bool has_sink = a.call.sinks != nullptr;
     const float sink = has_sink ? a.call.sinks[query * a.call.sink_stride + head] : -INFINITY;
-    greatest = sink > greatest ? sink : greatest;
-    for (i64 d = 0; d < dim; d++) out[d] = 0;
-    for (i64 s = 0; s < tile.splits; s++) {
-      const State state = state_at((float*)partial + s * state_floats(rows, dim), rows);
-      if (state.sum[r] == 0.0f) continue;  // it saw no key
-      const float share = expf(state.greatest[r] - greatest);
-      sum += share * state.sum[r];
-      zero += share * state.zero[r];
-      const float* from = state.out + r * dim;
-      for (i64 d = 0; d < dim; d++) out[d] += share * from[d];
+    if (sink > greatest) {
+      share = expf(greatest - sink);
+      greatest = sink;
+      sum *= share;
     }
     if (has_sink) sum += expf(sink - greatest);
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    for (i64 d = 0; d < dim; d++) x[a.value.order[d]] = (out[d] + zero) * inverse;
+    const float inverse = sum == 0.0f ? 0.0f : share / sum;
+    for (i64 d = 0; d < dim; d++) x[a.value.order[d]] = (state.out[r * dim + d] + state.zero[r]) * inverse;
     if (side.rotated) unrotate_normalised(x, side);
     store_row(a.call.out, query, head, (int)dim, x);
     if (a.call.lse != nullptr) a.call.lse[query * a.call.heads + head] = sum == 0.0f ? -INFINITY : greatest + logf(sum);
@@ -586,7 +593,8 @@ static i64 make_tiles(const Attention& a, std::vector<RowTile>& tiles, i64& part
         tile.key_begin = a.sees_from(i, tile.first);
         tile.key_end = a.sees_to(i, tile.end - 1);
         const i64 keys = tile.key_end - tile.key_begin;
-        tile.splits = rows > TILE_ROWS || keys <= SPLIT_TOKENS ? 1 : tile.key_end / SPLIT_TOKENS - tile.key_begin / SPLIT_TOKENS + (tile.key_end % SPLIT_TOKENS != 0);
+        tile.parts = keys <= 0 ? 1 : (tile.key_end - 1) / SPLIT_TOKENS - tile.key_begin / SPLIT_TOKENS + 1;
+        tile.splits = rows > TILE_ROWS ? 1 : tile.parts;
         tile.left.store(tile.splits, std::memory_order_relaxed);
         const i64 held = tile.end - tile.first;
         tile.partial = partials;
@@ -643,15 +651,21 @@ static Status attend(AttendCall& call) {
     m.carve(tile_scratch.reserve(needed), (size_t)most_rows, (size_t)a.key_stride, (size_t)dim);
     float* memory = tile.splits > 1 ? partial + tile.partial + split * state_floats(rows, dim) : m.state;
     State state = state_at(memory, rows);
-    i64 begin = tile.key_begin, end = tile.key_end;
-    if (tile.splits > 1) {
-      const i64 base = tile.key_begin / SPLIT_TOKENS + split;
-      begin = base * SPLIT_TOKENS > begin ? base * SPLIT_TOKENS : begin;
-      end = (base + 1) * SPLIT_TOKENS < end ? (base + 1) * SPLIT_TOKENS : end;
+    prepare_queries(a, tile, m);
+    const i64 last = tile.splits > 1 ? split + 1 : tile.parts;
+    for (i64 part = split; part < last; part++) {
+      const i64 base = (tile.key_begin / SPLIT_TOKENS + part) * SPLIT_TOKENS;
+      const i64 begin = base > tile.key_begin ? base : tile.key_begin;
+      const i64 end = base + SPLIT_TOKENS < tile.key_end ? base + SPLIT_TOKENS : tile.key_end;
+      State own = part == split ? state : state_at(m.part, rows);
+      attend_keys(a, tile, m, own, begin, end);
+      if (part != split) merge_part(state, own, rows, dim);
     }
-    attend_keys(a, tile, m, state, begin, end);
-    if (tile.left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-      finish_tile(a, tile, tile.splits > 1 ? partial + tile.partial : m.state, m.row);
+    if (tile.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    float* whole = tile.splits > 1 ? partial + tile.partial : m.state;
+    for (i64 s = 1; s < tile.splits; s++)
+      merge_part(state_at(whole, rows), state_at(whole + s * state_floats(rows, dim), rows), rows, dim);
+    finish_tile(a, tile, state_at(whole, rows));
   });
   return OK;
 }

@@ -1,0 +1,50 @@
+"""SGLang's n-gram drafts as chains.
+
+SGLang drafts a tree of what followed the last tokens before: one branch for each length of match, padded with children
+of its root. slimkv verifies in causal order, so of every tree one path is verified, the longest; what it leaves free is
+padding behind it, which is verified like any other token and so can do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from slimkv.integrations.sglang.compat import HookRegistry, HookType, check_hooks
+
+_DRAFTS = "sglang.srt.speculative.ngram_worker.NGRAMWorker._prepare_draft_tokens"
+
+
+def install() -> None:
+    """From now on this process's n-gram drafts are chains."""
+    if _DRAFTS not in HookRegistry._patched:
+        HookRegistry.register(_DRAFTS, _chains, HookType.AROUND)
+        HookRegistry.apply_hooks()
+    check_hooks((_DRAFTS,))
+
+
+def _chains(original: Callable[..., Any], worker: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Around ``NGRAMWorker._prepare_draft_tokens``."""
+    tokens, mask = original(worker, batch)
+    return chains(tokens, mask, worker.draft_token_num)
+
+
+def chains(tokens: np.ndarray, mask: np.ndarray, each: int) -> tuple[np.ndarray, np.ndarray]:
+    """Drafted trees -> their longest paths.
+
+    Args:
+        tokens: int [requests * each]; the first of every request is its last accepted one, the tree's root.
+        mask: [requests * each * each]: whether node j of a request is node i or one of its ancestors, which precede it.
+
+    Returns tokens and mask of the same shapes and dtypes; the mask is that of causal order.
+    """
+    trees = mask.reshape(-1, each, each).astype(bool)
+    paths = np.take_along_axis(trees, trees.sum(-1).argmax(-1)[:, None, None], 1)[:, 0]  # [requests, each]
+    order = np.argsort(~paths, 1, kind="stable")  # the path first, in its order
+    length = paths.sum(-1, keepdims=True)
+    found = np.take_along_axis(tokens.reshape(-1, each), order, 1)
+    found = np.where(np.arange(each) < length, found, 0).astype(tokens.dtype)
+    causal = np.broadcast_to(np.tri(each, dtype=mask.dtype), trees.shape)
+    return found.reshape(tokens.shape), np.ascontiguousarray(causal).reshape(mask.shape)

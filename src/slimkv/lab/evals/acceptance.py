@@ -1,0 +1,94 @@
+"""How many drafted tokens a packed cache accepts: a cache that costs acceptance costs speed.
+
+Drafts are n-grams of the text: what followed the last tokens when they stood there before. Greedy verification accepts
+a drafted token where it is the one the model says next, so the tokens that a model generates without drafts tell how
+many of them it would have accepted with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.calibration import Calibration
+from slimkv.lab.evals.harness import STOCK, STRICT, Progress, Stopwatch, attending, cache_kinds, check_mode, quiet
+
+DRAFTED, LONGEST, SHORTEST = 4, 4, 2  # tokens of a draft, and of the n-grams that are looked for
+
+
+@dataclass(frozen=True)
+class AcceptanceRow:
+    """One cache."""
+
+    format: str
+    acceptance_length: float  # tokens that a verification gives: those it accepts, and one
+    over_raw: float
+
+
+@dataclass(frozen=True)
+class AcceptanceReport:
+    """Acceptance of n-gram drafts for every cache, the stock one first."""
+
+    model: str
+    mode: str
+    windows: int
+    new_tokens: int
+    drafted: int
+    rows: tuple[AcceptanceRow, ...]
+    seconds: float
+
+
+def ngram_draft(tokens: Sequence[int], drafted: int = DRAFTED) -> list[int]:
+    """What followed the longest of the last n-grams when it stood in ``tokens`` last; empty where none did."""
+    for size in range(LONGEST, SHORTEST - 1, -1):
+        tail = list(tokens[-size:])
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if list(tokens[start : start + size]) == tail:
+                return list(tokens[start + size : start + size + drafted])
+    return []
+
+
+def verifications(prompt: Sequence[int], answer: Sequence[int], drafted: int = DRAFTED) -> int:
+    """Steps in which ``answer`` is generated after ``prompt`` with n-gram drafts of up to ``drafted`` tokens."""
+    steps, done = 0, 0
+    while done < len(answer):
+        draft = ngram_draft([*prompt, *answer[:done]], drafted)
+        accepted = 0
+        while accepted < len(draft) and answer[done + accepted : done + accepted + 1] == [draft[accepted]]:
+            accepted += 1
+        done, steps = done + accepted + 1, steps + 1
+    return steps
+
+
+def measure_acceptance(
+    model: Any,
+    windows: Tensor,
+    formats: Sequence[str],
+    *,
+    new_tokens: int = 96,
+    name: str = "",
+    mode: str = STRICT,
+    progress: Progress = quiet,
+    calibration: Calibration | None = None,
+) -> AcceptanceReport:
+    """Greedy continuations of ``windows`` int64 [count, tokens] by ``new_tokens`` tokens with every cache."""
+    check_mode(mode)
+    watch, kinds, windows = Stopwatch(), [STOCK, *cache_kinds(formats, calibration)], windows.to(model.device)
+    lengths: dict[str, float] = {}
+    for number, kind in enumerate(kinds):
+        progress(kind.name, number, len(kinds))
+        with attending(model, kind.format), torch.no_grad():
+            out = model.generate(
+                windows, attention_mask=torch.ones_like(windows), past_key_values=kind.new(model, mode),
+                max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+        answers = out[:, windows.shape[1] :].tolist()
+        steps = sum(verifications(window, answer) for window, answer in zip(windows.tolist(), answers, strict=True))
+        lengths[kind.name] = sum(map(len, answers)) / steps
+    progress("done", len(kinds), len(kinds))
+    rows = tuple(AcceptanceRow(name, length, length / lengths[STOCK.name]) for name, length in lengths.items())
+    return AcceptanceReport(name, mode, len(windows), new_tokens, DRAFTED, rows, watch.seconds)
