@@ -27,6 +27,7 @@ from slimkv.ops.attention.cuda.prefill_config import (
     Part,
     PrefillConfig,
     eight_bit_refusal,
+    has_eight_bit,
     has_warpgroups,
     most_packed_queries,
     multiprocessors,
@@ -47,7 +48,15 @@ from slimkv.ops.cuda.constants import DTYPE_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
-__all__ = ["attend_prefill", "eight_bit_refusal", "has_warpgroups", "launcher", "most_packed_queries", "refusal"]
+__all__ = [
+    "attend_prefill",
+    "eight_bit_refusal",
+    "has_eight_bit",
+    "has_warpgroups",
+    "launcher",
+    "most_packed_queries",
+    "refusal",
+]
 
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 

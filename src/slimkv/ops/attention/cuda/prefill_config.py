@@ -116,10 +116,13 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[Codes, ...], PrefillConfig], ...] = 
 )
 
 
-def _of_warps(tile_tokens: int, consumers: int, row_blocks: int, blocks_per_sm: int) -> PrefillConfig:
+def _of_warps(
+    tile_tokens: int, consumers: int, row_blocks: int, blocks_per_sm: int, eight_bit: bool = False
+) -> PrefillConfig:
     return PrefillConfig(
-        FIRST, tile_tokens, 1, consumers, row_blocks, producers=0, single_warps=True, blocks_per_sm=blocks_per_sm
-    )
+        FIRST, tile_tokens, 2 if eight_bit else 1, consumers, row_blocks, producers=0, eight_bit=eight_bit,
+        single_warps=True, blocks_per_sm=blocks_per_sm,
+    )  # fmt: skip
 
 
 # Without products of warpgroups. Of several, the first whose blocks fit the shared memory is taken: with 99 KB a block,
@@ -131,6 +134,7 @@ WARP_CONFIGS: tuple[tuple[tuple[int, ...], PrefillConfig], ...] = (
     (_TO_256, _of_warps(64, 1, 1, 2)),
     (_TO_256, _of_warps(64, 2, 1, 1)),
     (_TO_256, _of_warps(32, 2, 1, 1)),
+    ((64, 128), _of_warps(128, 3, 1, 1, eight_bit=True)),
 )
 HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
 EIGHT_BIT_HEAD_DIMS = tuple(sorted({dim for dims, _, config in CONFIGS if config.eight_bit for dim in dims}))
@@ -194,8 +198,14 @@ def eight_bit_refusal(request: AttendRequest) -> str | None:
 
 
 def has_warpgroups(device: torch.device) -> bool:
-    """Whether products of warpgroups prefill: in 8 bits, and with warps that unpack, they alone do."""
+    """Whether products of warpgroups prefill; those of single warps elsewhere, of pages that are unpacked first."""
     return device_of(device).warpgroups
+
+
+def has_eight_bit(device: torch.device) -> bool:
+    """Whether there are tensor cores for int8 and e4m3, and int8 gains."""
+    record = device_of(device)
+    return record.fp8_rate > 0 and record.int8_rate >= 1
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -204,7 +214,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=256)
-def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
+def warp_config(spec: CodecSpec, device: Device, eight_bit: bool = False) -> PrefillConfig:
     """The first of products of single warps that fits the device."""
 
     def fits(config: PrefillConfig) -> bool:
@@ -212,13 +222,15 @@ def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
         within = (shared + 1024) * config.blocks_per_sm <= device.shared_of_multiprocessor
         return within and shared <= device.shared_of_block
 
-    return next(config for dims, config in WARP_CONFIGS if spec.key_dim in dims and fits(config))
+    found = (config for dims, config in WARP_CONFIGS if spec.key_dim in dims and config.eight_bit == eight_bit)
+    return next(filter(fits, found))
 
 
 def config_for(request: AttendRequest) -> PrefillConfig:
     """The configuration of a request that is not refused."""
     if not has_warpgroups(request.query.device):
-        return warp_config(request.layout.spec, device_of(request.query.device))
+        in_bytes = request.options.prefill == EIGHT_BIT
+        return warp_config(request.layout.spec, device_of(request.query.device), in_bytes)
     if request.options.prefill == EIGHT_BIT:
         return eight_bit_config(request)
     unpacked, time = unpacked_config(request)
@@ -328,7 +340,7 @@ def parts_of(request: AttendRequest) -> list[Part]:
     In a fresh prompt the last blocks are short ones, and there is nothing to gain.
     """
     config, alike = config_for(request), request.max_seq_len >= 4 * request.query.shape[0]
-    if not config.eight_bit or request.seq_lens.shape[0] > 1 or not alike:
+    if not config.eight_bit or config.single_warps or request.seq_lens.shape[0] > 1 or not alike:
         return [Part(config)]
     queries, heads, available = request.query.shape[0], request.pages.shape[1], multiprocessors(request.query.device)
     best, least = [Part(config)], _rounds(request, queries, config) * config.tile_time

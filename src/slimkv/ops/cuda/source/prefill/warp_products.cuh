@@ -1,11 +1,8 @@
 // 16-bit products of single warps (mma.sync), for devices that have none of warpgroups: scores and output of a warp's rows, and the loop
 // over a block's tiles. All threads copy tiles, each a part: values while scores are multiplied, the next keys while the output is.
 #pragma once
-#include "common/hopper.cuh"
 #include "prefill/softmax.cuh"
-
-// A warp's queries are its own.
-DEVICE void queries_are_written(int) { sync_warp(); }
+#include "prefill/warp_tiles.cuh"
 
 // Where a lane's rows of 16-byte units begin, of matrices that are loaded four at a time: the tile's next units are those with other bits.
 // Of queries and of values the second pair of matrices has other columns, of keys other rows.
@@ -49,18 +46,10 @@ template <int BLOCKS> DEVICE void multiply_output(float (&o)[ROW_BLOCKS][OUTPUTS
     }
 }
 
-// A thread's part of a tile.
-DEVICE void copy_tile(u8* to, const u8* from) {
-#pragma unroll
-  for (int i = 0; i < KEYS_BYTES; i += 16 * THREADS)
-    if (KEYS_BYTES % (16 * THREADS) == 0 || i + 16 * thread_index() < KEYS_BYTES) cp_async_16(to + i + 16 * thread_index(), from + i + 16 * thread_index());
-}
-
 template <int BLOCKS>
 DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible (&visible)[ROW_BLOCKS], u32 operand,
                          Softmax (&softmax)[ROW_BLOCKS], float (&o)[ROW_BLOCKS][OUTPUTS], int, int lane) {
-  static_assert(KEYS_BYTES == VALUES_BYTES, "tiles are copied alike");
-  const i64 row = ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - w.origin - args.first_tile;
+  const i64 row = tiles_of(args, w);
   const u32 queries = by_columns(operand, thread_index() / 32 % 4 * 16, lane);
   const u32 keys = by_rows(shared_address(rings.keys), lane), values = by_columns(shared_address(rings.values), 0, lane);
   auto copy_keys = [&](int i) {

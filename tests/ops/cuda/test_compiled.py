@@ -1,0 +1,156 @@
+"""Every configuration compiles for every architecture, within its registers and shared memory; needs NVRTC, no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cubin import resources
+
+from slimkv.ops.attention import eight_bit
+from slimkv.ops.attention.cuda import prefill_config, prefill_defines
+from slimkv.ops.attention.cuda.decode_config import config_for
+from slimkv.ops.attention.cuda.decode_defines import kernel_defines
+from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.cuda.device import Device, record_of
+from slimkv.ops.latent.cuda import launch as latent
+from slimkv.ops.latent.cuda.config import THREADS as LATENT_THREADS
+from slimkv.ops.latent.cuda.config import config_for as latent_config_for
+from slimkv.ops.store.cuda import launch as store
+from slimkv.spec import CodecSpec, LatentSpec, PageLayout
+
+ARCHITECTURES = {
+    "sm_80": (8, 0), "sm_86": (8, 6), "sm_89": (8, 9), "sm_90a": (9, 0), "sm_100": (10, 0), "sm_103": (10, 3),
+    "sm_120": (12, 0),
+}  # fmt: skip
+LAYOUTS = [("k4v4", 64), ("k4v4", 96), ("k4v4", 128), ("k4v4", 256), ("k6v5", 128), ("ku4vfp8", 128), ("k8v8", 256)]
+BF16 = 1
+REGISTERS = 65536  # of a multiprocessor
+MOST_LOCAL = 160  # bytes a thread: spills outside of loops; hardly any where products are those of single warps
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is compiled, and launched with so many threads and so much shared memory."""
+
+    name: str
+    source: str
+    defines: dict[str, int]
+    threads: int
+    shared: int
+    blocks_per_sm: int = 1
+    kernel: str = "attend"
+    most_local: int = MOST_LOCAL
+
+
+def _decode(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
+    for group, queries in ((4, 1), (8, 1), (4, 4), (4, 8), (4, 16)):
+        config = config_for(device, layout, group, queries)
+        if config is None:  # Triton's then
+            continue
+        defines = kernel_defines(layout, config, BF16, BF16, False, False)
+        yield Kernel(
+            f"decode-{name}-{config}",
+            config.source,
+            defines,
+            32 * config.warps,
+            defines["SHARED"],
+            config.blocks_per_sm,
+        )
+
+
+def _prefill(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
+    spec, kinds = layout.spec, [(u, e) for u in prefill_config.Unpack for e in (False, True)]
+    found = [config for kind in kinds for config in prefill_config.configs(spec, *kind)]
+    if not device.warpgroups:
+        found = [prefill_config.warp_config(spec, device)]
+        if device.fp8_rate and eight_bit.format_refusal(spec) is None and spec.key_dim in (64, 128):
+            found.append(prefill_config.warp_config(spec, device, eight_bit=True))
+    for config in found:
+        defines = prefill_defines.attend_defines(layout, config, BF16, BF16, True, True)
+        local = 16 if config.single_warps else MOST_LOCAL
+        yield Kernel(
+            f"prefill-{name}-{config}", config.source, defines, config.threads, defines["SHARED"],
+            config.blocks_per_sm, most_local=local,
+        )  # fmt: skip
+        if not (config.fused or config.ahead):
+            to_unpack = prefill_defines.unpack_defines(layout, config)
+            yield Kernel(
+                f"unpack-{name}-{config}", prefill_config.UNPACK, to_unpack, 2 * config.tile_tokens,
+                to_unpack["SHARED"], kernel="unpack",
+            )  # fmt: skip
+
+
+def _store(layout: PageLayout, name: str) -> Iterator[Kernel]:
+    rows = (torch.bfloat16, True)
+    for few in (False, True):
+        for query_aware in (0, 1):
+            if store.format_refusal(layout) is None and layout.spec.key.kind == layout.spec.value.kind:
+                plan = store._plan(layout, torch.device("cpu"), rows, rows, True, few, query_aware)
+                yield Kernel(
+                    f"store-{name}-{few}-{query_aware}", plan.source, dict(plan.defines), plan.threads, plan.shared,
+                    kernel=plan.kernel,
+                )  # fmt: skip
+
+
+def _latents(device: Device) -> Iterator[Kernel]:
+    layout, bf16 = PageLayout(LatentSpec.parse("c4"), 64), torch.bfloat16
+    for heads in (16, 64) if device.warpgroups else ():
+        config = latent_config_for(layout, heads, device)
+        defines = latent.kernel_defines(layout, config, bf16, bf16, bf16)
+        yield Kernel(f"latent-{heads}", config.kernel.source, defines, LATENT_THREADS, config.shared)
+
+
+def kernels(device: Device) -> dict[str, Kernel]:
+    """What the tables give on a device, by name; each once."""
+    found = [*_latents(device)]
+    for format, dim in LAYOUTS:
+        layout, name = PageLayout(CodecSpec.parse(format, dim), 64), f"{format}-{dim}"
+        found += [*_decode(device, layout, name), *_prefill(device, layout, name), *_store(layout, name)]
+    return {kernel.name: kernel for kernel in found}
+
+
+def check(kernel: Kernel, architecture: str, folder) -> None:
+    """Compiles it and looks at what it takes."""
+    device = record_of(ARCHITECTURES[architecture], 100)
+    used = resources(compile_kernels(kernel.source, kernel.defines, architecture, folder))[kernel.kernel]
+    shared = kernel.shared + (0 if device.copy_engine else used.shared_bytes)  # from sm_90 on 1 KB of it is reserved
+    assert shared <= device.shared_of_block
+    assert (shared + 1024) * kernel.blocks_per_sm <= device.shared_of_multiprocessor
+    assert -(-used.registers // 8) * 8 * kernel.threads * kernel.blocks_per_sm <= REGISTERS
+    assert used.local_bytes <= kernel.most_local, f"{used.local_bytes} bytes of local memory a thread"
+
+
+@pytest.fixture
+def smallest(monkeypatch, request):
+    """Plans of ``store`` look at the device that they are for."""
+    monkeypatch.setattr(store, "device_of", lambda device: record_of(ARCHITECTURES[request.param], 100))
+    store._plan.cache_clear()
+    yield request.param
+    store._plan.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("smallest", ARCHITECTURES, indirect=True)
+def test_every_configuration(smallest, tmp_path, subtests):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for name, kernel in kernels(record_of(ARCHITECTURES[smallest], 100)).items():
+        with subtests.test(name):
+            check(kernel, smallest, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_120"])
+def test_prefill_without_warpgroups(architecture, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    layout = PageLayout(CodecSpec.parse("k4v4", 64), 64)
+    for kernel in _prefill(record_of(ARCHITECTURES[architecture], 100), layout, "sample"):
+        check(kernel, architecture, tmp_path)
+
+
+def test_every_architecture_has_all_kernels():
+    """Shared memory suffices everywhere: no table comes out empty."""
+    counts = {name: len(kernels(record_of(capability, 100))) for name, capability in ARCHITECTURES.items()}
+    assert min(counts.values()) >= 40
+    assert counts["sm_90a"] == max(counts.values())
