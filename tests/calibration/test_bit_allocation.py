@@ -32,7 +32,7 @@ def test_the_predicted_noise_is_what_the_codec_makes(calibration, bits):
         error = (codec.decode_key(codec.encode_key(keys, query_aware=query_aware)) - keys).double()
         seen = torch.einsum("nhi,hij,nhj->nh", error, statistics.query_moment, error) / keys.square().sum(-1)
         distortion = predicted_cost(calibration, 0, bits, "value") / float(statistics.value_weight.sum())
-        predicted = distortion * logit_noise(statistics, codec.spec.seed, shaped=query_aware is not None)
+        predicted = distortion * logit_noise(statistics, codec.spec.seed, query_aware=query_aware is not None)
         assert seen.mean(0).tolist() == pytest.approx(predicted.tolist(), rel=0.12)
 
 

@@ -22,25 +22,6 @@ def test_version():
     assert run("--version").stdout == f"slimkv {__version__}\n"
 
 
-def test_eval_distortion():
-    arguments = ("eval", "distortion", "--head-dim", "64", "--bits", "2,4")
-    report = json.loads(run(*arguments, "--json").stdout)
-    assert [w["bits"] for w in report["widths"]] == [2, 4]
-    assert report["head_dim"] == 64
-    width = report["widths"][1]
-    assert 0.008 < width["mse"] < 0.0096
-    assert {p["policy"] for p in width["policies"]} == {"plain", "norm", "unbiased"}
-    shown = run(*arguments, "--policy", "norm").stdout
-    assert "Gaussian" in shown  # the optimum; headings break where a terminal is narrow
-    assert f"{width['mse']:.6f}" in shown
-    assert "unbiased" not in shown
-
-
-def test_eval_distortion_writes_a_plot(tmp_path):
-    run("eval", "distortion", "--head-dim", "16", "--bits", "1-3", "--plot", str(tmp_path / "d.png"))
-    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_eval_attention():
     arguments = ("eval", "attention", "--head-dim", "32", "--format", "k4v4,ku4vu4", "--seeds", "1")
     report = json.loads(run(*arguments, "--json").stdout)
@@ -52,9 +33,6 @@ def test_eval_attention():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("eval", "distortion", "--head-dim", "100"), "head_dim 100 is not supported"),
-        (("eval", "distortion", "--policy", "best"), "unknown scale policy 'best'"),
-        (("eval", "distortion", "--bits", "four"), "cannot read the widths"),
         (
             ("plan", "--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", "--format", "int4"),
             "unknown format 'int4'",

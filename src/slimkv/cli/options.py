@@ -45,19 +45,6 @@ def several(kind: Callable[[str], T]) -> Callable[[typer.CallbackParam, str], st
     return check
 
 
-def widths(text: str) -> list[int]:
-    """``4``, ``2,3,4`` or ``1-8`` -> widths."""
-    out: list[int] = []
-    for part in comma_list(text, str):
-        low, _, high = part.partition("-")
-        if not low.isdigit() or (high and not high.isdigit()):
-            raise InputError(f"cannot read the widths {text!r}; write 4, 2,3,4 or 1-8")
-        out.extend(range(int(low), int(high or low) + 1))
-    if not out:
-        raise InputError(f"{text!r} names no width; write 4, 2,3,4 or 1-8")
-    return out
-
-
 def one_of(option: str, *known: str) -> Callable[[str], str]:
     """A check that an option has one of the known values."""
 

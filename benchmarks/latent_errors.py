@@ -2,10 +2,13 @@
 
 No weights of an MLA model are measured here: latents are random directions or have heavy tails and outliers, and rope
 parts are pairs of very different magnitudes that rotate with the position, which makes real ones hard to quantise.
+
+    python benchmarks/latent_errors.py
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +19,7 @@ from torch import Tensor
 from slimkv.codec import Codec
 from slimkv.lab.evals.attention import relative_error
 from slimkv.lab.evals.synthetic import student
+from slimkv.lab.report.markdown import table_line
 from slimkv.spec import Kind, LatentSpec, PageLayout
 
 SCORE_SPREAD = 1.5  # of the latent's and of the rope part's share of scores alike
@@ -129,3 +133,21 @@ def compare_latent_formats(
             means = {n: math.sqrt(sum(getattr(f, n) ** 2 for f in found) / len(found)) for n in numbers}
             rows.append(LatentError(kind, format, **means))
     return rows
+
+
+def main() -> None:
+    """Prints the table of docs/design/latents.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", default="crawr8,crawrfp8,crawr6,crawr4,c4,c4r8,c4rfp8,c4r6,c4r4,c6,c6r8,c8r8")
+    parser.add_argument("--latent-dim", type=int, default=512)
+    parser.add_argument("--rope-dim", type=int, default=64)
+    parser.add_argument("--seeds", type=int, default=4)
+    given = parser.parse_args()
+    print(table_line(["samples", "format", "bytes/token", "latent", "rope", "latent only", "rope only", "both"]))
+    for row in compare_latent_formats(given.formats.split(","), given.latent_dim, given.rope_dim, given.seeds):
+        errors = row.latent, row.rope, row.output_latent_only, row.output_rope_only, row.output
+        print(table_line([row.kind, row.format, f"{row.bytes_per_token:g}", *(f"{x:.4f}" for x in errors)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,17 +1,21 @@
-"""Distortion of the Lloyd-Max codes on random directions, against what theory allows."""
+"""Distortion of the Lloyd-Max codes on random directions, against what theory allows.
+
+python benchmarks/distortion.py --head-dim 128
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.codec.codebook import expected_distortion
+from slimkv.lab.report.markdown import table_line
 from slimkv.spec import CodecSpec, ScalePolicy
 
 WIDTHS = tuple(range(1, 9))
@@ -46,7 +50,7 @@ class WidthDistortion:
 
 @dataclass(frozen=True)
 class DistortionReport:
-    """The result of ``slimkv eval distortion``."""
+    """All widths."""
 
     head_dim: int
     vectors: int
@@ -117,16 +121,26 @@ def _measure_width(x: Tensor, query: Tensor, bits: int, policies: Sequence[Scale
     )
 
 
-def plot_distortion(report: DistortionReport, path: Path) -> None:
-    """Writes a PNG: distortion against bits, with the bound and the Gaussian optimum."""
-    from slimkv.lab.evals.plots import figure
+def main() -> None:
+    """Prints the tables of docs/design/codec.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    report = measure_distortion(**vars(parser.parse_args()))
+    print(f"squared error / squared norm, head size {report.head_dim}, {report.vectors} random directions")
+    print(
+        table_line(
+            ["bits", "measured", "Gaussian optimum", "ratio", f"optimum for {report.head_dim}", "ratio", "bound"]
+        )
+    )
+    for w in report.widths:
+        figures = w.mse, w.gaussian_optimum, w.over_gaussian, w.dim_optimum, w.over_dim, w.paper_bound
+        print(table_line([str(w.bits), *(f"{x:.6f}" for x in figures)]))
+    print("slope of <q, x_hat> on <q, x>: measured (theory)")
+    print(table_line(["bits", *(p.policy for p in report.widths[0].policies)]))
+    for w in report.widths:
+        print(table_line([str(w.bits), *(f"{p.slope:.5f} ({p.slope_theory:.5f})" for p in w.policies)]))
 
-    bits = [w.bits for w in report.widths]
-    with figure(path) as (_, axes):
-        axes.semilogy(bits, [w.paper_bound for w in report.widths], "--", color="gray", label="bound, √3·π/2·4⁻ᵇ")
-        axes.semilogy(bits, [w.gaussian_optimum for w in report.widths], "-", color="black", label="Gaussian optimum")
-        axes.semilogy(bits, [w.mse for w in report.widths], "o", color="tab:blue", label="measured")
-        axes.set_xlabel("bits per number")
-        axes.set_ylabel("squared error / squared norm")
-        axes.set_title(f"Distortion at head size {report.head_dim}")
-        axes.legend()
+
+if __name__ == "__main__":
+    main()
