@@ -148,9 +148,10 @@ def counting(configs: list[Any]) -> Iterator[Counts]:
 
 @contextmanager
 def attention(model: Any) -> Iterator[Counts]:
-    """Inside the context, ``model`` attends packed pages directly; yields counts of how its attention ran. Outside it,
-    stock attention gets decoded tensors. Contexts may be nested, and threads may open them for one model at the same time;
-    vision and audio towers keep their own attention.
+    """Inside the context, ``model`` attends packed pages directly; yields counts of how its attention ran.
+
+    Outside it, stock attention gets decoded tensors. Contexts may be nested, and threads may open them for one model at
+    the same time; vision and audio towers keep their own attention.
     """
     configs, noting = switch_on(model), note_positions(model)
     warn_if_decoded(model, configs, stacklevel=3)
