@@ -1,4 +1,4 @@
-"""slimkv: a KV cache of 2-8 bits a number that attention reads directly."""
+"""slimkv: a KV cache of 2-8 bits per value, with attention directly on the packed codes."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ __all__ = [
     "status",
 ]
 
-# Imported when first used: what they need (an engine, kernels) is not needed by everybody.
+# Imported on first use, because they need optional packages (an engine, kernels).
 _HOME = {
     "AttentionBatch": "slimkv.ops",
     "Calibration": "slimkv.calibration",

@@ -1,4 +1,4 @@
-"""What this machine can run, and what stands in the way."""
+"""What this machine can run, and what prevents the rest."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _VERSION_NEEDED = {"triton": (3, 3), "transformers": (5, 17), "vllm": (0, 28), "
 
 @dataclass(frozen=True)
 class Check:
-    """One thing a user may want to run."""
+    """The result of one check."""
 
     name: str
     works: bool
     version: str | None
-    detail: str  # what it is good for, or what is wrong and what to do
+    detail: str  # its purpose, or what is wrong and how to fix it
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What ``slimkv doctor`` prints. ``failed`` are the required names that do not work."""
+    """The result of ``slimkv doctor``. ``failed``: required checks that failed."""
 
     checks: tuple[Check, ...]
     required: tuple[str, ...]
@@ -52,7 +52,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _package(name: str, purpose: str, distributions: Sequence[str] = ()) -> Check:
-    """Installed, importable and new enough, without importing it."""
+    """Checks that a package is installed and new enough, without importing it."""
     version = next((v for v in map(_version, (name, *distributions)) if v), None)
     if version is None or util.find_spec(name) is None:
         return Check(name, False, version, f"not installed: pip install 'slimkv[{name}]'")
@@ -75,7 +75,7 @@ def _torch() -> Check:
 
 
 def _codec() -> Check:
-    """Encodes, packs, unpacks and decodes a vector: the part everything else rests on."""
+    """Encodes, packs, unpacks and decodes a vector with the reference codec."""
     import torch
 
     from slimkv.codec import Codec
@@ -89,7 +89,7 @@ def _codec() -> Check:
 
 
 def _cpu_kernels() -> Check:
-    """Builds the compiled CPU kernels, or finds them built."""
+    """Builds the CPU kernels, or finds them in the cache."""
     from slimkv.ops.cpu import module
 
     failure = module.build_failure()
@@ -145,9 +145,9 @@ class _Engine:
     title: str
     distributions: tuple[str, ...]
     group: str  # of its entry points
-    allowed: str  # the environment's list of plugins it may load
+    allowed: str  # the environment variable that restricts its plugins
     empty_allows_all: bool
-    loads: str  # a program that fails where the plugin cannot load, and may print lines that begin with "slimkv: "
+    loads: str  # a program that fails if the plugin cannot load; it may print lines that begin with "slimkv: "
     usage: str
 
 
@@ -183,7 +183,7 @@ _SGLANG = _Engine(
 
 
 def _plugin(engine: _Engine) -> Check:
-    """Installed, and the plugin loads in it: tried in another process, since engines change the one they are in."""
+    """Checks that an engine is installed and loads the plugin, in another process because engines change their own."""
     found = _package(engine.package, "", engine.distributions)
     if not found.works:
         return found
@@ -228,7 +228,7 @@ CHECKS: dict[str, Callable[[], Check]] = {
 
 
 def diagnose(required: Sequence[str] = ()) -> Diagnosis:
-    """Runs every check; ``required`` names those that must work."""
+    """Runs every check; ``required`` names those that must pass."""
     unknown = [name for name in required if name not in CHECKS]
     if unknown:
         raise InputError(f"unknown requirement {unknown[0]!r}; known are {', '.join(CHECKS)}")

@@ -1,4 +1,4 @@
-"""How many tokens fit: bytes of a model's KV cache under each format, layer kind by layer kind."""
+"""How many tokens fit: bytes of a model's KV cache for each format and kind of layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL, SLIDING, LATENT, NO_KV = "full", "sliding", "latent", "no_kv"
 BASELINE = "raw"
 DEFAULT_FORMATS = ("raw", "fp8", "k4v4", "k3v3", "k2v2")
 DEFAULT_LATENT_FORMATS = ("raw", "c8r8", "c6r8", "c4", "c4r8")
-USEFUL_MATCH = 1024  # tokens; where a block is larger, prompts seldom share one
+USEFUL_MATCH = 1024  # tokens; prompts seldom share larger blocks
 _BLOCK_ALIGNMENT, _STOCK_ALIGNMENT = 64, 16  # tokens by which vLLM rounds a hybrid model's blocks: slimkv's, its own
 _KIND_OF_TYPE = {
     "full_attention": FULL,
@@ -43,19 +43,19 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that hold the same bytes."""
+    """Layers of the same size."""
 
     kind: str  # full, sliding, latent, no_kv
     layers: int
     num_kv_heads: int
     key_dim: int  # of latents: their own size
     value_dim: int  # of latents: that of the rope part
-    window: int | None = None  # tokens a sliding layer keeps
+    window: int | None = None  # window of a sliding layer
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides the size of a model's cache."""
+    """The shape of a model's cache."""
 
     name: str
     groups: tuple[LayerGroup, ...]
@@ -72,7 +72,7 @@ class GroupPlan:
     num_kv_heads: int
     window: int | None
     bytes_per_token: float  # all layers of the group, while the window is not full
-    bytes_at_window: int | None  # the most a sequence can take in these layers; None if it grows without end
+    bytes_at_window: int | None  # maximum bytes of a sequence in these layers; None if they grow with the length
 
 
 @dataclass(frozen=True)
@@ -83,23 +83,23 @@ class FormatPlan:
     bits_per_number: float
     bytes_per_token: float
     ratio_to_bf16: float
-    tokens_per_sequence: int | None  # None: no layer grows, any length fits; 0: not one token fits
+    tokens_per_sequence: int | None  # None: no layer grows, so any length fits; 0: no token fits
     total_tokens: int | None
     tokens_ratio_to_bf16: float | None
     groups: tuple[GroupPlan, ...]
-    hybrid_block_size: int | None = None  # what vLLM makes of a block in a hybrid model
+    hybrid_block_size: int | None = None  # block size of a hybrid model in vLLM
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``slimkv plan`` prints."""
+    """The result of ``slimkv plan``."""
 
     model: str
     memory_bytes: int
     sequences: int
     block_size: int
     formats: tuple[FormatPlan, ...]
-    state_bytes_per_sequence: int = 0  # recurrent states of a hybrid model, whatever its length
+    state_bytes_per_sequence: int = 0  # recurrent states of a hybrid model, independent of the length
 
 
 def parse_size(text: str) -> int:
@@ -149,7 +149,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     types = _layer_types(config, layers)
     if len(types) != layers:
         raise InputError(f"{name} has {layers} layers but its configuration lists {len(types)} layer types")
-    types = types[: layers - shared] + [(NO_KV, None)] * shared  # the last layers read earlier layers' caches
+    types = types[: layers - shared] + [(NO_KV, None)] * shared  # the last layers share the caches of earlier layers
     groups = []
     for (kind, window), count in sorted(Counter(types).items(), key=lambda item: str(item[0])):
         stored = (0, 0, 0) if kind == NO_KV else attends[1]
@@ -214,18 +214,18 @@ def _layouts(shape: ModelShape, format: str, block_size: int) -> list[tuple[Laye
 
 
 def _spec(shape: ModelShape, group: LayerGroup, format: str) -> CodecSpec:
-    """What a group's layers store; raises for a format of K and V where the model caches latents, and the other way."""
+    """The spec of a group's layers; raises if the format is for K and V and the model caches latents, or vice versa."""
     return parse_spec(format_of_kind(format, shape.latent), group.key_dim, group.value_dim)
 
 
 def sequence_bytes(shape: ModelShape, format: str, tokens: int, block_size: int) -> int:
-    """Bytes that pages of one sequence of ``tokens`` tokens take in all layers."""
+    """Bytes of the pages of a sequence of ``tokens`` tokens in all layers."""
     layouts = _layouts(shape, format, block_size)
     return sum(la.pool_bytes(_group_blocks(g, tokens, la), g.num_kv_heads) * g.layers for g, la in layouts)
 
 
 def _tokens_that_fit(shape: ModelShape, format: str, budget: int, block_size: int) -> int | None:
-    """The longest sequence within ``budget`` bytes; None if no layer grows with it and it fits."""
+    """The longest sequence within ``budget`` bytes; None if no layer grows and any length fits."""
     layouts = _layouts(shape, format, block_size)
     if all(g.window is not None for g, _ in layouts):
         longest = max((g.window or 0 for g, _ in layouts), default=0) + 2 * block_size
@@ -244,9 +244,8 @@ def _tokens_that_fit(shape: ModelShape, format: str, budget: int, block_size: in
 def make_plan(
     shape: ModelShape, formats: Sequence[str] | None, memory: int, *, sequences: int = 1, block_size: int = 16
 ) -> Plan:
-    """Bytes and tokens of every format, with the bf16 cache (``raw``) as the measure.
-
-    ``formats`` None: some of the kind that the model caches.
+    """Bytes and tokens of every format, compared with the bf16 cache (``raw``). ``formats`` None: a default selection
+    for what the model caches.
     """
     if formats is None:
         formats = DEFAULT_LATENT_FORMATS if shape.latent else DEFAULT_FORMATS

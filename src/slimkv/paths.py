@@ -22,10 +22,10 @@ def cache_dir(kind: str) -> Path:
 
 
 def unsafe_reason(folder: Path) -> str | None:
-    """Why machine code must not be kept in ``folder``, or None: somebody else could put other code there.
+    """Why machine code must not be cached in ``folder`` (another user could replace it), or None.
 
-    The folder must belong to this user and be writable by nobody else; in the one above it, nobody else may rename.
-    What does not exist yet is judged when it has been made.
+    The folder must belong to this user and be writable by this user only, and other users must not be able to rename
+    it. A folder that does not exist yet is checked after its creation.
     """
     if not hasattr(os, "geteuid"):
         return None
@@ -41,7 +41,7 @@ def unsafe_reason(folder: Path) -> str | None:
             return f"{path} is no folder"
         if about.st_uid not in owners:
             return f"{path} belongs to user {about.st_uid}, not to this one ({me})"
-        sticky = path != folder and about.st_mode & stat.S_ISVTX  # as /tmp: only owners rename
+        sticky = path != folder and about.st_mode & stat.S_ISVTX  # sticky, as /tmp: only owners can rename
         if about.st_mode & _OTHERS and not sticky:
             return f"others may write to {path} (mode {stat.S_IMODE(about.st_mode):o}); use: chmod go-w {path}"
     return None
@@ -49,14 +49,14 @@ def unsafe_reason(folder: Path) -> str | None:
 
 @cache
 def warn_unsafe(folder: Path, reason: str) -> None:
-    """Says once that a folder is not used, and why."""
+    """Warns once that a folder is not used, with the reason."""
     _LOG.warning(
         "compiled kernels are not kept in %s: %s. They are compiled again by every process until then", folder, reason
     )
 
 
 def make_private(folder: Path) -> None:
-    """Makes ``folder`` and what it is in, closed to others; raises ``OSError`` where it cannot."""
+    """Creates ``folder`` and its parents without access for other users; raises ``OSError``."""
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, exist_ok=True)

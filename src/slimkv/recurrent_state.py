@@ -1,4 +1,4 @@
-"""Bytes of the recurrent states that hybrid models keep beside their KV cache, from a model's configuration."""
+"""Bytes of the recurrent states of hybrid models, from a model's configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STATE_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent")
 
 @dataclass(frozen=True)
 class StateShape:
-    """States of one sequence: so many layers, each of so many bytes."""
+    """The states of one sequence: number of layers and bytes per layer."""
 
     layers: int
     layer_bytes: int
@@ -24,7 +24,7 @@ class StateShape:
 
 
 def state_shape(config: Mapping[str, Any], num_layers: int) -> StateShape | None:
-    """The states of a hybrid model; None for a model without any, or of a kind whose sizes are not known here."""
+    """The states of a hybrid model; None for a model without states or of an unknown kind."""
     layers = _state_layers(config, num_layers)
     numbers = _numbers(config) if layers else None
     if numbers is None:
@@ -48,7 +48,7 @@ def _state_layers(config: Mapping[str, Any], num_layers: int) -> int:
 
 
 def _numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(numbers of the convolution's state, of the recurrence's) in one layer."""
+    """(values of the convolution state, values of the recurrent state) in one layer."""
 
     def get(*names: str) -> int | None:
         return next((int(config[name]) for name in names if config.get(name)), None)
@@ -77,8 +77,8 @@ def _numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def aligned_block_size(state_bytes: int, token_bytes: float, alignment: int) -> int:
-    """Tokens of a block whose bytes in one attention layer are at least those of one layer's state.
+    """The block size, in tokens, at which a block of an attention layer is as large as one layer's state.
 
-    vLLM keeps states in blocks of the same pool, so it makes attention's blocks as large as a state.
+    vLLM stores states in blocks of the same pool, so its attention blocks are as large as a state.
     """
     return max(1, -(-state_bytes // int(token_bytes * alignment))) * alignment

@@ -1,4 +1,4 @@
-"""``fake_quantize``: what a packed cache gives back for keys and values, with a gradient, for training under one."""
+"""``fake_quantize``: keys and values after a packed cache, with a straight-through gradient for training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK = 64
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The second argument forward, the gradient of the first backward."""
+    """Forward: the second argument. Backward: the gradient goes to the first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantized: Tensor) -> Tensor:
@@ -47,16 +47,16 @@ def fake_quantize(
     """Keys and values as attention reads them from a packed cache, in the dtype of the input.
 
     The forward values are those that engines store, bit for bit: the vectors go through ``store_kv`` and ``gather_kv``.
-    The gradient passes straight through.
+    The gradient is straight-through.
 
     Args:
         key, value: [batch, num_kv_heads, tokens, dim], after rotary embedding.
         config: a format or a whole ``KVCacheConfig``; ``layers``, ``center_keys``, the scale policies, ``seed`` and
             ``backend`` of it are used.
         calibration: how keys are rounded and centred; by default ``config.calibration``, if that is a loaded one.
-        layer, num_layers: which layer of the model this is; a calibration and ``layers`` look at it.
-        key_offset: float [num_kv_heads, key_dim]: what an engine subtracts from the keys of this layer. None: the
-            calibration's, else from these keys, as an engine learns it from a first prompt.
+        layer, num_layers: the layer's number, used by a calibration and by ``layers``, and the number of layers.
+        key_offset: float [num_kv_heads, key_dim]: the offset that an engine subtracts from the keys of this layer.
+            None: the calibration's, else from these keys, as an engine learns it from a first prompt.
         first_position: of the first token, for a calibration whose rounding depends on the position.
     """
     settings = config if isinstance(config, KVCacheConfig) else KVCacheConfig(format=config)

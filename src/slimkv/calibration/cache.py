@@ -1,4 +1,4 @@
-"""Where calibrations are kept that were made once for a model's files, for every engine that serves those files."""
+"""The on-disk cache of calibrations, by model files; shared by all engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cached_path(name: str) -> Path:
 
 
 def cached_calibration(name: str) -> Calibration:
-    """The calibration of exactly this model's files; raises, with the command that makes it, if there is none."""
+    """The cached calibration of exactly these model files; if there is none, raises with the command that makes one."""
     path = cached_path(name)
     if not path.is_file():
         raise InputError(

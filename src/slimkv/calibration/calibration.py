@@ -1,4 +1,4 @@
-"""``Calibration``: what is known of a model's queries, for rounding its keys."""
+"""``Calibration``: statistics of a model's queries, used to round its keys."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _KEYS = ("key_mean", "first_key")
 class Calibration:
     """Statistics of every attention layer of one model.
 
-    The statistics are of queries as the model makes them, so they serve a codec of any width and seed. ``formats`` has
-    one format name per layer number where ``slimkv.calibration.bit_allocation`` chose widths.
+    The statistics are of unquantised queries, so they fit a codec of any width and seed. ``formats`` has one format
+    name per layer number if ``slimkv.calibration.bit_allocation`` chose widths.
     """
 
     identity: ModelIdentity
     layers: Mapping[int, LayerStatistics]
     source: str  # what the model read
-    max_positions: int  # up to which the statistics hold
+    max_positions: int  # positions for which the statistics are valid
     seed: int = DEFAULT_SEED  # of the codec that the widths were chosen for
     formats: Mapping[int, str] | None = None
     name: str = "the calibration"  # where it came from, for messages
@@ -84,7 +84,7 @@ class Calibration:
         return cls(identity, layers, str(about["source"]), about["max_positions"], about["codec_seed"], formats, path)
 
     def save(self, path: str | Path) -> None:
-        """To a file, at once or not at all."""
+        """Writes the file atomically."""
         tensors: dict[str, Tensor] = {}
         layers = {}
         for number, statistics in sorted(self.layers.items()):
@@ -115,11 +115,11 @@ class Calibration:
     # -- what engines ask ----------------------------------------------------------------------------------------------
 
     def check_model(self, config: Any) -> None:
-        """Raises unless ``config`` (of transformers, or a mapping) is that of the model this was made for."""
+        """Raises unless ``config`` (of transformers, or a mapping) matches the model this was made for."""
         self.identity.check_same(ModelIdentity.of(config), self.name)
 
     def warn_beyond(self, positions: int) -> None:
-        """Warns, once, if ``positions`` are more than the statistics hold for."""
+        """Warns once if ``positions`` exceed the range for which the statistics are valid."""
         if positions > self.max_positions and not self._warned:
             self._warned.append(positions)
             warnings.warn(
@@ -130,11 +130,11 @@ class Calibration:
             )
 
     def position_edges(self, positions: int | None = None) -> tuple[int, ...]:
-        """Where the ranges of ``query_aware_matrices`` end, for a context of ``positions``; None: all that it holds."""
+        """The ends of the ranges of ``query_aware_matrices`` for a context of ``positions`` (None: all ranges)."""
         return position_edges(min(positions or self.max_positions, self.max_positions))
 
     def statistics(self, layer: int) -> LayerStatistics:
-        """Of layer ``layer``; raises if there is none."""
+        """The statistics of layer ``layer``; raises if there are none."""
         if layer not in self.layers:
             known = f"{min(self.layers)} to {max(self.layers)}" if self.layers else "none"
             raise InputError(f"{self.name} has no layer {layer}; it has {len(self.layers)} attention layers ({known})")
@@ -152,9 +152,9 @@ class Calibration:
 
         Args:
             layer: the layer's number in the model.
-            codec: what encodes its keys; any width and seed.
+            codec: the codec of its keys; any width and seed.
             heads: which KV heads (a tensor-parallel rank's own); None: all.
-            positions: the longest context; fewer ranges of positions take less memory. None: all that it holds.
+            positions: the longest context; fewer ranges of positions take less memory. None: all ranges.
             by_position: False: one matrix for all positions, for an engine that does not know them.
 
         Returns int8 [ranges, heads, key_dim, key_dim] for ``slimkv.ops.store_kv``, whose index is
@@ -178,14 +178,14 @@ class Calibration:
         edges = edges if by_position else edges[-1:]
         key = (layer, codec.spec.seed, codec.device, edges, chosen)
         if key not in self._matrices:
-            with torch.inference_mode(False):  # they outlive the pass that first needs them, and backends watch them
+            with torch.inference_mode(False):  # they outlive the forward pass that creates them
                 self._matrices[key] = _matrices(statistics, chosen, edges, codec).to(codec.device).contiguous()
         return self._matrices[key]
 
     def key_offset(self, layer: int, device: torch.device, heads: slice | None = None) -> Tensor | None:
-        """What is subtracted from the keys of a layer before they are encoded.
+        """The vectors that are subtracted from the keys of a layer before encoding.
 
-        bfloat16 [heads, key_dim] on ``device``; None where the statistics hold no mean of keys. ``heads`` as above.
+        bfloat16 [heads, key_dim] on ``device``; None if the statistics have no mean key. ``heads`` as above.
         """
         offset = self.statistics(layer).key_offset(self.max_positions)
         if offset is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimkv.errors import InputError
 
-# What makes queries what they are, apart from the weights; named alike by every version of transformers and by engines.
+# The fields besides the weights that determine queries, under the names of transformers and the engines.
 _FIELDS = (
     "model_type",
     "hidden_size",
@@ -44,13 +44,13 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, config: Any) -> ModelIdentity:
-        """Of a transformers configuration, or of one as a mapping; of a nested text model where there is one."""
+        """From a transformers configuration or a mapping; uses the nested text model if there is one."""
         given = text_fields(config)
         return cls.from_fields({name: given[name] for name in _FIELDS if given.get(name) is not None})
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ModelIdentity:
-        """Of fields as ``to_fields`` gives them."""
+        """From the output of ``to_fields``."""
         return cls(tuple(sorted(fields.items())))
 
     def to_fields(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class ModelIdentity:
         return hashlib.sha256(json.dumps(self.fields).encode()).hexdigest()
 
     def check_same(self, other: ModelIdentity, what: str) -> None:
-        """Raises unless ``other``, a model's identity, is this one; names the fields that differ."""
+        """Raises unless ``other``, a model's identity, equals this one; names the fields that differ."""
         mine, theirs = self.to_fields(), other.to_fields()
         different = [
             f"{name} is {theirs.get(name, 'absent')}, the calibration has {mine.get(name, 'none')}"

@@ -1,13 +1,13 @@
-"""Key offsets without a calibration: learnt from the first prompt that a layer is given, then fixed and kept.
+"""Key offsets without a calibration: learnt from the first prompt of a layer, then fixed and saved.
 
-Sixteen tokens are enough for a mean that serves every later prompt. The offset is part of what stored bytes mean, so it
-may only change while a layer's pages are empty: it is learnt right before the first real tokens are stored. Steps that
-store nothing (profiling, warm-up) do not set it, and neither does a step inside a captured CUDA graph, which cannot
-wait for the result. The tensor is updated in place: graphs that were captured before read the new values.
+The mean of sixteen tokens works for every later prompt. Stored bytes depend on the offset, so it may only change while
+a layer's pages are empty: it is learnt right before the first real tokens are stored. Steps that store nothing
+(profiling, warm-up) do not set it, and neither does a step inside a captured CUDA graph, which cannot wait for the
+result. The tensor is updated in place: graphs that were captured before read the new values.
 
-A learnt offset is kept on disk by the digest of the model's files, one file per layer and tensor-parallel rank, so that
-restarts and replicas agree; one from fewer than 16 tokens serves its own process only. The first process to write one
-wins; others keep what they stored with until they restart.
+A learnt offset is saved under the digest of the model's files, one file per layer and tensor-parallel rank, so that
+restarts and replicas agree. An offset from fewer than 16 tokens is not saved. The first process to write a file wins;
+others keep their own offset until they restart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slimkv.errors import InputError, SlimKVError
 from slimkv.paths import cache_dir
 
 FORMAT = "slimkv-key-offset"
-MIN_TOKENS = 16  # of a first prompt whose mean is kept for later processes
+MIN_TOKENS = 16  # in a first prompt whose mean is saved for later processes
 
 
 def offset_digest(offset: Tensor | None) -> str:
@@ -37,7 +37,7 @@ def offset_digest(offset: Tensor | None) -> str:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing can be read back."""
+    """Whether a CUDA graph is being captured, during which nothing can be read back."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -45,7 +45,7 @@ class LayerOffset:
     """The offset of one layer's keys in one process: known from the start, or learnt from the first prompt."""
 
     def __init__(self, num_kv_heads: int, dim: int, device: torch.device, known: Tensor | None = None) -> None:
-        with torch.inference_mode(False):  # it outlives the pass that first needs it
+        with torch.inference_mode(False):  # it outlives the forward pass that creates it
             self.tensor = torch.zeros(num_kv_heads, dim, dtype=OFFSET_DTYPE, device=device)
             if known is not None:
                 self.tensor.copy_(known)
@@ -55,7 +55,7 @@ class LayerOffset:
 
     @classmethod
     def kept(cls, path: Path | None, num_kv_heads: int, dim: int, device: torch.device) -> LayerOffset:
-        """The offset in the file ``path``, or one that is learnt and then written there; None: it is not kept."""
+        """The offset in the file ``path``, or a learnt one that is then saved there (None: not saved)."""
         known = read_offset(path, num_kv_heads, dim) if path is not None else None
         made = cls(num_kv_heads, dim, device, known)
         made._kept = path
@@ -64,9 +64,8 @@ class LayerOffset:
         return made
 
     def provisional(self, key: Tensor) -> None:
-        """Takes the mean of a profiling step's keys [tokens, heads, dim]: all that is known of biases before a prompt.
-
-        It serves only where tokens are stored before anything could be learnt (see ``learn``).
+        """Takes the mean of a profiling step's keys [tokens, heads, dim] as a provisional offset. It is used only if
+        tokens are stored before an offset could be learnt (see ``learn``).
         """
         if not self.known:
             self.tensor.copy_(key.float().mean(0))
@@ -76,9 +75,9 @@ class LayerOffset:
 
         Args:
             key: [tokens, heads, dim], before they are stored.
-            stored: bool [tokens]: which of them will be.
-            pages: the layer's, all zeros before the first token is stored. Where they are not, tokens were stored
-                inside a captured graph: the provisional offset then stays.
+            stored: bool [tokens]: which of them will be stored.
+            pages: the layer's pages, all zeros before the first token is stored. If they are not, tokens were stored
+                inside a captured graph, and the provisional offset stays.
             first: how many of the tokens belong to the first request. Where given, it alone is learnt from, and no
                 more of it than ``MIN_TOKENS``, whatever else is in the batch and however long its first chunk is.
         """
@@ -89,7 +88,7 @@ class LayerOffset:
         count = int(stored.sum())
         if count == 0:
             return
-        if bool(pages.any()):  # a reduction: no copy of a cache that fills the device
+        if bool(pages.any()):  # a reduction, because a copy of the cache would not fit the device
             self.source = "a profiling step"
         else:
             seen = key[stored].float()  # a prompt is stored from its first token on
@@ -101,7 +100,7 @@ class LayerOffset:
 
 
 def kept_path(model: str, layer: int, rank: int = 0, ranks: int = 1) -> Path | None:
-    """Where the offset of a layer of ``model`` (a folder or a hub name) is kept; None: its files are not known."""
+    """The path of the offset of a layer of ``model`` (a folder or a hub name); None if its files are unknown."""
     key = _files_key(model)
     if key is None:
         return None
@@ -124,13 +123,13 @@ def read_offset(path: Path, num_kv_heads: int, dim: int) -> Tensor | None:
         _, tensors = file.read(path, FORMAT)
         found = tensors["offset"]
     except (SlimKVError, KeyError):
-        path.unlink(missing_ok=True)  # ours, and damaged or of another version: it is learnt again
+        path.unlink(missing_ok=True)  # damaged or of another version: it is learnt again
         return None
     fits = found.shape == (num_kv_heads, dim) and bool(found.isfinite().all())
     return found.to(OFFSET_DTYPE) if fits else None
 
 
 def write_offset(path: Path, offset: Tensor) -> None:
-    """Keeps an offset unless another process was first."""
+    """Saves an offset unless another process was first."""
     if not path.is_file():
         file.write(path, {}, {"offset": offset.detach().cpu().contiguous()}, FORMAT)

@@ -1,10 +1,9 @@
 """Rotary position embeddings: measured from queries alone, and averaged over positions in closed form.
 
-A rotary embedding turns planes of two coordinates, each by its own frequency times the position. Attention with it is
-relative: a window that is read ``s`` positions later has the same queries, turned ``s`` positions further. So the
-frequencies are found by reading one short window twice, whatever the model calls its embedding, however it pairs
-coordinates, and whatever scaled its frequencies; and statistics of queries that are turned back to position 0 give
-those at any other position without reading anything there.
+A rotary embedding rotates planes of two coordinates, each by its own frequency times the position. Attention with it is
+relative: a window read ``s`` positions later has the same queries, rotated by ``s`` more positions. So reading one
+short window twice reveals the frequencies, however the model names its embedding, pairs coordinates or scales
+frequencies. Statistics of queries rotated back to position 0 then give the statistics at any other position.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from torch import Tensor
 
 from slimkv.errors import InputError
 
-TOLERANCE = 0.02  # squared error, relative to the queries, up to which they count as turned
+TOLERANCE = 0.02  # largest squared error, relative to the queries, at which a rotation counts as found
 # A vector for short contexts and long ones (docs/design/centring.md).
 CONTEXTS = (1024, 8192)
-_SURPRISE = 0.03  # how far angles over a long shift may be from what shorter ones say: a mean of 1 - cos
-_STILL = 1e-4  # squared change, relative to the queries, below which a position does nothing
+_SURPRISE = 0.03  # allowed deviation of angles over a long shift from the prediction of shorter ones: a mean of 1 - cos
+_STILL = 1e-4  # squared change, relative to the queries, below which positions have no effect
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Which coordinates turn, and how fast. Without planes a position does nothing (NoPE)."""
+    """Which coordinates rotate, and how fast. Without planes, positions have no effect (NoPE)."""
 
     planes: Tensor  # int64 [planes, 2]
     frequencies: Tensor  # float64 [planes], radians per position
 
     @classmethod
     def none(cls) -> Rotary:
-        """No coordinate turns."""
+        """An embedding without planes."""
         return cls(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
 
     @property
@@ -44,7 +43,7 @@ class Rotary:
         return len(self.frequencies) > 0
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x float [tokens, ..., dim] turned ``positions`` int [tokens] further: float32, the same shape."""
+        """x float [tokens, ..., dim] rotated by ``positions`` int [tokens]: float32, the same shape."""
         out = x.float()
         if not self.turns:
             return out
@@ -66,7 +65,7 @@ class Rotary:
 
         Args:
             moment: S, float64 [..., dim, dim], symmetric: the second moment of queries at position 0.
-            ranges: of positions; R_t turns by t.
+            ranges: of positions; R_t rotates by t positions.
         """
         for start, stop in ranges:
             if not 0 <= start < stop:
@@ -105,13 +104,13 @@ class Rotary:
     def mean_of_contexts(self, vector: Tensor, positions: int) -> Tensor:
         """``mean_vector`` for contexts that may be short or long: the mean over ``CONTEXTS``, up to ``positions`` each.
 
-        Planes that turn slowly are constant in a short context and not in a long one, and one vector serves both.
+        Slowly rotating planes are constant in a short context but not in a long one, and one vector must fit both.
         """
         means = [self.mean_vector(vector, min(context, positions)) for context in CONTEXTS]
         return torch.stack(means).mean(0)
 
     def _eigenbasis(self, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """In which R_t is diagonal: complex128 [dim, dim] (rows), and the phases per position float64 [dim]."""
+        """The basis that makes R_t diagonal: complex128 [dim, dim] (rows); its phases per position: float64 [dim]."""
         basis = torch.zeros(dim, dim, dtype=torch.complex128, device=device)
         phases = torch.zeros(dim, dtype=torch.float64, device=device)
         first, second = self.planes.to(device).unbind(1)
@@ -126,11 +125,11 @@ class Rotary:
 
 
 def measure_rotary(plain: Tensor, shifted: Mapping[int, Tensor]) -> Rotary | None:
-    """The embedding that turns queries float [n, dim] into those of ``shifted``: {positions later: float [n, dim]}.
+    """The embedding that maps queries float [n, dim] to those of ``shifted``: {positions later: float [n, dim]}.
 
-    The shifts must begin with 1, each at most 64 times the one before: a frequency that is known well enough to count
-    whole turns over one shift is known better after it. Returns None where queries change with the position in another
-    way (learned positions, frequencies that depend on the length).
+    The shifts must begin with 1, each at most 64 times the previous one: each shift refines the frequencies enough to
+    count whole turns over the next. Returns None if queries depend on the position in another way (learned positions,
+    frequencies that depend on the length).
     """
     shifts = sorted(shifted)
     if not shifts or shifts[0] != 1 or any(b > 64 * a for a, b in pairwise(shifts)):
@@ -143,7 +142,7 @@ def measure_rotary(plain: Tensor, shifted: Mapping[int, Tensor]) -> Rotary | Non
     best: tuple[float, Rotary] | None = None
     for planes in _pairings(plain.shape[-1], plain.device):
         frequencies, surprise = _frequencies(before, after, planes)
-        # A plane that hardly turns within all shifts is none: what is left of it is rounding.
+        # A plane that hardly rotates within all shifts is dropped: the rest is rounding.
         keep = (frequencies * shifts[-1]).abs() > 1e-4
         found = Rotary(planes[keep].cpu(), frequencies[keep].cpu())
         error = max(_misfit(found, before, x, s) for s, x in after.items()) + (surprise > _SURPRISE)
@@ -156,7 +155,7 @@ def measure_rotary(plain: Tensor, shifted: Mapping[int, Tensor]) -> Rotary | Non
 
 
 def _pairings(dim: int, device: torch.device) -> Iterator[Tensor]:
-    """Which coordinates may turn together, usual ones first: int64 [planes, 2] each."""
+    """Candidate pairings of coordinates, the usual ones first: int64 [planes, 2] each."""
     index = torch.arange(dim // 2 * 2, device=device)
     yield torch.stack(index.chunk(2), 1)  # halves, as of Llama
     yield index.view(-1, 2)  # neighbours, as of GPT-J
@@ -167,9 +166,11 @@ def _pairings(dim: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def _frequencies(before: Tensor, after: Mapping[int, Tensor], planes: Tensor) -> tuple[Tensor, float]:
-    """Of every plane, from the shortest shift to the longest: float64 [planes]; and the largest surprise on the way.
+    """The frequency of every plane, refined from the shortest shift to the longest: float64 [planes]; and the largest
+    deviation on the way.
 
-    A frequency can be bent to fit any angle over a long shift, so what counts is whether that angle was to be expected.
+    A frequency can be adjusted to fit any angle over a long shift, so the deviation from the expected angle is what
+    counts.
     """
     start = torch.complex(before[:, planes[:, 0]], before[:, planes[:, 1]])
     frequencies = torch.zeros(len(planes), dtype=torch.float64, device=before.device)
@@ -186,6 +187,6 @@ def _frequencies(before: Tensor, after: Mapping[int, Tensor], planes: Tensor) ->
 
 
 def _misfit(rotary: Rotary, before: Tensor, after: Tensor, shift: int) -> float:
-    """Squared error of turned queries, relative to the queries."""
+    """Squared error of rotated queries, relative to the queries."""
     turned = rotary.turned(before, torch.full((len(before),), shift, device=before.device))
     return float((turned - after).square().sum() / after.square().sum())

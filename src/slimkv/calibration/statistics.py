@@ -1,4 +1,4 @@
-"""What a calibration knows of one layer."""
+"""The statistics of one layer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slimkv.errors import InputError
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Of one attention layer; every tensor has one row per KV head.
+    """The statistics of one attention layer; every tensor has one row per KV head.
 
-    ``query_moment`` and ``key_mean`` are of queries and keys turned back to position 0, where the layer turns them
-    (``rotary``); otherwise of queries and keys as they are.
+    ``query_moment`` and ``key_mean`` are of queries and keys rotated back to position 0 if the layer has a rotary
+    embedding (``rotary``), otherwise of queries and keys as they are.
 
-    ``key_weight`` and ``value_weight`` say what quantisation noise in this layer costs, relative to other layers: that
-    of keys is key_weight times E(q.e)^2 over |key|^2 (e the key's error), that of values value_weight times |error|^2
-    over |value|^2. None where that was not measured, or the model's output projection is unknown.
+    ``key_weight`` and ``value_weight`` give the cost of quantisation noise in this layer: key_weight times E(q.e)^2
+    over |key|^2 for keys (e is the key's error), and value_weight times |error|^2 over |value|^2 for values. None if
+    not measured or if the model's output projection is unknown.
     """
 
     query_moment: Tensor  # float64 [num_kv_heads, key_dim, key_dim]: mean of q q' over tokens and the group's heads
@@ -53,7 +53,7 @@ class LayerStatistics:
 
     @property
     def num_kv_heads(self) -> int:
-        """How many KV heads."""
+        """The number of KV heads."""
         return self.query_moment.shape[0]
 
     @property
@@ -65,8 +65,8 @@ class LayerStatistics:
 def pack_moments(moments: Tensor) -> tuple[Tensor, Tensor]:
     """float64 [heads, dim, dim] -> the lower triangles, float16 [heads, dim (dim + 1) / 2], and float32 scales [heads].
 
-    A triangle is divided by its mean diagonal, which is its scale: an entry is then at most ``dim``, and its rounding
-    (2^-11 of it) is small beside the damping that rounding matrices add to the diagonal.
+    A triangle is divided by its mean diagonal, which is stored as its scale. Entries are then at most ``dim``, and
+    their rounding (2^-11) is small compared with the damping that rounding matrices add to the diagonal.
     """
     dim = moments.shape[-1]
     scale = moments.diagonal(dim1=-2, dim2=-1).mean(-1)

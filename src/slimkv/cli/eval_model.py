@@ -53,7 +53,7 @@ Result = tuple[Any, list[Any], Callable[[Path], None] | None]  # a report, what 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a command measures, loaded."""
+    """The loaded model, tokenizer and calibration of a command."""
 
     model: Any
     tokenizer: Any
@@ -127,7 +127,7 @@ def add_to(app: typer.Typer) -> None:
 
 @contextmanager
 def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progress]]:
-    """A progress bar on standard error: what starts it (it runs at once with ``enter``), and what moves it on."""
+    """A progress bar on standard error: a function that starts it (at once with ``enter``) and one that advances it."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
@@ -149,7 +149,7 @@ def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progr
 
 
 def _lines_of_progress() -> Progress:
-    """Progress where there is no terminal: a line for each thing that is begun after the first."""
+    """Progress without a terminal: a line for each stage after the first."""
     last = ""
 
     def tell(what: str, done: int, total: int) -> None:
@@ -162,7 +162,7 @@ def _lines_of_progress() -> Progress:
 
 
 def load_quietly(model: str, threads: int | None, device: str, dtype: str, progress: Progress) -> Loaded:
-    """The model, without the progress bars of transformers, which would break the command's own."""
+    """Loads the model without the progress bars of transformers, which would break the command's own."""
     import torch
 
     from slimkv.lab import models
@@ -174,7 +174,7 @@ def load_quietly(model: str, threads: int | None, device: str, dtype: str, progr
 
 
 def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> Calibration | None:
-    """A calibration for the model from a file, or with ``auto`` the one that is made once and kept."""
+    """A calibration for the model from a file, or with ``auto`` the cached one, made on first use."""
     from slimkv.integrations.transformers.calibration.cached import AUTO, auto_calibration, find_calibration
 
     if source == AUTO:
@@ -183,13 +183,13 @@ def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> 
 
 
 def check_calibration(source: str | None) -> None:
-    """Raises before a model is loaded for a calibration that does not exist."""
+    """Raises for a missing calibration before a model is loaded."""
     if source not in (None, AUTO) and not Path(source).is_file():
         raise InputError(f"there is no calibration file {source}; make one with slimkv calibrate, or use auto")
 
 
 def _formats(given: str, calibration: str | None) -> list[str]:
-    """The formats of ``--format``; raises before a model is loaded for nothing."""
+    """The formats of ``--format``; raises for unknown ones before a model is loaded."""
     from slimkv.lab.evals.harness import check_formats
 
     names = comma_list(given, str)
@@ -217,6 +217,12 @@ def _mode(serving: bool) -> str:
     return "serving" if serving else "strict"
 
 
+def _over_raw(row: Any) -> str:
+    """With the larger half of its 95% interval."""
+    half = max(row.over_raw_high - row.over_raw, row.over_raw - row.over_raw_low)
+    return f"{row.over_raw:+.2%}" + (f" ± {half:.2%}" if half else "")
+
+
 @_command("k4v4,k6v6")
 def perplexity(
     subject: Subject,
@@ -238,7 +244,7 @@ def perplexity(
     )
     table = make_table(f"perplexity, {report.mode}, {subject.name}", "format", "perplexity", "over raw", "bytes/token")
     for row in report.rows:
-        table.add_row(row.format, f"{row.perplexity:.4f}", f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}")
+        table.add_row(row.format, f"{row.perplexity:.4f}", _over_raw(row), f"{row.bytes_per_token:.0f}")
     return report, [table], lambda path: plot_quality(report.rows, path)
 
 
@@ -265,11 +271,12 @@ def agreement(
     title = f"against the stock cache, {report.mode}, {subject.name}; raw perplexity {report.raw_perplexity:.4f}"
     table = make_table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
     for row in report.rows:
-        numbers = f"{row.top1:.2%}", f"{row.kl:.5f}", f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
+        kl = f"{row.kl:.5f} ± {max(row.kl_high - row.kl, row.kl - row.kl_low):.5f}"
+        numbers = f"{row.top1:.2%}", kl, f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
         growth = "" if row.kl_growth is None else f"{row.kl_growth:+.2%}"
         if row.kl_growth_error:
             growth += f" ± {row.kl_growth_error:.2%}"
-        table.add_row(row.format, *numbers, f"{row.over_raw:+.2%}", f"{row.bytes_per_token:.0f}", growth)
+        table.add_row(row.format, *numbers, _over_raw(row), f"{row.bytes_per_token:.0f}", growth)
     return report, [table], lambda path: plot_quality(report.rows, path)
 
 
@@ -319,6 +326,7 @@ def needle(
     strict: Strict = False,
 ) -> Result:
     """Needle in a haystack, over depth and context length."""
+    from slimkv.lab.evals.intervals import wilson
     from slimkv.lab.evals.model_plots import plot_needle
     from slimkv.lab.evals.needle import measure_needle
 
@@ -329,6 +337,11 @@ def needle(
     table = make_table(f"needles found, {report.mode}, {subject.name}", "format", "context", "depth", "found")
     for cell in report.cells:
         table.add_row(cell.format, str(cell.context), f"{cell.depth:.0%}", f"{cell.found}/{cell.tried}")
+    for format in dict.fromkeys(cell.format for cell in report.cells):
+        mine = [cell for cell in report.cells if cell.format == format]
+        found, tried = sum(cell.found for cell in mine), sum(cell.tried for cell in mine)
+        interval = wilson(found, tried)
+        table.add_row(format, "all", "all", f"{found}/{tried}, 95%: {interval.low:.0%} to {interval.high:.0%}")
     return report, [table], lambda path: plot_needle(report, path)
 
 

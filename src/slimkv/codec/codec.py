@@ -24,7 +24,7 @@ def _float32(number: float) -> float:
 
 
 def _indexed(device: torch.device | str) -> torch.device:
-    """``cuda`` as the device tensors report, ``cuda:0``."""
+    """``device`` as tensors report it: ``cuda`` becomes ``cuda:0``."""
     return torch.zeros(0, device=device).device
 
 
@@ -195,7 +195,7 @@ class Codec:
     def decode_key(self, encoded: Encoded, *, rotated: bool = False) -> Tensor:
         """``Encoded`` -> float32 [..., key_dim] (the raw dtype for raw).
 
-        ``rotated`` leaves it in the space it is attended in.
+        With ``rotated``, the result stays in the rotated space in which attention reads it.
         """
         return self._decode(encoded, self.spec.key, self.key_tables, self.key_rotation, rotated)
 

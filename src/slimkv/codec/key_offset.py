@@ -1,9 +1,9 @@
 """Centred keys: a constant vector per KV head is subtracted before keys are encoded.
 
-Keys have a large constant part: a bias, or a mean that the model learnt. The error of a code is a share of the vector's
-norm, so a large constant drowns what tells keys apart. Softmax does not see it: with k = k' + c every score of a query
-changes by the same softmax_scale * q.c. Where something else is compared with the scores (soft caps, sinks, a
-log-sum-exp that leaves the call), that one number per query and head is added back (``score_shift``).
+Keys have a large constant part: a bias, or a mean that the model learnt. The quantisation error is proportional to the
+vector's norm, so a large constant hides the differences between keys. Softmax is invariant to it: with k = k' + c,
+every score of a query changes by the same softmax_scale * q.c. Soft caps, sinks and a returned log-sum-exp depend on
+the absolute scores; for those, this number per query and head is added back (``score_shift``).
 
 Only keys are centred, never values, and only those stored as Lloyd-Max codes or fp8. Offsets are bfloat16: any constant
 serves, and x - c of two bfloat16 numbers rounds to the same number in one step as through float32, so that kernels
@@ -33,7 +33,7 @@ def takes_offset(spec: CodecSpec) -> bool:
 
 
 def wants_offset(spec: CodecSpec) -> bool:
-    """Whether an engine centres keys of this format: all that can be, but for vLLM's own recipes."""
+    """Whether an engine centres keys of this format: every format that allows it, except vLLM's own recipes."""
     return takes_offset(spec) and not spec.format.startswith(_STOCK)
 
 

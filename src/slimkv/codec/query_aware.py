@@ -1,13 +1,13 @@
-"""Query-aware rounding: the same codes and the same decoder, with the error moved to where no query looks.
+"""Query-aware rounding: the same codes and decoder, with the error moved into directions that queries ignore.
 
-Attention does not see a key's error e but q.e; over the queries of a head that costs e' S e, S their second moment.
-With M = R' S R in rotated space and M = L D L' (L unit lower triangular), the cost is a sum of squares
-D_i (e_i + sum over j > i of L[j, i] e_j)^2. So coordinates are rounded from the last to the first, each one after it
-has been corrected for the errors made so far. Only encoding knows of it.
+A key's error e affects attention only through q.e. Its mean square over a head's queries is e' S e, with S their second
+moment. With M = R' S R in rotated space and M = L D L' (L unit lower triangular), the cost is a sum of squares D_i (e_i
++ sum over j > i of L[j, i] e_j)^2. So coordinates are rounded from the last to the first, and each one is first
+corrected for the errors made so far. Decoding does not change.
 
 The corrections are sums, and the bytes must not depend on the order in which a device adds. So, as everywhere in
-encoding, integers are summed: L is held in steps of 1/64 and errors in steps that suit the codebook, both as signed
-bytes. A sum of ``dim`` such products is below 2^24, so float32 (fused or not), int32 and tensor cores give the same.
+encoding, only integers are summed: L is stored in steps of 1/64 and errors in steps that suit the codebook, both as
+signed bytes. A sum of ``dim`` such products is below 2^24, so float32 (fused or not), int32 and tensor cores agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from slimkv.errors import InputError
 
 DAMPING = 0.2
-WEIGHT_STEPS = 64.0  # of a rounding matrix's entry, per 1.0
+WEIGHT_STEPS = 64.0  # steps per 1.0 of a rounding matrix's entry
 LARGEST_BYTE = 127
 
 
@@ -29,17 +29,17 @@ def query_aware_matrix(second_moment: Tensor, rotation: Tensor, damping: float =
         second_moment: float [..., dim, dim], symmetric and positive semidefinite: the mean of q q' over the (post-RoPE)
             queries of each KV head's group.
         rotation: float [dim, dim], the codec's ``key_rotation`` (x rotates to x @ rotation).
-        damping: added to the diagonal in units of its mean: how much is kept for queries that were not seen.
+        damping: added to the diagonal, in units of its mean, to allow for queries that were not observed.
 
     Returns int8 [..., dim, dim], L[j, i] at [i, j] in steps of 1 / ``WEIGHT_STEPS``, zero where j <= i. The few entries
-    beyond what a byte holds (127 / 64) are cut to it.
+    beyond the range of a byte (127 / 64) are clamped.
     """
     weights = unit_triangular(second_moment, rotation, damping).mT * WEIGHT_STEPS
     return weights.triu(1).round().clamp(-LARGEST_BYTE, LARGEST_BYTE).to(torch.int8)
 
 
 def unit_triangular(second_moment: Tensor, rotation: Tensor, damping: float = DAMPING) -> Tensor:
-    """L of the module's text, before it is put in bytes: float64 [..., dim, dim]; see ``query_aware_matrix``."""
+    """L of the module docstring before it is rounded to bytes: float64 [..., dim, dim]; see ``query_aware_matrix``."""
     dim = rotation.shape[-1]
     if second_moment.shape[-2:] != (dim, dim):
         raise InputError(
@@ -64,11 +64,10 @@ def unit_triangular(second_moment: Tensor, rotation: Tensor, damping: float = DA
 
 
 def isotropic_cost(query_aware: Tensor) -> Tensor:
-    """By what factor a rounding matrix multiplies the squared error of a key.
+    """The factor by which a rounding matrix increases the squared error of a key: what isotropic queries would see.
 
-    That is the error that queries of no preferred direction see. The errors e solve L' e = w with w as large as plain
-    rounding's: the factor is the mean squared norm of the columns of the inverse of L. int8 [..., dim, dim] ->
-    float64 [...].
+    The errors e solve L' e = w, where w is as large as the errors of plain rounding, so the factor is the mean squared
+    norm of the columns of the inverse of L. int8 [..., dim, dim] -> float64 [...].
     """
     identity = torch.eye(query_aware.shape[-1], dtype=torch.float64, device=query_aware.device).expand(
         query_aware.shape
@@ -87,7 +86,7 @@ def query_aware_index(
         standard: float32 [..., dim], coordinates in the codebook's units.
         levels, boundaries: float32, ascending.
         query_aware: int8, broadcastable to [..., dim, dim]; only what is above its diagonal is used.
-        error_steps: a power of two: how finely errors are held, per unit of the codebook.
+        error_steps: a power of two: steps per unit of the codebook in which errors are stored.
     """
     weights = query_aware.float()
     sums = torch.zeros_like(standard)  # integers: corrections in steps of 1 / (WEIGHT_STEPS * error_steps)

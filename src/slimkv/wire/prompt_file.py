@@ -2,9 +2,9 @@
 
 Tensors: ``tokens`` int64 [tokens] and, for every layer, ``layer.<number>.pages`` uint8 [blocks, num_kv_heads,
 page_bytes] and, where keys are centred, ``layer.<number>.key_offset`` bfloat16 [num_kv_heads, key_dim]. Metadata: the
-fingerprint, where each layer's pages begin, a chained hash per block, and a checksum over the whole file, in which the
-checksum's own digits count as zeros. Keys are stored as attention reads them: after rotary embedding, at positions 0,
-1, 2, ...
+fingerprint, where each layer's pages begin, a chained hash per block, and a checksum over the whole file, computed with
+zeros in place of its own digits. Keys are stored as attention reads them: after rotary embedding, at positions 0, 1, 2,
+...
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _MOST_HEADER_BYTES = 100 << 20  # as safetensors
 
 @dataclass(frozen=True)
 class LayerPages:
-    """A layer's pages: those of the block that holds token ``first_token`` and of all blocks after it."""
+    """A layer's pages, from the block that holds token ``first_token`` on."""
 
     pages: Tensor  # uint8 [blocks, num_kv_heads, page_bytes]
-    first_token: int = 0  # a sliding layer may have lost the tokens before its window
+    first_token: int = 0  # a sliding layer may no longer have the tokens before its window
     key_offset: Tensor | None = None  # bfloat16 [num_kv_heads, key_dim], where keys are centred
 
 
 @dataclass(frozen=True)
 class PromptHeader:
-    """What a file says of itself before its pages are read."""
+    """The metadata of a file, which is read before its pages."""
 
     path: Path
     fingerprint: Fingerprint
@@ -54,7 +54,7 @@ class PromptHeader:
     writer: str
 
     def reusable_tokens(self, shared: int) -> int:
-        """How many of the first ``shared`` tokens every layer can serve, in whole blocks; 0 where one lost too much."""
+        """How many of the first ``shared`` tokens all layers can serve, in whole blocks; 0 if one lacks tokens."""
         size = self.fingerprint.block_size
         tokens = min(shared, self.num_tokens) // size * size
         for layer in self.fingerprint.layers:
@@ -100,7 +100,7 @@ class PromptCache:
         return sum(layer.pages.numel() for layer in self.layers.values())
 
     def save(self, path: str | Path, writer: str = "slimkv") -> Path:
-        """Writes the file beside its place and then moves it there; a reader sees all of it or none."""
+        """Writes the file atomically: a reader sees all of it or none."""
         path = Path(path)
         if path.is_dir():
             raise InputError(f"the path {str(path)!r} is a folder; a prompt cache is one file")
@@ -126,7 +126,7 @@ class PromptCache:
 
     @classmethod
     def load(cls, path: str | Path) -> PromptCache:
-        """The whole file, checked: every bit by its checksum, every block's hash by the tokens."""
+        """Reads the whole file and verifies its checksum and the block hashes."""
         header = read_header(path)
         tokens, pages = read_pages(header)
         offsets = read_offsets(header)
@@ -135,7 +135,7 @@ class PromptCache:
 
 
 def first_needed(layer: LayerFingerprint, tokens: int) -> int:
-    """The first position that the token after ``tokens`` others attends in a layer."""
+    """The first position that the next token after ``tokens`` tokens attends to in a layer."""
     return 0 if layer.window is None else max(0, tokens - layer.window + 1)
 
 
@@ -148,7 +148,7 @@ def _offset_name(layer: int) -> str:
 
 
 def block_hashes(fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[str, ...]:
-    """A sha256 per block: of the hash before it (the fingerprint's for the first) and the block's tokens."""
+    """A sha256 per block: of the previous block's hash (first: the fingerprint's) and the block's tokens."""
     ids = np.asarray(tokens, dtype="<i8")
     last, out = bytes.fromhex(fingerprint.hash), []
     for start in range(0, len(ids), fingerprint.block_size):
@@ -158,7 +158,7 @@ def block_hashes(fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[str, 
 
 
 def read_header(path: str | Path) -> PromptHeader:
-    """The metadata of a file; its checksum is not looked at."""
+    """Reads the metadata of a file without verifying its checksum."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"there is no prompt-cache file {path}")
@@ -187,7 +187,7 @@ def read_header(path: str | Path) -> PromptHeader:
 
 
 def verify(path: str | Path) -> PromptHeader:
-    """Checks every bit of a file by its checksum, and its tokens by the chained hashes."""
+    """Verifies the checksum of a file and the chained hashes of its tokens."""
     header = read_header(path)
     _check_sum(header.path)
     _read(header, [_TOKENS], None)
@@ -197,7 +197,7 @@ def verify(path: str | Path) -> PromptHeader:
 def read_pages(
     header: PromptHeader, heads: slice | None = None, layers: Sequence[int] | None = None, *, checked: bool = False
 ) -> tuple[tuple[int, ...], dict[int, Tensor]]:
-    """The tokens and the pages [blocks, heads, page_bytes] by layer, of some KV heads and layers where given.
+    """The tokens and the pages [blocks, heads, page_bytes] by layer, optionally of some KV heads and layers only.
 
     ``checked``: the caller has verified the checksum of this very file.
     """
@@ -229,7 +229,7 @@ def read_offsets(header: PromptHeader) -> dict[int, Tensor]:
 
 
 def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> dict[str, Tensor]:
-    """Tensors of a file, each with the shape that its fingerprint asks for."""
+    """The tensors of a file, each checked against the shape that the fingerprint requires."""
     try:
         with _safetensors("safe_open")(header.path, framework="pt") as file:
             out = {
@@ -262,7 +262,7 @@ def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> di
 
 
 def _raw_header(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The bytes of a safetensors header with its length in front, and what slimkv wrote into them."""
+    """The bytes of a safetensors header including its length prefix, and slimkv's metadata in it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -277,13 +277,13 @@ def _raw_header(path: Path) -> tuple[bytes, dict[str, Any]]:
         about = json.loads(metadata[FORMAT])
         if not isinstance(about, dict):
             raise ValueError(f"{FORMAT} is a {type(about).__name__}")
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:  # brackets may be nested without end
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:  # deeply nested brackets
         raise CorruptDataError(f"{path} is not a whole prompt cache (its header is damaged: {error})") from error
     return length.to_bytes(8, "little") + text, about
 
 
 def _digest(path: Path) -> tuple[str, str, int]:
-    """The file's checksum, the one written in it, and where that stands."""
+    """The computed checksum, the one stored in the file, and its offset."""
     header, about = _raw_header(path)
     written = about.get(_CHECKSUM)
     before = f'\\"{_CHECKSUM}\\":\\"'.encode()
@@ -299,7 +299,7 @@ def _digest(path: Path) -> tuple[str, str, int]:
 
 
 def _sign(path: Path) -> None:
-    """Puts the checksum in its place."""
+    """Writes the checksum into the file."""
     digest, _, where = _digest(path)
     with path.open("r+b") as file:
         file.seek(where)

@@ -1,4 +1,4 @@
-"""Places that several processes share: a marker that says what the bytes there mean, and a folder of prompt caches."""
+"""Folders shared by several processes: a marker with the fingerprint of their contents, and prompt caches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SUFFIX = ".safetensors"
 def check_marker(folder: str | Path, fingerprint: Fingerprint, *, self_describing: bool = False) -> None:
     """Raises unless what is stored in ``folder`` has this fingerprint; marks a folder that is empty or does not exist.
 
-    A folder with contents and without a marker is refused: nobody knows what its bytes mean. Where every file in it
-    carries a fingerprint of its own (``self_describing``), it is marked as well.
+    A folder with contents but without a marker raises an error, because the meaning of its bytes is unknown. If every
+    file in it carries its own fingerprint (``self_describing``), it is marked instead.
     """
     folder = Path(folder)
     marker = folder / MARKER
@@ -31,7 +31,7 @@ def check_marker(folder: str | Path, fingerprint: Fingerprint, *, self_describin
                 f"{folder} holds a cache without a fingerprint ({MARKER}), so that nobody knows what its bytes mean: "
                 "use an empty folder"
             )
-        # The first process wins; others then compare themselves with it.
+        # The first process writes the marker; the others compare their fingerprint with it.
         write_whole(marker, f"{fingerprint.to_json()}\n".encode(), overwrite=False)
     read_marker(folder).check_same(fingerprint, str(folder))
 
@@ -48,16 +48,16 @@ def read_marker(folder: str | Path) -> Fingerprint:
 
 @dataclass(frozen=True)
 class Match:
-    """A file whose first ``tokens`` tokens are those of a prompt, in whole blocks."""
+    """A file that shares its first ``tokens`` tokens with a prompt, in whole blocks."""
 
     header: PromptHeader
     tokens: int
 
 
 class PromptStore:
-    """A folder of prompt-cache files of one fingerprint, found by the tokens they begin with.
+    """A folder of prompt-cache files with one fingerprint, indexed by their first tokens.
 
-    Files that are damaged or belong to another cache are never matched; ``refused`` tells which and why.
+    Files that are damaged or belong to another cache are never matched; ``refused`` lists them with the reason.
     """
 
     def __init__(self, folder: str | Path, fingerprint: Fingerprint) -> None:
@@ -67,10 +67,10 @@ class PromptStore:
         check_marker(self.folder, fingerprint, self_describing=True)
         self._seen: dict[str, tuple[int, int]] = {}  # name: size, time
         self._headers: dict[str, PromptHeader] = {}
-        self._by_hash: dict[str, dict[str, int]] = {}  # hash of a block: file, how many blocks it is from the start
+        self._by_hash: dict[str, dict[str, int]] = {}  # hash of a block: file, number of blocks up to it
 
     def find(self, tokens: Sequence[int]) -> Match | None:
-        """The file that shares the most whole blocks with ``tokens``; None where none does."""
+        """The file that shares the most whole blocks with ``tokens``, or None."""
         self.refresh()
         size = self.fingerprint.block_size
         hashes = block_hashes(self.fingerprint, tokens[: len(tokens) // size * size])
@@ -82,17 +82,17 @@ class PromptStore:
         return None
 
     def path_of(self, tokens: Sequence[int]) -> Path:
-        """Where a prompt's file is kept: under the hash of its last block."""
+        """The path of a prompt's file, named by the hash of its last block."""
         return self.folder / f"{block_hashes(self.fingerprint, tokens)[-1]}{SUFFIX}"
 
     def save(self, cache: PromptCache, writer: str) -> Path:
-        """Writes a prompt's file, unless it is there."""
+        """Writes a prompt's file unless it exists."""
         self.fingerprint.check_same(cache.fingerprint, "this prompt cache")
         path = self.path_of(cache.tokens)
         return path if path.exists() else cache.save(path, writer)
 
     def refresh(self) -> None:
-        """Looks for files that came, went or changed; a new one is checked in full once."""
+        """Looks for new, removed and changed files; a new file is verified in full once."""
         present = {}
         for entry in os.scandir(self.folder):
             if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):

@@ -21,7 +21,10 @@ def config_of(settings: dict, **model) -> SimpleNamespace:
     fields = {"is_hybrid": False, "is_attention_free": False, "use_mla": False, **model}
     sizes = {"get_total_num_kv_heads": lambda: 2, "get_head_size": lambda: 128}
     return SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16, **sizes, **fields),
+        model_config=SimpleNamespace(
+            hf_text_config=text, dtype=torch.bfloat16, model="served", max_model_len=1024, **sizes, **fields
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(num_gpu_blocks=100, block_size=64, kv_cache_size_tokens=6400),
         additional_config=settings,
     )

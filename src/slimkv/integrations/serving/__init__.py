@@ -1,1 +1,1 @@
-"""What serving engines share: the model that is served, calibration inside an engine, parts of a step."""
+"""Shared by serving engines: the served model, calibration inside an engine, parts of a step."""

@@ -1,4 +1,4 @@
-"""The model that an engine serves: the formats of its layers, its calibration, and what of it this rank holds."""
+"""The model that an engine serves: the formats of its layers, its calibration, and the share of this rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slimkv.spec import CodecSpec, parse_spec
 
 @lru_cache(maxsize=8)
 def _load(path: str, model: str) -> Calibration:
-    """One file serves all layers of a process."""
+    """Loads a file once for all layers of a process."""
     return cached_calibration(model) if path == AUTO else Calibration.load(path)
 
 
@@ -34,25 +34,25 @@ def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
 
 
 def rank_heads(total: int, held: int, rank: int, ranks: int) -> slice:
-    """Which of a layer's ``total`` KV heads a rank holds: its share, or one that several ranks hold alike."""
+    """Which of a layer's ``total`` KV heads a rank holds: its share, or one head that several ranks replicate."""
     first = rank * held if total >= ranks else rank * total // ranks
     return slice(first, first + held)
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model and how its cache is set up."""
+    """A model and the settings of its cache."""
 
     settings: KVCacheConfig
     name: str  # the folder or hub name that the engine loads
     config: Any  # of transformers, of the text model
     max_positions: int  # of the longest context
-    ranks: Callable[[], tuple[int, int]]  # this process's rank among those that share heads, and how many there are
-    random_weights: bool = False  # nothing is kept for later processes
+    ranks: Callable[[], tuple[int, int]]  # this process's tensor-parallel rank, and the number of ranks
+    random_weights: bool = False  # nothing is saved for later processes
 
     @cached_property
     def calibration(self) -> Calibration | None:
-        """The calibration of the settings, checked to be for this model; a longer context is warned of once."""
+        """The calibration of the settings, checked against this model; warns once if the context exceeds its range."""
         given = self.settings.calibration
         if given is None:
             return None
@@ -71,9 +71,9 @@ class ServedModel:
         latent: bool = False,
         name: str | None = None,
     ) -> CodecSpec:
-        """What layer ``layer`` stores (None, or beyond the model's: a drafter's), called ``name`` in messages.
+        """The spec of layer ``layer`` (None or beyond the model's layers: a drafter's), called ``name`` in messages.
 
-        ``latent``: it caches latents of ``key_dim`` numbers with rope parts of ``value_dim``.
+        ``latent``: it caches latents of size ``key_dim`` with rope parts of size ``value_dim``.
         """
         settings, num_layers = self.settings, self.config.num_hidden_layers
         settings.check_layers(num_layers)
@@ -100,7 +100,7 @@ class ServedModel:
         return known.query_aware_matrices(layer, codec, self._heads(layer, held), self.max_positions)
 
     def centres(self, spec: CodecSpec) -> bool:
-        """Whether an offset is subtracted from keys that are stored as ``spec``."""
+        """Whether keys stored as ``spec`` are centred."""
         return self.settings.center_keys and wants_offset(spec)
 
     def calibrated_offset(self, layer: int | None, held: int, device: torch.device) -> Tensor | None:
@@ -111,7 +111,7 @@ class ServedModel:
         return known.key_offset(layer, device, self._heads(layer, held))
 
     def layer_offset(self, layer: int | None, spec: CodecSpec, held: int, device: torch.device) -> LayerOffset:
-        """The offset of a layer's keys: from the calibration, else as kept before, else learnt from the first prompt.
+        """The offset of a layer's keys: from the calibration, from an earlier process, or learnt from the first prompt.
 
         ``layer``: its number; None for a drafter's, which learns anew in every process.
         """

@@ -26,12 +26,12 @@ from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.ops.plan import AttendPlan, plan_attend
 from slimkv.spec import Kind, parse_spec
 
-RAW_FRESH_ABOVE = 8  # serving: up to this many new tokens (decoding, verifying a draft) attention reads codes only
+RAW_FRESH_ABOVE = 8  # up to this many new tokens (decoding, verifying a draft) attention reads codes only
 
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What the layers of a cache share."""
+    """State that the layers of a cache share."""
 
     config: KVCacheConfig
     block_size: int
@@ -43,7 +43,7 @@ class LayerSettings:
     guard: Guard | None = None  # shared by the caches of a model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
-        """A copied cache has tables of its own; what nobody changes is shared."""
+        """A copied cache has its own tables; immutable state is shared."""
         return memo.setdefault(id(self), replace(self, tables=copy.deepcopy(self.tables, memo)))
 
 
@@ -51,7 +51,7 @@ _unchecked: WeakValueDictionary[int, PackedLayer] = WeakValueDictionary()  # by 
 
 
 def unchecked_layer(key: Tensor) -> PackedLayer | None:
-    """The layer whose ``update`` returned ``key`` and whose scores the guard has not seen, once."""
+    """The layer whose ``update`` returned ``key``, if the guard has not checked it yet; removes it from the list."""
     return _unchecked.pop(id(key), None) if _unchecked else None
 
 
@@ -63,7 +63,7 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False
     window: int | None = None
     chunked = False
-    partly = False  # whether some tokens are kept outside the pages
+    partly = False  # whether some tokens are stored outside the pages
 
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         # The base class would assign keys and values, which are views here.
@@ -72,13 +72,13 @@ class PackedLayer(CacheLayerMixin):
         self.settings = settings
         self.is_initialized = False
         self.tokens = 0
-        self._unchecked: Tensor | None = None  # keys of the last update that the guard has not seen
+        self._unchecked: Tensor | None = None  # keys of the last update that the guard has not checked
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.format}, tokens={self.tokens}, bytes={self.nbytes})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
-        """Copies pages and tables; codec and matrices, which nobody changes, are shared."""
+        """Copies pages and tables; codec and matrices are immutable and shared."""
         if self.is_initialized:
             for shared in (self.pool.codec, self.pool.layout, self.pool.query_aware, self.pool.key_offset):
                 memo[id(shared)] = shared
@@ -127,7 +127,7 @@ class PackedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _known_offset(self) -> Tensor | None:
-        """What is known of this layer's keys before it has seen any: of a file, the calibration or the model."""
+        """The key offset of this layer before its first keys: from a file, the calibration or the model."""
         settings = self.settings
         known = settings.offsets.get(self.number)
         if known is None and settings.calibration is not None:
@@ -141,7 +141,7 @@ class PackedLayer(CacheLayerMixin):
             return None if known is None else known.to(self.device, OFFSET_DTYPE).contiguous()
 
     def _check_kind(self, key_states: Tensor) -> None:
-        """Raises where a format of latents meets K and V of several heads."""
+        """Raises if a latent format is used for K and V of several heads."""
         if is_latent_format(self.format) and key_states.shape[1] != 1:
             raise UnsupportedError(
                 f"format {self.format!r} is one of latents, and layer {self.number} of this model caches K and V of "
@@ -149,10 +149,8 @@ class PackedLayer(CacheLayerMixin):
             )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores K and V [batch, num_kv_heads, new, dim]; returns what attention is to read.
-
-        That is the new tensors themselves where nothing else is cached and the mode allows it; otherwise
-        ``PackedStates``.
+        """Stores K and V [batch, num_kv_heads, new, dim]; returns the tensors for attention. These are the new tensors
+        themselves if nothing else is cached and the mode allows it; otherwise ``PackedStates``.
         """
         check_no_grad(key_states, value_states)
         if not self.is_initialized:
@@ -174,22 +172,22 @@ class PackedLayer(CacheLayerMixin):
         return returned
 
     def check_scores(self, query: Tensor, softmax_scale: float) -> None:
-        """Compares scores from the keys that the last ``update`` stored with true ones.
+        """Compares scores from the keys that the last ``update`` stored with exact ones.
 
-        See ``slimkv.calibration.guard``. query [batch, num_heads, new, key_dim] is of the same tokens; the first
-        sequence is looked at.
+        See ``slimkv.calibration.guard``. query [batch, num_heads, new, key_dim] is of the same tokens; only the first
+        sequence is compared.
         """
         key, self._unchecked = self._unchecked, None
         guard = self.settings.guard
         if key is None or guard is None or query.shape[2] != key.shape[2]:
             return
-        new = min(key.shape[2], self._visible(key.shape[2]))  # a sliding layer keeps no more
+        new = min(key.shape[2], self._visible(key.shape[2]))  # a sliding layer stores no more
         slots = self.tables.slots(self.tokens - new, new)[0]
         queries, keys = (x[0, :, -new:].transpose(0, 1) for x in (query, key))
         guard.compare(str(self.number), queries, keys, lambda rows: self.pool.gather(slots[rows])[0], softmax_scale)
 
     def _store(self, key_states: Tensor, value_states: Tensor, step: Step, first: int) -> None:
-        """K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on to the slots of ``step``.
+        """Stores K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on in the slots of ``step``.
 
         A raw format is a dtype of its own; a calibration has a matrix for each range of positions.
         """
@@ -198,7 +196,7 @@ class PackedLayer(CacheLayerMixin):
             x if side.kind != Kind.RAW else x.to(getattr(torch, side.raw_dtype))
             for x, side in ((key_states, spec.key), (value_states, spec.value))
         )
-        if self._learns_offset and key.shape[2]:  # nothing is stored yet: from now on it is fixed
+        if self._learns_offset and key.shape[2]:  # before the first token is stored; fixed from now on
             with lasting():
                 self.pool.key_offset = offset_of_keys(key.float().mean((0, 2)), key[:, :, 0].float().mean(0))
             self._learns_offset = False
@@ -211,7 +209,7 @@ class PackedLayer(CacheLayerMixin):
 
     @property
     def packed_tokens(self) -> int:
-        """How many tokens are in pages."""
+        """The number of tokens in pages."""
         return self.tokens
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -237,7 +235,8 @@ class PackedLayer(CacheLayerMixin):
         )  # fmt: skip
 
     def attend_codes(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions) -> Tensor:
-        """query [queries, num_heads, key_dim] -> [queries, num_heads, value_dim]; a step like the last reuses its plan.
+        """query [queries, num_heads, key_dim] -> [queries, num_heads, value_dim]; a step with the same arguments as the
+        last one reuses its plan.
 
         ``kv`` is the step's: offloading may have moved the layer's own.
         """
@@ -247,10 +246,10 @@ class PackedLayer(CacheLayerMixin):
         return plan.run(query, batch.seq_lens)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plan": None, "_unchecked": None}  # a copy has pages of its own
+        return {**self.__dict__, "_plan": None, "_unchecked": None}  # a copied layer does not share pages
 
     def _visible(self, new: int) -> int:
-        """How many of the last positions a step of ``new`` tokens may look at."""
+        """The number of last positions that a step of ``new`` tokens may attend to."""
         return self.tokens
 
     def _view(self, side: int) -> PackedStates | None:
@@ -277,7 +276,7 @@ class PackedLayer(CacheLayerMixin):
         return self.tokens
 
     def get_max_length(self) -> int:
-        """-1: it grows as needed."""
+        """-1: the cache grows as needed."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -305,12 +304,12 @@ class PackedLayer(CacheLayerMixin):
         self.tokens = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last ``-tokens_to_remove`` tokens; the tables have done so already."""
+        """Removes the last ``-tokens_to_remove`` tokens; the tables are already updated."""
         if self.is_initialized:
             self.tokens = max(self.tokens + tokens_to_remove, 0)
 
     def check_crop(self, tokens: int) -> None:
-        """Raises where ``tokens`` tokens cannot be taken back."""
+        """Raises if ``tokens`` tokens cannot be removed."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Nothing beside the pages, which the tables move."""
@@ -348,7 +347,7 @@ class PackedLayer(CacheLayerMixin):
 
 
 def check_no_grad(key_states: Tensor, value_states: Tensor) -> None:
-    """Raises where a gradient would have to pass through the codes."""
+    """Raises if a gradient would have to pass through the codes."""
     if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
         raise UnsupportedError(
             "a packed cache passes no gradient on to its keys and values; run the model under torch.no_grad() or "
@@ -357,7 +356,7 @@ def check_no_grad(key_states: Tensor, value_states: Tensor) -> None:
 
 
 class PackedSlidingLayer(PackedLayer):
-    """A layer that attends the last ``sliding_window`` tokens (or its chunk of that many) and keeps no more."""
+    """A layer that attends to the last ``sliding_window`` tokens (or a chunk of that size) and stores no more."""
 
     is_sliding = True
 
@@ -371,11 +370,11 @@ class PackedSlidingLayer(PackedLayer):
 
     @property
     def cumulative_length(self) -> int:
-        """Positions seen so far, as the stock layer calls them."""
+        """Positions seen so far, under the stock layer's name."""
         return self.tokens
 
     def activate_past_recording(self) -> None:
-        """From now on old tokens are kept until ``crop``, so that it can go back."""
+        """From now on old tokens are kept until ``crop``, so that tokens can be removed."""
         self.record_past = True
         if self.is_initialized:
             self.tables.record_past = True

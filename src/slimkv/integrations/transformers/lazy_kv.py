@@ -1,6 +1,5 @@
-"""What a packed layer's ``update`` returns: tensors of the right shape that hold no numbers until somebody asks.
-
-The registered attention takes the pages behind them; any other code that touches them gets the decoded numbers.
+"""The result of a packed layer's ``update``: tensors of the right shape that are decoded on first use. The registered
+attention reads the pages behind them; any other code that uses them gets decoded values.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class LazyKV(Protocol):
 
     @property
     def positions(self) -> int:
-        """How many keys attention sees, padding included."""
+        """The number of keys that attention sees, padding included."""
 
     @property
     def new(self) -> int:
-        """How many of them, the last ones, came with this step."""
+        """The number of keys, at the end, that are new in this step."""
 
     @property
     def window(self) -> int | None:
-        """How many positions a query sees, itself included; None: all before it."""
+        """The number of positions that a query sees, itself included; None: all before it."""
 
     @property
     def pads(self) -> list[int]:
@@ -73,11 +72,11 @@ class LazyKV(Protocol):
 class PagedKV:
     """Keys and values in pages, the new tokens optionally raw beside them."""
 
-    kv: PackedKV  # taken at the step: offloading may move the layer's own
+    kv: PackedKV  # as of this step: offloading may move the layer's pages
     tables: SequenceTables
     step: Step
     first: int  # the first position that attention may see
-    positions: int  # how many positions it may see, from there on
+    positions: int  # number of positions from there on
     dtype: torch.dtype
     window: int | None
     chunked: bool
@@ -165,11 +164,11 @@ class PackedStates(Tensor):
 
     kv: LazyKV
     side: int  # 0 keys, 1 values
-    for_attention: bool = False  # given to a model's attention, rather than to somebody who looks into the cache
+    for_attention: bool = False  # passed to a model's attention, rather than to code that inspects the cache
 
     @staticmethod
     def __new__(cls, kv: LazyKV, side: int, dim: int, dtype: torch.dtype, device: torch.device) -> PackedStates:
-        """Side 0 or 1 of ``kv``, as vectors of ``dim``."""
+        """Keys (side 0) or values (1) of ``kv``, as vectors of ``dim``."""
         out = Tensor._make_wrapper_subclass(cls, (*kv.shape, dim), dtype=dtype, device=device)
         out.kv, out.side = kv, side
         return out
@@ -195,7 +194,7 @@ class PackedStates(Tensor):
         return self.decoded()
 
     def decoded(self) -> Tensor:
-        """The numbers."""
+        """The decoded tensor."""
         return self.kv.dense()[self.side]
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -1,8 +1,8 @@
-"""The mask that goes with the attention, and what a mask means to pages.
+"""The mask of the attention function, and how masks apply to pages.
 
-Fused attention takes causal order, a window and left padding as such, not as a mask. So before it runs, the mask must
-be known to be exactly that. A mask from transformers' own functions brings a note of how it was made; any other mask
-is read, number by number. Whatever is not recognised is obeyed on decoded keys and values.
+Fused attention implements causal order, a window and left padding, but takes no mask. Before it runs, the mask must be
+known to be exactly that. A mask from transformers' own functions has a note of how it was made; any other mask is
+inspected. A mask that is not recognised is applied to decoded keys and values.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Keys(Protocol):
 
     @property
     def positions(self) -> int:
-        """How many keys there are, padding included."""
+        """The number of keys, padding included."""
 
     @property
     def new(self) -> int:
-        """How many of them, the last ones, are queries too."""
+        """The number of keys, at the end, that belong to queries."""
 
     @property
     def window(self) -> int | None:
-        """How many positions a query sees, itself included; None: all before it."""
+        """The number of positions that a query sees, itself included; None: all before it."""
 
     @property
     def pads(self) -> list[int]:
@@ -49,7 +49,7 @@ class Keys(Protocol):
 class Pattern:
     """Causal order inside a window, with ``pads[b]`` leading positions of sequence b hidden."""
 
-    pads: list[int] | None  # None: nothing is said about padding
+    pads: list[int] | None  # None: padding is unknown
     window: int | None
 
 
@@ -75,7 +75,7 @@ def slimkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     window, chunk = kwargs.get("local_size"), getattr(config, "attention_chunk_size", None)
     offset = kwargs.get("kv_offset", 0)
     plain = (
-        kwargs.get("allow_is_causal_skip", True)  # false when somebody adds to the pattern
+        kwargs.get("allow_is_causal_skip", True)  # false if a caller extends the pattern
         and not kwargs.get("allow_is_bidirectional_skip", False)
         and not kwargs.get("use_vmap", False)
         and (window is None or (chunk is None and window == getattr(config, "sliding_window", None)))
@@ -98,21 +98,21 @@ def left_padding(attention_mask: Tensor | None, batch: int) -> list[int] | None:
 
 
 def pattern_of(mask: Tensor, keys: Keys) -> Pattern | None:
-    """What ``mask`` means if it is a causal pattern on ``keys``; None for every other mask."""
+    """The causal pattern of ``mask`` on ``keys``; None for every other mask."""
     if mask.dim() != 4 or mask.shape[1] != 1 or tuple(mask.shape[-2:]) != (keys.new, keys.positions):
         return None
     note: _Note | None = getattr(mask, _NOTE, None)
     if note is not None and (note.first, note.keys, note.queries) == (keys.first, keys.positions, keys.new):
         windows = [x for x in (note.window, keys.window) if x is not None]
         window = min(windows, default=None)
-        # What a layer with a window returns is the window of a single query; several must be masked to it.
+        # A windowed layer returns the window of a single query; several queries must be masked.
         if keys.window in (None, note.window) or keys.new == 1 or keys.positions <= min(windows):
             return Pattern(note.pads, window)
     return _read(mask, keys)
 
 
 def _read(mask: Tensor, keys: Keys) -> Pattern | None:
-    """``pattern_of`` from the numbers; remembered on the mask, which many layers share."""
+    """``pattern_of`` from the mask's values; stored on the mask, which many layers share."""
     key = keys.first, keys.window, len(keys.pads)
     known = getattr(mask, _READ, None)
     if known is None or known[0] != key:
@@ -121,15 +121,14 @@ def _read(mask: Tensor, keys: Keys) -> Pattern | None:
     leading = known[1]
     if leading is None:
         return None
-    # Padding that has left the window can no longer be seen: what is known of it stays.
+    # Padding that has left the window is no longer visible, so earlier knowledge of it is kept.
     pads = [keys.first + n if n else min(pad, keys.first) for n, pad in zip(leading, keys.pads, strict=True)]
     return Pattern(pads, keys.window)
 
 
 def _leading(mask: Tensor, keys: Keys) -> list[int] | None:
-    """Keys per sequence that are hidden from every query, at the front; None unless the rest is the causal pattern.
-
-    Queries that are padding themselves may see anything.
+    """The number of leading keys per sequence that are hidden from every query; None unless the rest is the causal
+    pattern. Padding queries may see anything.
     """
     shown = mask[:, 0]
     odd = torch.zeros((), dtype=torch.bool, device=mask.device)

@@ -15,18 +15,18 @@ from slimkv.integrations.transformers.switching import Counts
 
 @dataclass(frozen=True)
 class Status:
-    """How a model keeps and attends its keys and values. ``print`` it."""
+    """How a model stores and attends its keys and values; printable."""
 
     enabled: bool  # whether ``generate`` uses a packed cache
     formats: dict[str, int] = field(default_factory=dict)  # layers by format
-    calibration: str | None = None  # what the model read for it; None: keys are rounded without one
+    calibration: str | None = None  # the tokens it was made on; None: keys are rounded without one
     fused: bool = False  # attention reads packed codes; otherwise the model's own attention gets decoded tensors
     calls: Counts | None = None  # how attention ran in the last ``generate``, in calls of a layer
     size: CacheSize | None = None  # of its cache, at its end
 
     @property
     def packed_layers(self) -> int:
-        """Layers whose keys and values are packed."""
+        """The packed layers."""
         return sum(count for name, count in self.formats.items() if name != STOCK)
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ _STOCK = tuple(DYNAMIC_LAYER_TYPE_MAPPING[kind] for kind in _KINDS)
 
 
 def model_weights(model: Any) -> str:
-    """The digest of a model's weights: of the files it was loaded from, or of the parameters where there are none."""
+    """The digest of a model's weights: of its files, or of its parameters if there are no files."""
     config = getattr(model, "config", model)
     changed = getattr(model, "_hf_peft_config_loaded", False) or not hasattr(config, "_name_or_path")
     digest = None if changed else weights_digest(config._name_or_path)
@@ -44,7 +44,7 @@ def model_weights(model: Any) -> str:
 
 
 def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any) -> Path:
-    """Writes what ``cache`` holds of ``input_ids`` to a file; see ``SlimKVCache.save``."""
+    """Writes the cached part of ``input_ids`` to a file; see ``SlimKVCache.save``."""
     count = cache.get_seq_length()
     tokens = _one_sequence(input_ids)
     if count == 0 or len(tokens) < count:
@@ -100,7 +100,7 @@ def _name(dtype: Any) -> str:
 def _layer_pages(
     number: int, layer: Any, count: int, block_size: int, seed: int
 ) -> tuple[LayerFingerprint, LayerPages, torch.dtype]:
-    """What a layer holds, as pages; tokens of the first and last block that it does not hold are zeros."""
+    """The contents of a layer as pages; missing tokens of the first and last block are zeros."""
     if type(layer) in (PackedLayer, PackedSlidingLayer):
         if not layer.is_initialized or layer.tables.batch != 1 or any(layer.tables.pads):
             raise InputError(
@@ -172,7 +172,7 @@ def load_prompt(
 
 
 def _offsets(prompt: PromptCache) -> dict[int, Tensor]:
-    """What was subtracted from keys, by layer: later tokens are stored with the same."""
+    """The key offsets by layer, which later tokens use as well."""
     return {number: x.key_offset for number, x in prompt.layers.items() if x.key_offset is not None}
 
 
@@ -183,7 +183,7 @@ def _as_asked(format: str, dtype: str) -> str:
 
 
 def _usable(prompt: PromptCache, input_ids: Any, path: str | Path) -> int:
-    """How many of the file's tokens ``input_ids`` begins with; the last of them is always computed anew."""
+    """The number of tokens that ``input_ids`` shares with the file; its last token is always recomputed."""
     count = len(prompt.tokens)
     if input_ids is None:
         return count
@@ -202,7 +202,7 @@ def _usable(prompt: PromptCache, input_ids: Any, path: str | Path) -> int:
 
 
 def _fill(layer: Any, mark: LayerFingerprint, prompt: PromptCache, count: int, device: torch.device) -> None:
-    """Puts the first ``count`` tokens of a file into a layer."""
+    """Loads the first ``count`` tokens of a file into a layer."""
     size, held = prompt.fingerprint.block_size, prompt.layers[mark.number]
     dtype = getattr(torch, prompt.fingerprint.dtype)
     if isinstance(layer, PackedLayer):

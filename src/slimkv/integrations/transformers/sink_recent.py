@@ -1,4 +1,4 @@
-"""A full-attention layer that keeps its first and last tokens as they are and packs those between them."""
+"""A full-attention layer that keeps its first and last tokens unquantised and packs the others."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SinkRecentKV:
         raw_key, raw_value = (torch.cat(part, 2) for part in zip(self.head, self.tail, strict=True))
         positions, new, head = self.middle.positions, query.shape[2], self.head[0].shape[2]
         mask = None
-        if new > 1:  # a single query stands at the end and sees everything
+        if new > 1:  # a single query is at the end and sees everything
             position = torch.arange(raw_key.shape[2], device=query.device)
             position = torch.where(position < head, position, position + positions)
             asking = torch.arange(new, device=query.device) + self.shape[2] - new
@@ -108,7 +108,7 @@ class SinkRecentLayer(PackedLayer):
 
     @property
     def packed_tokens(self) -> int:
-        """How many tokens are in pages."""
+        """The number of tokens in pages."""
         return self.tokens - self._head[0].shape[2] - self._tail[0].shape[2]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -118,7 +118,7 @@ class SinkRecentLayer(PackedLayer):
         self._tail: Pair = self._head
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """See ``PackedLayer``; what leaves the window is packed at once."""
+        """See ``PackedLayer``; tokens that leave the window are packed at once."""
         check_no_grad(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -164,16 +164,16 @@ class SinkRecentLayer(PackedLayer):
         super().reset()
 
     def packed_to_remove(self, tokens: int) -> int:
-        """How many packed tokens go when ``tokens`` are taken back."""
+        """The number of packed tokens to remove if ``tokens`` are removed."""
         return min(max(tokens - self._tail[0].shape[2], 0), self.packed_tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets tokens: of the tail, then packed ones (which stay packed as the window refills), then the first."""
+        """Removes recent tokens first, then packed ones (the window then refills with new tokens), then sinks."""
         if not self.is_initialized:
             return
         tokens = min(-tokens_to_remove, self.tokens)
         from_tail = min(tokens, self._tail[0].shape[2])
-        # The tables have cropped the packed tokens; what neither held comes off the first ones.
+        # The tables have cropped the packed tokens; the rest is removed from the first ones.
         held = self.tables.tokens
         self._tail = _cut(self._tail, 0, self._tail[0].shape[2] - from_tail)
         self.tokens -= tokens

@@ -1,4 +1,4 @@
-"""Packed layers that keep more than keys and values: linear-attention states, or what an indexer remembers."""
+"""Packed layers with more state than keys and values: linear-attention states or an indexer's keys."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, 
 class PackedIndexedLayer(PackedLayer):
     """A packed layer beside the stock one that keeps the rest (the keys of a sparse-attention indexer).
 
-    ``companion`` is that stock layer. Its own keys and values stay empty; everything that a packed layer does not know
-    is asked of it.
+    ``companion`` is that stock layer. Its own keys and values stay empty; attributes that a packed layer lacks are
+    delegated to it.
     """
 
     def __init__(self, format: str, settings: LayerSettings, number: int, companion: Any) -> None:
@@ -79,7 +79,7 @@ class PackedIndexedLayer(PackedLayer):
 
 
 def _extras(companion: Any) -> set[str]:
-    """What the stock layer keeps beside keys and values."""
+    """The state of the stock layer besides keys and values."""
     return vars(companion).keys() - {"keys", "values", "is_initialized", "dtype", "device"}
 
 
@@ -127,7 +127,7 @@ class PackedHybridLayer(LinearAttentionLayer, PackedLayer):
         self.packed.reset(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See ``PackedLayer``; recurrent states cannot go back, and say so."""
+        """See ``PackedLayer``; recurrent states raise, because they cannot be cropped."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
         self.packed.crop(self, tokens_to_remove)
 

@@ -1,4 +1,4 @@
-"""A model's own attention: which of its modules go through the attention interface, and what they would call."""
+"""A model's own attention: which modules use the attention interface, and which function they would call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def follows_interface(module: torch.nn.Module) -> bool:
 
 
 def chooses_by_name(module: torch.nn.Module) -> bool:
-    """Whether ``module`` does something else where its attention is not called ``sdpa`` (masks, sparse indices)."""
+    """Whether ``module`` behaves differently if its attention is not named ``sdpa`` (masks, sparse indices)."""
     names, _, strings = _names(type(module))  # type: ignore[arg-type]
     return "_attn_implementation" in names and SDPA in strings
 
@@ -51,7 +51,7 @@ def _values(kind: Any) -> Iterator[Any]:
 
 @lru_cache(maxsize=4096)
 def stock_function(kind: Any, implementation: str) -> Callable[..., Any] | None:
-    """What modules of ``kind`` call under the name ``implementation``; None where that cannot be told."""
+    """The function that modules of ``kind`` call under the name ``implementation``; None if unknown."""
     interface = next((x for x in _values(kind) if isinstance(x, AttentionInterface)), ALL_ATTENTION_FUNCTIONS)
     if implementation != EAGER:
         return interface.get(implementation, None)
@@ -61,10 +61,8 @@ def stock_function(kind: Any, implementation: str) -> Callable[..., Any] | None:
 
 
 def stock_implementation(model: Any, name: str | None) -> str:
-    """``eager`` or ``sdpa``: the one of the two that stands for ``name`` in ``model``.
-
-    Flash and flex attention take masks of their own kind, so a model that uses them falls back on torch's attention
-    where its keys and values must be decoded.
+    """``eager`` or ``sdpa``, whichever replaces ``name`` in ``model`` on decoded tensors. Flash and flex attention take
+    other kinds of masks, so a model that uses them falls back to torch's attention if keys and values must be decoded.
     """
     if name in (EAGER, SDPA):
         return str(name)
@@ -74,7 +72,7 @@ def stock_implementation(model: Any, name: str | None) -> str:
 def registered_by_user(name: str | None) -> bool:
     """Whether ``name`` is an attention function from outside transformers and slimkv (``AttentionInterface.register``).
 
-    Only the function itself knows what it computes, so nothing may stand in for it.
+    Its computation is unknown, so it is never replaced.
     """
     function = ALL_ATTENTION_FUNCTIONS.get(name, None) if name is not None else None
     while isinstance(function, partial):
@@ -84,17 +82,15 @@ def registered_by_user(name: str | None) -> bool:
 
 
 def decoder_of(model: Any) -> torch.nn.Module:
-    """The part of ``model`` that writes text: without vision and audio towers, without the encoder."""
+    """The text decoder of ``model``, without vision and audio towers and without the encoder."""
     get = getattr(model, "get_decoder", None)
     part = get() if get is not None else None
     return part if isinstance(part, torch.nn.Module) else model
 
 
 def switchable_configs(model: Any) -> list[Any]:
-    """The configs whose attention can be given another name without any module noticing but those that ask for it.
-
-    They belong to attention modules of the text decoder. A config that also serves a module which compares the name
-    with ``sdpa`` is left out.
+    """The configs of the text decoder's attention modules whose attention name can be changed safely. A config that is
+    shared with a module that compares the name with ``sdpa`` is left out.
     """
     text = type(model.config.get_text_config(decoder=True)) if hasattr(model.config, "get_text_config") else None
     found: dict[int, Any] = {}

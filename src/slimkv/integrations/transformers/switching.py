@@ -1,4 +1,4 @@
-"""Which models attend packed pages at the moment, what they did before, and how often each way was taken."""
+"""Which models currently attend packed pages, their previous attention, and counts of each path."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Counts:
     """How attention ran inside one ``attention(model)``, in calls of a layer."""
 
     fused: int = 0  # on packed pages
-    decoded: int = 0  # on decoded keys and values: the mask, the layer or the module asked for them
+    decoded: int = 0  # on decoded keys and values, because the mask, the layer or the module requires it
     plain: int = 0  # on tensors that were never packed (first prefill, raw layers)
 
 
 @dataclass
 class _Switch:
-    """A config that has been given another attention."""
+    """A config whose attention was switched."""
 
     config: Any
-    before: str  # its implementation until then
-    stock: str  # ``eager`` or ``sdpa``: what runs where pages cannot be attended
+    before: str  # its previous implementation
+    stock: str  # ``eager`` or ``sdpa``: used if pages cannot be attended
     uses: int = 0
 
 
@@ -57,7 +57,7 @@ _contexts: list[_Context] = []
 
 
 def stock_of(config: Any) -> str | None:
-    """``eager`` or ``sdpa`` for a config that has been switched; None for any other."""
+    """``eager`` or ``sdpa`` for a switched config; None for any other."""
     switch = _switches.get(id(config))
     return switch.stock if switch is not None else None
 
@@ -65,8 +65,8 @@ def stock_of(config: Any) -> str | None:
 def count(kind: str, config: Any = None) -> None:
     """Counts one call for the contexts it belongs to.
 
-    Those are the ones of its model that its own thread opened; if there are none (a thread that generates for
-    somebody else), all of its model.
+    These are the contexts of its model that its own thread opened; if there are none (a worker thread), all contexts of
+    its model.
     """
     if not _contexts:
         return
@@ -80,8 +80,8 @@ def count(kind: str, config: Any = None) -> None:
 def switch_on(model: Any) -> list[Any]:
     """Gives the text decoder of ``model`` the packed attention; returns the configs for ``switch_off``.
 
-    May be called while it is on already, by any thread: the last ``switch_off`` puts back what was there. A config
-    whose attention function the user registered keeps it.
+    May be nested and called by any thread: the last ``switch_off`` restores the previous attention. A config with a
+    user-registered attention function keeps it.
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise InputError(f"slimkv.attention takes a model of transformers, not {describe(model)}")
@@ -98,7 +98,7 @@ def switch_on(model: Any) -> list[Any]:
 
 
 def switch_off(configs: list[Any]) -> None:
-    """Takes back one ``switch_on``."""
+    """Undoes one ``switch_on``."""
     with _lock:
         for config in configs:
             switch = _switches[id(config)]
@@ -109,7 +109,7 @@ def switch_off(configs: list[Any]) -> None:
 
 
 def warn_if_decoded(model: Any, configs: list[Any], stacklevel: int) -> None:
-    """Warns where ``switch_on`` found nothing to switch, so that attention reads decoded keys and values."""
+    """Warns if ``switch_on`` found nothing to switch, so that attention reads decoded keys and values."""
     if configs:
         return
     own = sorted({x._attn_implementation for x in switchable_configs(model)})
@@ -124,7 +124,7 @@ def warn_if_decoded(model: Any, configs: list[Any], stacklevel: int) -> None:
 
 
 def warn_if_off() -> None:
-    """Warns that a cache is attended decoded, unless ``attention`` or ``enable`` is in use: those have said so."""
+    """Warns that a cache is attended decoded, unless ``attention`` or ``enable`` is active: those warn themselves."""
     if not _switches and not _contexts:
         warnings.warn(
             "a packed cache is being attended through decoded keys and values: run the model inside "
@@ -135,7 +135,7 @@ def warn_if_off() -> None:
 
 @contextmanager
 def counting(configs: list[Any]) -> Iterator[Counts]:
-    """Counts how the attention of ``configs`` runs inside it."""
+    """Counts how the attention of ``configs`` runs inside the context."""
     context = _Context(frozenset(map(id, configs)), threading.get_ident())
     with _lock:
         _contexts.append(context)
@@ -148,10 +148,10 @@ def counting(configs: list[Any]) -> Iterator[Counts]:
 
 @contextmanager
 def attention(model: Any) -> Iterator[Counts]:
-    """Inside it ``model`` attends packed pages directly; yields counts of how its attention ran.
+    """Inside the context, ``model`` attends packed pages directly; yields counts of how its attention ran.
 
-    Without it stock attention gets decoded tensors. Contexts may be nested, and threads may open them for one model
-    at the same time; vision and audio towers keep their own attention.
+    Outside it, stock attention gets decoded tensors. Contexts may be nested, and threads may open them for one model at
+    the same time; vision and audio towers keep their own attention.
     """
     configs, noting = switch_on(model), note_positions(model)
     warn_if_decoded(model, configs, stacklevel=3)

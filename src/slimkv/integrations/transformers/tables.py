@@ -1,13 +1,13 @@
-"""Where the tokens of a batch live. One ``SequenceTables`` serves every layer that keeps the same tokens.
+"""Where the tokens of a batch are stored. One ``SequenceTables`` serves every layer that stores the same tokens.
 
-Block ``j`` of sequence ``b`` is block ``(j mod rows) * batch + b`` of the pool: no allocator, growing appends, and
-reordering the batch is one ``index_select``. Layers with a window reuse their rows as a ring.
+Block ``j`` of sequence ``b`` is block ``(j mod rows) * batch + b`` of the pool: there is no allocator, growing appends
+rows, and reordering the batch is one ``index_select``. Layers with a window reuse their rows as a ring.
 
-Positions that are left padding take no slot: a sequence's first real token is its position 0. The padding is known
-only when attention runs, after the first layer has stored its tokens; those are then moved, byte for byte.
+Left padding takes no slot: a sequence's first real token has position 0. The padding is known only when attention runs,
+after the first layer has stored its tokens; these tokens are then moved, byte for byte.
 
-A step is built from the host's numbers with operations on the device, never by copying to it or reading from it, and
-the tables of single tokens, one after the other, are built for many steps at once.
+The tables of a step are computed on the device from host-side numbers, without copies in either direction. The tables
+of single-token steps are built for many steps at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Member(Protocol):
         """Appends blocks until there are ``blocks``."""
 
     def relocate(self, source: Tensor, target: Tensor, blocks: int) -> None:
-        """Takes fresh pages of ``blocks`` blocks and copies block ``source[i]`` to ``target[i]``."""
+        """Allocates new pages of ``blocks`` blocks and copies block ``source[i]`` to ``target[i]``."""
 
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
         """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
@@ -55,8 +55,8 @@ class Step:
 class StepsAhead:
     """The tables of AHEAD steps of one token each; the first adds position ``first``."""
 
-    rows: int  # they hold while the tables have so many rows
-    bases: tuple[int, ...]  # and begin there
+    rows: int  # valid while the tables have this many rows
+    bases: tuple[int, ...]  # and start there
     first: int
     block_table: Tensor  # int32 [batch, rows]
     cu_seqlens_q: Tensor  # int32 [batch + 1]
@@ -65,19 +65,19 @@ class StepsAhead:
 
 
 def lasting() -> Any:
-    """For tensors that outlive a call: written to later, so they must not be inference tensors."""
+    """For tensors that outlive a call: they are written later, so they must not be inference tensors."""
     return torch.inference_mode(False)
 
 
 class TableSet:
-    """The tables of a cache: one for all layers that keep the same tokens."""
+    """The tables of a cache: one for all layers that store the same tokens."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._tables: dict[tuple[torch.device, int | None, bool], SequenceTables] = {}
 
     def get(self, batch: int, device: torch.device, window: int | None, partly: bool) -> SequenceTables:
-        """The tables for layers with ``window``; ``partly``: for layers that keep some of their tokens elsewhere."""
+        """The tables for layers with ``window``; ``partly``: for layers that store some of their tokens elsewhere."""
         key = (device, window, partly)
         if key not in self._tables:
             self._tables[key] = SequenceTables(batch, self.block_size, device, window)
@@ -90,7 +90,7 @@ class TableSet:
         return iter(self._tables.values())
 
     def clear(self) -> None:
-        """Forgets them."""
+        """Clears the tables."""
         self._tables.clear()
 
 
@@ -105,7 +105,7 @@ class SequenceTables:
         self.record_past = False
         self.tokens = 0
         self.rows = 0
-        self.kept_from = 0  # positions before it may be gone
+        self.kept_from = 0  # earlier positions may be overwritten
         self.pads = [0] * batch
         self._pad = torch.zeros(batch, dtype=torch.int64, device=device)
         self._members: list[Member] = []
@@ -116,7 +116,7 @@ class SequenceTables:
 
     @property
     def blocks(self) -> int:
-        """Blocks that each member's pool has."""
+        """The number of blocks in each member's pool."""
         return self.rows * self.batch
 
     def join(self, member: Member) -> None:
@@ -126,9 +126,8 @@ class SequenceTables:
     # -- one forward pass --------------------------------------------------------------------------------------------
 
     def advance(self, seen: int, new: int, needs_past: bool) -> Step:
-        """The tables for ``new`` tokens of a layer that has ``seen``; the first layer to ask moves the tables on.
-
-        Without ``needs_past`` attention reads the new tokens from elsewhere, and a window need not hold them all.
+        """The tables for ``new`` tokens of a layer that has ``seen``; the first layer to call advances the tables.
+        Without ``needs_past``, attention reads the new tokens directly, and a window need not hold all of them.
         """
         if seen + new == self.tokens and self._step is not None and self._step.new == new:
             return self._step
@@ -203,7 +202,7 @@ class SequenceTables:
         return max(max(self.tokens - pad, 0) - self._base(pad) for pad in set(self.pads))
 
     def _next(self) -> Step:
-        """``_build(1)`` where every sequence gets a real token."""
+        """``_build(1)`` if every sequence gets a real token."""
         past = self.tokens - 1
         bases = tuple(self._base(pad) for pad in self.pads) if self.kept_from else ()
         ahead = self._ahead
@@ -253,7 +252,7 @@ class SequenceTables:
         return Step(batch, self.tokens, new, rows)
 
     def current(self) -> Step:
-        """The tables as they stand, for reading."""
+        """The current tables, for reading."""
         return self._build(0)
 
     def prefix(self, tokens: int) -> Step:
@@ -292,7 +291,7 @@ class SequenceTables:
         return self._step
 
     def crop(self, tokens: int) -> None:
-        """Forgets the last ``tokens`` positions."""
+        """Removes the last ``tokens`` positions."""
         self.tokens = max(self.tokens - tokens, 0)
         if self.window is not None:
             self.kept_from = min(max(self.kept_from, self.tokens - self.window + 1), self.tokens)

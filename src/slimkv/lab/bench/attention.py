@@ -1,4 +1,4 @@
-"""Times ``attend`` on pages that ``store`` has filled, beside the baselines."""
+"""Times ``attend`` on pages that ``store`` has filled, and the baselines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CHECKED_QUERIES = 16
 
 @dataclass(frozen=True)
 class Case:
-    """A cell with its tensors. Blocks of a sequence lie anywhere in the pool."""
+    """A cell with its tensors. The blocks of a sequence are in random order."""
 
     cell: AttendCell
     backend: str
@@ -85,7 +85,7 @@ class Case:
         )
 
     def attend(self) -> Tensor:
-        """The call that is timed."""
+        """The timed call."""
         return ops.attend(self.query, self.kv, self.batch, self.options, backend=self.backend)
 
     def error(self) -> float:
@@ -118,7 +118,7 @@ def _case(cell: AttendCell, backend: str, device: torch.device, compile_only: bo
 
 
 def _compile(job: tuple[AttendCell, str, str]) -> None:
-    """Compiles what a cell needs, in a process of its own."""
+    """Compiles the kernels of a cell, in a separate process."""
     cell, backend, device = job
     case = _case(cell, backend, torch.device(device), compile_only=True)
     case.error()

@@ -15,7 +15,7 @@ from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 class AttendCell:
     """``batch`` sequences of ``context`` tokens in pages, each with ``queries`` queries at its end.
 
-    ``shortest``: lengths from that to ``context`` in a geometric series instead, in random order. The rest are options
+    ``shortest``: the lengths are a geometric series from this to ``context``, in random order. The rest are options
     of ``attend``; ``sinks`` gives every query head one.
     """
 
@@ -50,13 +50,13 @@ class AttendCell:
 
     @property
     def read_tokens(self) -> int:
-        """Tokens that some query sees, of all sequences."""
+        """Tokens that at least one query sees, in all sequences."""
         seen = (self.sliding_window or self.context) + self.queries - 1
         return sum(min(length, seen) for length in self.lengths)
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of pages that hold the tokens that are read."""
+        """Bytes of the pages that are read."""
         return int(self.read_tokens * self.num_kv_heads * self.layout.bytes_per_token)
 
     def dense_bytes(self, element_bytes: int) -> int:
@@ -71,7 +71,7 @@ class AttendCell:
 
     @property
     def compute_bound(self) -> bool:
-        """Whether arithmetic, not memory, is what limits it."""
+        """Whether the cell is compute-bound."""
         return self.queries >= 64
 
 
@@ -79,9 +79,9 @@ class AttendCell:
 class StoreCell:
     """``tokens`` new tokens: a prefill chunk in whole pages, or one token of each of many sequences (``scattered``).
 
-    ``query_aware``: keys are rounded with a matrix per head. ``warm``: a chunk that has just been written,
-    not one that is read from memory. ``rope_dim``: latents of ``head_dim`` with rope parts of that. ``centred``: an
-    offset is subtracted from keys.
+    ``query_aware``: keys are rounded with a matrix per head. ``warm``: the chunk has just been written and is in the L2
+    cache. ``rope_dim``: latents of ``head_dim`` with rope parts of that. ``centred``: an offset is subtracted from
+    keys.
     """
 
     name: str
@@ -93,7 +93,7 @@ class StoreCell:
     format: str = "k4v4"
     page: int = 64
     query_aware: bool = False
-    max_positions: int = 0  # a matrix per range of so many positions, which a decode step's tokens are scattered over
+    max_positions: int = 0  # positions per matrix; the tokens of a decode step are scattered over several ranges
     rope_dim: int = 0
     centred: bool = False
 
@@ -128,7 +128,7 @@ ATTEND_CELLS = (
     replace(_BIG, name="rotation-off-32x32K", format="ku4vu4"),
     replace(_BIG, name="rotation-on-32x32K", format="kur4vur4"),
 )
-# What users bring beside these: other widths, head sizes, groups, drafts, ragged and small batches, short chunks.
+# Further cells: other widths, head sizes, groups, drafts, ragged and small batches, short chunks.
 MORE_ATTEND_CELLS = (
     *(replace(_BIG, name=f"decode-32x32K-{f}", format=f) for f in ("k5v5", "k6v4", "k6v6", "k7v7", "k8v8")),
     replace(_BIG, name="decode-16x32K-64q8kv", batch=16, num_heads=64),
@@ -225,7 +225,7 @@ SMALL_ATTEND_CELLS = (
     replace(_SMALL, name="rotation-off-2x512", format="ku4vu4"),
     replace(_SMALL, name="rotation-on-2x512", format="kur4vur4"),
 )
-# Named with --cells on a CPU: too long for a quick look.
+# Only run if named with --cells: too long for the default on a CPU.
 _CPU = AttendCell("", batch=1, context=16384, num_heads=8, num_kv_heads=2, head_dim=128, page=64)
 CPU_ATTEND_CELLS = (
     replace(_CPU, name="decode-1x16K-8q2kv"),
@@ -260,7 +260,7 @@ Cell = TypeVar("Cell", AttendCell, StoreCell)
 def choose(cells: tuple[Cell, ...], patterns: list[str], page: int | None) -> list[Cell]:
     """The cells whose name matches one of ``patterns`` (shell style), with pages of ``page`` tokens.
 
-    No pattern: the usual cells, the first of their tuple; ``all`` is every one.
+    Without a pattern, the default cells; ``all`` selects every cell.
     """
     chosen: list[Cell] = []
     for pattern in patterns or ["*"]:

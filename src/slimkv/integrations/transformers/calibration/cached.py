@@ -1,4 +1,4 @@
-"""Which calibration a cache uses: a given one, a file, or one made when a model is first seen and kept on disk."""
+"""Which calibration a cache uses: a given one, a file, or one made on first use and saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slimkv.integrations.transformers.calibration.collect import gather_calibrat
 from slimkv.integrations.transformers.calibration.samples import Progress, silent
 from slimkv.paths import cache_dir
 
-_RECIPE = "sampled"  # what calibrations are made on, in their names: others are not found again
+_RECIPE = "sampled"  # the kind of tokens, part of a calibration's file name
 
 
 def find_calibration(
@@ -36,9 +36,9 @@ def find_calibration(
 
 
 def auto_calibration(model: Any, folder: Path | None = None, progress: Progress = silent) -> Calibration:
-    """The calibration of ``model`` on what it says: from ``folder`` where it was made before, else made and kept.
+    """The calibration of ``model`` on its own samples: loaded from ``folder``, or made and saved there.
 
-    It is found again by the model's configuration and a sample of its weights. By default the folder is
+    Its key is the model's configuration and a sample of its weights. By default the folder is
     ``slimkv.paths.cache_dir("calibrations")``.
     """
     from filelock import FileLock
@@ -46,19 +46,19 @@ def auto_calibration(model: Any, folder: Path | None = None, progress: Progress 
     folder = folder if folder is not None else cache_dir("calibrations")
     path = folder / f"{fingerprint(model)}-{_RECIPE}.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # two processes need not do it twice
+    with FileLock(path.with_suffix(".lock")):  # only one of several processes makes it
         if path.is_file():
             try:
                 return Calibration.load(path)
             except SlimKVError:
-                path.unlink()  # ours, and not whole or of an older version: it is made again
+                path.unlink()  # damaged or of an older version: it is made again
         made = gather_calibration(model, costs=False, progress=progress)
         made.save(path)
     return Calibration.load(path)
 
 
 def fingerprint(model: Any) -> str:
-    """Of a model's configuration and weights: its type and 32 hexadecimal digits."""
+    """A key of a model's configuration and weights: its type and 32 hexadecimal digits."""
     identity = ModelIdentity.of(model.config)
     digest = hashlib.sha256((identity.hash + parameter_digest(model.named_parameters())).encode())
     return f"{identity.to_fields().get('model_type', 'model')}-{digest.hexdigest()[:32]}"

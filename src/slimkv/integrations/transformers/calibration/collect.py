@@ -1,4 +1,4 @@
-"""Statistics of a model's queries, gathered while it samples or reads tokens. Nothing that grows with them is kept."""
+"""Statistics of a model's queries, collected while it samples or reads tokens, in constant memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from slimkv.integrations.transformers.mask import slimkv_mask
 from slimkv.integrations.transformers.plugin import slimkv_attention, use_attn_implementation
 
 NAME = "slimkv_statistics"
-_SAMPLED = 32  # queries per pass and head whose attention is looked at in full
+_SAMPLED = 32  # queries per pass and head whose full attention is computed
 _SHARED = 64  # tokens from which on the first key's share of errors is looked at
 _PROBED = 128  # tokens on which the sensitivity of layers is measured
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
@@ -55,17 +55,17 @@ def gather_calibration(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Calibration:
-    """Statistics of ``model`` on windows int64 [count, tokens], one at a time; by default on what it says itself.
+    """Statistics of ``model`` on windows int64 [count, tokens], one at a time; by default on its own samples.
 
     Args:
-        windows: None: ids are sampled from the model, and the statistics gathered meanwhile.
+        windows: None: ids are sampled from the model, and statistics are collected while it samples.
         source: what was read, for the file.
-        costs: also measure what noise in each layer costs, which takes a short pass per layer and is needed to choose
+        costs: also measure the cost of noise in each layer, which takes a short pass per layer and is needed to choose
             widths.
-        max_positions: the longest context that the statistics are for; None: the model's own.
+        max_positions: the longest context of the statistics; None: that of the model.
         samples: how many windows of how many ids are sampled.
         seed: of sampled ids.
-        progress: told what is being done.
+        progress: called with a description of each stage.
 
     Returns the calibration, with its statistics on the CPU.
     """
@@ -118,7 +118,7 @@ def _checked_range(config: Any, wanted: int | None, declared: int | None) -> int
 
 
 def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress: Progress) -> dict[int, MeasuredRotary]:
-    """What positions do to the queries of every layer."""
+    """The rotary embedding of every layer's queries."""
     ids = random_windows(model.config, 1, min(PROBE_TOKENS, declared)).to(model.device)
     shifts = probe_shifts(declared) if declared > PROBE_TOKENS else ()
     seen: dict[int, dict[int, Tensor]] = {}
@@ -137,7 +137,7 @@ def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress:
 
 @dataclass
 class _Layer:
-    """Sums over what one layer has seen."""
+    """Sums over the inputs of one layer."""
 
     sums: LayerSums
     value_dim: int
@@ -150,7 +150,7 @@ class _Layer:
     total_cost: Tensor | float = 0.0
 
     def statistics(self, gain: float | None) -> LayerStatistics:
-        """``gain``: of ``layer_gains``; None where costs are not known."""
+        """``gain``: from ``layer_gains``; None if costs are unknown."""
         known = LayerStatistics(
             self.sums.query_moment(), self.value_dim, rotary=self.sums.rotary, sliding_window=self.sliding_window,
             key_mean=self.sums.key_mean(), first_key=self.sums.first_key(), first_key_share=self._first_key_share(),
@@ -168,13 +168,13 @@ class _Layer:
 
 @dataclass
 class _Recorder:
-    """Looks over the shoulder of every attention call."""
+    """Observes every attention call of a model."""
 
     model: Any
     rotary: Mapping[int, MeasuredRotary] = field(default_factory=dict)
     moments: bool = True  # whether second moments are summed
-    costs: bool = False  # whether costs are
-    probe: dict[int, Tensor] | None = None  # by layer: queries [tokens * heads, dim] of the pass that runs
+    costs: bool = False  # whether costs are summed
+    probe: dict[int, Tensor] | None = None  # by layer: queries [tokens * heads, dim] of the current pass
     layers: dict[int, _Layer] = field(default_factory=dict)
     _first: int = 0
     _grams: dict[int, Tensor | None] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class _Recorder:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The model's attention is recorded inside."""
+        """Records the model's attention inside the context."""
         AttentionInterface.register(NAME, self._attention)
         AttentionMaskInterface.register(NAME, slimkv_mask)
         with use_attn_implementation(self.model, NAME):
@@ -205,7 +205,7 @@ class _Recorder:
         layer = self.layers[number]
         if self.moments:
             positions = torch.arange(self._first, self._first + query.shape[2], device=query.device)
-            # Heads outermost: those of a KV head stay together. Keys may hold those of earlier passes, too.
+            # Heads come first, so the query heads of a KV head are adjacent. Keys may include earlier passes.
             tokens, keys = (x.permute(2, 1, 0, 3).flatten(1, 2) for x in (query, key[:, :, -query.shape[2] :]))
             layer.sums.add(tokens, keys, positions)
             if key.shape[2] >= _SHARED and self._first + query.shape[2] == key.shape[2]:
@@ -218,7 +218,7 @@ class _Recorder:
     def _costs(
         self, layer: _Layer, gram: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any
     ) -> None:
-        """What noise in keys and values does to the block's output, by the attention of a few late queries.
+        """The effect of noise in keys and values on the block's output, from the attention of a few late queries.
 
         An error s_t of the logit of token t moves the output by a_t s_t (v_t - o), an error of value t by a_t times it.
         """
@@ -278,7 +278,7 @@ def _add_first_share(
 
 
 def layer_number(module: Any) -> int:
-    """The layer whose cache a module reads: its own, or an earlier one's where layers share."""
+    """The layer whose cache a module reads: its own, or an earlier layer's if they share one."""
     if getattr(module, "is_kv_shared_layer", False):
         return int(module.kv_shared_layer_index)
     return int(module.layer_idx)

@@ -1,4 +1,4 @@
-"""What a model reads when it is calibrated without a text: what it says itself, or random token ids."""
+"""The tokens for a calibration without a text: samples from the model itself, or random ids."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from slimkv.errors import InputError
 
 WINDOWS, TOKENS = 8, 1024  # as many fragments as are sampled at a time
-FRAGMENT = 128  # tokens that are sampled in a row; windows are made of several
-_BATCH = 64  # sequences that are sampled at a time
+FRAGMENT = 128  # tokens per sampled fragment; a window has several
+_BATCH = 64  # sequences sampled at a time
 _BLOCK = 512  # probabilities that are summed before the sums are searched
 Progress = Callable[[str, int, int], None]  # what, done, of
 
@@ -40,12 +40,12 @@ def sampled_windows(
     progress: Progress = silent,
     step_begins: Callable[[int], None] = lambda position: None,
 ) -> Tensor:
-    """Ids that the model itself says, sampled at temperature 1: int64 [count, tokens] on the CPU.
+    """Ids sampled from the model at temperature 1: int64 [count, tokens] on the CPU.
 
-    Each window is a row of independent fragments of ``FRAGMENT`` ids, which begin with BOS (a random id where the model
-    has none). Short fragments can be sampled many at a time; in a row they reach every position of a window. The same
-    seed gives the same ids wherever the model gives the same logits. ``step_begins`` is told the position of the
-    token that the model is about to read.
+    Each window concatenates independent fragments of ``FRAGMENT`` ids that begin with BOS (a random id if the model has
+    none). Short fragments can be sampled in large batches, and together they cover every position of a window. The same
+    seed gives the same ids if the model gives the same logits. ``step_begins`` is called with the position of the token
+    that the model reads next.
     """
     text = _checked(model.config, count, tokens)
     length = min(FRAGMENT, tokens)
@@ -71,7 +71,7 @@ def sampled_windows(
 
 
 def draw(logits: Tensor, chance: Tensor) -> Tensor:
-    """The id at which the cumulated probability passes ``chance``: int64 [rows].
+    """The id at which the cumulative probability passes ``chance``: int64 [rows].
 
     Args:
         logits: float [rows, vocabulary].
@@ -86,12 +86,12 @@ def draw(logits: Tensor, chance: Tensor) -> Tensor:
 
 
 def _passed(weights: Tensor, chance: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights float64 [rows, n] -> where their sum passes the part ``chance`` [rows] of it, and which part of that one.
+    """Weights float64 [rows, n] -> where their running sum passes the fraction ``chance`` [rows], and the remainder.
 
-    It is never one of weight 0.
+    The result never has weight 0.
     """
     ends = weights.cumsum(-1)
-    target = chance.clamp(max=1 - 2**-40) * ends[:, -1]  # short of the end, whatever rounding does
+    target = chance.clamp(max=1 - 2**-40) * ends[:, -1]  # below the end despite rounding
     found = (ends > target[:, None]).to(torch.int8).argmax(-1)
     size, end = (x.gather(1, found[:, None])[:, 0] for x in (weights, ends))
     return found, (1 - (end - target) / size).clamp(min=0)
