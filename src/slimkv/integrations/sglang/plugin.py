@@ -38,6 +38,7 @@ def register() -> None:
     installed_version()
     from sglang.srt.arg_groups.choices import (
         add_attention_backend_choices,
+        add_chunked_prefix_cache_attention_backend,
         add_deterministic_attention_backend_choices,
         add_radix_supported_deterministic_attention_backend_choices,
     )
@@ -48,6 +49,7 @@ def register() -> None:
     add_attention_backend_choices([BACKEND])
     add_deterministic_attention_backend_choices([BACKEND])
     add_radix_supported_deterministic_attention_backend_choices([BACKEND])  # a hit answers as the miss did
+    add_chunked_prefix_cache_attention_backend(BACKEND)
     HYBRID_GDN_SM100_BACKENDS.add(BACKEND)
     register_attention_backend(BACKEND)(_create_backend)
     register_resolution_hook("handle_attention_backend_compatibility")(_default_page_size)
@@ -99,16 +101,22 @@ def _lazy(name: str) -> Callable[..., Any]:
 
 def _pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: type) -> type:
     """Around ``KVCacheConfigurator._resolve_kv_pool_class``."""
-    from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks
-    from slimkv.integrations.sglang.pool import bind
+    from slimkv.integrations.sglang.compat import MHATokenToKVPool, MLATokenToKVPool, check_hooks
+    from slimkv.integrations.sglang.mla.pool import SlimKVLatentPool
+    from slimkv.integrations.sglang.pool import PackedPool, SlimKVPool, bind
     from slimkv.integrations.sglang.sizing import packs, sized_plan
 
-    if not packs(kvc) or kind != "mha":
+    expected: type
+    ours: type[PackedPool]
+    built, expected, ours = "mha", MHATokenToKVPool, SlimKVPool
+    if kvc.use_mla_backend:
+        built, expected, ours = "mla", MLATokenToKVPool, SlimKVLatentPool
+    if not packs(kvc) or kind != built:
         return original(kvc, kind=kind, default=default)
     check_hooks(TARGETS)
-    if default is not MHATokenToKVPool:
+    if default is not expected:
         raise SlimKVError(f"slimkv's pages take the place of SGLang's plain pool, not of {default.__name__}")
-    return bind(sized_plan(kvc), TARGETS)
+    return bind(sized_plan(kvc), TARGETS, ours)
 
 
 def _answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -119,7 +127,11 @@ def _answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 
 
 def _create_backend(runner: Any) -> Any:
-    """The backend of a model runner."""
+    """The backend of a model runner: for latents, or for K and V."""
+    if runner.use_mla_backend:
+        from slimkv.integrations.sglang.mla.backend import SlimKVLatentBackend
+
+        return SlimKVLatentBackend(runner)
     from slimkv.integrations.sglang.backend import SlimKVAttnBackend
 
     return SlimKVAttnBackend(runner)
