@@ -132,10 +132,12 @@ def latent(
 
     rows = compare_latent_formats(comma_list(formats, str), latent_dim, rope_dim, seeds)
     table = Table(title=f"relative error, latents of {latent_dim}, rope parts of {rope_dim}, {seeds} samples of a kind")
-    for name in ("samples", "format", "bytes/token", "latent", "rope", "output", "latent only", "rope only"):
+    for name in ("samples", "format", "bytes/token", "latent", "rope", "output", "latent only", "rope only", "centred"):
         table.add_column(name, justify="left" if name in ("samples", "format") else "right")
     for row in rows:
-        errors = row.latent, row.rope, row.output, row.output_latent_only, row.output_rope_only
+        errors = (
+            row.latent, row.rope, row.output, row.output_latent_only, row.output_rope_only, row.output_centred,
+        )  # fmt: skip
         table.add_row(row.kind, row.format, f"{row.bytes_per_token:g}", *(f"{e:.4f}" for e in errors))
     emit([asdict(row) for row in rows], as_json, table, output=output)
 
