@@ -307,3 +307,22 @@ def test_linear_attention_beside_latents_is_refused(monkeypatch):
     monkeypatch.setattr(refusals, "full_attention_layers", lambda kvc: [0, 3])
     with pytest.raises(UnsupportedError, match="Kimi-Linear"):
         refusals.check_model(kvc, KVCacheConfig("c4"))
+
+
+def test_prefill_of_latents_is_captured_only_where_asked(tmp_path, monkeypatch):
+    """SGLang's own arguments, resolved for a model with latents."""
+    from engines import BASE
+    from mla_models import deepseek_v2
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    from slimkv.integrations.sglang.compat import server_options
+
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    load_plugins()
+    deepseek_v2().config.save_pretrained(tmp_path)
+    for asked, found in ((None, "disabled"), ("breakable", "breakable")):
+        own = {"attention_backend": "slimkv", "disable_cuda_graph": False, "cuda_graph_backend_prefill": asked}
+        args = ServerArgs(model_path=str(tmp_path), **{**BASE, "page_size": 32, **own})
+        args.resolve_once()
+        assert server_options(args).cuda_graph_config.prefill.backend == found

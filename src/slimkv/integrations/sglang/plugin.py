@@ -52,7 +52,7 @@ def register() -> None:
     add_chunked_prefix_cache_attention_backend(BACKEND)
     HYBRID_GDN_SM100_BACKENDS.add(BACKEND)
     register_attention_backend(BACKEND)(_create_backend)
-    register_resolution_hook("handle_attention_backend_compatibility")(_default_page_size)
+    register_resolution_hook("handle_attention_backend_compatibility")(_defaults)
     register_resolution_hook("handle_other_validations")(_check_options)
     for target, name in HOOKS.items():
         HookRegistry.register(target, _lazy(name), HookType.AROUND)
@@ -67,13 +67,30 @@ def _is_chosen(server_args: Any) -> bool:
     return BACKEND in attention_backends_of(resolved_view(server_args))
 
 
-def _default_page_size(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """While SGLang resolves its arguments: the page size where none was given."""
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """While SGLang resolves its arguments: the page size where none was given, and which graphs it captures."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolved_view
+    from sglang.srt.configs.model_config import AttentionArch
 
     previous(server_args)
-    if _is_chosen(server_args) and resolved_view(server_args).page_size is None:
+    if not _is_chosen(server_args):
+        return
+    if resolved_view(server_args).page_size is None:
         declare_resolution(server_args, BACKEND, page_size=DEFAULT_PAGE_SIZE)
+    if model_config_of(server_args).attention_arch == AttentionArch.MLA:
+        _prefill_without_graphs(server_args)
+
+
+def _prefill_without_graphs(server_args: Any) -> None:
+    """Prefill expands latents, as many as are cached, which no graph holds: none are captured unless asked for."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    graphs = resolving_view(server_args).cuda_graph_config
+    asked_for = (Phase.PREFILL, "backend") in getattr(server_args, "_cuda_graph_config_locked", ())
+    if graphs.prefill.backend != Backend.DISABLED and not asked_for:
+        eager = with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
+        declare_resolution(server_args, f"{BACKEND}_prefill", cuda_graph_config=eager)
 
 
 def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -19,6 +19,8 @@ try:
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
         AttnForwardMethod,
+        is_in_breakable_cuda_graph,
+        is_in_tc_piecewise_cuda_graph,
     )
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
@@ -36,12 +38,15 @@ __all__ = ["DeepseekV2AttentionMLA", "dense_attention", "register_forward_method
 
 
 def register_forward_methods() -> None:
-    """Tells SGLang's layers how slimkv attends: prefill expands latents into K and V, everything else absorbs."""
+    """Tells SGLang's layers how slimkv attends: prefill expands latents into K and V, everything else absorbs.
+
+    So does prefill in a graph, as with SGLang's own backends: how many latents are expanded is not known there.
+    """
 
     def choose(attention: Any, batch: Any) -> Any:
-        if batch.forward_mode.is_extend_without_speculative():
-            return AttnForwardMethod.MHA
-        return AttnForwardMethod.MLA
+        captured = is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph()
+        expands = batch.forward_mode.is_extend_without_speculative() and not captured
+        return AttnForwardMethod.MHA if expands else AttnForwardMethod.MLA
 
     AttentionBackendRegistry.register(BACKEND, choose)
     if BACKEND not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:  # latents and rope parts come apart
