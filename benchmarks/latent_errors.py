@@ -1,7 +1,8 @@
 """The error of latent attention (MLA) with quantised latents and rope parts, on synthetic data.
 
-No weights of an MLA model are measured here: latents are random directions or have heavy tails and outliers, and rope
-parts are pairs of very different magnitudes that rotate with the position, which makes real ones hard to quantise.
+No weights of an MLA model are measured here: latents are random directions, or have heavy tails and outliers, or those
+plus a vector that all tokens share. Rope parts are pairs of very different magnitudes that rotate with the position,
+which makes real ones hard to quantise.
 
     python benchmarks/latent_errors.py
 """
@@ -24,7 +25,8 @@ from slimkv.spec import Kind, LatentSpec, PageLayout
 
 SCORE_SPREAD = 1.5  # of the latent's and of the rope part's share of scores alike
 ROPE_BASE = 10000.0
-KINDS = ("random", "heavy")
+SHARED_PART = 2.0  # what all tokens of "shared" have in common, over the rest
+KINDS = ("random", "heavy", "shared")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class LatentError:
     output: float  # of attention, with both quantised
     output_latent_only: float
     output_rope_only: float
+    output_centred: float  # both quantised, the latents' mean subtracted before and added after
 
 
 def _rope_parts(tokens: int, dim: int, heavy: bool, generator: torch.Generator) -> Tensor:
@@ -72,12 +75,15 @@ def sample_latents(
     kind: str, tokens: int = 2048, latent_dim: int = 512, rope_dim: int = 64, queries: int = 64, seed: int = 0
 ) -> LatentSample:
     """One sample of ``kind``, one of ``KINDS``; the same seed gives the same one."""
-    generator, heavy = torch.Generator().manual_seed(seed), kind == "heavy"
+    generator, heavy = torch.Generator().manual_seed(seed), kind != "random"
     latent = torch.randn(tokens, latent_dim, generator=generator)
     if heavy:
         spread = (0.7 * torch.randn(latent_dim, generator=generator)).exp()
         spread[torch.randperm(latent_dim, generator=generator)[:8]] *= 12
         latent = spread * student((tokens, latent_dim), 4, generator)
+    if kind == "shared":
+        common = torch.randn(latent_dim, generator=generator)
+        latent = latent + common * (SHARED_PART * latent.square().mean().sqrt() / common.square().mean().sqrt())
     latent = latent / latent.square().mean(-1, keepdim=True).sqrt()  # models store it after an RMS norm
     rope = _rope_parts(tokens, rope_dim, heavy, generator)
     basis = torch.randn(8, latent_dim, generator=generator)
@@ -101,9 +107,12 @@ def latent_error(sample: LatentSample, kind: str, format: str) -> LatentError:
     def as_stored(x: Tensor, raw: bool, dtype: str) -> Tensor:
         return x.to(getattr(torch, dtype)) if raw else x
 
-    latent = codec.decode_key(
-        codec.encode_key(as_stored(sample.latent, spec.latent.kind == Kind.RAW, spec.latent.raw_dtype))
-    ).float()
+    def stored_latent(x: Tensor) -> Tensor:
+        return codec.decode_key(
+            codec.encode_key(as_stored(x, spec.latent.kind == Kind.RAW, spec.latent.raw_dtype))
+        ).float()
+
+    latent, mean = stored_latent(sample.latent), sample.latent.mean(0)
     rope = codec.decode_value(
         codec.encode_value(as_stored(sample.rope, spec.rope.kind == Kind.RAW, spec.rope.raw_dtype))
     ).float()
@@ -117,6 +126,7 @@ def latent_error(sample: LatentSample, kind: str, format: str) -> LatentError:
         output=relative_error(_attend(sample, latent, rope), truth),
         output_latent_only=relative_error(_attend(sample, latent, sample.rope), truth),
         output_rope_only=relative_error(_attend(sample, sample.latent, rope), truth),
+        output_centred=relative_error(_attend(sample, stored_latent(sample.latent - mean) + mean, rope), truth),
     )
 
 

@@ -29,6 +29,14 @@ def test_rope_parts_of_uneven_pairs_want_precision():
     assert rows["random", "c4r8"].output_rope_only < rows["random", "c4rfp8"].output_rope_only
 
 
+def test_a_shared_part_costs_what_centring_gains():
+    """Codes err in proportion to what is stored. What all tokens share moves no weight."""
+    rows = {r.kind: r for r in compare_latent_formats(["c4"], 128, 64, seeds=1)}
+    assert rows["shared"].output_centred < 0.7 * rows["shared"].output
+    for kind in ("random", "heavy"):
+        assert 0.8 < rows[kind].output_centred / rows[kind].output < 1.2
+
+
 def test_the_same_seed_gives_the_same_sample():
     first, again = (sample_latents("heavy", 64, 128, 32, seed=3) for _ in range(2))
     assert (first.latent == again.latent).all()

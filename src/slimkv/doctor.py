@@ -151,6 +151,12 @@ class _Engine:
     usage: str
 
 
+_LATENTS = """try:
+    from slimkv.integrations.{}.mla import {}
+    print('slimkv: latent attention (MLA) too')
+except Exception as error:
+    print(f'slimkv: not for latent attention (MLA): {{error}}')
+"""
 _VLLM = _Engine(
     "vllm",
     "vLLM",
@@ -159,12 +165,7 @@ _VLLM = _Engine(
     "VLLM_PLUGINS",
     False,
     "from slimkv.integrations.vllm import backend, impl, metadata, plugin\n"
-    "plugin.register()\n"
-    "try:\n"
-    "    from slimkv.integrations.vllm.mla import backend, impl, metadata\n"
-    "    print('slimkv: latent attention (MLA) too')\n"
-    "except Exception as error:\n"
-    "    print(f'slimkv: not for latent attention (MLA): {error}')",
+    "plugin.register()\n" + _LATENTS.format("vllm", "backend, impl, metadata"),
     "vllm serve MODEL --attention-backend CUSTOM",
 )
 _SGLANG = _Engine(
@@ -177,7 +178,7 @@ _SGLANG = _Engine(
     "from sglang.srt.plugins import load_plugins\n"
     "from slimkv.integrations.sglang import backend, compat, plugin\n"
     "load_plugins()\n"
-    "compat.check_hooks(plugin.TARGETS)",
+    "compat.check_hooks(plugin.TARGETS)\n" + _LATENTS.format("sglang", "backend, pool"),
     "python -m sglang.launch_server --model-path MODEL --attention-backend slimkv --page-size 64",
 )
 

@@ -118,7 +118,11 @@ class CodecSpec:
         plain = replace(self.key, policy=ScalePolicy.NORM), replace(self.value, policy=ScalePolicy.NORM)
         return PRESET_NAMES.get(plain) or f"k{self.key.name}v{self.value.name}"
 
-    @typed
+    def is_lossless_for(self, dtype: str) -> bool:
+        """Whether what is stored of numbers of ``dtype`` (``torch.bfloat16``, as text) is what they were."""
+        name = dtype.removeprefix("torch.")
+        return all(side.kind == Kind.RAW and side.raw_dtype == name for side in (self.key, self.value))
+
     def with_raw_dtype(self, dtype: str) -> CodecSpec:
         """The same spec with every ``raw`` side holding ``dtype``, what the model computes in.
 

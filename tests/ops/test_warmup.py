@@ -12,8 +12,9 @@ from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions, AttendRequest
 from slimkv.ops.attention.cuda.decode import _prepare, reachable_kernels
 from slimkv.ops.cuda.device import Device
-from slimkv.ops.warmup import LayerKind, Step, run_step, serving_steps
-from slimkv.spec import PageLayout, parse_spec
+from slimkv.ops.latent.warmup import LatentKind, run_latent_steps
+from slimkv.ops.warmup import LayerKind, Step, decoding_steps, run_step, serving_steps
+from slimkv.spec import LatentSpec, PageLayout, page_layout, parse_spec
 
 H200 = Device(132, 233472, 232448, copy_engine=True, warpgroups=True)
 
@@ -101,3 +102,12 @@ class Loaded:
 
     def load(self):
         return self
+
+
+@pytest.mark.parametrize(("verified", "steps"), [(1, 2), (4, 4)])
+def test_every_kind_of_step_of_latents_is_run_once(verified, steps):
+    """One query and four, short and long."""
+    spec = LatentSpec.parse("c4r8", seed=100 + verified)
+    kind = LatentKind(Codec(spec), page_layout(spec, 16), 4, 0.1, torch.float32, None)
+    assert run_latent_steps(kind, decoding_steps(1000, verified)) == steps
+    assert run_latent_steps(kind, decoding_steps(1000, verified)) == 0

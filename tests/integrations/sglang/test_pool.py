@@ -90,7 +90,7 @@ def test_nobody_gets_tensors_to_write_past_the_codec(name):
     """Models with fused kernels write into these; the pool's dtype keeps them from trying."""
     pool = make_pool(["k4v4"])
     assert pool.dtype == torch.uint8
-    with pytest.raises(UnsupportedError, match="asks for the K and V tensors of layer 0"):
+    with pytest.raises(UnsupportedError, match="asks for the cached tensors of layer 0"):
         getattr(pool, name)(0)
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("sglang")
 
 from engines import override_args
 
-from slimkv.errors import InputError, UnsupportedError
+from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.integrations.sglang import refusals, sizing
 from slimkv.integrations.sglang.sizing import FULL, WINDOW
 
@@ -72,6 +72,8 @@ def switched_on(monkeypatch):
     monkeypatch.setattr(sizing, "full_attention_layers", lambda kvc: None)
     monkeypatch.setattr(refusals, "check_options", lambda args: None)
     monkeypatch.setattr(refusals, "check_parallelism", lambda: None)
+    monkeypatch.setattr(refusals, "full_attention_layers", lambda kvc: None)
+    monkeypatch.setattr(refusals, "server_options", lambda args: args)
 
 
 def stock(*args: Any) -> int:
@@ -173,9 +175,31 @@ def test_a_cache_that_was_not_sized_is_refused():
         sizing.sized_plan(make_kvc())
 
 
-def test_latent_attention_is_refused():
-    with pytest.raises(UnsupportedError, match="multi-head latent attention"):
-        sizing.plan_of(make_kvc(use_mla_backend=True))
+def latent_kvc(settings: str, **others: Any) -> SimpleNamespace:
+    kvc = make_kvc(settings, use_mla_backend=True, **others)
+    kvc.model_config.kv_lora_rank, kvc.model_config.qk_rope_head_dim = 512, 64
+    kvc.model_config.hf_config = SimpleNamespace(architectures=["DeepseekV2ForCausalLM"])
+    return kvc
+
+
+def test_latents_are_held_by_every_rank(monkeypatch):
+    """Whatever the ranks: 256 bytes of codes, a scale, and the rope part in bfloat16; a draft's in numbers."""
+    monkeypatch.setattr(sizing, "attention_tp", lambda: (1, 4))
+    kvc = latent_kvc(override_args("auto", layers={"0": "raw"}))
+    assert sizing.cell_size(None, None, kvc, 6) == 5 * (256 + 2 + 128) + 1152
+    assert sizing._unpacked_bytes(kvc) == 1152
+
+
+def test_a_format_of_the_other_kind_is_refused():
+    with pytest.raises(SpecError, match="'k4v4' is one of K and V, and this model caches latents: use 'c4'"):
+        sizing.plan_of(latent_kvc(override_args("k4v4")))
+    with pytest.raises(SpecError, match="'c4' is one of latents, and this model caches K and V"):
+        sizing.plan_of(make_kvc(override_args("c4")))
+
+
+def test_latents_are_not_calibrated():
+    with pytest.raises(UnsupportedError, match="calibration"):
+        sizing.plan_of(latent_kvc(override_args("c4", calibration="auto")))
 
 
 def test_a_layer_the_model_does_not_have():

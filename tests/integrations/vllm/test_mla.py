@@ -9,6 +9,7 @@ pytest.importorskip("vllm")
 from engines import NGRAM, refusals, run_engine, slimkv
 from mla_models import (
     LAYERS,
+    LONG,
     PROMPTS,
     deepseek_v2,
     deepseek_v3,
@@ -24,7 +25,6 @@ from slimkv.spec import LatentSpec
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 BLOCK = 16  # what vLLM's CPU build makes of every block size where latents are attended
-LONG = [[(5 * j * j + 11 * i) % 500 + 3 for j in range(200 + 93 * i)] for i in range(3)]
 SHARED = [[*LONG[2][:150], 7 + i, 90 + i, 5] for i in range(3)]
 GUESSABLE = [(LONG[0][:30] * 5)[:140], (LONG[1][:20] * 7)[:130]]
 KEEP = {"KEEP_CHUNKS": "1"}

@@ -18,11 +18,11 @@ from slimkv.codec import Codec
 from slimkv.errors import SlimKVError, UnsupportedError
 from slimkv.integrations.vllm.mla import compat
 from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
-from slimkv.integrations.vllm.mla.folding import FoldedProjections, fold_key_projection, fold_value_projection
+from slimkv.integrations.vllm.mla.folding import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadataBuilder, chunk_slots
 from slimkv.integrations.vllm.mla.refusals import refuse
-from slimkv.integrations.vllm.mla.warmup import compile_kernels
 from slimkv.integrations.vllm.page_sizes import backend_for_spec, slot_bytes
+from slimkv.ops.latent.folding import fold_key_projection, fold_value_projection
 from slimkv.spec import LatentSpec, page_layout
 
 pytestmark = pytest.mark.vllm
@@ -145,18 +145,6 @@ def test_the_layer_tells_its_implementation_when_projections_are_ready(monkeypat
     compat.MLAAttention.process_weights_after_loading(ours, torch.bfloat16)
     compat.MLAAttention.process_weights_after_loading(SimpleNamespace(impl=None), torch.bfloat16)
     assert told == ["layer", ours, "layer"]
-
-
-@pytest.mark.parametrize(("drafted", "steps"), [(0, 2), (3, 4)])
-def test_every_kind_of_step_is_run_once(drafted, steps):
-    """One query and four, short and long."""
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=16), model_config=SimpleNamespace(max_model_len=1000),
-        speculative_config=SimpleNamespace(num_speculative_tokens=drafted) if drafted else None,
-    )  # fmt: skip
-    codec = Codec(LatentSpec.parse("c4r8", seed=100 + drafted))
-    assert compile_kernels(codec, 4, 0.1, torch.float32, config, None) == steps
-    assert compile_kernels(codec, 4, 0.1, torch.float32, config, None) == 0
 
 
 def test_nobody_else_writes_latents():

@@ -17,7 +17,7 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.cuda.device import Device
 from slimkv.ops.latent.cuda import launch as latent_cuda
-from slimkv.ops.latent.cuda.config import NARROW, WIDE, config_for, merge_warps
+from slimkv.ops.latent.cuda.config import NARROW, NARROW_32_SHORT, WIDE, config_for, merge_warps
 from slimkv.spec import LatentSpec, PageLayout
 from tail import sample
 
@@ -64,9 +64,19 @@ EMULATED = [
     Case(format="c8r8", lens=(2,), queries=(4,), out_dtype="bf16", page=128),
     Case(peaked=True, scale=1.0, lens=(130,), queries=(1,)),
 ]
+TWO_ROW_TILES = [
+    Case(heads=20, lens=(200, 0, 9), queries=(1, 1, 1), padding=1, page=32),
+    Case(format="c4", heads=17, lens=(70, 5), page=64),
+    Case(format="c4", heads=16, lens=(270, 130), queries=(2, 1), page=64),
+    Case(format="c3", dtype="fp16", out_dtype="fp16", lens=(20,), queries=(4,), heads=8),
+    Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, heads=32, latent_dim=256),
+    Case(format="c6r8", lens=(70,), queries=(1,), heads=20, page=128),
+    Case(format="c8r7", lens=(2,), queries=(7,), heads=4, out_dtype="bf16", rope_dim=64),
+    Case(peaked=True, scale=1.0, lens=(330,), queries=(3,), heads=8),
+    Case(format="c4", peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=30),
+]
 MANY_ROWS = [
     Case(heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
-    Case(format="c4", heads=17, lens=(70, 5), page=64),
     Case(heads=65, lens=(70,), queries=(1,)),
     Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, heads=40),
     Case(format="c3", dtype="fp16", out_dtype="fp16", lens=(20,), queries=(5,), heads=8),
@@ -74,7 +84,6 @@ MANY_ROWS = [
     Case(format="c4", peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=40),
 ]
 SEVERAL_TILES = [  # of formats and sizes that the kernel of many rows does not take
-    Case(format="c6r8", lens=(70,), queries=(1,), heads=20),
     Case(format="c5r6", lens=(70, 0, 40), queries=(2, 1, 4), heads=10, padding=2),
     Case(format="c5r8", heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
     Case(format="c4", latent_dim=192, lens=(70,), queries=(1,), heads=40),
@@ -88,6 +97,14 @@ def test_attend(case):
 
 
 @emulated
+@pytest.mark.parametrize("case", sample(TWO_ROW_TILES, 3), ids=str)
+def test_attend_two_row_tiles(case):
+    kernel = config_for(case.layout, case.heads * max(case.queries), H200).kernel
+    assert (kernel.source, kernel.rows) == (NARROW.source, 32)
+    attend_and_check(case, SMALL)
+
+
+@emulated
 @pytest.mark.parametrize("case", sample(MANY_ROWS, 2), ids=str)
 def test_attend_many_rows(case):
     assert config_for(case.layout, case.heads * max(case.queries), H200).kernel is WIDE
@@ -98,16 +115,16 @@ def test_attend_many_rows(case):
 @pytest.mark.parametrize("case", SEVERAL_TILES, ids=str)
 def test_attend_many_rows_in_tiles_of_few(case):
     config = config_for(case.layout, case.heads * max(case.queries), H200)
-    assert config.kernel is NARROW
+    assert config.kernel is (NARROW if case.latent_dim % 128 else NARROW_32_SHORT)
     assert config.row_tiles(case.heads * max(case.queries)) > 1
     attend_and_check(case, SMALL)
 
 
 @emulated
-@pytest.mark.parametrize("format", ["c4", "c4r8", "c6r8"])
-def test_warpgroups_take_turns(format):
-    """One block has all KV blocks of two sequences, so that both warpgroups have several and rings go round."""
-    case = Case(format=format, heads=16, page=16, lens=(650, 40), queries=(1, 1))
+@pytest.mark.parametrize(("format", "heads"), [("c4", 16), ("c4r8", 16), ("c6r8", 16), ("c4", 32), ("c6r8", 32)])
+def test_rings_go_round(format, heads):
+    """One block has all KV blocks of two sequences, so that both teams have several."""
+    case = Case(format=format, heads=heads, page=16, lens=(650, 40), queries=(1, 1))
     attend_and_check(case, replace(H200, multiprocessors=1))
 
 
@@ -184,20 +201,22 @@ def test_a_bfloat16_rope_part_wants_bfloat16_queries():
 def test_the_kernel_follows_rows_and_format():
     def kernels(format: str, rows: list[int], *dims: int) -> list[str]:
         layout = PageLayout(LatentSpec.parse(format, *dims), 64)
-        return [Path(config_for(layout, n, H200).kernel.source).stem for n in rows]
+        found = [config_for(layout, n, H200).kernel for n in rows]
+        return [f"{Path(kernel.source).stem}{kernel.rows}" for kernel in found]
 
     for format in ("c1r6", "c4", "c4r8", "c4rfp8", "cfp8r8"):
-        assert kernels(format, [1, 16, 17, 32, 33, 64, 65, 512]) == ["narrow"] * 2 + ["wide"] * 6
-        assert kernels(format, [16, 64], 320, 128) == ["narrow", "narrow"]
-        assert kernels(format, [64], 512, 128) == ["narrow"]
-    assert kernels("c6r8", [16, 17, 64]) == ["narrow"] * 3
+        expected = ["narrow16"] * 2 + ["narrow32"] * 2 + ["wide64"] * 4
+        assert kernels(format, [1, 16, 17, 32, 33, 64, 65, 512]) == expected
+        assert kernels(format, [16, 17, 64], 320, 128) == ["narrow16"] * 3
+        assert kernels(format, [64], 512, 128) == ["narrow32"]
+    assert kernels("c6r8", [16, 17, 64]) == ["narrow16", "narrow32", "narrow32"]
 
 
 def test_every_format_fits_a_hopper_device():
     latents, ropes = ["1", "2", "3", "4", "5", "6", "7", "8", "fp8"], ["", "r6", "r7", "r8", "rfp8"]
     for latent, rope, dim, rope_dim in product(latents, ropes, range(64, 513, 64), (32, 64, 128)):
         layout = PageLayout(LatentSpec.parse(f"c{latent}{rope}", dim, rope_dim), 64)
-        assert all(config_for(layout, rows, H200).shared <= H200.shared_of_block for rows in (16, 64))
+        assert all(config_for(layout, rows, H200).shared <= H200.shared_of_block for rows in (16, 32, 64))
 
 
 def test_a_device_with_too_little_shared_memory_is_named():
@@ -220,7 +239,7 @@ def test_the_workspace_suffices_whatever_the_lengths():
 def test_it_compiles(format):
     pytest.importorskip("cuda.bindings.nvrtc")
     layout = PageLayout(LatentSpec.parse(format), 64)
-    config, bf16 = config_for(layout, 64 if format == "c4r8" else 16, H200), torch.bfloat16
+    config, bf16 = config_for(layout, {"c4": 16, "c4r8": 64, "c6r8": 32}[format], H200), torch.bfloat16
     defines = latent_cuda.kernel_defines(layout, config, bf16, bf16, bf16)
     assert compile_kernels(config.kernel.source, defines, "sm_90a").startswith(b"\x7fELF")
 

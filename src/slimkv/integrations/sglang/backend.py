@@ -11,10 +11,11 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.calibration.guard import Guard
 from slimkv.calibration.learned_offset import is_capturing
-from slimkv.errors import InputError, UnsupportedError
+from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang import refusals
-from slimkv.integrations.sglang.compat import AttentionBackend, HybridLinearKVPool, SWAKVPool, logger
-from slimkv.integrations.sglang.metadata import BlockTables, GraphTables, Step, eager_step, verified_tokens
+from slimkv.integrations.sglang.compat import HybridLinearKVPool, SWAKVPool, logger
+from slimkv.integrations.sglang.metadata import BlockTables, Step
+from slimkv.integrations.sglang.packed_backend import PackedBackend, refuse_unknown
 from slimkv.integrations.sglang.pool import SlimKVPool
 from slimkv.integrations.sglang.warmup import compile_kernels
 from slimkv.ops.attention.api import SIXTEEN_BIT
@@ -22,19 +23,12 @@ from slimkv.ops.warmup import LayerKind
 from slimkv.spec import Kind
 
 
-class SlimKVAttnBackend(AttentionBackend):
+class SlimKVAttnBackend(PackedBackend):
     """Prefill, decode and verification: writes codes through the pool, and attends the pool's pages."""
 
     def __init__(self, model_runner: Any) -> None:
-        super().__init__()
-        if model_runner.is_draft_worker:
-            raise InputError(
-                "the draft keeps a cache of its own in the model's dtype: name the backend that reads it, as in "
-                "--speculative-draft-attention-backend fa3"
-            )
+        super().__init__(model_runner)
         refusals.check_layers(model_runner.model)
-        self.device = torch.device(model_runner.device)
-        self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._window_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         plain = self._plain_pools()
         if isinstance(self.token_to_kv_pool, HybridLinearKVPool):
@@ -50,9 +44,7 @@ class SlimKVAttnBackend(AttentionBackend):
         )  # fmt: skip
         lossy = [x for one in plain for x in one.layers if x.layout.spec.key.kind != Kind.RAW]
         self._guard = Guard(self._config.max_score_error, (str(x.layer) for x in lossy), logger.info)
-        self._graph: GraphTables | None = None
         self._options: dict[tuple[int, bool | None], ops.AttendOptions] = {}
-        self.forward_metadata: Step | None = None
         kinds = self._layer_kinds(model_runner.model, model_runner.dtype)
         verified = model_runner.server_args.speculative_num_draft_tokens or 1
         compile_kernels(kinds, self._tables.width * self._tables.page_size, verified)
@@ -84,49 +76,6 @@ class SlimKVAttnBackend(AttentionBackend):
                 )
         return found
 
-    # -- per step ----------------------------------------------------------------------------------------------------
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Before a step outside a graph."""
-        self.forward_metadata = eager_step(forward_batch, self._tables) if forward_batch.batch_size else None
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Before graphs of up to so many requests and tokens are captured."""
-        self._graph = GraphTables(max_bs, max_num_tokens, self._tables, self.device)
-
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a graph is captured or replayed: nothing but which tables it reads."""
-        step, _ = self._graph_step(forward_batch)
-        self.forward_metadata = step
-
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Recorded at the head of the graph: brings its tables up to date."""
-        step, more = self._graph_step(forward_batch)
-        assert self._graph is not None
-        self._graph.fill(forward_batch, step, more)
-        self.forward_metadata = step
-
-    def _graph_step(self, batch: Any) -> tuple[Step, int]:
-        """The tables of a batch's graph, and how many tokens its lengths do not count yet."""
-        if self._graph is None:
-            raise UnsupportedError("SGLang captures a graph without init_cuda_graph_state")
-        if batch.forward_mode.is_decode_or_idle():
-            return self._graph.step(batch.batch_size, 1), 0
-        if batch.forward_mode.is_target_verify():
-            each = verified_tokens(batch)
-            return self._graph.step(batch.batch_size, each), each
-        raise UnsupportedError(
-            f"slimkv's graphs are of decode and of verification, not of {batch.forward_mode.name}: "
-            "use --disable-prefill-cuda-graph"
-        )
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of padding requests."""
-        return 1
-
-    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Chains are causal: nothing depends on what was drafted."""
-
     # -- per layer ---------------------------------------------------------------------------------------------------
 
     def forward_decode(
@@ -156,9 +105,7 @@ class SlimKVAttnBackend(AttentionBackend):
         others: dict[str, Any],
     ) -> Tensor:
         """q [tokens, heads * dim] -> [tokens, heads * value_dim]; k, v [tokens, num_kv_heads, dim] are stored first."""
-        asked = [name for name, value in others.items() if value is not None and value is not False]
-        if asked:
-            raise UnsupportedError(f"slimkv does not know what this model asks of its attention: {', '.join(asked)}")
+        refuse_unknown(others)
         step = self.forward_metadata
         assert step is not None
         if save_kv_cache and k is not None and v is not None:
@@ -238,7 +185,3 @@ class SlimKVAttnBackend(AttentionBackend):
                 prompt=prompt,
             )
         return found
-
-    def support_triton(self) -> bool:
-        """SGLang's Triton helpers may run beside it on a GPU."""
-        return self.device.type == "cuda"

@@ -20,11 +20,18 @@ logger = logging.getLogger("sglang.slimkv")
 try:
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
     from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import is_deepseek_dsa
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, unwrap_write_loc
+    from sglang.srt.mem_cache.memory_pool import (
+        HybridLinearKVPool,
+        KVCache,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+        unwrap_write_loc,
+    )
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -36,6 +43,7 @@ try:
         HybridSWAPoolConfigurator: ("_full_cell_bytes", "_swa_cell_bytes", "_recompute_cell_size"),
         KVCacheConfigurator: ("_resolve_kv_pool_class",),
         MHATokenToKVPool: ("_create_buffers", "_init_kv_copy_and_warmup", "move_kv_cache", "get_cpu_copy"),
+        MLATokenToKVPool: ("_create_buffers", "set_mla_kv_buffer", "get_mla_kv_buffer"),
     }
     for _class, _names in _NEEDED.items():
         for _name in _names:
@@ -64,7 +72,9 @@ __all__ = [
     "HookRegistry",
     "HookType",
     "HybridLinearKVPool",
+    "KVCache",
     "MHATokenToKVPool",
+    "MLATokenToKVPool",
     "RadixAttention",
     "SWAKVPool",
     "attention_backends_of",
@@ -72,6 +82,7 @@ __all__ = [
     "check_hooks",
     "context_parallel_sizes",
     "full_attention_layers",
+    "is_deepseek_dsa",
     "is_switched_on",
     "logger",
     "server_options",

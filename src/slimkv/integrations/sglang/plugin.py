@@ -38,6 +38,7 @@ def register() -> None:
     installed_version()
     from sglang.srt.arg_groups.choices import (
         add_attention_backend_choices,
+        add_chunked_prefix_cache_attention_backend,
         add_deterministic_attention_backend_choices,
         add_radix_supported_deterministic_attention_backend_choices,
     )
@@ -48,9 +49,10 @@ def register() -> None:
     add_attention_backend_choices([BACKEND])
     add_deterministic_attention_backend_choices([BACKEND])
     add_radix_supported_deterministic_attention_backend_choices([BACKEND])  # a hit answers as the miss did
+    add_chunked_prefix_cache_attention_backend(BACKEND)
     HYBRID_GDN_SM100_BACKENDS.add(BACKEND)
     register_attention_backend(BACKEND)(_create_backend)
-    register_resolution_hook("handle_attention_backend_compatibility")(_default_page_size)
+    register_resolution_hook("handle_attention_backend_compatibility")(_defaults)
     register_resolution_hook("handle_other_validations")(_check_options)
     for target, name in HOOKS.items():
         HookRegistry.register(target, _lazy(name), HookType.AROUND)
@@ -65,13 +67,30 @@ def _is_chosen(server_args: Any) -> bool:
     return BACKEND in attention_backends_of(resolved_view(server_args))
 
 
-def _default_page_size(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """While SGLang resolves its arguments: the page size where none was given."""
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """While SGLang resolves its arguments: the page size where none was given, and which graphs it captures."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolved_view
+    from sglang.srt.configs.model_config import AttentionArch
 
     previous(server_args)
-    if _is_chosen(server_args) and resolved_view(server_args).page_size is None:
+    if not _is_chosen(server_args):
+        return
+    if resolved_view(server_args).page_size is None:
         declare_resolution(server_args, BACKEND, page_size=DEFAULT_PAGE_SIZE)
+    if model_config_of(server_args).attention_arch == AttentionArch.MLA:
+        _prefill_without_graphs(server_args)
+
+
+def _prefill_without_graphs(server_args: Any) -> None:
+    """Prefill expands latents, as many as are cached, which no graph holds: none are captured unless asked for."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    graphs = resolving_view(server_args).cuda_graph_config
+    asked_for = (Phase.PREFILL, "backend") in getattr(server_args, "_cuda_graph_config_locked", ())
+    if graphs.prefill.backend != Backend.DISABLED and not asked_for:
+        eager = with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
+        declare_resolution(server_args, f"{BACKEND}_prefill", cuda_graph_config=eager)
 
 
 def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -99,16 +118,22 @@ def _lazy(name: str) -> Callable[..., Any]:
 
 def _pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: type) -> type:
     """Around ``KVCacheConfigurator._resolve_kv_pool_class``."""
-    from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks
-    from slimkv.integrations.sglang.pool import bind
+    from slimkv.integrations.sglang.compat import MHATokenToKVPool, MLATokenToKVPool, check_hooks
+    from slimkv.integrations.sglang.mla.pool import SlimKVLatentPool
+    from slimkv.integrations.sglang.pool import PackedPool, SlimKVPool, bind
     from slimkv.integrations.sglang.sizing import packs, sized_plan
 
-    if not packs(kvc) or kind != "mha":
+    expected: type
+    ours: type[PackedPool]
+    built, expected, ours = "mha", MHATokenToKVPool, SlimKVPool
+    if kvc.use_mla_backend:
+        built, expected, ours = "mla", MLATokenToKVPool, SlimKVLatentPool
+    if not packs(kvc) or kind != built:
         return original(kvc, kind=kind, default=default)
     check_hooks(TARGETS)
-    if default is not MHATokenToKVPool:
+    if default is not expected:
         raise SlimKVError(f"slimkv's pages take the place of SGLang's plain pool, not of {default.__name__}")
-    return bind(sized_plan(kvc), TARGETS)
+    return bind(sized_plan(kvc), TARGETS, ours)
 
 
 def _answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -119,7 +144,11 @@ def _answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 
 
 def _create_backend(runner: Any) -> Any:
-    """The backend of a model runner."""
+    """The backend of a model runner: for latents, or for K and V."""
+    if runner.use_mla_backend:
+        from slimkv.integrations.sglang.mla.backend import SlimKVLatentBackend
+
+        return SlimKVLatentBackend(runner)
     from slimkv.integrations.sglang.backend import SlimKVAttnBackend
 
     return SlimKVAttnBackend(runner)

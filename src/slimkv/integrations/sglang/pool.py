@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
+from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.model import shared_codec
 from slimkv.integrations.sglang.compat import (
     GPU_MEMORY_TYPE_KV_CACHE,
+    KVCache,
     MHATokenToKVPool,
     check_hooks,
     unwrap_write_loc,
@@ -25,8 +27,11 @@ from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
 from slimkv.ops import PackedKV, Rounding
 
 
-class SlimKVPool(MHATokenToKVPool):
-    """K and V of all layers as codes. A model's pool is a subclass that knows the model's plan (see ``bind``)."""
+class PackedPool(KVCache):
+    """What pools of K and V and pools of latents share: the slab, and its tokens as bytes.
+
+    A model's pool is a subclass that knows the model's plan (see ``bind``).
+    """
 
     plan: ClassVar[CachePlan]
     hooks: ClassVar[tuple[str, ...]] = ()
@@ -36,7 +41,7 @@ class SlimKVPool(MHATokenToKVPool):
         if others.get("post_capture_active"):
             raise UnsupportedError("slimkv allocates its pages before graphs are captured, not after")
         if others.get("quant_method") is not None:
-            raise UnsupportedError("slimkv stores its own formats; SGLang is to quantise K and V in another one")
+            raise UnsupportedError("slimkv stores its own formats; SGLang is to quantise its cache in another one")
         if page_size != self.plan.page_size:
             raise InputError(f"SGLang builds pages of {page_size} tokens, but sized ones of {self.plan.page_size}")
         super().__init__(size=size, page_size=page_size, dtype=dtype, **others)
@@ -45,9 +50,6 @@ class SlimKVPool(MHATokenToKVPool):
         """Allocates the slab; SGLang calls it while it constructs the pool."""
         # Models write K and V past set_kv_buffer into pools of their own dtype: this is none.
         self.dtype = self.store_dtype = torch.uint8
-        self.k_scale_buffer = self.v_scale_buffer = None
-        self.native_k_scale_buffer = self.native_v_scale_buffer = None
-        self.dq_k_buffer = self.dq_v_buffer = None
         self.layers: tuple[LayerPages, ...] = self.plan.groups[self.allocation_label]
         self._check_shapes()
         self.num_blocks = -(-(self.size + self.page_size) // self.page_size)
@@ -63,18 +65,11 @@ class SlimKVPool(MHATokenToKVPool):
             for piece, pages in zip(self._slab.split(sizes), self.layers, strict=True)
         )
         self._codecs = tuple(shared_codec(pages.layout.spec, self._slab.device) for pages in self.layers)
-        model, layers = self.plan.model, tuple(zip(self.layers, self._codecs, strict=True))
-        self._query_aware = tuple(model.matrices(of.layer, codec, of.num_kv_heads) for of, codec in layers)
-        self._offsets = tuple(
-            model.layer_offset(of.layer, codec.spec, of.num_kv_heads, codec.device)
-            if model.centres(codec.spec)
-            else None
-            for of, codec in layers
-        )
+        self._offsets: tuple[LayerOffset | None, ...] = (None,) * len(self.layers)
 
     def _check_shapes(self) -> None:
         """Raises unless SGLang builds the layers it sized."""
-        asked = (self.head_num, self.head_dim, self.v_head_dim)
+        asked = self._shape()
         if len(self.layers) != self.layer_num:
             raise UnsupportedError(f"SGLang builds {self.layer_num} layers of cache, but sized {len(self.layers)}")
         for pages in self.layers:
@@ -85,19 +80,15 @@ class SlimKVPool(MHATokenToKVPool):
                     f"dimensions, but sized {pages.num_kv_heads} of {spec.key_dim} and {spec.value_dim}"
                 )
 
+    def _shape(self) -> tuple[int, int, int]:
+        """KV heads, and the dimensions of what is stored of a token in the place of K and of V."""
+        raise NotImplementedError
+
     def _memory(self) -> Any:
         return torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
 
-    def _init_kv_copy_and_warmup(self) -> None:
-        """SGLang's copy of token rows does not apply; see ``move_kv_cache``."""
-        self._kv_copy_config = None
-
     def _clear_buffers(self) -> None:
         del self._slab, self._pages
-
-    def get_kv_size_bytes(self) -> tuple[int, int]:
-        """The bytes of the slab; they are not split between K and V, so all are counted as K's."""
-        return self._slab.nbytes, 0
 
     # -- reading and writing -----------------------------------------------------------------------------------------
 
@@ -110,6 +101,95 @@ class SlimKVPool(MHATokenToKVPool):
             self.layers[index].layout,
             None if offset is None else offset.tensor,
         )
+
+    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Copies single tokens between slots, in all layers."""
+        for pages, of in zip(self._pages, self.layers, strict=True):
+            ops.copy_tokens(pages, src_loc, tgt_loc, layout=of.layout)
+
+    def get_cpu_copy(self, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Any:
+        """The tokens in slots ``indices`` as rows on the host: per layer, pieces of one tensor each."""
+        torch.get_device_module(self.device).synchronize()
+        copies = []
+        for pages, of in zip(self._pages, self.layers, strict=True):
+            pieces = indices.split(self.cpu_offloading_chunk_size)
+            rows = (ops.read_tokens(pages, slots, layout=of.layout) for slots in pieces)
+            copies.append([[piece.to("cpu", non_blocking=True)] for piece in rows])
+        torch.get_device_module(self.device).synchronize()
+        return copies
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: Any, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> None:
+        """The inverse of ``get_cpu_copy``, into other slots."""
+        torch.get_device_module(self.device).synchronize()
+        for pages, of, copied in zip(self._pages, self.layers, kv_cache_cpu, strict=True):
+            for slots, (rows,) in zip(indices.split(self.cpu_offloading_chunk_size), copied, strict=True):
+                ops.write_tokens(rows.to(pages.device, non_blocking=True), pages, slots, layout=of.layout)
+        torch.get_device_module(self.device).synchronize()
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Addresses, bytes and bytes per page of every layer's rows."""
+        return (
+            [pages.data_ptr() for pages in self._pages],
+            [pages.nbytes for pages in self._pages],
+            [of.row_bytes for of in self.layers],
+        )
+
+    # -- what would bypass the codes ---------------------------------------------------------------------------------
+
+    def _refuse(self, layer_id: int) -> NoReturn:
+        raise UnsupportedError(
+            f"something asks for the cached tensors of layer {layer_id}, but slimkv's cache holds codes, which nobody "
+            "but its own attention backend reads; see the traceback for who asks, and serve this model or option with "
+            "SGLang's own attention backend"
+        )
+
+    def get_key_buffer(self, layer_id: int) -> NoReturn:
+        """There is no tensor of keys."""
+        self._refuse(layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> NoReturn:
+        """There is no tensor of values."""
+        self._refuse(layer_id)
+
+    def get_kv_buffer(self, layer_id: int) -> NoReturn:
+        """There are no tensors of keys and values."""
+        self._refuse(layer_id)
+
+    def get_device_pool_infos(self) -> NoReturn:
+        """Host pools of SGLang take K and V apart."""
+        raise UnsupportedError("slimkv's pages have no host pool in SGLang: leave out --enable-hierarchical-cache")
+
+
+class SlimKVPool(PackedPool, MHATokenToKVPool):
+    """K and V of all layers as codes."""
+
+    def _create_buffers(self) -> None:
+        """See ``PackedPool``; then what a calibration and earlier prompts know of each layer."""
+        self.k_scale_buffer = self.v_scale_buffer = None
+        self.native_k_scale_buffer = self.native_v_scale_buffer = None
+        self.dq_k_buffer = self.dq_v_buffer = None
+        super()._create_buffers()
+        model, layers = self.plan.model, tuple(zip(self.layers, self._codecs, strict=True))
+        self._query_aware = tuple(model.matrices(of.layer, codec, of.num_kv_heads) for of, codec in layers)
+        self._offsets = tuple(
+            model.layer_offset(of.layer, codec.spec, of.num_kv_heads, codec.device)
+            if model.centres(codec.spec)
+            else None
+            for of, codec in layers
+        )
+
+    def _shape(self) -> tuple[int, int, int]:
+        return self.head_num, self.head_dim, self.v_head_dim
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        """SGLang's copy of token rows does not apply; see ``move_kv_cache``."""
+        self._kv_copy_config = None
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """The bytes of the slab; they are not split between K and V, so all are counted as K's."""
+        return self._slab.nbytes, 0
 
     def set_kv_buffer(
         self,
@@ -152,40 +232,6 @@ class SlimKVPool(MHATokenToKVPool):
         """The calibration's matrices of the pool's ``index``-th layer."""
         return self._query_aware[index]
 
-    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
-        """Copies single tokens between slots, in all layers."""
-        for pages, of in zip(self._pages, self.layers, strict=True):
-            ops.copy_tokens(pages, src_loc, tgt_loc, layout=of.layout)
-
-    def get_cpu_copy(self, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Any:
-        """The tokens in slots ``indices`` as rows on the host: per layer, pieces of one tensor each."""
-        torch.get_device_module(self.device).synchronize()
-        copies = []
-        for pages, of in zip(self._pages, self.layers, strict=True):
-            pieces = indices.split(self.cpu_offloading_chunk_size)
-            rows = (ops.read_tokens(pages, slots, layout=of.layout) for slots in pieces)
-            copies.append([[piece.to("cpu", non_blocking=True)] for piece in rows])
-        torch.get_device_module(self.device).synchronize()
-        return copies
-
-    def load_cpu_copy(
-        self, kv_cache_cpu: Any, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None
-    ) -> None:
-        """The inverse of ``get_cpu_copy``, into other slots."""
-        torch.get_device_module(self.device).synchronize()
-        for pages, of, copied in zip(self._pages, self.layers, kv_cache_cpu, strict=True):
-            for slots, (rows,) in zip(indices.split(self.cpu_offloading_chunk_size), copied, strict=True):
-                ops.write_tokens(rows.to(pages.device, non_blocking=True), pages, slots, layout=of.layout)
-        torch.get_device_module(self.device).synchronize()
-
-    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Addresses, bytes and bytes per page of every layer's rows."""
-        return (
-            [pages.data_ptr() for pages in self._pages],
-            [pages.nbytes for pages in self._pages],
-            [of.row_bytes for of in self.layers],
-        )
-
     def get_v_head_dim(self) -> int:
         """Dimensions of a value."""
         return self.v_head_dim
@@ -196,36 +242,11 @@ class SlimKVPool(MHATokenToKVPool):
         shapes = [torch.Size((tokens, self.head_num, dim)) for dim in (self.head_dim, self.v_head_dim)]
         return shapes[0], shapes[1]
 
-    # -- what would bypass the codes ---------------------------------------------------------------------------------
-
-    def _refuse(self, layer_id: int) -> NoReturn:
-        raise UnsupportedError(
-            f"something asks for the K and V tensors of layer {layer_id}, but slimkv's cache holds codes that only its "
-            "own attention backend reads and only set_kv_buffer writes; see the traceback for who asks, and serve this "
-            "model or option with SGLang's own attention backend"
-        )
-
-    def get_key_buffer(self, layer_id: int) -> NoReturn:
-        """There is no tensor of keys."""
-        self._refuse(layer_id)
-
-    def get_value_buffer(self, layer_id: int) -> NoReturn:
-        """There is no tensor of values."""
-        self._refuse(layer_id)
-
-    def get_kv_buffer(self, layer_id: int) -> NoReturn:
-        """There are no tensors of keys and values."""
-        self._refuse(layer_id)
-
     def set_kv_buffer_prefix_valid(self, layer: Any, *args: Any, **kwargs: Any) -> NoReturn:
         """Only drafts of blocks write in this way."""
         self._refuse(layer.layer_id)
 
-    def get_device_pool_infos(self) -> NoReturn:
-        """Host pools of SGLang take K and V apart."""
-        raise UnsupportedError("slimkv's pages have no host pool in SGLang: leave out --enable-hierarchical-cache")
 
-
-def bind(plan: CachePlan, hooks: tuple[str, ...]) -> type[SlimKVPool]:
+def bind(plan: CachePlan, hooks: tuple[str, ...], pool: type[PackedPool] = SlimKVPool) -> type[Any]:
     """The pool class for one model: SGLang constructs it with the arguments of its own pools."""
-    return type("SlimKVPool", (SlimKVPool,), {"plan": plan, "hooks": hooks, "__module__": __name__})
+    return type(pool.__name__, (pool,), {"plan": plan, "hooks": hooks, "__module__": pool.__module__})

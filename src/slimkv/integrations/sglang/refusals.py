@@ -12,6 +12,8 @@ from slimkv.integrations.sglang.compat import (
     RadixAttention,
     attention_backends_of,
     context_parallel_sizes,
+    full_attention_layers,
+    is_deepseek_dsa,
     server_options,
 )
 from slimkv.integrations.sglang.names import BACKEND
@@ -121,12 +123,10 @@ def check_parallelism() -> None:
             raise UnsupportedError(f"slimkv does not run under context parallelism ({name} {size}); use --tp-size")
 
 
-def check_model(kvc: Any) -> None:
-    """Raises for a model whose cache is of another kind than K and V of tokens."""
+def check_model(kvc: Any, config: KVCacheConfig) -> None:
+    """Raises for a model whose cache is of another kind than K and V of tokens, or a latent of each."""
     if kvc.use_mla_backend:
-        raise UnsupportedError(
-            "slimkv packs K and V, not the latents of multi-head latent attention; use SGLang's own attention backend"
-        )
+        _check_latents(kvc, config)
     if kvc.model_config.is_encoder_decoder:
         raise UnsupportedError("slimkv does not serve encoder-decoder models in SGLang; use its own attention backend")
     if kvc.post_capture_kv_active:
@@ -135,10 +135,28 @@ def check_model(kvc: Any) -> None:
         )
 
 
-def check_layers(model: Any) -> None:
+def _check_latents(kvc: Any, config: KVCacheConfig) -> None:
+    """Raises for what slimkv's latent attention does not do."""
+    model = kvc.model_config
+    asked = {
+        "sparse latent attention, of models with an indexer (DeepSeek V3.2, GLM-5)": is_deepseek_dsa(model.hf_config),
+        "latent attention beside linear attention (Kimi-Linear)": full_attention_layers(kvc) is not None,
+        "latent attention in sliding windows": kvc.is_hybrid_swa,
+        "queries that are scaled by position (llama_4_scaling)": getattr(model.hf_config, "llama_4_scaling", None),
+        "latents without a rope part": not model.qk_rope_head_dim,
+    }
+    for what, found in asked.items():
+        if found:
+            raise UnsupportedError(f"slimkv does not serve {what} in SGLang; use its own attention backend")
+    if getattr(server_options(kvc.server_args), "enable_lora", False):
+        raise UnsupportedError("slimkv folds a rotation into absorbed projections, which --enable-lora would change")
+    config.refuse("latent attention", "calibration")
+
+
+def check_layers(model: Any, max_head_dim: float = MAX_HEAD_DIM) -> None:
     """Raises for a layer that asks of its attention what slimkv does not do."""
     for layer in attention_layers(model):
-        asked = _unsupported(layer)
+        asked = _unsupported(layer, max_head_dim)
         if asked is not None:
             raise UnsupportedError(
                 f"slimkv does not serve layer {layer.layer_id} of this model, which has {asked}; "
@@ -151,7 +169,7 @@ def attention_layers(model: Any) -> Iterator[Any]:
     return (layer for layer in model.modules() if isinstance(layer, RadixAttention))
 
 
-def _unsupported(layer: Any) -> str | None:
+def _unsupported(layer: Any, max_head_dim: float) -> str | None:
     """What of a layer slimkv does not do."""
     if layer.is_cross_attention:
         return "cross attention"
@@ -165,6 +183,6 @@ def _unsupported(layer: Any) -> str | None:
         return f"a soft cap by {layer.logit_capping_method}"
     if layer.xai_temperature_len > 0:
         return "a temperature by length (xai_temperature_len)"
-    if max(layer.qk_head_dim, layer.v_head_dim) > MAX_HEAD_DIM:
-        return f"heads of {layer.qk_head_dim} and {layer.v_head_dim} dimensions (up to {MAX_HEAD_DIM} are known)"
+    if max(layer.qk_head_dim, layer.v_head_dim) > max_head_dim:
+        return f"heads of {layer.qk_head_dim} and {layer.v_head_dim} dimensions (up to {max_head_dim} are known)"
     return None

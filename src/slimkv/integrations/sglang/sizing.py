@@ -80,19 +80,21 @@ def make_plan(kvc: Any) -> CachePlan:
     """The plan for SGLang's KV cache configurator; raises for what slimkv cannot serve."""
     refusals.check_options(kvc.server_args)
     refusals.check_parallelism()
-    refusals.check_model(kvc)
+    config = settings.parse(kvc.server_args)
+    refusals.check_model(kvc, config)
     if kvc.spec_algorithm.is_ngram():
         from slimkv.integrations.sglang import ngram
 
         ngram.install()
     served, random_weights = kvc.model_config, str(kvc.server_args.load_format) == "dummy"
     model = ServedModel(
-        settings.parse(kvc.server_args), str(served.model_path), served.hf_text_config, served.context_len,
+        config, str(served.model_path), served.hf_text_config, served.context_len,
         attention_tp, random_weights,
     )  # fmt: skip
 
     def pages(layer: int, shape: _Shape) -> LayerPages:
-        spec = model.layer_spec(layer, shape.key_dim, shape.value_dim, str(kvc.kv_cache_dtype))
+        dims = shape.key_dim, shape.value_dim
+        spec = model.layer_spec(layer, *dims, str(kvc.kv_cache_dtype), latent=kvc.use_mla_backend)
         return LayerPages(layer, page_layout(spec, kvc.page_size), shape.num_kv_heads)
 
     groups = {
@@ -104,6 +106,9 @@ def make_plan(kvc: Any) -> CachePlan:
 def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:
     """The layers and shapes of each pool that SGLang is going to build, as it will ask for them."""
     model, (_, ranks), info = kvc.model_config, attention_tp(), kvc.layer_info
+    layers = list(range(info.start_layer, info.start_layer + info.num_effective_layers))
+    if kvc.use_mla_backend:  # every rank holds what all heads share
+        return {None: (layers, _Shape(1, model.kv_lora_rank, model.qk_rope_head_dim))}
     heads = model.get_num_kv_heads(ranks)
     if kvc.is_hybrid_swa:
         if not kvc.is_hybrid_swa_compress:  # both pools then have the shape of the full layers
@@ -118,8 +123,7 @@ def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:
     hybrid = full_attention_layers(kvc)
     if hybrid is not None:
         return {None: (hybrid, _Shape(heads, model.head_dim, model.head_dim))}
-    layers = range(info.start_layer, info.start_layer + info.num_effective_layers)
-    return {None: (list(layers), _Shape(heads, model.head_dim, model.v_head_dim))}
+    return {None: (layers, _Shape(heads, model.head_dim, model.v_head_dim))}
 
 
 # -- hooks: what SGLang's configurators are told -----------------------------------------------------------------------
@@ -185,6 +189,8 @@ def _draft_layers(kvc: Any) -> int:
 def _unpacked_bytes(kvc: Any) -> int:
     """Bytes of a token in one layer of a cache in the model's dtype."""
     model, (_, ranks) = kvc.model_config, attention_tp()
+    if kvc.use_mla_backend:
+        return (model.kv_lora_rank + model.qk_rope_head_dim) * kvc.kv_cache_dtype.itemsize
     return model.get_num_kv_heads(ranks) * (model.head_dim + model.v_head_dim) * kvc.kv_cache_dtype.itemsize
 
 

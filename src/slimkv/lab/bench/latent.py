@@ -64,6 +64,9 @@ _BIG = LatentCell("", batch=32, context=32768)
 LATENT_CELLS = (
     replace(_BIG, name="mla-16h-32x32K"),
     replace(_BIG, name="mla-16h-8x128K", batch=8, context=131072),
+    replace(_BIG, name="mla-20h-24x20K", num_heads=20, batch=24, context=20480),
+    replace(_BIG, name="mla-32h-16x40K", num_heads=32, batch=16, context=40960),
+    replace(_BIG, name="mla-16h-verify-2q-40x12K", queries=2, batch=40, context=12288),
     replace(_BIG, name="mla-64h-32x16K", num_heads=64, context=16384),
     replace(_BIG, name="mla-128h-32x16K", num_heads=128, context=16384),
     replace(_BIG, name="mla-8h-32x32K", num_heads=8),

@@ -1,9 +1,4 @@
-"""The rotation of the latent, folded into the absorbed projections: decoding then rotates nothing.
-
-vLLM absorbs the up-projections of a latent: q_latent = q_nope W_UK_T before attention, v = o_latent W_UV after it.
-Latents are stored as c R, with R orthogonal. So (q_nope W_UK_T R) meets them as they are stored, and what attention
-gives, o_latent R, goes through R^T W_UV.
-"""
+"""The projections that vLLM absorbed, with the rotation of the latent folded into them."""
 
 from __future__ import annotations
 
@@ -13,16 +8,7 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
-
-
-def fold_key_projection(weight: Tensor, rotation: Tensor) -> Tensor:
-    """W_UK_T [heads, nope_dim, latent_dim] and R [latent_dim, latent_dim] -> W_UK_T R, in the weight's dtype."""
-    return (weight.float() @ rotation.to(weight.device)).to(weight.dtype)
-
-
-def fold_value_projection(weight: Tensor, rotation: Tensor) -> Tensor:
-    """W_UV [heads, latent_dim, v_dim] and R -> R^T W_UV, in the weight's dtype."""
-    return (rotation.to(weight.device).T @ weight.float()).to(weight.dtype)
+from slimkv.ops.latent.folding import fold_key_projection, fold_value_projection
 
 
 class FoldedProjections:

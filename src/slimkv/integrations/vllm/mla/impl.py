@@ -23,11 +23,13 @@ from slimkv.integrations.vllm.mla.compat import (
 from slimkv.integrations.vllm.mla.folding import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadata
 from slimkv.integrations.vllm.mla.refusals import refuse
-from slimkv.integrations.vllm.mla.warmup import compile_kernels
 from slimkv.integrations.vllm.page_sizes import backend_for_spec
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
-from slimkv.spec import Kind, LatentSpec, PageLayout, page_layout
+from slimkv.integrations.vllm.warmup import kernel_block, verified_tokens
+from slimkv.ops.latent.warmup import LatentKind, run_latent_steps
+from slimkv.ops.warmup import decoding_steps
+from slimkv.spec import LatentSpec, PageLayout, page_layout
 
 
 class SlimKVMLAImpl(MLACommonImpl):
@@ -99,8 +101,10 @@ class SlimKVMLAImpl(MLACommonImpl):
             self._folded.fold(layer, rotation)
         weight = next(layer.kv_b_proj.parameters())
         if weight.device.type != "cpu":  # nothing is compiled there
-            codec, dtype = shared_codec(self._spec, weight.device), self._config.model_config.dtype
-            compile_kernels(codec, self.num_heads, self.scale, dtype, self._config, self._settings.backend)
+            codec, model = shared_codec(self._spec, weight.device), self._config.model_config
+            layout = page_layout(self._spec, kernel_block(self._config))
+            kind = LatentKind(codec, layout, self.num_heads, self.scale, model.dtype, self._settings.backend)
+            run_latent_steps(kind, decoding_steps(model.max_model_len, verified_tokens(self._config)))
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +166,7 @@ class SlimKVMLAImpl(MLACommonImpl):
     ) -> None:
         """Prefill; with ``fresh: codes`` the new tokens see of one another what later requests see of them."""
         assert self._spec is not None
-        if self._fresh_codes and not _is_lossless(self._spec, kv_c_normed.dtype):
+        if self._fresh_codes and not self._spec.is_lossless_for(str(kv_c_normed.dtype)):
             pages, layout = self._pages(kv_c_and_k_pe_cache)
             first = attn_metadata.num_decode_tokens
             slots = attn_metadata.slot_mapping[first : first + len(kv_c_normed)]
@@ -197,9 +201,3 @@ class SlimKVMLAImpl(MLACommonImpl):
             accumulate_mla_context_chunk(chunk, *part, *total)
         assert total is not None
         return total
-
-
-def _is_lossless(spec: LatentSpec, dtype: torch.dtype) -> bool:
-    """Whether what is stored of tokens computed in ``dtype`` is what they were."""
-    name = str(dtype).removeprefix("torch.")
-    return all(side.kind == Kind.RAW and side.raw_dtype == name for side in (spec.latent, spec.rope))

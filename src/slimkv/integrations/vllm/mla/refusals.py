@@ -11,7 +11,7 @@ from slimkv.integrations.vllm.settings import parse
 
 SPARSE = (
     "slimkv packs dense latent attention (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash), not the sparse one of models "
-    "with an indexer (DeepSeek V3.2 and later); serve this model with vLLM's own attention backend"
+    "with an indexer (DeepSeek V3.2, GLM-5 and later); serve this model with vLLM's own attention backend"
 )
 # What vLLM tells an implementation of latent attention about the model.
 KNOWN_ARGUMENTS = frozenset(

@@ -4,19 +4,21 @@
 kernel   query rows  KV block      latents
 =======  ==========  ============  ============================================================================
 narrow   16          32 tokens     all that ``launch.refusal`` accepts
+narrow   32          64 tokens     of multiples of 128 numbers in 4 bits
+narrow   32          32 tokens     of multiples of 128 numbers in other formats, which leave fewer registers
 wide     64          64 tokens     of 128, 256 or 512 numbers whose levels take no LUT (1-4 bits, fp8)
 =======  ==========  ============  ============================================================================
 
-Up to 16 query rows (queries x heads of a sequence) go to ``narrow``, more to ``wide``. Latents that ``wide`` does not
-take go to ``narrow`` in several work tiles of 16 rows. Both run one block of three warpgroups on every multiprocessor:
-one fills a ring in shared memory, two attend.
+A request takes the first of them that has its query rows (queries x heads of a sequence), and the last one that takes
+its latents, in several work tiles, where none has. All run one block of three warpgroups on every multiprocessor: one
+fills a ring in shared memory, two attend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from slimkv.errors import UnsupportedError
 from slimkv.ops.cuda.device import Device
@@ -38,6 +40,7 @@ class Kernel:
     kv_block: int  # tokens
     stages: tuple[int, ...]  # KV blocks that a ring may hold, most first
     offsets: Callable[[PageLayout, int], Offsets]  # by stages; SHARED_BYTES is their total
+    takes: Callable[[PageLayout], bool]
 
 
 @dataclass(frozen=True)
@@ -67,16 +70,26 @@ class LatentConfig:
 @lru_cache(maxsize=512)
 def config_for(layout: PageLayout, rows: int, device: Device) -> LatentConfig:
     """The kernel for sequences of up to ``rows`` query rows, with as many stages as fit the device."""
-    for kernel in (WIDE, NARROW) if rows > NARROW.rows and _wide_takes(layout) else (NARROW,):
-        for stages in kernel.stages:
-            offsets = kernel.offsets(layout, stages)
-            shared = offsets.pop("SHARED_BYTES")
-            if shared <= device.shared_of_block:
-                return LatentConfig(kernel, stages, tuple(offsets.items()), shared, device.multiprocessors)
+    fitting = [found for kernel in KERNELS if (found := _fitting(kernel, layout, device)) is not None]
+    for config in fitting:
+        if rows <= config.kernel.rows:
+            return config
+    if fitting:
+        return fitting[-1]
     raise UnsupportedError(
         f"latents of format {layout.spec.format} ({layout.spec.key_dim} + {layout.spec.value_dim}) take more than the "
         f"{device.shared_of_block} bytes of shared memory that a block has on this device; use backend='triton'"
     )
+
+
+def _fitting(kernel: Kernel, layout: PageLayout, device: Device) -> LatentConfig | None:
+    """The kernel with as many stages as fit the device; None if it does not take the layout, or nothing fits."""
+    for stages in kernel.stages if kernel.takes(layout) else ():
+        offsets = kernel.offsets(layout, stages)
+        shared = offsets.pop("SHARED_BYTES")
+        if shared <= device.shared_of_block:
+            return LatentConfig(kernel, stages, tuple(offsets.items()), shared, device.multiprocessors)
+    return None
 
 
 def _takes_lut(fmt: TensorFormat) -> bool:
@@ -88,6 +101,11 @@ def _wide_takes(layout: PageLayout) -> bool:
     return layout.spec.key_dim in _WIDE_DIMS and not _takes_lut(layout.spec.key)
 
 
+def _narrow(rows: int, kv_block: int, takes: Callable[[PageLayout], bool]) -> Kernel:
+    offsets = partial(_narrow_offsets, rows=rows, kv_block=kv_block)
+    return Kernel("latent/narrow.cu", rows, kv_block, stages=(4, 3, 2), offsets=offsets, takes=takes)
+
+
 def _in_order(end: str, **sizes: int) -> Offsets:
     """Offsets of regions that follow one another; ``end`` is the name of their total."""
     offsets, at = {}, 0
@@ -97,35 +115,36 @@ def _in_order(end: str, **sizes: int) -> Offsets:
     return offsets | {end: at}
 
 
-def _narrow_offsets(layout: PageLayout, stages: int) -> Offsets:
-    """A stage, the memory of a warpgroup that attends, and that of the block."""
-    spec = layout.spec
+def _narrow_offsets(layout: PageLayout, stages: int, *, rows: int, kv_block: int) -> Offsets:
+    """A stage, the memory of a team of warps that attends, and that of the block."""
+    spec, row_tiles = layout.spec, rows // 16
+    teams = 2 // row_tiles
     entries = 0  # of the LUT: pairs of 4-bit codes, bytes with a 6-bit code and anything above it, or codes
     if spec.key.kind == Kind.LLOYD and spec.key.bits >= 4:
         entries = 256 if spec.key.bits in (4, 6) else 1 << spec.key.bits
     stage = _in_order(
         "STAGE_BYTES",
-        LATENT_CODES=4 * spec.key_dim * spec.key.bits,
-        ROPE_CODES=4 * spec.value_dim * spec.value.bits,
-        LATENT_FIELDS=64,
-        ROPE_FIELDS=0 if spec.value.kind == Kind.RAW else 64,
+        LATENT_CODES=kv_block * spec.key_dim * spec.key.bits // 8,
+        ROPE_CODES=kv_block * spec.value_dim * spec.value.bits // 8,
+        LATENT_FIELDS=2 * kv_block,
+        ROPE_FIELDS=0 if spec.value.kind == Kind.RAW else 2 * kv_block,
     )
-    warpgroup = _in_order(
-        "WARPGROUP_BYTES", SCORES=8192, PROBABILITIES=1024, WARP_MAX=256, ROW_MAX=64, BARRIERS=16 * stages, RAISED=16,
-        RING=stages * stage["STAGE_BYTES"],
+    team = _in_order(
+        "TEAM_BYTES", SCORES=256 * kv_block * row_tiles**2, PROBABILITIES=2 * rows * kv_block, WARP_MAX=16 * rows,
+        ROW_MAX=4 * rows, BARRIERS=16 * stages, RAISED=16, RING=stages * stage["STAGE_BYTES"],
     )  # fmt: skip
     block = _in_order(
         "SHARED_BYTES",
-        QUERIES=32 * spec.key_dim,
-        ROPE_QUERIES=32 * spec.value_dim,
-        ROWS=256,
+        QUERIES=2 * rows * spec.key_dim,
+        ROPE_QUERIES=2 * rows * spec.value_dim,
+        ROWS=16 * rows,
         RANGES=64,
         ROPE_LEVELS=128 << spec.value.bits if _takes_lut(spec.value) else 0,
         LEVELS=128 * entries,
-        OUTPUT=64 * spec.key_dim,
-        WARPGROUPS=2 * warpgroup["WARPGROUP_BYTES"],
+        OUTPUT=64 * spec.key_dim if teams > 1 else 0,
+        TEAMS=teams * team["TEAM_BYTES"],
     )
-    return stage | warpgroup | block
+    return stage | team | block
 
 
 def _wide_offsets(layout: PageLayout, stages: int) -> Offsets:
@@ -145,8 +164,20 @@ def _wide_offsets(layout: PageLayout, stages: int) -> Offsets:
     )
 
 
-NARROW = Kernel("latent/narrow.cu", rows=16, kv_block=32, stages=(4, 3, 2), offsets=_narrow_offsets)
-WIDE = Kernel("latent/wide.cu", rows=64, kv_block=64, stages=(2,), offsets=_wide_offsets)
+def _in_nibbles(layout: PageLayout) -> bool:
+    return layout.spec.key.kind == Kind.LLOYD and layout.spec.key.bits == 4
+
+
+def _in_eighths(layout: PageLayout) -> bool:
+    """Whether eight warps share the latent's dimensions evenly."""
+    return layout.spec.key_dim % 128 == 0
+
+
+NARROW = _narrow(16, 32, lambda layout: True)
+NARROW_32 = _narrow(32, 64, lambda layout: _in_eighths(layout) and _in_nibbles(layout))
+NARROW_32_SHORT = _narrow(32, 32, lambda layout: _in_eighths(layout) and not _in_nibbles(layout))
+WIDE = Kernel("latent/wide.cu", rows=64, kv_block=64, stages=(2,), offsets=_wide_offsets, takes=_wide_takes)
+KERNELS = (NARROW, NARROW_32, NARROW_32_SHORT, WIDE)
 
 
 def merge_dims(dim: int) -> int:

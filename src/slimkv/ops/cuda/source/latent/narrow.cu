@@ -1,48 +1,54 @@
 // Attention of few query rows (queries x heads) on packed latents: scores from latents and rope parts, values from the
 // same latents.
 //
-// A thread block has up to 16 rows of a sequence and some of its tokens. Two warpgroups take turns with them, a KV
-// block of 32 tokens at a time; warps of a third have the copy engine bring the KV blocks of each to its ring in shared
-// memory. Each warp has a quarter of the latent's dimensions, for scores and for values: it unpacks their codes once,
-// in the order in which products of scores take them, and transposes them for products of values. A warp's scores are
-// sums over its own dimensions; they are added up in shared memory, 8 tokens by each warp, which makes probabilities of
+// A thread block has up to 16 or 32 rows of a sequence, in row tiles of 16, and some of its tokens. Eight warps attend,
+// in two teams that take turns with KV blocks (16 rows) or in one (32); warps of a third warpgroup have the copy engine
+// bring the KV blocks of each team to its ring in shared memory. Each warp of a team has as much of the latent's
+// dimensions, for scores and for values: it unpacks their codes once, for all row tiles, in the order in which products
+// of scores take them, and transposes them for products of values. A warp's scores are sums over its own dimensions;
+// they are added up in shared memory, 8 tokens of every 32 and one row tile by each warp, which makes probabilities of
 // them for all.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 
-constexpr int WARPS = 4, WARPGROUPS = 2, THREADS = 32 * WARPS * (WARPGROUPS + 1);  // one more warpgroup: the producer
-constexpr int TILE_COST = 4;
+constexpr int ROW_TILES = ROWS / 16, TEAMS = 2 / ROW_TILES, WARPS = 8 / TEAMS;  // WARPS: of a team
+constexpr int CONSUMER_WARPS = TEAMS * WARPS, THREADS = 32 * (CONSUMER_WARPS + 4);  // one more warpgroup: the producer
+constexpr int TILE_COST = 128 / KV_BLOCK;
+constexpr int QUERY_BYTES = 32 * LD, ROPE_QUERY_BYTES = 32 * RD;  // of a row tile
 #include "latent/merge.cuh"
 #include "latent/queries.cuh"
 #include "latent/narrow_consumer.cuh"
 
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
-constexpr int CONSUMERS = 1 + WARPGROUPS;  // a named barrier; each warpgroup has one before it
-static_assert(ROWS == 16 && KV_BLOCK == 32, "operands");
+constexpr int CONSUMERS = 1 + TEAMS;  // a named barrier; each team has one before it
+static_assert((ROWS == 16 || ROWS == 32) && (KV_BLOCK == 32 || KV_BLOCK == 64), "operands");
 static_assert(sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT && RAISED_AT - BARRIERS_AT >= 16 * STAGES &&
-                  LATENT_FIELDS_AT - ROPE_CODES_AT == 2 * R_TILE && ROPE_CODES_AT == 2 * L_TILE,
+                  LATENT_FIELDS_AT - ROPE_CODES_AT == TOKEN_TILES * R_TILE && ROPE_CODES_AT == TOKEN_TILES * L_TILE,
               "regions of shared memory");
 
-DEVICE void sync_consumers() { bar_sync(CONSUMERS, 32 * WARPS * WARPGROUPS); }
+DEVICE void sync_consumers() { bar_sync(CONSUMERS, 32 * CONSUMER_WARPS); }
 
 // ---- queries --------------------------------------------------------------------------------------------------------
 
 // Row n of a work tile, by one warp, to fragments. Rows beyond the last are zeros and see nothing.
 DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, u8* shared) {
   auto place = [&](int at) {
-    return at / 16 * 512 + (4 * (n % 8) + at % 8 / 2) * 16 + (n / 8 + 2 * (at % 16 / 8)) * 4 + at % 2 * 2;
+    return at / 16 * 512 + (4 * (n % 8) + at % 8 / 2) * 16 + ((ROW_TILES == 1 ? n : n % 16) / 8 + 2 * (at % 16 / 8)) * 4 + at % 2 * 2;
   };
+  const int row_tile = ROW_TILES == 1 ? 0 : n / 16;
+  u8* const latents = shared + QUERIES_AT + row_tile * QUERY_BYTES;
+  u8* const ropes = shared + ROPE_QUERIES_AT + row_tile * ROPE_QUERY_BYTES;
   float sum = 0.0f;
   query.latent_operand(
       [&](int at, u32 bits) {
-        *(u16*)(shared + QUERIES_AT + place(at)) = (u16)bits;
+        *(u16*)(latents + place(at)) = (u16)bits;
         sum += f16_to_f32(bits);
       },
       [&](int at, u32 bits) {
-        *(u32*)(shared + QUERIES_AT + place(at)) = bits;
+        *(u32*)(latents + place(at)) = bits;
         sum += f16_to_f32(bits & 0xFFFF) + f16_to_f32(bits >> 16);
       });
-  query.rope_operand([&](int at, u32 bits) { *(u16*)(shared + ROPE_QUERIES_AT + place(at)) = (u16)bits; });
+  query.rope_operand([&](int at, u32 bits) { *(u16*)(ropes + place(at)) = (u16)bits; });
   if (SHIFT != 0.0f)
 #pragma unroll
     for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
@@ -64,8 +70,8 @@ DEVICE Region region_of(int lane) {
           lane == 0 ? L_TILE / 16 : lane == 1 ? R_TILE / 16 : 2};
 }
 
-// A warp that copies the KV blocks of a warpgroup to its ring.
-DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* empty, int warpgroup, int lane) {
+// A warp that copies the KV blocks of a team to its ring.
+DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* empty, int team, int lane) {
   constexpr int GRAIN = BLOCK_SIZE % KV_BLOCK ? 16 : KV_BLOCK;  // tokens that are contiguous in a page
   constexpr int REGIONS = R_KIND == RAW ? 3 : 4, GRAINS = KV_BLOCK / GRAIN, AHEAD = 32 / GRAINS;
   constexpr u32 GRAIN_BYTES = GRAIN / 16 * (L_TILE + R_TILE) + 2 * GRAIN + (R_KIND == RAW ? 0 : 2 * GRAIN);
@@ -77,10 +83,10 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
     const WorkTile tile(args, range.b, range.tile);
     const int last = min_i32(range.last, tile.kv_blocks(args));
     const i32* const table = args.block_table + (i64)tile.sequence * args.table_stride;
-    for (int base = range.first + warpgroup; base < last; base += AHEAD * WARPGROUPS) {
-      const int own = base + lane / GRAINS * WARPGROUPS, token = own * KV_BLOCK + lane % GRAINS * GRAIN;
+    for (int base = range.first + team; base < last; base += AHEAD * TEAMS) {
+      const int own = base + lane / GRAINS * TEAMS, token = own * KV_BLOCK + lane % GRAINS * GRAIN;
       const i32 pages = own < last && token < tile.length ? ldg_i32(table + (u32)token / BLOCK_SIZE) : -1;
-      for (int i = 0; i < AHEAD && base + i * WARPGROUPS < last; i++) {
+      for (int i = 0; i < AHEAD && base + i * TEAMS < last; i++) {
         i32 found[GRAINS];
         u32 bytes = 0;
 #pragma unroll
@@ -91,7 +97,7 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
         sync_warp();
 #pragma unroll
         for (int n = 0; n < GRAINS; n++) {
-          const int place = (u32)((base + i * WARPGROUPS) * KV_BLOCK + n * GRAIN) % BLOCK_SIZE;
+          const int place = (u32)((base + i * TEAMS) * KV_BLOCK + n * GRAIN) % BLOCK_SIZE;
           if (lane < REGIONS && found[n] >= 0)
             cp_async_bulk(ring + slot * STAGE_BYTES + region.to + n * GRAIN * region.bytes,
                           args.pages + found[n] * args.page_stride + region.from + place * region.bytes,
@@ -106,71 +112,80 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
 
 // ---- partial results ------------------------------------------------------------------------------------------------
 
-// Both warpgroups' results relative to the higher of their maxima; the first one adds up the output.
-DEVICE void combine_warpgroups(Consumer& own, float (&highest)[2], float (&total)[2]) {
+// Both teams' results relative to the higher of their maxima; the first one adds up the output.
+DEVICE void combine_teams(Consumer& own, float (&highest)[ROW_TILES][2], float (&total)[ROW_TILES][2]) {
   const int g = own.g, t = own.t;
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     own.row_sum[n] += shfl_xor(own.row_sum[n], 1), own.row_sum[n] += shfl_xor(own.row_sum[n], 2);
-    if (t == 0) own.warp_max()[own.warp * ROWS + g + 8 * n] = own.row_sum[n];
-    if (t == 0 && own.warp == 0) ((float*)(own.mine + ROW_MAX_AT))[g + 8 * n] = own.row_max[n];
+    if (t == 0) own.warp_max()[own.quarter * ROWS + 16 * own.row_tile + g + 8 * n] = own.row_sum[n];
+    if (t == 0 && own.warp == 0)
+#pragma unroll
+      for (int i = 0; i < ROW_TILES; i++) ((float*)(own.mine + ROW_MAX_AT))[16 * i + g + 8 * n] = own.row_max[i][n];
   }
   sync_consumers();
-  auto memory_of = [&](int i, int at) { return (const float*)(own.shared + WARPGROUPS_AT + i * WARPGROUP_BYTES + at); };
+  auto memory_of = [&](int i, int at) { return (const float*)(own.shared + TEAMS_AT + i * TEAM_BYTES + at); };
 #pragma unroll
-  for (int n = 0; n < 2; n++) {
-    highest[n] = own.row_max[n], total[n] = 0.0f;
+  for (int k = 0; k < 2 * ROW_TILES; k++) {
+    const int tile = k / 2, n = k % 2;
+    float& most = highest[tile][n];
+    most = own.row_max[tile][n], total[tile][n] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < WARPGROUPS; i++) highest[n] = max_f32(highest[n], memory_of(i, ROW_MAX_AT)[g + 8 * n]);
+    for (int i = 0; i < TEAMS; i++) most = max_f32(most, memory_of(i, ROW_MAX_AT)[g + 8 * k]);
     // Without a maximum there is nothing, or not a number.
-    auto factor_of = [&](float row_max) { return row_max == LOWEST ? 1.0f : exp2_approx(row_max - highest[n]); };
+    auto factor_of = [&](float row_max) { return row_max == LOWEST ? 1.0f : exp2_approx(row_max - most); };
 #pragma unroll
-    for (int i = 0; i < WARPGROUPS; i++) {
-      const float* all = memory_of(i, WARP_MAX_AT) + g + 8 * n;
+    for (int i = 0; i < TEAMS; i++) {
+      const float* all = memory_of(i, WARP_MAX_AT) + g + 8 * k;
       const float sum = (all[0] + all[ROWS]) + (all[2 * ROWS] + all[3 * ROWS]);
-      total[n] += sum * factor_of(memory_of(i, ROW_MAX_AT)[g + 8 * n]);
+      total[tile][n] += sum * factor_of(memory_of(i, ROW_MAX_AT)[g + 8 * k]);
     }
-    const float by = factor_of(own.row_max[n]) * L_UNIT, less = SHIFT * own.probability_sum[2 * n];
+    const float by = factor_of(own.row_max[tile][n]) * L_UNIT, less = SHIFT * own.probability_sum[tile][2 * n];
 #pragma unroll
-    for (int j = 0; j < 2 * OWN; j++)
-      own.o[j][2 * n] = (own.o[j][2 * n] - less) * by, own.o[j][2 * n + 1] = (own.o[j][2 * n + 1] - less) * by;
+    for (int j = 0; j < 2 * OWN; j++) {
+      Fragment& o = own.o[tile][j];
+      o[2 * n] = (o[2 * n] - less) * by, o[2 * n + 1] = (o[2 * n + 1] - less) * by;
+    }
   }
-  u8* const scratch = own.shared + OUTPUT_AT + (own.warp * 2 * OWN * 32 + own.lane) * 16;
-  if (own.warpgroup == 1)
+  if constexpr (TEAMS > 1) {
+    u8* const scratch = own.shared + OUTPUT_AT + (own.warp * 2 * OWN * 32 + own.lane) * 16;
+    if (own.team == 1)
 #pragma unroll
-    for (int j = 0; j < 2 * OWN; j++) {
-      const Fragment& o = own.o[j];
-      *(Words4*)(scratch + 512 * j) = {as_bits(o[0]), as_bits(o[1]), as_bits(o[2]), as_bits(o[3])};
-    }
-  sync_consumers();
-  if (own.warpgroup == 0)
+      for (int j = 0; j < 2 * OWN; j++) {
+        const Fragment& o = own.o[0][j];
+        *(Words4*)(scratch + 512 * j) = {as_bits(o[0]), as_bits(o[1]), as_bits(o[2]), as_bits(o[3])};
+      }
+    sync_consumers();
+    if (own.team == 0)
 #pragma unroll
-    for (int j = 0; j < 2 * OWN; j++) {
-      const Words4 more = *(const Words4*)(scratch + 512 * j);
-      own.o[j][0] += as_float(more.x), own.o[j][1] += as_float(more.y);
-      own.o[j][2] += as_float(more.z), own.o[j][3] += as_float(more.w);
-    }
-  sync_consumers();
+      for (int j = 0; j < 2 * OWN; j++) {
+        const Words4 more = *(const Words4*)(scratch + 512 * j);
+        Fragment& o = own.o[0][j];
+        o[0] += as_float(more.x), o[1] += as_float(more.y), o[2] += as_float(more.z), o[3] += as_float(more.w);
+      }
+    sync_consumers();
+  }
 }
 
 // What this thread block has of a work tile.
-DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const WorkTile& tile, Consumer& own) {
-  float highest[2], total[2];
-  combine_warpgroups(own, highest, total);
+DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const WorkTile& work, Consumer& own) {
+  float highest[ROW_TILES][2], total[ROW_TILES][2];
+  combine_teams(own, highest, total);
   const i64 part = (i64)part_of(range) * ROWS;
-  if (own.warpgroup == 0)
+  if (own.team == 0)
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-      if (own.g + 8 * n >= tile.count) continue;
-      const i64 to = part + own.g + 8 * n;
+    for (int k = 0; k < 2 * ROW_TILES; k++) {
+      const int tile = k / 2, n = k % 2;
+      if (own.g + 8 * k >= work.count) continue;
+      const i64 to = part + own.g + 8 * k;
       if (own.warp == 0 && own.t == 0) {
-        args.states[2 * to] = highest[n] == LOWEST ? MINUS_INFINITY : highest[n];
-        args.states[2 * to + 1] = total[n];
+        args.states[2 * to] = highest[tile][n] == LOWEST ? MINUS_INFINITY : highest[tile][n];
+        args.states[2 * to + 1] = total[tile][n];
       }
 #pragma unroll
       for (int j = 0; j < 2 * OWN; j++) {
         const int d = 16 * (own.warp * OWN) + 8 * j + 2 * own.t;
-        const float low = own.o[j][2 * n], high = own.o[j][2 * n + 1];
+        const float low = own.o[tile][j][2 * n], high = own.o[tile][j][2 * n + 1];
         if (IN_BYTES) *(Words2*)(args.parts + to * LD + d) = {as_bits(low), as_bits(high)};
         else args.parts[to * LD + place_of(d)] = low, args.parts[to * LD + place_of(d + 1)] = high;
       }
@@ -179,10 +194,10 @@ DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const 
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
-DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int warpgroup, int warp, int lane) {
-  Consumer own(args, shared, warpgroup, warp, lane);
+DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int team, int warp, int lane) {
+  Consumer own(args, shared, team, warp, lane);
   WorkRanges* const common = (WorkRanges*)(shared + RANGES_AT);
-  if (warpgroup == 0 && warp == 0) {
+  if (team == 0 && warp == 0) {
     const WorkRanges ranges(args, lane);
     if (lane == 0) *common = ranges;
   }
@@ -192,13 +207,12 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int warpgroup, int
     if (range.b < 0) return;
     const WorkTile tile(args, range.b, range.tile);
     const int last = shfl(min_i32(range.last, tile.kv_blocks(args)), 0);
-    constexpr int STRIDE = WARPGROUPS * WARPS;
-    each_query<STRIDE, ROWS / STRIDE>(args, tile, WARPS * warpgroup + warp, lane, [&](const Query& query, int n) {
+    each_query<CONSUMER_WARPS, 2>(args, tile, WARPS * team + warp, lane, [&](const Query& query, int n) {
       stage_query(args, tile, query, n, shared);
     });
     sync_consumers();
     own.take_rows(tile);
-    for (int i = range.first + warpgroup; i < last; i += WARPGROUPS) own.attend(i);
+    for (int i = range.first + team; i < last; i += TEAMS) own.attend(i);
     store_partial(args, range, tile, own);
     sync_consumers();  // before the next range, and its queries
     if (thread_index() == 0) common->advance(args);
@@ -207,10 +221,11 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int warpgroup, int
 
 KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   SHARED_MEMORY(shared);
-  const int warpgroup = shfl(thread_index() / (32 * WARPS), 0), warp = shfl(thread_index() / 32 % WARPS, 0);
-  const int lane = thread_index() & 31;
-  const bool produces = warpgroup == WARPGROUPS;
-  u8* const mine = shared + WARPGROUPS_AT + (produces ? warp % WARPGROUPS : warpgroup) * WARPGROUP_BYTES;
+  const int lane = thread_index() & 31, warp_of_block = shfl(thread_index() / 32, 0);
+  const bool produces = warp_of_block >= CONSUMER_WARPS;
+  const int warp = produces ? warp_of_block - CONSUMER_WARPS : warp_of_block % WARPS;
+  const int team = produces ? warp % TEAMS : warp_of_block / WARPS;
+  u8* const mine = shared + TEAMS_AT + team * TEAM_BYTES;
   u64* const full = (u64*)(mine + BARRIERS_AT);
   u64* const empty = full + STAGES;
   fill_rope_levels(args.rope_levels, shared + ROPE_LEVELS_AT);
@@ -219,15 +234,15 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
     *(i32*)(mine + RAISED_AT) = -1;
     fence_mbarrier_init();
   }
-  fill_levels(args, shared + LEVELS_AT, WARPS * warpgroup + warp, lane);
+  fill_levels(args, shared + LEVELS_AT, warp_of_block, lane);
   pdl_wait();
   sync_threads();
   if (produces) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (warp < WARPGROUPS) copy_kv_blocks(args, mine + RING_AT, full, empty, warp, lane);
+    if (warp < TEAMS) copy_kv_blocks(args, mine + RING_AT, full, empty, team, lane);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    attend_ranges(args, shared, warpgroup, warp, lane);
+    attend_ranges(args, shared, team, warp, lane);
   }
 }
 HOST_TESTABLE(attend, LatentArgs)

@@ -1,14 +1,16 @@
-// A warp of narrow.cu that attends: a quarter of the latent's dimensions, for scores and for values.
+// A warp of narrow.cu that attends: a part of the latent's dimensions, for scores and for values.
 #pragma once
 #include "latent/narrow_codes.cuh"
 
+constexpr int TOKEN_TILES = KV_BLOCK / 16, OCTETS = KV_BLOCK / 8, UNITS = KV_BLOCK / 32;  // UNITS: octets of a warp
+constexpr int GROUP = 2 / ROW_TILES;  // token tiles whose scores are summed at a time, in four fragments
 constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // what the operands have too much
-constexpr bool HELD = BY_PAIRS;  // queries stay in registers, of which other formats leave too few
+constexpr bool HELD = BY_PAIRS || ROW_TILES > 1;  // queries stay in registers, of which other formats leave too few
 // Done between a barrier and the answer whether a maximum is raised, by measurement: slices transposed, probabilities
 // read.
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 constexpr int TRANSPOSED_EARLY = L_LEVELS ? 0 : min_of(R_KIND == RAW ? 3 : 4, OWN);
-constexpr bool READ_EARLY = !L_LEVELS && R_KIND != RAW;
+constexpr bool READ_EARLY = !L_LEVELS && R_KIND != RAW && ROW_TILES == 1;
 constexpr float MOST_PROBABILITY = 256.0f;  // by the running maximum so far
 constexpr float LEAST_SCALE = 9.094947e-13f;  // 2^-40
 constexpr float LOWEST = -1e30f;  // the maximum before the first score: any score is far above it
@@ -16,9 +18,10 @@ constexpr float LOWEST = -1e30f;  // the maximum before the first score: any sco
 struct __attribute__((aligned(16))) Row { float start, unit, rope_unit; i32 visible_end; };
 
 typedef float Fragment[4];
-typedef u32 Levels[2][OWN][4];  // of 16 tokens each: tokens x dimensions, transposed later
+typedef u32 Levels[TOKEN_TILES][OWN][4];  // of 16 tokens each: tokens x dimensions, transposed later
 
-// Two tokens that a lane turns into probabilities, for rows g and g + 8.
+// Two tokens that a lane turns into probabilities, for rows g and g + 8: their fields, and what these mean.
+struct Fields { u32 latent, rope; };
 struct TokenPair {
   int token;
   float scale[2], rope_scale[2];  // of the latent and of the rope part
@@ -27,109 +30,135 @@ struct TokenPair {
 struct Consumer {
   const LatentArgs& args;
   u8* const shared;  // of the block
-  u8* const mine;    // of the warpgroup
-  const int warpgroup, warp, lane, g, t;
-  // The 8 tokens of a KV block that this warp makes probabilities of: even lanes have those of their warp, odd ones
-  // those of the next, so that 16-byte units of the lanes fill the banks.
+  u8* const mine;    // of the team
+  const int team, warp, lane, g, t;
+  const int row_tile, quarter;  // this warp makes probabilities of a row tile and a quarter of the tokens
+  // Its 8 tokens of every 32: even lanes have those of their warp, odd ones those of the next, so that 16-byte units of
+  // the lanes fill the banks.
   const int octet;
   const LevelTable levels;
   const RopeLevels rope_levels;
   int slot;
   u32 phase;
 
-  // Of a work tile: rows g and g + 8.
-  Words4 queries[OWN];  // of the own dimensions
+  // Of a work tile: rows g and g + 8 of each row tile, or of the own one.
+  Words4 queries[ROW_TILES][OWN];  // of the own dimensions
   float unit[2], rope_unit[2], start[2];
   int visible_end[2], clear_end, length;
-  float row_max[2], row_sum[2];
-  Fragment o[2 * OWN], probability_sum;
+  float row_max[ROW_TILES][2], row_sum[2];
+  Fragment o[ROW_TILES][2 * OWN], probability_sum[ROW_TILES];
 
-  DEVICE_MEMBER Consumer(const LatentArgs& args_, u8* shared_, int warpgroup_, int warp_, int lane_)
-      : args(args_), shared(shared_), mine(shared_ + WARPGROUPS_AT + warpgroup_ * WARPGROUP_BYTES),
-        warpgroup(warpgroup_), warp(warp_), lane(lane_), g(lane_ >> 2), t(lane_ & 3), octet(warp_ ^ (lane_ & 1)),
+  DEVICE_MEMBER Consumer(const LatentArgs& args_, u8* shared_, int team_, int warp_, int lane_)
+      : args(args_), shared(shared_), mine(shared_ + TEAMS_AT + team_ * TEAM_BYTES), team(team_), warp(warp_),
+        lane(lane_), g(lane_ >> 2), t(lane_ & 3), row_tile(ROW_TILES == 1 ? 0 : warp_ / 4),
+        quarter(ROW_TILES == 1 ? warp_ : warp_ % 4), octet(quarter ^ (lane_ & 1)),
         levels{shared_address(shared_ + LEVELS_AT) + 4 * lane_},
         rope_levels{shared_address(shared_ + ROPE_LEVELS_AT) + 4 * (lane_ % COPIES)}, slot(0), phase(0) {}
 
-  DEVICE_MEMBER void sync() const { bar_sync(1 + warpgroup, 32 * WARPS); }
+  DEVICE_MEMBER void sync() const { bar_sync(1 + team, 32 * WARPS); }
   DEVICE_MEMBER u64* full() const { return (u64*)(mine + BARRIERS_AT) + slot; }
   DEVICE_MEMBER u64* empty() const { return full() + STAGES; }
-  DEVICE_MEMBER Words2* scores() const { return (Words2*)(mine + SCORES_AT); }  // [8 tokens, warp, 8 rows, lane]
-  DEVICE_MEMBER float* warp_max() const { return (float*)(mine + WARP_MAX_AT); }  // [warp, row]
-  DEVICE_MEMBER Words4 query_of(int i) const {
-    return *(const Words4*)(shared + QUERIES_AT + (warp * OWN + i) * 512 + 16 * lane);
+  // What warp w has of the scores of 8 tokens and rows 8 n to 8 n + 7 of a row tile.
+  DEVICE_MEMBER Words2* scores(int tile, int eight, int w, int n) const {
+    return (Words2*)(mine + SCORES_AT) + (((tile * OCTETS + eight) * WARPS + w) * 2 + n) * 32 + lane;
   }
-  DEVICE_MEMBER Words4 probabilities_of(int half) const {
-    return *(const Words4*)(mine + PROBABILITIES_AT + half * 512 + 16 * lane);
+  DEVICE_MEMBER float* warp_max() const { return (float*)(mine + WARP_MAX_AT); }  // [warp of a row tile, row]
+  DEVICE_MEMBER float own_max(int n) const { return own_of(row_max[0][n], row_max[ROW_TILES - 1][n]); }
+  DEVICE_MEMBER float own_of(float first, float last) const { return ROW_TILES == 1 || row_tile ? last : first; }
+  DEVICE_MEMBER Words4 query_of(int tile, int i) const {
+    return *(const Words4*)(shared + QUERIES_AT + tile * QUERY_BYTES + (warp * OWN + i) * 512 + 16 * lane);
+  }
+  DEVICE_MEMBER u8* probabilities(int tile, int token_tile) const {
+    return mine + PROBABILITIES_AT + (tile * TOKEN_TILES + token_tile) * 512 + 16 * lane;
+  }
+  DEVICE_MEMBER void read_probabilities(int token_tile, Words4 (&p)[ROW_TILES]) const {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++) p[tile] = *(const Words4*)probabilities(tile, token_tile);
   }
 
   // Begins a work tile whose queries are in shared memory.
-  DEVICE_MEMBER void take_rows(const WorkTile& tile) {
+  DEVICE_MEMBER void take_rows(const WorkTile& work) {
     if constexpr (HELD)
 #pragma unroll
-      for (int i = 0; i < OWN; i++) queries[i] = query_of(i);
-    const Row* const rows = (const Row*)(shared + ROWS_AT) + g;
+      for (int i = 0; i < ROW_TILES * OWN; i++) queries[i / OWN][i % OWN] = query_of(i / OWN, i % OWN);
+    const Row* const rows = (const Row*)(shared + ROWS_AT) + 16 * row_tile + g;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       unit[n] = rows[8 * n].unit;
       rope_unit[n] = BF16_ROPE ? R_UNIT * args.scale : rows[8 * n].rope_unit;
       start[n] = SHIFT == 0.0f ? 0.0f : rows[8 * n].start;
       visible_end[n] = rows[8 * n].visible_end;
-      row_max[n] = LOWEST, row_sum[n] = 0.0f;
+      row_sum[n] = 0.0f;
     }
-    clear_end = tile.visible_end(args, 0), length = tile.length;
+    clear_end = work.visible_end(args, 0), length = work.length;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      probability_sum[i] = 0.0f;
+    for (int tile = 0; tile < ROW_TILES; tile++)
 #pragma unroll
-      for (int j = 0; j < 2 * OWN; j++) o[j][i] = 0.0f;
-    }
+      for (int i = 0; i < 4; i++) {
+        row_max[tile][i / 2] = LOWEST, probability_sum[tile][i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 2 * OWN; j++) o[tile][j][i] = 0.0f;
+      }
   }
 
   // ---- scores -------------------------------------------------------------------------------------------------------
 
-  // Of the rope parts of the warp's 8 tokens.
-  DEVICE_MEMBER void score_rope(const u8* stage, Fragment& r) const {
-    const RopeOperand rope(stage + ROPE_CODES_AT + warp / 2 * R_TILE, lane, octet % 2);
+  // Of the rope parts of a unit's 8 tokens and the own row tile.
+  DEVICE_MEMBER void score_rope(const u8* stage, int unit_, Fragment& r) const {
+    const RopeOperand rope(stage + ROPE_CODES_AT + (2 * unit_ + quarter / 2) * R_TILE, lane, octet % 2);
 #pragma unroll
     for (int i = 0; i < ROPE_SLICES; i++) {
-      const Words4 q = *(const Words4*)(shared + ROPE_QUERIES_AT + 512 * i + 16 * lane);
+      const Words4 q = *(const Words4*)(shared + ROPE_QUERIES_AT + row_tile * ROPE_QUERY_BYTES + 512 * i + 16 * lane);
       u32 b[2];
       rope.slice(i, args.table, rope_levels, b);
       if (BF16_ROPE) mma_bf16(r, q.x, q.y, q.z, q.w, b[0], b[1]);
       else mma_f16(r, q.x, q.y, q.z, q.w, b[0], b[1]);
     }
   }
-  // Of the own dimensions of all tokens, to shared memory; `kept`: the levels.
-  DEVICE_MEMBER void score_latents(const OwnCodes (&codes)[2], Levels& kept) const {
-    Fragment s[4];
+  // Of the own dimensions of GROUP token tiles from `first` on, to shared memory; `kept`: the levels.
+  DEVICE_MEMBER void score_latents(const OwnCodes (&codes)[TOKEN_TILES], int first, Levels& kept) const {
+    Fragment s[ROW_TILES][2 * GROUP];
 #pragma unroll
-    for (int j = 0; j < 4; j++) s[j][0] = 0.0f, s[j][1] = 0.0f, s[j][2] = 0.0f, s[j][3] = 0.0f;
+    for (int j = 0; j < 4; j++) {
+      Fragment& own = s[j / (2 * GROUP)][j % (2 * GROUP)];
+      own[0] = 0.0f, own[1] = 0.0f, own[2] = 0.0f, own[3] = 0.0f;
+    }
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-      const Words4 q = HELD ? queries[i] : query_of(i);
+      Words4 q[ROW_TILES];
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        u32(&a)[4] = kept[half][i];
-        codes[half].matrices(i, args.table, levels, a);
-        mma_f16(s[2 * half], q.x, q.y, q.z, q.w, a[0], a[2]);
-        mma_f16(s[2 * half + 1], q.x, q.y, q.z, q.w, a[1], a[3]);
+      for (int tile = 0; tile < ROW_TILES; tile++) q[tile] = HELD ? queries[tile][i] : query_of(tile, i);
+#pragma unroll
+      for (int half = 0; half < GROUP; half++) {
+        u32(&a)[4] = kept[first + half][i];
+        codes[first + half].matrices(i, args.table, levels, a);
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; tile++) {
+          mma_f16(s[tile][2 * half], q[tile].x, q[tile].y, q[tile].z, q[tile].w, a[0], a[2]);
+          mma_f16(s[tile][2 * half + 1], q[tile].x, q[tile].y, q[tile].z, q[tile].w, a[1], a[3]);
+        }
       }
     }
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int tile = 0; tile < ROW_TILES; tile++)
 #pragma unroll
-      for (int n = 0; n < 2; n++)
-        scores()[((j * WARPS + warp) * 2 + n) * 32 + lane] = {as_bits(s[j][2 * n]), as_bits(s[j][2 * n + 1])};
+      for (int j = 0; j < 2 * GROUP; j++)
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+          *scores(tile, 2 * first + j, warp, n) = {as_bits(s[tile][j][2 * n]), as_bits(s[tile][j][2 * n + 1])};
   }
-  DEVICE_MEMBER TokenPair token_pair(const u8* stage, int kv_block) const {
+  DEVICE_MEMBER int place(int unit_) const { return 32 * unit_ + 8 * octet + 2 * t; }  // of a lane's tokens
+  DEVICE_MEMBER Fields read_fields(const u8* stage, int unit_) const {
+    return {*(const u32*)(stage + LATENT_FIELDS_AT + 2 * place(unit_)),
+            R_KIND == RAW ? 0 : *(const u32*)(stage + ROPE_FIELDS_AT + 2 * place(unit_))};
+  }
+  DEVICE_MEMBER TokenPair token_pair(const Fields& fields, int kv_block, int unit_) const {
     TokenPair pair;
-    pair.token = kv_block * KV_BLOCK + 8 * octet + 2 * t;
-    const u32 fields = *(const u32*)(stage + LATENT_FIELDS_AT + 2 * (8 * octet + 2 * t));
-    const u32 rope_fields = R_KIND == RAW ? 0 : *(const u32*)(stage + ROPE_FIELDS_AT + 2 * (8 * octet + 2 * t));
+    pair.token = kv_block * KV_BLOCK + place(unit_);
 #pragma unroll
     for (int b = 0; b < 2; b++) {
-      pair.scale[b] = marked_scale(pair.token + b < length ? fields >> (16 * b) & 0xFFFF : 0);
-      pair.rope_scale[b] = R_KIND == RAW ? 1.0f : marked_scale(rope_fields >> (16 * b) & 0xFFFF);
+      pair.scale[b] = marked_scale(pair.token + b < length ? fields.latent >> (16 * b) & 0xFFFF : 0);
+      pair.rope_scale[b] = R_KIND == RAW ? 1.0f : marked_scale(fields.rope >> (16 * b) & 0xFFFF);
     }
     return pair;
   }
@@ -142,20 +171,22 @@ struct Consumer {
     if (slot == STAGES) slot = 0, phase ^= 1;
   }
 
-  // Adds up what the four warps have of the lane's scores x, of two rows and two tokens, and masks them. Additions wait
-  // for one another: meanwhile levels of the last 16 tokens are transposed.
-  DEVICE_MEMBER void sum_scores(const Fragment& r, const TokenPair& pair, bool clear, Levels& kept,
+  // Adds up what the warps have of a unit's scores x, of two rows and two tokens, and masks them. Additions wait for
+  // one another: meanwhile levels of all but the first 16 tokens are transposed, a share of them in every unit.
+  DEVICE_MEMBER void sum_scores(const Fragment& r, const TokenPair& pair, int unit_, bool clear, Levels& kept,
                                 float (&x)[4]) const {
+    constexpr int LATER = (TOKEN_TILES - 1) * OWN, SHARES = 2 * UNITS;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       float low[WARPS], high[WARPS];
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        const Words2 sums = scores()[((octet * WARPS + w) * 2 + n) * 32 + lane];
+        const Words2 sums = *scores(row_tile, 4 * unit_ + octet, w, n);
         low[w] = as_float(sums.x), high[w] = as_float(sums.y);
       }
+      const int share = 2 * unit_ + n;
 #pragma unroll
-      for (int i = n * OWN / 2; i < (n + 1) * OWN / 2; i++) transpose(kept[1][i]);
+      for (int i = share * LATER / SHARES; i < (share + 1) * LATER / SHARES; i++) transpose(kept[1 + i / OWN][i % OWN]);
 #pragma unroll
       for (int w = WARPS / 2; w; w /= 2)
 #pragma unroll
@@ -176,49 +207,58 @@ struct Consumer {
 
   // ---- softmax ------------------------------------------------------------------------------------------------------
 
-  // Probabilities by the running maximum so far, which seldom rises. False if one is large.
-  DEVICE_MEMBER bool exponentiate(const float (&x)[4], const TokenPair& pair, float (&sum)[2]) const {
+  // Probabilities of a unit by the running maximum so far, which seldom rises. False if one is large.
+  DEVICE_MEMBER bool exponentiate(const float (&x)[4], const TokenPair& pair, int unit_, float (&sum)[2]) const {
     bool fine = true;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      const float p = exp2_approx(x[2 * n] - row_max[n]), q = exp2_approx(x[2 * n + 1] - row_max[n]);
-      sum[n] = p + q;
+      const float p = exp2_approx(x[2 * n] - own_max(n)), q = exp2_approx(x[2 * n + 1] - own_max(n));
+      sum[n] = unit_ ? sum[n] + (p + q) : p + q;
       // What is not seen has probability zero, even if it is not a number.
       const float first = p > 0.0f ? p * pair.scale[0] : p, second = q > 0.0f ? q * pair.scale[1] : q;
       fine = fine && first <= MOST_PROBABILITY && second <= MOST_PROBABILITY;
-      *(u32*)(mine + PROBABILITIES_AT + warp / 2 * 512 + 16 * lane + octet % 2 * 8 + 4 * n) = pack_f16x2(first, second);
+      *(u32*)(probabilities(row_tile, 2 * unit_ + quarter / 2) + octet % 2 * 8 + 4 * n) =
+          pack_f16x2(first, second);
     }
     return fine;
   }
   // Agrees with the other warps on a higher maximum and rescales.
-  DEVICE_MEMBER void raise_max(const float (&x)[4], const TokenPair& pair, float (&sum)[2]) {
+  DEVICE_MEMBER void raise_max(const float (&x)[UNITS][4], const Fields (&fields)[UNITS], int kv_block, float (&sum)[2]) {
+    TokenPair pair[UNITS];
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) pair[i] = token_pair(fields[i], kv_block, i);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      float top = max_f32(x[2 * n] + log2_approx(max_f32(pair.scale[0], LEAST_SCALE)),
-                          x[2 * n + 1] + log2_approx(max_f32(pair.scale[1], LEAST_SCALE)));
+      auto wanted = [&](int i, int b) { return x[i][2 * n + b] + log2_approx(max_f32(pair[i].scale[b], LEAST_SCALE)); };
+      float top = max_f32(wanted(0, 0), wanted(0, 1));
+      if (UNITS > 1) top = max_f32(top, max_f32(wanted(UNITS - 1, 0), wanted(UNITS - 1, 1)));
       top = max_f32(top, shfl_xor(top, 1));
       top = max_f32(top, shfl_xor(top, 2));
-      if (t == 0) warp_max()[warp * ROWS + g + 8 * n] = top;
+      if (t == 0) warp_max()[quarter * ROWS + 16 * row_tile + g + 8 * n] = top;
     }
     sync();
-    float by[2];
+    float by[ROW_TILES][2];
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-      const float* all = warp_max() + g + 8 * n;
+    for (int i = 0; i < 2 * ROW_TILES; i++) {
+      const float* all = warp_max() + g + 8 * i;
       const float wanted = max_f32(max_f32(all[0], all[ROWS]), max_f32(all[2 * ROWS], all[3 * ROWS]));
-      const bool raise = wanted > row_max[n] + RESCALE_THRESHOLD;
-      by[n] = raise ? exp2_approx(row_max[n] - wanted) : 1.0f;
-      row_max[n] = raise ? wanted : row_max[n];
+      float& highest = row_max[i / 2][i % 2];
+      const bool raise = wanted > highest + RESCALE_THRESHOLD;
+      by[i / 2][i % 2] = raise ? exp2_approx(highest - wanted) : 1.0f;
+      highest = raise ? wanted : highest;
     }
-    exponentiate(x, pair, sum);
 #pragma unroll
-    for (int n = 0; n < 2; n++) row_sum[n] *= by[n];
+    for (int i = 0; i < UNITS; i++) exponentiate(x[i], pair[i], i, sum);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      probability_sum[i] *= by[i / 2];
+    for (int n = 0; n < 2; n++) row_sum[n] *= own_of(by[0][n], by[ROW_TILES - 1][n]);
 #pragma unroll
-      for (int j = 0; j < 2 * OWN; j++) o[j][i] *= by[i / 2];
-    }
+    for (int tile = 0; tile < ROW_TILES; tile++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        probability_sum[tile][i] *= by[tile][i / 2];
+#pragma unroll
+        for (int j = 0; j < 2 * OWN; j++) o[tile][j][i] *= by[tile][i / 2];
+      }
     sync();
   }
 
@@ -227,49 +267,67 @@ struct Consumer {
   DEVICE_MEMBER void attend(int kv_block) {
     const u8* const stage = mine + RING_AT + slot * STAGE_BYTES;
     mbarrier_wait(full(), phase);
-    OwnCodes codes[2];
+    OwnCodes codes[TOKEN_TILES];
 #pragma unroll
-    for (int half = 0; half < 2; half++) codes[half].load(stage + half * L_TILE, lane, warp);
-    Fragment r = {0.0f, 0.0f, 0.0f, 0.0f};
-    score_rope(stage, r);  // first: these products wait for one another
+    for (int i = 0; i < TOKEN_TILES; i++) codes[i].load(stage + i * L_TILE, lane, warp);
+    Fragment r[UNITS];
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {  // first: these products wait for one another
+      r[i][0] = 0.0f, r[i][1] = 0.0f, r[i][2] = 0.0f, r[i][3] = 0.0f;
+      score_rope(stage, i, r[i]);
+    }
     Levels kept;
-    score_latents(codes, kept);
-    const TokenPair pair = token_pair(stage, kv_block);
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES; i += GROUP) score_latents(codes, i, kept);
+    Fields fields[UNITS];
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) fields[i] = read_fields(stage, i);
     sync();  // the stage has been read and all scores are there
     release();
-    float x[4], sum[2];
-    sum_scores(r, pair, (kv_block + 1) * KV_BLOCK <= clear_end, kept, x);
-    const bool raises = !exponentiate(x, pair, sum);
+    float x[UNITS][4], sum[2];
+    bool fine = true;
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+      const TokenPair pair = token_pair(fields[i], kv_block, i);
+      sum_scores(r[i], pair, i, (kv_block + 1) * KV_BLOCK <= clear_end, kept, x[i]);
+      fine = exponentiate(x[i], pair, i, sum) && fine;
+    }
     i32* const last_raised = (i32*)(mine + RAISED_AT);  // the last KV block in which a maximum is raised
-    if (raises) *last_raised = kv_block;
+    if (!fine) *last_raised = kv_block;
     sync();
     const int raised_at = *last_raised;
-    Words4 p;
-    if (READ_EARLY) p = probabilities_of(0);
+    Words4 p[ROW_TILES];
+    if (READ_EARLY) read_probabilities(0, p);
 #pragma unroll
     for (int i = 0; i < TRANSPOSED_EARLY; i++) transpose(kept[0][i]);
     if (shfl(raised_at, 0) == kv_block) {
-      raise_max(x, pair, sum);
-      if (READ_EARLY) p = probabilities_of(0);
+      raise_max(x, fields, kv_block, sum);
+      if (READ_EARLY) read_probabilities(0, p);
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) row_sum[n] += sum[n];
     add_values(kept, p);
   }
   // The own dimensions of all tokens, times probabilities; p: those of the first 16, if READ_EARLY.
-  DEVICE_MEMBER void add_values(const Levels& kept, Words4 p) {
+  DEVICE_MEMBER void add_values(const Levels& kept, Words4 (&p)[ROW_TILES]) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      if (half || !READ_EARLY) p = probabilities_of(half);
-      if (SHIFT != 0.0f) mma_f16(probability_sum, p.x, p.y, p.z, p.w, 0x3C003C00u, 0x3C003C00u);
+    for (int half = 0; half < TOKEN_TILES; half++) {
+      if (half || !READ_EARLY) read_probabilities(half, p);
+      if (SHIFT != 0.0f)
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; tile++)
+          mma_f16(probability_sum[tile], p[tile].x, p[tile].y, p[tile].z, p[tile].w, 0x3C003C00u, 0x3C003C00u);
 #pragma unroll
       for (int i = 0; i < OWN; i++) {
         u32 b[4];
 #pragma unroll
         for (int m = 0; m < 4; m++)
           b[m] = half || i < TRANSPOSED_EARLY ? kept[half][i][m] : movmatrix_trans(kept[half][i][m]);
-        mma_f16(o[2 * i], p.x, p.y, p.z, p.w, b[0], b[1]);
-        mma_f16(o[2 * i + 1], p.x, p.y, p.z, p.w, b[2], b[3]);
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; tile++) {
+          mma_f16(o[tile][2 * i], p[tile].x, p[tile].y, p[tile].z, p[tile].w, b[0], b[1]);
+          mma_f16(o[tile][2 * i + 1], p[tile].x, p[tile].y, p[tile].z, p[tile].w, b[2], b[3]);
+        }
       }
     }
   }

@@ -22,10 +22,11 @@ SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32, "v_head_dim": 48, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": LAYERS, "vocab_size": 512, "max_position_embeddings": 1024,
-    "rope_parameters": YARN, "initializer_range": 0.1, "tie_word_embeddings": False, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": 0,
+    "n_group": 1, "topk_group": 1, "moe_layer_freq": 1, "first_k_dense_replace": LAYERS, "vocab_size": 512,
+    "max_position_embeddings": 1024, "rope_parameters": YARN, "initializer_range": 0.1, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
+LONG = [[(5 * j * j + 11 * i) % 500 + 3 for j in range(200 + 93 * i)] for i in range(3)]
 PROMPTS = [[(7 * i + 3 * j * j) % 500 + 3 for j in range(5 + 67 * i)] for i in range(4)]
 
 

@@ -1,0 +1,1 @@
+"""Latent attention (MLA) in SGLang: the pool and the backend beside those for K and V, chosen by the model."""

@@ -1,0 +1,73 @@
+"""What slimkv takes of SGLang's latent attention.
+
+Importing this module is the check: a version whose parts are other ones is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.sglang.compat import VERSION
+from slimkv.integrations.sglang.names import BACKEND
+from slimkv.integrations.sglang.versions import NEWEST_TESTED, text
+
+try:
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+        is_in_breakable_cuda_graph,
+        is_in_tc_piecewise_cuda_graph,
+    )
+    from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    for _name in ("_concat_and_cast_mha_k", "forward_normal_prepare", "forward_absorb_core"):
+        if not hasattr(DeepseekV2AttentionMLA, _name):
+            raise ImportError(f"{DeepseekV2AttentionMLA.__name__}.{_name}")
+except ImportError as error:
+    raise UnsupportedError(
+        f"latent attention of SGLang {VERSION} is not known to slimkv (tested is {text(NEWEST_TESTED)}): it lacks "
+        f"{error}; install a tested version"
+    ) from error
+
+__all__ = ["DeepseekV2AttentionMLA", "dense_attention", "register_forward_methods"]
+
+
+def register_forward_methods() -> None:
+    """Tells SGLang's layers how slimkv attends: prefill expands latents into K and V, everything else absorbs.
+
+    So does prefill in a graph, as with SGLang's own backends: how many latents are expanded is not known there.
+    """
+
+    def choose(attention: Any, batch: Any) -> Any:
+        captured = is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph()
+        expands = batch.forward_mode.is_extend_without_speculative() and not captured
+        return AttnForwardMethod.MHA if expands else AttnForwardMethod.MLA
+
+    AttentionBackendRegistry.register(BACKEND, choose)
+    if BACKEND not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:  # latents and rope parts come apart
+        FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(BACKEND)
+
+
+def dense_attention(device: torch.device) -> Callable[..., Any] | None:
+    """SGLang's FlashAttention-3 for prefill's K and V on a GPU; None on a CPU, where torch attends."""
+    if device.type == "cpu":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] not in (8, 9):
+        raise UnsupportedError(
+            f"slimkv's latent attention prefills with SGLang's FlashAttention-3, which runs on compute capability 8.x "
+            f"and 9.0, not on {capability[0]}.{capability[1]}; use SGLang's own attention backend"
+        )
+    try:
+        from sgl_kernel.flash_attn import flash_attn_varlen_func
+    except ImportError as error:
+        raise UnsupportedError(
+            "slimkv's latent attention prefills with FlashAttention-3 of sgl-kernel, which cannot be imported: "
+            f"{error}; install sgl-kernel"
+        ) from error
+    return flash_attn_varlen_func

@@ -1,0 +1,122 @@
+"""Prefill of latent attention: new tokens attend one another and, in chunks, what of their prompts is cached.
+
+Latents are expanded into K and V of every head by the layer's own projection, as SGLang does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.integrations.sglang.metadata import Step
+
+Lengths = tuple[Tensor, int]  # where each request's tokens begin, int32 [requests + 1], and the most of one
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Cached tokens of every request that are expanded at a time."""
+
+    slots: Tensor  # int64 [tokens], one request after another
+    cu_seqlens_k: Tensor  # int32 [requests + 1]
+    max_seqlen_k: int
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What the layers of a step that prefills share."""
+
+    cu_seqlens_q: Tensor  # int32 [requests + 1]
+    max_seqlen_q: int
+    chunks: tuple[Chunk, ...]
+
+
+def plan_prefill(new: list[int], cached: list[int], step: Step, page_size: int, capacity: int) -> Prefill:
+    """``new`` and ``cached`` tokens of each request; a chunk has at most about ``capacity`` tokens."""
+    device = step.block_table.device
+    share = max(page_size, capacity // max(1, len(cached)) // page_size * page_size)  # of a chunk, for each request
+    chunks = []
+    for first in range(0, max(cached, default=0), share):
+        lengths = [min(max(count - first, 0), share) for count in cached]
+        starts = _starts(lengths, device)
+        total = sum(lengths)
+        request = torch.repeat_interleave(
+            torch.arange(len(lengths), device=device), starts.diff().long(), output_size=total
+        )
+        position = torch.arange(total, device=device) - starts[request] + first
+        slots = step.block_table[request, position // page_size].long() * page_size + position % page_size
+        chunks.append(Chunk(slots, starts, max(lengths)))
+    return Prefill(_starts(new, device), max(new), tuple(chunks))
+
+
+def _starts(lengths: list[int], device: torch.device) -> Tensor:
+    counted = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return counted.to(device, non_blocking=True)
+
+
+def attend_prefill(
+    query: Tensor,
+    fresh: tuple[Tensor, Tensor],
+    prefill: Prefill,
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]],
+    scale: float,
+    flash: Callable[..., Any] | None = None,
+) -> Tensor:
+    """query [tokens, heads, dim] and ``fresh`` K and V of the same tokens -> [tokens, heads, value_dim].
+
+    ``expand``: slots of cached tokens -> their K and V. ``flash``: FlashAttention's function; None: plain torch.
+    """
+    attend = _torch_attention if flash is None else partial(_flash_attention, flash)
+    queries = prefill.cu_seqlens_q, prefill.max_seqlen_q
+    out, lse = attend(query, *fresh, queries, queries, scale, causal=True)
+    for chunk in prefill.chunks:
+        keys = chunk.cu_seqlens_k, chunk.max_seqlen_k
+        more, more_lse = attend(query, *expand(chunk.slots), queries, keys, scale, causal=False)
+        out = ops.merge_attention_states((out, lse), (more, more_lse)).to(query.dtype)
+        lse = torch.logaddexp(lse, more_lse)
+    return out
+
+
+def _flash_attention(
+    flash: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Lengths,
+    keys: Lengths,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output [tokens, heads, value_dim] and log-sum-exp [tokens, heads]."""
+    out, lse, *_ = flash(
+        q=query, k=key, v=value, cu_seqlens_q=queries[0], cu_seqlens_k=keys[0], max_seqlen_q=queries[1],
+        max_seqlen_k=keys[1], softmax_scale=scale, causal=causal, return_softmax_lse=True,
+    )  # fmt: skip
+    return out, lse.T
+
+
+def _torch_attention(
+    query: Tensor, key: Tensor, value: Tensor, queries: Lengths, keys: Lengths, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The same in float32, request by request: for CPUs."""
+    out = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float32)
+    lse = torch.full(query.shape[:2], -torch.inf)
+    ends_q, ends_k = queries[0].tolist(), keys[0].tolist()
+    for i in range(len(ends_q) - 1):
+        rows, of = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
+        if of.start == of.stop or rows.start == rows.stop:
+            continue
+        scores = torch.einsum("qhd,khd->qhk", query[rows].float(), key[of].float()) * scale
+        if causal:
+            hidden = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(hidden[:, None], -torch.inf)
+        lse[rows] = scores.logsumexp(-1)
+        out[rows] = torch.einsum("qhk,khd->qhd", scores.softmax(-1), value[of].float())
+    return out, lse

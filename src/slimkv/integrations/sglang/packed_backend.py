@@ -1,0 +1,82 @@
+"""``PackedBackend``: what attention on pages of K and V and on pages of latents share, the preparation of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.sglang.compat import AttentionBackend
+from slimkv.integrations.sglang.metadata import BlockTables, GraphTables, Step, eager_step, verified_tokens
+
+
+class PackedBackend(AttentionBackend):
+    """Prepares eager steps and those of CUDA graphs."""
+
+    _tables: BlockTables  # a subclass makes them
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        if model_runner.is_draft_worker:
+            raise InputError(
+                "the draft keeps a cache of its own in the model's dtype: name the backend that reads it, as in "
+                "--speculative-draft-attention-backend fa3"
+            )
+        self.device = torch.device(model_runner.device)
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self._graph: GraphTables | None = None
+        self.forward_metadata: Step | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Before a step outside a graph."""
+        self.forward_metadata = eager_step(forward_batch, self._tables) if forward_batch.batch_size else None
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Before graphs of up to so many requests and tokens are captured."""
+        self._graph = GraphTables(max_bs, max_num_tokens, self._tables, self.device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a graph is captured or replayed: nothing but which tables it reads."""
+        step, _ = self._graph_step(forward_batch)
+        self.forward_metadata = step
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Recorded at the head of the graph: brings its tables up to date."""
+        step, more = self._graph_step(forward_batch)
+        assert self._graph is not None
+        self._graph.fill(forward_batch, step, more)
+        self.forward_metadata = step
+
+    def _graph_step(self, batch: Any) -> tuple[Step, int]:
+        """The tables of a batch's graph, and how many tokens its lengths do not count yet."""
+        if self._graph is None:
+            raise UnsupportedError("SGLang captures a graph without init_cuda_graph_state")
+        if batch.forward_mode.is_decode_or_idle():
+            return self._graph.step(batch.batch_size, 1), 0
+        if batch.forward_mode.is_target_verify():
+            each = verified_tokens(batch)
+            return self._graph.step(batch.batch_size, each), each
+        raise UnsupportedError(
+            f"slimkv's graphs are of decode and of verification, not of {batch.forward_mode.name}: "
+            "use --disable-prefill-cuda-graph"
+        )
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of padding requests."""
+        return 1
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Chains are causal: nothing depends on what was drafted."""
+
+    def support_triton(self) -> bool:
+        """SGLang's Triton helpers may run beside it on a GPU."""
+        return self.device.type == "cuda"
+
+
+def refuse_unknown(others: Mapping[str, Any]) -> None:
+    """Raises for arguments of a model that slimkv's attention does not know."""
+    asked = [name for name, value in others.items() if value is not None and value is not False]
+    if asked:
+        raise UnsupportedError(f"slimkv does not know what this model asks of its attention: {', '.join(asked)}")

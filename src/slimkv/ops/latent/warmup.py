@@ -1,0 +1,56 @@
+"""Steps of latent attention on a throw-away page: kernels are compiled before a request asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from slimkv.codec import Codec
+from slimkv.ops.latent.api import attend_latent
+from slimkv.ops.latent.tokens import gather_latent, store_latent
+from slimkv.ops.warmup import Step
+from slimkv.spec import PageLayout
+
+_seen: set[tuple[object, ...]] = set()
+
+
+@dataclass(frozen=True, eq=False)
+class LatentKind:
+    """What a layer's kernels are compiled for."""
+
+    codec: Codec
+    layout: PageLayout
+    num_heads: int
+    softmax_scale: float
+    dtype: torch.dtype
+    backend: str | None
+
+
+def run_latent_steps(kind: LatentKind, steps: Iterable[Step]) -> int:
+    """Stores, gathers and attends latents, once in a process for a kind of layer; returns how many steps were run."""
+    codec, layout, device = kind.codec, kind.layout, kind.codec.device
+    signature = (layout, kind.num_heads, kind.dtype, device, kind.backend)
+    if signature in _seen:
+        return 0
+    _seen.add(signature)
+    pages = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
+    count = 0
+    for step in steps:
+        rows = step.sequences * step.queries
+        dims = codec.spec.key_dim, codec.spec.value_dim
+        latent, rope = (torch.ones(rows, dim, dtype=kind.dtype, device=device) for dim in dims)
+        slots = torch.arange(rows, device=device) % layout.block_size
+        store_latent(latent, rope, pages, slots, codec=codec, layout=layout, backend=kind.backend)
+        gather_latent(pages, slots, codec=codec, layout=layout, dtype=kind.dtype)
+        attend_latent(
+            latent[:, None].repeat(1, kind.num_heads, 1), rope[:, None].repeat(1, kind.num_heads, 1), pages,
+            torch.zeros(step.sequences, layout.blocks_for(step.max_seq_len), dtype=torch.int32, device=device),
+            torch.full((step.sequences,), step.queries, dtype=torch.int32, device=device),
+            torch.arange(step.sequences + 1, dtype=torch.int32, device=device) * step.queries,
+            softmax_scale=kind.softmax_scale, codec=codec, layout=layout, max_query_len=step.queries,
+            max_seq_len=step.max_seq_len, query_is_rotated=True, output_is_rotated=True, backend=kind.backend,
+        )  # fmt: skip
+        count += 1
+    return count
