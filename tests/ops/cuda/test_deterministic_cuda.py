@@ -12,10 +12,12 @@ from test_decode_cuda import launch as launch_decode
 from test_prefill_cuda import launch as launch_prefill
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
+from slimkv.ops import AttentionBatch, PackedKV
 from slimkv.ops.attention import reference
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest, checked_request
 from slimkv.ops.attention.cuda import decode, decode_config, prefill, prefill_config
 from slimkv.ops.attention.cuda.decode_config import DecodeConfig, deterministic_config, reachable
+from tail import sample
 
 pytestmark = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU, PAGE = torch.device("cpu"), 16
@@ -29,11 +31,12 @@ class Cache:
     def __init__(self, format="k4v4", dim=64, group=4, lengths=LENGTHS, sinks=False, **options) -> None:
         g = torch.Generator().manual_seed(5)
         spec, kv_heads = CodecSpec.parse(format, dim), 2
-        self.lengths, self.codec, self.layout = lengths, Codec(spec, CPU), PageLayout(spec, PAGE)
+        codec, layout = Codec(spec, CPU), PageLayout(spec, PAGE)
         blocks = [-(-length // PAGE) for length in lengths]
         order = torch.randperm(sum(blocks), generator=g).to(torch.int32)
         self.table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
-        self.pages = torch.zeros(sum(blocks), kv_heads, self.layout.page_bytes, dtype=torch.uint8)
+        pages = torch.zeros(sum(blocks), kv_heads, layout.page_bytes, dtype=torch.uint8)
+        self.kv = PackedKV(pages, codec, layout)
         self.queries = []
         for i, length in enumerate(lengths):
             self.table[i, : blocks[i]] = order[sum(blocks[:i]) :][: blocks[i]]
@@ -43,7 +46,7 @@ class Cache:
                 * torch.exp(spread * torch.randn(length, 1, 1, generator=g))
                 for spread in (0.7, 3.0)
             )
-            ops.store_kv(key, value, self.pages, slots, codec=self.codec, layout=self.layout, backend="reference")
+            ops.store_kv(key, value, self.kv, slots, backend="reference")
             self.queries.append(torch.randn(length, kv_heads * group, dim, generator=g))
         self.options = ops.AttendOptions(
             sinks=torch.randn(kv_heads * group, generator=g) if sinks else None, deterministic=True, **options
@@ -53,12 +56,12 @@ class Cache:
         """(sequence, first query, end) each."""
         counts, lens = [end - first for _, first, end in calls], [end for _, _, end in calls]
         query = torch.cat([self.queries[i][first:end] for i, first, end in calls])
-        return checked_request(
-            query, self.pages, self.table[[i for i, _, _ in calls]], torch.tensor(lens, dtype=torch.int32),
-            torch.tensor([0, *counts]).cumsum(0).to(torch.int32), codec=self.codec, layout=self.layout,
-            max_query_len=max(counts), max_seq_len=max(lens), options=replace(self.options, prompt=prompt),
-            lse=torch.empty(query.shape[:2]),
+        batch = AttentionBatch(
+            self.table[[i for i, _, _ in calls]], torch.tensor(lens, dtype=torch.int32),
+            torch.tensor([0, *counts]).cumsum(0).to(torch.int32), max(counts), max(lens),
         )  # fmt: skip
+        options = replace(self.options, prompt=prompt)
+        return checked_request(query, self.kv, batch, options, lse=torch.empty(query.shape[:2]))
 
     def generated(self, *calls, gpu=SMALL_GPU) -> list[torch.Tensor]:
         """Output and log-sum-exp of each, side by side."""
@@ -113,7 +116,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sample(CASES, 2), ids=str)
 def test_a_generated_token_gets_one_result(case, short_splits):
     assert is_exact(Cache(**case))
 
@@ -149,32 +152,32 @@ def test_short_sequences_take_one_launch(lengths):
     assert names == ["attend"]
 
 
-PROMPTS = [{}, {"dim": 80, "format": "ku4v8", "softcap": 3.0}, {"sliding_window": 70, "group": 3, "sinks": True}]
+PROMPTS = [
+    {"group": 2}, {"dim": 80, "format": "ku4v8", "softcap": 3.0}, {"sliding_window": 70, "group": 3, "sinks": True},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PROMPTS, ids=str)
+@pytest.mark.parametrize("case", sample(PROMPTS, 2), ids=str)
 def test_a_row_of_a_prompt_gets_one_result(case):
     """In one chunk, in chunks of any size, behind a cached prefix, beside others, and in several passes over keys."""
-    cache, length = Cache(**case, lengths=(200, 300, 129, 1)), 300
-    whole = cache.prompts((1, 0, length))[0]
-    want = cache.exact((1, length - 40, length))[0]
-    assert ((whole[-40:] - want).norm(dim=-1) / want.norm(dim=-1)).max() < 5e-3
-    for chunk in (64, 97, 256):
-        cut = [cache.prompts((1, at, min(at + chunk, length)))[0] for at in range(0, length, chunk)]
+    cache, first, length = Cache(**case, lengths=(140, 170, 1)), 100, 170
+    whole, want = cache.prompts((1, first, length))[0], cache.exact((1, first, length))[0]
+    assert ((whole - want).norm(dim=-1) / want.norm(dim=-1)).max() < 5e-3
+    for chunk in (24, 41):  # the tile of token 127 is complete in some, and lacks tokens in others
+        cut = [cache.prompts((1, at, min(at + chunk, length)))[0] for at in range(first, length, chunk)]
         assert torch.equal(torch.cat(cut), whole)
-    for first in (299, 270, 257, 120):
-        assert torch.equal(cache.prompts((1, first, length))[0], whole[first:])
-    crowded = cache.prompts((0, 170, 200), (1, 120, 290), (2, 0, 129), (3, 0, 1))
-    assert torch.equal(crowded[1], whole[120:290])
-    assert torch.equal(cache.prompts((1, 120, length), budget=1)[0], whole[120:])
+    crowded = cache.prompts((0, 130, 140), (1, first, 129), (2, 0, 1))
+    assert torch.equal(crowded[1], whole[: 129 - first])
+    for at in (first, length - 1):
+        assert torch.equal(cache.prompts((1, at, length), budget=1)[0], whole[at - first :])
 
 
 def test_the_order_of_tiles_and_their_units_must_not_reach_a_row(monkeypatch):
     """What the test above would find with the default kernel."""
-    cache = Cache(lengths=(1, 300))
-    config = prefill_config.configs(cache.layout.spec, prefill_config.FIRST)[0]
+    cache = Cache(group=2, lengths=(1, 170))
+    config = prefill_config.configs(cache.kv.layout.spec, prefill_config.FIRST)[0]
     monkeypatch.setattr(prefill, "parts_of", lambda request: [prefill_config.Part(config)])
-    assert not torch.equal(cache.prompts((1, 120, 290))[0], cache.prompts((1, 0, 300))[0][120:290])
+    assert not torch.equal(cache.prompts((1, 100, 129))[0], cache.prompts((1, 100, 170))[0][:29])
 
 
 @pytest.mark.parametrize(
