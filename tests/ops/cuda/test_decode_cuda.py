@@ -269,7 +269,7 @@ def test_the_table(format, dim, group, queries, config):
         (128, 4, FEW_BYTES, DecodeConfig(4, 64, 4, 2, 3, bulk=True)),
         (64, 8, FEW_BYTES, DecodeConfig(8, 32, 4, 2, 2)),
         (64, 8, SHORT_BYTES, DecodeConfig(8, 64, 12, 2, bulk=True)),
-        (256, 4, FEW_BYTES, DecodeConfig(4, 32, 12, 2)),
+        (256, 4, FEW_BYTES, DecodeConfig(4, 32, 8, 2)),
     ],
 )
 def test_the_table_for_short_sequences(dim, group, bound, config):

@@ -24,18 +24,20 @@ from slimkv.ops.attention.api import (
     MIN_TRITON_HEAD_DIM,
     AttendOptions,
     AttendRequest,
-    refuses_deterministic,
 )
 from slimkv.ops.attention.cuda import prefill
 from slimkv.ops.attention.cuda.decode_config import (
     FEWEST_PAIR_ROWS,
+    SPLIT_TOKENS,
     VERIFY,
     DecodeConfig,
     bound_of,
     config_for,
+    deterministic_config,
     max_group,
     reachable,
     shared_bytes,
+    split_steps,
     takes_whole_tiles,
     writes_whole_items,
 )
@@ -82,8 +84,6 @@ class Plan:
 
 def supports(request: AttendRequest) -> str | None:
     """Lloyd-Max, uniform and fp8 codes, head sizes up to 256, and as many query heads as fit the columns."""
-    if reason := refuses_deterministic(request):
-        return reason
     if request.fresh is not None:
         return "it attends codes only, not fresh K and V; use backend='triton'"
     if request.num_splits is not None:
@@ -99,15 +99,29 @@ def supports(request: AttendRequest) -> str | None:
         refusal = prefill.eight_bit_refusal(request)
         if refusal is None and not prefill.has_eight_bit(request.pages.device):
             refusal = "it prefills in 8 bits where tensor cores take e4m3 and int8 gains; use backend='reference'"
-    if refusal is None and request.pages.device.type == "cuda" and _config(request) is None:
-        return f"{_lacking(request.layout, request.group)}; use backend='triton'"
+    if refusal is None and request.pages.device.type == "cuda":
+        if request.options.deterministic:
+            return _deterministic_refusal(request)
+        if _config(request) is None:
+            return f"{_lacking(request.layout, request.group)}; use backend='triton'"
     return refusal
+
+
+def _deterministic_refusal(request: AttendRequest) -> str | None:
+    """Why the rows of a deterministic request would not be exact, or None."""
+    most, device = prefill.most_packed_queries(request), request.pages.device
+    if request.max_query_len > most:
+        if (reason := prefill.refusal(request)) is not None:
+            return f"deterministic prompts are beyond it: {reason}; use backend='reference'"
+    if most and deterministic_config(device_of(device), request.layout, request.group, 1) is None:
+        return f"of a deterministic step {_lacking(request.layout, request.group)}; use backend='reference'"
+    return None
 
 
 def _lacking(layout: PageLayout, group: int) -> str:
     """Why no configuration fits."""
     if group > 16:
-        return f"{group} query heads per KV head are more than 16, which {layout.spec.format} takes on sm_90 at most"
+        return f"{group} query heads per KV head are more than 16"
     return f"{layout.spec.format} needs more shared memory than this device has"
 
 
@@ -136,7 +150,7 @@ def run(request: AttendRequest) -> None:
     if request.query.shape[0] == 0 or request.max_query_len == 0:
         return
     most_queries = prefill.most_packed_queries(request)
-    if request.min_query_len <= most_queries:
+    if 0 < most_queries >= request.min_query_len:
         attend_packed(request, device_of(request.query.device), _launcher(request.query.device), most_queries)
     if request.max_query_len > most_queries:
         if prefill.refusal(request) is None:
@@ -152,7 +166,7 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
     if request.query.shape[0] == 0 or not 0 < request.max_query_len <= prefill.most_packed_queries(request):
         return None
     device = request.query.device
-    call = _prepare(request, device_of(device), MAX_DECODE_QUERIES)
+    call = _prepare(request, device_of(device), max(MAX_DECODE_QUERIES, request.max_query_len))
     args, kernels, needed = call.args, call.bound(_binder(device)), call.workspace_bytes
 
     def run(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
@@ -228,24 +242,28 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
     # Rows of others, if there are more queries than that: a few places a sequence are looked at then, not every row.
     rows, tiles, seen = min(total, sequences * most_queries), sequences * num_kv_heads, _seen_tokens(request)
+    exact = options.deterministic
     plan = _plan(
-        device, layout, group, _cut_for(request, most_queries), bound_of(device, layout, tiles, seen), query.dtype,
-        out.dtype, options.sliding_window is not None, options.softcap > 0,
+        device, layout, group, _cut_for(request, most_queries), bound_of(device, layout, tiles, seen), exact,
+        query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
         raise InputError(_lacking(layout, group))
     config = plan.config
+    steps = split_steps(config, options.sliding_window) if exact else 0
+    splits = -(-seen // SPLIT_TOKENS) + (options.sliding_window is not None) if 0 < steps <= SPLIT_TOKENS else 1
     # One chunk of queries a sequence, and no prefill beside it.
-    whole = request.max_query_len <= min(most_queries, config.rows // group) and takes_whole_tiles(
-        device, layout, config, tiles, seen
+    whole = request.max_query_len <= min(most_queries, config.rows // group) and (
+        splits == 1 and writes_whole_items(layout) if exact else takes_whole_tiles(device, layout, config, tiles, seen)
     )
     items = most_items(rows, sequences, num_kv_heads, group, config)
     blocks = device.multiprocessors * config.blocks_per_sm
-    slots = 0 if whole else items + blocks  # every item has a part, and every block may begin another
+    # Every item has a part, and every block may begin another; or every item has all splits.
+    slots = 0 if whole else items * splits if exact else items + blocks
     # Few rows have many parts, and then two warps share them; a warp alone reads some at once.
     split = not whole and total * heads <= 32 * device.multiprocessors and blocks // items > _PARTS_AT_ONCE
-    merge_split = 2 if split else 1
-    cuts = items > blocks and writes_whole_items(layout)  # most items are whole in one block
+    merge_split = 2 if split or exact else 1
+    cuts = not exact and items > blocks and writes_whole_items(layout)  # most items are whole in one block
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
     if cuts:
         merge_grid = (max(1, blocks - 1), -(-config.rows // _MERGE_WARPS))
@@ -268,6 +286,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.scale, args.softcap = request.softmax_scale * LOG2E, options.softcap * LOG2E
     args.num_seqs, args.num_kv_heads, args.group_size = sequences, num_kv_heads, group
     args.blocks, args.merge_split = 0 if whole else blocks, merge_split
+    args.split_steps, args.max_splits = steps, splits
     args.max_decode_queries, args.merge_places = most_queries, most_queries if rows < total else 0
     args.causal, args.sliding_window = options.causal, options.sliding_window or 0
     args.queries_of_chunk, args.group_inverse = config.rows // group, -(-(1 << 16) // group)
@@ -293,11 +312,15 @@ def _cut_for(request: AttendRequest, most_queries: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: Device, layout: PageLayout, group: int, queries: int, bound: int, q_dtype: torch.dtype,
-    out_dtype: torch.dtype, window: bool, softcap: bool,
+    device: Device, layout: PageLayout, group: int, queries: int, bound: int, deterministic: bool,
+    q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
     """Of sequences of mostly ``queries``."""
-    config = config_for(device, layout, group, queries, bound)
+    config = (
+        deterministic_config(device, layout, group, queries)
+        if deterministic
+        else config_for(device, layout, group, queries, bound)
+    )
     if config is None:
         return None
     spec = layout.spec
@@ -371,7 +394,9 @@ def reachable_kernels(
     number, window, softcap = DTYPE_NUMBERS[dtype], options.sliding_window is not None, options.softcap > 0
     return [
         (config.source, kernel_defines(layout, config, number, number, window, softcap))
-        for config in reachable(device, layout, group, MAX_DECODE_QUERIES, options.sliding_window)
+        for config in reachable(
+            device, layout, group, MAX_DECODE_QUERIES, options.sliding_window, options.deterministic
+        )
     ]
 
 

@@ -8,7 +8,7 @@ may see, as a sliding window or the caller bounds them. The device judges length
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ FEW_BYTES, SHORT_BYTES, UNBOUNDED = 1 << 16, 3 << 19, 1 << 50
 # Blocks of KV that a warp takes after one another, up to which one block has all keys of a work tile and nothing is
 # left to merge: where there are work tiles for half the multiprocessors, and where other blocks would be idle.
 _WHOLE_ROUNDS, _WHOLE_ROUNDS_OF_FEW = 6, 2
+SPLIT_TOKENS = 8192  # of a deterministic split: few results to merge, and 16 splits of the longest contexts
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class DecodeConfig:
     blocks_per_sm: int = 1
     pairs: bool = False
     bulk: bool = False  # blocks of tokens are whole pages, which the copy engine copies
+    narrow: bool = False  # more than 4 rows in the arithmetic of 4
 
     @property
     def source(self) -> str:
@@ -76,7 +78,10 @@ _TABLE: dict[tuple[int, str, int], tuple[_Entry, ...]] = {
         *(_Entry(128, 12, 2, token_bytes=88), _Entry(128, 8, 2, token_bytes=88)),
         *(_Entry(64, 12, 2, token_bytes=128), *_BYTES),
     ),
-    (4, "bytes", 256): (_Entry(64, 12, 2, token_bytes=132), *_BYTES),
+    (4, "bytes", 256): (
+        *(_Entry(64, 12, 2, token_bytes=132), _Entry(64, 8, 2)),
+        *(_Entry(32, 8, 2, seen_bytes=SHORT_BYTES), *_BYTES),
+    ),
     (4, "LUT", 128): (_Entry(64, 12, 2), _Entry(64, 12, 1), *_LUT),
     (4, "LUT", 256): (_Entry(64, 12, 2), *_LUT),
     (8, "any", 128): (_Entry(32, 4, 2, 2, seen_bytes=FEW_BYTES), _Entry(64, 12, 2), *_WIDE),
@@ -96,7 +101,7 @@ def max_group(layout: PageLayout) -> int:
 
 def bound_of(device: Device, layout: PageLayout, tiles: int, tokens: int) -> int:
     """The bound that tells configurations apart, of ``tiles`` work tiles whose queries see up to ``tokens`` tokens."""
-    if 2 * tiles <= device.multiprocessors:
+    if 2 * tiles <= device.multiprocessors and _head_class(layout) == 128:
         return UNBOUNDED
     seen = tokens * layout.page_bytes // layout.block_size
     return next(bound for bound in (FEW_BYTES, SHORT_BYTES, UNBOUNDED) if seen <= bound)
@@ -119,10 +124,31 @@ def config_for(
     return next(_fitting(device, layout, rows, entries, False), None)
 
 
+@lru_cache(maxsize=256)
+def deterministic_config(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
+    """One with the results of that of a single query: its blocks of tokens, warps and arithmetic, maybe more rows."""
+    one = config_for(device, layout, group, 1)
+    if one is None or one.pairs or group * queries <= one.rows:
+        return None if one is None or one.pairs else one
+    # 12 warps have no registers for the output of 16 rows.
+    rows = (8,) if one.warps > 8 or _head_class(layout) == 256 else (16, 8)
+    wider = (replace(one, rows=n, stages=stages, narrow=one.rows <= 4) for n in rows for stages in (one.stages, 1))
+    return next((x for x in wider if x.rows > one.rows and _fits(device, layout, x)), one)
+
+
+def split_steps(config: DecodeConfig, window: int | None) -> int:
+    """Blocks of tokens of a deterministic split; a window of no more than one is not split."""
+    return 1 << 20 if window is not None and window <= SPLIT_TOKENS else SPLIT_TOKENS // config.block_tokens
+
+
 def reachable(
-    device: Device, layout: PageLayout, group: int, max_queries: int, tokens: int | None = None
-) -> tuple[DecodeConfig, ...]:
+    device: Device, layout: PageLayout, group: int, max_queries: int, tokens: int | None = None,
+    deterministic: bool = False,
+) -> tuple[DecodeConfig, ...]:  # fmt: skip
     """All configurations for up to ``max_queries`` queries of a sequence, which see up to ``tokens`` tokens."""
+    if deterministic:
+        exact = (deterministic_config(device, layout, group, queries) for queries in range(1, max_queries + 1))
+        return tuple(dict.fromkeys(config for config in exact if config is not None))
     most = UNBOUNDED if tokens is None else bound_of(device, layout, device.multiprocessors, tokens + max_queries)
     bounds = [bound for bound in (UNBOUNDED, SHORT_BYTES, FEW_BYTES) if bound <= most or bound == UNBOUNDED]
     configs = (
@@ -156,15 +182,22 @@ def _is_looked_up(layout: PageLayout) -> bool:
     return any(fmt.kind == Kind.LLOYD and not in_bytes(fmt) for fmt in (layout.spec.key, layout.spec.value))
 
 
+def _fits(device: Device, layout: PageLayout, config: DecodeConfig) -> bool:
+    shared, available = shared_bytes(layout, config), device.shared_of_multiprocessor
+    return shared <= device.shared_of_block and (shared + 1024) * config.blocks_per_sm <= available
+
+
 def _fitting(
     device: Device, layout: PageLayout, rows: int, entries: tuple[_Entry, ...], pairs: bool
 ) -> Iterator[DecodeConfig]:
     for tokens, warps, stages, blocks_per_sm, token_bytes, _ in entries:
         bulk = _is_in_pages(device, layout, tokens)
         config = DecodeConfig(rows, tokens, warps, stages, blocks_per_sm, pairs, bulk)
-        shared = shared_bytes(layout, config)
-        fits = shared <= device.shared_of_block and (shared + 1024) * blocks_per_sm <= device.shared_of_multiprocessor
-        if fits and (bulk or not pairs) and layout.page_bytes <= token_bytes * layout.block_size:
+        if (
+            _fits(device, layout, config)
+            and (bulk or not pairs)
+            and layout.page_bytes <= token_bytes * layout.block_size
+        ):
             yield config
 
 

@@ -9,7 +9,7 @@ Tiles of keys and values reach a block of ``attend`` in one of three ways:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from itertools import combinations
@@ -59,6 +59,7 @@ class PrefillConfig:
     tile_time: float = 1.0  # of a tile, over that of the smallest block (EIGHT_BIT)
     promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
     packed_stages: int = 4  # FUSED: tiles of pages in shared memory at a time, if they fit
+    by_row: bool = False  # FIRST: a row's result depends on its own sequence alone, to the last bit
     single_warps: bool = False  # products of single warps (mma.sync), not of warpgroups; all threads copy tiles
     blocks_per_sm: int = 1  # that registers are to suffice for
 
@@ -228,9 +229,12 @@ def warp_config(spec: CodecSpec, device: Device, eight_bit: bool = False) -> Pre
 
 def config_for(request: AttendRequest) -> PrefillConfig:
     """The configuration of a request that is not refused."""
+    spec, exact = request.layout.spec, request.options.deterministic
     if not has_warpgroups(request.query.device):
         in_bytes = request.options.prefill == EIGHT_BIT
-        return warp_config(request.layout.spec, device_of(request.query.device), in_bytes)
+        return replace(warp_config(spec, device_of(request.query.device), in_bytes), by_row=exact)
+    if exact:
+        return replace(configs(spec, FIRST)[0], by_row=True)
     if request.options.prefill == EIGHT_BIT:
         return eight_bit_config(request)
     unpacked, time = unpacked_config(request)
@@ -299,6 +303,9 @@ def most_packed_queries(request: AttendRequest) -> int:
 
     Decode reads pages again for every few rows, but splits contexts: it keeps what would not keep the device busy.
     """
+    if request.options.deterministic:
+        prompt = request.options.prompt
+        return MAX_DECODE_QUERIES if prompt is None else 0 if prompt else request.max_query_len
     group, device, rows = request.group, request.query.device, request.max_query_len * request.group
     few = max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // group)) - 1
     if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not has_warpgroups(device):

@@ -94,7 +94,7 @@ def attend_defines(
         "WINDOW": int(window), "SOFTCAP": int(softcap), "SCORE_SHIFT": int(shifted), "Q_TYPE": q_type,
         "OUT_TYPE": out_type, "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
         "V_ROTATED": int(spec.value.rotated),
-        "HANDS_ON": int(not config.fused and (hands_on or not config.eight_bit)),
+        "BY_ROW": int(config.by_row), "HANDS_ON": int(not config.fused and (hands_on or not config.eight_bit)),
         **(_page_defines(layout) if unpacks else {}),
     })  # fmt: skip
 
@@ -106,6 +106,7 @@ def unpack_defines(layout: PageLayout, config: PrefillConfig) -> Defines:
     staged = -(-(config.tile_tokens // 2 + 4 * sum(levels)) // 16) * 16
     return Defines({
         "D": layout.spec.key_dim, "STEP": config.tile_tokens, "EIGHT_BIT": int(config.eight_bit),
+        "BY_ROW": int(config.by_row),
         "KEYS_BYTES": tile, "VALUES_BYTES": tile, "LEVELS_K": levels[0], "LEVELS_V": levels[1], "STAGED_AT": staged,
         "SHARED": staged + (tile if config.eight_bit else 0), **_page_defines(layout),
     })  # fmt: skip

@@ -17,7 +17,7 @@ _TEAM = 4  # warps of a warpgroup, which share values
 @lru_cache(maxsize=1024)
 def decode_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     """As decode/decode_memory.cuh counts."""
-    spec, warps, wide = layout.spec, config.warps, config.rows > 4
+    spec, warps, wide = layout.spec, config.warps, config.rows > 4 and not config.narrow
     group = 8 if wide else 4
     slot = max(_block_bytes(layout, config), 4 * group * (spec.value_dim + 8))
     slices = spec.key_dim // SLICE_DIMS

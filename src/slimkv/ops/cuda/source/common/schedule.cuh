@@ -6,21 +6,23 @@
 //   Sequence                  with `tiles` (its work tiles) and `kv_blocks` (of each of them)
 //   sequence_at(args, b)      where args has num_seqs
 //   from_lane(sequence, lane) broadcasts one
-//   TILE_COST                 what starting a work tile costs, in KV blocks
-//   TILE_SWITCH_COST          the part of it that a thread block with a single work tile saves
-//   MIN_SHARE                 positions of a thread block, at least
 //   PAD_TILES                 whether work tiles may be padded (see WorkPartition)
 #pragma once
 #include "common/intrinsics.cuh"
 
-// Every thread block takes `share` positions: one for a KV block and, before the first one of a work tile, TILE_COST.
+// In positions: what starting a work tile costs, the part of it that a thread block with a single work tile saves, and what a thread block
+// takes at least. Includers define costs_of(args).
+struct WorkCosts { int tile, tile_switch, min_share; };
+
+// Every thread block takes `share` positions: one for a KV block and, before the first one of a work tile, `cost`.
 // Padded: every work tile has whole thread blocks, where that is nearly as even. A thread block that goes on to another
 // work tile waits for its queries and pages, and all others wait for that block.
 struct WorkPartition {
   i32 total;  // positions
   int share;
   bool padded;
-  DEVICE_MEMBER int lead() const { return padded ? 0 : TILE_COST; }  // positions before a work tile's KV blocks
+  int cost;
+  DEVICE_MEMBER int lead() const { return padded ? 0 : cost; }  // positions before a work tile's KV blocks
   DEVICE_MEMBER int positions(int kv_blocks) const {
     return padded ? small_quotient(kv_blocks + share - 1, share) * share : kv_blocks ? kv_blocks + lead() : 0;
   }
@@ -34,19 +36,19 @@ DEVICE WorkTotals add_sequence(WorkTotals sums, const Sequence& s) {
 }
 
 // The partition of what the lanes of a warp have together.
-DEVICE WorkPartition make_partition(WorkTotals sums, int blocks) {
+DEVICE WorkPartition make_partition(WorkTotals sums, int blocks, WorkCosts costs) {
 #pragma unroll
   for (int d = 16; d; d >>= 1) {
     sums.kv_blocks += shfl_xor(sums.kv_blocks, d), sums.tiles += shfl_xor(sums.tiles, d);
     if (PAD_TILES) sums.longest = max_i32(sums.longest, shfl_xor(sums.longest, d));
   }
-  const i32 total = sums.kv_blocks + sums.tiles * TILE_COST;
-  const WorkPartition even = {total, max_i32(MIN_SHARE, quotient(total + blocks - 1, blocks)), false};
+  const i32 total = sums.kv_blocks + sums.tiles * costs.tile;
+  const WorkPartition even = {total, max_i32(costs.min_share, quotient(total + blocks - 1, blocks)), false, costs.tile};
   if (!PAD_TILES || sums.tiles == 0 || sums.tiles > blocks) return even;
   const int blocks_of_tile = small_quotient(blocks, sums.tiles);
-  const int padded = max_i32(MIN_SHARE, small_quotient(sums.longest + blocks_of_tile - 1, blocks_of_tile));
-  const int least = max_i32(MIN_SHARE, quotient(sums.kv_blocks + blocks - 1, blocks));
-  return padded <= least + TILE_SWITCH_COST ? WorkPartition{sums.kv_blocks, padded, true} : even;
+  const int padded = max_i32(costs.min_share, small_quotient(sums.longest + blocks_of_tile - 1, blocks_of_tile));
+  const int least = max_i32(costs.min_share, quotient(sums.kv_blocks + blocks - 1, blocks));
+  return padded <= least + costs.tile_switch ? WorkPartition{sums.kv_blocks, padded, true, 0} : even;
 }
 
 // The partition, and the positions and work tiles of the sequences before b.
@@ -56,13 +58,14 @@ struct WorkOffset {
 };
 template <class Args> DEVICE WorkOffset offset_of(const Args& args, int b, int blocks, int lane) {
   WorkTotals sums = {0, 0, 0};
+  const WorkCosts costs = costs_of(args);
   i32 positions = 0, tiles = 0;
   for (int i = lane; i < args.num_seqs; i += 32) {
     const Sequence s = sequence_at(args, i);
     sums = add_sequence(sums, s);
-    if (i < b) tiles += s.tiles, positions += s.kv_blocks ? s.tiles * (s.kv_blocks + TILE_COST) : 0;
+    if (i < b) tiles += s.tiles, positions += s.kv_blocks ? s.tiles * (s.kv_blocks + costs.tile) : 0;
   }
-  const WorkPartition partition = make_partition(sums, blocks);
+  const WorkPartition partition = make_partition(sums, blocks, costs);
   if (partition.padded) {
     positions = 0;
     for (int i = lane; i < b; i += 32) {
@@ -73,6 +76,15 @@ template <class Args> DEVICE WorkOffset offset_of(const Args& args, int b, int b
 #pragma unroll
   for (int d = 16; d; d >>= 1) positions += shfl_xor(positions, d), tiles += shfl_xor(tiles, d);
   return {partition, positions, tiles};
+}
+
+// Work tiles of the sequences before b.
+template <class Args> DEVICE int tiles_before(const Args& args, int b, int lane) {
+  i32 tiles = 0;
+  for (int i = lane; i < b; i += 32) tiles += sequence_at(args, i).tiles;
+#pragma unroll
+  for (int d = 16; d; d >>= 1) tiles += shfl_xor(tiles, d);
+  return tiles;
 }
 
 // Numbers of the partial results of a work tile: `first` and those behind it. Every thread block that has some of its KV
@@ -103,7 +115,7 @@ template <class Args>
 DEVICE WorkRange first_range(const Args& args, int block, int blocks, int lane, WorkPartition& partition, int& left) {
   Sequence s = {};
   if (lane < args.num_seqs) s = sequence_at(args, lane);
-  if (args.num_seqs <= 32) partition = make_partition(add_sequence({0, 0, 0}, s), blocks);
+  if (args.num_seqs <= 32) partition = make_partition(add_sequence({0, 0, 0}, s), blocks, costs_of(args));
   else partition = offset_of(args, 0, blocks, lane).partition;
   const i32 from = block * partition.share;
   i32 positions = 0, tiles = 0;

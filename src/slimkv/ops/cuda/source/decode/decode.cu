@@ -31,24 +31,24 @@ struct WarpRing {
   }
   DEVICE_MEMBER u8* slot(int number) const { return loader.ring + number % STAGES * SLOT; }
   DEVICE_MEMBER void look_up(const DecodeRange& range, int step) {
-    if (range.last > 0) loader.look_up(min_i32(step, range.last - 1));  // a whole work tile may have no keys
+    if (range.to > range.from) loader.look_up(min_i32(step, range.to - 1));  // a whole work tile may have no keys
   }
   // The first steps of a range.
   DEVICE_MEMBER void begin(const DecodeArgs& args, const DecodeRange& range) {
     loader.open(args, range);
-    look_up(range, range.first + warp);
+    const int step = range.first_step(warp);
+    look_up(range, step);
     if constexpr (STAGES == 1) {
-      const int step = range.first + warp;
-      loader.copy<true, false>(step, 0, step < range.last);
-      loader.copy<false, true>(step, 0, step < range.last);
+      loader.copy<true, false>(step, 0, step < range.to);
+      loader.copy<false, true>(step, 0, step < range.to);
       look_up(range, step + WARPS);
     }
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) copy(range, range.first + warp + i * WARPS);
+    for (int i = 0; i < STAGES - 1; i++) copy(range, step + i * WARPS);
   }
   // With several slots: a step to the next one.
   DEVICE_MEMBER void copy(const DecodeRange& range, int step) {
-    loader.copy(step, filled % STAGES, step < range.last);
+    loader.copy(step, filled % STAGES, step < range.to);
     filled++;
     look_up(range, step + WARPS);
   }
@@ -72,13 +72,13 @@ DEVICE void attend_step(const DecodeArgs& args, const DecodeRange& range, int st
   apply_mask(slot, shared, token0, clear, lane, s, acc.largest_fields);
   if constexpr (STAGES == 1) {
     sync_warp();
-    loader.copy<true, false>(next_step, 0, next_step < range.last);
+    loader.copy<true, false>(next_step, 0, next_step < range.to);
   }
   weigh_step(slot, columns, g, s, acc, probabilities);
   add_values(slot, probabilities, tables, lane, acc);
   sync_warp();  // before this slot is filled again
   if constexpr (STAGES == 1) {
-    loader.copy<false, true>(next_step, 0, next_step < range.last);
+    loader.copy<false, true>(next_step, 0, next_step < range.to);
     ring.look_up(range, next_step + WARPS);
   }
 }
@@ -97,10 +97,11 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   WarpRing ring;
   ring.init(shared, warp, lane);
   WarpQueries query;
+  bool same_queries = false;  // another split of the work tile before
   auto begin_loading = [&](const DecodeRange& p) {
 #pragma unroll
     for (int i = 0; i < QUERIES_OF_WARP; i++)
-      if (warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
+      if (!same_queries && warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
     ring.begin(args, p);
   };
   begin_loading(range);
@@ -108,7 +109,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   while (true) {
 #pragma unroll
     for (int i = 0; i < QUERIES_OF_WARP; i++)
-      if (warp + i * WARPS < COLUMNS)
+      if (!same_queries && warp + i * WARPS < COLUMNS)
         prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT,
                       (float*)(OWN_SCRATCH ? shared + SCRATCH_AT + 4 * KD * warp : ring.slot(ring.filled)), lane);
     if (BULK) fence_proxy_async();  // rings were written to
@@ -121,16 +122,17 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     acc.clear();
 
     int taken = ring.filled - (STAGES - 1);
-    for (int step = range.first + warp; step < range.last; step += WARPS, taken++)
+    for (int step = range.first_step(warp); step < range.to; step += WARPS, taken++)
       attend_step(args, range, step, taken, shared, ring, queries, columns, tables, lane, acc);
     ring.loader.wait_for_all();
 
     // The next range is loaded while this one is finished; slot 0 is kept free for its results.
-    left -= range.last - range.first + TILE_COST;  // with what the next work tile takes
     DecodeRange next = range;
     ring.filled = 1;
+    same_queries = next.next_split(args);
+    left -= (same_queries ? 1 : range.last - range.first) + (args.split_steps ? 0 : TILE_COST);  // with what the next work tile takes
     if (left > 0) {
-      next = DecodeRange(args, next_range(args, range, left));
+      if (!same_queries) next = DecodeRange(args, next_range(args, range, left));
       if (STAGES > 1) begin_loading(next);
     }
     combine_warps(args, range, columns, acc, shared, ring.loader.ring, warp, lane);

@@ -10,7 +10,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const DecodeRange& range, cons
   float* states = (float*)(shared + STATE_AT);
   leave_states(columns, acc, states, warp, lane);
   sync_threads();
-  const i64 part = part_of(range);
+  const i64 part = range.part(args);
   const bool whole = is_whole(args, range);
 #pragma unroll
   for (int n = 0; n < NG; n++) {
@@ -26,7 +26,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const DecodeRange& range, cons
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const float x = acc.number(n, i, r, j);
-          mine[16 * i + g + 8 * r] = V_KIND == UNIFORM ? (x * VALUE_UNIT + acc.shift[c]) * factor : x * (VALUE_UNIT * factor);
+          mine[16 * i + g + 8 * r] = mul_rn(V_KIND == UNIFORM ? fma_rn(x, VALUE_UNIT, acc.shift[c]) : x * VALUE_UNIT, factor);
         }
     }
     sync_threads();

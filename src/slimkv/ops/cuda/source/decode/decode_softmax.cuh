@@ -43,30 +43,32 @@ struct Probabilities {
   i32 offset[NG];  // bytes: minus the levels' offset, 63.5, times the sum of the probabilities
 };
 
-// The maximum follows the scores of a step, and what is relative to it changes with it.
-DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc) {
+// The maximum of columns follows the scores of a step, and what is relative to it changes with it. `moves`: which of the lane's columns
+// have fallen behind, a bit for each; a column stays or moves for its own scores alone.
+DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc, u32 moves = 0) {
   float highest[C];
 #pragma unroll
   for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
   find_highest(slot, g, s, [&](int c, int, int) { return LATE_UNIT ? columns.unit_of(c) : 1.0f; }, highest);
-  bool moves = false;
 #pragma unroll
   for (int c = 0; c < C; c++) {
     if (OUT_IN_PRODUCTS) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
-    moves = moves || highest[c] > acc.row_max[c] + columns.slack[c];
+    if (WIDE && highest[c] > acc.row_max[c] + RESCALE_THRESHOLD) moves |= 1u << c;
   }
-  if (!warp_any(moves)) return;
+  if (WIDE && !warp_any(moves)) return;
+#pragma unroll
+  for (int d = 4; d < 32; d <<= 1) moves |= shfl_xor(moves, d);
 #pragma unroll
   for (int c = 0; c < C; c++)
 #pragma unroll
     for (int d = 4; d < 32; d <<= 1) highest[c] = max_f32(highest[c], shfl_xor(highest[c], d));
 #pragma unroll
   for (int c = 0; c < C; c++) {
-    const float higher = max_f32(highest[c], acc.row_max[c]);
+    const float higher = moves >> c & 1 ? max_f32(highest[c], acc.row_max[c]) : acc.row_max[c];
     const float base = MAX_WITHOUT_UNIT ? columns.unit_of(c) : 1.0f;
     const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
     acc.row_max[c] = higher;
-    acc.row_sum[c] *= factor, acc.shift[c] *= factor;
+    acc.row_sum[c] = mul_rn(acc.row_sum[c], factor), acc.shift[c] = mul_rn(acc.shift[c], factor);
 #pragma unroll
     for (int i = 0; i < Accumulator::SLICES; i++)
 #pragma unroll
@@ -92,26 +94,26 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
 }
 
 // Narrow bytes: exponents of probabilities, raised, from the reference there is, whatever it is: they will be relative to the largest of the
-// step. Returns whether it has to move: one of them is MOST_RAISED or more, or there is none yet. Numbers above zero are in the order of
-// their bits, of which three are compared at once.
-DEVICE bool raised_exponents(const ColumnState& columns, const StepScores& s, const Accumulator& acc, StepScores& exponents) {
-  i32 highest = 0;
-  bool none = false;
+// step. Returns which columns' has to move: one of them is MOST_RAISED or more, or there is none yet. Numbers above zero are in the order
+// of their bits, of which three are compared at once.
+DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, const Accumulator& acc, StepScores& exponents) {
+  u32 moves = 0;
 #pragma unroll
   for (int c = 0; c < C; c++) {
+    i32 highest = 0;
     const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
     const bool unseen = acc.row_max[c] == MINUS_INFINITY;
     const float reference = MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded, as the warps' maxima will be
     const float raised = unseen ? RAISED_BY : RAISED_BY - reference;
-    none = none || unseen;
 #pragma unroll
     for (int x = 0; x < NT; x++) {
 #pragma unroll
       for (int r = 0; r < 2; r++) exponents[c][x][r] = fma_rn(s[c][x][r], base, raised);
       highest = max_i32(highest, max_i32((i32)as_bits(exponents[c][x][0]), (i32)as_bits(exponents[c][x][1])));
     }
+    if (unseen || highest >= (i32)as_bits(MOST_RAISED)) moves |= 1u << c;
   }
-  return warp_any(none || highest >= (i32)as_bits(MOST_RAISED));
+  return moves;
 }
 
 // Those to probabilities times their values' scales, in units of FIELD_UNIT / RAISED.
@@ -127,7 +129,7 @@ DEVICE void raised_exponentials(const u8* slot, int g, StepScores& s, Accumulato
         const float e = exp2_approx(s[c][x][r]);
         sum += e;
         s[c][x][r] = e * small_scale_of(field_bits(fields, g + 8 * r));
-        if (V_KIND == UNIFORM) shift += e > 0 ? e * zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)) : 0;
+        if (V_KIND == UNIFORM) shift = e > 0 ? fma_rn(e, zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)), shift) : shift;
       }
     }
     acc.row_sum[c] += sum * (1.0f / RAISED), acc.shift[c] += shift * (1.0f / RAISED);
@@ -147,7 +149,7 @@ DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
   u32 all = 0;
 #pragma unroll
   for (int x = 0; x < NT; x++) {
-    const u32 first = as_bits(s[n][x][0] * up + 8388608.0f), second = as_bits(s[n][x][1] * up + 8388608.0f);
+    const u32 first = as_bits(fma_rn(s[n][x][0], up, 8388608.0f)), second = as_bits(fma_rn(s[n][x][1], up, 8388608.0f));
     all += first + second;
     w.p[n][x][0] = movmatrix_trans(prmt(first, second, 0x4051));  // high bytes, low bytes
   }
@@ -173,14 +175,15 @@ DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
 }
 
 // Narrow halves: a probability is two of them, of which the second one is what the first one leaves. They are taken from the reference
-// there is; returns whether it has to move: one of them is 2^RESCALE_THRESHOLD or more. AGAIN: it has; a column that
+// there is; returns which columns' has to move: one of them is 2^RESCALE_THRESHOLD or more. AGAIN: it has; a column that
 // has seen nothing yet has none.
 template <bool AGAIN>
-DEVICE bool weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s, const Accumulator& acc, Probabilities& w,
+DEVICE u32 weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s, const Accumulator& acc, Probabilities& w,
                             float (&sum)[C], float (&shift)[C]) {
-  u32 largest = 0;
+  u32 moves = 0;
 #pragma unroll
   for (int c = 0; c < C; c++) {
+    u32 largest = 0;
     const float reference = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
     sum[c] = acc.row_sum[c], shift[c] = acc.shift[c];
 #pragma unroll
@@ -193,24 +196,27 @@ DEVICE bool weigh_in_halves(const u8* slot, const ColumnState& columns, int g, c
       w.p[c][x][0] = movmatrix_trans(prmt(high, low, 0x5410)), w.p[c][x][1] = movmatrix_trans(prmt(high, low, 0x7632));
       largest = max_u16x2(largest, high);
     }
+    if (is_behind(largest)) moves |= 1u << c;
   }
-  return is_behind(largest);
+  return moves;
 }
 
 // Scores of a step to the operand that multiplies its values.
 DEVICE void weigh_step(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc, Probabilities& w) {
   if constexpr (!WIDE && !V_BYTES) {
     float sum[C], shift[C];
-    if (warp_any(weigh_in_halves<false>(slot, columns, g, s, acc, w, sum, shift))) {
-      update_max(slot, columns, g, s, acc);
+    const u32 moves = weigh_in_halves<false>(slot, columns, g, s, acc, w, sum, shift);
+    if (warp_any(moves)) {
+      update_max(slot, columns, g, s, acc, moves);
       weigh_in_halves<true>(slot, columns, g, s, acc, w, sum, shift);
     }
 #pragma unroll
     for (int c = 0; c < C; c++) acc.row_sum[c] = sum[c], acc.shift[c] = shift[c];
   } else if constexpr (!WIDE) {
     StepScores p;
-    if (raised_exponents(columns, s, acc, p)) {
-      update_max(slot, columns, g, s, acc);
+    const u32 moves = raised_exponents(columns, s, acc, p);
+    if (warp_any(moves)) {
+      update_max(slot, columns, g, s, acc, moves);
       raised_exponents(columns, s, acc, p);
     }
     raised_exponentials(slot, g, p, acc);

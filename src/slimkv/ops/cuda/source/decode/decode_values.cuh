@@ -14,7 +14,8 @@ DEVICE void add_products(const i32 (&c)[NG][4], const Probabilities& w, int slic
 #pragma unroll
   for (int n = 0; n < NG; n++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) acc.out[n][slice][j] += (float)(256 * c[n][2 * j] + (c[n][2 * j + 1] + w.offset[n])) * w.fold[n];
+    for (int j = 0; j < 2; j++) 
+      acc.out[n][slice][j] = fma_rn((float)(256 * c[n][2 * j] + (c[n][2 * j + 1] + w.offset[n])), w.fold[n], acc.out[n][slice][j]);
 }
 
 // The bytes of a word alternate between dimensions g and g + 8. They are put apart, and two tiles are one operand. Up to 4 bits codes are,

@@ -13,6 +13,12 @@ constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
 DEVICE MergedState merge_parts(const DecodeArgs& args, const Partials& parts, int column, int from, int by, int lane) {
   MergedState merged;
   merged.clear();
+  if (args.split_steps) {  // relative to one maximum, so that parts without keys change nothing wherever they are
+    for (int i = lane; i < parts.count; i += 32)
+      merged.highest = max_f32(merged.highest, args.part_states[2 * ((i64)(parts.first + i) * COLUMNS + column)]);
+#pragma unroll
+    for (int d = 16; d; d >>= 1) merged.highest = max_f32(merged.highest, shfl_xor(merged.highest, d));
+  }
   for (int i = from; i < parts.count; i += PARTS_AT_ONCE * by) {
     float m[PARTS_AT_ONCE], l[PARTS_AT_ONCE], v[PARTS_AT_ONCE][VN];
 #pragma unroll
@@ -42,10 +48,10 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   if (s.tiles == 0 || query >= s.queries) return griddepcontrol_wait();  // another kernel's
   const int per_chunk = args.queries_of_chunk, chunk = small_quotient(query, per_chunk);
   const int column = (query - chunk * per_chunk) * args.group_size + in_group(args, head);
-  Partials parts = partials_of(args, b, chunk * args.num_kv_heads + by_group(args, head), lane);
+  Partials parts = decode_partials(args, b, chunk * args.num_kv_heads + by_group(args, head), lane);
   if (head >= query_heads) parts.count = 0;
   griddepcontrol_wait();
-  if (WHOLE_ITEMS && split == 1 && parts.count == 1) return;
+  if (WHOLE_ITEMS && parts.count == 1) return;
 
   MergedState merged = merge_parts(args, parts, column, warp % split, split, lane);
   float* mine = (float*)shared + warp * (VD + 4);

@@ -10,7 +10,7 @@ constexpr bool WHOLE_ITEMS = !OUTPUT_TAKES_SCRATCH || VD <= 2 * KD;
 static_assert(!WHOLE_ITEMS || WRITERS > 0, "queries are two bytes a number, of four columns");
 DEVICE float* scratch_of_writer(u8* shared, int warp) { return (float*)(shared + OUTPUT_SCRATCH_AT) + warp * VD; }
 DEVICE bool is_whole(const DecodeArgs& args, const DecodeRange& range) {
-  return WHOLE_ITEMS && args.merge_split == 1 && range.first == 0 && range.last == range.s.kv_blocks;
+  return WHOLE_ITEMS && range.first == 0 && range.last == range.s.kv_blocks && (!args.split_steps || range.s.kv_blocks <= 1);
 }
 
 // Parts of a row, some at a time.
@@ -30,15 +30,15 @@ struct MergedState {
 #pragma unroll
     for (int j = 0; j < N; j++) row_max = max_f32(row_max, m[j]);
     const float mine = factor(highest, row_sum, row_max);
-    row_sum *= mine;
+    row_sum = mul_rn(row_sum, mine);
 #pragma unroll
-    for (int i = 0; i < VN; i++) x[i] *= mine;
+    for (int i = 0; i < VN; i++) x[i] = mul_rn(x[i], mine);
 #pragma unroll
     for (int j = 0; j < N; j++) {
       const float other = factor(m[j], l[j], row_max);
-      row_sum += l[j] * other;
+      row_sum = fma_rn(l[j], other, row_sum);
 #pragma unroll
-      for (int i = 0; i < VN; i++) x[i] += v[j][i] * other;
+      for (int i = 0; i < VN; i++) x[i] = fma_rn(v[j][i], other, x[i]);
     }
     highest = row_max;
   }
@@ -51,13 +51,13 @@ DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, 
   if (args.sinks) {
     const float sink = args.sinks[(i64)row * args.sink_stride + head] * LOG2E, above = max_f32(highest, sink);
     factor = highest == MINUS_INFINITY ? 0.0f : exp2_approx(highest - above);
-    row_sum = row_sum * (row_sum == row_sum ? factor : 1.0f) + exp2_approx(sink - above);
+    row_sum = fma_rn(row_sum, row_sum == row_sum ? factor : 1.0f, exp2_approx(sink - above));
     highest = above;
   }
   const float inverse = row_sum == 0 ? 0.0f : factor / row_sum;
   float x[VN];
 #pragma unroll
-  for (int i = 0; i < VN; i++) x[i] = sums[i] * inverse;
+  for (int i = 0; i < VN; i++) x[i] = mul_rn(sums[i], inverse);
   if (V_ROTATED) unrotate<VD, V_ROTATED ? V_CORE : 1>(x, args.value_sign_bits, args.value_core, (const u16*)args.value_signs, args.value_norm, scratch, lane);
   const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
 #pragma unroll

@@ -73,7 +73,7 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
   for (int i = 0; i < QN; i++) {
     const int d = lane + 32 * i;
     if (d >= KD) continue;
-    const float x = finite ? y[i] * up : 0.0f;
+    const float x = finite ? mul_rn(y[i], up) : 0.0f;
     if (K_BYTES) {
       const int in_slice = d % 16, word = d / 16 * 4 + in_slice % 8 / 2, byte = (in_slice & 1) + 2 * (in_slice / 8);
       sum += (float)write_bytes(x, operands + operand_offset(row, word) + byte);

@@ -36,8 +36,8 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
       const float zero = K_KIND == UNIFORM ? small_zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)) : 0;
 #pragma unroll
       for (int c = 0; c < C; c++) {
-        float score = (KEY_OFFSET != 0 ? s[c][x][r] - KEY_OFFSET * columns.sum[c] : s[c][x][r]) * scale;
-        if (K_KIND == UNIFORM) score += zero * columns.sum[c];
+        float score = mul_rn(KEY_OFFSET != 0 ? fma_rn(-KEY_OFFSET, columns.sum[c], s[c][x][r]) : s[c][x][r], scale);
+        if (K_KIND == UNIFORM) score = fma_rn(zero, columns.sum[c], score);
         if (!LATE_UNIT) score *= columns.unit_of(c);
         if (SOFTCAP) score = soft_cap(score + columns.shift[c], args.softcap, cap_by);
         s[c][x][r] = score;

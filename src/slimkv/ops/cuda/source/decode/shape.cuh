@@ -1,10 +1,10 @@
 // What the attention kernels for few queries are compiled for, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_CORE (the pages; a core
-// of 0: not rotated), COLUMNS, BLOCK_TOKENS, WARPS, STAGES, BULK, BLOCKS_PER_SM, SHARED (decode_config.py), Q_TYPE, OUT_TYPE
+// of 0: not rotated), COLUMNS, BLOCK_TOKENS, WARPS, STAGES, BULK, BLOCKS_PER_SM, SHARED (decode_config.py), NARROW, Q_TYPE, OUT_TYPE
 // (types.cuh), WINDOW, SOFTCAP (the options). VERIFY: 0 in decode.cu, 1 in verify.cu.
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
-// group each of 4 columns takes two of them, a high and a low byte (or half): lane 4 g + t finds both of column t side by
+// group (up to 4 columns; NARROW: of more as well, whose results are then those of 4) each of 4 columns takes two of them, a high and a low byte (or half): lane 4 g + t finds both of column t side by
 // side. In a wide group there are 8 columns of halves, of which that lane has 2 t and 2 t + 1.
 #pragma once
 #include "common/numbers.cuh"
@@ -13,8 +13,8 @@
 
 constexpr int KS = KD / 16, VS = VD / 16, STEP = BLOCK_TOKENS, NT = STEP / 16;
 constexpr bool K_ROTATED = K_CORE > 0, V_ROTATED = V_CORE > 0;
-constexpr bool WIDE = COLUMNS > 4;
-constexpr int NG = WIDE ? COLUMNS / 8 : 1;
+constexpr bool WIDE = COLUMNS > 4 && !NARROW;
+constexpr int NG = COLUMNS / (WIDE ? 8 : 4);
 constexpr int OWN = WIDE ? 2 : 1;  // columns of a group that a lane has
 constexpr int GROUP = 4 * OWN;
 static_assert(COLUMNS == NG * GROUP, "whole groups");
@@ -104,6 +104,8 @@ struct DecodeArgs {
   u32 key_core[32], value_core[32];  // columns of the keys' core, rows of the values', likewise
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
   i32 blocks;        // of `attend`; 0: one for each KV head of every sequence, and nothing to merge
+  i32 split_steps;   // splits of a fixed number of steps (schedule.cuh); 0: as even as can be
+  i32 max_splits;    // of a work tile
   i32 merge_split;   // warps of `merge` that share the parts of a row
   i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
   i32 queries_of_chunk;  // that are attended together: COLUMNS / group_size

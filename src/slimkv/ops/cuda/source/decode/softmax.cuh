@@ -27,9 +27,10 @@ DEVICE float weigh(const u8* slot, float base, float reference, float scale, int
   sum += e;
   if (V_KIND == UNIFORM) {
     const u8* zeros = slot + fields_of(TILES_APART * x) + FIELD_STRIDE * (K_NUMBER_OF_FIELDS + 1);
-    shift += e > 0 ? e * (zero_of(field_bits(zeros, g + 8 * r)) - half_offset<V_KIND, V_BITS, true>() * scale) : 0;
+    const float zero = fma_rn(-half_offset<V_KIND, V_BITS, true>(), scale, zero_of(field_bits(zeros, g + 8 * r)));
+    shift = e > 0 ? fma_rn(e, zero, shift) : shift;
   }
-  return e * scale;
+  return mul_rn(e, scale);
 }
 
 // Two halves at a time: is one of them 2^RESCALE_THRESHOLD or more? Infinity and not a number are more.

@@ -10,7 +10,7 @@ DEVICE void sum_of_warps(const float* states, int column, float& all_max, float&
   for (int w = 0; w < WORKERS; w++) {
     const float* state = states + STATE_WORDS * (w * COLUMNS + column);
     const float m = state[0], l = state[1];
-    all_sum += l * (m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - all_max));
+    all_sum = fma_rn(l, m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - all_max), all_sum);
   }
 }
 

@@ -16,7 +16,7 @@ DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&hig
   for (int c = 0; c < C; c++) {
     if (TILE_BY_TILE) acc.row_max[c] = references[own_column(c, 0)];
     highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
-    moves = moves || highest[c] > acc.row_max[c] + columns.slack[c];
+    moves = moves || highest[c] > acc.row_max[c] + RESCALE_THRESHOLD;
   }
   const bool any_moves = warp.any(moves);
   if (any_moves) {

@@ -113,7 +113,7 @@ DEVICE void leave_results(const PairOutput& acc, const PairWarp& warp, u8* share
 // Rows of the range, a warp for each: the output of an item of which the block has had all keys, else a part of the workspace.
 DEVICE void write_rows(const DecodeArgs& args, const DecodeRange& range, u8* shared, int warp, int lane) {
   const float *states = (const float*)(shared + STATE_AT), *results = (const float*)(shared + QUERY_AT);
-  const i64 part = part_of(range);
+  const i64 part = range.part(args);
   for (int column = warp; column < COLUMNS; column += WARPS) {
     const int per_chunk = args.queries_of_chunk, query = range.chunk * per_chunk + by_group(args, column);
     if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;

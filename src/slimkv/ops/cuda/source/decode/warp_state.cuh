@@ -32,7 +32,7 @@ DEVICE float score_shift(const DecodeArgs& args, const DecodeRange& range, int c
 
 // What every step needs of a lane's columns, and which tokens all columns of the block see.
 struct ColumnState {
-  float unit[VERIFY ? 1 : C], sum[C], slack[C], shift[C];  // SOFTCAP: of scores before the cap
+  float unit[VERIFY ? 1 : C], sum[C], shift[C];  // SOFTCAP: of scores before the cap
   int clear_end, clear_begin;
 
   DEVICE_MEMBER float unit_of(int c) const { return unit[VERIFY ? 0 : c]; }
@@ -46,7 +46,6 @@ struct ColumnState {
       u = column.unit * (args.scale < 0 ? -args.scale : args.scale);
       if (u < 1e-30f) u = 1e-30f;  // zero times minus infinity would not be a number
       sum[c] = column.sum;
-      slack[c] = MAX_WITHOUT_UNIT ? RESCALE_THRESHOLD / u : RESCALE_THRESHOLD;
       shift[c] = SOFTCAP ? score_shift(args, range, own_column(c, t)) : 0.0f;
     }
     const int last_query = min_i32(range.s.queries, first_query + args.queries_of_chunk) - 1;

@@ -36,9 +36,9 @@ DEVICE Sequence sequence_at(const LatentArgs& args, int b) {
 }
 DEVICE Sequence from_lane(const Sequence& s, int lane) { return {shfl(s.tiles, lane), shfl(s.kv_blocks, lane)}; }
 
-constexpr int TILE_SWITCH_COST = TILE_COST, MIN_SHARE = TILE_COST + 1;
 constexpr bool PAD_TILES = false;
 #include "common/schedule.cuh"
+DEVICE WorkCosts costs_of(const LatentArgs&) { return {TILE_COST, TILE_COST, TILE_COST + 1}; }
 
 // The ranges of a thread block, one after the other; range.b is -1 behind the last one.
 struct WorkRanges {

@@ -17,7 +17,7 @@ struct PassState {
   }
   DEVICE_MEMBER void store(const float (&o)[OUTPUTS], const Softmax& softmax) const {
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) mine[i * stride] = o[i];
+    for (int i = 0; i < OUTPUTS; i++) mine[i * stride] = o[i] * softmax.output_factor();
 #pragma unroll
     for (int r = 0; r < 2; r++) mine[(OUTPUTS + r) * stride] = softmax.row_max[r], mine[(OUTPUTS + 2 + r) * stride] = softmax.row_sum[r];
   }

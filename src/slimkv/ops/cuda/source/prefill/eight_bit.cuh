@@ -108,6 +108,7 @@ struct Softmax {
   float row_sum[2];  // of this lane's share of the row, relative to it
   float rescale[2];  // what the output so far is to be multiplied by
 
+  DEVICE_MEMBER float output_factor() const { return 1.0f; }
   // Score i of a tile, relative to `from`, whose key has this scale.
   DEVICE_MEMBER float score(const Sums& sums, int i, float key, float from, float softcap, u32 none) const {
     const int r = i / 2 % 2;

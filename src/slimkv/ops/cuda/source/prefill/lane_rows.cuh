@@ -50,6 +50,7 @@ DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softma
     const bool empty = row_sum == 0.0f;
     by /= empty ? 1.0f : row_sum;
     if (V_ROTATED) by *= args.value_norm;
+    by *= softmax.output_factor();
     float x[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;

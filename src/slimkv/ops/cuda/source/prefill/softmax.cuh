@@ -5,12 +5,31 @@
 constexpr int OUTPUTS = PLACES / 2;
 
 // The running softmax of the rows of a lane.
+//
+// Values are halves in units of their tile, a power of two. Probabilities are multiplied by it, and the reference counts it. The unit
+// follows the largest scale of the tile, that of a token which a row may not see included. BY_ROW: it stays out of exponents; the output
+// is in units of the latest tile, and moves to those of another by a factor that rounds nothing.
 struct Softmax {
   float factor[2];   // of this lane's rows g and g + 8
   float shift[2];    // SCORE_SHIFT: what their scores are raised by, times cap_factor
   float row_max[2];  // the reference that exponents are taken from: score plus the exponent of the values' unit
   float row_sum[2];  // of this lane's share of the row, relative to it
   float rescale[2];  // what the output so far is to be multiplied by
+  float out_unit = 0.0f;  // BY_ROW: exponent of the output's unit
+
+  DEVICE_MEMBER static float power(float exponent) { return as_float((u32)(127 + (int)exponent) << 23); }
+  DEVICE_MEMBER static float exponent_of(const TileScale& unit) { return BY_ROW ? 0.0f : unit.value; }
+  // What makes the output a sum of probabilities times values.
+  DEVICE_MEMBER float output_factor() const { return BY_ROW ? power(out_unit) : 1.0f; }
+  // BY_ROW: to the unit of a tile; whether it is another one. Behind `follow`, if that has happened.
+  DEVICE_MEMBER bool move_unit(const TileScale& unit, bool followed) {
+    if (!BY_ROW || unit.value == out_unit) return false;
+    const float by = power(out_unit - unit.value);
+#pragma unroll
+    for (int r = 0; r < 2; r++) rescale[r] = followed ? rescale[r] * by : by;
+    out_unit = unit.value;
+    return true;
+  }
 
   // A score, relative to `from`.
   DEVICE_MEMBER float score(float s, int r, const TileScale& unit, float from, float softcap) const {
@@ -25,7 +44,7 @@ struct Softmax {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const float x = score(s[i], i / 2 % 2, unit, unit.value, softcap);
+      const float x = score(s[i], i / 2 % 2, unit, exponent_of(unit), softcap);
       most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile * STEP, i, t) ? MINUS_INFINITY : x);
     }
     bool behind = false;
@@ -45,7 +64,7 @@ struct Softmax {
   template <bool MASKED>
   DEVICE_MEMBER bool weigh(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t, float softcap,
                            u32 (&p)[N / 2], float (&sum)[2]) const {
-    const float from[2] = {unit.value - row_max[0], unit.value - row_max[1]};
+    const float from[2] = {exponent_of(unit) - row_max[0], exponent_of(unit) - row_max[1]};
     float sums[2][2] = {{0, 0}, {0, 0}};
     u32 large = 0;
 #pragma unroll
@@ -78,10 +97,10 @@ struct Softmax {
     if (follow_first || warp_any(weigh_tile(!clear))) {
       needs_rescale = follow(s, unit, visible, tile, t, softcap);
       weigh<true>(s, unit, visible, tile, t, softcap, p, sum);
-      if (needs_rescale) row_sum[0] *= rescale[0], row_sum[1] *= rescale[1];
+      if (needs_rescale) row_sum[0] = mul_rn(row_sum[0], rescale[0]), row_sum[1] = mul_rn(row_sum[1], rescale[1]);
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++) row_sum[r] += sum[r] * unit.value_inverse;
-    return needs_rescale;
+    for (int r = 0; r < 2; r++) row_sum[r] += BY_ROW ? sum[r] : sum[r] * unit.value_inverse;
+    return move_unit(unit, needs_rescale) || needs_rescale;
   }
 };

@@ -3,14 +3,17 @@
 // a lane unpacks are whole 16-byte units of the tile. Tokens that no query sees, beyond the sequence or before every window,
 // become zeros: their pages may hold anything.
 //
-// Compile-time: D, STEP, EIGHT_BIT, KEYS_BYTES, VALUES_BYTES (tiles.cuh), BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS,
+// Compile-time: D, STEP, EIGHT_BIT, BY_ROW (work.cuh), KEYS_BYTES, VALUES_BYTES (tiles.cuh), BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS,
 // V_CODES, V_FIELDS (the pages), LEVELS_K, LEVELS_V (entries of tables), STAGED_AT (of shared memory, where values as bytes are put
 // together: a warp has 16 tokens of every row of theirs, which are half a sector).
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
 #include "prefill/tiles.cuh"
 
-constexpr int S = D / 16, WARPS = STEP / 16, LARGEST_EXPONENT = 6, FIELD_BIAS = 40;
+constexpr int S = D / 16, WARPS = STEP / 16, FIELD_BIAS = 40;
+// What is largest in a tile is below 2^LARGEST_EXPONENT. BY_ROW: units are multiples of 2^UNIT_STEP, so that they seldom change, and even
+// numbers 2^19 below the largest are halves without a loss: which unit they have does not show.
+constexpr int LARGEST_EXPONENT = BY_ROW ? 13 : 6, UNIT_STEP = BY_ROW ? 8 : 1;
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 
 struct UnpackArgs {
@@ -170,7 +173,7 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
   }
 }
 
-// One power of two for the keys of the whole tile, and one for the values: exponents that none of their numbers exceeds.
+// Units of the keys and values of the whole tile, each an exponent of two.
 struct TileExponents { int key, value; };
 
 DEVICE TileExponents tile_exponents(const u8* page, int begin, const Seen& seen, int place, int warp, int lane, i32* exponents) {
@@ -191,7 +194,8 @@ DEVICE TileExponents tile_exponents(const u8* page, int begin, const Seen& seen,
     key = max_i32(key, exponents[2 * i]);
     value = max_i32(value, exponents[2 * i + 1]);
   }
-  return {key, value};
+  auto unit = [](int exponent) { return (exponent - LARGEST_EXPONENT + 256 + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP - 256; };
+  return {unit(key), unit(value)};
 }
 
 // 16 tokens' keys as halves.
@@ -285,7 +289,7 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   }
 
   const TileExponents exponent = tile_exponents(page, begin, seen, place, warp, lane, exponents);
-  const int key_exponent = EIGHT_BIT ? 0 : exponent.key - LARGEST_EXPONENT, value_exponent = exponent.value - LARGEST_EXPONENT;
+  const int key_exponent = EIGHT_BIT ? 0 : exponent.key, value_exponent = exponent.value;
   const float key_up = as_float((u32)(127 - key_exponent) << 23), value_up = as_float((u32)(127 - value_exponent) << 23);
   // 2^-12 of the power of two above the tile's largest scale, which is 2^(value_exponent - 2): smaller ones count as zero.
   const float value_limit = as_float((u32)(127 + value_exponent - 14) << 23);

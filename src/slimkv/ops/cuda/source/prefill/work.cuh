@@ -5,6 +5,7 @@
 //   (BLOCK_SIZE, K_KIND, ...), K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both);
 // CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (of 64 rows, that each of the former has),
 //   PRODUCER_REGISTERS, STAGES;
+// BY_ROW (a row's result depends on its own sequence alone, to the last bit);
 // WINDOW, SOFTCAP, SCORE_SHIFT (of SOFTCAP: something is added to scores before it);
 // HANDS_ON (there may be several passes, between which the state of the softmax is in device memory),
 // BESIDE (follows another launch on the same tiles, whose end it need not wait for).
@@ -187,5 +188,7 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
 DEVICE bool is_clear(const Work& w, int tile) { return (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin); }
 
 // Tile number i of a block. The last one is second, if there are others: its mask leaves rows with few tokens, whose maximum says
-// little of what follows.
-DEVICE int tile_at(const Work& w, int i) { return w.tile - (i < 2 && w.count > 1 ? 1 - i : i); }
+// little of what follows. BY_ROW: from the first to the last, so that a row meets its tiles in one order wherever blocks and passes end.
+DEVICE int tile_at(const Work& w, int i) {
+  return BY_ROW ? w.tile - w.count + 1 + i : w.tile - (i < 2 && w.count > 1 ? 1 - i : i);
+}
