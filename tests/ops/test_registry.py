@@ -42,6 +42,16 @@ def test_the_first_that_takes_the_request_is_used(registry):
     assert registry.select(CUDA, None, None).name == "any"
 
 
+def test_the_reference_stands_in_on_a_gpu_only_where_the_request_lets_it(monkeypatch):
+    kernels = Backend("cuda", module("a_picky_one", "too odd", monkeypatch), anywhere)
+    both = Registry("attend", [kernels, Backend("reference", module("an_easy_one", None, monkeypatch), anywhere)])
+    strict = type("Request", (), {"refuses_unasked_reference": "it is slow"})()
+    assert both.select(CUDA, None).name == both.select(CPU, strict).name == "reference"
+    assert both.select(CUDA, strict, "reference").name == "reference"
+    with pytest.raises(UnsupportedError, match="cuda: too odd; reference: it is slow"):
+        both.select(CUDA, strict)
+
+
 def test_one_asked_for_by_name_is_used_or_the_call_fails(registry):
     assert registry.select(CPU, None, "any").name == "any"
     with pytest.raises(UnsupportedError, match="attend with 'picky': it takes no request"):

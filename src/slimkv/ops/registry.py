@@ -72,6 +72,8 @@ class Registry:
         reasons = []
         for implementation in self._by_name.values():
             reason = implementation.refusal(device, request)
+            if reason is None and implementation.name == "reference" and device.type != "cpu":
+                reason = getattr(request, "refuses_unasked_reference", None)
             if reason is None:
                 return implementation
             reasons.append(f"{implementation.name}: {reason}")

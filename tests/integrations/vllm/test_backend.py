@@ -141,7 +141,7 @@ def test_a_state_space_models_pages_fit_attentions():
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def step(query_lens, seq_lens, few=1, padded=0, sharing=None):
+def step(query_lens, seq_lens, few=1, padded=0, sharing=None, prompts=None, causal=True):
     """The parts of a step with these requests, ``padded`` further rows in every table behind them."""
     starts = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
     count = len(query_lens)
@@ -150,11 +150,12 @@ def step(query_lens, seq_lens, few=1, padded=0, sharing=None):
         seq_lens=torch.tensor([*seq_lens, *[0] * padded], dtype=torch.int32), num_reqs=count,
         num_actual_tokens=int(starts[-1]), max_query_len=max(query_lens), max_seq_len=max(seq_lens),
         block_table_tensor=torch.arange((count + padded) * 4, dtype=torch.int32).view(-1, 4),
-        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64), causal=True,
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64), causal=causal,
+        is_prefilling=None if prompts is None else torch.tensor(prompts),
     )  # fmt: skip
     builder = object.__new__(SlimKVMetadataBuilder)
     builder._stock, builder.reorder_batch_threshold, builder._sharing = None, few, sharing
-    builder._matrix_index = None
+    builder._matrix_index, builder._deterministic = None, prompts is not None
     return builder.build(0, common)
 
 
@@ -178,11 +179,24 @@ def test_a_mixed_step_is_two():
     assert rest.batch.block_table[:, 0].tolist() == [8, 12, 16]
 
 
-def test_only_causal_steps():
-    builder = object.__new__(SlimKVMetadataBuilder)
-    builder._stock = None
-    with pytest.raises(UnsupportedError, match="both ways"):
-        builder.build(0, type("Common", (), {"causal": False})())
+def test_prompts_and_answers_are_parts_of_their_own():
+    """However few tokens are left of a prompt: a cached one is attended as if it had been read whole."""
+    parts = step([1, 1, 1, 7, 20], [5, 9, 65, 7, 40], prompts=[False, False, True, True, True]).parts
+    assert [(p.rows, p.prompt) for p in parts] == [(slice(0, 2), False), (slice(2, 30), True)]
+    assert parts[1].batch.cu_seqlens_q.tolist() == [0, 1, 8, 28]
+    assert (parts[1].batch.max_query_len, parts[1].batch.min_query_len) == (20, 1)
+    assert parts[1].batch.seq_lens.tolist() == [65, 7, 40]
+    mixed = step([4, 1, 4], [5, 65, 9], few=4, prompts=[False, True, False]).parts
+    assert [(p.rows, p.prompt) for p in mixed] == [(slice(0, 4), False), (slice(4, 5), True), (slice(5, 9), False)]
+    assert step([1, 1], [5, 9]).parts[0].prompt is None
+
+
+def test_steps_are_causal_or_wholly_both_ways():
+    assert step([4, 4], [9, 9], few=4).causal
+    assert not step([4, 4], [9, 9], few=4, causal=False).causal, "a drafter of blocks"
+    for refused in ({"causal": torch.tensor([True, False])}, {"causal": False, "sharing": DCPConfig(2, 1, 1)}):
+        with pytest.raises(UnsupportedError, match="asks for both at once"):
+            step([4, 4], [9, 9], few=4, **refused)
 
 
 def test_ranks_that_share_tokens_know_what_they_hold():
@@ -195,12 +209,14 @@ def test_ranks_that_share_tokens_know_what_they_hold():
 
 
 def test_graphs_hold_uniform_batches(monkeypatch):
-    alone, shared = VllmConfig(), VllmConfig()
+    alone, shared = (VllmConfig(additional_config={"slimkv": {}}) for _ in range(2))
     assert SlimKVMetadataBuilder.get_cudagraph_support(alone, full()) == AttentionCGSupport.UNIFORM_BATCH
     shared.parallel_config.decode_context_parallel_size = 2
     group = type("Group", (), {"world_size": 2, "rank_in_group": 0})()
     monkeypatch.setattr(metadata, "dcp_group", lambda: group)
     assert SlimKVMetadataBuilder.get_cudagraph_support(shared, full()) == AttentionCGSupport.NEVER
+    exact = VllmConfig(additional_config={"slimkv": {"deterministic": True}})
+    assert SlimKVMetadataBuilder.get_cudagraph_support(exact, full()) == AttentionCGSupport.NEVER
     config = type("Config", (), {"speculative_config": type("S", (), {"num_speculative_tokens": 3})()})()
     assert SlimKVMetadataBuilder.get_varlen_cudagraph_max_query_len(config, full()) == 4
 

@@ -26,6 +26,7 @@ from slimkv.integrations.vllm.compat import (
     stock_backend,
 )
 from slimkv.integrations.vllm.context_parallel import DCPConfig, ShardTables, shard_tables
+from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_cache
 from slimkv.ops import AttentionBatch
 
@@ -72,7 +73,7 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             return
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._sharing = _sharing(vllm_config)
-        self._deterministic = served_model(vllm_config).settings.deterministic
+        self._deterministic = parse(vllm_config.additional_config).deterministic
         self._matrix_index = _matrix_index(vllm_config, device)
         check_cache(vllm_config, kv_cache_spec.block_size)
 
@@ -84,7 +85,7 @@ class SlimKVMetadataBuilder(AttentionMetadataBuilder):
             return stock.get_builder_cls().get_cudagraph_support(vllm_config, kv_cache_spec)
         if _sharing(vllm_config) is not None:
             return AttentionCGSupport.NEVER  # the tables of shared tokens are made anew at every step
-        if served_model(vllm_config).settings.deterministic:
+        if parse(vllm_config.additional_config).deterministic:
             return AttentionCGSupport.NEVER  # vLLM would run the last token of a cached prompt as a generated one
         return cls._cudagraph_support
 

@@ -123,6 +123,11 @@ class AttendRequest:
         return self.options.prefill == EIGHT_BIT and self.max_query_len > MAX_DECODE_QUERIES
 
     @property
+    def refuses_unasked_reference(self) -> str | None:
+        """Why the reference must not stand in for kernels on a GPU, or None."""
+        return "query by query it would read lengths back; name it to use it" if self.options.deterministic else None
+
+    @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.query.shape[1] // self.pages.shape[1]
