@@ -18,7 +18,7 @@ from slimkv.formats import AUTO, CALIBRATED, RAW, RAW_LATENT, format_of_kind, is
 from slimkv.ops.attention.api import EIGHT_BIT, PREFILL, SIXTEEN_BIT
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
 from slimkv.ops.attention.eight_bit import format_refusal
-from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy
+from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy, parse_size
 
 FRESH = ("auto", "codes", "raw")
 # What fields may be where ``deterministic`` is set.
@@ -53,6 +53,10 @@ class KVCacheConfig:
             bits where measured to be faster and pages are not shared (a prefix-cache hit with few remaining tokens does
             not take the prefill path, yet must produce the same output as a miss).
         sink_tokens, recent_tokens: the number of first and last tokens that are kept in the model's dtype.
+        age: formats of older tokens, as in ``{512: "k6v6", 4096: "k4v4"}``: a token that 512 newer ones have followed
+            is re-encoded as ``k6v6``, block by block; younger ones are as ``format`` says.
+        memory: bytes that the cache may take (a number, or ``"2GiB"``). It starts as ``format`` (``auto``: the model's
+            dtype), and as it fills re-encodes old tokens in fewer and fewer bits; the first and latest stay fine.
         calibration: how keys are rounded: a file from ``slimkv calibrate`` or a loaded ``Calibration``; ``auto``: the
             one made before for exactly this model; None: to the nearest level.
         center_keys: subtract a constant vector per layer and KV head from keys before they are encoded. It comes from
@@ -74,6 +78,8 @@ class KVCacheConfig:
     prefill: str = AUTO
     sink_tokens: int = 0
     recent_tokens: int = 0
+    age: Mapping[int, str] = field(default_factory=dict)
+    memory: int | str | None = None
     calibration: Calibration | str | Path | None = None
     center_keys: bool = True
     max_score_error: float = MAX_SCORE_ERROR
@@ -92,6 +98,7 @@ class KVCacheConfig:
         object.__setattr__(self, "layers", self._checked_layers())
         if self.fresh not in FRESH:
             raise InputError(f"fresh must be one of {', '.join(FRESH)}, not {self.fresh!r}")
+        self._check_tiers()
         self._check_prefill()
         for name in ("sink_tokens", "recent_tokens", "seed"):
             value = getattr(self, name)
@@ -119,10 +126,11 @@ class KVCacheConfig:
     def _check_prefill(self) -> None:
         if self.prefill not in PREFILL:
             raise InputError(f"prefill must be one of {', '.join(PREFILL)}, not {self.prefill!r}")
-        if self.prefill == EIGHT_BIT and (self.fresh == "raw" or self.sink_tokens or self.recent_tokens):
+        if self.prefill == EIGHT_BIT and (self.fresh == "raw" or self.tiered):
             raise InputError(
-                f"prefill='8bit' reads every token through its codes; fresh={self.fresh!r}, sink_tokens="
-                f"{self.sink_tokens} and recent_tokens={self.recent_tokens} mean that some are not: choose one"
+                f"prefill='8bit' reads every token through one kind of codes; fresh={self.fresh!r}, sink_tokens="
+                f"{self.sink_tokens}, recent_tokens={self.recent_tokens}, age={dict(self.age)!r} and memory="
+                f"{self.memory!r} mean that some are not: choose one"
             )
 
     def _check_deterministic(self) -> None:
@@ -137,6 +145,29 @@ class KVCacheConfig:
         for format in (self.format, *self.layers.values()):
             if is_latent_format(format):
                 raise UnsupportedError(f"{_LATENT_NOT_DETERMINISTIC}, and the format is {format!r}")
+
+    def _check_tiers(self) -> None:
+        if not isinstance(self.age, Mapping):
+            raise InputError(f'age must map ages in tokens to formats, as in {{512: "k4v4"}}, not {self.age!r}')
+        object.__setattr__(self, "age", {_tokens(age): format for age, format in self.age.items()})
+        for age, format in self.age.items():
+            parse_format(format)
+            if age <= self.recent_tokens:
+                raise InputError(f"age names {age} tokens, of which recent_tokens={self.recent_tokens} are kept raw")
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_size(self.memory))
+        chosen = [name for name in ("age", "memory") if getattr(self, name)]
+        others = chosen[1:] + (["layers"] if self.layers else []) + (["format"] if self.format == CALIBRATED else [])
+        if chosen and others:
+            raise InputError(
+                f"{chosen[0]}={getattr(self, chosen[0])!r} chooses the formats of all layers, and so does {others[0]}="
+                f"{getattr(self, others[0])!r}: choose one"
+            )
+
+    @property
+    def tiered(self) -> bool:
+        """Whether the tokens of a layer are not all stored alike."""
+        return bool(self.sink_tokens or self.recent_tokens or self.age or self.memory is not None)
 
     def _check_format(self, where: str, format: object) -> None:
         if not isinstance(format, str):
@@ -261,6 +292,13 @@ def unknown_setting(name: object, known: list[str]) -> str:
     close = difflib.get_close_matches(str(name), known, 1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"slimkv has no setting {name!r}; {hint}known are {', '.join(known)}"
+
+
+def _tokens(age: object) -> int:
+    """A key of ``age``: a number of tokens, or its digits, as JSON has them."""
+    if isinstance(age, bool) or not (isinstance(age, int) or (isinstance(age, str) and age.isdigit())) or int(age) < 1:
+        raise InputError(f"age has {age!r}, which is not a number of tokens of 1 or more")
+    return int(age)
 
 
 def _parse_layers(where: object) -> tuple[int, ...]:

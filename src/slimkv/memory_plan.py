@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.formats import format_of_kind
 from slimkv.recurrent_state import StateShape, aligned_block_size, state_shape
 from slimkv.spec import CodecSpec, PageLayout, parse_spec
+from slimkv.spec import parse_size as parse_size
 
 FULL, SLIDING, LATENT, NO_KV = "full", "sliding", "latent", "no_kv"
 BASELINE = "raw"
@@ -38,7 +38,6 @@ _KIND_OF_TYPE = {
     "mlp": NO_KV,
     "moe": NO_KV,
 }
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True)
@@ -100,16 +99,6 @@ class Plan:
     block_size: int
     formats: tuple[FormatPlan, ...]
     state_bytes_per_sequence: int = 0  # recurrent states of a hybrid model, independent of the length
-
-
-def parse_size(text: str) -> int:
-    """``40GiB``, ``800 MB`` or plain bytes -> bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII) if isinstance(text, str) else None
-    if not match or match[2].lower() not in _UNITS:
-        raise InputError(
-            f"cannot read the memory size {text!r}; write a number and one of B, kB, MB, GB, KiB, MiB, GiB, TiB"
-        )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def read_config(path: Path) -> ModelShape:

@@ -22,13 +22,14 @@ In a plane of w <= 4 bits one word holds 4 / w slices: value n of the j-th of th
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 import numpy as np
 
 from slimkv.arguments import typed, typed_fields
-from slimkv.errors import SpecError
+from slimkv.errors import InputError, SpecError
 from slimkv.formats import (
     PRESET_NAMES,
     Kind,
@@ -51,6 +52,7 @@ BLOCK_SIZES = (1, 16, 32, 64, 128)
 MAX_HEAD_DIM = 1024
 DEFAULT_SEED = 0x51
 BF16_BYTES = 2
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True)
@@ -386,3 +388,14 @@ class PageLayout:
 def page_layout(spec: CodecSpec, block_size: int) -> PageLayout:
     """One object for equal layouts, so that look-ups compare identities instead of fields."""
     return PageLayout(spec, block_size)
+
+
+def parse_size(given: str | int) -> int:
+    """``40GiB``, ``800 MB`` or plain bytes -> bytes."""
+    text = str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII) if isinstance(text, str) else None
+    if not match or match[2].lower() not in _UNITS:
+        raise InputError(
+            f"cannot read the memory size {given!r}; write a number and one of B, kB, MB, GB, KiB, MiB, GiB, TiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])

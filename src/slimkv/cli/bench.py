@@ -134,9 +134,9 @@ def serve(
         str, typer.Option(help="vllm or sglang.", callback=one_of("--engine", "vllm", "sglang"))
     ] = "vllm",
     systems: Annotated[
-        str, typer.Option(help="Caches to compare: bf16, fp32, fp8, turboquant_*, or formats of slimkv.")
+        str, typer.Option(help="Caches to compare: bf16, fp32, fp8, turboquant_*, formats of slimkv; +host, +cold.")
     ] = "bf16,fp8,k4v4",
-    phases: Annotated[str, typer.Option(help="Of decode, full, poisson and offload.")] = "decode,full,poisson",
+    phases: Annotated[str, typer.Option(help="decode, full, poisson, offload, sessions.")] = "decode,full,poisson",
     shape: Annotated[
         str, typer.Option(help="Model shape: llama-3.1-8b, qwen2.5-7b, ..., or a config.json or its folder.")
     ] = "llama-3.1-8b",
@@ -163,7 +163,12 @@ def serve(
     rounds: Annotated[
         int, typer.Option(help="Rounds of the offload phase to take the median of.", callback=at_least(1))
     ] = 5,
+    users: Annotated[int, typer.Option(help="Users of the sessions phase.", callback=at_least(1))] = 32,
+    turns: Annotated[int, typer.Option(help="Turns of each user.", callback=at_least(1))] = 4,
+    think: Annotated[float, typer.Option(help="Mean seconds between an answer and the user's next turn.")] = 4.0,
+    held: Annotated[float, typer.Option(help="Share of the bf16 bytes of all sessions that the cache gets.")] = 0.2,
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile and CUDA graphs.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the sessions phase as SVG.")] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Keep each system's JSON and log in this folder.", callback=check_folder)
     ] = None,
@@ -180,10 +185,14 @@ def serve(
         engine, tuple(comma_list(systems, str)), tuple(comma_list(phases, str)), shape, dtype, requests, context,
         new_tokens, most_requests, arrivals, rate, memory, max_num_seqs, max_num_batched_tokens, prefill, drafts, eager,
         seed,
-        limit_seconds, offload_gib, short_context, rounds,
+        limit_seconds, offload_gib, short_context, rounds, users, turns, think, held,
     )  # fmt: skip
     require_engine(engine)
     report = bench_serve(settings, _say, provenance().command, folder)
+    if plot is not None:
+        from slimkv.lab.bench.plot import plot_sessions
+
+        plot_sessions(report, plot)
     emit(report, as_json, *([] if as_json else serving_table(report)), output=output)
     if any("error" in system for system in report.systems.values()):
         raise typer.Exit(1)

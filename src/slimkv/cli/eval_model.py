@@ -300,16 +300,19 @@ def score_table(report: Any) -> Any:
 
 @_command("k4v4")
 def positions(subject: Subject, windows: Windows = 1, tokens: Tokens = 8192, offset: Offset = 0) -> Result:
-    """KL divergence and top-1 agreement by position in long windows (strict)."""
+    """KL divergence and top-1 agreement by position in long windows (strict).
+
+    A format may be a budget: memory=90MiB, memory=50% of bfloat16 at the end, or memory=k4v4, what that takes there.
+    """
     from slimkv.lab.evals.positions import measure_positions, plot_positions
 
     ids = subject.windows(windows, tokens, offset=offset)
     report = measure_positions(subject.model, ids, subject.formats, **subject.options)
     ranges = [f"{a:,}-{b:,}" for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
-    table = make_table(f"KL by position (top-1 agreement), strict, {subject.name}", "format", *ranges, "mean")
+    table = make_table(f"KL by position (top-1 agreement), strict, {subject.name}", "format", *ranges, "mean", "MiB")
     for row in report.rows:
-        cells = (f"{kl:.4f} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
-        table.add_row(row.format, *cells, f"{row.mean_kl:.4f}")
+        cells = (f"{kl:.3g} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
+        table.add_row(row.format, *cells, f"{row.mean_kl:.3g}", f"{row.bytes[-1] / 2**20:.1f}")
     return report, [table], lambda path: plot_positions(report, path)
 
 

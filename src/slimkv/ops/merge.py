@@ -20,5 +20,10 @@ def merge_attention_states(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tens
                 f"{name} has an output {list(given[0].shape)} and a log-sum-exp {list(given[1].shape)}; outputs are "
                 f"alike and have one dimension more than log-sum-exps"
             )
+    return merged(one, other)[0]
+
+
+def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """``merge_attention_states`` with the log-sum-exp of all keys, unchecked."""
     share = torch.sigmoid(other[1] - one[1])[..., None]  # the other's weight in the softmax
-    return other[0].float() * share + one[0].float() * (1 - share)
+    return other[0].float() * share + one[0].float() * (1 - share), torch.logaddexp(one[1], other[1])

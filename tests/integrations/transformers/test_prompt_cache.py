@@ -147,7 +147,7 @@ def test_what_a_file_cannot_hold_is_refused(model, tmp_path):
         SlimKVCache(model).save(tmp_path / "p", model, IDS)
     with pytest.raises(InputError, match="the cache holds 70 tokens, input_ids has 9"):
         filled(model).save(tmp_path / "p", model, IDS[:, :9])
-    with pytest.raises(UnsupportedError, match="layer 0 is a SinkRecentLayer"):
+    with pytest.raises(UnsupportedError, match="layer 0 is a TieredLayer"):
         filled(model, sink_tokens=4, recent_tokens=4).save(tmp_path / "p", model, IDS)
     pair = SlimKVCache(model, block_size=16)
     logits(model, pair, IDS[:, :20].repeat(2, 1))

@@ -21,6 +21,8 @@ def test_the_entry_is_the_one_configuration():
     [
         ({"sink_tokens": 4}, "vLLM does not support sink_tokens=4; leave it at 0"),
         ({"recent_tokens": 64}, "vLLM does not support recent_tokens=64"),
+        ({"memory": "1GiB"}, "vLLM does not support memory=1073741824"),
+        ({"age": {"64": "k4v4"}}, "vLLM does not support age={64: 'k4v4'}"),
         ({"fromat": "k4v4"}, "did you mean 'format'?"),
     ],
 )

@@ -7,15 +7,19 @@ import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from slimkv.errors import InputError, SlimKVError
 from slimkv.lab.bench import serve
+from slimkv.lab.bench.plot import plot_sessions
 from slimkv.lab.bench.serve import ServeSettings, bench_serve, cache_arguments, engine_plan, over_stock, table_rows
 from slimkv.lab.bench.serve_engine import percentile
 from slimkv.lab.bench.serve_shapes import SHAPES
+from slimkv.lab.bench.sessions import Sessions, held_tokens
 from slimkv.memory_plan import read_config
 
 BF16 = {"kv_tokens": 100, "start_seconds": 10.0, "decode": {"decode_tokens_per_second": 50.0, "prefill_seconds": 2.0}}
@@ -73,7 +77,7 @@ def test_systems_in_sglang(system, arguments, monkeypatch):
     [
         ({"engine": "tgi"}, "unknown engine 'tgi'; known are vllm, sglang"),
         ({"engine": "sglang", "systems": ("turboquant_2bit",)}, "unknown format"),
-        ({"engine": "sglang", "phases": ("offload",)}, "the phase offload and memory layouts .* are vLLM's"),
+        ({"engine": "sglang", "phases": ("offload",)}, "the phases offload and sessions, memory layouts .* are vLLM's"),
         ({"systems": ("k9v9",)}, "unknown format 'k9v9'"),
         ({"phases": ("sleep",)}, "unknown phase 'sleep'; known are decode, full, poisson, offload"),
         ({"shape": "huge"}, "unknown shape 'huge'"),
@@ -155,6 +159,70 @@ def test_ratios_and_table():
     assert any(line == "k4v4 failed: exit code 1: x" for line in serve.notes(report))
 
 
+def test_sessions_are_the_same_for_every_system_and_grow():
+    plan = {"seed": 1, "vocabulary": 500, "context": 400, "turns": 3, "output": 10, "users": 9, "think": 2.0}
+
+    def played():
+        sessions, seen = Sessions(plan), []
+        waiting = list(sessions.first())
+        while waiting:
+            due, user, prompt = waiting.pop(0)
+            seen.append((due, user, prompt))
+            if (after := sessions.follow(user, [7] * 10, due + 1)) is not None:
+                waiting.append(after)
+        return sessions, seen
+
+    sessions, seen = played()
+    assert seen == played()[1]
+    assert len(seen) == 9 * 3
+    texts = {tuple(prompt[:200]) for _, _, prompt in seen}
+    assert 1 < len(texts) <= 3
+    for user in range(9):
+        own = [(due, prompt) for due, who, prompt in seen if who == user]
+        for (due, prompt), (later, longer) in pairwise(own):
+            assert longer[: len(prompt) + 10] == [*prompt, *[7] * 10]
+            assert later > due + 1
+        assert len(own[-1][1]) + 10 <= 400
+    assert sessions.prompt_tokens == sum(len(prompt) for _, _, prompt in seen)
+    assert sessions.unseen == len(texts) * 200 + 27 * (200 // 3 - 10)
+    assert held_tokens(9, 400, 3, 10) == 3 * 200 + 27 * (200 // 3)
+
+
+def test_sessions_get_a_share_of_the_memory_that_holds_them(tmp_path):
+    settings = ServeSettings(phases=("sessions",), users=64, context=8192)
+    own = engine_plan("k4v4+host", settings, tmp_path)["arguments"]
+    assert own["kv_cache_memory_bytes"] == engine_plan("bf16", settings, tmp_path)["arguments"]["kv_cache_memory_bytes"]
+    tokens = held_tokens(64, 8192, 4, 96)
+    assert own["kv_cache_memory_bytes"] == pytest.approx(0.2 * tokens * 32 * 2 * 8 * 128 * 2, rel=0.01)
+    assert own["kv_offloading_size"] == 40.0
+    assert own["attention_backend"] == "CUSTOM"
+    for wrong, message in (
+        ({"systems": ("k4v4+disk",)}, r"known are \+host and \+cold"),
+        ({"engine": "sglang", "phases": ("sessions",)}, "are vLLM's"),
+        ({"phases": ("sessions",), "turns": 200}, "leave no room"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ServeSettings(**wrong)
+
+
+def test_a_tier_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(serve, "COLD", "slimkv.not_there")
+    with pytest.raises(InputError, match=r"'bf16\+cold' needs slimkv.not_there"):
+        ServeSettings(systems=("bf16+cold",))
+
+
+def test_a_chart_of_sessions(tmp_path):
+    names = "hit_share", "time_to_first_token_p50", "time_to_first_token_p99", "output_tokens_per_second"
+    systems = {name: {"sessions": dict.fromkeys(names, value)} for name, value in (("bf16", 0.25), ("k4v4", 0.5))}
+    report = serve.ServeReport(ServeSettings(), systems, over_stock(systems), "d", {}, "", "")
+    plot_sessions(report, tmp_path / "sessions.svg")
+    root = ElementTree.parse(tmp_path / "sessions.svg").getroot()
+    assert len(root.findall("{http://www.w3.org/2000/svg}svg")) == 4
+    assert report.over_bf16["k4v4"]["sessions_time_to_first_token_p50"] == 2.0
+    with pytest.raises(InputError, match="needs a system"):
+        plot_sessions(serve.ServeReport(ServeSettings(), {}, {}, "d", {}, "", ""), tmp_path / "none.svg")
+
+
 def test_percentiles():
     assert [percentile(list(range(1, 101)), p) for p in (50, 99)] == [50, 99]
     assert percentile([3.0], 99) == 3.0
@@ -187,16 +255,20 @@ def test_a_system_that_fails_leaves_the_others_their_numbers(tmp_path, monkeypat
     assert {p.name for p in (tmp_path / "kept").iterdir()} >= {"fp8.log", "k4v4.json", "k4v4.plan.json"}
 
 
+def run_small(shape: str, *more: str, **environment: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-m", "slimkv", "bench", "serve", "--shape", shape, "--eager", "--json", *more],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def small_run(*more: str, **environment: str) -> dict:
     sizes = {"context": 512, "requests": 3, "new-tokens": 4, "most-requests": 4, "arrivals": 3, "rate": 20}
     small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    command = ["serve", "--shape", "tiny", *small, "--eager", "--json", *more]
-    done = subprocess.run(
-        [sys.executable, "-m", "slimkv", "bench", *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = run_small("tiny", *small, *more, **environment)
     for system in report["systems"].values():
         assert system["decode"]["requests"] == 3
         assert system["decode"]["decode_tokens_per_second"] > 0
@@ -212,9 +284,27 @@ def small_run(*more: str, **environment: str) -> dict:
 @pytest.mark.extended
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_a_small_run():
-    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    report = small_run("--systems", "bf16,k4v4", **on_cpu)
+    report = small_run("--systems", "bf16,k4v4", VLLM_CPU_KVCACHE_SPACE="1")
     assert report["over_bf16"]["k4v4"]["kv_tokens"] == pytest.approx(3.76, rel=0.01)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.extended
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_sessions_find_more_in_a_packed_cache():
+    """At the same bytes, with the tokens of both engines counted by vLLM itself."""
+    words = ["--phases", "sessions", "--systems", "bf16,k4v4", "--users", "8", "--turns", "3"]
+    report = run_small("tiny", *words, "--context", "768", "--new-tokens", "8", "--think", "0.2", "--held", "0.3")
+    stock, slim = (report["systems"][name]["sessions"] for name in ("bf16", "k4v4"))
+    for found in (stock, slim):
+        assert found["requests"] == 24
+        assert found["prompt_tokens"] == stock["prompt_tokens"]
+        assert 0 <= found["hit_share"] < 1
+        assert found["recomputed_tokens"] >= 0
+        assert 0 < found["time_to_first_token_p50"] <= found["time_to_first_token_p99"]
+    assert slim["hit_share"] > stock["hit_share"] + 0.1
+    assert slim["recomputed_tokens"] < stock["recomputed_tokens"]
 
 
 @pytest.mark.sglang

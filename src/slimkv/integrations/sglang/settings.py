@@ -29,7 +29,7 @@ def parse(server_args: Any) -> KVCacheConfig:
     if not isinstance(given, Mapping):
         raise InputError(f"{OPTION} must be an object, not {given!r}; use {EXAMPLE}")
     config = KVCacheConfig.parse(given.get(KEY, {}))
-    config.refuse("SGLang", "sink_tokens", "recent_tokens")
+    config.refuse("SGLang", "sink_tokens", "recent_tokens", "age", "memory")
     if not getattr(server_options(server_args), "enable_deterministic_inference", False):
         return config
     try:

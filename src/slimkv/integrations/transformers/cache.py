@@ -32,16 +32,17 @@ from slimkv.integrations.transformers.compat import (
     refuse_without_cache,
     stock_layer,
 )
+from slimkv.integrations.transformers.ladder import Ladder, tier_formats
 from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
 from slimkv.integrations.transformers.lazy_kv import PackedStates
 from slimkv.integrations.transformers.prompt_cache import load_prompt, save_prompt
-from slimkv.integrations.transformers.sink_recent import SinkRecentLayer
 from slimkv.integrations.transformers.stateful_layers import (
     PackedHybridLayer,
     PackedHybridSlidingLayer,
     PackedIndexedLayer,
 )
 from slimkv.integrations.transformers.tables import TableSet
+from slimkv.integrations.transformers.tiers import TieredLayer
 from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
 
 _STOCK_FORMATS = (RAW, RAW_LATENT)  # layers that are not packed
@@ -86,7 +87,8 @@ class SlimKVCache(Cache):
         fields: the other fields of ``KVCacheConfig``. ``raw`` layers are stock layers. ``fresh="auto"`` is ``raw``: a
             forward pass of more than 8 new tokens attends those tokens raw, and only later passes read their codes.
             ``calibration="auto"`` calibrates the model on first use, which runs it (so it needs the model, not only its
-            config), and saves the result.
+            config), and saves the result. ``memory`` is for models with full attention in every layer; left padding is
+            masked on decoded keys and values.
     """
 
     encoder_decoder_class: ClassVar[type[SlimKVCache]]  # set where it is defined
@@ -115,8 +117,11 @@ class SlimKVCache(Cache):
         _check_formats(config, formats, block_size)
         fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
         index = MatrixIndex(known) if known is not None else None
+        if self.settings.tiered:
+            self._tables.ladder = _ladder(self.settings, kinds, formats, block_size, offloading)
         if offsets is None:
-            offsets = _offsets(model, self.settings, known, formats)
+            narrowest = [tier_formats(self.settings, name)[0] for name in formats]
+            offsets = _offsets(model, self.settings, known, narrowest)
         guard = _guard(config, self.settings, known, formats)
         settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index, offsets, guard)
         layers = [
@@ -181,14 +186,15 @@ class SlimKVCache(Cache):
         if not isinstance(failed, PackedLayer) or not failed.is_initialized:
             return
         ahead = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x.get_seq_length() > failed.tokens]
-        if not all(type(x) in (PackedLayer, PackedSlidingLayer) for x in ahead) or (ahead and failed.partly):
+        moved = isinstance(failed, TieredLayer) and (ahead or failed.ladder.tokens != failed.packed_tokens)
+        if not all(type(x) in (PackedLayer, PackedSlidingLayer) for x in ahead) or moved:
             self._broken = "a forward pass failed after some layers had seen its tokens; reset the cache"
             return
         for layer in ahead:
             layer.crop(failed.tokens - layer.get_seq_length())
         for tables in self._tables:
-            kept = failed.packed_tokens if tables is failed.tables else failed.tokens
-            tables.crop(max(tables.tokens - kept, 0))
+            if not tables.exact:
+                tables.crop(max(tables.tokens - failed.tokens, 0))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
         """Keys, values (decoded) and the window of every layer, as ``DynamicCache`` gives them."""
@@ -284,6 +290,7 @@ class SlimKVCache(Cache):
         beam_idx = self._indices(beam_idx)
         self._select(beam_idx)
         Cache.reorder_cache(self, beam_idx)
+        self._settle()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence ``repeats`` times."""
@@ -292,12 +299,28 @@ class SlimKVCache(Cache):
         for tables in self._tables:
             tables.select(torch.arange(tables.batch, device=tables.device).repeat_interleave(repeats))
         Cache.batch_repeat_interleave(self, repeats)
+        self._settle()
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keeps the sequences ``indices``: numbers, or a boolean per sequence, as a tensor or any sequence."""
         indices = self._indices(indices)
         self._select(indices)
         Cache.batch_select_indices(self, indices)
+        self._settle()
+
+    @property
+    def _tiered(self) -> TieredLayer | None:
+        """A layer in tiers that holds tokens; all of them hold the same."""
+        return next((x for x in self.layers if isinstance(x, TieredLayer) and x.is_initialized), None)
+
+    def _settle(self) -> None:
+        """Keeps a memory budget where the batch has grown."""
+        if (layer := self._tiered) is not None:
+            try:
+                layer.ladder.settle(layer.raw_tokens)
+            except SlimKVError as error:
+                self._broken = f"{error}; reset the cache"
+                raise
 
     def _indices(self, given: Any) -> Tensor:
         """The sequence numbers that ``given`` selects: int64 [count]."""
@@ -335,9 +358,10 @@ class SlimKVCache(Cache):
         for layer in self.packed_layers:
             layer.check_crop(tokens)
         for tables in self._tables:
-            members = [x for x in self.layers if isinstance(x, SinkRecentLayer) and x.is_initialized]
-            held = next((x.packed_to_remove(tokens) for x in members if x.tables is tables), tokens)
-            tables.crop(held)
+            if not tables.exact:
+                tables.crop(tokens)
+        if (tiered := self._tiered) is not None:
+            tiered.ladder.crop(max(tokens - tiered.tail_tokens, 0))
         Cache.crop(self, tokens_to_remove)
 
 
@@ -363,6 +387,8 @@ def _restored(kind: type[SlimKVCache]) -> SlimKVCache:
 def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSettings, number: int) -> Any:
     """The packed layer that replaces the stock layer of ``kind``, or the stock layer itself."""
     stock = stock_layer(kind, arguments)
+    if type(stock) is DynamicLayer and kind != "cross_attention" and _in_tiers(settings.config, format):
+        return TieredLayer(format, settings, number)
     if format in _STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, DynamicLayer):
         return stock
     if isinstance(stock, LinearAttentionCacheLayerMixin):
@@ -376,8 +402,32 @@ def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSet
         return stock
     if type(stock) is not DynamicLayer:
         return PackedIndexedLayer(format, settings, number, stock)
-    partly = settings.config.sink_tokens or settings.config.recent_tokens
-    return (SinkRecentLayer if partly else PackedLayer)(format, settings, number)
+    return PackedLayer(format, settings, number)
+
+
+def _in_tiers(settings: KVCacheConfig, format: str) -> bool:
+    """Whether a full-attention layer of ``format`` has several kinds of tokens."""
+    return settings.tiered and (format not in _STOCK_FORMATS or len(tier_formats(settings, format)) > 1)
+
+
+def _ladder(settings: KVCacheConfig, kinds: Any, formats: list[str], block_size: int, offloading: bool) -> Ladder:
+    """What moves tokens between formats; raises where it cannot."""
+    given = "memory" if settings.memory is not None else "age" if settings.age else None
+    if given is not None:
+        said = f"{given}={getattr(settings, given)!r}"
+        if offloading:
+            raise UnsupportedError(f"{said} re-encodes the tokens of all layers at once, which offloading=True forbids")
+        if any(is_latent_format(name) for name in formats):
+            raise UnsupportedError(f"{said} is for keys and values; this model caches latents: choose one format")
+    others = [
+        (i, kind) for i, (kind, arguments) in enumerate(kinds) if type(stock_layer(kind, arguments)) is not DynamicLayer
+    ]
+    if settings.memory is not None and others:
+        raise UnsupportedError(
+            f"memory={settings.memory:,} is for models whose layers all have full attention; layer {others[0][0]} of "
+            f"this one has {others[0][1]}: say the formats with age, or choose one format"
+        )
+    return Ladder(settings, block_size, len(kinds))
 
 
 def _check_deterministic(layers: list[Any]) -> None:
@@ -433,6 +483,8 @@ def _offsets(
 def _formats(settings: KVCacheConfig, calibration: Calibration | None, num_layers: int, latent: bool) -> list[str]:
     """One format per layer."""
     formats = settings.layer_formats(num_layers, latent=latent)
+    if settings.memory is not None and settings.format == AUTO and not latent:
+        return [RAW] * num_layers
     if CALIBRATED not in formats:
         return formats
     if calibration is None or calibration.formats is None:

@@ -24,7 +24,7 @@ from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, pack
 from slimkv.integrations.transformers.tables import Step, TableSet, lasting
 from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.ops.plan import AttendPlan, plan_attend
-from slimkv.spec import Kind, parse_spec
+from slimkv.spec import CodecSpec, Kind, parse_spec
 
 RAW_FRESH_ABOVE = 8  # up to this many new tokens (decoding, verifying a draft) attention reads codes only
 
@@ -63,7 +63,7 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False
     window: int | None = None
     chunked = False
-    partly = False  # whether some tokens are stored outside the pages
+    tier: int | None = None  # which one of several in a layer
 
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         # The base class would assign keys and values, which are views here.
@@ -97,17 +97,9 @@ class PackedLayer(CacheLayerMixin):
         batch, self.num_kv_heads = key_states.shape[:2]
         config = self.settings.config
         self._check_kind(key_states)
-        spec = parse_spec(
-            self.format,
-            key_states.shape[-1],
-            value_states.shape[-1],
-            key_policy=config.key_policy,
-            value_policy=config.value_policy,
-            seed=config.seed,
-        )
-        spec = spec.with_raw_dtype(str(self.dtype).removeprefix("torch."))
+        spec = self._spec(key_states, value_states)
         with lasting():
-            self.tables = self.settings.tables.get(batch, self.device, self.window, self.partly)
+            self.tables = self.settings.tables.get(batch, self.device, self.window, self.tier)
             blocks, size, backend = self.tables.blocks, self.settings.block_size, self.settings.config.backend
             self.pool = PagedPool(spec, blocks, self.num_kv_heads, size, self.device, backend)
         if self.settings.calibration is not None:
@@ -125,6 +117,15 @@ class PackedLayer(CacheLayerMixin):
         self._prefill = config.prefill_of(spec, shared_pages=False)
         self.tables.join(self)
         self.is_initialized = True
+
+    def _spec(self, key_states: Tensor, value_states: Tensor) -> CodecSpec:
+        """How it stores keys and values like these."""
+        config = self.settings.config
+        spec = parse_spec(
+            self.format, key_states.shape[-1], value_states.shape[-1], key_policy=config.key_policy,
+            value_policy=config.value_policy, seed=config.seed,
+        )  # fmt: skip
+        return spec.with_raw_dtype(str(key_states.dtype).removeprefix("torch."))
 
     def _known_offset(self) -> Tensor | None:
         """The key offset of this layer before its first keys: from a file, the calibration or the model."""

@@ -74,13 +74,14 @@ class TableSet:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._tables: dict[tuple[torch.device, int | None, bool], SequenceTables] = {}
+        self.ladder: Any = None  # the ``ladder.Ladder`` of layers in tiers
+        self._tables: dict[tuple[torch.device, int | None, int | None], SequenceTables] = {}
 
-    def get(self, batch: int, device: torch.device, window: int | None, partly: bool) -> SequenceTables:
-        """The tables for layers with ``window``; ``partly``: for layers that store some of their tokens elsewhere."""
-        key = (device, window, partly)
+    def get(self, batch: int, device: torch.device, window: int | None, tier: int | None = None) -> SequenceTables:
+        """The tables for layers with ``window``, or for one tier of layers that have several."""
+        key = (device, window, tier)
         if key not in self._tables:
-            self._tables[key] = SequenceTables(batch, self.block_size, device, window)
+            self._tables[key] = SequenceTables(batch, self.block_size, device, window, exact=tier is not None)
         found = self._tables[key]
         if found.batch != batch:
             raise InputError(f"layers of one cache were given batches of {found.batch} and {batch} sequences")
@@ -92,16 +93,24 @@ class TableSet:
     def clear(self) -> None:
         """Clears the tables."""
         self._tables.clear()
+        if self.ladder is not None:
+            self.ladder.clear()
 
 
 class SequenceTables:
-    """Slots, block table and lengths of ``batch`` sequences; a window keeps only the last tokens."""
+    """Slots, block table and lengths of ``batch`` sequences; a window keeps only the last tokens.
 
-    def __init__(self, batch: int, block_size: int, device: torch.device, window: int | None = None) -> None:
+    ``exact``: no block more than needed, and members see to their pages themselves.
+    """
+
+    def __init__(
+        self, batch: int, block_size: int, device: torch.device, window: int | None = None, exact: bool = False
+    ) -> None:
         self.batch = batch
         self.block_size = block_size
         self.device = device
         self.window = window
+        self.exact = exact
         self.record_past = False
         self.tokens = 0
         self.rows = 0
@@ -150,7 +159,9 @@ class SequenceTables:
         size = self.block_size
         if self.window is None:
             needed = -(-max(tokens - min(self.pads), 0) // size)
-            if needed > self.rows:
+            if self.exact:
+                self.rows = needed
+            elif needed > self.rows:
                 self.rows = max(needed, self.rows + self.rows // 32)  # few copies, and at most 3% unused
                 for member in self._members:
                     member.grow(self.blocks)
@@ -296,6 +307,12 @@ class SequenceTables:
         if self.window is not None:
             self.kept_from = min(max(self.kept_from, self.tokens - self.window + 1), self.tokens)
         self._step = None
+
+    def drop(self, tokens: int) -> None:
+        """Forgets the first ``tokens`` positions: whole blocks, or all there are (no window, no padding)."""
+        self.tokens -= tokens
+        self._reserve(self.tokens)
+        self._step = self._ahead = self._prefix = None
 
     def select(self, index: Tensor) -> None:
         """Sequence ``index[i]`` becomes sequence i; the batch becomes ``len(index)``."""

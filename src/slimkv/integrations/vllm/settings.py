@@ -29,7 +29,7 @@ def parse(additional_config: object) -> KVCacheConfig:
             f"the attention backend CUSTOM is slimkv's, but the additional config has no {KEY!r} entry; use {EXAMPLE}"
         )
     config = KVCacheConfig.parse(additional_config[KEY])
-    config.refuse("vLLM", "sink_tokens", "recent_tokens")
+    config.refuse("vLLM", "sink_tokens", "recent_tokens", "age", "memory")
     if not int(os.environ.get(BATCH_INVARIANT, "0")):
         return config
     try:

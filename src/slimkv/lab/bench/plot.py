@@ -1,11 +1,15 @@
-"""A picture of a report: how many times faster than each baseline."""
+"""Pictures of reports: how many times faster than each baseline, and sessions."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from slimkv.errors import InputError
 from slimkv.lab.bench.results import Report
+from slimkv.lab.bench.serve import DTYPES, ServeReport
 from slimkv.lab.evals.plots import figure
+from slimkv.lab.report.charts import Bar, bars
+from slimkv.lab.report.page import stacked
 
 
 def plot(report: Report, path: Path) -> None:
@@ -26,3 +30,26 @@ def plot(report: Report, path: Path) -> None:
         axes.set_title(f"{report.operation}, {report.device}")
         if names:
             axes.legend(fontsize=7)
+
+
+def plot_sessions(report: ServeReport, path: Path) -> None:
+    """The sessions phase as an SVG file: hits, the wait for a first token, tokens per second; a bar for each system."""
+    found = {name: x["sessions"] for name, x in report.systems.items() if "sessions" in x}
+    if not found:
+        raise InputError("a chart of sessions needs a system that ran the phase sessions")
+    share = f"{report.settings.held:.0%} of the memory that holds all sessions in bf16"
+    panels = [
+        (f"prompt tokens found in the cache, at {share}", "hit_share", "{:.0%}"),
+        ("seconds to the first token, median", "time_to_first_token_p50", "{:.2f} s"),
+        ("seconds to the first token, 99th percentile", "time_to_first_token_p99", "{:.2f} s"),
+        ("tokens per second of all users", "output_tokens_per_second", "{:,.0f}"),
+    ]
+    drawn = [
+        bars(
+            told, [Bar(n, x[key], fmt.format(x[key]), n.partition(":")[0] in DTYPES.values()) for n, x in found.items()]
+        )
+        for told, key, fmt in panels
+        if any(x[key] > 0 for x in found.values())
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(stacked("Sessions in less memory than they need", drawn), encoding="utf-8")

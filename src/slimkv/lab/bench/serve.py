@@ -3,10 +3,12 @@
 Every engine gets the same share of the device's memory, a model of one shape with dummy weights and random tokens.
 Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or ``k4v4:triton`` for
 one implementation); ``bf16:FLASHMLA`` names the stock attention backend, ``k4v4@LBHNC`` the memory layout as well.
+``k4v4+host`` has host memory behind it, ``bf16+cold`` host memory that packs what it holds as ``k4v4``.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -27,11 +29,16 @@ from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.lab.bench.results import run_facts
 from slimkv.lab.bench.serve_shapes import shape_config, text_field
-from slimkv.spec import parse_spec
+from slimkv.lab.bench.sessions import SHARED, held_tokens
+from slimkv.memory_plan import sequence_bytes, shape_of
+from slimkv.spec import BF16_BYTES, parse_spec
 
 PHASES = ("decode", "full", "poisson")
 ENGINES = ("vllm", "sglang")
 OFFLOAD = "offload"  # only on request, because it needs host memory
+SESSIONS = "sessions"  # only on request, because its cache is a share of the memory that holds all sessions
+COLD = "slimkv.integrations.vllm.cold"  # the module of the tier that packs blocks of a stock cache
+COLD_FORMAT = "k4v4"
 _STOCK = {
     "vllm": {"bf16": "auto", "fp32": "auto", "fp8": "fp8"},
     "sglang": {"bf16": "auto", "fp32": "auto", "fp8": "fp8_e4m3"},
@@ -67,6 +74,10 @@ class ServeSettings:
     offload_gib: float = 40.0  # host memory of the offload phase
     short_context: int = 0  # of a second prompt of the offload phase; 0: none
     rounds: int = 5  # of the offload phase
+    users: int = 32  # of the sessions phase
+    turns: int = 4  # of each user
+    think: float = 4.0  # mean seconds between an answer and the next turn
+    held: float = 0.2  # share of the bf16 bytes of all sessions that the cache gets
     extra: tuple[tuple[str, Any], ...] = ()  # further engine arguments
 
     def __post_init__(self) -> None:
@@ -79,9 +90,12 @@ class ServeSettings:
             if name != self.dtype and any(x.partition(":")[0] == system for x in self.systems):
                 raise InputError(f"the system {system} needs dtype {name}, not {self.dtype}")
         for phase in self.phases:
-            if phase not in (*PHASES, OFFLOAD):
-                raise InputError(f"unknown phase {phase!r}; known are {', '.join((*PHASES, OFFLOAD))}")
-        for name in ("requests", "context", "output", "arrivals", "max_num_seqs", "max_num_batched_tokens", "rounds"):
+            if phase not in (*PHASES, OFFLOAD, SESSIONS):
+                raise InputError(f"unknown phase {phase!r}; known are {', '.join((*PHASES, OFFLOAD, SESSIONS))}")
+        for name in (
+            "requests", "context", "output", "arrivals", "max_num_seqs", "max_num_batched_tokens", "rounds", "users",
+            "turns",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.drafts < 0:
@@ -90,13 +104,25 @@ class ServeSettings:
             raise InputError(f"short_context must be 0 to {self.context}, the context; not {self.short_context}")
         if self.output < 2:
             raise InputError(f"output must be at least 2 tokens for a time between tokens, not {self.output}")
-        if not self.rate > 0:
-            raise InputError(f"rate must be positive, not {self.rate}")
-        if self.engine == "sglang" and (OFFLOAD in self.phases or any("@" in system for system in self.systems)):
-            raise InputError(f"the phase {OFFLOAD} and memory layouts (@) are vLLM's; leave them out with SGLang")
+        for name in ("rate", "think", "held"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} must be positive, not {getattr(self, name)}")
+        own = {OFFLOAD, SESSIONS} & set(self.phases) or any(mark in x for x in self.systems for mark in "@+")
+        if self.engine == "sglang" and own:
+            raise InputError(
+                f"the phases {OFFLOAD} and {SESSIONS}, memory layouts (@) and tiers (+) are vLLM's; leave them out "
+                "with SGLang"
+            )
+        if SESSIONS in self.phases:
+            if self.context * SHARED / self.turns < self.output + 1:
+                raise InputError(
+                    f"{self.turns} turns of {self.output} new tokens leave no room in {self.context} tokens"
+                )
+            shape_of(shape_config(self.shape))  # raises where a token's bytes are not known
         KVCacheConfig(prefill=self.prefill)  # raises with the known values
         for system in self.systems:
             cache_arguments(system, self.engine, self.prefill)
+            tier_arguments(system, self.offload_gib)
 
 
 @dataclass(frozen=True)
@@ -122,7 +148,7 @@ def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> d
     ``k4v4:triton`` is a format with one implementation of store and attend, ``bf16:FLASHMLA`` a stock cache with one
     of the engine's own attention backends.
     """
-    system, stock = system.partition("@")[0], _STOCK[engine]
+    system, stock = system.partition("@")[0].partition("+")[0], _STOCK[engine]
     format, _, backend = system.partition(":")
     if format in stock or (engine == "vllm" and format.startswith("turboquant_")):
         cache = {"kv_cache_dtype": stock.get(format, format)}
@@ -139,6 +165,33 @@ def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> d
     return {
         "attention_backend": "slimkv", "page_size": _SGLANG_PAGE, "json_model_override_args": json.dumps(config),
     }  # fmt: skip
+
+
+def tier_arguments(system: str, gib: float) -> dict[str, Any]:
+    """vLLM's arguments of what is behind a system's cache: ``+host`` or ``+cold`` memory, or nothing."""
+    tier = system.partition("@")[0].partition("+")[2]
+    if tier not in ("", "host", "cold"):
+        raise InputError(f"the system {system!r} names a tier {tier!r}; known are +host and +cold")
+    if tier == "host":
+        return {"kv_offloading_size": gib, "kv_offloading_backend": "native"}
+    if tier == "cold":
+        if importlib.util.find_spec(COLD) is None:
+            raise InputError(f"the system {system!r} needs {COLD}, which this slimkv does not have: leave it out")
+        extra = {
+            "spec_name": "SlimKVOffloadingSpec", "spec_module_path": COLD, "slimkv": COLD_FORMAT,
+            "cpu_bytes_to_use": int(gib * 2**30),
+        }  # fmt: skip
+        connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        return {"kv_transfer_config": connector}
+    return {}
+
+
+def session_bytes(settings: ServeSettings) -> int:
+    """Bytes of the cache in the sessions phase: a share of what all sessions take in the model's dtype."""
+    tokens = held_tokens(settings.users, settings.context, settings.turns, settings.output)
+    tokens = max(int(tokens * settings.held), settings.context + settings.output + 128)  # one must fit, with its blocks
+    bf16 = sequence_bytes(shape_of(shape_config(settings.shape)), "raw", tokens, 16)
+    return bf16 * getattr(torch, settings.dtype).itemsize // BF16_BYTES
 
 
 def _sglang_attention() -> str:
@@ -166,19 +219,21 @@ def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str,
         "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
         "arguments": {
             **own(settings, str(folder), longest), **cache_arguments(system, settings.engine, settings.prefill),
-            **dict(settings.extra),
+            **tier_arguments(system, settings.offload_gib), **dict(settings.extra),
         },
         "vocabulary": text_field(shape, "vocab_size"),
         **{name: getattr(settings, name) for name in
            ("phases", "requests", "context", "output", "most_requests", "arrivals", "rate", "seed", "rounds",
-            "short_context", "max_num_seqs")},
+            "short_context", "max_num_seqs", "users", "turns", "think")},
     }  # fmt: skip
 
 
 def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
     host: dict[str, Any] = {}
     if OFFLOAD in settings.phases:
-        host = {"kv_offloading_size": settings.offload_gib, "kv_offloading_backend": "native"}
+        host = tier_arguments("+host", settings.offload_gib)
+    if SESSIONS in settings.phases:
+        host["kv_cache_memory_bytes"] = session_bytes(settings)
     return {
         "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": settings.dtype,
         "max_model_len": longest, "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
@@ -313,6 +368,16 @@ def over_stock(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]
         "offload_load_seconds": ("offload", "load_seconds"),
         "full_requests": ("full", "requests"),
         "full_tokens_per_second": ("full", "decode_tokens_per_second"),
+        **{
+            f"sessions_{name}": ("sessions", name)
+            for name in (
+                "hit_share",
+                "recomputed_tokens",
+                "time_to_first_token_p50",
+                "time_to_first_token_p99",
+                "output_tokens_per_second",
+            )
+        },
         "poisson_time_to_first_token_p50": ("poisson", "time_to_first_token_p50"),
         "poisson_time_to_first_token_p99": ("poisson", "time_to_first_token_p99"),
         "poisson_time_per_output_token_p50": ("poisson", "time_per_output_token_p50"),
@@ -354,6 +419,11 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("short: recompute s", ("offload", "short", "recompute_seconds"), "{:.3f}"),
     ("from host s", ("offload", "short", "host_seconds"), "{:.3f}"),
     ("copy s", ("offload", "load_seconds"), "{:.4f}"),
+    ("hits", ("sessions", "hit_share"), "{:.1%}"),
+    ("recomputed", ("sessions", "recomputed_tokens"), "{:,.0f}"),
+    ("sessions: TTFT p50 s", ("sessions", "time_to_first_token_p50"), "{:.3f}"),
+    ("TTFT p99 s", ("sessions", "time_to_first_token_p99"), "{:.3f}"),
+    ("tok/s", ("sessions", "output_tokens_per_second"), "{:,.0f}"),
     ("TTFT p50 s", ("poisson", "time_to_first_token_p50"), "{:.3f}"),
     ("TTFT p99 s", ("poisson", "time_to_first_token_p99"), "{:.3f}"),
     ("TPOT p50 s", ("poisson", "time_per_output_token_p50"), "{:.4f}"),

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ class Answer:
     tokens: int
     first_token: float
     last_token: float
+    due: float = 0.0  # when it was to arrive
+
+
+# (number of an arrival, its answer's tokens, seconds) -> the next arrival, or None
+Follow = Callable[[int, list[int], float], tuple[float, list[int]] | None]
 
 
 class Load(ABC):
@@ -58,8 +64,14 @@ class Load(ABC):
         """``preemptions``, ``prefix_hits`` (tokens), ``verified`` drafts and ``accepted`` tokens since the start."""
 
     @abstractmethod
-    def serve_arrivals(self, arrivals: list[tuple[float, list[int]]], tokens: int) -> list[Answer]:
-        """Answers to prompts that arrive at given seconds; their times count from the arrival."""
+    def serve_arrivals(
+        self, arrivals: list[tuple[float, list[int]]], tokens: int, follow: Follow | None = None
+    ) -> list[Answer]:
+        """Answers to prompts that arrive at given seconds; their times count from the start.
+
+        ``follow`` is asked for another arrival when one is answered. Answers are in the order of arrivals as they
+        became known.
+        """
 
     def stop(self) -> None:  # noqa: B027
         """Ends the engine's processes."""
@@ -125,15 +137,46 @@ class Load(ABC):
             now += source.expovariate(self.plan["rate"])
             length = round(min(self.plan["context"], source.lognormvariate(0, 0.6) * self.plan["context"] / 4))
             arrivals.append((now, self.prompt(10_000 + number, max(8, length))))
+        tokens = sum(len(prompt) for _, prompt in arrivals)
+        return {"rate": self.plan["rate"], "prompt_tokens": tokens, **self._served(arrivals)}
+
+    def phase_sessions(self) -> dict[str, Any]:
+        """Users who come back with all that was said before: see ``slimkv.lab.bench.sessions``."""
+        from slimkv.lab.bench.sessions import Sessions
+
+        sessions = Sessions(self.plan)
+        who: list[int] = []  # the user of each arrival
+
+        def noted(turn: tuple[float, int, list[int]] | None) -> tuple[float, list[int]] | None:
+            if turn is None:
+                return None
+            who.append(turn[1])
+            return turn[0], turn[2]
+
+        arrivals = [noted(turn) for turn in sorted(sessions.first())]
+        before = self.counters()
+        served = self._served(arrivals, lambda n, answer, now: noted(sessions.follow(who[n], answer, now)))
+        after = self.counters()
+        hits = after["prefix_hits"] - before["prefix_hits"]
+        return {
+            "users": self.plan["users"],
+            "turns": self.plan["turns"],
+            "prompt_tokens": sessions.prompt_tokens,
+            "hit_share": hits / sessions.prompt_tokens,
+            "recomputed_tokens": sessions.prompt_tokens - hits - sessions.unseen,
+            "preemptions": after["preemptions"] - before["preemptions"],
+            **served,
+        }
+
+    def _served(self, arrivals: list[Any], follow: Follow | None = None) -> dict[str, Any]:
+        """What arrivals (and those that follow) waited for."""
         start = time.perf_counter()
-        answers = self.serve_arrivals(arrivals, self.plan["output"])
+        answers = self.serve_arrivals(arrivals, self.plan["output"], follow)
         total = time.perf_counter() - start
-        waits = sorted(a.first_token - due for a, (due, _) in zip(answers, arrivals, strict=True))
+        waits = sorted(a.first_token - a.due for a in answers)
         between = sorted((a.last_token - a.first_token) / (a.tokens - 1) for a in answers)
         return {
-            "requests": len(arrivals),
-            "rate": self.plan["rate"],
-            "prompt_tokens": sum(len(prompt) for _, prompt in arrivals),
+            "requests": len(answers),
             "seconds": total,
             "output_tokens_per_second": sum(a.tokens for a in answers) / total,
             **{f"time_to_first_token_p{p}": percentile(waits, p) for p in (50, 99)},

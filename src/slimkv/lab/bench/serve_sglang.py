@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from slimkv.lab.bench.serve_engine import Answer, Load
+from slimkv.lab.bench.serve_engine import Answer, Follow, Load
 
 
 class SGLangLoad(Load):
@@ -49,8 +49,11 @@ class SGLangLoad(Load):
         """See ``Load``."""
         return dict(self._counters)
 
-    def serve_arrivals(self, arrivals: list[tuple[float, list[int]]], tokens: int) -> list[Answer]:
+    def serve_arrivals(
+        self, arrivals: list[tuple[float, list[int]]], tokens: int, follow: Follow | None = None
+    ) -> list[Answer]:
         """See ``Load``. Every request is streamed, token by token."""
+        assert follow is None  # ``ServeSettings`` refuses sessions
 
         async def one(start: float, due: float, prompt: list[int]) -> Answer:
             await asyncio.sleep(max(0.0, due - (time.perf_counter() - start)))
@@ -62,7 +65,7 @@ class SGLangLoad(Load):
                 last, info = time.perf_counter() - start, piece["meta_info"]
                 first = first or last
             self._count(info)
-            return Answer(info["completion_tokens"], first, last)
+            return Answer(info["completion_tokens"], first, last, due)
 
         async def everything() -> list[Answer]:
             start = time.perf_counter()

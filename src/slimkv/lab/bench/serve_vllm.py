@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import statistics
 import time
 from typing import Any
 
-from slimkv.lab.bench.serve_engine import Answer, Load
+from slimkv.lab.bench.serve_engine import Answer, Follow, Load
 
 
 class VLLMLoad(Load):
@@ -34,34 +35,43 @@ class VLLMLoad(Load):
         return [Answer(len(o.outputs[0].token_ids), o.metrics.first_token_ts, o.metrics.last_token_ts) for o in outputs]
 
     def counters(self) -> dict[str, float]:
-        """See ``Load``."""
+        """See ``Load``; what came from a host or cold tier is a hit too."""
         names = {
             "preemptions": "vllm:num_preemptions", "prefix_hits": "vllm:prefix_cache_hits",
+            "tier_hits": "vllm:external_prefix_cache_hits",
             "verified": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens",
         }  # fmt: skip
-        return {short: self._counter(name) for short, name in names.items()}
+        found = {short: self._counter(name) for short, name in names.items()}
+        return {**found, "prefix_hits": found["prefix_hits"] + found.pop("tier_hits")}
 
-    def serve_arrivals(self, arrivals: list[tuple[float, list[int]]], tokens: int) -> list[Answer]:
+    def serve_arrivals(
+        self, arrivals: list[tuple[float, list[int]]], tokens: int, follow: Follow | None = None
+    ) -> list[Answer]:
         """See ``Load``."""
-        first: dict[int, float] = {}
-        last: dict[int, float] = {}
-        counts: dict[int, int] = {}
-        engine, params, waiting = self.llm.llm_engine, self._params(tokens), list(enumerate(arrivals))
+        answers: list[Answer | None] = [None] * len(arrivals)
+        engine, params = self.llm.llm_engine, self._params(tokens)
+        waiting = [(due, number, prompt) for number, (due, prompt) in enumerate(arrivals)]
+        heapq.heapify(waiting)
+        dues = [due for due, _ in arrivals]
         start = time.perf_counter()
         while waiting or engine.has_unfinished_requests():
-            while waiting and waiting[0][1][0] <= time.perf_counter() - start:
-                number, (_, prompt) = waiting.pop(0)
+            while waiting and waiting[0][0] <= time.perf_counter() - start:
+                _, number, prompt = heapq.heappop(waiting)
                 engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
             if not engine.has_unfinished_requests():
                 time.sleep(0.001)
                 continue
             for output in engine.step():
                 number = int(output.request_id.split("-")[0])
-                at, count = time.perf_counter() - start, len(output.outputs[0].token_ids)
-                if count > counts.get(number, 0):
-                    first.setdefault(number, at)
-                    last[number], counts[number] = at, count
-        return [Answer(counts[n], first[n], last[n]) for n in range(len(arrivals))]
+                at, ids, known = time.perf_counter() - start, output.outputs[0].token_ids, answers[number]
+                if len(ids) > (known.tokens if known else 0):
+                    answers[number] = Answer(len(ids), known.first_token if known else at, at, dues[number])
+                after = follow(number, list(ids), at) if output.finished and follow is not None else None
+                if after is not None:
+                    heapq.heappush(waiting, (after[0], len(answers), after[1]))
+                    answers.append(None)
+                    dues.append(after[0])
+        return [answer for answer in answers if answer is not None]
 
     def phase_offload(self) -> dict[str, Any]:
         """Times of the plan's prompt, and of a shorter one under ``short`` where the plan has it."""

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from slimkv.calibration import Calibration
 from slimkv.config import AUTO, CALIBRATED, KVCacheConfig
-from slimkv.errors import InputError
-from slimkv.spec import BF16_BYTES, parse_format
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.spec import BF16_BYTES, parse_format, parse_size
 
 RAW = "raw"
 WITH_CALIBRATION = "+cal"
+MEMORY = "memory="  # begins the name of a cache whose formats follow a budget
 STRICT, SERVING = "strict", "serving"
 Progress = Callable[[str, int, int], None]  # what, done, of
 
@@ -34,18 +35,25 @@ def check_mode(mode: str) -> None:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """A cache to measure, under its requested name: ``raw``, ``k4v4``, ``k4v4+cal``, ``calibrated``."""
+    """A cache to measure, under the name it was asked for by.
+
+    ``raw``, ``k4v4``, ``k4v4+cal``, ``calibrated``, ``memory=90MiB``, ``memory=50%``, ``memory=k4v4``.
+    """
 
     name: str
     format: str
     calibration: Calibration | None = None  # None: keys are rounded to the nearest level
     prefill: str = AUTO  # see ``KVCacheConfig``
+    memory: str | None = None  # see ``budget``
 
-    def new(self, model: Any, mode: str) -> Any:
-        """An empty cache of this kind."""
+    def new(self, model: Any, mode: str, tokens: int = 0) -> Any:
+        """An empty cache of this kind, for a window of ``tokens``."""
         if self.format == RAW:
             return new_cache(model, RAW, mode)
-        return new_cache(model, self.format, mode, calibration=self.calibration, prefill=self.prefill)
+        options: dict[str, Any] = {"calibration": self.calibration, "prefill": self.prefill}
+        if self.memory is not None:
+            options["memory"] = budget(self.memory, model, tokens)
+        return new_cache(model, self.format, mode, **options)
 
 
 STOCK = CacheKind(RAW, RAW)
@@ -55,7 +63,10 @@ def check_formats(names: Sequence[str], calibrated: bool) -> None:
     """Raises unless every name is a format, with ``+cal`` or ``calibrated`` only if there is a calibration."""
     for name in names:
         format = name.removesuffix(WITH_CALIBRATION)
-        if format != CALIBRATED:
+        if format.startswith(MEMORY):
+            given = format.removeprefix(MEMORY)
+            (parse_size if given[:1].isdigit() else parse_format)(given.removesuffix("%"))
+        elif format != CALIBRATED:
             parse_format(format)
         if name.endswith(WITH_CALIBRATION) and format in (RAW, CALIBRATED):
             raise InputError(f"{name!r} is not a format that can be calibrated; write k4v4{WITH_CALIBRATION}")
@@ -75,9 +86,37 @@ def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[C
     for name in names:
         format = name.removesuffix(WITH_CALIBRATION)
         used = not chosen or format != name or format == CALIBRATED
-        if format != RAW:
-            kinds.append(CacheKind(name, format, calibration if used else None))
+        known = calibration if used else None
+        if format.startswith(MEMORY):
+            kinds.append(CacheKind(name, AUTO, known, memory=format.removeprefix(MEMORY)))
+        elif format != RAW:
+            kinds.append(CacheKind(name, format, known))
     return kinds
+
+
+def budget(given: str, model: Any, tokens: int) -> int:
+    """Bytes of ``90MiB``, or of what ``tokens`` tokens of a model take: ``50%`` of that in bfloat16, or as ``k4v4``."""
+    if given[:1].isdigit() and not given.endswith("%"):
+        return parse_size(given)
+    if not tokens:
+        raise InputError(f"{MEMORY}{given} is measured over whole windows: use slimkv eval positions, or a size")
+    format, share = (RAW, parse_size(given[:-1]) / 100) if given.endswith("%") else (given, 1.0)
+    cache = new_cache(model, format, STRICT)
+    with torch.no_grad(), attending(model, format):
+        model(torch.ones(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    size = getattr(cache, "block_size", 1)
+    return int(bytes_per_token(cache) * (-(-tokens // size) * size) * share)
+
+
+def takes_budget(model: Any) -> bool:
+    """Whether a cache of this model can have a memory budget."""
+    from slimkv.integrations.transformers import SlimKVCache
+
+    try:
+        SlimKVCache(model.config, memory=1)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def with_prefill(kinds: Sequence[CacheKind], prefill: Sequence[str]) -> list[CacheKind]:

@@ -27,6 +27,7 @@ class PositionRow:
     kl: tuple[float, ...]  # mean KL(raw || packed) of each range, nats
     top1: tuple[float, ...]  # share of its positions whose most likely token is the same
     mean_kl: float  # over all positions
+    bytes: tuple[int, ...] = ()  # that the cache takes at the end of each range
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,11 @@ def measure_positions(
     count, tokens = windows.shape
     kl = torch.zeros(len(kinds), count, tokens, dtype=torch.float64)
     same = torch.zeros(len(kinds), count, tokens, dtype=torch.float64)
+    edges, sizes = range_edges(tokens), [list[int]() for _ in kinds]
     steps = count * -(-tokens // chunk)
     for index in range(count):
         ids = windows[index : index + 1].to(model.device)
-        stock, *caches = (kind.new(model, STRICT) for kind in (STOCK, *kinds))
+        stock, *caches = (kind.new(model, STRICT, tokens) for kind in (STOCK, *kinds))
         for number, first in enumerate(range(0, tokens, chunk)):
             progress(f"window {index + 1}", index * -(-tokens // chunk) + number, steps)
             part = slice(first, first + chunk)
@@ -83,8 +85,8 @@ def measure_positions(
                     logits = model(ids[:, part], past_key_values=cache, use_cache=True).logits[0]
                 top, divergence = compare_logits(raw, logits)
                 kl[which, index, part], same[which, index, part] = divergence.double().cpu(), top.double().cpu()
+                sizes[which] += [cache.nbytes] * sum(first < edge <= first + chunk for edge in edges)
     progress("done", steps, steps)
-    edges = range_edges(tokens)
     ranges = list(zip((0, *edges[:-1]), edges, strict=True))
     rows = tuple(
         PositionRow(
@@ -92,6 +94,7 @@ def measure_positions(
             tuple(float(kl[i, :, a:b].mean()) for a, b in ranges),
             tuple(float(same[i, :, a:b].mean()) for a, b in ranges),
             float(kl[i].mean()),
+            tuple(sizes[i][: len(edges)]),
         )
         for i, kind in enumerate(kinds)
     )
@@ -100,16 +103,20 @@ def measure_positions(
 
 
 def plot_positions(report: PositionReport, path: Path) -> None:
-    """KL divergence against position, one line per format."""
+    """KL divergence against position, and the bytes that the cache takes there: one line per format."""
     middles = [(a + b) / 2 for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
     colours: dict[str, str] = {}
-    with figure(path) as (_, axes):
+    with figure(path, columns=2) as (_, (axes, memory)):
         for row in report.rows:
             plain = row.format.removesuffix(WITH_CALIBRATION)
             colour = colours.setdefault(plain, f"C{len(colours)}")
             style = "o--" if row.format == plain else "o-"
             axes.plot(middles, row.kl, style, markersize=4, color=colour, label=row.format)
+            memory.plot(report.edges, [x / 2**20 for x in row.bytes], style, markersize=4, color=colour)
         axes.set_yscale("log")
-        axes.set_xlabel("position")
         axes.set_ylabel("KL divergence to the stock cache, nats")
         axes.legend()
+        memory.set_ylabel("bytes of the cache, MiB")
+        memory.set_ylim(0)
+        for panel in (axes, memory):
+            panel.set_xlabel("position")

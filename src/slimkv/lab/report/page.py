@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from slimkv.lab.report.charts import WIDTH
+
 Plot = tuple[str, str, str]  # title, caption, SVG
 
 _STYLE = """
@@ -121,3 +123,15 @@ def document(title: str, body: str) -> str:
 {body}
 </main></body></html>
 """
+
+
+def stacked(title: str, drawings: Sequence[str]) -> str:
+    """Charts one below the other, as an SVG file of its own."""
+    parts, top = [], 0
+    for drawing in drawings:
+        tall = int(drawing.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
+        inside = drawing.partition(">")[2].removesuffix("</svg>")
+        parts.append(f'<g transform="translate(0 {top})">{inside}</g>')
+        top += tall + 12
+    frame = f'viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" role="img" aria-label="{escape(title)}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {frame}><style>{style()}</style>{"".join(parts)}</svg>\n'

@@ -43,7 +43,12 @@ def _position_plot(results: Document) -> list[Plot]:
     middles = [(a + b) / 2 for a, b in zip((0, *found["edges"][:-1]), found["edges"], strict=True)]
     series = [Series(row["format"], middles, [max(kl, 1e-7) for kl in row["kl"]]) for row in found["rows"]]
     svg = chart("KL divergence by position", Axis("position"), Axis("KL divergence to raw, nats", log=True), series)
-    return [("Over a long text", "What a format costs as the context grows.", svg)]
+    plots = [("Over a long text", "What a format costs as the context grows.", svg)]
+    if all(row.get("bytes") for row in found["rows"]):
+        sizes = [Series(row["format"], found["edges"], [x / 2**20 for x in row["bytes"]]) for row in found["rows"]]
+        svg = chart("Bytes by position", Axis("position"), Axis("bytes of the cache, MiB"), sizes)
+        plots.append(("Bytes meanwhile", "What the cache takes there; a budget keeps old tokens in fewer bits.", svg))
+    return plots
 
 
 def _length_plot(results: Document) -> list[Plot]:

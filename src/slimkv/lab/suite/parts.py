@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, Progress, bytes_per_token
+from slimkv.formats import DEFAULT_FORMAT
+from slimkv.lab.evals.harness import MEMORY, RAW, WITH_CALIBRATION, Progress, bytes_per_token, takes_budget
 from slimkv.lab.suite.settings import SMOKE, TRANSFORMERS, VLLM, SuiteSettings
 from slimkv.lab.suite.tasks import TASKS
 from slimkv.lab.suite.workbench import Workbench
 
 Data = dict[str, Any]
+BUDGET = f"{MEMORY}{DEFAULT_FORMAT}"  # a cache whose formats follow memory, beside the fixed ones
 BLOCK = 32  # tokens whose losses are drawn together in the bootstrap
 _START = 20_000  # what starting an engine costs, in tokens read
 
@@ -140,13 +142,15 @@ def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
 
         windows = token_windows(bench.tokenizer, bench.text, 1, tokens)
         packed = [kind.name for kind in bench.kinds()[1:]]
+        if takes_budget(bench.loaded.model):
+            packed.append(BUDGET)
         report = measure_positions(
             bench.loaded.model, windows, packed, name=settings.model, calibration=_used(bench, packed),
             progress=progress,
         )  # fmt: skip
         return asdict(report)
 
-    given = {"formats": settings.formats, "tokens": tokens, "text": bench.text_digest}
+    given = {"formats": [*settings.formats, BUDGET], "tokens": tokens, "text": bench.text_digest}
     weight = _reading(settings, tokens * (1 + tokens / 8192))
     return [Part("positions", "positions", f"KL divergence by position to {tokens:,}", given, weight, run)]
 

@@ -1,0 +1,220 @@
+"""Formats by age: which tokens of a cache are stored in which tier, and how they move down as it fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from slimkv.config import RAW, KVCacheConfig
+from slimkv.errors import InputError, OutOfPagesError
+from slimkv.integrations.transformers.tables import SequenceTables, Step
+from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
+
+# What a memory budget chooses from, finest first. Wider steps would cost more: half the tokens at 8 bits and half at 6
+# have twice the error of all at 7.
+RUNGS = (RAW, "krawbf16vrawbf16", "k8v8", "k7v7", "k6v6", "k5v5", "k4v4", "k3v3", "k2v2")
+SINK_TOKENS = 16  # of a cache with a memory budget: so many first tokens stay raw, unless that takes more than
+SINK_SHARE = 1 / 16  # of it
+# What an error costs falls with a token's age to this power. On SmolLM2 at 4,096 tokens 0.5 and 1 are close to one
+# another (0.81 and 0.88 of the KL divergence of one format at 7.75 bits, 0.36 and 0.28 at 4.25), 2 is far worse.
+AGE_POWER = 0.75
+
+
+def tier_formats(config: KVCacheConfig, finest: str, dtype_bytes: int = BF16_BYTES) -> tuple[str, ...]:
+    """The formats of a layer's tiers, oldest (narrowest) first, in a model whose numbers have ``dtype_bytes``."""
+    if config.memory is None:
+        return (*(config.age[age] for age in sorted(config.age, reverse=True)), finest)
+    dtype = "bfloat16" if dtype_bytes == BF16_BYTES else "float32"
+    bits = [parse_spec(name, 64).with_raw_dtype(dtype).bits_per_number for name in (finest, *RUNGS)]
+    kept = {finest: bits[0]}
+    for name, width in zip(RUNGS, bits[1:], strict=True):
+        if width < min(kept.values()):
+            kept[name] = width
+    return tuple(reversed(kept))
+
+
+class Member(Protocol):
+    """A layer in tiers."""
+
+    def demote(self, source: int, target: int, slots: Tensor, step: Step, first: int, drop: Drop) -> None:
+        """Re-encodes the first tokens of one tier, in ``slots`` [batch, count], at the end of another.
+
+        ``first``: the position of the first of them in all tiers together.
+        """
+
+
+@dataclass(frozen=True)
+class Drop:
+    """What a tier's pages do when its first tokens leave: whole rows of blocks go, or single tokens move."""
+
+    rows: int
+    moved: tuple[Tensor, Tensor] | None = None  # slots, before and after, of the tokens that stay
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one row of blocks (a block of every sequence) takes and costs in each tier, oldest tier first."""
+
+    bytes: tuple[int, ...]  # of all layers, for one sequence
+    error: tuple[float, ...]  # relative squared error of what is stored, up to a factor
+    raw_token: int  # bytes of a token in the model's dtype, in all layers
+
+
+def costs_of(layouts: Sequence[PageLayout], heads: int, layers: int, raw_token: int) -> Costs:
+    """Of layers that are all alike."""
+    formats = [(x.spec.key, x.spec.value) for x in layouts]
+    return Costs(
+        tuple(x.pool_bytes(1, heads) * layers for x in layouts),
+        tuple(4.0**-key.bits + 4.0**-value.bits for key, value in formats),
+        raw_token * layers,
+    )
+
+
+class Ladder:
+    """The tiers of all layers of a cache: their tables, and the rule by which tokens go from one to the next.
+
+    By ``age``: when so many newer tokens have followed. By ``memory``: while the cache would be larger, the block whose
+    loss of precision costs least for a byte goes one tier down. A tier is drained from its oldest block on, so tiers
+    are ordered by age.
+    """
+
+    def __init__(self, config: KVCacheConfig, block_size: int, layers: int) -> None:
+        self.config, self.block_size, self.layers = config, block_size, layers
+        self.sink_tokens = config.sink_tokens
+        self.formats: tuple[str, ...] = ()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all tokens."""
+        self.tables: list[SequenceTables] = []  # of each tier
+        self.members: list[Member] = []
+        self.costs: Costs | None = None  # where memory decides
+        self._steps: tuple[int, list[tuple[int, Step]]] | None = None  # of the pass of so many tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all tiers."""
+        return sum(x.tokens for x in self.tables)
+
+    def start(self, formats: tuple[str, ...], tables: Callable[[int], SequenceTables], costs: Costs) -> None:
+        """Takes formats, tables and sizes from the first layer; every other must have the same sizes."""
+        if not self.tables:
+            self.formats, self.tables = formats, [tables(i) for i in range(len(formats))]
+            if self.config.memory is not None:
+                self.costs = costs
+                room = int(self._budget(0) * SINK_SHARE / costs.raw_token)
+                self.sink_tokens = max(self.config.sink_tokens, min(SINK_TOKENS, room))
+        elif self.costs is not None and self.costs != costs:
+            raise InputError(
+                f"memory={self.config.memory!r} is for models whose layers have keys and values of one size; these "
+                f"differ: {self.costs.raw_token:,} and {costs.raw_token:,} bytes of a token in {self.layers} layers"
+            )
+
+    # -- what is to be where -------------------------------------------------------------------------------------------
+
+    def _budget(self, raw: int) -> float:
+        """Bytes of one sequence that are left for tiers beside ``raw`` first and last tokens in the model's dtype."""
+        assert self.costs is not None
+        return int(self.config.memory or 0) / self.tables[0].batch - raw * self.costs.raw_token
+
+    def _lengths(self, tokens: int, raw: int) -> list[int]:
+        """How many of ``tokens`` tokens each tier is to hold, beside ``raw`` tokens outside of them."""
+        lengths = [x.tokens for x in self.tables]
+        lengths[-1] += tokens - sum(lengths)
+        if self.costs is not None:
+            return self._fitting(lengths, raw)
+        for number, age in enumerate(sorted(self.config.age), 1):
+            old = len(lengths) - number  # this tier's tokens of that age go to the one before
+            after = sum(lengths[old + 1 :]) + self.config.recent_tokens
+            leaving = max(min(lengths[old] + after - age, lengths[old]), 0) // self.block_size * self.block_size
+            lengths[old] -= leaving
+            lengths[old - 1] += leaving
+        return lengths
+
+    def _fitting(self, lengths: list[int], raw: int) -> list[int]:
+        costs, size, budget = self.costs, self.block_size, self._budget(raw)
+        assert costs is not None
+        while sum(-(-n // size) * each for n, each in zip(lengths, costs.bytes, strict=True)) > budget:
+            best, least = 0, float("inf")
+            age = 0
+            for tier in range(len(lengths) - 1, 0, -1):
+                age += lengths[tier]
+                if lengths[tier]:
+                    loss = (costs.error[tier - 1] - costs.error[tier]) / (costs.bytes[tier] - costs.bytes[tier - 1])
+                    if (cost := loss * max(age - size / 2, 1) ** -AGE_POWER) < least:
+                        best, least = tier, cost
+            if not best:
+                tokens = sum(lengths)
+                raise OutOfPagesError(
+                    f"memory={self.config.memory:,} bytes cannot hold {self.tables[0].batch} sequences of "
+                    f"{tokens + raw:,} tokens, not even as {self.formats[0]}: give more memory, or fewer tokens"
+                )
+            leaving = min(size, lengths[best])
+            lengths[best] -= leaving
+            lengths[best - 1] += leaving
+        return lengths
+
+    # -- one forward pass ----------------------------------------------------------------------------------------------
+
+    def advance(self, held: int, new: int, raw: int) -> list[tuple[int, Step]]:
+        """(tier, tables) of where ``new`` tokens go, oldest first, in a layer that holds ``held`` in its tiers.
+
+        ``raw``: tokens that the layer is going to hold outside of them. The first layer to ask moves older tokens of
+        every layer down.
+        """
+        if self._steps is not None and self._steps[0] == new and held + new == self.tokens:
+            return self._steps[1]
+        if held != self.tokens:
+            raise InputError(
+                f"a layer with {held} packed tokens received {new} more while its siblings hold {self.tokens}; every "
+                "layer of a cache must see every forward pass"
+            )
+        lengths = self._lengths(held + new, raw)
+        self._demote(lengths)
+        counts = [n - x.tokens for n, x in zip(lengths, self.tables, strict=True)]
+        steps = [(i, self.tables[i].advance(self.tables[i].tokens, n, True)) for i, n in enumerate(counts) if n]
+        self._steps = new, steps
+        return steps
+
+    def settle(self, raw: int) -> None:
+        """Moves tokens down where the batch has grown."""
+        if self.tables:
+            self._demote(self._lengths(self.tokens, raw))
+
+    def _demote(self, lengths: list[int]) -> None:
+        """Moves tokens that are stored between tiers, so that those yet to come make up ``lengths``."""
+        self._steps, first = None, 0
+        for target, length in enumerate(lengths):
+            tables = self.tables[target]
+            for source in range(target + 1, len(lengths)):
+                old = self.tables[source]
+                count = min(length - tables.tokens, old.tokens)
+                if count > 0:
+                    slots, position = old.slots(0, count), first + tables.tokens
+                    drop = self._drop(old, count)
+                    step = tables.advance(tables.tokens, count, True)
+                    for member in self.members:
+                        member.demote(source, target, slots, step, position, drop)
+            first += length
+
+    def _drop(self, tables: SequenceTables, count: int) -> Drop:
+        """Forgets a tier's first ``count`` tokens. Only after a crop they may end within a block."""
+        rows, left = tables.rows, tables.tokens - count
+        if left == 0 or count % self.block_size == 0:
+            tables.drop(count)
+            return Drop(rows - tables.rows)
+        before = tables.slots(count, left).reshape(-1)
+        tables.drop(count)
+        return Drop(0, (before, tables.slots(0, left).reshape(-1)))
+
+    def crop(self, tokens: int) -> None:
+        """Forgets the last ``tokens`` tokens."""
+        self._steps = None
+        for tables in reversed(self.tables):
+            cut = min(tokens, tables.tokens)
+            tables.crop(cut)
+            tables.drop(0)
+            tokens -= cut

@@ -1,0 +1,336 @@
+"""A full-attention layer in tiers: first tokens as they are, then packed ones by age, then last tokens as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.integrations.transformers.decoded_attention import dense_attention
+from slimkv.integrations.transformers.ladder import Drop, Ladder, costs_of, tier_formats
+from slimkv.integrations.transformers.layers import RAW_FRESH_ABOVE, LayerSettings, PackedLayer, check_no_grad
+from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
+from slimkv.integrations.transformers.tables import Step
+from slimkv.ops.attention.api import SIXTEEN_BIT
+from slimkv.ops.merge import merged
+from slimkv.spec import PageLayout, page_layout
+
+Pair = tuple[Tensor, Tensor]
+NOTHING = -1e30  # the log-sum-exp of no keys
+
+
+@dataclass
+class TieredKV:
+    """First tokens raw, then packed ones of several formats, then last tokens raw."""
+
+    head: Pair  # K, V [batch, num_kv_heads, tokens, dim]
+    tiers: list[PagedKV]  # oldest first; a pass that brings ``fresh`` reads what was there before it
+    tail: Pair
+    new: int = 0  # of these tokens, the last ones
+    fresh: Pair | None = None  # the new tokens, where they are read raw and stand behind the others
+
+    first = 0
+    window = None
+    prefill = SIXTEEN_BIT
+    deterministic = False
+
+    @property
+    def positions(self) -> int:
+        """See ``LazyKV``."""
+        return self.shape[2]
+
+    @property
+    def pads(self) -> list[int]:
+        """See ``LazyKV``."""
+        return [0] * self.head[0].shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sequences, KV heads, positions."""
+        batch, heads = self.head[0].shape[:2]
+        raw = sum(pair[0].shape[2] for pair in (self.head, self.tail, self.fresh) if pair is not None)
+        return batch, heads, raw + sum(tier.positions for tier in self.tiers)
+
+    def dense(self) -> Pair:
+        """See ``LazyKV``."""
+        parts = self.head, *(tier.dense() for tier in self.tiers), self.tail, *([self.fresh] if self.fresh else [])
+        key, value = (torch.cat(side, 2) for side in zip(*parts, strict=True))
+        return key, value
+
+    def refusal(self, pads: list[int] | None) -> str | None:
+        """See ``LazyKV``."""
+        return "padding beside tiers is masked on decoded keys and values" if pads and any(pads) else None
+
+    def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
+        """Each tier fused, raw tokens dense, joined by their log-sum-exps."""
+        batch, heads, new, _ = query.shape
+        plain = replace(options, causal=False, sinks=None, prefill=SIXTEEN_BIT)
+        lse = query.new_full((batch, new, heads), NOTHING, dtype=torch.float32)
+        if options.sinks is not None:
+            lse = options.sinks.float().expand_as(lse).contiguous()
+        out = query.new_zeros(batch, new, heads, self.head[1].shape[-1], dtype=torch.float32)
+        for first, end, part in self._parts(query, plain):
+            rows = slice(first, end)
+            out[:, rows], lse[:, rows] = merged((out[:, rows], lse[:, rows]), part)
+        return out.to(query.dtype)
+
+    def _parts(self, query: Tensor, options: ops.AttendOptions) -> Iterator[tuple[int, int, Pair]]:
+        """(first query, end, (output [batch, queries, heads, dim], log-sum-exp)) of keys that these queries see."""
+        new = query.shape[2]
+        past = self.positions - new
+        if (raw := self.head[0].shape[2] + self.tail[0].shape[2]) > 0:
+            yield 0, new, self._raw(query, raw, past, options)
+        causal = replace(options, causal=True)
+        if self.fresh is not None:
+            yield 0, new, self._fresh(query, causal)
+        begin = self.head[0].shape[2]
+        for tier in self.tiers:
+            end = begin + tier.positions
+            inside, after = max(begin - past, 0), max(end - past, 0)  # queries that are, and come after, its tokens
+            if after > inside:
+                yield inside, after, _attend(tier, query[:, :, inside:after], causal, tier.step.batch)
+            if new > after and tier.positions:
+                yield after, new, _attend(tier, query[:, :, after:], options, tier.step.batch)
+            begin = end
+
+    def _raw(self, query: Tensor, raw: int, past: int, options: ops.AttendOptions) -> Pair:
+        key, value = (torch.cat(part, 2) for part in zip(self.head, self.tail, strict=True))
+        new, head, mask = query.shape[2], self.head[0].shape[2], None
+        if new > 1:  # a single query stands at the end and sees everything
+            position = torch.arange(raw, device=query.device)
+            packed = sum(tier.positions for tier in self.tiers)
+            position = torch.where(position < head, position, position + packed)
+            mask = (position[None, :] <= torch.arange(past, past + new, device=query.device)[:, None])[None, None]
+        return dense_attention(query, key, value, mask, scale=options.softmax_scale, softcap=options.softcap)
+
+    def _fresh(self, query: Tensor, options: ops.AttendOptions) -> Pair:
+        assert self.fresh is not None
+        batch, new = query.shape[0], query.shape[2]
+        tier = max(self.tiers, key=lambda x: x.kv.pages.shape[0])  # any will do: nobody reads its pages
+        table = torch.zeros(batch, tier.kv.layout.blocks_for(new), dtype=torch.int32, device=query.device)
+        lengths = torch.full((batch,), new, dtype=torch.int32, device=query.device)
+        step = replace(tier.step.batch, block_table=table, seq_lens=lengths, max_seq_len=new)
+        return _attend(tier, query, options, step, (token_rows(self.fresh[0]), token_rows(self.fresh[1])))
+
+
+def _attend(
+    tier: PagedKV, query: Tensor, options: ops.AttendOptions, step: ops.AttentionBatch, fresh: Pair | None = None
+) -> Pair:
+    """(output [batch, queries, heads, dim], log-sum-exp) of a tier's tokens; causal: the queries are its last ones."""
+    batch, _, new, _ = query.shape
+    asked = replace(step, cu_seqlens_q=tier.tables.cu_seqlens_q(new), max_query_len=new, min_query_len=new)
+    rows = token_rows(query)
+    lse = rows.new_empty(rows.shape[:2], dtype=torch.float32)
+    out = ops.attend(rows, tier.kv, asked, options, fresh=fresh, lse=lse, backend=tier.backend)
+    return out.unflatten(0, (batch, new)), lse.unflatten(0, (batch, new))
+
+
+class Tier(PackedLayer):
+    """The pages of one tier of a layer."""
+
+    def __init__(self, format: str, settings: LayerSettings, number: int, tier: int) -> None:
+        super().__init__(format, settings, number)
+        self.tier = tier
+
+    def layout_of(self, key_states: Tensor, value_states: Tensor) -> PageLayout:
+        """Of its pages, for keys and values like these."""
+        return page_layout(self._spec(key_states, value_states), self.settings.block_size)
+
+    def fit(self, dropped: int = 0) -> None:
+        """Makes the pages as many as the tables say, without the first ``dropped`` rows of blocks."""
+        have, skip = self.pool.pages.shape[0], dropped * self.tables.batch
+        blocks = self.tables.blocks
+        if dropped or blocks != have:
+            kept = torch.arange(skip, min(have, skip + blocks), device=self.device)
+            self.relocate(kept, kept - skip, blocks)
+
+    def store(self, key: Tensor, value: Tensor, step: Step, first: int) -> None:
+        """K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on to the slots of ``step``."""
+        self.fit()
+        self._store(key, value, step, first)
+
+    def kv(self, tokens: int) -> PagedKV:
+        """Its first ``tokens`` tokens."""
+        return PagedKV(
+            self.pool.kv, self.tables, self.tables.prefix(tokens), 0, tokens, self.dtype, None, False, None,
+            self.settings.config.backend, self.attend_codes, SIXTEEN_BIT,
+        )  # fmt: skip
+
+
+class TieredLayer(PackedLayer):
+    """The first ``sink_tokens`` and last ``recent_tokens`` in the model's dtype, the rest in tiers of pages by age."""
+
+    def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
+        super().__init__(format, settings, number)
+        formats = tier_formats(settings.config, format)
+        self.finest, self.format = format, format if len(formats) == 1 else f"{format} to {formats[0]}"
+
+    @property
+    def ladder(self) -> Ladder:
+        """What says which token is in which tier, for all layers of the cache."""
+        return self.settings.tables.ladder
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values, packed and raw."""
+        if not self.is_initialized:
+            return 0
+        raw = sum(x.numel() * x.element_size() for x in (*self._head, *self._tail))
+        return raw + sum(tier.nbytes for tier in self.tiers)
+
+    @property
+    def tail_tokens(self) -> int:
+        """How many last tokens are outside of pages."""
+        return self._tail[0].shape[2]
+
+    @property
+    def raw_tokens(self) -> int:
+        """How many tokens are outside of pages."""
+        return self._head[0].shape[2] + self.tail_tokens if self.is_initialized else 0
+
+    @property
+    def packed_tokens(self) -> int:
+        """How many tokens are in pages."""
+        return self.tokens - self.raw_tokens
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See ``PackedLayer``. Tiers get their pages when the first token comes to them, the newest one at once."""
+        settings, ladder = self.settings, self.ladder
+        formats = tier_formats(settings.config, self.finest, key_states.element_size())
+        tiers = [Tier(name, settings, self.number, i) for i, name in enumerate(formats)]
+        layouts = [tier.layout_of(key_states, value_states) for tier in tiers]
+        batch, heads, _, dim = key_states.shape
+        raw = heads * (dim + value_states.shape[-1]) * key_states.element_size()
+        ladder.start(
+            formats, lambda i: settings.tables.get(batch, key_states.device, None, i),
+            costs_of(layouts, heads, ladder.layers, raw),
+        )  # fmt: skip
+        self.tiers, self._like = tiers, (key_states[:, :, :0].clone(), value_states[:, :, :0].clone())
+        self._head = self._tail = self._like
+        newest = self._tier(len(tiers) - 1)
+        self.dtype, self.device, self.num_kv_heads = newest.dtype, newest.device, newest.num_kv_heads
+        self.pool, self.tables, self._plan = newest.pool, newest.tables, None
+        ladder.members.append(self)
+        self.is_initialized = True
+
+    def _tier(self, number: int) -> Tier:
+        if not (tier := self.tiers[number]).is_initialized:
+            tier.lazy_initialization(*self._like)
+        return tier
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """See ``PackedLayer``; what leaves the last tokens is packed at once."""
+        check_no_grad(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check(key_states, value_states)
+        new, past, packed = key_states.shape[2], self.tokens, self.packed_tokens
+        raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
+        before = self._head, self._tail
+        head, pending = self._head, _join(self._tail, (key_states, value_states))
+        if (room := self.ladder.sink_tokens - head[0].shape[2]) > 0 and packed == 0:
+            head, pending = _join(head, _cut(pending, 0, room)), _cut(pending, room, None)
+        leaving = max(pending[0].shape[2] - self.settings.config.recent_tokens, 0)
+        outside = head[0].shape[2] + pending[0].shape[2] - leaving
+        stored = 0
+        for number, step in self.ladder.advance(packed, leaving, outside):
+            part = _cut(pending, stored, stored + step.new)
+            self._tier(number).store(*part, step, head[0].shape[2] + packed + stored)
+            stored += step.new
+        self._head, self._tail = head, _cut(pending, leaving, None, copy=True)
+        self.tokens += new
+        if raw and past == 0:
+            return key_states, value_states
+        if raw:  # this pass reads its own tokens raw
+            kv = TieredKV(before[0], self._tiers(packed), before[1], new, (key_states, value_states))
+        else:
+            kv = TieredKV(self._head, self._tiers(self.packed_tokens), self._tail, new)
+        return packed_pair(kv, self.pool.layout, self.dtype, self.device)
+
+    def demote(self, source: int, target: int, slots: Tensor, step: Step, first: int, drop: Drop) -> None:
+        """See ``ladder.Member``."""
+        old, batch = self._tier(source), slots.shape[0]
+        pair = old.pool.gather(slots.reshape(-1))
+        if drop.moved is not None:
+            old.move_tokens(*drop.moved)
+        old.fit(drop.rows)
+        key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in pair)
+        self._tier(target).store(key, value, step, self._head[0].shape[2] + first)
+
+    def _tiers(self, tokens: int) -> list[PagedKV]:
+        """The first ``tokens`` packed tokens."""
+        counts, left = [], tokens
+        for tables in self.ladder.tables:
+            counts.append(min(tables.tokens, left))
+            left -= counts[-1]
+        last = len(counts) - 1
+        return [self._tier(i).kv(count) for i, count in enumerate(counts) if count or i == last]
+
+    def _view(self, side: int) -> PackedStates | None:
+        if not self.is_initialized or self.tokens == 0:
+            return None
+        kv = TieredKV(self._head, self._tiers(self.packed_tokens), self._tail)
+        return packed_pair(kv, self.pool.layout, self.dtype, self.device)[side]
+
+    def reset(self) -> None:
+        """See ``PackedLayer``."""
+        if self.is_initialized:
+            del self._head, self._tail, self._like, self.tiers
+        super().reset()
+
+    def offload(self) -> None:
+        """See ``PackedLayer``."""
+        self._each("offload")
+
+    def prefetch(self) -> None:
+        """See ``PackedLayer``."""
+        self._each("prefetch")
+
+    def _each(self, method: str) -> None:
+        for tier in self.tiers if self.is_initialized else ():
+            getattr(tier, method)()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets tokens: of the tail, then packed ones (which stay packed as the window refills), then the first.
+
+        The ladder has cropped the packed ones.
+        """
+        if not self.is_initialized:
+            return
+        tokens = min(-tokens_to_remove, self.tokens)
+        from_tail = min(tokens, self.tail_tokens)
+        self._tail = _cut(self._tail, 0, self.tail_tokens - from_tail)
+        self.tokens -= tokens
+        self._head = _cut(self._head, 0, self.tokens - self.ladder.tokens - self.tail_tokens)
+        for tier in self.tiers:
+            if tier.is_initialized:
+                tier.fit()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """The raw tokens; the tables move the pages."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """See ``reorder_cache``."""
+        if self.is_initialized:
+            batch = self._like[0].shape[0]
+            self.batch_select_indices(torch.arange(batch, device=self.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """See ``reorder_cache``."""
+        if self.is_initialized:
+            for name in ("_head", "_tail", "_like"):
+                setattr(self, name, tuple(x[indices.to(x.device)] for x in getattr(self, name)))
+
+
+def _join(a: Pair, b: Pair) -> Pair:
+    return torch.cat([a[0], b[0]], 2), torch.cat([a[1], b[1]], 2)
+
+
+def _cut(pair: Pair, start: int, end: int | None, copy: bool = False) -> Pair:
+    key, value = (x[:, :, start:end] for x in pair)
+    return (key.clone(), value.clone()) if copy else (key, value)

@@ -1,0 +1,82 @@
+"""Users who talk to an engine in turns: what a cache buys when it is too small for all of them.
+
+A user reads one of a few shared texts (Zipf: some are popular), asks, gets an answer, thinks, and asks again with all
+that was said before. Everybody's tokens do not fit into the cache, so a turn finds its past there or is computed again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+SHARED = 0.5  # of the longest context: the text that users share
+USERS_PER_TEXT = 4
+
+
+@dataclass
+class User:
+    """One conversation; times are in seconds."""
+
+    text: int
+    asks: list[list[int]]  # the user's own tokens, by turn
+    thinks: list[float]  # before each turn
+    said: list[int] = field(default_factory=list)  # everything so far
+    turn: int = 0
+
+    def next_prompt(self) -> list[int]:
+        """All that was said, and what is asked next."""
+        self.said = [*self.said, *self.asks[self.turn]]
+        self.turn += 1
+        return self.said
+
+
+class Sessions:
+    """The users of a plan, the same for every engine with the same seed."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.turns, source = plan["turns"], random.Random(f"sessions-{plan['seed']}")
+        words = range(3, plan["vocabulary"])
+        sizes = lengths(plan["context"], plan["turns"], plan["output"])
+        texts = [source.choices(words, k=sizes[0]) for _ in range(-(-plan["users"] // USERS_PER_TEXT))]
+        popularity = [1 / (rank + 1) for rank in range(len(texts))]
+        self.users = []
+        for number in range(plan["users"]):
+            text = source.choices(range(len(texts)), popularity)[0]
+            asks = [source.choices(words, k=sizes[1]) for _ in range(self.turns)]
+            thinks = [source.expovariate(1 / plan["think"]) for _ in range(self.turns)]
+            thinks[0] = number * plan["think"] / plan["users"] + thinks[0] / 4  # they do not begin together
+            self.users.append(User(text, asks, thinks, list(texts[text])))
+        used = {user.text for user in self.users}
+        self.unseen = len(used) * sizes[0] + len(self.users) * self.turns * sizes[1]  # tokens that no cache can know
+        self.prompt_tokens = 0
+
+    def first(self) -> Iterator[tuple[float, int, list[int]]]:
+        """(due, user, prompt) of everybody's first turn."""
+        for number in range(len(self.users)):
+            yield self._ask(number, 0.0)
+
+    def follow(self, number: int, answer: list[int], now: float) -> tuple[float, int, list[int]] | None:
+        """The user's next turn; None after the last."""
+        user = self.users[number]
+        user.said = [*user.said, *answer]
+        return self._ask(number, now) if user.turn < self.turns else None
+
+    def _ask(self, number: int, now: float) -> tuple[float, int, list[int]]:
+        user = self.users[number]
+        due, prompt = now + user.thinks[user.turn], user.next_prompt()
+        self.prompt_tokens += len(prompt)
+        return due, number, prompt
+
+
+def lengths(context: int, turns: int, output: int) -> tuple[int, int]:
+    """Tokens of a shared text, and of what a user says in one turn, so that the last answer ends at ``context``."""
+    shared = int(context * SHARED)
+    return shared, max(1, (context - shared) // turns - output)
+
+
+def held_tokens(users: int, context: int, turns: int, output: int) -> int:
+    """Tokens of all conversations at their end, shared texts once."""
+    shared, ask = lengths(context, turns, output)
+    return -(-users // USERS_PER_TEXT) * shared + users * turns * (ask + output)
