@@ -68,9 +68,17 @@ def _prefill(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
         found = [prefill_config.warp_config(spec, device)]
         if device.fp8_rate and eight_bit.format_refusal(spec) is None and spec.key_dim in (64, 128):
             found.append(prefill_config.warp_config(spec, device, eight_bit=True))
+        few = prefill_config.FEW_ROWS
+        if (
+            spec.key_dim in prefill_config.FEW_HEAD_DIMS
+            and prefill_defines.shared_bytes(spec, few) <= device.shared_of_block
+        ):
+            defines = prefill_defines.attend_defines(layout, few, BF16, BF16, True, True)
+            found.append(few)
+            yield Kernel(f"merge-{name}", prefill_config.MERGE, defines, few.threads, 0, kernel="merge", most_local=0)
     for config in found:
         defines = prefill_defines.attend_defines(layout, config, BF16, BF16, True, True)
-        local = 16 if config.single_warps else MOST_LOCAL
+        local = 48 if config.single_warps else MOST_LOCAL
         yield Kernel(
             f"prefill-{name}-{config}", config.source, defines, config.threads, defines["SHARED"],
             config.blocks_per_sm, most_local=local,

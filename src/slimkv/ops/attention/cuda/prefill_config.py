@@ -4,7 +4,8 @@ Tiles of keys and values reach a block of ``attend`` in one of three ways:
 
 - FIRST: a launch of ``unpack`` writes them to the workspace; the only way where products are those of single warps;
 - AHEAD: spare warps of earlier blocks write them there (source/prefill/ahead.cuh);
-- FUSED: producer warpgroups of the block unpack pages into shared memory (source/prefill/producer.cuh).
+- FUSED: producer warpgroups of the block unpack pages into shared memory (source/prefill/producer.cuh); where products
+  are those of single warps, all warps do, and contexts are split (source/prefill/few.cu).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from slimkv.ops.cuda.device import Device, device_of
 from slimkv.spec import CodecSpec, Kind
 
 ATTEND, ATTEND_WARPS, UNPACK = "prefill/attend.cu", "prefill/attend_warps.cu", "prefill/unpack.cu"
+FEW, MERGE = "prefill/few.cu", "prefill/merge.cu"
 
 
 class Unpack(Enum):
@@ -62,11 +64,12 @@ class PrefillConfig:
     by_row: bool = False  # FIRST: a row's result depends on its own sequence alone, to the last bit
     single_warps: bool = False  # products of single warps (mma.sync), not of warpgroups; all threads copy tiles
     blocks_per_sm: int = 1  # that registers are to suffice for
+    held_queries: bool = False  # of single warps: they stay in registers
 
     @property
     def source(self) -> str:
         """The file of ``attend``."""
-        return ATTEND_WARPS if self.single_warps else ATTEND
+        return ATTEND if not self.single_warps else FEW if self.fused else ATTEND_WARPS
 
     @property
     def rows(self) -> int:
@@ -118,11 +121,11 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[Codes, ...], PrefillConfig], ...] = 
 
 
 def _of_warps(
-    tile_tokens: int, consumers: int, row_blocks: int, blocks_per_sm: int, eight_bit: bool = False
+    tile_tokens: int, consumers: int, row_blocks: int, blocks_per_sm: int, eight_bit: bool = False, held: bool = False
 ) -> PrefillConfig:
     return PrefillConfig(
         FIRST, tile_tokens, 2 if eight_bit else 1, consumers, row_blocks, producers=0, eight_bit=eight_bit,
-        single_warps=True, blocks_per_sm=blocks_per_sm,
+        single_warps=True, blocks_per_sm=blocks_per_sm, held_queries=held,
     )  # fmt: skip
 
 
@@ -132,11 +135,11 @@ WARP_CONFIGS: tuple[tuple[tuple[int, ...], PrefillConfig], ...] = (
     ((64,), _of_warps(64, 1, 2, 2)),
     ((80, 96, 112, 128), _of_warps(64, 1, 2, 2)),
     ((80, 96, 112, 128), _of_warps(32, 1, 2, 2)),
-    (_TO_256, _of_warps(64, 1, 1, 2)),
-    (_TO_256, _of_warps(64, 2, 1, 1)),
-    (_TO_256, _of_warps(32, 2, 1, 1)),
+    (_TO_256, _of_warps(64, 2, 1, 1, held=True)),
     ((64, 128), _of_warps(128, 3, 1, 1, eight_bit=True)),
 )
+# Few rows without them: of head sizes at which decode reads pages again for every 8 rows.
+FEW_ROWS, FEW_HEAD_DIMS, FEW_UP_TO = PrefillConfig(FUSED, 64, 1, consumers=1, single_warps=True), (256,), 128
 HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
 EIGHT_BIT_HEAD_DIMS = tuple(sorted({dim for dims, _, config in CONFIGS if config.eight_bit for dim in dims}))
 MOST_GROUP = 64
@@ -227,9 +230,24 @@ def warp_config(spec: CodecSpec, device: Device, eight_bit: bool = False) -> Pre
     return next(filter(fits, found))
 
 
+def takes_few_rows(request: AttendRequest) -> bool:
+    """Whether sequences of more rows than decode takes at a time, but few, have a kernel of their own."""
+    spec, device = request.layout.spec, device_of(request.query.device)
+    if (
+        request.options.deterministic
+        or device.warpgroups
+        or spec.key_dim not in FEW_HEAD_DIMS
+        or request.max_query_len * request.group > FEW_UP_TO
+    ):
+        return False
+    return request.options.prefill != EIGHT_BIT and shared_bytes(spec, FEW_ROWS) <= device.shared_of_block
+
+
 def config_for(request: AttendRequest) -> PrefillConfig:
     """The configuration of a request that is not refused."""
     spec, exact = request.layout.spec, request.options.deterministic
+    if takes_few_rows(request):
+        return FEW_ROWS
     if not has_warpgroups(request.query.device):
         in_bytes = request.options.prefill == EIGHT_BIT
         return replace(warp_config(spec, device_of(request.query.device), in_bytes), by_row=exact)
@@ -307,6 +325,8 @@ def most_packed_queries(request: AttendRequest) -> int:
         prompt = request.options.prompt
         return MAX_DECODE_QUERIES if prompt is None else 0 if prompt else request.max_query_len
     group, device, rows = request.group, request.query.device, request.max_query_len * request.group
+    if refusal(request) is None and takes_few_rows(request) and rows > 8:
+        return max(1, 8 // group, 16 // group if group > 8 else 0)
     few = max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // group)) - 1
     if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not has_warpgroups(device):
         return MAX_DECODE_QUERIES

@@ -2,25 +2,37 @@
 // over a block's tiles. All threads copy tiles, each a part: values while scores are multiplied, the next keys while the output is.
 #pragma once
 #include "prefill/softmax.cuh"
+#include "prefill/warp_fragments.cuh"
 #include "prefill/warp_tiles.cuh"
 
-// Where a lane's rows of 16-byte units begin, of matrices that are loaded four at a time: the tile's next units are those with other bits.
-// Of queries and of values the second pair of matrices has other columns, of keys other rows.
-DEVICE u32 by_columns(u32 tile, int row, int lane) { return tile + (row + lane % 16) * 128 + ((lane / 16 ^ (lane & 7)) << 4); }
-DEVICE u32 by_rows(u32 tile, int lane) { return tile + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2 ^ (lane & 7)) << 4); }
+// A warp's queries, 16 rows of each of BLOCKS blocks of rows: in registers for all tiles (HELD_QUERIES), or loaded for each.
+template <int BLOCKS> struct Queries {
+  u32 address, held[HELD_QUERIES ? PLACES / 16 : 1][BLOCKS][4];
 
-// s = Q K^T: 16 rows of each of BLOCKS blocks of rows, all tokens of the tile. A lane's fragment of keys serves all blocks.
-template <int BLOCKS> DEVICE void multiply_scores(float (&s)[BLOCKS][N], u32 queries, u32 keys) {
+  DEVICE_MEMBER Queries(u32 operand, int lane) : address(by_columns(operand, thread_index() / 32 % 4 * 16, lane)) {
+#pragma unroll
+    for (int k = 0; HELD_QUERIES && k < PLACES / 16; k++)
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) load(k, b, held[k][b]);
+  }
+  DEVICE_MEMBER void load(int k, int b, u32 (&q)[4]) const {
+    ldmatrix_x4(q, (address ^ k % 4 * 32) + b * CONSUMERS * QUERY_BYTES + k / 4 * 128 * GROUP_ROWS);
+  }
+};
+
+// s = Q K^T, all tokens of the tile. A lane's fragment of keys serves all blocks.
+template <int BLOCKS> DEVICE void multiply_scores(float (&s)[BLOCKS][N], const Queries<BLOCKS>& queries, u32 keys) {
 #pragma unroll
   for (int k = 0; k < PLACES / 16; k++) {
-    const u32 unit = k % 4 * 32;
     u32 q[BLOCKS][4];
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++) ldmatrix_x4(q[b], (queries ^ unit) + b * CONSUMERS * QUERY_BYTES + k / 4 * 128 * GROUP_ROWS);
+    for (int b = 0; b < BLOCKS; b++)
+      if constexpr (HELD_QUERIES) q[b][0] = queries.held[k][b][0], q[b][1] = queries.held[k][b][1], q[b][2] = queries.held[k][b][2], q[b][3] = queries.held[k][b][3];
+      else queries.load(k, b, q[b]);
 #pragma unroll
     for (int n = 0; n < STEP / 16; n++) {
       u32 key[4];
-      ldmatrix_x4(key, (keys ^ unit) + k / 4 * HALF_TILE + n * 2048);
+      ldmatrix_x4(key, (keys ^ k % 4 * 32) + k / 4 * HALF_TILE + n * 2048);
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++) {
         mma_f16(s[b] + 8 * n, q[b][0], q[b][1], q[b][2], q[b][3], key[0], key[1]);
@@ -50,7 +62,7 @@ template <int BLOCKS>
 DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible (&visible)[ROW_BLOCKS], u32 operand,
                          Softmax (&softmax)[ROW_BLOCKS], float (&o)[ROW_BLOCKS][OUTPUTS], int, int lane) {
   const i64 row = tiles_of(args, w);
-  const u32 queries = by_columns(operand, thread_index() / 32 % 4 * 16, lane);
+  const Queries<BLOCKS> queries(operand, lane);
   const u32 keys = by_rows(shared_address(rings.keys), lane), values = by_columns(shared_address(rings.values), 0, lane);
   auto copy_keys = [&](int i) {
     const i64 tile = row + tile_at(w, i);
@@ -58,6 +70,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     if (thread_index() == 0) cp_async_16((void*)rings.scales, args.tile_scales + tile);
     cp_async_commit();
   };
+  if (HELD_QUERIES) sync_threads();  // tiles take the queries' place
   copy_keys(0);
   for (int i = 0; i < w.count; i++) {
     const int tile = tile_at(w, i);
