@@ -113,6 +113,9 @@ class Module:
 
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).cuda_stream  # noqa: B018 - makes torch create the device's context
+            # A new thread has none yet: warm-up loads modules in several.
+            context = _checked(driver, driver.cuDevicePrimaryCtxRetain(torch.cuda.current_device()))
+            _checked(driver, driver.cuCtxSetCurrent(context))
             self._handle = _checked(driver, driver.cuModuleLoadData(code))
         self._driver = driver
         self._may_overlap = may_overlap
