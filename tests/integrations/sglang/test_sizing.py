@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("sglang")
 
 from engines import override_args
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.integrations.sglang import refusals, sizing
@@ -20,19 +21,6 @@ pytestmark = pytest.mark.sglang
 
 K4V4 = 2 * 64 // 2 + 4  # bytes of a token and KV head of 64 dimensions
 BF16 = 2 * 64 * 2
-
-
-class NoDraft:
-    """SGLang's speculative algorithm."""
-
-    def __init__(self, eagle: bool = False) -> None:
-        self._eagle = eagle
-
-    def is_eagle(self) -> bool:
-        return self._eagle
-
-    def is_standalone(self) -> bool:
-        return False
 
 
 class Model(SimpleNamespace):
@@ -58,7 +46,7 @@ def make_kvc(settings: str | None = None, **others: Any) -> SimpleNamespace:
         ),
         "model_config": model, "page_size": 64, "kv_cache_dtype": torch.bfloat16, "is_draft_worker": False,
         "is_hybrid_swa": False, "is_hybrid_swa_compress": False, "use_mla_backend": False,
-        "post_capture_kv_active": False, "spec_algorithm": NoDraft(),
+        "post_capture_kv_active": False, "spec_algorithm": SpeculativeAlgorithm.NONE,
         "spec_aux_config": SimpleNamespace(eagle_draft_num_layers=None),
         "layer_info": SimpleNamespace(**info, **windows), **others,
     })  # fmt: skip
@@ -116,10 +104,17 @@ def test_layers_that_sglang_counts_otherwise_are_refused():
 
 def test_a_draft_is_counted_unpacked():
     """SGLang takes it to be as packed as the model, which would overrun memory."""
-    kvc = make_kvc(spec_algorithm=NoDraft(eagle=True), spec_aux_config=SimpleNamespace(eagle_draft_num_layers=1))
-    configurator = SimpleNamespace()
-    sizing.default_init(lambda configurator, kvc: setattr(configurator, "_cell_size", 1), configurator, kvc)
-    assert configurator._cell_size == 4 * (6 * K4V4 + BF16)
+    layers = SimpleNamespace(eagle_draft_num_layers=1, dflash_draft_num_layers=2)
+
+    def cell_size(algorithm: SpeculativeAlgorithm, **known: int | None) -> int:
+        kvc = make_kvc(spec_algorithm=algorithm, spec_aux_config=layers, **known)
+        configurator = SimpleNamespace()
+        sizing.default_init(lambda configurator, kvc: setattr(configurator, "_cell_size", 1), configurator, kvc)
+        return configurator._cell_size
+
+    assert cell_size(SpeculativeAlgorithm.EAGLE) == 4 * (6 * K4V4 + BF16)
+    assert cell_size(SpeculativeAlgorithm.DFLASH, dflash_draft_cell_size_per_token=None) == 4 * (6 * K4V4 + 2 * BF16)
+    assert cell_size(SpeculativeAlgorithm.DFLASH, dflash_draft_cell_size_per_token=99) == 1, "SGLang has added them"
 
 
 def test_sliding_windows_have_bytes_of_their_own():

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "shared"))
 
@@ -27,9 +30,56 @@ def register() -> None:
     ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
 
 
+class Corpus:
+    """Drafts trees as SGLang's corpus does, which is compiled for GPUs: a wrong branch, a likely one, padding."""
+
+    def __init__(self, draft_token_num: int, **others: Any) -> None:
+        self.each = draft_token_num
+        self.seen: list[list[int]] = []
+
+    def batch_get(self, ids: Any, tails: list[list[int]], lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [requests * each] and masks [requests * each * each] of trees whose roots are the last tokens."""
+        tokens, masks = [], []
+        for tail in tails:
+            draft = self._draft(tail)
+            nodes = [tail[-1], tail[-1], *draft]
+            parents = [-1, 0, 0, *range(2, 1 + len(draft))]
+            nodes += [0] * (self.each - len(nodes))
+            parents += [0] * (self.each - len(parents))
+            mask = np.eye(self.each, dtype=np.uint8)
+            for node, parent in enumerate(parents[: self.each]):
+                if parent >= 0:
+                    mask[node] |= mask[parent]
+            tokens += nodes[: self.each]
+            masks.append(mask.reshape(-1))
+        return np.array(tokens, dtype=np.int64), np.concatenate(masks)
+
+    def _draft(self, tail: list[int]) -> list[int]:
+        """What followed the last two tokens before, at least one token."""
+        for known in (tail[:-1], *reversed(self.seen)):
+            for at in range(len(known) - 2, 0, -1):
+                if known[at - 1 : at + 1] == tail[-2:]:
+                    return known[at + 1 : at + self.each - 1]
+        return [0]
+
+    def batch_put(self, tails: list[list[int]]) -> None:
+        self.seen += tails
+
+    def synchronize(self) -> None:
+        """Nothing runs in the background."""
+
+    def erase_match_state(self, ids: Any) -> None:
+        """Nothing is kept of requests."""
+
+    def reset(self) -> None:
+        self.seen = []
+
+
 def with_drafts() -> None:
-    """Also drafts by ``torch_native``."""
+    """Also drafts: by ``torch_native``, and of n-grams."""
+    from sglang.srt.speculative import ngram_worker
     from torch_native_drafts import register as register_drafts
 
+    ngram_worker.NgramCorpus = Corpus
     register_drafts()
     register()
