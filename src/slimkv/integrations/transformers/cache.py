@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from slimkv.arguments import describe, typed
-from slimkv.calibration import Calibration, ModelIdentity
-from slimkv.calibration.guard import Guard
-from slimkv.config import AUTO, CALIBRATED, RAW, RAW_LATENT, KVCacheConfig
+from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError, SlimKVError, UnsupportedError
-from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
-from slimkv.integrations.transformers.calibration.offsets import model_offsets
+from slimkv.integrations.transformers.choices import STOCK_FORMATS, check_formats, formats_of, guard_of, offsets_of
 from slimkv.integrations.transformers.compat import (
     Cache,
     CacheLayerMixin,
@@ -32,7 +29,7 @@ from slimkv.integrations.transformers.compat import (
     refuse_without_cache,
     stock_layer,
 )
-from slimkv.integrations.transformers.ladder import Ladder, tier_formats
+from slimkv.integrations.transformers.ladder import in_tiers, make_ladder, tier_formats
 from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
 from slimkv.integrations.transformers.lazy_kv import PackedStates
 from slimkv.integrations.transformers.prompt_cache import load_prompt, save_prompt
@@ -43,9 +40,7 @@ from slimkv.integrations.transformers.stateful_layers import (
 )
 from slimkv.integrations.transformers.tables import TableSet
 from slimkv.integrations.transformers.tiers import TieredLayer
-from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
-
-_STOCK_FORMATS = (RAW, RAW_LATENT)  # layers that are not packed
+from slimkv.spec import BF16_BYTES
 
 
 @dataclass(frozen=True)
@@ -113,16 +108,16 @@ class SlimKVCache(Cache):
         refuse_without_cache(config, model)
         known = find_calibration(self.settings.calibration, config, model)
         kinds = layer_kinds(config)
-        formats = _formats(self.settings, known, len(kinds), caches_latents(config))
-        _check_formats(config, formats, block_size)
+        formats = formats_of(self.settings, known, len(kinds), caches_latents(config))
+        check_formats(config, formats, block_size)
         fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
         index = MatrixIndex(known) if known is not None else None
         if self.settings.tiered:
-            self._tables.ladder = _ladder(self.settings, kinds, formats, block_size, offloading)
+            self._tables.ladder = make_ladder(self.settings, kinds, formats, block_size, offloading)
         if offsets is None:
             narrowest = [tier_formats(self.settings, name)[0] for name in formats]
-            offsets = _offsets(model, self.settings, known, narrowest)
-        guard = _guard(config, self.settings, known, formats)
+            offsets = offsets_of(model, self.settings, known, narrowest)
+        guard = guard_of(config, self.settings, known, formats)
         settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index, offsets, guard)
         layers = [
             _layer(kind, arguments, name, settings, number)
@@ -131,7 +126,7 @@ class SlimKVCache(Cache):
         if self.settings.deterministic:
             _check_deterministic(layers)
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        if not self.packed_layers and any(name not in _STOCK_FORMATS for name in formats):
+        if not self.packed_layers and any(name not in STOCK_FORMATS for name in formats):
             warnings.warn(
                 f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, "
                 "which slimkv leaves as they are; the cache takes as much memory as the stock one",
@@ -387,9 +382,9 @@ def _restored(kind: type[SlimKVCache]) -> SlimKVCache:
 def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSettings, number: int) -> Any:
     """The packed layer that replaces the stock layer of ``kind``, or the stock layer itself."""
     stock = stock_layer(kind, arguments)
-    if type(stock) is DynamicLayer and kind != "cross_attention" and _in_tiers(settings.config, format):
+    if type(stock) is DynamicLayer and kind != "cross_attention" and in_tiers(settings.config, format):
         return TieredLayer(format, settings, number)
-    if format in _STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, DynamicLayer):
+    if format in STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, DynamicLayer):
         return stock
     if isinstance(stock, LinearAttentionCacheLayerMixin):
         hybrid = PackedHybridSlidingLayer if "sliding_window" in arguments else PackedHybridLayer
@@ -403,31 +398,6 @@ def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSet
     if type(stock) is not DynamicLayer:
         return PackedIndexedLayer(format, settings, number, stock)
     return PackedLayer(format, settings, number)
-
-
-def _in_tiers(settings: KVCacheConfig, format: str) -> bool:
-    """Whether a full-attention layer of ``format`` has several kinds of tokens."""
-    return settings.tiered and (format not in _STOCK_FORMATS or len(tier_formats(settings, format)) > 1)
-
-
-def _ladder(settings: KVCacheConfig, kinds: Any, formats: list[str], block_size: int, offloading: bool) -> Ladder:
-    """What moves tokens between formats; raises where it cannot."""
-    given = "memory" if settings.memory is not None else "age" if settings.age else None
-    if given is not None:
-        said = f"{given}={getattr(settings, given)!r}"
-        if offloading:
-            raise UnsupportedError(f"{said} re-encodes the tokens of all layers at once, which offloading=True forbids")
-        if any(is_latent_format(name) for name in formats):
-            raise UnsupportedError(f"{said} is for keys and values; this model caches latents: choose one format")
-    others = [
-        (i, kind) for i, (kind, arguments) in enumerate(kinds) if type(stock_layer(kind, arguments)) is not DynamicLayer
-    ]
-    if settings.memory is not None and others:
-        raise UnsupportedError(
-            f"memory={settings.memory:,} is for models whose layers all have full attention; layer {others[0][0]} of "
-            f"this one has {others[0][1]}: say the formats with age, or choose one format"
-        )
-    return Ladder(settings, block_size, len(kinds))
 
 
 def _check_deterministic(layers: list[Any]) -> None:
@@ -447,65 +417,3 @@ def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
     if fields:
         raise InputError(f"{', '.join(fields)}: give them inside the KVCacheConfig, or a format and fields, not both")
     return format
-
-
-_guards: dict[tuple[Any, ...], Guard] = {}  # shared by all caches of a model with the same key format
-
-
-def _guard(config: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]) -> Guard | None:
-    """The guard that compares scores once per packed layer; None if it is switched off."""
-    if not settings.max_score_error:
-        return None
-    stored = tuple(formats), settings.seed, settings.center_keys, calibration.source if calibration else None
-    key = ModelIdentity.of(config).hash, settings.max_score_error, *stored
-    if key not in _guards:
-        packed = (str(i) for i, name in enumerate(formats) if name not in _STOCK_FORMATS)
-        _guards[key] = Guard(settings.max_score_error, packed)
-    return _guards[key]
-
-
-def _offsets(
-    model: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]
-) -> Mapping[int, Tensor]:
-    """Key offsets of a loaded model, if keys are centred and no calibration provides them."""
-    packed = [
-        number for number, name in enumerate(formats) if name not in _STOCK_FORMATS and not is_latent_format(name)
-    ]
-    if model is None or not settings.center_keys or not packed:
-        return {}
-    if calibration is not None and all(
-        number in calibration.layers and calibration.layers[number].key_mean is not None for number in packed
-    ):
-        return {}
-    return model_offsets(model)
-
-
-def _formats(settings: KVCacheConfig, calibration: Calibration | None, num_layers: int, latent: bool) -> list[str]:
-    """One format per layer."""
-    formats = settings.layer_formats(num_layers, latent=latent)
-    if settings.memory is not None and settings.format == AUTO and not latent:
-        return [RAW] * num_layers
-    if CALIBRATED not in formats:
-        return formats
-    if calibration is None or calibration.formats is None:
-        raise InputError(
-            f"format={CALIBRATED!r} takes the widths from a calibration made for a budget: run slimkv calibrate with "
-            "--budget or --profile, and give the file as calibration"
-        )
-    chosen = calibration.formats
-    return [chosen.get(i, RAW) if name == CALIBRATED else name for i, name in enumerate(formats)]
-
-
-def _check_formats(config: Any, formats: list[str], block_size: int) -> None:
-    """Checks head sizes here, so that impossible ones do not fail in the first forward pass."""
-    text = config.get_text_config(decoder=True)
-    try:
-        head_dim = getattr(text, "head_dim", None)
-    except Exception:  # configs whose layers differ raise when asked for one size, each version with another error
-        head_dim = 64
-    if head_dim is None and getattr(text, "hidden_size", None) and getattr(text, "num_attention_heads", None):
-        head_dim = text.hidden_size // text.num_attention_heads
-    if getattr(text, "kv_lora_rank", None) is not None or not isinstance(head_dim, int):
-        head_dim = 64  # sizes that differ between K and V or by layer are checked on first use
-    for format in dict.fromkeys(formats):
-        PageLayout(parse_spec(format, head_dim), block_size)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from slimkv.config import RAW, KVCacheConfig
-from slimkv.errors import InputError, OutOfPagesError
+from slimkv.config import RAW, RAW_LATENT, KVCacheConfig
+from slimkv.errors import InputError, OutOfPagesError, UnsupportedError
+from slimkv.formats import is_latent_format
+from slimkv.integrations.transformers.compat import DynamicLayer, stock_layer
 from slimkv.integrations.transformers.tables import SequenceTables, Step
 from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
 
@@ -218,3 +220,28 @@ class Ladder:
             tables.crop(cut)
             tables.drop(0)
             tokens -= cut
+
+
+def in_tiers(settings: KVCacheConfig, format: str) -> bool:
+    """Whether a full-attention layer of ``format`` has several kinds of tokens."""
+    return settings.tiered and (format not in (RAW, RAW_LATENT) or len(tier_formats(settings, format)) > 1)
+
+
+def make_ladder(settings: KVCacheConfig, kinds: Any, formats: list[str], block_size: int, offloading: bool) -> Ladder:
+    """What moves tokens between formats; raises where it cannot."""
+    given = "memory" if settings.memory is not None else "age" if settings.age else None
+    if given is not None:
+        said = f"{given}={getattr(settings, given)!r}"
+        if offloading:
+            raise UnsupportedError(f"{said} re-encodes the tokens of all layers at once, which offloading=True forbids")
+        if any(is_latent_format(name) for name in formats):
+            raise UnsupportedError(f"{said} is for keys and values; this model caches latents: choose one format")
+    others = [
+        (i, kind) for i, (kind, arguments) in enumerate(kinds) if type(stock_layer(kind, arguments)) is not DynamicLayer
+    ]
+    if settings.memory is not None and others:
+        raise UnsupportedError(
+            f"memory={settings.memory:,} is for models whose layers all have full attention; layer {others[0][0]} of "
+            f"this one has {others[0][1]}: say the formats with age, or choose one format"
+        )
+    return Ladder(settings, block_size, len(kinds))

@@ -29,9 +29,9 @@ from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.lab.bench.results import run_facts
 from slimkv.lab.bench.serve_shapes import shape_config, text_field
-from slimkv.lab.bench.sessions import SHARED, held_tokens
-from slimkv.memory_plan import sequence_bytes, shape_of
-from slimkv.spec import BF16_BYTES, parse_spec
+from slimkv.lab.bench.sessions import SHARED, session_bytes
+from slimkv.memory_plan import shape_of
+from slimkv.spec import parse_spec
 
 PHASES = ("decode", "full", "poisson")
 ENGINES = ("vllm", "sglang")
@@ -186,14 +186,6 @@ def tier_arguments(system: str, gib: float) -> dict[str, Any]:
     return {}
 
 
-def session_bytes(settings: ServeSettings) -> int:
-    """Bytes of the cache in the sessions phase: a share of what all sessions take in the model's dtype."""
-    tokens = held_tokens(settings.users, settings.context, settings.turns, settings.output)
-    tokens = max(int(tokens * settings.held), settings.context + settings.output + 128)  # one must fit, with its blocks
-    bf16 = sequence_bytes(shape_of(shape_config(settings.shape)), "raw", tokens, 16)
-    return bf16 * getattr(torch, settings.dtype).itemsize // BF16_BYTES
-
-
 def _sglang_attention() -> str:
     """SGLang's fastest attention backend on this machine."""
     if not torch.cuda.is_available():
@@ -233,7 +225,7 @@ def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[s
     if OFFLOAD in settings.phases:
         host = tier_arguments("+host", settings.offload_gib)
     if SESSIONS in settings.phases:
-        host["kv_cache_memory_bytes"] = session_bytes(settings)
+        host["kv_cache_memory_bytes"] = session_bytes(settings, shape_of(shape_config(settings.shape)))
     return {
         "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": settings.dtype,
         "max_model_len": longest, "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,

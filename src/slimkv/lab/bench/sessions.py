@@ -11,6 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from slimkv.memory_plan import ModelShape, sequence_bytes
+from slimkv.spec import BF16_BYTES
+
 SHARED = 0.5  # of the longest context: the text that users share
 USERS_PER_TEXT = 4
 
@@ -80,3 +85,10 @@ def held_tokens(users: int, context: int, turns: int, output: int) -> int:
     """Tokens of all conversations at their end, shared texts once."""
     shared, ask = lengths(context, turns, output)
     return -(-users // USERS_PER_TEXT) * shared + users * turns * (ask + output)
+
+
+def session_bytes(settings: Any, shape: ModelShape) -> int:
+    """Bytes of the cache in the sessions phase: a share of what all sessions take in the model's dtype."""
+    tokens = held_tokens(settings.users, settings.context, settings.turns, settings.output)
+    tokens = max(int(tokens * settings.held), settings.context + settings.output + 128)  # one must fit, with its blocks
+    return sequence_bytes(shape, "raw", tokens, 16) * getattr(torch, settings.dtype).itemsize // BF16_BYTES

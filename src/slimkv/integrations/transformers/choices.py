@@ -1,0 +1,77 @@
+"""What a cache is made of: the format of each layer, key offsets, and the guard that compares scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from slimkv.calibration import Calibration, ModelIdentity
+from slimkv.calibration.guard import Guard
+from slimkv.config import AUTO, CALIBRATED, RAW, RAW_LATENT, KVCacheConfig
+from slimkv.errors import InputError
+from slimkv.formats import is_latent_format
+from slimkv.integrations.transformers.calibration.offsets import model_offsets
+from slimkv.spec import PageLayout, parse_spec
+
+STOCK_FORMATS = (RAW, RAW_LATENT)  # layers that stay as they are
+
+_guards: dict[tuple[Any, ...], Guard] = {}  # shared by all caches of a model with the same key format
+
+
+def guard_of(config: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]) -> Guard | None:
+    """The guard that compares scores once per packed layer; None if it is switched off."""
+    if not settings.max_score_error:
+        return None
+    stored = tuple(formats), settings.seed, settings.center_keys, calibration.source if calibration else None
+    key = ModelIdentity.of(config).hash, settings.max_score_error, *stored
+    if key not in _guards:
+        packed = (str(i) for i, name in enumerate(formats) if name not in STOCK_FORMATS)
+        _guards[key] = Guard(settings.max_score_error, packed)
+    return _guards[key]
+
+
+def offsets_of(
+    model: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]
+) -> Mapping[int, Tensor]:
+    """Key offsets of a loaded model, if keys are centred and no calibration provides them."""
+    packed = [number for number, name in enumerate(formats) if name not in STOCK_FORMATS and not is_latent_format(name)]
+    if model is None or not settings.center_keys or not packed:
+        return {}
+    if calibration is not None and all(
+        number in calibration.layers and calibration.layers[number].key_mean is not None for number in packed
+    ):
+        return {}
+    return model_offsets(model)
+
+
+def formats_of(settings: KVCacheConfig, calibration: Calibration | None, num_layers: int, latent: bool) -> list[str]:
+    """One format per layer."""
+    formats = settings.layer_formats(num_layers, latent=latent)
+    if settings.memory is not None and settings.format == AUTO and not latent:
+        return [RAW] * num_layers
+    if CALIBRATED not in formats:
+        return formats
+    if calibration is None or calibration.formats is None:
+        raise InputError(
+            f"format={CALIBRATED!r} takes the widths from a calibration made for a budget: run slimkv calibrate with "
+            "--budget or --profile, and give the file as calibration"
+        )
+    chosen = calibration.formats
+    return [chosen.get(i, RAW) if name == CALIBRATED else name for i, name in enumerate(formats)]
+
+
+def check_formats(config: Any, formats: list[str], block_size: int) -> None:
+    """Checks head sizes here, so that impossible ones do not fail in the first forward pass."""
+    text = config.get_text_config(decoder=True)
+    try:
+        head_dim = getattr(text, "head_dim", None)
+    except Exception:  # configs whose layers differ raise when asked for one size, each version with another error
+        head_dim = 64
+    if head_dim is None and getattr(text, "hidden_size", None) and getattr(text, "num_attention_heads", None):
+        head_dim = text.hidden_size // text.num_attention_heads
+    if getattr(text, "kv_lora_rank", None) is not None or not isinstance(head_dim, int):
+        head_dim = 64  # sizes that differ between K and V or by layer are checked on first use
+    for format in dict.fromkeys(formats):
+        PageLayout(parse_spec(format, head_dim), block_size)
