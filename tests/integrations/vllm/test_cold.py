@@ -114,6 +114,19 @@ def test_ranks_have_their_own_blocks(folder):
 
 
 @pytest.mark.extended
+def test_windows_have_groups_of_their_own(tmp_path):
+    """gpt-oss: sliding layers are a cache group beside the full ones, and their blocks come back as well."""
+    from test_hybrids import gpt_oss
+
+    torch.manual_seed(0)
+    gpt_oss().save_pretrained(tmp_path)
+    runs = [run("first", PROMPTS), run("again", PROMPTS, reset=True)]
+    result = run_engine(cold(str(tmp_path), "raw"), runs)
+    assert hits(result, "again") > 256
+    assert result["tokens"]["first"] == result["tokens"]["again"]
+
+
+@pytest.mark.extended
 def test_what_the_tier_cannot_pack_is_refused(folder, tmp_path):
     with_tier = cold(folder, "k4v4")["kv_transfer_config"]["kv_connector_extra_config"]
 

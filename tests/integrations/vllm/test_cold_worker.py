@@ -19,10 +19,10 @@ from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm.cold import worker as cold_worker
 from slimkv.integrations.vllm.cold.band import BandCodec, bands_of, block_bytes
-from slimkv.integrations.vllm.cold.compat import GPULoadStoreSpec
+from slimkv.integrations.vllm.cold.compat import GPULoadStoreSpec, MLAAttention
 from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache
 from slimkv.integrations.vllm.cold.worker import ColdWorker
-from slimkv.spec import CodecSpec
+from slimkv.spec import CodecSpec, LatentSpec
 
 pytestmark = pytest.mark.vllm
 
@@ -210,6 +210,27 @@ def test_chunks_of_several_blocks_begin_anywhere():
     key, value = read(layers[0], [11, 8, 7])
     assert torch.equal(key, given[0][0][2 * TOKENS : 5 * TOKENS])
     assert torch.equal(value, given[0][1][2 * TOKENS : 5 * TOKENS])
+
+
+def test_latents_are_keys_and_their_rope_parts_values():
+    class Rows:
+        def do_kv_cache_update(self, latent, rope, cache, slots, dtype, scale):
+            cache.view(-1, cache.shape[-1])[slots] = torch.cat([latent, rope.squeeze(1)], -1)
+
+    module = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(module)
+    module.impl, module.kv_cache_dtype, module.num_kv_heads = Rows(), "auto", 1
+    module.kv_cache, module._k_scale = torch.zeros(BLOCKS, TOKENS, 512 + 64), torch.ones(())
+    spec = LatentSpec.parse("c4").with_raw_dtype("float32")
+    worker, _ = make_worker([ColdLayer("layers.0", 0, module, spec, 1)], center=False)
+    source = torch.randn(3, TOKENS, 512 + 64, generator=torch.Generator().manual_seed(0))
+    module.kv_cache[[2, 5, 1]] = source
+    worker.submit_store(1, GPULoadStoreSpec([2, 5, 1], [3], [0]), chunks_spec([0, 1, 2]))
+    module.kv_cache.zero_()
+    worker.submit_load(2, chunks_spec([0, 1, 2]), GPULoadStoreSpec([7, 0, 4], [3], [0]))
+    back = module.kv_cache[[7, 0, 4]]
+    assert torch.equal(back[..., 512:], source[..., 512:])  # rope parts stay raw
+    assert 0 < (back - source)[..., :512].norm() < BOUND["k4v4"] * source[..., :512].norm()
 
 
 def test_keys_that_would_be_lost_are_refused():
