@@ -36,6 +36,10 @@ def soak(
     growth_mib: Annotated[float, typer.Option(help="MiB by which memory may grow after a third of the load.")] = 32.0,
     dtype: Annotated[str, typer.Option(help="Data type of weights and activations.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the random load.")] = 0,
+    faults: Annotated[
+        int,
+        typer.Option(help="Serve nothing; damage files of stores so many times, kill their writers, fill their disk."),
+    ] = 0,
     output: Output = None,
     logs: Annotated[
         Path | None, typer.Option(help="Keep the server's log in this folder.", callback=check_folder)
@@ -48,6 +52,9 @@ def soak(
     from slimkv.cli.output import console, emit
     from slimkv.lab.soak import SoakSettings, soak_server
 
+    if faults:
+        _soak_faults(faults, seed, as_json, output)
+        return
     settings = SoakSettings(
         model, format, seconds, requests, concurrency, rate, cancelled, cache_tokens, max_model_len,
         answers=answers, request_seconds=request_seconds, growth_mib=growth_mib, dtype=dtype, seed=seed,
@@ -58,6 +65,27 @@ def soak(
     if not report.passed:
         failed = ", ".join(check.name for check in report.checks if not check.passed)
         typer.echo(f"failed: {failed}", err=True)
+        raise typer.Exit(1)
+
+
+def _soak_faults(count: int, seed: int, as_json: bool, output: Path | None) -> None:
+    from dataclasses import asdict
+    from tempfile import TemporaryDirectory
+
+    from rich.table import Table
+
+    from slimkv.cli.output import emit
+    from slimkv.lab.soak.faults import soak_faults
+
+    with TemporaryDirectory() as folder:
+        report = soak_faults(count, Path(folder), seed)
+    answers = f"{report.right} right, {report.missed} missed, {report.wrong} wrong, {len(report.broken)} broken"
+    table = Table("fault", "times", title=f"{count} faults: {answers}")
+    for name, times in report.faults.items():
+        table.add_row(name, str(times))
+    emit({"passed": report.passed, **asdict(report)}, as_json, *([] if as_json else [table]), output=output)
+    if not report.passed:
+        typer.echo(f"failed: {answers}; {'; '.join(report.broken[:3])}", err=True)
         raise typer.Exit(1)
 
 

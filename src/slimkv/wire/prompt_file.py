@@ -120,7 +120,10 @@ class PromptCache:
                 tensors[_offset_name(number)] = layer.key_offset.detach().cpu().contiguous()
         tensors[_TOKENS] = torch.tensor(self.tokens, dtype=torch.int64)
         with whole_file(path) as temporary:
-            _safetensors("save_file")(tensors, temporary, metadata=header)
+            try:
+                _safetensors("save_file")(tensors, temporary, metadata=header)
+            except _safetensors("SafetensorError") as error:  # how it says that the disk is full
+                raise OSError(f"{path} could not be written: {error}") from error
             _sign(temporary)
         return path
 

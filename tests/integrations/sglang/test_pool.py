@@ -85,6 +85,36 @@ def test_tokens_come_back_from_the_host_in_other_slots():
         assert torch.equal(decoded(pool, layer, elsewhere), before[layer])
 
 
+def test_pages_move_to_host_memory_and_back_as_rows(monkeypatch):
+    """With codes and scales in one row, whatever moves rows moves both; in SGLang's own host pool."""
+    monkeypatch.setattr("slimkv.integrations.sglang.host_pool.check_hooks", lambda targets: None)
+    from sglang.srt.mem_cache.pool_host.minimax_m3_nvfp4 import MiniMaxM3Nvfp4MainKVPoolHost
+
+    pool = make_pool(["k4v4", "k4v4"])
+    slots = torch.arange(PAGE, 5 * PAGE)
+    for layer in range(2):
+        pool.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, *torch.randn(2, len(slots), HEADS, DIM))
+    before = [decoded(pool, layer, slots) for layer in range(2)]
+    (info,) = pool.get_device_pool_infos()
+    host = MiniMaxM3Nvfp4MainKVPoolHost(
+        info.buffer_info, 2.0, 0, PAGE, "layer_first", pin_memory=False, device_capacity_tokens=pool.size,
+        start_layer=0, end_layer=1,
+    )  # fmt: skip
+    there = torch.arange(3 * PAGE, 7 * PAGE)
+    host.backup_from_device_all_layer(pool, there, slots, "kernel")
+    back = torch.cat([torch.arange(6 * PAGE, 8 * PAGE), torch.arange(PAGE, 3 * PAGE)])
+    pool._slab.zero_()
+    for layer in range(2):
+        host.load_to_device_per_layer(pool, there, back, layer, "kernel")
+        assert torch.equal(decoded(pool, layer, back), before[layer])
+
+
+def test_layers_of_different_sizes_have_no_host_memory(monkeypatch):
+    monkeypatch.setattr("slimkv.integrations.sglang.host_pool.check_hooks", lambda targets: None)
+    with pytest.raises(UnsupportedError, match="give all layers one format"):
+        make_pool(FORMATS).get_device_pool_infos()
+
+
 @pytest.mark.parametrize("name", ["get_key_buffer", "get_value_buffer", "get_kv_buffer"])
 def test_nobody_gets_tensors_to_write_past_the_codec(name):
     """Models with fused kernels write into these; the pool's dtype keeps them from trying."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 from slimkv.errors import UnsupportedError
@@ -82,6 +83,7 @@ __all__ = [
     "check_hooks",
     "context_parallel_sizes",
     "full_attention_layers",
+    "host_pool_parts",
     "is_deepseek_dsa",
     "is_switched_on",
     "logger",
@@ -120,6 +122,23 @@ def context_parallel_sizes() -> dict[str, int]:
     """Ranks that share the tokens of a sequence, by SGLang's option."""
     parallel = get_parallel()
     return {"--dcp-size": int(parallel.attn_dcp_size), "--attn-cp-size": int(parallel.attn_cp_size)}
+
+
+def host_pool_parts() -> Any:
+    """What SGLang's host memory for rows of pages is made of; raises where this SGLang has none."""
+    try:
+        from sglang.srt.mem_cache.device_pool_info import DevicePoolInfo, PageRowBufferInfo
+        from sglang.srt.mem_cache.hicache_storage import PoolName
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _get_allocator_type, get_memory
+        from sglang.srt.mem_cache.pool_host.minimax_m3_nvfp4 import MiniMaxM3Nvfp4MainKVPoolHost
+    except ImportError as error:
+        raise UnsupportedError(
+            f"this SGLang has no host memory for packed pages ({error}): leave out --enable-hierarchical-cache"
+        ) from error
+    return SimpleNamespace(
+        DevicePoolInfo=DevicePoolInfo, PageRowBufferInfo=PageRowBufferInfo, PoolName=PoolName,
+        RowHostPool=MiniMaxM3Nvfp4MainKVPoolHost, memory=get_memory, allocator_type=_get_allocator_type,
+    )  # fmt: skip
 
 
 def full_attention_layers(kvc: Any) -> list[int] | None:

@@ -28,6 +28,7 @@ HOOKS = {
     f"{_WINDOWED}._recompute_cell_size": "recompute_cell_size",
 }
 TARGETS = (*HOOKS, _POOL_CLASS)
+HOST_POOL = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.build_kv_host_pool"
 _RPC = "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request"
 
 
@@ -57,6 +58,7 @@ def register() -> None:
     for target, name in HOOKS.items():
         HookRegistry.register(target, _lazy(name), HookType.AROUND)
     HookRegistry.register(_POOL_CLASS, _pool_class, HookType.AROUND)
+    HookRegistry.register(HOST_POOL, _host_pool, HookType.AROUND)
     if os.environ.get(LISTENING):
         HookRegistry.register(_RPC, _answer, HookType.AROUND)
 
@@ -134,6 +136,13 @@ def _pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: 
     if default is not expected:
         raise SlimKVError(f"slimkv's pages take the place of SGLang's plain pool, not of {default.__name__}")
     return bind(sized_plan(kvc), TARGETS, ours)
+
+
+def _host_pool(original: Callable[..., Any], **asked: Any) -> Any:
+    """Around ``build_kv_host_pool``."""
+    from slimkv.integrations.sglang.host_pool import host_pool
+
+    return host_pool(original, **asked)
 
 
 def _answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

@@ -23,6 +23,7 @@ from slimkv.integrations.sglang.compat import (
     check_hooks,
     unwrap_write_loc,
 )
+from slimkv.integrations.sglang.host_pool import device_pool_infos
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
 from slimkv.ops import PackedKV, Rounding
 
@@ -93,7 +94,12 @@ class PackedPool(KVCache):
     # -- reading and writing -----------------------------------------------------------------------------------------
 
     def packed(self, index: int) -> PackedKV:
-        """The pool's ``index``-th layer; its key offset may still be learnt."""
+        """The pool's ``index``-th layer; its key offset may still be learnt.
+
+        Pages from host memory may be under way: the stream then waits for those of this layer.
+        """
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(index)
         offset = self._offsets[index]
         return PackedKV(
             self._pages[index],
@@ -157,9 +163,9 @@ class PackedPool(KVCache):
         """There are no tensors of keys and values."""
         self._refuse(layer_id)
 
-    def get_device_pool_infos(self) -> NoReturn:
-        """Host pools of SGLang take K and V apart."""
-        raise UnsupportedError("slimkv's pages have no host pool in SGLang: leave out --enable-hierarchical-cache")
+    def get_device_pool_infos(self) -> tuple[Any, ...]:
+        """Where the rows of pages are, for SGLang's hierarchical cache."""
+        return device_pool_infos(self)
 
 
 class SlimKVPool(PackedPool, MHATokenToKVPool):

@@ -24,6 +24,7 @@ CACHE_DTYPES = ("auto", "bf16", "bfloat16")
 # Drafts that are verified in causal order when topk is 1, and those of them that no model makes.
 CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DSPARK", "NGRAM")
 WITHOUT_MODEL = ("NGRAM",)
+HOST_LAYOUT = "layer_first"
 MAX_HEAD_DIM = 512  # what the kernels hold in registers
 
 _OWN_POOL = "it keeps K and V in pools of its own"
@@ -34,7 +35,7 @@ _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_kv_cache_sharding": ((False, None), _OWN_POOL),
     "enable_page_major_kv_layout": ((False, None), _OWN_POOL),
     "prefill_only_disable_kv_cache": ((False, None), "there is no cache to pack"),
-    "enable_hierarchical_cache": ((False, None), _MOVES_KV),
+    "hicache_storage_backend": ((None,), "what is stored there does not say what its bytes mean"),
     "enable_hisparse": ((False, None), _MOVES_KV),
     "enable_lmcache": ((False, None), _MOVES_KV),
     "enable_flexkv": ((False, None), _MOVES_KV),
@@ -79,6 +80,11 @@ def check_options(server_args: Any) -> None:
         value = getattr(options, name, accepted[0])
         if value not in accepted:
             raise UnsupportedError(f"slimkv does not work with {flag(name)} ({value!r}): {reason}; leave it out")
+    if getattr(options, "enable_hierarchical_cache", False) and options.hicache_mem_layout != HOST_LAYOUT:
+        raise InputError(
+            f"slimkv's pages lie in host memory layer by layer: --hicache-mem-layout must be {HOST_LAYOUT}, not "
+            f"{options.hicache_mem_layout}"
+        )
     _check_speculation(options)
 
 

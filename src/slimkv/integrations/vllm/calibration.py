@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration.positions import matrix_index
+from slimkv.config import KVCacheConfig
 from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.compat import tensor_parallel_rank
 from slimkv.integrations.vllm.settings import parse
@@ -15,11 +16,11 @@ from slimkv.integrations.vllm.settings import parse
 _DUMMY = "dummy"  # vLLM's load format of random weights
 
 
-def served_model(vllm_config: Any) -> ServedModel:
-    """The model of an engine's configuration."""
+def served_model(vllm_config: Any, settings: KVCacheConfig | None = None) -> ServedModel:
+    """The model of an engine's configuration; ``settings`` are those of its cache unless others are given."""
     model = vllm_config.model_config
     return ServedModel(
-        parse(vllm_config.additional_config), str(model.model), model.hf_text_config, model.max_model_len,
+        settings or parse(vllm_config.additional_config), str(model.model), model.hf_text_config, model.max_model_len,
         tensor_parallel_rank, vllm_config.load_config.load_format == _DUMMY,
     )  # fmt: skip
 

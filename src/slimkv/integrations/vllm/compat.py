@@ -85,6 +85,7 @@ if version_numbers(VERSION) > NEWEST_TESTED:
     )
 
 __all__ = [
+    "COLD_SPEC",
     "CONNECTORS",
     "CROSS_LAYER_LAYOUT",
     "FOLDER_KEYS",
@@ -153,6 +154,7 @@ FOLDER_KEYS = {"SlimKVPromptConnector": "shared_storage_path", "ExampleConnector
 NATIVE_OFFLOAD = "OffloadingConnector"
 IN_MEMORY_SPECS = ("CPUOffloadingSpec",)  # of the native offload; others have tiers that outlive the engine
 TIERING_SPEC = "TieringOffloadingSpec"
+COLD_SPEC = "SlimKVOffloadingSpec"  # slimkv's own: packs blocks on their way out of vLLM's cache
 CROSS_LAYER_LAYOUT = "BLHNC"  # a block of all layers side by side, which the native offload copies as one piece
 
 _DELEGATED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)

@@ -14,6 +14,7 @@ from typing import Any
 from slimkv.calibration.identity import weights_digest
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm.compat import (
+    COLD_SPEC,
     CONNECTORS,
     FOLDER_KEYS,
     IN_MEMORY_SPECS,
@@ -96,6 +97,8 @@ def pages_leave_the_engine(vllm_config: Any) -> bool:
 
 def _leaves_the_engine(name: str, extra: Mapping[str, Any]) -> bool:
     rule = CONNECTORS.get(name, (None, ""))[0]
+    if name == NATIVE_OFFLOAD and extra.get("spec_name") == COLD_SPEC:
+        return bool(extra.get("secondary_tiers"))
     if rule is Rule.IN_PROCESS:
         return name == NATIVE_OFFLOAD and extra.get("spec_name", IN_MEMORY_SPECS[0]) not in IN_MEMORY_SPECS
     return rule in (Rule.FOLDER, Rule.PEERS)
@@ -138,7 +141,7 @@ def engine_fingerprint(vllm_config: Any, block_size: int) -> Fingerprint:
     dtype = str(model.dtype).removeprefix("torch.")
     layers = [
         LayerFingerprint.of(
-            number, spec, _all_heads(vllm_config, layer), dtype, layer.impl.sliding_window,
+            number, spec, all_heads(vllm_config, layer), dtype, layer.impl.sliding_window,
             layer.impl.whole_key_offset(),
         )
         for number, spec, layer in packed_layers(vllm_config).values()
@@ -150,7 +153,7 @@ def engine_fingerprint(vllm_config: Any, block_size: int) -> Fingerprint:
         seed=seeds.pop(),
         dtype=dtype,
         model=model_fields(model.hf_text_config),
-        weights=_weights(vllm_config),
+        weights=engine_weights(vllm_config),
     )
 
 
@@ -171,7 +174,7 @@ def packed_layers(vllm_config: Any) -> dict[str, tuple[int, Any, Any]]:
     return found
 
 
-def _all_heads(vllm_config: Any, layer: Any) -> int:
+def all_heads(vllm_config: Any, layer: Any) -> int:
     """KV heads of a layer on all ranks; ranks beyond the number of heads hold copies."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     total = vllm_config.model_config.get_total_num_kv_heads()
@@ -185,7 +188,8 @@ def _all_heads(vllm_config: Any, layer: Any) -> int:
     return total
 
 
-def _weights(vllm_config: Any) -> str:
+def engine_weights(vllm_config: Any) -> str:
+    """A digest that stands for the weights: of their files, or of the name that the user gives them."""
     named = [extra[WEIGHTS] for _, extra in connectors(vllm_config) if WEIGHTS in extra]
     if named:
         return hashlib.sha256(f"named {named[0]}".encode()).hexdigest()

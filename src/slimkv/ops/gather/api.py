@@ -79,5 +79,5 @@ def gather_kv(
     REGISTRY.select(pages.device, request, backend).load().run(request)
     if key_offset is not None:
         back = codec.rotate_query(key_offset) if rotated else key_offset
-        key.copy_(torch.where((slots >= 0)[:, None, None], centred + back, 0.0))
+        key.copy_(centred.add_(back).masked_fill_((slots < 0)[:, None, None], 0.0))  # in place: an offload is large
     return key, value

@@ -1,0 +1,57 @@
+"""SGLang's hierarchical cache with packed pages: a page of a layer moves to host memory and back as one row of bytes.
+
+SGLang has host pools for K and V as tensors of tokens, and one for rows of whole pages, codes and scales together,
+which it wrote for another packed cache. That one knows nothing of what a row holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks, host_pool_parts
+from slimkv.integrations.sglang.plugin import HOST_POOL
+
+
+def device_pool_infos(pool: Any) -> tuple[Any, ...]:
+    """What SGLang asks a device pool for: where its rows are."""
+    check_hooks((HOST_POOL,))
+    if not isinstance(pool, MHATokenToKVPool):
+        raise UnsupportedError(
+            "packed latents have no host memory in SGLang: leave out --enable-hierarchical-cache"
+        )
+    sizes = {of.row_bytes for of in pool.layers}
+    if len(sizes) > 1:
+        raise UnsupportedError(
+            f"--enable-hierarchical-cache moves pages of one size, and layers of this cache have pages of "
+            f"{sorted(sizes)} bytes: give all layers one format"
+        )
+    parts = host_pool_parts()
+    slab = pool._slab.view(len(pool.layers), pool.num_blocks, sizes.pop())
+    rows = parts.PageRowBufferInfo(
+        slab=slab, rows=tuple(slab.unbind(0)), row_bytes=slab.shape[2], page_size=pool.page_size,
+        num_pages=pool.num_blocks,
+    )  # fmt: skip
+    layers = tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
+    name = parts.PoolName.KV
+    return (parts.DevicePoolInfo(pool_name=name, indices_from_pool=name, layer_ids=layers, buffer_info=rows),)
+
+
+def host_pool(original: Callable[..., Any], **asked: Any) -> Any:
+    """Around ``build_kv_host_pool``."""
+    from slimkv.integrations.sglang.pool import PackedPool
+
+    pool = asked["kv_pool"]
+    if not isinstance(pool, PackedPool):
+        return original(**asked)
+    if asked.get("mtp_draft_device_pools"):
+        raise UnsupportedError("slimkv's host pool holds no drafter's cache: leave out --enable-hierarchical-cache")
+    parts = host_pool_parts()
+    memory, host_size = parts.memory(), asked.get("host_size")
+    return parts.RowHostPool(
+        pool.get_device_pool_infos()[0].buffer_info, memory.hicache_ratio,
+        memory.hicache_size if host_size is None else host_size, asked["page_size"], memory.hicache_mem_layout,
+        allocator_type=parts.allocator_type(), device_capacity_tokens=pool.size, start_layer=pool.start_layer,
+        end_layer=pool.end_layer, pool_label=asked.get("pool_label", "kv"), pin_memory=pool._slab.is_cuda,
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""Consecutive layers of one format: their heads are encoded and decoded as if they were one layer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.calibration.learned_offset import LayerOffset
+from slimkv.calibration.positions import matrix_index
+from slimkv.codec import Codec
+from slimkv.config import KVCacheConfig
+from slimkv.errors import InputError
+from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache
+from slimkv.spec import PageLayout
+
+NO_SPREAD_LEFT = 1.0  # an error of keys as large as their own spread
+
+
+@dataclass(frozen=True)
+class Band:
+    """What a block of such layers is in host memory."""
+
+    layers: tuple[ColdLayer, ...]
+    layout: PageLayout
+    pages: int  # of a block
+    offset: int  # bytes from the start of a block in host memory
+
+    @property
+    def heads(self) -> int:
+        """KV heads of all its layers."""
+        return sum(layer.num_kv_heads for layer in self.layers)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of these layers."""
+        return self.pages * self.heads * self.layout.page_bytes
+
+
+def bands_of(layers: Sequence[ColdLayer], block_tokens: int) -> tuple[Band, ...]:
+    """The layers of a cache group whose blocks have ``block_tokens`` tokens."""
+    out: list[Band] = []
+    for layer in layers:
+        layout, pages = layer.page(block_tokens)
+        alike = out and out[-1].layout == layout and (out[-1].layers[0].number is None) == (layer.number is None)
+        if alike:
+            out[-1] = Band((*out[-1].layers, layer), layout, pages, out[-1].offset)
+        else:
+            out.append(Band((layer,), layout, pages, out[-1].offset + out[-1].block_bytes if out else 0))
+    return tuple(out)
+
+
+def block_bytes(bands: Sequence[Band]) -> int:
+    """Of one block of all bands in host memory."""
+    return bands[-1].offset + bands[-1].block_bytes
+
+
+class BandCodec:
+    """Encodes and decodes the blocks of a band."""
+
+    def __init__(
+        self,
+        band: Band,
+        caches: Sequence[HotCache],
+        codec: Codec,
+        offsets: Sequence[LayerOffset] | None,
+        matrices: Tensor | None,
+        edges: tuple[int, ...],
+        settings: KVCacheConfig,
+        dtype: torch.dtype,
+    ) -> None:
+        self.band, self._caches, self._codec, self._dtype = band, caches, codec, dtype
+        self._offsets, self._matrices, self._edges, self._settings = offsets, matrices, edges, settings
+        self.tokens = band.pages * band.layout.block_size  # of a block
+        self.device = caches[0].device
+        self._offset = None if offsets is None else torch.cat([x.tensor for x in offsets])
+        self._unchecked = settings.max_score_error > 0
+
+    def token_bytes(self) -> int:
+        """Of one token's K and V in the model's dtype."""
+        spec = self.band.layout.spec
+        return self.band.heads * (spec.key_dim + spec.value_dim) * self._dtype.itemsize
+
+    def staging(self, blocks: int) -> Tensor:
+        """A buffer for the pages of ``blocks`` blocks, on the caches' device."""
+        band = self.band
+        shape = blocks * band.pages, band.heads, band.layout.page_bytes
+        return torch.empty(shape, dtype=torch.uint8, device=self.device)
+
+    def _packed(self, staging: Tensor) -> ops.PackedKV:
+        return ops.PackedKV(staging, self._codec, self.band.layout, self._offset)
+
+    def _dense(self, tokens: int) -> tuple[Tensor, Tensor]:
+        spec, device = self.band.layout.spec, self.device
+        key, value = (
+            torch.empty(tokens, self.band.heads, dim, dtype=self._dtype, device=device)
+            for dim in (spec.key_dim, spec.value_dim)
+        )
+        return key, value
+
+    def _by_layer(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        sizes = [layer.num_kv_heads for layer in self.band.layers]
+        return zip(*(x.split(sizes, 1) for x in tensors), strict=True)
+
+    def encode(self, blocks: Tensor, first_block: int, staging: Tensor) -> None:
+        """``blocks``, int64 [n] on the device, that follow one another from ``first_block`` of a prompt on."""
+        count = len(blocks) * self.tokens
+        key, value = self._dense(count)
+        for cache, (k, v) in zip(self._caches, self._by_layer(key, value), strict=True):
+            cache.read(blocks, k, v)
+        slots = torch.arange(count, device=blocks.device)
+        self._learn(key)
+        index = None
+        if self._matrices is not None and self._matrices.ndim == 4:
+            index = matrix_index(slots + first_block * self.tokens, self._edges).to(torch.int32)
+        rounding = None if self._matrices is None else ops.Rounding(self._matrices, index)
+        ops.store_kv(key, value, self._packed(staging), slots, rounding, backend=self._settings.backend)
+        if self._unchecked:
+            self._check(key, staging, slots)
+
+    def decode(self, staging: Tensor, blocks: Tensor) -> None:
+        """The inverse: the pages of ``staging`` to ``blocks``."""
+        key, value = self._dense(len(blocks) * self.tokens)
+        taken = torch.arange(len(key), device=blocks.device)
+        ops.gather_kv(self._packed(staging), taken, out=(key, value), backend=self._settings.backend)
+        slots = (blocks[:, None] * self.tokens + taken[: self.tokens]).flatten()
+        for cache, (k, v) in zip(self._caches, self._by_layer(key, value), strict=True):
+            cache.write(slots, k, v)
+
+    def _learn(self, key: Tensor) -> None:
+        """From the first blocks that leave, which begin a prompt; the offset never changes after."""
+        if self._offsets is None or all(x.known for x in self._offsets):
+            return
+        stored, nothing = torch.ones(len(key), dtype=torch.bool, device=key.device), key[:0]
+        for offset, (k,) in zip(self._offsets, self._by_layer(key), strict=True):
+            offset.learn(k, stored, nothing)
+        assert self._offset is not None
+        self._offset.copy_(torch.cat([x.tensor for x in self._offsets]))
+
+    def _check(self, key: Tensor, staging: Tensor, slots: Tensor) -> None:
+        """Once: keys must come back closer than they are to their mean, or nothing of them is left."""
+        self._unchecked = False
+        back, _ = ops.gather_kv(self._packed(staging), slots, backend=self._settings.backend)
+        for layer, (k, b) in zip(self.band.layers, self._by_layer(key, back), strict=True):
+            error, spread = (b - k.float()).norm(), (k.float() - k.float().mean(0)).norm()
+            if error > NO_SPREAD_LEFT * spread and len(k) > 1 and spread > 0:
+                raise InputError(
+                    f"the cold tier would lose the keys of {layer.name} in {layer.spec.format}: their error is "
+                    f"{float(error / spread):.1f} times what tells them apart. Run slimkv calibrate MODEL and give the "
+                    "file as calibration, or give this layer more bits (layers)"
+                )

@@ -1,0 +1,36 @@
+"""What the cold tier takes of vLLM's offloading, which has its present form since vLLM 0.32. Importing is the check."""
+
+from __future__ import annotations
+
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.vllm.compat import NEWEST_TESTED, VERSION
+
+try:
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, OffloadKey, TransferResult
+    from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+    from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+except ImportError as error:
+    raise UnsupportedError(
+        f"slimkv's cold tier works in vLLM {NEWEST_TESTED[0]}.{NEWEST_TESTED[1]}; vLLM {VERSION} lacks {error}: "
+        "install a tested version"
+    ) from error
+
+__all__ = [
+    "Attention",
+    "FileSystemTierManager",
+    "GPULoadStoreSpec",
+    "MLAAttention",
+    "OffloadKey",
+    "OffloadingWorker",
+    "SharedOffloadRegion",
+    "TieringOffloadingSpec",
+    "TransferJob",
+    "TransferResult",
+    "get_current_vllm_config_or_none",
+    "pin_mmap_region",
+]

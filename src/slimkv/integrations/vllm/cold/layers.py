@@ -1,0 +1,171 @@
+"""The layers of a cold tier: what each stores, and how K and V are read from and written to vLLM's own cache.
+
+Writing is the layer's own: the function with which its attention backend fills the cache. Where that function puts each
+number is found out once, by writing numbers that tell their place to a block beside the cache. So any backend is served
+whose cache is K and V in some order, and one that keeps something else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.model import ServedModel
+from slimkv.integrations.vllm.cold.compat import Attention, MLAAttention
+from slimkv.integrations.vllm.layer_formats import layer_spec
+from slimkv.spec import BLOCK_SIZES, CodecSpec, PageLayout
+
+_DIGIT = 8  # numbers 0 to 7 survive every dtype of a cache, fp8 with any scale included
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class ColdLayer:
+    """One layer of the model: ``module`` is vLLM's. Latents are K and their rope parts V, with one KV head."""
+
+    name: str
+    number: int | None  # in the model; None for a drafter's
+    module: Any
+    spec: CodecSpec
+    num_kv_heads: int
+
+    def page(self, tokens: int) -> tuple[PageLayout, int]:
+        """The pages of a block of ``tokens`` tokens: their layout, and how many there are."""
+        fitting = [size for size in BLOCK_SIZES if size > 1 and tokens % size == 0]
+        if not fitting:
+            raise UnsupportedError(
+                f"the cold tier packs blocks of a multiple of 16 tokens, and {self.name} has blocks of {tokens}: set "
+                "--block-size"
+            )
+        return PageLayout(self.spec, fitting[-1]), tokens // fitting[-1]
+
+
+def find_layers(vllm_config: Any, names: Sequence[str], model: ServedModel) -> list[ColdLayer]:
+    """The layers of a cache group that own their cache; raises for a kind that the tier does not know."""
+    found = []
+    for name in names:
+        module = vllm_config.compilation_config.static_forward_context[name]
+        if getattr(module, "kv_sharing_target_layer_name", None) is not None:
+            continue
+        if hasattr(getattr(module, "attn_backend", None), "codec_spec"):
+            raise UnsupportedError(
+                f"{name} keeps slimkv's packed pages already: leave out spec_name, and vLLM's offload moves them as "
+                "they are"
+            )
+        if not isinstance(module, Attention | MLAAttention):
+            raise UnsupportedError(
+                f"the cold tier packs K and V or latents; {name} is a {type(module).__name__}, whose cache is "
+                "something else: use vLLM's own CPUOffloadingSpec with this model"
+            )
+        latent = isinstance(module, MLAAttention)
+        dims = (module.kv_lora_rank, module.qk_rope_head_dim) if latent else (module.head_size, module.head_size_v)
+        dtype = vllm_config.model_config.dtype
+        spec, number = layer_spec(model, vllm_config, name, dims, dtype, latent)
+        found.append(ColdLayer(name, number, module, spec, module.num_kv_heads))
+    return found
+
+
+class HotCache:
+    """A layer's own cache: reads and writes K [tokens, heads, key_dim] and V [tokens, heads, value_dim] by block."""
+
+    def __init__(self, layer: ColdLayer, num_blocks: int, block_tokens: int, dtype: torch.dtype) -> None:
+        self._layer, self._tokens, self._dtype = layer, block_tokens, dtype
+        self._cache: Tensor = layer.module.kv_cache
+        self.device = self._cache.device
+        # vLLM may have cut a block into several of its kernel's
+        self._blocks = self._cache.unflatten(0, (num_blocks, -1))
+        self._stored = _FP8.get(str(layer.module.kv_cache_dtype), self._cache.dtype)
+        if self._stored not in (*_FLOATS, *_FP8.values()) or self._stored.itemsize != self._cache.itemsize:
+            self._refuse(f"its cache holds {self._cache.dtype} as {layer.module.kv_cache_dtype}")
+        self._order = self._find_order()
+        self._rows = self._as_rows()
+
+    def _refuse(self, why: str) -> None:
+        module = self._layer.module
+        backend = getattr(module, "attn_backend", None)
+        name = backend.get_name() if backend is not None else type(module.impl).__name__
+        raise UnsupportedError(
+            f"the cold tier does not recognise how {name} keeps K and V of {self._layer.name}: {why}. Use another "
+            "attention backend or cache dtype, or vLLM's own CPUOffloadingSpec"
+        )
+
+    def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
+        """K and V of ``blocks``, int64 [n], into [n * tokens, heads, dim] of the model's dtype."""
+        n, scales, dims = len(blocks), self._scales(), (self._layer.spec.key_dim, self._layer.spec.value_dim)
+        if self._rows is not None:  # K and V of a token and head lie side by side
+            parts = self._rows[blocks].view(self._stored).transpose(1, 2).split(dims, -1)
+        else:
+            shapes = [(n, self._tokens, self._layer.num_kv_heads, dim) for dim in dims]
+            sizes = [torch.Size(shape[1:]).numel() for shape in shapes]
+            taken = self._blocks[blocks].flatten(1)[:, self._order].view(self._stored).split(sizes, 1)
+            parts = tuple(part.reshape(shape) for part, shape in zip(taken, shapes, strict=True))
+        for i, x in enumerate((key, value)):  # parts are [n, tokens, heads, dim]
+            part = parts[i] if scales is None else parts[i].to(self._dtype) * scales[i]
+            x.unflatten(0, (n, self._tokens)).copy_(part)
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """K and V [tokens, heads, dim] to int64 ``slots`` [tokens]: block * block tokens + position."""
+        self._update(self._cache, slots, key, value)
+
+    def _update(self, cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        module = self._layer.module
+        if isinstance(module, MLAAttention):
+            module.impl.do_kv_cache_update(key.squeeze(1), value, cache, slots, module.kv_cache_dtype, module._k_scale)
+        else:
+            module.impl.do_kv_cache_update(module, key, value, cache, slots)
+
+    def _scales(self) -> tuple[Tensor, Tensor] | None:
+        """What K and V of an fp8 cache are multiplied with."""
+        if self._stored in _FLOATS:
+            return None
+        module = self._layer.module
+        value = module._k_scale if isinstance(module, MLAAttention) else module._v_scale
+        return module._k_scale.to(self._dtype), value.to(self._dtype)
+
+    def _find_order(self) -> Tensor:
+        """Where each number of K [tokens, heads, dim] and then of V lies in a block: int64, on the cache's device."""
+        if not hasattr(self._layer.module.impl, "do_kv_cache_update"):
+            self._refuse("it does not write its cache apart from attending it")
+        spec, heads = self._layer.spec, self._layer.num_kv_heads
+        shapes = [(self._tokens, heads, dim) for dim in (spec.key_dim, spec.value_dim)]
+        counts = [torch.Size(shape).numel() for shape in shapes]
+        if self._blocks[0].numel() != sum(counts):
+            self._refuse(f"a block has {self._blocks[0].numel()} numbers where K and V are {sum(counts)}")
+        scratch = torch.empty_strided(
+            self._blocks[0].shape, self._blocks[0].stride(), dtype=self._cache.dtype, device=self.device
+        )
+        slots = torch.arange(self._tokens, device=self.device)
+        orders, scales = [], self._scales()
+        for side in range(2):
+            place = torch.zeros(scratch.numel(), dtype=torch.int64, device=self.device)
+            index, weight = torch.arange(1, counts[side] + 1, device=self.device), 1  # 0: the other side's
+            while weight <= counts[side]:
+                digits = (index // weight % _DIGIT).to(self._dtype).view(shapes[side])
+                given = [torch.zeros(shape, dtype=self._dtype, device=self.device) for shape in shapes]
+                given[side] = digits
+                scratch.zero_()
+                self._update(scratch, slots, *given)
+                seen = scratch.view(self._stored).float() * (1.0 if scales is None else scales[side].float())
+                place += weight * seen.flatten().nan_to_num().round().long()
+                weight *= _DIGIT
+            mine = place.nonzero().flatten()
+            if len(mine) != counts[side] or not torch.equal(place[mine].sort().values, index):
+                self._refuse("numbers that were written do not come back one by one")
+            orders.append(mine[place[mine].argsort()])
+        return torch.cat(orders)
+
+    def _as_rows(self) -> Tensor | None:
+        """The cache as [blocks, heads, tokens, K and V], where that is how it lies; else None."""
+        spec, heads = self._layer.spec, self._layer.num_kv_heads
+        width = spec.key_dim + spec.value_dim
+        place = torch.arange(heads * self._tokens * width, device=self.device).view(heads, self._tokens, width)
+        split = place.transpose(0, 1).split((spec.key_dim, spec.value_dim), -1)
+        if self._blocks.shape[1] > 1 or not torch.equal(torch.cat([x.flatten() for x in split]), self._order):
+            return None
+        return self._cache.view(len(self._cache), heads, self._tokens, width)

@@ -1,0 +1,213 @@
+"""``SlimKVOffloadingSpec``: vLLM's tiered offload with packed blocks in its host memory and files.
+
+``kv_connector_extra_config``: ``slimkv`` (the fields of ``KVCacheConfig``, or a format's name), ``cpu_bytes_to_use``,
+and what else vLLM's ``TieringOffloadingSpec`` takes; of its tiers ``fs``.
+
+The workers know the layers, the scheduler only counts blocks. The workers start first: the one of rank 0 leaves a note
+of what a block takes and means in the folder through which vLLM shares the host memory itself; the scheduler takes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimkv.config import KVCacheConfig
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.serving.model import ServedModel, shared_codec
+from slimkv.integrations.vllm.calibration import served_model
+from slimkv.integrations.vllm.cold.band import Band, BandCodec, bands_of, block_bytes
+from slimkv.integrations.vllm.cold.compat import (
+    OffloadingWorker,
+    SharedOffloadRegion,
+    TieringOffloadingSpec,
+    get_current_vllm_config_or_none,
+)
+from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache, find_layers
+from slimkv.integrations.vllm.cold.worker import ColdWorker
+from slimkv.integrations.vllm.compat import layer_number, logger
+from slimkv.integrations.vllm.connectors import all_heads, engine_weights
+from slimkv.integrations.vllm.key_offset import layer_offset, whole_offset
+from slimkv.integrations.vllm.settings import KEY
+from slimkv.spec import LatentSpec
+from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
+from slimkv.wire.model import model_fields
+
+NOTES = Path("/dev/shm")
+_FILES = {"type": "SlimKVFileTier", "module_path": "slimkv.integrations.vllm.cold.files"}
+EXAMPLE = '{"spec_name": "SlimKVOffloadingSpec", "spec_module_path": "slimkv.integrations.vllm.cold", "slimkv": "k4v4"}'
+
+
+def cold_settings(extra_config: Any) -> KVCacheConfig:
+    """The settings of a cold tier, in the extra config of vLLM's offloading connector."""
+    if KEY not in extra_config:
+        raise InputError(
+            f"the cold tier's format is missing: put {KEY!r} into kv_connector_extra_config, as in {EXAMPLE}"
+        )
+    settings = KVCacheConfig.parse(extra_config[KEY])
+    settings.refuse("the cold tier", "sink_tokens", "recent_tokens")
+    return settings
+
+
+class SlimKVOffloadingSpec(TieringOffloadingSpec):
+    """In a worker (vLLM's configuration is at hand there) it knows the layers; in the scheduler what the note says."""
+
+    def __init__(self, config: Any) -> None:
+        self._settings = cold_settings(config.extra_config)
+        self._note = NOTES / f"slimkv_cold_{config.engine_id}.json"
+        self._vllm_config = get_current_vllm_config_or_none()
+        self._cold_worker: ColdWorker | None = None
+        _refuse(config)
+        if self._vllm_config is not None:
+            self._model = served_model(self._vllm_config, self._settings)
+            self._groups = self._find_groups(config)
+            size = max(block_bytes(bands) for bands in self._groups)
+            note: dict[str, Any] = {"block_bytes": size, "fingerprint": self._fingerprint(config)}
+            if config.parallel.rank == 0:
+                self._note.write_text(json.dumps(note))
+        else:
+            note = self._take_note()
+        super().__init__(replace(
+            config, worker_kv_bytes_per_block=note["block_bytes"], replicated_layout=False,
+            parallel=replace(config.parallel, is_parallelism_agnostic=False),
+            extra_config={**config.extra_config, "secondary_tiers": self._tiers(config, note["fingerprint"])},
+        ))  # fmt: skip
+        if self.num_chunks == 0:
+            raise InputError(
+                f"cpu_bytes_to_use is {config.extra_config.get('cpu_bytes_to_use')}, and one packed block takes "
+                f"{self.kv_bytes_per_chunk} bytes: give the cold tier more"
+            )
+
+    def _take_note(self) -> dict[str, Any]:
+        try:
+            note = json.loads(self._note.read_text())
+        except OSError as error:
+            raise UnsupportedError(
+                f"the cold tier's scheduler finds no note from its workers ({self._note}): they must run on the same "
+                "machine and share its /dev/shm"
+            ) from error
+        self._note.unlink()
+        return note
+
+    def _find_groups(self, config: Any) -> list[tuple[Band, ...]]:
+        return [
+            bands_of(find_layers(self._vllm_config, group.layer_names, self._model), group.tokens_per_block)
+            for group in config.groups
+        ]
+
+    def _fingerprint(self, config: Any) -> str | None:
+        """Of the blocks, where files outlive the engine."""
+        if not config.extra_config.get("secondary_tiers"):
+            return None
+        sizes = {band.layout.block_size for bands in self._groups for band in bands}
+        if len(sizes) > 1:
+            raise UnsupportedError(f"files of the cold tier hold pages of one size, not of {sorted(sizes)} tokens")
+        layers = [layer for bands in self._groups for band in bands for layer in band.layers]
+        return _fingerprint(self._vllm_config, self._model, layers, sizes.pop()).to_json()
+
+    def _tiers(self, config: Any, fingerprint: str | None) -> list[dict[str, Any]]:
+        """vLLM's ``fs`` tiers, with files that are marked and checked."""
+        out = []
+        for tier in config.extra_config.get("secondary_tiers") or ():
+            if tier.get("type") != "fs" or "root_dir" not in tier:
+                raise UnsupportedError(
+                    f"the cold tier writes packed blocks to files ({{'type': 'fs', 'root_dir': ...}}); it does not "
+                    f"know {tier}"
+                )
+            assert fingerprint is not None
+            known = Fingerprint.from_json(fingerprint, "the workers' note")
+            folder = Path(tier["root_dir"]) / f"slimkv-{known.hash[:16]}"
+            if self._vllm_config is None:
+                check_marker(folder, known)
+            out.append({**tier, **_FILES, "root_dir": str(folder), "fingerprint": known.hash})
+        return out
+
+    def get_manager(self) -> Any:
+        """The scheduler's side. All workers have mapped the host memory by now, so that its name can go: what is left
+        of a killed engine then goes with its processes."""
+        fresh = self._manager is None
+        manager = super().get_manager()
+        if fresh:
+            os.unlink(self._scheduler_mmap.mmap_path)
+            self._scheduler_mmap._creator = False
+        return manager
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        """A rank's side."""
+        if self._cold_worker is None:
+            blocks = kv_caches.tensors[0].tensor.shape[0]
+            groups = [[self._codec(band, blocks) for band in bands] for bands in self._groups]
+            region = SharedOffloadRegion(
+                engine_id=self.config.engine_id, num_chunks=self.num_chunks, rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk, cpu_page_size=self.cpu_page_size_per_worker,
+            )  # fmt: skip
+            region._creator = False  # the scheduler takes its name away
+            self._cold_worker = ColdWorker(groups, region, self.cpu_page_size_per_worker, self.blocks_per_chunk)
+            logger.info(
+                "slimkv: the cold tier holds %d tokens in %.1f GiB of host memory.",
+                self.num_chunks * self.blocks_per_chunk * max(self.tokens_per_block),
+                self.num_chunks * self.kv_bytes_per_chunk / 2**30,
+            )
+        return self._cold_worker
+
+    def _codec(self, band: Band, num_blocks: int) -> BandCodec:
+        model, tokens = self._model, band.pages * band.layout.block_size
+        dtype = self._vllm_config.model_config.dtype
+        caches = [HotCache(layer, num_blocks, tokens, dtype) for layer in band.layers]
+        device = caches[0].device
+        codec = shared_codec(band.layout.spec, device)
+        offsets = [
+            layer_offset(model, self._vllm_config, x.number, x.spec, x.num_kv_heads, device) for x in band.layers
+        ]
+        each = [model.matrices(x.number, codec, x.num_kv_heads) for x in band.layers]
+        matrices: torch.Tensor | None = None
+        edges: tuple[int, ...] = ()
+        if model.calibration is not None and all(x is not None for x in each):
+            matrices = torch.cat([x for x in each if x is not None], -3).contiguous()
+            edges = model.calibration.position_edges(model.max_positions)
+        known = [x for x in offsets if x is not None]
+        return BandCodec(
+            band, caches, codec, known if len(known) == len(offsets) else None, matrices, edges, self._settings, dtype
+        )  # fmt: skip
+
+
+def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLayer], page_tokens: int) -> Fingerprint:
+    """Of packed blocks in files. Numbers that an fp8 cache has rounded are not the model's: its dtype counts."""
+    model = vllm_config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    found = []
+    for layer in layers:
+        number = layer_number(layer.name)
+        if number is None:
+            raise UnsupportedError(f"{layer.name} has no layer number: its blocks cannot be told from others in files")
+        heads = 1 if isinstance(layer.spec, LatentSpec) else all_heads(vllm_config, layer.module)
+        offset = None if layer.number is None else whole_offset(served, number, layer.spec)
+        window = getattr(layer.module, "sliding_window", None)
+        found.append(LayerFingerprint.of(number, layer.spec, heads, dtype, window, offset))
+    return Fingerprint.of(
+        found, block_size=page_tokens, seed=served.settings.seed, dtype=dtype, weights=engine_weights(vllm_config),
+        model={**model_fields(model.hf_text_config), "hot_cache": vllm_config.cache_config.cache_dtype},
+    )  # fmt: skip
+
+
+def _refuse(config: Any) -> None:
+    parallel = config.parallel
+    for name, size in (
+        ("pipeline", parallel.pp_size), ("decode context", parallel.dcp_size), ("prefill context", parallel.pcp_size)
+    ):  # fmt: skip
+        if size > 1:
+            raise UnsupportedError(
+                f"the cold tier does not run under {name} parallelism ({size}): use tensor parallelism"
+            )
+    if config.canonical_layout:
+        raise UnsupportedError(
+            "canonical_layout is an order of vLLM's own blocks, which packed ones are not: leave it out"
+        )
+    if config.extra_config.get("store_threshold"):
+        raise UnsupportedError("the cold tier has no store_threshold: leave it out")

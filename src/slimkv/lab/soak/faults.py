@@ -1,0 +1,233 @@
+"""Stores under faults: files that are damaged, cut or mixed up, writers that are killed, disks that are full.
+
+Whatever happens, a reader gets exactly what was stored, or nothing; and nothing that it gets breaks it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slimkv.errors import SlimKVError
+from slimkv.spec import CodecSpec
+from slimkv.wire import Fingerprint, LayerFingerprint, LayerPages, PromptCache
+from slimkv.wire.chunk_file import load_file, store_file
+from slimkv.wire.store import PromptStore
+
+ENTRIES, CHUNK_BYTES, TOKENS = 6, 40_000, 64
+
+
+class Store(ABC):
+    """A folder of entries, numbered from 0."""
+
+    folder: Path
+
+    @abstractmethod
+    def save(self, entry: int) -> None:
+        """Stores an entry that is not there."""
+
+    @abstractmethod
+    def load(self, entry: int) -> bytes | None:
+        """What is found of an entry; None is a miss."""
+
+    @abstractmethod
+    def truth(self, entry: int) -> bytes:
+        """What it must be."""
+
+
+class Chunks(Store):
+    """Chunks of a cold tier."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._mark = folder, "ab" * 32
+
+    def _place(self, entry: int) -> tuple[str, bytes]:
+        return str(self.folder / f"{entry}.bin"), str(entry).encode()
+
+    def truth(self, entry: int) -> bytes:  # noqa: D102
+        return random.Random(entry).randbytes(CHUNK_BYTES)
+
+    def save(self, entry: int) -> None:  # noqa: D102
+        path, key = self._place(entry)
+        store_file(path, memoryview(self.truth(entry)), key, self._mark)
+
+    def load(self, entry: int) -> bytes | None:  # noqa: D102
+        into = memoryview(bytearray(CHUNK_BYTES))
+        path, key = self._place(entry)
+        try:
+            load_file(path, into, key, self._mark)
+        except OSError:
+            return None
+        return bytes(into)
+
+
+class Prompts(Store):
+    """Prompt-cache files, found by the tokens they begin with."""
+
+    def __init__(self, folder: Path) -> None:
+        layers = [LayerFingerprint.of(n, CodecSpec.parse("k4v4", 32), 2, "float32") for n in range(2)]
+        self._mark = Fingerprint.of(layers, block_size=16, seed=1, dtype="float32", model={}, weights="ab" * 32)
+        self.folder, self._store = folder, PromptStore(folder, self._mark)
+        self._prompts = [self._make(entry) for entry in range(ENTRIES)]
+
+    def _make(self, entry: int) -> PromptCache:
+        source, tokens = torch.Generator().manual_seed(entry), tuple(range(100 * entry, 100 * entry + TOKENS))
+        layers = {}
+        for layer in self._mark.layers:
+            shape = TOKENS // 16, layer.num_kv_heads, layer.layout(1, 16).page_bytes
+            layers[layer.number] = LayerPages(torch.randint(0, 256, shape, dtype=torch.uint8, generator=source), 0)
+        return PromptCache(self._mark, tokens, layers)
+
+    @staticmethod
+    def _bytes(prompt: PromptCache) -> bytes:
+        return b"".join(prompt.layers[n].pages.numpy().tobytes() for n in sorted(prompt.layers))
+
+    def truth(self, entry: int) -> bytes:  # noqa: D102
+        return self._bytes(self._prompts[entry])
+
+    def save(self, entry: int) -> None:  # noqa: D102
+        prompt = self._prompts[entry]
+        if self._store.find(prompt.tokens) is None:
+            self._store.path_of(prompt.tokens).unlink(missing_ok=True)
+            self._store.save(prompt, "faults")
+
+    def load(self, entry: int) -> bytes | None:  # noqa: D102
+        try:
+            match = self._store.find(self._prompts[entry].tokens)
+            return None if match is None else self._bytes(PromptCache.load(match.header.path))
+        except (SlimKVError, OSError):
+            return None
+
+
+@dataclass(frozen=True)
+class FaultReport:
+    """What happened: how many faults of each kind, and what readers got in all."""
+
+    faults: dict[str, int]
+    right: int
+    missed: int
+    wrong: int
+    broken: tuple[str, ...]  # errors that no reader or writer may see
+
+    @property
+    def passed(self) -> bool:
+        """No wrong answer, and nothing broke."""
+        return self.wrong == 0 and not self.broken and self.right > 0
+
+
+def soak_faults(count: int, folder: Path, seed: int = 0) -> FaultReport:
+    """Faults of every kind in turn, at random places of the empty ``folder``; after each, every entry is read."""
+    source, faults, got = random.Random(seed), Counter[str](), Counter[str]()
+    broken: list[str] = []
+    stores: list[Store] = [Chunks(folder / "chunks"), Prompts(folder / "prompts")]
+    kinds: list[Callable[[Store, random.Random], None]] = [_flip, _cut, _grow, _lose_a_page, _mix, _kill, _full]
+    for i in range(count):
+        store, fault = stores[i % len(stores)], kinds[i // len(stores) % len(kinds)]
+        faults[f"{type(store).__name__.lower()}: {fault.__name__[1:].replace('_', ' ')}"] += 1
+        try:
+            for entry in range(ENTRIES):
+                store.save(entry)
+            fault(store, source)
+            for entry in range(ENTRIES):
+                found = store.load(entry)
+                got["missed" if found is None else "right" if found == store.truth(entry) else "wrong"] += 1
+        except Exception as error:  # whatever it is, a server would have stopped
+            broken.append(f"{fault.__name__[1:]}: {error!r}")
+    return FaultReport(dict(sorted(faults.items())), got["right"], got["missed"], got["wrong"], tuple(broken))
+
+
+def _files(store: Store) -> list[Path]:
+    return sorted(p for p in store.folder.iterdir() if p.suffix in (".bin", ".safetensors"))
+
+
+def _rewrite(store: Store, source: random.Random, change: Callable[[bytearray], object]) -> None:
+    """One file, changed in place."""
+    path = source.choice(_files(store))
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def _flip(store: Store, source: random.Random) -> None:
+    def change(data: bytearray) -> None:
+        data[source.randrange(len(data))] ^= 1 << source.randrange(8)
+
+    _rewrite(store, source, change)
+
+
+def _cut(store: Store, source: random.Random) -> None:
+    _rewrite(store, source, lambda data: data.__delitem__(slice(source.randrange(len(data)), None)))
+
+
+def _grow(store: Store, source: random.Random) -> None:
+    _rewrite(store, source, lambda data: data.extend(source.randbytes(source.randint(1, 4096))))
+
+
+def _lose_a_page(store: Store, source: random.Random) -> None:
+    """Zeros where a page of a file never reached the disk."""
+
+    def change(data: bytearray) -> None:
+        start = source.randrange(len(data)) // 4096 * 4096
+        data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+
+    _rewrite(store, source, change)
+
+
+def _mix(store: Store, source: random.Random) -> None:
+    """One file under another's name."""
+    files = _files(store)
+    a, b = source.sample(files, 2)
+    b.write_bytes(a.read_bytes())
+
+
+def _remove_some(store: Store, source: random.Random) -> None:
+    for path in source.sample(_files(store), ENTRIES // 2):
+        path.unlink()
+
+
+def _kill(store: Store, source: random.Random) -> None:
+    """A writer is killed at a random moment."""
+    _remove_some(store, source)
+    after = source.uniform(0.0, 0.01)
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            while True:
+                for entry in range(ENTRIES):
+                    store.save(entry)
+                _remove_some(store, source)
+        os._exit(1)
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+@contextmanager
+def _file_limit(size: int) -> Iterator[None]:
+    """No file may grow beyond ``size`` bytes: writes then fail half-way, as on a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def _full(store: Store, source: random.Random) -> None:
+    _remove_some(store, source)
+    with _file_limit(source.randrange(8000)):
+        for entry in range(ENTRIES):
+            with suppress(OSError, SlimKVError):
+                store.save(entry)

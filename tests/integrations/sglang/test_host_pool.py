@@ -1,0 +1,34 @@
+"""SGLang's hierarchical cache with packed pages: what was evicted comes back from host memory, codes and scales."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from engines import engine, run_engine, slimkv
+from prompts import run
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.extended]
+
+
+def test_evicted_pages_come_back_from_host_memory():
+    """Six prompts through a cache that holds three: the first two are read from host memory, and answer alike."""
+    source = random.Random(0)
+    prompts = [[source.randrange(3, 40_000) for _ in range(290)] for _ in range(6)]
+    result = run_engine(
+        engine(
+            **slimkv("k4v4"), enable_hierarchical_cache=True, hicache_ratio=4.0, hicache_mem_layout="layer_first",
+            max_total_tokens=1024,
+        ),
+        [
+            run("first", prompts[:2], 8, one_by_one=True),
+            run("others", prompts[2:], 8, one_by_one=True),
+            run("again", prompts[:2], 8, one_by_one=True),
+        ],
+    )  # fmt: skip
+    assert result["max_total_num_tokens"] == 1024
+    assert result["cached"] == {"first": [0, 0], "others": [0, 0, 0, 0], "again": [288, 288]}
+    assert result["tokens"]["again"] == result["tokens"]["first"]

@@ -1,0 +1,33 @@
+"""Stores under random faults: what comes back is what was stored, or nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimkv.lab.soak import faults
+from slimkv.lab.soak.faults import soak_faults
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_faults_never_give_a_wrong_answer(count, tmp_path):
+    report = soak_faults(count, tmp_path, seed=count)
+    assert report.passed, report
+    assert sum(report.faults.values()) == count
+    assert len(report.faults) == 14  # each kind, on each kind of store
+    assert report.missed > count / 4, "faults that change nothing test nothing"
+
+
+def test_an_unchecked_store_is_found_out(tmp_path, monkeypatch):
+    """Without its digest, a chunk's damage is an answer: the soak sees it."""
+    monkeypatch.setattr("slimkv.wire.chunk_file.trailer", lambda *args: bytes(48))
+    report = soak_faults(60, tmp_path)
+    assert report.wrong > 0
+    assert not report.passed
+
+
+def test_a_broken_reader_is_found_out(tmp_path, monkeypatch):
+    def load(self, entry):
+        raise RuntimeError("the engine is gone")
+
+    monkeypatch.setattr(faults.Chunks, "load", load)
+    assert not soak_faults(8, tmp_path).passed
