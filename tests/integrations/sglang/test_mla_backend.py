@@ -320,7 +320,9 @@ def test_prefill_of_latents_is_captured_only_where_asked(tmp_path, monkeypatch):
 
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     load_plugins()
-    deepseek_v2().config.save_pretrained(tmp_path)
+    config = deepseek_v2().config
+    config.architectures = ["DeepseekV2ForCausalLM"]
+    config.save_pretrained(tmp_path)
     for asked, found in ((None, "disabled"), ("breakable", "breakable")):
         own = {"attention_backend": "slimkv", "disable_cuda_graph": False, "cuda_graph_backend_prefill": asked}
         args = ServerArgs(model_path=str(tmp_path), **{**BASE, "page_size": 32, **own})
