@@ -34,6 +34,12 @@ class NoDraft:
     def is_standalone(self) -> bool:
         return False
 
+    def is_ngram(self) -> bool:
+        return False
+
+    def is_dflash_family(self) -> bool:
+        return False
+
 
 class Model(SimpleNamespace):
     """SGLang's model configuration: 4 KV heads."""
