@@ -95,7 +95,10 @@ def test_low_rank_queries_and_interleaved_rope(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("parallel", [{"tp_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}])
+@pytest.mark.parametrize(
+    "parallel",
+    [{"tp_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "chunked_prefill_size": 192}],
+)
 def test_ranks_hold_the_same_latents(folder, packed, parallel):
     """Two ranks with half the heads each, and two that have all heads of their own requests."""
     ours = run_engine(

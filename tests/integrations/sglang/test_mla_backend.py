@@ -81,7 +81,9 @@ def made(monkeypatch):
         runner = SimpleNamespace(
             is_draft_worker=False, model=torch.nn.Sequential(module), device="cpu", page_size=PAGE,
             token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=slots), dtype=torch.float32,
-            server_args=SimpleNamespace(speculative_num_draft_tokens=None),
+            server_args=SimpleNamespace(
+                speculative_num_draft_tokens=None, speculative_draft_attention_backend="torch_native"
+            ),
         )  # fmt: skip
         return latent_backend.SlimKVLatentBackend(runner), module, slots
 
@@ -309,6 +311,21 @@ def test_linear_attention_beside_latents_is_refused(monkeypatch):
         refusals.check_model(kvc, KVCacheConfig("c4"))
 
 
+def test_a_drafts_layers_attend_as_their_own_backend_does(made, monkeypatch):
+    from slimkv.integrations.sglang.mla import compat
+
+    backend, module, slots = made()
+    handler = compat.AttentionBackendRegistry.get_handler("slimkv")
+    monkeypatch.setitem(compat.AttentionBackendRegistry._handlers, "torch_native", lambda attention, batch: "its own")
+    batch = make_step(backend, slots, "EXTEND", [0], [0], [4])
+    batch.forward_mode.is_extend_without_speculative = lambda: True
+    for current, method in ((backend, compat.AttnForwardMethod.MHA), (object(), "its own")):
+        monkeypatch.setattr(compat, "get_attn_backend", lambda current=current: current)
+        module.current_attention_backend = "slimkv"
+        assert handler(module, batch) == method
+    assert module.current_attention_backend == "torch_native"
+
+
 def test_prefill_of_latents_is_captured_only_where_asked(tmp_path, monkeypatch):
     """SGLang's own arguments, resolved for a model with latents."""
     from engines import BASE
@@ -320,7 +337,9 @@ def test_prefill_of_latents_is_captured_only_where_asked(tmp_path, monkeypatch):
 
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     load_plugins()
-    deepseek_v2().config.save_pretrained(tmp_path)
+    config = deepseek_v2().config
+    config.architectures = ["DeepseekV2ForCausalLM"]
+    config.save_pretrained(tmp_path)
     for asked, found in ((None, "disabled"), ("breakable", "breakable")):
         own = {"attention_backend": "slimkv", "disable_cuda_graph": False, "cuda_graph_backend_prefill": asked}
         args = ServerArgs(model_path=str(tmp_path), **{**BASE, "page_size": 32, **own})

@@ -43,7 +43,7 @@ class SlimKVLatentBackend(PackedBackend):
             layer: FoldedProjections(module, ops.latent_rotation(self._packed(layer).codec))
             for layer, module in self._attention.items()
         }
-        register_forward_methods()
+        register_forward_methods(type(self), model_runner.server_args.speculative_draft_attention_backend)
         if self.device.type != "cpu":  # nothing is compiled there
             self._compile(model_runner)
 

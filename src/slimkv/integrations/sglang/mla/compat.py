@@ -19,6 +19,7 @@ try:
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
         AttnForwardMethod,
+        get_attn_backend,
         is_in_breakable_cuda_graph,
         is_in_tc_piecewise_cuda_graph,
     )
@@ -37,13 +38,17 @@ except ImportError as error:
 __all__ = ["DeepseekV2AttentionMLA", "dense_attention", "register_forward_methods"]
 
 
-def register_forward_methods() -> None:
+def register_forward_methods(ours: type, drafts: str | None) -> None:
     """Tells SGLang's layers how slimkv attends: prefill expands latents into K and V, everything else absorbs.
 
-    So does prefill in a graph, as with SGLang's own backends: how many latents are expanded is not known there.
+    So does prefill in a graph, as with SGLang's own backends: how many latents are expanded is not known there. SGLang
+    asks here for a draft's layers too, whose backend is not one of ``ours`` but the one that is called ``drafts``.
     """
 
     def choose(attention: Any, batch: Any) -> Any:
+        if drafts is not None and not isinstance(get_attn_backend(), ours):
+            attention.current_attention_backend = drafts
+            return AttentionBackendRegistry.get_handler(drafts)(attention, batch)
         captured = is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph()
         expands = batch.forward_mode.is_extend_without_speculative() and not captured
         return AttnForwardMethod.MHA if expands else AttnForwardMethod.MLA
