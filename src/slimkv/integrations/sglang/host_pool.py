@@ -18,9 +18,7 @@ def device_pool_infos(pool: Any) -> tuple[Any, ...]:
     """What SGLang asks a device pool for: where its rows are."""
     check_hooks((HOST_POOL,))
     if not isinstance(pool, MHATokenToKVPool):
-        raise UnsupportedError(
-            "packed latents have no host memory in SGLang: leave out --enable-hierarchical-cache"
-        )
+        raise UnsupportedError("packed latents have no host memory in SGLang: leave out --enable-hierarchical-cache")
     sizes = {of.row_bytes for of in pool.layers}
     if len(sizes) > 1:
         raise UnsupportedError(
