@@ -15,13 +15,15 @@ from slimkv.integrations.transformers.compat import DynamicLayer, stock_layer
 from slimkv.integrations.transformers.tables import SequenceTables, Step
 from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
 
-# What a memory budget chooses from, finest first. Wider steps would cost more: half the tokens at 8 bits and half at 6
-# have twice the error of all at 7.
-RUNGS = (RAW, "krawbf16vrawbf16", "k8v8", "k7v7", "k6v6", "k5v5", "k4v4", "k3v3", "k2v2")
+# What a memory budget chooses from, finest first. Errors of keys cost more than those of values: on SmolLM2 k8v6 has
+# 0.55 of the KL divergence of k7v7, k5v3 0.73 of that of k4v4. Wider steps would cost more than they save.
+RUNGS = (RAW, "krawbf16vrawbf16", "k8v8", "k8v6", "k7v5", "k6v4", "k5v3", "k4v2", "k3v2", "k2v2")
+KEY_WEIGHT = 8.0  # what an error of keys costs over one of values
 SINK_TOKENS = 16  # of a cache with a memory budget: so many first tokens stay raw, unless that takes more than
 SINK_SHARE = 1 / 16  # of it
 # What an error costs falls with a token's age to this power. On SmolLM2 at 4,096 tokens 0.5 and 1 are close to one
-# another (0.81 and 0.88 of the KL divergence of one format at 7.75 bits, 0.36 and 0.28 at 4.25), 2 is far worse.
+# another (with as many bits for keys as for values 0.81 and 0.88 of one format's KL divergence at 7.75 bits, 0.36 and
+# 0.28 at 4.25), 2 is far worse.
 AGE_POWER = 0.75
 
 
@@ -70,7 +72,7 @@ def costs_of(layouts: Sequence[PageLayout], heads: int, layers: int, raw_token: 
     formats = [(x.spec.key, x.spec.value) for x in layouts]
     return Costs(
         tuple(x.pool_bytes(1, heads) * layers for x in layouts),
-        tuple(4.0**-key.bits + 4.0**-value.bits for key, value in formats),
+        tuple(KEY_WEIGHT * 4.0**-key.bits + 4.0**-value.bits for key, value in formats),
         raw_token * layers,
     )
 
