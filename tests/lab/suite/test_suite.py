@@ -25,7 +25,7 @@ SLICE = {
     "formats": ("fp8", "turboquant_4bit_nc", "k4v4", "k2v2"), "calibration": "none", "windows": 2, "window_tokens": 48,
     "position_tokens": 64, "needle_contexts": (96,), "needle_depths": (0.5,), "lengths": (160,), "contexts": 1,
     "questions": 2, "decode_context": 32, "decode_tokens": 2, "parts": ("memory", "agreement", "positions", "needle",
-    "tasks", "generate"),
+    "tasks", "drafts", "generate"),
 }  # fmt: skip
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -73,6 +73,9 @@ def test_everything_is_measured_for_every_cache(run):
     for name, row in rows.items():
         assert row["tokens_fit"] > 0
         assert row["decode"]["tokens_per_second"] > 0
+        assert row["drafts"]["acceptance_length"] == pytest.approx(
+            row["drafts"]["over_raw"] * rows["raw"]["drafts"]["acceptance_length"]
+        )
         assert row["needle"]["tried"] == 4
         assert row["answers"]["asked"] >= 5
         assert name == "raw" or row["kl"] > 0

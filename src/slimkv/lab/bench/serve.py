@@ -98,8 +98,6 @@ class ServeSettings:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.drafts < 0:
-            raise InputError(f"drafts must be 0 or a number of tokens, not {self.drafts}")
         if not 0 <= self.short_context <= self.context:
             raise InputError(f"short_context must be 0 to {self.context}, the context; not {self.short_context}")
         if self.output < 2:
