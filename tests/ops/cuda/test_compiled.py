@@ -78,7 +78,7 @@ def _prefill(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
             yield Kernel(f"merge-{name}", prefill_config.MERGE, defines, few.threads, 0, kernel="merge", most_local=0)
     for config in found:
         defines = prefill_defines.attend_defines(layout, config, BF16, BF16, True, True)
-        local = 48 if config.single_warps else MOST_LOCAL
+        local = 80 if config.single_warps else MOST_LOCAL
         yield Kernel(
             f"prefill-{name}-{config}", config.source, defines, config.threads, defines["SHARED"],
             config.blocks_per_sm, most_local=local,

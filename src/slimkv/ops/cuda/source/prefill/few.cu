@@ -48,6 +48,7 @@ template <int TILES> struct FewRows {
   int warp, lane;
   int tile_row, part;  // of this warp's scores
   LaneRows rows;
+  u32 queries[PLACES / 16][4];
   float reference[2], row_sum[2];       // of this warp's scores
   float of_output[TILES][2];            // references of all rows
   float o[TILES][2 * PAIRS][4];
@@ -60,6 +61,10 @@ template <int TILES> struct FewRows {
     rows = prepare_lane_rows(args, w, shared, 0, tile_row, lane);
 #pragma unroll
     for (int r = 0; r < 2; r++) reference[r] = MINUS_INFINITY, row_sum[r] = rows.softmax.row_sum[r];
+    sync_warp();  // warps that share rows have all written them
+    const u32 own = by_columns(shared_address(shared), 16 * tile_row, lane);
+#pragma unroll
+    for (int k = 0; k < PLACES / 16; k++) ldmatrix_x4(queries[k], (own ^ k % 4 * 32) + k / 4 * 128 * GROUP_ROWS);
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       of_output[j][0] = of_output[j][1] = MINUS_INFINITY;
@@ -70,16 +75,15 @@ template <int TILES> struct FewRows {
 
   // Scores of the warp's part of a tile, as powers of two; their maxima to the others.
   DEVICE_MEMBER void score(float (&s)[SCORES], const TileScale& unit, int tile) {
-    const u32 queries = by_columns(shared_address(shared), 16 * tile_row, lane);
     const u32 keys = by_rows(shared_address(shared + KEYS_AT), lane) + part * TOKENS * 128;
 #pragma unroll
     for (int i = 0; i < SCORES; i++) s[i] = 0.0f;
 #pragma unroll
     for (int k = 0; k < PLACES / 16; k++) {
-      u32 q[4], key[4];
-      ldmatrix_x4(q, (queries ^ k % 4 * 32) + k / 4 * 128 * GROUP_ROWS);
+      const u32 (&q)[4] = queries[k];
 #pragma unroll
       for (int n = 0; n < TOKENS / 16; n++) {
+        u32 key[4];
         ldmatrix_x4(key, (keys ^ k % 4 * 32) + k / 4 * HALF_TILE + n * 2048);
         mma_f16(s + 8 * n, q[0], q[1], q[2], q[3], key[0], key[1]);
         mma_f16(s + 8 * n + 4, q[0], q[1], q[2], q[3], key[2], key[3]);

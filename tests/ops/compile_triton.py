@@ -1,0 +1,72 @@
+"""Compiles Triton kernels for an architecture that is not here: calls what launches them, with no device behind it.
+
+python tests/ops/compile_triton.py hip gfx942 64     # backend, architecture, lanes of a warp
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+compiled: list[str] = []
+
+
+class NoDevice:
+    """A driver that knows its target only."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return self.target
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Nothing is launched."""
+        return 0
+
+
+def _compile(function: JITFunction, grid, *args, **options) -> None:
+    kernel = function.warmup(*args, grid=grid, **options)
+    assert kernel.asm, f"{function.__name__} has no machine code"
+    compiled.append(function.__name__)
+
+
+def main() -> None:
+    """Attention, store and gather of two formats; prints the names of the kernels."""
+    backend, architecture, lanes = sys.argv[1:]
+    driver.set_active(NoDevice(GPUTarget(backend, architecture, int(lanes))))
+    JITFunction.__getitem__ = lambda self, grid: partial(_compile, self, grid)  # type: ignore[method-assign]
+    sys.path.insert(0, str(Path(__file__).parent))
+    from attention_cases import Case, build
+    from test_attention import poisoned_out, request_of
+
+    from slimkv.ops.attention.triton import launch as attention
+    from slimkv.ops.gather.api import GatherRequest
+    from slimkv.ops.gather.triton import launch as gather
+    from slimkv.ops.store.api import StoreRequest
+    from slimkv.ops.store.triton import launch as store
+
+    for change in ({}, {"format": "k5vfp8", "dim": 128, "window": 20, "softcap": 3.0, "sinks": True}):
+        case = Case(lens=(60, 90), queries=(1, 40), **change)
+        built = build(case, torch.device("cpu"))
+        attention.run(request_of(built, *poisoned_out(case, built)))
+        slots = built.positions(0)
+        key, value = (torch.zeros(len(slots), built.pages.shape[1], case.dim) for _ in range(2))
+        store.run(StoreRequest(key, value, built.pages, slots, built.codec, built.layout))
+        gather.run(GatherRequest(built.pages, slots, key, value, built.codec, built.layout, False))
+    print(*sorted(set(compiled)))
+
+
+if __name__ == "__main__":
+    main()
