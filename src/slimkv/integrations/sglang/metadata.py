@@ -1,7 +1,7 @@
-"""What a step's layers share: block tables from SGLang's table of slots, lengths, and bounds the host knows.
+"""Metadata shared by the layers of a step: block tables from SGLang's slot table, lengths, and host-side bounds.
 
-Nothing is read back from the device and nothing is done per request. SGLang puts requests that decode behind those that
-prefill; such a batch is attended in two parts, because parts whose keys are split to fill the device must be whole.
+Nothing is read back from the device, and there are no loops over requests. SGLang puts decode requests after prefill
+requests. Such a batch is attended in two parts, because split-KV needs the decode requests in one call.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from slimkv.ops import AttentionBatch
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive requests that are attended in one call."""
+    """Consecutive requests attended in one call."""
 
     rows: slice  # of the step's queries
     batch: AttentionBatch
     window_batch: AttentionBatch | None  # the same in the pool of sliding-window layers
-    prompt: bool | None = None  # see ``AttendOptions``; None where it does not matter
+    prompt: bool | None = None  # see ``AttendOptions``; None if it does not matter
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Step:
     seq_lens: Tensor  # int32 [requests], the new tokens included
     parts: tuple[Part, ...]
     window_slots: Tensor | None = None  # int64 [tokens], where sliding-window layers write
-    matrix_index: Tensor | None = None  # int32 [tokens], the range of positions of each, where a calibration has them
+    matrix_index: Tensor | None = None  # int32 [tokens], the position range of each token, if a calibration has ranges
 
     @property
     def num_queries(self) -> int:
@@ -48,7 +48,7 @@ class Step:
 class BlockTables:
     """Turns SGLang's slots into blocks.
 
-    ``req_to_token``: int32 [requests, positions], a token's slot; tokens of a page lie in consecutive slots.
+    ``req_to_token``: int32 [requests, positions], a token's slot; the tokens of a page have consecutive slots.
     """
 
     req_to_token: Tensor
@@ -63,13 +63,12 @@ class BlockTables:
 
     @property
     def width(self) -> int:
-        """Blocks of the longest sequence there can be."""
+        """Blocks of the longest possible sequence."""
         return self._first_slots.shape[1]
 
     def fill(self, requests: Tensor, table: Tensor, window_table: Tensor | None) -> None:
-        """Writes the blocks of ``requests`` to the tables [requests, blocks]. Can be captured in a graph.
-
-        Entries behind a sequence's end are old ones or zero: blocks that exist, of which nothing is read.
+        """Writes the blocks of ``requests`` to the tables [requests, blocks]. Can be captured in a graph. Entries
+        beyond a sequence's end are stale or zero: valid blocks that are never read.
         """
         slots = self._first_slots[:, : table.shape[1]].index_select(0, requests).clamp_(min=0)
         if window_table is not None:
@@ -79,18 +78,18 @@ class BlockTables:
         table.copy_(slots // self.page_size)
 
     def write_slots(self, out_cache_loc: Tensor) -> Tensor | None:
-        """Where sliding-window layers write the tokens that others write to ``out_cache_loc``."""
+        """The slots in the sliding-window pool for the tokens of ``out_cache_loc``."""
         return None if self.window_pool is None else self.window_pool.translate_loc_from_full_to_swa(out_cache_loc)
 
     def matrix_index(self, positions: Tensor | None) -> Tensor | None:
-        """positions int64 [tokens] -> the range each is in, int32 [tokens]; None without a calibration."""
+        """positions int64 [tokens] -> the position range of each, int32 [tokens]; None without a calibration."""
         if self.position_edges is None or positions is None:
             return None
         return matrix_index(positions, self.position_edges)
 
 
 def eager_step(batch: Any, tables: BlockTables) -> Step:
-    """The step of a batch that runs outside a graph."""
+    """The step of a batch outside a graph."""
     count, device = batch.batch_size, batch.seq_lens.device
     seq_lens, prompt = batch.seq_lens[:count].to(torch.int32), False
     if batch.forward_mode.is_decode_or_idle():
@@ -120,7 +119,7 @@ def verified_tokens(batch: Any) -> int:
 
 
 def _longest(batch: Any, tables: BlockTables, more: int = 0) -> int:
-    """An upper bound of the sequences' lengths that the host knows."""
+    """A host-side upper bound on the sequence lengths."""
     if batch.seq_lens_cpu is None or batch.seq_lens_cpu.numel() == 0:
         return tables.width * tables.page_size
     return int(batch.seq_lens_cpu.max()) + more
@@ -129,7 +128,7 @@ def _longest(batch: Any, tables: BlockTables, more: int = 0) -> int:
 def _parts(
     lengths: list[int], table: Tensor, window_table: Tensor | None, seq_lens: Tensor, longest: int, prompt: bool | None
 ) -> tuple[Part, ...]:
-    """One part, or two where requests with one query follow others and nobody says that all are of a kind."""
+    """One part, or two if single-query requests follow others and the batch is not known to be uniform."""
     count = len(lengths)
     prefills = count
     while prefills and lengths[prefills - 1] == 1 and prompt is None:
@@ -184,7 +183,7 @@ class GraphTables:
         return self._steps[key]
 
     def fill(self, batch: Any, step: Step, more: int) -> None:
-        """Brings ``step`` up to date from the batch's tensors on the device; recorded in the graph.
+        """Updates ``step`` from the batch's device tensors; recorded in the graph.
 
         ``more``: tokens that the batch's lengths do not count yet.
         """

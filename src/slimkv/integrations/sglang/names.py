@@ -1,4 +1,4 @@
-"""Names that SGLang's processes agree on. Light, since every one of them imports it."""
+"""Names shared by SGLang's processes; every process imports this module, so it has no dependencies."""
 
 from __future__ import annotations
 

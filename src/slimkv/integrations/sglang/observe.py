@@ -1,8 +1,8 @@
-"""Calibration inside SGLang: the stock engine, with its own attention, says something and is listened to.
+"""Calibration inside SGLang: statistics are collected while the stock engine, with its own attention, generates text.
 
 SGLang's engine calls methods of its schedulers by name (``collective_rpc``), one scheduler for each GPU. While
-``names.LISTENING`` is in the environment, the plugin hooks that call, and ``Observer`` answers it. What the schedulers
-collect comes back in files, since SGLang brings back nothing but whether a call went well.
+``names.LISTENING`` is in the environment, the plugin hooks that call, and ``Observer`` answers it. The schedulers
+return their results in files, because SGLang only returns whether a call succeeded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFIX = "slimkv_"  # of the methods that schedulers are asked for
 
 
 class Observer:
-    """What one scheduler's model is given; its public methods are what the engine's process may ask for."""
+    """Collects the inputs of one scheduler's model; its public methods can be called from the engine's process."""
 
     def __init__(self, scheduler: Any) -> None:
         self._model = scheduler.tp_worker.model_runner.model
@@ -34,7 +34,7 @@ class Observer:
         self._positions = torch.zeros(0, dtype=torch.int64)
 
     def attach(self) -> None:
-        """Listens to every decoder layer from now on."""
+        """Observes every decoder layer from now on."""
         from slimkv.integrations.sglang.compat import AttentionType, RadixAttention
 
         for layer in self._model.modules():
@@ -71,7 +71,7 @@ class Observer:
     def _shifted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def shifted(input_ids: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
             positions = positions + self._listener.shift
-            self._positions = positions if positions.ndim == 1 else positions[0]  # text has one of three alike
+            self._positions = positions if positions.ndim == 1 else positions[0]  # the three axes are equal for text
             return forward(input_ids, positions, *args, **kwargs)
 
         return shifted
@@ -79,7 +79,7 @@ class Observer:
     def _before_attention(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query: Tensor = kwargs["q"] if "q" in kwargs else args[0]
         key: Tensor | None = kwargs["k"] if "k" in kwargs else args[1]
-        if key is None:  # it reads another layer's tokens
+        if key is None:  # it shares another layer's cache
             return
         count = min(query.shape[0], self._positions.shape[0])
         if count:
@@ -89,7 +89,7 @@ class Observer:
 
 
 def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Around ``Scheduler.handle_rpc_request``: the methods that SGLang looks for are the observer's."""
+    """Wraps ``Scheduler.handle_rpc_request``, so that methods are looked up in the observer."""
     if request.method.startswith(PREFIX):
         observer = getattr(scheduler, "_slimkv_observer", None)
         if observer is None:
@@ -131,16 +131,16 @@ def gather_calibration(
     progress: Any = lambda what, done, total: None,
     **engine_options: Any,
 ) -> Calibration:
-    """Starts SGLang with ``model`` and listens while it says windows x ids tokens (``samples``).
+    """Starts SGLang with ``model`` and collects statistics while it generates windows x ids tokens (``samples``).
 
     Call it from a module that SGLang's processes can import (``if __name__ == "__main__"``).
 
     Args:
         model: a folder or a hub name, as SGLang takes it.
-        samples: windows, and ids in each; they are said in fragments.
+        samples: number of windows and of ids in each; they are generated in fragments.
         seed: of the sampling.
-        max_positions: the longest context that the statistics are for; None: the model's own.
-        progress: told what is being done.
+        max_positions: the longest context of the statistics; None: that of the model.
+        progress: called with a description of each stage.
         engine_options: of ``sglang.Engine``; give those that the model is served with, ``tp_size`` included.
     """
     fixed = {

@@ -1,4 +1,4 @@
-"""Each kind of step once on a throw-away page before SGLang serves, so that no request waits for a compiler."""
+"""Runs each kind of step once on a scratch page before SGLang serves, so that no request waits for compilation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ _PREFILL = 1024  # tokens; longer passes run the same kernels
 
 
 def compile_kernels(kinds: Iterable[LayerKind], max_seq_len: int, verified: int) -> int:
-    """Prefill, decode, verification of ``verified`` tokens, what is left of cached prompts: once for a kind of layer.
-
-    Returns how many steps were run.
+    """Runs prefill, decode, verification of ``verified`` tokens, and the remainders of cached prompts, once per kind of
+    layer. Returns the number of steps.
     """
     distinct = {kind.signature: kind for kind in kinds}
     steps = [Step(1, min(_PREFILL, max_seq_len), max_seq_len), *serving_steps(max_seq_len, verified)]

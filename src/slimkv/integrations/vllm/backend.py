@@ -1,4 +1,4 @@
-"""``SlimKVBackend``: what vLLM asks of an attention backend before it runs; sizes above all."""
+"""``SlimKVBackend``: the interface that vLLM queries before it runs, mainly for sizes."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from slimkv.spec import CodecSpec
 
 
 class PackedBackend(PageShape):
-    """What backends of packed K and V and of packed latents answer alike."""
+    """The common part of the backends for packed K and V and for packed latents."""
 
     accept_output_buffer: bool = True
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = CACHE_DTYPES
     codec_spec: ClassVar[CodecSpec | None] = None
-    held: ClassVar[str] = "cache"  # what layers keep, in messages
+    held: ClassVar[str] = "cache"  # what layers store, for messages
 
     @staticmethod
     def get_name() -> str:
-        """The name vLLM knows it by."""
+        """The backend's name in vLLM."""
         return "CUSTOM"
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Tokens per block that the kernels take; vLLM cuts larger blocks into these."""
+        """Block sizes that the kernels support; vLLM splits larger blocks into these."""
         return list(KERNEL_BLOCKS)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Where the user asks for no block size."""
+        """The default block size."""
         return max(default_block_size, PREFERRED_BLOCK) if default_block_size in KERNEL_BLOCKS else PREFERRED_BLOCK
 
     @classmethod
@@ -58,12 +58,12 @@ class PackedBackend(PageShape):
 
     @staticmethod
     def is_supported_spec(spec: AttentionSpec) -> bool:
-        """Whether slimkv knows how layers with this kind of cache use it."""
+        """Whether slimkv supports layers with this kind of cache spec."""
         return is_supported_spec(spec)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """How many bytes of cache a token of this layer takes."""
+        """Bytes of cache per token of this layer."""
         if spec.state_content_bytes is not None:
             return spec
         if not cls.is_supported_spec(spec):
@@ -81,14 +81,14 @@ class SlimKVBackend(PackedBackend, AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """What runs a layer's attention."""
+        """The class that runs a layer's attention."""
         from slimkv.integrations.vllm.impl import SlimKVImpl
 
         return SlimKVImpl
 
     @staticmethod
     def get_builder_cls() -> Any:
-        """What prepares a step for all layers."""
+        """The class that builds the metadata of a step."""
         from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
 
         return SlimKVMetadataBuilder
@@ -100,7 +100,7 @@ class SlimKVBackend(PackedBackend, AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """All; encoder and cross attention are handed to vLLM's own backend."""
+        """All types; encoder and cross attention use vLLM's own backend."""
         return attn_type in list(AttentionType)
 
     @classmethod
@@ -110,20 +110,20 @@ class SlimKVBackend(PackedBackend, AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Yes, with ``deterministic``, which the switch sets; settings that contradict it are refused by name."""
+        """Yes, with ``deterministic``, which the switch sets; contradicting settings raise an error."""
         return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Drafters of whole blocks, whose tokens see one another both ways: yes."""
+        """Yes: drafters of whole blocks, whose tokens attend to one another in both directions."""
         return True
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Learned logits that join the softmax: yes."""
+        """Yes: learned logits in the softmax."""
         return True
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """See ``PackedBackend``; what vLLM's own backend runs keeps its size."""
+        """See ``PackedBackend``; layers of vLLM's own backend keep their size."""
         return spec if is_delegated(spec) else super().customize_spec(spec)

@@ -1,8 +1,8 @@
-"""Which backend vLLM gets by a name: ``CUSTOM``, or on a CPU one of vLLM's own names.
+"""Which backend class a name stands for: ``CUSTOM``, or on a CPU one of vLLM's own names.
 
-vLLM looks these names up when a layer is made, with the engine's config at hand. ``CUSTOM`` is slimkv's backend for K
-and V, or for latents where the model attends those. A CPU's names are slimkv's backends where the user chose CUSTOM,
-and vLLM's own otherwise.
+vLLM looks these names up when it creates a layer, inside the engine's config context. ``CUSTOM`` is slimkv's backend
+for K and V, or for latents in MLA models. On a CPU, the names are slimkv's backends if the user chose CUSTOM, and
+vLLM's own otherwise.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _drafts(config: Any) -> bool:
-    """Whether this is a drafter of a model that slimkv serves: it chooses for itself.
-
-    Its config is a copy of the engine's with another backend, and with its own model where it has one.
+    """Whether this is a drafter of a model that slimkv serves; a drafter chooses its own backend. Its config is a copy
+    of the engine's with another backend, and with its own model if it has one.
     """
     speculative = config.speculative_config
     if speculative is None:

@@ -1,8 +1,8 @@
-"""Decode context parallelism: several ranks hold the tokens of the same KV heads, each its share of them.
+"""Decode context parallelism: several ranks share the tokens of the same KV heads.
 
-What came before a step is attended by every rank on the tokens it holds, for the query heads of all ranks; the
-log-sum-exps say how much each result counts. A step's own tokens are known to every rank: it stores them, as codes, in
-pages of the step's own, and attends these alone. So everything attended has gone through the codec, as without shards.
+Every rank attends to the earlier tokens that it holds, for the query heads of all ranks; results are merged by their
+log-sum-exps. The tokens of the current step are known to every rank: it stores them as codes in separate pages and
+attends to those. So all keys and values pass through the codec, as without context parallelism.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from slimkv.ops import AttentionBatch, PackedKV, Rounding
 from slimkv.ops.merge import merge_attention_states
 from slimkv.spec import page_layout
 
-NEW_BLOCK = 64  # tokens of a block of the step's own pages
+NEW_BLOCK = 64  # block size of the pages of the current step
 
 
 class Group(Protocol):
-    """The ranks that share tokens; vLLM's ``GroupCoordinator`` is one."""
+    """The ranks that share tokens, such as vLLM's ``GroupCoordinator``."""
 
     world_size: int
     rank_in_group: int
 
     def all_gather(self, input_: Tensor, dim: int) -> Tensor:
-        """Every rank's tensor, one after the other along ``dim``."""
+        """All-gather: the tensors of all ranks, concatenated along ``dim``."""
 
     def reduce_scatter(self, input_: Tensor, dim: int) -> Tensor:
-        """The sum of every rank's tensor, of which each gets its share along ``dim``."""
+        """Reduce-scatter: the sum over ranks, of which each rank gets its share along ``dim``."""
 
 
 @dataclass(frozen=True)
 class DCPConfig:
-    """How tokens are dealt out: ``interleave`` of them to a rank, then to the next."""
+    """How tokens are distributed: ``interleave`` consecutive tokens per rank, in turn."""
 
     ranks: int
     rank: int
     interleave: int
 
     def held(self, lengths: Tensor) -> Tensor:
-        """How many of a sequence's first ``lengths`` tokens this rank holds: int32, same shape."""
+        """The number of a sequence's first ``lengths`` tokens that this rank holds: int32, same shape."""
         whole = lengths // (self.interleave * self.ranks) * self.interleave
         rest = lengths - whole * self.ranks - self.rank * self.interleave
         return (whole + rest.clamp(0, self.interleave)).to(torch.int32)
@@ -55,12 +55,12 @@ class DCPConfig:
 
 @dataclass(frozen=True)
 class ShardTables:
-    """What a part of a step needs beside its own tables."""
+    """Additional tables for a part of a step."""
 
     context_lens: Tensor  # int32 [requests]: tokens before the step that this rank holds
     max_context_len: int
     new_lens: Tensor  # int32 [requests]: tokens of the step
-    new_slots: Tensor  # int64 [queries]: where they lie in pages of the step's own
+    new_slots: Tensor  # int64 [queries]: their slots in the pages of the step
     new_table: Tensor  # int32 [requests, blocks]
     new_blocks: int
 
@@ -73,7 +73,7 @@ def shard_tables(
     max_query_len: int,
     max_seq_len: int,
 ) -> ShardTables:
-    """Made with operations on the device only.
+    """Builds the tables with device operations only.
 
     Args:
         seq_lens: int32 [requests], tokens on all ranks, the step's included.
@@ -81,7 +81,7 @@ def shard_tables(
     """
     requests, device = seq_lens.shape[0], seq_lens.device
     new_lens = cu_seqlens_q.diff()
-    # Request i begins with block cu_seqlens_q[i] // NEW_BLOCK + i: no two share one, and the host need not know.
+    # Request i starts at block cu_seqlens_q[i] // NEW_BLOCK + i: requests share no block, and the host need not know.
     first = cu_seqlens_q[:-1].long() // NEW_BLOCK + torch.arange(requests, device=device)
     row = torch.arange(queries, device=device)
     request = (torch.searchsorted(cu_seqlens_q.long(), row, right=True) - 1).clamp(max=requests - 1)
@@ -114,7 +114,7 @@ def attend_shards(
         query: [queries, heads, dim], this rank's heads.
         fresh: K and V of the step's tokens, [queries, num_kv_heads, dim], the same on every rank.
         kv, batch: the tokens that this rank holds.
-        raw: the step's tokens are attended as they are, not through their codes.
+        raw: the step's tokens are attended unquantised, not through their codes.
         out: [queries, heads, value_dim], written in place.
     """
     own = page_layout(kv.layout.spec, NEW_BLOCK)

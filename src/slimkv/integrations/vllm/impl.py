@@ -1,4 +1,4 @@
-"""``SlimKVImpl``: one layer's attention in vLLM. Writes codes to the layer's blocks and attends them there."""
+"""``SlimKVImpl``: one layer's attention in vLLM: writes codes to the layer's blocks and runs attention on them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class SlimKVImpl(AttentionImpl):
         self._refuse(others)
 
     def _refuse(self, others: dict[str, Any]) -> None:
-        """Raises for what a model asks of its attention and slimkv does not do."""
+        """Raises for attention features of the model that slimkv does not support."""
         if self.alibi_slopes is not None:
             raise UnsupportedError("slimkv does not know ALiBi; serve this model with vLLM's own attention backend")
         if self.kv_cache_dtype not in CACHE_DTYPES:
@@ -172,7 +172,7 @@ class SlimKVImpl(AttentionImpl):
                 self._stock.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         assert self._spec is not None
-        if kv_cache.numel() == 0:  # while memory is being measured there is no cache
+        if kv_cache.numel() == 0:  # there is no cache while vLLM profiles memory
             return
         count, codec = slot_mapping.shape[0], shared_codec(self._spec, key.device)
         kv, offset = self._packed(kv_cache, codec), self._offset(key.device)
@@ -188,7 +188,7 @@ class SlimKVImpl(AttentionImpl):
         return None if step is None else int(step.query_start_loc[1])
 
     def _rounding(self, codec: Codec, layer: Any, rows: slice) -> Rounding | None:
-        """How the keys of these new tokens are rounded: with the matrix of their position, where there are several."""
+        """The rounding of the new tokens' keys, with the matrix of their position range if there are several."""
         matrices = self._query_aware(codec)
         if matrices is None:
             return None
@@ -196,7 +196,7 @@ class SlimKVImpl(AttentionImpl):
         return Rounding(matrices, None if step is None or step.matrix_index is None else step.matrix_index[rows])
 
     def _query_aware(self, codec: Codec) -> Tensor | None:
-        """The calibration's matrices, made when first needed: not among the weights, which sleep may discard."""
+        """The calibration's matrices, created on first use: sleep mode may discard tensors created with the weights."""
         if self._number is None:
             return None
         if self._matrices is None:
@@ -204,7 +204,7 @@ class SlimKVImpl(AttentionImpl):
         return self._matrices[0]
 
     def _offset(self, device: torch.device) -> LayerOffset | None:
-        """What is subtracted from this layer's keys; that of the layer whose cache it reads, where layers share one."""
+        """The key offset of this layer, or of the layer whose cache it shares."""
         if self.kv_sharing_target_layer_name is not None:
             target = self._config.compilation_config.static_forward_context[self.kv_sharing_target_layer_name]
             return target.impl._offset(device)
@@ -226,7 +226,7 @@ class SlimKVImpl(AttentionImpl):
         return whole_offset(self._model, self._number, self._spec)
 
     def _check_scores(self, query: Tensor, key: Tensor, kv: PackedKV, step: SlimKVMetadata) -> None:
-        """Once, on a prompt that is long enough: scores from stored keys against true ones."""
+        """Compares scores from stored keys with exact ones, once, on a prompt that is long enough."""
         count = step.num_actual_tokens
         if self._guard is None or not self._guard.wants(self._name, count) or is_capturing(query.device):
             return
@@ -253,7 +253,7 @@ class SlimKVImpl(AttentionImpl):
     ) -> Tensor:
         """query [tokens, heads, dim] -> output [tokens, heads, dim], written in place.
 
-        The new tokens' keys and values are in the pages already (``do_kv_cache_update``).
+        The new tokens' keys and values are already in the pages (``do_kv_cache_update``).
         """
         if self._stock is not None:
             return self._stock.forward(
@@ -263,7 +263,7 @@ class SlimKVImpl(AttentionImpl):
             raise UnsupportedError("slimkv does not quantise attention's output")
         assert self._spec is not None
         codec = shared_codec(self._spec, query.device)
-        if attn_metadata is None:  # vLLM measures memory, before there is a cache
+        if attn_metadata is None:  # vLLM profiles memory before there is a cache
             layout = PageLayout(codec.spec, kernel_block(self._config))
             offset = self._offset(query.device)
             if offset is not None and self.kv_sharing_target_layer_name is None:
@@ -280,7 +280,7 @@ class SlimKVImpl(AttentionImpl):
         return output
 
     def _options_of(self, causal: bool, prompt: bool | None) -> ops.AttendOptions:
-        """The layer's options, for blocks of drafted tokens that see one another both ways, or for one kind of rows."""
+        """The layer's options: for blocks of drafted tokens with bidirectional attention, or for one kind of rows."""
         found = self._variants.get((causal, prompt))
         if found is None:
             if not causal and self.sliding_window:

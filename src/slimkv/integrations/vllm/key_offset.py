@@ -1,4 +1,4 @@
-"""The constant part of keys in vLLM: engines that exchange pages, and the guard that looks at the result."""
+"""Key offsets in vLLM: engines that exchange pages, and the fidelity guard."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from slimkv.integrations.vllm.connectors import pages_leave_the_engine
 from slimkv.spec import CodecSpec
 
 _guards: list[tuple[Any, Guard]] = []  # by engine; configurations of vLLM cannot be hashed
-_told: list[Any] = []  # engines that were told that their keys are not centred
+_told: list[Any] = []  # engines that already logged that their keys are not centred
 
 
 def layer_offset(
     model: ServedModel, vllm_config: Any, layer: int | None, spec: CodecSpec, held: int, device: torch.device
 ) -> LayerOffset | None:
-    """``ServedModel.layer_offset``; None where keys are not centred.
-
-    Engines that exchange pages take offsets from the calibration alone, which they can share.
+    """``ServedModel.layer_offset``; None if keys are not centred. Engines that exchange pages take offsets only from
+    the calibration, which they can share.
     """
     if not model.centres(spec):
         return None

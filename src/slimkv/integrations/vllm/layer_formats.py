@@ -28,9 +28,8 @@ def layer_spec(
     dtype: torch.dtype,
     latent: bool = False,
 ) -> tuple[CodecSpec, int | None]:
-    """What the layer ``name`` stores, and its number; None for a drafter's layer, which no calibration knows.
-
-    A drafter's layers are numbered from behind the model's. ``dims``: of keys and values, or of latents and rope parts.
+    """The spec of layer ``name``, and its number; None for a drafter's layer, which is in no calibration. A drafter's
+    layers are numbered after the model's layers. ``dims``: of keys and values, or of latents and rope parts.
     """
     number = layer_number(name)
     own = number if number is not None and number < model.config.num_hidden_layers else None

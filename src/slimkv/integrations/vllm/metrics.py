@@ -24,7 +24,7 @@ BF16_BYTES = 2
 
 @lru_cache
 def _gauge(name: str, text: str) -> Any:
-    """One per process, whichever of its engines sets it."""
+    """One gauge per process, shared by its engines."""
     return Gauge(f"slimkv:{name}", text, ["engine"], multiprocess_mode="mostrecent")
 
 

@@ -1,6 +1,6 @@
-"""Calibration inside vLLM: the stock engine, with its own attention, says something and is listened to.
+"""Calibration inside vLLM: statistics are collected while the stock engine, with its own attention, generates text.
 
-So quantised weights, models of many GPUs and architectures that only the engine knows are calibrated as they are
+So quantised weights, multi-GPU models and architectures that only the engine supports are calibrated as they are
 served. ``Observer`` is mixed into vLLM's workers (``worker_extension_cls``).
 """
 
@@ -24,7 +24,7 @@ class Observer:
     model_runner: Any
 
     def slimkv_attach(self) -> int:
-        """Listens to every decoder layer from now on; returns how many there are."""
+        """Observes every decoder layer from now on; returns their number."""
         self._slimkv_listener = QueryListener()
         self._slimkv_positions = torch.zeros(0, dtype=torch.int64)
         self.model_runner.get_model().register_forward_pre_hook(self._slimkv_before_model, with_kwargs=True)
@@ -64,14 +64,14 @@ class Observer:
         else:
             args = (args[0], args[1] + shift, *args[2:])
             positions = args[1]
-        self._slimkv_positions = positions if positions.ndim == 1 else positions[0]  # text has one of three alike
+        self._slimkv_positions = positions if positions.ndim == 1 else positions[0]  # the three axes are equal for text
         return args, kwargs
 
     def _slimkv_before_attention(self, number: int, name: str) -> Any:
         def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             steps = forward_metadata()
             step = steps.get(name) if isinstance(steps, dict) else None
-            if step is None:  # vLLM measures memory
+            if step is None:  # vLLM profiles memory
                 return
             query = kwargs["query"] if "query" in kwargs else args[0]
             key = kwargs["key"] if "key" in kwargs else args[1]
@@ -92,14 +92,14 @@ def gather_calibration(
     progress: Any = lambda what, done, total: None,
     **engine_options: Any,
 ) -> Calibration:
-    """Starts vLLM with ``model`` and listens while it says windows x ids tokens (``samples``).
+    """Starts vLLM with ``model`` and collects statistics while it generates windows x ids tokens (``samples``).
 
     Args:
         model: a folder or a hub name, as vLLM takes it.
-        samples: windows, and ids in each; they are said in fragments.
+        samples: number of windows and of ids in each; they are generated in fragments.
         seed: of the sampling.
-        max_positions: the longest context that the statistics are for; None: the model's own.
-        progress: told what is being done.
+        max_positions: the longest context of the statistics; None: that of the model.
+        progress: called with a description of each stage.
         engine_options: of ``vllm.LLM``; give those that the model is served with.
     """
     from vllm import LLM, SamplingParams

@@ -1,4 +1,4 @@
-"""What the backend and its layers agree on: block and head sizes, bytes per token, and a class for each format."""
+"""Shared by the backend and its layers: block and head sizes, bytes per token, and a class for each format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slimkv.spec import BLOCK_SIZES, SLICE_DIMS, TILE_TOKENS, CodecSpec, PageLay
 
 KERNEL_BLOCKS = [size for size in BLOCK_SIZES if size >= TILE_TOKENS]
 PREFERRED_BLOCK = 64
-MAX_HEAD_SIZE = 512  # what the kernels hold in registers
+MAX_HEAD_SIZE = 512  # limit of the kernels' registers
 CACHE_DTYPES = ["auto", "float16", "bfloat16", "float32"]
 
 
@@ -19,7 +19,7 @@ def supports_head_size(head_size: int) -> bool:
 
 
 def slot_bytes(spec: CodecSpec) -> int:
-    """Bytes per token and KV head, in blocks of any size of a tile or more."""
+    """Bytes per token and KV head, for blocks of at least one tile."""
     page = PageLayout(spec, TILE_TOKENS).page_bytes
     assert page % TILE_TOKENS == 0, f"{spec.format}: {page} bytes do not divide among {TILE_TOKENS} tokens"
     return page // TILE_TOKENS

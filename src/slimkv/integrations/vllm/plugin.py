@@ -1,11 +1,11 @@
 """How vLLM finds slimkv: the ``vllm.general_plugins`` entry point, run once in each of its processes.
 
-It names slimkv's classes and imports none of them, so that an installed slimkv costs nothing while it is not used.
+It only names slimkv's classes, so an installed but unused slimkv costs nothing.
 """
 
 from __future__ import annotations
 
-CHOICE = "slimkv.integrations.vllm.choice"  # whose names are the classes for the engine at hand
+CHOICE = "slimkv.integrations.vllm.choice"  # its attributes are the classes for the current engine
 ON_CPU = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 
@@ -16,7 +16,7 @@ def register() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{CHOICE}.CUSTOM")
     if current_platform.is_cpu():
-        # There vLLM takes its CPU backends whatever was chosen, but looks up their classes by these names.
+        # On a CPU, vLLM always takes its CPU backends, but looks up their classes by these names.
         for name in ON_CPU:
             if name in AttentionBackendEnum.__members__:
                 register_backend(AttentionBackendEnum[name], f"{CHOICE}.{name}")

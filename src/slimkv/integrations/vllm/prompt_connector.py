@@ -1,4 +1,4 @@
-"""``SlimKVPromptConnector``: a KV connector that keeps prompts in prompt-cache files and finds them there again.
+"""``SlimKVPromptConnector``: a KV connector that stores prompts in prompt-cache files and reuses them.
 
 --kv-transfer-config '{"kv_connector": "SlimKVPromptConnector", "kv_role": "kv_both",
     "kv_connector_module_path": "slimkv.integrations.vllm.prompt_connector",
@@ -47,7 +47,7 @@ class Load:
     path: str
     first: int
     block_ids: tuple[int, ...]
-    last_hash: str  # of the last of them, as the scheduler saw it
+    last_hash: str  # hash of the last block, as the scheduler saw it
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Save:
 
 @dataclass
 class PromptMetadata(KVConnectorMetadata):
-    """What the workers do in one step."""
+    """The workers' tasks in one step."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -68,7 +68,7 @@ class PromptMetadata(KVConnectorMetadata):
 
 @dataclass
 class _Filling:
-    """A prompt that is being computed and is going to be written."""
+    """A prompt that is being computed and will be written."""
 
     tokens: tuple[int, ...]  # of whole blocks
     block_ids: list[int]
@@ -96,24 +96,24 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """It is a cache: what is not written is computed again."""
+        """This is a cache: prompts that are not written are recomputed."""
         return False
 
     # -- the scheduler's half ------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many more tokens a file holds than the engine's own cache."""
+        """The number of tokens that a file has beyond the engine's own cache."""
         assert self._half is not None
         self._half.watch(request)
         return self._half.match(request, num_computed_tokens) if self._reads else 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request got its blocks."""
+        """Called when the request has its blocks."""
         assert self._half is not None
         self._half.accept(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """What the workers do in this step."""
+        """The workers' tasks in this step."""
         assert self._half is not None
         return self._half.plan(scheduler_output)
 
@@ -133,13 +133,13 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
             self._worker.load(load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Everything is there when ``start_load_kv`` returns."""
+        """Nothing to wait for: ``start_load_kv`` loads synchronously."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Whole prompts are written after the step."""
+        """Nothing to do per layer: whole prompts are written after the step."""
 
     def wait_for_save(self) -> None:
-        """Takes the pages of finished prompts and hands them to the thread that writes files."""
+        """Copies the pages of finished prompts and passes them to the thread that writes files."""
         assert self._worker is not None
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PromptMetadata)
@@ -147,7 +147,7 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
             self._worker.save(save)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose file turned out to be damaged; vLLM fails or recomputes them (``kv_load_failure_policy``)."""
+        """Blocks whose file was damaged; vLLM fails or recomputes them (``kv_load_failure_policy``)."""
         assert self._worker is not None
         failed, self._worker.failed = self._worker.failed, set()
         return failed
@@ -159,19 +159,19 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
 
 
 class _Scheduler:
-    """Which prompts are in files, and which are to be written."""
+    """The scheduler's half: which prompts are in files, and which will be written."""
 
     def __init__(self, connector: SlimKVPromptConnector) -> None:
         self._connector = connector
         self._store: PromptStore | None = None
-        self._told: set[str] = set()  # refused files that were logged
+        self._told: set[str] = set()  # rejected files that were logged
         self._matches: dict[str, tuple[str, int, str]] = {}  # request: path, tokens, hash of the last block
         self._loads: dict[str, tuple[str, int, int, str]] = {}  # request: path, from token, to token, hash
         self._filling: dict[str, _Filling] = {}
 
     @property
     def store(self) -> PromptStore:
-        """The folder, which the workers have marked when they loaded the model."""
+        """The folder; the workers marked it when they loaded the model."""
         if self._store is None:
             folder = self._connector._folder
             self._store = PromptStore(folder, read_marker(folder))
@@ -180,7 +180,7 @@ class _Scheduler:
     def match(self, request: Any, computed: int) -> int:
         if not _only_tokens(request) or len(request.prompt_token_ids) < 2:
             return 0
-        found = self.store.find(request.prompt_token_ids[:-1])  # the last token is computed: its logits are needed
+        found = self.store.find(request.prompt_token_ids[:-1])  # the last token is always computed, for its logits
         for name in self.store.refused.keys() - self._told:
             logger.error("slimkv: %s is not used: %s", name, self.store.refused[name])
         self._told = set(self.store.refused)
@@ -196,7 +196,7 @@ class _Scheduler:
             self._loads[request_id] = path, tokens - external, tokens, last
 
     def watch(self, request: Any) -> None:
-        """Notes a prompt that is going to be written."""
+        """Registers a prompt that will be written."""
         if not self._connector._writes or request.request_id in self._filling or not _only_tokens(request):
             return
         size = self.store.fingerprint.block_size
@@ -241,7 +241,7 @@ class _Scheduler:
 
 
 def _only_tokens(request: Any) -> bool:
-    """Whether a prompt's pages follow from its tokens alone."""
+    """Whether a prompt's pages depend on its tokens alone."""
     others = ("lora_request", "mm_features", "prompt_embeds", "cache_salt")
     return bool(request.prompt_token_ids) and not any(_is_set(getattr(request, name, None)) for name in others)
 
@@ -279,11 +279,11 @@ class _Worker:
             self._pages[number] = cache.view(blocks, heads, tokens * size)
             self._offsets[number] = layer.impl.whole_key_offset()
         self._fingerprint = engine_fingerprint(config, config.cache_config.block_size)
-        PromptStore(self._connector._folder, self._fingerprint)  # refuses a folder of another cache
+        PromptStore(self._connector._folder, self._fingerprint)  # raises for a folder of another cache
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of this engine's pages."""
+        """The fingerprint of this engine's pages."""
         assert self._fingerprint is not None
         return self._fingerprint
 
@@ -294,7 +294,7 @@ class _Worker:
         return rank_heads(total, self._pages[number].shape[1], rank, ranks)
 
     def load(self, load: Load) -> None:
-        """Reads a file into its blocks; one that is not what the scheduler saw is reported, not used."""
+        """Reads a file into its blocks; a file that changed since the scheduler saw it is reported and not used."""
         try:
             header = read_header(load.path)
             header.fingerprint.check_same(self.fingerprint, load.path)
@@ -305,7 +305,7 @@ class _Worker:
             _, pages = read_pages(header, heads, list(self._pages))
             for number, target in self._pages.items():
                 begin = header.first_tokens[number] // self.fingerprint.block_size
-                skip = max(0, begin - load.first)  # blocks before a sliding window, which nobody reads
+                skip = max(0, begin - load.first)  # blocks before a sliding window are never read
                 ids = torch.tensor(load.block_ids[skip:], device=target.device)
                 source = pages[number][load.first + skip - begin : last - begin]
                 target[ids] = source.to(target.device)
@@ -314,7 +314,7 @@ class _Worker:
             self.failed |= set(load.block_ids)
 
     def save(self, save: Save) -> None:
-        """Takes the pages now; the file is written beside the next steps."""
+        """Copies the pages now; the file is written during the next steps."""
         ids = torch.tensor(save.block_ids)
         taken = {n: tensor_parallel_gather(x[ids.to(x.device)].cpu()) for n, x in self._pages.items()}
         if tensor_parallel_rank()[0] == 0:
@@ -325,7 +325,7 @@ class _Worker:
             layers = {}
             for layer in self.fingerprint.layers:
                 shards = taken[layer.number]
-                step = max(1, len(shards) // layer.num_kv_heads)  # ranks that hold copies of the same head
+                step = max(1, len(shards) // layer.num_kv_heads)  # ranks that replicate a head
                 offset = self._offsets[layer.number]
                 layers[layer.number] = LayerPages(torch.cat(shards[::step], 1), key_offset=offset)
             prompt = PromptCache(self.fingerprint, tokens, layers)

@@ -1,4 +1,4 @@
-"""What is checked once while an engine starts, before it answers anything."""
+"""Checks that run once while an engine starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm.compat import logger
 from slimkv.integrations.vllm.connectors import check_connectors, check_fingerprints
 
-USEFUL_MATCH = 1024  # tokens; where a block is larger, prompts seldom share one
+USEFUL_MATCH = 1024  # tokens; prompts seldom share larger blocks
 _done: list[tuple[str, Any, int]] = []  # (what, engine config, block size) that this process has checked
 
 
@@ -20,7 +20,7 @@ def _first_time(what: str, vllm_config: Any, block_size: int = 0) -> bool:
 
 
 def check_engine(vllm_config: Any) -> None:
-    """Raises for settings of the engine that packed pages cannot serve; called by the first layer that is made."""
+    """Raises for engine settings that packed pages do not support; called by the first layer."""
     if not _first_time("engine", vllm_config):
         return
     if vllm_config.model_config is not None and vllm_config.model_config.is_mm_prefix_lm:
@@ -33,7 +33,7 @@ def check_engine(vllm_config: Any) -> None:
 
 
 def check_cache(vllm_config: Any, block_size: int) -> None:
-    """Checks what is known once blocks have their size; ``block_size`` is that of the kernels' blocks."""
+    """Runs the checks that need the block size; ``block_size`` is that of the kernels' blocks."""
     if not _first_time("cache", vllm_config, block_size):
         return
     check_fingerprints(vllm_config, block_size)
@@ -42,7 +42,7 @@ def check_cache(vllm_config: Any, block_size: int) -> None:
 
 
 def prefix_caching_notice(vllm_config: Any) -> str | None:
-    """What to tell a user whose blocks are so large that prompts seldom share one; None where all is well."""
+    """A notice if blocks are so large that prompts seldom share one; otherwise None."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     if not cache.enable_prefix_caching or getattr(cache, "prefix_match_unit", None) is not None:
         return None

@@ -1,7 +1,7 @@
-"""Each kind of step once on a throw-away page, while vLLM measures memory.
+"""Runs each kind of step once on a scratch page, while vLLM profiles memory.
 
-vLLM runs the model once without a cache to see what it needs beside it. What attention allocates for its largest step
-would be missed, and its kernels would be compiled under the first user's requests: so its steps are run here.
+vLLM runs the model once without a cache to measure its memory. That run would miss the workspaces of attention, and the
+kernels would compile during the first requests, so the steps run here.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ def kernel_block(config: Any) -> int:
 
 
 def verified_tokens(config: Any) -> int:
-    """Queries of a request that verifies drafts; 1 without any."""
+    """Queries of a request that verifies drafts; 1 without drafts."""
     drafted = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
     return 1 + (drafted or 0)
 
 
 def profile_run(kind: LayerKind, tokens: int, config: Any) -> None:
-    """Stores and attends ``tokens`` new tokens, for each kind of layer and each new largest number; then the others.
-
-    The others are run once for a kind of layer.
+    """Stores and attends ``tokens`` new tokens for each kind of layer and each new maximum; then runs the other kinds
+    of steps once per kind of layer.
     """
-    if kind.codec.device.type == "cpu":  # nothing to compile, and vLLM is told the cache's size
+    if kind.codec.device.type == "cpu":  # nothing to compile, and the cache size is a setting
         return
     before = _largest.get(kind.signature, 0)
     if tokens <= before:

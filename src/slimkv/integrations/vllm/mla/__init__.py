@@ -1,1 +1,1 @@
-"""Latent attention (MLA) in vLLM: the backend beside that for K and V, chosen by the model."""
+"""Latent attention (MLA) in vLLM: the backend for latents, selected by the model."""

@@ -1,4 +1,4 @@
-"""``SlimKVMLABackend``: what vLLM asks of an attention backend for latents before it runs."""
+"""``SlimKVMLABackend``: the interface that vLLM queries for latents before it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SlimKVMLABackend(PackedBackend, MLACommonBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """What runs a layer's attention."""
+        """The class that runs a layer's attention."""
         from slimkv.integrations.vllm.mla.impl import SlimKVMLAImpl
 
         call_after_loading()
@@ -27,7 +27,7 @@ class SlimKVMLABackend(PackedBackend, MLACommonBackend):
 
     @staticmethod
     def get_builder_cls() -> Any:
-        """What prepares a step for all layers."""
+        """The class that builds the metadata of a step."""
         from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadataBuilder
 
         return SlimKVMLAMetadataBuilder
@@ -45,7 +45,7 @@ class SlimKVMLABackend(PackedBackend, MLACommonBackend):
         *others: Any,
         **more: Any,
     ) -> str | None:
-        """A reason against this kind of layer, beside those vLLM finds itself."""
+        """Why this kind of layer is not supported, in addition to vLLM's own reasons."""
         return SPARSE if use_sparse else None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What the layers of a step share: vLLM's metadata of latent attention, and where the context's tokens are."""
+"""Metadata shared by the layers of a step: vLLM's metadata of latent attention, and the slots of the context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slimkv.integrations.vllm.startup import check_cache
 
 @dataclass
 class SlimKVMLADecodeMetadata(MLACommonDecodeMetadata):
-    """The requests that decode or verify: few queries each, attended on packed pages."""
+    """The requests in decode or verification: few queries each, attended on packed pages."""
 
     cu_seqlens_q: Tensor  # int32 [requests + 1]
     max_query_len: int
@@ -37,7 +37,7 @@ class SlimKVMLAMetadata(MLACommonMetadata):
 class SlimKVMLAMetadataBuilder(MLACommonMetadataBuilder):
     """Builds a step's metadata."""
 
-    # A graph holds bounds and addresses only: batches of equal short queries, speculative ones included.
+    # A graph holds only bounds and addresses, so it serves uniform batches of few queries, speculative ones included.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = QueryLenSupport.VARLEN
 
@@ -47,7 +47,7 @@ class SlimKVMLAMetadataBuilder(MLACommonMetadataBuilder):
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
-        """A graph follows the device's query lengths up to the bound it was captured with."""
+        """A graph reads query lengths on the device, up to the bound it was captured with."""
         speculative = vllm_config.speculative_config
         drafted = speculative.num_speculative_tokens if speculative is not None else 0
         return 1 + (drafted or 0)
@@ -76,7 +76,7 @@ class SlimKVMLAMetadataBuilder(MLACommonMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        """The step's metadata from what vLLM's scheduler decided."""
+        """The step's metadata from the scheduler's output."""
         step = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if step.prefill is not None and step.prefill.chunked_context is not None:
             step.context_slots = [

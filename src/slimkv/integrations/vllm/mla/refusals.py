@@ -1,4 +1,4 @@
-"""What latent attention in slimkv does not do, refused by name while the engine starts."""
+"""Unsupported features of latent attention; each raises an error while the engine starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPARSE = (
     "slimkv packs dense latent attention (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash), not the sparse one of models "
     "with an indexer (DeepSeek V3.2, GLM-5 and later); serve this model with vLLM's own attention backend"
 )
-# What vLLM tells an implementation of latent attention about the model.
+# The arguments that vLLM passes to an implementation of latent attention.
 KNOWN_ARGUMENTS = frozenset(
     {
         "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
@@ -23,7 +23,7 @@ KNOWN_ARGUMENTS = frozenset(
 
 
 def refuse(vllm_config: Any, kv_cache_dtype: str, asked: list[str], mla: dict[str, Any]) -> None:
-    """Raises for what a model or an engine asks of latent attention and slimkv does not do."""
+    """Raises for features of a model or an engine that slimkv's latent attention does not support."""
     if mla.get("indexer") is not None or "topk_indices_buffer" in mla:
         raise UnsupportedError(SPARSE)
     if asked:
