@@ -1,4 +1,4 @@
-"""What operations are called with: packed tokens, the sequences of a step, and how keys are rounded."""
+"""Arguments of operations: packed tokens, the sequences of a step, and the rounding of keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PackedKV:
 @dataclass(frozen=True, eq=False)
 @typed_fields()
 class Rounding:
-    """Query-aware rounding of keys, which must be lloyd: errors are moved to where no query looks.
+    """Query-aware rounding of Lloyd-Max keys: errors are moved into directions that queries ignore.
 
     Attributes:
         matrices: int8 [num_kv_heads, key_dim, key_dim] or [matrices, num_kv_heads, key_dim, key_dim], contiguous, from

@@ -1,4 +1,4 @@
-"""What every operation checks of its arguments."""
+"""Argument checks shared by all operations."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Plan once, run many times: calls of which only a few addresses change from step to step, as in decoding.
+"""Plan once, run many times: for calls in which only a few addresses change between steps, as in decoding.
 
 ``plan_attend`` and ``plan_store`` check and prepare a call. ``run`` then repeats it with other queries and lengths, or
-other vectors and slots, of the same shapes. Whoever owns a plan asks ``fits`` before a step that may differ, and makes
-a new plan where it does. A plan points to the pages it was made for: drop it when they move. It holds the arguments of
-its last run, so one thread at a time may run it.
+other vectors and slots, of the same shapes. The owner of a plan calls ``fits`` before a step that may differ, and makes
+a new plan if it does. A plan points to the pages it was made for: drop it when they move. It holds the arguments of its
+last run, so one thread at a time may run it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def plan_attend(
     *,
     backend: str | None = None,
 ) -> AttendPlan:
-    """Prepares an ``attend`` of such queries for lengths up to what the block table holds; runs nothing."""
+    """Prepares an ``attend`` for such queries and lengths up to the capacity of the block table, without running it."""
     table = batch.block_table
     if table.ndim != 2:
         raise InputError(f"block_table must be int32 with 2 axes, not {describe(table)}")
@@ -183,7 +183,7 @@ def plan_store(
     *,
     backend: str | None = None,
 ) -> StorePlan:
-    """Prepares a ``store_kv`` of such vectors; stores nothing."""
+    """Prepares a ``store_kv`` for such vectors without storing."""
     request = checked_store(key, value, kv, slot_mapping, rounding)
     module = STORE.select(request.pages.device, request, backend).load()
     nothing = slot_mapping[:0]
@@ -208,6 +208,6 @@ def _of(rounding: Rounding | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _prepared(module: Any, request: Any) -> Launch | None:
-    """The backend's own prepared launch; None where it prepares nothing."""
+    """The backend's prepared launch; None if it does not prepare launches."""
     plan = getattr(module, "plan", None)
     return plan(request) if plan is not None else None

@@ -1,4 +1,4 @@
-"""What Python hands to kernels, as their C++ sources declare it: nothing is declared twice."""
+"""Kernel arguments as ctypes structures, parsed from the C++ sources, so that nothing is declared twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps on a throw-away page, so that kernels are compiled before the first request asks for them."""
+"""Runs steps on a scratch page, so that kernels are compiled before the first request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slimkv.ops.cuda import cuda_unavailable_reason
 from slimkv.ops.store.api import store_kv
 from slimkv.spec import PageLayout
 
-_SHORT = 128  # tokens; kernels may be cut differently for short sequences
-_FEW = (2, 4, 8)  # new tokens of a prompt whose others are in the cache
+_SHORT = 128  # tokens; short sequences may use other kernels
+_FEW = (2, 4, 8)  # new tokens of a prompt whose prefix is cached
 
 
 @dataclass(frozen=True, eq=False)
 class LayerKind:
-    """What a layer's kernels are compiled for."""
+    """The properties of a layer for which kernels are compiled."""
 
     codec: Codec
     layout: PageLayout
@@ -44,7 +44,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Step:
-    """Sequences with so many new tokens each, in tables for ``max_seq_len`` tokens."""
+    """Sequences with this many new tokens each, in tables for ``max_seq_len`` tokens."""
 
     sequences: int
     queries: int
@@ -58,16 +58,15 @@ def decoding_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
 
 
 def serving_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
-    """One of each kind that an engine asks for beside its largest prefill.
-
-    Those of decoding; prompts of which all but a few tokens are in the cache, and chunks of a few dozen.
+    """One step of each kind that an engine runs besides its largest prefill: decode steps, prompts with all but a few
+    tokens cached, and chunks of a few dozen tokens.
     """
     cached = [Step(2, min(queries, max_seq_len), max_seq_len) for queries in (*_FEW, MAX_DECODE_QUERIES + 1)]
     return list(dict.fromkeys([*decoding_steps(max_seq_len, verified), *cached]))
 
 
 def compile_reachable(kind: LayerKind) -> None:
-    """Compiles in parallel all CUDA decode kernels that requests of the layer can run; a second call does nothing."""
+    """Compiles all CUDA decode kernels that the layer's requests can use, in parallel; a second call does nothing."""
     device = kind.codec.device
     if kind.backend in (None, "cuda") and cuda_unavailable_reason(device) is None:
         group = kind.num_heads // kind.num_kv_heads
@@ -75,7 +74,7 @@ def compile_reachable(kind: LayerKind) -> None:
 
 
 def run_step(kind: LayerKind, step: Step) -> None:
-    """Compiles what the layer can reach, stores the new tokens and attends, all in one page; the output is nobody's."""
+    """Compiles the layer's kernels, stores the new tokens and attends to them in one page; the output is discarded."""
     compile_reachable(kind)
     codec, layout, device = kind.codec, kind.layout, kind.codec.device
     tokens, spec = step.sequences * step.queries, codec.spec

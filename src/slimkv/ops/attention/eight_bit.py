@@ -1,4 +1,4 @@
-"""Prefill in the arithmetic of 8-bit tensor cores: what it computes, in plain torch, and for which caches.
+"""Prefill in the arithmetic of 8-bit tensor cores, in plain torch, and which caches support it.
 
 For a query q and the tokens t of its sequence, with K and V as the codec stores them (rotated):
 
@@ -40,7 +40,7 @@ TOP = 7  # the largest weight is in (2^(TOP - 1), 2^TOP]
 
 
 def format_refusal(spec: CodecSpec) -> str | None:
-    """Why codes of this format are not attended in 8 bits, or None: Lloyd-Max of up to 4 bits are, on both sides."""
+    """Why this format is not attended in 8 bits, or None; Lloyd-Max codes of up to 4 bits on both sides are."""
     for name, side in (("key", spec.key), ("value", spec.value)):
         if side.kind != Kind.LLOYD or side.bits > MOST_BITS:
             return (
@@ -59,7 +59,7 @@ def refusal(request: AttendRequest) -> str | None:
 
 @dataclass(frozen=True)
 class Operands:
-    """K and V of a sequence as the tensor cores get them."""
+    """K and V of a sequence as operands of the tensor cores."""
 
     key: Tensor  # float32 [tokens, num_kv_heads, key_dim]: integers, -127..127
     key_scale: Tensor  # float32 [tokens, num_kv_heads]: a key is ``key`` times it; NaN where K or V is marked invalid
@@ -70,7 +70,7 @@ class Operands:
 def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor, seen_from: int = 0) -> Operands:
     """The tokens in ``slots``, int64 [tokens], which are the whole sequence from its first token on.
 
-    What lies before ``seen_from``, which no query sees, counts for nothing."""
+    Tokens before ``seen_from``, which no query sees, have no effect."""
     spec, device = layout.spec, pages.device
     key, value = take_tokens(layout, pages, slots)
     key_levels = byte_levels(spec.key.bits, spec.key_dim)
@@ -94,7 +94,7 @@ def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor, see
 
 
 def _with_two_digits(scale: Tensor, unit: Tensor) -> Tensor:
-    """Scales whose quotient, ``unit`` over them, is a number of e4m3 and 2^-5 of another."""
+    """Scales rounded so that ``unit`` / scale is the sum of an e4m3 number and 2^-5 of another."""
     quotient = unit / scale
     first = quotient.to(torch.float8_e4m3fn).float()
     return unit / (first + ((quotient - first) * 32).to(torch.float8_e4m3fn).float() / 32)

@@ -14,7 +14,7 @@ from slimkv.ops.gather.reference import decode_slots
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Every format, size and option; keys are read in one go."""
+    """Every format, size and option; keys are read in one pass."""
     return refuses_split_arguments(request) or (eight_bit.refusal(request) if request.must_be_eight_bit else None)
 
 
@@ -102,7 +102,7 @@ def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slic
 
 
 def _row_by_row(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
-    """Each query with the keys up to its own as if it came alone: products of one shape round one way."""
+    """Each query with its visible keys as if it were alone, because products of one shape round in one way."""
     for row in range(rows.start, rows.stop):
         seen = length - (rows.stop - 1 - row) if request.options.causal else length
         if seen > 0:
@@ -133,13 +133,13 @@ def _slots(request: AttendRequest, sequence: int, length: int) -> Tensor:
     tokens = request.layout.block_size
     position = torch.arange(length, device=request.pages.device)
     blocks = request.block_table[sequence, position // tokens].long()
-    return blocks.clamp(min=0) * tokens + position % tokens  # blocks before a window may be gone
+    return blocks.clamp(min=0) * tokens + position % tokens  # blocks before a window may be reused
 
 
 def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice) -> tuple[Tensor, Tensor]:
     """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim].
 
-    Tokens that no query sees are not read: their pages may be gone, and zero times NaN is no zero.
+    Tokens that no query sees are not read: their pages may be reused, and zero times NaN is not zero.
     """
     count, position = rows.stop - rows.start, torch.arange(length, device=request.pages.device)
     read = visible(request, length, count).any(0)
@@ -156,7 +156,7 @@ def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice
 
 
 def visible(request: AttendRequest, length: int, count: int) -> Tensor:
-    """bool [queries, keys]: which keys of a sequence of ``length`` its last ``count`` positions may look at."""
+    """bool [queries, keys]: which keys of a sequence of ``length`` its last ``count`` positions attend to."""
     key = torch.arange(length, device=request.pages.device)[None, :]
     query = torch.arange(length - count, length, device=request.pages.device)[:, None]
     mask = torch.ones(count, length, dtype=torch.bool, device=request.pages.device)

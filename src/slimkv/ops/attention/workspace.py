@@ -1,4 +1,4 @@
-"""How much memory ``attend`` needs beside its arguments."""
+"""The workspace size of ``attend``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def workspace_bytes(
     num_splits: int,
     device: torch.device,
 ) -> int:
-    """Bytes of a ``workspace`` that is enough for any implementation on ``device``, within these bounds.
+    """Bytes of a ``workspace`` that suffices for every implementation on ``device``, within these bounds.
 
-    ``total_queries`` counts the rows of ``query``, padding included; ``num_splits`` is what ``attend`` is given.
+    ``total_queries`` counts the rows of ``query``, padding included; ``num_splits`` is the argument of ``attend``.
     """
     counts = {"total_queries": total_queries, "sequences": sequences, "num_heads": num_heads,
               "num_kv_heads": num_kv_heads, "max_query_len": max_query_len, "num_splits": num_splits}  # fmt: skip

@@ -1,7 +1,7 @@
-"""copy: single tokens between slots, and between slots and rows outside the pages. Bytes move, nothing is decoded.
+"""copy: single tokens between slots, and between slots and rows outside the pages. Bytes are copied without decoding.
 
-A token owns whole bytes of its block's pages, and a layout says which. Its *row* is those bytes in the order of
-``slimkv.codec.pack``: uint8 [num_kv_heads, row_bytes]. Rows of one layout mean the same in every block and position.
+A token owns whole bytes of its block's pages, given by the layout. Its *row* is those bytes in the order of
+``slimkv.codec.pack``: uint8 [num_kv_heads, row_bytes]. Rows of one layout are valid in every block and position.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Pieces that the CPU backends of several operations share."""
+"""Shared by the CPU backends of several operations."""

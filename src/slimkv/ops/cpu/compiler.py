@@ -1,4 +1,4 @@
-"""C++ to a shared library at first use, with the machine's own compiler: no torch headers, no build system.
+"""Compiles C++ to a shared library on first use, with the system's compiler, without torch headers or a build system.
 
 The library is kept on disk, keyed by all source text, the flags and the compiler; its name ends with a digest of its
 bytes, so that a damaged one is never loaded. It takes a few seconds once. A wheel that holds no machine code serves
@@ -22,7 +22,7 @@ from slimkv.paths import cache_dir, make_private, unsafe_reason, warn_unsafe, wr
 
 MAIN = "slimkv_cpu.cpp"
 COMPILERS = ("c++", "g++", "clang++")
-# Encoding is defined by single operations, so nothing may be fused; attention asks for fused ones where it wants them.
+# Encoding is defined by single operations, so the compiler may not fuse them; attention uses fused ones explicitly.
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread",
 )  # fmt: skip
@@ -30,7 +30,7 @@ _TIMEOUT_SECONDS = 300
 
 
 class CompileError(SlimKVError, RuntimeError):
-    """There is no C++ compiler, or it refused the CPU kernels."""
+    """There is no C++ compiler, or it failed on the CPU kernels."""
 
 
 def source_texts() -> dict[str, str]:
@@ -49,7 +49,7 @@ def find_compiler() -> str | None:
 
 
 def build_library(isa: InstructionSet, extra_flags: tuple[str, ...] = (), cache: Path | None = None) -> Path:
-    """The path of the library for ``isa``, compiled unless it is there. ``extra_flags``: for sanitizers and tests."""
+    """The path of the library for ``isa``, compiled if necessary. ``extra_flags``: for sanitizers and tests."""
     compiler = find_compiler()
     if compiler is None:
         raise CompileError(
@@ -67,7 +67,7 @@ def build_library(isa: InstructionSet, extra_flags: tuple[str, ...] = (), cache:
 
 
 def _find(folder: Path, stem: str) -> Path | None:
-    """The library that is kept in ``folder``, if it is whole and nobody else could have put it there."""
+    """The cached library in ``folder``, if it is intact and only this user could have written it."""
     if unsafe_reason(folder) is not None:
         return None
     return next((path for path in sorted(folder.glob(f"{stem}-*.so")) if path.name == _name(stem, path)), None)
@@ -83,13 +83,13 @@ def _name(stem: str, library: Path | bytes) -> str:
 
 
 def _keep(content: bytes, folder: Path, stem: str) -> Path:
-    """Where the library is now: in ``folder``, or in a temporary one where that is unsafe, read-only or full."""
+    """The path of the stored library: in ``folder``, or in a temporary folder if that is unsafe, read-only or full."""
     name = _name(stem, content)
     reason = unsafe_reason(folder)
     if reason is None:
         try:
             make_private(folder)
-            reason = unsafe_reason(folder)  # somebody may have been quicker
+            reason = unsafe_reason(folder)  # another process may have been faster
             if reason is None:
                 write_whole(folder / name, content)
                 return folder / name

@@ -40,7 +40,7 @@ INSTRUCTION_SETS = (
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """What the processor can do, in the words of Linux; empty where the system does not say."""
+    """The processor's features under their Linux names; empty if unknown."""
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return frozenset({"asimddp"})  # every Apple processor of 64 bits that runs macOS
     try:
@@ -55,13 +55,13 @@ def cpu_features() -> frozenset[str]:
 
 
 def usable() -> list[InstructionSet]:
-    """Those that run here, best first; the last is plain C++."""
+    """The instruction sets that run on this machine, best first; the last is plain C++."""
     machine, features = platform.machine(), cpu_features()
     return [s for s in INSTRUCTION_SETS if (not s.machines or machine in s.machines) and s.features <= features]
 
 
 def find(name: str | None = None) -> InstructionSet:
-    """The best of this machine, or the one called ``name`` if it runs here."""
+    """The best instruction set of this machine, or ``name`` if it runs here."""
     here = usable()
     if name is None:
         return here[0]

@@ -1,4 +1,4 @@
-"""The compiled library in this process: built and loaded once, its threads, and how its faults become errors."""
+"""The compiled library in this process: loading, threads, and translation of its error codes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Library:
         if self.team is not None:
             entry = ctypes.cast(ctypes.CDLL(self.team).GOMP_parallel, ctypes.c_void_p)
             self._library.slimkv_set_team(entry)
-            # OpenMP's threads do not survive a fork; in the child the library starts its own where work is long.
+            # OpenMP's threads do not survive a fork; in the child the library starts its own threads for long work.
             os.register_at_fork(after_in_child=lambda: self._library.slimkv_set_team(None))
 
 
@@ -80,7 +80,7 @@ def build_failure() -> str | None:
 
 
 def compiled_unavailable_reason(device: torch.device) -> str | None:
-    """Compiled kernels run on a CPU, where they could be built."""
+    """Whether the compiled kernels run here: on a CPU, if they could be built."""
     if device.type != "cpu":
         return f"it runs on a CPU, not on {device.type}"
     return build_failure()
@@ -93,7 +93,7 @@ def layout_tables(layout: PageLayout) -> LayoutTables:
 
 
 def check_status(status: int, call: Any) -> None:
-    """Raises for what a call refused; it has written nothing then."""
+    """Raises if a call rejected its arguments; nothing has been written then."""
     if status == 0:
         return
     fault = call.fault

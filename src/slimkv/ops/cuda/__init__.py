@@ -11,7 +11,7 @@ LEAST_CAPABILITY = (8, 0)
 
 @lru_cache
 def cuda_unavailable_reason(device: torch.device) -> str | None:
-    """None where the kernels can be compiled and run, else the reason why not."""
+    """None if the kernels can be compiled and run, otherwise the reason."""
     if device.type != "cuda":
         return f"it is CUDA C++ and does not run on {device.type}"
     if torch.version.hip is not None:

@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code at first use, with NVRTC: no nvcc, no host compiler, no CUDA headers.
+"""Compiles CUDA C++ to machine code on first use with NVRTC, without nvcc, a host compiler or CUDA headers.
 
 Machine code is kept on disk, keyed by all source text, the options, the compiler's version and the architecture.
 """
@@ -17,7 +17,7 @@ _MAGIC = b"slimkv-cubin-1\n"
 
 
 class CompileError(SlimKVError, RuntimeError):
-    """NVRTC refused a kernel, or the driver refused its machine code."""
+    """NVRTC rejected a kernel, or the driver rejected its machine code."""
 
 
 def source_texts() -> dict[str, str]:
@@ -93,7 +93,7 @@ def _checked(nvrtc: Any, result: tuple) -> Any:
 
 
 def _read_cached(path: Path) -> bytes | None:
-    """The machine code in ``path`` if it is whole and nobody else could have put it there; else None."""
+    """The machine code in ``path`` if it is intact and only this user could have written it; otherwise None."""
     if unsafe_reason(path.parent) is not None:
         return None
     try:
@@ -105,12 +105,12 @@ def _read_cached(path: Path) -> bytes | None:
 
 
 def _write_cached(path: Path, code: bytes) -> None:
-    """Others see all of it or nothing. A folder that is unsafe, read-only or full is no error: it is said once."""
+    """Writes atomically. If the folder is unsafe, read-only or full, warns once instead of raising."""
     reason = unsafe_reason(path.parent)
     if reason is None:
         try:
             make_private(path.parent)
-            reason = unsafe_reason(path.parent)  # somebody may have been quicker
+            reason = unsafe_reason(path.parent)  # another process may have been faster
             if reason is None:
                 write_whole(path, _MAGIC + hashlib.sha256(code).digest() + code)
                 return

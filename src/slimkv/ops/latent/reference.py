@@ -17,7 +17,7 @@ DecodeTokens = Callable[[Tensor, Tensor, Codec, PageLayout], tuple[Tensor, Tenso
 
 
 def supports(request: LatentRequest) -> str | None:
-    """Every format and size; keys are read in one go."""
+    """Every format and size; keys are read in one pass."""
     if request.num_splits is not None:
         return f"it does not split keys as num_splits={request.num_splits} asks; leave num_splits at None"
     return None
@@ -33,7 +33,7 @@ def _decode(pages: Tensor, slots: Tensor, codec: Codec, layout: PageLayout) -> t
 
 
 def attend_decoded(request: LatentRequest, decode: DecodeTokens) -> None:
-    """Attention on what ``decode`` makes of each sequence's tokens: [tokens, 1, dim] each."""
+    """Attention on each sequence's tokens as decoded by ``decode``: [tokens, 1, dim] each."""
     starts, lengths, query_rope = request.cu_seqlens_q.tolist(), request.seq_lens.tolist(), request.stored_query_rope
     tokens, device = request.layout.block_size, request.pages.device
     for sequence, length in enumerate(lengths):
@@ -55,7 +55,7 @@ def attend_decoded(request: LatentRequest, decode: DecodeTokens) -> None:
         scores = (scores * request.softmax_scale).masked_fill(~seen, -torch.inf)
         lse = scores.logsumexp(-1)  # [heads, queries]
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])  # nothing seen: zeros
-        # A token that is not a number has no weight that is one, and must not reach who does not see it.
+        # A NaN token must not affect queries that do not see it.
         value = latent.masked_fill(~latent.isfinite().all(-1, keepdim=True), 0)
         request.out[rows] = torch.einsum("hqk,kd->qhd", weights, value).to(request.out.dtype)
         if request.lse is not None:

@@ -1,4 +1,4 @@
-"""How much memory ``attend_latent`` needs beside its arguments."""
+"""The workspace size of ``attend_latent``."""
 
 from __future__ import annotations
 

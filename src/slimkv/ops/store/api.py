@@ -34,11 +34,11 @@ class StoreRequest:
 
     @property
     def matrices(self) -> int:
-        """How many query-aware matrices each KV head has."""
+        """The number of query-aware matrices per KV head."""
         return self.query_aware.shape[0] if self.query_aware is not None and self.query_aware.ndim == 4 else 1
 
     def run(self, backend: Any) -> None:
-        """Runs a backend's module; keys are centred first where it does not do so itself."""
+        """Runs a backend; keys are centred first if the backend does not do so itself."""
         fuses = getattr(backend, "fuses_offset", None)
         if self.key_offset is None or (fuses is not None and fuses(self)):
             backend.run(self)

@@ -1,4 +1,4 @@
-"""Requests that store kernels leave to the reference, with the reason by name."""
+"""Requests that store kernels leave to the reference, with the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slimkv.spec import Kind, PageLayout, ScalePolicy
 
 @cache
 def refuses_policy(layout: PageLayout) -> str | None:
-    """Why kernels do not encode with the layout's scale policies, or None: they know ``norm`` alone."""
+    """Why kernels do not support the layout's scale policies, or None; they only support ``norm``."""
     for name, side in (("key_policy", layout.key), ("value_policy", layout.value)):
         policy = side.format.policy
         if side.format.kind == Kind.LLOYD and policy != ScalePolicy.NORM:

@@ -14,7 +14,7 @@ from slimkv.ops.cpu.structures import CAttendCall, CVectors, pages_of, vectors_o
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Every format, size and option; keys are split as the library chooses, whatever the number of threads."""
+    """Every format, size and option; the library chooses the splits, independently of the number of threads."""
     return refuses_split_arguments(request) or refuses_eight_bit(request)
 
 
@@ -41,7 +41,7 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
 
 
 def _call(request: AttendRequest) -> tuple[ctypes.Structure, tuple[object, ...]]:
-    """The call, and what must stay alive as long as it."""
+    """The call, and the objects that must stay alive with it."""
     options, table = request.options, request.block_table
     tables = layout_tables(request.layout)
     sinks, shift = request.sinks, request.score_shift

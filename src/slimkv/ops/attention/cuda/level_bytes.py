@@ -1,4 +1,4 @@
-"""Levels of codes as the bytes that the integer tensor cores take."""
+"""Levels of codes as byte operands of the integer tensor cores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slimkv.spec import Kind, TensorFormat
 
 
 def in_bytes(fmt: TensorFormat) -> bool:
-    """Whether the integer tensor cores take its codes."""
+    """Whether the integer tensor cores can multiply codes of this format."""
     return fmt.kind == Kind.UNIFORM or (fmt.kind == Kind.LLOYD and fmt.bits <= 4)
 
 

@@ -1,4 +1,4 @@
-"""The workspace of unpacked tiles: passes over what it holds, or a ring of what blocks unpack for later ones."""
+"""The workspace of unpacked tiles: passes over its contents, or a ring of tiles that blocks unpack for later blocks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slimkv.spec import PageLayout
 if TYPE_CHECKING:
     from slimkv.ops.attention.cuda.prefill_config import PrefillConfig
 
-WORKSPACE_BYTES = 400 << 20  # what unpacked K and V may take
+WORKSPACE_BYTES = 400 << 20  # limit for unpacked K and V
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What of a request its passes depend on."""
+    """The properties of a request that determine its passes."""
 
     sequences: int  # that are prefilled, at most
     num_kv_heads: int
@@ -35,7 +35,7 @@ def seen_tokens(request: AttendRequest, queries: int) -> int:
 
 
 def seen_tiles(request: AttendRequest, tile_tokens: int) -> int:
-    """Tiles of a sequence in which its queries see tokens, at most: a window may begin anywhere in its first tile."""
+    """The maximum number of tiles that the queries of a sequence see: a window may start anywhere in its first tile."""
     seen, longest = seen_tokens(request, request.max_query_len), max(1, request.max_seq_len)
     return min(-(-longest // tile_tokens), (seen + tile_tokens - 2) // tile_tokens + 1)
 
@@ -43,9 +43,8 @@ def seen_tiles(request: AttendRequest, tile_tokens: int) -> int:
 def cut_passes(
     layout: PageLayout, config: PrefillConfig, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
 ) -> tuple[int, int]:
-    """How many sequences, and how many tiles of each, the workspace holds at a time.
-
-    Whole sequences have nothing to hand on. They are taken if there are enough of them to keep the device busy.
+    """The number of sequences, and of tiles of each, that the workspace holds at a time. Whole sequences need no
+    partial results, so they are preferred if there are enough of them to keep the device busy.
     """
     longest, tile = batch.tiles, 2 * config.tile_bytes(layout.spec.key_dim) * batch.num_kv_heads
     whole = min(batch.sequences, budget // (tile * longest))
@@ -57,7 +56,7 @@ def cut_passes(
 
 
 def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
-    """As many as leave the fewest multiprocessors idle when the last blocks of passes run; a pass costs a little."""
+    """The number that leaves the fewest multiprocessors idle at the end of passes, with a small cost per pass."""
 
     def rounds(sequences: int) -> int:
         return -(-sequences * batch.num_kv_heads * batch.blocks // (batch.sequences * multiprocessors))
@@ -81,7 +80,7 @@ class AheadCut:
 
     @property
     def flows(self) -> bool:
-        """Whether what is unpacked seldom waits for those who attend what it takes the place of."""
+        """Whether unpacking seldom waits for blocks that still attend the tiles it overwrites."""
         return self.slots >= min(self.items, 2 * self.lead)
 
 

@@ -1,1 +1,1 @@
-"""Latent attention in CUDA C++ for Hopper: how the kernel is cut and launched."""
+"""Latent attention in CUDA C++ for Hopper: configuration and launch."""

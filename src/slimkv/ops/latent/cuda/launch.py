@@ -1,4 +1,4 @@
-"""attend_latent with CUDA C++ for Hopper: which requests its kernels (source/latent) take, and launching them."""
+"""attend_latent with CUDA C++ for Hopper: which requests the kernels (source/latent) support, and their launch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Struct
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the device has the instructions, which are those of compute capability 9.0 alone."""
+    """Whether the device has the required instructions (compute capability 9.0 only)."""
     return device.type == "cuda" and device_of(device).warpgroups
 
 
@@ -90,7 +90,7 @@ def _format_refusal(layout: PageLayout) -> str | None:
 def kernel_defines(
     layout: PageLayout, config: LatentConfig, query: torch.dtype, rope: torch.dtype, out: torch.dtype
 ) -> dict[str, int]:
-    """What a kernel is compiled with."""
+    """The defines of a kernel."""
     spec = layout.spec
     return config.defines | {
         "LD": spec.key_dim, "RD": spec.value_dim, "BLOCK_SIZE": layout.block_size,
@@ -113,7 +113,7 @@ def _defines(
 def workspace_bytes(
     layout: PageLayout, total_queries: int, sequences: int, heads: int, max_query_len: int, device: Device
 ) -> int:
-    """Bytes that ``attend_latent`` needs as ``workspace`` within these bounds; 0 if it does not take the layout."""
+    """Bytes of the ``workspace`` of ``attend_latent`` within these bounds; 0 if the layout is not supported."""
     if _format_refusal(layout) is not None:
         return 0
     most = 0
@@ -172,7 +172,7 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
 
 
 def _in_whole_words(query: torch.Tensor) -> torch.Tensor:
-    """The queries, as a copy where two numbers of 16 bits are not a word."""
+    """The queries, copied if pairs of 16-bit values are not aligned to a word."""
     even = query.element_size() == 4 or not (query.data_ptr() % 4 or (query.stride(0) | query.stride(1)) % 2)
     return query if even else query.clone(memory_format=torch.contiguous_format)
 

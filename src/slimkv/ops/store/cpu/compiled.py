@@ -49,7 +49,7 @@ def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | No
 
 
 def _call(request: StoreRequest) -> tuple[ctypes.Structure, tuple[object, ...]]:
-    """The call, and what must stay alive as long as it."""
+    """The call, and the objects that must stay alive with it."""
     tables = layout_tables(request.layout)
     matrices = None if request.query_aware is None else _columns(request.query_aware)
     slots = request.slot_mapping.contiguous()
@@ -65,9 +65,8 @@ def _call(request: StoreRequest) -> tuple[ctypes.Structure, tuple[object, ...]]:
 
 
 def _columns(matrices: Tensor) -> Tensor:
-    """int8 [..., heads, dim, dim] transposed: what an error corrects lies side by side.
-
-    Kept while the matrices do not change; those made under ``inference_mode`` do not tell: transposed each time.
+    """int8 [..., heads, dim, dim] transposed, so that the corrections of one error are contiguous. Cached while the
+    matrices do not change; tensors made under ``inference_mode`` have no version and are transposed each time.
     """
     if matrices.is_inference():
         return matrices.mT.contiguous()

@@ -1,4 +1,4 @@
-"""What the store kernels are given: arguments, the plan of a launch, and tables of codes."""
+"""Inputs of the store kernels: arguments, the plan of a launch, and tables of codes."""
 
 from __future__ import annotations
 

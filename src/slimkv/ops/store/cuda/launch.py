@@ -25,8 +25,8 @@ from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, SideLayout, T
 SOURCE, KERNEL = "store/store.cu", "store"
 LARGEST_DIM = 256
 FEW_VECTORS = 8192  # tokens times heads: below this a tile is shared by several warps
-_WARPS, _QUERY_AWARE_WARPS = 4, 2  # query-aware rounding needs much shared memory, of which small GPUs have 99 KiB
-_MATRIX_WARPS, _MATRIX_ROOM = 4, 228 << 10  # where there is more, so many warps share a head's matrix
+_WARPS, _QUERY_AWARE_WARPS = 4, 2  # query-aware rounding needs much shared memory; small GPUs have 99 KiB
+_MATRIX_WARPS, _MATRIX_ROOM = 4, 228 << 10  # with more, this many warps share a head's matrix
 # A product with the matrix takes few dimensions; the rest of the rotation is additions.
 _GROUP_DIMS, _MOST_GROUPS = 32, 4
 _SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what stands for 1 (store/integers.cuh)
@@ -42,7 +42,7 @@ def supports(request: StoreRequest) -> str | None:
 
 @cache
 def format_refusal(layout: PageLayout) -> str | None:
-    """Why it does not store pages of this layout, or None."""
+    """Why pages of this layout are not supported, or None."""
     for side in (layout.key, layout.value):
         if side.format.kind == Kind.UNIFORM:
             return f"it stores Lloyd-Max codes and fp8, not {side.format.name}; triton stores uniform codes"
@@ -51,7 +51,7 @@ def format_refusal(layout: PageLayout) -> str | None:
 
 @cache
 def in_tiles(layout: PageLayout) -> bool:
-    """Whether warps take tiles of 16 tokens; they take single vectors else."""
+    """Whether warps process tiles of 16 tokens rather than single vectors."""
     return all(side.format.kind != Kind.RAW and side.dim <= LARGEST_DIM for side in (layout.key, layout.value))
 
 
@@ -70,7 +70,7 @@ def run(request: StoreRequest) -> None:
 
 
 def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], None] | None:
-    """A call that stores other K, V and slots of the same shapes, strides and dtypes, as aligned as these."""
+    """A call that stores other K, V and slots of the same shapes, strides, dtypes and alignment."""
     if request.slot_mapping.shape[0] == 0:
         return None
     plan, grid, args = prepare(request)
